@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from actds_validators.regimes.conclusions import answer_of, verdicts
 from actds_validators.regimes.result import (
     About,
     ArmResult,
     ContrastResult,
+    DatasetResult,
     Element,
     Limits,
     Outcome,
@@ -16,9 +18,8 @@ from actds_validators.regimes.result import (
     Used,
     Value,
 )
-from actds_validators.regimes.wording import verdicts
 
-__all__ = ["contrast", "hostile", "made", "many", "nothing", "value"]
+__all__ = ["contrast", "hostile", "made", "many", "nothing", "result_of", "value"]
 
 BANDS = (
     "1 to 7",
@@ -63,7 +64,9 @@ def value(
 def arm(name: str, n_decode: int | None, words: str = "acts") -> ArmResult:
     """Return an arm of 2,000 rows of 64 requests."""
     return ArmResult(
-        name=name, words=words, digest="0" * 64, n_rows=2000, n_requests=64, n_compared=1900,
+        name=name, words=words, rows="generated tokens, one a step in decode" if n_decode
+        else "given tokens, many a step in prefill",
+        digest="0" * 64, n_rows=2000, n_requests=64, n_compared=1900,
         n_apart={"bos": 0, "first_position": 64}, n_repeats=12, n_decode=n_decode,
     )  # fmt: skip
 
@@ -103,7 +106,21 @@ def contrast(name: str, hook: str, about: About, gap: float, outcome: Outcome) -
         pairing={"computation": "token", "authorship": "position"}.get(about, "unpaired"),  # type: ignore[arg-type]
         n_pairs=0 if about == "both" else 1900, first=arm(first, 0 if first != "G" else 2000),
         second=arm(other, 2000 if other == "G" else 0), values=values, quantiles=quantiles,
-        verdicts=verdicts(values),
+        verdicts=verdicts(values, (first, other)),
+    )  # fmt: skip
+
+
+def result_of(contrasts: list[ContrastResult], used: list[Used] | None = None) -> Regimes:
+    """Return the result of contrasts, of one dataset."""
+    dataset = DatasetResult(
+        path="acts", digest="0" * 64, models=["small-135m"], engines=["vllm 0.32.0"],
+        hooks=[f"{hook} (576 × bfloat16)" for hook in dict.fromkeys(c.hook for c in contrasts)],
+        started_ns=1_790_000_000 * 10**9,
+    )  # fmt: skip
+    n_tests = sum(value.p is not None for one in contrasts for value in one.values)
+    return Regimes(
+        limits=Limits(), answer=answer_of(contrasts), n_tests=n_tests, datasets=[dataset],
+        used=used or [], contrasts=contrasts,
     )  # fmt: skip
 
 
@@ -116,10 +133,9 @@ def made(hooks: tuple[str, ...] = ("resid_post.10", "resid_post.20")) -> Regimes
             contrast("G-R", hook, "computation", 0.003, "carries over"),
             contrast("G-H", hook, "both", 0.073, "shifts"),
         ]
-    n = sum(value.p is not None for one in found for value in one.values)
     used = Used(hook=hooks[0], kind="dictionary", path="sae/sae_weights.safetensors",
                 sha256="ab" * 32, words="topk, 2,304 features, saelens")  # fmt: skip
-    return Regimes(limits=Limits(), n_tests=n, used=[used], contrasts=found)
+    return result_of(found, [used])
 
 
 def nothing(outcome: Outcome = "carries over") -> Regimes:
@@ -131,7 +147,7 @@ def nothing(outcome: Outcome = "carries over") -> Regimes:
     one = one.model_copy(
         update={"values": values, "quantiles": equal, "verdicts": verdicts(values)}
     )
-    return Regimes(limits=Limits(), n_tests=len(values), contrasts=[one])
+    return result_of([one])
 
 
 def many() -> Regimes:
@@ -142,7 +158,7 @@ def many() -> Regimes:
         for n in range(-7, 9)
         if n >= 0
     ]
-    return found.model_copy(update={"contrasts": [*wide, *found.contrasts]})
+    return result_of([*wide, *found.contrasts], found.used)
 
 
 def hostile() -> Regimes:
@@ -167,4 +183,4 @@ def hostile() -> Regimes:
         for one in found.contrasts
     ]
     used = [one.model_copy(update={"path": evil, "words": evil}) for one in found.used]
-    return found.model_copy(update={"contrasts": contrasts, "used": used})
+    return result_of(contrasts, used)

@@ -131,7 +131,7 @@ def make_dataset(
     if origins:
         commit_part(store, census, "origins", run, 0, _origin_table(told))
     if entropy:
-        commit_part(store, census, "sampled", run, 0, _sampled_table(told))
+        commit_part(store, census, "sampled", run, 0, sampled_table(told))
     writer.close("finished", _writer_totals(told))
     census.close("finished", _census_totals(told))
     assert n_shards or not len(told.rows)
@@ -268,7 +268,7 @@ def _origin_table(told: Schedule) -> pa.Table:
     return tables.build("origins", columns)
 
 
-def _sampled_table(told: Schedule) -> pa.Table:
+def sampled_table(told: Schedule) -> pa.Table:
     """Return what logits said that are a pure function of the tokens before."""
     request, position, step = (list(column) for column in zip(*sorted(told.sampled), strict=True))
     keys = list(zip(request, position, strict=True))

@@ -58,7 +58,7 @@ _PATTERNS = {
 }
 _VALIDATORS = ROOT / "validators" / "actds_validators"
 _SOURCES = (
-    *(_VALIDATORS / folder for folder in ("report", "validate", "audit")),
+    *(_VALIDATORS / folder for folder in ("report", "validate", "audit", "regimes")),
     ROOT / "writers" / "actds_writers",
 )
 _SQL = re.compile(r"\b(select|from|join|where|union)\b")

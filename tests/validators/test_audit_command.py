@@ -146,10 +146,10 @@ def test_python_gets_what_the_command_prints(datasets: dict[str, Path], tmp_path
     assert found.cells is not None and weights.exists()
     with pytest.raises(ActdsError) as raised:
         actds.audit(datasets["WARN"], limits={"max_loss": 2})
-    assert raised.value.code == "E009" and raised.value.place == "--max-loss"
+    assert raised.value.code == "E009" and raised.value.place == "max_loss"
     with pytest.raises(ActdsError) as raised:
         actds.audit(datasets["WARN"], limits={"max_los": 0.1})
-    assert raised.value.code == "E009" and "max-los" in raised.value.place
+    assert raised.value.code == "E009" and "max_los" in raised.value.place
     with pytest.raises(ActdsError) as raised:
         actds.audit(datasets["WARN"], weights=datasets["PASS"] / "w.parquet")
     assert raised.value.code == "E009"

@@ -453,7 +453,9 @@ def test_a_stratum_decides_where_it_is_the_more_severe(
     [
         (stratum(1.0), "All 1,000 rows of token id 7 were lost, against 2.00% of all."),
         (stratum(0.25, "position from the end", "0"),
-         "25% of the rows of the tokens 0 positions from the end of their request were lost (250"),
+         "25% of the rows of the last token of each request were lost (250"),
+        (stratum(0.25, "position from the end", "1 to 2"),
+         "25% of the rows of the tokens 1 to 2 positions before the last of their request were"),
         (stratum(1.0, "source", "{0}"), "All 1,000 rows of source 0 were lost"),
         (stratum(1.0, "tail of a value", "highest 1% of the norm at resid_post.3"),
          "rows of the highest 1% of the norm at resid_post.3 were lost"),

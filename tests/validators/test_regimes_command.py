@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from actds_validators.regimes.asking import ArmWords, parse_arms, parse_contrast
 from actds_validators.regimes.contrast import contrast
 from actds_validators.regimes.probe_file import read_probes
 from actds_validators.regimes.result import Regimes
+from actds_validators.report.regimes.page import render as page_of
 
 HOOK = HOOKS[1]
 D_MODEL = 16
@@ -112,7 +114,7 @@ def test_a_contrast_names_the_arm_and_then_its_reference() -> None:
     assert parse_contrasts(names, []) == [("H", "R"), ("H", "G")]
     assert parse_contrasts(names, ["G-R", "R-H", "G-R"]) == [("R", "G"), ("H", "R")]
     for wrong in ("G", "G-X", "G-G", "G-R-H"):
-        with pytest.raises(ActdsError, match=r"E009 --contrast"):
+        with pytest.raises(ActdsError, match=r"E009 contrasts"):
             parse_contrasts(names, [wrong])
 
 
@@ -196,7 +198,67 @@ def test_files_are_written_and_the_page_says_where(arms: dict[str, Path], tmp_pa
     for verdict in result.contrasts[0].verdicts:
         assert verdict.sentence in told.stdout and verdict.sentence in html.read_text()
     assert "not computation" not in told.stdout.splitlines()[0]
-    assert f"X: {arms['A']}" in told.stdout and "Y-X at resid_post.1" in told.stdout
+    assert "Y-X at resid_post.1" in told.stdout and f"actds regimes X={arms['A']}" in told.stdout
+
+
+def test_pages_say_what_was_compared_as_the_audits_do(
+    arms: dict[str, Path], tmp_path: Path
+) -> None:
+    html = tmp_path / "page.html"
+    told = run(f"X={arms['A']}", f"Y={arms['C']}:phase=decode", "--hook", HOOK, "--html", html)
+    page = re.sub(r"<[^>]*>|\s+", " ", html.read_text())
+    dataset = actds.open(arms["A"])
+    (run_record,) = dataset.runs.values()
+    day = datetime.fromtimestamp(run_record.started_ns // 10**9, UTC)
+    for words in (
+        "synthetic-2-layers", "resid_post.1 (16 × bfloat16)", "resid_post.1 (16 × float32)",
+        f"{day:%Y-%m-%d %H:%M} UTC with synthetic", f"X={arms['A']}", "actds audit",
+        "Y is generated tokens, one a step in decode. Y-X is Y compared with its reference, X.",
+    ):  # fmt: skip
+        assert words in told.stdout and words in re.sub(" +", " ", page), words
+
+
+def test_the_answer_is_in_the_result_and_pages_only_word_it(arms: dict[str, Path]) -> None:
+    given = [f"{name}={path}:phase=decode" for name, path in arms.items()]
+    told = run(*given, "--hook", HOOK, "--relative-l2", "1e-6", "--json", "-")
+    document = json.loads(told.stdout)
+    answer, datasets = document["answer"], document["datasets"]
+    assert answer["outcome"] == "shifts" and answer["n_shifts"] >= 1
+    assert answer["separated"] in ("computation", "not separated", "both") and answer["reason"]
+    value = answer["largest"]["value"]
+    (contrast,) = (c for c in document["contrasts"] if c["name"] == answer["largest"]["contrast"])
+    assert value | {"elements": []} in [v | {"elements": []} for v in contrast["values"]]
+    assert value["outcome"] == "shifts" and value["axis"] == "all" and answer["next_steps"]
+    assert [one["digest"] for one in datasets] == [actds.open(p).digest for p in arms.values()]
+    changed = Regimes.from_json(told.stdout)
+    answer = changed.answer.model_copy(update={"separated": "neither", "reason": "as was said"})
+    page = page_of(changed.model_copy(update={"answer": answer}), "x")
+    assert "neither" in page and "as was said" in page
+
+
+@pytest.mark.parametrize(
+    ("options", "argument", "option"),
+    [
+        (["--contrast", "X-A"], {"contrasts": ["X-A"]}, "--contrast"),
+        (["--hook", "resid_post.9"], {"hooks": ["resid_post.9"]}, "--hook"),
+        (["--floor", "A-X"], {"floor": "A-X"}, "--floor"),
+        (["--label", "role == 'user'"], {"label": "role == 'user'"}, "--label"),
+    ],
+)
+def test_an_error_names_the_argument_as_it_was_given(
+    arms: dict[str, Path], options: list[str], argument: dict[str, Any], option: str
+) -> None:
+    given = [f"{name}={arms[name]}" for name in "AC"]
+    (name,) = argument
+    with pytest.raises(ActdsError) as raised:
+        regimes(*given, **argument)
+    assert raised.value.place == name
+    told = run(*given, *options)
+    assert isinstance(told.exception, ActdsError) and told.exception.place == option
+    assert told.exception.got == raised.value.got
+    with pytest.raises(ActdsError) as raised:
+        regimes(*given, held_out=2.0)
+    assert raised.value.place == "held_out"
 
 
 def test_a_path_of_bytes_that_are_no_text_stands_in_all_that_is_written(
@@ -326,13 +388,13 @@ def test_probes_are_compared_by_the_area_of_their_labels(
     expected = stats.mannwhitneyu(score[truth], score[~truth]).statistic
     expected /= truth.sum() * (~truth).sum()
     assert value.arms is not None and value.arms[0] == pytest.approx(expected, abs=0.005)
-    with pytest.raises(ActdsError, match=r"E009 --label: no probes"):
+    with pytest.raises(ActdsError, match=r"E009 label: no probes"):
         regimes(*given, hooks=[HOOK], label=label)
     np.savez(tmp_path / "many.npz", weights=np.ones((33, D_MODEL)))
-    with pytest.raises(ActdsError, match=r"E009 --label: 33 probes"):
+    with pytest.raises(ActdsError, match=r"E009 label: 33 probes"):
         regimes(*given, hooks=[HOOK], probes=[str(tmp_path / "many.npz")], label=label)
     for alike in ("position >= 0", "position < 0"):
-        with pytest.raises(ActdsError, match=r"E014 --label: true of .* rows of arm A and false"):
+        with pytest.raises(ActdsError, match=r"E014 label: true of .* rows of arm A and false"):
             regimes(*given, hooks=[HOOK], probes=[str(tmp_path / "probes.npz")], label=alike)
     with pytest.raises(ActdsError, match=r"E014 .*labl"):
         regimes(*given, hooks=[HOOK], probes=[str(tmp_path / "probes.npz")], label="labl == 1")
@@ -401,9 +463,9 @@ def test_a_contrast_of_what_was_served_alike_is_the_floor_of_the_others(
             assert value.floor == alike[key].value == 0
             assert value.note == "floor: again-R"
     assert (other["relative L2", "all", "all"].value or 0) > 1e-3
-    with pytest.raises(ActdsError, match=r"E009 --floor.*two of R, other, again"):
+    with pytest.raises(ActdsError, match=r"E009 floor.*two of R, other, again"):
         regimes(*words, floor="X-R")
-    with pytest.raises(ActdsError, match=r"E014 --floor.*paired by position"):
+    with pytest.raises(ActdsError, match=r"E014 floor.*paired by position"):
         regimes(f"R={arms['C']}", f"other={arms['B']}", floor="other-R")
 
 

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
-from actds_testing.regime_results import contrast, hostile, made, many, nothing, value
-from actds_validators.regimes.result import Limits, Outcome, Regimes
-from actds_validators.regimes.wording import about, verdicts
+from actds_testing.calibration.regimes import Orthonormal
+from actds_testing.regime_results import (
+    contrast,
+    hostile,
+    made,
+    many,
+    nothing,
+    result_of,
+    value,
+)
+from actds_validators.regimes.conclusions import about, verdicts
+from actds_validators.regimes.instruments.moments import Moments
+from actds_validators.regimes.instruments.numerics import Numerics
+from actds_validators.regimes.instruments.overlap import Overlap
+from actds_validators.regimes.instruments.probes import Probes
+from actds_validators.regimes.instruments.reconstruction import Reconstruction
+from actds_validators.regimes.result import Limits, Outcome
+from actds_validators.regimes.wording import WORDS, big, in_words
 from actds_validators.report.regimes import charts, said
 from actds_validators.report.regimes.page import render
 from actds_validators.report.regimes.terminal import render as render_lines
@@ -69,11 +86,18 @@ def test_the_first_screen_says_how_large_of_what_and_what_to_do() -> None:
     head = text[: text.index("Verdicts")]
     for words in (
         "Yes: 4 of 12 verdicts shift",
-        "How large +0.073",
-        "3.6 × the limit",
-        "Authorship or computation authorship",
+        "H is given tokens, many a step in prefill; R is",
+        "G is generated tokens, one a step in decode. R-H is R compared with its reference, H.",
+        "Largest shift 7 points more unexplained",
+        "the dictionary leaves 7 percentage points more of the variance of H unexplained in R",
+        "3.5 times the limit; 95 % interval 6 to 8 points; limit 2; floor 1 between halves of H",
+        "Authorship (who wrote the tokens) or computation authorship",
         "computation carries over; authorship shifts in dictionary",
-        "resid_post.10: FVU +0.07 authorship (R-H, 0.06 to 0.08) and +0.003 computation (G-R",
+        "resid_post.10, variance unexplained: +7 points by authorship (R-H, 6 to 8), +0.3 points "
+        "by computation (G-R, -0.7 to 1.3).",
+        "Model small-135m",
+        "Hooks resid_post.10 (576 × bfloat16), resid_post.20 (576 × bfloat16)",
+        "Harvested 2026-09-21 14:13 UTC with vllm 0.32.0",
         "What to do Fit the dictionary on rows of both H and R",
         "actds regimes H=a R=b G=c",
     ):
@@ -81,13 +105,11 @@ def test_the_first_screen_says_how_large_of_what_and_what_to_do() -> None:
 
 
 def test_a_sum_of_two_contrasts_needs_no_advice_of_its_own() -> None:
-    steps = said.next_steps(made())
-    assert len(steps) == 1 and "both H and R" in steps[0]
-    alone = made().model_copy(
-        update={"contrasts": [c for c in made().contrasts if c.name == "G-H"]}
-    )
-    assert "both H and G" in said.next_steps(alone)[0]
-    assert "serve the tokens of the sampled arm again" in said.next_steps(alone)[1]
+    (step,) = made().answer.next_steps
+    assert "both H and R" in step
+    alone = result_of([c for c in made().contrasts if c.name == "G-H"])
+    assert "both H and G" in alone.answer.next_steps[0]
+    assert "serve the tokens of the sampled arm again" in alone.answer.next_steps[1]
 
 
 def test_every_verdict_of_the_result_has_its_sentence_on_both_pages() -> None:
@@ -126,8 +148,10 @@ def test_what_shifts_is_named_only_where_the_contrasts_separate_it(
         values = [value("q.1", 0.5, outcome)]  # type: ignore[arg-type]
         one = contrast(name, "q.1", what, 0.5, outcome)  # type: ignore[arg-type]
         found.append(one.model_copy(update={"values": values, "verdicts": verdicts(values)}))
-    result = Regimes(limits=Limits(), n_tests=1, contrasts=found)
-    assert said.separated(result).value == expected
+    answer = result_of(found).answer
+    assert answer.separated == expected and answer.reason
+    (fact,) = [fact for fact in said.facts(result_of(found)) if fact.value == expected]
+    assert fact.is_known == (expected not in ("not separated", "undecided"))
 
 
 def test_what_differs_follows_from_pairs_and_phases() -> None:
@@ -145,7 +169,11 @@ def test_an_overlap_is_worst_where_most_is_lost_to_its_floor() -> None:
                      kind="overlap", axis="decode step", stratum=step, floor=floor)  # fmt: skip
 
     (verdict,) = verdicts([overlap(0.9, 0.95, "1"), overlap(0.3, 0.9, "6 to 10")])  # type: ignore[list-item]
-    assert "Spearman 0.3" in verdict.sentence and "decode step 6 to 10" in verdict.sentence
+    words = "shifts in 2 of 2 values, none over all rows. At decode step 6 to 10 (1,000 of "
+    assert (
+        words in verdict.sentence and "Spearman, is 0.3 between the reference" in verdict.sentence
+    )
+    assert "floor 0.9 within the reference" in verdict.sentence
 
 
 def test_what_lies_below_its_floor_is_no_example_of_a_shift() -> None:
@@ -154,22 +182,88 @@ def test_what_lies_below_its_floor_is_no_example_of_a_shift() -> None:
                   floor=26.0, limit=3.0, element="453")  # fmt: skip
     above = value("q.1", 0.09, "shifts", floor=0.07, limit=0.02)
     (verdict,) = verdicts([below, above])
-    assert "+0.09" in verdict.sentence and "2 of 2 values" in verdict.sentence
-    assert "limit 0.02, floor 0.07" in verdict.sentence
+    assert "9 percentage points more" in verdict.sentence and "2 of 2 values" in verdict.sentence
+    assert "limit 2; floor 7 between halves of the reference" in verdict.sentence
     moved = above.model_copy(update={"measure": "something else"})
-    result = Regimes(limits=Limits(), n_tests=2, contrasts=[
-        one.model_copy(update={"values": [below, moved], "verdicts": [verdict]})
-    ])  # fmt: skip
-    assert said.worst(result) == (result.contrasts[0], moved)
+    changed = one.model_copy(update={"values": [below, moved], "verdicts": [verdict]})
+    largest = result_of([changed]).answer.largest
+    assert largest is not None and largest.value == moved
     (verdict,) = verdicts([below])
-    assert "turn of features of feature 453 25 degrees" in verdict.sentence
+    assert "the direction of feature 453 turns by 25° from the reference" in verdict.sentence
 
 
-def test_a_verdict_gives_the_leading_measure_of_all_rows_first() -> None:
+def test_a_value_over_all_rows_comes_before_any_of_a_stratum() -> None:
     step = value("q.1", 0.9, "shifts", axis="decode step", stratum="1", adjusted_p=1e-9)
-    turn = value("q.1", 60.0, "shifts", measure="turn", kind="size", limit=3.0, adjusted_p=1e-9)
-    (verdict,) = verdicts([step, turn, value("q.1", 0.07, "shifts")])
-    assert "+0.07" in verdict.sentence and "(all rows; " in verdict.sentence
+    turn = value("q.1", 60.0, "shifts", measure="turn of features", kind="direction", limit=3.0,
+                 adjusted_p=1e-9)  # fmt: skip
+    whole = value("q.1", 0.07, "shifts")
+    (verdict,) = verdicts([step, turn, whole])
+    assert "Over all rows" in verdict.sentence and "7 percentage points more" in verdict.sentence
+    below = whole.model_copy(update={"measure": "active features of a row", "floor": 0.5})
+    (verdict,) = verdicts([step, below])
+    assert "Over all rows" in verdict.sentence and "1.07 times as many" in verdict.sentence
+    one = contrast("R-H", "q.1", "authorship", 0.5, "shifts")
+    changed = one.model_copy(update={"values": [step, below], "verdicts": [verdict]})
+    largest = result_of([changed]).answer.largest
+    assert largest is not None and largest.value == below
+
+
+def test_a_stratum_is_named_with_what_it_is_made_of() -> None:
+    step = value("q.1", 0.9, "shifts", axis="decode step", stratum="1", n_tokens=(1, 40))
+    (verdict,) = verdicts([step], ("H", "G"))
+    words = "At decode step 1 (1,000 of H, weighted worth 900, all of one token; 2,000 of G, "
+    assert f"none over all rows. {words}weighted worth 1,800, 40 different tokens)" in (
+        verdict.sentence
+    )
+    pairs = value("q.1", 0.02, "shifts", instrument="numerics", measure="relative L2", kind="size",
+                  axis="entropy", stratum="quintile 5", limit=0.01, n_tokens=(9, 9))  # fmt: skip
+    (verdict,) = verdicts([pairs], ("H", "G"))
+    assert "In entropy quintile 5 (1,000 pairs, 9 different tokens) rows of the same tokens" in (
+        verdict.sentence
+    )
+
+
+@pytest.mark.parametrize(
+    ("measure", "instrument", "size", "figure", "words"),
+    [
+        ("mean", "moments", -0.95, "0.95 SD lower",
+         "G lies 0.95 standard deviations lower than H in channel 7"),
+        ("variance", "moments", 0.5, "1.65 × the variance",
+         "the variance of channel 7 in G is 1.65 times that in H"),
+        ("outlier rate of rows", "moments", -0.03, "3 points fewer outliers",
+         "3 percentage points fewer rows of G than of H lie above 10 median norms"),
+        ("rates of features", "dictionary", -1.0, "0.368 × as often active",
+         "feature 7 is active 0.368 times as often in G as in H"),
+        ("turn of features", "dictionary", 12.0, "turned by 12°",
+         "the direction of feature 7 turns by 12° from H to G"),
+        ("relative L2", "numerics", 0.012, "1.2 % of the norm apart",
+         "rows of the same tokens lie 1.2 % of their norm apart in H and G"),
+        ("ROC area", "probes", -0.05, "0.05 lower ROC area",
+         "the area under the ROC curve of probe 7 is 0.05 lower in G than in H"),
+    ],
+)  # fmt: skip
+def test_a_number_has_a_unit_and_a_direction(
+    measure: str, instrument: str, size: float, figure: str, words: str
+) -> None:
+    found = value("q.1", size, "shifts", measure=measure, instrument=instrument, element="7")
+    assert big(found, ("H", "G")) == figure
+    assert in_words(found, ("H", "G")) == words
+
+
+def test_the_words_of_every_measure_are_those_of_an_instrument() -> None:
+    """A measure that is renamed would lose its words in silence."""
+    limits, sums = Limits(), defaultdict(lambda: np.ones(8))
+    instruments = [Moments(), Numerics(Orthonormal(np.eye(8))), Overlap(Orthonormal(np.eye(8))),
+                   Probes(np.eye(8)[:1], labels=(np.zeros(1, np.int8),) * 2)]  # fmt: skip
+    instruments.append(Reconstruction(Orthonormal(np.eye(8)), np.arange(2)))
+    names = set()
+    for one in instruments:
+        names |= {m.name for m in getattr(one, "measures", lambda *_: [])(sums, limits)}
+        names |= {m.name for m in getattr(one, "pair_measures", lambda *_: [])(limits)}
+    assert set(WORDS) <= names
+    tested = {m for m in names if not m.startswith(("order of", "top "))}
+    described = {"equal to the bit", "cosine distance", "KL divergence of a channel"}
+    assert tested - set(WORDS) == described
 
 
 def test_the_head_says_in_which_instruments_each_of_the_two_shifts() -> None:
@@ -181,9 +275,11 @@ def test_the_head_says_in_which_instruments_each_of_the_two_shifts() -> None:
         values = [value("q.1", 0.5, "shifts", instrument=one) for one in instruments]
         one = contrast(name, "q.1", what, 0.5, "shifts")  # type: ignore[arg-type]
         found.append(one.model_copy(update={"values": values, "verdicts": verdicts(values)}))
-    fact = said.separated(Regimes(limits=Limits(), n_tests=1, contrasts=found))
-    assert fact.value == "both"
-    assert fact.note == "computation shifts in numerics; authorship shifts in dictionary, probes"
+    answer = result_of(found).answer
+    assert answer.separated == "both"
+    assert (
+        answer.reason == "computation shifts in numerics; authorship shifts in dictionary, probes"
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,14 +296,12 @@ def test_what_only_other_tokens_shift_is_not_said_to_be_computation(
         values = [value("q.1", 0.5, end, instrument=one) for one, end in ends.items()]  # type: ignore[arg-type]
         one = contrast(name, "q.1", what, 0.5, "shifts")  # type: ignore[arg-type]
         found.append(one.model_copy(update={"values": values, "verdicts": verdicts(values)}))
-    result = Regimes(limits=Limits(), n_tests=1, contrasts=found)
-    fact = said.separated(result)
-    assert fact.value == expected and fact.is_known == (expected == "both")
-    assert fact.note == (
+    answer = result_of(found).answer
+    assert answer.separated == expected
+    assert answer.reason == (
         "computation shifts in numerics; dictionary only where the tokens differ as well"
     )
-    alone = result.model_copy(update={"contrasts": found[:1]})
-    assert said.separated(alone).value == "computation"
+    assert result_of(found[:1]).answer.separated == "computation"
 
 
 def test_features_that_shift_are_drawn_before_those_that_do_not() -> None:
@@ -267,6 +361,6 @@ def test_charts_are_drawn_where_the_result_has_their_numbers() -> None:
     (dot,) = [s for s in equal.shapes if s.tag == "circle"]
     at = {s.text: dict(s.attributes)["x"] for s in equal.shapes if s.tag == "text"}
     assert dict(dot.attributes)["cx"] == at["0"] < at["1e-3"]
-    empty = Regimes(limits=Limits(), n_tests=0, contrasts=[])
+    empty = result_of([])
     assert charts.step_gaps(empty) is charts.positions(empty) is charts.ladder(empty) is None
     assert charts.rates(empty) == []

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from actds.reading import Catalog
 
-__all__ = ["About", "about"]
+__all__ = ["About", "about", "began", "recorded"]
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,32 @@ def about(catalog: Catalog, command: str) -> About:
         catalog: of the dataset.
         command: that makes the report, as typed.
     """
-    genesis, runs = catalog.genesis, list(catalog.runs.values())
-
-    def named(*fields: str) -> tuple[str, ...]:
-        of_runs = (
-            [run.fields[field].value for field in fields if field in run.fields] for run in runs
-        )
-        words = (" ".join(str(v) for v in values if v is not None) for values in of_runs)
-        return tuple(dict.fromkeys(filter(None, words)))
-
     return About(
-        models=named("model.name"),
-        engines=named("engine.name", "engine.version"),
-        hooks=tuple(f"{h.name} ({h.d_model:,} × {h.dtype})" for h in genesis.hooks),
-        started_ns=min((run.started_ns for run in runs), default=genesis.created_ns),
+        models=recorded(catalog, "model.name"),
+        engines=recorded(catalog, "engine.name", "engine.version"),
+        hooks=tuple(f"{h.name} ({h.d_model:,} × {h.dtype})" for h in catalog.genesis.hooks),
+        started_ns=began(catalog),
         command=command,
+    )
+
+
+def recorded(catalog: Catalog, *fields: str) -> tuple[str, ...]:
+    """Return the values of fields that the runs of a dataset recorded, joined, each once.
+
+    Args:
+        catalog: of the dataset.
+        fields: names of fields; those of a run that are unknown are left out.
+    """
+    runs = (
+        [run.fields[name].value for name in fields if name in run.fields]
+        for run in catalog.runs.values()
+    )
+    words = (" ".join(str(value) for value in values if value is not None) for values in runs)
+    return tuple(dict.fromkeys(one for one in words if one))
+
+
+def began(catalog: Catalog) -> int:
+    """Return when the first run of a dataset began, wall clock in ns."""
+    return min(
+        (run.started_ns for run in catalog.runs.values()), default=catalog.genesis.created_ns
     )

@@ -42,6 +42,6 @@ def settings_of(kind: type[Settings], given: Settings | Mapping[str, float] | No
         return kind.model_validate(dict(given or {}))
     except ValidationError as error:
         first = error.errors()[0]
-        name = str(first["loc"][0]).replace("_", "-")
+        name = str(first["loc"][0])
         expected = str(first["msg"]).lower().removeprefix("input should be ")
-        raise ActdsError("E009", f"--{name}", got=str(first["input"]), expected=expected) from None
+        raise ActdsError("E009", name, got=str(first["input"]), expected=expected) from None

@@ -30,6 +30,7 @@ from actds_testing.harvest import environment
 from actds_testing.places import DEMO_MODEL, ROOT
 from actds_validators.dictionaries import Dictionary, load_dictionary
 from actds_validators.regimes.arms import Arm, ArmRows, read_arm
+from actds_validators.regimes.conclusions import verdicts
 from actds_validators.regimes.contrast import matched_requests, plan
 from actds_validators.regimes.instruments.base import Remembered
 from actds_validators.regimes.instruments.moments import Moments
@@ -38,7 +39,6 @@ from actds_validators.regimes.instruments.reconstruction import Reconstruction
 from actds_validators.regimes.result import Limits
 from actds_validators.regimes.run import conclude, measure
 from actds_validators.regimes.strata import POSITION_EDGES
-from actds_validators.regimes.wording import verdicts
 
 HOOK = "resid_post.10"
 GIVEN, SAMPLED = 64, 200

@@ -27,6 +27,7 @@ from actds.load.dataset import Dataset
 from actds_testing.calibration.audit import read_records, wilson
 from actds_testing.places import ROOT
 from actds_validators.regimes.arms import ArmRows
+from actds_validators.regimes.conclusions import verdicts
 from actds_validators.regimes.contrast import plan
 from actds_validators.regimes.instruments.moments import Moments
 from actds_validators.regimes.instruments.numerics import Numerics
@@ -34,7 +35,6 @@ from actds_validators.regimes.instruments.reconstruction import Reconstruction
 from actds_validators.regimes.requests import Requests
 from actds_validators.regimes.result import Limits, Value
 from actds_validators.regimes.run import Measured, conclude, measure
-from actds_validators.regimes.wording import verdicts
 
 D_MODEL = 32
 N_FEATURES = 24

@@ -196,7 +196,7 @@ def lost(account: Accounting) -> str:
 _PLACES = {
     "special tokens": "the special tokens",
     "position": "the tokens at position {}",
-    "position from the end": "the tokens {} positions from the end of their request",
+    "position from the end": "the tokens {} positions before the last of their request",
     "phase": "the {} tokens",
     "tail of a value": "the {}",
     "first prompt block": "the requests of first prompt block {}",
@@ -206,6 +206,8 @@ _PLACES = {
 
 def stratum_words(stratum: StratumLoss) -> str:
     """Return the name of a stratum in a sentence."""
+    if (stratum.kind, stratum.label) == ("position from the end", "0"):
+        return "the last token of each request"
     words = _PLACES.get(stratum.kind, f"{stratum.kind} {{}}")
     return words.format(stratum.label.replace("{", "").replace("}", ""))
 

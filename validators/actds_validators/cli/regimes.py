@@ -74,7 +74,7 @@ def _result() -> type[Regimes]:
 @click.option(
     "--model",
     metavar="NAME",
-    help="What dictionaries call the rows' model. That of the run record if not given.",
+    help="What dictionaries call the rows' model, or its folder: entropies of given text, too.",
 )
 @click.option(
     "--held-out",

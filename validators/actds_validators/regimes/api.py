@@ -16,6 +16,7 @@ from actds.load.dataset import open as open_dataset
 from actds.load.selection import RowValues
 from actds.load.where import parse_expression
 from actds.text import storable
+from actds_validators.about import began, recorded
 from actds_validators.dictionaries import load_dictionary
 from actds_validators.dictionaries.places import same_place
 from actds_validators.dictionaries.refusal import refused
@@ -23,7 +24,7 @@ from actds_validators.extras import need_extra
 from actds_validators.regimes.arms import Arm
 from actds_validators.regimes.asking import parse_arms, parse_contrasts
 from actds_validators.regimes.probe_file import ProbeFile, read_probes
-from actds_validators.regimes.result import Limits, Regimes, Used
+from actds_validators.regimes.result import DatasetResult, Limits, Regimes, Used
 from actds_validators.sections import settings_of
 from actds_validators.statistics.events import Bools
 
@@ -66,6 +67,8 @@ def regimes(
         label: expression that is true of the rows that the probes should find; a row of which it
             is not known whether it is true has no label.
         model: what dictionaries call the model of the rows; the name in the run record by default.
+            Where it is the model's folder, entropies of given text are computed with it, of stored
+            rows of the last layer.
         held_out: compare the requests alone that a loader with ``split="train"`` and this share
             leaves out. An arm that has no token sequence in common with what dictionaries were
             fitted on is compared whole, but for prefixes that they have seen.
@@ -85,15 +88,16 @@ def regimes(
             ``actds.open``.
     """
     need_extra()
+    from actds_validators.regimes.entropies import Entropies, model_folder
     from actds_validators.regimes.run import Asked, compare
 
     chosen = settings_of(Limits, limits)
     if held_out is not None and not 0 < held_out < 1:
-        raise ActdsError("E009", "--held-out", got=f"{held_out}", expected="a share from 0 to 1")
+        raise ActdsError("E009", "held_out", got=f"{held_out}", expected="a share from 0 to 1")
     opened = _open_arms(arms, held_out)
     pairs = parse_contrasts(list(opened), contrasts)
     if floor is not None:
-        alike = parse_contrasts(list(opened), [floor], "--floor")
+        alike = parse_contrasts(list(opened), [floor], "floor")
         pairs = list(dict.fromkeys([*alike, *pairs]))
     compared = {name: opened[name] for name in opened if any(name in pair for pair in pairs)}
     shared = _shared_hooks(list(compared.values()), hooks)
@@ -115,10 +119,16 @@ def regimes(
         for first, other in pairs
         for hook in shared
     ]
-    found = compare(asked, chosen, progress, floor=floor)
+    folder = model_folder(model)
+    entropies = None
+    if folder is not None:
+        entropies = Entropies(folder, list(compared.values()), shared[0], progress)
+    found = compare(asked, chosen, progress, floor=floor, entropies=entropies)
     used = [_dictionary_used(hook, one, compared, found) for hook, one in dictionaries.items()]
     used += [_probes_used(hook, one) for hook, one in linear.items()]
-    return found.model_copy(update={"used": used})
+    datasets = {arm.dataset.digest: arm.dataset for arm in compared.values()}
+    results = [_dataset_result(dataset, shared) for dataset in datasets.values()]
+    return found.model_copy(update={"used": used, "datasets": results})
 
 
 def _open_arms(words: Sequence[str], held_out: float | None) -> dict[str, Arm]:
@@ -156,25 +166,25 @@ def _shared_hooks(arms: Sequence[Arm], hooks: Sequence[str]) -> list[str]:
     for hook in hooks:
         if hook not in shared:
             expected = f"one of {', '.join(shared)}" if shared else "a hook that all arms have"
-            raise ActdsError("E014", "--hook", got=hook[:80], expected=expected)
+            raise ActdsError("E014", "hooks", got=hook[:80], expected=expected)
     if not shared:
         names = "; ".join(f"{arm.name}: {', '.join(arm.dataset.hooks)}" for arm in arms)
         raise ActdsError("E014", "hooks", got=names[:200], expected="a hook that all arms have")
     return [hook for hook in shared if not hooks or hook in hooks]
 
 
-def _hook_and_path(text: str, hooks: Sequence[str], option: str) -> tuple[str | None, str]:
+def _hook_and_path(text: str, hooks: Sequence[str], argument: str) -> tuple[str | None, str]:
     """Return the hook that ``HOOK=PATH`` names, None for a path alone."""
     head, is_named, path = text.partition("=")
     if not is_named or "/" in head:
         return None, text
     if head not in hooks:
         expected = f"one of the hooks that are compared: {', '.join(hooks)}"
-        raise ActdsError("E009", option, got=head[:80], expected=expected)
+        raise ActdsError("E009", argument, got=head[:80], expected=expected)
     return head, path
 
 
-def _of_hook(option: str, place: str, hook: str | None, hooks: Sequence[str]) -> str:
+def _of_hook(place: str, hook: str | None, hooks: Sequence[str]) -> str:
     """Return which of the hooks a file is for: its own word, or the only hook there is.
 
     Raises:
@@ -183,7 +193,7 @@ def _of_hook(option: str, place: str, hook: str | None, hooks: Sequence[str]) ->
     if hook is None and len(hooks) == 1:
         return hooks[0]
     if hook is None:
-        next_step = f"Name the hook: {option} {hooks[0]}={place}"
+        next_step = f"Name the hook: {hooks[0]}={place}"
         raise refused(place, "no word of its hook", "a hook", next_step)
     found = next((one for one in hooks if same_place(one, hook)), None)
     if found is None:
@@ -203,17 +213,17 @@ def _dictionaries(
     name = model or _model_of(arms)
     found: dict[str, Dictionary] = {}
     for text in words:
-        hook, path = _hook_and_path(text, hooks, "--sae")
+        hook, path = _hook_and_path(text, hooks, "sae")
         width = None if hook is None else arms[0].dataset.hooks[hook].d_model
         one = load_dictionary(path, hook, width, model=name)
         if hook is None:
-            hook = _of_hook("--sae", path, one.hook, hooks)
+            hook = _of_hook(path, one.hook, hooks)
             width = arms[0].dataset.hooks[hook].d_model
         if one.d_model != width:
             expected = f"{width:,}, as {hook} has"
             raise refused(path, f"a dictionary of {one.d_model:,} channels", expected)
         if hook in found:
-            raise ActdsError("E009", "--sae", got=f"two for {hook}", expected="one to a hook")
+            raise ActdsError("E009", "sae", got=f"two for {hook}", expected="one to a hook")
         _refuse_fitted(path, one, arms)
         found[hook] = one
     return found
@@ -221,13 +231,24 @@ def _dictionaries(
 
 def _model_of(arms: Sequence[Arm]) -> str | None:
     """Return the model of the arms' runs; None where they name none, or several."""
-    names = {
-        str(field.value)
-        for arm in arms
-        for run in arm.dataset.runs.values()
-        if (field := run.fields.get("model.name")) is not None and field.value is not None
-    }
+    names = {name for arm in arms for name in recorded(arm.dataset.catalog, "model.name")}
     return names.pop() if len(names) == 1 else None
+
+
+def _dataset_result(dataset: Dataset, hooks: Sequence[str]) -> DatasetResult:
+    catalog = dataset.catalog
+    return DatasetResult(
+        path=storable(dataset.path),
+        digest=dataset.digest,
+        models=list(recorded(catalog, "model.name")),
+        engines=list(recorded(catalog, "engine.name", "engine.version")),
+        hooks=[
+            f"{hook.name} ({hook.d_model:,} × {hook.dtype})"
+            for hook in catalog.genesis.hooks
+            if hook.name in hooks
+        ],
+        started_ns=began(catalog),
+    )
 
 
 def _refuse_fitted(path: str, one: Dictionary, arms: Sequence[Arm]) -> None:
@@ -243,9 +264,14 @@ def _refuse_fitted(path: str, one: Dictionary, arms: Sequence[Arm]) -> None:
         if kept is not None and arm.split == "held_out" and arm.held_out <= kept:
             continue
         if kept is None:
-            next_step = 'Fit it with actds.Loader(split="train", held_out=0.5), then --held-out 0.5'
+            next_step = (
+                'Fit it with actds.Loader(split="train", held_out=0.5), then score it with '
+                "held_out=0.5 (--held-out 0.5)"
+            )
         else:
-            next_step = f"Score it on what its loader held out: --held-out {kept:g}"
+            next_step = (
+                f"Score it on what its loader held out: held_out={kept:g} (--held-out {kept:g})"
+            )
         got = f"fitted on rows of arm {arm.name}, as its loader recorded"
         raise refused(path, got, "rows that it was not fitted on", next_step)
 
@@ -284,17 +310,17 @@ def _probes(
 ) -> dict[str, ProbeFile]:
     found: dict[str, ProbeFile] = {}
     for text in words:
-        hook, path = _hook_and_path(text, hooks, "--probes")
+        hook, path = _hook_and_path(text, hooks, "probes")
         one = read_probes(path)
         if hook is not None and one.hook is not None and not same_place(hook, one.hook):
             raise refused(path, f"probes of {one.hook}", hook)
-        hook = hook or _of_hook("--probes", path, one.hook, hooks)
+        hook = hook or _of_hook(path, one.hook, hooks)
         width = arms[0].dataset.hooks[hook].d_model
         if one.weights.shape[1] != width:
             got = f"probes of {one.weights.shape[1]:,} channels"
             raise refused(path, got, f"{width:,}, as {hook} has")
         if hook in found:
-            raise ActdsError("E009", "--probes", got=f"two for {hook}", expected="one to a hook")
+            raise ActdsError("E009", "probes", got=f"two for {hook}", expected="one to a hook")
         found[hook] = one
     return found
 
@@ -347,8 +373,8 @@ def _labels(arm: Arm, hook: str, label: str) -> npt.NDArray[np.int8]:
         ActdsError: E014 no expression, or one of a column that the dataset does not have.
     """
     expressions = (
-        parse_expression(label, "--label"),
-        parse_expression(f"not ({label})", "--label"),
+        parse_expression(label, "label"),
+        parse_expression(f"not ({label})", "label"),
     )
     values = RowValues(arm.dataset, [arm.dataset.hooks[hook]])
     parts = [np.empty(0, np.int8)]
@@ -367,11 +393,11 @@ def _check_labels(label: str | None, linear: Mapping[str, ProbeFile]) -> None:
     if label is None:
         return
     if not linear:
-        raise ActdsError("E009", "--label", got="no probes", expected="--probes FILE as well")
+        raise ActdsError("E009", "label", got="no probes", expected="probes as well")
     most = max(len(one.names) for one in linear.values())
     if most > MAX_LABELLED:
         expected = f"at most {MAX_LABELLED}: each takes 9 MB"
-        raise ActdsError("E009", "--label", got=f"{most:,} probes", expected=expected)
+        raise ActdsError("E009", "label", got=f"{most:,} probes", expected=expected)
 
 
 def _instruments(

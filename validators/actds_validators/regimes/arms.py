@@ -30,7 +30,7 @@ from actds.text import storable
 from actds_validators.regimes.requests import Requests
 from actds_validators.statistics.events import Bools, Ints, Whole, narrow
 
-__all__ = ["APART", "Arm", "ArmRows", "Sampled", "read_arm"]
+__all__ = ["APART", "Arm", "ArmRows", "Sampled", "described_rows", "read_arm"]
 
 APART = ("bos", "first_position")
 """Filters whose rows are counted and left out of every estimate."""
@@ -358,6 +358,23 @@ def _continued_at(dataset: Dataset, run: str) -> int:
     if type(n_prompt) is not int or n_prompt < 1:
         raise ActdsError("E103", place, got=text[:200], expected="none, or n_prompt and more")
     return n_prompt
+
+
+def described_rows(arm: Arm, rows: ArmRows) -> str:
+    """Return what the rows of an arm are, in words: who wrote their tokens, how they came to be."""
+    if rows.n_decode is None:
+        return "tokens that were computed in an unknown way"
+    decode = rows.n_decode / max(len(rows), 1)
+    if decode == 1:
+        return "generated tokens, one a step in decode"
+    if decode > 0:
+        return f"{decode:.0%} generated tokens, one a step in decode, the others given"
+    # A step that computed one token of a prompt had as many before it as the token has.
+    is_single = float((rows.chunk == rows.position).mean()) > 0.5 if len(rows) else False
+    how = "one a step" if is_single else "many a step in prefill"
+    if arm.dataset.origins(run=False).num_rows:
+        return f"tokens of another harvest, given again as prompts, {how}"
+    return f"given tokens, {how}"
 
 
 def need_requests(arm: Arm, hook: str, rows: ArmRows, least: int) -> None:

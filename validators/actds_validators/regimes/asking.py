@@ -96,14 +96,14 @@ def parse_named(words: Sequence[str], keys: Sequence[str] = SELECTION_KEYS) -> l
 
 
 def parse_contrasts(
-    names: Sequence[str], asked: Sequence[str], option: str = "--contrast"
+    names: Sequence[str], asked: Sequence[str], argument: str = "contrasts"
 ) -> list[tuple[str, str]]:
     """Return the contrasts as (reference, other): ``G-R`` compares G with the reference R.
 
     Args:
         names: names of the arms.
         asked: contrasts; with none every later arm is compared with the first.
-        option: what asked for them.
+        argument: what asked for them.
 
     Raises:
         ActdsError: E009 no such arm, or not two of them.
@@ -115,7 +115,7 @@ def parse_contrasts(
         parts = words.split("-")
         if len(parts) != 2 or parts[0] == parts[1] or not set(parts) <= set(names):
             expected = f"two of {', '.join(names)}, as {names[1]}-{names[0]}"
-            raise ActdsError("E009", option, got=words[:80], expected=expected)
+            raise ActdsError("E009", argument, got=words[:80], expected=expected)
         found.append((parts[1], parts[0]))
     return found
 

@@ -18,6 +18,7 @@ from scipy.sparse.csgraph import connected_components  # type: ignore[import-unt
 from actds.errors import ActdsError
 from actds.format.positions import Keys, pair_key, position_key, split_key
 from actds_validators.regimes.arms import Arm, ArmRows, need_requests, read_arm
+from actds_validators.regimes.entropies import Entropies
 from actds_validators.regimes.requests import match
 from actds_validators.regimes.strata import (
     ALL,
@@ -67,19 +68,21 @@ class Layer:
 
 @dataclass(frozen=True)
 class Side:
-    """What one arm gives to a contrast; ``n`` rows, some 15 bytes for each, 50 if it is unpaired.
+    """What one arm gives to a contrast; ``n`` rows, some 20 bytes for each, 55 if it is unpaired.
 
     Args:
         row: number of each row in the arm's array ``(n,)``, ascending.
         cluster: request of each row, the same number for matched ones ``(n,)``.
         group: group of requests of each row ``(n,)``, from 0.
         layers: where the rows stand.
+        token_id: token fed at each row ``(n,)``; None where it is not needed.
     """
 
     row: Whole
     cluster: Whole
     group: Whole
     layers: tuple[Layer, ...]
+    token_id: Whole | None = None
 
     def __len__(self) -> int:
         return len(self.row)
@@ -125,6 +128,7 @@ def contrast(
     pairing: Pairing | None = None,
     adjust: bool = True,
     seed: int = 0,
+    entropies: Entropies | None = None,
 ) -> tuple[Contrast, ArmRows, ArmRows]:
     """Return two arms at a hook, and their rows; no activation is read.
 
@@ -139,6 +143,7 @@ def contrast(
             requests than an estimate needs are none.
         adjust: weight an unpaired reference to the second arm's token ids and positions.
         seed: of the groups of requests.
+        entropies: computes those that were not recorded; None without.
 
     Raises:
         ActdsError: E014 a hook that one of them lacks or that differs in width; too few requests;
@@ -153,6 +158,11 @@ def contrast(
             expected=f"{widths[0]}, as arm {first.name} has",
         )
     rows = read_arm(first, hook), read_arm(second, hook)
+    if entropies is not None:
+        rows = (
+            entropies.filled(first.dataset, hook, rows[0]),
+            entropies.filled(second.dataset, hook, rows[1]),
+        )
     for arm, own in zip((first, second), rows, strict=True):
         need_requests(arm, hook, own, MIN_REQUESTS)
     told = plan(
@@ -200,8 +210,12 @@ def plan(
         raise ActdsError(
             "E014", place, got=f"no rows in common to pair by {chosen}", expected="some"
         )
-    edges = entropy_edges(first, second)
-    strata = strata_of(first, edges), strata_of(second, edges)
+    of_pairs = chosen == "token"
+    edges = entropy_edges(first, second, of_pairs=of_pairs)
+    strata = (
+        strata_of(first, edges, of_pairs=of_pairs),
+        strata_of(second, edges, of_pairs=of_pairs),
+    )
     clusters = _clusters(first, second, matched, pairs if chosen == "token" else _NO_PAIRS)
     if chosen == "unpaired":
         return _unpaired(first, second, strata, clusters, adjust, seed)
@@ -413,7 +427,8 @@ def _paired(
         order = np.argsort(rows.row[which], kind="stable")
         layers = tuple(Layer(code[n][order]) for code in codes)
         mine = cluster[order]
-        sides.append(Side(rows.row[which][order], mine, group_of[mine], layers))
+        token_id = rows.token_id[which][order]
+        sides.append(Side(rows.row[which][order], mine, group_of[mine], layers, token_id))
         inverse = np.empty(len(order), one.dtype)
         inverse[order] = np.arange(len(order))
         place.append(inverse)
@@ -470,7 +485,7 @@ def _unpaired(
                 assert weight is not None
                 coverage = float(weight.mean())
     sides = [
-        Side(rows.row, mine, group_of[mine], tuple(told))
+        Side(rows.row, mine, group_of[mine], tuple(told), rows.token_id)
         for rows, mine, told in zip((first, second), own, layers, strict=True)
     ]
     contrast = Contrast(

@@ -104,7 +104,7 @@ def beside_contrast(results: Sequence[ContrastResult], name: str) -> list[Contra
         if one.name == name and one.pairing != "token":
             got = f"{name} at {one.hook} is paired by {one.pairing}"
             expected = "a contrast of the same tokens, as of a replay made twice"
-            raise ActdsError("E014", "--floor", got=got, expected=expected)
+            raise ActdsError("E014", "floor", got=got, expected=expected)
         if one.name == name:
             known |= {_place(value): value for value in one.values}
     return [

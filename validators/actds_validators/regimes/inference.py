@@ -19,7 +19,7 @@ from scipy import special  # type: ignore[import-untyped]
 from actds.text import counted
 from actds_validators.regimes.result import Element, Limits, Outcome, Value
 from actds_validators.regimes.scales import Scale, ends, slope, to_scale
-from actds_validators.regimes.strata import ALL, MIN_REQUESTS, Stratum
+from actds_validators.regimes.strata import ALL, MIN_REQUESTS, MIN_ROWS, Stratum
 from actds_validators.regimes.sums import COUNT, Made, Totals
 from actds_validators.regimes.wording import beyond
 from actds_validators.statistics.events import Bools, Floats, Ints
@@ -44,6 +44,8 @@ _EXCEEDANCES = 20
 _BATCH = 250
 _STEP = 1e-3  # of a group's sums, for a derivative
 _ALL_FLIPS = 12  # groups up to which every flip is made
+_POWER = 0.8  # of a test, at the least difference that it is said to find
+_HALF_TURN = 179.5  # degrees
 _EQUIVALENCE = 0.05  # level of each of the two one-sided tests
 
 
@@ -123,11 +125,12 @@ def judge(
         limits: level, seed and limits.
     """
     first, second = sums
-    least = min(t.n_requests for t in sums)
+    short = _too_few(sums)
     n = 0
-    if least >= MIN_REQUESTS:
+    if short is None:
         first, second = _with_rows(sums)
         n = len(first.groups[COUNT])
+        short = None if n > 1 else "all requests are one group: none can be left out"
     value = Value(
         instrument=instrument,
         hook=hook,
@@ -140,11 +143,13 @@ def judge(
         n_rows=(first.n_rows, second.n_rows),
         n_requests=(first.n_requests, second.n_requests),
         n_effective=(first.n_effective, second.n_effective),
+        n_tokens=None
+        if first.n_tokens is None or second.n_tokens is None
+        else (first.n_tokens, second.n_tokens),
         n_groups=n,
         note=measure.note,
     )
-    if least < MIN_REQUESTS or n < 2:
-        short = f"{counted(least, 'request')}; {MIN_REQUESTS} are needed for an estimate"
+    if short is not None:
         return Judged(value.model_copy(update={"short": short}), False)
     work = {"direction": _direction, "overlap": _overlap}.get(measure.kind, _elements)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -153,6 +158,20 @@ def judge(
             changes["elements"] = _kept(measure, first, second)
     told = value.model_copy(update=changes)
     return Judged(told, told.p is not None)
+
+
+def _too_few(sums: tuple[Totals, Totals]) -> str | None:
+    """Return of what an arm has too little for an estimate, None where it has enough."""
+    requests = min(total.n_requests for total in sums)
+    if not requests:
+        return "no row of one arm has a row of the other to be compared with"
+    if requests < MIN_REQUESTS:
+        return f"{counted(requests, 'request')}; {MIN_REQUESTS} are needed for an estimate"
+    worth = min(total.n_effective for total in sums)
+    if worth < MIN_ROWS:
+        rows = counted(int(worth), "effective row")
+        return f"{rows}; {MIN_ROWS} are needed for an estimate"
+    return None
 
 
 def _with_rows(sums: tuple[Totals, Totals]) -> tuple[Totals, Totals]:
@@ -460,14 +479,46 @@ def _direction(
         "farthest": float(far.max()),
         "p": largest_p(of_each, worst, n, limits.seed),
     }
+    least = float(np.median(detectable_turn(gram)))
+    followed = f"half of the {m:,} features that were followed" if m > 1 else "the one followed"
+    unseen = f"a turn under {least:.2g}° could not have been found in {followed}"
+    if least >= _HALF_TURN:
+        unseen = f"no turn could have been found in {followed}"
+    changes |= {"detectable": least, "note": f"{measure.note}; {unseen}"}
     if measure.limit is not None:
         changes["equivalent"] = bool(far.max() <= measure.limit)
         if not changes["equivalent"]:
             changes["short"] = (
                 f"an angle of up to {_apart(float(far.max()), measure.limit)} degrees cannot be "
-                f"excluded; the limit is {measure.limit:g}"
+                f"excluded; the limit is {measure.limit:g}; {unseen}"
             )
     return changes
+
+
+def detectable_turn(gram: Floats) -> Floats:
+    """Return the turn of each direction that its test finds with a power of 80 %, in degrees.
+
+    Under no turn the squared length of what n groups add is about a chi-squared variable, of as
+    many degrees of freedom as their products say (Satterthwaite 1946). It has to exceed the
+    quantile that is left to each of m directions; about a turn it is about normal, and wider by
+    what the groups add along it.
+
+    Args:
+        gram: products of what each group adds to the difference ``(m, n, n)``.
+    """
+    m, n, _ = gram.shape
+    rows = gram.mean(axis=2, keepdims=True)
+    # About the mean: the turn itself is in every group.
+    chance = gram - rows - rows.transpose(0, 2, 1) + rows.mean(axis=1, keepdims=True)
+    chance *= n / (n - 1)
+    trace = np.maximum(np.trace(chance, axis1=1, axis2=2), 1e-300)
+    squares = np.square(chance).sum(axis=(1, 2)) - np.square(_diagonal(chance)).sum(axis=1)
+    squares = np.clip(squares, 1e-12 * trace**2, trace**2)
+    freedom = trace**2 / squares
+    quantile = special.chdtri(freedom, min(_EQUIVALENCE / m, 0.5)) / freedom
+    beyond_it, spread, z = trace * (quantile - 1), squares / trace, special.ndtri(_POWER)
+    root = np.sqrt(4 * spread * (beyond_it + spread * z**2) + 2 * squares)
+    return _angle(beyond_it + 2 * spread * z**2 + z * root)
 
 
 def _chord_floor(measure: Measure, first: Totals, element: int, limits: Limits) -> float | None:

@@ -10,13 +10,18 @@ from actds_validators.sections import Section, Share
 
 __all__ = [
     "About",
+    "Answer",
     "ArmResult",
     "ContrastResult",
+    "DatasetResult",
     "Element",
+    "GapPart",
+    "Largest",
     "Limits",
     "Outcome",
     "Quantiles",
     "Regimes",
+    "Separated",
     "Used",
     "Value",
     "Verdict",
@@ -26,6 +31,18 @@ Outcome = Literal["carries over", "shifts", "undecided"]
 About = Literal["computation", "authorship", "both", "text"]
 """What differs between two arms: how equal tokens were computed; who wrote the tokens behind equal
 prompts, computed alike; both of these; or the text itself, computed alike."""
+Separated = Literal[
+    "computation",
+    "authorship",
+    "both",
+    "neither",
+    "not computation",
+    "not authorship",
+    "authorship, or the text",
+    "not separated",
+    "undecided",
+]
+"""What shifts, as far as the contrasts separate authorship from computation."""
 
 
 class Limits(Section):
@@ -62,6 +79,7 @@ class ArmResult(Section):
 
     name: str
     words: str = Field(description="dataset and what selects its rows")
+    rows: str = Field(description="what the rows are: who wrote the tokens, how they were computed")
     digest: str = Field(description="of the dataset's seal")
     n_rows: int = Field(ge=0, description="each prefix once")
     n_requests: int = Field(ge=0)
@@ -100,6 +118,9 @@ class Value(Section):
     n_rows: tuple[int, int] = Field(description="of the reference and of the other arm")
     n_requests: tuple[int, int]
     n_effective: tuple[float, float] = Field(description="rows, after weighting")
+    n_tokens: tuple[int, int] | None = Field(
+        default=None, description="different token ids of these rows; null where they are not known"
+    )
     n_groups: int = Field(description="groups of requests that were left out one by one")
     value: float | None = Field(default=None, description="null when nothing is estimated")
     low: float | None = Field(
@@ -124,7 +145,11 @@ class Value(Section):
         default=None, description="largest end of the 90 % intervals of all elements together"
     )
     equivalent: bool | None = Field(default=None, description="whether that is within the limit")
-    detectable: float | None = Field(default=None, description="found with a power of 80 %")
+    detectable: float | None = Field(
+        default=None,
+        description="found with a power of 80 %, in half of the elements or more: what is smaller "
+        "could not have been found here",
+    )
     p: float | None = Field(default=None, description="by exchange of groups of requests")
     adjusted_p: float | None = Field(default=None, description="by Benjamini and Hochberg")
     outcome: Outcome | None = None
@@ -173,6 +198,9 @@ class ContrastResult(Section):
     n_pairs: int = Field(ge=0)
     n_groups: int = Field(ge=0)
     coverage: Share = Field(description="share of the second arm's rows that are compared")
+    left_out: list[str] = Field(
+        default_factory=list, description="strata that are not formed, and why"
+    )
     first: ArmResult
     second: ArmResult
     values: list[Value]
@@ -190,12 +218,61 @@ class Used(Section):
     words: str = Field(description="what it is: kind, size, format, and what to keep in mind")
 
 
+class DatasetResult(Section):
+    """A dataset that has rows of an arm, as its genesis and run records name it."""
+
+    path: str
+    digest: str = Field(description="of its seal")
+    models: list[str]
+    engines: list[str] = Field(description="names and versions")
+    hooks: list[str] = Field(description="those compared, with width and type")
+    started_ns: int = Field(description="when its first run began, wall clock")
+
+
+class Largest(Section):
+    """The value that shifts and is told first: over all rows where one of them shifts."""
+
+    contrast: str
+    value: Value
+    sentence: str
+
+
+class GapPart(Section):
+    """The leading measure over all rows of a contrast of authorship or of computation alone."""
+
+    hook: str
+    about: Literal["authorship", "computation"]
+    contrast: str
+    measure: str
+    value: float
+    low: float | None
+    high: float | None
+
+
+class Answer(Section):
+    """Whether the way it was served changes what is measured, by how much, and by what."""
+
+    outcome: Outcome = Field(
+        description="of all verdicts: one that shifts decides, then one that is undecided"
+    )
+    n_verdicts: int = Field(ge=0)
+    n_shifts: int = Field(ge=0)
+    n_undecided: int = Field(ge=0)
+    separated: Separated = Field(description="what shifts: authorship, computation, or both")
+    reason: str = Field(description="why that is said, or why the two are not separated")
+    largest: Largest | None = Field(description="null where nothing shifts")
+    parts: list[GapPart] = Field(description="of hooks at which both parts were compared")
+    next_steps: list[str]
+
+
 class Regimes(Section):
     """What contrasts of arms find: verdicts, values with intervals and floors, what is short."""
 
     schema_: Literal["actds.regimes/1"] = Field(default="actds.regimes/1", alias="schema")
     limits: Limits
+    answer: Answer
     n_tests: int = Field(ge=0, description="in one family")
+    datasets: list[DatasetResult] = Field(default_factory=list)
     used: list[Used] = Field(default_factory=list)
     contrasts: list[ContrastResult]
 

@@ -10,8 +10,10 @@ import numpy as np
 from actds.errors import ActdsError
 from actds.load.filters import SINK_NORM
 from actds.load.lazy import LazyArray
-from actds_validators.regimes.arms import Arm, ArmRows
+from actds_validators.regimes.arms import Arm, ArmRows, described_rows
+from actds_validators.regimes.conclusions import about, answer_of, verdicts
 from actds_validators.regimes.contrast import Contrast, Pairing, Side, contrast
+from actds_validators.regimes.entropies import Entropies
 from actds_validators.regimes.floors import beside_contrast, beside_floor, repeat_floor
 from actds_validators.regimes.inference import Judged, Measure, decide, judge
 from actds_validators.regimes.instruments.base import Instrument, PairInstrument, Rows
@@ -30,7 +32,6 @@ from actds_validators.regimes.result import (
 )
 from actds_validators.regimes.strata import ALL
 from actds_validators.regimes.sums import COUNT, Array, Part, Sums, blocks_of
-from actds_validators.regimes.wording import about, verdicts
 from actds_validators.statistics.events import Bools, Floats, Ints
 from actds_validators.statistics.samples import some_rows
 
@@ -90,6 +91,7 @@ def compare(
     progress: Callable[[str], None] = lambda what: None,
     *,
     floor: str | None = None,
+    entropies: Entropies | None = None,
 ) -> Regimes:
     """Return what contrasts find; all their tests are one family.
 
@@ -100,12 +102,13 @@ def compare(
         progress: receives what is being done.
         floor: name of the contrast of arms that were served alike, whose distances are the floor
             of the others'.
+        entropies: computes those that were not recorded; None without.
 
     Raises:
         ActdsError: E014 arms that cannot be compared; what reading raises.
     """
     limits = limits or Limits()
-    planned = [_planned(one, limits.seed) for one in asked]
+    planned = [_planned(one, limits.seed, entropies) for one in asked]
     found, results = [], []
     for one in asked:
         progress(f"{one.name} at {one.hook}")
@@ -123,9 +126,12 @@ def compare(
     ]
     if floor is not None:
         results = beside_contrast(results, floor)
-    results = [one.model_copy(update={"verdicts": verdicts(one.values)}) for one in results]
+    results = [
+        one.model_copy(update={"verdicts": verdicts(one.values, (one.first.name, one.second.name))})
+        for one in results
+    ]
     n_tests = sum(value.p is not None for result in results for value in result.values)
-    return Regimes(limits=limits, n_tests=n_tests, contrasts=results)
+    return Regimes(limits=limits, answer=answer_of(results), n_tests=n_tests, contrasts=results)
 
 
 def _rows_of(arm: Arm, hook: str) -> LazyArray:
@@ -133,7 +139,7 @@ def _rows_of(arm: Arm, hook: str) -> LazyArray:
     return LazyArray(arm.dataset.hooks[hook], arm.dataset.shards_of(hook), n_open=N_OPEN)
 
 
-def _planned(one: Asked, seed: int) -> tuple[Contrast, ContrastResult]:
+def _planned(one: Asked, seed: int, entropies: Entropies | None) -> tuple[Contrast, ContrastResult]:
     """Return the plan of a contrast, and its result as far as that is known before it is measured.
 
     What the tables say of each row is not kept: there may be many contrasts.
@@ -144,6 +150,7 @@ def _planned(one: Asked, seed: int) -> tuple[Contrast, ContrastResult]:
         one.hook,
         pairing=one.pairing,
         seed=seed,
+        entropies=entropies,
     )
     _refuse_same(one, plan)
     for instrument in one.instruments:
@@ -159,6 +166,7 @@ def _planned(one: Asked, seed: int) -> tuple[Contrast, ContrastResult]:
         n_pairs=len(plan.pairs[0]),
         n_groups=plan.n_groups,
         coverage=min(1.0, plan.coverage),
+        left_out=_left_out(plan, entropies, (one.first.name, first), (one.second.name, second)),
         first=_arm_result(one.first, first, plan.first),
         second=_arm_result(one.second, second, plan.second),
         values=[],
@@ -330,7 +338,8 @@ def _pair_pass(
     one, other = plan.pairs[0][kept], plan.pairs[1][kept]
     side = plan.first
     layers = tuple(type(layer)(layer.stratum[one], None) for layer in side.layers)
-    paired = Side(side.row[one], side.cluster[one], side.group[one], layers)
+    token_id = None if side.token_id is None else side.token_id[one]
+    paired = Side(side.row[one], side.cluster[one], side.group[one], layers, token_id)
     partner = plan.second.row[other]
     sums = Sums(paired, len(plan.strata), plan.n_groups, coarse)
     histogram = Histogram(len(plan.strata))
@@ -388,6 +397,28 @@ def _judged(
     return found
 
 
+def _left_out(plan: Contrast, entropies: Entropies | None, *arms: tuple[str, ArmRows]) -> list[str]:
+    """Return which strata are not formed for want of entropies, and of which arm."""
+    has_axis = any(stratum.axis == "entropy" for stratum in plan.strata)
+    if has_axis or not any(rows.sampled is not None for _, rows in arms):
+        return []
+    known = [
+        f"{np.isfinite(rows.sampled.entropy).mean():.1%}" if rows.sampled is not None else "none"
+        for _, rows in arms
+    ]
+    shares = " and ".join(
+        f"{share} of the rows of {name}" for share, (name, _) in zip(known, arms, strict=True)
+    )
+    more = "the model's folder (--model) gives the others where rows of the last layer are stored"
+    if entropies is not None:
+        more = f"the model's folder gives no others: {entropies.lacks}"
+    return [
+        "entropy and margin: the model's distribution over the next token is known after "
+        f"{shares}. A harvest with --entropy records it where the model sampled, and {more}. Bands "
+        "of so different rows would not mean the same"
+    ]
+
+
 def _decode_share(rows: ArmRows) -> float | None:
     return None if rows.n_decode is None else rows.n_decode / max(len(rows), 1)
 
@@ -396,6 +427,7 @@ def _arm_result(arm: Arm, rows: ArmRows, side: Side) -> ArmResult:
     return ArmResult(
         name=arm.name,
         words=arm.words,
+        rows=described_rows(arm, rows),
         digest=arm.dataset.digest,
         n_rows=len(rows),
         n_requests=rows.n_requests,

@@ -20,6 +20,7 @@ __all__ = [
     "ALL",
     "DECODE_STEPS",
     "MIN_REQUESTS",
+    "MIN_ROWS",
     "Strata",
     "Stratum",
     "fine_bands",
@@ -28,6 +29,9 @@ __all__ = [
 
 MIN_REQUESTS = 8
 """Requests that an arm must have in a stratum: nothing is estimated from fewer."""
+MIN_ROWS = 32
+"""Effective rows, ``(sum w)² / sum w²``, that an arm must have in a stratum: eight requests may
+give a dozen rows, all of one token of a template, which are no sample of a regime."""
 ALL = "all"
 DECODE_STEPS = ((1, 1), (6, 10), (40, 60), (160, 240))
 """First and last decode step of each band: around 1, 8, 50 and 200. The token that was sampled
@@ -37,6 +41,7 @@ MARGIN_EDGES = (0.1, 1.0, 4.0)
 POSITION_EDGES = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 1 << 32)
 N_CHUNKS = 4
 _FINE = 2 ** (1 / 4)
+_MOST_KNOWN = 0.5  # of the rows must have an entropy for its bands to be of the arm
 
 
 @dataclass(frozen=True)
@@ -84,12 +89,13 @@ def known_strata(*, is_sampled: bool = False) -> tuple[Stratum, ...]:
     return tuple(found)
 
 
-def strata_of(rows: ArmRows, edges: Floats | None = None) -> Strata:
+def strata_of(rows: ArmRows, edges: Floats | None = None, *, of_pairs: bool = False) -> Strata:
     """Return in which strata rows stand.
 
     Args:
         rows: the rows of an arm.
-        edges: of the quintiles of the entropy, in nats; None where neither arm has one.
+        edges: of the quintiles of the entropy, in nats; None where there are none.
+        of_pairs: see `entropy_edges`.
     """
     strata = known_strata(is_sampled=edges is not None)
     first: dict[str, int] = {}
@@ -109,10 +115,11 @@ def strata_of(rows: ArmRows, edges: Floats | None = None) -> Strata:
         "kernel mode": rows.kernel_mode,
     }
     if edges is not None:
-        nothing = np.full(len(rows), -1, np.int8)
-        after = rows.sampled
-        own["entropy"] = nothing if after is None else banded(after.entropy, edges)
-        own["margin"] = nothing if after is None else banded(after.margin, np.array(MARGIN_EDGES))
+        which, after = has_entropies(rows, of_pairs=of_pairs), rows.sampled
+        for axis, cuts in (("entropy", edges), ("margin", np.array(MARGIN_EDGES))):
+            own[axis] = np.full(len(rows), -1, np.int8)
+            if after is not None:
+                own[axis][which] = banded(getattr(after, axis)[which], cuts)
     codes = {
         axis: np.where(code >= 0, code + first[axis], -1).astype(np.int8)
         for axis, code in own.items()
@@ -120,17 +127,47 @@ def strata_of(rows: ArmRows, edges: Floats | None = None) -> Strata:
     return Strata(strata, codes)
 
 
-def entropy_edges(first: ArmRows, second: ArmRows) -> Floats | None:
-    """Return the edges of the quintiles of the entropy, in nats; None where neither arm has one.
+def entropy_edges(first: ArmRows, second: ArmRows, *, of_pairs: bool = False) -> Floats | None:
+    """Return the edges of the quintiles of the entropy, in nats; None where they divide nothing.
 
-    They are those of the reference, or of the other arm where the reference sampled nothing.
+    They are those of the reference, or of the other arm where the reference has none.
+
+    Args:
+        first: rows of the reference.
+        second: rows of the other arm.
+        of_pairs: whether rows are paired by token: then the entropy that one arm knows is that of
+            both. Else a band means the same in both arms only where each knows its own.
     """
-    for rows in (first, second):
-        if rows.sampled is not None and np.isfinite(rows.sampled.entropy).any():
-            return np.asarray(
-                np.nanquantile(rows.sampled.entropy, [0.2, 0.4, 0.6, 0.8]), np.float64
-            )
-    return None
+    known = [_known(rows, of_pairs) for rows in (first, second)]
+    if not of_pairs and not all(len(values) for values in known):
+        return None
+    values = next((values for values in known if len(values)), None)
+    if values is None:
+        return None
+    return np.asarray(np.quantile(values, [0.2, 0.4, 0.6, 0.8]), np.float64)
+
+
+def has_entropies(rows: ArmRows, *, of_pairs: bool = False) -> npt.NDArray[np.bool_]:
+    """Return at which rows the entropy of an arm counts ``(n,)``.
+
+    Of pairs by token wherever it is known. Else there where it is known of half of the rows, or at
+    decode steps where it is known of half of these. Of a prompt, the model sampled after its last
+    token alone: in chats the same token of a template, which is no band of the prompt's entropies.
+    """
+    if rows.sampled is None:
+        return np.zeros(len(rows), np.bool_)
+    known = np.isfinite(rows.sampled.entropy)
+    if of_pairs:
+        return np.asarray(known)
+    for some in (np.ones(len(rows), np.bool_), rows.decode_step > 0):
+        if some.any() and known[some].mean() >= _MOST_KNOWN:
+            return np.asarray(known & some)
+    return np.zeros(len(rows), np.bool_)
+
+
+def _known(rows: ArmRows, of_pairs: bool) -> npt.NDArray[np.float32]:
+    which = has_entropies(rows, of_pairs=of_pairs)
+    return np.empty(0, np.float32) if rows.sampled is None else rows.sampled.entropy[which]
 
 
 def banded(values: npt.NDArray[np.float32], edges: Floats) -> npt.NDArray[np.int8]:

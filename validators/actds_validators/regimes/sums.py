@@ -94,12 +94,14 @@ class Totals:
         n_rows: rows, each counted once whatever its weight.
         n_requests: requests.
         n_effective: rows that unweighted ones would be worth, ``(sum w)² / sum w²``.
+        n_tokens: different token ids of these rows; None where a side does not say them.
     """
 
     groups: Mapping[str, Floats]
     n_rows: int
     n_requests: int
     n_effective: float
+    n_tokens: int | None = None
 
     def total(self) -> Made:
         """Return the sums over all groups ``(k,)``."""
@@ -201,16 +203,19 @@ class Sums:
             found[name] = sums[place * self._n_groups : (place + 1) * self._n_groups]
         n_rows = n_requests = 0
         n_effective = 0.0
+        tokens = self._side.token_id
+        n_tokens = None if tokens is None else 0
         for layer in self._side.layers:
             mine = (layer.stratum == stratum) & self._usable
             if mine.any():
                 n_rows = int(np.count_nonzero(mine))
                 n_requests = int(np.count_nonzero(np.bincount(self._side.cluster[mine])))
                 n_effective = float(n_rows)
+                n_tokens = None if tokens is None else len(np.unique(tokens[mine]))
                 if layer.weight is not None:
                     weight = layer.weight[mine].astype(np.float64)
                     n_effective = float(weight.sum() ** 2 / np.square(weight).sum())
-        return Totals(found, n_rows, n_requests, n_effective)
+        return Totals(found, n_rows, n_requests, n_effective, n_tokens)
 
     def _members(self, which: slice) -> tuple[Ints, Ints, Floats, Bools]:
         """Return of every membership its key of stratum and group, its row of the block, its

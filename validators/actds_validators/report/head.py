@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from actds_validators.about import About
 from actds_validators.report.words import first
 
-__all__ = ["by_arm", "dataset_facts", "harvested", "models"]
+__all__ = ["by_arm", "dataset_facts", "day", "harvested", "models"]
 
 _MAX_HOOKS, _MAX_ARMS = 6, 6
 
@@ -38,7 +38,7 @@ def models(names: Sequence[str]) -> str:
 
 def harvested(started_ns: int, engines: Sequence[str]) -> str:
     """Return when a dataset was made, and with what."""
-    return " with ".join([_day(started_ns), *engines[:2]])
+    return " with ".join([day(started_ns), *engines[:2]])
 
 
 def by_arm(words: Sequence[tuple[str, str]]) -> str:
@@ -61,7 +61,8 @@ def _some(words: Sequence[str], mark: str) -> str:
     return mark.join([*words[:_MAX_ARMS], *([f"and {left} more"] if left > 0 else [])])
 
 
-def _day(time_ns: int) -> str:
+def day(time_ns: int) -> str:
+    """Return a time in words, to the minute."""
     try:
         return datetime.fromtimestamp(time_ns // 10**9, UTC).strftime("%Y-%m-%d %H:%M UTC")
     except (OverflowError, ValueError, OSError):

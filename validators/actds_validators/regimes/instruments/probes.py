@@ -78,7 +78,7 @@ class Probes:
             n_false, n_true = ((labels[row] == value).sum() for value in (0, 1))
             if not n_false or not n_true:
                 got = f"true of {n_true:,} rows of arm {name} and false of {n_false:,}"
-                raise ActdsError("E014", "--label", got=got, expected="some of either")
+                raise ActdsError("E014", "label", got=got, expected="some of either")
 
     def prepare(self, sample: Rows) -> None:
         """Take the edges of the bins from scores of the reference, rows ``(n, d_model)``.

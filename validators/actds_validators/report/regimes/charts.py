@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from actds_validators.regimes.conclusions import leading
 from actds_validators.regimes.result import ContrastResult, Element, Quantiles, Regimes, Value
 from actds_validators.report.figure_data import FigureData
-from actds_validators.report.regimes.said import gap, lead
+from actds_validators.report.regimes.said import gap
 from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend, shade, span
 from actds_validators.report.words import short
 
@@ -30,8 +31,8 @@ def step_gaps(result: Regimes) -> Picture | None:
         "steps",
         "Gap by decode step",
         "The leading measure of each contrast at decode steps around 1, 8, 50 and 200: dot and "
-        "95 % interval, the floor between halves of the reference as a band, the limit dashed. "
-        "R-H is authorship, G-R computation, and G-H their sum.",
+        "95 % interval, dashed the limit up to which it counts as none, as a band the floor: by "
+        "how much halves of the reference differ. Above 0 the first arm of the name has more.",
         WIDTH,
         tops[-1] + height + 44,
         _gaps("decode step", [(c.name, c.hook, v) for c, values in shown for v in values]),
@@ -41,7 +42,9 @@ def step_gaps(result: Regimes) -> Picture | None:
     names = list(dict.fromkeys(v.stratum for _, values in shown for v in values))
     for (contrast, values), top in zip(shown, tops, strict=True):
         # One scale for a hook: its contrasts are parts of one another.
-        alike = [own for c, own in shown if (c.hook, lead(c)) == (contrast.hook, lead(contrast))]
+        alike = [
+            own for c, own in shown if (c.hook, leading(c)) == (contrast.hook, leading(contrast))
+        ]
         around = _range([value for own in alike for value in own])
         _panel(p, contrast, values, names, Frame(150, top, 600, height, (0, 1), around))
     return p
@@ -73,7 +76,7 @@ def _panel(
     p: Picture, contrast: ContrastResult, values: Sequence[Value], names: list[str], f: Frame
 ) -> None:
     f = Frame(f.left, f.top, f.width, f.height, (-0.5, len(names) - 0.5), f.y_range)
-    title = f"{contrast.name} at {contrast.hook}: {lead(contrast)[1]}"
+    title = f"{contrast.name} at {contrast.hook}: {leading(contrast)[1]}"
     p.text(f.left, f.top - 12, title, kind="bold")
     for one in values:
         at = names.index(one.stratum)
@@ -83,7 +86,7 @@ def _panel(
             p.box(left, top, right - left, bottom - top, "band", f"floor {short(one.floor)}")
     marks = [(float(n), name.replace(" to ", "–")) for n, name in enumerate(names)]
     unit = values[0].unit.replace("standard deviations of the reference", "SD")
-    axes(p, f, "decode step", unit, x_marks=marks, left=78)
+    axes(p, f, "decode step: generated tokens, the first is 1", unit, x_marks=marks, left=78)
     p.line(f.left, f.y(0), f.right, f.y(0), "axis")
     for side in (1, -1):
         limit = values[0].limit

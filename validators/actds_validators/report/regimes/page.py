@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from actds import __version__
 from actds.text import counted
+from actds_validators.regimes.conclusions import judged
 from actds_validators.regimes.result import ContrastResult, Quantiles, Regimes, Used, Value
+from actds_validators.regimes.strata import MIN_REQUESTS, MIN_ROWS
 from actds_validators.regimes.wording import element_of
 from actds_validators.report.markup import render_page
 from actds_validators.report.regimes import charts, said
@@ -50,24 +52,19 @@ def render(result: Regimes, command: str) -> str:
     Raises:
         ImportError: Jinja2 is not installed (the extra ``audit``).
     """
-    names = {arm.name: arm.words for c in result.contrasts for arm in (c.first, c.second)}
-    facts = [
-        *names.items(),
-        ("Tests", f"{count(result.n_tests)}, one family"),
-        ("Command", command),
-    ]
     return render_page(
         "answer.html.j2",
         actds=__version__,
         subject="regimes",
         question="Does the way it was served change what you measure?",
-        level=said.level(result),
-        mark=said.MARKS[said.outcome([v for _, v in said.judged(result)])],
+        level=said.LEVELS[result.answer.outcome],
+        mark=said.MARKS[result.answer.outcome],
         answer=said.answer(result),
         boxes=said.facts(result),
-        split=[Sentence(f"{hook}: {words}.") for hook, words in said.split(result)],
-        next_steps=[Sentence(step) for step in said.next_steps(result)[:12]],
-        facts=[(name, Sentence(words)) for name, words in facts],
+        introduction=Sentence(said.introduction(result)),
+        split=[Sentence(words) for words in said.parts(result)],
+        next_steps=[Sentence(step) for step in result.answer.next_steps[:12]],
+        facts=[(name, Sentence(words)) for name, words in said.about(result, command)],
         sections=_sections(result),
     )
 
@@ -89,31 +86,31 @@ def _sections(result: Regimes) -> list[Section]:
 
 
 def _verdicts(result: Regimes) -> Part:
-    pairs = list(said.judged(result))
+    pairs = list(judged(result.contrasts))
     some, more = first(pairs, _MAX_VERDICTS)
     rows = [
         Row(
-            (contrast.name, verdict.hook, verdict.instrument,
+            (f"{contrast.name} at {verdict.hook}", verdict.instrument,
              f"{said.MARKS[verdict.outcome]} {verdict.outcome}"),
             _TONES[verdict.outcome],
             verdict.sentence,
         )
         for contrast, verdict in some
     ]  # fmt: skip
-    head = ("contrast", "hook", "instrument", "verdict")
+    head = ("contrast", "instrument", "verdict")
     lead = (
         "An instrument shifts when a test finds a difference that lies beyond its limit, carries "
         "over when every difference is shown to lie within it, and else is undecided: also where "
-        "a difference is found of which it is open whether it lies beyond the limit."
+        f"a difference is found of which it is open whether it lies beyond the limit. {said.FLOOR}"
     )
-    table = Table("Every verdict with its number", head, rows, frozenset(range(4)), more, True)
+    table = Table("Every verdict with its number", head, rows, frozenset(range(3)), more, True)
     return Part("verdicts", "Verdicts", Sentence(lead), [table])
 
 
 def _short(result: Regimes) -> Part:
     notes = [
         Sentence(f"{contrast.name} at {verdict.hook}, {verdict.instrument}: {words}.")
-        for contrast, verdict in said.judged(result)
+        for contrast, verdict in judged(result.contrasts)
         if verdict.outcome == "undecided"
         for words in verdict.short[:2]
     ]
@@ -197,6 +194,7 @@ _VALUES: Columns[Value] = (
     ("rows", lambda one: "all" if one.axis == "all" else f"{one.axis} {one.stratum}"),
     ("measure", lambda one: _measure(one)),
     ("value", lambda one: said.number(one.value)),
+    ("unit", lambda one: one.unit),
     ("95 % interval", lambda one: f"{said.number(one.low)} to {said.number(one.high)}"),
     ("floor", lambda one: said.number(one.floor)),
     ("limit", lambda one: said.number(one.limit)),
@@ -220,13 +218,13 @@ def _values(result: Regimes) -> Part:
         values.sort(key=lambda one: (order[one.outcome], one.axis != "all"))
         if len(tables) < _MAX_TABLES:
             tables += table_of(
-                f"{contrast.name} at {contrast.hook}", _VALUES, values, frozenset({0, 1, 7}),
+                f"{contrast.name} at {contrast.hook}", _VALUES, values, frozenset({0, 1, 3, 8}),
                 room=_MAX_VALUES, tone=lambda one: "warn" if one.outcome == "shifts" else "",
+                note=lambda one: one.note if one.kind == "direction" else "",
             )  # fmt: skip
     lead = (
         f"{counted(n, 'value')} in all strata, those that shift first. Of many elements, as "
-        "channels, the farthest is shown, and all of them are tested together. The floor is the "
-        "same measure between halves of the reference."
+        "channels, the farthest is shown, and all of them are tested together."
     )
     return Part("values", "Every value", Sentence(lead), tables)
 
@@ -244,7 +242,9 @@ def _how(result: Regimes) -> Part:
             "adjustment: what differs in the text before a token stays in the gap.",
             "A verdict is about these requests, this model and these settings. It does not say "
             "that another model, or another engine, behaves alike.",
-            "The limits are settings that say what counts as none: options of the command.",
+            f"Nothing is estimated from fewer than {MIN_REQUESTS} requests or {MIN_ROWS} effective "
+            "rows of either arm.",
+            said.NOT_ASKED,
         )
     ]
     return Part("how", "How to read this", Sentence("What the numbers are, and what they are not."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from actds.text import Line, Style
+from actds_validators.regimes.conclusions import judged
 from actds_validators.regimes.result import Regimes
 from actds_validators.report.regimes import said
 from actds_validators.report.words import Sentence, clean, count, percent
@@ -27,15 +28,20 @@ def render(result: Regimes, command: str) -> Iterator[Line]:
 
 
 def _page(result: Regimes, command: str) -> Iterator[Line]:
-    pairs = list(said.judged(result))
-    whole = said.outcome([verdict for _, verdict in pairs])
+    pairs = list(judged(result.contrasts))
+    whole = result.answer.outcome
     yield Line(f"{said.MARKS[whole]} {said.answer(result)}", _STYLES[whole])
+    yield Line(f"  {said.introduction(result)}")
     for fact in said.facts(result):
-        title = f"{fact.title}:".ljust(26)
-        yield Line(f"  {title} {fact.value} ({fact.note})", "plain" if fact.is_known else "dim")
-    for hook, words in said.split(result):
-        yield Line(f"  {hook}: {words}")
-    yield Line(f"  {'Command:'.ljust(26)} {command}")
+        style: Style = "plain" if fact.is_known else "dim"
+        yield Line(f"  {fact.title}: {fact.value}", style)
+        yield Line(f"    {fact.note}", style)
+    for words in said.parts(result):
+        yield Line(f"  {words}")
+    known = said.about(result, command)
+    width = max(len(name) for name, _ in known)
+    for name, words in known:
+        yield Line(f"  {name.ljust(width)}  {words}")
     yield Line("")
     yield Line("Verdicts", "title")
     for contrast, verdict in pairs[:_MAX_VERDICTS]:
@@ -46,7 +52,7 @@ def _page(result: Regimes, command: str) -> Iterator[Line]:
     yield from _short(result)
     yield Line("")
     yield Line("What to do", "title")
-    for n, step in enumerate(said.next_steps(result)[:_MAX_STEPS], 1):
+    for n, step in enumerate(result.answer.next_steps[:_MAX_STEPS], 1):
         yield Line(f"  {n}. {step}")
     yield from _compared(result)
 
@@ -54,7 +60,7 @@ def _page(result: Regimes, command: str) -> Iterator[Line]:
 def _short(result: Regimes) -> Iterator[Line]:
     words = [
         f"{contrast.name} at {verdict.hook}, {verdict.instrument}: {short}"
-        for contrast, verdict in said.judged(result)
+        for contrast, verdict in judged(result.contrasts)
         if verdict.outcome == "undecided"
         for short in verdict.short[:2]
     ]
@@ -94,10 +100,9 @@ def _compared(result: Regimes) -> Iterator[Line]:
             for k, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield Line("  " + "  ".join(cells), "plain" if n else "dim")
-    names = {arm.name: arm.words for c in result.contrasts for arm in (c.first, c.second)}
-    for name, words in names.items():
-        yield Line(f"  {name}: {words}")
     for used in result.used:
         yield Line(f"  {used.kind} at {used.hook}: {used.path} ({used.words})")
     for contrast in result.contrasts[:_MAX_VERDICTS]:
         yield Line(f"  {said.arms(contrast)}", "dim")
+    yield Line(f"  {said.FLOOR}", "dim")
+    yield Line(f"  {said.NOT_ASKED}", "dim")
