@@ -23,8 +23,8 @@ from actds.errors import ActdsError
 from actds.exchange.tensors import read_header
 from actds.load.dataset import Dataset
 from actds.schema import Hook
+from actds_validators.about import recorded
 from actds_validators.regimes.arms import Arm, ArmRows, Sampled, read_arm
-from actds_validators.sections import recorded
 from actds_validators.statistics.events import Floats, Ints, Whole
 
 __all__ = ["Entropies", "Unembedding", "model_folder"]
