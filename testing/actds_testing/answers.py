@@ -220,7 +220,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    folder: Path = parser.parse_args().folder
+    folder: Path = parser.parse_args().folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     executable = chromium()
     if executable is None:
