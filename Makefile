@@ -199,10 +199,13 @@ bench-load: $(STAMP) ## time the loader beside other formats and loaders (an env
 # What is rare needs long runs to be found; what is harmless, heavy or negligible shows in short ones.
 CALIBRATE_SHORT := mcar_steps mcar_bursts few_events heavy negligible
 CALIBRATE_LONG  := queue queue_oldest mar_load mnar_content mnar_projection mnar_rarity mnar_steps
+CALIBRATE_HOOKS := $(foreach n,1 8 30,harmless_$(n)_hooks queue_$(n)_hooks partial_queue_$(n)_hooks) planted
+CALIBRATE_COINS := $(foreach n,50 100 300 800 3000 20000 100000,within_$(n)_lost)
 CALIBRATE       := $(BIN)/python -m actds_testing.calibration.audit --out benchmarks/results/calibration.md
-calibrate: $(STAMP) $(DEMO)/model/config.json ## audit thousands of runs of known truth, simulated and recorded, compare 2,200 pairs of arms; tables (four hours)
+calibrate: $(STAMP) $(DEMO)/model/config.json ## audit thousands of runs of known truth, simulated and recorded, compare 2,200 pairs of arms; tables (five hours)
 	$(CALIBRATE) --steps 8000 --scenario $(CALIBRATE_SHORT) $(CALIBRATE_ARGS)
 	$(CALIBRATE) --steps 40000 --scenario $(CALIBRATE_LONG) $(CALIBRATE_ARGS)
+	$(CALIBRATE) --scenario $(CALIBRATE_HOOKS) $(CALIBRATE_COINS) $(CALIBRATE_ARGS)
 	$(BIN)/python -m actds_testing.calibration.traffic --out benchmarks/results/calibration-traffic.md
 	$(BIN)/python -m actds_testing.calibration.regimes --runs 200
 	$(BIN)/python -m actds_testing.calibration.real_regimes --runs 100

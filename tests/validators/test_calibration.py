@@ -74,10 +74,8 @@ def test_losses_by_what_a_row_holds_are_flagged(depends_on: str) -> None:
 
 def test_losses_by_load_are_flagged() -> None:
     found = runs("mar_load", 2, 8000, rate=0.03, strength=2.0)
-    # The mix of phases changes with the load, and so do the values: a loss by load is a loss by
-    # both, as far as tests between steps can tell. The verdict says that the load can be why.
-    kinds = {"load-dependent", "content-dependent", "values-dependent"}
-    assert {record["kind"] for record in found} <= kinds
+    # The mix of phases changes with the load, and so do the values: the load is named all the same.
+    assert {record["kind"] for record in found} == {"load-dependent"}
     assert {record["level"] for record in found} == {"WARN"}
     loads = [min(t[4] for t in record["tests"] if t[2] == "system") for record in found]
     assert max(loads) <= 0.005
@@ -125,7 +123,8 @@ def record(scenario: str, seed: int, **changes: Any) -> dict[str, Any]:
     made = {"scenario": scenario, "seed": seed, "steps": 9, "code": "c", "level": "WARN",
             "kind": "load-dependent", "loss": 0.01, "events": 3, "naive": True,
             "tests": [["shift", "load_8", "system", 0.001, 0.01, True, 0.0]],
-            "simulate_s": 1.0, "audit_s": 2.0}  # fmt: skip
+            "simulate_s": 1.0, "audit_s": 2.0, "names_load": True,
+            "holds": [False, True]}  # fmt: skip
     return made | changes
 
 

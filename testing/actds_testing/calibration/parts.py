@@ -11,7 +11,7 @@ from actds_validators.audit.accumulate import CONTENT, PartialRows
 from actds_validators.audit.covariates import squares
 from actds_validators.audit.lookup import MAX_ROWS
 from actds_validators.audit.result import Covariate
-from actds_validators.audit.within import Selection, selections
+from actds_validators.audit.within import WithinTest, selections
 from actds_validators.statistics.events import Floats
 
 Tables = dict[str, pa.Table]
@@ -112,7 +112,7 @@ def made_rows(
 
 def selections_of(
     made: tuple[dict[str, list[PartialRows]], np.ndarray], n_draws: int, seed: int
-) -> list[list[Selection]]:
+) -> list[list[WithinTest]]:
     """Return the tests of content, then of values, of what `made_rows` made."""
     runs, began = made
     covariates = {}

@@ -108,8 +108,7 @@ class CovariateDef:
         needs_ids: whether a lost token has it only where its id is known.
         needs_entropy: whether only runs with the table ``sampled`` have it.
         size: field of `Widths` that says how many numbers a readout has; empty for one.
-        is_load: whether it is a moving average of the load: takes part in the tests of events and
-            of trends.
+        is_load: whether it is a moving average of the load: takes part in the tests of events.
         sides: what is under-represented where losses favour high values, and with low ones.
     """
 

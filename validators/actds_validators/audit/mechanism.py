@@ -36,7 +36,7 @@ from actds_validators.audit.result import (
     Stall,
     TracePoint,
 )
-from actds_validators.audit.within import Selection
+from actds_validators.audit.within import WithinTest
 from actds_validators.statistics.association import block_score, change, naive_z
 from actds_validators.statistics.events import Floats, Ints, one_per_event
 from actds_validators.statistics.families import (
@@ -72,7 +72,7 @@ LEAST_SHIFTS = 2000
 
 
 @dataclass(frozen=True)
-class Asked:
+class Question:
     """The tests of one question, before they are adjusted over the questions.
 
     Args:
@@ -111,7 +111,7 @@ def _test(
 
 def asked_between(
     sums: list[CovariateSums], series: Series, limits: Limits, of_requests: float = 0.0
-) -> list[Asked]:
+) -> list[Question]:
     """Return the questions about time and steps: time, load, content and values of the steps.
 
     Args:
@@ -129,7 +129,7 @@ def asked_between(
     return found
 
 
-def asked_within(selections: Iterable[tuple[list[Selection], int]]) -> list[Asked]:
+def asked_within(selections: Iterable[tuple[list[WithinTest], int]]) -> list[Question]:
     """Return the questions about the tokens of one step: their content, their values."""
     found = []
     for chosen, n_draws in selections:
@@ -139,7 +139,7 @@ def asked_within(selections: Iterable[tuple[list[Selection], int]]) -> list[Aske
             for one in chosen
         ]
         found.append(
-            Asked(
+            Question(
                 "values of tokens" if of_values else "content of tokens",
                 tests,
                 np.array([one.inside for one in chosen]),
@@ -150,7 +150,7 @@ def asked_within(selections: Iterable[tuple[list[Selection], int]]) -> list[Aske
     return found
 
 
-def families(asked: list[Asked], fdr: float) -> tuple[list[Association], list[Family]]:
+def families(asked: list[Question], fdr: float) -> tuple[list[Association], list[Family]]:
     """Return every test and every family, adjusted over the families.
 
     Args:
@@ -186,7 +186,7 @@ def families(asked: list[Asked], fdr: float) -> tuple[list[Association], list[Fa
 
 
 def mechanism(
-    series: Series, asked: list[Asked], intervals: list[Interval], limits: Limits
+    series: Series, asked: list[Question], intervals: list[Interval], limits: Limits
 ) -> Mechanism:
     """Return the section.
 
@@ -255,7 +255,7 @@ def _event_losses(series: Series) -> Floats | None:
 
 def _steps(
     name: FamilyName, sums: list[CovariateSums], series: Series, limits: Limits, *, along: bool
-) -> Asked | None:
+) -> Question | None:
     """Return the tests of one group over the steps; ``None`` without one.
 
     Where losses do not lie along the run each has to hold over blocks of it as well.
@@ -279,7 +279,7 @@ def _steps(
         return None
     inside = np.maximum(joint.adjusted(), benjamini_hochberg(of_blocks))
     drawn = "circular shifts of the losses"
-    return Asked(name, found, inside, joint.n_draws, drawn, is_enumerated=one_run)
+    return Question(name, found, inside, joint.n_draws, drawn, is_enumerated=one_run)
 
 
 def _shift(
@@ -323,7 +323,7 @@ def _shift(
     return test, shifts.sizes, of_blocks
 
 
-def _time(series: Series, limits: Limits) -> list[Asked]:
+def _time(series: Series, limits: Limits) -> list[Question]:
     n_draws = draws_for(N_FAMILIES, limits.fdr, LEAST_SHIFTS)
     found = change(series.computed, series.lost, series.run, n_draws=n_draws, seed=limits.seed)
     if found is None or not found.long_enough:
@@ -331,7 +331,7 @@ def _time(series: Series, limits: Limits) -> list[Asked]:
     at = float(series.t_s[min(found.at, series.n_ticks - 1)])
     note = f"{found.before:.2%} lost before {at:.0f} s, {found.after:.2%} after"
     test = _test("change", TIME, found.statistic, found.p, found.n_blocks, "blocks", note=note)
-    return [Asked("time", [test], np.array([found.p]), n_draws + 1, "permutations of blocks")]
+    return [Question("time", [test], np.array([found.p]), n_draws + 1, "permutations of blocks")]
 
 
 N_BINS = 240

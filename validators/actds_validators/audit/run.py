@@ -55,7 +55,7 @@ from actds_validators.audit.lookup import (
 )
 from actds_validators.audit.mechanism import (
     N_FAMILIES,
-    Asked,
+    Question,
     asked_between,
     asked_within,
     mechanism,
@@ -561,7 +561,7 @@ def _strata(passed: Passed, limits: Limits) -> dict[str, object]:
     }
 
 
-def _within(passed: Passed, series: Series, limits: Limits) -> list[Asked]:
+def _within(passed: Passed, series: Series, limits: Limits) -> list[Question]:
     """Return the questions about the tokens of one step, where steps lost a part."""
     if series.n_partial_steps < 2:
         return []

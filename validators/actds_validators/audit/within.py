@@ -28,7 +28,7 @@ LEAST_DRAWS = 500
 
 
 @dataclass(frozen=True)
-class Selection:
+class WithinTest:
     """The test of one covariate.
 
     Args:
@@ -46,7 +46,7 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowsOfSteps:
     """Rows of the steps that lost a part, of all runs, in an order that no reader decides.
 
     Args:
@@ -80,7 +80,7 @@ class Rows:
         return np.concatenate(found, axis=1)
 
 
-def all_rows(runs: Sequence[PartialRows], began: Sequence[Ints]) -> Rows:
+def all_rows(runs: Sequence[PartialRows], began: Sequence[Ints]) -> RowsOfSteps:
     """Return the rows of all runs.
 
     Args:
@@ -89,7 +89,7 @@ def all_rows(runs: Sequence[PartialRows], began: Sequence[Ints]) -> Rows:
     """
     orders = [np.lexsort((run.position, run.request, run.step)) for run in runs]
     some = list(enumerate(zip(runs, orders, strict=True)))
-    return Rows(
+    return RowsOfSteps(
         step=np.concatenate([run.step[order] + (k << 40) for k, (run, order) in some]),
         request=np.concatenate([run.request[order] + (k << 40) for k, (run, order) in some]),
         began=np.concatenate([began[k][run.request[order]] for k, (run, order) in some]),
@@ -136,7 +136,7 @@ class Units:
         seed: of the draws.
     """
 
-    def __init__(self, rows: Rows, n_draws: int, seed: int) -> None:
+    def __init__(self, rows: RowsOfSteps, n_draws: int, seed: int) -> None:
         self.n_rows = len(rows.step)
         self.step, self.request = _numbered(rows.step), _numbered(rows.request)
         pairs, cell = np.unique(pair_key(self.step, self.request), return_inverse=True)
@@ -210,7 +210,7 @@ def selections(
     began: Sequence[Ints],
     n_draws: int,
     seed: int,
-) -> Iterator[tuple[list[Selection], int]]:
+) -> Iterator[tuple[list[WithinTest], int]]:
     """Yield the tests of content, then those of the values of all hooks, and their draws.
 
     Args:
@@ -242,7 +242,7 @@ def selections(
             inside = np.maximum(joint.adjusted(), clustered)
             yield (
                 [
-                    Selection(one, t, max(t.p, float(p)), float(q))
+                    WithinTest(one, t, max(t.p, float(p)), float(q))
                     for (one, t, p), q in zip(found, inside, strict=True)
                     if t
                 ],
