@@ -749,6 +749,8 @@ def test_the_large_numbers_are_those_of_the_arm_with_their_unit_and_direction() 
             assert said_of_it in words[cosine:kept]
         assert re.search(r"hybrid:? 25 % \(45 %\)", words[kept:])
         assert "Split 5 % (5 %), merged 3 % (3 %), gone 67 % (47 %)" in words[kept:]
+        start = "from the same start 55 % are kept (in another order of the same rows 85 %)"
+        assert start in words[kept:]
     same = made(("cached", "uncached"))
     assert (
         "0.500" in said.facts(same)[0].value and "equal to that of two" in said.facts(same)[0].note

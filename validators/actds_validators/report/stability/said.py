@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from actds.text import counted
@@ -112,12 +112,18 @@ def facts(result: Stability) -> list[Fact]:
         f"that of two seeds of {reference}, {one.of_floor:.3f} (lower in {one.n_below} of "
         f"{counted(len(one.differences), 'seed')}); lower is less alike"
     )
-    title = f"Features of {reference} kept in {one.arm}"
-    of_arm = by[one.arm, "other seed"].features
-    return [
-        Fact(f"Likeness of {one.arm} to {reference}", f"{one.of_arm:.3f}", note),
-        _kept(title, of_arm, floor.features, reference),
-    ]
+    kept = _kept(
+        f"Features of {reference} kept in {one.arm}",
+        by[one.arm, "other seed"].features,
+        floor.features,
+        reference,
+    )
+    start, order = by[one.arm, "same start"].features, by[reference, "other order"].features
+    if start is not None and order is not None:
+        more = f"from the same start {percent(start.kept)} are kept"
+        more += f" (in another order of the same rows {percent(order.kept)})"
+        kept = replace(kept, note=f"{kept.note}; {more}")
+    return [Fact(f"Likeness of {one.arm} to {reference}", f"{one.of_arm:.3f}", note), kept]
 
 
 def _kept(title: str, features: Features | None, floor: Features | None, reference: str) -> Fact:
