@@ -421,6 +421,11 @@ class SpanStrata:
         np.divide(self.total[1], computed, out=found, where=computed > 0)
         return found
 
+    @property
+    def share(self) -> float:
+        """Return the share lost of all tokens."""
+        return float(self.total[1].sum()) / max(1.0, float(self.total.sum()))
+
     def strata(self, limits: Limits) -> Iterator[Strata]:
         """Yield the strata of each kind."""
         for name, kind in (("start", "position"), ("end", "position from the end")):
@@ -430,8 +435,7 @@ class SpanStrata:
         yield _some("phase", list(PHASES), stored + lost, lost)
         for kind, groups in (self._requests | self._labels).items():
             yield groups.strata(kind, self.n_blocks, limits, None)
-        share = float(self.total[1].sum()) / max(1.0, float(self.total.sum()))
-        common = np.full(self.n_blocks, share)
+        common = np.full(self.n_blocks, self.share)
         for kind, groups in self._runs.items():
             named = kind == "run" and len(self._runs["replica"].names) == len(groups.names)
             if len(groups.names) > 1 and not named:  # a replica is a run, by a better name
@@ -507,12 +511,15 @@ def _range(band: int) -> str:
     return f"{low:,} to {high:,}" if band else "0"
 
 
-def worst_strata(found: list[Strata], rate: Floats, limits: Limits) -> list[StratumLoss]:
-    """Return the strata that lost more than the limit and more than chance, the worst first.
+def worst_strata(
+    found: list[Strata], rate: Floats, share: float, limits: Limits
+) -> list[StratumLoss]:
+    """Return the strata that lost more than all by the limit and than chance, the worst first.
 
     Args:
         found: of every kind.
         rate: share lost of each block's tokens.
+        share: share lost of all tokens.
         limits: the share that warns.
 
     Spec: 0.1 section 14.6.
@@ -521,6 +528,7 @@ def worst_strata(found: list[Strata], rate: Floats, limits: Limits) -> list[Stra
     for strata in found:
         n, lost = strata.n.sum(axis=1), strata.lost.sum(axis=1)
         beyond = _beyond(n, lost, limits)
+        beyond = beyond[lost[beyond] >= (share + limits.worst_stratum_warn) * n[beyond]]
         if not len(beyond) or not strata.n_tested:
             continue
         own = rate if strata.rate is None else strata.rate

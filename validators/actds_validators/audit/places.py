@@ -146,7 +146,7 @@ def _source(audited: Audited) -> Place:
     lost = max(n / source.records, n_tokens / max(1, source.tokens))
     cut = " (interrupted)" if source.interrupted else ""
     reasons = "; ".join(f"{one.n:,} {one.what}: {one.reason}" for one in source.left_out[:3])
-    tokens = f", with {share(n_tokens, source.tokens)} of its prompt tokens" if n_tokens else ""
+    held = f", with {share(n_tokens, source.tokens)} of the prompt tokens," if n_tokens else ""
     return _place(
         audited, "source", n, source.records, "records",
         level=audited.level_of(lost),
@@ -155,7 +155,7 @@ def _source(audited: Audited) -> Place:
         worst=worst_of(groups_left_out(audited.records, source)),
         headline=f"{lost:.1%} of the source was never served{cut}",
         sentence=f"{n:,} of {counted(source.records, 'record')} ({share(n, source.records)})"
-        f"{tokens} were never served{cut}: {reasons}.",
+        f"{held} were never served{cut}: {reasons}.",
         to_do=list(_serve_the_rest(source)),
     )  # fmt: skip
 
@@ -421,7 +421,7 @@ def _identity(audited: Audited) -> Place:
     models = [name for name in differing if one_model(name)]
     others = max((_minority(values, rows) for values in differing.values()), default=0)
     some = "; ".join(
-        f"{name}: {' / '.join(sorted(set(values.values())))[:80]}"
+        f"{name}: {' / '.join(sorted({_brief(value) for value in values.values()}))}"
         for name, values in list(differing.items())[:3]
     )
     held: dict[str, Any] = {"level": "PASS"}
@@ -449,13 +449,18 @@ def _identity(audited: Audited) -> Place:
     if differing:
         values = next(iter(differing.values()))
         held["to_do"] = [
-            f"Train on one of them: where=\"run == '{run}'\" ({rows[run]:,} rows: {value})."
+            f"Train on one of them: where=\"run == '{run}'\" ({rows[run]:,} rows: {_brief(value)})."
             for run, value in list(values.items())[:3]
         ]
     return _place(
         audited, "identity", others, total, "rows", headline=headline, sentence=sentence,
         **({"limit": "one model, one set of settings, one overflow policy"} | held),
     )  # fmt: skip
+
+
+def _brief(value: str) -> str:
+    """Return a value of the run record, of a digest its beginning."""
+    return value[:12] if len(value) == 64 else value[:40]
 
 
 def _minority(values: dict[str, str], rows: dict[str, int]) -> int:

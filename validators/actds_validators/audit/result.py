@@ -86,7 +86,7 @@ class Limits(Section):
     worst_stratum_warn: Share = Field(
         default=0.05,
         description="share lost of any kind of token (id, class, source, position, tail of a "
-        "value), beyond chance, that warns",
+        "value), beyond chance and as much above that of all, that warns",
     )
     worst_stratum_fail: Share = Field(default=0.2, description="the same that fails")
     max_shift: Share = Field(

@@ -555,7 +555,7 @@ def _strata(passed: Passed, limits: Limits) -> dict[str, object]:
     assert passed.spans is not None
     every = [*passed.spans.strata(limits), *_row_strata(passed)]
     return {
-        "worst_strata": worst_strata(every, passed.spans.rate, limits),
+        "worst_strata": worst_strata(every, passed.spans.rate, passed.spans.share, limits),
         "n_strata": sum(one.n_tested for one in every),
         "whole_requests": passed.spans.whole[0],
     }

@@ -152,6 +152,7 @@ def render(audit: Audit, about: About | None = None) -> str:
         mark=LEVEL_MARKS[audit.answer.level],
         bar=bar(audit),
         places=lines(audit),
+        losses=bool(audit.accounting.loss_share or not audit.accounting.is_sound),
         biases=biases(audit),
         facts=[(name, Sentence(words)) for name, words in facts(audit, about)],
         sentence=Sentence(verdict.sentence),

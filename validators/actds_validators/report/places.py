@@ -36,8 +36,8 @@ _STATES: dict[str, tuple[str, str, Style, Tone]] = {
 }
 """Of each state of a place its mark, its words, and the tones that repeat them."""
 _FILLS = {
-    "source": "all", "cache": "reused", "rules": "filtered", "ends": "lost", "queues": "lost",
-    "values": "floor", "identity": "external",
+    "source": "all", "cache": "reused", "rules": "filtered", "ends": "ended", "queues": "lost",
+    "values": "floor", "identity": "none",
 }  # fmt: skip
 _BAR_PX = 26
 
