@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from actds.errors import ActdsError
+from actds.reading import Catalog
+from actds.store import local_folder, open_store
+from actds.store.local import lock_dataset
 from actds_testing.harvest import environment
 
 START_TIMEOUT_S = 600
@@ -106,6 +111,23 @@ class Server:
                 time.sleep(0.2)
         self.kill()
         raise RuntimeError(f"the server did not start:\n{self.log.read_text()[-8000:]}")
+
+
+def wait_until_ended(out: str) -> None:
+    """Wait until writer and census have closed their chains; they may outlive the server."""
+    deadline = time.monotonic() + 60
+    while True:
+        catalog = Catalog.read(open_store(out))
+        if {chain.state for chain in catalog.chains.values()} == {"closed"}:
+            break
+        assert time.monotonic() < deadline, "the dataset is still being written"
+        time.sleep(0.1)
+    folder = local_folder(out)
+    while folder is not None:
+        with contextlib.suppress(ActdsError):
+            os.close(lock_dataset(folder))
+            return
+        time.sleep(0.1)
 
 
 def scrape(port: int) -> dict[Any, float]:

@@ -16,13 +16,10 @@ import numpy as np
 import pytest
 
 import actds
-from actds.errors import ActdsError
-from actds.reading import Catalog
 from actds.sealing import seal
-from actds.store import local_folder, open_store
-from actds.store.local import lock_dataset
+from actds.store import open_store
 from actds_testing.harvest import validated
-from actds_testing.server import LANE, scrape
+from actds_testing.server import LANE, scrape, wait_until_ended
 
 pytest.importorskip("vllm")
 from actds_testing.server import Server
@@ -116,7 +113,7 @@ def test_live_traffic_is_captured_by_rule_and_drained_on_sigterm(
         under_way.join()
     finally:
         server.kill()
-    _wait_until_ended(out)
+    wait_until_ended(out)
     seal(open_store(out))
     dataset = validated(out)
 
@@ -166,7 +163,7 @@ def test_stages_of_a_server_are_one_run_and_its_replicas_are_runs(
         assert server.stop() == 0
     finally:
         server.kill()
-    _wait_until_ended(out)
+    wait_until_ended(out)
     seal(open_store(out))
     dataset = validated(out)
     served = dataset.requests(run=True).to_pylist()
@@ -288,20 +285,3 @@ def _try(server: Server, body: dict[str, Any], headers: dict[str, str]) -> None:
     # The server may leave before it answers; the dataset says what became of it.
     with contextlib.suppress(OSError):
         server.post("/v1/completions", body, headers)
-
-
-def _wait_until_ended(out: str) -> None:
-    """Wait until writer and census have closed their chains; they may outlive the server."""
-    deadline = time.monotonic() + 60
-    while True:
-        catalog = Catalog.read(open_store(out))
-        if {chain.state for chain in catalog.chains.values()} == {"closed"}:
-            break
-        assert time.monotonic() < deadline, "the dataset is still being written"
-        time.sleep(0.1)
-    folder = local_folder(out)
-    while folder is not None:
-        with contextlib.suppress(ActdsError):
-            os.close(lock_dataset(folder))
-            return
-        time.sleep(0.1)

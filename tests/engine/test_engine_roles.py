@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 
 import actds
 from actds.load.dataset import Dataset
+from actds.sealing import seal
+from actds.store import open_store
 from actds_testing import harvest as h
 from actds_testing.chat_templates import CHATS
+from actds_testing.server import Server, wait_until_ended
 from actds_testing.tiny import byte_tokenizer, make_tiny_model
 from actds_validators.audit.api import audit
 
@@ -120,3 +124,62 @@ def test_the_coverage_map_has_the_roles_by_itself_and_the_record_says_how_many(
     assert record.fields["prompts.roles"].value == (
         f'{{"known":{2 * len(CHATS)},"unknown":{{"a text, no chat":2}}}}'
     )
+
+
+def test_a_server_has_the_roles_that_the_harvest_of_the_same_chats_has(
+    path: Path, dataset: Dataset, tmp_path: Path
+) -> None:
+    out = str(tmp_path / "acts")
+    server = Server(
+        path.parent / "model", tmp_path / "log", {"out": out, "hooks": "resid_post:1"},
+        "--enforce-eager", "--max-model-len", "1024", "--max-num-batched-tokens", "512",
+        "--distributed-executor-backend", "uni", "--shutdown-timeout", "120",
+    )  # fmt: skip
+    answers = {}
+    more = {"max_tokens": GENERATED, "ignore_eos": True, "return_token_ids": True}
+    try:
+        for name, (messages, tools) in CHATS.items():
+            sent = json.loads(json.dumps(messages))
+            for call in (call for message in sent for call in message.get("tool_calls", ())):
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+            body = {"messages": sent, "tools": tools, "tool_choice": "none", **more}
+            headers = {"X-Request-Id": name}
+            answers[name] = server.post("/v1/chat/completions", body, headers)
+        several = {"messages": CHATS["one"][0], "n": 2, **more}
+        server.post("/v1/chat/completions", several, {"X-Request-Id": "several"})
+        said = CHATS["one"][0][0]["content"]
+        server.post("/v1/responses", {"input": said, "max_output_tokens": GENERATED})
+        server.post("/v1/completions", {"prompt": "user", **more}, {"X-Request-Id": "text"})
+        server.post("/v1/completions", {"prompt": [65, 66], **more}, {"X-Request-Id": "ids"})
+        assert server.stop() == 0
+    finally:
+        server.kill()
+    wait_until_ended(out)
+    seal(open_store(out))
+    live = h.validated(out)
+    wanted = {
+        line["external_id"].removesuffix("-0"): roles
+        for line in dataset.requests().to_pylist()
+        if (roles := roles_of(dataset).get(line["request"]))
+    }
+    found = roles_of(live)
+    requests = {line["external_id"]: line for line in live.requests().to_pylist()}
+    for name, answer in answers.items():
+        line = requests[f"chatcmpl-{name}"]
+        assert found[line["request"]] == wanted[name]
+        ids = answer["prompt_token_ids"] + answer["choices"][0]["token_ids"]
+        rows = live.request(line["request"])
+        assert rows.token_id.tolist() == ids[:-1]
+        assert rows.role.tolist() == [wanted[name][position] for position in range(len(ids) - 1)]
+    for sample in range(2):
+        assert found[requests[f"{sample}_chatcmpl-several"]["request"]] == wanted["one"]
+    (response,) = (line for name, line in requests.items() if name.startswith("resp_"))
+    prompt = range(response["prompt_len"])
+    assert [found[response["request"]][p] for p in prompt] == [wanted["one"][p] for p in prompt]
+    for name in ("text", "ids"):
+        assert requests[f"cmpl-{name}-0"]["request"] not in found
+    chats = {line["sampling"] for name, line in requests.items() if not name.startswith("resp_")}
+    assert len(chats) == 1  # those of completions, too
+    assert "roles" not in json.dumps(answers) and "actds" not in json.dumps(answers)
+    (record,) = live.catalog.runs.values()
+    assert record.fields["prompts.roles"].origin == "unknown"

@@ -59,6 +59,26 @@ def test_a_request_is_partitioned_and_its_last_token_never_fed() -> None:
     assert spans(census, ALL) == [(0, 0, 6, "captured", None, 0, None)]
 
 
+def test_roles_that_came_with_a_request_are_of_its_positions() -> None:
+    census = Census()
+    for request in range(4):
+        census.observe(replace(arrived(request, 4), roles="t1u2t1" if request != 2 else ""))
+    pieces = [(n, 0, 4) for n in range(4)]
+    census.observe(scheduled(0, *pieces))
+    census.observe(scheduled(1, (0, 4, 5), (3, 4, 5)))
+    census.observe(replace(finished(0, 3), roles="k1a1"))
+    census.observe(replace(finished(1, 1), roles=""))
+    census.observe(finished(2, 1))
+    # The client's word counts where there is one; the last request has no end.
+    told = ClientFacts((PromptFact("p1", "p1", "x", 0, roles="s4"),))
+    found = census.tables(ALL, told, "writer_ended").roles.to_pylist()
+    prompt = [(0, 1, "template"), (1, 3, "user"), (3, 4, "template")]
+    assert [tuple(line.values()) for line in found] == [
+        *((0, *line) for line in prompt), (0, 4, 5, "thinking"), (0, 5, 6, "assistant"),
+        (1, 0, 4, "system"), *((3, *line) for line in prompt),
+    ]  # fmt: skip
+
+
 def test_a_prefix_hit_names_the_request_that_computed_it() -> None:
     census = Census()
     census.observe(arrived(0, 40))

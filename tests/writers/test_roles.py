@@ -24,7 +24,7 @@ from actds_writers.prompts.roles import (
     token_labels,
     with_thinking,
 )
-from actds_writers.roles import LETTERS, intervals, packed
+from actds_writers.roles import LETTERS, count, intervals, packed
 
 VLLM = find_spec("vllm")
 INSTALLED = (
@@ -202,6 +202,29 @@ def test_roles_that_would_be_a_guess_are_unknown(template: str) -> None:
     encoded = one(template, said(("user", "hello")))
     assert (encoded.roles, encoded.skip) == ("", None)
     assert encoded.roles_unknown == "the template changes the texts of messages"
+
+
+def test_a_message_in_parts_has_its_role_and_one_with_an_image_makes_all_unknown() -> None:
+    parts: list[Message] = [{"type": "text", "text": "hi"}, {"type": "text", "text": " you"}]
+    template = (
+        "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}"
+        "{% else %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endif %}{% endfor %}"
+    )
+    chat: list[Message] = [{"role": "user", "content": parts}, *said(("assistant", "ok"))]
+    found = labelled(template, chat)
+    assert [text for label, text in found if label == "u"] == ["hi", " you"]
+    assert [text for label, text in found if label == "a"] == ["ok"]
+    for other in ({"type": "image"}, "text", 4):
+        with pytest.raises(Unlabelled, match="no text"):
+            labelled("{% for m in messages %}{{ m.role }}{% endfor %}",
+                     [{"role": "user", "content": [*parts, other]}])  # fmt: skip
+
+
+def test_packed_labels_are_counted_and_nothing_else_is_taken_for_them() -> None:
+    assert [count(runs) for runs in ("", "t2u5-3", packed("ttsu"))] == [0, 10, 4]
+    for other in ("x3", "t", "3", "t-2", "t2 u1", "t2\n", "t1234567890"):
+        with pytest.raises(ValueError, match="packed"):
+            count(other)
 
 
 def test_chat_with_characters_that_serve_as_marks_is_unknown() -> None:

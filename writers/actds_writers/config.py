@@ -312,6 +312,7 @@ class LiveSettings(SamplingRules, HarvestSettings):
     weights_digest: bool = Field(
         default=True, description="Hash the weight files before the server starts"
     )
+    roles: bool = Field(default=True, description="Note who wrote the positions of chats")
 
     def rules(self) -> SamplingRules:
         """Return the sampling rules alone."""

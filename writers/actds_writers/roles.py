@@ -15,12 +15,20 @@ LETTERS = {
 }
 """The letter of each role of spec 6.3."""
 UNKNOWN = "-"
+_PACKED = re.compile(rf"(?:[{''.join(LETTERS.values())}{UNKNOWN}][0-9]{{1,9}})*")
 _NAMES = {letter: role for role, letter in LETTERS.items()}
 
 
 def packed(labels: str) -> str:
     """Return labels by their runs: ``t3u5t2`` for ``tttuuuuutt``."""
     return "".join(f"{label}{sum(1 for _ in run)}" for label, run in groupby(labels))
+
+
+def count(runs: str) -> int:
+    """Return how many positions packed labels have; raises ValueError for another text."""
+    if not _PACKED.fullmatch(runs):
+        raise ValueError(f"no packed labels: {runs!r:.80}")
+    return sum(int(length) for length in re.findall(r"\d+", runs))
 
 
 def intervals(runs: str) -> list[tuple[int, int, str]]:

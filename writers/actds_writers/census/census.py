@@ -377,11 +377,12 @@ class Census:
     def _role_table(self, client: ClientFacts) -> pa.Table:
         known = {prompt.key: prompt.roles for prompt in client.prompts if prompt.roles}
         columns: dict[str, list[object]] = {name: [] for name in tables.SCHEMAS["roles"].names}
-        for request in (one for batch in self._requests.batches() for one in batch if known):
+        for request in (one for batch in self._requests.batches() for one in batch):
             arrived, finished = request.arrived, request.finished
             generated = finished.generated_len if finished else 0
             n_positions = arrived.prompt_len + max(generated - 1, 0)
-            for start, stop, role in intervals(known.get(arrived.external_id, "")):
+            of_engine = arrived.roles + (finished.roles if finished else "")
+            for start, stop, role in intervals(known.get(arrived.external_id, of_engine)):
                 if start < n_positions:
                     line = (arrived.request, start, min(stop, n_positions), role)
                     for column, value in zip(columns.values(), line, strict=True):

@@ -76,6 +76,7 @@ class SchedulerSide:
         block_digests: tuple[bytes, ...] = (),
         left_out: LeftOut = EVERYTHING,
         adapter: tuple[str, str | None] | None = None,
+        roles: str = "",
     ) -> int:
         """Report a request that the scheduler took; return its number.
 
@@ -86,6 +87,7 @@ class SchedulerSide:
             block_digests: digests of its full prefix blocks.
             left_out: why rows of it are not stored.
             adapter: name and digest of its LoRA adapter, ``None`` without one.
+            roles: of its prompt, packed; empty where the client tells them, or nobody does.
         """
         number = self._n_requests
         self._n_requests += 1
@@ -103,6 +105,7 @@ class SchedulerSide:
                 block_digests=block_digests or None,
                 left_out=left_out,
                 adapter=adapter,
+                roles=roles,
             )
         )
         return number
@@ -157,13 +160,14 @@ class SchedulerSide:
         prompt_len: int,
         *,
         cached_as_reported: bool = True,
+        roles: str = "",
     ) -> None:
         """Report the end of a request.
 
         Args:
             reason: ``stop``, ``length``, ``abort`` or another reason of the engine.
             token_ids: prompt, then sampled tokens.
-            cached_as_reported: as in ``RequestFinished``.
+            cached_as_reported, roles: as in ``RequestFinished``.
         """
         self._ended.append(number)
         n_sampled = len(token_ids) - prompt_len
@@ -177,6 +181,7 @@ class SchedulerSide:
                 generated_len=n_sampled,
                 token_digest=hashlib.sha256(ids.tobytes()).hexdigest(),
                 cached_as_reported=cached_as_reported,
+                roles=roles,
             )
         )
 

@@ -271,6 +271,7 @@ class RequestArrived:
     Args:
         left_out: what the sampling rules leave out of it.
         adapter: name and digest of its LoRA adapter.
+        roles: of its prompt, as ``roles.packed`` writes them, if the engine was told.
     """
 
     request: int
@@ -282,6 +283,7 @@ class RequestArrived:
     block_digests: tuple[bytes, ...] | None
     left_out: LeftOut = EVERYTHING
     adapter: tuple[str, str | None] | None = None
+    roles: str = ""
 
 
 @dataclass(frozen=True)
@@ -350,6 +352,7 @@ class RequestFinished:
         token_digest: SHA-256 of the token ids of ``[0, P+G-1)`` as uint32 LE.
         cached_as_reported: whether the engine's own count of cached tokens is of those that it
             served; else it counts some that were then computed.
+        roles: of ``[P, P+G-1)``, where those of the prompt came with the arrival.
     """
 
     request: int
@@ -358,6 +361,7 @@ class RequestFinished:
     generated_len: int
     token_digest: str
     cached_as_reported: bool = True
+    roles: str = ""
 
 
 # worker → census ------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -211,33 +211,72 @@ def _with_roles(
     """Return an encoded chat with the roles of its positions, or why they are not known."""
     if offsets is None:
         return replace(one, roles_unknown=NO_OFFSETS)
-    chat = one.prompt.messages or []
     try:
-        labels = character_labels(
-            chat, one.prompt.tools, text, lambda *given: _render(tokenizer, *given)
+        roles, thinks = chat_roles(
+            one.prompt.messages or [],
+            one.prompt.tools,
+            Rendered(text, one.token_ids, offsets, tokenizer.get_chat_template()),
+            marks,
+            lambda *given, **options: _apply(tokenizer, *given, **options),
         )
     except Unlabelled as unlabelled:
         return replace(one, roles_unknown=str(unlabelled))
-    tokens = token_labels(labels, text, offsets)
-    if _GENERATION.search(tokenizer.get_chat_template()):
-        found = tokenizer.apply_chat_template(
-            chat,
-            tools=one.prompt.tools,
-            add_generation_prompt=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-        )
-        if found["input_ids"] == one.token_ids:
-            tokens = with_generation(tokens, found["assistant_masks"])
-    tokens, thinks = with_thinking(tokens, one.token_ids, marks)
-    return replace(one, roles=packed(tokens), roles_unknown=None, thinks=thinks)
+    return replace(one, roles=roles, roles_unknown=None, thinks=thinks)
 
 
-def _render(tokenizer: Tokenizer, messages: list[Message], tools: list[Message] | None) -> str:
-    text: str = tokenizer.apply_chat_template(
-        messages, tools=tools, tokenize=False, add_generation_prompt=True
+@dataclass(frozen=True)
+class Rendered:
+    """A chat as the engine gets it.
+
+    Args:
+        text: what the template made of it.
+        offsets: where in the text each token stands.
+        template: the template itself.
+    """
+
+    text: str
+    token_ids: list[int]
+    offsets: list[tuple[int, int]]
+    template: str
+
+
+def chat_roles(
+    messages: list[Message],
+    tools: list[Message] | None,
+    rendered: Rendered,
+    marks: ThinkingMarks,
+    apply: Callable[..., Any],
+) -> tuple[str, bool]:
+    """Return the roles of a chat's positions, packed, and whether it ends within a thought.
+
+    Args:
+        apply: called with messages and tools, applies the template as it was for ``rendered``;
+            further arguments are those of ``apply_chat_template``.
+
+    Raises:
+        Unlabelled: they cannot be known.
+    """
+    text = rendered.text
+    labels = character_labels(
+        messages, tools, text, lambda *given: str(apply(*given, tokenize=False))
     )
-    return text
+    tokens = token_labels(labels, text, rendered.offsets)
+    if _GENERATION.search(rendered.template):
+        found = apply(
+            messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        if found["input_ids"] == rendered.token_ids:
+            tokens = with_generation(tokens, found["assistant_masks"])
+    tokens, thinks = with_thinking(tokens, rendered.token_ids, marks)
+    return packed(tokens), thinks
+
+
+def _apply(
+    tokenizer: Tokenizer, messages: list[Message], tools: list[Message] | None, **options: Any
+) -> Any:
+    return tokenizer.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, **options
+    )
 
 
 def chat_template_sha256(prompts: Iterable[Prompt], tokenizer: Tokenizer) -> str:
@@ -286,7 +325,7 @@ def _texts(batch: Sequence[Prompt], tokenizer: Tokenizer) -> tuple[list[str], di
         text = prompt.text or ""
         if prompt.messages is not None:
             try:
-                text = _render(tokenizer, prompt.messages, prompt.tools)
+                text = _apply(tokenizer, prompt.messages, prompt.tools, tokenize=False)
             # The template is the model's code and may raise anything: jinja's errors, TypeError.
             except Exception as error:
                 failures[number] = f"the chat template raised {first_line(error)!r}"

@@ -278,13 +278,23 @@ class _Marks:
     def _message(self, message: Message) -> Message:
         label = _LETTER_OF.get(str(message.get("role")), UNKNOWN)
         marked = dict(message)
-        for name in ("content", *_THOUGHT_FIELDS):
+        if isinstance(content := message.get("content"), str):
+            marked["content"] = self._text(label, content)
+        elif content is not None:
+            marked["content"] = self._parts(label, content)
+        for name in _THOUGHT_FIELDS:
             if isinstance(message.get(name), str):
-                of_text = label if name == "content" else _THINKING
-                marked[name] = self._text(of_text, message[name])
+                marked[name] = self._text(_THINKING, message[name])
         if isinstance(calls := message.get("tool_calls"), list):
             marked["tool_calls"] = [self._call(label, call) for call in calls]
         return marked
+
+    def _parts(self, label: str, content: Any) -> list[Message]:
+        """Return the content of a message in parts, as some templates want it, with marks."""
+        parts = content if isinstance(content, list) else [content]
+        if not all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in parts):
+            raise Unlabelled("a message with a part that is no text")
+        return [{**part, "text": self._text(label, part["text"])} for part in parts]
 
     def _text(self, label: str, text: str) -> str:
         parts = self._cut(text)

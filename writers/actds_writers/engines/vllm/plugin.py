@@ -1,8 +1,9 @@
 """The vLLM plugin: loaded in every vLLM process, inactive outside a harvest.
 
 A process belongs to a harvest if ``actds write`` has set an environment variable for its engine, or
-if a server has the key ``actds`` in ``--additional-config``. Without the variable, one wrapper
-around the executor's constructor looks for that key; it imports and patches nothing else.
+if a server has the key ``actds`` in ``--additional-config``. Without the variable, two wrappers
+look for that key, around the constructors of the engine's executor and of the front end's input
+processor; nothing else is imported or patched.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from actds_writers.engines.vllm.serving import LiveRun
 
 EXECUTOR = "vllm.v1.executor.abstract"
+INPUTS = "vllm.v1.engine.input_processor"
 DRAIN_TIMEOUT_S = 300.0
 CRASH_PATIENCE_S = 5.0
 """After a crash the last step may never arrive, as it may not have run."""
@@ -51,6 +53,7 @@ def register() -> None:
         _attach(link)
     else:
         when_imported(EXECUTOR, _wrap_executor)
+        when_imported(INPUTS, _wrap_inputs)
 
 
 def close() -> None:
@@ -117,8 +120,8 @@ def _wrap_executor(module: Any) -> None:
 
     @functools.wraps(init)
     def initialising(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        additional = vllm_config.additional_config
-        if not isinstance(additional, dict) or "actds" not in additional:
+        additional = _additional(vllm_config)
+        if "actds" not in additional:
             init(self, vllm_config, *args, **kwargs)
             return
         live = _start_live(vllm_config, additional["actds"])
@@ -130,6 +133,37 @@ def _wrap_executor(module: Any) -> None:
             raise
 
     executor.__init__ = initialising
+
+
+def _additional(vllm_config: Any) -> dict[str, Any]:
+    additional = vllm_config.additional_config
+    return additional if isinstance(additional, dict) else {}
+
+
+def _wrap_inputs(module: Any) -> None:
+    """Label the chats of a live harvest in the server's front end.
+
+    Where vLLM has not the names for it, a dataset lacks roles; the start does not fail.
+    """
+    processor = getattr(module, "InputProcessor", None)
+    if processor is None:
+        return
+    init = processor.__init__
+
+    @functools.wraps(init)
+    def initialising(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, vllm_config, *args, **kwargs)
+        document = _additional(vllm_config).get("actds")
+        if not isinstance(document, dict) or document.get("roles") is False:
+            return
+        try:
+            from actds_writers.engines.vllm.chats import label_chats
+
+            label_chats(self)
+        except Exception as error:
+            logging.getLogger("vllm.actds").warning("actds: chats have no roles: %r", error)
+
+    processor.__init__ = initialising
 
 
 def _start_live(vllm_config: Any, document: Any) -> LiveRun:

@@ -19,6 +19,7 @@ import numpy as np
 from actds.errors import ActdsError
 from actds_writers.engines.account import Channel, SchedulerSide
 from actds_writers.engines.vllm.adapters import adapter_sha256
+from actds_writers.engines.vllm.chats import ChatRoles, take_roles
 from actds_writers.ipc.messages import Reference, RequestFinished, StepScheduled
 from actds_writers.sampling import EVERYTHING, Labels, LeftOut, SamplingRules
 
@@ -34,6 +35,7 @@ _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}")
 class _Tracked:
     number: int
     left_out: LeftOut
+    chat: ChatRoles | None = None
     high_water: int = 0
     """With the steps in flight, as if all their drafts were accepted."""
     settled_water: int = 0
@@ -201,6 +203,7 @@ class VllmSchedulerSide(SchedulerSide):
         if request.request_id in self._tracked:
             return
         external_id = _external_id(request.request_id)
+        chat = take_roles(request.sampling_params, request.num_prompt_tokens)
         left_out = self._left_out(request, external_id)
         n_blocks = request.num_prompt_tokens // self._block_size
         number = self.number_request(
@@ -212,8 +215,9 @@ class VllmSchedulerSide(SchedulerSide):
             block_digests=tuple(bytes(h)[:DIGEST_NBYTES] for h in request.block_hashes[:n_blocks]),
             left_out=left_out,
             adapter=self._adapter(request),
+            roles=chat.prompt if chat else "",
         )
-        self._tracked[request.request_id] = _Tracked(number, left_out)
+        self._tracked[request.request_id] = _Tracked(number, left_out, chat)
 
     def scheduled(self, scheduler: Any, output: Any, preempted: tuple[str, ...]) -> StepMark:
         """Report the result of a call of ``schedule``; return the mark for the workers."""
@@ -399,13 +403,16 @@ class VllmSchedulerSide(SchedulerSide):
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return
-        reason = request.get_finished_reason()
+        reason, n_prompt = request.get_finished_reason(), request.num_prompt_tokens
+        tokens = list(request.all_token_ids[: n_prompt + request.num_output_tokens])
         self.end_request(
             tracked.number,
             str(reason) if reason is not None else "abort",
-            list(request.all_token_ids[: request.num_prompt_tokens + request.num_output_tokens]),
-            request.num_prompt_tokens,
+            tokens,
+            n_prompt,
             cached_as_reported=tracked.as_reported,
+            # The last sampled token is never fed.
+            roles=tracked.chat.sampled(tokens[n_prompt:-1]) if tracked.chat else "",
         )
 
     @staticmethod

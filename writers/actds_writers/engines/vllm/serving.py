@@ -413,7 +413,7 @@ def _facts(settings: LiveSettings, model: Any, rows: int, readouts: str) -> list
     unknown = {
         "sampling.temperature": PER_REQUEST,
         "sampling.max_tokens": PER_REQUEST,
-        "prompts.roles": "the engine gets token ids, not messages",
+        "prompts.roles": "the table roles has what is known of each chat",
         "tokenizer.chat_template_sha256": "applied by the server, and a client may send its own",
         **{f"prompts.{n}": LIVE_TRAFFIC for n in ("source", "sha256", "n_records", "n_skipped")},
     }
