@@ -66,7 +66,8 @@ def render(result: Stability, command: str) -> str:
         "answer.html.j2",
         actds=__version__,
         subject="stability",
-        question="Does the harvest change the dictionary more than training it again does?",
+        question="Does the harvest change the dictionary more than another random start of its "
+        "training (another seed) does?",
         level=said.level(result),
         mark=said.MARKS[said.outcome(result)],
         answer=said.answer(result),
