@@ -66,7 +66,8 @@ def render(result: Stability, command: str) -> str:
         "answer.html.j2",
         actds=__version__,
         subject="stability",
-        question="Does the harvest change the dictionary more than training it again does?",
+        question="Does the harvest change the dictionary more than another random start of its "
+        "training (another seed) does?",
         level=said.level(result),
         mark=said.MARKS[said.outcome(result)],
         answer=said.answer(result),
@@ -88,13 +89,13 @@ def _sections(result: Stability) -> list[Section]:
 def _verdicts(result: Stability) -> Part:
     rows = [
         Row(
-            (one.arm, f"{said.MARKS[one.outcome]} {one.outcome}", one.against_order),
+            (one.arm, one.against_order, f"{said.MARKS[one.outcome]} {one.outcome}"),
             _TONES[one.outcome],
             one.sentence,
         )
         for one in result.verdicts
     ]
-    table = Table("Every arm beside the reference", ("arm", "another seed", "another order"), rows,
+    table = Table("Every arm beside the reference", ("arm", "another order", "another seed"), rows,
                   frozenset(range(3)), narrow=True)  # fmt: skip
     notes = [Sentence(f"{one.arm}, {words}.") for one in result.verdicts for words in one.short]
     lead = (

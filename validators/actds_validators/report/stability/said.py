@@ -121,7 +121,7 @@ def facts(result: Stability) -> list[Fact]:
     start, order = by[one.arm, "same start"].features, by[reference, "other order"].features
     if start is not None and order is not None:
         more = f"from the same start {percent(start.kept)} are kept"
-        more += f" (in another order of the same rows {percent(order.kept)})"
+        more += f" (of two dictionaries of {reference} {percent(order.kept)})"
         kept = replace(kept, note=f"{kept.note}; {more}")
     return [Fact(f"Likeness of {one.arm} to {reference}", f"{one.of_arm:.3f}", note), kept]
 

@@ -33,9 +33,9 @@ def render(result: Stability, command: str) -> Iterator[Line]:
 def _page(result: Stability, command: str) -> Iterator[Line]:
     found = said.outcome(result)
     yield Line(f"{said.MARKS[found]} {said.answer(result)}", _STYLES[found])
+    yield Line(said.words_of_art(result), "dim")
     for fact in said.facts(result):
         yield Line(f"  {fact.title}: {fact.value} ({fact.note})")
-    yield Line(said.words_of_art(result), "dim")
     for title, words in said.provenance(result, command):
         yield Line(f"  {title.ljust(_TITLE)}  {words}")
     yield from _title("Verdicts" if result.verdicts else "")
