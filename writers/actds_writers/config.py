@@ -227,8 +227,8 @@ class WriteSettings(HarvestSettings):
     )
     label_columns: LabelColumns | None = Field(
         default=None,
-        description="Fields of the records, as domain,language, whose values go with the requests "
-        "as labels, '' for none. Default: label, where it is a short text or a number",
+        description="Fields of the records, as domain,language, whose values are kept as labels "
+        "of the requests, '' for none. Default: label, where it is a short text or a number",
         json_schema_extra={"metavar": "NAMES"},
     )
     canary: str | None = Field(
