@@ -159,9 +159,10 @@ def not_finite(path: Path) -> Path:
 
 def two_models(path: Path) -> Path:
     """Two runs of one dataset are of different weights."""
-    make_dataset(path, schedule=_schedule(), sealed=False)
-    other = {"model.weights_sha256": "1" * 64}
-    return make_dataset(path, schedule=_schedule(), run="r-second", facts=other)
+    for n, run in enumerate(("r-first", "r-second")):
+        weights = {"model.weights_sha256": str(n) * 64}
+        make_dataset(path, schedule=_schedule(), run=run, sealed=bool(n), facts=weights)
+    return path
 
 
 CASES: dict[str, Case] = {

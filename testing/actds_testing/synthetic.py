@@ -40,7 +40,6 @@ _OBSERVED: dict[str, bool | int | str] = {
     "model.name": "synthetic-2-layers",
     "model.n_layers": 2,
     "model.quantization": "none",
-    "model.weights_sha256": "0" * 64,
     "serving.mode": "offline",
     "serving.prefix_caching": True,
     "serving.chunked_prefill": True,

@@ -192,7 +192,7 @@ def test_what_was_asked_for_stands_in_the_result(datasets: dict[str, Path], tmp_
     assert named["path"] == str(classes)
     assert named["sha256"] == hashlib.sha256(classes.read_bytes()).hexdigest()
     assert (named["n_matching"], named["n_ranges"], named["n_labelled"]) == (1, 2, 1)
-    assert asked == {"engine": "threads"}
+    assert asked == {"engine": "threads", "accepted": []}
 
 
 @pytest.mark.parametrize("option", ["--html", "--weights"])

@@ -58,7 +58,7 @@ class Read:
 
 def arrays(found: Any, name: str) -> dict[str, np.ndarray]:
     """Return every array of sums, wherever it is held, by where that is."""
-    if isinstance(found, (np.ndarray, int, tuple)):
+    if isinstance(found, (np.ndarray, int, float, tuple)):
         return {name: np.asarray(found)}
     held = dict(enumerate(found)) if isinstance(found, list) else found
     held = held if isinstance(held, dict) else vars(held)

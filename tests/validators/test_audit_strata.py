@@ -376,8 +376,6 @@ def test_the_cell_that_multiplicity_weights_see_most_of_is_that_of_pandas(sound:
     assert seen.dominant.n_rows == mine.sum()
     assert seen.dominant.n_served == served[mine].sum()
     assert seen.dominant.exclude == ["first_position", "sink"]
-    step = judge(audited(large), Limits()).next_steps
-    assert any("exclude=(" in words for words in step)
 
 
 def test_requests_that_begin_alike_are_a_stratum_without_a_source(sound: Tables) -> None:

@@ -240,8 +240,9 @@ def test_filtered_positions_are_a_limit_until_they_are_accepted(tmp_path: Path) 
     ],
 )
 def test_runs_that_differ_are_named(tmp_path: Path, facts: dict[str, Any], level: Level) -> None:
-    path = make_dataset(tmp_path / "acts", cache=False, sealed=False)
-    make_dataset(path, cache=False, run="r-second", seed=3, facts=facts)
+    same = {"model.weights_sha256": "0" * 64}
+    path = make_dataset(tmp_path / "acts", cache=False, sealed=False, facts=same)
+    make_dataset(path, cache=False, run="r-second", seed=3, facts=same | facts)
     place = place_of(audited(path), "identity")
     assert place.level == level
     if level in ("FAIL", "WARN"):

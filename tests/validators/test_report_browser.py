@@ -25,7 +25,7 @@ from actds_validators.report.index import render as render_index
 from actds_validators.report.mechanism import lag_plot
 from actds_validators.report.regimes.page import render as render_regimes
 from actds_validators.report.stability.page import render as render_stability
-from actds_validators.report.summary import About, answer
+from actds_validators.report.summary import About
 
 pytestmark = [
     pytest.mark.browser,
@@ -297,7 +297,9 @@ def test_the_index_fits_and_its_links_lead_to_the_pages_beside_it(
     known = About(("org/model-8b",), ("vllm 0.11.0",), ("resid_post.10 (4,096 × bfloat16)",) * 3,
                   1_763_800_000 * 10**9, "")  # fmt: skip
     entries = [
-        Entry(f"/data/runs/{name}", answer(audit(name)), audit(name), known, page=f"{name}.html")
+        Entry(
+            f"/data/runs/{name}", audit(name).answer.words, audit(name), known, page=f"{name}.html"
+        )
         for name in CASES
     ]
     entries.append(Entry("/data/bad", "No: it is not valid", why="E201 shards/s-1: 4,095 bytes"))

@@ -37,7 +37,7 @@ def unaccounted(verdict: Verdict) -> Answer:
     return Answer(
         decision="no",
         level="FAIL",
-        words="No: the accounting does not add up",
+        words="No: there are accounting mismatches",
         place=None,
         sentence=verdict.sentence,
         load=None,

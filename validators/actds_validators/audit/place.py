@@ -112,7 +112,7 @@ class Place(Section):
         description="of a mean over the rows, in standard deviations; null if not known"
     )
     bias_is: Literal["at most", "estimated"] = "at most"
-    limit: str = Field(description="what it is held against, in words")
+    limit: str = Field(description="what it is compared with, in words")
     headline: str = Field(description="what went there, in a few words")
     sentence: str
     to_do: list[str] = Field(default_factory=list)
