@@ -126,9 +126,9 @@ def test_a_box_that_scrolls_without_a_hint_is_found(browser: Browser, tmp_path: 
     source = render(audit("load"))
     page = write(tmp_path / "page.html", source.replace('class="hint', 'class="none', 1))
     browser.open(page, width=390)
-    assert browser.evaluate(UNSAID) == ["Chart: Loss waterfall scrolls"]
+    assert browser.evaluate(UNSAID) == ["Table: Places between the source and a batch scrolls"]
     browser.open(write(page, source.replace('role="region"', 'role="group"', 1)), width=390)
-    assert browser.evaluate(UNSAID) == ["Table: Every number with its limit fits"]
+    assert browser.evaluate(UNSAID) == ["Table: Places between the source and a batch fits"]
 
 
 @pytest.mark.parametrize("name", ["load", "heavy", "unexplained", "wide"])
@@ -165,7 +165,7 @@ def test_every_section_is_seen_and_every_link_leads_to_one(
     heights = browser.evaluate(
         "[...document.querySelectorAll('section')].map(s => s.getBoundingClientRect().height)"
     )
-    assert len(heights) == 10 and min(heights) > 60
+    assert len(heights) == 12 and min(heights) > 60
     broken = "[...document.querySelectorAll('nav a')].filter(a => !document.querySelector(a.hash))"
     assert browser.evaluate(f"{broken}.length") == 0
     # The verdict, the number and the first step stand on the first screen.
@@ -216,7 +216,9 @@ def test_text_outside_its_picture_is_found(browser: Browser, tmp_path: Path) -> 
     outside = '<text x="855" y="20">far outside</text><text x="90" y="20">a</text>'
     source = render(audit("load")).replace("</svg></div>", f"{outside}</svg></div>", 1)
     browser.open(write(tmp_path / "page.html", source))
-    assert browser.evaluate(OUTSIDE) == ["Loss waterfall: far outside"]
+    assert browser.evaluate(OUTSIDE) == [
+        "Length of the prompt that a token is of, source and served: far outside"
+    ]
     covered = '<text x="300" y="16">one</text><text x="300" y="16">two</text></svg></div>'
     browser.open(write(tmp_path / "page.html", source.replace("</svg></div>", covered, 1)))
     assert "one / two" in browser.evaluate(COVERED)

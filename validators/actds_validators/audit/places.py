@@ -30,7 +30,7 @@ from actds_validators.audit.result import (
     Verdict,
 )
 from actds_validators.audit.source import groups_left_out
-from actds_validators.audit.wording import DOMINANT
+from actds_validators.audit.wording import DOMINANT, stratum_words
 from actds_validators.statistics.intervals import worst_case
 from actds_validators.statistics.strata import total_variation
 
@@ -329,6 +329,16 @@ def _ends(audited: Audited) -> Place:
     )  # fmt: skip
 
 
+_HOW = {
+    "load-dependent": ", more of them under load",
+    "time-dependent": ", more of them at some times",
+    "content-dependent": ", depending on their content",
+    "values-dependent": ", depending on their values",
+    "too-little-evidence": ", and on what it depends is not known",
+}
+"""What a verdict adds to the share that was dropped, in a few words."""
+
+
 def _queues(audited: Audited) -> Place:
     account, verdict, missing = audited.account, audited.verdict, audited.missingness
     n, of = account.dropped, account.captured + account.dropped
@@ -356,12 +366,16 @@ def _queues(audited: Audited) -> Place:
     if untested:  # without readouts
         held["level"] = "WARN"
         sentence += " Whether losses depend on the values of the rows was not tested."
+    headline = f"{share(n, of)} of the computed rows were dropped{_HOW.get(verdict.kind, '')}"
     strata = missing.worst_strata[:1] if missing else []
+    if strata and verdict.kind == "worst-stratum":
+        kind, gone = strata[0], share(strata[0].n_lost, strata[0].n)
+        headline = f"{gone} of the rows of {stratum_words(kind)} were dropped"
     worst = [Worst(kind=s.kind, label=s.label, n=s.n_lost, of=s.n, unit="rows") for s in strata]
     return _place(
         audited, "queues", n, of, "rows",
         worst=worst[0] if worst else None,
-        headline=f"{share(n, of)} of the computed rows were dropped",
+        headline=headline,
         sentence=sentence,
         **held,
     )  # fmt: skip

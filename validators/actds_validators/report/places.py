@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from actds.text import Line, Style
-from actds_validators.audit.covariates import N_BANDS
 from actds_validators.audit.place import TITLES, LeftOut, LengthBand, Place, SourceAccount
 from actds_validators.audit.result import Audit
 from actds_validators.report.figure_data import FigureData
@@ -40,6 +39,8 @@ _FILLS = {
     "values": "floor", "identity": "none",
 }  # fmt: skip
 _BAR_PX = 26
+_MAX_LENGTHS = 14
+"""Bands of a chart, those of most tokens: it has to fit on a printed page."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,8 @@ def lengths(audit: Audit) -> Picture | None:
     source = audit.source
     if source is None or not source.lengths or not source.served_tokens:
         return None
-    bands, room = source.lengths[:N_BANDS], 26.0
+    largest = sorted(source.lengths, key=lambda band: -band.tokens)[:_MAX_LENGTHS]
+    bands, room = sorted(largest, key=lambda band: band.low), 26.0
     picture = Picture(
         "lengths",
         "Length of the prompt that a token is of, source and served",
