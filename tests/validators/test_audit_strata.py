@@ -220,7 +220,9 @@ def test_all_first_rows_lost_is_told_of_a_dataset_on_page_and_terminal(tmp_path:
     command = ["audit", str(path), "--html", str(page), "--json", str(out)]
     done = CliRunner().invoke(cli, [*command, "--max-loss", "0.5"])
     assert done.exit_code == 1, done.output
-    assert re.match(r"✗ No: \d+\.\d+ % of the rows of position 0 were dropped", done.output)
+    assert re.match(
+        r"✗ No: \d+\.\d+ % of the rows of the tokens at position 0 were dropped", done.output
+    )
     assert "FAIL (worst-stratum)" in done.output
     found = json.loads(out.read_text())
     worst = found["missingness"]["worst_strata"][0]
