@@ -249,7 +249,8 @@ def _weigh(audited: Audited, coverage: Coverage) -> Iterator[str]:
     if account.own_hits:
         yield (
             'Load with weights="multiplicity", each row as often as it was served: '
-            f"{account.captured:,} rows become {coverage.effective_rows:,.0f} effective ones."
+            f"{account.captured:,} rows become {coverage.effective_rows:,.0f} effective ones. If "
+            "each distinct prefix is to count once: --accept cache."
         )
     if cell is not None and cell.share >= DOMINANT and cell.exclude:
         names = ", ".join(cell.exclude)

@@ -390,7 +390,7 @@ def blind_spots(hooks: tuple[str, ...], widths: Widths, n_probes: int) -> list[s
         "the prompts identifies that user",
         "losses by the meaning of a text, where its token ids, lengths, positions and sources are "
         "like the rest",
-        "tokens that never reached the engine: requests that were refused, skipped or never sent",
+        "tokens that never reached the engine of a server: requests that it refused or never got",
         "rows that are stored but wrong: the audit reads tables; actds validate and the check "
         "before a harvest look at values, and actds regimes compares those of phases, runs or "
         "datasets",
