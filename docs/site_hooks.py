@@ -23,6 +23,7 @@ SOURCES = (
     "*.md",
     "docs/*.md",
     "docs/*.svg",
+    "docs/answers/*.png",
     "spec/*.md",
     "spec/*/*.md",
     "spec/*/schemas/*.json",
