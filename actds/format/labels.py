@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-
-import pyarrow as pa
-import pyarrow.compute as pc
+from typing import TYPE_CHECKING
 
 from actds import canonical
 from actds.errors import ActdsError
 from actds.text import printable
+
+if TYPE_CHECKING:  # the plugin of an engine that harvests nothing loads no Arrow
+    import pyarrow as pa
 
 __all__ = [
     "MAX_LABELS",
@@ -79,6 +80,9 @@ def label_table(column: pa.ChunkedArray) -> dict[str, pa.DictionaryArray]:
     Raises:
         ActdsError: as ``parse_labels``.
     """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     texts = pc.dictionary_encode(column).unify_dictionaries().combine_chunks()
     each = [parse_labels(text, "labels") for text in texts.dictionary.to_pylist()]
     at = texts.indices.fill_null(len(each)).to_numpy()
@@ -104,6 +108,9 @@ def of_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
         kind: string, bool, or int64 for numbers: integers, and texts that are the shortest ones of
             fractions, since that is how these are written.
     """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     codes = column if pa.types.is_dictionary(column.type) else pc.dictionary_encode(column)
     values = [json.loads(text) for text in codes.dictionary.to_pylist()]
     if pa.types.is_integer(kind):

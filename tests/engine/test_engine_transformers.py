@@ -164,7 +164,8 @@ def test_ctrl_c_seals_and_resume_completes(model: Path, prompts: Path, tmp_path:
     part = h.validated(out)
     assert "abort" in part.requests()["finish_reason"].to_pylist()
     whole = h.harvest(out, model, many, *options, "--resume")
-    served = [r for r in whole.requests(run=True).to_pylist() if r["finish_reason"] == "length"]
+    ended = ("length", "stop")
+    served = [r for r in whole.requests(run=True).to_pylist() if r["finish_reason"] in ended]
     assert sorted(r["source_row"] for r in served) == list(range(60))
 
 

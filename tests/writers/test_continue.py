@@ -68,7 +68,8 @@ def test_the_arms_differ_in_author_or_computation_and_in_nothing_else(
     phases = {name: set(arm.tokens()["phase"].to_pylist()) for name, arm in arms.items()}
     assert phases == {"H": {"prefill"}, "G": {"prefill", "decode"}, "R": {"prefill"}}
     n_given = set(arms["R"].origins()["n_given"].to_pylist())
-    assert n_given == {N_PROMPT, 0}  # the skipped one has no position
+    # The skipped one has no position, and keeps its length.
+    assert n_given == {N_PROMPT, lines["G"]["d10"]["prompt_len"]}
 
 
 def test_pairs_are_by_token_for_computation_and_by_position_for_authorship(

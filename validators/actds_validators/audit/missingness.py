@@ -7,6 +7,7 @@ wherever its tokens were computed.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow.compute as pc
 
-from actds.format.labels import label_table
+from actds.format.labels import label_table, label_text
 from actds.format.positions import pair_key, split_key
 from actds_validators.audit.accumulate import Bands, CovariateSums
 from actds_validators.audit.census import Series
@@ -488,8 +489,8 @@ def _labels(source: RunSource, lookup: Lookup) -> Iterator[tuple[str, list[str |
     for name, column in label_table(table["labels"]).items():
         values: list[str | None] = [None] * len(lookup.request_block)
         for place, value in zip(places, column.to_pylist(), strict=True):
-            if place >= 0:
-                values[place] = value
+            if place >= 0 and value is not None:
+                values[place] = label_text(json.loads(value))
         yield name, values
 
 

@@ -6,6 +6,7 @@ a later run of the dataset served counts as served.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
@@ -16,7 +17,7 @@ import pyarrow.compute as pc
 
 from actds.codes import CODES
 from actds.format import tables
-from actds.format.labels import label_table
+from actds.format.labels import label_table, label_text
 from actds.reading import Catalog
 from actds.schema import CloseBody, FenceBody
 from actds_validators.audit.covariates import N_BANDS, position_band
@@ -75,7 +76,8 @@ def groups_left_out(records: pa.Table, account: SourceAccount) -> Iterator[Worst
         n = np.bincount(code, minlength=len(encoded.dictionary) + 1).tolist()
         n_left = np.bincount(code[left], minlength=len(n)).tolist()
         for word, of, lost in zip(encoded.dictionary.to_pylist(), n, n_left, strict=False):
-            yield Worst(kind=kind, label=str(word), n=lost, of=of, unit="records")
+            label = str(word) if kind == "source" else label_text(json.loads(word))
+            yield Worst(kind=kind, label=label, n=lost, of=of, unit="records")
     for band in account.lengths:
         words = f"{band.low:,} to {band.high:,} tokens"
         lost = band.records - band.served
