@@ -80,7 +80,7 @@ from actds_validators.audit.passes import (
     accumulate,
     scale_of,
 )
-from actds_validators.audit.place import Place, PlaceName
+from actds_validators.audit.place import Answer, Place, PlaceName, SourceAccount
 from actds_validators.audit.places import Audited, places
 from actds_validators.audit.result import (
     Audit,
@@ -90,6 +90,7 @@ from actds_validators.audit.result import (
     Limits,
     Options,
     Queues,
+    Verdict,
 )
 from actds_validators.audit.source import source_account
 from actds_validators.audit.verdict import Evidence, judge
@@ -191,13 +192,7 @@ def audit_dataset(
     source, judged, answered = None, list[Place](), unaccounted(verdict)
     if found.accounting.is_sound:
         progress("the source, and every place behind it")
-        records = read_records(catalog)
-        source = source_account(catalog, records)
-        audited = Audited(
-            catalog, str(path), records, source, found.accounting, found.coverage,
-            found.missingness, verdict, limits,
-        )  # fmt: skip
-        judged, answered = conclude(places(audited), accept, str(path), found.queues)
+        source, judged, answered = _answered(catalog, str(path), found, verdict, limits, accept)
     policies = {
         str(record.fields["capture.overflow_policy"].value) for record in catalog.runs.values()
     }
@@ -226,6 +221,24 @@ def audit_dataset(
         peak_nbytes=_peak_nbytes(),
     )
     return AuditResult(result, found.cells, catalog)
+
+
+def _answered(
+    catalog: Catalog,
+    path: str,
+    found: Sections,
+    verdict: Verdict,
+    limits: Limits,
+    accept: Sequence[PlaceName],
+) -> tuple[SourceAccount, list[Place], Answer]:
+    """Return what became of the source, every place, and the answer over them."""
+    records = read_records(catalog)
+    source = source_account(catalog, records)
+    audited = Audited(
+        catalog, path, records, source, found.accounting, found.coverage, found.missingness,
+        verdict, limits,
+    )  # fmt: skip
+    return source, *conclude(places(audited), accept, path, found.queues)
 
 
 def audit_sources(
