@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -23,6 +24,8 @@ from actds_validators.audit.coverage import CoverageCounts, coverage
 from actds_validators.audit.place import TITLES, Level, Place, PlaceName, Worst, places_of
 from actds_validators.audit.places import worst_of
 from actds_validators.audit.result import Audit, Queues, Stall, TracePoint
+from actds_validators.cli.audit import audit as audit_command
+from actds_validators.cli.check import check as check_command
 
 
 def audited(path: Path, **given: Any) -> Audit:
@@ -298,6 +301,12 @@ def test_only_places_can_be_accepted() -> None:
     assert json.loads(json.dumps(list(TITLES))) == [
         "source", "cache", "rules", "ends", "queues", "values", "identity",
     ]  # fmt: skip
+
+
+def test_the_commands_offer_every_place() -> None:
+    for command in (audit_command, check_command):
+        [option] = [one for one in command.params if one.name == "accept"]
+        assert isinstance(option.type, click.Choice) and [*option.type.choices] == [*TITLES]
 
 
 def test_the_worst_group_is_large_enough_and_worse_than_its_kind() -> None:

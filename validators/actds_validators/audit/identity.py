@@ -59,19 +59,18 @@ def rows_by_adapter(catalog: Catalog) -> dict[str | None, int]:
 
     Empty where no request had an adapter.
     """
+    requests_of = {run: catalog.table("requests", run) for run in catalog.runs_with_data}
+    if all(t["adapter_sha256"].null_count == t.num_rows for t in requests_of.values()):
+        return {}  # no need to read the spans, which are long
     found = defaultdict[str | None, int](int)
-    for run in catalog.runs_with_data:
-        requests = catalog.table("requests", run)
+    for run, requests in requests_of.items():
         spans = catalog.table("spans", run)
         spans = spans.filter(pc.equal(spans["disposition"], "captured"))
         spans = spans.append_column("n", pc.subtract(spans["stop"], spans["start"]))
-        if requests["adapter_sha256"].null_count == requests.num_rows:
-            found[None] += pc.sum(spans["n"]).as_py() or 0
-            continue
         rows = spans.select(["request", "n"]).join(
             requests.select(["request", "adapter_sha256"]), "request"
         )
         for line in rows.group_by("adapter_sha256").aggregate([("n", "sum")]).to_pylist():
             name = line["adapter_sha256"]
             found[None if name is None else name[:12]] += line["n_sum"]
-    return dict(found) if set(found) - {None} else {}
+    return dict(found)
