@@ -253,6 +253,22 @@ def test_runs_that_differ_are_named(tmp_path: Path, facts: dict[str, Any], level
         assert any("r-second" in step for step in place.to_do)
 
 
+def test_rows_of_an_adapter_beside_those_of_the_model_are_two_models(tmp_path: Path) -> None:
+    schedule = simulate(12, 0, cache=False)
+    lines = schedule.requests.to_pylist()
+    for line in lines[::2]:
+        line["adapter"], line["adapter_sha256"] = "tuned", "a" * 64
+    requests = pa.Table.from_pylist(lines, schedule.requests.schema)
+    path = make_dataset(tmp_path / "acts", schedule=schedule.with_(requests=requests))
+    rows = actds.open(path).tokens().to_pandas()["request"]
+    tuned = int(rows.isin([line["request"] for line in lines[::2]]).sum())
+    place = place_of(audited(path), "identity")
+    assert place.level == "FAIL" and place.n == min(tuned, len(rows) - tuned) > 0
+    assert place.loaded == {"where": ["request.adapter is None"]}
+    loader = actds.Loader(path, "resid_post.0", where=place.loaded["where"][0], batch=8)
+    assert loader.n_rows == len(rows) - tuned
+
+
 # the answer ------------------------------------------------------------------------------------
 
 
