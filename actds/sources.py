@@ -23,10 +23,13 @@ __all__ = [
     "UnservedFacts",
     "label_facts",
     "read_records",
+    "records_read",
     "source_facts",
 ]
 
 N_LARGEST = 8
+Source = tuple[str | None, str | None]
+"""Name of a source, and SHA-256 of its bytes; None where it is not known."""
 _COLUMNS = ("source", "source_row", "finish_reason", "prompt_len", "reason", "labels")
 
 
@@ -115,8 +118,8 @@ class LabelFacts:
 def read_records(catalog: Catalog) -> pa.Table:
     """Return a line of the requests for each record, the one that says most of it.
 
-    A record is a row of its source, and of a replay a request of its source; where a run says
-    neither, as a server's, each request is one.
+    A record is a row of a source of the same bytes, and of a replay a request of its source; where
+    a run says neither, as a server's, each request is one.
 
     Raises:
         ActdsError: as ``Catalog.table``.
@@ -148,9 +151,11 @@ def _record_keys(
     def number(name: str | None) -> int:
         return sources.setdefault(name, len(sources))
 
+    (_, digest), _ = _prompts(catalog, run)
     names = requests["source"].combine_chunks().dictionary_encode()
     codes = pc.fill_null(names.indices, len(names.dictionary)).to_numpy()
-    known = np.array([*map(number, names.dictionary.to_pylist()), number(None)])
+    named = (f"{digest} {name}" for name in names.dictionary.to_pylist())
+    known = np.array([*map(number, named), number(None)])
     own = requests["request"].to_numpy().astype(np.int64)
     key = np.stack([known[codes], pc.fill_null(requests["source_row"], -1).to_numpy()])
     origins = catalog.table("origins", run)
@@ -194,13 +199,17 @@ def source_facts(catalog: Catalog, records: pa.Table) -> list[SourceFacts]:
 
     Spec: 0.1 section 6.3.
     """
-    read, named = _records_read(catalog), records["source"]
+    named = records["source"]
+    n_records: dict[str | None, int] = {}
+    for (source, _), n in records_read(catalog).items():
+        if n is not None:
+            n_records[source] = n_records.get(source, 0) + n
     found = []
     for source in pc.unique(named).to_pylist():
         own = records.filter(pc.is_null(named) if source is None else pc.equal(named, source))
         served = tables.is_served(own)
         unserved = _unserved(own.filter(pc.invert(served)))
-        n_read = read.get(source)
+        n_read = n_records.get(source)
         if source is not None or unserved:
             n_served = pc.sum(served).as_py()
             n_unlisted = max(0, (n_read or 0) - own.num_rows)
@@ -208,14 +217,30 @@ def source_facts(catalog: Catalog, records: pa.Table) -> list[SourceFacts]:
     return found
 
 
-def _records_read(catalog: Catalog) -> dict[object, int]:
-    found: dict[object, int] = {}
-    for record in catalog.runs.values():
-        fields = (record.fields.get(f"prompts.{name}") for name in ("source", "n_records"))
-        named, n = (None if field is None else field.value for field in fields)
-        if named is not None and isinstance(n, int):
-            found[named] = max(n, found.get(named, 0))
-    return found
+def records_read(catalog: Catalog) -> dict[Source, int | None]:
+    """Return how many records were read of each source; None where no run over it says.
+
+    A run that goes on with a source says it again: the largest number counts. Runs that ended
+    before they began are left out.
+
+    Spec: 0.1 section 6.3.
+    """
+    read: dict[Source, int | None] = {}
+    for run in catalog.runs_with_data:
+        key, n = _prompts(catalog, run)
+        read[key] = max((m for m in (n, read.get(key)) if m is not None), default=None)
+    return read
+
+
+def _prompts(catalog: Catalog, run: str) -> tuple[Source, int | None]:
+    """Return the source of a run, and how many records the run read of it."""
+    fields = catalog.runs[run].fields
+    name, digest, n = (
+        fields[key].value if key in fields else None
+        for key in ("prompts.source", "prompts.sha256", "prompts.n_records")
+    )
+    source = (None if name is None else str(name), None if digest is None else str(digest))
+    return source, n if isinstance(n, int) else None
 
 
 def _unserved(lines: pa.Table) -> list[UnservedFacts]:

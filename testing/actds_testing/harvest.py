@@ -6,6 +6,7 @@ import atexit
 import functools
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -126,10 +127,14 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill(process: subprocess.Popen[Any]) -> None:
-    """Kill a process and all that it has started, and wait until it is gone."""
-    for pid in [process.pid, *descendants(process.pid)]:
-        os.kill(pid, signal.SIGKILL)
+    """Kill a process and all that it has started, and wait until all are gone."""
+    handles = [os.pidfd_open(pid) for pid in [process.pid, *descendants(process.pid)]]
+    for handle in handles:
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
     process.wait()
+    for handle in handles:  # readable when the process has ended, and holds no lock any more
+        select.select([handle], [], [])
+        os.close(handle)
 
 
 def validated(path: Path | str) -> Dataset:

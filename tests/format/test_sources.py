@@ -11,6 +11,7 @@ from actds.schema import ProvenanceField
 from actds.sources import LabelCount, UnservedFacts, label_facts, read_records, source_facts
 from actds_testing.schedules import Schedule, simulate, table_of
 from actds_testing.synthetic import make_dataset
+from actds_validators.audit.source import source_account
 
 WHY = "the harvest was interrupted before it was served"
 
@@ -55,6 +56,24 @@ def test_a_record_that_any_run_served_is_served_and_no_record_counts_twice(tmp_p
         f"synthetic.jsonl: 30 records = 22 served + 2 skipped ({n_long} tokens) + "
         "1 unbegun (132 tokens) + 5 in no request"
     )
+
+
+def test_a_source_of_other_bytes_is_another_one_though_it_has_the_name(tmp_path: Path) -> None:
+    path = tmp_path / "acts"
+    make_dataset(path, schedule=simulate(12), run="r-a", sealed=False)
+    catalog = actds.open(make_dataset(path, schedule=simulate(12, 1), run="r-b")).catalog
+    assert read_records(catalog).num_rows == 12
+    for run, digest in {"r-a": "a" * 64, "r-b": "b" * 64}.items():
+        values = {"source": "synthetic.jsonl", "sha256": digest, "n_records": 12}
+        catalog.runs[run].fields.update({
+            f"prompts.{name}": ProvenanceField(value=value, origin="observed", reason=None)
+            for name, value in values.items()
+        })  # fmt: skip
+    records = read_records(catalog)
+    assert records.num_rows == 24
+    (facts,) = source_facts(catalog, records)
+    assert (facts.n_read, facts.n_unlisted) == (24, 0)
+    assert source_account(catalog, records).records == 24
 
 
 def test_requests_without_a_source_are_told_of_where_some_were_not_served(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from actds.format import tables
 from actds.format.labels import label_table, label_text
 from actds.reading import Catalog
 from actds.schema import CloseBody, FenceBody
+from actds.sources import records_read
 from actds_validators.audit.covariates import N_BANDS, position_band
 from actds_validators.audit.place import LeftOut, LengthBand, SourceAccount, Worst
 from actds_validators.statistics.events import Bools, Ints
@@ -85,16 +86,9 @@ def groups_left_out(records: pa.Table, account: SourceAccount) -> Iterator[Worst
 
 
 def _n_read(catalog: Catalog) -> int | None:
-    """Return the records of all sources; None where a run does not say how many it read."""
-    found: dict[tuple[object, object], int] = {}
-    for run in catalog.runs_with_data:
-        fields = catalog.runs[run].fields
-        n = fields["prompts.n_records"].value
-        if not isinstance(n, int):
-            return None
-        key = fields["prompts.source"].value, str(fields["prompts.sha256"].value)
-        found[key] = max(n, found.get(key, 0))
-    return sum(found.values())
+    """Return the records of all sources; None where no run over one says how many it read."""
+    read = list(records_read(catalog).values())
+    return None if None in read else sum(n for n in read if n is not None)
 
 
 def _bands(length: Ints, begun: Bools) -> Iterator[LengthBand]:
