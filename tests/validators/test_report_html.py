@@ -28,6 +28,7 @@ from actds_validators.audit.place import TITLES
 from actds_validators.audit.result import Accounting, Audit, Must, Number
 from actds_validators.report import html as page
 from actds_validators.report import words
+from actds_validators.report.figure_data import FigureData
 from actds_validators.report.html import Section, render
 from actds_validators.report.missingness import heat_map, stored_bias
 from actds_validators.report.summary import LEVEL_MARKS, About
@@ -203,7 +204,7 @@ def test_a_chart_is_one_entry_of_the_registry(monkeypatch: pytest.MonkeyPatch) -
     def mine(result: Audit) -> Picture | None:
         if result.verdict.level != "WARN":
             return None
-        picture = Picture("mine", "My chart", "What it shows.", 200, 40)
+        picture = Picture("mine", "My chart", "What it shows.", 200, 40, FigureData(("x",)))
         picture.text(10, 20, "drawn by a test")
         return picture
 
@@ -500,7 +501,7 @@ def test_covariates_of_real_hooks_are_drawn_whole_and_longer_ones_keep_their_nam
         picture = next(s for s in source.split("<svg") if f'id="{name}-title"' in s)
         drawn = " ".join(text for text, _ in _drawn(picture))  # a label may have two lines
         assert drawn.count(" at layers") == sum(map(drawn.count, LABELS)) > 0
-    picture = Picture("p", "t", "d", 860, 40)
+    picture = Picture("p", "t", "d", 860, 40, FigureData(("x",)))
     label = f"{LABELS[1]}, of the model before its last step of training"
     picture.text(250, 20, label, "end", room=240)
     assert picture.shapes[0].title == label

@@ -58,7 +58,7 @@ class Picture:
     description: str
     width: float
     height: float
-    data: FigureData = field(default_factory=lambda: FigureData(()))
+    data: FigureData
     shapes: list[Shape] = field(default_factory=list)
 
     def text(
