@@ -20,7 +20,7 @@ import torch
 from actds.format.readouts import Readouts, matrix
 from actds_testing.synthetic_engine import ResidualStack
 from actds_writers.capture import op as capture
-from actds_writers.capture.transfer import Copier, Mark, host_memory, typed
+from actds_writers.capture.transfer import Copier, HostMemory, Mark, typed
 from actds_writers.ipc.messages import HookSpec
 
 
@@ -116,7 +116,7 @@ def bench_transfer(args: argparse.Namespace) -> None:
     nbytes = source.nbytes
     pinned = torch.empty(shape, dtype=torch.bfloat16).pin_memory()
     memory = mmap.mmap(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
-    ring = typed(host_memory(memory, device), 0, shape, torch.bfloat16)
+    ring = typed(HostMemory(memory, device).bytes, 0, shape, torch.bfloat16)
     copier = Copier(device)
     busy = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
 

@@ -51,6 +51,10 @@ class SyntheticEngine:
     """Speaks as scheduler and worker: every request prefills, then decodes one token a step.
 
     Only the model is missing: what its hooks would leave is written into their buffers.
+
+    Args:
+        in_flight: steps that wait for their results, as those of an asynchronous scheduler do.
+        n_padded: rows behind those of each step, as a graph of a fixed size has.
     """
 
     def __init__(
@@ -60,8 +64,11 @@ class SyntheticEngine:
         hooks: tuple[HookSpec, ...] = HOOKS,
         max_rows: int = MAX_ROWS,
         in_flight: int = 1,
+        n_padded: int = 0,
     ) -> None:
         link = pipeline.link
+        self.in_flight, self.n_padded = in_flight, n_padded
+        self.held: list[int] = []
         self.hooks = hooks
         self.scheduler = link.connect("census", "scheduler")
         self.readouts = Readouts.from_field(link.readouts, "readouts")
@@ -134,7 +141,7 @@ class SyntheticEngine:
         one, n = np.array([number], np.int64), stop - start
         positions = np.arange(start, stop)
         self.leave(number, positions)
-        ids = torch.from_numpy(positions).to(self.buffers.device)
+        ids = torch.from_numpy(positions).to(self.buffers.device, non_blocking=True)
         step = Step(
             self.n_steps,
             one,
@@ -146,22 +153,31 @@ class SyntheticEngine:
             "eager",
         )
         self.finished = ()
-        self.stages.hand_over(step, ids, ids)
+        self.stages.hand_over(step, ids, ids, held=self.in_flight > 1)
+        self.held += [self.n_steps] if self.in_flight > 1 else []
+        self.settle_held(self.in_flight - 1)
         self.n_steps += 1
+
+    def settle_held(self, n_left: int = 0) -> None:
+        """Let the results of all but the last steps arrive."""
+        while len(self.held) > n_left:
+            self.stages.settle(self.held.pop(0), {})
 
     def leave(self, number: int, positions: np.ndarray) -> None:
         """Leave in the buffers what the hooks of a model would."""
         bits, n = self.row_bits(number, positions), len(positions)
-        for rows, values in zip(self.buffers.rows, bits, strict=True):
+        for i, (hook, values) in enumerate(zip(self.hooks, bits, strict=True)):
+            rows = self.buffers.rows[i]
             signed = torch.from_numpy(values.view(f"i{values.itemsize}"))
-            rows[:n].view(signed.dtype).copy_(signed)
-        self.buffers.seen.fill_(n)
-        if self.readouts is not None:
-            for i, hook in enumerate(self.hooks):
+            rows[:n].view(signed.dtype).copy_(signed, non_blocking=True)
+            rows[n : n + self.n_padded].fill_(float("nan"))
+            if self.readouts is not None:
                 probes = None if self.probes is None else self.probes[[i]]
                 packed = matrix(self.readouts, probes, 1, hook.d_model)[0]
-                rows = self.buffers.rows[i][:n].float().cpu().numpy()
-                self.buffers.readouts[i, :n] = torch.from_numpy(compute(rows, packed))
+                stored = signed.view(rows.dtype).float().numpy()
+                readouts = torch.from_numpy(compute(stored, packed))
+                self.buffers.readouts[i, :n].copy_(readouts, non_blocking=True)
+        self.buffers.seen.fill_(n + self.n_padded)
 
     def settle(self) -> None:
         """Wait until the stages have moved what they can, as they do while a model computes."""
@@ -169,6 +185,7 @@ class SyntheticEngine:
 
     def drain(self, pipeline: Pipeline) -> None:
         """Wait until the writer has taken every step."""
+        self.settle_held()
         while pipeline.written is None or pipeline.written.last_step < self.n_steps - 1:
             pipeline.poll()
             time.sleep(0.01)

@@ -25,9 +25,9 @@ from actds_writers.capture.overflow import Entry, Handover
 from actds_writers.capture.transfer import (
     CLOSE_TIMEOUT_S,
     Copier,
+    HostMemory,
     Lane,
     Mark,
-    host_memory,
     typed,
 )
 from actds_writers.ipc import ring
@@ -195,7 +195,7 @@ class Stages:
         self.ring_path = Path(link.folder) / f"ring-{stage}"
         self.ring_nbytes = aligned(max(link.ring_nbytes, 2 * row_step), PAGE)
         self._ring = RingSpace(self.ring_nbytes)
-        self._host = host_memory(ring.create(self.ring_path, self.ring_nbytes), self._device)
+        self._host = HostMemory(ring.create(self.ring_path, self.ring_nbytes), self._device)
         queues = QueuePage.beside(self.ring_path, create=True)
         self.lane: Lane | None = None
         if self._width:
@@ -391,6 +391,8 @@ class Stages:
             self.lane.close()
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)
+        if not any(thread.is_alive() for thread in self._threads):
+            self._host.close()
         with self._census_lock:
             self._census.close()
 
@@ -416,8 +418,10 @@ class Stages:
         (step, stays), n = moving.step.cut(moving.n_cut), moving.n_rows
         nbytes = self._narrow_nbytes(n)
         whole = typed(self._narrow_memory, moving.narrow, (1, 1, nbytes), torch.uint8)
-        copier.copy([host[:nbytes].view(1, 1, nbytes)], [whole], None, moving.done)
+        _, staged_seen, _ = self._narrow_views(self._narrow_memory, moving.narrow, n)
         ids, seen, readouts = self._narrow_views(host, 0, n)
+        seen.fill_(-1)
+        copier.copy([host[:nbytes].view(1, 1, nbytes)], [whole], None, moving.done, staged_seen)
         # Padding rows come behind the scheduled ones, so a hook may see more, never fewer.
         if int(seen.min()) < n:
             raise ActdsError(
@@ -486,7 +490,7 @@ class Stages:
         offset = self.handover.place(entry, nbytes)
         if offset is not None and entry.slot is not None:
             index = None if moving.index is None else torch.from_numpy(moving.index)
-            targets = self._rows_views(self._host, offset, n_kept)
+            targets = self._rows_views(self._host.bytes, offset, n_kept)
             sources = self._rows_views(self._staging_memory, entry.slot, moving.n_rows)
             copier.copy(targets, sources, index, moving.done)
         if offset is not None:

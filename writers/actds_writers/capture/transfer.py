@@ -7,6 +7,7 @@ engine waits under every overflow policy. Its other end is in ``shards.logs``.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import queue
 import threading
@@ -25,6 +26,8 @@ from actds_writers.ipc.messages import IntArray, Stall, StepReadouts
 from actds_writers.ipc.ring import RingSpace
 
 CLOSE_TIMEOUT_S = 10.0
+
+_log = logging.getLogger("actds")
 
 
 class Mark:
@@ -51,6 +54,7 @@ class Copier:
         self._device = device
         self._stream: Any = None
         if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread; page-locking uses the current one
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copy(
@@ -59,6 +63,7 @@ class Copier:
         sources: Sequence[torch.Tensor],
         index: torch.Tensor | None,
         after: Mark,
+        poison: torch.Tensor | None = None,
     ) -> None:
         """Copy rows and wait until they have arrived.
 
@@ -66,6 +71,8 @@ class Copier:
             targets: ``(n_hooks, n_kept, width)`` each, in host memory.
             sources: ``(n_hooks, n, width)`` each, on the device.
             index: int64 ``(n_kept,)`` of the rows to copy, on the host; ``None`` for all.
+            poison: a part of the sources that becomes -1 once it is copied, so that nobody takes
+                it for what is written there next.
         """
         if self._stream is None:
             for target, source in zip(targets, sources, strict=True):
@@ -73,6 +80,8 @@ class Copier:
                     target.copy_(source)
                 else:
                     torch.index_select(source, 1, index, out=target)
+            if poison is not None:
+                poison.fill_(-1)
             return
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(after.event)
@@ -81,17 +90,41 @@ class Copier:
             for target, source in zip(targets, sources, strict=True):
                 kept = source if index is None else source.index_select(1, index)
                 target.copy_(kept, non_blocking=True)
+            if poison is not None:
+                poison.fill_(-1)
         self._stream.synchronize()
 
 
-def host_memory(memory: mmap.mmap, device: torch.device) -> torch.Tensor:
-    """Return shared memory as bytes, page-locked where the device is CUDA."""
-    host = torch.frombuffer(memory, dtype=torch.uint8)
-    if device.type == "cuda":
-        # Page-locked, so that the copy engine reads it at full speed.
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(runtime.cudaHostRegister(host.data_ptr(), len(memory), 0))
-    return host
+class HostMemory:
+    """Shared memory as bytes, page-locked until it is closed where the device is CUDA.
+
+    What cannot be locked (a limit of the container) is used as it is: copies take longer then.
+    """
+
+    def __init__(self, memory: mmap.mmap, device: torch.device) -> None:
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._device = device
+        self._is_locked = False
+        if device.type == "cuda":
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            failure = int(runtime.cudaHostRegister(self.bytes.data_ptr(), len(memory), 0))
+            self._is_locked = not failure
+            if failure:
+                self._clear("page-locked", failure)
+
+    def close(self) -> None:
+        """Unlock the memory: the next mapping at its address could not be locked otherwise."""
+        if self._is_locked:
+            self._is_locked = False
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            if failure := int(runtime.cudaHostUnregister(self.bytes.data_ptr())):
+                self._clear("unlocked", failure)
+
+    def _clear(self, what: str, failure: int) -> None:
+        nbytes = len(self.bytes)
+        _log.warning("a ring of %d bytes is not %s (CUDA error %d)", nbytes, what, failure)
+        with suppress(RuntimeError):  # the next launch would raise the error in its stead
+            torch.zeros(1, device=self._device)
 
 
 def typed(
