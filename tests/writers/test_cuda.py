@@ -165,12 +165,22 @@ def harvest(out: Path, policy: str, n_requests: int, in_flight: int = 1) -> None
 
 
 @pytest.mark.standard
-@pytest.mark.parametrize("in_flight", [1, 3])
-@pytest.mark.parametrize("policy", ["block", "drop_oldest", "drop_newest"])
+@pytest.mark.parametrize(("policy", "in_flight"), [("block", 3), ("drop_oldest", 1)])
 def test_rows_on_a_device_reach_the_dataset_under_pressure(
     device: torch.device, policy: str, in_flight: int, tmp_path: Path
 ) -> None:
     harvest(tmp_path / "acts", policy, 30 if is_fake() else 120, in_flight)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(1, 21))
+@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("policy", ["block", "drop_oldest", "drop_newest"])
+def test_rows_keep_their_names_however_late_the_device_is(
+    policy: str, in_flight: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake_cuda(monkeypatch, seed):
+        harvest(tmp_path / "acts", policy, 30, in_flight)
 
 
 def without_wait(patch: pytest.MonkeyPatch) -> None:
