@@ -52,7 +52,7 @@ export HF_HUB_DISABLE_TELEMETRY   ?= 1
 export TOKENIZERS_PARALLELISM     ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check test attack fuzz variants families versions consumers emulators test-all test-full lint docs generate lock bench bench-load calibrate crash cuda gpu clean distclean
+.PHONY: help install demo check test attack fuzz variants families versions consumers emulators test-all test-full lint docs generate lock bench bench-load calibrate crash gpu-wheels cuda gpu clean distclean
 .DELETE_ON_ERROR:
 
 help: ## say what each target does
@@ -213,33 +213,51 @@ calibrate: $(STAMP) $(DEMO)/model/config.json ## audit thousands of runs of know
 crash: $(STAMP) ## kill and cut power 572 times, recover each time (half an hour; root for the power cuts)
 	$(BIN)/python -m actds_testing.crash.soak --kills 500 --power-cuts 52 --engine-kills 20
 
-# Needs torch with a GPU in the environment it is called from, and no vLLM: CUDA_PYTHON names it.
-CUDA_PYTHON ?= python3
-cuda: ## on a machine with a GPU: the op in a CUDA graph, the stages under pressure, GB/s
-	PYTHONPATH=.:writers:validators:testing:tests $(CUDA_PYTHON) -m pytest -q tests/writers/test_cuda.py
-	PYTHONPATH=.:writers:validators:testing $(CUDA_PYTHON) benchmarks/bench_cuda.py
+# CUDA_PYTHON has torch with a GPU, and needs no vLLM. What else the tests import is in GPU_SITE, a
+# folder beside it: `make gpu-wheels` where there is a network fetches the wheels, also for a machine
+# that has none; `make cuda` and `make gpu` unpack them there. An image with torch commonly has the
+# large ones, pyarrow, scipy and hypothesis; name them in GPU_PACKAGES where it has not.
+CUDA_PYTHON  ?= python3
+GPU_WHEELS   ?= build/gpu-wheels
+GPU_SITE     := build/gpu-site
+GPU_PYTHON_VERSION ?= 3.12
+GPU_PACKAGES ?= zarr numcodecs donfig google-crc32c pydantic pydantic-core annotated-types typing-inspection \
+  typing-extensions pyyaml zstandard ml-dtypes click rich markdown-it-py mdurl pygments pytest pluggy iniconfig packaging
+GPU_PATH     := PYTHONPATH=.:writers:validators:testing:tests:$(GPU_SITE)
+UNPACK_GPU_WHEELS = test ! -d $(GPU_WHEELS) || test -d $(GPU_SITE) || $(1) -m pip install --quiet --no-index --no-deps \
+  --no-warn-conflicts --target $(GPU_SITE) $(GPU_WHEELS)/*.whl
+gpu-wheels: $(STAMP) ## fetch what make cuda needs beside torch, for a machine with a GPU and no network (20 MB)
+	$(PIP) download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
+	  --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 \
+	  --constraint $(LOCK) --dest $(GPU_WHEELS) $(GPU_PACKAGES)
 
-# The vLLM of GPU_PYTHON where it has one, else one that is installed beside. Engines share the GPU.
-GPU_PYTHON  ?= python3
+cuda: ## on a machine with a GPU: the op in a CUDA graph, the stages under pressure, GB/s
+	$(call UNPACK_GPU_WHEELS,$(CUDA_PYTHON))
+	$(GPU_PATH) $(CUDA_PYTHON) -m pytest -q -m "not full" tests/writers/test_cuda.py
+	$(GPU_PATH) $(CUDA_PYTHON) benchmarks/bench_cuda.py
+
+# GPU_PYTHON has vLLM; without one, an environment with it is made where there is a network.
 GPU         := .venv-gpu
+GPU_PYTHON  ?= $(shell python3 -c "import vllm" 2>/dev/null && echo python3 || echo $(GPU)/bin/python)
 GPU_TESTS   ?= $(addprefix tests/engine/test_engine_,alignment.py conservation.py check.py hooks.py)
 GPU_BATCHES ?= 1 8 32 128 256
-GPU_BENCH   := $(GPU)/bin/python benchmarks/bench_engine.py --dtype bfloat16 --memory-share 0.15 --rounds 8
-GPU_PROBES  := $(GPU)/bin/actds plan --model $(DEMO)/model --hooks resid_post:10 --probes 1000 --measure $(GPU)
-gpu: $(DEMO)/model/config.json ## on a machine with a GPU: a real vLLM there, its rows, what the capture costs it
+GPU_BENCH   := $(GPU_PATH) $(GPU_PYTHON) benchmarks/bench_engine.py --dtype bfloat16 --memory-share 0.15 --rounds 8
+GPU_PROBES  := $(GPU_PATH) $(GPU_PYTHON) -m actds plan --model $(DEMO)/model --hooks resid_post:10 --probes 1000 --measure
+gpu: ## on a machine with a GPU: a real vLLM there, its rows, what the capture costs it
 	@nvidia-smi > /dev/null 2>&1 || { echo "make gpu: skipped, this machine has no NVIDIA GPU"; exit 0; }; set -ex; \
-	test -x $(GPU)/bin/python || $(GPU_PYTHON) -m venv --system-site-packages $(GPU); \
-	$(GPU)/bin/python -c "import vllm" || $(GPU)/bin/python -m pip install --quiet "vllm==0.32.0"; \
-	$(GPU)/bin/python -m pip install --quiet --editable ".[dev,hf]"; \
-	$(GPU)/bin/python -m pytest --durations=10 tests/writers/test_cuda.py $(GPU_TESTS); \
-	$(GPU)/bin/python benchmarks/bench_cuda.py; \
+	$(GPU_PYTHON) -c "import vllm" || { python3 -m venv $(GPU); \
+	  $(GPU)/bin/python -m pip install --quiet "vllm==0.32.0" --editable ".[dev,hf]"; }; \
+	$(call UNPACK_GPU_WHEELS,$(GPU_PYTHON)); \
+	test -e $(DEMO)/model/config.json || $(GPU_PATH) $(GPU_PYTHON) examples/make_model.py $(DEMO)/model; \
+	$(GPU_PATH) $(GPU_PYTHON) -m pytest -m "not full" --durations=10 tests/writers/test_cuda.py $(GPU_TESTS); \
+	$(GPU_PATH) $(GPU_PYTHON) benchmarks/bench_cuda.py; \
 	for batch in $(GPU_BATCHES); do \
 	  requests=$$((batch * 4)); \
 	  $(GPU_BENCH) --batch $$batch --requests $$requests --compiled --variants none,again,two,eight,all; \
 	  $(GPU_BENCH) --batch $$batch --requests $$requests --variants none,two,all,all-naive; \
 	done; \
-	$(GPU_PROBES) --rounds 5; \
-	$(GPU_PROBES) --rounds 8 --engine-arg enforce_eager=true
+	$(GPU_PROBES) $(GPU) --rounds 5; \
+	$(GPU_PROBES) $(GPU) --rounds 8 --engine-arg enforce_eager=true
 
 clean: ## remove what the demo and the tools made; .venv and the demo model stay
 	rm -rf $(DEMO)/acts $(DEMO)/acts.log $(DEMO)/audit.html $(DEMO)/prompts.jsonl build dist .pytest_cache .mypy_cache .ruff_cache \
