@@ -7,13 +7,10 @@ are dropped, for all hooks alike.
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Literal
@@ -21,6 +18,7 @@ from typing import Literal
 import numpy as np
 
 from actds.errors import ActdsError
+from actds_writers.ipc.link import hang_up
 from actds_writers.ipc.messages import QueueState, Stall, StepDropped, StepRows, StepsDropped
 from actds_writers.ipc.ring import RingSpace
 from actds_writers.policies import Policy
@@ -200,9 +198,7 @@ class Handover:
     def close(self) -> None:
         """Close the connection, by which the writer learns that no step follows."""
         self.give_up()
-        # A plain close leaves the socket open for as long as the listener waits on it.
-        with socket.socket(fileno=os.dup(self._writer.fileno())) as link, suppress(OSError):
-            link.shutdown(socket.SHUT_RDWR)
+        hang_up(self._writer)
         self._listener.join()
         self._writer.close()
 

@@ -12,7 +12,6 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 
 from actds.errors import ActdsError
 from actds_writers.ipc import ring
+from actds_writers.ipc.link import hang_up
 from actds_writers.ipc.messages import IntArray, Stall, StepReadouts
 from actds_writers.ipc.ring import RingSpace
 
@@ -152,8 +152,8 @@ class Lane:
         with self._changed:
             self._gone = True
             self._changed.notify_all()
-        with suppress(OSError):
-            self._connection.close()
+            hang_up(self._connection)
+        self._thread.join()
 
     def _reserve(self, nbytes: int, step: int) -> tuple[int, Stall | None]:
         began, began_ns = time.monotonic_ns(), time.time_ns()
@@ -170,15 +170,16 @@ class Lane:
         return offset, Stall("readouts", began_ns, duration, depth, step) if waited else None
 
     def _send_all(self) -> None:
-        while (message := self._waiting.get()) is not None:
-            try:
+        try:
+            while (message := self._waiting.get()) is not None:
                 self._connection.send(message)
                 self._connection.recv()
-            except (EOFError, OSError, TypeError):  # TypeError: closed while it waits
                 with self._changed:
-                    self._gone = True
+                    self._space.free(message.offset)
                     self._changed.notify_all()
-                return
-            with self._changed:
-                self._space.free(message.offset)
-                self._changed.notify_all()
+        except (EOFError, OSError):
+            pass  # the writer is gone, or the lane is closed
+        with self._changed:
+            self._gone = True
+            self._connection.close()
+            self._changed.notify_all()

@@ -411,6 +411,7 @@ class LaneEnd:
                 self._take(message, stage, connection)
         except (EOFError, OSError):
             pass  # the worker is gone; all that it sent is in the log
+        connection.close()
         if self._ready.wait(0) and self._log is not None:
             self._log.end(stage)
 
