@@ -9,6 +9,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing import Pipe
 from pathlib import Path
@@ -30,6 +31,7 @@ from actds_testing.synthetic_engine import (
     PROMPT_LEN,
     RING_NBYTES,
     SyntheticEngine,
+    pipeline_for,
 )
 from actds_validators.validate.validation import validate
 from actds_writers.config import HarvestSettings, WriterSettings
@@ -40,6 +42,7 @@ from actds_writers.engines.vllm.serving import LiveRun, parse_live_settings
 from actds_writers.engines.vllm.worker import WorkerCapture
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.ipc.link import Sender
+from actds_writers.ipc.messages import ClientFacts
 from actds_writers.sampling import LeftOut, SamplingRules
 from actds_writers.shards.assembly import SpecialTokens
 
@@ -224,6 +227,35 @@ def test_serving_goes_on_when_the_writer_dies_and_the_rest_is_accounted(tmp_path
     assert dataset.n_rows + lost == (before + 4) * N_POSITIONS
     assert {s["request"] for s in aborted} >= set(range(before, before + 4))
     assert chains(out, "r-test")["census"].records[-1].body["reason"] == "failed"
+
+
+def test_a_census_that_stands_still_holds_up_no_request(tmp_path: Path) -> None:
+    """It is stopped for as long as it takes to send it more than a socket holds."""
+    out = tmp_path / "acts"
+    pipeline = pipeline_for(out, "drop_newest", live=True)
+    engine, n = SyntheticEngine(pipeline), 300
+    engine.request(0)
+    engine.drain(pipeline)
+    census = pipeline.processes["census"].pid
+    os.kill(census, signal.SIGSTOP)
+
+    def serve() -> None:
+        for number in range(1, n):
+            engine.request(number)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    held_up = thread.is_alive()
+    os.kill(census, signal.SIGCONT)
+    assert not held_up
+    with pipeline:
+        engine.drain(pipeline)
+        engine.close()
+        pipeline.send_client_facts(ClientFacts())
+        ended = pipeline.finish("finished")["census"]
+    seal(open_store(out))
+    assert clean(out).n_rows + ended["dropped"] == n * N_POSITIONS
 
 
 def test_rules_reach_both_sides_and_the_processes_are_not_descendants(

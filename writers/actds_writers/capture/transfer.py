@@ -1,8 +1,9 @@
 """Transfer from device to host memory, and the worker's end of the readouts' lane.
 
 On CUDA a separate stream copies into page-locked memory and the engine's stream never waits; on a
-CPU the same calls are plain copies. The lane is bounded and drops nothing: when it is full the
-engine waits under every overflow policy. Its other end is in ``shards.logs``.
+CPU the same calls are plain copies. The lane is bounded: when it is full the engine waits under
+every overflow policy, or, if it serves traffic, gives up all that a step leaves. Its other end is
+in ``shards.logs``.
 """
 
 from __future__ import annotations
@@ -106,10 +107,20 @@ def typed(
 
 
 class Lane:
-    """The worker's end of the lane."""
+    """The worker's end of the lane.
 
-    def __init__(self, connection: Connection, path: Path, nbytes: int) -> None:
+    Args:
+        step_nbytes: bytes of the largest step, where the engine does not wait for room. Readouts
+            are given up while so many do not fit, however few they are themselves: what is kept
+            must not depend on the size of a step. ``None`` to wait.
+    """
+
+    def __init__(
+        self, connection: Connection, path: Path, nbytes: int, step_nbytes: int | None = None
+    ) -> None:
         self.path, self.nbytes = path, nbytes
+        self._step_nbytes = step_nbytes
+        self._given_up: list[int] = []
         self._connection = connection
         self._space = RingSpace(nbytes)
         self._memory = torch.frombuffer(ring.create(path, nbytes), dtype=torch.uint8)
@@ -125,8 +136,8 @@ class Lane:
         """Return the steps whose readouts the writer has not copied yet."""
         return self._space.depth
 
-    def put(self, step: int, rows: Sequence[IntArray], readouts: torch.Tensor) -> None:
-        """Copy the readouts of a step into the lane, waiting for room if necessary.
+    def put(self, step: int, rows: Sequence[IntArray], readouts: torch.Tensor) -> bool:
+        """Copy the readouts of a step into the lane; return whether they are kept.
 
         Args:
             readouts: float32 ``(n_hooks, n, width)`` in host memory.
@@ -135,15 +146,28 @@ class Lane:
             ActdsError: E502 when the writer is gone.
         """
         if not readouts.numel():
-            return
+            return True
         requests, positions, token_ids = rows
         offset, waited = self._reserve(readouts.nbytes, step)
+        if offset is None:
+            self._given_up.append(step)
+            return False
         typed(self._memory, offset, tuple(readouts.shape), torch.float32).copy_(readouts)
         self._waiting.put(
             StepReadouts(
-                step, offset, readouts.nbytes, requests, positions, token_ids, waited, self.depth
+                step,
+                offset,
+                readouts.nbytes,
+                requests,
+                positions,
+                token_ids,
+                waited,
+                self.depth,
+                tuple(self._given_up),
             )
         )
+        self._given_up.clear()
+        return True
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Let the writer take what waits, within the timeout, and close the connection."""
@@ -155,10 +179,13 @@ class Lane:
             hang_up(self._connection)
         self._thread.join()
 
-    def _reserve(self, nbytes: int, step: int) -> tuple[int, Stall | None]:
+    def _reserve(self, nbytes: int, step: int) -> tuple[int | None, Stall | None]:
+        """Return a slice, ``None`` where there is no room and none is waited for."""
         began, began_ns = time.monotonic_ns(), time.time_ns()
         with self._changed:
             depth, waited = self._space.depth, False
+            if self._step_nbytes is not None and not self._space.has_room(self._step_nbytes):
+                return None, None
             while (offset := self._space.reserve(nbytes)) is None and not self._gone:
                 waited = True
                 self._changed.wait()

@@ -31,6 +31,7 @@ from typing import Any
 from actds.errors import ActdsError
 from actds.format.readouts import NONE
 from actds_writers.config import HarvestSettings
+from actds_writers.policies import Block
 
 ENVIRONMENT = "ACTDS_LINK"
 CONNECT_TIMEOUT_S = 180.0
@@ -76,6 +77,11 @@ class Link:
         shared = set(HarvestSettings.model_fields)
         settings = self.settings.model_dump(mode="json", include=shared)
         return json.dumps({**self.__dict__, "settings": settings})
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether the engine may wait for a disk: not while it serves, unless it is told to."""
+        return not self.live or self.settings.overflow == Block.name
 
     @classmethod
     def from_environment(cls) -> Link | None:
@@ -147,9 +153,9 @@ def hang_up(connection: Connection) -> None:
 class Sender:
     """Sends in the background, in order, and never blocks its caller.
 
-    A serving engine uses it for the census: a socket whose receiver is stalled (a slow disk is
-    enough) would stop the scheduler, and with it the service. The scheduler's thread fills the
-    queue; only the thread ``actds-sender`` writes to the connection.
+    A serving engine uses it: a socket whose receiver is stalled (a slow disk is enough) would stop
+    its scheduler or worker, and with it the service. Their threads fill the queue; only the thread
+    ``actds-sender`` writes to the connection.
     """
 
     def __init__(self, connection: Connection, limit: int = MAX_WAITING) -> None:
@@ -174,11 +180,15 @@ class Sender:
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Send what waits, within the timeout, and close the connection."""
+        self.end(timeout_s)
+        if not self._thread.is_alive():
+            self._connection.close()
+
+    def end(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Send what waits, within the timeout, and nothing after it."""
         self._queue.put(None)
         self._thread.join(timeout_s)
         self._gone = True
-        if not self._thread.is_alive():
-            self._connection.close()
 
     def _work(self) -> None:
         while (message := self._queue.get()) is not None and not self._gone:
