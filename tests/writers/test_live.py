@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import actds
@@ -34,6 +35,7 @@ from actds_testing.synthetic_engine import (
     pipeline_for,
 )
 from actds_validators.validate.validation import validate
+from actds_writers.census.journal import from_line, to_line
 from actds_writers.config import HarvestSettings, WriterSettings
 from actds_writers.engines.vllm import serving
 from actds_writers.engines.vllm.plugin import when_imported
@@ -449,8 +451,42 @@ def test_the_scheduler_side_marks_what_the_rules_leave_out() -> None:
     skip, lora = (LeftOut(w, w) for w in ("sampling:skip", "unsupported:lora"))
     assert [m.left_out for m in told] == [LeftOut(), skip, lora]
     assert [m.external_id for m in told] == ["cmpl-x-0", "cmpl-y-0", "cmpl-z-0"]
-    with pytest.raises(ActdsError, match="E012"):
-        witness.arrived(request("s-0123abcd", 1, resumable=True))
+
+
+class Unheard:
+    """What no version of an engine has sent yet: every look at it fails."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"resumable": True}, "streaming"),
+        ({"prompt_embeds": np.zeros((4, 8), np.float32)}, "prompt_embeds"),
+        ({"pooling_params": Unheard()}, "pooling"),
+        ({"mm_features": [Unheard()]}, "multimodal"),
+        ({"sampling_params": Unheard()}, "request"),
+        ({"block_hashes": [Unheard()]}, "request"),
+        ({"arrival_time": None}, "request"),
+    ],
+)
+def test_a_request_that_cannot_be_stored_is_left_out_and_no_other_with_it(
+    fields: dict[str, Any], kind: str
+) -> None:
+    told = Told()
+    witness = VllmSchedulerSide(told, 4, 8, SamplingRules())
+    odd = request("s\ud800-0123abcd", 1)
+    vars(odd).update(fields)
+    for one in (request("a-0123abcd", 1), odd, odd, request("b-0123abcd", 1)):
+        witness.arrived(one)
+    reason = f"unsupported:{kind}"
+    assert [m.request for m in told] == [0, 1, 2]
+    assert [m.left_out for m in told] == [LeftOut(), LeftOut(reason, reason), LeftOut()]
+    assert told[1].external_id == r"s\ud800"
+    for message in told:
+        assert from_line(to_line(message)) == message
 
 
 def test_a_sender_never_waits_and_refuses_to_lose_a_message() -> None:
