@@ -57,6 +57,19 @@ def register() -> None:
         when_imported(INPUTS, _wrap_inputs)
 
 
+def renew() -> None:
+    """Belong to the harvest that the environment names now, or to none.
+
+    A process loads its plugins once, and its forks not at all; it may harvest several times.
+    """
+    global _link
+    link = Link.from_environment()
+    if link is None:
+        _link = None
+    elif _registered:
+        _attach(link)
+
+
 def close() -> None:
     """Close the connections of this process, if the engine ran in the command's own process."""
     global _link
