@@ -40,6 +40,8 @@ EXTERNAL = "external"
 """Reason of a ``cache_ref`` whose KV came from outside the run (section 7.2)."""
 FAILED_LOAD = "failed_load"
 """Reason of a drop: the step read KV blocks that had not arrived (section 7.4)."""
+READOUTS_FULL = "readouts_full"
+"""Reason of a drop that left no readouts either: their queue was full (section 7.8)."""
 FLAG_SPECIAL, FLAG_BOS, FLAG_EOS = 1, 2, 4
 FLAGS = FLAG_SPECIAL | FLAG_BOS | FLAG_EOS
 UNKNOWN_FIELD = "import.unknown"

@@ -66,6 +66,10 @@ class OpenArrays:
     def __len__(self) -> int:
         return len(self._readers)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Another process opens its own files: spawned workers of a DataLoader get a copy.
+        return OpenArrays, (self._shards, self._n_open)
+
     def get(self, number: int, hook: Hook) -> arrays.ArrayReader:
         """Return the reader of a hook's rows in the shard of that number.
 

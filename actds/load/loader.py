@@ -425,6 +425,12 @@ class Loader:
             self._stop()
         return self._present(batch)
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self._pipeline is not None:
+            expected = "one that has given no batch yet, or a loader made there"
+            raise bad("loader", "a loader that is reading, for another process", expected)
+        return self.__dict__
+
     @property
     def _pass_end(self) -> int | None:
         return None if self._epochs is None else self._pass_start + self._epochs

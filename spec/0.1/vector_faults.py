@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -675,6 +676,23 @@ def _(v: Vector) -> None:
         ]
 
     v.edit_table("readouts", edit)
+    v.relink()
+
+
+@fault("E416", "readout-of-a-loss-without-room", f"readouts/{RUN}", "A dropped row has a readout, "
+       "and its drop says that there was no room for one.", base="readouts")  # fmt: skip
+def _(v: Vector) -> None:
+    def edit(column: str) -> Callable[[list[Json]], None]:
+        def change(rows: list[Json]) -> None:
+            rows[:] = [
+                row | {column: "readouts_full"} if row[column] == "queue_full" else row
+                for row in rows
+            ]
+
+        return change
+
+    v.edit_table("drops", edit("drop_reason"))
+    v.edit_table("spans", edit("reason"))
     v.relink()
 
 

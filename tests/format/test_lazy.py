@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,58 @@ from actds.format.arrays import as_ml_dtypes, from_torch, widen
 from actds_testing.synthetic import make_dataset
 
 HOOK = "resid_post.0"
+WORKERS = """
+import json, sys
+
+import numpy as np
+import torch
+
+import actds
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return self.dataset.n_rows
+
+    def __getitem__(self, row):
+        return self.dataset.array("resid_post.0").torch(slice(row, row + 1))[0].float()
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+def served(data, context, **options):
+    found = torch.utils.data.DataLoader(
+        data, num_workers=2, multiprocessing_context=context, **options)
+    return [np.asarray(batch).tolist() for batch in found]
+
+
+if __name__ == "__main__":
+    path, context = sys.argv[1:]
+    dataset = actds.open(path)
+    rows = dataset.array("resid_post.0")
+    rows[:3], dataset.tokens()  # with files that are open here
+    found = {"array": sum(served(rows, context, batch_size=50), []),
+             "dataset": sum(served(Rows(dataset), context, batch_size=50), [])}
+    loader = actds.Loader(dataset, "resid_post.0", batch=8)
+    for name in ("new", "reading"):
+        try:
+            found[name] = served(Stream(loader), context, batch_size=None)
+        except actds.ActdsError as error:
+            found[name] = str(error)
+        except RuntimeError as error:  # as torch passes on what its workers raise
+            found[name] = str(error)
+        next(iter(loader))
+    print(json.dumps(found))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +147,23 @@ def test_indices_that_numpy_reads_otherwise_are_refused(path: Path, index: Any) 
     with pytest.raises(IndexError, match=r"rows, or rows and channels|take the rows"):
         rows[index]
     assert rows[[0, 1], 3].shape == (2,) and rows[:3, [3, 4]].shape == (3, 2)
+
+
+@pytest.mark.standard
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_workers_that_are_started_anew_read_what_they_are_given_or_say_why_not(
+    context: str, path: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(WORKERS)
+    done = subprocess.run(
+        [sys.executable, script, path, context], capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    expected = float64(path)
+    for name in ("array", "dataset"):
+        assert np.array_equal(found[name], expected), name
+    # Each of two workers would give all rows.
+    assert "E014 world: rank 0 of 1 in worker 0 of 2; expected num_workers=0" in found["new"]
+    assert found["reading"].startswith("E014 loader: a loader that is reading, for another process")

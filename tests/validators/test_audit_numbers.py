@@ -14,8 +14,10 @@ from scipy.spatial.distance import jensenshannon
 from sklearn.isotonic import IsotonicRegression
 from statsmodels.stats.multitest import multipletests
 
+from actds.format.tables import READOUTS_FULL
 from actds_testing.audit_tokens import (
     audited,
+    changed,
     computed_steps,
     covariates,
     expand,
@@ -483,6 +485,58 @@ def test_what_could_be_asked_depends_on_the_readouts(case: Case) -> None:
     assert missing.bound.bias == pytest.approx(
         np.sqrt(missing.bound.loss_share / (1 - missing.bound.loss_share))
     )
+
+
+def test_lost_tokens_without_readouts_are_not_on_record_and_the_others_stand_for_them() -> None:
+    """Of the losses of every second request: nothing of them counts as zero."""
+    made = tables_of(simulate(replace(SCENARIOS["queue"], n_steps=3000, rate=0.04), 1))
+    every = tokens_of([made], ids=True)
+    unread = every["lost"] & (every["request"] % 2 == 0)
+    keys = set(map(tuple, every.loc[unread, ["request", "position"]].to_numpy().tolist()))
+
+    def says_so(column: str) -> Any:
+        def change(frame: pd.DataFrame) -> pd.DataFrame:
+            gone = (frame["request"] % 2 == 0) & (frame.get("disposition", "dropped") == "dropped")
+            return frame.assign(**{column: frame[column].mask(gone, READOUTS_FULL)})
+
+        return change
+
+    made = changed(changed(made, "drops", says_so("drop_reason")), "spans", says_so("reason"))
+    made = changed(
+        made,
+        "readouts",
+        lambda frame: frame[
+            [k not in keys for k in zip(frame["request"], frame["position"], strict=True)]
+        ],
+    )
+    found = audited(made)
+    assert found.missingness is not None
+    assert found.accounting.unread == unread.sum() > 0
+    n = f"{unread.sum():,} of the {every['lost'].sum():,} lost tokens"
+    assert any(n in words for words in found.missingness.could_not_ask)
+    differences = {d.covariate.name: d for d in found.missingness.differences}
+
+    def expect(name: str, x: np.ndarray, known: np.ndarray) -> None:
+        """As if every token without readouts were as those with them are."""
+        lost = every["lost"].to_numpy(bool)
+        stored, gone = x[~lost], x[lost & known]
+        mean = (stored.sum() + lost.sum() * gone.mean()) / len(every)
+        told = differences[name]
+        assert told.mean_lost == pytest.approx(gone.mean(), **CLOSE), name
+        assert told.mean_all == pytest.approx(mean, **CLOSE), name
+        bias = (stored.mean() - mean) / told.sd_all
+        assert told.before_weighting is not None
+        assert told.before_weighting.value == pytest.approx(bias, **CLOSE), name
+
+    lines = made["readouts"].to_pandas()
+    hook = lines["hook"].iloc[0]
+    lines = every[["request", "position"]].merge(lines, on=["request", "position"], how="left")
+    norm = lines["norm"].to_numpy(np.float64)
+    assert np.isnan(norm).sum() == unread.sum()
+    expect(f"{hook} norm", norm, ~unread.to_numpy())
+    expect("special", every["special"].to_numpy(float), ~unread.to_numpy())
+    position = differences["position"]  # for which no readout is needed
+    assert position.mean_all == pytest.approx(np.log2(every["position"] + 1.0).mean(), **CLOSE)
 
 
 def _limits() -> Any:

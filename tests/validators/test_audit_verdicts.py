@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actds.format.tables import READOUTS_FULL
 from actds_testing.audit_results import COVARIATES
 from actds_testing.audit_tokens import audited, tables_of
 from actds_testing.calibration.audit import HALF_QUEUE, QUEUE
@@ -176,6 +177,15 @@ def test_without_readouts_a_loss_by_value_cannot_be_told() -> None:
     assert found.missingness is not None
     assert any("MNAR" in question for question in found.missingness.could_not_ask)
     assert not any(d.covariate.group == "values" for d in found.missingness.differences)
+
+
+def test_losses_that_left_no_readouts_are_no_pass() -> None:
+    """Their worst case counts, as that of aborted tokens does."""
+    for n, level in ((1, "PASS"), (100, "INCONCLUSIVE")):
+        unread = WaterfallStep(name="dropped", reason=READOUTS_FULL, n_positions=n, share=0.01)
+        found = judge(evidence(waterfall=[unread]), LIMITS)
+        assert found.level == level
+        assert any("not on record" in words for words in found.lacks) == (level != "PASS")
 
 
 # the judge ------------------------------------------------------------------------------------

@@ -9,11 +9,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import actds
 from actds.errors import ActdsError
+from actds.format.readouts import Readouts
+from actds.format.tables import READOUTS_FULL
 from actds.sealing import seal
 from actds.store import open_store
 from actds_testing import harvest as h
@@ -116,9 +119,9 @@ class Harness:
 
 
 @contextmanager
-def harness(disk: FaultyDisk, policy: str) -> Iterator[Harness]:
+def harness(disk: FaultyDisk, policy: str, **settings: Any) -> Iterator[Harness]:
     with disk.injected():
-        pipeline = pipeline_for(disk.folder, policy)
+        pipeline = pipeline_for(disk.folder, policy, **settings)
     with pipeline:
         run = Harness(disk.folder, pipeline)
         try:
@@ -230,6 +233,42 @@ def test_a_stalled_disk_never_holds_up_an_engine_that_may_drop(
         # After the stall the run goes on: its last request is stored whole.
         kept = dataset.tokens()["request"].to_pylist()
         assert kept.count(run.n_requests - 1) == N_POSITIONS
+
+
+@pytest.mark.parametrize("policy", DROPPING)
+def test_a_stalled_disk_never_holds_up_a_server_that_keeps_readouts(
+    disk: FaultyDisk, policy: str
+) -> None:
+    # So wide that a part of them is full, and then the lane, after some hundred requests.
+    wide = Readouts(2000, 1)
+    with harness(disk, policy, readouts=wide, lane_nbytes=8 << 20, live=True) as run:
+        run.serve_gently_until(lambda: run.n_shards() >= 2)
+        disk.stall()
+        run.serve_in_step_until(lambda: disk.read("n_waiting") > 0)
+        lane, reasons = run.engine.stages.lane, run.engine.drop_reasons
+        assert lane is not None
+        while not reasons:  # as long as the writer takes readouts, rows alone are lost
+            run.serve(1)
+            wait_until(lambda: not lane.depth, "the writer to take readouts")
+        within_patience(lambda: run.serve_until(lambda: READOUTS_FULL in reasons), disk)
+        within_patience(lambda: run.serve(20), disk)
+        assert disk.read("stalled") and disk.read("n_waiting") > 0
+        disk.release()
+        run.engine.drain(run.pipeline)
+        run.serve(1)
+        run.end()
+    dataset = agreed(disk.folder, run.n_requests)
+    assert_policy_kept(run, dataset, policy)
+    assert "readouts" not in stages_that_stalled(dataset)
+    unread, read = set[tuple[int, int]](), set[tuple[int, int]]()
+    for drop in dataset.drops().to_pylist():
+        (unread if drop["drop_reason"] == READOUTS_FULL else read).update(positions(drop))
+    rows = {(row["request"], row["position"]) for row in dataset.tokens().to_pylist()}
+    table = dataset.readouts().select(["request", "position"])
+    lines = set(zip(*(table[name].to_pylist() for name in table.column_names), strict=True))
+    assert unread and read and lines == rows | read
+    # After the stall the run goes on: its last request is stored whole.
+    assert {(run.n_requests - 1, p) for p in range(N_POSITIONS)} <= rows
 
 
 def test_a_stalled_disk_holds_up_an_engine_that_must_not_lose(disk: FaultyDisk) -> None:

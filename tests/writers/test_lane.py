@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from actds_testing.faulty_disk import wait_until
 from actds_writers.capture.transfer import Lane
+from actds_writers.ipc import ring
 
 
 def take(writer: Connection, begun: threading.Event, seen: list[int]) -> None:
@@ -60,3 +62,29 @@ def test_a_writer_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
     theirs.close()
     fill(lane, 1)
     lane.close(timeout_s=3600)
+
+
+def test_a_lane_of_a_server_gives_up_whole_steps_and_says_which(tmp_path: Path) -> None:
+    """What is kept does not depend on how large a step is, only on whether any would fit."""
+    ours, theirs = Pipe()
+    largest, small = 4 * 2 * 8 * 9, 4 * 2 * 1 * 9
+    nbytes = 7 * ring.aligned(largest) + ring.aligned(small)
+    lane = Lane(ours, tmp_path / "lane", nbytes, step_nbytes=largest)
+
+    def put(step: int, n_rows: int) -> bool:
+        return lane.put(step, [np.zeros(n_rows, np.int64)] * 3, torch.zeros((2, n_rows, 9)))
+
+    n_kept = 0
+    while put(n_kept, 8):
+        n_kept += 1
+    assert n_kept == 7
+    assert not put(n_kept + 1, 1)
+    for step in range(n_kept):
+        message = theirs.recv()
+        assert (message.step, message.given_up) == (step, ())
+        theirs.send(None)
+    wait_until(lambda: lane.depth == 0, "room")
+    assert put(n_kept + 2, 1)
+    assert theirs.recv().given_up == (n_kept, n_kept + 1)
+    theirs.close()
+    lane.close()

@@ -9,12 +9,14 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import actds
@@ -30,8 +32,10 @@ from actds_testing.synthetic_engine import (
     PROMPT_LEN,
     RING_NBYTES,
     SyntheticEngine,
+    pipeline_for,
 )
 from actds_validators.validate.validation import validate
+from actds_writers.census.journal import from_line, to_line
 from actds_writers.config import HarvestSettings, WriterSettings
 from actds_writers.engines.vllm import serving
 from actds_writers.engines.vllm.plugin import when_imported
@@ -40,6 +44,7 @@ from actds_writers.engines.vllm.serving import LiveRun, parse_live_settings
 from actds_writers.engines.vllm.worker import WorkerCapture
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.ipc.link import Sender
+from actds_writers.ipc.messages import ClientFacts
 from actds_writers.sampling import LeftOut, SamplingRules
 from actds_writers.shards.assembly import SpecialTokens
 
@@ -224,6 +229,35 @@ def test_serving_goes_on_when_the_writer_dies_and_the_rest_is_accounted(tmp_path
     assert dataset.n_rows + lost == (before + 4) * N_POSITIONS
     assert {s["request"] for s in aborted} >= set(range(before, before + 4))
     assert chains(out, "r-test")["census"].records[-1].body["reason"] == "failed"
+
+
+def test_a_census_that_stands_still_holds_up_no_request(tmp_path: Path) -> None:
+    """It is stopped for as long as it takes to send it more than a socket holds."""
+    out = tmp_path / "acts"
+    pipeline = pipeline_for(out, "drop_newest", live=True)
+    engine, n = SyntheticEngine(pipeline), 300
+    engine.request(0)
+    engine.drain(pipeline)
+    census = pipeline.processes["census"].pid
+    os.kill(census, signal.SIGSTOP)
+
+    def serve() -> None:
+        for number in range(1, n):
+            engine.request(number)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT_S)
+    held_up = thread.is_alive()
+    os.kill(census, signal.SIGCONT)
+    assert not held_up
+    with pipeline:
+        engine.drain(pipeline)
+        engine.close()
+        pipeline.send_client_facts(ClientFacts())
+        ended = pipeline.finish("finished")["census"]
+    seal(open_store(out))
+    assert clean(out).n_rows + ended["dropped"] == n * N_POSITIONS
 
 
 def test_rules_reach_both_sides_and_the_processes_are_not_descendants(
@@ -417,8 +451,42 @@ def test_the_scheduler_side_marks_what_the_rules_leave_out() -> None:
     skip, lora = (LeftOut(w, w) for w in ("sampling:skip", "unsupported:lora"))
     assert [m.left_out for m in told] == [LeftOut(), skip, lora]
     assert [m.external_id for m in told] == ["cmpl-x-0", "cmpl-y-0", "cmpl-z-0"]
-    with pytest.raises(ActdsError, match="E012"):
-        witness.arrived(request("s-0123abcd", 1, resumable=True))
+
+
+class Unheard:
+    """What no version of an engine has sent yet: every look at it fails."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError(name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"resumable": True}, "streaming"),
+        ({"prompt_embeds": np.zeros((4, 8), np.float32)}, "prompt_embeds"),
+        ({"pooling_params": Unheard()}, "pooling"),
+        ({"mm_features": [Unheard()]}, "multimodal"),
+        ({"sampling_params": Unheard()}, "request"),
+        ({"block_hashes": [Unheard()]}, "request"),
+        ({"arrival_time": None}, "request"),
+    ],
+)
+def test_a_request_that_cannot_be_stored_is_left_out_and_no_other_with_it(
+    fields: dict[str, Any], kind: str
+) -> None:
+    told = Told()
+    witness = VllmSchedulerSide(told, 4, 8, SamplingRules())
+    odd = request("s\ud800-0123abcd", 1)
+    vars(odd).update(fields)
+    for one in (request("a-0123abcd", 1), odd, odd, request("b-0123abcd", 1)):
+        witness.arrived(one)
+    reason = f"unsupported:{kind}"
+    assert [m.request for m in told] == [0, 1, 2]
+    assert [m.left_out for m in told] == [LeftOut(), LeftOut(reason, reason), LeftOut()]
+    assert told[1].external_id == r"s\ud800"
+    for message in told:
+        assert from_line(to_line(message)) == message
 
 
 def test_a_sender_never_waits_and_refuses_to_lose_a_message() -> None:

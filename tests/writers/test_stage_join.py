@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import actds
 from actds.errors import ActdsError
 from actds.format.readouts import Readouts
+from actds.format.tables import READOUTS_FULL
 from actds.sealing import seal
 from actds.store import open_store
 from actds_testing.synthetic_engine import (
@@ -24,6 +26,7 @@ from actds_testing.synthetic_engine import (
     writer_stopped,
 )
 from actds_validators.validate.validation import validate
+from actds_writers.capture.transfer import Lane
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.ipc.messages import (
     ClientFacts,
@@ -34,6 +37,7 @@ from actds_writers.ipc.messages import (
     StepsDropped,
     WorkerHello,
 )
+from actds_writers.ipc.ring import RingSpace
 from actds_writers.shards.join import StageJoin, joined_facts
 
 PLACES = [(hook.kind, hook.layer) for hook in HOOKS]
@@ -231,6 +235,38 @@ def test_rows_of_two_stages_are_one_row_and_losses_are_of_whole_steps(
     if readouts is not None:
         hooks = dataset.readouts()["hook"].to_pylist()
         assert {hooks.count(hook.name) for hook in HOOKS} == {n["scheduled_tokens"]}
+
+
+@pytest.mark.standard
+def test_readouts_that_one_stage_has_no_room_for_are_missing_at_every_hook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "acts"
+    full = {("lane-0", 3), ("lane-1", 6), ("lane-0", 8), ("lane-1", 8), ("lane-0", 24)}
+    put, now = Lane.put, threading.local()
+
+    def putting(lane: Lane, step: int, *values: Any) -> bool:
+        now.full = (lane.path.name, step) in full
+        return put(lane, step, *values)
+
+    monkeypatch.setattr(Lane, "put", putting)
+    monkeypatch.setattr(RingSpace, "has_room", lambda *_: not now.full)
+    with pipeline_for(out, "drop_newest", readouts=Readouts(2, 1), live=True) as pipeline:
+        engine = StagedEngine(pipeline)
+        for number in range(5):
+            engine.request(number)
+            engine.drain(pipeline)
+        ended = end(pipeline, engine)
+    seal(open_store(out))
+    dataset = clean(out)
+    drops = dataset.drops().to_pylist()
+    assert {(drop["step"], drop["drop_reason"]) for drop in drops} == {
+        (step, READOUTS_FULL) for _, step in full
+    }
+    assert not {step for _, step in full} & set(dataset.readouts()["step"].to_pylist())
+    hooks = dataset.readouts()["hook"].to_pylist()
+    assert {hooks.count(hook.name) for hook in HOOKS} == {dataset.n_rows}
+    assert dataset.n_rows + ended["census"]["dropped"] == 5 * N_POSITIONS
 
 
 @pytest.mark.standard

@@ -12,6 +12,7 @@ import pytest
 from actds.errors import ActdsError
 from actds_testing.faulty_disk import wait_until
 from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
+from actds_writers.capture import overflow
 from actds_writers.capture.overflow import Entry, Handover
 from actds_writers.capture.stages import Step
 from actds_writers.ipc.messages import QueueState, RingFree, StepRows, StepsDropped
@@ -33,7 +34,9 @@ def rows(step: int) -> StepRows:
 class Worker:
     """A handover with rings of a few steps, before a writer that answers when told."""
 
-    def __init__(self, policy: str, in_staging: int = 3, in_ring: int = 4) -> None:
+    def __init__(
+        self, policy: str, in_staging: int = 3, in_ring: int = 4, *, serves: bool = False
+    ) -> None:
         self.writer, ours = Pipe()
         self.lost: list[tuple[int, str]] = []
         self.queues: QueueState | None = None
@@ -44,6 +47,7 @@ class Worker:
             POLICIES[policy],
             lambda step, reason: self.lost.append((step, reason)),
             lambda: self.queues,
+            serves=serves,
         )
         self.n = 0
 
@@ -145,6 +149,50 @@ def test_a_thousand_losses_are_told_in_a_few_messages() -> None:
             worker.writer.send(RingFree(message.offset))
     assert (stored, lost) == (4, 996)
     assert n_messages < 12
+    worker.handover.close()
+
+
+def test_a_server_waits_for_no_writer_whatever_it_has_to_send(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Messages larger than a socket, and more records of drops than there is memory."""
+    worker = Worker("drop_oldest", serves=True)
+    served: list[ActdsError] = []
+
+    def serve() -> None:
+        worker.handover.send(b"x" * (64 << 20))
+        for _ in range(8):
+            worker.step()
+        monkeypatch.setattr(overflow, "NOTES_NBYTES", 1)
+        try:
+            worker.step()
+        except ActdsError as error:
+            served.append(error)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert [error.code for error in served] == ["E506"]
+    assert len(worker.writer.recv()) == 64 << 20
+    assert take_all(worker.writer) == ([0, 1, 6, 7], [2, 3, 4, 5])
+    worker.handover.close()
+
+
+def test_a_step_without_room_for_its_readouts_is_dropped_for_that_reason() -> None:
+    worker = Worker("drop_newest")
+    entries = [worker.admit() for _ in range(5)]
+    for entry in (entries[1], entries[4]):  # of which the latter was dropped before
+        worker.handover.give_up_step(entry)
+    assert worker.handover.depths[0] == 2
+    for entry in entries:
+        worker.move(entry)
+    assert take_all(worker.writer) == ([0, 2], [1, 3, 4])
+    assert worker.lost == [
+        (3, "dma_backpressure"),
+        (4, "dma_backpressure"),
+        (1, "readouts_full"),
+        (4, "readouts_full"),
+    ]
     worker.handover.close()
 
 

@@ -19,12 +19,13 @@ from actds.errors import ActdsError
 from actds.schema import CloseReason
 from actds.store import open_for_writing
 from actds_writers.config import WriterSettings
-from actds_writers.ipc.link import Hub, Link, process_arguments
+from actds_writers.ipc.link import Hub, Link, hang_up, process_arguments
 from actds_writers.ipc.messages import (
     Done,
     Finish,
     RingFree,
     Secure,
+    Secured,
     StepDropped,
     StepRows,
     StepsDropped,
@@ -169,8 +170,7 @@ class WriterProcess:
         """
         try:
             with self._securing:
-                self._census.send(Secure(last_step))
-                answer = self._census.recv() if self._census.poll(SECURE_TIMEOUT_S) else None
+                answer = self._ask_census(last_step)
         except (EOFError, OSError):
             raise ActdsError(
                 "E505",
@@ -188,6 +188,15 @@ class WriterProcess:
                 got=f"no answer within {SECURE_TIMEOUT_S:.0f} s",
                 expected="a durable census before any row",
             )
+
+    def _ask_census(self, last_step: int) -> object:
+        """Return the census' answer, ``None`` without one in time; a late one is of before."""
+        self._census.send(Secure(last_step))
+        while self._census.poll(SECURE_TIMEOUT_S):
+            answer = self._census.recv()
+            if not isinstance(answer, Secured) or answer.last_step >= last_step:
+                return answer
+        return None
 
     def _ended(self) -> bool:
         """Return whether no further message can come."""
@@ -256,7 +265,7 @@ class WriterProcess:
             self._hub.send("harvest", self._progress(self._writer))
         self._hub.close()
         # The census learns from the ledger what is committed; that we left is all it needs.
-        self._census.close()
+        hang_up(self._census)  # a late part of the readouts may still ask it
         self._hub.send("harvest", Done(totals))
         return 1 if self._failed else 0
 

@@ -176,7 +176,11 @@ def judge_readouts(account: Account, said: Json, hooks_of: dict[str, list[str]])
     for drop in account.table("drops"):
         for position in range(drop["start"], drop["stop"]):
             for hook in hooks_of[""]:
-                wanted.append((drop["request"], position, drop["step"], hook))
+                name = (drop["request"], position, drop["step"], hook)
+                if drop["drop_reason"] == "readouts_full":
+                    found.check(name not in lines, "E416", place, f"{name} has a line")
+                elif drop["drop_reason"] != "failed_load":
+                    wanted.append(name)
     for name in wanted:
         found.check(name in lines, "E416", place, f"{name} has no line")
     for request in account.requests.values():

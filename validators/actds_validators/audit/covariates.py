@@ -129,8 +129,9 @@ class CovariateDef:
     )
 
     def typed(self, values: npt.ArrayLike) -> Floats | Bools:
-        """Return values as they are summed: of a share booleans, else floats."""
-        return np.asarray(values, bool if self.unit == "share" else np.float64)
+        """Return values as they are summed: of a share booleans if all are known, else floats."""
+        found = np.asarray(values)
+        return found if found.dtype == bool else found.astype(np.float64)
 
     @property
     def group(self) -> Group:
@@ -286,6 +287,12 @@ def _prefill(rows: Rows) -> Bools:
     return rows.prefill
 
 
+def _special(rows: Rows) -> Floats | Bools:
+    """Return whether tokens are special, NaN where the id is not on record."""
+    known = rows.token >= 0
+    return rows.special if known.all() else np.where(known, rows.special, np.nan)
+
+
 def _list(column: str) -> Callable[[pa.RecordBatch, int], Floats]:
     """Return what reads the first numbers of a column of lists, which may be of any length."""
 
@@ -345,7 +352,7 @@ _ALL = (
         "special token",
         "share",
         "token",
-        lambda rows: rows.special,
+        _special,
         bins=halves("ordinary", "special"),
         needs_ids=True,
     ),

@@ -19,7 +19,7 @@ from actds.format.labels import label_table, label_text
 from actds.format.positions import pair_key, split_key
 from actds_validators.audit.accumulate import Bands, CovariateSums
 from actds_validators.audit.census import Series
-from actds_validators.audit.covariates import N_BANDS, defined
+from actds_validators.audit.covariates import COVARIATES, N_BANDS, defined
 from actds_validators.audit.data import RUN_LABELS, RunSource
 from actds_validators.audit.lookup import Lookup
 from actds_validators.audit.result import (
@@ -101,6 +101,29 @@ def block_totals(blocks: Blocks, sums: list[CovariateSums]) -> Floats:
         difference_sums(blocks, s.n, s.sums[:1], s.sums[1:2], s.n_lost, s.sums[2:]) for s in sums
     ]
     return np.concatenate(each, axis=1)
+
+
+def of_all_lost(totals: Floats, sums: list[CovariateSums], read: float) -> Floats:
+    """Return totals in which the lost tokens that left readouts stand for those that left none.
+
+    What only readouts tell of a lost token is else summed over too few: the stored rows would seem
+    nearer to all than they are. The squares of these tokens are taken for those of all.
+
+    Args:
+        totals: of `block_totals`, of the covariates in ``sums``.
+        read: share of the lost tokens that left readouts.
+
+    Spec: 0.1 section 14.3.
+    """
+    if not 0 < read < 1:
+        return totals
+    by_id = {name for name, one in COVARIATES.items() if one.needs_ids}
+    needs = [one.covariate.group == "values" or one.covariate.name in by_id for one in sums]
+    more = np.where(needs, 1 / read - 1, 0.0)[:, np.newaxis]
+    n, _, sxx, n_lost, lx = totals
+    square = sxx.sum(axis=1, keepdims=True) / np.maximum(n.sum(axis=1, keepdims=True), 1)
+    found: Floats = totals + more * np.stack([n_lost, lx, n_lost * square, n_lost, lx])
+    return found
 
 
 def differences(
@@ -204,6 +227,7 @@ def missingness(
     has_values: bool,
     has_ids: bool,
     has_entropy: bool,
+    unread: tuple[int, int] = (0, 0),
 ) -> Missingness:
     """Return the section: differences, the bound, and which questions could be asked."""
     asked = [
@@ -221,6 +245,11 @@ def missingness(
         asked.append(values)
     else:
         not_asked.append(f"{values}: the run has no readouts of lost rows")
+    if unread[0] and (has_ids or has_values):
+        not_asked.append(
+            f"either of {unread[0]:,} of the {unread[1]:,} lost tokens: there was no room for "
+            "their readouts, and in the means the others represent them"
+        )
     entropy = "whether losses depend on the model's entropy over the next token"
     if has_entropy:
         asked.append(entropy)

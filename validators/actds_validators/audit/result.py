@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from actds.format import tables
 from actds_validators.audit.place import Answer, Place, PlaceName, SourceAccount
 from actds_validators.audit.place import Level as Level
 from actds_validators.sections import Section, Share
@@ -140,6 +141,15 @@ class Accounting(Section):
     def own_hits(self) -> int:
         """Return the prefix-cache hits on KV that the run computed itself."""
         return self.cache_ref - self.external
+
+    @property
+    def unread(self) -> int:
+        """Return the dropped positions that left no readouts: their values are not on record."""
+        return sum(
+            step.n_positions
+            for step in self.waterfall
+            if (step.name, step.reason) == ("dropped", tables.READOUTS_FULL)
+        )
 
     positions: int = Field(description="positions of all requests")
     computed: int = Field(description="captured + dropped + aborted: what could have been stored")

@@ -69,6 +69,7 @@ from actds_validators.audit.missingness import (
     candidates,
     differences,
     missingness,
+    of_all_lost,
     system_sums,
     worst_strata,
 )
@@ -293,7 +294,8 @@ def audit_sources(
         return found
     progress("differences")
     everything = _covariate_sums(passed, passed.sums, series)
-    totals = block_totals(series.blocks, everything)
+    read = 1 - account.unread / max(1, account.dropped)
+    totals = of_all_lost(block_totals(series.blocks, everything), everything, read)
     bands = passed.sums.bands_of(passed.definitions)
     differing = differences(everything, totals, bands, series.effective_events)
     progress("weights")
@@ -311,6 +313,7 @@ def audit_sources(
         has_values=passed.scale is not None,
         has_ids=has_ids,
         has_entropy=has_entropy,
+        unread=(account.unread, account.dropped),
     )
     return replace(
         found,

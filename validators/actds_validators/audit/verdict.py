@@ -336,6 +336,12 @@ def _lacks(
     aborted = account.aborted / max(1, account.computed)
     if bound(aborted).bias > limits.negligible_bias:
         lacks.append(f"{aborted:.2%} of the computed tokens were aborted: {_UNTESTED}")
+    unread = account.unread / max(1, account.computed)
+    if bound(unread).bias > limits.negligible_bias:
+        lacks.append(
+            f"{unread:.2%} of the computed tokens were dropped without readouts: what they were is "
+            "not on record"
+        )
     covariates = [d for d in missing.differences if d.covariate.group != "system"]
     if not covariates:
         lacks.append("no content covariate has an interval")

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from actds import layout
 from actds.accounting.columns import MAX_FINDINGS_PER_CODE
 from actds.errors import ActdsError, Findings
-from actds.format import arrays
+from actds.format import arrays, tables
 from actds.format.positions import Index, Keys, position_key, split_key
 from actds.format.readouts import Readouts, compute, load_probes, matrix, readouts_of
 from actds.format.shard import TOKENS
@@ -274,10 +274,14 @@ def _check_rows_covered(catalog: Catalog, run: str, mine: RunReadouts) -> None:
 
 
 def _check_losses_covered(catalog: Catalog, run: str, mine: RunReadouts) -> None:
-    """Every row that an overflow policy gave up left its readouts behind."""
+    """Every row that an overflow policy gave up left its readouts, but for those without room."""
     drops = catalog.sound_table(run, "drops")
     if drops is None:
         return
+    unread = pc.equal(drops["drop_reason"], tables.READOUTS_FULL)
+    _check_unread(catalog, run, mine, drops.filter(unread))
+    free = pc.is_in(drops["drop_reason"], pa.array([tables.READOUTS_FULL, tables.FAILED_LOAD]))
+    drops = drops.filter(pc.invert(free))
     start, stop = (drops[name].to_numpy().astype(np.int64) for name in ("start", "stop"))
     length = stop - start
     if not len(length) or (length < 0).any():
@@ -298,6 +302,28 @@ def _check_losses_covered(catalog: Catalog, run: str, mine: RunReadouts) -> None
     for hook, readouts in mine.hooks.items():
         missing = np.flatnonzero(readouts.find(lost) < 0)
         _note_missing(catalog, f"readouts/{run} {hook}", lost, missing, f"losses/{run}")
+
+
+def _check_unread(catalog: Catalog, run: str, mine: RunReadouts, drops: pa.Table) -> None:
+    """No drop says that there was no room for readouts which are there."""
+    start, stop = (drops[name].to_numpy().astype(np.int64) for name in ("start", "stop"))
+    if not len(start) or (stop < start).any():
+        return
+    key = position_key(drops["request"].to_numpy(), start)
+    order = np.argsort(key, kind="stable")
+    key, end, step = (
+        key[order],
+        (key + (stop - start).astype(np.uint64))[order],
+        drops["step"].to_numpy()[order],
+    )
+    for hook, readouts in mine.hooks.items():
+        lines = keys_of(readouts.table)
+        at = np.searchsorted(key, lines, "right") - 1
+        inside = (at >= 0) & (lines < end[at]) & (readouts.table["step"].to_numpy() == step[at])
+        if inside.any():
+            got = _words(readouts.key_at(int(np.flatnonzero(inside)[0])))
+            expected = f"none of a drop with the reason {tables.READOUTS_FULL}"
+            catalog.findings.add("accounting", "E416", f"readouts/{run} {hook}", got, expected)
 
 
 def _check_computed(catalog: Catalog, run: str, mine: RunReadouts) -> None:

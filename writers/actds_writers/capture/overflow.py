@@ -7,13 +7,10 @@ are dropped, for all hooks alike.
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Literal
@@ -21,16 +18,19 @@ from typing import Literal
 import numpy as np
 
 from actds.errors import ActdsError
+from actds.format import tables
+from actds_writers.ipc.link import Sender, hang_up
 from actds_writers.ipc.messages import QueueState, Stall, StepDropped, StepRows, StepsDropped
 from actds_writers.ipc.ring import RingSpace
-from actds_writers.policies import Policy
+from actds_writers.policies import Block, Policy
 
 NO_TOKENS = np.empty(0, np.int64)
 AHEAD = 2
 """Messages without acknowledgement: the next is on its way while the writer copies the last."""
 LOSSES_AT_ONCE = 256
 NOTES_NBYTES = 64 << 20
-"""Memory for records of dropped steps; above it the engine waits under every policy."""
+"""Memory for records of dropped steps; above it the engine waits under every policy, and where it
+must not the capture ends."""
 
 State = Literal["staged", "moving", "ready", "sent", "dropped"]
 
@@ -64,6 +64,7 @@ class Handover:
     Args:
         on_drop: called with step and reason of every drop, in the thread that caused it.
         queues: returns the state of the writer's queues as it is now.
+        serves: whether the engine serves traffic: then it waits for a writer under ``block`` alone.
 
     ``waiting`` names the rings that a step waits for now: ``staging``, ``ring``, both or neither.
     """
@@ -76,8 +77,12 @@ class Handover:
         policy: Policy,
         on_drop: Callable[[int, str], None],
         queues: Callable[[], QueueState | None] = lambda: None,
+        *,
+        serves: bool = False,
     ) -> None:
         self._writer, self._staging, self._ring = writer, staging, ring
+        # A large message to a writer that stands still would wait, and the engine for its lock.
+        self._sender = Sender(writer) if serves else None
         self.queues = queues
         self._policy, self.on_drop = policy, on_drop
         self._queue: deque[Entry] = deque()
@@ -114,11 +119,19 @@ class Handover:
             lost: reason to drop it under every policy.
 
         Raises:
-            ActdsError: E502 when the writer is gone, E009 when the ring is too small for the step.
+            ActdsError: E502 when the writer is gone, E506 when it stands still for longer than
+                there is memory, E009 when the ring is too small for the step.
         """
         with self._changed:
             entry = Entry(step, None)
             while self._notes_nbytes > NOTES_NBYTES:
+                if self._sender is not None and self._policy.name != Block.name:
+                    raise ActdsError(
+                        "E506",
+                        "ring",
+                        got=f"{NOTES_NBYTES >> 20} MiB of records of dropped steps",
+                        expected="a writer, and a disk, that takes them",
+                    )
                 self.wait(entry, "staging")
             if nbytes and lost is not None:
                 self._drop(entry, lost)
@@ -135,7 +148,17 @@ class Handover:
                 self._in_staging.append(entry)
             return entry
 
-    # the transfer's thread --------------------------------------------------------------------
+    # the transfer's threads -------------------------------------------------------------------
+
+    def give_up_step(self, entry: Entry) -> None:
+        """Drop a step that is not identified yet, as there is no room for its readouts.
+
+        It may have been dropped before: that its readouts are missing as well is the reason then.
+        """
+        with self._changed:
+            self._free_slot(entry)
+            if entry.reason != tables.FAILED_LOAD:
+                self._drop(entry, tables.READOUTS_FULL)
 
     def place(self, entry: Entry, nbytes: int) -> int | None:
         """Return the offset of an entry's rows in the host ring, ``None`` when it is dropped.
@@ -200,9 +223,11 @@ class Handover:
     def close(self) -> None:
         """Close the connection, by which the writer learns that no step follows."""
         self.give_up()
-        # A plain close leaves the socket open for as long as the listener waits on it.
-        with socket.socket(fileno=os.dup(self._writer.fileno())) as link, suppress(OSError):
-            link.shutdown(socket.SHUT_RDWR)
+        if self._sender is not None:
+            self._sender.end()
+        hang_up(self._writer)
+        if self._sender is not None:
+            self._sender.end()  # a message that was waiting has failed
         self._listener.join()
         self._writer.close()
 
@@ -283,8 +308,8 @@ class Handover:
 
     def _send(self, message: object) -> None:
         try:
-            self._writer.send(message)
-        except OSError:
+            (self._sender or self._writer).send(message)
+        except (OSError, ActdsError):
             self._gone = True
             self._changed.notify_all()
             self._check()

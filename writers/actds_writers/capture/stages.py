@@ -2,7 +2,8 @@
 
 The engine's thread copies a step into the staging ring on the device and continues. Thread
 ``actds-identify`` reads which request and position each row is and sends the readouts through a
-lane that no overflow policy touches; thread ``actds-move`` moves the rows into the host ring.
+lane that no overflow policy touches: an engine that serves traffic gives up a whole step where
+there is no room for them. Thread ``actds-move`` moves the rows into the host ring.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from actds_writers.capture.transfer import (
     typed,
 )
 from actds_writers.ipc import ring
-from actds_writers.ipc.link import Link
+from actds_writers.ipc.link import Link, Sender
 from actds_writers.ipc.messages import (
     BoolArray,
     Fact,
@@ -199,12 +200,15 @@ class Stages:
         queues = QueuePage.beside(self.ring_path, create=True)
         self.lane: Lane | None = None
         if self._width:
-            nbytes = max(link.lane_nbytes, 2 * aligned(self._readout_nbytes * max_rows))
+            step_nbytes = aligned(self._readout_nbytes * max_rows)
+            nbytes = max(link.lane_nbytes, 2 * step_nbytes)
             connection = link.connect("readouts", str(stage))
             path = Path(link.folder) / f"lane-{stage}"
-            self.lane = Lane(connection, path, aligned(nbytes, PAGE))
+            room = None if link.may_wait else step_nbytes
+            self.lane = Lane(connection, path, aligned(nbytes, PAGE), room)
 
-        self._census = link.connect("census", "worker")
+        census = link.connect("census", "worker")
+        self._census = Sender(census) if link.live else census
         self._census_lock = threading.Lock()
         self.handover = Handover(
             link.connect("writer", "worker"),
@@ -213,6 +217,7 @@ class Stages:
             POLICIES[link.settings.overflow],
             lambda step, reason: self._tell_census(StepLost(step, reason, stage)),
             queues.read,
+            serves=link.live,
         )
         self._held: deque[_Moving] = deque()
         self._unidentified: queue.SimpleQueue[_Moving | None] = queue.SimpleQueue()
@@ -454,7 +459,8 @@ class Stages:
                 readouts = readouts[:, torch.from_numpy(moving.index)]
             if kept is not None:
                 rows = [column[kept] for column in rows]
-            self.lane.put(step.step, rows, readouts)
+            if not self.lane.put(step.step, rows, readouts):
+                self.handover.give_up_step(moving.entry)
         if moving.sampled is not None:
             self._tell_sampled(step.step, moving.sampled, copier)
         duration = moving.done.nanoseconds_since(step.began) if step.began else None

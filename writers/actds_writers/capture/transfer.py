@@ -1,8 +1,9 @@
 """Transfer from device to host memory, and the worker's end of the readouts' lane.
 
 On CUDA a separate stream copies into page-locked memory and the engine's stream never waits; on a
-CPU the same calls are plain copies. The lane is bounded and drops nothing: when it is full the
-engine waits under every overflow policy. Its other end is in ``shards.logs``.
+CPU the same calls are plain copies. The lane is bounded: when it is full the engine waits under
+every overflow policy, or, if it serves traffic, gives up all that a step leaves. Its other end is
+in ``shards.logs``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 
 from actds.errors import ActdsError
 from actds_writers.ipc import ring
+from actds_writers.ipc.link import hang_up
 from actds_writers.ipc.messages import IntArray, Stall, StepReadouts
 from actds_writers.ipc.ring import RingSpace
 
@@ -139,10 +140,20 @@ def typed(
 
 
 class Lane:
-    """The worker's end of the lane."""
+    """The worker's end of the lane.
 
-    def __init__(self, connection: Connection, path: Path, nbytes: int) -> None:
+    Args:
+        step_nbytes: bytes of the largest step, where the engine does not wait for room. Readouts
+            are given up while so many do not fit, however few they are themselves: what is kept
+            must not depend on the size of a step. ``None`` to wait.
+    """
+
+    def __init__(
+        self, connection: Connection, path: Path, nbytes: int, step_nbytes: int | None = None
+    ) -> None:
         self.path, self.nbytes = path, nbytes
+        self._step_nbytes = step_nbytes
+        self._given_up: list[int] = []
         self._connection = connection
         self._space = RingSpace(nbytes)
         self._memory = torch.frombuffer(ring.create(path, nbytes), dtype=torch.uint8)
@@ -158,8 +169,8 @@ class Lane:
         """Return the steps whose readouts the writer has not copied yet."""
         return self._space.depth
 
-    def put(self, step: int, rows: Sequence[IntArray], readouts: torch.Tensor) -> None:
-        """Copy the readouts of a step into the lane, waiting for room if necessary.
+    def put(self, step: int, rows: Sequence[IntArray], readouts: torch.Tensor) -> bool:
+        """Copy the readouts of a step into the lane; return whether they are kept.
 
         Args:
             readouts: float32 ``(n_hooks, n, width)`` in host memory.
@@ -168,15 +179,28 @@ class Lane:
             ActdsError: E502 when the writer is gone.
         """
         if not readouts.numel():
-            return
+            return True
         requests, positions, token_ids = rows
         offset, waited = self._reserve(readouts.nbytes, step)
+        if offset is None:
+            self._given_up.append(step)
+            return False
         typed(self._memory, offset, tuple(readouts.shape), torch.float32).copy_(readouts)
         self._waiting.put(
             StepReadouts(
-                step, offset, readouts.nbytes, requests, positions, token_ids, waited, self.depth
+                step,
+                offset,
+                readouts.nbytes,
+                requests,
+                positions,
+                token_ids,
+                waited,
+                self.depth,
+                tuple(self._given_up),
             )
         )
+        self._given_up.clear()
+        return True
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Let the writer take what waits, within the timeout, and close the connection."""
@@ -185,13 +209,16 @@ class Lane:
         with self._changed:
             self._gone = True
             self._changed.notify_all()
-        with suppress(OSError):
-            self._connection.close()
+            hang_up(self._connection)
+        self._thread.join()
 
-    def _reserve(self, nbytes: int, step: int) -> tuple[int, Stall | None]:
+    def _reserve(self, nbytes: int, step: int) -> tuple[int | None, Stall | None]:
+        """Return a slice, ``None`` where there is no room and none is waited for."""
         began, began_ns = time.monotonic_ns(), time.time_ns()
         with self._changed:
             depth, waited = self._space.depth, False
+            if self._step_nbytes is not None and not self._space.has_room(self._step_nbytes):
+                return None, None
             while (offset := self._space.reserve(nbytes)) is None and not self._gone:
                 waited = True
                 self._changed.wait()
@@ -203,15 +230,16 @@ class Lane:
         return offset, Stall("readouts", began_ns, duration, depth, step) if waited else None
 
     def _send_all(self) -> None:
-        while (message := self._waiting.get()) is not None:
-            try:
+        try:
+            while (message := self._waiting.get()) is not None:
                 self._connection.send(message)
                 self._connection.recv()
-            except (EOFError, OSError, TypeError):  # TypeError: closed while it waits
                 with self._changed:
-                    self._gone = True
+                    self._space.free(message.offset)
                     self._changed.notify_all()
-                return
-            with self._changed:
-                self._space.free(message.offset)
-                self._changed.notify_all()
+        except (EOFError, OSError):
+            pass  # the writer is gone, or the lane is closed
+        with self._changed:
+            self._gone = True
+            self._connection.close()
+            self._changed.notify_all()

@@ -222,8 +222,7 @@ class Census:
 
     def _lose(self, message: StepLost) -> None:
         before = self._lost.get(message.step)
-        if before is None or message.stage < before.stage:
-            # Stages may drop one step for different reasons: that of the first stage counts.
+        if before is None or _rank(message) < _rank(before):
             self._count_drop(message.step, -1)
             self._lost[message.step] = message
             self._count_drop(message.step)
@@ -416,6 +415,11 @@ def _rows_table(rows: list[dict[str, object]]) -> pa.Table:
 def _of_columns(message: StepScheduled | StepExecuted) -> dict[str, int | float | str | None]:
     """Return the fields of a message that are columns of ``steps``, the step number aside."""
     return {name: getattr(message, name) for name in _COLUMNS[type(message)]}
+
+
+def _rank(lost: StepLost) -> tuple[bool, int]:
+    """Return which of several stages' reasons counts: that nothing is left, else the first's."""
+    return lost.reason != tables.READOUTS_FULL, lost.stage
 
 
 def _generated(sampled: np.ndarray, high_water: np.ndarray, prompt_len: np.ndarray) -> np.ndarray:

@@ -91,13 +91,18 @@ class SchedulerSide:
         """
         number = self._n_requests
         self._n_requests += 1
+        # A lone surrogate is in no text of a table or of the journal.
+        external_id, internal_id = (
+            name.encode(errors="backslashreplace").decode()
+            for name in (external_id, internal_id or external_id)
+        )
         words = None
         if sampling is not None:
             words = json.dumps(sampling, sort_keys=True, separators=(",", ":"))
         self._census.send(
             RequestArrived(
                 request=number,
-                internal_id=internal_id or external_id,
+                internal_id=internal_id,
                 external_id=external_id,
                 prompt_len=prompt_len,
                 arrival_ns=time.time_ns() if arrival_ns is None else arrival_ns,

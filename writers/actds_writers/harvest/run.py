@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -104,6 +106,30 @@ def write(*, observer: Observer | None = None, **settings: Any) -> HarvestResult
     return harvest(WriteSettings.of(settings), observer)
 
 
+_harvesting = threading.Lock()
+
+
+@contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Refuse a second harvest beside another one; raises E009.
+
+    Engines find their harvest in the environment, of which a process has one.
+    """
+    if not _harvesting.acquire(blocking=False):
+        raise ActdsError(
+            "E009",
+            "actds.write",
+            got="a second harvest in this process, while the first is under way",
+            expected="one after the other",
+            next_step="Wait for the first, or start each in a process of its own.",
+        )
+    try:
+        yield
+    finally:
+        _harvesting.release()
+
+
+@_one_at_a_time()
 def harvest(
     settings: WriteSettings,
     observer: Observer | None = None,
@@ -161,6 +187,7 @@ def harvest(
             discard_empty(settings.out)
 
 
+@_one_at_a_time()
 def harvest_plan(
     settings: WriteSettings,
     plan: Plan,

@@ -16,10 +16,12 @@ import pickle
 import queue
 import select
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, wait
@@ -29,6 +31,7 @@ from typing import Any
 from actds.errors import ActdsError
 from actds.format.readouts import NONE
 from actds_writers.config import HarvestSettings
+from actds_writers.policies import Block
 
 ENVIRONMENT = "ACTDS_LINK"
 CONNECT_TIMEOUT_S = 180.0
@@ -74,6 +77,11 @@ class Link:
         shared = set(HarvestSettings.model_fields)
         settings = self.settings.model_dump(mode="json", include=shared)
         return json.dumps({**self.__dict__, "settings": settings})
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether the engine may wait for a disk: not while it serves, unless it is told to."""
+        return not self.live or self.settings.overflow == Block.name
 
     @classmethod
     def from_environment(cls) -> Link | None:
@@ -132,12 +140,22 @@ class Link:
         return str(Path(self.folder) / f"{name}.sock")
 
 
+def hang_up(connection: Connection) -> None:
+    """Let both ends of a connection read its end, and leave it open.
+
+    A connection is closed by the thread that reads it, and by no other: a descriptor that is closed
+    while another thread reads or sends may be a stranger's file by then.
+    """
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as link:
+        link.shutdown(socket.SHUT_RDWR)
+
+
 class Sender:
     """Sends in the background, in order, and never blocks its caller.
 
-    A serving engine uses it for the census: a socket whose receiver is stalled (a slow disk is
-    enough) would stop the scheduler, and with it the service. The scheduler's thread fills the
-    queue; only the thread ``actds-sender`` writes to the connection.
+    A serving engine uses it: a socket whose receiver is stalled (a slow disk is enough) would stop
+    its scheduler or worker, and with it the service. Their threads fill the queue; only the thread
+    ``actds-sender`` writes to the connection.
     """
 
     def __init__(self, connection: Connection, limit: int = MAX_WAITING) -> None:
@@ -162,11 +180,15 @@ class Sender:
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Send what waits, within the timeout, and close the connection."""
+        self.end(timeout_s)
+        if not self._thread.is_alive():
+            self._connection.close()
+
+    def end(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Send what waits, within the timeout, and nothing after it."""
         self._queue.put(None)
         self._thread.join(timeout_s)
         self._gone = True
-        if not self._thread.is_alive():
-            self._connection.close()
 
     def _work(self) -> None:
         while (message := self._queue.get()) is not None and not self._gone:
@@ -187,11 +209,40 @@ FIRST_CONTACT_S = 120.0
 """How long a process waits for the first message of the one that started it."""
 
 
+class _Peer:
+    """A connection on which every thread may send; the one that polls receives and closes."""
+
+    def __init__(self, connection: Connection, role: str) -> None:
+        self.connection, self.role = connection, role
+        self._sending = threading.Lock()
+
+    def send(self, message: object, *, patient: bool) -> bool:
+        """Send a message, unless there is no room and no patience; return whether it was sent."""
+        if not self._sending.acquire(blocking=patient):
+            return False
+        try:
+            if not patient and not select.select([], [self.connection], [], 0)[1]:
+                return False
+            self.connection.send(message)
+        except OSError:
+            hang_up(self.connection)  # half a message may be sent; who polls reads the end
+            return False
+        finally:
+            self._sending.release()
+        return True
+
+    def close(self) -> None:
+        """Close the connection; a send that waits for room fails."""
+        hang_up(self.connection)
+        with self._sending:
+            self.connection.close()
+
+
 class Hub:
     """Accepts connections in the background and dispatches their messages.
 
-    The thread ``actds-accept`` takes new peers; the process's main thread polls them and sends. The
-    table of peers is shared by both, under a lock.
+    The thread ``actds-accept`` takes new peers; one thread polls them, and alone closes their
+    connections; every thread may send. The table of peers is shared by all, under a lock.
 
     Args:
         listener: where peers connect; the first message of each is its role.
@@ -200,7 +251,7 @@ class Hub:
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._lock = threading.Lock()
-        self._peers: dict[Connection, str] = {}
+        self._peers: dict[Connection, _Peer] = {}
         self._met: set[str] = set()
         self._left: dict[str, float] = {}
         self._began = time.monotonic()
@@ -228,12 +279,7 @@ class Hub:
     def roles(self) -> set[str]:
         """Return the roles that are connected now."""
         with self._lock:
-            return set(self._peers.values())
-
-    def connection(self, role: str) -> Connection | None:
-        """Return the connection of a role, ``None`` when it is gone."""
-        with self._lock:
-            return next((c for c, r in self._peers.items() if r == role), None)
+            return {peer.role for peer in self._peers.values()}
 
     def poll(self, timeout_s: float, take: Callable[[str, object, Connection], None]) -> int:
         """Pass waiting messages, one per peer, to ``take(role, message, connection)``.
@@ -253,30 +299,21 @@ class Hub:
             try:
                 message = ready.recv()
             except (EOFError, OSError):
-                self._forget(ready)
+                self._forget(peers[ready])
                 continue
             n_messages += 1
-            take(peers[ready], message, ready)
+            take(peers[ready].role, message, ready)
         return n_messages
 
     def send(self, role: str, message: object, *, patient: bool = True) -> bool:
-        """Send a message to a role; return whether it was sent.
+        """Send a message to a role, from any thread; return whether it was sent.
 
         Args:
             patient: wait until the receiver has room. Progress, which the next message renews, must
                 not: a command busy in its engine would stop the writer, and the writer the engine.
         """
-        connection = self.connection(role)
-        if connection is None:
-            return False
-        if not patient and not select.select([], [connection], [], 0)[1]:
-            return False
-        try:
-            connection.send(message)
-        except OSError:
-            self._forget(connection)
-            return False
-        return True
+        peer = self._peer(role)
+        return peer is not None and peer.send(message, patient=patient)
 
     def is_connected(self, connection: Connection) -> bool:
         """Return whether a peer is still there."""
@@ -284,15 +321,19 @@ class Hub:
             return connection in self._peers
 
     def disconnect(self, role: str) -> None:
-        """Close all connections of a role."""
-        while (connection := self.connection(role)) is not None:
-            self._forget(connection)
+        """Close all connections of a role, in the thread that polls."""
+        while (peer := self._peer(role)) is not None:
+            self._forget(peer)
 
-    def _forget(self, connection: Connection) -> None:
+    def _peer(self, role: str) -> _Peer | None:
         with self._lock:
-            role = self._peers.pop(connection, None)
-        connection.close()
-        log.debug("peer %s is gone", role)
+            return next((peer for peer in self._peers.values() if peer.role == role), None)
+
+    def _forget(self, peer: _Peer) -> None:
+        with self._lock:
+            self._peers.pop(peer.connection, None)
+        peer.close()
+        log.debug("peer %s is gone", peer.role)
 
     def _accept(self) -> None:
         while True:
@@ -304,13 +345,14 @@ class Hub:
             except OSError:
                 return  # the listener is closed
             try:
-                role = connection.recv()
+                role = str(connection.recv())
             except (EOFError, OSError) as error:
                 log.warning("a peer disconnected before it sent its role: %r", error)
+                connection.close()
                 continue
             with self._lock:
-                self._peers[connection] = str(role)
-                self._met.add(str(role))
+                self._peers[connection] = _Peer(connection, role)
+                self._met.add(role)
 
 
 def process_arguments(name: str) -> tuple[Link, Any]:

@@ -170,7 +170,7 @@ class StepDropped:
 
     Args:
         rows: the step, its place in the ring no longer valid.
-        reason: ``queue_full`` or ``dma_backpressure``.
+        reason: ``queue_full``, ``dma_backpressure``, ``failed_load`` or ``readouts_full``.
         depth_stage1: slices in the staging ring when it was dropped.
         depth_stage2: slices in the host ring then.
         queues: the writer's queues then, ``None`` before it has any.
@@ -200,6 +200,7 @@ class StepReadouts:
         token_ids: token fed at each row, read from the device's own buffer.
         stall: the wait for room in the lane, if there was one.
         depth: slices in the lane, this one included.
+        given_up: steps since the last message whose readouts found no room.
     """
 
     step: int
@@ -210,6 +211,7 @@ class StepReadouts:
     token_ids: IntArray
     stall: Stall | None = None
     depth: int = 0
+    given_up: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from actds_writers.ipc.messages import QueueState
 NBYTES = ring.PAGE
 _NUMBER, _STATE = struct.Struct("<Q"), struct.Struct("<qqd")
 _UNKNOWN = -1.0
+_MAX_READS = 1000
+"""A process that is killed while it publishes leaves a page that is of no moment."""
 
 
 class QueuePage:
@@ -30,6 +32,7 @@ class QueuePage:
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
         self._n_published = 0
+        self._last: QueueState | None = None
         self._lock = threading.Lock()
 
     @classmethod
@@ -54,11 +57,12 @@ class QueuePage:
 
     def read(self) -> QueueState | None:
         """Return the state as it is now, ``None`` before the first one."""
-        while True:
+        for _ in range(_MAX_READS):
             (before,) = _NUMBER.unpack_from(self._memory)
             depth, backlog, p99 = _STATE.unpack_from(self._memory, _NUMBER.size)
             (after,) = _NUMBER.unpack_from(self._memory)
             if before == after and not before % 2:
+                known = None if p99 == _UNKNOWN else p99
+                self._last = QueueState(depth, backlog, known) if before else None
                 break
-        known = None if p99 == _UNKNOWN else p99
-        return QueueState(depth, backlog, known) if before else None
+        return self._last

@@ -100,6 +100,10 @@ class RingSpace:
             self._stops[start] = self._next = start + size
         return start
 
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether there is a free contiguous slice of so many bytes."""
+        return self._find(aligned(nbytes)) is not None
+
     def free(self, offset: int) -> None:
         """Free the slice at an offset."""
         del self._starts[bisect.bisect_left(self._starts, offset)]

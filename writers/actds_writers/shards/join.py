@@ -16,6 +16,7 @@ import numpy as np
 
 from actds import canonical
 from actds.errors import ActdsError
+from actds.format import tables
 from actds_writers.ipc.messages import Fact, StepDropped, StepRows, StepsDropped, WorkerHello
 
 SUMMED = ("capture.ring_nbytes", "capture.staging_nbytes", "model.n_layers")
@@ -187,7 +188,9 @@ def _joined(parts: Mapping[int, _Part]) -> JoinedStep:
         depth_stage2=max(part.depth_stage2 for part in rows),
         parts=rows,
     )
-    loss = next((part.loss for part in parts.values() if part.loss is not None), None)
+    losses = [part.loss for part in parts.values() if part.loss is not None]
+    # As in the census: without readouts at one hook, else for the reason of the first stage.
+    loss = min(losses, key=lambda one: one.reason != tables.READOUTS_FULL, default=None)
     return JoinedStep(whole if loss is None else replace(loss, rows=whole), places)
 
 

@@ -57,10 +57,10 @@ class TableLog:
         if len(self._rows) >= PACKED_ROWS:
             self._pack()
 
-    def keep_through(self, step: int) -> pa.Table:
-        """Remove the rows of later steps; return the others."""
+    def keep(self, kept: pc.Expression) -> pa.Table:
+        """Remove all rows but some; return these."""
         self._pack()
-        self._packed = [table.filter(pc.less_equal(table["step"], step)) for table in self._packed]
+        self._packed = [table.filter(kept) for table in self._packed]
         return pa.concat_tables([tables.empty(self._name), *self._packed])
 
     def commit(self, store: Store, chain: Chain, run: str) -> None:
@@ -122,9 +122,10 @@ class DropLog:
         self.n_tokens += n_tokens
 
     def keep_through(self, step: int) -> None:
-        """Remove the drops of later steps: without readouts they count as aborted."""
+        """Remove the drops of later steps whose readouts are missing: they count as aborted."""
         if self._last_step > step:
-            kept = self._log.keep_through(step)
+            without = pc.field("drop_reason") == tables.READOUTS_FULL
+            kept = self._log.keep((pc.field("step") <= step) | without)
             lengths = pc.subtract(kept["stop"], kept["start"])
             self.n_tokens = int(pc.sum(lengths).as_py() or 0)
 
@@ -150,6 +151,8 @@ class Lane:
         self.depth: int | None = None
         self.arrived: deque[tuple[StepReadouts, np.ndarray]] = deque()
         """Steps that wait for the other stages."""
+        self.given_up: set[int] = set()
+        """Steps whose readouts of this stage there are not."""
         self.ended = False
 
 
@@ -202,6 +205,7 @@ class ReadoutLog:
                 self.stalls.append(message.stall)
                 self._stall_ns += message.stall.duration_ns
             if self._limit is None or message.step <= self._limit:
+                lane.given_up.update(message.given_up)
                 lane.arrived.append((message, values))
                 self._join()
             self._changed.notify_all()
@@ -295,6 +299,8 @@ class ReadoutLog:
         lanes = self._lanes.values()
         while all(lane.arrived for lane in lanes):
             heads = {stage: lane.arrived[0][0] for stage, lane in self._lanes.items()}
+            if self._drop_given_up(min(message.step for message in heads.values())):
+                continue
             fault = _disagreement(heads)
             if fault is not None:
                 self.fault = fault
@@ -306,6 +312,16 @@ class ReadoutLog:
                     self._pending.append((lane, message, values))
                     self._pending_nbytes += values.nbytes + 3 * message.positions.nbytes
             self._last_step = message.step
+
+    def _drop_given_up(self, step: int) -> bool:
+        """Discard the next step where a stage gave up its readouts; return whether one did."""
+        lanes = self._lanes.values()
+        found = any(step in lane.given_up for lane in lanes)
+        for lane in lanes:
+            lane.given_up = {later for later in lane.given_up if later > step}
+            if found and lane.arrived[0][0].step == step:
+                lane.arrived.popleft()
+        return found
 
     def _end_at(self, step: int) -> None:
         """Discard and refuse what is of later steps; under the lock."""
@@ -411,6 +427,7 @@ class LaneEnd:
                 self._take(message, stage, connection)
         except (EOFError, OSError):
             pass  # the worker is gone; all that it sent is in the log
+        connection.close()
         if self._ready.wait(0) and self._log is not None:
             self._log.end(stage)
 

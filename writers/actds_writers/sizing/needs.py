@@ -31,8 +31,8 @@ NARROW_NBYTES = 4 << 20
 """Largest steps whose identity and readouts may wait on the device, and at least so many bytes:
 only a full lane should make the engine wait for these."""
 LANE_NBYTES = 32 << 20
-"""Readouts that may wait for the writer before the engine waits: a stalled disk costs rows under a
-drop policy, but never a readout."""
+"""Readouts that may wait for the writer before the engine waits, or gives up steps if it serves:
+under a drop policy a stalled disk costs rows first."""
 N_BUFFERS = 3
 """Two buffers being filled, one per phase, and one being encoded."""
 TOKEN_COLUMNS_NBYTES = 28

@@ -13,6 +13,7 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -277,6 +278,7 @@ class VllmEngine:
         allowed = os.environ.get("VLLM_PLUGINS")
         if allowed and "actds" not in allowed.split(","):
             os.environ["VLLM_PLUGINS"] = f"{allowed},actds"
+        _plugin().renew()
         from vllm import EngineArgs, SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -297,7 +299,7 @@ class VllmEngine:
                 given["logit_bias"] = {int(key): value for key, value in bias.items()}  # of JSON
             self._params = functools.partial(SamplingParams, **given, temperature=temperature)
             self._params()  # a bad one is an error of the engine, not of every prompt
-            with _interrupts_blocked():
+            with _interrupts_blocked(), _script_kept_out():
                 arguments = EngineArgs(
                     **{
                         **(adapter.arguments if adapter else {}),
@@ -370,7 +372,6 @@ class VllmEngine:
         """End the engine and close the connections of its process."""
         self._engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
         _close_links()
-        os.environ.pop(ENVIRONMENT, None)
 
 
 def wake_when_dead(client: Any) -> None:
@@ -412,10 +413,17 @@ def _devices(options: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {"device_ids": list(given)[own]}
 
 
-def _close_links() -> None:
+def _plugin() -> Any:
     from actds_writers.engines.vllm import plugin
 
-    plugin.close()
+    return plugin
+
+
+def _close_links() -> None:
+    """Close the connections of this process, of which no later engine is part of the harvest."""
+    os.environ.pop(ENVIRONMENT, None)
+    _plugin().close()
+    _plugin().renew()
 
 
 def graph_key(link: Link) -> dict[str, Any]:
@@ -439,6 +447,21 @@ def _end_processes(others: Collection[BaseProcess]) -> None:
         if child.is_alive():
             child.kill()
             child.join()
+
+
+@contextlib.contextmanager
+def _script_kept_out() -> Iterator[None]:
+    """Start processes that do not run the caller's script, of which they need nothing.
+
+    One without a main guard would else harvest again in each of them, as would a notebook's.
+    """
+    main = sys.modules["__main__"]
+    kept = {name: vars(main)[name] for name in ("__file__", "__spec__") if name in vars(main)}
+    vars(main).update({name: None for name in kept})
+    try:
+        yield
+    finally:
+        vars(main).update(kept)
 
 
 @contextlib.contextmanager

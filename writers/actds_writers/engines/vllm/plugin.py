@@ -14,6 +14,7 @@ import importlib.util
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
@@ -54,6 +55,19 @@ def register() -> None:
     else:
         when_imported(EXECUTOR, _wrap_executor)
         when_imported(INPUTS, _wrap_inputs)
+
+
+def renew() -> None:
+    """Belong to the harvest that the environment names now, or to none.
+
+    A process loads its plugins once, and its forks not at all; it may harvest several times.
+    """
+    global _link
+    link = Link.from_environment()
+    if link is None:
+        _link = None
+    elif _registered:
+        _attach(link)
 
 
 def close() -> None:
@@ -329,14 +343,25 @@ def _scheduler_side_ended(scheduled: Any) -> bool:
 
 
 def _detach(worker: Any) -> None:
-    """End a worker's capture; its hooks stay in the model without effect."""
+    """End a worker's capture; its hooks stay in the model without effect.
+
+    In a live engine on a thread of its own: a writer that stands still is waited for a while.
+    """
+    assert _link is not None
     capture, worker._actds = worker._actds, None
     if capture.close in _closers:
         _closers.remove(capture.close)
-    try:
-        capture.close()
-    except Exception as error:
-        _give_up("worker", error)
+
+    def closing() -> None:
+        try:
+            capture.close()
+        except Exception as error:
+            _give_up("worker", error)
+
+    if _link.live:
+        threading.Thread(target=closing, name="actds-detach", daemon=True).start()
+    else:
+        closing()
 
 
 def _wrap_scheduler() -> None:

@@ -9,6 +9,7 @@ scheduling is after the next step was scheduled: only then is the step reported.
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from actds_writers.engines.vllm.chats import ChatRoles, take_roles
 from actds_writers.ipc.messages import Reference, RequestFinished, StepScheduled
 from actds_writers.sampling import EVERYTHING, Labels, LeftOut, SamplingRules
 
+log = logging.getLogger("vllm.actds")
 DIGEST_NBYTES = 16
 """Bytes kept of each prefix-block digest."""
 OWNERS_PER_BLOCK = 4
@@ -34,6 +36,8 @@ _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}")
 @dataclass
 class _Tracked:
     number: int
+    prompt_len: int
+    """At arrival: the prompt of a session grows."""
     left_out: LeftOut
     chat: ChatRoles | None = None
     high_water: int = 0
@@ -190,34 +194,40 @@ class VllmSchedulerSide(SchedulerSide):
     def arrived(self, request: Any) -> None:
         """Number and report a request that the scheduler took.
 
-        Raises:
-            ActdsError: E012 for streamed input, whose prompt grows.
+        One that cannot be described is left out, so that nobody else's capture ends with it.
         """
-        if getattr(request, "resumable", False):
-            raise ActdsError(
-                "E012",
-                f"request {request.request_id[:80]}",
-                got="a session with streamed input",
-                expected="requests whose prompt is known at arrival",
-            )
         if request.request_id in self._tracked:
-            return
+            return  # the next input of a session
+        prompt_len = request.num_prompt_tokens
         external_id = _external_id(request.request_id)
-        chat = take_roles(request.sampling_params, request.num_prompt_tokens)
-        left_out = self._left_out(request, external_id)
-        n_blocks = request.num_prompt_tokens // self._block_size
+        chat = None
+        try:
+            chat = take_roles(request.sampling_params, prompt_len)
+            about = self._described(request, external_id)
+        except Exception as error:
+            log.warning("actds: request %s is left out: %r", external_id[:80], error)
+            about = {"sampling": None, "left_out": _unsupported("request")}
         number = self.number_request(
             external_id,
-            request.num_prompt_tokens,
-            _sampling(request.sampling_params),
+            prompt_len,
             internal_id=request.request_id,
-            arrival_ns=int(request.arrival_time * 1e9),
-            block_digests=tuple(bytes(h)[:DIGEST_NBYTES] for h in request.block_hashes[:n_blocks]),
-            left_out=left_out,
-            adapter=self._adapter(request),
             roles=chat.prompt if chat else "",
+            **about,
         )
-        self._tracked[request.request_id] = _Tracked(number, left_out, chat)
+        self._tracked[request.request_id] = _Tracked(number, prompt_len, about["left_out"], chat)
+
+    def _described(self, request: Any, external_id: str) -> dict[str, Any]:
+        """Return what ``number_request`` takes of a request besides its names and its prompt."""
+        n_blocks = request.num_prompt_tokens // self._block_size
+        return {
+            "sampling": _sampling(request.sampling_params),
+            "arrival_ns": int(request.arrival_time * 1e9),
+            "block_digests": tuple(
+                bytes(h)[:DIGEST_NBYTES] for h in request.block_hashes[:n_blocks]
+            ),
+            "left_out": self._left_out(request, external_id),
+            "adapter": self._adapter(request),
+        }
 
     def scheduled(self, scheduler: Any, output: Any, preempted: tuple[str, ...]) -> StepMark:
         """Report the result of a call of ``schedule``; return the mark for the workers."""
@@ -403,8 +413,10 @@ class VllmSchedulerSide(SchedulerSide):
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return
-        reason, n_prompt = request.get_finished_reason(), request.num_prompt_tokens
-        tokens = list(request.all_token_ids[: n_prompt + request.num_output_tokens])
+        # What a session was given later follows the prompt that it arrived with.
+        reason, n_prompt = request.get_finished_reason(), tracked.prompt_len
+        n_tokens = request.num_prompt_tokens + request.num_output_tokens
+        tokens = list(request.all_token_ids[:n_tokens])
         self.end_request(
             tracked.number,
             str(reason) if reason is not None else "abort",
@@ -422,11 +434,13 @@ class VllmSchedulerSide(SchedulerSide):
         return (str(lora.lora_name), adapter_sha256(str(lora.lora_path))) if lora else None
 
     def _left_out(self, request: Any, external_id: str) -> LeftOut:
-        """Return why rows of a request are not stored: a rule, an adapter, or images."""
+        """Return why rows of a request are not stored: what it is, or a rule."""
         if self._adapter(request) is not None and not self._adapters:
-            return LeftOut("unsupported:lora", "unsupported:lora")
-        if getattr(request, "mm_features", None):
-            return LeftOut("unsupported:multimodal", "unsupported:multimodal")
+            return _unsupported("lora")
+        for kind, attribute in _KINDS.items():
+            value = getattr(request, attribute, None)
+            if value is not None and value is not False and not _is_empty(value):
+                return _unsupported(kind)
         if self._rules is None:
             return EVERYTHING
         params = request.sampling_params
@@ -508,6 +522,25 @@ class _Owners:
         self.requests.move_to_end(block)
         if self._limit is not None and len(self.requests) > self._limit:
             self.requests.popitem(last=False)
+
+
+_KINDS = {
+    "streaming": "resumable",
+    "prompt_embeds": "prompt_embeds",
+    "pooling": "pooling_params",
+    "multimodal": "mm_features",
+}
+"""Requests whose rows are not those of the tokens that the account names, by an attribute that
+they alone have: the prompt grows, or has no tokens, or is a pooler's, or is of images."""
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, list | tuple) and not value
+
+
+def _unsupported(kind: str) -> LeftOut:
+    reason = f"unsupported:{kind}"
+    return LeftOut(reason, reason)
 
 
 def _external_id(internal_id: str) -> str:
