@@ -94,6 +94,13 @@ def host_memory(memory: mmap.mmap, device: torch.device) -> torch.Tensor:
     return host
 
 
+def release_host(host: torch.Tensor, device: torch.device) -> None:
+    """Undo the page lock of ``host_memory``; another run of the same process locks its own."""
+    if device.type == "cuda":
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime.cudaHostUnregister(host.data_ptr())
+
+
 def typed(
     memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
