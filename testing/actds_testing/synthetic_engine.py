@@ -85,6 +85,8 @@ class SyntheticEngine:
         self.stages.introduce(tuple(facts))
         self.n_steps = 0
         self.finished: tuple[int, ...] = ()
+        self.changed: torch.Tensor | None = None
+        """Whether the weights of the next steps are not those of the run."""
 
     @property
     def stalls(self) -> int:
@@ -146,7 +148,7 @@ class SyntheticEngine:
             "eager",
         )
         self.finished = ()
-        self.stages.hand_over(step, ids, ids)
+        self.stages.hand_over(step, ids, ids, changed=self.changed)
         self.n_steps += 1
 
     def leave(self, number: int, positions: np.ndarray) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 CHUNK_WORDS = 1 << 20
 """Words of 8 bytes that are multiplied at a time; as much memory is taken on the device, twice."""
@@ -47,6 +48,20 @@ def weights_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     return digest.hexdigest()
 
 
+class _Registrations:
+    """How often a module of this process has been given a parameter, which may replace another."""
+
+    def __init__(self) -> None:
+        self.n = 0
+        register_module_parameter_registration_hook(self._note)
+
+    def _note(self, module: torch.nn.Module, name: str, parameter: object) -> None:
+        self.n += 1
+
+
+_registrations = _Registrations()
+
+
 class WeightsSample:
     """Some bytes of each tensor, as they are now, to compare with what is there later.
 
@@ -55,8 +70,11 @@ class WeightsSample:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = [tensor for tensor in tensors if not tensor.is_meta]
+        self._places = self._where()
+        self._n_registered = _registrations.n
         self._views: list[torch.Tensor] = []
-        for number, tensor in enumerate(tensors, 1):
+        for number, tensor in enumerate(self._tensors, 1):
             whole = bytes_of(tensor)
             room = max(len(whole) - SAMPLE_NBYTES, 0)
             first = number * _PLACE % (room + 1) // 8 * 8
@@ -65,8 +83,18 @@ class WeightsSample:
         self._before = self._read()
 
     def changed(self) -> torch.Tensor:
-        """Return whether a byte is another one now: a bool on the device, ``(1, 1, 1)``."""
-        return (self._read() != self._before).any().view(1, 1, 1)
+        """Return whether a byte is another one now, or a tensor has other memory.
+
+        Returns:
+            A bool on the device, ``(1, 1, 1)``.
+        """
+        now = self._read()
+        if self._n_registered != _registrations.n or self._places != self._where():
+            return torch.ones(1, 1, 1, dtype=torch.bool, device=now.device)
+        return (now != self._before).any().view(1, 1, 1)
+
+    def _where(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self._tensors]
 
     def _read(self) -> torch.Tensor:
         # One call for all tensors: it costs 0.13 µs for each on a CPU.
