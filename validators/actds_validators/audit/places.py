@@ -290,6 +290,10 @@ def _rules(audited: Audited) -> Place:
         )
     reasons = [s.reason or "" for s in account.waterfall if s.name == "filtered"]
     chosen = not any(reason.startswith(UNSUPPORTED) for reason in reasons)
+    to_do = ["If rows of what the rules left out are not wanted: --accept rules. Else harvest "
+             "again without the rules."]  # fmt: skip
+    if f"{UNSUPPORTED}mixed_weights" in reasons:
+        to_do.append("Reset the prefix cache whenever the weights of a running engine change.")
     level = audited.level_of(n / of)
     cells = audited.coverage.cells if audited.coverage else []
     return _place(
@@ -299,8 +303,7 @@ def _rules(audited: Audited) -> Place:
         headline=f"{share(n, of)} of the positions were left out by a rule",
         sentence=f"{n:,} of {counted(of, 'position')} ({share(n, of)}) were left out by a rule: "
         f"{_reasons(account, 'filtered')}.",
-        to_do=["If rows of what the rules left out are not wanted: --accept rules. Else harvest "
-               "again without the rules."],
+        to_do=to_do,
     )  # fmt: skip
 
 
@@ -462,7 +465,9 @@ def _identity(audited: Audited) -> Place:
         headline, sentence = f"{runs} with different settings", f"{runs} differ in {some}."
         held["level"] = "WARN"
     if differing:
-        values = next(iter(differing.values()))
+        # Of a model the fact that most runs know: weights that were set while an engine ran have no
+        # files.
+        values = max((differing[name] for name in models or differing), key=len)
         held["to_do"] = [
             f"Train on one of them: where=\"run == '{run}'\" ({rows[run]:,} rows: {_brief(value)})."
             for run, value in list(values.items())[:3]
