@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -355,3 +357,28 @@ def test_the_results_of_a_step_of_the_run_before_are_of_no_step() -> None:
     assert engine.told.steps == []
     engine.take(step, {A: [3]})
     assert len(engine.told.steps) == 1
+
+
+def test_an_adapter_is_known_by_what_was_loaded_and_not_by_its_name(tmp_path: Path) -> None:
+    def seen(engine: Engine, number: int, *, in_place: bool = False) -> str:
+        request: Any = Request(f"{len(engine.told)}-00000000")
+        request.lora_request = SimpleNamespace(
+            lora_name="poet", lora_int_id=number, lora_path=str(tmp_path), load_inplace=in_place
+        )
+        engine.arrive(request)
+        name, digest = engine.told[-1].adapter
+        assert name == "poet"
+        return str(digest)
+
+    def save(weights: bytes) -> str:
+        (tmp_path / "adapter_model.safetensors").write_bytes(weights)
+        line = f"adapter_model.safetensors {hashlib.sha256(weights).hexdigest()}\n"
+        return hashlib.sha256(line.encode()).hexdigest()
+
+    engine, old = Engine(), save(b"old")
+    assert seen(engine, 1) == old
+    new = save(b"new")
+    assert seen(engine, 1) == old  # the engine still has what it has loaded as number 1
+    assert seen(engine, 2) == new
+    assert seen(engine, 1, in_place=True) == new == seen(engine, 1)
+    assert seen(Engine(), 1) == new  # another harvest of the same process

@@ -170,6 +170,7 @@ class VllmSchedulerSide(SchedulerSide):
         self._written, self.weights = written, weights
         self._entropy = entropy
         self._adapters = adapters
+        self._adapter_digests: dict[int, str | None] = {}
         self._block_size = block_size
         self._rules = rules
         self._tracked: dict[str, _Tracked] = {}
@@ -497,15 +498,23 @@ class VllmSchedulerSide(SchedulerSide):
             roles=tracked.chat.sampled(tokens[n_prompt:-1]) if tracked.chat else "",
         )
 
-    @staticmethod
-    def _adapter(request: Any) -> tuple[str, str | None] | None:
-        """Return name and digest of a request's LoRA adapter, ``None`` without one."""
+    def _adapter(self, request: Any) -> tuple[str, str | None] | None:
+        """Return name and digest of a request's LoRA adapter, ``None`` without one.
+
+        An engine loads an adapter once for each of its numbers, whatever becomes of the files or
+        is loaded under the same name.
+        """
         lora = getattr(request, "lora_request", None)
-        return (str(lora.lora_name), adapter_sha256(str(lora.lora_path))) if lora else None
+        if not lora:
+            return None
+        number = int(lora.lora_int_id)
+        if number not in self._adapter_digests or getattr(lora, "load_inplace", False):
+            self._adapter_digests[number] = adapter_sha256(str(lora.lora_path))
+        return str(lora.lora_name), self._adapter_digests[number]
 
     def _left_out(self, request: Any, external_id: str) -> LeftOut:
         """Return why rows of a request are not stored: a rule, an adapter, or images."""
-        if self._adapter(request) is not None and not self._adapters:
+        if getattr(request, "lora_request", None) and not self._adapters:
             return LeftOut("unsupported:lora", "unsupported:lora")
         if getattr(request, "mm_features", None):
             return LeftOut("unsupported:multimodal", "unsupported:multimodal")
