@@ -214,7 +214,8 @@ def test_the_audit_names_the_models_of_the_runs(served: Dataset) -> None:
 
 def tokens_of(dataset: Dataset) -> dict[str, list[int]]:
     """Return the tokens of each request that has rows, its prefix-cache hits included."""
-    prompts, names = {}, h.external_ids(dataset)
+    prompts: dict[str, dict[int, int]] = {}
+    names = h.external_ids(dataset)
     shared = [100 + 37 * i % 1000 for i in range(70)]
     for shard in dataset.shards:
         for row in shard.tokens(["request", "position", "token_id"]).to_pylist():

@@ -452,7 +452,8 @@ def test_steps_with_other_weights_are_dropped_and_another_run_of_the_engine_foll
 ) -> None:
     out = tmp_path / "acts"
     first = live_run(out, "r-first")
-    first.watch = watch = SimpleNamespace(is_suspected=False)  # type: ignore[assignment]
+    watch: Any = SimpleNamespace(is_suspected=False)
+    first.watch = watch
     engine = SyntheticEngine(first)  # type: ignore[arg-type]
     engine.changed = torch.zeros(1, 1, 1, dtype=torch.bool)
     engine.request(0)

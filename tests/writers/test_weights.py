@@ -143,8 +143,9 @@ def test_only_calls_that_may_set_weights_are_followed_by_a_look(
     for method in ("execute_model", "sample_tokens", "check_health", "list_loras"):
         executor.collective_rpc(method)
     assert not watch.is_due and executor.n_read == 1
-    for method in ("reload_weights", "a_method_of_an_extension", lambda worker: None):
-        executor.collective_rpc(method)
+    setting: list[Any] = ["reload_weights", "a_method_of_an_extension", lambda worker: None]
+    for call in setting:
+        executor.collective_rpc(call)
         assert watch.is_due and watch.look() is None  # the same weights
     executor.collective_rpc("update_weights", kwargs={"seed": 1})
     executor.collective_rpc("update_weights", kwargs={"seed": 2})

@@ -39,7 +39,8 @@ def weights_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
             len(words), CHUNK_WORDS
         ):  # fmt: skip
             factors = _factors(min(len(words), CHUNK_WORDS), words.device)
-        parts = [(part * factors[: len(part)]).sum() for part in words.split(CHUNK_WORDS)]
+        chunks = [words[i : i + CHUNK_WORDS] for i in range(0, max(len(words), 1), CHUNK_WORDS)]
+        parts = [(chunk * factors[: len(chunk)]).sum() for chunk in chunks]
         heads.append(f"{name} {tuple(tensor.shape)} {tensor.dtype} {len(parts)}\n")
         sums.append(torch.stack(parts))
     digest = hashlib.sha256("".join(heads).encode())

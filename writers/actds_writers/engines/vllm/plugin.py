@@ -430,7 +430,7 @@ def _look_at_weights(scheduler: Any, live: LiveRun) -> None:
     old.weights = watch.digest
     if change is None:
         return
-    before, hashed = live.link.run, live.link.settings.weights_digest
+    before, hashed = live.link.run, getattr(live.link.settings, "weights_digest", False)
     _live = following = live.follow(weights_facts(change, before, hashed=hashed))
     logging.getLogger("vllm.actds").warning(
         "actds: the weights were changed by %s: run %s ends, run %s begins.",
