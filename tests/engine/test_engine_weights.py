@@ -17,6 +17,7 @@ from actds.schema import RunRecord
 from actds.sealing import seal
 from actds.store import open_store
 from actds_testing import harvest as h
+from actds_writers.engines.vllm.weights import HARMLESS, SLEEP, WAKE
 
 pytestmark = [pytest.mark.engine, pytest.mark.standard]
 
@@ -142,6 +143,14 @@ def names_by_run(dataset: Dataset, disposition: str) -> list[set[str]]:
         }
         for record in runs_in_order(dataset)
     ]
+
+
+def test_the_methods_that_set_no_weights_are_those_of_vllm_s_workers() -> None:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    assert {name for name in HARMLESS | SLEEP | WAKE if not hasattr(Worker, name)} == set()
+    setters = ("reload_weights", "update_weights", "finish_weight_update", "apply_model")
+    assert all(hasattr(Worker, name) and name not in HARMLESS for name in setters)
 
 
 def test_each_change_of_the_weights_begins_a_run_and_the_same_weights_do_not(

@@ -412,7 +412,7 @@ def test_the_scheduler_side_marks_what_the_rules_leave_out() -> None:
         request(
             "cmpl-z-0-0123abcd",
             1,
-            lora_request=SimpleNamespace(lora_name="z", lora_path="/nowhere"),
+            lora_request=SimpleNamespace(lora_name="z", lora_int_id=1, lora_path="/nowhere"),
         ),
     ):
         witness.arrived(one)
@@ -484,3 +484,22 @@ def test_steps_with_other_weights_are_dropped_and_another_run_of_the_engine_foll
     assert sum(s["stop"] - s["start"] for s in dropped) == N_POSITIONS
     record = dataset.runs[second.link.run].fields
     assert record["model.loaded_by"].value == "update_weights"
+
+
+def test_weights_that_changed_nobody_knows_when_are_on_record_and_fail_the_audit(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "acts"
+    run = live_run(out, "r-doubtful")
+    engine = SyntheticEngine(run)  # type: ignore[arg-type]
+    engine.request(0)
+    assert run.drain(lambda: engine.n_steps - 1, TIMEOUT_S)
+    run.fail(ActdsError("E509", "weights", got="others", expected="those of the run"))
+    engine.close()
+    run.end("finished")
+    seal(open_store(out))
+    assert clean(out).n_rows == N_POSITIONS
+    assert chains(out, "r-doubtful")["census"].close.totals["unknown_weights"] == 1
+    (place,) = [p for p in actds.audit(out).result.places if p.name == "identity"]
+    assert place.level == "FAIL" and "r-doubtful" in place.sentence
+    assert place.n == N_POSITIONS

@@ -6,6 +6,7 @@ from collections import defaultdict
 
 import pyarrow.compute as pc
 
+from actds.format import tables
 from actds.reading import Catalog
 
 MODEL = (
@@ -64,6 +65,16 @@ def differing_facts(catalog: Catalog) -> dict[str, dict[str, str]]:
         if any(len(some) > 1 for some in alike.values()):
             found[name] = values
     return found
+
+
+def of_unknown_weights(catalog: Catalog) -> list[str]:
+    """Return the runs with rows whose weights changed, nobody knows when (section 9.4)."""
+    closes = {c.run: c.close for c in catalog.chains.values() if c.kind == "census" and c.close}
+    return [
+        run
+        for run in catalog.runs_with_data
+        if run in closes and closes[run].totals.get(tables.UNKNOWN_WEIGHTS)
+    ]
 
 
 def rows_by_adapter(catalog: Catalog) -> dict[str | None, int]:

@@ -19,7 +19,13 @@ import pyarrow as pa
 from actds.reading import Catalog
 from actds.schema import RowCounts
 from actds.text import counted, share
-from actds_validators.audit.identity import differing_facts, one_model, rows_by_adapter, rows_of
+from actds_validators.audit.identity import (
+    differing_facts,
+    of_unknown_weights,
+    one_model,
+    rows_by_adapter,
+    rows_of,
+)
 from actds_validators.audit.place import Level, Place, PlaceName, SourceAccount, Worst
 from actds_validators.audit.result import (
     Accounting,
@@ -447,7 +453,16 @@ def _identity(audited: Audited) -> Place:
         "one model, one set of settings",
         f"{runs}, one model, one set of settings.",
     )
-    if len(adapters) > 1:
+    doubtful = of_unknown_weights(audited.catalog)
+    if doubtful:
+        others = max(others, sum(rows[run] for run in doubtful))
+        headline = "rows of weights that nobody knows"
+        sentence = (
+            f"The weights of {', '.join(doubtful[:3])} were changed, and neither a call nor a "
+            "step has shown when (E509)."
+        )
+        held["level"] = "FAIL"
+    elif len(adapters) > 1:
         said = ", ".join(f"{n:,} of {name}" for name, n in adapters.items())
         others = max(others, sum(adapters.values()) - max(adapters.values()))
         headline, sentence = f"rows of {len(adapters)} models", f"Rows are of adapters: {said}."
@@ -471,6 +486,7 @@ def _identity(audited: Audited) -> Place:
         held["to_do"] = [
             f"Train on one of them: where=\"run == '{run}'\" ({rows[run]:,} rows: {_brief(value)})."
             for run, value in list(values.items())[:3]
+            if run not in doubtful
         ]
     return _place(
         audited, "identity", others, total, "rows", headline=headline, sentence=sentence,

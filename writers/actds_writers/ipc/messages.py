@@ -485,9 +485,11 @@ class Finish:
 
     Args:
         reason: ``finished``, ``interrupted`` or ``failed``.
+        unknown_weights: whether the weights were changed, and nobody knows when.
     """
 
     reason: CloseReason
+    unknown_weights: bool = False
 
 
 # writer and census → harvest ----------------------------------------------------------------------

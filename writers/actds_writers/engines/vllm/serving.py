@@ -93,6 +93,7 @@ class LiveRun:
         self._began = time.monotonic()
         self.rules = rules
         self.failure: Exception | None = None
+        self._unknown_weights = False
         self._failing = threading.Lock()
         self._ending = threading.Event()
         self._ended = False
@@ -125,6 +126,7 @@ class LiveRun:
 
     def fail(self, error: Exception) -> None:
         """Note that capture has ended, and log it once."""
+        self._unknown_weights |= isinstance(error, ActdsError) and error.code == "E509"
         with self._failing:
             if self.failure is not None:
                 return
@@ -165,7 +167,10 @@ class LiveRun:
             self._before = None
         try:
             with self.pipeline:
-                ended = self.pipeline.finish("failed" if self.failure is not None else reason)
+                ended = self.pipeline.finish(
+                    "failed" if self.failure is not None else reason,
+                    unknown_weights=self._unknown_weights,
+                )
             log.info(
                 "actds: run %s is complete: %s rows stored, %s positions dropped, %s aborted, "
                 "%s filtered. When all engines have ended: actds seal",

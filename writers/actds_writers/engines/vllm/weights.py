@@ -34,7 +34,9 @@ HARMLESS = frozenset({
     "update_max_model_len",
 })  # fmt: skip
 """Worker methods that set no weights, in vLLM 0.32; any other one may, and every function."""
-SLEEP, WAKE = frozenset({"sleep", "discard", "checkpoint_prepare"}), "wake_up"
+SLEEP = frozenset({"sleep", "discard", "checkpoint_prepare"})
+WAKE = frozenset({"wake_up", "checkpoint_restore"})
+"""Between them, weights have no memory that can be read."""
 RELOAD = "reload_weights"
 CATCH_UP_S = 60.0
 """How long the change of a run waits for the writer."""
@@ -219,7 +221,7 @@ class WeightsWatch:
             return self.rpc(method, *args, **kwargs)
         finally:
             given = _keywords(args, kwargs)
-            if name == WAKE and "weights" in (given.get("tags") or ("weights",)):
+            if name in WAKE and "weights" in (given.get("tags") or ("weights",)):
                 self._asleep = False
             self._note(name, given)
 
