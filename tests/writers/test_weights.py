@@ -91,11 +91,12 @@ def test_a_sample_sees_edits_in_place_and_replaced_tensors(
     edit: Callable[[torch.nn.Module], None],
 ) -> None:
     edited = model()
-    sample = WeightsSample(edited.parameters())
+    sample = WeightsSample(edited)
+    model(1)  # another one in the same process
     assert not bool(sample.changed())
     edit(edited)
     assert bool(sample.changed())
-    assert not bool(WeightsSample(edited.parameters()).changed())
+    assert not bool(WeightsSample(edited).changed())
 
 
 # calls -------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from actds.errors import ActdsError
-from actds_writers.capture.weights import WeightsSample, bytes_of, weights_digest
+from actds_writers.capture.weights import WeightsSample, is_readable, weights_digest
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact
 from actds_writers.provenance import observed
@@ -57,7 +57,7 @@ def read_digest(worker: Any) -> tuple[str, bool]:
     tensors, whole = readable_weights(model)
     capture = getattr(worker, "_actds", None)
     if capture is not None:
-        capture.sample = WeightsSample(model.parameters())
+        capture.sample = WeightsSample(model)
     with torch.inference_mode():
         return weights_digest(tensors), whole
 
@@ -87,7 +87,7 @@ def readable_weights(model: torch.nn.Module) -> tuple[Iterator[tuple[str, torch.
         and not weight.numel()
     }
     probed = {name: m for name, m in packed.items() if _n_inputs(m) is not None}
-    unread = [name for name, p in model.named_parameters() if not _is_readable(p)]
+    unread = [name for name, p in model.named_parameters() if not is_readable(p)]
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in model.named_parameters():
@@ -97,14 +97,6 @@ def readable_weights(model: torch.nn.Module) -> tuple[Iterator[tuple[str, torch.
             yield f"{name} products", _products(module)
 
     return tensors(), len(probed) == len(packed) and not unread
-
-
-def _is_readable(parameter: torch.Tensor) -> bool:
-    try:
-        bytes_of(parameter)
-    except (RuntimeError, NotImplementedError, TypeError):
-        return False
-    return True
 
 
 def _n_inputs(module: torch.nn.Module) -> int | None:
