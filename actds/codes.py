@@ -584,6 +584,13 @@ CODES: dict[str, Code] = {
         "Run the same command again: it continues where this one ended.",
         error="StoreError",
     ),
+    "E509": Code(
+        "writer",
+        "weights changed unseen",
+        "The weights in the engine are not those of the run, and nobody knows since when.",
+        "Set weights by a call to the workers, such as reload_weights, or of every tensor at once.",
+        clause="9.4",
+    ),
     "E601": Code(
         "values",
         "not finite",

@@ -42,6 +42,10 @@ FAILED_LOAD = "failed_load"
 """Reason of a drop: the step read KV blocks that had not arrived (section 7.4)."""
 READOUTS_FULL = "readouts_full"
 """Reason of a drop that left no readouts either: their queue was full (section 7.8)."""
+CHANGED_WEIGHTS = "changed_weights"
+"""Reason of a drop: the step computed with other weights than those of its run (section 9.4)."""
+UNKNOWN_WEIGHTS = "unknown_weights"
+"""A total in the close of a census chain: 1 where weights changed and nobody knows when."""
 FLAG_SPECIAL, FLAG_BOS, FLAG_EOS = 1, 2, 4
 FLAGS = FLAG_SPECIAL | FLAG_BOS | FLAG_EOS
 UNKNOWN_FIELD = "import.unknown"

@@ -96,6 +96,8 @@ class SyntheticEngine:
         self.stages.introduce(tuple(facts))
         self.n_steps = 0
         self.finished: tuple[int, ...] = ()
+        self.changed: torch.Tensor | None = None
+        """Whether the weights of the next steps are not those of the run."""
 
     @property
     def stalls(self) -> int:
@@ -157,7 +159,7 @@ class SyntheticEngine:
             "eager",
         )
         self.finished = ()
-        self.stages.hand_over(step, ids, ids, held=self.in_flight > 1)
+        self.stages.hand_over(step, ids, ids, held=self.in_flight > 1, changed=self.changed)
         self.held += [self.n_steps] if self.in_flight > 1 else []
         self.settle_held(self.in_flight - 1)
         self.n_steps += 1

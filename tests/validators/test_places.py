@@ -253,6 +253,29 @@ def test_runs_that_differ_are_named(tmp_path: Path, facts: dict[str, Any], level
         assert any("r-second" in step for step in place.to_do)
 
 
+@pytest.mark.parametrize(
+    ("second", "level"),
+    [
+        ({"model.parameters_sha256": "1" * 64}, "FAIL"),
+        # Other weights, or the same ones in the form of another engine: nobody can say.
+        ({"model.parameters_sha256": "1" * 64, "serving.tensor_parallel": 2}, "INCONCLUSIVE"),
+        ({"model.parameters_sha256": "1" * 64, "model.weights_sha256": "0" * 64}, "FAIL"),
+        ({}, "INCONCLUSIVE"),
+    ],
+)
+def test_weights_that_no_file_has_are_told_apart_in_the_memory_of_one_engine(
+    tmp_path: Path, second: dict[str, Any], level: Level
+) -> None:
+    same = {"model.weights_sha256": "0" * 64, "model.parameters_sha256": "0" * 64}
+    path = make_dataset(tmp_path / "acts", cache=False, sealed=False, facts=same)
+    loaded = same | {"model.weights_sha256": None} | second
+    make_dataset(path, cache=False, run="r-second", seed=3, facts=loaded)
+    place = place_of(audited(path), "identity")
+    assert place.level == level
+    if level == "FAIL":
+        assert "different models" in place.sentence and len(place.to_do) == 2
+
+
 def test_rows_of_an_adapter_beside_those_of_the_model_are_two_models(tmp_path: Path) -> None:
     schedule = simulate(12, 0, cache=False)
     lines = schedule.requests.to_pylist()

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import actds
 from actds.errors import ActdsError
@@ -44,7 +45,7 @@ from actds_writers.engines.vllm.serving import LiveRun, parse_live_settings
 from actds_writers.engines.vllm.worker import WorkerCapture
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.ipc.link import Sender
-from actds_writers.ipc.messages import ClientFacts
+from actds_writers.ipc.messages import ClientFacts, Fact
 from actds_writers.sampling import LeftOut, SamplingRules
 from actds_writers.shards.assembly import SpecialTokens
 
@@ -55,8 +56,8 @@ N_POSITIONS = PROMPT_LEN + GENERATED - 1
 TIMEOUT_S = 120
 
 
-def live_pipeline(out: Path, run: str) -> Pipeline:
-    """Return the processes of one engine among several."""
+def live_run(out: Path, run: str, rules: SamplingRules | None = None) -> LiveRun:
+    """Return the run of one engine among several."""
     out.mkdir(exist_ok=True)
     settings = WriterSettings(
         harvest=HarvestSettings(out=str(out), hooks="resid_post:1,2", seed=3),
@@ -64,17 +65,17 @@ def live_pipeline(out: Path, run: str) -> Pipeline:
         facts=(), tokens=SpecialTokens(), rows_per_shard=40, n_threads=1, shared=True,
         readouts=NONE,
     )  # fmt: skip
-    lock = lock_dataset(out, shared=True)
-    try:
-        hooks = tuple((h.kind, h.layer) for h in HOOKS)
-        sizes = {"ring_nbytes": RING_NBYTES, "staging_nbytes": 0}
-        return Pipeline(settings, hooks, os.getpid(), lock, **sizes)
-    finally:
-        os.close(lock)
 
+    def begin(settings: WriterSettings) -> Pipeline:
+        lock = lock_dataset(out, shared=True)
+        try:
+            hooks = tuple((h.kind, h.layer) for h in HOOKS)
+            sizes = {"ring_nbytes": RING_NBYTES, "staging_nbytes": 0}
+            return Pipeline(settings, hooks, os.getpid(), lock, **sizes)
+        finally:
+            os.close(lock)
 
-def live_run(out: Path, run: str, rules: SamplingRules | None = None) -> LiveRun:
-    return LiveRun(live_pipeline(out, run), rules or SamplingRules(), lambda: None)
+    return LiveRun(begin, settings, rules or SamplingRules(), lambda: None)
 
 
 def clean(path: Path) -> actds.Dataset:
@@ -213,7 +214,7 @@ def test_serving_goes_on_when_the_writer_dies_and_the_rest_is_accounted(tmp_path
     engine.stages.close()  # as the plugin detaches the worker; the scheduler serves on
 
     class NoWorker:
-        def hand_over(self, *_: Any) -> None: ...
+        def hand_over(self, *_: Any, **__: Any) -> None: ...
 
     engine.stages = NoWorker()  # type: ignore[assignment]
     for number in range(before, before + 4):
@@ -444,7 +445,7 @@ def test_the_scheduler_side_marks_what_the_rules_leave_out() -> None:
         request(
             "cmpl-z-0-0123abcd",
             1,
-            lora_request=SimpleNamespace(lora_name="z", lora_path="/nowhere"),
+            lora_request=SimpleNamespace(lora_name="z", lora_int_id=1, lora_path="/nowhere"),
         ),
     ):
         witness.arrived(one)
@@ -511,3 +512,61 @@ def test_a_sender_sends_in_order_and_ends_with_everything_sent() -> None:
     assert [there.recv() for _ in range(100)] == list(range(100))
     with pytest.raises(EOFError):
         there.recv()
+
+
+def test_steps_with_other_weights_are_dropped_and_another_run_of_the_engine_follows(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "acts"
+    first = live_run(out, "r-first")
+    watch: Any = SimpleNamespace(is_suspected=False)
+    first.watch = watch
+    engine = SyntheticEngine(first)  # type: ignore[arg-type]
+    engine.changed = torch.zeros(1, 1, 1, dtype=torch.bool)
+    engine.request(0)
+    assert first.drain(lambda: engine.n_steps - 1, TIMEOUT_S) and not watch.is_suspected
+    engine.changed = ~engine.changed
+    engine.request(1)
+    wait_for(lambda: watch.is_suspected)
+    assert first.drain(lambda: engine.n_steps - 1, TIMEOUT_S)
+
+    second = first.follow([Fact("model.loaded_by", "update_weights", "observed")])
+    assert second.link.run != "r-first" and second.watch is watch
+    engine.close()
+    first.end_aside("finished")
+    engine = SyntheticEngine(second)  # type: ignore[arg-type]
+    engine.request(0)
+    assert second.drain(lambda: engine.n_steps - 1, TIMEOUT_S)
+    engine.close()
+    second.end("finished")  # which waits for the end of the first
+    assert first.failure is None and second.failure is None
+
+    seal(open_store(out))
+    dataset = clean(out)
+    assert dataset.n_rows == 2 * N_POSITIONS
+    dropped = [s for s in dataset.spans(run=True).to_pylist() if s["disposition"] == "dropped"]
+    assert {(s["run"], s["request"], s["reason"]) for s in dropped} == {
+        ("r-first", 1, "changed_weights")
+    }
+    assert sum(s["stop"] - s["start"] for s in dropped) == N_POSITIONS
+    record = dataset.runs[second.link.run].fields
+    assert record["model.loaded_by"].value == "update_weights"
+
+
+def test_weights_that_changed_nobody_knows_when_are_on_record_and_fail_the_audit(
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "acts"
+    run = live_run(out, "r-doubtful")
+    engine = SyntheticEngine(run)  # type: ignore[arg-type]
+    engine.request(0)
+    assert run.drain(lambda: engine.n_steps - 1, TIMEOUT_S)
+    run.fail(ActdsError("E509", "weights", got="others", expected="those of the run"))
+    engine.close()
+    run.end("finished")
+    seal(open_store(out))
+    assert clean(out).n_rows == N_POSITIONS
+    assert chains(out, "r-doubtful")["census"].close.totals["unknown_weights"] == 1
+    (place,) = [p for p in actds.audit(out).result.places if p.name == "identity"]
+    assert place.level == "FAIL" and "r-doubtful" in place.sentence
+    assert place.n == N_POSITIONS

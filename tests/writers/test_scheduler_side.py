@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from actds.errors import ActdsError
 from actds_writers.engines.account import SchedulerSide
 from actds_writers.engines.vllm.scheduler import Settled, VllmSchedulerSide
+from actds_writers.engines.vllm.weights import WrittenBlocks
 from actds_writers.ipc.messages import RequestFinished, StepScheduled, TokensSampled
 from actds_writers.sampling import EVERYTHING, LeftOut
 
@@ -61,9 +64,12 @@ class Request:
 class Engine:
     """A scheduler whose steps are scheduled and taken when the test says so."""
 
-    def __init__(self, n_drafts: int = 0, *, entropy: bool = False) -> None:
+    def __init__(self, n_drafts: int = 0, *, entropy: bool = False, changed: bool = False) -> None:
         self.told = Told()
-        self.side = VllmSchedulerSide(self.told, 32, 8, entropy=entropy)
+        written = WrittenBlocks([2]) if changed else None
+        self.side = VllmSchedulerSide(
+            self.told, 2 if changed else 32, 8, entropy=entropy, written=written, weights="digest"
+        )
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -75,12 +81,25 @@ class Engine:
         self.side.arrived(request)
         return request
 
-    def schedule(self, n_tokens: dict[str, int], drafts: dict[str, int] | None = None) -> Any:
+    def schedule(
+        self,
+        n_tokens: dict[str, int],
+        drafts: dict[str, int] | None = None,
+        new: dict[str, list[int]] | None = None,
+        resumed: dict[str, list[int]] | None = None,
+    ) -> Any:
         for name, n in n_tokens.items():
             self.requests[name].num_computed_tokens += n
         output: Any = SimpleNamespace(
             num_scheduled_tokens=n_tokens, num_invalid_spec_tokens=None,
             scheduled_spec_decode_tokens={name: [7] * n for name, n in (drafts or {}).items()},
+            scheduled_new_reqs=[
+                SimpleNamespace(req_id=name, block_ids=(ids,)) for name, ids in (new or {}).items()
+            ],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=list(resumed or ()), resumed_req_ids=set(resumed or ()),
+                new_block_ids=[(ids,) for ids in (resumed or {}).values()],
+            ),
         )  # fmt: skip
         output._actds = self.side.scheduled(self, output, ())  # noqa: SLF001
         return output
@@ -104,6 +123,11 @@ class Engine:
         self.side.finished(request)
 
 
+def mark(output: Any) -> Any:
+    """Return what a step tells the workers."""
+    return vars(output)["_actds"]
+
+
 A = "a-00000000"
 
 
@@ -119,7 +143,7 @@ def test_a_row_fed_with_the_token_that_ended_its_request_is_cut() -> None:
     assert one.n_undelivered is None and two.n_undelivered is not None
     assert two.n_undelivered.tolist() == [1] and two.starts.tolist() == [4]
     last = engine.schedule({})
-    assert vars(last)["_actds"].settled == (Settled(0, {}), Settled(1, {0: 1}))
+    assert mark(last).settled == (Settled(0, {}), Settled(1, {0: 1}))
     assert not engine.side.has_news
 
 
@@ -253,3 +277,108 @@ def test_whom_an_empty_step_preempted_the_next_one_tells() -> None:
     side.number_step([one], [0], [P], waiting=0, running=1)
     side.number_step([one], [P], [1], waiting=0, running=1)
     assert [(step.step, step.preempted) for step in told.steps] == [(0, ()), (2, (one,)), (3, ())]
+
+
+# runs that began when the weights changed ---------------------------------------------------------
+
+MIXED = LeftOut("unsupported:mixed_weights", "unsupported:mixed_weights")
+
+
+def prompt_of(name: str, *hashes: str, computed: int = 0) -> Request:
+    request = Request(f"{name}-00000000")
+    request.block_hashes = [word.encode() for word in hashes]
+    request.num_computed_tokens = computed
+    return request
+
+
+def test_a_request_on_blocks_of_old_weights_is_left_out_and_owns_no_block() -> None:
+    engine = Engine(changed=True)
+    stale = engine.arrive(prompt_of("stale", "x", "y", computed=0))
+    stale.num_computed_tokens = 2  # a hit on a block that this run did not write
+    first = engine.schedule({stale.request_id: 2}, new={stale.request_id: [7, 8]})
+    assert mark(first).left_out == {stale.request_id: MIXED}
+    assert (mark(first).weights, mark(first).lost) == ("digest", None)
+    engine.take(first, {stale.request_id: [1]})
+    after = engine.arrive(prompt_of("after", "x", "y"))
+    after.num_computed_tokens = 2  # on block 8, which the mixed request wrote
+    second = engine.schedule({after.request_id: 2}, new={after.request_id: [8, 3]})
+    engine.take(second, {after.request_id: [1]})
+    assert [step.mixed for step in engine.told.steps] == [(0,), (1,)]
+    assert [step.references[0].ref_request for step in engine.told.steps] == [None, None]
+
+
+def test_a_request_on_blocks_of_the_run_is_stored_and_refers_to_their_owner() -> None:
+    engine = Engine(changed=True)
+    one = engine.arrive(prompt_of("one", "x", "y"))
+    two = engine.arrive(prompt_of("two", "x", "y"))
+    engine.take(
+        engine.schedule({one.request_id: 4}, new={one.request_id: [7, 8]}), {one.request_id: [1]}
+    )
+    two.num_computed_tokens = 2
+    step = engine.schedule({two.request_id: 2}, new={two.request_id: [7, 9]})
+    assert mark(step).left_out == {}
+    engine.take(step, {two.request_id: [1]})
+    assert engine.told.steps[1].references[0].ref_request == 0
+    assert engine.told.steps[1].mixed == ()
+
+
+def test_a_request_that_runs_on_from_the_run_before_is_left_out_from_its_arrival() -> None:
+    engine = Engine(changed=True)
+    engine.arrive(prompt_of("on", "x", "y", computed=3))
+    engine.arrive(prompt_of("waits", "x", "y"))
+    assert [m.left_out for m in engine.told] == [MIXED, EVERYTHING]
+    step = engine.schedule({"on-00000000": 1})
+    engine.side.hand_on()
+    engine.take(step, {"on-00000000": [1]})
+    engine.side.close()
+    ends = [m for m in engine.told if isinstance(m, RequestFinished)]
+    assert [(m.request, m.reason) for m in ends] == [(1, "unbegun")]
+
+
+def test_a_request_with_rows_that_resumes_on_old_blocks_loses_its_steps() -> None:
+    engine = Engine(changed=True)
+    request = engine.arrive(prompt_of("r", "x", "y"))
+    name = request.request_id
+    engine.take(engine.schedule({name: 4}, new={name: [7, 8]}), {name: [1]})
+    request.num_computed_tokens = 2
+    step = engine.schedule({name: 3}, resumed={name: [5, 6, 9]})  # another block of the same text
+    assert mark(step).lost == "changed_weights" and mark(step).left_out == {}
+    engine.take(step, {name: [1]})
+    assert engine.told.steps[-1].mixed == ()
+
+
+def test_the_results_of_a_step_of_the_run_before_are_of_no_step() -> None:
+    before, engine = Engine(), Engine(changed=True)
+    before.arrive(Request())
+    flying = before.schedule({A: 4})
+    engine.arrive(prompt_of("a", computed=4))
+    step = engine.schedule({A: 1})  # its first step has the same number
+    engine.take(flying, {A: [2]})
+    assert engine.told.steps == []
+    engine.take(step, {A: [3]})
+    assert len(engine.told.steps) == 1
+
+
+def test_an_adapter_is_known_by_what_was_loaded_and_not_by_its_name(tmp_path: Path) -> None:
+    def seen(engine: Engine, number: int, *, in_place: bool = False) -> str:
+        request: Any = Request(f"{len(engine.told)}-00000000")
+        request.lora_request = SimpleNamespace(
+            lora_name="poet", lora_int_id=number, lora_path=str(tmp_path), load_inplace=in_place
+        )
+        engine.arrive(request)
+        name, digest = engine.told[-1].adapter
+        assert name == "poet"
+        return str(digest)
+
+    def save(weights: bytes) -> str:
+        (tmp_path / "adapter_model.safetensors").write_bytes(weights)
+        line = f"adapter_model.safetensors {hashlib.sha256(weights).hexdigest()}\n"
+        return hashlib.sha256(line.encode()).hexdigest()
+
+    engine, old = Engine(), save(b"old")
+    assert seen(engine, 1) == old
+    new = save(b"new")
+    assert seen(engine, 1) == old  # the engine still has what it has loaded as number 1
+    assert seen(engine, 2) == new
+    assert seen(engine, 1, in_place=True) == new == seen(engine, 1)
+    assert seen(Engine(), 1) == new  # another harvest of the same process

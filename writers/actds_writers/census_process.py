@@ -19,6 +19,7 @@ from pathlib import Path
 
 from actds import layout
 from actds.errors import ActdsError
+from actds.format.tables import UNKNOWN_WEIGHTS
 from actds.ledger import Chain
 from actds.reading import read_genesis
 from actds.schema import CloseReason
@@ -64,6 +65,7 @@ class CensusProcess:
         self._journal = Journal(self._store, settings.run, self._begin)
         self._wanted: int | None = None
         self._reason: CloseReason | None = None
+        self._beside: dict[str, int] = {}
         self._last_progress = 0.0
         self._reserved: Path | None = None
 
@@ -101,6 +103,8 @@ class CensusProcess:
             self._wanted = message.last_step
         elif isinstance(message, Finish):
             self._reason = message.reason
+            if message.unknown_weights:
+                self._beside[UNKNOWN_WEIGHTS] = 1
 
     def _tell_mismatch(self) -> None:
         """End the run through its writer, once, when worker and scheduler name other tokens."""
@@ -198,7 +202,7 @@ class CensusProcess:
             ended.acknowledged, self._client, LOST_REASON, ended.dropped_steps
         )
         commit_census(store, chain, run, found)
-        chain.close(self._reason or "interrupted", found.totals)
+        chain.close(self._reason or "interrupted", found.totals | self._beside)
         remove_journal(store, run)
         return found.totals
 

@@ -30,6 +30,10 @@ _HASH_RANGE = 2**64
 _ENGINE_ID = re.compile(r"(?:[0-9]+_)?(?:cmpl-(?P<completion>.+)-[0-9]+|chatcmpl-(?P<chat>.+))")
 
 
+MIXED_WEIGHTS = "unsupported:mixed_weights"
+"""Why rows of a request are not stored whose KV was computed with other weights than the run's."""
+
+
 @dataclass(frozen=True)
 class Labels:
     """The properties of a request that rules can match.

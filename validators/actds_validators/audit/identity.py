@@ -6,12 +6,21 @@ from collections import defaultdict
 
 import pyarrow.compute as pc
 
+from actds.format import tables
 from actds.reading import Catalog
 
 MODEL = (
     "model.weights_sha256", "model.config_sha256", "model.quantization", "tokenizer.sha256",
 )  # fmt: skip
 """Facts in which runs of one model agree."""
+LOADED = "model.parameters_sha256"
+"""The weights in the memory of an engine; also of one whose weights came from no file."""
+LAYOUT = (
+    "engine.name", "engine.version", "engine.runner", "model.quantization",
+    "machine.processor", "machine.torch", "numerics.device", "numerics.dtype",
+    "serving.tensor_parallel", "serving.pipeline_parallel",
+)  # fmt: skip
+"""Facts on which the form of weights in memory depends: runs that differ in one say nothing."""
 SETTINGS = (
     "capture.overflow_policy", "capture.cast", "capture.sampling", "engine.name",
     "engine.version", "engine.runner", "serving.mode", "serving.prefix_caching",
@@ -24,7 +33,7 @@ SETTINGS = (
 
 def one_model(name: str) -> bool:
     """Return whether runs that differ in a fact are of different models."""
-    return name in MODEL
+    return name in MODEL or name == LOADED
 
 
 def rows_of(catalog: Catalog) -> dict[str, int]:
@@ -43,15 +52,29 @@ def differing_facts(catalog: Catalog) -> dict[str, dict[str, str]]:
     records = {run: catalog.runs[run].fields for run in catalog.runs_with_data}
     numerics = sorted({n for f in records.values() for n in f if n.startswith("numerics.")})
     found = {}
-    for name in (*MODEL, *numerics, *SETTINGS):
+    for name in (*MODEL, LOADED, *numerics, *SETTINGS):
         values = {
             run: str(fields[name].value)
             for run, fields in records.items()
             if name in fields and fields[name].value is not None
         }
-        if len(set(values.values())) > 1:
+        alike = defaultdict[object, set[str]](set)
+        for run, value in values.items():
+            fields = records[run]
+            alike[name == LOADED and tuple(repr(fields.get(n)) for n in LAYOUT)].add(value)
+        if any(len(some) > 1 for some in alike.values()):
             found[name] = values
     return found
+
+
+def of_unknown_weights(catalog: Catalog) -> list[str]:
+    """Return the runs with rows whose weights changed, nobody knows when (section 9.4)."""
+    closes = {c.run: c.close for c in catalog.chains.values() if c.kind == "census" and c.close}
+    return [
+        run
+        for run in catalog.runs_with_data
+        if run in closes and closes[run].totals.get(tables.UNKNOWN_WEIGHTS)
+    ]
 
 
 def rows_by_adapter(catalog: Catalog) -> dict[str | None, int]:

@@ -19,7 +19,13 @@ import pyarrow as pa
 from actds.reading import Catalog
 from actds.schema import RowCounts
 from actds.text import counted, share
-from actds_validators.audit.identity import differing_facts, one_model, rows_by_adapter, rows_of
+from actds_validators.audit.identity import (
+    differing_facts,
+    of_unknown_weights,
+    one_model,
+    rows_by_adapter,
+    rows_of,
+)
 from actds_validators.audit.place import Level, Place, PlaceName, SourceAccount, Worst
 from actds_validators.audit.result import (
     Accounting,
@@ -290,6 +296,10 @@ def _rules(audited: Audited) -> Place:
         )
     reasons = [s.reason or "" for s in account.waterfall if s.name == "filtered"]
     chosen = not any(reason.startswith(UNSUPPORTED) for reason in reasons)
+    to_do = ["If rows of what the rules left out are not wanted: --accept rules. Else harvest "
+             "again without the rules."]  # fmt: skip
+    if f"{UNSUPPORTED}mixed_weights" in reasons:
+        to_do.append("Reset the prefix cache whenever the weights of a running engine change.")
     level = audited.level_of(n / of)
     cells = audited.coverage.cells if audited.coverage else []
     return _place(
@@ -299,8 +309,7 @@ def _rules(audited: Audited) -> Place:
         headline=f"{share(n, of)} of the positions were left out by a rule",
         sentence=f"{n:,} of {counted(of, 'position')} ({share(n, of)}) were left out by a rule: "
         f"{_reasons(account, 'filtered')}.",
-        to_do=["If rows of what the rules left out are not wanted: --accept rules. Else harvest "
-               "again without the rules."],
+        to_do=to_do,
     )  # fmt: skip
 
 
@@ -444,7 +453,16 @@ def _identity(audited: Audited) -> Place:
         "one model, one set of settings",
         f"{runs}, one model, one set of settings.",
     )
-    if len(adapters) > 1:
+    doubtful = of_unknown_weights(audited.catalog)
+    if doubtful:
+        others = max(others, sum(rows[run] for run in doubtful))
+        headline = "rows of weights that nobody knows"
+        sentence = (
+            f"The weights of {', '.join(doubtful[:3])} were changed, and neither a call nor a "
+            "step has shown when (E509)."
+        )
+        held["level"] = "FAIL"
+    elif len(adapters) > 1:
         said = ", ".join(f"{n:,} of {name}" for name, n in adapters.items())
         others = max(others, sum(adapters.values()) - max(adapters.values()))
         headline, sentence = f"rows of {len(adapters)} models", f"Rows are of adapters: {said}."
@@ -462,10 +480,13 @@ def _identity(audited: Audited) -> Place:
         headline, sentence = f"{runs} with different settings", f"{runs} differ in {some}."
         held["level"] = "WARN"
     if differing:
-        values = next(iter(differing.values()))
+        # Of a model the fact that most runs know: weights that were set while an engine ran have no
+        # files.
+        values = max((differing[name] for name in models or differing), key=len)
         held["to_do"] = [
             f"Train on one of them: where=\"run == '{run}'\" ({rows[run]:,} rows: {_brief(value)})."
             for run, value in list(values.items())[:3]
+            if run not in doubtful
         ]
     return _place(
         audited, "identity", others, total, "rows", headline=headline, sentence=sentence,

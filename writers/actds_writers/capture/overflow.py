@@ -160,6 +160,13 @@ class Handover:
             if entry.reason != tables.FAILED_LOAD:
                 self._drop(entry, tables.READOUTS_FULL)
 
+    def lose(self, entry: Entry, reason: str) -> None:
+        """Drop a step whose rows may not be stored, under every policy; it is not placed yet."""
+        with self._changed:
+            if entry.state == "staged" and entry.slot is not None:
+                self._free_slot(entry)
+                self._drop(entry, reason)
+
     def place(self, entry: Entry, nbytes: int) -> int | None:
         """Return the offset of an entry's rows in the host ring, ``None`` when it is dropped.
 

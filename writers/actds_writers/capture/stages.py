@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from actds.errors import ActdsError
+from actds.format import tables
 from actds_writers.capture.op import TORCH_TYPES, HookBuffers
 from actds_writers.capture.overflow import Entry, Handover
 from actds_writers.capture.transfer import (
@@ -136,6 +137,8 @@ class _Moving:
         n_cut: by request, the last rows that are not handed over.
         index: staged rows that are stored, ``None`` for all.
         sampled: what was sampled from its logits, ``None`` where they are not read.
+        changed: bool ``(1, 1, 1)`` on the device: whether its weights are not those of the run,
+            ``None`` where they are not watched.
     """
 
     step: Step
@@ -148,6 +151,7 @@ class _Moving:
     message: StepRows | None = None
     sampled: _Sampled | None = None
     index: IntArray | None = None
+    changed: torch.Tensor | None = None
     identified: threading.Event = field(default_factory=threading.Event)
 
 
@@ -293,6 +297,7 @@ class Stages:
         positions: torch.Tensor,
         *,
         held: bool = False,
+        changed: torch.Tensor | None = None,
     ) -> None:
         """Take the rows of the step that just ran; returns when the hooks' buffers are free.
 
@@ -300,6 +305,7 @@ class Stages:
             token_ids: token fed at each row, ``(n,)``, from the buffer that the model read.
             positions: position of each row, ``(n,)``.
             held: whether they stay here until ``settle``.
+            changed: whether no row may be stored, as in ``_Moving``.
 
         Raises:
             ActdsError: of this or an earlier step: E501 rows that differ from the schedule, E502
@@ -329,7 +335,7 @@ class Stages:
             ):
                 staged.copy_(rows[:, :n])
         done = Mark(self._device, timed=True)
-        moving = _Moving(step, entry, n, narrow, done, time.time_ns())
+        moving = _Moving(step, entry, n, narrow, done, time.time_ns(), changed=changed)
         if held:
             self._held.append(moving)
         else:
@@ -376,6 +382,14 @@ class Stages:
     def _release(self, moving: _Moving) -> None:
         self._unidentified.put(moving)
         self._unmoved.put(moving)
+
+    def abandon(self) -> None:
+        """Release the steps whose results nobody will tell, without a row."""
+        while self._held:
+            moving = self._held[0]
+            step = moving.step
+            n_cut = dict(zip(step.requests.tolist(), step.n_rows.tolist(), strict=True))
+            self.settle(step.step, n_cut)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until the writer has taken every step; return whether it has."""
@@ -463,6 +477,11 @@ class Stages:
                 self.handover.give_up_step(moving.entry)
         if moving.sampled is not None:
             self._tell_sampled(step.step, moving.sampled, copier)
+        if moving.changed is not None:
+            flag = torch.empty(1, 1, 1, dtype=torch.bool, pin_memory=self._device.type == "cuda")
+            copier.copy([flag], [moving.changed], None, moving.done)
+            if bool(flag):
+                self.handover.lose(moving.entry, tables.CHANGED_WEIGHTS)
         duration = moving.done.nanoseconds_since(step.began) if step.began else None
         self._executed(step, duration or step.duration_ns, max(int(seen.max()), n))
 

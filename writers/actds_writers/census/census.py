@@ -42,14 +42,18 @@ from actds_writers.ipc.messages import (
     TokensSampled,
 )
 from actds_writers.roles import intervals
+from actds_writers.sampling import MIXED_WEIGHTS
 
 NO_STEP = NO_REFERENCE = -1
 AFTER_END = "after_end"
 """Reason of rows that were computed past the end of a request."""
 PROCESS_ENDED = "the process ended before it was served"
 """Reason of prompts that were not begun, where the client could not say why."""
+HANDED_ON = "the weights changed before it was served; it is in the engine's next run"
+"""Reason of requests that the scheduler had and no step computed."""
 RUNNING, NO_REQUEST = -1, -2
-"""Instead of a number of sampled tokens: the request has not ended; there is no such request."""
+"""Instead of a number of sampled tokens: the request has not ended; there is no such request, or
+it owes nothing."""
 
 _COLUMNS = {
     kind: [f.name for f in fields(kind) if f.name in tables.SCHEMAS["steps"].names[1:]]
@@ -157,6 +161,9 @@ class Census:
         for number in message.preempted:
             if (request := self._requests.running(number)) is not None:
                 request.n_preemptions += 1
+        for left_out in self._left_out.values():
+            for number in message.mixed:
+                left_out.setdefault(number, MIXED_WEIGHTS)
         who, start = message.requests, message.starts
         nothing = np.zeros(len(who), np.int64)
         n_late = nothing if message.n_undelivered is None else message.n_undelivered
@@ -167,7 +174,9 @@ class Census:
         prompt = self._prompt_len.values[who]
         first = cached[who] < 0
         cached[who[first]] = start[first]
-        n_hits, n_asked = int(start[first].sum()), int(prompt[first].sum())
+        # A request that runs on from another run may begin behind its prompt.
+        n_hits = int(np.minimum(start, prompt)[first].sum())
+        n_asked = int(prompt[first].sum())
         self._hit_tokens += n_hits
         self._queried_tokens += n_asked
         new = np.clip(high[who], start, stop)
@@ -235,7 +244,8 @@ class Census:
 
     def _finished(self, message: RequestFinished) -> None:
         self._requests.end(message)
-        self._generated.values[message.request] = message.generated_len
+        unserved = message.reason in tables.UNSERVED
+        self._generated.values[message.request] = NO_REQUEST if unserved else message.generated_len
         self._n_finished += 1
 
     def _sampled(self, message: TokensSampled) -> None:
@@ -378,6 +388,8 @@ class Census:
         columns: dict[str, list[object]] = {name: [] for name in tables.SCHEMAS["roles"].names}
         for request in (one for batch in self._requests.batches() for one in batch):
             arrived, finished = request.arrived, request.finished
+            if finished and finished.reason in tables.UNSERVED:
+                continue
             generated = finished.generated_len if finished else 0
             n_positions = arrived.prompt_len + max(generated - 1, 0)
             of_engine = arrived.roles + (finished.roles if finished else "")
@@ -456,7 +468,7 @@ def _request_row(
         "finish_ns": finished.t_ns if finished else None,
         "finish_reason": reason,
         "reason": why,
-        "token_digest": finished.token_digest if finished else None,
+        "token_digest": (finished.token_digest or None) if finished else None,
         "sampling": arrived.sampling,
         "block_digests": list(arrived.block_digests) if arrived.block_digests else None,
         "adapter": arrived.adapter[0] if arrived.adapter else None,
@@ -468,7 +480,9 @@ def _request_row(
 def _finish_reason(finished: RequestFinished | None) -> tuple[str, str | None]:
     """Return one of the spec's finish reasons, and an explanation where it needs one."""
     if finished is None:
-        return "unfinished", "the engine ended before the request did"
+        return "unfinished", "the run ended before the request did"
+    if finished.reason in tables.UNSERVED:
+        return finished.reason, HANDED_ON
     if finished.reason in tables.FINISH_REASONS:
         return finished.reason, None
     return "error", f"the engine's own reason: {finished.reason}"

@@ -7,6 +7,7 @@ the model and hands over the rows of every step.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import time
@@ -278,7 +279,10 @@ class WorkerSide:
             form=form,
             directions=None if read is None else [read[i] for i in mine],
         )
-        self.stages = Stages(link, self.buffers, self.hooks, max_rows, in_flight)
+        self._stages_of = functools.partial(
+            Stages, buffers=self.buffers, hooks=self.hooks, max_rows=max_rows, in_flight=in_flight
+        )
+        self.stages = self._stages_of(link)
 
     def check(self, run: Callable[[], HookCheck]) -> None:
         """Check the hooks before any request, and note the result.
@@ -293,6 +297,22 @@ class WorkerSide:
         except ActdsError as error:
             self.stages.fail(error)
             raise
+
+    def change_run(self, link: Link, timeout_s: float) -> None:
+        """End what was captured for one run, and capture for the next with the same hooks.
+
+        Args:
+            timeout_s: how long the writer may take to catch up; what it has not taken then is lost
+                to the run that ends, whose census counts it as aborted.
+        """
+        self.stages.abandon()
+        self.stages.drain(timeout_s)
+        self.stages.close()
+        if self._check_fact.origin == "observed":
+            reason = f"checked in run {self.link.run} of the same engine, with other weights"
+            self._check_fact = Fact("capture.check", None, "unknown", reason)
+        self.link, self._introduced, self._began = link, False, None
+        self.stages = self._stages_of(link)
 
     def before_step(self) -> None:
         """Reset the row counts of the last step."""
@@ -322,6 +342,7 @@ class WorkerSide:
         left_out: tuple[LeftOut, ...] = (),
         lost: str | None = None,
         held: bool = False,
+        changed: torch.Tensor | None = None,
     ) -> None:
         """Hand over the rows of the step that just ran.
 
@@ -329,6 +350,7 @@ class WorkerSide:
             step: its number; other arguments not listed here as in ``Step``.
             token_ids: token fed at each row, from the buffer that the model read.
             held: whether the rows wait for ``settle``.
+            changed: as in ``Stages.hand_over``.
 
         Raises:
             ActdsError: E501 when a hook did not see every row, E502 when the writer is gone.
@@ -345,7 +367,7 @@ class WorkerSide:
             began=self._began,
             lost=lost,
         )
-        self.stages.hand_over(ran, token_ids, positions, held=held)
+        self.stages.hand_over(ran, token_ids, positions, held=held, changed=changed)
 
     def add_sampled(
         self, step: int, requests: Sequence[int], reading: Reading, token_ids: torch.Tensor

@@ -151,14 +151,19 @@ class Pipeline:
         """Let the writer commit and end as soon as its worker is gone; the census continues."""
         self._send("writer", Finish(reason))
 
-    def finish(self, reason: CloseReason) -> dict[str, dict[str, int]]:
+    def finish(
+        self, reason: CloseReason, *, unknown_weights: bool = False
+    ) -> dict[str, dict[str, int]]:
         """End the run after the engine has ended; return the totals of ``writer`` and ``census``.
+
+        Args:
+            unknown_weights: as in ``Finish``.
 
         Raises:
             ActdsError: the failure of a process; E506 when one does not answer.
         """
         for name in self.processes:
-            self._send(name, Finish(reason))
+            self._send(name, Finish(reason, unknown_weights))
         deadline = time.monotonic() + FINISH_TIMEOUT_S
         while set(self._done) != set(self.processes):
             for name, connection in self._connections.items():

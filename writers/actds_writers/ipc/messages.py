@@ -313,6 +313,8 @@ class StepScheduled:
         n_undelivered: of these, positions past the request's end, ``None`` for none.
         n_rejected: of these, the last ones: rows of rejected drafts, ``None`` for none. The
             undelivered ones stand before them, and what is kept before those.
+        mixed: requests that this step admits on KV of other weights than the run's, so that no row
+            of them is stored.
     """
 
     step: int
@@ -329,6 +331,7 @@ class StepScheduled:
     n_rejected: IntArray | None = None
     drafted_tokens: int | None = None
     accepted_tokens: int | None = None
+    mixed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -351,7 +354,8 @@ class RequestFinished:
     """A request has left the scheduler.
 
     Args:
-        token_digest: SHA-256 of the token ids of ``[0, P+G-1)`` as uint32 LE.
+        reason: the engine's own, or ``unbegun`` of one that the next run of the engine serves.
+        token_digest: SHA-256 of the token ids of ``[0, P+G-1)`` as uint32 LE; empty when unbegun.
         cached_as_reported: whether the engine's own count of cached tokens is of those that it
             served; else it counts some that were then computed.
         roles: of ``[P, P+G-1)``, where those of the prompt came with the arrival.
@@ -483,9 +487,11 @@ class Finish:
 
     Args:
         reason: ``finished``, ``interrupted`` or ``failed``.
+        unknown_weights: whether the weights were changed, and nobody knows when.
     """
 
     reason: CloseReason
+    unknown_weights: bool = False
 
 
 # writer and census → harvest ----------------------------------------------------------------------

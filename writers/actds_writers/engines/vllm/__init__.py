@@ -456,7 +456,9 @@ def _script_kept_out() -> Iterator[None]:
     One without a main guard would else harvest again in each of them, as would a notebook's.
     """
     main = sys.modules["__main__"]
-    kept = {name: vars(main)[name] for name in ("__file__", "__spec__") if name in vars(main)}
+    kept: dict[str, Any] = {
+        name: vars(main)[name] for name in ("__file__", "__spec__") if name in vars(main)
+    }
     vars(main).update({name: None for name in kept})
     try:
         yield

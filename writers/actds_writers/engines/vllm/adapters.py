@@ -10,7 +10,6 @@ says so. A harvest has therefore one adapter for every request, or none.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from dataclasses import dataclass
@@ -66,7 +65,6 @@ def read_adapter(folder: str) -> Adapter:
     return Adapter(path.name, path, rank)
 
 
-@functools.cache
 def adapter_sha256(folder: str) -> str | None:
     """Return the SHA-256 over the sorted 'name sha256' lines of the adapter's files, if any.
 

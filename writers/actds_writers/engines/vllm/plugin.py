@@ -19,9 +19,11 @@ import time
 from collections.abc import Callable
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from actds.errors import ActdsError
 from actds_writers.ipc.link import ENVIRONMENT, Link
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 EXECUTOR = "vllm.v1.executor.abstract"
 INPUTS = "vllm.v1.engine.input_processor"
 DRAIN_TIMEOUT_S = 300.0
+VERIFY_TIMEOUT_S = 60.0
 CRASH_PATIENCE_S = 5.0
 """After a crash the last step may never arrive, as it may not have run."""
 
@@ -145,6 +148,10 @@ def _wrap_executor(module: Any) -> None:
             close()
             live.end("failed")
             raise
+        from actds_writers.engines.vllm.weights import WeightsWatch
+
+        folder = Path(vllm_config.model_config.model)
+        live.watch = WeightsWatch(self, folder, functools.partial(_give_up, "engine core"))
 
     executor.__init__ = initialising
 
@@ -231,6 +238,11 @@ def _drain(live: LiveRun, engine_core: Any) -> CloseReason:
     unfinished = scheduler.get_num_unfinished_requests()
     patience_s = CRASH_PATIENCE_S if crashed else DRAIN_TIMEOUT_S
     drained = account is not None and live.drain(lambda: account.last_step, patience_s)
+    if not crashed and live.watch is not None:
+        try:
+            live.watch.verify(VERIFY_TIMEOUT_S)
+        except ActdsError as error:
+            live.fail(error)
     close()
     return "failed" if crashed else "finished" if drained and not unfinished else "interrupted"
 
@@ -378,12 +390,16 @@ def _wrap_scheduler() -> None:
 
     @functools.wraps(add_request)
     def adding(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._actds is not None and _live is not None:
+            _reported(self, _look_at_weights, self, _live)
         if self._actds is not None:
             _reported(self, self._actds.arrived, request)
         return add_request(self, request, *args, **kwargs)
 
     @functools.wraps(schedule)
     def scheduling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _live is not None and self._actds is not None:
+            _reported(self, _look_at_weights, self, _live)
         if self._actds is None:
             return schedule(self, *args, **kwargs)
         running = {request.request_id for request in self.running}
@@ -424,7 +440,48 @@ def _wrap_scheduler() -> None:
     Scheduler.update_from_output, Scheduler.has_requests = updating, having
 
 
-def _scheduler_side(scheduler: Any, link: Link) -> Any:
+def _look_at_weights(scheduler: Any, live: LiveRun) -> None:
+    """Begin another run before a step, if its weights are not those of the last one."""
+    from actds_writers.engines.vllm.weights import WrittenBlocks, change_run, weights_facts
+
+    global _live, _link
+    watch, old = live.watch, scheduler._actds
+    if watch is None or not watch.is_due or live.failure is not None:
+        return
+    pause = getattr(getattr(scheduler, "pause_state", None), "name", "")
+    if pause == "PAUSED_ALL" or (pause == "PAUSED_NEW" and not scheduler.running):
+        return  # no step follows, and an update may have come half of the way
+    change = watch.look()
+    old.weights = watch.digest
+    if change is None:
+        return
+    before, hashed = live.link.run, getattr(live.link.settings, "weights_digest", False)
+    _live = following = live.follow(weights_facts(change, before, hashed=hashed))
+    logging.getLogger("vllm.actds").warning(
+        "actds: the weights were changed by %s: run %s ends, run %s begins.",
+        change.words(),
+        before,
+        following.link.run,
+    )
+    _link = following.link
+    os.environ[ENVIRONMENT] = _link.to_environment()
+    try:
+        groups = scheduler.kv_cache_config.kv_cache_groups
+        written = WrittenBlocks([int(group.kv_cache_spec.block_size) for group in groups])
+        side = _scheduler_side(scheduler, _link, written=written, weights=change.digest)
+        watch.rpc(change_run, args=(_link, old.take_settled()))
+        for request in scheduler.requests.values():
+            if not request.is_finished():
+                side.arrived(request, old.chat_of(request))
+        scheduler._actds = side
+    finally:
+        _closers.remove(old.close)
+        old.hand_on()
+        old.close()
+        live.end_aside("interrupted" if scheduler.requests else "finished")
+
+
+def _scheduler_side(scheduler: Any, link: Link, **more: Any) -> Any:
     from actds_writers.engines.vllm.scheduler import VllmSchedulerSide
     from actds_writers.ipc.link import Sender
 
@@ -440,6 +497,7 @@ def _scheduler_side(scheduler: Any, link: Link) -> Any:
         rules,
         adapters=not link.live,
         entropy=link.settings.entropy,
+        **more,
     )
     if scheduler.connector is not None:
         side.follow(scheduler.connector)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,11 +19,13 @@ from typing import Any
 import numpy as np
 
 from actds.errors import ActdsError
+from actds.format import tables
 from actds_writers.engines.account import Channel, SchedulerSide
 from actds_writers.engines.vllm.adapters import adapter_sha256
 from actds_writers.engines.vllm.chats import ChatRoles, take_roles
+from actds_writers.engines.vllm.weights import Blocks, WrittenBlocks, blocks_of_step
 from actds_writers.ipc.messages import Reference, RequestFinished, StepScheduled
-from actds_writers.sampling import EVERYTHING, Labels, LeftOut, SamplingRules
+from actds_writers.sampling import EVERYTHING, MIXED_WEIGHTS, Labels, LeftOut, SamplingRules
 
 log = logging.getLogger("vllm.actds")
 DIGEST_NBYTES = 16
@@ -51,6 +54,10 @@ class _Tracked:
     admitted: bool = False
     as_reported: bool = True
     """Whether the engine's count of cached tokens is of those that it served."""
+    mixed: bool = False
+    """Whether it is computed on KV of other weights than the run's."""
+    loses: bool = False
+    """Whether that began behind rows of it, so that its steps are lost from then on."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,8 @@ class StepMark:
         finished: numbers of the requests that ended since the last step.
         left_out: by engine id, what the sampling rules leave out.
         settled: the steps whose results were taken since the last mark, in order.
+        weights: digest of the weights that the step computes with, ``None`` where nobody looks.
+        lost: why no row of the step may be stored.
     """
 
     step: int
@@ -81,6 +90,8 @@ class StepMark:
     finished: tuple[int, ...]
     left_out: dict[str, LeftOut] = field(default_factory=dict)
     settled: tuple[Settled, ...] = ()
+    weights: str | None = None
+    lost: str | None = None
 
 
 @dataclass
@@ -129,6 +140,7 @@ class _Flying:
 
     message: StepScheduled
     parts: dict[str, _Part]
+    mark: StepMark | None = None
     n_drafted: int = 0
     n_accepted: int = 0
 
@@ -141,6 +153,9 @@ class VllmSchedulerSide(SchedulerSide):
         n_blocks: KV blocks of the cache; bounds the remembered prefix blocks.
         adapters: whether every request has the same LoRA adapter, so that rows are stored.
         entropy: whether the tokens that requests get are reported.
+        written: the KV blocks that the run's weights computed, of a run that began when they
+            changed; ``None`` where there are no others.
+        weights: digest of the run's weights, as in ``StepMark``.
     """
 
     def __init__(
@@ -152,10 +167,14 @@ class VllmSchedulerSide(SchedulerSide):
         *,
         adapters: bool = False,
         entropy: bool = False,
+        written: WrittenBlocks | None = None,
+        weights: str | None = None,
     ) -> None:
         super().__init__(census)
+        self._written, self.weights = written, weights
         self._entropy = entropy
         self._adapters = adapters
+        self._adapter_digests: dict[int, str | None] = {}
         self._block_size = block_size
         self._rules = rules
         self._tracked: dict[str, _Tracked] = {}
@@ -191,22 +210,39 @@ class VllmSchedulerSide(SchedulerSide):
         connector.get_num_new_matched_tokens = matching
         connector.update_state_after_alloc = allocating
 
-    def arrived(self, request: Any) -> None:
+    def chat_of(self, request: Any) -> ChatRoles | None:
+        """Return the roles of a request that was taken, ``None`` without any."""
+        tracked = self._tracked.get(request.request_id)
+        return tracked.chat if tracked is not None else None
+
+    def hand_on(self) -> None:
+        """Report the requests that no step of the run has computed: they are of the next one."""
+        for tracked in self._tracked.values():
+            if not tracked.admitted:
+                self.report(RequestFinished(tracked.number, time.time_ns(), "unbegun", 0, ""))
+
+    def arrived(self, request: Any, chat: ChatRoles | None = None) -> None:
         """Number and report a request that the scheduler took.
 
         One that cannot be described is left out, so that nobody else's capture ends with it.
+
+        Args:
+            chat: its roles, if the run before has taken them from it.
         """
         if request.request_id in self._tracked:
             return  # the next input of a session
         prompt_len = request.num_prompt_tokens
         external_id = _external_id(request.request_id)
-        chat = None
         try:
-            chat = take_roles(request.sampling_params, prompt_len)
+            chat = chat or take_roles(request.sampling_params, prompt_len)
             about = self._described(request, external_id)
         except Exception as error:
             log.warning("actds: request %s is left out: %r", external_id[:80], error)
             about = {"sampling": None, "left_out": _unsupported("request")}
+        # What runs on from the run before has KV of its weights.
+        mixed = self._written is not None and request.num_computed_tokens > 0
+        if mixed:
+            about["left_out"] = _mixed(about["left_out"])
         number = self.number_request(
             external_id,
             prompt_len,
@@ -214,7 +250,9 @@ class VllmSchedulerSide(SchedulerSide):
             roles=chat.prompt if chat else "",
             **about,
         )
-        self._tracked[request.request_id] = _Tracked(number, prompt_len, about["left_out"], chat)
+        self._tracked[request.request_id] = _Tracked(
+            number, prompt_len, about["left_out"], chat, mixed=mixed
+        )
 
     def _described(self, request: Any, external_id: str) -> dict[str, Any]:
         """Return what ``number_request`` takes of a request besides its names and its prompt."""
@@ -235,11 +273,20 @@ class VllmSchedulerSide(SchedulerSide):
         tracked_of = {request: self._tracked[request] for request in n_tokens}
         parts: dict[str, _Part] = {}
         references: list[Reference] = []
+        mixed: list[int] = []
+        blocks = blocks_of_step(output) if self._written is not None else ({}, {})
         for engine_id, count in n_tokens.items():
             request, tracked = scheduler.requests[engine_id], tracked_of[engine_id]
             # schedule() has advanced the count by what it scheduled.
-            start = request.num_computed_tokens - count
+            start, is_new = request.num_computed_tokens - count, not tracked.admitted
             references += self._references(request, tracked, start)
+            if self._written is not None and self._mixes(engine_id, tracked, start, *blocks):
+                tracked.mixed = True
+                if is_new:
+                    mixed.append(tracked.number)
+                    tracked.left_out = _mixed(tracked.left_out)
+                else:
+                    tracked.loses = True
             tracked.high_water = max(tracked.high_water, start + count)
             self._own_blocks(request, tracked, tracked.high_water)
             n_drafts = len(drafts.get(engine_id, ()))
@@ -254,13 +301,10 @@ class VllmSchedulerSide(SchedulerSide):
             references=tuple(references),
             preempted=tuple(self._tracked[p].number for p in preempted),
             kv_usage=float(scheduler.kv_cache_manager.usage),
+            mixed=tuple(mixed),
         )
-        if parts:
-            last = self._unsent[-1]
-            assert isinstance(last, _Flying)
-            last.parts = parts
-        settled, self._settled = tuple(self._settled), []
-        return StepMark(
+        loses = any(tracked.loses for tracked in tracked_of.values())
+        mark = StepMark(
             step,
             {request: tracked.number for request, tracked in tracked_of.items()},
             finished,
@@ -269,8 +313,45 @@ class VllmSchedulerSide(SchedulerSide):
                 for request, tracked in tracked_of.items()
                 if tracked.left_out != EVERYTHING
             },
-            settled,
+            self.take_settled(),
+            self.weights,
+            tables.CHANGED_WEIGHTS if loses else None,
         )
+        if parts:
+            last = self._unsent[-1]
+            assert isinstance(last, _Flying)
+            last.parts, last.mark = parts, mark
+        return mark
+
+    def take_settled(self) -> tuple[Settled, ...]:
+        """Return the steps whose results were taken since the last call, in order."""
+        settled, self._settled = tuple(self._settled), []
+        return settled
+
+    def _mixes(
+        self,
+        engine_id: str,
+        tracked: _Tracked,
+        start: int,
+        admitted: dict[str, Blocks],
+        further: dict[str, Blocks],
+    ) -> bool:
+        """Follow the KV blocks of a scheduled request; return whether it becomes a mixed one.
+
+        Args:
+            start: positions that it has from KV when it is admitted.
+        """
+        assert self._written is not None
+        began, blocks = False, admitted.get(engine_id)
+        first_loaded, loaded = tracked.loading
+        if blocks is None:
+            start, blocks = 0, further.get(engine_id, ())
+        elif not tracked.mixed:
+            # Of KV from outside nobody knows the weights.
+            began = loaded > first_loaded or not self._written.serve(blocks, start)
+        if blocks:
+            self._written.write(blocks, start, mixed=tracked.mixed or began)
+        return began
 
     @property
     def has_news(self) -> bool:
@@ -390,10 +471,13 @@ class VllmSchedulerSide(SchedulerSide):
             super().report(self._unsent.popleft())  # type: ignore[arg-type]
 
     def _of(self, output: Any) -> _Flying | None:
-        """Return the step in flight that an output is of, ``None`` for one without tokens."""
+        """Return the step in flight that an output is of, ``None`` for one without tokens.
+
+        ``None`` as well for a step of the run before, which was in flight when this one began.
+        """
         mark = getattr(output, "_actds", None)
         for flying in self._unsent:
-            if isinstance(flying, _Flying) and mark and flying.message.step == mark.step:
+            if isinstance(flying, _Flying) and mark is not None and flying.mark is mark:
                 return flying
         return None
 
@@ -427,15 +511,23 @@ class VllmSchedulerSide(SchedulerSide):
             roles=tracked.chat.sampled(tokens[n_prompt:-1]) if tracked.chat else "",
         )
 
-    @staticmethod
-    def _adapter(request: Any) -> tuple[str, str | None] | None:
-        """Return name and digest of a request's LoRA adapter, ``None`` without one."""
+    def _adapter(self, request: Any) -> tuple[str, str | None] | None:
+        """Return name and digest of a request's LoRA adapter, ``None`` without one.
+
+        An engine loads an adapter once for each of its numbers, whatever becomes of the files or
+        is loaded under the same name.
+        """
         lora = getattr(request, "lora_request", None)
-        return (str(lora.lora_name), adapter_sha256(str(lora.lora_path))) if lora else None
+        if not lora:
+            return None
+        number = int(lora.lora_int_id)
+        if number not in self._adapter_digests or getattr(lora, "load_inplace", False):
+            self._adapter_digests[number] = adapter_sha256(str(lora.lora_path))
+        return str(lora.lora_name), self._adapter_digests[number]
 
     def _left_out(self, request: Any, external_id: str) -> LeftOut:
         """Return why rows of a request are not stored: what it is, or a rule."""
-        if self._adapter(request) is not None and not self._adapters:
+        if getattr(request, "lora_request", None) and not self._adapters:
             return _unsupported("lora")
         for kind, attribute in _KINDS.items():
             value = getattr(request, attribute, None)
@@ -489,6 +581,8 @@ class VllmSchedulerSide(SchedulerSide):
 
     def _own_blocks(self, request: Any, tracked: _Tracked, high_water: int) -> None:
         """Note this request as the one that completed the blocks below a mark."""
+        if tracked.mixed:
+            return
         n_full = min(high_water // self._block_size, len(request.block_hashes))
         for block in range(tracked.n_owned_blocks, n_full):
             # A block that was evicted and computed again is served from the new computation.
@@ -541,6 +635,11 @@ def _is_empty(value: Any) -> bool:
 def _unsupported(kind: str) -> LeftOut:
     reason = f"unsupported:{kind}"
     return LeftOut(reason, reason)
+
+
+def _mixed(left_out: LeftOut) -> LeftOut:
+    """Return what is left out of a request whose KV is of other weights."""
+    return LeftOut(left_out.prefill or MIXED_WEIGHTS, left_out.decode or MIXED_WEIGHTS)
 
 
 def _external_id(internal_id: str) -> str:

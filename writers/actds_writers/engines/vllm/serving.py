@@ -7,6 +7,7 @@ there ends the service.
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 import os
@@ -14,11 +15,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from actds import layout
 from actds.errors import ActdsError
+from actds.format import tables
 from actds.format.readouts import NONE
 from actds.reading import read_genesis
 from actds.schema import CloseReason
@@ -28,6 +31,7 @@ from actds_writers.config import LiveSettings, WriterSettings, settings_of
 from actds_writers.engine_protocol import OPTION
 from actds_writers.engines.account import layer_config
 from actds_writers.engines.vllm import graph_key, refuse_options, refuse_unread, versions
+from actds_writers.engines.vllm.weights import WeightsWatch
 from actds_writers.harvest.prepare import hold
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.ipc.link import Link
@@ -63,31 +67,66 @@ class LiveRun:
     """Writer and census of one engine, supervised in the background.
 
     Args:
-        pipeline: both processes, started and not yet connected.
+        begin: starts both processes, which are not yet connected.
         release: releases the dataset's lock.
         metrics: host and port where metrics are served, ``None`` to serve none.
+        before: the run of the same engine that this one follows.
     """
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        begin: Callable[[WriterSettings], Pipeline],
+        writer: WriterSettings,
         rules: SamplingRules,
         release: Callable[[], None],
         metrics: tuple[str, int] | None = None,
+        before: LiveRun | None = None,
     ) -> None:
-        self.pipeline, self._release, self._metrics = pipeline, release, metrics
-        self.link: Link = pipeline.link
+        self._begin, self._writer = begin, writer
+        self._metrics_at, self._metrics, self._release = metrics, metrics, release
+        self.pipeline = begin(writer)
+        self.link: Link = self.pipeline.link
+        self.watch: WeightsWatch | None = None
+        self._n_changed = 0
+        """Tokens that were computed with other weights, as far as the census has said."""
+        self._before = before
         self._began = time.monotonic()
         self.rules = rules
         self.failure: Exception | None = None
+        self._unknown_weights = False
         self._failing = threading.Lock()
         self._ending = threading.Event()
         self._ended = False
         self._thread = threading.Thread(target=self._supervise, name="actds-live", daemon=True)
         self._thread.start()
 
+    def follow(self, facts: Sequence[Fact]) -> LiveRun:
+        """Return the next run of the same engine, begun; this one still has to end.
+
+        Args:
+            facts: those of its run record that differ.
+        """
+        self._ending.set()  # a port of metrics is free when the thread has ended
+        self._thread.join()
+        known = {fact.name: fact for fact in (*self._writer.facts, *facts)}
+        writer = replace(
+            self._writer,
+            facts=tuple(known.values()),
+            run=layout.new_id("r"),
+            started_ns=time.time_ns(),
+        )
+        run = LiveRun(self._begin, writer, self.rules, self._release, self._metrics_at, before=self)
+        run.watch, self._release = self.watch, lambda: None
+        return run
+
+    def end_aside(self, reason: CloseReason) -> None:
+        """End the run on a thread of its own, which the end of the next run waits for."""
+        self._thread = threading.Thread(target=self.end, args=(reason,), name="actds-end")
+        self._thread.start()
+
     def fail(self, error: Exception) -> None:
         """Note that capture has ended, and log it once."""
+        self._unknown_weights |= isinstance(error, ActdsError) and error.code == "E509"
         with self._failing:
             if self.failure is not None:
                 return
@@ -121,10 +160,17 @@ class LiveRun:
             return
         self._ended = True
         self._ending.set()
-        self._thread.join()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        if self._before is not None:
+            self._before.wait()
+            self._before = None
         try:
             with self.pipeline:
-                ended = self.pipeline.finish("failed" if self.failure is not None else reason)
+                ended = self.pipeline.finish(
+                    "failed" if self.failure is not None else reason,
+                    unknown_weights=self._unknown_weights,
+                )
             log.info(
                 "actds: run %s is complete: %s rows stored, %s positions dropped, %s aborted, "
                 "%s filtered. When all engines have ended: actds seal",
@@ -138,6 +184,10 @@ class LiveRun:
             log.error("actds: run %s: %s", self.link.run, error)
         finally:
             self._release()
+
+    def wait(self) -> None:
+        """Wait for what ``end_aside`` began."""
+        self._thread.join()
 
     def _supervise(self) -> None:
         """Take the messages of the processes until the end."""
@@ -162,6 +212,10 @@ class LiveRun:
             self.pipeline.poll()
         except ActdsError as error:
             self.fail(error)
+        counted = self.pipeline.counted
+        n_changed = counted.dropped.get(tables.CHANGED_WEIGHTS, 0) if counted else 0
+        if self.watch is not None and n_changed > self._n_changed:
+            self._n_changed, self.watch.is_suspected = n_changed, True
         if self.failure is not None and not told:
             # Let the writer commit its buffers now; the census continues to the end.
             self.pipeline.end_writer("failed")
@@ -222,19 +276,25 @@ def start(config: Any, document: Any) -> LiveRun:
         compare_hooks(out, hooks)
         readouts, probes = _readouts(settings, hooks)
         writer = _writer_settings(settings, model, hooks, readouts, _replica(config))
-        pipeline = Pipeline(
-            writer,
-            tuple(places),
-            # The client of an engine core in its own process is the parent.
-            os.getppid() if multiprocessing.parent_process() is not None else os.getpid(),
-            lock,
+        # The client of an engine core in its own process is the parent.
+        in_child = multiprocessing.parent_process() is not None
+        begin = functools.partial(
+            Pipeline,
+            hooks=tuple(places),
+            client_pid=os.getppid() if in_child else os.getpid(),
+            lock=lock,
             probes=probes,
         )
+        metrics = None
+        if settings.metrics_port is not None:
+            replica = config.parallel_config.data_parallel_index if settings.metrics_port else 0
+            metrics = (settings.metrics_host, settings.metrics_port + replica)
+        rules = settings.rules()
+        run = LiveRun(begin, writer, rules, lambda: os.close(lock), metrics)
     except BaseException:
         os.close(lock)
         raise
-    config.additional_config = {**config.additional_config, "actds": graph_key(pipeline.link)}
-    rules = settings.rules()
+    config.additional_config = {**config.additional_config, "actds": graph_key(run.link)}
     log.info(
         "actds: capturing %s into %s as run %s; sampling %s; when the ring is full: %s",
         ", ".join(hook.name for hook in hooks),
@@ -243,11 +303,7 @@ def start(config: Any, document: Any) -> LiveRun:
         rules.describe(),
         settings.overflow,
     )
-    metrics = None
-    if settings.metrics_port is not None:
-        replica = config.parallel_config.data_parallel_index if settings.metrics_port else 0
-        metrics = (settings.metrics_host, settings.metrics_port + replica)
-    return LiveRun(pipeline, rules, lambda: os.close(lock), metrics)
+    return run
 
 
 def _replica(config: Any) -> tuple[int, int]:

@@ -8,7 +8,7 @@ over. Two generations of model runners keep the identity of rows in different pl
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from actds.format import tables
 from actds_writers.capture.hooks import find_kind, raise_all
 from actds_writers.capture.logits import Reading
 from actds_writers.capture.taps import StreamForm
+from actds_writers.capture.weights import WeightsSample
 from actds_writers.engines.account import (
     WorkerSide,
     layer_config,
@@ -51,7 +52,10 @@ class WorkerCapture(WorkerSide):
 
     def __init__(self, worker: Any, link: Link) -> None:
         self._worker = worker
-        self._numbers: dict[str, tuple[int, int]] = {}
+        self._prompt_lens: dict[str, int] = {}
+        self._weights: str | None = None
+        self.sample: WeightsSample | None = None
+        """Of the weights that the run's steps compute with, where the engine core looks at them."""
         self._left_out: dict[str, LeftOut] = {}
         self.is_set_up = False
         self._loads: LoadErrors | None = None
@@ -124,17 +128,31 @@ class WorkerCapture(WorkerSide):
         """
         super().before_step()
         self._awaits_logits, self._reading, self._sampling = self._reads_logits, None, None
-        self.introduce(lambda: observe(self._worker, self.link))
+        weights = (Fact("model.parameters_sha256", self._weights, "observed"),)
+        self.introduce(
+            lambda: (*observe(self._worker, self.link), *(weights if self._weights else ()))
+        )
         if self._loads is None:
             self._loads = LoadErrors()
 
     def settle_steps(self, scheduled: Any) -> None:
         """Release the steps whose results the scheduler took before it scheduled this one."""
         mark = getattr(scheduled, "_actds", None)
-        for settled in mark.settled if mark is not None else ():
+        self._weights = mark.weights if mark is not None else None
+        self._settle(mark.settled if mark is not None else ())
+
+    def _settle(self, steps: Sequence[Any]) -> None:
+        for settled in steps:
             if self._reads_logits and not self.stages.is_sampled(settled.step):
                 self.stop(settled.step, "no logits", "those that were sampled from")
             self.stages.settle(settled.step, settled.n_cut)
+
+    def end_run(self, settled: Sequence[Any], link: Link, timeout_s: float) -> None:
+        """End the run in this worker, and begin the next; arguments as of ``change_run``."""
+        self._settle(settled)
+        self.change_run(link, timeout_s)
+        self._left_out.clear()
+        self._sampling = self._reading = None
 
     def after_step(self, runner: Any, scheduled: Any, duration_ns: int) -> None:
         """Hold the rows of the step that just ran until the scheduler has taken its results.
@@ -149,7 +167,12 @@ class WorkerCapture(WorkerSide):
         identity = identify(runner, scheduled)
         self._compare(mark.step, identity, scheduled)
         rows = [
-            (*self._numbers[request], count, self._left_out.get(request, EVERYTHING))
+            (
+                mark.numbers[request],
+                self._prompt_lens[request],
+                count,
+                self._left_out.get(request, EVERYTHING),
+            )
             for request, count in zip(identity.request_ids, identity.n_rows.tolist(), strict=True)
             if count
         ]
@@ -168,16 +191,20 @@ class WorkerCapture(WorkerSide):
             kernel_mode=_kernel_mode(runner),
             left_out=left_out if self._left_out else (),
             held=True,
-            lost=tables.FAILED_LOAD if self._loads and self._loads.touch(scheduled) else None,
+            lost=tables.FAILED_LOAD if self._touched(scheduled) else mark.lost,
+            changed=self.sample.changed() if self.sample is not None else None,
         )
 
+    def _touched(self, scheduled: Any) -> bool:
+        return self._loads is not None and self._loads.touch(scheduled)
+
     def _learn(self, scheduled: Any, mark: Any) -> None:
-        """Keep number, prompt length and rules of new requests, and forget finished ones."""
+        """Keep prompt length and rules of new requests, and forget finished ones."""
         for request in scheduled.finished_req_ids:
-            self._numbers.pop(request, None)
+            self._prompt_lens.pop(request, None)
             self._left_out.pop(request, None)
         for new in scheduled.scheduled_new_reqs:
-            self._numbers[new.req_id] = (mark.numbers[new.req_id], int(new.prompt_len))
+            self._prompt_lens[new.req_id] = int(new.prompt_len)
         self._left_out.update(mark.left_out)
 
     def _compare(self, step: int, identity: RowIdentity, scheduled: Any) -> None:
