@@ -401,6 +401,7 @@ def _wrap_scheduler() -> None:
 
 def _scheduler_side(scheduler: Any, link: Link) -> Any:
     from actds_writers.engines.vllm.scheduler import VllmSchedulerSide
+    from actds_writers.engines.vllm.stops import tokenizer_of
     from actds_writers.ipc.link import Sender
 
     connection = link.connect("census", "scheduler")
@@ -415,6 +416,7 @@ def _scheduler_side(scheduler: Any, link: Link) -> Any:
         rules,
         adapters=not link.live,
         entropy=link.settings.entropy,
+        tokenizer=functools.partial(tokenizer_of, scheduler),
     )
     if scheduler.connector is not None:
         side.follow(scheduler.connector)
