@@ -82,16 +82,17 @@ def test_a_stop_string_is_a_stop_and_nothing_of_it_is_served_again(
 ) -> None:
     """Ahead, a step is under way when the front end finds the string; with drafts, tokens are."""
     ways = {} if ahead else {"speculative_config": NGRAM}
-    params = {"stop": ["e", "st"], "min_tokens": 2}
+    params = {"stop": list("bcdefg"), "min_tokens": 2}
     one = harvest(
         tmp_path, model, prompts, asynchronous=ahead, leave=0.005,
         engine={**CROWDED, **ways, "sampling_params": params}, settings={"temperature": 1.0},
     )  # fmt: skip
     requests = compare(one)
     compare_rows(model, [one])
-    assert counts(one)["undelivered"] and counts(one)["left"]
+    assert one.facts.strings and counts(one)["left"]
+    assert counts(one)["undelivered"] or not ahead
     ends = Counter(r["finish_reason"] for r in requests.values())
-    assert ends["stop"] > 2 and ends["abort"] == counts(one)["left"]
+    assert ends["stop"] >= len(one.facts.strings) and ends["abort"] == counts(one)["left"]
     for r in requests.values():
         said = json.loads(r["sampling"])
         assert (said["stop"], said["min_tokens"]) == (params["stop"], 2)
