@@ -132,6 +132,10 @@ def test_live_traffic_is_captured_by_rule_and_drained_on_sigterm(
     _compare_entropies(dataset, requests, seen)
     record = next(iter(dataset.runs.values())).fields
     assert record["serving.mode"].value == "live"
+    assert record["model.name"].value == "tiny"  # as it is served
+    (stops, *_) = (json.loads(requests[n]["sampling"]).get("stop") for n, c in seen.items()
+                   if c["stop_reason"] in [*LETTERS])  # fmt: skip
+    assert stops == [*LETTERS]
     assert record["serving.async_scheduling"].value is True
     assert record["capture.overflow_policy"].value == "drop_newest"
     assert record["capture.sampling"].value == SamplingRules.model_validate(RULES).describe()

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from actds.hub.card import card
 from actds_testing.tiny import byte_tokenizer, make_random_model
 from actds_writers.config import WriteSettings
 from actds_writers.engines.vllm import VLLM
+from actds_writers.engines.vllm.worker import model_files
 from actds_writers.harvest.prepare import Plan, make_plan
 from actds_writers.model_folder import model_name, weights_sha256
+from actds_writers.provenance import model_facts
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -133,6 +136,26 @@ def test_a_repository_is_found_in_the_hub_cache_or_refused(cached: Path, tmp_pat
     assert "revision" not in VLLM.options({"revision": "v1"}).arguments()  # type: ignore[attr-defined]
 
 
+def test_a_server_hashes_what_it_finds_in_the_hub_cache(cached: Path) -> None:
+    def facts() -> dict[str, Any]:
+        served = SimpleNamespace(
+            model="org/tiny", tokenizer="org/tiny", revision=COMMIT, tokenizer_revision=COMMIT,
+            hf_config_path=None, generation_config="auto",
+        )  # fmt: skip
+        found = model_facts(model_files(served), no_tokenizer="none")
+        return {fact.name: fact.value or fact.reason for fact in found}
+
+    (weights,) = cached.glob("*.safetensors")
+    line = f"{weights.name} {hashlib.sha256(weights.read_bytes()).hexdigest()}\n"
+    assert facts() == {
+        "model.weights_sha256": hashlib.sha256(line.encode()).hexdigest(),
+        "tokenizer.sha256": hashlib.sha256((cached / "tokenizer.json").read_bytes()).hexdigest(),
+    }
+    index = {"weight_map": {"a": weights.name, "b": "model-2.safetensors"}}
+    (cached / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert facts()["model.weights_sha256"].startswith("model-2.safetensors was not in the folder")
+
+
 @pytest.mark.standard
 def test_a_dataset_says_which_model_and_which_tokens_it_is_of(cached: Path, tmp_path: Path) -> None:
     given = [[5, 6, 7, 8], [9, 10]]
@@ -149,6 +172,7 @@ def test_a_dataset_says_which_model_and_which_tokens_it_is_of(cached: Path, tmp_
     dataset = actds.open(tmp_path / "acts")
     (record,) = dataset.runs.values()
     assert record.fields["model.name"].value == "org/tiny"
+    assert record.fields["model.revision"].value == COMMIT
     digests = sorted(
         f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n"
         for path in cached.glob("*.safetensors")

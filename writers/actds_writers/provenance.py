@@ -20,6 +20,7 @@ from actds_writers.model_folder import (
     file_sha256,
     missing_weights,
     model_name,
+    repository_of,
     weights_sha256,
 )
 from actds_writers.numerics import torch_numerics
@@ -55,7 +56,10 @@ def engine_facts(
         "machine.python": lambda: sys.version.split()[0],
         "machine.torch": lambda: str(torch.__version__),
     }
-    return tuple(_read(name, reader) for name, reader in {**common, **readers}.items())
+    facts = [_read(name, reader) for name, reader in {**common, **readers}.items()]
+    if repository_of(folder) is not None:
+        facts.append(observed("model.revision", folder.resolve().name))
+    return tuple(facts)
 
 
 def capture_facts(

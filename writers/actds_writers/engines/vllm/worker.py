@@ -365,6 +365,7 @@ def _model(runner: Any, config: Any) -> Readers:
     return {
         "model.name": lambda: model_name(model.model, str(model.served_model_name)),
         "model.hf_overrides": overrides,
+        "tokenizer.mode": lambda: str(model.tokenizer_mode),
         "model.d_model": lambda: int(runner.model_config.get_hidden_size()),
         "model.quantization": lambda: str(config.model_config.quantization or "none"),
         "model.load_format": lambda: str(config.load_config.load_format),
