@@ -48,6 +48,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def open_loader(args: argparse.Namespace) -> actds.Loader:
     dataset = actds.open(args.path)
     args.hook = args.hook or list(dataset.hooks)[-1]
+    names = {model["name"] for model in dataset.models}
+    args.lm_name = names.pop() if len(names) == 1 else None
     return actds.Loader(
         dataset,
         args.hook,
@@ -77,7 +79,7 @@ def train(
         "dict_size": args.expansion * d_model,
         "k": args.k,
         "layer": int(args.hook.rpartition(".")[2]),
-        "lm_name": "",  # loader.config names the runs, and their records the model
+        "lm_name": args.lm_name or "",
         "lr": args.lr,
         "warmup_steps": args.steps // 20,
         "threshold_start_step": args.steps // 2,

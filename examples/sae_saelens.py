@@ -98,6 +98,9 @@ def main() -> None:
         print(loader.progress)
         if args.out:
             sae.cfg.metadata.actds = loader.config
+            sae.cfg.metadata.hook_name = hook.name
+            if len(models := loader.config["models"]) == 1:
+                sae.cfg.metadata.model_name = models[0]["name"]
             sae.save_model(args.out)
 
 

@@ -112,6 +112,8 @@ def _serving(facts: Facts) -> str:
     tokens = _of(facts, "serving.max_num_batched_tokens")
     # Of the one token that a replay samples there is no row: its temperature says nothing.
     temperature = f"; temperature {_of(facts, 'sampling.temperature')}"
+    if (further := _of(facts, "sampling.params")) not in ("none", "unknown"):
+        temperature += f", further sampling parameters {further}"
     if facts.runs and not any(_samples(run.provenance) for run in facts.runs):
         temperature = ""
     return (

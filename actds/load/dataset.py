@@ -178,6 +178,19 @@ class Dataset:
         return self.catalog.digest
 
     @property
+    def models(self) -> tuple[dict[str, str | None], ...]:
+        """Return ``name`` and ``weights_sha256`` of the models of its runs; None for unknown."""
+        names = ("name", "weights_sha256")
+        found: list[dict[str, str | None]] = []
+        for record in self.runs.values():
+            fields = (record.fields.get(f"model.{name}") for name in names)
+            values = (None if field is None or field.value is None else str(field.value)
+                      for field in fields)  # fmt: skip
+            if (model := dict(zip(names, values, strict=True))) not in found:
+                found.append(model)
+        return tuple(found)
+
+    @property
     def phases(self) -> tuple[Phase, ...]:
         """Return the phases that have rows, of ``prefill`` and ``decode``."""
         there = {shard.phase for shard in self.shards if "phase" not in shard.unknown}

@@ -331,7 +331,8 @@ class Loader:
         """Return which rows the batches have, as JSON: store it beside what was trained on them.
 
         Keys: ``format``, ``actds`` (version), ``dataset`` (path), ``digest``, ``datasets``,
-        ``sealed``, ``runs``, ``hooks``, ``dtype``, ``normalize``, ``normalize_sha256``,
+        ``sealed``, ``models`` (``name`` and ``weights_sha256`` of each), ``runs``, ``hooks``,
+        ``dtype``, ``normalize``, ``normalize_sha256``,
         ``normalization`` (``shift`` and ``scale`` by hook: a batch is ``(rows - shift) * scale``),
         ``phase``, ``multiplicity``, ``paired``, ``once``, ``where``, ``exclude``, ``split``,
         ``mix``, ``frequency``, ``weights_sha256``, ``weights``, ``excluded`` (rows by name),
@@ -347,6 +348,7 @@ class Loader:
             "digest": rows.digest,
             "datasets": [{"path": d.path, "digest": d.digest} for d in self.datasets],
             "sealed": all(dataset.seal is not None for dataset in self.datasets),
+            "models": list({str(m): m for d in self.datasets for m in d.models}.values()),
             "runs": list(rows.runs),
             "hooks": list(batch_hooks(rows)),
             "paired": {label: [d.path, d.digest] for label, d in rows.others.items()},

@@ -158,7 +158,7 @@ REQUIRED_PROVENANCE: dict[str, str] = {
     "engine.runner": "class of the model runner in the worker",
     "engine.scheduler": "class of the scheduler",
     "engine.own_process": "whether the engine core ran in its own process",
-    "model.name": "last path segment of the model folder",
+    "model.name": "name it is served under, else org/name of its repository, else its folder's",
     "model.architecture": "class of the loaded model",
     "model.config_sha256": "SHA-256 of config.json",
     "model.weights_sha256": "SHA-256 over the sorted 'name sha256' lines of the weight files",

@@ -31,6 +31,8 @@ class Facts:
     Args:
         fed: ``(step, request, position, token)`` of every row of every forward, in order.
         got: by request, prompt and the tokens that its client got.
+        ended: by request, vLLM's reason of its end for the client.
+        strings: requests that a stop string ended, by vLLM's word to the client.
         stood: ``(step, request, rows)`` with drafts: the rows whose tokens the model let stand.
         left: requests whose client left before their end.
         n_samples: how many times each prompt was sampled.
@@ -40,6 +42,8 @@ class Facts:
 
     fed: list[tuple[int, str, int, int]] = field(default_factory=list)
     got: dict[str, list[int]] = field(default_factory=dict)
+    ended: dict[str, str] = field(default_factory=dict)
+    strings: list[str] = field(default_factory=list)
     stood: list[tuple[int, str, int]] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     n_samples: int = 1
@@ -104,6 +108,10 @@ def watch(facts: Facts, out: Path) -> None:
             for sample in output.outputs:
                 name = name_of(output.request_id, sample.index)
                 facts.got[name] = [*output.prompt_token_ids, *sample.token_ids]
+                if sample.finish_reason is not None:
+                    facts.ended[name] = sample.finish_reason
+                if isinstance(sample.stop_reason, str):
+                    facts.strings.append(name)
         return outputs
 
     def adding(self: Any, request_id: str, prompt: Any, params: Any, **rest: Any) -> Any:

@@ -40,6 +40,7 @@ RULES: dict[str, Any] = {
     ],
 }
 N_REQUESTS = 24
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 HIDDEN, N_PROBES = 64, 3
 SHARED = "The quick brown fox jumps over the lazy dog. "  # more than a KV block
 
@@ -64,6 +65,8 @@ def burst(server: Server) -> dict[str, dict[str, Any]]:
             body["vllm_xargs"] = {"consent": "no", "team": "red"}
         if n % 3 == 0:
             body |= {"stop_token_ids": list(range(10, 70)), "max_tokens": 40}
+        if n % 8 in (5, 7):  # which the front end finds, in the text
+            body |= {"stop": list(LETTERS), "max_tokens": 40}
         if n % 6 == 5:  # only of odd ones, which are not greedy
             body |= {"n": 2, "logprobs": 2}
         if n % 12 == 5:
@@ -92,6 +95,7 @@ def test_live_traffic_is_captured_by_rule_and_drained_on_sigterm(
         "from actds_testing.async_engine import allow_async_scheduling\nallow_async_scheduling()\n"
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("VLLM_MAX_STOP_STRINGS", str(len(LETTERS)))
     model = make_tiny_model(tmp_path / "model", n_layers=3, dtype="float32", tokenizer=True)
     np.save(tmp_path / "probes.npy", np.random.default_rng(1).normal(size=(N_PROBES, HIDDEN)))
     capture = {"probes": str(tmp_path / "probes.npy"), "metrics_port": 0, "entropy": True}
@@ -121,11 +125,19 @@ def test_live_traffic_is_captured_by_rule_and_drained_on_sigterm(
 
     requests = {row["external_id"]: row for row in dataset.requests().to_pylist()}
     assert set(seen) < set(requests)
+    for name, choice in seen.items():
+        assert requests[name]["finish_reason"] == choice["finish_reason"], name
+    assert any(choice["stop_reason"] in [*LETTERS] for choice in seen.values())
+    assert requests["cmpl-late-0"]["finish_reason"] in ("length", "abort")
     assert requests["chatcmpl-private-chat"]["finish_reason"] == "length"
     _compare(dataset, requests, seen)
     _compare_entropies(dataset, requests, seen)
     record = next(iter(dataset.runs.values())).fields
     assert record["serving.mode"].value == "live"
+    assert record["model.name"].value == "tiny"  # as it is served
+    (stops, *_) = (json.loads(requests[n]["sampling"]).get("stop") for n, c in seen.items()
+                   if c["stop_reason"] in [*LETTERS])  # fmt: skip
+    assert stops == [*LETTERS]
     assert record["serving.async_scheduling"].value is True
     assert record["capture.overflow_policy"].value == "drop_newest"
     assert record["capture.sampling"].value == SamplingRules.model_validate(RULES).describe()

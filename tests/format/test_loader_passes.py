@@ -286,6 +286,11 @@ def test_a_config_says_what_the_batches_are(path: Path, tmp_path: Path) -> None:
     config = json.loads(json.dumps(loader.config, allow_nan=False))
     assert config == loader.config
     assert config["digest"] == dataset.digest and config["sealed"] is True
+    said = [
+        {name: record.fields[f"model.{name}"].value for name in ("name", "weights_sha256")}
+        for record in dataset.runs.values()
+    ]
+    assert config["models"] == [one for i, one in enumerate(said) if one not in said[:i]] != []
     assert config["hooks"] == [HOOKS[1]] and config["seed"] == 5 and config["phase"] == "prefill"
     assert config["multiplicity"] is True and len(config["weights_sha256"]) == 64
     assert config["excluded"] == loader.excluded and config["runs"] == sorted(dataset.runs)

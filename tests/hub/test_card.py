@@ -140,6 +140,9 @@ def test_the_paragraph_says_whose_tokens_were_fed(path: Path) -> None:
     words = told(
         prompts__continue=json.dumps({**document, "by": "model"}), sampling__temperature="1.0"
     )
+    params = '{"stop":["END"],"top_p":"0.9"}'
+    assert f"further sampling parameters {params}" in told(sampling__params=params)
+    assert "further" not in told(sampling__params="none") and "further" not in told()
     assert "replay" not in told(prompts__continue="{") and "temperature" in told(
         prompts__continue="1"
     )

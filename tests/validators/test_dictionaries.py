@@ -6,6 +6,7 @@ What SAELens and dictionary_learning compute with the same files is compared in
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -583,6 +584,21 @@ def test_a_record_of_a_loader_that_is_none_says_nothing(tmp_path: Path) -> None:
     record = {"format": "actds.loader", "digest": [{}], "datasets": [[1], {"digest": {}}]}
     path = saelens(tmp_path / "it", metadata={**CONFIG["metadata"], "actds": record})
     assert load_dictionary(path).source.trained_on == ()
+
+
+def test_the_model_of_the_rows_is_known_where_only_the_loader_says_it(tmp_path: Path) -> None:
+    digest = hashlib.sha256(b"weights").hexdigest()
+    models = [{"name": "org/gpt2", "weights_sha256": digest}]
+    record = {"format": "actds.loader", "models": models}
+    said = {"hook_name": "blocks.3.hook_resid_post", "actds": record}
+    path = saelens(tmp_path / "it", metadata={"sae_lens_version": "6.0.0", **said})
+    source = load_dictionary(path, model="gpt2").source
+    assert (source.model, source.weights) == ("org/gpt2", (digest,))
+    with pytest.raises(ActdsError, match=r"E015 .*of org/gpt2; expected pythia"):
+        load_dictionary(path, model="pythia")
+    record["models"] = [*models, {"name": "other", "weights_sha256": None}]
+    path = saelens(tmp_path / "two", metadata={"sae_lens_version": "6.0.0", **said})
+    assert load_dictionary(path, model="pythia").source.model is None
 
 
 def test_damaged_files_are_read_or_refused_and_nothing_else(tmp_path: Path) -> None:

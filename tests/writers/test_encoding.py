@@ -13,6 +13,7 @@ from actds_writers.prompts.encoding import (
     chat_template_sha256,
     encode,
     load_tokenizer,
+    n_second_bos,
     special_tokens,
 )
 from actds_writers.prompts.records import Prompt
@@ -50,6 +51,44 @@ def test_bos_is_added_to_text_and_never_doubled_by_the_template() -> None:
     of_text, of_chat = encode(prompts, byte_tokenizer(add_bos=True), 100, 8)
     assert of_text.token_ids[:2].count(1) == 1
     assert of_chat.token_ids[:2].count(1) == 1
+
+
+def test_a_text_that_has_bos_already_is_counted() -> None:
+    tokenizer = byte_tokenizer(add_bos=True)
+    rendered = tokenizer.apply_chat_template(chat(0, "hi").messages, tokenize=False)
+    encoded = encode([text(0, rendered), text(1, "hi"), chat(2, "hi")], tokenizer, 100, 8)
+    assert encoded[0].token_ids[:2] == tokenizer(rendered)["input_ids"][:2] == [1, 1]
+    assert n_second_bos(encoded, tokenizer.bos_token_id) == 1
+    assert n_second_bos(encoded, None) == 0
+
+
+def test_token_ids_are_served_as_they_are_and_fitted_like_others(tokenizer: Any) -> None:
+    given = [[1, 1, 90], [5] * 30]
+    prompts = [
+        Prompt(n, "p", n, None, None, f"row-{n}", token_ids=ids) for n, ids in enumerate(given)
+    ]
+    fits, long = encode([*prompts], byte_tokenizer(add_bos=True), 20, 8)
+    assert (fits.token_ids, fits.max_tokens, fits.skip) == (given[0], 8, None)
+    assert long.skip is not None and long.skip.startswith("E004")
+    (cut,) = encode(prompts[1:], tokenizer, 20, 8, continuation=Continuation(4, "document"))
+    assert cut.token_ids == [5] * 11
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"add_generation_prompt": False}, {"continue_final_message": True}, {"enable_thinking": True}],
+)
+def test_chats_are_rendered_as_their_record_says(tokenizer: Any, options: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, I"}]
+    named = {"continue_final_message": {"add_generation_prompt": False}}
+    further = named.get(next(iter(options)), {})
+    prompt = Prompt(0, "p", 0, None, messages, "row-0", options={**options, **further})
+    (one,) = encode([prompt], tokenizer, 100, 8)
+    want = tokenizer.apply_chat_template(
+        messages, return_dict=False, **{"add_generation_prompt": True, **options, **further}
+    )
+    assert one.token_ids == want
+    assert one.roles and one.roles_unknown is None
 
 
 def test_prompt_without_room_for_one_token_is_skipped_and_the_one_before_is_not(

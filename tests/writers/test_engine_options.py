@@ -12,7 +12,7 @@ from actds_writers.engines import vllm as vllm_engine
 from actds_writers.engines.vllm import OWNED, REFUSED, VLLM, VllmOptions, refuse_options
 from actds_writers.engines.vllm.adapters import read_adapter
 
-KNOWN = frozenset({"max_model_len", "enforce_eager", "dtype", "hf_overrides", "swap", "revision",
+KNOWN = frozenset({"max_model_len", "enforce_eager", "dtype", "hf_overrides", "swap", "load_format",
                    "async_scheduling"})  # fmt: skip
 
 
@@ -35,13 +35,13 @@ def refusal(*items: str) -> ActdsError:
 
 def test_values_are_json_where_they_can_be_and_strings_else() -> None:
     items = ["max-model-len=64", "enforce_eager=True", 'hf_overrides={"a": [1]}', "dtype=float32"]
-    assert parse(*items, "swap=0.5", "revision = null") == {
+    assert parse(*items, "swap=0.5", "load_format = null") == {
         "max_model_len": 64,
         "enforce_eager": True,
         "hf_overrides": {"a": [1]},
         "dtype": "float32",
         "swap": 0.5,
-        "revision": None,
+        "load_format": None,
     }
 
 

@@ -47,6 +47,10 @@ def config(**parallel: Any) -> Any:
         skip_tokenizer_init=True,
         model="nobody/model",
         tokenizer="nobody/model",
+        revision=None,
+        tokenizer_revision=None,
+        hf_config_path=None,
+        generation_config="auto",
         seed=0,
     )
     return found

@@ -117,6 +117,68 @@ def test_messages_of_a_table_lose_the_keys_that_are_null(tmp_path: Path) -> None
     assert read_prompts(str(tmp_path / "p.parquet")).prompts[0].messages == messages
 
 
+TOKENS: list[dict[str, Any]] = [
+    {"input_ids": [5, 6, 7]},
+    {"input_ids": [0, 0, 5, 6], "attention_mask": [0, 0, 1, 1]},  # padded on the left
+    {"input_ids": [5, 6], "text": "of another tokenizer, perhaps"},
+    {"prompt_token_ids": [1, 5], "prompt": "as vLLM returns both", "attention_mask": [0, 1]},
+]
+
+
+@pytest.mark.parametrize("as_table", [False, True])
+def test_token_ids_are_prompts(tmp_path: Path, as_table: bool) -> None:
+    path = tmp_path / ("p.parquet" if as_table else "p.jsonl")
+    if as_table:
+        pq.write_table(pa.Table.from_pylist([{k: one.get(k) for k in dict.fromkeys(
+            name for line in TOKENS for name in line)} for one in TOKENS]), path)  # fmt: skip
+    else:
+        write_lines(path, *TOKENS)
+    found = read_prompts(str(path)).prompts
+    assert [(one.token_ids, one.text) for one in found] == [
+        ([5, 6, 7], None), ([5, 6], None), (None, TOKENS[2]["text"]), ([1, 5], None),
+    ]  # fmt: skip
+
+
+def test_content_in_parts_is_one_text_and_a_chat_may_be_exact(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "What"}, {"type": "text", "text": "is it?"}]
+    user = {"role": "user", "content": parts}
+    path = write_lines(
+        tmp_path / "p.jsonl",
+        {"messages": [user], "add_generation_prompt": False},
+        {"messages": [user], "continue_final_message": True},
+        {"messages": [user], "chat_template_kwargs": {"enable_thinking": False}},
+        {"messages": [user]},
+    )
+    found = read_prompts(str(path)).prompts
+    # As vLLM's server joins them for a template that takes strings.
+    assert {one.messages[0]["content"] for one in found if one.messages} == {"What\nis it?"}
+    assert [one.options for one in found] == [
+        {"add_generation_prompt": False},
+        {"add_generation_prompt": False, "continue_final_message": True},
+        {"enable_thinking": False},
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("record", "got"),
+    [
+        ({"input_ids": []}, "`input_ids` is empty"),
+        ({"input_ids": "5 6"}, "`input_ids` is a string"),
+        ({"prompt_token_ids": [5, -1]}, "`prompt_token_ids` has '-1' at 1"),
+        ({"prompt_token_ids": [5, True]}, "has 'True' at 1"),
+        ({"input_ids": [5, 6], "attention_mask": [1]}, "`attention_mask` is no mask"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+        ({"messages": MESSAGES, "add_generation_prompt": "no"}, "is a string"),
+    ],
+)
+def test_what_is_no_prompt_of_tokens_or_parts_is_refused(
+    tmp_path: Path, record: dict[str, Any], got: str
+) -> None:
+    error = refusal(write_lines(tmp_path / "p.jsonl", record))
+    assert error.code == "E002" and got in error.got
+
+
 def test_folder_of_save_to_disk_is_read_in_its_order(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     records = [{"prompt": f"p{n}", "id": str(n)} for n in range(20)]
@@ -163,7 +225,7 @@ def test_folder_of_files_is_read_in_the_order_of_their_names(tmp_path: Path) -> 
         (b'{"messages": "a"}', "`messages` is a string"),
         (b'{"messages": ["a"]}', "message 0 is a string"),
         (b'{"messages": [{"role": "user"}]}', "`content` of message 0 is missing"),
-        (b'{"messages": [{"role": "user", "content": ["a"]}]}', "is a list"),
+        (b'{"messages": [{"role": "user", "content": ["a"]}]}', "has a part of type string"),
         (b'{"prompt": "a", "id": true}', "`id` is a boolean"),
         (b'{"prompt": "a", "id": ""}', "`id` of 0 characters"),
         (b"[" * 100_000, "a JSON"),

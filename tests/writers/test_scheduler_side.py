@@ -7,10 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from actds.errors import ActdsError
 from actds_writers.engines.account import SchedulerSide
+from actds_writers.engines.vllm import scheduler
 from actds_writers.engines.vllm.scheduler import Settled, VllmSchedulerSide
 from actds_writers.engines.vllm.weights import WrittenBlocks
 from actds_writers.ipc.messages import RequestFinished, StepScheduled, TokensSampled
@@ -37,7 +39,7 @@ class Request:
     def __init__(self, name: str = "a-00000000") -> None:
         self.request_id, self.num_prompt_tokens, self.arrival_time = name, P, 1.0
         self.block_hashes: list[bytes] = []
-        self.sampling_params = None
+        self.sampling_params: Any = None
         self.num_computed_tokens = self.num_stale_output_tokens = 0
         self.drop_stale_output = self.over = False
         self.all_token_ids = list(range(P))
@@ -211,6 +213,88 @@ def test_a_step_scheduled_on_drafts_that_fell_is_moved_back() -> None:
     engine.take(step, {A: [5, 6]})
     engine.take(ahead, {A: [7]})
     assert engine.told.steps[-1].starts.tolist() == [6]
+
+
+class StopsAt:
+    """Stop strings of a request whose text has one as soon as token 9 is sampled."""
+
+    def __init__(self, _tokenizer: Any, _request: Request) -> None:
+        self.n_delivered: int | None = None
+
+    def read(self, request: Request) -> bool:
+        if self.n_delivered is not None or 9 not in request.output_token_ids:
+            return False
+        self.n_delivered = request.output_token_ids.index(9) + 1
+        return True
+
+
+@pytest.fixture
+def stoppable(monkeypatch: pytest.MonkeyPatch) -> tuple[Engine, Request]:
+    monkeypatch.setattr(scheduler, "StopStrings", StopsAt)
+    engine, request = Engine(entropy=True), Request()
+    request.sampling_params = SimpleNamespace(stop=["nine"], extra_args=None)
+    monkeypatch.setattr(scheduler, "recorded", lambda _: {})
+    return engine, engine.arrive(request)
+
+
+def test_what_is_computed_until_the_front_end_ends_a_request_is_undelivered(
+    stoppable: tuple[Engine, Request],
+) -> None:
+    """The front end finds the stop string two steps later, and aborts the request."""
+    engine, request = stoppable
+    engine.take(engine.schedule({A: 4}), {A: [5]})
+    engine.take(engine.schedule({A: 1}), {A: [9]})
+    engine.take(engine.schedule({A: 1}), {A: [6]})
+    ahead = engine.schedule({A: 1})
+    engine.end(request)  # the front end's abort
+    engine.take(ahead, {A: [7]})
+    late = [
+        0 if m.n_undelivered is None else m.n_undelivered.tolist()[0] for m in engine.told.steps
+    ]
+    assert late == [0, 0, 1, 1]
+    (end,) = (m for m in engine.told if isinstance(m, RequestFinished))
+    assert (end.reason, end.generated_len) == ("stop", 2)
+    fed = np.array([*range(P), 5], "<u4")
+    assert end.token_digest == hashlib.sha256(fed.tobytes()).hexdigest()
+    assert engine.told.index(end) < engine.told.index(engine.told.steps[2])
+    told = [m.token_ids.tolist() for m in engine.told if isinstance(m, TokensSampled)]
+    assert told == [[5], [9], [], []]
+    assert vars(engine.schedule({}))["_actds"].finished == (0,)  # the workers hear of it now
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_engine_that_ends_behind_a_stop_string_accounts_for_it(
+    ahead: bool, stoppable: tuple[Engine, Request]
+) -> None:
+    """The census is complete whether or not the abort ever comes."""
+    engine, _ = stoppable
+    engine.take(engine.schedule({A: 4}), {A: [9]})
+    if ahead:
+        engine.schedule({A: 1})
+    engine.side.close()
+    assert [m.reason for m in engine.told if isinstance(m, RequestFinished)] == ["stop"]
+    late = [m.n_undelivered for m in engine.told.steps[1:]]
+    assert [n.tolist() for n in late if n is not None] == ([[1]] if ahead else [])
+
+
+def test_a_limit_that_is_reached_behind_a_stop_string_is_a_stop(
+    stoppable: tuple[Engine, Request],
+) -> None:
+    engine, request = stoppable
+    engine.take(engine.schedule({A: 4}), {A: [5]})
+    request.get_finished_reason = lambda: "length"  # type: ignore[method-assign]
+    engine.take(engine.schedule({A: 1}), {A: [9]}, stops=True)
+    (end,) = (m for m in engine.told if isinstance(m, RequestFinished))
+    assert (end.reason, end.generated_len) == ("stop", 2)
+
+
+def test_a_client_that_leaves_is_an_abort(stoppable: tuple[Engine, Request]) -> None:
+    engine, request = stoppable
+    engine.take(engine.schedule({A: 4}), {A: [5]})
+    request.get_finished_reason = lambda: "abort"  # type: ignore[method-assign]
+    engine.end(request)
+    (end,) = (m for m in engine.told if isinstance(m, RequestFinished))
+    assert (end.reason, end.generated_len) == ("abort", 1)
 
 
 def test_results_that_the_engine_discards_leave_no_row() -> None:

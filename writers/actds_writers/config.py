@@ -26,11 +26,13 @@ from pydantic import (
     Field,
     ValidationError,
     WithJsonSchema,
+    model_validator,
 )
 
 from actds import __version__, layout
 from actds.errors import ActdsError
 from actds.format.labels import MAX_LABELS, MAX_LENGTH
+from actds_writers.model_folder import find_model
 from actds_writers.policies import POLICIES
 from actds_writers.sampling import SamplingRules
 
@@ -190,10 +192,27 @@ class HarvestSettings(Settings):
         return self.raw_mib * MIB
 
 
-class WriteSettings(HarvestSettings):
+class ModelSettings(Settings):
+    """Settings that name a model: a folder, or a repository of the local hub cache."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _find_model(cls, fields: Any) -> Any:
+        """Put the folder in the place of ``org/name``; raises E005 as ``find_model``."""
+        if not isinstance(fields, dict) or not isinstance(fields.get("model"), str | Path):
+            return fields
+        options = fields.get("engine_args")
+        revision = options.get("revision") if isinstance(options, Mapping) else None
+        return {**fields, "model": find_model(fields["model"], revision)}
+
+
+class WriteSettings(ModelSettings, HarvestSettings):
     """Settings of an offline harvest: the options of ``actds write``."""
 
-    model: Folder = Field(description="Model folder: config.json, weights, tokenizer")
+    model: Folder = Field(
+        description="Model: a folder with config.json, weights and tokenizer, or org/name of the "
+        "local hub cache"
+    )
     prompts: Location = Field(
         description="JSONL, JSON, Parquet or text file, or hf:FOLDER. A record has prompt, text "
         "or messages",
@@ -243,14 +262,14 @@ class WriteSettings(HarvestSettings):
     )
 
 
-class ReplaySettings(HarvestSettings):
+class ReplaySettings(ModelSettings, HarvestSettings):
     """Settings of a replay: the options of ``actds replay``."""
 
     source: Location = Field(description="Sealed dataset whose requests are served again")
     hooks: str | None = Field(  # type: ignore[assignment]
         default=None, description="Activations to capture. Default: those of SOURCE"
     )
-    model: Folder = Field(description="Model folder, with the weights and tokenizer of SOURCE")
+    model: Folder = Field(description="Model, with the weights and tokenizer of SOURCE")
     engine: str = Field(
         default="vllm", description=WriteSettings.model_fields["engine"].description
     )
@@ -319,7 +338,7 @@ class LiveSettings(SamplingRules, HarvestSettings):
         return SamplingRules(**{name: getattr(self, name) for name in SamplingRules.model_fields})
 
 
-class PlanSettings(Settings):
+class PlanSettings(ModelSettings):
     """What is to be sized: the options of ``actds plan``."""
 
     model: Folder | None = Field(default=None, description="Model folder with config.json")
@@ -413,7 +432,7 @@ class PlanSettings(Settings):
 MAX_PROBES = 1_000_000
 
 
-class ProbeSettings(Settings):
+class ProbeSettings(ModelSettings):
     """Probes whose cost is asked for: the options of ``actds plan --probes``."""
 
     model: Folder = Field(description="Model folder with config.json and weights")

@@ -23,6 +23,7 @@ from actds.errors import ActdsError
 from actds_writers.capture.hooks import load_registered
 from actds_writers.config import explained
 from actds_writers.ipc.link import Link
+from actds_writers.model_folder import ModelFiles
 from actds_writers.sizing.probe_fit import Timing, TimingTask
 
 GROUP = "actds.engines"
@@ -87,17 +88,32 @@ class EngineOptions(BaseModel):
     Args:
         max_model_len: positions per request, ``None`` for the engine's own choice.
         max_num_seqs: requests per step, ``None`` for the engine's own choice.
+        served_model_name: what the model is called, ``None`` for the name of its folder.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     max_model_len: Positive | None = None
     max_num_seqs: Positive | None = None
+    served_model_name: str | None = None
+
+    def files(self, model: Path) -> ModelFiles:
+        """Return the folders that have the files of a model.
+
+        Raises:
+            ActdsError: E005 one that is not there.
+        """
+        return ModelFiles.of(model)
 
     @property
     def n_samples(self) -> int:
         """Return how many times each prompt is sampled, each time as a request of its own."""
         return 1
+
+    @property
+    def sampling(self) -> Mapping[str, Any]:
+        """Return the sampling parameters of every request, besides those of the settings."""
+        return {}
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,108 @@
-"""Facts of a model folder: configuration, end-of-sequence ids, digests of its files."""
+"""Facts of a model folder: name, configuration, end-of-sequence ids, digests of its files.
+
+A model that is named by its repository is the folder in the local cache of the Hugging Face hub.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from actds.errors import ActdsError
+
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The folders that have the files of a model: mostly one.
+
+    Args:
+        weights: ``*.safetensors``.
+        config: ``config.json``.
+        tokenizer: ``tokenizer.json``.
+        generation: ``generation_config.json``, if there is one.
+    """
+
+    weights: Path
+    config: Path
+    tokenizer: Path
+    generation: Path
+
+    @classmethod
+    def of(cls, folder: Path) -> ModelFiles:
+        """Return the files of a model that are all in one folder."""
+        return cls(folder, folder, folder, folder)
+
+
+def find_model(model: str | Path, revision: str | None = None, place: str = "--model") -> Path:
+    """Return the folder of a model: itself, or that of ``org/name`` in the local hub cache.
+
+    Nothing is downloaded. A path that is neither is returned as it is.
+
+    Args:
+        revision: branch, tag or commit of the repository, by default ``main``.
+        place: what an error names.
+
+    Raises:
+        ActdsError: E005 a repository, or a revision of it, that is not in the cache; a revision of
+            a folder.
+    """
+    folder, name = Path(model), str(model)
+    if folder.exists() or not _REPOSITORY.fullmatch(name):
+        if revision is not None and repository_of(folder) is None:
+            got = f"the revision {revision} of a folder"
+            raise ActdsError("E005", f"{place} {name}", got=got, expected="a repository, org/name")
+        return folder
+    try:
+        from huggingface_hub import constants, snapshot_download
+
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (ImportError, OSError, ValueError) as error:
+        at = f" at {revision}" if revision else ""
+        cache = "not importable: huggingface_hub" if isinstance(error, ImportError) else ""
+        raise ActdsError(
+            "E005",
+            f"{place} {name}",
+            got=cache or f"no such folder, and nothing{at} in {constants.HF_HUB_CACHE}",
+            expected="a model folder, or a repository in the local hub cache",
+            next_step=f"hf download {name}{f' --revision {revision}' if revision else ''}",
+        ) from None
+
+
+def local_folder_of(model: str, revision: str | None = None) -> Path:
+    """Return as ``find_model``; the name as a path where nothing is found."""
+    try:
+        return find_model(model, revision)
+    except ActdsError:
+        return Path(model)
+
+
+def repository_of(folder: Path) -> str | None:
+    """Return ``org/name`` for a folder of the hub cache, ``None`` for any other."""
+    found = _SNAPSHOT.search(folder.as_posix()) or _SNAPSHOT.search(folder.resolve().as_posix())
+    return f"{found[1]}/{found[2]}" if found else None
+
+
+def model_name(model: str | Path, served: str | None = None) -> str:
+    """Return what a model is called: no path above the last segment.
+
+    Args:
+        model: its folder, or ``org/name``.
+        served: the name under which it is served, if there is one of its own.
+    """
+    name = str(model) if served is None or served == str(model) else served
+    if (repository := repository_of(Path(name))) is not None:
+        return repository
+    if _REPOSITORY.fullmatch(name) and not Path(name).exists() and name[0] != ".":
+        return name
+    return Path(os.path.abspath(name)).name
 
 
 def model_config(model: Path) -> dict[str, Any]:
@@ -75,6 +170,16 @@ def weights_sha256(model: Path) -> str | None:
     paths = sorted(model.glob("*.safetensors")) + sorted(model.glob("*.bin"))
     lines = "".join(f"{path.name} {file_sha256(path)}\n" for path in paths)
     return hashlib.sha256(lines.encode()).hexdigest() if paths else None
+
+
+def missing_weights(model: Path) -> str | None:
+    """Return the first weight file that the index names and the folder lacks, if any."""
+    try:
+        index = json.loads((model / "model.safetensors.index.json").read_bytes())
+        names = sorted(set(index["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # no index, or one that no engine could read
+    return next((name for name in names if not (model / name).is_file()), None)
 
 
 def file_sha256(path: Path) -> str:

@@ -15,7 +15,14 @@ from typing import Any
 
 from actds_writers.config import HarvestSettings
 from actds_writers.ipc.messages import Fact
-from actds_writers.model_folder import file_sha256, weights_sha256
+from actds_writers.model_folder import (
+    ModelFiles,
+    file_sha256,
+    missing_weights,
+    model_name,
+    repository_of,
+    weights_sha256,
+)
 from actds_writers.numerics import torch_numerics
 
 Value = bool | int | str | None
@@ -30,6 +37,7 @@ def engine_facts(
 
     Args:
         readers: of the engine's own fields; they override the common ones.
+        folder: of ``config.json``.
         client_pid: process that started the engine.
     """
     import torch
@@ -38,7 +46,7 @@ def engine_facts(
 
     common: Readers = {
         "engine.own_process": lambda: os.getpid() != client_pid,
-        "model.name": lambda: folder.name,
+        "model.name": lambda: model_name(folder),
         "model.architecture": lambda: type(model).__name__,
         "model.config_sha256": lambda: file_sha256(folder / "config.json"),
         "model.n_layers": lambda: len(decoder_layers(model)),
@@ -48,7 +56,10 @@ def engine_facts(
         "machine.python": lambda: sys.version.split()[0],
         "machine.torch": lambda: str(torch.__version__),
     }
-    return tuple(_read(name, reader) for name, reader in {**common, **readers}.items())
+    facts = [_read(name, reader) for name, reader in {**common, **readers}.items()]
+    if repository_of(folder) is not None:
+        facts.append(observed("model.revision", folder.resolve().name))
+    return tuple(facts)
 
 
 def capture_facts(
@@ -72,22 +83,21 @@ def capture_facts(
     return [Fact(name, value, "declared") for name, value in declared.items()]
 
 
-def model_facts(
-    model: Path, tokenizer: Path, *, weights: bool = True, no_tokenizer: str
-) -> list[Fact]:
+def model_facts(files: ModelFiles, *, weights: bool = True, no_tokenizer: str) -> list[Fact]:
     """Return the digests of a model's files.
 
     Args:
-        model: model folder; anything else is the name of a repository.
         weights: whether to hash the weight files.
         no_tokenizer: the reason when there is no ``tokenizer.json``.
     """
     digest, why = None, "weights_digest is false"
-    if not model.is_dir():
-        why = "the model was named by its repository; see model.revision"
+    if not files.weights.is_dir():
+        why = "the repository was not in the local hub cache when the engine started"
+    elif (name := missing_weights(files.weights)) is not None:
+        why = f"{name} was not in the folder when the engine started"
     elif weights:
-        digest, why = weights_sha256(model), "the folder has no weight file"
-    path = tokenizer / "tokenizer.json"
+        digest, why = weights_sha256(files.weights), "the folder has no weight file"
+    path = files.tokenizer / "tokenizer.json"
     return [
         observed("model.weights_sha256", digest, why),
         observed("tokenizer.sha256", file_sha256(path) if path.is_file() else None, no_tokenizer),

@@ -47,6 +47,7 @@ class Source:
         prepend_bos: whether its sequences began with BOS; None where nothing says it.
         trained_on: digests of the datasets of actds that it was fitted on, as its loader recorded.
         held_out: share of the requests of these that the loader held out; None for none.
+        weights: digests of the weights of the models of these, likewise.
     """
 
     format: Format
@@ -58,6 +59,7 @@ class Source:
     prepend_bos: bool | None = None
     trained_on: tuple[str, ...] = ()
     held_out: float | None = None
+    weights: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

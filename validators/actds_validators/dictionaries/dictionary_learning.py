@@ -115,10 +115,11 @@ def read_dictionary_learning(path: Path, wanted: Wanted) -> Dictionary:
     config_path = path.with_name(CONFIG)
     config = read_config(config_path, Config) if config_path.exists() else Config()
     said = config.trainer
-    wanted.refuse_other_model(config_path, said.lm_name)
+    of_loader = recorded(config_path, config.buffer)
+    model = said.lm_name or of_loader.model
+    wanted.refuse_other_model(config_path, model)
     if said.activation_dim is not None:
         wanted.refuse_other_width(config_path, said.activation_dim)
-    of_loader = recorded(config_path, config.buffer)
     called, places = _place(said, of_loader.hook)
     hook, hook_from = wanted.hook_of(config_path, called, places, "file")
     if called is None:
@@ -126,8 +127,8 @@ def read_dictionary_learning(path: Path, wanted: Wanted) -> Dictionary:
     tensors = read_torch(path)
     name = _class_name(path, said, tensors)
     source = Source(
-        "dictionary_learning", str(path), file_sha256(path), hook, hook_from, said.lm_name,
-        trained_on=of_loader.digests, held_out=of_loader.held_out,
+        "dictionary_learning", str(path), file_sha256(path), hook, hook_from, model,
+        trained_on=of_loader.digests, held_out=of_loader.held_out, weights=of_loader.weights,
     )  # fmt: skip
     found = _dictionary(path, name, said.k, tensors, source)
     wanted.refuse_other_width(path, found.d_model)

@@ -23,11 +23,15 @@ class Recorded:
         digests: of the datasets.
         hook: their hook; None where batches had several.
         held_out: share of the requests that the loader held out; None where it read all.
+        model: name of their model; None where several are named, or none.
+        weights: digests of the weights of their models.
     """
 
     digests: tuple[str, ...] = ()
     hook: str | None = None
     held_out: float | None = None
+    model: str | None = None
+    weights: tuple[str, ...] = ()
 
 
 def recorded(place: object, config: Any) -> Recorded:
@@ -51,7 +55,12 @@ def recorded(place: object, config: Any) -> Recorded:
     hooks = [one for one in _list(config.get("hooks")) if isinstance(one, str)]
     only = hooks[0] if len(hooks) == 1 else None
     known = tuple(dict.fromkeys(one for one in digests if isinstance(one, str)))
-    return Recorded(known, only, _held_out(config))
+    models = [one for one in _list(config.get("models")) if isinstance(one, dict)]
+    names = {one.get("name") for one in models}
+    name = names.pop() if len(names) == 1 else None
+    weights = {text for one in models if isinstance(text := one.get("weights_sha256"), str)}
+    model = name if isinstance(name, str) else None
+    return Recorded(known, only, _held_out(config), model, tuple(sorted(weights)))
 
 
 def _held_out(config: dict[str, Any]) -> float | None:

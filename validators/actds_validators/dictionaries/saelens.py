@@ -136,15 +136,16 @@ def read_saelens(folder: Path, wanted: Wanted) -> Dictionary:
         raise refused(config_path, f"head {said.hook_head_index} alone", "all of a hook")
     normalization = _normalization(config_path, config)
     of_loader = recorded(config_path, said.actds)
-    wanted.refuse_other_model(config_path, said.model_name)
+    model = said.model_name or of_loader.model
+    wanted.refuse_other_model(config_path, model)
     wanted.refuse_other_width(config_path, config.d_in)
     called = of_loader.hook or said.hook_name
-    places = () if called is None else places_of(called, said.model_name)
+    places = () if called is None else places_of(called, model)
     hook, hook_from = wanted.hook_of(config_path, called, places, "file")
     tensors = _tensors(path, kind)
     source = Source(
-        "saelens", str(path), file_sha256(path), hook, hook_from, said.model_name,
-        said.prepend_bos, of_loader.digests, of_loader.held_out,
+        "saelens", str(path), file_sha256(path), hook, hook_from, model, said.prepend_bos,
+        of_loader.digests, of_loader.held_out, of_loader.weights,
     )  # fmt: skip
     return _dictionary(path, config, kind, k, normalization, tensors, source)
 

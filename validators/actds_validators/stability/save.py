@@ -72,6 +72,7 @@ def save(
                 "dataset": path,
                 "digest": dataset.digest,
                 "datasets": [{"path": path, "digest": dataset.digest}],
+                "models": list(dataset.models),
                 "hooks": [hook],
                 "split": ["train", held_out],
                 "stability": trained,

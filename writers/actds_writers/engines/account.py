@@ -159,7 +159,18 @@ class SchedulerSide:
         return self._step, ended
 
     def end_request(
-        self,
+        self, number: int, reason: str, token_ids: Sequence[int], prompt_len: int
+    ) -> None:
+        """Report the end of a request of which no step is under way; arguments as ``end_of``."""
+        self.retire(number)
+        self.report(self.end_of(number, reason, token_ids, prompt_len))
+
+    def retire(self, number: int) -> None:
+        """Tell the workers, with the next step, that no further step has the request."""
+        self._ended.append(number)
+
+    @staticmethod
+    def end_of(
         number: int,
         reason: str,
         token_ids: Sequence[int],
@@ -167,28 +178,25 @@ class SchedulerSide:
         *,
         cached_as_reported: bool = True,
         roles: str = "",
-    ) -> None:
-        """Report the end of a request.
+    ) -> RequestFinished:
+        """Return what the census is told of the end of a request.
 
         Args:
             reason: ``stop``, ``length``, ``abort`` or another reason of the engine.
             token_ids: prompt, then sampled tokens.
             cached_as_reported, roles: as in ``RequestFinished``.
         """
-        self._ended.append(number)
         n_sampled = len(token_ids) - prompt_len
         # Without a sampled token the whole prompt counts, as in spec section 7.1.
         ids = np.array(token_ids[: prompt_len + max(n_sampled - 1, 0)], dtype="<u4")
-        self.report(
-            RequestFinished(
-                request=number,
-                t_ns=time.time_ns(),
-                reason=reason,
-                generated_len=n_sampled,
-                token_digest=hashlib.sha256(ids.tobytes()).hexdigest(),
-                cached_as_reported=cached_as_reported,
-                roles=roles,
-            )
+        return RequestFinished(
+            request=number,
+            t_ns=time.time_ns(),
+            reason=reason,
+            generated_len=n_sampled,
+            token_digest=hashlib.sha256(ids.tobytes()).hexdigest(),
+            cached_as_reported=cached_as_reported,
+            roles=roles,
         )
 
     def tell_sampled(

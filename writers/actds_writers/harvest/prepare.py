@@ -30,7 +30,8 @@ from actds_writers.config import WriteSettings
 from actds_writers.engine_protocol import EngineOptions
 from actds_writers.harvest.recover import recover_runs, require_accounted
 from actds_writers.ipc.messages import Fact, PromptFact
-from actds_writers.model_folder import generation_eos, model_config
+from actds_writers.model_folder import ModelFiles, generation_eos, model_config
+from actds_writers.parameters import in_words
 from actds_writers.prompts.encoding import (
     Continuation,
     Encoded,
@@ -38,6 +39,7 @@ from actds_writers.prompts.encoding import (
     chat_template_sha256,
     encode,
     load_tokenizer,
+    n_second_bos,
     special_tokens,
 )
 from actds_writers.prompts.records import OnBroken, PromptSet, read_prompts
@@ -47,6 +49,8 @@ from actds_writers.shards.assembly import SpecialTokens
 from actds_writers.sizing.needs import Geometry, rows_per_shard
 
 UNKNOWN_LIMIT = 2**31
+SECOND_BOS = "prompts.second_bos"
+"""Field of the run record: texts that began with BOS before the tokenizer added one."""
 MUST_AGREE = (
     "model.config_sha256",
     "model.weights_sha256",
@@ -58,6 +62,8 @@ MUST_AGREE = (
     "prompts.label_columns",
     "sampling.temperature",
     "sampling.max_tokens",
+    "sampling.seed",
+    "sampling.params",
 )
 """Facts in which a resumed run must equal those before it."""
 
@@ -123,7 +129,8 @@ def make_plan(
     Raises:
         ActdsError: E001 to E003, E005, E007, E009, E015; and as ``served_by``.
     """
-    config = model_config(settings.model)
+    files = engine.files(settings.model)
+    config = model_config(files.config)
     places = parse_hooks(settings.hooks, int(config["num_hidden_layers"]))
     limit = _known_limit(engine.max_model_len, config)
     served = (served_by or serve_prompts)(settings, engine, limit)
@@ -139,9 +146,9 @@ def make_plan(
         hooks=tuple(places),
         encoded=tuple(served.encoded),
         client=tuple(served.client),
-        tokens=special_tokens(served.tokenizer, generation_eos(settings.model)),
+        tokens=special_tokens(served.tokenizer, generation_eos(files.generation)),
         facts=(
-            *_serving_facts(settings),
+            *_serving_facts(settings, engine),
             *served.facts,
             *capture_facts(settings, rows, readouts, "all"),
         ),
@@ -152,7 +159,7 @@ def make_plan(
     )
 
 
-def serve_prompts(settings: WriteSettings, _engine: EngineOptions, limit: int) -> Served:
+def serve_prompts(settings: WriteSettings, engine: EngineOptions, limit: int) -> Served:
     """Return the prompts of the settings, encoded.
 
     Args:
@@ -163,7 +170,8 @@ def serve_prompts(settings: WriteSettings, _engine: EngineOptions, limit: int) -
     """
     on_broken: OnBroken = "skip" if settings.skip_broken else "error"
     prompts = read_prompts(settings.prompts, on_broken, settings.label_columns)
-    tokenizer = load_tokenizer(settings.model)
+    files = engine.files(settings.model)
+    tokenizer = load_tokenizer(files.tokenizer)
     continuation = None
     if settings.continue_at is not None:
         continuation = Continuation(settings.continue_at, settings.continued_by)
@@ -180,10 +188,11 @@ def serve_prompts(settings: WriteSettings, _engine: EngineOptions, limit: int) -
         _client(prompts, encoded),
         (
             *_prompt_facts(prompts, encoded),
+            observed(SECOND_BOS, n_second_bos(encoded, tokenizer.bos_token_id)),
             Fact("prompts.continue", _continue_field(settings), "declared"),
             Fact("prompts.label_columns", _label_field(prompts), "declared"),
             observed("tokenizer.chat_template_sha256", template),
-            *files_facts(settings.model),
+            *files_facts(files),
         ),
     )
 
@@ -224,13 +233,15 @@ def _client(prompts: PromptSet, encoded: list[Encoded]) -> tuple[PromptFact, ...
     return tuple(sorted([*served, *broken], key=lambda prompt: prompt.source_row or 0))
 
 
-def _serving_facts(settings: WriteSettings) -> list[Fact]:
+def _serving_facts(settings: WriteSettings, engine: EngineOptions) -> list[Fact]:
     """Return what the settings say of an offline harvest."""
+    further = {name: in_words(value) for name, value in engine.sampling.items()}
     given = settings.continue_at is not None and settings.continued_by == "document"
     declared: dict[str, bool | int | str] = {
         "sampling.temperature": str(settings.temperature),
         "sampling.max_tokens": 1 if given else settings.max_tokens,
         "sampling.seed": settings.seed,
+        "sampling.params": canonical.dump(further).decode().strip() if further else NONE,
         "serving.mode": "offline",
     }
     return [Fact(name, value, "declared") for name, value in declared.items()]
@@ -268,9 +279,9 @@ def _prompt_facts(prompts: PromptSet, encoded: list[Encoded]) -> list[Fact]:
     ]
 
 
-def files_facts(model: Path) -> list[Fact]:
-    """Return the digests of a model folder's files."""
-    return model_facts(model, model, no_tokenizer="the folder has no tokenizer.json")
+def files_facts(files: ModelFiles) -> list[Fact]:
+    """Return the digests of a model's files."""
+    return model_facts(files, no_tokenizer="the folder has no tokenizer.json")
 
 
 def roles_field(encoded: Sequence[Encoded]) -> str:
@@ -395,8 +406,10 @@ def _finished_of(catalog: Catalog, run: str) -> set[Identity]:
 
 def _compare(record: RunRecord, declared: dict[str, bool | int | str | None]) -> None:
     for name in MUST_AGREE:
-        # A run that says nothing of these served its prompts whole, and without labels.
-        absent = NONE if name in ("prompts.continue", "prompts.label_columns") else None
+        # A run that says nothing of these served its prompts whole, without labels, and sampled
+        # as the other fields say.
+        silent = ("prompts.continue", "prompts.label_columns", "sampling.params")
+        absent = NONE if name in silent else None
         before = record.fields[name].value if name in record.fields else absent
         if name in declared and before != declared[name]:
             raise ActdsError(

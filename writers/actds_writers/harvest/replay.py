@@ -33,7 +33,7 @@ from actds_writers.harvest.prepare import Served, files_facts, roles_field
 from actds_writers.harvest.run import HarvestResult, harvest
 from actds_writers.harvest.sequences import as_requests
 from actds_writers.ipc.messages import Fact
-from actds_writers.model_folder import file_sha256, model_config
+from actds_writers.model_folder import ModelFiles, file_sha256, model_config, model_name
 from actds_writers.monitor.progress import Observer
 from actds_writers.prompts.encoding import Encoded, load_tokenizer
 from actds_writers.provenance import observed
@@ -116,10 +116,11 @@ class Replays:
         if engine.n_samples > 1:
             got = f"{engine.n_samples} samples of each request"
             raise ActdsError("E009", OPTION, got=got, expected="one: nothing is sampled")
-        files = files_facts(settings.model)
-        self._require_model(settings, files)
+        model = engine.files(settings.model)
+        files = files_facts(model)
+        self._require_model(model, files)
         if self.settings.compares:
-            self._require_common_hook(settings)
+            self._require_common_hook(settings, model)
         adapter = find_engine(settings.engine).adapter_sha256(engine)
         encoded, client = as_requests(
             self._chosen(), self.source.catalog, lambda one: _skip(one, adapter, limit)
@@ -127,7 +128,7 @@ class Replays:
         self._say_skipped(encoded)
         order = self._order(len(encoded))
         return Served(
-            load_tokenizer(settings.model),
+            load_tokenizer(model.tokenizer),
             [encoded[i] for i in order],
             client,
             [*self._facts(encoded), *files],
@@ -208,26 +209,26 @@ class Replays:
             words = f"{len(skips)} of {counted(len(encoded), 'request')} are left out"
             self.observer.said(f"{words}; the first: {skips[0]}")
 
-    def _require_common_hook(self, settings: WriteSettings) -> None:
+    def _require_common_hook(self, settings: WriteSettings, model: ModelFiles) -> None:
         """Refuse a comparison at no hook at all.
 
         Raises:
             ActdsError: E009 the replay has no hook of the source.
         """
-        config = model_config(settings.model)
+        config = model_config(model.config)
         places = parse_hooks(settings.hooks, int(config["num_hidden_layers"]))
         if not {one.name for one in hook_specs(places, config, "float32")} & set(self.source.hooks):
             expected = f"some of {', '.join(self.source.hooks)}, to compare with"
             raise ActdsError("E009", "--hooks", got=settings.hooks, expected=expected)
 
-    def _require_model(self, settings: WriteSettings, files: Sequence[Fact]) -> None:
+    def _require_model(self, model: ModelFiles, files: Sequence[Fact]) -> None:
         """Refuse another model than that of the source.
 
         Raises:
             ActdsError: E022 with the digest that differs.
         """
         given = {fact.name: fact.value for fact in files}
-        given["model.config_sha256"] = file_sha256(settings.model / "config.json")
+        given["model.config_sha256"] = file_sha256(model.config / "config.json")
         unknown: Counter[str] = Counter()
         for run in self.source.catalog.runs_with_data:
             record = self.source.runs[run]
@@ -240,7 +241,7 @@ class Replays:
                     raise ActdsError(
                         "E022",
                         name,
-                        got=f"{str(value)[:16]}... of {settings.model.name}",
+                        got=f"{str(value)[:16]}... of {model_name(model.weights)}",
                         expected=f"{str(theirs)[:16]}..., as in {run} of {self.settings.source}",
                     )
         for name in sorted(unknown):

@@ -19,11 +19,13 @@ from actds.reading import Catalog
 from actds.schema import RowCounts, Seal
 from actds.sealing import seal
 from actds.store import open_store
+from actds.text import counted
 from actds_writers.config import WriteSettings, keywords_of
 from actds_writers.engine_protocol import Finished, find_engine
 from actds_writers.harvest.canary import Outcome, Share
 from actds_writers.harvest.one_engine import Ended, Feed, Run
 from actds_writers.harvest.prepare import (
+    SECOND_BOS,
     Identity,
     Plan,
     ServedBy,
@@ -164,6 +166,7 @@ def harvest(
     _check_out(settings)
     _check_metrics(settings)
     plan = make_plan(settings, engine, n_replicas, served_by)
+    _say_second_bos(plan, observer)
     created = not is_taken(settings.out)
     if created:
         _require_prompt(settings, plan)
@@ -208,6 +211,15 @@ def harvest_plan(
         return _result(settings, [run.run()], began, observer)
     finally:
         os.close(lock)
+
+
+def _say_second_bos(plan: Plan, observer: Observer) -> None:
+    n = next((fact.value for fact in plan.facts if fact.name == SECOND_BOS), None)
+    if n:
+        observer.said(
+            f"{counted(int(n), 'prompt')} of {len(plan.encoded):,} begin with BOS twice: the text "
+            "has one, and the tokenizer adds one. Give chats as messages, or token ids."
+        )
 
 
 def _servable(plan: Plan) -> bool:

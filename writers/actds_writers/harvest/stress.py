@@ -203,7 +203,7 @@ def long_tailed(settings: WriteSettings) -> Plan:
         ActdsError: as ``make_plan``.
     """
     plan = make_plan(settings, find_engine(settings.engine).checked(settings.engine_args))
-    config = model_config(settings.model)
+    config = model_config(plan.engine.files(settings.model).config)
     limit = plan.engine.max_model_len or int(config.get("max_position_embeddings") or 4096)
     vocabulary = np.setdiff1d(np.arange(int(config["vocab_size"])), plan.tokens.special)
     rng = np.random.default_rng(settings.seed)

@@ -24,6 +24,7 @@ from actds_writers.shards.assembly import SpecialTokens
 
 BATCH_PROMPTS = 1024
 NO_CHAT = "a text, no chat"
+ONLY_IDS = "token ids, no chat"
 NO_OFFSETS = "a tokenizer that does not say which part of the text a token is"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -135,7 +136,8 @@ def encode(
     """Return every prompt as token ids, in order, with a reason for each that is skipped.
 
     Text is encoded unchanged, with the tokenizer's own special tokens; messages are rendered by
-    the chat template with the generation prompt at the end.
+    the chat template, with the generation prompt at the end unless the record says otherwise; token
+    ids are served as they are.
 
     Args:
         max_model_len: positions per request, prompt and generated together.
@@ -169,6 +171,8 @@ def encode(
                 raise ActdsError("E002", _place(prompt), got=broken, expected=expected)
             if broken is None:
                 one = _fitted(prompt, ids, max_model_len, max_tokens, continuation)
+                if prompt.token_ids is not None:
+                    one = replace(one, roles_unknown=ONLY_IDS)
             else:
                 one = Encoded(prompt, ids, 0, f"E002 {_place(prompt)}: {broken}")
             skip = one.skip
@@ -217,7 +221,7 @@ def _with_roles(
             one.prompt.tools,
             Rendered(text, one.token_ids, offsets, tokenizer.get_chat_template()),
             marks,
-            lambda *given, **options: _apply(tokenizer, *given, **options),
+            lambda *given, **more: _apply(tokenizer, one.prompt.options, *given, **more),
         )
     except Unlabelled as unlabelled:
         return replace(one, roles_unknown=str(unlabelled))
@@ -272,11 +276,14 @@ def chat_roles(
 
 
 def _apply(
-    tokenizer: Tokenizer, messages: list[Message], tools: list[Message] | None, **options: Any
+    tokenizer: Tokenizer,
+    own: dict[str, Any] | None,
+    messages: list[Message],
+    tools: list[Message] | None,
+    **options: Any,
 ) -> Any:
-    return tokenizer.apply_chat_template(
-        messages, tools=tools, add_generation_prompt=True, **options
-    )
+    given = {"add_generation_prompt": True, **(own or {}), **options}
+    return tokenizer.apply_chat_template(messages, tools=tools, **given)
 
 
 def chat_template_sha256(prompts: Iterable[Prompt], tokenizer: Tokenizer) -> str:
@@ -284,6 +291,12 @@ def chat_template_sha256(prompts: Iterable[Prompt], tokenizer: Tokenizer) -> str
     if all(prompt.messages is None for prompt in prompts):
         return "none"
     return hashlib.sha256(tokenizer.get_chat_template().encode("utf-8")).hexdigest()
+
+
+def n_second_bos(encoded: Iterable[Encoded], bos: int | None) -> int:
+    """Return how many prompts begin with BOS twice: a rendered text, and the tokenizer's own."""
+    texts = [e.token_ids for e in encoded if e.prompt.text is not None]
+    return 0 if bos is None else sum(ids[:2] == [bos, bos] for ids in texts)
 
 
 def special_tokens(tokenizer: Tokenizer, generation_eos: Iterable[int] = ()) -> SpecialTokens:
@@ -325,7 +338,9 @@ def _texts(batch: Sequence[Prompt], tokenizer: Tokenizer) -> tuple[list[str], di
         text = prompt.text or ""
         if prompt.messages is not None:
             try:
-                text = _apply(tokenizer, prompt.messages, prompt.tools, tokenize=False)
+                text = _apply(
+                    tokenizer, prompt.options, prompt.messages, prompt.tools, tokenize=False
+                )
             # The template is the model's code and may raise anything: jinja's errors, TypeError.
             except Exception as error:
                 failures[number] = f"the chat template raised {first_line(error)!r}"
@@ -340,9 +355,15 @@ def _ids(
 
     A rendered template has its own special tokens.
     """
-    found: list[tuple[list[int], list[tuple[int, int]] | None]] = [([], None) for _ in texts]
+    found: list[tuple[list[int], list[tuple[int, int]] | None]] = [
+        (prompt.token_ids or [], None) for prompt in batch
+    ]
     for bare in (False, True):
-        members = [n for n, prompt in enumerate(batch) if (prompt.messages is None) == bare]
+        members = [
+            n
+            for n, prompt in enumerate(batch)
+            if prompt.token_ids is None and (prompt.messages is None) == bare
+        ]
         if not members:
             continue
         placed = tokenizer.is_fast and not bare

@@ -23,24 +23,33 @@ OnBroken = Literal["error", "skip"]
 Message = dict[str, Any]
 
 
-FIELDS = ("messages", "prompt", "text")
-"""Fields that may have the prompt; the first one that is not null is used."""
+FIELDS = ("prompt_token_ids", "messages", "prompt", "text", "input_ids")
+"""Fields that may have the prompt; the first one that is not null is used. ``input_ids`` beside a
+text may be of another tokenizer, and the text is used."""
+IDS = ("prompt_token_ids", "input_ids")
+MASK = "attention_mask"
+CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+"""Fields beside ``messages`` that say how they are rendered, as in requests to a server."""
+TEXT_PARTS = ("text", "input_text", "output_text")
+MAX_TOKEN_ID = 2**31 - 1
 LABEL = "label"
 """The field that is a label where nobody names others."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: text, or messages for the chat template.
+    """One prompt: text, messages for the chat template, or token ids.
 
     Args:
         index: number of the request in the run, from 0; skipped records are numbered too.
         row: record of the source, from 0; blank lines are not counted.
-        text: the prompt, or None when it is messages.
-        messages: a list of ``{"role": str, "content": str, ...}``, or None when it is text.
+        text: the prompt, or None when it is something else.
+        messages: a list of ``{"role": str, "content": str, ...}``, likewise.
         external_id: the record's ``id``, else ``row-<row>``; need not be unique.
         tools: definitions of tools for the chat template, or None.
         labels: what the user says of it, as in the table ``requests``; None for nothing.
+        token_ids: the prompt as it is fed, likewise.
+        options: arguments of the chat template, of ``CHAT_OPTIONS``.
     """
 
     index: int
@@ -51,6 +60,8 @@ class Prompt:
     external_id: str
     tools: list[Message] | None = None
     labels: str | None = None
+    token_ids: list[int] | None = None
+    options: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -111,8 +122,9 @@ def read_prompts(
     """Return the prompts of a source, read once from beginning to end.
 
     A record is a JSON object or a table row with ``messages`` (a list of role and content, and
-    optionally ``tools`` beside it), ``prompt`` or ``text`` (a string), and optionally ``id``; of a
-    text file, a line that is not blank.
+    optionally ``tools`` beside it), ``prompt`` or ``text`` (a string), or ``prompt_token_ids`` or
+    ``input_ids`` (a list of token ids, of which an ``attention_mask`` leaves out the padding), and
+    optionally ``id``; of a text file, a line that is not blank.
 
     Args:
         spec: path of a ``.jsonl``, ``.ndjson``, ``.json``, ``.parquet`` or ``.txt`` file, or
@@ -137,8 +149,7 @@ def read_prompts(
                 raise value
             external_id = _external_id(value, external_id)
             labels = _labels(value, wanted, is_asked=label_columns is not None)
-            text, messages = _content(value)
-            tools = None if messages is None else _tools(value.get("tools"))
+            content = _content(value)
         except Broken as broken:
             error = ActdsError("E002", record.place, got=broken.got, expected=broken.expected)
             if on_broken == "error":
@@ -146,7 +157,9 @@ def read_prompts(
             reason = f"E002 {record.place}: {broken.got}; expected {broken.expected}"
             skips.append(SkippedRecord(row, source.name, row, external_id, reason, labels))
             continue
-        prompts.append(Prompt(row, source.name, row, text, messages, external_id, tools, labels))
+        prompts.append(
+            Prompt(row, source.name, row, external_id=external_id, labels=labels, **content)
+        )
     if not prompts and not skips:
         raise ActdsError("E003", source.name, got="no record", expected="at least one prompt")
     unknown = sorted(set(wanted) - source.fields)
@@ -189,7 +202,8 @@ def _label(value: Any, place: str) -> Label:
     return value
 
 
-def _content(record: Any) -> tuple[str | None, list[Message] | None]:
+def _content(record: Any) -> dict[str, Any]:
+    """Return what a record says of its prompt, by field of ``Prompt``."""
     if not isinstance(record, dict):
         raise Broken(f"a JSON {_kind(record)}", "an object with `prompt` or `messages`")
     for name in FIELDS:
@@ -197,15 +211,52 @@ def _content(record: Any) -> tuple[str | None, list[Message] | None]:
         if value is None:
             continue
         if name == "messages":
-            return None, _messages(value)
+            chat = {"messages": _messages(value), "tools": _tools(record.get("tools"))}
+            return {"text": None, **chat, "options": _chat_options(record)}
+        if name in IDS:
+            ids = _token_ids(value, name, record.get(MASK) if name == "input_ids" else None)
+            return {"text": None, "messages": None, "token_ids": ids}
         if not isinstance(value, str):
             raise Broken(f"`{name}` is a {_kind(value)}", "a string")
         if not value:
             raise Broken(f"`{name}` is empty", "a string that is not empty")
         _require_unicode(value, f"`{name}`")
-        return value, None
+        return {"text": value, "messages": None}
     present = ", ".join(sorted(str(key) for key in record)[:8]) or "none"
-    raise Broken(f"fields {present}", "a `prompt` string or a `messages` list")
+    raise Broken(f"fields {present}", "a `prompt` string, a `messages` list or `input_ids`")
+
+
+def _token_ids(value: Any, name: str, mask: Any) -> list[int]:
+    """Return the tokens of a record, without those that its mask calls padding."""
+    if not isinstance(value, list) or not value:
+        raise Broken(f"`{name}` is {'empty' if value == [] else f'a {_kind(value)}'}", "token ids")
+    for place, token in enumerate(value):
+        if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
+            got = f"`{name}` has {str(token)[:40]!r} at {place}"
+            raise Broken(got, f"integers from 0 to {MAX_TOKEN_ID}")
+    if mask is None:
+        return value
+    if not isinstance(mask, list) or len(mask) != len(value) or not set(mask) <= {0, 1}:
+        raise Broken(f"`{MASK}` is no mask of `{name}`", f"{len(value)} times 0 or 1")
+    return [token for token, is_real in zip(value, mask, strict=True) if is_real]
+
+
+def _chat_options(record: dict[str, Any]) -> dict[str, Any] | None:
+    """Return how the messages of a record are rendered, where it says so."""
+    options = {name: value for name in CHAT_OPTIONS if (value := record.get(name)) is not None}
+    further = options.pop("chat_template_kwargs", {})
+    if isinstance(further, str):
+        further = _parse(further)
+    if not isinstance(further, dict):
+        raise Broken(f"`chat_template_kwargs` is a {_kind(further)}", "an object")
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise Broken(f"`{name}` is a {_kind(value)}", "true or false")
+    if options.get("continue_final_message"):
+        if options.get("add_generation_prompt"):
+            raise Broken("`add_generation_prompt` and `continue_final_message`", "one of them")
+        options["add_generation_prompt"] = False
+    return {**further, **options} or None
 
 
 def _messages(value: Any) -> list[Message]:
@@ -221,6 +272,8 @@ def _messages(value: Any) -> list[Message]:
         message = {key: part for key, part in message.items() if part is not None}
         if message.get("tool_calls"):  # which may have no words beside it
             message.setdefault("content", "")
+        if isinstance(message.get("content"), list):
+            message["content"] = _joined(message["content"], f"`content` of {place}")
         for key in ("role", "content"):
             part = message.get(key)
             if not isinstance(part, str):
@@ -229,6 +282,20 @@ def _messages(value: Any) -> list[Message]:
             _require_unicode(part, f"`{key}` of {place}")
         messages.append(message)
     return messages
+
+
+def _joined(parts: list[Any], place: str) -> str:
+    """Return content that stands in parts as one text, as vLLM's server joins them."""
+    texts: list[str] = []
+    for part in parts:
+        kind = part.get("type", "text") if isinstance(part, dict) else _kind(part)
+        text = part.get("text") if isinstance(part, dict) else None
+        if kind not in TEXT_PARTS or not isinstance(text, str):
+            raise Broken(f"{place} has a part of type {str(kind)[:40]}", "parts that are text")
+        texts.append(text)
+    if not texts:
+        raise Broken(f"{place} is an empty list", "a string, or parts that are text")
+    return "\n".join(texts)
 
 
 def _tools(value: Any) -> list[Message] | None:
@@ -282,7 +349,7 @@ def _kind(value: Any) -> str:
 
 
 Reader = Callable[["_HashedLines", str, "Fields"], Iterator["Record"]]
-COLUMNS = ("id", "messages", "prompt", "text", "tools")
+COLUMNS = ("id", *FIELDS, "tools", MASK, *CHAT_OPTIONS)
 BATCH_ROWS = 1024
 BLOCK_NBYTES = 1 << 20
 
@@ -483,9 +550,9 @@ def _read_arrow(lines: _HashedLines, name: str, asked: Fields) -> Iterator[Recor
 def _columns(names: list[str], place: str, asked: Fields) -> list[str]:
     """Return the columns to read, of those that a table has."""
     columns = [name for name in COLUMNS if name in names]
-    if not set(columns) - {"id", "tools"}:
+    if not set(columns) & {*FIELDS}:
         got = f"columns {', '.join(names[:8]) or 'none'}"
-        raise ActdsError("E002", place, got=got, expected="a column prompt, text or messages")
+        raise ActdsError("E002", place, got=got, expected=f"a column {' or '.join(FIELDS)}")
     asked.there.update(names)
     return [*columns, *(name for name in asked.labels if name in names and name not in columns)]
 

@@ -24,6 +24,7 @@ from actds_writers.engine_protocol import OPTION, Finished
 from actds_writers.engines.transformers import Options
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact, HookSpec, IntArray
+from actds_writers.model_folder import model_name
 from actds_writers.provenance import Readers, engine_facts, observed
 
 try:
@@ -479,6 +480,7 @@ class Engine:
             "engine.version": lambda: str(transformers.__version__),
             "engine.runner": lambda: name,
             "engine.scheduler": lambda: name,
+            "model.name": lambda: model_name(self._folder, self._options.served_model_name),
             "model.d_model": lambda: int(model.config.get_text_config().hidden_size),
             "model.quantization": lambda: str(
                 getattr(quantization, "quant_method", None) or quantization or "none"

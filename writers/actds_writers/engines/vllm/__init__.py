@@ -39,6 +39,7 @@ from actds_writers.engine_protocol import (
 from actds_writers.engines.vllm import versions
 from actds_writers.engines.vllm.adapters import Adapter, adapter_sha256, read_adapter
 from actds_writers.ipc.link import ENVIRONMENT, Link
+from actds_writers.model_folder import ModelFiles, find_model
 from actds_writers.sizing.probe_fit import Timing, TimingTask
 
 OWNED: Mapping[str, str] = {
@@ -110,6 +111,13 @@ REFUSED: Mapping[str, Refused] = {
     ),
     "enable_dbo": Refused((None, False), _MICROBATCH),
     "ubatch_size": Refused((None, 0, 1), _MICROBATCH),
+    "tokenizer_mode": Refused((None, "auto", "hf"), "prompts are encoded by the tokenizer.json"),
+    "code_revision": Refused((None,), "a model's own code is not run to read its prompts"),
+    "override_generation_config": Refused(
+        (None,),
+        "it changes what a server's clients get by default, and here nothing; use "
+        "--temperature, --max-tokens and sampling_params",
+    ),
     "skip_tokenizer_init": Refused((None, False), "prompts cannot be encoded"),
     "tokens_only": Refused((None, False), "prompts cannot be encoded"),
     "enable_prompt_embeds": Refused((None, False), "a prompt of embeddings has no token ids"),
@@ -225,20 +233,52 @@ class VllmOptions(EngineOptions):
     pipeline_parallel_size: Annotated[int, Field(ge=1)] | None = None
     async_scheduling: bool | None = None
     data_parallel_size: Annotated[int, Field(ge=1)] | None = None
+    served_model_name: Any = None
+    revision: str | None = None
+    """Of the repository that ``--model`` names."""
+    tokenizer: str | None = None
+    """Folder or repository of the tokenizer, if it is not that of the model."""
+    tokenizer_revision: str | None = None
+    hf_config_path: str | None = None
+    """Folder of ``config.json``, likewise."""
+    generation_config: str | None = None
+    """Folder of ``generation_config.json``, likewise; ``auto`` and ``vllm`` are the model's."""
     lora: str | None = None
     """Folder of the adapter of every request."""
     sampling_params: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of ``SamplingParams`` for every request."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return what the user gave to ``EngineArgs``, by name."""
-        return self.model_dump(exclude_unset=True, exclude={"lora", "sampling_params"})
+        """Return what the user gave to ``EngineArgs``, by name; revisions are in the folders."""
+        apart = {"lora", "sampling_params", "revision", "tokenizer_revision"}
+        return self.model_dump(exclude_unset=True, exclude=apart)
+
+    def files(self, model: Path) -> ModelFiles:
+        """Return the folders of a model's files; raises as ``EngineOptions.files``."""
+
+        def found(name: str, revision: str | None = None) -> Path:
+            value = getattr(self, name)
+            return find_model(value, revision, f"{OPTION} {name}") if value else model
+
+        config = found("hf_config_path")
+        generation = config
+        if self.generation_config not in (None, "auto", "vllm"):
+            generation = found("generation_config")
+        tokenizer = found("tokenizer", self.tokenizer_revision)
+        if self.tokenizer is None and self.tokenizer_revision is not None:
+            raise bad_option("tokenizer_revision", "no tokenizer beside it", "tokenizer=org/name")
+        return ModelFiles(model, config, tokenizer, generation)
 
     @property
     def n_samples(self) -> int:
         """Return how many times each prompt is sampled."""
         n = self.sampling_params.get("n", 1)
         return n if isinstance(n, int) else 1
+
+    @property
+    def sampling(self) -> Mapping[str, Any]:
+        """Return the further sampling parameters."""
+        return self.sampling_params
 
 
 _REFUSAL = "VLLMClientError"
@@ -304,6 +344,7 @@ class VllmEngine:
                     **{
                         **(adapter.arguments if adapter else {}),
                         **options.arguments(),
+                        **_paths(options, model),
                         "model": str(model),
                         "seed": seed,
                         "additional_config": additional,
@@ -372,6 +413,15 @@ class VllmEngine:
         """End the engine and close the connections of its process."""
         self._engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
         _close_links()
+
+
+def _paths(options: VllmOptions, model: Path) -> dict[str, str]:
+    """Return the options that name folders, where they were given, as paths."""
+    files = options.files(model)
+    paths = {"tokenizer": files.tokenizer, "hf_config_path": files.config}
+    if files.generation != files.config:
+        paths["generation_config"] = files.generation
+    return {name: str(path) for name, path in paths.items() if getattr(options, name)}
 
 
 def wake_when_dead(client: Any) -> None:

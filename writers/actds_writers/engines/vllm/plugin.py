@@ -483,6 +483,7 @@ def _look_at_weights(scheduler: Any, live: LiveRun) -> None:
 
 def _scheduler_side(scheduler: Any, link: Link, **more: Any) -> Any:
     from actds_writers.engines.vllm.scheduler import VllmSchedulerSide
+    from actds_writers.engines.vllm.stops import tokenizer_of
     from actds_writers.ipc.link import Sender
 
     connection = link.connect("census", "scheduler")
@@ -497,6 +498,7 @@ def _scheduler_side(scheduler: Any, link: Link, **more: Any) -> Any:
         rules,
         adapters=not link.live,
         entropy=link.settings.entropy,
+        tokenizer=functools.partial(tokenizer_of, scheduler),
         **more,
     )
     if scheduler.connector is not None:

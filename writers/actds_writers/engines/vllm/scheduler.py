@@ -13,6 +13,7 @@ import logging
 import re
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +24,8 @@ from actds.format import tables
 from actds_writers.engines.account import Channel, SchedulerSide
 from actds_writers.engines.vllm.adapters import adapter_sha256
 from actds_writers.engines.vllm.chats import ChatRoles, take_roles
+from actds_writers.engines.vllm.params import recorded
+from actds_writers.engines.vllm.stops import StopStrings
 from actds_writers.engines.vllm.weights import Blocks, WrittenBlocks, blocks_of_step
 from actds_writers.ipc.messages import Reference, RequestFinished, StepScheduled
 from actds_writers.sampling import EVERYTHING, MIXED_WEIGHTS, Labels, LeftOut, SamplingRules
@@ -34,6 +37,8 @@ OWNERS_PER_BLOCK = 4
 """Remembered prefix blocks per KV block: a block in use may be touched less often than new ones are
 added, and a hit on a forgotten block cannot be resolved."""
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}")
+_WORDS = {"repetition": "stop"}
+"""The spec's words for vLLM's reasons of an end, where they differ."""
 
 
 @dataclass
@@ -43,6 +48,8 @@ class _Tracked:
     """At arrival: the prompt of a session grows."""
     left_out: LeftOut
     chat: ChatRoles | None = None
+    stops: StopStrings | None = None
+    """Where it has stop strings."""
     high_water: int = 0
     """With the steps in flight, as if all their drafts were accepted."""
     settled_water: int = 0
@@ -58,6 +65,17 @@ class _Tracked:
     """Whether it is computed on KV of other weights than the run's."""
     loses: bool = False
     """Whether that began behind rows of it, so that its steps are lost from then on."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Return whether a stop string has ended it; the engine may not know yet."""
+        return self.stops is not None and self.stops.n_delivered is not None
+
+    def n_sampled(self, request: Any) -> int:
+        """Return how many sampled tokens are the request's: none behind a stop string."""
+        n = int(request.num_output_tokens)
+        late = self.stops.n_delivered if self.stops is not None else None
+        return n if late is None else min(n, late)
 
 
 @dataclass(frozen=True)
@@ -124,13 +142,13 @@ class _Part:
         Spec: 0.1 section 7.2.
         """
         request = self.request
-        n_prompt, n_sampled = request.num_prompt_tokens, request.num_output_tokens
-        own = n_prompt + max(n_sampled - 1, 0)
+        own = request.num_prompt_tokens + max(self.tracked.n_sampled(request) - 1, 0)
         within = min(max(own - self.start, 0), self.count)
         if self.is_discarded:
             return 0, self.count - within
         n_good = self.count if self.n_good is None else self.n_good
-        kept = min(within, n_good) if request.is_finished() else n_good
+        has_ended = request.is_finished() or self.tracked.is_stopped
+        kept = min(within, n_good) if has_ended else n_good
         return n_good - kept, self.count - n_good
 
 
@@ -153,6 +171,7 @@ class VllmSchedulerSide(SchedulerSide):
         n_blocks: KV blocks of the cache; bounds the remembered prefix blocks.
         adapters: whether every request has the same LoRA adapter, so that rows are stored.
         entropy: whether the tokens that requests get are reported.
+        tokenizer: returns the front end's, by which it looks for stop strings.
         written: the KV blocks that the run's weights computed, of a run that began when they
             changed; ``None`` where there are no others.
         weights: digest of the run's weights, as in ``StepMark``.
@@ -167,10 +186,12 @@ class VllmSchedulerSide(SchedulerSide):
         *,
         adapters: bool = False,
         entropy: bool = False,
+        tokenizer: Callable[[], Any] = lambda: None,
         written: WrittenBlocks | None = None,
         weights: str | None = None,
     ) -> None:
         super().__init__(census)
+        self._tokenizer = tokenizer
         self._written, self.weights = written, weights
         self._entropy = entropy
         self._adapters = adapters
@@ -250,15 +271,18 @@ class VllmSchedulerSide(SchedulerSide):
             roles=chat.prompt if chat else "",
             **about,
         )
+        stops = None
+        if getattr(request.sampling_params, "stop", None):
+            stops = StopStrings(self._tokenizer(), request)
         self._tracked[request.request_id] = _Tracked(
-            number, prompt_len, about["left_out"], chat, mixed=mixed
+            number, prompt_len, about["left_out"], chat, stops, mixed=mixed
         )
 
     def _described(self, request: Any, external_id: str) -> dict[str, Any]:
         """Return what ``number_request`` takes of a request besides its names and its prompt."""
         n_blocks = request.num_prompt_tokens // self._block_size
         return {
-            "sampling": _sampling(request.sampling_params),
+            "sampling": recorded(request.sampling_params),
             "arrival_ns": int(request.arrival_time * 1e9),
             "block_digests": tuple(
                 bytes(h)[:DIGEST_NBYTES] for h in request.block_hashes[:n_blocks]
@@ -399,6 +423,7 @@ class VllmSchedulerSide(SchedulerSide):
         assert self._unsent[0] is flying, "results in another order than the steps"
         self._unsent.popleft()
         undelivered, rejected = [], []
+        stopped = [part for part in flying.parts.values() if self._stops(part)]
         for part in flying.parts.values():
             late, wrong = part.settle()
             undelivered.append(late)
@@ -410,7 +435,8 @@ class VllmSchedulerSide(SchedulerSide):
                 stops = [other.stop for other in ahead if other is not None]
                 tracked.high_water = max([tracked.settled_water, *stops])
             self._own_blocks(part.request, tracked, tracked.settled_water)
-        n_cut = np.array(undelivered, np.int64) + np.array(rejected, np.int64)
+        n_late, n_rejected = np.array(undelivered, np.int64), np.array(rejected, np.int64)
+        n_cut = n_late + n_rejected
         requests = flying.message.requests
         self._settled.append(
             Settled(
@@ -422,15 +448,23 @@ class VllmSchedulerSide(SchedulerSide):
             replace(
                 flying.message,
                 starts=np.array([part.start for part in flying.parts.values()], np.int64),
-                n_undelivered=np.array(undelivered, np.int64) if any(undelivered) else None,
-                n_rejected=np.array(rejected, np.int64) if any(rejected) else None,
+                n_undelivered=n_late if n_late.any() else None,
+                n_rejected=n_rejected if n_rejected.any() else None,
                 drafted_tokens=flying.n_drafted if self._speculates else None,
                 accepted_tokens=flying.n_accepted if self._speculates else None,
             )
         )
         if self._entropy:
             self._tell_sampled(flying)
+        for part in stopped:
+            super().report(self._end_of(part.request, part.tracked, "stop"))
         self._send_ends()
+
+    @staticmethod
+    def _stops(part: _Part) -> bool:
+        """Return whether the results of a step completed a stop string of a running request."""
+        stops, request = part.tracked.stops, part.request
+        return stops is not None and not request.is_finished() and stops.read(request)
 
     def _tell_sampled(self, flying: _Flying) -> None:
         """Report the tokens that requests got from the results of a step, unless left out.
@@ -441,7 +475,7 @@ class VllmSchedulerSide(SchedulerSide):
         got = [
             part
             for part in flying.parts.values()
-            if part.request.num_output_tokens > part.n_sampled
+            if part.tracked.n_sampled(part.request) > part.n_sampled
             and part.tracked.left_out.decode is None
         ]
         positions = [part.request.num_prompt_tokens + part.n_sampled for part in got]
@@ -462,7 +496,11 @@ class VllmSchedulerSide(SchedulerSide):
             while self._unsent:
                 step = self._unsent.popleft()
                 assert isinstance(step, _Flying)
-                super().report(step.message)
+                # None of a request that has ended is for its client.
+                late = np.array([part.settle()[0] for part in step.parts.values()], np.int64)
+                super().report(
+                    replace(step.message, n_undelivered=late) if late.any() else step.message
+                )
                 self._send_ends()
         super().close()
 
@@ -493,17 +531,27 @@ class VllmSchedulerSide(SchedulerSide):
                 part.start -= n_rejected
 
     def finished(self, request: Any) -> None:
-        """Report the end of a request."""
+        """Report the end of a request, unless a stop string has ended it before."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return
+        self.retire(tracked.number)
+        if tracked.is_stopped:
+            return
+        reason = request.get_finished_reason()  # an enumeration of integers, from 0
+        words = "abort" if reason is None else str(reason)
+        if tracked.stops is not None and tracked.stops.read(request):
+            words = "stop"
+        self.report(self._end_of(request, tracked, _WORDS.get(words, words)))
+
+    def _end_of(self, request: Any, tracked: _Tracked, reason: str) -> RequestFinished:
         # What a session was given later follows the prompt that it arrived with.
-        reason, n_prompt = request.get_finished_reason(), tracked.prompt_len
-        n_tokens = request.num_prompt_tokens + request.num_output_tokens
+        n_prompt = tracked.prompt_len
+        n_tokens = request.num_prompt_tokens + tracked.n_sampled(request)
         tokens = list(request.all_token_ids[:n_tokens])
-        self.end_request(
+        return self.end_of(
             tracked.number,
-            str(reason) if reason is not None else "abort",
+            reason,
             tokens,
             n_prompt,
             cached_as_reported=tracked.as_reported,
@@ -645,29 +693,3 @@ def _mixed(left_out: LeftOut) -> LeftOut:
 def _external_id(internal_id: str) -> str:
     """Return the client's id, without the random suffix that the engine adds."""
     return internal_id[:-9] if _RANDOM_SUFFIX.fullmatch(internal_id[-9:]) else internal_id
-
-
-def _sampling(params: Any) -> dict[str, object] | None:
-    if params is None:
-        return None
-    constraint = getattr(params, "structured_outputs", None)
-    more = {
-        "logprobs": params.logprobs,
-        "prompt_logprobs": params.prompt_logprobs,
-        "structured_outputs": _kind_of(constraint) if constraint is not None else None,
-    }
-    return {
-        **{name: value for name, value in more.items() if value is not None},
-        "max_tokens": params.max_tokens,
-        "min_p": str(params.min_p),
-        "seed": params.seed,
-        "temperature": str(params.temperature),
-        "top_k": params.top_k,
-        "top_p": str(params.top_p),
-    }
-
-
-def _kind_of(constraint: Any) -> str | None:
-    """Return which kind of structured output is asked for; its text may be long."""
-    kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-    return next((kind for kind in kinds if getattr(constraint, kind, None)), None)

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from actds import layout
@@ -32,6 +31,7 @@ from actds_writers.engine_protocol import OPTION
 from actds_writers.engines.account import layer_config
 from actds_writers.engines.vllm import graph_key, refuse_options, refuse_unread, versions
 from actds_writers.engines.vllm.weights import WeightsWatch
+from actds_writers.engines.vllm.worker import model_files
 from actds_writers.harvest.prepare import hold
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.ipc.link import Link
@@ -460,8 +460,8 @@ def _special_tokens(model: Any) -> SpecialTokens:
 
     if model.skip_tokenizer_init:
         return SpecialTokens()
-    folder = Path(model.model)
-    return special_tokens(load_tokenizer(Path(model.tokenizer)), generation_eos(folder))
+    files = model_files(model)
+    return special_tokens(load_tokenizer(files.tokenizer), generation_eos(files.generation))
 
 
 def _facts(settings: LiveSettings, model: Any, rows: int, readouts: str) -> list[Fact]:
@@ -469,6 +469,7 @@ def _facts(settings: LiveSettings, model: Any, rows: int, readouts: str) -> list
     unknown = {
         "sampling.temperature": PER_REQUEST,
         "sampling.max_tokens": PER_REQUEST,
+        "sampling.params": PER_REQUEST,
         "prompts.roles": "the table roles has what is known of each chat",
         "tokenizer.chat_template_sha256": "applied by the server, and a client may send its own",
         **{f"prompts.{n}": LIVE_TRAFFIC for n in ("source", "sha256", "n_records", "n_skipped")},
@@ -479,8 +480,7 @@ def _facts(settings: LiveSettings, model: Any, rows: int, readouts: str) -> list
         observed("sampling.seed", int(model.seed or 0)),
         *(observed(name, None, reason) for name, reason in unknown.items()),
         *model_facts(
-            Path(model.model),
-            Path(str(model.tokenizer)),
+            model_files(model),
             weights=settings.weights_digest,
             no_tokenizer="no tokenizer.json in a folder of this machine",
         ),

@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from actds import canonical
 from actds.errors import ActdsError
 from actds.format import tables
 from actds_writers.capture.hooks import find_kind, raise_all
@@ -33,7 +33,9 @@ from actds_writers.engines.vllm.ranks import stage_layers, stage_of
 from actds_writers.engines.vllm.verified import VERIFIED, is_verified
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact, IntArray
+from actds_writers.model_folder import ModelFiles, local_folder_of, model_name
 from actds_writers.numerics import batch_invariant
+from actds_writers.parameters import in_words
 from actds_writers.provenance import Readers, engine_facts
 from actds_writers.sampling import EVERYTHING, LeftOut
 from actds_writers.sizing.needs import PADDING_ROWS
@@ -339,10 +341,27 @@ def observe(worker: Any, link: Link) -> tuple[Fact, ...]:
     return engine_facts(
         readers,
         model=loaded_model(runner),
-        folder=Path(config.model_config.model),
+        folder=model_files(config.model_config).config,
         device=runner.device,
         client_pid=link.client_pid,
     )
+
+
+def model_files(model: Any) -> ModelFiles:
+    """Return the folders of a model's files, as far as they are on this machine.
+
+    Args:
+        model: vLLM's ``ModelConfig``.
+    """
+    weights = local_folder_of(str(model.model), model.revision)
+    config = weights
+    if model.hf_config_path:
+        config = local_folder_of(str(model.hf_config_path))
+    tokenizer = local_folder_of(str(model.tokenizer), model.tokenizer_revision)
+    generation = config
+    if model.generation_config not in ("auto", "vllm"):
+        generation = local_folder_of(str(model.generation_config))
+    return ModelFiles(weights, config, tokenizer, generation)
 
 
 def _engine(runner: Any, config: Any) -> Readers:
@@ -364,7 +383,16 @@ def _engine(runner: Any, config: Any) -> Readers:
 
 
 def _model(runner: Any, config: Any) -> Readers:
+    model = config.model_config
+
+    def overrides() -> str:
+        given = model.hf_overrides
+        return canonical.dump(in_words(given)).decode().strip() if given else "none"
+
     return {
+        "model.name": lambda: model_name(model.model, str(model.served_model_name)),
+        "model.hf_overrides": overrides,
+        "tokenizer.mode": lambda: str(model.tokenizer_mode),
         "model.d_model": lambda: int(runner.model_config.get_hidden_size()),
         "model.quantization": lambda: str(config.model_config.quantization or "none"),
         "model.load_format": lambda: str(config.load_config.load_format),
