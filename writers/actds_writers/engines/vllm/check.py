@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +34,7 @@ from actds_writers.capture.check import (
 from actds_writers.capture.hooks import find_kind, raise_all
 from actds_writers.capture.op import HookBuffers
 from actds_writers.capture.taps import StreamForm, decoder_layers
+from actds_writers.engines.vllm.dispatch import eager
 from actds_writers.engines.vllm.ranks import execute, share_tokens
 from actds_writers.engines.vllm.verified import is_verified
 from actds_writers.engines.vllm.worker import identify, loaded_model
@@ -490,26 +489,3 @@ def without_connector(runner: Any) -> Iterator[None]:
         if disable is not None:
             disable(False)
         setattr(state, name, agent)
-
-
-@contextlib.contextmanager
-def eager(runner: Any) -> Iterator[None]:
-    """Run forwards without compilation and graphs, which call no Python hooks."""
-    from vllm.config import CUDAGraphMode
-
-    patched = []
-    for module in {sys.modules[base.__module__] for base in type(runner).__mro__}:
-        original = getattr(module, "set_forward_context", None)
-        if original is not None:
-            patched.append((module, original))
-            forced = functools.partial(_without_graphs, original, CUDAGraphMode.NONE)
-            module.set_forward_context = forced  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        for module, original in patched:
-            module.set_forward_context = original  # type: ignore[attr-defined]
-
-
-def _without_graphs(original: Callable[..., Any], none: Any, *args: Any, **kwargs: Any) -> Any:
-    return original(*args, **{**kwargs, "skip_compiled": True, "cudagraph_runtime_mode": none})

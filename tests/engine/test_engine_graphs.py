@@ -1,0 +1,133 @@
+"""What GPUs run, compiled pieces in CUDA graphs: their rows are those of the eager engine.
+
+On a CPU, with a graph that replays as CUDA's do: see ``actds_testing.cpu_graphs``. Every dataset
+passes the deep validation, which computes the readouts again from the rows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from actds.load.dataset import Dataset
+from actds_testing import cpu_graphs
+from actds_testing import harvest as h
+from actds_testing.tiny import make_random_model
+
+pytestmark = pytest.mark.engine
+
+EACH = "resid_pre resid_mid resid_post attn_out z q k v mlp_in mlp_out".split()
+HOOKS = ";".join(["embed", *(f"{kind}:all" for kind in EACH), "final"])
+OPTIONS = (
+    "--entropy", "--max-tokens", "6", "--engine-arg", "max_model_len=128",
+    "--engine-arg", "max_num_batched_tokens=96", "--engine-arg", "max_num_seqs=8",
+    "--engine-arg", "block_size=32", "--engine-arg", "dtype=float32",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts of some full steps, of which graphs have none, and smaller ones behind."""
+    texts = [f"number {i} goes on " + "x" * (7 * i) for i in range(10)]
+    records = [{"id": f"g{i}", "prompt": text} for i, text in enumerate(texts)]
+    return h.write_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", records)
+
+
+@pytest.fixture(scope="module")
+def probes(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    path = tmp_path_factory.mktemp("probes") / "probes.npy"
+    np.save(path, np.random.default_rng(0).standard_normal((3, 64), dtype=np.float32))
+    return "--probes", str(path)
+
+
+@pytest.fixture(scope="module")
+def eager(
+    model: Path, prompts: Path, probes: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Dataset:
+    out = tmp_path_factory.mktemp("eager") / "acts"
+    return h.harvest_alone(out, model, prompts, "--hooks", HOOKS, *probes, *OPTIONS, *h.EAGER)
+
+
+def compare(dataset: Dataset, eager: Dataset, tolerance: float) -> None:
+    """Check rows, scores and entropies by request and position, and how the steps ran."""
+    assert set(dataset.hooks) == set(eager.hooks)
+    for hook in dataset.hooks:
+        ours, theirs = h.rows_of(dataset, hook), h.rows_of(eager, hook)
+        assert ours.keys() == theirs.keys() and len(ours) > 400
+        got, want = (np.stack([side[key] for key in theirs]) for side in (ours, theirs))
+        assert h.relative_l2(got, want).max() <= tolerance, hook
+    keys = ["hook", "request", "position"]
+    got_scores, want_scores = (
+        one.readouts().to_pandas().sort_values(keys).reset_index(drop=True)
+        for one in (dataset, eager)
+    )
+    assert got_scores[keys].equals(want_scores[keys])
+    np.testing.assert_allclose(
+        np.stack(got_scores["probes"]), np.stack(want_scores["probes"]), atol=40 * tolerance
+    )
+    got_tokens, want_tokens = (one.sampled().to_pandas() for one in (dataset, eager))
+    names = ["request", "position", "token_id"]
+    assert got_tokens[names].equals(want_tokens[names])
+    for name in ("entropy", "logprob", "margin"):
+        np.testing.assert_allclose(got_tokens[name], want_tokens[name], atol=10 * tolerance)
+
+
+def compare_steps(dataset: Dataset, counts: dict[str, int]) -> None:
+    """Check that steps which graphs have room for were replays, padded to their sizes."""
+    steps = dataset.steps().to_pylist()
+    largest = cpu_graphs.SIZES[-1]
+    for step in steps:
+        n = step["batch_tokens"]
+        assert step["kernel_mode"] == ("piecewise" if n <= largest else "compiled")
+        sizes = [size for size in cpu_graphs.SIZES if size >= n] or [n]
+        assert step["padded_tokens"] == sizes[0]
+    n_replayed = sum(step["kernel_mode"] == "piecewise" for step in steps)
+    assert 0 < n_replayed < len(steps)
+    assert any(step["padded_tokens"] > step["batch_tokens"] for step in steps)
+    n_pieces = 1 + 4  # one behind the attention of each layer
+    assert counts["captured"] == n_pieces * len(cpu_graphs.SIZES)
+    n_checked = 2  # the steps of the check of the hooks
+    assert counts["replayed"] == n_pieces * (n_replayed + n_checked) and counts["moved"] == 0
+
+
+@pytest.mark.parametrize(
+    ("backend", "tolerance"),
+    [("eager", 0.0), pytest.param("inductor", 2e-6, marks=pytest.mark.full)],
+)
+def test_rows_of_graphs_are_those_of_the_eager_engine(
+    backend: str, tolerance: float, eager: Dataset, model: Path, prompts: Path,
+    probes: tuple[str, str], tmp_path: Path,
+) -> None:  # fmt: skip
+    dataset, counts = cpu_graphs.harvest(
+        tmp_path / "acts", model, prompts, "--hooks", HOOKS, *probes, *OPTIONS, backend=backend,
+        VLLM_CACHE_ROOT=str(tmp_path / "cache"),
+    )  # fmt: skip
+    compare_steps(dataset, counts)
+    compare(dataset, eager, tolerance)
+
+
+@pytest.mark.full
+def test_rows_of_two_types_share_a_compile_cache_and_no_graph(
+    eager: Dataset, model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    for dtype in ("float32", "bfloat16"):
+        dataset, _ = cpu_graphs.harvest(
+            tmp_path / dtype, model, prompts, "--hooks", "resid_post:1,3", "--store-dtype", dtype,
+            *OPTIONS, backend="inductor", VLLM_CACHE_ROOT=str(cache),
+        )  # fmt: skip
+        for hook in dataset.hooks:
+            ours, theirs = h.rows_of(dataset, hook), h.rows_of(eager, hook)
+            got, want = (np.stack([side[key] for key in theirs]) for side in (ours, theirs))
+            if dtype == "bfloat16":
+                want = want.astype(ml_dtypes.bfloat16).astype(np.float32)
+            assert h.relative_l2(got, want).max() <= (2e-6 if dtype == "float32" else 1e-3)
+    print(sorted(p.relative_to(cache) for p in cache.rglob("*") if p.is_dir()))
