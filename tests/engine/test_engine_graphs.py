@@ -19,7 +19,7 @@ from actds_testing.tiny import make_random_model
 
 pytestmark = pytest.mark.engine
 
-EACH = "resid_pre resid_mid resid_post attn_out z q k v mlp_in mlp_out".split()
+EACH = ["resid_pre", "resid_mid", "resid_post", "attn_out", "z", "q", "k", "v", "mlp_in", "mlp_out"]
 HOOKS = ";".join(["embed", *(f"{kind}:all" for kind in EACH), "final"])
 OPTIONS = (
     "--entropy", "--max-tokens", "6", "--engine-arg", "max_model_len=128",
@@ -112,6 +112,22 @@ def test_rows_of_graphs_are_those_of_the_eager_engine(
     )  # fmt: skip
     compare_steps(dataset, counts)
     compare(dataset, eager, tolerance)
+
+
+@pytest.mark.full
+def test_graphs_whose_rows_are_not_those_of_the_eager_engine_are_refused(
+    model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    """Graphs that leave the results of their capture; weights to which nothing else compares."""
+    words = cpu_graphs.arguments(
+        tmp_path / "acts", model, prompts, "--hooks", "mlp_out:1", *OPTIONS, backend="eager",
+    )  # fmt: skip
+    script = "from actds_testing import cpu_graphs as g; g._leave = lambda *_: None; g.main()"
+    dummy = ("--engine-arg", "load_format=dummy")
+    environment = h.environment(**h.ONE_PROCESS, VLLM_CACHE_ROOT=str(tmp_path / "cache"))
+    done = h.warm_engine().run(["-c", script, *words, *dummy], environment, h.TIMEOUT_S)
+    assert done.returncode != 0
+    assert "E507" in done.stderr and "without compilation and graphs" in done.stderr
 
 
 @pytest.mark.full
