@@ -131,6 +131,12 @@ def test_rows_of_graphs_are_those_of_the_eager_engine(
     )  # fmt: skip
     compare_steps(dataset, counts, "PIECEWISE")
     compare(dataset, eager, tolerance)
+    fields, plain = (next(iter(one.runs.values())).fields for one in (dataset, eager))
+    check = json.loads(str(fields["capture.check"].value))
+    assert check["against"] == "transformers" and float(check["eager"]) <= tolerance
+    assert "eager" not in json.loads(str(plain["capture.check"].value))
+    passes = "numerics.compiler_passes"
+    assert (fields[passes].value, plain[passes].value) == ("eliminate_noops", "none")
 
 
 @of_second_runner
