@@ -143,7 +143,7 @@ _COLUMNS: dict[TableName, list[pa.Field]] = {
         _column("n_preempted", _U32, "requests preempted in the step"),
         _column("kv_usage", _F64, "share of KV blocks in use", null=True),
         *QUEUES,
-        _column("kernel_mode", _S, "eager, compiled or cudagraph", null=True),
+        _column("kernel_mode", _S, "eager, compiled, piecewise or full (CUDA graphs)", null=True),
         _column("padded_tokens", _U32, "tokens the kernels ran, with padding", null=True),
         _column("drafted_tokens", _U32, "draft tokens that were verified", null=True),
         _column("accepted_tokens", _U32, "of these, accepted ones", null=True),

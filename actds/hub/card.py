@@ -67,6 +67,7 @@ _NUMERICS = (
     "numerics.threads",
     "numerics.split_kv",
     "numerics.all_reduce",
+    "numerics.compiler_passes",
     "serving.enforce_eager",
     "serving.tensor_parallel",
     "sampling.temperature",

@@ -145,6 +145,8 @@ def test_two_tensor_parallel_ranks_write_each_row_once(
     )  # fmt: skip
     fields = next(iter(dataset.runs.values())).fields
     assert fields["serving.tensor_parallel"].value == 2
+    # What vLLM's server has for two ranks of a CPU; an engine by itself has 2,048.
+    assert fields["serving.max_num_batched_tokens"].value == 4096
     requests, alone = dataset.requests().to_pylist(), eager.requests().to_pylist()
     assert len(requests) == len(alone)
     assert [r["prompt_len"] for r in requests] == [r["prompt_len"] for r in alone]

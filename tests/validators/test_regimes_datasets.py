@@ -175,19 +175,19 @@ def test_kernel_modes_of_one_dataset_are_compared_by_an_expression(
 ) -> None:
     whole = few_words()
     steps = whole.steps.to_pydict()
-    modes = ["eager" if n % 3 else "cudagraph" for n in range(len(steps["step"]))]
+    modes = ["eager" if n % 3 else "piecewise" for n in range(len(steps["step"]))]
     steps["kernel_mode"] = modes
     mode_of = dict(zip(steps["step"], modes, strict=True))
 
     def change(values: np.ndarray, tokens: dict[str, Any]) -> np.ndarray:
-        values[[mode_of[step] == "cudagraph" for step in tokens["step"]], 0] += 2
+        values[[mode_of[step] == "piecewise" for step in tokens["step"]], 0] += 2
         return values
 
     with_values(monkeypatch, change)
     path = made(tmp_path / "a", schedule=whole.with_(steps=tables.build("steps", steps))).path
     contrast = compared(
         f"eager={path}:where=step.kernel_mode == 'eager'",
-        f"graph={path}:where=step.kernel_mode == 'cudagraph'",
+        f"graph={path}:where=step.kernel_mode == 'piecewise'",
     )
     value = measure(contrast, "mean")
     assert (contrast.name, value.outcome, value.element) == ("graph-eager", "shifts", "0")

@@ -347,6 +347,7 @@ def engine_config(**parallel: Any) -> SimpleNamespace:
         scheduler_config=SimpleNamespace(scheduler_cls=None, async_scheduling=True),
         speculative_config=None, diffusion_config=None, kv_transfer_config=None,
         ec_transfer_config=None, lora_config=None,
+        compilation_config=SimpleNamespace(pass_config=SimpleNamespace()),
     )  # fmt: skip
 
 
@@ -373,6 +374,10 @@ def test_refuses_an_engine_whose_steps_cannot_be_accounted_for() -> None:
     with_adapters.lora_config = SimpleNamespace(max_loras=2)
     with pytest.raises(ActdsError, match="E012 engine option enable_lora"):
         WorkerCapture.refuse(with_adapters)
+    rows_apart = engine_config()
+    rows_apart.compilation_config.pass_config.enable_sp = True
+    with pytest.raises(ActdsError, match=r"E012 engine option .*pass_config\.enable_sp"):
+        WorkerCapture.refuse(rows_apart)
 
 
 def test_the_plugin_imports_nothing_and_comes_in_when_the_engine_does(

@@ -21,6 +21,7 @@ from actds_testing.synthetic import make_dataset
 from actds_writers.cli.plan import plan as plan_command
 from actds_writers.cli.write import write as write_command
 from actds_writers.config import HarvestSettings, LiveSettings, PlanSettings, WriteSettings
+from actds_writers.engines.vllm import graph_key
 from actds_writers.ipc.link import ENVIRONMENT, Link
 
 NEEDED = {"out": "acts", "model": "m", "prompts": "p.jsonl", "hooks": "resid_post:0"}
@@ -70,6 +71,20 @@ def test_settings_reach_the_processes_as_they_are(monkeypatch: pytest.MonkeyPatc
     shared = {name: getattr(live, name) for name in HarvestSettings.model_fields}
     assert found.settings == HarvestSettings(**shared)
     assert found.hooks == link.hooks
+
+
+def test_a_compiled_graph_is_used_again_only_for_rows_of_the_same_type() -> None:
+    links = [
+        Link(
+            folder="f", key="00", run=f"r-{n}", hooks=(("resid_post", 1),), ring_nbytes=1,
+            staging_nbytes=2, client_pid=3,
+            settings=LiveSettings(out="acts", hooks="resid_post:1", store_dtype=stored),
+        )
+        for n, stored in enumerate(["float32", "float32", "bfloat16", None])
+    ]  # fmt: skip
+    first, again, narrow, computed = map(graph_key, links)
+    assert first == again
+    assert len({json.dumps(key) for key in (first, narrow, computed)}) == 3
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,8 @@ def test_who_is_late_is_named() -> None:
 
 def test_facts_of_stages_are_sums_agreement_or_unknown() -> None:
     def check(against: str, hook: str, distance: str, bound: str = "0.001") -> Fact:
-        value = {"against": against, "bound": bound, "hooks": {hook: distance}, "rows": 41}
+        value = {"against": against, "bound": bound, "hooks": {hook: distance}, "rows": 41,
+                 "eager": distance}  # fmt: skip
         if against != "transformers":
             value["reason"] = "dummy"
         return Fact("capture.check", json.dumps(value), "observed")
@@ -173,7 +174,7 @@ def test_facts_of_stages_are_sums_agreement_or_unknown() -> None:
     assert found["engine.name"].value == "vllm" and found["model.n_layers"].value == 5
     assert found["machine.processor"].origin == "unknown"
     assert json.loads(str(found["capture.check"].value)) == {
-        "against": "engine", "bound": "0.001", "reason": "dummy", "rows": 41,
+        "against": "engine", "bound": "0.001", "reason": "dummy", "rows": 41, "eager": "1e-06",
         "hooks": {"resid_post.0": "1e-06", "resid_post.1": "1e-07"},
     }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from pathlib import Path
 
@@ -10,12 +11,54 @@ import pytest
 from actds.errors import ActdsError
 from actds_testing.places import ROOT
 from actds_writers.engines.vllm import versions
+from actds_writers.engines.vllm.seams import SEAMS, missing
+
+
+@pytest.fixture(scope="module")
+def package() -> Path:
+    """Return the folder of the installed vLLM, which is read and not imported."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("vLLM is not installed")
+    return Path(spec.submodule_search_locations[0])
 
 
 @pytest.fixture
-def pretend(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def pretend(monkeypatch: pytest.MonkeyPatch, package: Path) -> pytest.MonkeyPatch:
     monkeypatch.setattr(versions, "installed", lambda: "0.99.1+cpu")
+    monkeypatch.setattr(versions, "folder", lambda: package)
     return monkeypatch
+
+
+@pytest.fixture
+def older(package: Path, tmp_path: Path) -> Path:
+    """Return a copy in which two names are others, and without the second runner."""
+    for file in {place.partition(" ")[0] for place in SEAMS}:
+        if not file.startswith("v1/worker/gpu/"):
+            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+            text = (package / file).read_text()
+            text = text.replace("block_hashes", "hashes").replace("max_concurrent_batches", "most")
+            (tmp_path / file).write_text(text)
+    return tmp_path
+
+
+def test_the_installed_version_has_every_name(package: Path) -> None:
+    assert missing(package) == []
+
+
+def test_a_version_without_some_names_is_refused_with_all_of_them(
+    pretend: pytest.MonkeyPatch, older: Path
+) -> None:
+    lacks = [
+        "v1/request.py:Request.block_hashes",
+        "config/vllm.py:VllmConfig.max_concurrent_batches",
+    ]
+    assert missing(older) == lacks
+    pretend.setattr(versions, "folder", lambda: older)
+    with pytest.raises(ActdsError) as caught:
+        versions.admit(check=True)
+    assert (caught.value.code, caught.value.place) == ("E012", "vLLM 0.99.1+cpu")
+    assert all(name in caught.value.got for name in lacks)
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ def step_table(
             "n_preempted": zero,
             "kv_usage": np.minimum(context / (scenario.max_num_seqs * 2048.0), 1.0),
             **_queue_columns(scenario, plan, pipeline),
-            "kernel_mode": _words(["cudagraph", "compiled"], prefill > 0),
+            "kernel_mode": _words(["full", "compiled"], prefill > 0),
             "padded_tokens": nothing,
             "drafted_tokens": nothing,
             "accepted_tokens": nothing,

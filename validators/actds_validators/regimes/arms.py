@@ -62,7 +62,7 @@ _SAMPLED = {
     "sampled.entropy": np.float32,
     "sampled.margin": np.float32,
 }
-KERNEL_MODES = ("eager", "compiled", "cudagraph")
+KERNEL_MODES = ("eager", "compiled", "piecewise", "full")
 _MAX_REPEATS = 4096
 
 

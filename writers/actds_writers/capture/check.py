@@ -58,6 +58,8 @@ class HookCheck:
         distances: mean relative L2 of the rows by hook.
         bounds: the largest one that passes, by hook.
         reason: why the reference is not ``transformers``, empty when it is.
+        eager: largest distance of a hook's rows from those of the same engine without compilation
+            and graphs, ``None`` where it has neither.
     """
 
     against: Against
@@ -65,6 +67,7 @@ class HookCheck:
     bounds: Mapping[str, float]
     n_rows: int
     reason: str = ""
+    eager: float | None = None
 
     def fact(self) -> Fact:
         """Return the fact of the run record; fractions are decimal strings.
@@ -78,6 +81,8 @@ class HookCheck:
             document["bound"] = one.pop() if len(one) == 1 else bounds
             document["hooks"] = {name: _decimal(d) for name, d in self.distances.items()}
             document["rows"] = self.n_rows
+        if self.eager is not None:
+            document["eager"] = _decimal(self.eager)
         if self.reason:
             document["reason"] = self.reason[:300]
         return Fact(FIELD, canonical.dump(document).decode().strip(), "observed")
@@ -170,6 +175,35 @@ def compare_with_forward(
         found[hook.name] = own
     raise_all(errors)
     return HookCheck("transformers", found, bounds, n_rows)
+
+
+def compare_with_eager(
+    rows: Mapping[str, np.ndarray],
+    eager: Mapping[str, np.ndarray],
+    bounds: Mapping[str, float],
+    parts: Sequence[np.ndarray],
+) -> float:
+    """Return the largest distance of a hook's rows from those of the same engine in eager mode.
+
+    Args:
+        rows: float32 ``(n, d_model)`` by hook, of compiled code or graphs.
+        eager: the same rows without either.
+        bounds: largest mean relative L2 that passes, by hook.
+        parts: bool ``(n,)`` each: rows that are compared apart, as prompts and decoded tokens.
+
+    Raises:
+        ActdsError: E507 with all hooks whose rows differ.
+    """
+    distances, errors = [], []
+    for hook, got in rows.items():
+        want = eager[hook]
+        apart = np.where((got == want).all(axis=-1), 0.0, row_distances(got, want))
+        distances.append(float(np.max([apart[part].mean() for part in parts])))
+        if not distances[-1] <= bounds[hook]:  # also true for not-a-number
+            words = "as the same engine computes them without compilation and graphs"
+            errors.append(_mismatch(hook, distances[-1], bounds[hook], words))
+    raise_all(errors)
+    return max(distances)
 
 
 def without_reference(rows: Mapping[HookSpec, np.ndarray], states: States) -> list[ActdsError]:

@@ -64,7 +64,8 @@ class Step:
         left_out: what the sampling rules leave out of each; empty when they leave out nothing.
         finished: requests that ended before this step.
         duration_ns: how long the model ran, as far as the host can tell.
-        kernel_mode: ``eager``, ``compiled`` or ``cudagraph``.
+        kernel_mode: ``eager``, ``compiled``, ``piecewise`` or ``full``; ``None`` where it is not
+            known.
         began: mark before the model ran, for the time on the device.
         lost: why no row of the step may be stored, whatever the policy; ``None`` for all others.
     """

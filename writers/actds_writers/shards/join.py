@@ -245,6 +245,9 @@ def _joined_checks(values: Sequence[str]) -> str:
         whole["bound"] = one.pop() if len(one) == 1 else bounds
         whole["hooks"] = {h: d for check in checks for h, d in check.get("hooks", {}).items()}
         whole["rows"] = min(check["rows"] for check in checks if "rows" in check)
+    eager = [check["eager"] for check in checks if "eager" in check]
+    if eager:
+        whole["eager"] = max(eager, key=float)
     reasons = dict.fromkeys(check["reason"] for check in checks if "reason" in check)
     if reasons:
         whole["reason"] = "; ".join(reasons)[:300]

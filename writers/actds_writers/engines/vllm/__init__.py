@@ -321,6 +321,7 @@ class VllmEngine:
         _plugin().renew()
         from vllm import EngineArgs, SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
         if link is not None:
@@ -350,7 +351,10 @@ class VllmEngine:
                         "additional_config": additional,
                     }
                 )
-                self._engine: Any = LLMEngine.from_engine_args(arguments)
+                # Steps as large as those of the server that the harvest stands for.
+                self._engine: Any = LLMEngine.from_engine_args(
+                    arguments, usage_context=UsageContext.OPENAI_API_SERVER
+                )
                 wake_when_dead(self._engine.engine_core)
             if self._lora is not None:
                 self._engine.add_lora(self._lora)  # one that does not load is an error now
@@ -479,7 +483,8 @@ def _close_links() -> None:
 def graph_key(link: Link) -> dict[str, Any]:
     """Return what capture adds to the model's graph: that alone is in the compile cache's key."""
     hooks = [f"{kind}:{layer}" for kind, layer in link.hooks]
-    return {"hooks": hooks, "readouts": link.readouts}
+    # The type of the rows is this one, or follows from the model's, which is in the key as well.
+    return {"hooks": hooks, "readouts": link.readouts, "store_dtype": link.settings.store_dtype}
 
 
 def _end_processes(others: Collection[BaseProcess]) -> None:

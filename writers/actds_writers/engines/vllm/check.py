@@ -1,7 +1,8 @@
 """The check of the hooks in a vLLM worker, between the set-up of its engine and its first step.
 
 Two steps (both prompts, then one decoded token each) run through the model as it will serve,
-compiled and in graphs; then again in eager mode, where the inputs of every module can be observed.
+compiled and in graphs; then again in eager mode, whose rows have to be the same, and where the
+inputs of every module can be observed.
 The schedule is built here and leaves no trace in scheduler, census or writer. Every
 rank runs it; those that capture compare, each pipeline stage its own hooks.
 """
@@ -10,8 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +25,7 @@ from actds_writers.capture.check import (
     States,
     bound,
     check_prompts,
+    compare_with_eager,
     compare_with_forward,
     load_reference,
     reference_states,
@@ -36,6 +36,7 @@ from actds_writers.capture.check import (
 from actds_writers.capture.hooks import find_kind, raise_all
 from actds_writers.capture.op import HookBuffers
 from actds_writers.capture.taps import StreamForm, decoder_layers
+from actds_writers.engines.vllm.dispatch import eager
 from actds_writers.engines.vllm.ranks import execute, share_tokens
 from actds_writers.engines.vllm.verified import is_verified
 from actds_writers.engines.vllm.worker import identify, loaded_model
@@ -77,19 +78,34 @@ def check_hooks(
     layers = [hooks[i].layer for i in read]
     readers = NextReaders(model, [forwarded.prompt_rows[i] for i in read], layers)
     with readers.watching(worker.model_runner):
-        forward_prompts(worker, prompts, buffers, after_prompts=readers.stop)
+        plain = forward_prompts(worker, prompts, buffers, after_prompts=readers.stop)
+    assert plain is not None
     bounds = _bounds(worker, hooks)
+    is_eager = worker.vllm_config.model_config.enforce_eager
+    apart = None if is_eager else _apart(hooks, forwarded, plain, bounds)
     try:
         states = _reference_states(worker, model, hooks, forwarded)
     except NoReferenceError as missing:
         seen = {hooks[read[i]].name: distance for i, distance in readers.distances.items()}
         n_rows = len(forwarded.prompt_rows[0])
-        check = HookCheck("engine", seen, bounds, n_rows, str(missing)).require()
+        check = HookCheck("engine", seen, bounds, n_rows, str(missing), apart).require()
         ranks = int(worker.vllm_config.parallel_config.tensor_parallel_size)
         return _without_reference(type(model).__name__, ranks, form, hooks, check)
     rows = dict(zip(hooks, forwarded.rows, strict=True))
     raise_all(without_reference(rows, states))
-    return compare_with_forward(rows, states, bounds, forwarded.decoded)
+    return replace(compare_with_forward(rows, states, bounds, forwarded.decoded), eager=apart)
+
+
+def _apart(
+    hooks: Sequence[HookSpec], served: Forwarded, plain: Forwarded, bounds: dict[str, float]
+) -> float:
+    """Return how far rows as they will be served are from those of the eager forward; or E507."""
+    names = [hook.name for hook in hooks]
+    parts = [~served.decoded]
+    if served.sequences == plain.sequences:  # else another token was decoded
+        parts.append(served.decoded)
+    rows, eager_rows = (dict(zip(names, one.rows, strict=True)) for one in (served, plain))
+    return compare_with_eager(rows, eager_rows, bounds, parts)
 
 
 def join_check(worker: Any) -> None:
@@ -490,26 +506,3 @@ def without_connector(runner: Any) -> Iterator[None]:
         if disable is not None:
             disable(False)
         setattr(state, name, agent)
-
-
-@contextlib.contextmanager
-def eager(runner: Any) -> Iterator[None]:
-    """Run forwards without compilation and graphs, which call no Python hooks."""
-    from vllm.config import CUDAGraphMode
-
-    patched = []
-    for module in {sys.modules[base.__module__] for base in type(runner).__mro__}:
-        original = getattr(module, "set_forward_context", None)
-        if original is not None:
-            patched.append((module, original))
-            forced = functools.partial(_without_graphs, original, CUDAGraphMode.NONE)
-            module.set_forward_context = forced  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        for module, original in patched:
-            module.set_forward_context = original  # type: ignore[attr-defined]
-
-
-def _without_graphs(original: Callable[..., Any], none: Any, *args: Any, **kwargs: Any) -> Any:
-    return original(*args, **{**kwargs, "skip_compiled": True, "cudagraph_runtime_mode": none})

@@ -36,6 +36,8 @@ from actds_writers.config import WriterSettings, WriteSettings
 from actds_writers.engine_protocol import OPTION
 from actds_writers.engines import vllm as engines
 from actds_writers.engines.vllm import plugin
+from actds_writers.engines.vllm.dispatch import Dispatch
+from actds_writers.engines.vllm.worker import loaded_model
 from actds_writers.harvest.prepare import Plan, hold, make_plan
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.sizing.needs import Geometry, rows_per_shard
@@ -207,6 +209,8 @@ class _Bench:
         )
         stack.callback(self._end)
         self.core: Any = self.engine._engine.engine_core.engine_core
+        runner = plugin.worker_of(self.core).model_runner
+        self._dispatch = Dispatch(runner, loaded_model(runner))
         if session.eager:
             self._install()
 
@@ -244,8 +248,6 @@ class _Bench:
         """Return what ran, by name."""
         import vllm
 
-        from actds_writers.engines.vllm.worker import _kernel_mode
-
         runner = plugin.worker_of(self.core).model_runner
         device = runner.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -254,7 +256,7 @@ class _Bench:
         return {
             "engine": f"vllm {vllm.__version__}, torch {torch.__version__}",
             "device": name,
-            "mode": _kernel_mode(runner),
+            "mode": self._dispatch.mode or "unknown kernels",
             "cudagraphs": str(graphs) if device.type == "cuda" else "none",
             "dtype": str(runner.model_config.dtype).removeprefix("torch."),
             "threads": str(torch.get_num_threads()),
@@ -272,7 +274,6 @@ class _Bench:
         """Make the state of the model in every arm; leave the engine alone."""
         from actds_writers.engines.vllm.check import check_hooks
         from actds_writers.engines.vllm.verified import VERIFIED
-        from actds_writers.engines.vllm.worker import loaded_model
 
         worker = plugin.worker_of(self.core)
         model = loaded_model(worker.model_runner)

@@ -401,8 +401,11 @@ class VllmSchedulerSide(SchedulerSide):
             part.n_sampled = request.num_output_tokens
             if request.is_finished():
                 continue
-            stale = request.num_stale_output_tokens > 0
-            part.is_discarded = stale and bool(request.drop_stale_output)
+            # Before 0.27 the results of a preempted request stand, unless it counts them off.
+            stale = getattr(request, "num_stale_output_tokens", 0) > 0
+            part.is_discarded = (stale and bool(request.drop_stale_output)) or (
+                getattr(request, "async_tokens_to_discard", 0) > 0
+            )
             sampled = results.sampled_token_ids
             n_sampled = len(sampled[results.req_id_to_index[engine_id]]) if sampled else 0
             n_accepted = max(n_sampled - 1, 0) if part.n_drafts else 0

@@ -330,7 +330,7 @@ def refuse(config: Any) -> None:
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
         "decode_context_parallel_size": parallel.decode_context_parallel_size,
-        "enable_hc_sp": parallel.enable_hc_sp,
+        "enable_hc_sp": getattr(parallel, "enable_hc_sp", None),  # since 0.29
         "nnodes": parallel.nnodes,
         "distributed_executor_backend": backend if isinstance(backend, str | None) else "a class",
         "speculative_config": getattr(config.speculative_config, "method", None),

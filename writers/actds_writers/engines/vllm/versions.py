@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import re
+from pathlib import Path
 
 from actds.errors import ActdsError
+from actds_writers.engines.vllm.seams import missing
 
 TESTED = ("0.31", "0.32")
 """Minor versions with which tests of ``tests/engine`` pass; ``docs/versions.md`` says which."""
@@ -23,6 +25,13 @@ def installed() -> str:
     return str(vllm.__version__)
 
 
+def folder() -> Path:
+    """Return the folder of the installed package ``vllm``, importing it."""
+    import vllm
+
+    return Path(vllm.__path__[0])
+
+
 def is_tested(version: str) -> bool:
     """Return whether the tests ran with a version, whatever its patch and its build."""
     found = re.match(r"\d+\.\d+(?=\.|$)", version)
@@ -32,11 +41,13 @@ def is_tested(version: str) -> bool:
 def admit(check: bool) -> None:
     """Warn of a vLLM that the tests never ran with; it runs only with the check of the hooks.
 
+    Such a one is looked through for all that is read in it by name, before anything starts.
+
     Args:
         check: whether the rows of the hooks are checked before the first request.
 
     Raises:
-        ActdsError: E012 for such a version without the check.
+        ActdsError: E012 for such a version without the check, and for one that lacks a name.
     """
     version = installed()
     if is_tested(version):
@@ -49,6 +60,15 @@ def admit(check: bool) -> None:
             got="a version that the tests never ran with, and --no-check",
             expected=f"one of {known}, or the check of the hooks",
             next_step="Leave the check on: it compares rows before the first request.",
+        )
+    lacks = missing(folder())
+    if lacks:
+        raise ActdsError(
+            "E012",
+            f"vLLM {version}",
+            got=f"a version without {', '.join(lacks)}",
+            expected=f"all names that capture reads there, as in {known}",
+            next_step=f"pip install 'vllm=={TESTED[-1]}.*'",
         )
     logging.getLogger("actds").warning(
         "actds: the tests never ran with vLLM %s, but with %s. The check of the hooks compares "

@@ -27,6 +27,7 @@ from actds_writers.engines.account import (
     layer_config,
     reporting_failure,
 )
+from actds_writers.engines.vllm.dispatch import Dispatch
 from actds_writers.engines.vllm.loads import LoadErrors
 from actds_writers.engines.vllm.logits import watch
 from actds_writers.engines.vllm.ranks import stage_layers, stage_of
@@ -71,6 +72,7 @@ class WorkerCapture(WorkerSide):
         with reporting_failure(link):
             self.refuse(worker.vllm_config)
             model = loaded_model(runner)
+            self._dispatch = Dispatch(runner, model)
             self.form = _form(model, link)
             ranks = int(worker.vllm_config.parallel_config.tensor_parallel_size)
             require_kinds(type(model).__name__, link, ranks)
@@ -129,6 +131,7 @@ class WorkerCapture(WorkerSide):
         Only now the engine is completely set up: cache sized, kernels chosen, graphs compiled.
         """
         super().before_step()
+        self._dispatch.forget()
         self._awaits_logits, self._reading, self._sampling = self._reads_logits, None, None
         weights = (Fact("model.parameters_sha256", self._weights, "observed"),)
         self.introduce(
@@ -190,7 +193,7 @@ class WorkerCapture(WorkerSide):
             identity.positions,
             finished=mark.finished,
             duration_ns=duration_ns,
-            kernel_mode=_kernel_mode(runner),
+            kernel_mode=self._dispatch.mode,
             left_out=left_out if self._left_out else (),
             held=True,
             lost=tables.FAILED_LOAD if self._touched(scheduled) else mark.lost,
@@ -206,7 +209,10 @@ class WorkerCapture(WorkerSide):
             self._prompt_lens.pop(request, None)
             self._left_out.pop(request, None)
         for new in scheduled.scheduled_new_reqs:
-            self._prompt_lens[new.req_id] = int(new.prompt_len)
+            n_prompt = getattr(new, "prompt_len", None)  # since 0.29
+            if n_prompt is None:
+                n_prompt = len(new.prompt_token_ids or ())
+            self._prompt_lens[new.req_id] = int(n_prompt)
         self._left_out.update(mark.left_out)
 
     def _compare(self, step: int, identity: RowIdentity, scheduled: Any) -> None:
@@ -221,9 +227,12 @@ class WorkerCapture(WorkerSide):
     def refuse(config: Any) -> None:
         """Refuse an engine whose rows could not be accounted for; raises E012."""
         parallel, lora = config.parallel_config, config.lora_config
+        passes = config.compilation_config.pass_config
         refused = {
             "data_parallel_size": parallel.data_parallel_size > 1,
             "enable_lora": lora is not None and lora.max_loras > 1,
+            # Sequence parallelism, until 0.31: each rank has the residual stream of some rows.
+            "compilation_config.pass_config.enable_sp": bool(getattr(passes, "enable_sp", False)),
         }
         for option, present in refused.items():
             if present:
@@ -268,19 +277,6 @@ def require_kinds(model: str, link: Link, ranks: int) -> None:
             expected = "a kind of docs/families.md, or the check of the hooks"
             errors.append(ActdsError("E007", place, got=got, expected=expected))
     raise_all(errors)
-
-
-def _kernel_mode(runner: Any) -> str:
-    """Return how the kernels of the step ran."""
-    config = runner.vllm_config
-    state = getattr(runner, "execute_model_state", None)
-    stats = getattr(state, "cudagraph_stats", None)
-    if stats is not None and str(getattr(stats, "runtime_mode", "NONE")) != "NONE":
-        return "cudagraph"
-    compiled = (
-        int(config.compilation_config.mode or 0) > 0 and not config.model_config.enforce_eager
-    )
-    return "compiled" if compiled else "eager"
 
 
 def loaded_model(runner: Any) -> torch.nn.Module:
@@ -427,12 +423,21 @@ def _numerics(runner: Any, config: Any) -> Readers:
 
         return bool(envs.VLLM_CPU_ATTN_SPLIT_KV)
 
+    def passes() -> str:
+        """Return vLLM's passes over compiled code that are on, by name, ``none`` without any."""
+        compilation = config.compilation_config
+        if getattr(compilation.mode, "name", "NONE") != "VLLM_COMPILE":
+            return "none"
+        on = [name for name, value in vars(compilation.pass_config).items() if value is True]
+        return ", ".join(sorted(on)) or "none"
+
     readers: Readers = {
         "numerics.dtype": lambda: str(runner.model_config.dtype).removeprefix("torch."),
         "numerics.kv_cache_dtype": lambda: kv_dtype().removeprefix("torch."),
         "numerics.attention_backend": attention,
         "numerics.batch_invariant": batch_invariant,
         "numerics.all_reduce": all_reduce,
+        "numerics.compiler_passes": passes,
     }
     return {**readers, "numerics.split_kv": split_kv} if runner.device.type == "cpu" else readers
 
