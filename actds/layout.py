@@ -101,6 +101,11 @@ def journal_path(run: str, n: int) -> str:
     return f"journal/{run}/{n:06d}.jsonl.zst"
 
 
+def heartbeat_path(run: str, chain: str) -> str:
+    """Return the path of the heartbeat of an open chain."""
+    return f"journal/{run}/{chain}.json"
+
+
 def record_path(chain: str, seq: int) -> str:
     """Return the path of a ledger record."""
     return f"ledger/{chain}/{seq:08d}.json"
