@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from actds.errors import ActdsError
-from actds.store import local_folder
+from actds.store import local_folder, refuse_within_dataset
 
-__all__ = ["new_folder"]
+__all__ = ["new_folder", "refuse_links"]
 
 
 @contextmanager
@@ -25,11 +25,13 @@ def new_folder(out: str | Path) -> Iterator[Path]:
         out: local path of the new folder.
 
     Raises:
-        ActdsError: E008 ``out`` exists; E009 it is no local path; E503 the disk refuses.
+        ActdsError: E008 ``out`` exists; E009 it is no local path, or inside a
+            dataset; E503 the disk refuses.
     """
     target = local_folder(out)
     if target is None:
         raise ActdsError("E009", "OUT", got=str(out), expected="a local folder")
+    refuse_within_dataset(target)
     target = target.absolute()
     if target.exists() or target.is_symlink():
         raise ActdsError(
@@ -55,6 +57,21 @@ def new_folder(out: str | Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def refuse_links(folder: Path) -> None:
+    """Refuse a link in a folder that is written further: its target belongs to somebody else.
+
+    Raises:
+        ActdsError: E107 the folder, or what is in it, is a link.
+    """
+    for where, folders, names in os.walk(folder):
+        for path in (where, *(os.path.join(where, name) for name in (*folders, *names))):
+            if os.path.islink(path):
+                raise ActdsError(
+                    "E107", path, got="a link", expected="what an earlier call left there",
+                    next_step="Remove it, or choose another path.",
+                )  # fmt: skip
 
 
 def _sync(path: Path) -> None:

@@ -239,6 +239,8 @@ class Validator:
                 self.found.add("E107", path, "no regular file")
             elif path in known or path.startswith(refused) or SIGNATURES.fullmatch(path):
                 continue
+            elif path.split("/")[0] in (".gitattributes", ".git", ".cache"):
+                continue
             elif path.startswith(standing):
                 self.found.add("E105", path, "nothing reaches it")
             elif not path.startswith(named):  # of a shard that was refused, or is replaced

@@ -22,7 +22,7 @@ from actds.errors import ActdsError
 from actds.format.readouts import NONE
 from actds.reading import Catalog
 from actds.schema import RunRecord
-from actds.store import local_folder, open_for_writing, open_store
+from actds.store import local_folder, open_for_writing, open_store, refuse_within_dataset
 from actds.store.local import lock_dataset
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.capture.probes import plan_readouts
@@ -313,13 +313,11 @@ def hold(out: str | Path, *, shared: bool = False) -> int:
         ActdsError: E009 when it is inside another dataset; E010 when another run writes it; E016
             when the store overwrites; E503 when the folder cannot be made, or a put is refused.
     """
+    refuse_within_dataset(out)
     folder = local_folder(out)
     if folder is None:
         open_for_writing(out)
         return os.open(os.devnull, os.O_RDONLY)
-    if (outer := layout.dataset_around(Path(os.path.realpath(folder)))) is not None:
-        got = f"inside the dataset {outer}"
-        raise ActdsError("E009", str(out), got=got, expected="a path outside any dataset")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
