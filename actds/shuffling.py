@@ -151,9 +151,9 @@ def shuffle(
         raise ActdsError("E306", store.uri, got=got, expected="a sealed dataset")
     n_rows = _rows_that_fit(catalog, rows_per_shard, memory_nbytes)
     wanted = _Plan(catalog.digest, seed, codec, n_rows, _rows_in_memory(catalog, memory_nbytes))
+    refuse_links(partial)
     with on_disk(partial):
         partial.mkdir(parents=True, exist_ok=True)
-    refuse_links(partial)
     lock = lock_dataset(partial)
     try:
         plan = _read_plan(partial, wanted)

@@ -65,13 +65,17 @@ def refuse_links(folder: Path) -> None:
     Raises:
         ActdsError: E107 the folder, or what is in it, is a link.
     """
-    for where, folders, names in os.walk(folder):
-        for path in (where, *(os.path.join(where, name) for name in (*folders, *names))):
-            if os.path.islink(path):
-                raise ActdsError(
-                    "E107", path, got="a link", expected="what an earlier call left there",
-                    next_step="Remove it, or choose another path.",
-                )  # fmt: skip
+    below = (
+        os.path.join(where, name)
+        for where, folders, names in os.walk(folder)
+        for name in (*folders, *names)
+    )
+    for path in (str(folder), *below):
+        if os.path.islink(path):
+            raise ActdsError(
+                "E107", path, got="a link", expected="what an earlier call left there, or nothing",
+                next_step="Remove it, or choose another path.",
+            )  # fmt: skip
 
 
 def _sync(path: Path) -> None:

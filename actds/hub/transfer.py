@@ -191,8 +191,8 @@ def pull(
     if layout.GENESIS not in there:
         raise ActdsError("E101", hub.uri, got=f"no {layout.GENESIS}", expected="a dataset")
     partial = target.with_name(target.name + PARTIAL)
-    partial.mkdir(parents=True, exist_ok=True)
     refuse_links(partial)
+    partial.mkdir(parents=True, exist_ok=True)
     lock = lock_dataset(partial)
     try:
         _forget_other_revisions(partial, there)
