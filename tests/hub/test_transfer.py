@@ -383,9 +383,7 @@ def test_the_commands_push_and_pull(hub: Hub, path: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("way", ["back", "back.partial", "back.partial/shards"])
-def test_a_pull_writes_through_nobodys_link(
-    hub: Hub, path: Path, tmp_path: Path, way: str
-) -> None:
+def test_a_pull_writes_through_nobodys_link(hub: Hub, path: Path, tmp_path: Path, way: str) -> None:
     actds.push(path, URI)
     (tmp_path / "theirs").mkdir()
     link = tmp_path / way
