@@ -11,6 +11,7 @@ from pathlib import Path
 
 from actds.errors import ActdsError
 from actds.store import local_folder, refuse_within_dataset
+from actds.store.local import walk
 
 __all__ = ["new_folder", "refuse_links"]
 
@@ -65,17 +66,14 @@ def refuse_links(folder: Path) -> None:
     Raises:
         ActdsError: E107 the folder, or what is in it, is a link.
     """
-    below = (
-        os.path.join(where, name)
-        for where, folders, names in os.walk(folder)
-        for name in (*folders, *names)
-    )
-    for path in (str(folder), *below):
-        if os.path.islink(path):
-            raise ActdsError(
-                "E107", path, got="a link", expected="what an earlier call left there, or nothing",
-                next_step="Remove it, or choose another path.",
-            )  # fmt: skip
+    links = [str(folder)] if folder.is_symlink() else []
+    if folder.is_dir():
+        links += [entry.path for _, entry in walk(folder) if entry.is_symlink()]
+    if links:
+        raise ActdsError(
+            "E107", links[0], got="a link", expected="what an earlier call left there, or nothing",
+            next_step="Remove it, or choose another path.",
+        )  # fmt: skip
 
 
 def _sync(path: Path) -> None:

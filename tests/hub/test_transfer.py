@@ -392,6 +392,6 @@ def test_a_pull_writes_through_nobodys_link(hub: Hub, path: Path, tmp_path: Path
     for target in (tmp_path / "theirs", tmp_path / "nowhere"):  # also one that leads nowhere
         link.unlink()
         link.symlink_to(target)
-        with pytest.raises(actds.ActdsError, match="E008|E107"):
+        with pytest.raises(actds.ActdsError, match=r"E008|E107"):
             actds.pull(URI, tmp_path / "back")
     assert not list((tmp_path / "theirs").iterdir()) and not (tmp_path / "nowhere").exists()

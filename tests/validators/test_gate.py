@@ -244,7 +244,7 @@ def test_what_was_only_declared_satisfies_no_rule_about_a_fact(
     field, file = name.replace(".", "__"), policy(tmp_path, text)
     fields = {"engine__name": "toy", field: value}
     assert actds.require(with_fields(copy_dataset(), **fields), policy=file).n_rows
-    with pytest.raises(RefusedError, match="declared|unknown"):
+    with pytest.raises(RefusedError, match=r"declared|unknown"):
         actds.require(with_fields(copy_dataset(), **(fields | {field: (value,)})), policy=file)
 
 

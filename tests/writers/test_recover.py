@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -266,6 +268,19 @@ def test_a_journal_that_lacks_something_is_said_and_nothing_is_made_up(
     catalog = Catalog.read(LocalStore(copy))
     assert sum(manifest.n_rows for manifest in catalog.shards) >= 120
     assert catalog.seal is None
+
+
+@pytest.mark.parametrize("where", [".", "journal", "shards"])
+def test_folders_of_any_depth_are_passed_over(where: str, copy: Path) -> None:
+    deep = copy / where / "deep"
+    deep.mkdir(parents=True)
+    make = "import os\nfor _ in range(5000):\n os.mkdir('d')\n os.chdir('d')\n"
+    subprocess.run([sys.executable, "-c", make], cwd=deep, check=True)
+    try:
+        assert [run.outcome for run in recover(copy, clear=True).runs] == ["recovered"]
+        assert (deep / "d").is_dir()
+    finally:
+        subprocess.run(["rm", "-rf", str(deep)], check=True)
 
 
 def test_the_command_says_what_it_found(copy: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from actds.reading import CENSUS_TABLES, Catalog, need_dataset, read_genesis
 from actds.schema import Seal, ShardBody
 from actds.sealing import seal
 from actds.store import TEMPORARY, Store, local_folder, open_for_writing
-from actds.store.local import lock_dataset
+from actds.store.local import LocalStore, lock_dataset
 from actds_writers.census.census import Census
 from actds_writers.census.journal import (
     LOST_REASON,
@@ -283,15 +284,10 @@ def _unreachable(store: Store) -> Iterator[tuple[str, int]]:
         shard = layout.shard_dir(path.split("/")[1]) if path.startswith("shards/") else None
         stray = path.startswith(_CLEARED) if shard is None else shard not in committed
         if stray and path not in known:
-            yield path, store.size(path)
-    local = local_folder(store.uri)
-    if local is None:
-        return  # a put into an object store leaves no temporary file
-    for where, _, files in os.walk(local, followlinks=False):
-        for name in files:
-            if name.startswith(TEMPORARY):
-                file = Path(where) / name
-                yield file.relative_to(local).as_posix(), file.lstat().st_size
+            with suppress(ActdsError):  # a link or a folder, which no writer leaves
+                yield path, store.size(path)
+    if isinstance(store, LocalStore):  # a put into an object store leaves no temporary file
+        yield from store.temporary()
 
 
 def _clear(store: Store, unreachable: dict[str, int]) -> None:
