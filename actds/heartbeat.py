@@ -29,7 +29,15 @@ from actds.text import printable
 if TYPE_CHECKING:
     from actds.ledger import ChainState
 
-__all__ = ["BEAT_S", "SILENCE_S", "Heartbeat", "Owners", "find_owners", "remove_heartbeat"]
+__all__ = [
+    "BEAT_S",
+    "SILENCE_S",
+    "Heartbeat",
+    "Owners",
+    "find_owners",
+    "remove_heartbeat",
+    "remove_stale",
+]
 
 BEAT_S = 10.0
 """Seconds between two beats."""
@@ -178,7 +186,7 @@ def find_owners(
     for state in chains:
         if state.state != "open":
             continue
-        owner, beat = _read(store, state)
+        owner, _ = _read(store, layout.heartbeat_path(state.run, state.chain))
         if owner is not None and owner.is_here:
             if owner.lives(state.chain):
                 owners.living[state.run] = _busy(state, owner)
@@ -187,7 +195,7 @@ def find_owners(
         elif owner is None and is_local:
             owners.gone[state.chain] = "its process is gone"
         else:
-            unseen.append(_Unseen(state, owner, (beat, _n_records(store, state))))
+            unseen.append(_Unseen(state, owner, _signs(store, state)))
     if unseen and not owners.living and silence_s:
         runs = ", ".join(sorted({one.state.run for one in unseen}))
         say(f"Watching run {runs} for {silence_s:.0f} s: its processes may be at work elsewhere.")
@@ -210,7 +218,7 @@ def _watch(store: Store, unseen: list[_Unseen], silence_s: float, owners: Owners
     while unseen and not owners.living and (left := deadline - time.monotonic()) > 0:
         time.sleep(min(_POLL_S, left))
         for one in unseen:
-            if (_read(store, one.state)[1], _n_records(store, one.state)) != one.signs:
+            if _signs(store, one.state) != one.signs:
                 owners.living[one.state.run] = _busy(one.state, one.owner)
     for one in unseen:
         if owners.living or not silence_s:
@@ -225,6 +233,26 @@ def remove_heartbeat(store: Store, run: str, chain: str) -> None:
     _remove(store, layout.heartbeat_path(run, chain))
 
 
+def remove_stale(store: Store, living: Iterable[str] = ()) -> None:
+    """Remove what processes of this machine left of heartbeats: a kill comes at any time.
+
+    Args:
+        store: the dataset's store; its chains are ended, but those of some runs.
+        living: the runs whose heartbeats stay.
+
+    Raises:
+        ActdsError: E104 when the store does not answer.
+    """
+    for path in store.list("journal"):
+        _, run, *names = path.split("/")
+        if run in living or len(names) != 1 or not names[0].endswith(".json"):
+            continue
+        chain = names[0].removesuffix(".json")
+        owner, _ = _read(store, path)
+        if owner is not None and owner.is_here and not owner.lives(chain):
+            _remove(store, path)
+
+
 def _remove(store: Store, path: str) -> None:
     with contextlib.suppress(ActdsError):
         store.remove(path)
@@ -235,9 +263,14 @@ def _remove(store: Store, path: str) -> None:
             (folder / path).parent.parent.rmdir()
 
 
-def _read(store: Store, state: ChainState) -> tuple[_Owner | None, bytes]:
-    """Return the owner of a chain and the bytes of its last beat; None without a readable one."""
-    path = layout.heartbeat_path(state.run, state.chain)
+def _signs(store: Store, state: ChainState) -> tuple[bytes, int]:
+    """Return what changes while the process of a chain lives: its last beat, and its records."""
+    _, beat = _read(store, layout.heartbeat_path(state.run, state.chain))
+    return beat, len(store.list(f"ledger/{state.chain}"))
+
+
+def _read(store: Store, path: str) -> tuple[_Owner | None, bytes]:
+    """Return the process that a heartbeat names, None without a readable one, and its bytes."""
     try:
         data = store.read(path, _MAX_NBYTES) if store.exists(path) else b""
     except ActdsError as error:
@@ -255,10 +288,6 @@ def _read(store: Store, state: ChainState) -> tuple[_Owner | None, bytes]:
     except (ValueError, KeyError, TypeError, RecursionError):
         return None, data
     return owner, data
-
-
-def _n_records(store: Store, state: ChainState) -> int:
-    return len(store.list(f"ledger/{state.chain}"))
 
 
 def _busy(state: ChainState, owner: _Owner | None) -> BusyError:

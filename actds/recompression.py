@@ -22,7 +22,7 @@ from actds.errors import ActdsError
 from actds.executor import ExecutorName, open_executor
 from actds.format import arrays, encoding
 from actds.format.shard import GROUP_METADATA, TOKENS, Shard, files_root
-from actds.heartbeat import find_owners
+from actds.heartbeat import find_owners, remove_stale
 from actds.ledger import Chain, fence
 from actds.reading import Catalog, need_dataset
 from actds.schema import FileEntry, ShardManifest
@@ -160,6 +160,7 @@ def _end_dead_tools(store: LocalStore) -> None:
     for chain, who in owners.gone.items():
         if catalog.chains[chain].kind == "tool":
             fence(store, catalog.genesis.dataset, chain, f"{who}, and had not closed it")
+    remove_stale(store)
     store.remove_temporary()
 
 

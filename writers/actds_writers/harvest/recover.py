@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from actds import __version__, layout
 from actds.errors import ActdsError
-from actds.heartbeat import SILENCE_S, find_owners
+from actds.heartbeat import SILENCE_S, find_owners, remove_stale
 from actds.ledger import Chain, ChainState, fence, read_ledger
 from actds.reading import CENSUS_TABLES, Catalog, need_dataset, read_genesis
 from actds.schema import Seal, ShardBody
@@ -170,6 +170,7 @@ def recover_runs(
             reserved.unlink()
     for chain, who in owners.gone.items():
         fence(store, genesis.dataset, chain, f"{who}, and had not closed it")
+    remove_stale(store, owners.living)
     catalog = Catalog.read(store)
     runs = [run for run in catalog.run_ids if run not in owners.living]
     recovered = [_recover_run(store, catalog, run, before) for run in runs]
