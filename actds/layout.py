@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
-from pathlib import Path
 
 from actds.errors import ActdsError
 
@@ -17,6 +15,7 @@ DERIVED = (CARD, CROISSANT)
 SUMS = "SHA256SUMS"
 BESIDE = (*DERIVED, SUMS)
 """What follows from the dataset and is no part of it."""
+_OF_THE_HUB = (".gitattributes", ".git", ".cache")
 _SEGMENT = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
@@ -33,9 +32,9 @@ def segment(text: str, place: str) -> str:
     return text
 
 
-def dataset_around(path: Path) -> Path | None:
-    """Return the folder of the dataset that a path is inside of, as it is written; None if none."""
-    return next((one for one in path.parents if os.path.lexists(one / GENESIS)), None)
+def is_of_the_hub(path: str) -> bool:
+    """Return whether a copy from the Hub, by git or its client, brings such a file along."""
+    return path.partition("/")[0] in _OF_THE_HUB
 
 
 def new_id(kind: str) -> str:
@@ -99,6 +98,11 @@ def probes_path(run: str) -> str:
 def journal_path(run: str, n: int) -> str:
     """Return the path of a segment of a census journal, which lives until the census closes."""
     return f"journal/{run}/{n:06d}.jsonl.zst"
+
+
+def heartbeat_path(run: str, chain: str) -> str:
+    """Return the path of the heartbeat of an open chain."""
+    return f"journal/{run}/{chain}.json"
 
 
 def record_path(chain: str, seq: int) -> str:

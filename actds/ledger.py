@@ -12,6 +12,7 @@ from typing import Literal
 
 from actds import canonical, layout, schema
 from actds.errors import ActdsError
+from actds.heartbeat import Heartbeat, remove_heartbeat
 from actds.schema import (
     Body,
     ChainKind,
@@ -24,6 +25,7 @@ from actds.schema import (
     RecordType,
 )
 from actds.store import Store
+from actds.text import printable
 
 __all__ = [
     "GENESIS_PREV",
@@ -61,6 +63,7 @@ class Chain:
         self._prev = GENESIS_PREV
         self.ended: ActdsError | None = None
         self._lock = threading.RLock()
+        self._heartbeat: Heartbeat | None = None
 
     @classmethod
     def begin(
@@ -72,7 +75,7 @@ class Chain:
         software: str,
         chain_id: str | None = None,
     ) -> Chain:
-        """Return a new chain whose ``open`` record is durable.
+        """Return a new chain whose ``open`` record is durable, and whose heart beats until it ends.
 
         Args:
             store: the dataset's store.
@@ -87,6 +90,7 @@ class Chain:
         """
         chain = cls(store, dataset, chain_id or layout.new_id(kind[0]))
         opening = OpenBody(kind=kind, run=run, started_ns=time.time_ns(), software=software)
+        chain._heartbeat = Heartbeat(store, run, chain.chain)
         chain.append("open", opening)
         return chain
 
@@ -119,9 +123,8 @@ class Chain:
             except ActdsError as error:
                 if error.code != "E309":
                     raise
-                raise ActdsError(
-                    "E308", path, got="a record of another process", expected="no record yet"
-                ) from None
+                got = _ended_by(self.store, path)
+                raise ActdsError("E308", path, got=got, expected="no record yet") from None
             self._seq += 1
             self._prev = canonical.digest(data)
             return record
@@ -137,7 +140,12 @@ class Chain:
             self.ended = ActdsError(
                 "E304", f"ledger/{self.chain}", got="an append after close", expected="none"
             )
+            self._stop_beating()
             return record
+
+    def _stop_beating(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
 
     @contextmanager
     def fatal(self) -> Iterator[None]:
@@ -153,7 +161,20 @@ class Chain:
         except ActdsError as error:
             if error.code in ("E308", "E309", "E503"):
                 self.ended = error
+                self._stop_beating()
             raise
+
+
+def _ended_by(store: Store, path: str) -> str:
+    """Return what stands where a record was to stand: a fence says why."""
+    try:
+        record = schema.parse(LedgerRecord, store.read(path, canonical.MAX_DOCUMENT_NBYTES), path)
+        body = record.typed_body()
+    except ActdsError:
+        body = None
+    if isinstance(body, FenceBody):
+        return f"a fence: {printable(body.reason)[:300]}"
+    return "a record of another process"
 
 
 @dataclass(frozen=True)
@@ -328,6 +349,7 @@ def fence(store: Store, dataset: str, chain: str, reason: str) -> ChainState:
     for _ in range(_FENCE_ATTEMPTS):
         state = read_chain(store, dataset, chain)
         if state.state != "open":
+            remove_heartbeat(store, state.run, chain)
             return state
         seq = len(state.records)
         record = LedgerRecord(

@@ -192,7 +192,7 @@ class Catalog:
         return [
             path.encode("unicode_escape").decode()
             for path in self.store.list()
-            if path not in known
+            if path not in known and not layout.is_of_the_hub(path)
         ]
 
     @property

@@ -22,6 +22,7 @@ from actds.errors import ActdsError
 from actds.executor import ExecutorName, open_executor
 from actds.format import arrays, encoding
 from actds.format.shard import GROUP_METADATA, TOKENS, Shard, files_root
+from actds.heartbeat import find_owners, remove_stale
 from actds.ledger import Chain, fence
 from actds.reading import Catalog, need_dataset
 from actds.schema import FileEntry, ShardManifest
@@ -152,12 +153,14 @@ def _recompress(
 
 
 def _end_dead_tools(store: LocalStore) -> None:
-    """Fence the open tool chains: the lock proves that their programs have ended."""
+    """Fence the open tool chains, after making sure that no process of an open chain is left."""
     catalog = Catalog.read(store)
-    for state in catalog.chains.values():
-        if state.kind == "tool" and state.state == "open":
-            dataset = catalog.genesis.dataset
-            fence(store, dataset, state.chain, "its program ended without closing it")
+    owners = find_owners(store, catalog.chains.values())
+    owners.require_gone()
+    for chain, who in owners.gone.items():
+        if catalog.chains[chain].kind == "tool":
+            fence(store, catalog.genesis.dataset, chain, f"{who}, and had not closed it")
+    remove_stale(store)
     store.remove_temporary()
 
 

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from actds import __version__, canonical, layout, schema
 from actds.commit import NewShard
 from actds.errors import CODES, ActdsError
+from actds.exchange.folders import refuse_links
 from actds.executor import ExecutorName, open_executor
 from actds.format import arrays, encoding, tables
 from actds.format.shard import (
@@ -53,7 +54,7 @@ from actds.schema import (
     ShardManifest,
 )
 from actds.sealing import account_run, seal
-from actds.store import Store, open_store
+from actds.store import Store, open_store, refuse_within_dataset
 from actds.store.local import LocalStore, lock_dataset
 
 __all__ = ["CODECS", "Shuffled", "shuffle"]
@@ -137,6 +138,7 @@ def shuffle(
     store = open_store(source) if isinstance(source, str | Path) else source
     out = Path(os.path.abspath(out))
     partial = out.with_name(f"{out.name}.partial")
+    refuse_within_dataset(out)
     if out.exists() and not (partial / _PLAN).exists():
         raise ActdsError("E008", str(out), got="an existing path", expected="a new one")
     if codec not in CODECS:
@@ -149,6 +151,7 @@ def shuffle(
         raise ActdsError("E306", store.uri, got=got, expected="a sealed dataset")
     n_rows = _rows_that_fit(catalog, rows_per_shard, memory_nbytes)
     wanted = _Plan(catalog.digest, seed, codec, n_rows, _rows_in_memory(catalog, memory_nbytes))
+    refuse_links(partial)
     with on_disk(partial):
         partial.mkdir(parents=True, exist_ok=True)
     lock = lock_dataset(partial)

@@ -7,12 +7,13 @@ They must agree position by position: sums alone do not show two swapped rows or
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from actds.accounting.columns import (
     Drops,
@@ -65,6 +66,7 @@ _MAX_REASONS = 256
 _MAX_REFERENCED, _MAX_REFERENCED_RATIO = 2**28, 4096
 """Positions of references whose tokens are hashed, and further ones for each row."""
 _NO_END = np.iinfo(np.int64).max
+_DIGESTS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -465,21 +467,21 @@ def _token_digests(rows: Rows, requests: Requests, spans: Spans, notes: Notes) -
     references = np.flatnonzero(spans.of("cache_ref") & (spans.ref_request >= 0))
     first = np.searchsorted(spans.request[references], requests.number, side="left")
     last = np.searchsorted(spans.request[references], requests.number, side="right")
+    below = np.concatenate([[0], np.cumsum((spans.stop - spans.start)[references])])
+    length, n_own = requests.own_len, end - begin
+    asked = (length > 0) & pc.is_valid(requests.token_digest).to_numpy()[requests.record]
+    whole = asked & (n_own == length)
+    partly = asked & ~whole
     room = _MAX_REFERENCED + _MAX_REFERENCED_RATIO * len(rows.keys)
-    for i, digest in enumerate(requests.token_digest):
-        length = int(requests.own_len[i])
-        if digest is None or not length:
-            continue
+    room = room - np.cumsum(np.where(partly, length, 0))
+    # Of the others some tokens are not stored.
+    known = whole | (partly & (n_own + below[last] - below[first] >= length) & (room >= 0))
+    for i, digest in _digests(requests, np.flatnonzero(known)):
         own = slice(int(begin[i]), int(end[i]))
-        if own.stop - own.start == length:
-            ids: npt.NDArray[np.uint32] | None = rows.token_id[own]
-        else:
+        ids: npt.NDArray[np.uint32] | None = rows.token_id[own]
+        if not whole[i]:
             mine = references[first[i] : last[i]]
-            n_ids = own.stop - own.start + int((spans.stop - spans.start)[mine].sum())
-            room -= length
-            if n_ids < length or room < 0:
-                continue  # some are not stored
-            ids = _with_references(rows, own, length, spans, mine)
+            ids = _with_references(rows, own, int(length[i]), spans, mine)
         if ids is None:
             continue
         got = hashlib.sha256(np.ascontiguousarray(ids, "<u4").data).hexdigest()
@@ -490,10 +492,18 @@ def _token_digests(rows: Rows, requests: Requests, spans: Spans, notes: Notes) -
                 f"ids of digest {got[:16]}...",
                 f"{digest[:16]}..., the census' token_digest",
             )
-    if room < 0:
+    if len(room) and room[-1] < 0:
         got = "more positions of references than are hashed"
         expected = f"at most {_MAX_REFERENCED} and {_MAX_REFERENCED_RATIO} for each row"
         notes.add("E414", f"shards (run {notes.run}) token_id", got, expected, "warning")
+
+
+def _digests(requests: Requests, which: Ints) -> Iterator[tuple[int, str]]:
+    """Yield some requests with their digests, some thousands of which are held at a time."""
+    for first in range(0, len(which), _DIGESTS):
+        some = which[first : first + _DIGESTS]
+        texts = requests.token_digest.take(pa.array(requests.record[some])).to_pylist()
+        yield from zip(some.tolist(), texts, strict=True)
 
 
 def _with_references(

@@ -20,6 +20,7 @@ from actds.format.positions import Index, Intervals, Ints, Keys, of_keys, positi
 
 MAX_FINDINGS_PER_CODE = 16
 _LARGEST = 2**63 - 1
+_TEXTS = 1 << 14
 Bools = npt.NDArray[np.bool_]
 Words = npt.NDArray[np.object_]
 """Strings: numpy's own have all the length of the longest."""
@@ -143,8 +144,12 @@ class Requests(_Numbered):
     cached: Ints
     engine_cached: Ints
     n_preemptions: Ints
-    token_digest: list[str | None]
-    adapter: Words
+    record: Ints
+    """The line of the table."""
+    token_digest: pa.ChunkedArray
+    """By line, as Arrow has it: a million strings of Python would be larger than all the rest."""
+    adapter: Ints
+    """One number for each adapter, and for none."""
 
 
 def read_requests(table: pa.Table, notes: Notes) -> Requests:
@@ -158,30 +163,54 @@ def read_requests(table: pa.Table, notes: Notes) -> Requests:
     gaps = np.flatnonzero(request != np.arange(len(request)))
     for i in gaps[:1]:
         notes.add("E404", f"{place} request {i}", "no record", "numbers from 0, without a gap")
-    table = table.take(pa.array(first))
+    token_digest, table = table["token_digest"], table.select(_OF_REQUESTS)
+    if not np.array_equal(first, np.arange(table.num_rows)):
+        table = table.take(pa.array(first))
     prompt, generated = ints(table, "prompt_len"), ints(table, "generated_len")
-    finish_reason = words(table, "finish_reason")
-    for text in pc.unique(table["labels"].drop_null()).to_pylist():
+    for text in _texts(pc.unique(table["labels"].drop_null())):
         try:
             parse_labels(text, f"{place} labels")
         except ActdsError as error:
             notes.add(error.code, error.place, error.got, error.expected)
-    unserved = np.isin(finish_reason, tables.UNSERVED)
-    for i in notes.each("E402", np.flatnonzero(unserved & (words(table, "reason") == ""))):
-        expected = f"why it was {finish_reason[i]}"
+    ends = table["finish_reason"]
+    unserved = pc.is_in(ends, pa.array(tables.UNSERVED)).to_numpy()
+    unfinished = pc.equal(ends, "unfinished").fill_null(False).to_numpy()
+    silent = pc.equal(table["reason"].fill_null(""), "").to_numpy()
+    for i in notes.each("E402", np.flatnonzero(unserved & silent)):
+        expected = f"why it was {ends[i].as_py()}"
         notes.add("E402", f"{place} request {request[i]} reason", "null", expected)
     return Requests(
         request,
         prompt,
         np.where(unserved, 0, np.where(generated > 0, prompt + generated - 1, prompt)),
         unserved,
-        ~unserved & (finish_reason != "unfinished"),
+        ~unserved & ~unfinished,
         ints(table, "cached_tokens"),
         ints(table, "engine_cached_tokens"),
         ints(table, "n_preemptions"),
-        table["token_digest"].to_pylist(),
-        words(table, "adapter"),
+        first,
+        token_digest,
+        _codes(table, "adapter"),
     )
+
+
+_OF_REQUESTS = (
+    "prompt_len", "generated_len", "labels", "finish_reason", "reason", "cached_tokens",
+    "engine_cached_tokens", "n_preemptions", "adapter",
+)  # fmt: skip
+
+
+def _texts(column: pa.Array) -> Iterator[str]:
+    """Yield the strings of a column, some thousands of Python's own at a time."""
+    for first in range(0, len(column), _TEXTS):
+        yield from column.slice(first, _TEXTS).to_pylist()
+
+
+def _codes(table: pa.Table, name: str) -> Ints:
+    """Return a number for each string of a column, the same for the same, null as the empty one."""
+    column = pc.dictionary_encode(table[name].fill_null("")).unify_dictionaries().combine_chunks()
+    codes: Ints = column.indices.to_numpy().astype(np.int64) if len(column) else np.empty(0, int)
+    return codes
 
 
 @dataclass(frozen=True)
@@ -408,8 +437,8 @@ def read_rows(
         step = table["step"].to_numpy()
         at = steps.index(step)
         unknown.append(np.unique(step[at < 0]))
-        per_step += np.bincount(at[at >= 0], minlength=len(per_step))
-        prefill_per_step += np.bincount(at[(at >= 0) & prefill], minlength=len(per_step))
+        _count(per_step, at[at >= 0])
+        _count(prefill_per_step, at[(at >= 0) & prefill])
         mislabelled.append(key[_wrong_phase(request, position, prefill, requests)])
         token_id, chunk, attempt = (
             table[name].to_numpy() for name in ("token_id", "chunk", "attempt")
@@ -424,6 +453,14 @@ def read_rows(
             "E414", f"{place} phase", "the other phase", "prefill below prompt_len, else decode"
         )
     return _sorted(parts, per_step, prefill_per_step, notes)
+
+
+def _count(per_step: Ints, at: Ints) -> None:
+    """Add the rows of a table to the counts, in a time that follows from the smaller of the two."""
+    if len(at) < len(per_step):
+        np.add.at(per_step, at, 1)
+    else:
+        per_step += np.bincount(at, minlength=len(per_step))
 
 
 def _wrong_phase(

@@ -256,6 +256,9 @@ def schema_command(name: str | None, folder: Path | None) -> None:
         known = ", ".join(_schemas())
         raise ActdsError("E009", "NAME", got=f"no document {name!r}", expected=f"one of {known}")
     if folder is not None:
+        from actds.store import refuse_within_dataset
+
+        refuse_within_dataset(folder, "--write")
         folder.mkdir(parents=True, exist_ok=True)
         for one, (_, make) in schemas.items():
             text = json.dumps(make(), indent=2, sort_keys=True)

@@ -89,7 +89,8 @@ def verify_command(path: str, keys: tuple[str, ...], as_json: bool, **options: A
         facts = asdict(found, dict_factory=_plain)
         print_json(envelope("verify", facts))
         return
-    click.echo(f"seal {found.seal} sha256:{found.digest}")
+    looked = "ledger, documents and signatures were checked, no table and no array was read"
+    click.echo(f"seal {found.seal} sha256:{found.digest}: {looked}")
     for key in found.keys:
         click.echo(f"signed by key {key.keyid} ({printable(key.file)})")
     if found.identity is not None:

@@ -194,7 +194,13 @@ def doctor(path: str | os.PathLike[str]) -> Report:
     sets = [_examine(folder, kind, mine) for kind, mine in kinds.items()]
     known = {file for mine in kinds.values() for file in mine}
     elsewhere = [] if folder.is_file() else list(_elsewhere(folder))
-    others = [file for file in files if file not in known and file.suffix not in (".json", ".lock")]
+    others = [
+        file
+        for file in files
+        if file not in known
+        and file.suffix not in (".json", ".lock")
+        and not layout.is_of_the_hub(file.name)
+    ]
     return Report(str(path), False, sets, elsewhere, len(others))
 
 

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from actds.errors import ActdsError
-from actds.store import local_folder
+from actds.store import local_folder, refuse_within_dataset
+from actds.store.local import walk
 
-__all__ = ["new_folder"]
+__all__ = ["new_folder", "refuse_links"]
 
 
 @contextmanager
@@ -25,11 +26,13 @@ def new_folder(out: str | Path) -> Iterator[Path]:
         out: local path of the new folder.
 
     Raises:
-        ActdsError: E008 ``out`` exists; E009 it is no local path; E503 the disk refuses.
+        ActdsError: E008 ``out`` exists; E009 it is no local path, or inside a
+            dataset; E503 the disk refuses.
     """
     target = local_folder(out)
     if target is None:
         raise ActdsError("E009", "OUT", got=str(out), expected="a local folder")
+    refuse_within_dataset(target)
     target = target.absolute()
     if target.exists() or target.is_symlink():
         raise ActdsError(
@@ -55,6 +58,22 @@ def new_folder(out: str | Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def refuse_links(folder: Path) -> None:
+    """Refuse a link in a folder that is written further: its target belongs to somebody else.
+
+    Raises:
+        ActdsError: E107 the folder, or what is in it, is a link.
+    """
+    links = [str(folder)] if folder.is_symlink() else []
+    if folder.is_dir():
+        links += [entry.path for _, entry in walk(folder) if entry.is_symlink()]
+    if links:
+        raise ActdsError(
+            "E107", links[0], got="a link", expected="what an earlier call left there, or nothing",
+            next_step="Remove it, or choose another path.",
+        )  # fmt: skip
 
 
 def _sync(path: Path) -> None:

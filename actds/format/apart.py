@@ -147,6 +147,7 @@ class TablesApart:
     def __init__(self, dataset_nbytes: int) -> None:
         self._room = _MIN_NBYTES + _MAX_RATIO * dataset_nbytes
         self._nbytes: dict[str, int] = {}
+        self._total = 0
         start()
 
     def from_parquet(
@@ -159,11 +160,12 @@ class TablesApart:
                 makes the dataset's tables too large, or that comes after three such files.
         """
         held = self._nbytes.get(place, 0)
-        limit = self._room - sum(self._nbytes.values()) + held
+        limit = self._room - self._total + held
         from actds.format import tables  # the other process has no need of it
 
         table = _read(data, place, tables.bare_schema(name), columns, limit)
         self._nbytes[place] = max(held, table.nbytes)
+        self._total += self._nbytes[place] - held
         return table
 
 

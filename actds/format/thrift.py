@@ -23,10 +23,10 @@ class ThriftError(ValueError):
 
 
 class _Reader:
-    def __init__(self, data: memoryview, position: int) -> None:
+    def __init__(self, data: bytes | memoryview, position: int) -> None:
         self.data, self.position = data, position
 
-    def take(self, nbytes: int) -> memoryview:
+    def take(self, nbytes: int) -> bytes | memoryview:
         end = self.position + nbytes
         if nbytes < 0 or end > len(self.data):
             raise ThriftError(f"{nbytes} bytes at {self.position} of {len(self.data)}")
@@ -34,18 +34,20 @@ class _Reader:
         return taken
 
     def byte(self) -> int:
-        return self.take(1)[0]
+        position = self.position
+        if position >= len(self.data):
+            raise ThriftError(f"an end at {position}")
+        self.position = position + 1
+        return self.data[position]
 
     def varint(self) -> int:
         value = shift = 0
-        while True:
-            byte = self.byte()
+        while (byte := self.byte()) >= 0x80:
             value |= (byte & 0x7F) << shift
             shift += 7
-            if byte < 0x80:
-                return value
             if shift > 63:
                 raise ThriftError(f"an integer of more than 64 bits at {self.position}")
+        return value | byte << shift
 
     def integer(self) -> int:
         value = self.varint()
@@ -60,12 +62,12 @@ class _Reader:
             number = number + (head >> 4) if head >> 4 else self.integer()
             if number in found:
                 raise ThriftError(f"field {number} twice")
-            found[number] = self.value(head & 15, depth)
+            kind = head & 15
+            # Most values are integers: a footer has hundreds, and is read for each small table.
+            found[number] = self.integer() if kind in _INTEGERS else self.value(kind, depth)
         return found
 
     def value(self, kind: int, depth: int) -> Any:
-        if kind in (_TRUE, _FALSE):
-            return kind == _TRUE
         if kind in _INTEGERS:
             return self.integer()
         if kind == _BINARY:
@@ -74,6 +76,8 @@ class _Reader:
             return self.struct(depth + 1)
         if kind in (_LIST, _SET):
             return self.items(depth + 1)
+        if kind in (_TRUE, _FALSE):
+            return kind == _TRUE
         if kind in (_BYTE, _DOUBLE):
             return bytes(self.take(1 if kind == _BYTE else 8))
         raise ThriftError(f"a value of type {kind} at {self.position}")
@@ -91,7 +95,7 @@ class _Reader:
         return [self.value(kind, depth) for _ in range(n)]
 
 
-def read_struct(data: memoryview, position: int = 0) -> tuple[Struct, int]:
+def read_struct(data: bytes | memoryview, position: int = 0) -> tuple[Struct, int]:
     """Return a struct and where it ends.
 
     Raises:

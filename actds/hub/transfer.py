@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING
 
 from actds import layout
 from actds.errors import ActdsError
+from actds.exchange.folders import refuse_links
 from actds.executor import Executor, ExecutorName, open_executor
 from actds.format.shard import data_files
 from actds.hub.card import put_card
 from actds.hub.repository import Repository, digest_of, is_file
 from actds.reading import Catalog, read_dataset
-from actds.store import file_sha256, local_folder
+from actds.store import file_sha256, local_folder, refuse_within_dataset
 from actds.store.local import LocalStore, lock_dataset
 from actds.trust.pin import check_pin, parse_pin
 from actds.trust.sums import put_sums
@@ -178,7 +179,8 @@ def pull(
     target = local_folder(os.fspath(out))
     if target is None:
         raise ActdsError("E009", "OUT", got=os.fspath(out), expected="a local folder")
-    if target.exists():
+    refuse_within_dataset(target)
+    if os.path.lexists(target):
         raise ActdsError(
             "E008", str(target), got="a path that exists", expected="none yet",
             next_step="Choose another folder.",
@@ -189,6 +191,7 @@ def pull(
     if layout.GENESIS not in there:
         raise ActdsError("E101", hub.uri, got=f"no {layout.GENESIS}", expected="a dataset")
     partial = target.with_name(target.name + PARTIAL)
+    refuse_links(partial)
     partial.mkdir(parents=True, exist_ok=True)
     lock = lock_dataset(partial)
     try:

@@ -31,6 +31,7 @@ from actds.format.tables import SCHEMAS
 from actds.load.lazy import open_array, rows_at_a_time
 from actds.load.selection import ROLE, WEIGHT, Selection
 from actds.schema import Hook
+from actds.store import refuse_within_dataset
 
 if TYPE_CHECKING:
     import torch
@@ -153,6 +154,7 @@ def map_style(
     )
     fingerprint = hashlib.sha256(key).hexdigest()[:32]
     folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "actds" / fingerprint
+    refuse_within_dataset(folder, "cache_dir")
     folder.mkdir(parents=True, exist_ok=True)
     tables = []
     for shard in selection.shards:

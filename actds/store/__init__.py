@@ -7,6 +7,7 @@ and ``S3Store`` can be written; ``RemoteStore`` reads other object stores and we
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ __all__ = [
     "local_folder",
     "open_for_writing",
     "open_store",
+    "refuse_within_dataset",
 ]
 
 TEMPORARY = ".tmp-"
@@ -348,6 +350,50 @@ def open_for_writing(uri: str | Path) -> Store:
     store = open_store(uri, write=True)
     store.check_create_only()
     return store
+
+
+def refuse_within_dataset(out: str | Path, option: str = "OUT") -> None:
+    """Refuse an output inside any dataset, seen through links, or with the name of a genesis.
+
+    Whoever writes to a place that a caller names asks here first: a file more breaks a dataset.
+
+    Args:
+        out: where a file, a folder or a dataset is to be, local or a URI.
+        option: what the caller named it by.
+
+    Raises:
+        ActdsError: E009.
+    """
+    folder = local_folder(out)
+    if folder is None:
+        _refuse_within_remote(str(out), option)
+        return
+    expected = "a path outside any dataset"
+    # A link in a dataset is refused as well, wherever it leads.
+    real = Path(os.path.realpath(folder))
+    own = Path(os.path.realpath(folder.parent), folder.name)
+    for place in dict.fromkeys((own, real)):
+        for around in place.parents:
+            if os.path.lexists(around / layout.GENESIS):
+                got = f"inside the dataset {around}"
+                raise ActdsError("E009", f"{option} {out}", got=got, expected=expected)
+    if layout.GENESIS in (own.name, real.name):
+        got = f"{layout.GENESIS}, by which a folder is taken for a dataset"
+        raise ActdsError("E009", f"{option} {out}", got=got, expected=expected)
+
+
+def _refuse_within_remote(uri: str, option: str) -> None:
+    scheme, _, rest = uri.partition("://")
+    parts = rest.rstrip("/").split("/")
+    for n in range(len(parts) - 1, 0, -1):
+        around = f"{scheme}://{'/'.join(parts[:n])}"
+        try:
+            is_dataset = open_store(around).exists(layout.GENESIS)
+        except ActdsError:
+            continue  # whoever may not look there may write below it all the same
+        if is_dataset:
+            got, expected = f"inside the dataset {around}", "a prefix outside any dataset"
+            raise ActdsError("E009", f"{option} {uri}", got=got, expected=expected)
 
 
 def local_folder(uri: str | Path) -> Path | None:

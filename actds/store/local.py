@@ -15,7 +15,7 @@ from pathlib import Path
 from actds.errors import ActdsError, BusyError
 from actds.store import TEMPORARY, Buffer, NewFile, Put, Store, StoredFile, check_path
 
-__all__ = ["LocalFile", "LocalStore", "NewLocalFile", "lock_dataset"]
+__all__ = ["LocalFile", "LocalStore", "NewLocalFile", "lock_dataset", "walk"]
 
 _MAX_DEPTH = 16  # the deepest path of the format has 8 segments
 _BUFFERS_PER_WRITE = 512  # below IOV_MAX (1024), the most that one writev takes
@@ -275,24 +275,11 @@ class LocalStore(Store):
             raise _not_regular(prefix, "a link")
         if not folder.is_dir():
             return []
-        found: list[str] = []
-        waiting = [(os.fspath(folder), prefix)]
-        while waiting:
-            where, path = waiting.pop()
-            try:
-                with os.scandir(where) as entries:
-                    for entry in entries:
-                        name = f"{path}/{entry.name}" if path else entry.name
-                        is_folder = entry.is_dir(follow_symlinks=False)
-                        if is_folder and name.count("/") < _MAX_DEPTH:
-                            waiting.append((entry.path, name))
-                        elif is_folder or not entry.name.startswith(TEMPORARY):
-                            found.append(name)
-            except OSError as error:
-                expected = "a readable folder"
-                got = error.strerror or "?"
-                raise ActdsError("E104", path or ".", got=got, expected=expected) from error
-        return sorted(found)
+        return sorted(
+            path
+            for path, entry in walk(folder, prefix)
+            if not entry.name.startswith(TEMPORARY) or entry.is_dir(follow_symlinks=False)
+        )
 
     def local_path(self, path: str) -> Path:
         """Return the path of a regular file that is there."""
@@ -304,16 +291,19 @@ class LocalStore(Store):
 
         Only for one who knows that no writer is alive.
         """
-        removed = 0
-        for where, _, files in os.walk(self.root, followlinks=False):
-            for name in files:
-                if name.startswith(TEMPORARY):
-                    try:
-                        os.unlink(os.path.join(where, name))
-                    except OSError as error:
-                        raise _storage_error(name, error) from error
-                    removed += 1
-        return removed
+        paths = [path for path, _ in self.temporary()]
+        for path in paths:
+            try:
+                os.unlink(self.root / path)
+            except OSError as error:
+                raise _storage_error(path, error) from error
+        return len(paths)
+
+    def temporary(self) -> Iterator[tuple[str, int]]:
+        """Yield path and size of the files that writers have not committed, or never will."""
+        for path, entry in walk(self.root):
+            if entry.name.startswith(TEMPORARY) and not entry.is_dir(follow_symlinks=False):
+                yield path, entry.stat(follow_symlinks=False).st_size
 
     def _checked(self, path: str) -> str:
         """Return the local path, when no segment is bad and no folder on the way is a link."""
@@ -357,6 +347,35 @@ class LocalStore(Store):
         if made:
             _sync_folder(folder.parent)
         self._durable.add(folder)
+
+
+def walk(folder: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Yield path and entry of all that is no folder, or a folder deeper than any of the format.
+
+    No link is followed, and no depth of folders is too much.
+
+    Args:
+        folder: where to begin.
+        prefix: path of that folder.
+
+    Raises:
+        ActdsError: E104 a folder that cannot be read.
+    """
+    waiting = [(os.fspath(folder), prefix)]
+    while waiting:
+        where, path = waiting.pop()
+        try:
+            with os.scandir(where) as entries:
+                for entry in entries:
+                    name = f"{path}/{entry.name}" if path else entry.name
+                    if entry.is_dir(follow_symlinks=False) and name.count("/") < _MAX_DEPTH:
+                        waiting.append((entry.path, name))
+                    else:
+                        yield name, entry
+        except OSError as error:
+            expected = "a readable folder"
+            got = error.strerror or "?"
+            raise ActdsError("E104", path or ".", got=got, expected=expected) from error
 
 
 def _write_all(handle: int, views: list[memoryview]) -> None:

@@ -522,6 +522,19 @@ def _(v: Vector) -> None:
     )
 
 
+@large("a-million-requests-without-spans", "E404", "standard")
+def _(v: Vector) -> None:
+    n = 1_000_000
+    digests = np.random.default_rng(0).bytes(32 * n).hex()
+    _rows(
+        v,
+        "requests",
+        n,
+        request=pa.array(np.arange(n)[::-1], pa.uint32()),
+        token_digest=pa.array([digests[64 * i : 64 * i + 64] for i in range(n)]),
+    )
+
+
 @large("a-reason-for-each-drop", "E408", "standard")
 def _(v: Vector) -> None:
     n = 200_000

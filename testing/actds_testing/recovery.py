@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 import actds
-from actds.errors import ActdsError
 from actds.store import open_store
 from actds_testing.synthetic_engine import (
     D_MODEL,
@@ -26,7 +24,6 @@ from actds_testing.synthetic_engine import (
 )
 from actds_validators.validate.validation import validate
 from actds_writers.harvest.processes import Pipeline
-from actds_writers.harvest.recover import recover
 from actds_writers.ipc.messages import ClientFacts, PromptFact
 
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
@@ -85,31 +82,6 @@ def kill(pipeline: Pipeline, *names: str) -> None:
         os.kill(pipeline.processes[name].pid, signal.SIGKILL)
     for name in names:
         pipeline.processes[name].wait()
-
-
-def check_a_stopped_writer_is_fenced(out: Path | str, *, drained: bool = False) -> None:
-    """Stop a writer, recover without it, and wake it up: it must fail, and change nothing."""
-    pipeline = pipeline_for(out)
-    try:
-        engine = SyntheticEngine(pipeline)
-        number = serve_three_shards(pipeline, engine, out, drained=drained)
-        engine.drain(pipeline)
-        writer = pipeline.processes["writer"].pid
-        os.kill(writer, signal.SIGSTOP)
-        [run] = recover(out).runs
-        assert run.outcome == "recovered"
-        n_rows, before = clean(out).n_rows, contents(out)
-        os.kill(writer, signal.SIGCONT)
-        with pytest.raises(ActdsError, match="E308"):
-            for later in range(number, 600):
-                engine.request(later)
-                pipeline.poll()
-        engine.close()
-    finally:
-        pipeline.__exit__()
-    assert {path: data for path, data in contents(out).items() if path in before} == before
-    assert clean(out).n_rows == n_rows
-    assert [run.outcome for run in recover(out).runs] == ["accounted"]
 
 
 def shard_records(out: Path | str) -> list[dict[str, Any]]:

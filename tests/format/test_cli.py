@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
@@ -301,3 +302,66 @@ def test_a_room_that_cannot_be_loaded_is_named_and_harms_no_other(
     assert "not available: No module named 'no_such_room'" in run("--help").output
     result = run("audit", "x", "--flag")
     assert result.exit_code == 2 and result.stderr.startswith("E011 audit: ")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "export {inside} {out} --to parquet",
+        "import {foreign} {out} --hook resid_post.0",
+        "shuffle {dataset} {out}",
+        "pull hf://datasets/someone/acts {out}",
+        "view {dataset} --out {out}",
+        "check {dataset} --html {out}",
+        "audit {dataset} --html {out}",
+        "audit {dataset} --json {out}",
+        "audit {dataset} --weights {out}",
+        "regimes {dataset} --html {out}",
+        "regimes {dataset} --json {out}",
+        "stability {dataset} --html {out} --hook resid_post.1",
+        "stability {dataset} --json {out} --hook resid_post.1",
+        "stability {dataset} --out {out} --hook resid_post.1",
+        "schema --write {out}",
+    ],
+)
+@pytest.mark.parametrize("where", ["inside", "through a link"])
+def test_no_command_writes_inside_a_dataset(
+    dataset: Path, tmp_path: Path, words: str, where: str
+) -> None:
+    np.save(tmp_path / "rows.npy", np.ones((4, 8), np.float32))
+    (tmp_path / "link").symlink_to(dataset / "seal")
+    out = dataset / "new" if where == "inside" else tmp_path / "link" / "new"
+    before = sorted(dataset.rglob("*"))
+    places = {"inside": dataset, "dataset": dataset, "out": out, "foreign": tmp_path / "rows.npy"}
+    told = run(*(word.format(**places) for word in words.split()))
+    assert told.exit_code == 2 and "E009" in told.output and "inside the dataset" in told.output
+    assert sorted(dataset.rglob("*")) == before
+
+
+def test_every_output_of_a_command_is_tried_above() -> None:
+    """An output is a path that need not exist; those of commands that hold a lock ask there."""
+    parametrized = test_no_command_writes_inside_a_dataset.pytestmark  # type: ignore[attr-defined]
+    [tried] = [mark.args[1] for mark in parametrized if mark.args[0] == "words"]
+    outputs = {
+        (name, parameter.opts[-1])
+        for name in cli.list_commands(click.Context(cli))
+        for parameter in cli.get_command(click.Context(cli), name).params  # type: ignore[union-attr]
+        if {"out", "html", "json_out", "json_file", "weights_out", "folder"} & {parameter.name}
+    }
+    for name, option in outputs - {("write", "out"), ("replay", "out"), ("push", "folder")}:
+        assert any(
+            line.startswith(f"{name} ") and (option in line or option == "out") for line in tried
+        ), (name, option)
+
+
+@pytest.mark.parametrize("level", ["standard", "deep"])
+def test_what_a_copy_from_the_hub_brings_along_is_no_finding(dataset: Path, level: str) -> None:
+    (dataset / ".gitattributes").write_text("*.parquet filter=lfs")
+    for path in (".git/HEAD", ".git/objects/aa/bb", ".cache/huggingface/download/x.metadata"):
+        (dataset / path).parent.mkdir(parents=True, exist_ok=True)
+        (dataset / path).write_text("x")
+    report = actds.validate(dataset, level=level)
+    assert not report.errors and not report.warnings
+    assert "not part of the dataset" not in run("info", dataset).output
+    (dataset / "shards" / ".gitattributes").write_text("x")
+    assert [f.code for f in actds.validate(dataset, level=level).warnings] == ["E105"]

@@ -15,10 +15,11 @@ import ml_dtypes
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
 import actds
 from actds import canonical, layout, schema
-from actds.errors import ActdsError
+from actds.errors import ActdsError, Findings
 from actds.format import tables
 from actds.format.readouts import Readouts, compute, directions, load_probes, matrix, probe_bytes
 from actds.schema import LedgerRecord, PartBody
@@ -33,6 +34,7 @@ from actds_testing.synthetic_engine import (
     pipeline_for,
     writer_stopped,
 )
+from actds_validators.validate.readouts import HookReadouts, RunReadouts, compare
 from actds_validators.validate.validation import validate
 from actds_writers.capture.probes import plan_readouts, read_probes
 from actds_writers.capture.transfer import Lane
@@ -313,6 +315,37 @@ def test_the_token_of_a_lost_row_is_checked_with_the_digest_of_the_census(tmp_pa
     report = validate(out, level="full")
     assert {finding.code for finding in report.errors} == {"E417"}
     assert f"request {one[0]} token_id" in report.errors[0].place
+
+
+@pytest.mark.parametrize("flush", [False, True], ids=["subnormal", "flushed to zero"])
+@pytest.mark.parametrize("exponent", [0, -10, -18, -19, -20, -22, -30, -37, -40])
+def test_rows_of_a_tiny_norm_are_those_that_they_are(exponent: int, flush: bool) -> None:
+    """What an engine computes in float32, with its squares below the smallest number of it."""
+    n, d = 8, 64
+    rows = (np.random.default_rng(3).normal(size=(n, d)) * 10.0**exponent).astype(np.float32)
+    planned = Readouts(2, 5)
+    packed = matrix(planned, None, 1, d)[0]
+    torch.set_flush_denormal(flush)
+    try:
+        given = torch.from_numpy(rows)
+        norms = given.square().sum(dim=1).sqrt().numpy()
+        projections = (given @ torch.from_numpy(packed)).numpy()
+    finally:
+        torch.set_flush_denormal(False)
+    keys = {"request": np.zeros(n, "u4"), "position": np.arange(n), "step": np.arange(n)}
+
+    def found(norm: np.ndarray) -> list[str]:
+        lists = pa.array(list(projections), pa.list_(pa.float32()))
+        empty = pa.array([[]] * n, pa.list_(pa.float32()))
+        table = pa.table(keys | {"norm": norm, "projections": lists, "probes": empty})
+        stored = RunReadouts({"h": HookReadouts(table)}, planned, {})
+        findings = Findings()
+        compare(findings, stored, "h", pa.table(keys), rows.view("u4"), "float32", "s")
+        return [finding.code for _, finding in findings]
+
+    assert found(norms) == []
+    if exponent > -18:
+        assert found(norms * np.float32(1.001)) == ["E417"]
 
 
 def test_directions_are_signs_of_a_shake_stream() -> None:

@@ -380,3 +380,18 @@ def test_the_commands_push_and_pull(hub: Hub, path: Path, tmp_path: Path) -> Non
     assert re.search(r"^\d+ of \d+ files, ", said.stderr, re.MULTILINE)
     said = runner.invoke(cli, ["pull", URI, str(out)])
     assert said.exit_code == 2 and "E008" in said.stderr and "Traceback" not in said.output
+
+
+@pytest.mark.parametrize("way", ["back", "back.partial", "back.partial/shards"])
+def test_a_pull_writes_through_nobodys_link(hub: Hub, path: Path, tmp_path: Path, way: str) -> None:
+    actds.push(path, URI)
+    (tmp_path / "theirs").mkdir()
+    link = tmp_path / way
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(tmp_path / "theirs")
+    for target in (tmp_path / "theirs", tmp_path / "nowhere"):  # also one that leads nowhere
+        link.unlink()
+        link.symlink_to(target)
+        with pytest.raises(actds.ActdsError, match=r"E008|E107"):
+            actds.pull(URI, tmp_path / "back")
+    assert not list((tmp_path / "theirs").iterdir()) and not (tmp_path / "nowhere").exists()

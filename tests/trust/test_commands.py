@@ -52,6 +52,7 @@ def test_the_commands_of_the_guide_run_one_after_the_other(acts: Path) -> None:
     assert said.returncode == 0, said.stdout + said.stderr
     digest = actds.open(acts).digest
     assert said.stdout.count(f"seal 1 sha256:{digest}") == 2
+    assert "were checked, no table and no array was read" in said.stdout
     assert f"{digest} {actds.open(acts).n_rows}" in said.stdout
 
 

@@ -6,6 +6,7 @@ import json
 import pickle
 import re
 import shlex
+import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import replace
@@ -185,8 +186,6 @@ def _good(rule: str, folder: Path, copy: Copy, fields: dict[str, Any]) -> Path:
     if rule == "harvest.canary":
         return with_canary(path)
     if rule == "harvest.max_age_days":
-        import time
-
         edit(next(path.glob("runs/*.json")), lambda one: one.update(started_ns=time.time_ns()))
         relink(path)
         return path
@@ -224,6 +223,57 @@ def test_a_rule_that_cannot_be_judged_refuses(dataset_path: Path) -> None:
         actds.require(dataset_path, level="quick", policy={"losses": {"max_dropped": 1.0}})
     with pytest.raises(RefusedError, match=r"harvest\.engines .*synthetic unknown"):
         actds.require(dataset_path, policy={"harvest": {"engines": ["synthetic 1.*"]}})
+
+
+DECLARED: dict[str, tuple[str, Any]] = {
+    "numerics.dtype": ('numerics.dtype = ["bfloat16"]', "bfloat16"),
+    "model.quantization": ('numerics.quantization = ["none"]', "none"),
+    "numerics.deterministic": ("numerics.deterministic = true", True),
+    "capture.check": ("harvest.check = true", '{"a":1}'),
+    "engine.version": ('harvest.engines = ["*.*"]', "1.2.3"),
+    "model.name": ('harvest.models = ["synthetic-*"]', "synthetic-1"),
+    "serving.prefix_caching": ("prefix_cache.allowed = false", False),
+}
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_what_was_only_declared_satisfies_no_rule_about_a_fact(
+    name: str, tmp_path: Path, copy_dataset: Copy
+) -> None:
+    text, value = DECLARED[name]
+    field, file = name.replace(".", "__"), policy(tmp_path, text)
+    fields = {"engine__name": "toy", field: value}
+    assert actds.require(with_fields(copy_dataset(), **fields), policy=file).n_rows
+    with pytest.raises(RefusedError, match=r"declared|unknown"):
+        actds.require(with_fields(copy_dataset(), **(fields | {field: (value,)})), policy=file)
+
+
+@pytest.mark.parametrize(("ahead_s", "passes"), [(-3600, True), (60, True), (3600, False)])
+def test_a_run_from_the_future_is_not_a_young_one(
+    ahead_s: int, passes: bool, tmp_path: Path, copy_dataset: Copy
+) -> None:
+    path, file = copy_dataset(), policy(tmp_path, "harvest.max_age_days = 30")
+    began = time.time_ns() + ahead_s * 1_000_000_000
+    edit(next(path.glob("runs/*.json")), lambda one: one.update(started_ns=began))
+    relink(path)
+    assert (run(path, "--policy", file).exit_code == 0) is passes
+
+
+def test_the_first_line_says_what_nobody_looked_at(tmp_path: Path, copy_dataset: Copy) -> None:
+    path, file = copy_dataset(), policy(tmp_path, 'level = "quick"')
+    array = next(path.glob("shards/*/acts.zarr/*/c/**/*"))
+    while array.is_dir():
+        array = next(array.iterdir())
+    data = bytearray(array.read_bytes())
+    data[len(data) // 2] ^= 1
+    array.write_bytes(data)
+    for level, words in (("quick", "no table and no array was read"),
+                         ("standard", "no array was read")):  # fmt: skip
+        told = run(path, "--level", level, "--policy", file)
+        assert told.exit_code == 0 and words in told.output.splitlines()[0]
+        assert words in told.output.splitlines()[-1]
+    told = run(path, "--level", "full", "--policy", file)
+    assert told.exit_code == 1 and "was read" not in told.output
 
 
 def test_aborted_positions_are_the_same_share_in_audit_info_and_policy(

@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +30,6 @@ from actds.store.local import LocalStore, lock_dataset
 from actds_testing.recovery import (
     N_POSITIONS,
     accounts,
-    check_a_stopped_writer_is_fenced,
     check_values,
     clean,
     contents,
@@ -48,6 +49,8 @@ pytestmark = pytest.mark.standard
 
 if TYPE_CHECKING:
     from actds_writers.harvest.prepare import Plan
+
+HOOKS = (("resid_post", 1), ("resid_post", 2))
 
 
 @pytest.fixture(scope="module")
@@ -214,19 +217,6 @@ def test_drops_that_nobody_logged_are_aborted(tmp_path: Path) -> None:
     check_values(dataset)
 
 
-def test_a_zombie_writer_fails_its_late_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The writer of another machine stands still, is fenced and recovered, and wakes up."""
-    out, elsewhere = tmp_path / "acts", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    # Locks do not reach other machines: these processes hold none on this one.
-    monkeypatch.setattr(
-        "actds_testing.synthetic_engine.hold", lambda folder: lock_dataset(elsewhere)
-    )
-    check_a_stopped_writer_is_fenced(out)
-
-
 def test_refuses_while_a_process_is_alive(copy: Path) -> None:
     lock = lock_dataset(copy, shared=True)
     before = contents(copy)
@@ -280,6 +270,19 @@ def test_a_journal_that_lacks_something_is_said_and_nothing_is_made_up(
     assert catalog.seal is None
 
 
+@pytest.mark.parametrize("where", [".", "journal", "shards"])
+def test_folders_of_any_depth_are_passed_over(where: str, copy: Path) -> None:
+    deep = copy / where / "deep"
+    deep.mkdir(parents=True)
+    make = "import os\nfor _ in range(5000):\n os.mkdir('d')\n os.chdir('d')\n"
+    subprocess.run([sys.executable, "-c", make], cwd=deep, check=True)
+    try:
+        assert [run.outcome for run in recover(copy, clear=True).runs] == ["recovered"]
+        assert (deep / "d").is_dir()
+    finally:
+        subprocess.run(["rm", "-rf", str(deep)], check=True)
+
+
 def test_the_command_says_what_it_found(copy: Path) -> None:
     told = CliRunner().invoke(cli, ["recover", str(copy)])
     assert told.exit_code == 0, told.output
@@ -321,7 +324,7 @@ def test_queue_meters_without_rows_need_no_journal(tmp_path: Path) -> None:
 
 def test_a_resume_recovers_first_and_knows_what_is_finished(copy: Path) -> None:
     """The prompts' facts stand in the journal, so nothing that is finished is served again."""
-    plan = cast("Plan", SimpleNamespace(facts=()))
+    plan = cast("Plan", SimpleNamespace(facts=(), hooks=HOOKS))
     done = finished_rows(copy, plan)
     assert {0, 1} <= done
     seal(copy)
@@ -336,7 +339,7 @@ def test_a_resume_recovers_first_and_knows_what_is_finished(copy: Path) -> None:
 def test_a_resume_is_refused_when_a_run_cannot_be_accounted_for(copy: Path) -> None:
     remove_all(copy)
     with pytest.raises(ActdsError, match="E312"):
-        finished_rows(copy, cast("Plan", SimpleNamespace(facts=())))
+        finished_rows(copy, cast("Plan", SimpleNamespace(facts=(), hooks=HOOKS)))
 
 
 def test_a_writer_that_died_before_its_run_record_left_an_empty_run(copy: Path) -> None:

@@ -18,7 +18,6 @@ from actds.store.s3 import S3Store
 from actds_testing.recovery import (
     N_POSITIONS,
     accounts,
-    check_a_stopped_writer_is_fenced,
     check_values,
     clean,
     contents,
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
 
 N_PROMPTS = 30
 PROMPTS = prompts(N_PROMPTS)
+HOOKS = (("resid_post", 1), ("resid_post", 2))
 
 
 def acknowledged(root: str) -> int:
@@ -139,13 +139,6 @@ def upload(files: dict[str, bytes], root: str) -> None:
         store.put_new(path, [data])
 
 
-def test_a_writer_that_lives_after_all_is_fenced_and_loses_nothing_that_was_acknowledged(
-    s3_root: str,
-) -> None:
-    """There is no lock to see it by: recovery ends it, as the documentation says."""
-    check_a_stopped_writer_is_fenced(s3_root, drained=True)
-
-
 def test_the_command_recovers_and_clears_an_object_store(copy: str) -> None:
     stray = "shards/w-uncommitted-000000/tokens.parquet"
     open_store(copy).put_new(stray, [b"x" * 10])
@@ -171,7 +164,7 @@ def test_recovery_refuses_a_prefix_without_a_dataset(s3_root: str) -> None:
 
 
 def test_a_resume_serves_what_is_missing_and_nothing_twice(copy: str) -> None:
-    nothing_changed = cast("Plan", SimpleNamespace(facts=()))
+    nothing_changed = cast("Plan", SimpleNamespace(facts=(), hooks=HOOKS))
     n_rows = acknowledged(copy)
     done = finished_rows(copy, nothing_changed)
     assert {0, 1} <= done

@@ -146,11 +146,17 @@ class CensusProcess:
 
         Early, and not with the tables, so that a later recovery can fence it.
         """
-        if not self._engine_spoke or not self._store.exists(layout.GENESIS):
+        dataset = self._dataset() if self._engine_spoke else None
+        if dataset is not None:
+            self._chain = self._chain or self._begin_chain(dataset)
+        return dataset
+
+    def _dataset(self) -> str | None:
+        """Return the id of the dataset; None while there is none, or one of another harvest."""
+        if not self._store.exists(layout.GENESIS):
             return None
         dataset = read_genesis(self._store).dataset
-        self._chain = self._chain or self._begin_chain(dataset)
-        return dataset
+        return dataset if self._settings.dataset in (None, dataset) else None
 
     def _begin_chain(self, dataset: str) -> Chain:
         run, software = self._settings.run, self._settings.software
@@ -171,7 +177,7 @@ class CensusProcess:
     def _reserve(self) -> None:
         """Hold back disk space as soon as the dataset exists."""
         folder = local_folder(self._settings.root)
-        if folder is None or self._reserved is not None or not (folder / layout.GENESIS).exists():
+        if folder is None or self._reserved is not None or self._dataset() is None:
             return
         self._reserved = folder / f"{RESERVE}{self._settings.run}"
         try:
@@ -185,9 +191,9 @@ class CensusProcess:
         if self._reserved is not None:
             self._reserved.unlink(missing_ok=True)
         store, run = self._store, self._settings.run
-        if not store.exists(layout.GENESIS):
-            return {}  # the engine never came up: nothing exists that could be accounted for
-        dataset = read_genesis(store).dataset
+        dataset = self._dataset()
+        if dataset is None:
+            return {}  # the run never began: nothing of it exists that could be accounted for
         ended = end_writer_chain(store, dataset, run)
         # The tables follow from the journal, should they have to be written a second time.
         self._journal.finish()

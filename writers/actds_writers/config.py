@@ -576,6 +576,11 @@ class WriterSettings:
     started_ns: int = field(default_factory=time.time_ns)
     software: str = f"actds {__version__}"
 
+    @property
+    def may_join(self) -> bool:
+        """Return whether the dataset may be one that another engine has just created."""
+        return self.shared or self.replica[1] > 1
+
 
 @dataclass(frozen=True)
 class CensusSettings:
@@ -583,10 +588,12 @@ class CensusSettings:
 
     Args:
         root: location of the dataset.
+        dataset: id of the dataset that the run creates; None where it joins or resumes one.
         reserve_nbytes: disk space held back, so that a full disk can still be accounted for.
     """
 
     root: str
     run: str
     software: str
+    dataset: str | None = None
     reserve_nbytes: int = 4 << 20

@@ -235,10 +235,12 @@ def compare(
         norm = float(np.linalg.norm(x))
         if line is None or not np.isfinite(x).all() or norm > np.finfo(np.float32).max:
             continue
-        pairs = [(line["norm"], norm, norm)]
+        lost = hook["d_model"] * 2.0**-126
+        pairs = [(line["norm"], norm, norm + math.sqrt(lost) / TOLERANCE)]
         for name, matrix in (("projections", random), ("probes", probes)):
             if matrix is not None and len(line[name]) == len(matrix):
-                sizes = np.linalg.norm(matrix.astype(np.float64), axis=1) * norm
+                sizes = np.linalg.norm(matrix.astype(np.float64), axis=1)
+                sizes = sizes * norm + lost * (1 + sizes) / TOLERANCE
                 pairs += zip(line[name], matrix.astype(np.float64) @ x, sizes, strict=True)
         near = all(abs(told - true) <= TOLERANCE * size for told, true, size in pairs)
         account.found.check(near, "E417", place, f"{hook['name']}: {row}")

@@ -229,6 +229,7 @@ class Validator:
         standing = tuple(f"{shard.folder}/" for shard in ledger.shards)
         named = tuple(f"shards/{name}/" for name in ledger.named)
         refused = tuple(f"ledger/{name}/" for name in ledger.refused)
+        aside = (*refused, ".gitattributes", ".git/", ".cache/")
         known = self.folder.reached | {*CARD}
         for path in CARD:
             if path in self.folder.names("."):
@@ -237,7 +238,7 @@ class Validator:
         for path, regular in self.folder.walk():
             if not regular and path not in CARD:
                 self.found.add("E107", path, "no regular file")
-            elif path in known or path.startswith(refused) or SIGNATURES.fullmatch(path):
+            elif path in known or SIGNATURES.fullmatch(path) or path.startswith(aside):
                 continue
             elif path.startswith(standing):
                 self.found.add("E105", path, "nothing reaches it")

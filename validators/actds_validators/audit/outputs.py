@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from actds import layout
 from actds.errors import ActdsError
+from actds.store import refuse_within_dataset
 
 
 def refuse_outputs(
@@ -31,7 +31,7 @@ def refuse_outputs(
     for option, path in outputs.items():
         if path is None:
             continue
-        refuse_within_dataset(option, path)
+        refuse_within_dataset(path, option)
         for other, its in taken:
             if _is_same(path, its):
                 raise ActdsError(
@@ -43,24 +43,6 @@ def refuse_outputs(
         taken.append((option, path))
 
 
-def refuse_within_dataset(option: str, path: Path) -> None:
-    """Refuse a path inside any dataset, seen through links, or with the name of a genesis.
-
-    Raises:
-        ActdsError: E009.
-    """
-    expected = "a path outside any dataset"
-    # A link in a dataset is refused as well, wherever it leads.
-    own, real = Path(os.path.realpath(path.parent), path.name), Path(os.path.realpath(path))
-    for place in dict.fromkeys((own, real)):
-        if (folder := layout.dataset_around(place)) is not None:
-            got = f"inside the dataset {folder}"
-            raise ActdsError("E009", f"{option} {path}", got=got, expected=expected)
-    if layout.GENESIS in (own.name, real.name):
-        got = f"{layout.GENESIS}, by which a folder is taken for a dataset"
-        raise ActdsError("E009", f"{option} {path}", got=got, expected=expected)
-
-
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """Yield a path to write to; the file takes its name at the end, whole or not at all.
@@ -69,8 +51,9 @@ def replaced(path: Path) -> Iterator[Path]:
     a dataset. Devices and pipes are written to as they are.
 
     Raises:
-        ActdsError: E503 the disk refuses.
+        ActdsError: E009 it is inside a dataset; E503 the disk refuses.
     """
+    refuse_within_dataset(path, "the output")
     target = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         target = temporary = path  # the real path of a pipe behind /dev/stdout is no path

@@ -23,11 +23,12 @@ from actds.errors import ActdsError
 from actds.format.row_weights import FORMAT, GROUP_ROWS, SCHEMA, VERSION
 from actds.format.shard import Shard
 from actds.reading import Catalog
+from actds.store import refuse_within_dataset
 from actds_validators.audit.accumulate import Sums
 from actds_validators.audit.census import Series
 from actds_validators.audit.lookup import CellEdges, Lookup
 from actds_validators.audit.missingness import estimate, unbounded
-from actds_validators.audit.outputs import refuse_within_dataset, replaced
+from actds_validators.audit.outputs import replaced
 from actds_validators.audit.result import (
     Balance,
     Difference,
@@ -321,7 +322,7 @@ def write_weights(
     Spec: 0.1 section 10.4.
     """
     path = Path(out)
-    refuse_within_dataset("--weights", path)
+    refuse_within_dataset(path, "--weights")
     words = {
         "format": FORMAT,
         "version": VERSION,

@@ -200,10 +200,13 @@ def keep_little() -> None:
 
 
 def need_folders(*outputs: Path | None) -> None:
-    """Raise E503 for a file that is asked for in a folder that is not there, before the audit."""
+    """Refuse a file inside a dataset (E009), or in a folder that is not there (E503), at once."""
+    from actds.store import refuse_within_dataset
     from actds_validators.audit.outputs import unwritable
 
     for out in outputs:
+        if out is not None:
+            refuse_within_dataset(out, "the output")
         if out is not None and not out.parent.is_dir():
             next_step = "Make the folder, or give another path."
             raise unwritable(out, f"no folder {out.parent}", next_step)

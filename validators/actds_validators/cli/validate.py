@@ -238,7 +238,8 @@ def _policy_lines(passage: Passage) -> Iterator[Line]:
         return
     verdict = f" (audit: {passage.verdict})" if passage.verdict else ""
     if not passage.refused:
-        yield Line(f"PASSES {name}{verdict}", "good")
+        level = f" at {_level(passage.validation)}" if passage.validation.not_read else ""
+        yield Line(f"PASSES {name}{level}{verdict}", "good")
         return
     yield Line(f"REFUSED by {name}: {counted(len(passage.refused), 'rule')}{verdict}", "bad")
     for finding in passage.refused[:MAX_FINDINGS]:
@@ -276,12 +277,18 @@ def verdict_line(validation: Validation, *, strict: bool = False) -> Line:
     extends = "" if pinned in (None, validation.seal) else f", extends the pinned seal {pinned}"
     warned = f", {counted(n_warnings, 'warning')}" if n_warnings else ""
     # Below level full nobody looked at the activations: that is no verdict on the dataset.
-    verdict = "VALID" if validation.level in ("full", "deep") else "NO ERROR in"
+    verdict = "NO ERROR in" if validation.not_read else "VALID"
     return Line(
-        f"{verdict} {validation.path} at level {validation.level}: seal {validation.seal}, "
+        f"{verdict} {validation.path} at {_level(validation)}: seal {validation.seal}, "
         f"digest {(validation.digest or '')[:16]}{extends}{warned}",
         "good",
     )
+
+
+def _level(validation: Validation) -> str:
+    """Return the level, with what it does not look at."""
+    but = f", at which {validation.not_read}" if validation.not_read else ""
+    return f"level {validation.level}{but}"
 
 
 def finding_lines(validation: Validation, room: int = MAX_FINDINGS) -> Iterator[Line]:

@@ -1,6 +1,7 @@
 """Rules: what of a policy a valid dataset does not comply with.
 
-What is not known is never taken for compliance: a rule that cannot be judged refuses.
+What is not known is never taken for compliance: a rule that cannot be judged refuses, and so does
+one about a fact that somebody only declared.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from actds_validators.gate.signature import check_signature
 __all__ = ["refusals"]
 
 _NS_PER_DAY = 86_400_000_000_000
+_AHEAD_DAYS = 300 / 86_400
+"""How far the clock of another machine may be ahead of this one's: five minutes."""
 _UNKNOWN = ProvenanceField(value=None, origin="unknown", reason="the run record lacks the field")
 
 
@@ -104,21 +107,30 @@ def _numerics(policy: Policy, run: str, record: RunRecord) -> Iterator[Finding]:
     rules = policy.numerics
     for name in ("dtype", "quantization"):
         allowed: list[str] | None = getattr(rules, name)
-        field = record.fields.get(f"{'model' if name == 'quantization' else 'numerics'}.{name}")
         if allowed is not None:
-            yield from _listed(f"numerics.{name}", field or _UNKNOWN, allowed, run)
+            field = _field(record, f"{'model' if name == 'quantization' else 'numerics'}.{name}")
+            yield from _listed(f"numerics.{name}", field, allowed, run)
     if rules.deterministic is not None:
-        field = record.fields.get("numerics.deterministic", _UNKNOWN)
-        if field.value is not rules.deterministic:
-            wanted = "true" if rules.deterministic else "false"
+        field = _field(record, "numerics.deterministic")
+        if _observed(field) is not rules.deterministic:
+            wanted = "true, observed" if rules.deterministic else "false, observed"
             yield _refused("numerics.deterministic", _said(field), wanted, run)
+
+
+def _field(record: RunRecord, name: str) -> ProvenanceField:
+    return record.fields.get(name, _UNKNOWN)
+
+
+def _observed(field: ProvenanceField) -> bool | int | str | None:
+    """Return the value of a field that a program has seen; None for one that was only declared."""
+    return field.value if field.origin == "observed" else None
 
 
 def _listed(rule: str, field: ProvenanceField, allowed: list[str], run: str) -> Iterator[Finding]:
     # One value may name several: hooks of different types.
-    known = field.value is not None and any(fnmatchcase(str(field.value), p) for p in allowed)
-    if not known:
-        yield _refused(rule, _said(field), f"one of {', '.join(allowed)}", run)
+    value = _observed(field)
+    if value is None or not any(fnmatchcase(str(value), pattern) for pattern in allowed):
+        yield _refused(rule, _said(field), f"one of {', '.join(allowed)}, observed", run)
 
 
 def _hooks(policy: Policy, catalog: Catalog) -> Iterator[Finding]:
@@ -133,21 +145,21 @@ def _harvest(
     policy: Policy, catalog: Catalog, run: str, record: RunRecord, now_ns: int
 ) -> Iterator[Finding]:
     rules = policy.harvest
-    fields = record.fields
-    check = fields.get("capture.check", _UNKNOWN)
-    if rules.check and check.value in (None, "none"):
+    check = _field(record, "capture.check")
+    if rules.check and _observed(check) in (None, "none"):
         yield _refused("harvest.check", _said(check), "rows compared with the model's own", run)
     if rules.canary and not sum(part.n_rows for part in catalog.parts.get((run, "canary"), [])):
         yield _refused("harvest.canary", "no replayed row", "a table canary with rows", run)
     if rules.max_age_days is not None:
         days = (now_ns - record.started_ns) / _NS_PER_DAY
-        if days > rules.max_age_days:
+        if not -_AHEAD_DAYS <= days <= rules.max_age_days:
+            got = f"{days:.1f} days" if days > 0 else f"a begin {-days:.2g} days from now"
             expected = f"at most {rules.max_age_days:g} days"
-            yield _refused("harvest.max_age_days", f"{days:.1f} days", expected, run)
+            yield _refused("harvest.max_age_days", got, expected, run)
     if rules.models is not None:
-        yield from _listed("harvest.models", fields.get("model.name", _UNKNOWN), rules.models, run)
+        yield from _listed("harvest.models", _field(record, "model.name"), rules.models, run)
     if rules.engines is not None:
-        name, version = (fields.get(f"engine.{n}", _UNKNOWN).value for n in ("name", "version"))
+        name, version = (_observed(_field(record, f"engine.{n}")) for n in ("name", "version"))
         engine = f"{name or 'unknown'} {version or 'unknown'}"
         if not any(fnmatchcase(engine, pattern) for pattern in rules.engines):
             yield _refused("harvest.engines", engine, f"one of {', '.join(rules.engines)}", run)
@@ -172,8 +184,8 @@ def _prefix_cache(
     policy: Policy, run: str, record: RunRecord, totals: dict[str, int] | None
 ) -> Iterator[Finding]:
     rules = policy.prefix_cache
-    on = record.fields.get("serving.prefix_caching", _UNKNOWN)
-    if not rules.allowed and on.value is not False:
+    on = _field(record, "serving.prefix_caching")
+    if not rules.allowed and _observed(on) is not False:
         yield _refused("prefix_cache.allowed", _said(on), "the prefix cache off", run)
     if rules.max_unresolved is not None:
         rule = "prefix_cache.max_unresolved"

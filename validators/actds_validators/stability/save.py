@@ -11,9 +11,10 @@ import numpy as np
 
 from actds import __version__
 from actds.exchange.tensors import NewTensor, write_tensors
+from actds.store import refuse_within_dataset
 from actds.text import storable
 from actds_validators.about import about
-from actds_validators.audit.outputs import refuse_within_dataset, unwritable
+from actds_validators.audit.outputs import unwritable
 from actds_validators.dictionaries import Dictionary
 from actds_validators.dictionaries.places import places_of
 from actds_validators.dictionaries.saelens import CONFIG, WEIGHTS
@@ -29,7 +30,7 @@ def refuse_out(out: Path) -> None:
         ActdsError: E009 it is inside a dataset; E503 something is there already, or the folder
             around it is not.
     """
-    refuse_within_dataset("--out", out)
+    refuse_within_dataset(out, "--out")
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise unwritable(out, "it is there already", "Give a new folder.")
     if not out.parent.is_dir():

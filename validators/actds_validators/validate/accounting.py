@@ -157,7 +157,11 @@ class _Tables:
                 self._judged.add(manifest.shard)
                 check_shard_tokens(self.catalog, manifest, table, path)
                 pairs = pair_key(table["token_id"].to_numpy(), table["flags"].to_numpy())
-                self._flags = np.union1d(self._flags, pairs)
+                pairs = np.unique(pairs)
+                after = np.searchsorted(self._flags, pairs, "right")
+                known = after > np.searchsorted(self._flags, pairs, "left")
+                if not known.all():
+                    self._flags = np.union1d(self._flags, pairs[~known])
             yield table
 
     def check_flags(self) -> None:

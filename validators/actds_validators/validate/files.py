@@ -70,7 +70,7 @@ def _check_unreachable(catalog: Catalog) -> None:
         if not _is_regular(catalog, path):
             got = "a link, or no regular file"
             catalog.findings.add("structure", "E107", shown, got, "regular files only")
-        elif folder in catalog.opaque:
+        elif layout.is_of_the_hub(path) or folder in catalog.opaque:
             continue  # its document is the finding; what it would name is not known
         elif folder in committed:
             catalog.findings.add(

@@ -195,7 +195,11 @@ def compare(
     packed = mine.packed(hook, bits.shape[1])
     want = compute(rows, packed)
     scale = np.concatenate([[1.0], np.linalg.norm(packed, axis=0)])
-    allowed = TOLERANCE * want[:, :1] * scale + np.finfo(np.float32).tiny
+    norms = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))[:, None]
+    # Squares and products that are too small for float32 are lost, or not, as the machine has it.
+    lost = bits.shape[1] * float(np.finfo(np.float32).tiny)
+    allowed = TOLERANCE * norms * scale + lost * (1 + scale)
+    allowed[:, 0] += lost**0.5
     with np.errstate(invalid="ignore"):
         wrong = np.flatnonzero(~(np.abs(stored - want) <= allowed).all(axis=1))
     # A row whose squares overflow float32 has no finite norm to compare.

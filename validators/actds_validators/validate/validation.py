@@ -53,6 +53,14 @@ _INTEGRITY = {
     "deep": "digests of all files, checksums of all chunks",
 }
 
+_NOT_READ: dict[Level, str] = {
+    "quick": "no table and no array was read",
+    "standard": "no array was read",
+    "full": "",
+    "deep": "",
+}
+"""What a level does not look at, where it may therefore be anything."""
+
 
 @dataclass(frozen=True)
 class Check:
@@ -99,6 +107,11 @@ class Validation:
             return self.findings if name == "structure" else []
         mine = {finding for check, finding in self.catalog.findings if check == name}
         return [finding for finding in self.findings if finding in mine]
+
+    @property
+    def not_read(self) -> str:
+        """Return what the level did not look at, in words; empty when it read every byte."""
+        return _NOT_READ[self.level]
 
     @property
     def errors(self) -> list[Finding]:

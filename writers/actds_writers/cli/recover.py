@@ -39,13 +39,12 @@ def recover(path: str, clear: bool, as_json: bool) -> None:
 
     PATH is the dataset's folder or its s3:// location. Keeps every acknowledged row, accounts for
     all others as aborted, closes open ledger chains and seals the dataset. Refuses while a process
-    still writes to the folder; an object store has no lock, so a process that still writes there
-    is stopped.
+    still writes: one of this machine is looked up, one of another is watched for a minute.
     """
     from actds.cli.output import envelope, print_json
     from actds_writers.harvest.recover import recover as run
 
-    done = run(path, clear=clear)
+    done = run(path, clear=clear, say=lambda line: click.echo(line, err=True))
     if as_json:
         print_json(envelope("recover", done.as_json()))
     else:

@@ -7,8 +7,8 @@ there each run has its own chains and names, and no put overwrites.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from actds.errors import ActdsError
 from actds.format.readouts import NONE
 from actds.reading import Catalog
 from actds.schema import RunRecord
-from actds.store import local_folder, open_for_writing, open_store
+from actds.store import local_folder, open_for_writing, open_store, refuse_within_dataset
 from actds.store.local import lock_dataset
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.capture.probes import plan_readouts
@@ -324,13 +324,11 @@ def hold(out: str | Path, *, shared: bool = False) -> int:
         ActdsError: E009 when it is inside another dataset; E010 when another run writes it; E016
             when the store overwrites; E503 when the folder cannot be made, or a put is refused.
     """
+    refuse_within_dataset(out)
     folder = local_folder(out)
     if folder is None:
         open_for_writing(out)
         return os.open(os.devnull, os.O_RDONLY)
-    if (outer := layout.dataset_around(Path(os.path.realpath(folder)))) is not None:
-        got = f"inside the dataset {outer}"
-        raise ActdsError("E009", str(out), got=got, expected="a path outside any dataset")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -345,10 +343,11 @@ def hold(out: str | Path, *, shared: bool = False) -> int:
 
 
 def discard_empty(out: str | Path) -> None:
-    """Remove a local folder without genesis; an object store has no folders."""
+    """Remove an empty local folder; an object store has no folders."""
     folder = local_folder(out)
     if folder is not None and not (folder / layout.GENESIS).exists():
-        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # what lies there is another program's
+            folder.rmdir()
 
 
 Identity = int | tuple[str, int] | None
@@ -363,26 +362,30 @@ def identity(prompt: PromptFact) -> Identity:
     return prompt.source_row
 
 
-def finished_rows(folder: str | Path, plan: Plan) -> set[Identity]:
-    """Return the prompts whose requests an earlier run finished; recovers killed runs first.
+def finished_rows(
+    folder: str | Path, plan: Plan, say: Callable[[str], None] = lambda line: None
+) -> set[Identity]:
+    """Return the prompts whose requests an earlier run finished; recovers killed runs before.
 
     A request counts as finished when it ended by itself and none of its positions is aborted;
-    dropped positions stay dropped. The caller holds the dataset's lock, so no process of an
-    earlier run is alive.
+    dropped positions stay dropped. Nothing is changed when the plan is not that of the dataset.
+
+    Args:
+        folder: the dataset; the caller holds its lock.
+        plan: what is to be served.
+        say: takes a line for the user before a wait.
 
     Raises:
-        ActdsError: E010 when the dataset was made from another model or other prompts; E312 when
-            a run of it has neither census nor journal.
+        ActdsError: E010 when the dataset was made from another model or other prompts, or a
+            process still writes it; E312 when a run of it has neither census nor journal.
     """
     store = open_store(folder)
-    require_accounted(recover_runs(store))
+    _compare(Catalog.read(store), plan)
+    require_accounted(recover_runs(store, say=say))
     store.remove_temporary()
     catalog = Catalog.read(store)
-    declared = {fact.name: fact.value for fact in plan.facts}
     finished: set[Identity] = set()
     for run in catalog.runs_with_data:
-        if run in catalog.runs:
-            _compare(catalog.runs[run], declared)
         finished |= _finished_of(catalog, run)
     return finished
 
@@ -404,7 +407,20 @@ def _finished_of(catalog: Catalog, run: str) -> set[Identity]:
     return {name for name, is_whole in ended.items() if is_whole}
 
 
-def _compare(record: RunRecord, declared: dict[str, bool | int | str | None]) -> None:
+def _compare(catalog: Catalog, plan: Plan) -> None:
+    """Raise where the runs of a dataset differ from a plan."""
+    hooks = {(hook.kind, hook.layer) for hook in catalog.genesis.hooks}
+    if hooks != set(plan.hooks):
+        wanted = ", ".join(f"{kind}.{layer}" for kind, layer in plan.hooks)
+        present = ", ".join(hook.name for hook in catalog.genesis.hooks)
+        raise ActdsError("E010", "--hooks", got=wanted, expected=f"{present}, as there")
+    declared = {fact.name: fact.value for fact in plan.facts}
+    for run in catalog.runs_with_data:
+        if run in catalog.runs:
+            _compare_run(catalog.runs[run], declared)
+
+
+def _compare_run(record: RunRecord, declared: dict[str, bool | int | str | None]) -> None:
     for name in MUST_AGREE:
         # A run that says nothing of these served its prompts whole, without labels, and sampled
         # as the other fields say.

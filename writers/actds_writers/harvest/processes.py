@@ -85,7 +85,8 @@ class Pipeline:
             probes_path=None if probes is None else str(probes_path),
             replica=writer.replica,
         )
-        census = CensusSettings(writer.harvest.out, writer.run, writer.software)
+        dataset = None if writer.resume or writer.may_join else writer.dataset
+        census = CensusSettings(asked.out, writer.run, writer.software, dataset)
         self.processes = {
             "census": self._start("census_process", census, lock),
             "writer": self._start("writer_process", writer, lock),

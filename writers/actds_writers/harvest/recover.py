@@ -6,19 +6,21 @@ Every acknowledged row is kept; every position without one becomes ``aborted``.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from actds import __version__, layout
 from actds.errors import ActdsError
+from actds.heartbeat import SILENCE_S, find_owners, remove_stale
 from actds.ledger import Chain, ChainState, fence, read_ledger
 from actds.reading import CENSUS_TABLES, Catalog, need_dataset, read_genesis
 from actds.schema import Seal, ShardBody
 from actds.sealing import seal
 from actds.store import TEMPORARY, Store, local_folder, open_for_writing
-from actds.store.local import lock_dataset
+from actds.store.local import LocalStore, lock_dataset
 from actds_writers.census.census import Census
 from actds_writers.census.journal import (
     LOST_REASON,
@@ -34,7 +36,6 @@ from actds_writers.census.journal import (
 )
 from actds_writers.ipc.messages import ClientFacts, RequestArrived
 
-FENCED = "its process ended without closing it"
 _CLEARED = ("journal/", "census/", "losses/", "readouts/", "canary/", "runs/", "seal/")
 _MAX_REQUEST_GAP = 1 << 20
 
@@ -92,16 +93,19 @@ class RecoverResult:
         }
 
 
-def recover(path: str | Path, *, clear: bool = False) -> RecoverResult:
+def recover(
+    path: str | Path, *, clear: bool = False, say: Callable[[str], None] = lambda line: None
+) -> RecoverResult:
     """Recover a dataset whose processes are gone; a second call changes nothing.
 
     Keeps every acknowledged row, accounts for all others as aborted, closes open ledger chains and
     seals the dataset. When it cannot be sealed, the result has the error.
 
     Args:
-        path: the dataset, a folder or a URI. An object store has no lock: a process that still
-            writes is fenced, and stops at its next commit.
+        path: the dataset, a folder or a URI. Of a process of another machine only its silence
+            shows that it is gone: it is watched for a minute.
         clear: remove the files that no record names.
+        say: takes a line for the user before a wait.
 
     Raises:
         ActdsError: E101 no dataset; E010 a live process; E503 the disk refuses; any error of
@@ -119,7 +123,7 @@ def recover(path: str | Path, *, clear: bool = False) -> RecoverResult:
     folder = local_folder(path)
     lock = None if folder is None else lock_dataset(folder)
     try:
-        runs = recover_runs(store)
+        runs = recover_runs(store, say=say)
         error, sealed = _unaccountable(runs), None
         try:
             sealed = seal(store) if error is None else None
@@ -134,25 +138,44 @@ def recover(path: str | Path, *, clear: bool = False) -> RecoverResult:
             os.close(lock)
 
 
-def recover_runs(store: Store) -> list[RunFound]:
+def recover_runs(
+    store: Store, *, beside_others: bool = False, say: Callable[[str], None] = lambda line: None
+) -> list[RunFound]:
     """End every open chain and account for every run; the caller holds the dataset's lock.
 
+    Nothing is changed before it is certain that every process of an open chain is gone.
+
+    Args:
+        store: the dataset's store.
+        beside_others: recover the runs whose processes are known to be gone, and leave those that
+            may live as they are, before this is refused.
+        say: takes a line for the user before a wait.
+
     Raises:
-        ActdsError: E312 a broken journal; E503; any error of the ledger or a file.
+        ActdsError: E010 a process that still writes; E312 a broken journal; E503; any error of
+            the ledger or a file.
 
     Spec: 0.1 section 8.6.
     """
     genesis = read_genesis(store)
+    before = read_ledger(store, genesis.dataset)
+    silence_s = 0 if beside_others else SILENCE_S
+    owners = find_owners(store, before.values(), silence_s=silence_s, say=say)
+    if not beside_others:
+        owners.require_gone()
     # Space that a census reserved for its tables, which are written now.
     folder = local_folder(store.uri)
     for reserved in folder.glob(f"{RESERVE}*") if folder else ():
-        reserved.unlink()
-    before = read_ledger(store, genesis.dataset)
-    for state in before.values():
-        if state.state == "open":
-            fence(store, genesis.dataset, state.chain, FENCED)
+        if reserved.name.removeprefix(RESERVE) not in owners.living:
+            reserved.unlink()
+    for chain, who in owners.gone.items():
+        fence(store, genesis.dataset, chain, f"{who}, and had not closed it")
+    remove_stale(store, owners.living)
     catalog = Catalog.read(store)
-    return [_recover_run(store, catalog, run, before) for run in catalog.run_ids]
+    runs = [run for run in catalog.run_ids if run not in owners.living]
+    recovered = [_recover_run(store, catalog, run, before) for run in runs]
+    owners.require_gone()
+    return recovered
 
 
 def require_accounted(runs: list[RunFound]) -> None:
@@ -262,15 +285,10 @@ def _unreachable(store: Store) -> Iterator[tuple[str, int]]:
         shard = layout.shard_dir(path.split("/")[1]) if path.startswith("shards/") else None
         stray = path.startswith(_CLEARED) if shard is None else shard not in committed
         if stray and path not in known:
-            yield path, store.size(path)
-    local = local_folder(store.uri)
-    if local is None:
-        return  # a put into an object store leaves no temporary file
-    for where, _, files in os.walk(local, followlinks=False):
-        for name in files:
-            if name.startswith(TEMPORARY):
-                file = Path(where) / name
-                yield file.relative_to(local).as_posix(), file.lstat().st_size
+            with suppress(ActdsError):  # a link or a folder, which no writer leaves
+                yield path, store.size(path)
+    if isinstance(store, LocalStore):  # a put into an object store leaves no temporary file
+        yield from store.temporary()
 
 
 def _clear(store: Store, unreachable: dict[str, int]) -> None:

@@ -173,7 +173,7 @@ def harvest(
     lock = hold(settings.out)
     try:
         if settings.resume:
-            plan = _without(plan, finished_rows(settings.out, plan))
+            plan = _without(plan, finished_rows(settings.out, plan, observer.said))
             if not _servable(plan):
                 sealed = seal(open_store(settings.out))
                 result = HarvestResult(settings.out, None, "finished", sealed)
@@ -304,12 +304,12 @@ def _result(
 
 
 def _seal_what_there_is(out: str, observer: Observer) -> None:
-    """Seal what was committed before a failure, if possible."""
+    """Seal what was committed before a failure, if possible and nobody else is at work there."""
     try:
         if not has_dataset(out):
             return
         store = open_store(out)
-        require_accounted(recover_runs(store))
+        require_accounted(recover_runs(store, beside_others=True))
         sealed = seal(store)
     except ActdsError as error:
         observer.said(f"{out} is not sealed: {error}")

@@ -291,7 +291,7 @@ def _genesis(store: Store, settings: WriterSettings, found: tuple[HookSpec, ...]
             store.put_new(layout.GENESIS, [schema.to_bytes(genesis)])
             return settings.dataset
         except ActdsError as error:
-            if error.code != "E309" or not (settings.shared or settings.replica[1] > 1):
+            if error.code != "E309" or not settings.may_join:
                 raise  # else another engine created it, and this one joins
     present = read_genesis(store)
     if present.hooks != hooks:
