@@ -319,7 +319,8 @@ def statistics(
     """
     shards = [shard for one in mixture.selections for shard in one.shards]
     counts = [count for one in mixture.selections for count in one.counts]
-    key = canonical.digest(canonical.dump([mixture.digest, mixture.identity, served]))
+    keys = [one.result_key for one in (*mixture.datasets, *mixture.others.values())]
+    key = canonical.digest(canonical.dump([keys, mixture.identity, served]))
     # A filter of others may choose other rows tomorrow, under the same name.
     cache = cache_folder() if BUILT_IN.issuperset(mixture.excluded) else None
     work = [(hook.name, hook, shards, counts) for hook in mixture.hooks]
