@@ -115,7 +115,8 @@ class Loader:
         where: an expression: the rows to read.
         exclude: rows to leave out, one name or several: ``special``, ``bos`` and ``eos`` tokens,
             the ``first_position`` of each request, and ``sink``, a norm above 10 medians of a
-            chosen hook (needs norm readouts); or a name given to ``register_filter``.
+            chosen hook (needs norm readouts); ``not_finite``, a value that is NaN or infinite in a
+            chosen hook: without it such rows are refused; or a name given to ``register_filter``.
         split: ``train`` or ``held_out``: the requests of one side. Which side a request is on
             follows from its tokens, in every dataset that has them.
         held_out: the share of requests that are held out.
@@ -131,8 +132,9 @@ class Loader:
             expression; a pair of multiplicity and one of these; None for neither.
         normalize: ``norm`` divides by one number, so that the mean norm is the square root of
             ``d_model``; ``channel`` gives each channel mean 0 and variance 1; ``Stats`` by hook do
-            so with these. Statistics are those of ``stats()``, over both sides of a split: the
-            first loader of a dataset reads all rows once for them, before it returns.
+            so with these. Statistics are those of ``stats()``, of what the batches hold, over both
+            sides of a split: the first loader of a dataset reads all rows once for them, before it
+            returns. ``config["normalization"]`` says how to get the stored rows back.
         dtype: type of the batches; None for the stored type, or float32 where they are normalized.
         device: where the batches go, through pinned memory for a GPU; None for host memory.
         window_rows: rows that are held and shuffled together, over all ranks. None takes the power
@@ -287,10 +289,11 @@ class Loader:
         return self._rows.n_kept
 
     def stats(self, *, executor: ExecutorName = "threads") -> dict[str, Stats]:
-        """Return statistics of the rows that are read, by hook; each as often as it is served.
+        """Return statistics of what the batches hold, by hook: each row as often as it comes.
 
-        They are computed in one pass and kept, as those of ``Dataset.stats``. ``frequency`` and
-        the shares of a mixture do not change them.
+        Multiplicity, ``frequency`` and the shares of a mixture count, in the mean of many epochs;
+        weights of a loss do not. They are computed in one pass and kept, as those of
+        ``Dataset.stats``.
 
         Args:
             executor: where the shards are read, as of ``Dataset.stats``.
@@ -320,6 +323,7 @@ class Loader:
                 f", {sum(one.n_kept for one in part):,} {name}"
                 for name, part in zip(rows.names, rows.parts, strict=False)
             )
+            + "".join(f", without {n:,} {name}" for name, n in rows.excluded.items())
             + f"; {self._n_batches:,} batches of {self._spec.geometry.batch:,} an epoch>"
         )
 
