@@ -41,7 +41,7 @@ from actds.load.mixture import (
     open_sources,
     statistics,
 )
-from actds.load.once import read_once
+from actds.load.once import are_replays, read_once
 from actds.load.order import ORDER_VERSION, Geometry, order_key
 from actds.load.pipeline import Pipeline
 from actds.load.selection import PROVENANCE_COLUMNS, ROLE, warn_where_none
@@ -81,9 +81,9 @@ class Loader:
     Every row of the selection comes exactly once per epoch; with ``weights="multiplicity"``
     exactly as often as it was served, once plus once per prefix-cache hit; with ``frequency`` in
     proportion to a number. With ``drop_last`` the rows after the last full batch are left out:
-    ``len(rows) mod batch`` of them (``n_dropped``), other ones in each epoch. Without it they make
-    one short batch, of which a rank may have no row; all ranks still have the same number of
-    batches.
+    ``len(rows) mod batch`` of them (``n_dropped``, which ``repr``, ``config`` and ``progress``
+    say), other ones in each epoch. Without it they make one short batch, of which a rank may have
+    no row; all ranks still have the same number of batches.
 
     *Expressions* choose and weight rows: ``where="phase == 'decode' and position >= 16"``. They
     have Python's syntax and name columns of the token table, ``request.COLUMN`` and ``step.COLUMN``
@@ -149,7 +149,8 @@ class Loader:
             position, token_id, phase and step, or those that are named; part, of a mixture; weight,
             with row weights. ``role`` is a further name: who wrote the position, None where that is
             not known.
-        drop_last: leave out the short batch at the end of an epoch.
+        drop_last: leave out the short batch at the end of an epoch. None does so but with ``once``,
+            and in one epoch of a dataset and its replays, which are to give all that there is.
         lanes: parallel streams that a batch is drawn from; it divides ``batch``. The greatest
             common divisor of ``batch`` and 8 when None.
         seal: digest of a seal, as of ``actds.open``, where the source is one path.
@@ -194,7 +195,7 @@ class Loader:
         epochs: int | None = 1,
         threads: int = 2,
         provenance: bool | Sequence[str] = False,
-        drop_last: bool = True,
+        drop_last: bool | None = None,
         lanes: int | None = None,
         seal: str | None = None,
         i_accept_unsealed: bool = False,
@@ -221,8 +222,11 @@ class Loader:
             return read_once(chosen, served=served) if once else chosen
 
         self._rows = rows(choice)
-        if len(self._rows.parts) > 1 and not drop_last:
+        if len(self._rows.parts) > 1 and drop_last is False:
             raise bad("drop_last", "False with a mixture", "True: a mixture has whole batches only")
+        if drop_last is None:
+            whole = once or (epochs == 1 and are_replays(datasets))
+            drop_last = len(self._rows.parts) > 1 or not whole
         warn_where_none(self._rows.excluded, stacklevel=2)
         shards = [shard for one in self._rows.selections for shard in one.shards]
         columns = _columns(provenance, shards)
@@ -308,8 +312,9 @@ class Loader:
         """Return how far the epoch is, and how fast the batches come to this rank."""
         seconds = time.perf_counter() - self._began if self._n_given else 0.0
         return Progress(
-            self._epoch, self._step, self._n_batches, self._n_given, seconds, self._waited
-        )
+            self._epoch, self._step, self._n_batches, self._n_given, seconds, self._waited,
+            self.n_dropped,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         rows = self._rows
@@ -324,7 +329,8 @@ class Loader:
                 for name, part in zip(rows.names, rows.parts, strict=False)
             )
             + "".join(f", without {n:,} {name}" for name, n in rows.excluded.items())
-            + f"; {self._n_batches:,} batches of {self._spec.geometry.batch:,} an epoch>"
+            + f"; {self._n_batches:,} batches of {self._spec.geometry.batch:,} an epoch"
+            + (f", which leaves out {self.n_dropped:,} rows>" if self.n_dropped else ">")
         )
 
     def _repr_html_(self) -> str:
@@ -339,9 +345,9 @@ class Loader:
         ``normalization`` (``shift`` and ``scale`` by hook: a batch is ``(rows - shift) * scale``),
         ``phase``, ``multiplicity``, ``paired``, ``once``, ``where``, ``exclude``, ``split``,
         ``mix``, ``frequency``, ``weights_sha256``, ``weights``, ``excluded`` (rows by name),
-        ``rows_per_epoch``, ``seed``, ``order`` (its version), ``batch``, ``lanes``,
-        ``window_rows``, ``drop_last``, ``epochs``,
-        ``rank``, ``world``.
+        ``rows_per_epoch``, ``dropped_per_epoch`` (of these, those that come in no batch),
+        ``seed``, ``order`` (its version), ``batch``, ``lanes``, ``window_rows``, ``drop_last``,
+        ``epochs``, ``rank``, ``world``.
         """
         geometry, rows = self._spec.geometry, self._rows
         return {
@@ -364,6 +370,7 @@ class Loader:
             "exclude": rows.identity["exclude"] or [],
             "excluded": self.excluded,
             "rows_per_epoch": self._n_entries,
+            "dropped_per_epoch": self.n_dropped,
             "seed": self._seed,
             "order": ORDER_VERSION,
             "batch": geometry.batch,
@@ -551,6 +558,7 @@ class Progress:
         n_rows: rows that this loader object has handed out to its rank.
         seconds: since it was first asked for a batch.
         waited_s: seconds of these that the trainer waited for a batch.
+        n_dropped: rows that each epoch leaves out, over all ranks.
     """
 
     epoch: int
@@ -559,6 +567,7 @@ class Progress:
     n_rows: int
     seconds: float
     waited_s: float
+    n_dropped: int = 0
 
     @property
     def rows_per_s(self) -> float:
@@ -567,8 +576,9 @@ class Progress:
 
     def __str__(self) -> str:
         share = self.waited_s / self.seconds if self.seconds else 0.0
+        dropped = f" ({self.n_dropped:,} rows in no batch)" if self.n_dropped else ""
         return (
-            f"epoch {self.epoch}, batch {self.step:,} of {self.n_batches:,}, "
+            f"epoch {self.epoch}, batch {self.step:,} of {self.n_batches:,}{dropped}, "
             f"{self.rows_per_s:,.0f} rows/s, {share:.0%} of the time waiting for data"
         )
 
