@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import load_data
 import torch
@@ -27,7 +28,7 @@ from load_data import HOOK
 import actds
 from actds.store.local import BoundLocalFile
 
-SELECTIONS: dict[str, dict[str, str]] = {
+SELECTIONS: dict[str, dict[str, Any]] = {
     "all rows": {},
     "all rows, first pass of a pin": {"seal": "first"},
     "all rows, later pass of a pin": {"seal": "later"},

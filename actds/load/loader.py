@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 
 from actds import __version__, canonical
+from actds.errors import ActdsError
 from actds.executor import ExecutorName
 from actds.format.arrays import DTYPES, chunk_rows
 from actds.format.roles import Roles
@@ -23,6 +24,7 @@ from actds.load.arguments import (
     check_int,
     check_lanes,
     check_numbers,
+    check_torch,
     check_worker,
     provenance_columns,
     split_weights,
@@ -158,7 +160,8 @@ class Loader:
         i_accept_unprovenanced: read a dataset whose provenance is missing.
 
     Raises:
-        ActdsError: E014 when an argument selects nothing or cannot be used; E018 when the weights
+        ActdsError: E011 torch is not installed; E014 when an argument selects nothing or cannot be
+            used, or rows that are not finite would come; E018 when the weights
             file is not one of this dataset; E416 when a row has no readout and ``exclude`` needs
             it; and as ``actds.open``.
 
@@ -201,6 +204,7 @@ class Loader:
         i_accept_unsealed: bool = False,
         i_accept_unprovenanced: bool = False,
     ) -> None:
+        check_torch()
         check_numbers(
             batch=batch, window_rows=window_rows, seed=seed, world=world, rank=rank,
             epochs=epochs, threads=threads, lanes=lanes,
@@ -392,6 +396,22 @@ class Loader:
             raise TypeError("a loader with epochs=None never ends")
         return self._epochs * self._n_batches
 
+    def __getitem__(self, index: object) -> Any:
+        """Refuse: batches come in an order, and a DataLoader that asks for them by number errs.
+
+        Raises:
+            ActdsError: E014 always.
+        """
+        raise ActdsError(
+            "E014",
+            "loader",
+            got=f"batch {index!r:.40} by number, as a torch DataLoader asks for those of a set",
+            expected="for batch in loader",
+            next_step="It makes whole batches in threads of its own: give it to the trainer in the "
+            "place of a DataLoader. One that must have a DataLoader takes an IterableDataset whose "
+            "__iter__ returns iter(loader), with batch_size=None and num_workers=0.",
+        )
+
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass, or continue the current one if it has given no batch yet.
 
@@ -517,6 +537,8 @@ class Loader:
             ActdsError: E014 when the state is of another dataset, seed, geometry, weights file, or
                 leaves out other rows.
         """
+        if not isinstance(state, Mapping) or not state:
+            raise bad("state", repr(state)[:80], "what state_dict() returned")
         mine = self._identity()
         for key, value in mine.items():
             if state.get(key) != value:

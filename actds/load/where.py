@@ -142,7 +142,7 @@ def _modulo(a: Any, b: Any) -> Any:
 
 
 def _are_integers(a: Any, b: Any) -> bool:
-    return pa.types.is_integer(a.type) and pa.types.is_integer(b.type)
+    return bool(pa.types.is_integer(a.type) and pa.types.is_integer(b.type))
 
 
 _ARITHMETIC = {
@@ -285,12 +285,12 @@ class _Compiler:
         self, node: ast.expr, got: str, expected: str, next_step: str | None = None
     ) -> ActdsError:
         part = ast.get_source_segment(self._text.strip(), node) or ast.unparse(node)
-        return self._bad(f"{got} in {part[:80]!r} at character {node.col_offset + 1}", expected, next_step)
+        return self._bad(
+            f"{got} in {part[:80]!r} at character {node.col_offset + 1}", expected, next_step
+        )
 
     def _bad(self, got: str, expected: str, next_step: str | None = None) -> ActdsError:
-        return ActdsError(
-            "E014", self._argument, got=got, expected=expected, next_step=next_step
-        )
+        return ActdsError("E014", self._argument, got=got, expected=expected, next_step=next_step)
 
     def compile(self, node: ast.expr) -> tuple[Compiled, Kind]:
         """Return a function from columns to the value of a node, and its type."""
