@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import pickle
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -347,6 +348,16 @@ def test_a_file_that_changes_while_it_is_open_is_refused(acts: Path) -> None:
     array[:]
     forge(acts)
     assert code_of(array.__getitem__, slice(None)) == "E202"
+
+
+def test_a_worker_of_another_process_is_as_strict(acts: Path) -> None:
+    pytest.importorskip("obstore")
+    pin = digest_of(acts)
+    with web_server(acts.parent) as port:
+        for uri in (acts, f"http://127.0.0.1:{port}/{acts.name}"):
+            for seal, binds in ((None, False), (pin, True)):
+                store = actds.open(uri, seal=seal).catalog.store
+                assert pickle.loads(pickle.dumps(store)).binds is binds
 
 
 def test_results_of_forged_rows_are_not_those_of_a_pin(acts: Path) -> None:
