@@ -225,8 +225,8 @@ class Dataset:
                 ``ray``; the same numbers to the bit.
 
         Raises:
-            ActdsError: E014 the dataset has no such hook; E011 Ray is not installed; as indexing
-                ``array(hook)``.
+            ActdsError: E014 the dataset has no such hook, or rows of it are not finite; E011 Ray is
+                not installed; as indexing ``array(hook)``.
         """
         shards = self.shards_of(hook)
         counts = [None] * len(shards)

@@ -202,7 +202,8 @@ def shard_statistics(
     shares = None if counts is None or counts.dtype.kind != "f" else counts[rows]
     times = None if counts is None else counts[rows].astype(np.int64 if shares is None else float)
     # How many rows, or which share of all, come before each row.
-    number = before + (np.arange(len(rows) + 1) if shares is None else np.cumsum([0.0, *shares]))
+    each = np.ones(len(rows), np.int64) if shares is None else shares
+    number = before + np.concatenate([[0], np.cumsum(each)])
     drawn = np.diff((number * n_sample // (n_rows or 1)).astype(np.int64))
     norms, sample = np.empty(len(rows), np.float32), []
     moments = _no_moments(hook.d_model)
