@@ -377,8 +377,10 @@ def read_dataset(store: Store, *, strict: bool = False, seal: str | None = None)
     reader.read_records()
     reader.read_seals()
     reader.check_sizes()
-    if seal is not None and catalog.seal_sha256 != seal:
-        raise no_such_seal(catalog.seal_digests, seal)
+    if seal is not None:
+        if catalog.seal_sha256 != seal:
+            raise no_such_seal(catalog.seal_digests, seal)
+        store.binds = True
     return catalog
 
 

@@ -55,7 +55,9 @@ def open_loader(args: argparse.Namespace) -> actds.Loader:
         args.hook,
         batch=args.batch,
         seed=args.seed,
-        epochs=None,  # a first loop estimates the scale, a second one trains: this one goes on
+        # A first loop takes 102 batches for the scale, a second one trains. This one goes on; what
+        # ends, as one epoch or iter(loader), would be short of them, and nothing would say so.
+        epochs=None,
         exclude="first_position",  # often an attention sink, which would rule the scale
         split="train" if args.held_out else None,
         held_out=args.held_out or 0.0,
@@ -90,6 +92,8 @@ def train(
         batches, [config], args.steps, save_dir=args.out, normalize_activations=True, device="cpu"
     )
     (trainer,) = trainers
+    if len(trainer.losses) < args.steps:  # it stops without a word where the batches end
+        raise SystemExit(f"{len(trainer.losses)} of {args.steps} updates: the batches ended")
     print(f"loss {trainer.losses[0]:.4f} at first, {trainer.losses[-1]:.4f} at last")
     return trainer.ae, trainer.losses
 

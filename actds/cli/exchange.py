@@ -29,7 +29,7 @@ __all__ = ["export_command", "import_command"]
     "--exclude",
     multiple=True,
     metavar="NAME",
-    help="Leave out special, bos, eos, first_position or sink; repeatable.",
+    help="Leave out special, bos, eos, first_position, sink or not_finite; repeatable.",
 )
 @click.option("--split", type=click.Choice(["train", "held_out"]), help="One part of a split.")
 @click.option(

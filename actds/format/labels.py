@@ -116,7 +116,7 @@ def of_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
     if pa.types.is_integer(kind):
         values = [_number(value) for value in values]
         if any(isinstance(value, float) for value in values):
-            kind, values = pa.float64(), [None if v is None else float(v) for v in values]
+            kind = pa.float64()
     else:
         wanted = str if pa.types.is_string(kind) else bool
         values = [value if isinstance(value, wanted) else None for value in values]

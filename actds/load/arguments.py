@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 
+from actds.errors import ActdsError
 from actds.format.shard import Shard
 from actds.load.filters import bad, need_known
 from actds.load.selection import ROLE
@@ -15,6 +16,7 @@ __all__ = [
     "check_int",
     "check_lanes",
     "check_numbers",
+    "check_torch",
     "check_worker",
     "provenance_columns",
     "split_weights",
@@ -71,6 +73,20 @@ def check_int(name: str, value: object, low: int) -> None:
     """Refuse what is no integer from ``low`` on."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
         raise bad(name, repr(value)[:80], f"an integer from {low}")
+
+
+def check_torch() -> None:
+    """Raise E011 where torch cannot be imported: every batch is made of its tensors."""
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise ActdsError(
+            "E011",
+            "actds.Loader",
+            got=f"torch cannot be imported: {error}"[:200],
+            expected="the extra actds[torch]",
+            next_step='pip install "actds[torch]"; arrays of actds.open(...) need none.',
+        ) from None
 
 
 def check_worker(rank: int, world: int) -> None:

@@ -50,7 +50,9 @@ def open(
     """Open a dataset for reading; one that is unsealed or lacks provenance is refused.
 
     The structure, every size and every document is checked here; tables are hashed when they are
-    read, arrays have a checksum per chunk; ``actds validate`` checks the whole content.
+    read, arrays have a checksum per chunk; ``actds validate`` checks the whole content. With
+    ``seal`` every file of an array is hashed when this process first reads of it, and E202 refuses
+    other bytes than those of the seal; of a remote dataset, all of the file is fetched for that.
 
     Args:
         uri: the dataset's folder, or a URI: ``file://``, ``s3://``, ``gs://``, ``az://``,
@@ -191,6 +193,14 @@ class Dataset:
         return tuple(found)
 
     @property
+    def result_key(self) -> str:
+        """Return what results are kept under: the digest, and whether arrays are bound to it.
+
+        What was computed without a pin may be of rows that nobody compared with their digest.
+        """
+        return f"{self.digest} bound" if self.catalog.store.binds else self.digest
+
+    @property
     def phases(self) -> tuple[Phase, ...]:
         """Return the phases that have rows, of ``prefill`` and ``decode``."""
         there = {shard.phase for shard in self.shards if "phase" not in shard.unknown}
@@ -228,15 +238,15 @@ class Dataset:
                 ``ray``; the same numbers to the bit.
 
         Raises:
-            ActdsError: E014 the dataset has no such hook; E011 Ray is not installed; as indexing
-                ``array(hook)``.
+            ActdsError: E014 the dataset has no such hook, or rows of it are not finite; E011 Ray is
+                not installed; as indexing ``array(hook)``.
         """
         shards = self.shards_of(hook)
         counts = [None] * len(shards)
         with open_executor(executor) as on:
             return stats_of_rows(
                 self.hooks[hook], shards, counts,
-                key=self.digest, cache=cache_folder(), executor=on,
+                key=self.result_key, cache=cache_folder(), executor=on,
             )  # fmt: skip
 
     def row_weights(self, path: str | os.PathLike[str]) -> RowWeights:

@@ -13,19 +13,24 @@ import pyarrow.compute as pc
 
 from actds.errors import ActdsError
 from actds.format import tables
+from actds.format.arrays import DTYPES
 from actds.format.positions import position_key
 from actds.format.shard import Shard
 from actds.load.dataset import Dataset
+from actds.load.lazy import open_array
 from actds.schema import Hook
 
 __all__ = [
     "BUILT_IN",
     "FILTERS",
+    "NOT_FINITE",
     "SINK_NORM",
     "Exclusion",
     "Filter",
     "Mask",
     "bad",
+    "check_finite",
+    "finite_rows",
     "norms_of_hook",
     "register_filter",
 ]
@@ -39,6 +44,9 @@ longer than other rows. One of them, served by a prefix cache to every request, 
 of a variance."""
 _TOKEN_COLUMNS = frozenset(tables.SCHEMAS["tokens"].names)
 _NORM_COLUMNS = frozenset(("norm", "median_norm"))
+_FINITE = "finite"
+NOT_FINITE = "not_finite"
+"""The name that leaves out rows with a value that is NaN or infinite."""
 
 
 def bad(name: str, got: str, expected: str) -> ActdsError:
@@ -54,8 +62,9 @@ class Filter:
         name: the name.
         help: which rows these are.
         columns: what ``rows`` asks for: columns of the token table, each ``(n_rows,)``; ``norm``,
-            the norms ``(n_rows, n_hooks)`` that the readouts have of the hooks that are read; and
-            ``median_norm``, their medians over all stored rows, ``(n_hooks,)``.
+            the norms ``(n_rows, n_hooks)`` that the readouts have of the hooks that are read;
+            ``median_norm``, their medians over all stored rows, ``(n_hooks,)``; and ``finite``,
+            whether all values of a row are, bool ``(n_rows, n_hooks)``.
         rows: given these columns of a shard, which rows to leave out, bool ``(n_rows,)``.
     """
 
@@ -79,7 +88,7 @@ def register_filter(new: Filter) -> Filter:
     """
     if new.name in FILTERS:
         raise bad("filter", f"a second {new.name!r}", f"a name beside {', '.join(FILTERS)}")
-    known = _TOKEN_COLUMNS | _NORM_COLUMNS
+    known = _TOKEN_COLUMNS | _NORM_COLUMNS | {_FINITE}
     if not known.issuperset(new.columns):
         raise bad(f"filter {new.name}", ", ".join(new.columns), f"some of {', '.join(known)}")
     FILTERS[new.name] = new
@@ -111,6 +120,14 @@ register_filter(
         ("norm", "median_norm"),
         # One that is no number is a sink, too.
         lambda columns: ~np.all(columns["norm"] <= SINK_NORM * columns["median_norm"], axis=1),
+    )
+)
+register_filter(
+    Filter(
+        NOT_FINITE,
+        "a value that is NaN or infinite, in one of the hooks",
+        (_FINITE,),
+        lambda columns: ~np.all(columns[_FINITE], axis=1),
     )
 )
 
@@ -147,6 +164,8 @@ class Exclusion:
         self.names = tuple(name for name in FILTERS if name in names)
         self._filters = [FILTERS[name] for name in self.names]
         self._by_norm = [one for one in self._filters if _NORM_COLUMNS.intersection(one.columns)]
+        self._hooks = hooks
+        self._finite: dict[str, Mask] = {}
         self._found: dict[tuple[str, str], Mask] = {}
         if self._by_norm:
             self._apply_norms(dataset, hooks)
@@ -154,7 +173,7 @@ class Exclusion:
     def left_out(self, shard: Shard) -> dict[str, Mask]:
         """Return per name which rows of a shard it leaves out, each of shape ``(n_rows,)``."""
         by_tokens = [one for one in self._filters if one not in self._by_norm]
-        columns = _token_columns(shard, by_tokens)
+        columns = self._columns(shard, by_tokens)
         found = {one.name: _applied(one, columns, shard) for one in by_tokens}
         found |= {one.name: self._found[one.name, shard.name] for one in self._by_norm}
         return {name: found[name] for name in self.names}
@@ -164,11 +183,74 @@ class Exclusion:
         medians = np.array([_median(np.concatenate(list(norms.values()))) for norms in by_hook])
         for shard in dataset.shards:
             if all(shard.name in norms for norms in by_hook):
-                columns = _token_columns(shard, self._by_norm)
+                columns = self._columns(shard, self._by_norm)
                 columns["norm"] = np.stack([norms[shard.name] for norms in by_hook], axis=1)
                 columns["median_norm"] = medians
                 for one in self._by_norm:
                     self._found[one.name, shard.name] = _applied(one, columns, shard)
+
+    def _columns(self, shard: Shard, filters: Sequence[Filter]) -> dict[str, npt.NDArray[Any]]:
+        """Return what filters ask for beside norms; the rows of a shard are read for it once."""
+        columns = _token_columns(shard, filters)
+        if any(_FINITE in one.columns for one in filters):
+            finite = self._finite.get(shard.name)
+            if finite is None:
+                found = [finite_rows(shard, hook) for hook in self._hooks]
+                whole = np.ones(shard.n_rows, np.bool_)
+                finite = np.stack([whole if one is None else one for one in found], axis=1)
+                if not finite.all():
+                    self._finite[shard.name] = finite
+            columns[_FINITE] = finite
+        return columns
+
+
+def finite_rows(shard: Shard, hook: Hook) -> Mask | None:
+    """Return which rows have finite values alone, ``(n_rows,)``; None for all of them.
+
+    Only where the manifest counts other ones the rows are read.
+
+    Raises:
+        ActdsError: as ``open_array``, and E204.
+    """
+    if not shard.manifest.values[hook.name].not_finite:
+        return None
+    exponent = DTYPES[hook.dtype].exponent
+    found = np.empty(shard.n_rows, np.bool_)
+    with open_array(shard, hook) as reader:
+        for start in range(0, shard.n_rows, reader.rows_per_chunk):
+            bits = reader.read(start, min(start + reader.rows_per_chunk, shard.n_rows))
+            found[start : start + len(bits)] = ((bits & exponent) != exponent).all(axis=1)
+    return found
+
+
+def check_finite(
+    hook: Hook, shards: Sequence[Shard], counts: Sequence[npt.NDArray[Any] | None], next_step: str
+) -> None:
+    """Refuse rows with a value that is NaN or infinite: one of them makes a mean, or a model, NaN.
+
+    Args:
+        hook: the hook.
+        shards: the shards.
+        counts: how often each row of a shard comes; None where each comes once.
+        next_step: what to do about them.
+
+    Raises:
+        ActdsError: E014 there are such rows among those that come.
+    """
+    n_rows = n_broken = 0
+    for shard, count in zip(shards, counts, strict=True):
+        n_rows += shard.n_rows if count is None else int(np.count_nonzero(count))
+        finite = finite_rows(shard, hook) if count is None or count.any() else None
+        if finite is not None:
+            n_broken += int(np.count_nonzero(~finite if count is None else ~finite & (count > 0)))
+    if n_broken:
+        raise ActdsError(
+            "E014",
+            f"hook {hook.name}",
+            got=f"{n_broken:,} of {n_rows:,} rows with a value that is NaN or infinite",
+            expected="finite values",
+            next_step=next_step,
+        )
 
 
 def _median(norms: npt.NDArray[np.float32]) -> float:

@@ -83,7 +83,7 @@ def load_dataset(
             numpy columns ``(n,)``. Many times faster.
         weights: path of a weights file (section 10.4); each example has a float32 ``weight``.
         exclude: rows to leave out, one name or several of ``special``, ``bos``, ``eos``,
-            ``first_position`` and ``sink``, as in ``actds.Loader``.
+            ``first_position``, ``sink`` and ``not_finite``, as in ``actds.Loader``.
         where: an expression of the rows to read, as in ``actds.Loader``.
         split: ``train`` or ``held_out``, as in ``actds.Loader``.
         held_out: the share of requests that are held out.

@@ -144,7 +144,7 @@ def map_style(
     key = canonical.dump(
         {
             "columns": list(columns),
-            "digest": digest,
+            "digest": selection.dataset.result_key,
             "hooks": [hook.name for hook in hooks],
             "shards": [[shard.name, shard.manifest.root] for shard in selection.shards],
             "version": _CACHE_VERSION,

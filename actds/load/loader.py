@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 
 from actds import __version__, canonical
+from actds.errors import ActdsError
 from actds.executor import ExecutorName
 from actds.format.arrays import DTYPES, chunk_rows
 from actds.format.roles import Roles
@@ -23,6 +24,7 @@ from actds.load.arguments import (
     check_int,
     check_lanes,
     check_numbers,
+    check_torch,
     check_worker,
     provenance_columns,
     split_weights,
@@ -41,7 +43,7 @@ from actds.load.mixture import (
     open_sources,
     statistics,
 )
-from actds.load.once import read_once
+from actds.load.once import are_replays, read_once
 from actds.load.order import ORDER_VERSION, Geometry, order_key
 from actds.load.pipeline import Pipeline
 from actds.load.selection import PROVENANCE_COLUMNS, ROLE, warn_where_none
@@ -81,9 +83,9 @@ class Loader:
     Every row of the selection comes exactly once per epoch; with ``weights="multiplicity"``
     exactly as often as it was served, once plus once per prefix-cache hit; with ``frequency`` in
     proportion to a number. With ``drop_last`` the rows after the last full batch are left out:
-    ``len(rows) mod batch`` of them (``n_dropped``), other ones in each epoch. Without it they make
-    one short batch, of which a rank may have no row; all ranks still have the same number of
-    batches.
+    ``len(rows) mod batch`` of them (``n_dropped``, which ``repr``, ``config`` and ``progress``
+    say), other ones in each epoch. Without it they make one short batch, of which a rank may have
+    no row; all ranks still have the same number of batches.
 
     *Expressions* choose and weight rows: ``where="phase == 'decode' and position >= 16"``. They
     have Python's syntax and name columns of the token table, ``request.COLUMN`` and ``step.COLUMN``
@@ -115,7 +117,8 @@ class Loader:
         where: an expression: the rows to read.
         exclude: rows to leave out, one name or several: ``special``, ``bos`` and ``eos`` tokens,
             the ``first_position`` of each request, and ``sink``, a norm above 10 medians of a
-            chosen hook (needs norm readouts); or a name given to ``register_filter``.
+            chosen hook (needs norm readouts); ``not_finite``, a value that is NaN or infinite in a
+            chosen hook: without it such rows are refused; or a name given to ``register_filter``.
         split: ``train`` or ``held_out``: the requests of one side. Which side a request is on
             follows from its tokens, in every dataset that has them.
         held_out: the share of requests that are held out.
@@ -131,8 +134,9 @@ class Loader:
             expression; a pair of multiplicity and one of these; None for neither.
         normalize: ``norm`` divides by one number, so that the mean norm is the square root of
             ``d_model``; ``channel`` gives each channel mean 0 and variance 1; ``Stats`` by hook do
-            so with these. Statistics are those of ``stats()``, over both sides of a split: the
-            first loader of a dataset reads all rows once for them, before it returns.
+            so with these. Statistics are those of ``stats()``, of what the batches hold, over both
+            sides of a split: the first loader of a dataset reads all rows once for them, before it
+            returns. ``config["normalization"]`` says how to get the stored rows back.
         dtype: type of the batches; None for the stored type, or float32 where they are normalized.
         device: where the batches go, through pinned memory for a GPU; None for host memory.
         window_rows: rows that are held and shuffled together, over all ranks. None takes the power
@@ -147,7 +151,8 @@ class Loader:
             position, token_id, phase and step, or those that are named; part, of a mixture; weight,
             with row weights. ``role`` is a further name: who wrote the position, None where that is
             not known.
-        drop_last: leave out the short batch at the end of an epoch.
+        drop_last: leave out the short batch at the end of an epoch. None does so but with ``once``,
+            and in one epoch of a dataset and its replays, which are to give all that there is.
         lanes: parallel streams that a batch is drawn from; it divides ``batch``. The greatest
             common divisor of ``batch`` and 8 when None.
         seal: digest of a seal, as of ``actds.open``, where the source is one path.
@@ -155,7 +160,8 @@ class Loader:
         i_accept_unprovenanced: read a dataset whose provenance is missing.
 
     Raises:
-        ActdsError: E014 when an argument selects nothing or cannot be used; E018 when the weights
+        ActdsError: E011 torch is not installed; E014 when an argument selects nothing or cannot be
+            used, or rows that are not finite would come; E018 when the weights
             file is not one of this dataset; E416 when a row has no readout and ``exclude`` needs
             it; and as ``actds.open``.
 
@@ -192,12 +198,13 @@ class Loader:
         epochs: int | None = 1,
         threads: int = 2,
         provenance: bool | Sequence[str] = False,
-        drop_last: bool = True,
+        drop_last: bool | None = None,
         lanes: int | None = None,
         seal: str | None = None,
         i_accept_unsealed: bool = False,
         i_accept_unprovenanced: bool = False,
     ) -> None:
+        check_torch()
         check_numbers(
             batch=batch, window_rows=window_rows, seed=seed, world=world, rank=rank,
             epochs=epochs, threads=threads, lanes=lanes,
@@ -219,8 +226,11 @@ class Loader:
             return read_once(chosen, served=served) if once else chosen
 
         self._rows = rows(choice)
-        if len(self._rows.parts) > 1 and not drop_last:
+        if len(self._rows.parts) > 1 and drop_last is False:
             raise bad("drop_last", "False with a mixture", "True: a mixture has whole batches only")
+        if drop_last is None:
+            whole = once or (epochs == 1 and are_replays(datasets))
+            drop_last = len(self._rows.parts) > 1 or not whole
         warn_where_none(self._rows.excluded, stacklevel=2)
         shards = [shard for one in self._rows.selections for shard in one.shards]
         columns = _columns(provenance, shards)
@@ -287,10 +297,11 @@ class Loader:
         return self._rows.n_kept
 
     def stats(self, *, executor: ExecutorName = "threads") -> dict[str, Stats]:
-        """Return statistics of the rows that are read, by hook; each as often as it is served.
+        """Return statistics of what the batches hold, by hook: each row as often as it comes.
 
-        They are computed in one pass and kept, as those of ``Dataset.stats``. ``frequency`` and
-        the shares of a mixture do not change them.
+        Multiplicity, ``frequency`` and the shares of a mixture count, in the mean of many epochs;
+        weights of a loss do not. They are computed in one pass and kept, as those of
+        ``Dataset.stats``.
 
         Args:
             executor: where the shards are read, as of ``Dataset.stats``.
@@ -305,8 +316,9 @@ class Loader:
         """Return how far the epoch is, and how fast the batches come to this rank."""
         seconds = time.perf_counter() - self._began if self._n_given else 0.0
         return Progress(
-            self._epoch, self._step, self._n_batches, self._n_given, seconds, self._waited
-        )
+            self._epoch, self._step, self._n_batches, self._n_given, seconds, self._waited,
+            self.n_dropped,
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         rows = self._rows
@@ -320,7 +332,9 @@ class Loader:
                 f", {sum(one.n_kept for one in part):,} {name}"
                 for name, part in zip(rows.names, rows.parts, strict=False)
             )
-            + f"; {self._n_batches:,} batches of {self._spec.geometry.batch:,} an epoch>"
+            + "".join(f", without {n:,} {name}" for name, n in rows.excluded.items())
+            + f"; {self._n_batches:,} batches of {self._spec.geometry.batch:,} an epoch"
+            + (f", which leaves out {self.n_dropped:,} rows>" if self.n_dropped else ">")
         )
 
     def _repr_html_(self) -> str:
@@ -336,9 +350,9 @@ class Loader:
         ``normalization`` (``shift`` and ``scale`` by hook: a batch is ``(rows - shift) * scale``),
         ``phase``, ``multiplicity``, ``paired``, ``once``, ``where``, ``exclude``, ``split``,
         ``mix``, ``frequency``, ``weights_sha256``, ``weights``, ``excluded`` (rows by name),
-        ``rows_per_epoch``, ``seed``, ``order`` (its version), ``batch``, ``lanes``,
-        ``window_rows``, ``drop_last``, ``epochs``,
-        ``rank``, ``world``.
+        ``rows_per_epoch``, ``dropped_per_epoch`` (of these, those that come in no batch),
+        ``seed``, ``order`` (its version), ``batch``, ``lanes``, ``window_rows``, ``drop_last``,
+        ``epochs``, ``rank``, ``world``.
         """
         geometry, rows = self._spec.geometry, self._rows
         return {
@@ -362,6 +376,7 @@ class Loader:
             "exclude": rows.identity["exclude"] or [],
             "excluded": self.excluded,
             "rows_per_epoch": self._n_entries,
+            "dropped_per_epoch": self.n_dropped,
             "seed": self._seed,
             "order": ORDER_VERSION,
             "batch": geometry.batch,
@@ -382,6 +397,22 @@ class Loader:
         if self._epochs is None:
             raise TypeError("a loader with epochs=None never ends")
         return self._epochs * self._n_batches
+
+    def __getitem__(self, index: object) -> Any:
+        """Refuse: batches come in an order, and a DataLoader that asks for them by number errs.
+
+        Raises:
+            ActdsError: E014 always.
+        """
+        raise ActdsError(
+            "E014",
+            "loader",
+            got=f"batch {index!r:.40} by number, as a torch DataLoader asks for those of a set",
+            expected="for batch in loader",
+            next_step="It makes whole batches in threads of its own: give it to the trainer in the "
+            "place of a DataLoader. One that must have a DataLoader takes an IterableDataset whose "
+            "__iter__ returns iter(loader), with batch_size=None and num_workers=0.",
+        )
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass, or continue the current one if it has given no batch yet.
@@ -514,6 +545,8 @@ class Loader:
             ActdsError: E014 when the state is of another dataset, seed, geometry, weights file, or
                 leaves out other rows.
         """
+        if not isinstance(state, Mapping) or not state:
+            raise bad("state", repr(state)[:80], "what state_dict() returned")
         mine = self._identity()
         for key, value in mine.items():
             if state.get(key) != value:
@@ -555,6 +588,7 @@ class Progress:
         n_rows: rows that this loader object has handed out to its rank.
         seconds: since it was first asked for a batch.
         waited_s: seconds of these that the trainer waited for a batch.
+        n_dropped: rows that each epoch leaves out, over all ranks.
     """
 
     epoch: int
@@ -563,6 +597,7 @@ class Progress:
     n_rows: int
     seconds: float
     waited_s: float
+    n_dropped: int = 0
 
     @property
     def rows_per_s(self) -> float:
@@ -571,8 +606,9 @@ class Progress:
 
     def __str__(self) -> str:
         share = self.waited_s / self.seconds if self.seconds else 0.0
+        dropped = f" ({self.n_dropped:,} rows in no batch)" if self.n_dropped else ""
         return (
-            f"epoch {self.epoch}, batch {self.step:,} of {self.n_batches:,}, "
+            f"epoch {self.epoch}, batch {self.step:,} of {self.n_batches:,}{dropped}, "
             f"{self.rows_per_s:,.0f} rows/s, {share:.0%} of the time waiting for data"
         )
 

@@ -16,9 +16,9 @@ from actds.executor import ExecutorName, open_executor
 from actds.format import tables
 from actds.load.dataset import Dataset
 from actds.load.dataset import open as open_dataset
-from actds.load.filters import BUILT_IN, bad
+from actds.load.filters import BUILT_IN, NOT_FINITE, bad, check_finite, finite_rows
 from actds.load.pairs import Partners, find_partners, prefix_hashes
-from actds.load.selection import Counts, Selection, select
+from actds.load.selection import LEAVE_OUT, Counts, Floats, Selection, select
 from actds.load.stats import Stats, cache_folder, stats_of_rows
 from actds.schema import Hook
 
@@ -272,8 +272,12 @@ def with_partners(mixture: Mixture, others: Mapping[str, Dataset]) -> Mixture:
             raise bad("paired", repr(label)[:80], "a name without a slash")
     shards = [shard for one in mixture.selections for shard in one.shards]
     mine = prefix_hashes(mixture.datasets[0], shards)
+    counts = [count for one in mixture.selections for count in one.counts]
     partners = [
-        find_partners(mine, shards, label, other, hook.name)
+        _with_finite_rows(
+            find_partners(mine, shards, label, other, hook.name),
+            None if NOT_FINITE in mixture.excluded else counts,
+        )
         for label, other in others.items()
         for hook in mixture.hooks
     ]
@@ -294,6 +298,29 @@ def with_partners(mixture: Mixture, others: Mapping[str, Dataset]) -> Mixture:
     return replace(mixture, parts=parts, others=dict(others), partners=partners)
 
 
+def _with_finite_rows(pair: Partners, counts: Sequence[Counts | None] | None) -> Partners:
+    """Return partners without rows that are not finite.
+
+    Args:
+        pair: the partners.
+        counts: how often rows come, to refuse such partners of theirs; None to leave these out.
+
+    Raises:
+        ActdsError: E014 there are some.
+    """
+    if counts is not None:
+        check_finite(pair.hook, pair.shards, _partner_counts(pair, counts), LEAVE_OUT)
+        return pair
+    found = [finite_rows(shard, pair.hook) for shard in pair.shards]
+    if all(one is None for one in found):
+        return pair
+    finite = np.concatenate([
+        np.ones(shard.n_rows, np.bool_) if one is None else one
+        for shard, one in zip(pair.shards, found, strict=True)
+    ])  # fmt: skip
+    return replace(pair, rows=[np.where(finite[rows], rows, -1) for rows in pair.rows])
+
+
 def _restricted(selection: Selection, there: Sequence[npt.NDArray[np.bool_]]) -> Selection:
     """Return a selection without the rows that are not there, ``(n_rows,)`` per shard."""
     counts = [
@@ -307,39 +334,66 @@ def _restricted(selection: Selection, there: Sequence[npt.NDArray[np.bool_]]) ->
 def statistics(
     mixture: Mixture, served: bool, executor: ExecutorName = "threads"
 ) -> dict[str, Stats]:
-    """Return statistics of the rows of a mixture by hook; each as often as it is served.
+    """Return statistics of what a mixture gives, by hook: each row as often as it comes.
+
+    That is as often as it was served, in proportion to ``frequency``, and as the shares of the
+    parts have it: in the mean of many epochs, whatever the seed.
 
     Args:
-        mixture: the rows; ``frequency`` and shares do not change the statistics.
+        mixture: the rows.
         served: whether rows come as often as they were served.
         executor: where the shards are read.
 
     Raises:
-        ActdsError: E104, E108, E201 to E204 when a shard is missing or damaged.
+        ActdsError: E104, E108, E201 to E204 when a shard is missing or damaged; E014 values that
+            are not finite.
     """
     shards = [shard for one in mixture.selections for shard in one.shards]
-    counts = [count for one in mixture.selections for count in one.counts]
-    key = canonical.digest(canonical.dump([mixture.digest, mixture.identity, served]))
+    times = _times(mixture)
+    keys = [one.result_key for one in (*mixture.datasets, *mixture.others.values())]
+    key = canonical.digest(canonical.dump([keys, mixture.identity, served]))
     # A filter of others may choose other rows tomorrow, under the same name.
     cache = cache_folder() if BUILT_IN.issuperset(mixture.excluded) else None
-    work = [(hook.name, hook, shards, counts) for hook in mixture.hooks]
+    work = [(hook.name, hook, shards, times) for hook in mixture.hooks]
     work += [
-        (pair.name, pair.hook, list(pair.shards), _partner_counts(pair, counts))
+        (pair.name, pair.hook, list(pair.shards), _partner_counts(pair, times))
         for pair in mixture.partners
     ]
     with open_executor(executor) as on:
         return {
-            name: stats_of_rows(hook, shards, counts, key=f"{key} {name}", cache=cache, executor=on)
-            for name, hook, shards, counts in work
+            name: stats_of_rows(hook, shards, times, key=f"{key} {name}", cache=cache, executor=on)
+            for name, hook, shards, times in work
         }
 
 
-def _partner_counts(pair: Partners, counts: Sequence[Counts | None]) -> list[Counts | None]:
+def _times(mixture: Mixture) -> list[Counts | Floats | None]:
+    """Return how often each row of each shard comes: counts, or shares of all entries as floats."""
+    if len(mixture.parts) == 1 and mixture.selections[0].frequency is None:
+        return [count for one in mixture.selections for count in one.counts]
+    times: list[Counts | Floats | None] = []
+    for part, share in zip(mixture.parts, mixture.shares, strict=True):
+        found = [row for one in part for row in one.frequencies() or _as_floats(one)]
+        scale = share / sum(mixture.shares) / sum(float(row.sum()) for row in found)
+        times += [row * scale for row in found]
+    return times
+
+
+def _as_floats(selection: Selection) -> list[Floats]:
+    return [
+        np.ones(shard.n_rows) if count is None else count.astype(np.float64)
+        for shard, count in zip(selection.shards, selection.counts, strict=True)
+    ]
+
+
+def _partner_counts(
+    pair: Partners, times: Sequence[Counts | Floats | None]
+) -> list[Counts | Floats | None]:
     """Return how often each row of the other dataset comes as a partner, per shard of it."""
-    total = np.zeros(int(pair.starts[-1]), np.uint32)
-    for rows, count in zip(pair.rows, counts, strict=True):
-        times = (rows >= 0).astype(np.uint32) if count is None else count.astype(np.uint32)
-        np.add.at(total, rows[times > 0], times[times > 0])
+    kind = np.result_type(np.uint32, *(one.dtype for one in times if one is not None))
+    total = np.zeros(int(pair.starts[-1]), kind)
+    for rows, time in zip(pair.rows, times, strict=True):
+        there = rows >= 0 if time is None else (rows >= 0) & (time > 0)
+        np.add.at(total, rows[there], 1 if time is None else time[there].astype(kind))
     return list(np.split(total, pair.starts[1:-1]))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,12 +12,13 @@ import pyarrow.compute as pc
 from actds.accounting.multiplicity import Servings
 from actds.format.positions import Index, Intervals, difference, position_key, split_key, union
 from actds.load.coverage import covered, rows_of_positions
+from actds.load.dataset import Dataset
 from actds.load.filters import bad
 from actds.load.mixture import Mixture
 from actds.load.selection import RowFilter, Selection
 from actds.reading import Catalog
 
-__all__ = ["read_once"]
+__all__ = ["are_replays", "read_once"]
 
 Known = dict[tuple[str, str], Intervals]
 
@@ -57,6 +58,15 @@ def read_once(mixture: Mixture, *, served: bool) -> Mixture:
             got = f"no further row in {', '.join(one.dataset.path for one in part)}"
             raise bad("once", got, "replays of what the source lost")
     return replace(mixture, parts=parts, once=True)
+
+
+def are_replays(datasets: Sequence[Dataset]) -> bool:
+    """Return whether one of the datasets is a replay of another one."""
+    ids = pa.array([one.catalog.genesis.dataset for one in datasets])
+    return len(datasets) > 1 and any(
+        pc.any(pc.is_in(one.catalog.table("origins")["source_dataset"], ids)).as_py()
+        for one in datasets
+    )
 
 
 def _further(

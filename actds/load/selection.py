@@ -24,11 +24,20 @@ from actds.format.sampled import Sampled
 from actds.format.shard import Shard
 from actds.format.tables import TableName
 from actds.load.dataset import Dataset
-from actds.load.filters import Exclusion, Mask, bad, need_known, norms_of_hook
+from actds.load.filters import (
+    NOT_FINITE,
+    Exclusion,
+    Mask,
+    bad,
+    check_finite,
+    need_known,
+    norms_of_hook,
+)
 from actds.load.where import LABELS, Expression, Kind, column_of, parse_expression
 from actds.schema import Hook
 
 __all__ = [
+    "LEAVE_OUT",
     "PROVENANCE_COLUMNS",
     "ROLE",
     "WEIGHT",
@@ -50,6 +59,7 @@ ROLE = "role"
 """A further one, on request: who wrote the position (section 6.3)."""
 WEIGHT = "weight"
 """The column of the row weights."""
+LEAVE_OUT = f'exclude="{NOT_FINITE}" leaves them out; actds audit says what they are.'
 SPLITS = ("train", "held_out")
 _SPLIT_SALT = b"actds held-out requests\n"
 
@@ -366,7 +376,7 @@ def _fraction(name: str) -> float:
 def warn_where_none(excluded: Mapping[str, int], stacklevel: int) -> None:
     """Warn of names that leave out no row: a sink whose token has no flag would stay unseen."""
     for name, n in excluded.items():
-        if not n:
+        if not n and name != NOT_FINITE:
             warnings.warn(
                 f"exclude={name!r} leaves out no row of this selection: nothing in it is one. "
                 "Sinks without a token of their own are found by first_position and sink.",
@@ -514,6 +524,9 @@ def select(
         n_kept += n_left
     if not n_kept:
         raise _nothing(row_filter)
+    if NOT_FINITE not in excluded:
+        for hook in chosen:
+            check_finite(hook, shards, counts, LEAVE_OUT)
     return Selection(
         dataset,
         chosen,

@@ -80,8 +80,8 @@ def loader_html(loader: Loader) -> str:
     config, progress = loader.config, loader.progress
     n_stored = sum(dataset.n_rows for dataset in loader.datasets)
     hidden = {"format", "actds", "dataset", "digest", "datasets", "sealed", "runs", "hooks",
-              "dtype", "excluded", "rows_per_epoch", "order", "lanes", "window_rows", "batch",
-              "drop_last", "epochs", "rank", "world", "seed"}  # fmt: skip
+              "dtype", "excluded", "rows_per_epoch", "dropped_per_epoch", "order", "lanes",
+              "window_rows", "batch", "drop_last", "epochs", "rank", "world", "seed"}  # fmt: skip
     chosen = ", ".join(
         f"{key}: {', '.join(map(str, value)) if isinstance(value, list) else value}"
         for key, value in config.items()
@@ -94,7 +94,8 @@ def loader_html(loader: Loader) -> str:
         "rows": f"{loader.n_rows:,} of {n_stored:,}",
         "selection": chosen or "every row",
         "left out": ", ".join(f"{n:,} {name}" for name, n in loader.excluded.items()) or "none",
-        "batches": f"{loader.batches_per_epoch:,} of {config['batch']:,} rows an epoch",
+        "batches": f"{loader.batches_per_epoch:,} of {config['batch']:,} rows an epoch"
+        + (f", which leaves out {loader.n_dropped:,} rows" if loader.n_dropped else ""),
         "epochs": "without end" if epochs is None else str(epochs),
         "now": f"epoch {progress.epoch}, batch {progress.step:,} of {loader.batches_per_epoch:,}",
         "rank": f"{config['rank']} of {config['world']}, seed {config['seed']}",

@@ -21,6 +21,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from actds.errors import ActdsError
 from actds.executor import Executor
 from actds.format import arrays
 from actds.format.shard import Shard
@@ -37,7 +38,8 @@ BLOCK_NBYTES = 1 << 24
 """Bytes of float64 rows that are held at a time."""
 SAMPLE_NBYTES = 1 << 25
 """Bytes of float32 rows from which the geometric median is found."""
-_VERSION = 1
+_VERSION = 2
+_CONSTANT = 1e-13  # of the mean: below it, a standard deviation is what rounding left
 _MAX_STEPS = 200
 _TOLERANCE = 1e-7
 
@@ -46,8 +48,10 @@ _TOLERANCE = 1e-7
 class Stats:
     """Statistics of rows of a hook; nan without rows.
 
+    Rows of a mixture, or that come in proportion to a number, count with their share of all.
+
     Args:
-        count: number of rows, each as often as it comes.
+        count: number of rows, each as often as it comes; with shares, of rows that come at all.
         mean: per channel, float64 ``(d_model,)``.
         variance: per channel, float64 ``(d_model,)``: mean squared deviation from ``mean``,
             divided by ``count``.
@@ -55,7 +59,7 @@ class Stats:
         norm_quantiles: quantiles of the norms at ``QUANTILES``, float64 ``(13,)``, as
             ``numpy.quantile`` has them.
         geometric_median: the point with the least sum of distances to the rows of an even sample,
-            float64 ``(d_model,)``.
+            float64 ``(d_model,)``; with shares the sample has them.
         n_sampled: rows of that sample.
     """
 
@@ -69,8 +73,9 @@ class Stats:
 
     @property
     def std(self) -> Floats:
-        """Return the standard deviation per channel, float64 ``(d_model,)``."""
-        return np.sqrt(self.variance)
+        """Return the standard deviation per channel, float64 ``(d_model,)``; 0 of a constant."""
+        std: Floats = np.sqrt(self.variance)
+        return np.where(std > _CONSTANT * np.abs(self.mean), std, 0.0)
 
     @property
     def norms(self) -> dict[float, float]:
@@ -96,9 +101,9 @@ class Stats:
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean, sum of squared deviations and sum of norms; ``a + b`` is those of both."""
+    """Weight, mean, sum of squared deviations and sum of norms; ``a + b`` is those of both."""
 
-    count: int
+    count: float
     mean: Floats
     squares: Floats
     norms: float
@@ -132,24 +137,31 @@ def stats_of_rows(
         hook: the hook.
         shards: the shards that hold the rows.
         counts: how often each row of a shard comes, ``(n_rows,)``; None where each comes once.
+            Floats are shares of all that comes, and then those of every shard are.
         key: names the rows: what is kept under it is taken as theirs.
         cache: folder for results and for shards that are done; None keeps nothing.
         executor: where the shards are read, the result is the same; None reads one after the other.
 
     Raises:
-        ActdsError: E104, E108, E201 to E204 when a shard is missing or damaged.
+        ActdsError: E014 values that are not finite; E104, E108, E201 to E204 when a shard is
+            missing or damaged.
     """
     name = hashlib.sha256(f"{_VERSION} {key} {hook.name}".encode()).hexdigest()[:32]
     folder = None if cache is None else cache / name
     kept = None if folder is None else _load(folder / "stats.npz")
     if kept is not None:
         return Stats.load(folder / "stats.npz")  # type: ignore[operator]
-    totals = [
-        s.n_rows if c is None else np.count_nonzero(c) for s, c in zip(shards, counts, strict=True)
+    there = [
+        s.n_rows if c is None else int(np.count_nonzero(c))
+        for s, c in zip(shards, counts, strict=True)
     ]
-    n_rows = int(sum(totals))
-    n_sample = min(n_rows, max(1, SAMPLE_NBYTES // (4 * hook.d_model)))
-    before = [0, *accumulate(int(total) for total in totals)]
+    n_sample = min(sum(there), max(1, SAMPLE_NBYTES // (4 * hook.d_model)))
+    totals: list[Any] = [
+        float(c.sum()) if c is not None and c.dtype.kind == "f" else n
+        for c, n in zip(counts, there, strict=True)
+    ]
+    before = [0, *accumulate(totals)]
+    n_rows = before[-1]
     # By number: two parts of a mixture may read other rows of one shard.
     kept_parts = (None if folder is None else folder / f"{n}.npz" for n in range(len(shards)))
     parts = [None if path is None else _load(path) for path in kept_parts]
@@ -174,20 +186,25 @@ def _of_shard(work: tuple[Any, ...]) -> dict[str, npt.NDArray[Any]]:
 
 
 def shard_statistics(
-    hook: Hook, shard: Shard, counts: Counts | None, before: int, n_rows: int, n_sample: int
+    hook: Hook, shard: Shard, counts: Counts | None, before: float, n_rows: float, n_sample: int
 ) -> dict[str, npt.NDArray[Any]]:
     """Return what the rows of one shard add to the statistics: moments, norms and a sample.
 
     Args:
         hook: the hook.
         shard: the shard.
-        counts: how often each row comes; None where each comes once.
-        before: rows of the shards before it.
-        n_rows: rows of all shards.
+        counts: how often each row comes, or its share as a float; None where each comes once.
+        before: rows of the shards before it, or the sum of their shares.
+        n_rows: rows of all shards, or that sum.
         n_sample: rows of the sample over all shards, evenly spaced.
     """
     rows = np.arange(shard.n_rows) if counts is None else np.flatnonzero(counts)
-    times = None if counts is None else counts[rows].astype(np.int64)
+    shares = None if counts is None or counts.dtype.kind != "f" else counts[rows]
+    times = None if counts is None else counts[rows].astype(np.int64 if shares is None else float)
+    # How many rows, or which share of all, come before each row.
+    each = np.ones(len(rows), np.int64) if shares is None else shares
+    number = before + np.concatenate([[0], np.cumsum(each)])
+    drawn = np.diff((number * n_sample // (n_rows or 1)).astype(np.int64))
     norms, sample = np.empty(len(rows), np.float32), []
     moments = _no_moments(hook.d_model)
     step = max(1, BLOCK_NBYTES // (8 * hook.d_model))
@@ -197,11 +214,17 @@ def shard_statistics(
             bits = np.empty((len(chosen), hook.d_model), arrays.DTYPES[hook.dtype].bits)
             reader.take(chosen, bits)
             values = arrays.widen(bits, hook.dtype)
-            number = before + start + np.arange(len(chosen) + 1)
-            drawn = np.diff(number * n_sample // max(n_rows, 1)) > 0
-            sample.append(values[drawn])
+            sample.append(np.repeat(values, drawn[start : start + step], axis=0))
             block = values.astype(np.float64)
             norms[start : start + step] = lengths = np.sqrt(np.einsum("ij,ij->i", block, block))
+            if not np.isfinite(lengths).all():
+                raise ActdsError(
+                    "E014",
+                    f"statistics of {hook.name}",
+                    got=f"rows of shards/{shard.name} with values that are NaN or infinite",
+                    expected="finite values",
+                    next_step='Loader(path, hook, exclude="not_finite").stats() leaves them out.',
+                )
             moments += _moments(
                 block, lengths, None if times is None else times[start : start + step]
             )
@@ -210,18 +233,19 @@ def shard_statistics(
         "mean": moments.mean,
         "squares": moments.squares,
         "norms": np.array(moments.norms),
-        "lengths": norms if times is None else np.repeat(norms, times),
+        "lengths": np.repeat(norms, times) if times is not None and shares is None else norms,
+        "shares": np.empty(0) if shares is None else shares,
         "sample": np.concatenate(sample) if sample else np.empty((0, hook.d_model), np.float32),
     }
 
 
-def _moments(block: Floats, lengths: Floats, times: npt.NDArray[np.int64] | None) -> Moments:
+def _moments(block: Floats, lengths: Floats, times: npt.NDArray[Any] | None) -> Moments:
     """Return the moments of float64 rows, which are overwritten; each comes ``times`` often."""
     if times is None:
         mean = block.mean(axis=0)
         block -= mean
         return Moments(len(block), mean, np.einsum("ij,ij->j", block, block), float(lengths.sum()))
-    count = int(times.sum())
+    count = float(times.sum()) if times.dtype.kind == "f" else int(times.sum())
     mean = times @ block / count
     block -= mean
     squares = np.einsum("i,ij,ij->j", times.astype(np.float64), block, block)
@@ -236,30 +260,34 @@ def _joined(parts: Sequence[dict[str, npt.NDArray[Any]]], d_model: int) -> Stats
     """Return the statistics of all rows from those of each shard."""
     whole = reduce(
         Moments.__add__,
-        (Moments(int(p["count"]), p["mean"], p["squares"], float(p["norms"])) for p in parts),
+        (Moments(p["count"].item(), p["mean"], p["squares"], float(p["norms"])) for p in parts),
         _no_moments(d_model),
     )
     lengths = np.concatenate([p["lengths"] for p in parts]) if parts else np.empty(0)
     sample = np.concatenate([p["sample"] for p in parts]) if parts else np.empty((0, d_model))
-    quantiles = np.full(len(QUANTILES), np.nan)
-    if len(lengths):
-        quantiles = np.quantile(lengths.astype(np.float64), QUANTILES, overwrite_input=True)
-    return _stats(whole, quantiles, geometric_median(sample), len(sample))
-
-
-def _stats(whole: Moments, quantiles: Floats, median: Floats, n_sampled: int) -> Stats:
+    shares = np.concatenate([p["shares"] for p in parts]) if parts else np.empty(0)
     if not whole.count:
-        nothing = np.full_like(whole.mean, np.nan)
+        nothing, quantiles = np.full(d_model, np.nan), np.full(len(QUANTILES), np.nan)
         return Stats(0, nothing, nothing.copy(), float("nan"), quantiles, nothing.copy(), 0)
     return Stats(
-        whole.count,
+        int(whole.count) if not len(shares) else len(lengths),
         whole.mean,
         whole.squares / whole.count,
         whole.norms / whole.count,
-        quantiles,
-        median,
-        n_sampled,
+        _quantiles(lengths.astype(np.float64), shares),
+        geometric_median(sample),
+        len(sample),
     )
+
+
+def _quantiles(lengths: Floats, shares: Floats) -> Floats:
+    """Return the quantiles; with shares, the least length that this share of all is up to."""
+    if not len(shares):
+        return np.asarray(np.quantile(lengths, QUANTILES, overwrite_input=True), np.float64)
+    order = np.argsort(lengths)
+    up_to = np.cumsum(shares[order])
+    at = np.searchsorted(up_to, np.array(QUANTILES) * up_to[-1])
+    return np.asarray(lengths[order[np.minimum(at, len(order) - 1)]])
 
 
 def geometric_median(rows: npt.NDArray[Any]) -> Floats:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import ast
 import difflib
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
@@ -37,6 +38,7 @@ MAX_DEPTH = 100
 """Levels of an expression."""
 
 
+_NUMBERS = "integers of 64 bits, up to 2**53 beside fractions and /"
 SAMPLED = ("token_id", "entropy", "logprob", "margin")
 """Columns of the table ``sampled`` that rows are joined to."""
 
@@ -120,16 +122,27 @@ _COMPARE = {
 _ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
 
-def _floor_divide(a: Any, b: Any) -> Any:
-    return pc.floor(_divide(a, b))
-
-
 def _divide(a: Any, b: Any) -> Any:
-    return pc.divide(pc.cast(a, pa.float64(), safe=False), pc.cast(b, pa.float64(), safe=False))
+    return pc.divide(pc.cast(a, pa.float64()), pc.cast(b, pa.float64()))
+
+
+def _floor_divide(a: Any, b: Any) -> Any:
+    if not _are_integers(a, b):
+        return pc.floor(_divide(a, b))
+    b = pc.if_else(pc.equal(b, 0), pa.scalar(None, pa.int64()), b)  # by 0: nothing is known
+    quotient = pc.divide_checked(a, b)  # towards 0
+    rest = pc.subtract(a, pc.multiply(quotient, b))
+    below = pc.and_(pc.not_equal(rest, 0), pc.not_equal(pc.less(rest, 0), pc.less(b, 0)))
+    return pc.subtract(quotient, pc.cast(below, pa.int64()))
 
 
 def _modulo(a: Any, b: Any) -> Any:
+    # What wraps here in the product of integers wraps back in the difference.
     return pc.subtract(a, pc.multiply(b, _floor_divide(a, b)))
+
+
+def _are_integers(a: Any, b: Any) -> bool:
+    return bool(pa.types.is_integer(a.type) and pa.types.is_integer(b.type))
 
 
 _ARITHMETIC = {
@@ -172,7 +185,7 @@ class Expression:
             n_rows: the number of rows.
 
         Raises:
-            ActdsError: E014 an integer that leaves 64 bits.
+            ActdsError: E014 an integer that leaves 64 bits, or one above 2**53 beside fractions.
         """
         found = self._evaluate(values)
         if isinstance(found, pa.Scalar):
@@ -183,12 +196,13 @@ class Expression:
         """Return its values as a new array, float64 ``(n_rows,)``; nan where they are unknown.
 
         Raises:
-            ActdsError: E014 an integer that leaves 64 bits.
+            ActdsError: E014 as ``mask``; or a value that is an integer above 2**53.
         """
         found = self._evaluate(values)
         if isinstance(found, pa.Scalar):
             found = pa.repeat(found, n_rows)
-        floats = pc.cast(found, pa.float64(), safe=False)
+        with self._in_64_bits():
+            floats = pc.cast(found, pa.float64())
         return np.array(floats.to_numpy(zero_copy_only=False), np.float64)
 
     def known(self, values: Values) -> bool | None:
@@ -206,11 +220,16 @@ class Expression:
         return value if isinstance(value, bool) else None
 
     def _evaluate(self, values: Values) -> Any:
-        try:
+        with self._in_64_bits():
             return self._compiled(values)
+
+    @contextmanager
+    def _in_64_bits(self) -> Iterator[None]:
+        try:
+            yield
         except pa.ArrowInvalid as error:
             raise ActdsError(
-                "E014", f"expression {self.text}", got=str(error), expected="numbers of 64 bits"
+                "E014", f"expression {self.text}", got=str(error), expected=_NUMBERS
             ) from None
 
 
@@ -239,7 +258,6 @@ class _Compiler:
 
     def __init__(self, text: str, argument: str) -> None:
         self._text, self._argument = text, argument
-        self._depth = 0
         self._compiled: dict[ast.expr, tuple[Compiled, Kind]] = {}
         self.names: set[str] = set()
         self.asks_for_none = False
@@ -250,28 +268,35 @@ class _Compiler:
         if len(self._text) > MAX_LENGTH:
             raise self._bad(f"{len(self._text)} characters", f"at most {MAX_LENGTH}")
         try:
-            return ast.parse(self._text.strip(), mode="eval").body
+            tree = ast.parse(self._text.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             at = f" at character {error.offset}" if isinstance(error, SyntaxError) else ""
             words = error.msg if isinstance(error, SyntaxError) else "nested too deep"
             raise self._bad(f"{words}{at}", "an expression, as phase == 'decode'") from None
+        level, depth = [tree], 0
+        while level := [child for node in level for child in ast.iter_child_nodes(node)]:  # type: ignore[misc]
+            depth += 1
+            if depth > MAX_DEPTH:
+                expected = f"an expression of at most {MAX_DEPTH} levels"
+                raise self._bad("parts nested too deep", expected)
+        return tree
 
-    def refuse(self, node: ast.expr, got: str, expected: str) -> ActdsError:
+    def refuse(
+        self, node: ast.expr, got: str, expected: str, next_step: str | None = None
+    ) -> ActdsError:
         part = ast.get_source_segment(self._text.strip(), node) or ast.unparse(node)
-        return self._bad(f"{got} in {part[:80]!r} at character {node.col_offset + 1}", expected)
+        return self._bad(
+            f"{got} in {part[:80]!r} at character {node.col_offset + 1}", expected, next_step
+        )
 
-    def _bad(self, got: str, expected: str) -> ActdsError:
-        return ActdsError("E014", self._argument, got=got, expected=expected)
+    def _bad(self, got: str, expected: str, next_step: str | None = None) -> ActdsError:
+        return ActdsError("E014", self._argument, got=got, expected=expected, next_step=next_step)
 
     def compile(self, node: ast.expr) -> tuple[Compiled, Kind]:
         """Return a function from columns to the value of a node, and its type."""
         if node in self._compiled:  # between two comparisons: nested ones would double each time
             return self._compiled[node]
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise self._bad("parts nested too deep", f"an expression of at most {MAX_DEPTH} levels")
         found = self._compiled[node] = self._compile(node)
-        self._depth -= 1
         return found
 
     def _compile(self, node: ast.expr) -> tuple[Compiled, Kind]:
@@ -325,10 +350,13 @@ class _Compiler:
 
     def _column(self, node: ast.expr, name: str) -> tuple[Compiled, Kind]:
         if name not in COLUMNS and not name.startswith(LABELS):
-            near = difflib.get_close_matches(name, COLUMNS, n=3)
+            known = f"{', '.join(sorted(COLUMNS))}, and labels.NAME"
+            near = _near(name)
             raise self.refuse(
-                node, f"no column {name!r}", f"one of {', '.join(near or sorted(COLUMNS))}"
-            )
+                node, f"no column {name!r}",
+                f"one of {', '.join(near)}" if near else "a column",
+                f"Columns: {known}.",
+            )  # fmt: skip
         self.names.add(name)
         return operator.itemgetter(name), column_of(name).kind
 
@@ -379,7 +407,10 @@ class _Compiler:
         if not isinstance(right, ast.Tuple | ast.List | ast.Set) or not right.elts:
             raise self.refuse(right, "no list after in", "values, as (1, 2, 3)")
         values = [self._value(element, kind) for element in right.elts]
-        options = pa.array(values)
+        try:
+            options = pa.array(values)
+        except pa.ArrowInvalid:
+            raise self.refuse(right, "an integer above 2**53 beside fractions", _NUMBERS) from None
 
         def member(columns: Values) -> Any:
             value = a(columns)
@@ -395,6 +426,12 @@ class _Compiler:
         if not isinstance(constant, ast.Constant):
             raise self.refuse(node, "no plain value after in", "values, as (1, 2, 3)")
         return self.typed(node, kind)({}).as_py()
+
+
+def _near(name: str) -> list[str]:
+    """Return the columns that may be meant: those that begin or end so, else of like letters."""
+    begun = [column for column in COLUMNS if column.startswith(name) or column.endswith(f".{name}")]
+    return sorted(begun, key=len)[:3] or difflib.get_close_matches(name, COLUMNS, n=3)
 
 
 def _of_kind(label: Compiled, kind: Kind) -> Compiled:

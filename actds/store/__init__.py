@@ -159,8 +159,14 @@ class Store(Protocol):
     then nothing more may be committed by this process; reading raises E104 for a file that is
     missing or unreadable, or a store that does not answer.
 
+    Attributes:
+        binds: whether a file of known digest is opened only where all of its bytes have that
+            digest, and read only while they do: set where a pin is read.
+
     Spec: 0.1 section 8.1.
     """
+
+    binds: bool = False
 
     @property
     def uri(self) -> str:
@@ -235,7 +241,12 @@ class Store(Protocol):
         return
 
     def open_file(self, path: str, sha256: str | None = None) -> StoredFile:
-        """Return a file that is open for many ranged reads; arguments as ``read``."""
+        """Return a file that is open for many ranged reads; arguments as ``read``.
+
+        Raises:
+            ActdsError: E202 other bytes, where the store ``binds``; reading raises it, too, where
+                they have changed since.
+        """
         ...
 
     def exists(self, path: str) -> bool:

@@ -9,8 +9,10 @@ import os
 import secrets
 import stat
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from actds.errors import ActdsError, BusyError
 from actds.store import TEMPORARY, Buffer, NewFile, Put, Store, StoredFile, check_path
@@ -72,6 +74,53 @@ class LocalFile(StoredFile):
 
     def __del__(self) -> None:
         self.close()
+
+
+class BoundLocalFile(LocalFile):
+    """A local file whose bytes have a digest, for as long as the file system says it is unchanged.
+
+    The whole file is hashed when this process opens it for the first time. Inode, size and times
+    of change are kept with the digest, and compared at every reading: whoever changes the file
+    cannot set back the time of its last change of state.
+
+    Args:
+        path: the file.
+        place: how errors name it.
+        sha256: its digest.
+
+    Raises:
+        ActdsError: E104 when it cannot be opened; E202 another digest.
+    """
+
+    _known: ClassVar[set[tuple[object, ...]]] = set()
+    _hashing: ClassVar[defaultdict[str, threading.Lock]] = defaultdict(threading.Lock)
+
+    def __init__(self, path: str | Path, place: str, sha256: str) -> None:
+        super().__init__(path, place)
+        self._place, self._sha256 = place, sha256
+        self._state = self._now()
+        with self._hashing[sha256]:
+            if self._state not in self._known:
+                digest, end = hashlib.sha256(), self.nbytes
+                for offset in range(0, end, self.read_nbytes):
+                    digest.update(super().read(offset, min(self.read_nbytes, end - offset)))
+                if digest.hexdigest() != sha256:
+                    raise self._other(f"sha256 {digest.hexdigest()}")
+                self._known.add(self._state)
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """Return a range; raises E202 when the file was changed since it was hashed."""
+        data = super().read(offset, nbytes)
+        if self._now() != self._state:
+            raise self._other("a file that was changed while it was open")
+        return data
+
+    def _now(self) -> tuple[object, ...]:
+        s = os.fstat(self._fd)
+        return (self._sha256, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
+
+    def _other(self, got: str) -> ActdsError:
+        return ActdsError("E202", self._place, got=got, expected=self._sha256)
 
 
 class NewLocalFile(NewFile):
@@ -235,7 +284,7 @@ class LocalStore(Store):
         Args:
             path: path in the dataset.
             limit: bytes at most; a longer file is not read at all.
-            sha256: not needed here.
+            sha256: not needed here: the caller compares it.
 
         Raises:
             ActdsError: E104 missing or unreadable; E102 above the limit; E107 a link, no regular
@@ -251,6 +300,8 @@ class LocalStore(Store):
 
     def open_file(self, path: str, sha256: str | None = None) -> LocalFile:
         """Return a file that is open for many ranged reads."""
+        if self.binds and sha256 is not None:
+            return BoundLocalFile(self.local_path(path), path, sha256)
         return LocalFile(self.local_path(path), path)
 
     def exists(self, path: str) -> bool:

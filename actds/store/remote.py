@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +28,7 @@ REQUEST_TIMEOUT_S = 60
 """Time of a request with a small body; larger ones get twice as much until they fit."""
 MIN_NBYTES_PER_S = 4 << 20
 N_READERS = 16
+N_PARTS_AHEAD = 4
 
 LIKELY_NBYTES = 1 << 28  # of an object of unknown size: a table at most
 SMALL_NBYTES = 1 << 16  # of a document that may wait in memory until it is asked for
@@ -79,11 +82,14 @@ class RemoteStore(Store):
         self._names: set[str] | None = None
         self.ahead: dict[tuple[str, int | None], Future[bytes]] = {}
         self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._hashing: dict[str, threading.Lock] = {}  # by the digest of an object
+        self._digests: dict[str, list[bytes]] = {}  # of its blocks
         self._answered = False
 
     def __reduce__(self) -> tuple[object, ...]:
         """Return how to open the store again in another process."""
-        return (type(self), (self.uri, self.cache))
+        return (type(self), (self.uri, self.cache), {"binds": self.binds})
 
     @property
     def uri(self) -> str:
@@ -217,11 +223,44 @@ class RemoteStore(Store):
 
         return self._ask(path, get)
 
-    def open_file(self, path: str, sha256: str | None = None) -> RemoteFile:
+    def open_file(self, path: str, sha256: str | None = None) -> StoredFile:
         """Return an object that is open for many ranged reads."""
-        if self.cache is not None and sha256 is not None:
-            return CachedFile(self, path, self.cache, sha256)
-        return RemoteFile(self, path)
+        if sha256 is None:
+            return RemoteFile(self, path)
+        if self.cache is None:
+            file = RemoteFile(self, path)
+        else:
+            file = CachedFile(self, path, self.cache, sha256)
+        return BoundFile(file, path, self._blocks_of(file, path, sha256)) if self.binds else file
+
+    def _blocks_of(self, file: RemoteFile, path: str, sha256: str) -> list[bytes]:
+        """Return the digest of every block of an object, all of which is read once for them."""
+        with self._lock:
+            hashing = self._hashing.setdefault(sha256, threading.Lock())
+        with hashing:
+            if sha256 not in self._digests:
+                whole, blocks = hashlib.sha256(), list[bytes]()
+                for data in self._parts(file):
+                    whole.update(data)
+                    for at in range(0, len(data), BLOCK_NBYTES):
+                        blocks.append(hashlib.sha256(data[at : at + BLOCK_NBYTES]).digest())
+                if whole.hexdigest() != sha256:
+                    raise ActdsError(
+                        "E202", path, got=f"sha256 {whole.hexdigest()}", expected=sha256
+                    )
+                self._digests[sha256] = blocks
+        return self._digests[sha256]
+
+    def _parts(self, file: RemoteFile) -> Iterator[memoryview]:
+        """Yield an object from its begin to its end; the next parts are on their way meanwhile."""
+        step, end = 8 * BLOCK_NBYTES, file.nbytes
+        coming: deque[Future[memoryview]] = deque()
+        for offset in range(0, end, step):
+            coming.append(self._threads().submit(file.read, offset, min(step, end - offset)))
+            if len(coming) == N_PARTS_AHEAD:
+                yield coming.popleft().result()
+        while coming:
+            yield coming.popleft().result()
 
     def exists(self, path: str) -> bool:
         """Say whether an object is there."""
@@ -442,6 +481,56 @@ class CachedFile(RemoteFile):
 
     def _blocks(self, offset: int, nbytes: int) -> range:
         return range(offset // BLOCK_NBYTES, (offset + nbytes - 1) // BLOCK_NBYTES + 1)
+
+
+class BoundFile(StoredFile):
+    """An object whose every byte is compared with the digest of the whole, whatever is answered.
+
+    Args:
+        file: the object.
+        place: how errors name it.
+        blocks: the digest of each of its blocks.
+    """
+
+    def __init__(self, file: RemoteFile, place: str, blocks: list[bytes]) -> None:
+        self._file, self._place, self._blocks = file, place, blocks
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the object when it was opened."""
+        return self._file.nbytes
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """Return a range of the blocks that it touches, each of which has its digest.
+
+        Raises:
+            ActdsError: E202 other bytes than when the whole object was read.
+        """
+        if not nbytes or offset + nbytes > self.nbytes:
+            return self._file.read(offset, nbytes)
+        first, last = offset // BLOCK_NBYTES, (offset + nbytes - 1) // BLOCK_NBYTES
+        start, stop = first * BLOCK_NBYTES, min((last + 1) * BLOCK_NBYTES, self.nbytes)
+        data = self._file.read(start, stop - start)
+        if not self._holds(data, first) and self._file.forget(start, stop - start):
+            data = self._file.read(start, stop - start)
+        if not self._holds(data, first):
+            got = f"other bytes in [{start}, {stop}) than before"
+            raise ActdsError("E202", self._place, got=got, expected="those of the pinned object")
+        return data[offset - start : offset - start + nbytes]
+
+    def _holds(self, data: memoryview, first: int) -> bool:
+        parts = (data[at : at + BLOCK_NBYTES] for at in range(0, len(data), BLOCK_NBYTES))
+        return all(
+            hashlib.sha256(part).digest() == self._blocks[first + i] for i, part in enumerate(parts)
+        )
+
+    def forget(self, offset: int, nbytes: int) -> bool:
+        """Drop what a cache holds of a damaged range."""
+        return self._file.forget(offset, nbytes)
+
+    def close(self) -> None:
+        """Close the object."""
+        self._file.close()
 
 
 class TryAgainError(ValueError):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ import pytest
 import actds
 from actds.format.readouts import Readouts
 from actds.load.filters import FILTERS, Exclusion, Filter, register_filter
-from actds_testing.synthetic import make_dataset
+from actds_testing.synthetic import make_dataset, states
 
 HOOKS = ("resid_post.0", "resid_post.1")
 Columns = Mapping[str, np.ndarray[Any, Any]]
@@ -103,7 +106,7 @@ def test_a_filter_by_norm_sees_every_hook_and_its_median(path: Path) -> None:
 
 
 def test_every_filter_says_what_it_leaves_out() -> None:
-    assert tuple(FILTERS) == ("special", "bos", "eos", "first_position", "sink")
+    assert tuple(FILTERS) == ("special", "bos", "eos", "first_position", "sink", "not_finite")
     assert all(one.help and one.columns and one.name == name for name, one in FILTERS.items())
 
 
@@ -165,3 +168,74 @@ def test_statistics_under_a_filter_from_outside_are_not_kept(path: Path) -> None
         finally:
             del FILTERS["late"]
     assert counts[0] < counts[1]
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a dataset in which one value is NaN or infinite at every position 2 of one hook."""
+
+    def with_nan(tokens: Any, token_ids: Any, hook: Any) -> np.ndarray[Any, Any]:
+        bits = states(tokens, token_ids, hook)
+        if hook.name == HOOKS[0]:
+            at = np.flatnonzero(np.asarray(tokens["position"]) == 2)
+            bits[at[::2], 5], bits[at[1::2], 3] = 0x7FC1, 0xFF80
+        return bits
+
+    with mock.patch("actds_testing.synthetic.states", with_nan):
+        folder = tmp_path_factory.mktemp("broken") / "acts"
+        return make_dataset(folder, n_requests=40, seed=3, hooks=HOOKS)
+
+
+def refused_values(function: Any, *args: Any, **options: Any) -> str:
+    with pytest.raises(actds.ActdsError) as caught:
+        function(*args, **options)
+    assert caught.value.code == "E014" and "not_finite" in str(caught.value)
+    return str(caught.value)
+
+
+def test_rows_that_are_not_finite_are_refused_and_counted(broken: Path, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    rows = actds.open(broken).array(HOOKS[0])[:]
+    n = int((~np.isfinite(rows)).any(axis=1).sum())
+    assert n > 10
+    expected = re.compile(rf"{n:,} of {len(rows):,} rows with a value that is NaN or infinite")
+    load = actds.load_dataset
+    assert expected.search(refused_values(actds.Loader, broken, batch=8))
+    assert expected.search(refused_values(load, broken, hooks=HOOKS[0], streaming=True))
+    assert expected.search(refused_values(load, broken, cache_dir=tmp_path / "hf"))
+    assert expected.search(refused_values(actds.export, broken, tmp_path / "out", to="memmap"))
+    refused_values(actds.open(broken).stats, HOOKS[0])
+    for options in ({"hooks": HOOKS[1]}, {"where": "position != 2"}):  # none of those rows
+        with actds.Loader(broken, batch=8, **options) as loader:
+            assert loader.n_rows and all(np.isfinite(s.mean).all() for s in loader.stats().values())
+
+
+def test_rows_that_are_not_finite_are_left_out_by_name(broken: Path, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    dataset = actds.open(broken)
+    rows = dataset.array(HOOKS[0])[:].astype(np.float64)
+    finite = np.isfinite(rows).all(axis=1)
+    options: dict[str, Any] = {"hooks": HOOKS[0], "exclude": "not_finite"}
+    with actds.Loader(broken, batch=8, normalize="norm", drop_last=False, **options) as loader:
+        given = np.concatenate([batch.double().numpy() for batch in loader])
+        assert f"{(~finite).sum():,} not_finite" in repr(loader)
+        assert loader.config["excluded"] == {"not_finite": (~finite).sum()}
+        assert loader.config["exclude"] == ["not_finite"] and loader.n_rows == finite.sum()
+    assert np.linalg.norm(given, axis=1).mean() == pytest.approx(4, rel=1e-5)
+    scale = loader.config["normalization"][HOOKS[0]]["scale"]
+    assert np.allclose(np.sort(given.sum(1)), np.sort(rows[finite].sum(1) * scale), atol=1e-4)
+    stream = actds.load_dataset(broken, streaming=True, **options)
+    assert sum(1 for _ in stream) == finite.sum()
+    assert len(actds.load_dataset(broken, cache_dir=tmp_path / "hf", **options)) == finite.sum()
+    exported = actds.export(broken, tmp_path / "out", to="memmap", **options)
+    assert exported.n_rows == finite.sum()
+
+
+def test_partners_that_are_not_finite_are_refused_or_left_out(broken: Path, path: Path) -> None:
+    options: dict[str, Any] = {"hooks": HOOKS[0], "batch": 8, "paired": {"other": broken}}
+    assert "NaN" in refused_values(actds.Loader, path, **options)
+    with actds.Loader(path, exclude="not_finite", drop_last=False, **options) as loader:
+        seen = [batch[f"other/{HOOKS[0]}"].float() for batch in loader]
+    assert all(bool(np.isfinite(rows.numpy()).all()) for rows in seen)
+    with contextlib.suppress(StopIteration), actds.Loader(path, HOOKS[0], batch=8) as whole:
+        assert 0 < loader.n_rows < whole.n_rows

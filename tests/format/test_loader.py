@@ -131,6 +131,19 @@ def test_drop_last_leaves_out_the_remainder_and_other_rows_in_each_epoch(
     assert epochs[0] != epochs[1]
 
 
+def test_what_no_batch_has_is_said_where_rows_are_counted(path: Path) -> None:
+    with actds.Loader(path, HOOKS[0], batch=48) as loader:
+        given = sum(len(batch) for batch in loader)
+        left = loader.n_rows - given
+        assert 0 < left < 48 and loader.config["dropped_per_epoch"] == left
+        assert f"an epoch, which leaves out {left:,} rows>" in repr(loader)
+        assert f"({left:,} rows in no batch)" in str(loader.progress)
+        assert f"leaves out {left:,} rows" in loader._repr_html_()
+    with actds.Loader(path, HOOKS[0], batch=48, drop_last=False) as loader:
+        said = repr(loader) + str(loader.progress) + loader._repr_html_()
+        assert "leaves out" not in said and "in no batch" not in said
+
+
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_a_state_goes_on_bit_exactly_on_another_world_size(
     dataset: actds.Dataset, drop_last: bool

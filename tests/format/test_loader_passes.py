@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -170,6 +172,47 @@ def test_a_loader_in_several_workers_is_refused_unless_each_is_a_rank(path: Path
     with pytest.raises(RuntimeError, match=r"E014 world[\s\S]*num_workers=0"):
         served(split=False)
     assert rows_of(served(split=True)) == rows_of(list(actds.Loader(path, HOOKS[0], batch=64)))
+
+
+@pytest.mark.parametrize("n_workers", [0, pytest.param(2, marks=pytest.mark.standard)])
+def test_a_data_loader_is_given_no_batch_by_number(path: Path, n_workers: int) -> None:
+    loader = actds.Loader(path, HOOKS[0], batch=64)
+    given = torch.utils.data.DataLoader(loader, batch_size=None, num_workers=n_workers)
+    with pytest.raises(
+        Exception, match=r"E014 loader: batch 0 by number[\s\S]*for batch in loader"
+    ):
+        next(iter(given))
+
+    class Batches(torch.utils.data.IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(loader)
+
+    if not n_workers:  # as the error says
+        served = list(torch.utils.data.DataLoader(Batches(), batch_size=None))
+        assert rows_of(served) == rows_of(list(actds.Loader(path, HOOKS[0], batch=64)))
+
+
+@pytest.mark.parametrize("state", [{}, None, "", []])
+def test_no_state_is_refused(path: Path, state: Any) -> None:
+    with (
+        actds.Loader(path, HOOKS[0], batch=64) as loader,
+        pytest.raises(actds.ActdsError, match=r"E014 state: .*; expected what state_dict"),
+    ):
+        loader.load_state_dict(state)
+
+
+@pytest.mark.standard
+def test_a_loader_without_torch_says_so_when_it_is_made(path: Path) -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import actds\n"
+        f"print(actds.open({str(path)!r}).array({HOOKS[0]!r})[:3].shape)\n"
+        f"actds.Loader({str(path)!r}, batch=8)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "(3, 16)\n" and done.returncode == 1
+    assert "E011 actds.Loader: torch cannot be imported" in done.stderr
+    assert 'pip install "actds[torch]"' in done.stderr
 
 
 def test_float32_batches_have_the_same_values(path: Path) -> None:

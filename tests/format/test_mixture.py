@@ -7,13 +7,15 @@ import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 import actds
-from actds_testing.synthetic import make_dataset
+from actds.load.stats import Stats
+from actds_testing.synthetic import make_dataset, states
 
 HOOKS = ("resid_post.0", "resid_post.1")
 Key = tuple[str, int, int]
@@ -290,6 +292,81 @@ def test_the_scale_is_that_of_the_rows_that_are_read(path: Path, options: dict[s
         assert other.config["normalize_sha256"] == loader.config["normalize_sha256"]
         rows = torch.cat([rows, *other])
     assert rows.norm(dim=1).mean().item() == pytest.approx(4.0, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Return two datasets whose rows are as long as their position, and longer in the second."""
+
+    def scaled(tokens: Any, token_ids: Any, hook: Any) -> np.ndarray[Any, Any]:
+        bits = states(tokens, token_ids, hook)
+        values = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).double()
+        factor = (1 + np.asarray(tokens["position"])) * (1 if hook.name == HOOKS[0] else 7)
+        values = (values * torch.from_numpy(factor)[:, None]).bfloat16()
+        return values.view(torch.int16).numpy().view(np.uint16)
+
+    folder = tmp_path_factory.mktemp("longer")
+    with mock.patch("actds_testing.synthetic.states", scaled):
+        first = make_dataset(folder / "a", n_requests=60, seed=3, hooks=HOOKS)
+        return [first, make_dataset(folder / "b", n_requests=30, seed=4, hooks=HOOKS, run="r-b")]
+
+
+GIVEN: dict[str, dict[str, Any]] = {
+    "rare": {"mix": {"position < 2": 0.75, "position >= 2": 0.25}},
+    "late": {"mix": {"position >= 9": 0.5, "position < 9": 0.5}},
+    "frequency": {"frequency": "(position + 1) * (position + 1)"},
+    "served": {"weights": "multiplicity"},
+    "served in proportion": {"weights": "multiplicity", "frequency": "1 / (1 + position)"},
+    "two datasets": {},
+    "shares of datasets": {},
+    "both": {"mix": {"prefill": 0.2, "decode": 0.8}, "frequency": "position + 1"},
+    "weights of a loss": {"weights": "1 / (1 + position)"},
+}
+
+
+@pytest.mark.parametrize("how", ["norm", "channel"])
+@pytest.mark.parametrize("name", GIVEN)
+def test_what_the_batches_hold_is_normalized_and_can_be_undone(
+    longer: list[Path], how: Any, name: str
+) -> None:
+    sources: dict[str, Any] = {
+        "two datasets": longer,
+        "shares of datasets": {longer[0]: 0.1, longer[1]: 0.9},
+    }
+    source = sources.get(name, longer[0])
+    stored = {}
+    for dataset in map(actds.open, longer):
+        values = torch.from_numpy(dataset.array(HOOKS[0])[:])
+        tokens = dataset.tokens(run=True)
+        columns = (tokens[c].to_pylist() for c in ("run", "request", "position"))
+        stored |= dict(zip(zip(*columns, strict=True), values, strict=True))
+    with actds.Loader(
+        source, HOOKS[0], batch=8, epochs=100, normalize=how, provenance=True, **GIVEN[name]
+    ) as loader:
+        given, raw = [], []
+        for acts, rows in loader:
+            given.append(acts)
+            raw += [stored[key] for key in keys(rows)]
+        told = loader.config["normalization"][HOOKS[0]]
+        found = loader.stats()[HOOKS[0]]
+    batch, rows = torch.cat(given).double(), torch.stack(raw).double()
+    shift = 0 if told["shift"] is None else torch.tensor(told["shift"], dtype=torch.float64)
+    undone = batch / torch.tensor(told["scale"], dtype=torch.float64) + shift
+    assert torch.allclose(undone, rows, rtol=1e-5, atol=1e-4)
+    # Each of 100 epochs leaves out or draws other rows: a sample of what is promised in the mean.
+    assert np.linalg.norm(rows, axis=1).mean() == pytest.approx(found.mean_norm, rel=0.02)
+    if how == "norm":
+        assert np.linalg.norm(batch, axis=1).mean() == pytest.approx(4, rel=0.02)
+    else:
+        variance = batch.numpy().var(axis=0)
+        assert variance.mean() == pytest.approx(1, rel=0.04) and abs(variance - 1).max() < 0.2
+        assert abs(batch.numpy().mean(axis=0)).max() < 0.05
+
+
+def test_a_constant_channel_is_not_blown_up() -> None:
+    mean = np.array([0.1, 3.0])
+    stats = Stats(3, mean, np.array([1e-34, 4.0]), 3.0, np.zeros(13), mean, 3)
+    assert stats.std.tolist() == [0.0, 2.0]
 
 
 def test_a_device_and_a_type_change_no_value(path: Path) -> None:

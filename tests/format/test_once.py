@@ -79,9 +79,9 @@ def test_datasets_that_are_no_replays_of_each_other_are_refused(tmp_path: Path) 
     assert actds.Loader([one, other], batch=16).config["once"] is None
 
 
-def test_sides_of_a_split_have_what_their_requests_were_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Return a dataset that lost rows, and a replay of all of its requests."""
     source = make_dataset(tmp_path / "a", schedule=simulate(30, 5, drops=True), run="r-a")
     genesis = actds.open(source).catalog.genesis.dataset
 
@@ -99,10 +99,30 @@ def test_sides_of_a_split_have_what_their_requests_were_served(
 
     monkeypatch.setattr(synthetic, "_origin_table", origins)
     missing = make_dataset(tmp_path / "b", schedule=simulate(30, 5), run="r-b", origins=True)
+    return [source, missing]
 
+
+def test_each_position_comes_in_one_pass_without_being_asked_for_the_rest(
+    replayed: list[Path],
+) -> None:
+    columns = ["position"]
+    stored = [actds.open(path).tokens(columns=columns).num_rows for path in replayed]
+    for options, n_rows in (({"once": True}, None), ({}, sum(stored))):
+        with actds.Loader(replayed, "resid_post.1", batch=64, **options) as loader:
+            n_rows = n_rows or loader.n_rows
+            assert n_rows % 64 and sum(len(batch) for batch in loader) == n_rows
+            assert loader.n_dropped == loader.config["dropped_per_epoch"] == 0
+            assert "leaves out" not in repr(loader) and loader.config["drop_last"] is False
+    for source, options in ((replayed, {"epochs": 2}), (replayed[0], {}), (replayed, {"once": 1})):
+        drop = None if options.get("once") is None else True
+        with actds.Loader(source, "resid_post.1", batch=64, drop_last=drop, **options) as loader:
+            assert loader.n_dropped == loader.config["rows_per_epoch"] % 64 > 0
+
+
+def test_sides_of_a_split_have_what_their_requests_were_served(replayed: list[Path]) -> None:
     def rows(**split: object) -> int:
         loader = actds.Loader(
-            [source, missing], "resid_post.1", batch=1, once=True, weights="multiplicity", **split
+            replayed, "resid_post.1", batch=1, once=True, weights="multiplicity", **split
         )
         return sum(len(batch) for batch in loader)
 

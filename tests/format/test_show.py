@@ -99,7 +99,10 @@ def test_a_loader_shows_its_selection_counts_batches_and_epoch(dataset: actds.Da
         assert facts["rows"] == f"{loader.n_rows:,} of {dataset.n_rows:,}"
         assert "position > 2" in facts["selection"] and "first_position" in facts["selection"]
         assert facts["left out"] == f"{loader.excluded['first_position']:,} first_position"
-        assert facts["batches"] == f"{loader.batches_per_epoch:,} of 16 rows an epoch"
+        assert (
+            facts["batches"]
+            == f"{loader.batches_per_epoch:,} of 16 rows an epoch, which leaves out 9 rows"
+        )
         assert facts["now"] == f"epoch 0, batch 1 of {loader.batches_per_epoch:,}"
         assert facts["epochs"] == "3" and facts["hooks"] == f"{HOOKS[0]} as bfloat16"
 

@@ -123,8 +123,18 @@ def test_the_selection_of_a_loader_has_its_own_with_rows_as_often_as_they_come(
 def test_parts_of_a_mixture_that_share_a_shard_both_count(
     path: Path, rows: np.ndarray[Any, np.dtype[np.float64]], cache: Path
 ) -> None:
-    loader = actds.Loader(path, HOOK, batch=8, mix={"position < 5": 0.5, "position >= 5": 0.5})
-    assert_stats(loader.stats()[HOOK], rows)
+    early = actds.open(path).tokens(columns=["position"])["position"].to_numpy() < 5
+    loader = actds.Loader(path, HOOK, batch=8, mix={"position < 5": 0.25, "position >= 5": 0.75})
+    found = loader.stats()[HOOK]
+    share = np.where(early, 0.25 / early.sum(), 0.75 / (~early).sum())
+    norms, mean = np.linalg.norm(rows, axis=1), np.average(rows, axis=0, weights=share)
+    assert found.count == len(rows) and share.sum() == pytest.approx(1)
+    assert np.allclose(found.mean, mean, rtol=1e-10, atol=1e-12)
+    assert np.allclose(found.variance, np.average((rows - mean) ** 2, axis=0, weights=share))
+    assert found.mean_norm == pytest.approx(np.average(norms, weights=share), rel=1e-6)
+    for q, length in found.norms.items():  # as much of all as q is at most as long
+        assert share[norms < length - 1e-5].sum() <= q + 1e-9
+        assert share[norms <= length + 1e-5].sum() >= q - 1e-9
 
 
 def test_what_is_kept_is_not_computed_again(path: Path, reads: list[str], cache: Path) -> None:

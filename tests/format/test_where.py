@@ -13,7 +13,7 @@ import pytest
 import actds
 from actds.format.labels import dump_labels
 from actds.format.readouts import Readouts
-from actds.load.where import COLUMNS, SAMPLED, parse_expression
+from actds.load.where import COLUMNS, SAMPLED, Kind, parse_expression
 from actds_testing.schedules import Schedule, simulate, table_of
 from actds_testing.synthetic import make_dataset
 
@@ -230,6 +230,13 @@ def test_datasets_keeps_the_same_rows(
         ("not " * 2000 + "bos", "nested too deep", "an expression"),
         ("(" * 3000, "", "an expression"),
         ("bos or " * 2000 + "bos", "characters", "at most"),
+        ("a" + ".b" * 900 + " > 1", "nested too deep", "at most 100 levels"),
+        ("(" * 900 + "bos" + ")" * 900, "nested parentheses", "an expression"),
+        ("position + " * 200 + "1 > 0", "nested too deep", "at most 100 levels"),
+        ("pos > 3", "no column 'pos'", r"one of position\..*Columns: attempt, bos, .*step"),
+        ("prompt_len > 3", "no column 'prompt_len'", r"one of request.prompt_len\."),
+        ("colour == 'red'", "no column 'colour'", r"a column\..*Columns: attempt.*labels.NAME"),
+        (f"step in ({2**53 + 1}, 1.5)", "above 2..53 beside fractions", "64 bits"),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_its_place(
@@ -254,6 +261,33 @@ def test_comparisons_within_comparisons_take_no_longer_with_each_level() -> None
 def test_an_integer_that_leaves_64_bits_is_refused(path: Path) -> None:
     with pytest.raises(actds.ActdsError, match=r"E014 expression .*overflow"):
         actds.Loader(path, batch=4, where=f"(position + 1) * {2**62} > 0")
+
+
+INTEGERS = [0, 1, -1, 3, -7, 1000, -1000, 2**53 + 1, -(2**53) - 1, 1_700_000_000_123_456_789, 2**62]
+
+
+@pytest.mark.parametrize("divisor", [1, -1, 2, -3, 1000, 10**9, 2**53 + 1])
+def test_integers_divide_as_those_of_python_do(divisor: int) -> None:
+    values = {"position": pa.array(INTEGERS)}
+    for sign, right in (("//", int.__floordiv__), ("%", int.__mod__)):
+        for number in INTEGERS:
+            expected = right(number, divisor)
+            found = parse_expression(f"position {sign} {divisor} == {expected}", "where")
+            assert found.mask(values, len(INTEGERS))[INTEGERS.index(number)], (number, sign)
+            beside = parse_expression(f"position {sign} {divisor} == {expected + 1}", "where")
+            assert not beside.mask(values, len(INTEGERS))[INTEGERS.index(number)], (number, sign)
+
+
+def test_what_would_be_rounded_is_refused_and_nothing_is_known_of_a_division_by_zero() -> None:
+    times = {"step.t_ns": pa.array([1_700_000_000_123_456_789])}
+    for text in ("step.t_ns > 0.5", "step.t_ns / 1000 > 1", "step.t_ns * 1.0 > 1"):
+        with pytest.raises(actds.ActdsError, match=r"E014 .*; expected .*2\*\*53"):
+            parse_expression(text, "where").mask(times, 1)
+    with pytest.raises(actds.ActdsError, match=r"E014 .*; expected .*2\*\*53"):
+        parse_expression("step.t_ns", "weights", Kind.NUMBER).numbers(times, 1)
+    for text in ("step.t_ns % 0 == 0", "not step.t_ns // 0 == 0"):
+        assert not parse_expression(text, "where").mask(times, 1).any()
+    assert parse_expression("step.t_ns % 0 is None", "where").mask(times, 1).all()
 
 
 def test_a_norm_of_several_hooks_is_refused(path: Path) -> None:

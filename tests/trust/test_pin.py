@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+import pickle
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import google_crc32c
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -19,6 +22,7 @@ from actds import canonical
 from actds.cli import cli
 from actds.commit import commit_shard
 from actds.errors import ActdsError
+from actds.load.overview import norm_profile
 from actds.recompression import recompress
 from actds_testing.remote_servers import web_server
 from actds_testing.synthetic import make_dataset
@@ -257,3 +261,132 @@ def test_a_pin_holds_where_nothing_can_be_listed(acts: Path) -> None:
         uri = f"http://127.0.0.1:{port}/{acts.name}"
         assert same(before, content(actds.open(uri, seal=pin)))
         assert code_of(actds.open, uri, seal="0" * 64) == "E804"
+
+
+def forge(acts: Path, hook: str = "resid_post.0") -> tuple[Path, bytes, bytes]:
+    """Change one value of a chunk, and make its checksum right.
+
+    Returns:
+        The file, its bytes as they were committed, and as they are now.
+    """
+    file = sorted(acts.glob(f"shards/*/acts.zarr/{hook}/c/0/0"))[0]
+    meta = json.loads((file.parents[2] / "zarr.json").read_text())
+    n_chunks = -(-meta["shape"][0] // meta["codecs"][0]["configuration"]["chunk_shape"][0])
+    whole = file.read_bytes()
+    index = np.frombuffer(whole[-16 * n_chunks - 4 : -4], "<u8").reshape(-1, 2)
+    offset, length = (int(number) for number in index[0])
+    before = np.asarray(actds.open(acts).array(hook)[:])
+    for at in range(length - 6, 40, -1):
+        forged = bytearray(whole)
+        forged[offset + at] ^= 0x55
+        body = bytes(forged[offset : offset + length - 4])
+        crc = int(google_crc32c.value(body)).to_bytes(4, "little")
+        forged[offset + length - 4 : offset + length] = crc
+        file.write_bytes(forged)
+        try:
+            after = np.asarray(actds.open(acts).array(hook)[:])
+        except ActdsError:
+            continue
+        if (after != before).any():
+            return file, whole, bytes(forged)
+    raise AssertionError("no byte changes a value")
+
+
+def first_batch(path: Path | str, **options: Any) -> Any:
+    with actds.Loader(path, "resid_post.0", batch=8, **options) as loader:
+        return next(loader)
+
+
+def mapped(path: Path | str, **options: Any) -> Any:
+    return len(actds.load_dataset(path, cache_dir=f"{path}-cache", **options))
+
+
+def exported(path: Path | str, **options: Any) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        actds.export(actds.open(path, **options), f"{folder}/out", to="safetensors")
+
+
+DOORS: dict[str, Callable[..., object]] = {
+    "slice": lambda path, **options: actds.open(path, **options).array("resid_post.0")[:],
+    "row": lambda path, **options: actds.open(path, **options).array("resid_post.0")[-1],
+    "loader": first_batch,
+    "stream": lambda path, **o: list(actds.load_dataset(path, streaming=True, **o)),
+    "map": mapped,
+    "stats": lambda path, **options: actds.open(path, **options).stats("resid_post.0"),
+    "scale": functools.partial(first_batch, normalize="norm"),
+    "export": exported,
+    "norms": lambda path, **options: norm_profile(actds.open(path, **options), "resid_post.0"),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_forged_value_is_refused_at_every_door_of_a_pin(acts: Path, door: str) -> None:
+    pin = digest_of(acts)
+    file, sound, forged = forge(acts)
+    DOORS[door](acts)  # without a pin the checksum of the chunk is all that there is, and is right
+    assert code_of(DOORS[door], acts, seal=pin) == "E202"
+    file.write_bytes(sound)
+    DOORS[door](acts, seal=pin)
+    file.write_bytes(forged)
+    if door not in ("map", "stats"):  # which keep what they made of the sound bytes
+        assert code_of(DOORS[door], acts, seal=pin) == "E202"
+
+
+def test_the_audit_reads_no_array_and_no_table_that_changed(acts: Path) -> None:
+    pytest.importorskip("scipy")
+    forge(acts)
+    actds.audit(acts)
+    table = sorted(acts.glob("shards/*/tokens.parquet"))[0]
+    data = bytearray(table.read_bytes())
+    data[len(data) // 3] ^= 1
+    table.write_bytes(data)
+    assert code_of(actds.audit, acts) == "E202"
+
+
+def test_a_file_that_changes_while_it_is_open_is_refused(acts: Path) -> None:
+    array = actds.open(acts, seal=digest_of(acts)).array("resid_post.0")
+    array[:]
+    forge(acts)
+    assert code_of(array.__getitem__, slice(None)) == "E202"
+
+
+def test_a_worker_of_another_process_is_as_strict(acts: Path) -> None:
+    pytest.importorskip("obstore")
+    pin = digest_of(acts)
+    with web_server(acts.parent) as port:
+        for uri in (acts, f"http://127.0.0.1:{port}/{acts.name}"):
+            for seal, binds in ((None, False), (pin, True)):
+                store = actds.open(uri, seal=seal).catalog.store
+                assert pickle.loads(pickle.dumps(store)).binds is binds
+
+
+def test_results_of_forged_rows_are_not_those_of_a_pin(acts: Path) -> None:
+    pin, right = digest_of(acts), actds.open(acts).array("resid_post.0")[:].astype(np.float64)
+    file, sound, _ = forge(acts)
+    wrong = actds.open(acts).stats("resid_post.0").mean
+    assert not np.allclose(wrong, right.mean(0), rtol=1e-12)
+    file.write_bytes(sound)
+    np.testing.assert_allclose(actds.open(acts, seal=pin).stats("resid_post.0").mean, right.mean(0))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_server_that_answers_other_bytes_later_is_refused(
+    acts: Path, kept: bool, tmp_path: Path
+) -> None:
+    pytest.importorskip("obstore")
+    pin = digest_of(acts)
+    file, sound, forged = forge(acts)
+    file.write_bytes(sound)
+    cache = {"cache": tmp_path / "cache", "cache_bytes": 1 << 30} if kept else {}
+    with web_server(acts.parent) as port:
+        uri = f"http://127.0.0.1:{port}/{acts.name}"
+        dataset = actds.open(uri, seal=pin, **cache)
+        rows = dataset.array("resid_post.0")[:]
+        assert np.array_equal(rows, actds.open(acts).array("resid_post.0")[:])
+        file.write_bytes(forged)
+        if kept:  # what the cache holds is compared as well, and asked for again where it is wrong
+            assert np.array_equal(dataset.array("resid_post.0")[:], rows)
+            shutil.rmtree(tmp_path / "cache")
+        assert code_of(dataset.array("resid_post.0").__getitem__, slice(None)) == "E202"
+        assert code_of(first_batch, uri, seal=pin) == "E202"
+        DOORS["slice"](uri)

@@ -85,6 +85,8 @@ def test_an_arm_is_a_path_with_a_name_before_it_and_selections_after() -> None:
         ArmWords("C", "./x=y", exclude=("special", "eos")),
         ArmWords("D", "_R=acts"),
     ]
+    assert parse_arms([Path("a"), Path("b/c")]) == parse_arms(["a", "b/c"])
+    assert parse_arms([Path("acts")]) == parse_arms(["acts"])
     assert parse_arms(["acts:where=position < 9"]) == [
         ArmWords("H", "acts", "prefill", "position < 9"),
         ArmWords("G", "acts", "decode", "position < 9"),
@@ -143,7 +145,7 @@ def test_no_outlier_in_too_few_rows_is_undecided_for_want_of_rows(arms: dict[str
 
 
 def test_one_dataset_is_compared_by_phase(arms: dict[str, Path]) -> None:
-    found = regimes(str(arms["A"]), hooks=[HOOK])
+    found = regimes(arms["A"], hooks=[HOOK])
     (contrast,) = found.contrasts
     assert (contrast.name, contrast.pairing, contrast.about) == ("G-H", "unpaired", "both")
     assert (contrast.first.n_decode, contrast.second.n_decode) == (0, contrast.second.n_rows)
@@ -294,7 +296,7 @@ def test_a_dictionary_is_scored_and_its_fit_is_that_of_numpy(
 ) -> None:
     path = dictionary(tmp_path / "sae", metadata={"prepend_bos": True})
     given = [f"{name}={arms[name]}:phase=decode" for name in "AC"]
-    found = regimes(*given, hooks=[HOOK], sae=[str(path)])
+    found = regimes(*given, hooks=[HOOK], sae=[path])
     contrast = found.contrasts[0]
     value = next(v for v in contrast.values if v.measure == "FVU over the arm's own variance"
                  and v.axis == "all")  # fmt: skip
@@ -358,7 +360,7 @@ def test_probes_of_a_file_are_scored(arms: dict[str, Path], tmp_path: Path) -> N
     save_file({"weights": weights, "bias": np.array([1, 2], np.float32)}, file,
               {"hook": HOOK, "names": '["refuses", "lies"]'})  # fmt: skip
     given = [f"{name}={arms[name]}:phase=decode" for name in "AC"]
-    found = regimes(*given, probes=[str(file)])
+    found = regimes(*given, probes=[file])
     value = next(v for v in found.contrasts[-1].values if v.instrument == "probes"
                  and v.axis == "all")  # fmt: skip
     assert value.hook == HOOK and value.element in ("refuses", "lies") and value.arms is not None

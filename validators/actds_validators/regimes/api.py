@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -41,13 +42,13 @@ MAX_LABELLED = 32
 
 
 def regimes(
-    *arms: str,
+    *arms: str | os.PathLike[str],
     contrasts: Sequence[str] = (),
     hooks: Sequence[str] = (),
-    sae: Sequence[str] = (),
-    probes: Sequence[str] = (),
+    sae: Sequence[str | os.PathLike[str]] = (),
+    probes: Sequence[str | os.PathLike[str]] = (),
     label: str | None = None,
-    model: str | None = None,
+    model: str | os.PathLike[str] | None = None,
     held_out: float | None = None,
     pairing: Pairing | None = None,
     floor: str | None = None,
@@ -92,6 +93,7 @@ def regimes(
     from actds_validators.regimes.run import Asked, compare
 
     chosen = settings_of(Limits, limits)
+    model = None if model is None else os.fspath(model)
     if held_out is not None and not 0 < held_out < 1:
         raise ActdsError("E009", "held_out", got=f"{held_out}", expected="a share from 0 to 1")
     opened = _open_arms(arms, held_out)
@@ -131,7 +133,7 @@ def regimes(
     return found.model_copy(update={"used": used, "datasets": results})
 
 
-def _open_arms(words: Sequence[str], held_out: float | None) -> dict[str, Arm]:
+def _open_arms(words: Sequence[str | os.PathLike[str]], held_out: float | None) -> dict[str, Arm]:
     """Return the arms by name; a dataset that several name is opened once."""
     asked = parse_arms(words)
     paths: dict[str, Dataset] = {}
@@ -173,8 +175,11 @@ def _shared_hooks(arms: Sequence[Arm], hooks: Sequence[str]) -> list[str]:
     return [hook for hook in shared if not hooks or hook in hooks]
 
 
-def _hook_and_path(text: str, hooks: Sequence[str], argument: str) -> tuple[str | None, str]:
+def _hook_and_path(
+    text: str | os.PathLike[str], hooks: Sequence[str], argument: str
+) -> tuple[str | None, str]:
     """Return the hook that ``HOOK=PATH`` names, None for a path alone."""
+    text = os.fspath(text)
     head, is_named, path = text.partition("=")
     if not is_named or "/" in head:
         return None, text
@@ -202,7 +207,10 @@ def _of_hook(place: str, hook: str | None, hooks: Sequence[str]) -> str:
 
 
 def _dictionaries(
-    words: Sequence[str], hooks: Sequence[str], arms: Sequence[Arm], model: str | None
+    words: Sequence[str | os.PathLike[str]],
+    hooks: Sequence[str],
+    arms: Sequence[Arm],
+    model: str | None,
 ) -> dict[str, Dictionary]:
     """Return the dictionaries by hook.
 
@@ -306,7 +314,7 @@ def _sequences(dataset: Dataset) -> set[str | None]:
 
 
 def _probes(
-    words: Sequence[str], hooks: Sequence[str], arms: Sequence[Arm]
+    words: Sequence[str | os.PathLike[str]], hooks: Sequence[str], arms: Sequence[Arm]
 ) -> dict[str, ProbeFile]:
     found: dict[str, ProbeFile] = {}
     for text in words:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -51,7 +52,10 @@ class ArmWords:
     weights: tuple[str, ...] = ()
 
 
-def parse_arms(words: Sequence[str]) -> list[ArmWords]:
+Words = str | os.PathLike[str]
+
+
+def parse_arms(words: Sequence[Words]) -> list[ArmWords]:
     """Return the arms that are asked for; one alone is its prefill rows, H, and decode rows, G.
 
     Each is ``[NAME=]PATH[:KEY=VALUE,...]`` with the keys ``phase``, ``where`` and ``exclude``,
@@ -62,11 +66,12 @@ def parse_arms(words: Sequence[str]) -> list[ArmWords]:
     """
     arms = parse_named(words)
     if len(arms) == 1:
-        only, named = arms[0], _NAMED.fullmatch(words[0])
+        text = os.fspath(words[0])
+        only, named = arms[0], _NAMED.fullmatch(text)
         if only.phase is not None or named:
             got = "a name or a phase of the only arm"
             expected = "a dataset, whose prefill and decode rows are compared, or two arms"
-            raise ActdsError("E009", words[0][:200], got=got, expected=expected)
+            raise ActdsError("E009", text[:200], got=got, expected=expected)
         return [
             ArmWords(name, only.path, phase, only.where, only.exclude)
             for name, phase in (("H", "prefill"), ("G", "decode"))
@@ -74,7 +79,7 @@ def parse_arms(words: Sequence[str]) -> list[ArmWords]:
     return arms
 
 
-def parse_named(words: Sequence[str], keys: Sequence[str] = SELECTION_KEYS) -> list[ArmWords]:
+def parse_named(words: Sequence[Words], keys: Sequence[str] = SELECTION_KEYS) -> list[ArmWords]:
     """Return the arms that are asked for, one or more.
 
     Args:
@@ -87,7 +92,9 @@ def parse_named(words: Sequence[str], keys: Sequence[str] = SELECTION_KEYS) -> l
     if not words or len(words) > len(_LETTERS):
         expected = f"1 to {len(_LETTERS)} arms"
         raise ActdsError("E009", "arms", got=f"{len(words)} of them", expected=expected)
-    arms = [_parse(text, letter, keys) for text, letter in zip(words, _LETTERS, strict=False)]
+    arms = [
+        _parse(os.fspath(text), letter, keys) for text, letter in zip(words, _LETTERS, strict=False)
+    ]
     names = [arm.name for arm in arms]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -18,7 +19,7 @@ __all__ = ["stability"]
 
 
 def stability(
-    *arms: str,
+    *arms: str | os.PathLike[str],
     hook: str | None = None,
     out: str | Path | None = None,
     limits: Limits | Mapping[str, float] | None = None,
