@@ -78,7 +78,7 @@ def account_run(catalog: Catalog, run: str) -> Account:
     return Account(list(dict.fromkeys(findings)), accounts[0].totals, accounts[0].multiplicity)
 
 
-def seal(store: Store | str | Path) -> Seal:
+def seal(store: Store | str | Path, *, apart: bool = False) -> Seal:
     """Seal a dataset: its present ledger is complete, and every position accounted for.
 
     A dataset whose ledger did not change since its highest seal keeps that seal. ``SHA256SUMS``
@@ -86,6 +86,7 @@ def seal(store: Store | str | Path) -> Seal:
 
     Args:
         store: the dataset's store, or its path.
+        apart: parse tables as ``Catalog.parse_apart``.
 
     Raises:
         ActdsError: E305 a chain is open; the first error of the catalogue or of the accounting;
@@ -95,7 +96,7 @@ def seal(store: Store | str | Path) -> Seal:
     """
     store = open_store(store)
     store.check_create_only()
-    catalog = Catalog.read(store)
+    catalog = Catalog.read(store, apart=apart)
     heads = _heads(catalog)
     if catalog.is_sealed and catalog.seal is not None:
         _put_beside(catalog)

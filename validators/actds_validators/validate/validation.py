@@ -16,7 +16,6 @@ from actds import __version__
 from actds.accounting.account import TOTALS
 from actds.errors import ActdsError, CheckName, Finding
 from actds.executor import ExecutorName
-from actds.format.apart import TablesApart
 from actds.hub.card import compare_card
 from actds.reading import Catalog, read_dataset
 from actds.sealing import check_provenance
@@ -220,9 +219,7 @@ def _check_all(
 ) -> None:
     """Run the checks of a level; ``accounts`` takes what became of the positions of each run."""
     if level != "quick":
-        there = catalog.files.keys() - catalog.unsound
-        nbytes = sum(catalog.files[path].nbytes for path in there)
-        catalog.parse = TablesApart(nbytes).from_parquet
+        catalog.parse_apart()
     _check_ledger(catalog)
     check_structure(catalog)
     _check_list(catalog)

@@ -91,8 +91,7 @@ def view(
             "E011", "actds view", got="the package jinja2 is not installed",
             expected="the extra actds[audit]", next_step='pip install "actds[audit]"',
         )  # fmt: skip
-    from actds.load.dataset import Dataset
-    from actds.load.dataset import open as open_dataset
+    from actds.load.dataset import Dataset, open_apart
     from actds.load.overview import fates, norm_profile
     from actds_validators.view import page
     from actds_validators.view.requests import read_requests, read_tokenizer, sample
@@ -102,7 +101,7 @@ def view(
         raise ActdsError("E009", "--probe", got="--sae as well", expected="one of the two")
     if start < 0 or n_tokens < 1:
         raise ActdsError("E009", "start", got=f"{start}, {n_tokens} tokens", expected="from 0, 1")
-    dataset = source if isinstance(source, Dataset) else open_dataset(source)
+    dataset = source if isinstance(source, Dataset) else open_apart(source)
     chosen = hook or next(iter(dataset.hooks))
     d_model = dataset.array(chosen).shape[1]
     scores = [NORM]

@@ -122,7 +122,7 @@ def recover(path: str | Path, *, clear: bool = False) -> RecoverResult:
         runs = recover_runs(store)
         error, sealed = _unaccountable(runs), None
         try:
-            sealed = seal(store) if error is None else None
+            sealed = seal(store, apart=True) if error is None else None
         except ActdsError as refused:
             error = refused
         unreachable = dict(_unreachable(store))
@@ -151,7 +151,7 @@ def recover_runs(store: Store) -> list[RunFound]:
     for state in before.values():
         if state.state == "open":
             fence(store, genesis.dataset, state.chain, FENCED)
-    catalog = Catalog.read(store)
+    catalog = Catalog.read(store, apart=True)
     return [_recover_run(store, catalog, run, before) for run in catalog.run_ids]
 
 
