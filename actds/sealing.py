@@ -127,7 +127,7 @@ def seal(store: Store | str | Path, *, apart: bool = False) -> Seal:
         multiplicity=_put_multiplicity(store, n, pa.concat_tables(multiplicity)),
     )
     store.put_new(layout.seal_path(n), [schema.to_bytes(document)])
-    _put_beside(Catalog.read(store))
+    _put_beside(Catalog.read(store, apart=apart))
     return document
 
 

@@ -181,7 +181,7 @@ def info(path: str, as_json: bool) -> None:
     from actds.reading import Catalog
     from actds.store import open_store
 
-    facts = describe(Catalog.read(open_store(path)))
+    facts = describe(Catalog.read(open_store(path), apart=True))
     if as_json:
         print_json(envelope("info", asdict(facts)))
     else:
