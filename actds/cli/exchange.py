@@ -89,7 +89,7 @@ def export_command(path: str, out: str, hooks: str | None, as_json: bool, **opti
 @click.option(
     "--from",
     "kind",
-    type=click.Choice(["sae-lens", "safetensors", "pt", "npy"]),
+    type=click.Choice(["sae-lens", "datasets", "safetensors", "pt", "npy", "npz"]),
     help="Form of the set; by the names of its files without it.",
 )
 @click.option(
@@ -101,8 +101,8 @@ def export_command(path: str, out: str, hooks: str | None, as_json: bool, **opti
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["bfloat16", "float16"]),
-    help="Type of two-byte values in .npy files, which have no name for bfloat16.",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    help="Type of two-byte values without a name (.npy), and of float64, which is rounded.",
 )
 @click.option(
     "--declare",
@@ -123,7 +123,8 @@ def import_command(
     """Write activations that were made elsewhere as a dataset.
 
     FOREIGN is a file or a folder: a cache of SAELens, hidden states of vLLM's connector or
-    speculators, .pt or .npy files. What it does not say is marked unknown. The dataset has no
+    speculators, .pt, .safetensors, .npz or .npy files, a saved dataset of lists; actds doctor says
+    which of its arrays are rows. What it does not say is marked unknown. The dataset has no
     census: it cannot be sealed, and readers refuse it unless an argument accepts that.
 
     \b

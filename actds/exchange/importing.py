@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -20,11 +19,13 @@ from pydantic import ValidationError
 from actds import __version__, layout, schema
 from actds.commit import ShardRows, commit_shard
 from actds.errors import ActdsError
+from actds.exchange.apart import open_foreign, reader
 from actds.exchange.export import RECORD_FILE
 from actds.exchange.folders import new_folder
-from actds.exchange.foreign import Block, ForeignHook, ForeignSet, open_foreign
+from actds.exchange.foreign import Block, ForeignHook, ForeignSet, own_name
 from actds.exchange.rows import BLOCK_NBYTES
 from actds.exchange.tensors import foreign as bad_set
+from actds.exchange.tensors import read_document
 from actds.format.arrays import DTYPES
 from actds.format.tables import UNKNOWN_FIELD
 from actds.ledger import Chain
@@ -38,9 +39,8 @@ from actds.schema import (
 )
 from actds.store.local import LocalStore
 
-__all__ = ["Imported", "import_foreign", "named_hook", "own_name"]
+__all__ = ["Imported", "import_foreign", "named_hook"]
 
-_TLENS = re.compile(r"blocks\.(\d+)\.hook_(resid_pre|resid_mid|resid_post)")
 _OWN = re.compile(r"([a-z0-9_]+)\.(0|[1-9][0-9]*)")
 Progress = Callable[[int], None]
 
@@ -72,9 +72,9 @@ def import_foreign(
     foreign: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    kind: Literal["sae-lens", "safetensors", "pt", "npy"] | None = None,
+    kind: Literal["sae-lens", "datasets", "safetensors", "pt", "npy", "npz"] | None = None,
     hooks: str | Sequence[str] | None = None,
-    dtype: Literal["bfloat16", "float16"] | None = None,
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None,
     declare: Mapping[str, bool | int | str] | None = None,
     progress: Progress = lambda n_rows: None,
 ) -> Imported:
@@ -107,6 +107,7 @@ def import_foreign(
     Spec: 0.1 sections 6.1 and 6.3.
     """
     path = Path(foreign)
+    reader.deaths.clear()
     found = open_foreign(path, kind, dtype)
     named = _name_hooks(found, hooks, path)
     run = layout.new_id("r")
@@ -188,12 +189,6 @@ def named_hook(name: str, one: ForeignHook) -> Hook | None:
         return None
 
 
-def own_name(hook: ForeignHook) -> str:
-    """Return the name of a hook for what the set calls it."""
-    match = _TLENS.fullmatch(hook.called)
-    return f"{match[2]}.{int(match[1])}" if match else hook.called
-
-
 def _shards(found: ForeignSet, hooks: list[Hook]) -> Iterator[tuple[ShardRows, int]]:
     """Yield the rows of shards of bounded size, each with the number of its last sequence."""
     row_nbytes = sum(hook.d_model * DTYPES[hook.dtype].itemsize for hook in hooks)
@@ -264,7 +259,7 @@ def _fields(
     }
     exported = (path if path.is_dir() else path.parent) / RECORD_FILE
     if exported.is_file():
-        digest = json.loads(exported.read_bytes()).get("digest")
+        digest = read_document(exported).get("digest")
         declare = {"import.dataset_digest": digest, **declare} if digest else declare
     called = [hook.called or "none" for hook in found.hooks]
     observed["import.hooks_called"] = called

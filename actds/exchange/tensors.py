@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,8 +20,9 @@ import numpy.typing as npt
 
 from actds.errors import ActdsError
 
-__all__ = ["NewTensor", "StoredTensor", "foreign", "read_header", "write_tensors"]
+__all__ = ["NewTensor", "StoredTensor", "foreign", "read_document", "read_header", "write_tensors"]
 
+MAX_DOCUMENT_NBYTES = 1 << 24
 MAX_HEADER_NBYTES = 100_000_000  # that of the format
 _CODES = {
     "bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64",
@@ -115,7 +117,7 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
             raise foreign(path, f"{nbytes} bytes", f"a header of {length} bytes, and tensors")
         text = file.read(length)
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=_once)
         metadata = header.pop("__metadata__", {})
         if not all(isinstance(word, str) for word in metadata.values()):
             raise TypeError("metadata that are no words")
@@ -133,7 +135,8 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError,
     ):  # fmt: skip
         raise foreign(path, "a header that cannot be read", "a safetensors file") from None
-    for name, tensor in found.items():
+    at = 8 + length
+    for name, tensor in sorted(found.items(), key=lambda one: (one[1].offset, ends[one[0]])):
         if ends[name] > nbytes:
             raise foreign(f"{path} {name}", f"{nbytes} bytes", f"{ends[name]}: it is truncated")
         known = tensor.dtype in _CODES
@@ -145,7 +148,43 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         ):
             got = f"{ends[name] - tensor.offset} bytes of {tensor.dtype} {tensor.shape}"
             raise foreign(f"{path} {name}", got, f"{size} bytes")
+        if tensor.offset != at:
+            got = f"a tensor from byte {tensor.offset}"
+            raise foreign(f"{path} {name}", got, f"from {at}: tensors one after the other")
+        at = ends[name]
+    if at != nbytes:
+        raise foreign(path, f"{nbytes} bytes", f"{at}, where its tensors end")
     return found, metadata
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse a name that an object has twice: of two arrays one would be left out in silence."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        raise ValueError("a name twice")
+    return members
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Return the object of a small JSON file that a stranger made.
+
+    Raises:
+        ActdsError: E019 it is no regular file, larger than 16 MiB, or no JSON object.
+    """
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_DOCUMENT_NBYTES:
+            got = f"{status.st_size} bytes" if stat.S_ISREG(status.st_mode) else "no regular file"
+            raise foreign(path, got, f"a document of at most {MAX_DOCUMENT_NBYTES} bytes")
+        with path.open("rb") as file:
+            document = json.loads(file.read(MAX_DOCUMENT_NBYTES), object_pairs_hook=_once)
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, ActdsError):
+            raise
+        raise foreign(path, "a document that cannot be read", "a JSON object") from None
+    if not isinstance(document, dict):
+        raise foreign(path, "a document that cannot be read", "a JSON object")
+    return document
 
 
 def _itemsize(dtype: str) -> int:

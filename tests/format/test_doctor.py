@@ -6,7 +6,10 @@ import json
 import os
 import pickle
 import shlex
+import subprocess
+import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +109,126 @@ def test_a_set_is_described_and_the_command_imports_it(name: str, tmp_path: Path
     assert words[:3] == ["actds", "import", str(path)]
     words[3] = str(tmp_path / "acts")
     layers = iter(range(9))
-    words = [f"resid_post.{next(layers)}" if word == "KIND.LAYER" else word for word in words]
+    words = [f"resid_post.{next(layers)}" if word.startswith("KIND.") else word for word in words]
     done = run(*words[1:], "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["n_rows"] == found.n_rows
     assert actds.doctor(tmp_path / "acts").is_dataset
+
+
+ROWS = torch.randn(12, 8, generator=torch.manual_seed(0))
+LENGTHS = (5, 3, 4)
+TEXTS = list(ROWS.split(LENGTHS))
+
+
+def _saved(data: Any) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        torch.save(data, folder / "rows.pt")
+        return folder / "rows.pt"
+
+    return make
+
+
+def _flat(folder: Path) -> Path:
+    tensors = {"layer_10": ROWS, "layer_20": -ROWS, "labels": torch.ones(12)}
+    save_file(tensors, folder / "rows.safetensors")
+    return folder / "rows.safetensors"
+
+
+def _npz(folder: Path) -> Path:
+    np.savez(folder / "rows.npz", acts=ROWS.numpy(), tokens=np.arange(12), y=np.ones(12))
+    return folder / "rows.npz"
+
+
+def _npz_deflated(folder: Path) -> Path:
+    np.savez_compressed(folder / "rows.npz", acts=ROWS.numpy(), y=np.ones(12))
+    return folder / "rows.npz"
+
+
+def _memmap(folder: Path) -> Path:
+    array = np.lib.format.open_memmap(folder / "rows.npy", "w+", np.float32, (12, 8))
+    array[:] = ROWS.numpy()
+    array.flush()
+    return folder / "rows.npy"
+
+
+def _raw(folder: Path) -> Path:
+    array = np.memmap(folder / "rows.dat", np.float32, "w+", shape=(12, 8))
+    array[:] = ROWS.numpy()
+    array.flush()
+    return folder / "rows.dat"
+
+
+def _lists(values: Callable[[torch.Tensor], Any]) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        datasets.disable_progress_bars()
+        lines = {"acts": values(ROWS), "text": [str(n) for n in range(len(values(ROWS)))]}
+        datasets.Dataset.from_dict(lines).save_to_disk(str(folder / "saved"))
+        return folder / "saved"
+
+    return make
+
+
+CACHE = {
+    "blocks.10.hook_resid_post": ROWS.view(3, 4, 8),
+    "blocks.10.attn.hook_z": -ROWS.view(3, 4, 2, 4),
+    "blocks.10.attn.hook_pattern": torch.rand(3, 2, 4, 4),
+    "blocks.10.ln1.hook_scale": torch.rand(3, 4, 1),
+}
+"""A ``dict(cache)`` of TransformerLens: batch, position, and head where there are heads."""
+HANDMADE: dict[str, tuple[Callable[[Path], Path], list[str], list[int], list[str]]] = {
+    # What makes it, what its hooks are, signs of their rows, what is left out.
+    "pt acts and labels": (_saved({"acts": ROWS, "labels": torch.ones(12)}), ["resid_post.10"],
+                           [1], ["labels"]),
+    "pt by layer": (_saved({"layer_10": ROWS, "layer_20": -ROWS}),
+                    ["resid_post.10", "resid_post.20"], [1, -1], []),
+    "pt list of texts": (_saved(TEXTS), ["resid_post.10"], [1], []),
+    "pt list of rows": (_saved(list(ROWS)), ["resid_post.10"], [1], []),
+    "pt lists by layer": (_saved({"layer_10": TEXTS, "layer_20": [-one for one in TEXTS]}),
+                          ["resid_post.10", "resid_post.20"], [1, -1], []),
+    "pt hidden states by layer": (_saved((ROWS.view(3, 4, 8), -ROWS.view(3, 4, 8))),
+                                  ["resid_post.0", "resid_post.1"], [1, -1], []),
+    "TransformerLens": (_saved(CACHE), ["resid_post.10", "z.10"], [1, -1],
+                        ["blocks.10.attn.hook_pattern", "blocks.10.ln1.hook_scale"]),
+    "flat safetensors": (_flat, ["resid_post.10", "resid_post.20"], [1, -1], ["labels"]),
+    "npz": (_npz, ["resid_post.10"], [1], ["y"]),
+    "npz deflated": (_npz_deflated, ["resid_post.10"], [1], ["y"]),
+    "npy": (_memmap, ["resid_post.10"], [1], []),
+    "raw": (_raw, ["resid_post.10"], [1], []),
+    "datasets of rows": (_lists(lambda rows: list(rows.numpy())), ["resid_post.10"], [1], ["text"]),
+    "datasets of lists of doubles": (_lists(torch.Tensor.tolist), ["resid_post.10"], [1], ["text"]),
+    "datasets of texts": (_lists(lambda rows: [one.numpy() for one in rows.split(LENGTHS)]),
+                          ["resid_post.10"], [1], ["text"]),
+}  # fmt: skip
+
+
+@pytest.mark.standard
+@pytest.mark.parametrize("name", HANDMADE)
+def test_the_recipe_brings_in_what_people_save(name: str, tmp_path: Path) -> None:
+    make, hooks, signs, left_out = HANDMADE[name]
+    path = make(tmp_path)
+    [found] = actds.doctor(path, hooks=hooks).sets
+    page = run("doctor", path, *(word for hook in hooks for word in ("--hook", hook))).stdout
+    assert page.splitlines()[-len(found.recipe) :] == [f"  {line}" for line in found.recipe]
+    # Literally, as from the page, but for what raw bytes do not say.
+    script = "\n".join(found.recipe).replace("D_MODEL", "8")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path}
+    done = subprocess.run(["bash", "-ec", script], cwd=tmp_path, env=environment,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    if left_out:
+        assert f"left out: {', '.join(left_out)}" in done.stdout.splitlines()
+    with pytest.warns(UserWarning, match="E306|E403"):
+        dataset = actds.open(tmp_path / "acts", i_accept_unsealed=True, i_accept_unprovenanced=True)
+    table = dataset.tokens()
+    order = np.lexsort((table["position"].to_numpy(), table["request"].to_numpy()))
+    for hook, sign in zip(hooks, signs, strict=True):
+        assert torch.equal(dataset.array(hook).torch(order), sign * ROWS)
+    if name == "npz":
+        assert table["token_id"].to_numpy()[order].tolist() == list(range(12))
+    if "texts" in name:
+        assert np.bincount(table["request"].to_numpy()).tolist() == list(LENGTHS)
 
 
 def test_what_is_missing_says_what_nobody_can_know(tmp_path: Path) -> None:
@@ -126,7 +244,7 @@ def test_the_page_ends_with_the_command(tmp_path: Path) -> None:
     assert done.exit_code == 0 and done.stderr == ""
     assert "  blocks.3.hook_resid_post  float32 (6, 4, 8)" in done.stdout.splitlines()
     last = done.stdout.splitlines()[-1]
-    assert last == f"  actds import {path} acts --declare model.name=NAME"
+    assert last == f"  actds import {path} acts"
 
 
 def test_a_bfloat16_array_without_a_name_is_named(tmp_path: Path) -> None:
@@ -137,18 +255,18 @@ def test_a_bfloat16_array_without_a_name_is_named(tmp_path: Path) -> None:
 
 def test_other_forms_are_shown_but_not_imported(tmp_path: Path) -> None:
     datasets.disable_progress_bars()
-    made = datasets.Dataset.from_dict({"text": ["a", "b"], "emb": [[1.0, 2.0], [3.0, 4.0]]})
+    made = datasets.Dataset.from_dict({"text": ["a", "b"], "emb": [[1.0, 2.0], [3.0]]})
     made.save_to_disk(str(tmp_path / "saved"))
     made.to_parquet(str(tmp_path / "parquet" / "train.parquet"))
     os.mkdir(tmp_path / "npz")
-    np.savez(tmp_path / "npz" / "rows.npz", a=np.ones((3, 8), np.float32), b=np.ones(3))
+    np.savez(tmp_path / "npz" / "rows.npz", a=np.ones((3, 8), np.int32), b=np.ones(3))
     for name, kind in (("saved", "datasets"), ("parquet", "parquet"), ("npz", "npz")):
         report = actds.doctor(tmp_path / name)
         [found] = report.sets
         assert found.kind == kind and found.command is None and found.refused
         assert run("doctor", tmp_path / name).exit_code == 1
     shapes = {a.name: (a.dtype, a.shape) for a in actds.doctor(tmp_path / "npz").sets[0].arrays}
-    assert shapes == {"a": ("float32", [3, 8]), "b": ("float64", [3])}
+    assert shapes == {"a": ("int32", [3, 8]), "b": ("float64", [3])}
     assert actds.doctor(tmp_path).elsewhere == ["npz", "parquet", "saved"]
 
 

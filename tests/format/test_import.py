@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import actds
 from actds.cli import cli
 from actds.errors import ActdsError, NoProvenanceError
-from actds.exchange import foreign, importing
+from actds.exchange import importing
 from actds.exchange.tensors import read_header
 from actds.schema import REQUIRED_PROVENANCE
 from actds_testing.synthetic import make_dataset
@@ -257,7 +257,6 @@ def test_shards_of_any_size_hold_the_same_rows(
 ) -> None:
     made = hidden_states(tmp_path / "set")
     monkeypatch.setattr(importing, "BLOCK_NBYTES", 2 * 2 * 8 * 4)  # four rows
-    monkeypatch.setattr(foreign, "BLOCK_ROWS", 5)
     seen: list[int] = []
     actds.import_foreign(tmp_path / "set", tmp_path / "acts", hooks=TWO, progress=seen.append)
     shards = opened(tmp_path / "acts").shards
@@ -322,7 +321,7 @@ STATES = torch.zeros(3, 2, 8)
 @pytest.mark.parametrize(
     ("words", "tensors"),
     [
-        ("tensors embedding", {"embedding": STATES}),
+        ("tensors embedding int64", {"embedding": STATES.long()}),
         ("hidden_states of shape", {"hidden_states": STATES[0, 0]}),
         ("values of float64", {"hidden_states": STATES.double()}),
         ("values of F8_E4M3", {"hidden_states": STATES.to(torch.float8_e4m3fn)}),
@@ -380,7 +379,7 @@ def test_hooks_that_nobody_names_are_asked_for(tmp_path: Path) -> None:
 
 def test_what_is_no_set_is_refused(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
-    refused(tmp_path, "E019 .*no file of sae-lens, safetensors, pt, npy")
+    refused(tmp_path, "E019 .*no file of sae-lens, datasets, safetensors, pt, npy, npz")
     refused(tmp_path, "E019 .*no such path", source=tmp_path / "nowhere")
     refused(tmp_path, "E009 --from", kind="csv")
     np.save(tmp_path / "set" / "a.npy", np.zeros((2, 2)))
