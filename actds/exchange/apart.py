@@ -41,11 +41,21 @@ def open_foreign(path: Path, kind: str | None = None, dtype: str | None = None) 
         ActdsError: as ``open_set``, E019 also for a file that ends its parser; E009 an unknown
             kind.
     """
-    names = ", ".join(KINDS)
     if kind is not None and kind not in KINDS:
-        raise ActdsError("E009", "--from", got=repr(kind)[:80], expected=f"one of {names}")
-    if not path.exists():
-        raise foreign(path, "no such path", "a file, or a folder of files")
+        expected = f"one of {', '.join(KINDS)}"
+        raise ActdsError("E009", "--from", got=repr(kind)[:80], expected=expected)
+    try:
+        return _open(path, kind, dtype)
+    except OSError as error:
+        if isinstance(error, ActdsError):
+            raise
+        words = error.strerror or str(error)
+        raise foreign(path, words, "a file, or a folder of files") from None
+
+
+def _open(path: Path, kind: str | None, dtype: str | None) -> ForeignSet:
+    names = ", ".join(KINDS)
+    path.stat()  # there is such a path
     found = {k: files for k in KINDS if kind in (None, k) and (files := files_of(path, k))}
     if kind is not None and path.is_file():  # whatever its name
         found = {kind: [path]}

@@ -287,11 +287,13 @@ def _of_arrow(file: Path) -> dict[str, Leaf]:
 
 
 def features_of(folder: Path) -> dict[str, Any]:
-    """Return what ``datasets`` says of the columns; empty where it says nothing."""
-    try:
-        found = read_document(folder / "dataset_info.json").get("features")
-    except ActdsError:
-        return {}
+    """Return what ``datasets`` says of the columns; empty where it says nothing.
+
+    Raises:
+        ActdsError: E019 ``dataset_info.json`` is there and cannot be read.
+    """
+    path = folder / "dataset_info.json"
+    found = read_document(path).get("features") if path.exists() else None
     return found if isinstance(found, dict) else {}
 
 

@@ -216,23 +216,25 @@ def doctor(
     if (folder / layout.GENESIS).is_file():
         return Report(str(path), True)
     try:
-        files = [folder] if folder.is_file() else sorted(_files(folder))
+        entries = [folder] if folder.is_file() else sorted(_entries(folder))
     except OSError as error:
         raise foreign(folder, error.strerror or str(error), "a readable folder") from None
     reader.deaths.clear()
+    files = [entry for entry in entries if entry.is_file()]
     kinds = _kinds(folder, files)
     names = [hooks] if isinstance(hooks, str) else list(hooks or ())
     sets = [_examine(folder, kind, mine, names, values) for kind, mine in kinds.items()]
     known = {file for mine in kinds.values() for file in mine}
     elsewhere = [] if folder.is_file() else list(_elsewhere(folder))
-    others = [file for file in files if file not in known and file.suffix not in (".json", ".lock")]
+    others = [one for one in entries if one not in known and one.suffix not in (".json", ".lock")]
     return Report(str(path), False, sets, elsewhere, len(others))
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _entries(folder: Path) -> Iterator[Path]:
+    """Yield all that is in a folder but folders: special files are counted, and never opened."""
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.is_file():
+            if not entry.is_dir():
                 yield folder / entry.name
 
 

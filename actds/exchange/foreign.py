@@ -150,16 +150,18 @@ def _arrow_files(path: Path, kind: str) -> list[Path]:
     state = path / "state.json"
     if not (state.is_file() and (path / "dataset_info.json").is_file()):
         return []
-    windows = any(
-        isinstance(one, dict) and one.get("_type") == "Array2D"
-        for one in features_of(path).values()
-    )
+    features = features_of(path).values()
+    windows = any(isinstance(one, dict) and one.get("_type") == "Array2D" for one in features)
     if windows != (kind == "sae-lens"):
         return []
     try:
-        names = [str(one["filename"]) for one in read_document(state)["_data_files"]]
+        document = read_document(state)
+        names = [str(one["filename"]) for one in document["_data_files"]]
     except (KeyError, TypeError):
         raise foreign(state, "a document that cannot be read", "data files") from None
+    # Old versions of datasets saved a selection as an index beside the unselected rows.
+    if document.get("_indices_data_files"):
+        raise foreign(state, "a saved selection", "a dataset saved after flatten_indices()")
     files = [path / name for name in names]
     for name, file in zip(names, files, strict=True):
         if Path(name).name != name or not file.is_file():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import shlex
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,10 @@ from actds.errors import ActdsError
 from actds_testing.synthetic import make_dataset
 
 datasets = pytest.importorskip("datasets")
+LINUX = pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(),
+    reason="no limit of memory where no process says its size",
+)
 
 
 def run(*args: object) -> Result:
@@ -323,6 +329,37 @@ def _hostile(folder: Path, name: str) -> None:
         case "bomb.npz":
             with zipfile.ZipFile(folder / name, "w", zipfile.ZIP_DEFLATED) as archive:
                 archive.writestr("a.npy", b"\0" * 50_000_000)
+        case "strides.pt":  # 400 GB of four bytes
+            torch.save({"acts": torch.zeros(1).expand(100_000, 1_000_000)}, folder / name)
+        case "deflated.npz":  # 500 MB of zeros that say that they are as many
+            with zipfile.ZipFile(folder / name, "w", zipfile.ZIP_DEFLATED) as archive:
+                head = np.lib.format.magic(1, 0)
+                text = b"{'descr':'<f4','fortran_order':False,'shape':(125000,1000),}\n"
+                with archive.open("acts.npy", "w", force_zip64=True) as member:
+                    member.write(head + len(text).to_bytes(2, "little") + text)
+                    for _ in range(5):
+                        member.write(bytes(100_000_000))
+        case "twice.safetensors":
+            one = b'"a":{"dtype":"F32","shape":[2,8],"data_offsets":[0,64]}'
+            twice = b"{" + one + b"," + one + b"}"
+            (folder / name).write_bytes(len(twice).to_bytes(8, "little") + twice + bytes(64))
+        case "shared.safetensors":
+            entry = {"dtype": "F32", "shape": [2, 8], "data_offsets": [0, 64]}
+            shared = json.dumps({"a": entry, "b": entry}).encode()
+            (folder / name).write_bytes(len(shared).to_bytes(8, "little") + shared + bytes(64))
+        case "offsets.arrow":  # lists whose ends lie behind their values
+            values = pa.array(np.arange(8, dtype=np.float32))
+            ends = np.array([0, 4, 8], np.int32)
+            sink = pa.BufferOutputStream()
+            rows = pa.ListArray.from_arrays(ends, values)
+            with pa.ipc.new_stream(sink, pa.schema([("acts", rows.type)])) as stream:
+                stream.write(pa.RecordBatch.from_arrays([rows], ["acts"]))
+            data, wrong = sink.getvalue().to_pybytes(), np.array([0, 4, 1_000_000], np.int32)
+            assert ends.tobytes() in data
+            (folder / name).write_bytes(data.replace(ends.tobytes(), wrong.tobytes()))
+            state = {"_data_files": [{"filename": name}]}
+            (folder / "state.json").write_text(json.dumps(state))
+            (folder / "dataset_info.json").write_text('{"features":{}}')
         case "cut.arrow":
             sink = pa.BufferOutputStream()
             with pa.ipc.new_stream(sink, pa.schema([("a", pa.int64())])) as stream:
@@ -336,7 +373,8 @@ def _hostile(folder: Path, name: str) -> None:
     "name",
     ["pickle.pt", "bare.pt", "object.npy", "object.npz", "long.npy", "cut.npy", "cut.safetensors",
      "huge.safetensors", "deep.safetensors", "bomb.npz", "cut.arrow", "noise.pt", "noise.npy",
-     "noise.npz", "noise.safetensors", "noise.parquet", "noise.arrow"],
+     "noise.npz", "noise.safetensors", "noise.parquet", "noise.arrow", "strides.pt",
+     "twice.safetensors", "shared.safetensors", "offsets.arrow"],
 )  # fmt: skip
 def test_hostile_files_are_faults_and_nothing_of_them_runs(name: str, tmp_path: Path) -> None:
     _hostile(tmp_path, name)
@@ -346,6 +384,107 @@ def test_hostile_files_are_faults_and_nothing_of_them_runs(name: str, tmp_path: 
     [found] = actds.doctor(tmp_path).sets
     assert found.faults and found.faults[0].startswith("E019") and name in found.faults[0]
     assert found.command is None
+    with pytest.raises(ActdsError, match="E019"):
+        actds.import_foreign(tmp_path, tmp_path / "acts", hooks="resid_post.0")
+    assert not (tmp_path / "acts").exists()
+
+
+@pytest.mark.standard
+@LINUX
+def test_an_array_that_fills_the_memory_is_refused(tmp_path: Path) -> None:
+    _hostile(tmp_path, "deflated.npz")
+    with pytest.raises(ActdsError, match=r"E019 .*(MemoryError|takes too long|ends its parser)"):
+        actds.import_foreign(tmp_path / "deflated.npz", tmp_path / "acts", hooks="resid_post.0")
+
+
+@LINUX
+@pytest.mark.parametrize("name", ["state.json", "dataset_info.json", "actds_export.json"])
+def test_a_document_that_is_three_gigabytes_of_nothing_is_not_read(
+    name: str, tmp_path: Path
+) -> None:
+    path = windows(tmp_path / "set")
+    with (path / name).open("wb") as file:
+        file.truncate(3 << 30)
+    with limited(1 << 30):
+        [found] = actds.doctor(path).sets
+        with pytest.raises(ActdsError, match=f"E019 .*{name}"):
+            actds.import_foreign(path, tmp_path / "acts")
+    assert name == "actds_export.json" or found.command is None
+
+
+@contextmanager
+def limited(nbytes: int) -> Iterator[None]:
+    """Let this process take no more memory than so much beside what it holds."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    held = int(Path("/proc/self/statm").read_text("ascii").split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (held + nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def test_what_is_no_file_is_neither_opened_nor_waited_for(tmp_path: Path) -> None:
+    for name in ("rows.npy", "rows.pt", "state.json", "dataset_info.json", "actds.json"):
+        os.mkfifo(tmp_path / name)
+    (tmp_path / "zero.npy").symlink_to("/dev/zero")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "gone.npz").symlink_to(tmp_path / "nowhere")
+    report = actds.doctor(tmp_path)
+    assert not report.sets and not report.is_dataset and report.others == 4
+    for path in (tmp_path, tmp_path / "rows.npy", Path("/dev/zero"), tmp_path / "gone.npz"):
+        with pytest.raises(ActdsError, match="E019"):
+            actds.import_foreign(path, tmp_path / "acts", hooks="resid_post.0")
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_one_file_is_not_taken_twice(link: Callable[[Path, Path], None], tmp_path: Path) -> None:
+    path = arrays(tmp_path / "set")
+    link(path / "layer10.npy", path / "layer30.npy")
+    hooks = ["resid_post.10", "resid_post.20", "resid_post.30"]
+    with pytest.raises(ActdsError, match=r"E019 .*layer30\.npy: the same file as layer10.npy"):
+        actds.import_foreign(path, tmp_path / "acts", hooks=hooks)
+    saved = windows(tmp_path / "saved")
+    state = json.loads((saved / "state.json").read_bytes())
+    for more, words in (
+        ({"_data_files": state["_data_files"] * 2}, "the same file"),
+        ({"_data_files": [{"filename": "../saved/data-00000-of-00001.arrow"}]}, "no such file"),
+        ({"_indices_data_files": [{"filename": "indices.arrow"}]}, "a saved selection"),
+    ):
+        (saved / "state.json").write_text(json.dumps({**state, **more}))
+        with pytest.raises(ActdsError, match=f"E019 .*{words}"):
+            actds.import_foreign(saved, tmp_path / "acts")
+
+
+def test_values_are_counted_where_they_are_asked_for(tmp_path: Path) -> None:
+    rows = np.ones((40, 8), np.float32)
+    rows[3, 2], rows[4, 5], rows[5], rows[6, 1], rows[7, 0] = np.nan, np.inf, 0, 7e4, 3.4e38
+    np.save(tmp_path / "resid_post.3.npy", rows)
+    assert actds.doctor(tmp_path).sets[0].values is None
+    [counts] = actds.doctor(tmp_path, values=True).sets[0].values or []
+    finite = torch.from_numpy(rows[np.isfinite(rows).all(axis=1)])
+    beyond = {
+        name: int((~finite.to(getattr(torch, name)).isfinite()).any(dim=1).sum())
+        for name in ("float16", "bfloat16")
+    }
+    assert (counts.hook, counts.n_rows, counts.not_finite, counts.zero) == (
+        "resid_post.3",
+        40,
+        2,
+        1,
+    )
+    assert counts.overflow == beyond == {"float16": 2, "bfloat16": 1}
+    page = run("doctor", tmp_path, "--values").stdout
+    words = "2 NaN or infinite, 1 all zeros, 2 beyond float16, 1 beyond bfloat16"
+    assert f"  resid_post.3: 40 rows, {words}" in page.splitlines()
+    # As at a harvest, the manifests of what is imported count the same.
+    actds.import_foreign(tmp_path / "resid_post.3.npy", tmp_path / "acts")
+    manifests = [json.loads(one.read_bytes()) for one in tmp_path.glob("acts/shards/*/shard.json")]
+    assert [one["values"] for one in manifests] == [{"resid_post.3": {"not_finite": 2, "zero": 1}}]
+    # A type that cannot hold a value is refused, with the number of them.
+    np.save(tmp_path / "resid_post.4.npy", rows.astype(np.float64) * 1e5)
+    with pytest.raises(ActdsError, match=r"E019 .* values as \S+, which float16 cannot hold"):
+        actds.import_foreign(tmp_path / "resid_post.4.npy", tmp_path / "more", dtype="float16")
 
 
 def test_names_of_arrays_cannot_paint_the_terminal(tmp_path: Path) -> None:
