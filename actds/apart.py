@@ -141,8 +141,8 @@ class Apart:
             else:  # an answer that nobody took would be the next one's
                 process.end()
         if "error" in words:
-            code, where, got, expected = words["error"]
-            raise ActdsError(code, where, got=got, expected=expected)
+            code, where, got, expected, step = words["error"]
+            raise ActdsError(code, where, got=got, expected=expected, next_step=step)
         if "fault" in words:
             got, expected = words["fault"], request.expected
             raise ActdsError(request.code, request.place, got=got, expected=expected)
@@ -303,7 +303,7 @@ def _answer(answers: int, handle: Handler, words: dict[str, Any], body: pa.Buffe
     except BrokenPipeError:
         os._exit(0)
     except ActdsError as error:
-        last = {"error": (error.code, error.place, error.got, error.expected)}
+        last = {"error": (error.code, error.place, error.got, error.expected, error.next_step)}
     except Exception as error:  # of libraries that raise anything
         text = (str(error).splitlines() or [""])[0][:200]
         last = {"fault": f"{type(error).__name__}: {text}" if text else type(error).__name__}

@@ -464,6 +464,27 @@ def test_an_unsealed_dataset_is_refused(tmp_path: Path) -> None:
         actds.view(make_dataset(tmp_path / "open", sealed=False))
 
 
+def _multiplied(folder: Path, times: int) -> Path:
+    """Write a tokenizer whose decoder makes ten letters of each, again and again."""
+    from tokenizers import Tokenizer, decoders, models
+
+    made = Tokenizer(models.WordLevel({"a": 0, "b": 1}, "a"))
+    steps = [decoders.Replace("a", "a" * 10) for _ in range(times)]
+    made.decoder = decoders.Sequence(steps)  # type: ignore[assignment]
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("times", [4, 6, 12])
+def test_a_tokenizer_that_multiplies_is_refused(times: int, tmp_path: Path) -> None:
+    """Texts of 10^4 letters, 10^6 and 10^12, which no memory holds."""
+    pytest.importorskip("tokenizers")
+    tokenizer = read_tokenizer(_multiplied(tmp_path, times))
+    with pytest.raises(ActdsError, match=r"E009 --tokenizer.*expected"):
+        tokenizer.decode([0])
+    assert tokenizer.decode([1]) == "b"
+
+
 def test_a_tokenizer_folder_gives_the_text_as_it_was(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     write_byte_tokenizer(tmp_path)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from actds import layout
+from actds.apart import Apart, Reply, Request, cpu_seconds
 from actds.errors import ActdsError
 from actds.format import tables
+from actds.format.parquet import max_nbytes
 from actds.format.positions import Index, pair_key, position_key
 from actds.format.shard import TOKENS
 from actds.format.tables import TableName
@@ -322,6 +324,7 @@ LABEL_COLUMNS = {
     "class": pa.string(),
 }
 MAX_CLASSES = 32
+_MAX_FILE_NBYTES = 1 << 29
 _FILE = "a Parquet file with request, start, stop, class, and maybe run"
 _NUMBER = "a whole number from 0 to 4294967295"
 
@@ -351,9 +354,11 @@ def read_labels(path: Path) -> LabelFile:
             ranges that are empty or overlap.
     """
     try:
-        data = path.read_bytes()
-        given = pq.read_table(pa.BufferReader(data), use_threads=False, pre_buffer=False)
-        given.validate(full=True)
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE_NBYTES + 1)
+        if len(data) > _MAX_FILE_NBYTES:
+            raise _bad(path, f"more than {_MAX_FILE_NBYTES:,} bytes", _FILE)
+        given = _parsed(path, data)
     except (pa.ArrowException, OSError) as error:
         raise _bad(path, str(error).splitlines()[0][:200], _FILE) from None
     if not set(LABEL_COLUMNS) <= set(given.column_names):
@@ -367,6 +372,43 @@ def read_labels(path: Path) -> LabelFile:
         raise _bad(path, f"{n_classes} classes", f"{MAX_CLASSES} at most")
     _refuse_ranges(path, table)
     return LabelFile(path, hashlib.sha256(data).hexdigest(), table)
+
+
+_labels = Apart(f"{__name__}:answer")
+
+
+def _parsed(path: Path, data: bytes) -> pa.Table:
+    """Return the table of a Parquet file that somebody gave, which is parsed apart.
+
+    Raises:
+        ActdsError: E009 it cannot be read, or ends its parser.
+    """
+    limit = max_nbytes(len(data))
+    request = Request(
+        {}, [data], f"--classes {path}", "E009", _FILE, limit, cpu_seconds(len(data))
+    )  # fmt: skip
+    _labels.deaths.clear()
+    try:
+        [(_, body)] = _labels.ask(request)
+    except ActdsError as error:
+        raise _bad(path, error.got, error.expected) from None
+    return pa.ipc.open_stream(body).read_all()
+
+
+def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
+    """Answer with the table of a file: the handler in the other process."""
+    given = pq.read_table(pa.BufferReader(body), use_threads=False, pre_buffer=False)
+    given.validate(full=True)
+    names = [name for name in (*LABEL_COLUMNS, "run") if name in given.column_names]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, given.select(names).schema) as stream:
+        stream.write_table(given.select(names))
+    data = sink.getvalue()
+
+    def write(pipe: BinaryIO) -> None:
+        pipe.write(data)
+
+    yield Reply({}, data.size, write)
 
 
 def match_labels(labels: LabelFile, sources: list[RunSource]) -> ClassesFile:
