@@ -135,8 +135,7 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError,
     ):  # fmt: skip
         raise foreign(path, "a header that cannot be read", "a safetensors file") from None
-    at = 8 + length
-    for name, tensor in sorted(found.items(), key=lambda one: (one[1].offset, ends[one[0]])):
+    for name, tensor in found.items():
         if ends[name] > nbytes:
             raise foreign(f"{path} {name}", f"{nbytes} bytes", f"{ends[name]}: it is truncated")
         known = tensor.dtype in _CODES
@@ -148,6 +147,8 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         ):
             got = f"{ends[name] - tensor.offset} bytes of {tensor.dtype} {tensor.shape}"
             raise foreign(f"{path} {name}", got, f"{size} bytes")
+    at = 8 + length
+    for name, tensor in sorted(found.items(), key=lambda one: (one[1].offset, ends[one[0]])):
         if tensor.offset != at:
             got = f"a tensor from byte {tensor.offset}"
             raise foreign(f"{path} {name}", got, f"from {at}: tensors one after the other")

@@ -324,7 +324,7 @@ LABEL_COLUMNS = {
     "class": pa.string(),
 }
 MAX_CLASSES = 32
-_MAX_FILE_NBYTES = 1 << 29
+_MAX_FILE_NBYTES, _SLACK_NBYTES = 1 << 29, 128 << 20
 _FILE = "a Parquet file with request, start, stop, class, and maybe run"
 _NUMBER = "a whole number from 0 to 4294967295"
 
@@ -383,7 +383,7 @@ def _parsed(path: Path, data: bytes) -> pa.Table:
     Raises:
         ActdsError: E009 it cannot be read, or ends its parser.
     """
-    limit = max_nbytes(len(data))
+    limit = _SLACK_NBYTES + 2 * max_nbytes(len(data))
     request = Request(
         {}, [data], f"--classes {path}", "E009", _FILE, limit, cpu_seconds(len(data))
     )  # fmt: skip
