@@ -88,13 +88,17 @@ def open(
     return Dataset(catalog)
 
 
-def open_apart(uri: str | Path) -> Dataset:
+def open_apart(uri: str | Path, *, imported: bool = False) -> Dataset:
     """Open a dataset as ``open`` does; its tables are parsed in a process with bounds.
 
     For commands that look at what a stranger made. Training reads the same tables again and again,
     and has no need of it after a validation.
+
+    Args:
+        uri: the dataset.
+        imported: whether a dataset without provenance is accepted, with a warning.
     """
-    catalog = open(uri).catalog
+    catalog = open(uri, i_accept_unprovenanced=imported).catalog
     catalog.parse_apart()
     return Dataset(catalog)
 

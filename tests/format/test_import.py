@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import actds
+import actds.sealing
 from actds.cli import cli
 from actds.errors import ActdsError, NoProvenanceError
 from actds.exchange import importing
@@ -177,6 +180,53 @@ def test_everything_else_is_marked_unknown(tmp_path: Path) -> None:
         assert run.fields[name].value is None and "does not say" in str(run.fields[name].reason)
     assert known["import.hooks"].origin == "declared"
     assert known["import.source"].value == "set" and known["import.n_files"].value == 4
+
+
+def test_it_is_sealed_as_imported_and_as_nothing_else(tmp_path: Path) -> None:
+    made = hidden_states(tmp_path / "set")
+    path = tmp_path / "acts"
+    actds.import_foreign(tmp_path / "set", path, hooks=TWO)
+    run = partial(CliRunner().invoke, cli, prog_name="actds")
+    assert run(["seal", str(path)]).exit_code == 3
+    assert run(["seal", str(path), "--imported"]).exit_code == 0
+    sealed = json.loads((path / "seal" / "0001.json").read_bytes())
+    assert sealed["totals"] == {name: 27 if name == "rows" else 0 for name in sealed["totals"]}
+    # Everybody who is not told otherwise refuses it as before.
+    assert [finding.code for finding in actds.validate(path, "deep").errors] == ["E403"]
+    for call in (actds.open, actds.require, actds.view, actds.audit):
+        with pytest.raises(ActdsError, match=r"E403|E701"):
+            call(path)
+    assert run(["validate", str(path)]).exit_code == 1
+    # By name it is accepted: by a policy, and by arguments.
+    policy = tmp_path / "policy.toml"
+    policy.write_text("[provenance]\nimported = true\n")
+    done = run(["validate", str(path), "--policy", str(policy)])
+    assert done.exit_code == 0 and "E403" in done.output
+    with pytest.warns(UserWarning, match="E403"):
+        dataset = actds.require(path, policy=policy)
+    assert dataset.seal is not None and dataset.n_rows == 27
+    with pytest.warns(UserWarning, match="E403"):
+        page = actds.view(path, i_accept_unprovenanced=True, stats=True).html
+    assert all(hook in page for hook in TWO)
+    with pytest.warns(UserWarning, match="E403"):
+        done = run(["view", str(path), "--imported", "--out", str(tmp_path / "view.html")])
+        assert done.exit_code == 0, done.output
+    with pytest.warns(UserWarning, match="E403"):
+        done = run(["export", str(path), str(tmp_path / "files"), "--to", "memmap", "--imported"])
+        assert done.exit_code == 0, done.output
+    for n, hook in enumerate(TWO):
+        values = np.load(tmp_path / "files" / f"{hook}.npy").view(ml_dtypes.bfloat16)
+        assert values.astype("f4").tolist() == stacked(made, n).float().tolist()
+
+
+def test_a_harvest_without_its_census_is_no_import(copy_dataset: Callable[[], Path]) -> None:
+    path = copy_dataset()
+    shutil.rmtree(path / "seal")
+    for chain in (path / "ledger").iterdir():
+        if b'"kind":"census"' in (chain / "00000000.json").read_bytes():
+            shutil.rmtree(chain)
+    with pytest.raises(ActdsError, match="E403"):
+        actds.sealing.seal(path, imported=True)
 
 
 def test_it_is_never_sealed_nor_taken_for_valid(tmp_path: Path) -> None:
@@ -415,7 +465,7 @@ def test_the_command_says_what_is_unknown(tmp_path: Path) -> None:
     done = run("import", tmp_path / "set", tmp_path / "acts", *names)
     assert done.exit_code == 0, done.output
     assert "27 rows of resid_post.3, resid_post.7 in 4 sequences" in done.output
-    assert f"unknown: {', '.join(SILENT)}" in done.output and "cannot be sealed" in done.output
+    assert f"unknown: {', '.join(SILENT)}" in done.output and "--imported" in done.output
     (run_record,) = opened(tmp_path / "acts").runs.values()
     assert run_record.fields["serving.max_num_seqs"].value == 8
     told = json.loads(run("import", tmp_path / "set", tmp_path / "b", *names, "--json").stdout)

@@ -158,6 +158,8 @@ def validate(
     executor: ExecutorName = "threads",
     seal: str | None = None,
     known: Mapping[str, Stamp] = MappingProxyType({}),
+    *,
+    imported: bool = False,
 ) -> Validation:
     """Check a dataset against the spec and return everything that was found.
 
@@ -179,6 +181,7 @@ def validate(
         seal: digest of a seal, ``sha256:HEX``: the dataset must have that seal, or later ones that
             extend it; else E804 or E805 is among the findings.
         known: files whose digest was checked before, as they were then; see ``check_digests``.
+        imported: whether an imported run, which has no census, is a note and no error.
 
     Raises:
         ActdsError: E009 the pin is no digest.
@@ -200,7 +203,7 @@ def validate(
         if pin is not None:
             with catalog.findings.noting("ledger"):
                 pinned = check_pin(catalog, pin)
-        _check_all(catalog, level, progress, executor, accounts, known)
+        _check_all(catalog, level, progress, executor, accounts, known, imported)
     except ActdsError as error:
         catalog.findings.take("structure", error)
     except Exception as error:
@@ -216,6 +219,7 @@ def _check_all(
     executor: ExecutorName,
     accounts: list[RunAccount],
     known: Mapping[str, Stamp],
+    imported: bool,
 ) -> None:
     """Run the checks of a level; ``accounts`` takes what became of the positions of each run."""
     if level != "quick":
@@ -223,7 +227,7 @@ def _check_all(
     _check_ledger(catalog)
     check_structure(catalog)
     _check_list(catalog)
-    check_provenance(catalog, catalog.findings)
+    check_provenance(catalog, catalog.findings, imported=imported)
     if level in ("full", "deep"):
         files = catalog.files.keys() - catalog.unsound
         progress("all bytes", sum(catalog.files[path].nbytes for path in files))
