@@ -131,6 +131,8 @@ def map_npy(file: Path) -> Leaf:
     Raises:
         ActdsError: E019 it is none, truncated, or of objects.
     """
+    if not file.is_file() and file.exists():
+        raise foreign(file, "no regular file", "a .npy array")
     with file.open("rb") as opened:
         dtype, shape, order = _npy_header(file, opened)
         start = opened.tell()

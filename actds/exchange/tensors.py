@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import stat
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,11 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from actds import canonical
 from actds.errors import ActdsError
 
 __all__ = ["NewTensor", "StoredTensor", "foreign", "read_document", "read_header", "write_tensors"]
 
-MAX_DOCUMENT_NBYTES = 1 << 24
 MAX_HEADER_NBYTES = 100_000_000  # that of the format
 _CODES = {
     "bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64",
@@ -173,15 +172,10 @@ def read_document(path: Path) -> dict[str, Any]:
         ActdsError: E019 it is no regular file, larger than 16 MiB, or no JSON object.
     """
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_DOCUMENT_NBYTES:
-            got = f"{status.st_size} bytes" if stat.S_ISREG(status.st_mode) else "no regular file"
-            raise foreign(path, got, f"a document of at most {MAX_DOCUMENT_NBYTES} bytes")
-        with path.open("rb") as file:
-            document = json.loads(file.read(MAX_DOCUMENT_NBYTES), object_pairs_hook=_once)
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, ActdsError):
-            raise
+        document = json.loads(canonical.read_bounded(path), object_pairs_hook=_once)
+    except OSError as error:
+        raise foreign(path, error.strerror or str(error), "a JSON object") from None
+    except (ValueError, RecursionError):
         raise foreign(path, "a document that cannot be read", "a JSON object") from None
     if not isinstance(document, dict):
         raise foreign(path, "a document that cannot be read", "a JSON object")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -462,6 +463,16 @@ def test_the_head_says_model_hooks_engine_date_and_the_command_that_makes_the_pa
 def test_an_unsealed_dataset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ActdsError, match="E306"):
         actds.view(make_dataset(tmp_path / "open", sealed=False))
+
+
+def test_a_probe_that_claims_what_it_has_not_is_refused(dataset_path: Path, tmp_path: Path) -> None:
+    head = b"{'descr':'<f4','fortran_order':False,'shape':(4611686018427387904,16),}"
+    data = b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head + bytes(64)
+    (tmp_path / "probe.npy").write_bytes(data)
+    os.mkfifo(tmp_path / "pipe.npy")
+    for name in ("probe.npy", "pipe.npy"):
+        with pytest.raises(ActdsError, match=f"E015 .*{name}"):
+            actds.view(dataset_path, probe=tmp_path / name)
 
 
 def _multiplied(folder: Path, times: int) -> Path:
