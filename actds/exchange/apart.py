@@ -20,11 +20,14 @@ from actds.exchange.containers import READERS, leaves
 from actds.exchange.foreign import KINDS, Block, ForeignHook, ForeignSet, files_of, open_set
 from actds.exchange.tensors import foreign
 from actds.format.arrays import DTYPES
+from actds.text import storable
 
 __all__ = ["answer", "arrays_of", "open_foreign", "reader"]
 
 _SLACK_NBYTES, _TIMES = 256 << 20, 8
 """Memory for a file, and more for each of its bytes: compressed activations hardly get smaller."""
+MAX_CHANNELS = 2**20  # of the format
+MAX_LEFT_OUT, MAX_NAME = 1000, 200  # for a run record, which is bounded
 _FILES_A_SECOND, _OPEN_S = 20, 8
 reader = Apart(f"{__name__}:answer")
 
@@ -66,6 +69,10 @@ def _open(path: Path, kind: str | None, dtype: str | None) -> ForeignSet:
     [(kind, files)] = found.items()
     [(words, _)] = reader.ask(_request("open", path, kind, files, dtype))
     hooks = [ForeignHook(*hook) for hook in words["hooks"]]
+    for hook in hooks:
+        if not 1 <= hook.d_model <= MAX_CHANNELS:
+            got = f"{hook.called} rows of {hook.d_model} channels".strip()
+            raise foreign(path, got, f"1 to {MAX_CHANNELS}")
 
     def blocks() -> Iterator[Block]:
         for words, body in reader.ask(_request("blocks", path, kind, files, dtype)):
@@ -93,8 +100,12 @@ def _files_left_out(path: Path, files: list[Path]) -> list[str]:
     if path.is_file():
         return []
     suffixes = {suffix for suffix, _ in KINDS.values() if suffix} | {".pth", ".bin", ".parquet"}
-    others = {one.name for one in path.iterdir() if one.suffix in suffixes and one.is_file()}
-    return sorted(others - {file.name for file in files})
+    others = {
+        storable(one.name) for one in path.iterdir() if one.suffix in suffixes and one.is_file()
+    }
+    found = sorted(others - {storable(file.name) for file in files})
+    more = len(found) - MAX_LEFT_OUT
+    return [*found[:MAX_LEFT_OUT], *([f"and {more} more files"] if more > 0 else [])]
 
 
 def _request(what: str, path: Path, kind: str, files: list[Path], dtype: str | None) -> Request:
@@ -148,9 +159,12 @@ def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
         return
     opened = open_set(Path(request["path"]), kind, files, request["dtype"])
     if request["what"] == "open":
-        hooks = [(hook.called, hook.d_model, hook.dtype) for hook in opened.hooks]
+        hooks = [(storable(hook.called), hook.d_model, hook.dtype) for hook in opened.hooks]
+        left_out = [storable(name)[:MAX_NAME] for name in opened.left_out[:MAX_LEFT_OUT]]
+        if len(opened.left_out) > MAX_LEFT_OUT:
+            left_out.append(f"and {len(opened.left_out) - MAX_LEFT_OUT} more")
         words = {"hooks": hooks, "n_rows": opened.n_rows}
-        yield Reply({**words, "unknown": opened.unknown, "left_out": opened.left_out})
+        yield Reply({**words, "unknown": opened.unknown, "left_out": left_out})
         return
     for block in opened.blocks():
         ids = [] if block.token_ids is None else [block.token_ids.astype("<i8")]

@@ -329,8 +329,8 @@ def _count(found: ForeignSet) -> list[ValueCounts]:
     for block in found.blocks():
         for hook, total, bits in zip(found.hooks, counts, block.bits, strict=True):
             rows = widen(bits, hook.dtype)
-            is_finite = np.isfinite(rows)
-            total[:3] += len(rows), (~is_finite.all(axis=1)).sum(), (~rows.any(axis=1)).sum()
+            is_finite, is_zero = np.isfinite(rows), (rows == 0).all(axis=1)
+            total[:3] += len(rows), (~is_finite.all(axis=1)).sum(), is_zero.sum()
             largest = np.abs(np.where(is_finite, rows, 0)).max(axis=1)
             total[3:] += [(largest >= limit).sum() for limit in _NARROW.values()]
     found_counts = []

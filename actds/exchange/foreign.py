@@ -127,9 +127,18 @@ def files_of(path: Path, kind: str) -> list[Path]:
     """Return the files of a kind, in the order of the numbers in their names.
 
     Raises:
-        ActdsError: E019 one file twice, or ``state.json`` of a saved Arrow dataset names what is
-            not there.
+        ActdsError: E019 the folder cannot be listed, has one file twice, or ``state.json`` of a
+            saved Arrow dataset names what is not there.
     """
+    try:
+        return _files(path, kind)
+    except OSError as error:
+        if isinstance(error, ActdsError):
+            raise
+        raise foreign(path, error.strerror or str(error), "files that can be read") from None
+
+
+def _files(path: Path, kind: str) -> list[Path]:
     if kind in ("sae-lens", "datasets"):
         files = _arrow_files(path, kind)
     elif path.is_file():
@@ -157,16 +166,17 @@ def _arrow_files(path: Path, kind: str) -> list[Path]:
     try:
         document = read_document(state)
         names = [str(one["filename"]) for one in document["_data_files"]]
+        there = {one.name for one in path.iterdir() if one.is_file()}
     except (KeyError, TypeError):
         raise foreign(state, "a document that cannot be read", "data files") from None
     # Old versions of datasets saved a selection as an index beside the unselected rows.
     if document.get("_indices_data_files"):
         raise foreign(state, "a saved selection", "a dataset saved after flatten_indices()")
-    files = [path / name for name in names]
-    for name, file in zip(names, files, strict=True):
-        if Path(name).name != name or not file.is_file():
-            raise foreign(file, "no such file", "every file that state.json names, in the folder")
-    return files
+    for name in names:
+        if name not in there:
+            got = f"no such file in the folder: {name[:80]!r}"
+            raise foreign(state, got, "every file that it names")
+    return [path / name for name in names]
 
 
 # Rows of sequences, from whatever container.

@@ -38,6 +38,7 @@ from actds.schema import (
     RunRecord,
 )
 from actds.store.local import LocalStore
+from actds.text import storable
 
 __all__ = ["Imported", "import_foreign", "named_hook"]
 
@@ -115,9 +116,15 @@ def import_foreign(
     with new_folder(os.fspath(out)) as folder:
         store = LocalStore(folder)
         software = f"actds {__version__} import"
-        genesis = Genesis(
-            dataset=secrets.token_hex(16), created_ns=time.time_ns(), writer=software, hooks=named
-        )
+        try:
+            genesis = Genesis(
+                dataset=secrets.token_hex(16),
+                created_ns=time.time_ns(),
+                writer=software,
+                hooks=named,
+            )
+        except ValidationError:
+            raise bad_set(path, f"{len(named)} hooks", "as many as a dataset may have") from None
         store.put_new(layout.GENESIS, [schema.to_bytes(genesis)])
         chain = Chain.begin(store, genesis.dataset, run, "writer", software)
         began = RunRecord(
@@ -131,8 +138,9 @@ def import_foreign(
             commit_shard(store, chain, rows, shard=shard, run=run, order="permuted", seed=number)
             n_rows, n_sequences = n_rows + len(rows.tokens["request"]), last + 1
             progress(n_rows)
-        if not n_rows:
-            raise bad_set(path, "no row", "activations")
+        if not n_rows or n_rows != found.n_rows:
+            got, expected = f"{n_rows} rows", f"{found.n_rows}, as when it was opened"
+            raise bad_set(path, got if n_rows else "no row", expected if n_rows else "activations")
         totals = {"rows": n_rows, "dropped_tokens": 0, "recomputed_tokens": 0}
         chain.close("finished", totals)
     return Imported(
@@ -251,7 +259,7 @@ def _fields(
     observed: dict[str, Any] = {
         "capture.order": "permuted",
         "import.kind": found.kind,
-        "import.source": path.absolute().name,
+        "import.source": storable(path.absolute().name),
         "import.sha256": _digest(found.files),
         "import.n_files": len(found.files),
         "import.left_out": list(found.left_out),
@@ -290,4 +298,4 @@ def _digest(files: list[Path]) -> str:
     for path in files:
         with path.open("rb") as file:
             lines.append(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n")
-    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
+    return hashlib.sha256("".join(sorted(lines)).encode(errors="surrogateescape")).hexdigest()

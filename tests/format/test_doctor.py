@@ -449,6 +449,7 @@ def test_one_file_is_not_taken_twice(link: Callable[[Path, Path], None], tmp_pat
     for more, words in (
         ({"_data_files": state["_data_files"] * 2}, "the same file"),
         ({"_data_files": [{"filename": "../saved/data-00000-of-00001.arrow"}]}, "no such file"),
+        ({"_data_files": [{"filename": "x" * 5000}]}, "no such file"),
         ({"_indices_data_files": [{"filename": "indices.arrow"}]}, "a saved selection"),
     ):
         (saved / "state.json").write_text(json.dumps({**state, **more}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -425,6 +426,34 @@ def test_hooks_that_nobody_names_are_asked_for(tmp_path: Path) -> None:
     refused(tmp_path, "E007", hooks=("resid_post.1", "resid_post.01"))
     refused(tmp_path, "E009 --declare", hooks=TWO, declare={"model.colour": "red"})
     refused(tmp_path, "E009 --declare", hooks=TWO, declare={"model.name": 0.5})
+
+
+def test_names_that_no_document_holds_are_written_another_way(tmp_path: Path) -> None:
+    values = torch.ones(3, 4)
+    many = {f"{n}" * 9: n for n in range(3000)}
+    torch.save({"acts\ud800": values, "other\udcff": torch.ones(3), **many}, tmp_path / "a.pt")
+    done = actds.import_foreign(tmp_path / "a.pt", tmp_path / "acts", hooks=TWO[0])
+    assert len(done.left_out) == 1001 and done.left_out[-1] == "and 2001 more"
+    assert [finding.code for finding in actds.validate(tmp_path / "acts").errors] == [
+        "E306",
+        "E403",
+    ]
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.npy"))
+    with path.open("wb") as file:
+        np.save(file, values.numpy())
+    actds.import_foreign(path, tmp_path / "more", hooks=TWO[0])
+    (run,) = opened(tmp_path / "more").runs.values()
+    assert run.fields["import.source"].value == "\\udcff.npy"
+
+
+def test_more_than_a_dataset_may_have_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    for n in range(4097):
+        np.save(tmp_path / "set" / f"resid_post.{n}.npy", np.ones((1, 1), np.float32))
+    refused(tmp_path, "E019 .*4097 hooks")
+    for width in (0, 2**20 + 1):
+        torch.save({"acts": torch.ones(1, width)}, tmp_path / "a.pt")
+        refused(tmp_path, "E019 .*channels", source=tmp_path / "a.pt", hooks=TWO[0])
 
 
 def test_what_is_no_set_is_refused(tmp_path: Path) -> None:
