@@ -58,7 +58,8 @@ def open_foreign(path: Path, kind: str | None = None, dtype: str | None = None) 
 
 def _open(path: Path, kind: str | None, dtype: str | None) -> ForeignSet:
     names = ", ".join(KINDS)
-    path.stat()  # there is such a path
+    if not path.exists():
+        raise foreign(path, "no such path", "a file, or a folder of files")
     found = {k: files for k in KINDS if kind in (None, k) and (files := files_of(path, k))}
     if kind is not None and path.is_file():  # whatever its name
         found = {kind: [path]}

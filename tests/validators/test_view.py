@@ -470,7 +470,10 @@ def test_a_probe_that_claims_what_it_has_not_is_refused(dataset_path: Path, tmp_
     data = b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head + bytes(64)
     (tmp_path / "probe.npy").write_bytes(data)
     os.mkfifo(tmp_path / "pipe.npy")
-    for name in ("probe.npy", "pipe.npy"):
+    head = b"{'descr':'<f4','fortran_order':False,'shape':(6,16L"  # a token that never ends
+    data = b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head + bytes(64)
+    (tmp_path / "open.npy").write_bytes(data)
+    for name in ("probe.npy", "pipe.npy", "open.npy"):
         with pytest.raises(ActdsError, match=f"E015 .*{name}"):
             actds.view(dataset_path, probe=tmp_path / name)
 
