@@ -109,6 +109,8 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         ActdsError: E019 it is truncated, or no such file.
     """
     nbytes = path.stat().st_size
+    if not path.is_file():
+        raise foreign(path, "no regular file", "a safetensors file")
     with path.open("rb") as file:
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0

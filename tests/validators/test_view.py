@@ -476,6 +476,10 @@ def test_a_probe_that_claims_what_it_has_not_is_refused(dataset_path: Path, tmp_
     for name in ("probe.npy", "pipe.npy", "open.npy"):
         with pytest.raises(ActdsError, match=f"E015 .*{name}"):
             actds.view(dataset_path, probe=tmp_path / name)
+    for name in ("pipe.npz", "pipe.safetensors", "pipe.pt"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(ActdsError, match=f"E015 .*{name}"):
+            actds.view(dataset_path, sae=tmp_path / name, features=[0])
 
 
 def _multiplied(folder: Path, times: int) -> Path:

@@ -174,6 +174,8 @@ def _read_apart(container: str, path: Path) -> Tensors:
         nbytes = path.stat().st_size
     except OSError as error:
         raise refused(path, error.strerror or error, "a file that can be read") from None
+    if not path.is_file():
+        raise refused(path, "no regular file", "a file of weights")
     request = Request(
         {"container": container, "path": os.path.abspath(path)},
         [],
@@ -239,6 +241,8 @@ def vector(path: Path, name: str, array: Array, n: int) -> npt.NDArray[np.float3
 
 
 def _members(path: Path) -> list[str]:
+    if not path.is_file():  # nobody waits for a pipe
+        return []
     try:
         with path.open("rb") as file:
             if file.read(4) != _ZIP:
