@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import stat
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from actds.errors import ActdsError
@@ -15,6 +18,22 @@ MAX_VALUES = 2**17
 MAX_DEPTH = 16
 MAX_INTEGER = 2**63 - 1
 _NO_SIGNS = bytes(set(range(256)) - set(b'{}[]"'))
+
+
+def read_bounded(path: Path) -> bytes:
+    """Return the bytes of a document that a person gave, which need not be of this format.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is larger than a document may be.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "no regular file", str(path))
+    if status.st_size > MAX_DOCUMENT_NBYTES:
+        words = f"{status.st_size} bytes, more than {MAX_DOCUMENT_NBYTES}"
+        raise OSError(errno.EFBIG, words, str(path))
+    with path.open("rb") as file:
+        return file.read(MAX_DOCUMENT_NBYTES)
 
 
 def dump(document: Any) -> bytes:

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from actds import canonical, layout, schema
 from actds.accounting.account import TOTALS, Account, account
-from actds.errors import ActdsError, Findings
+from actds.errors import ActdsError, Finding, Findings
 from actds.format import tables
 from actds.hub.card import put_card
 from actds.reading import CENSUS_TABLES, Catalog, heads_root
@@ -17,10 +17,23 @@ from actds.schema import FileEntry, Head, Seal
 from actds.store import Store, open_store
 from actds.trust.sums import put_sums
 
-__all__ = ["account_run", "check_provenance", "seal"]
+__all__ = ["account_run", "check_provenance", "is_imported", "seal"]
 
 
-def check_provenance(catalog: Catalog, findings: Findings | None = None) -> None:
+def is_imported(catalog: Catalog, run: str) -> bool:
+    """Return whether a run was made elsewhere: its record says so, and it never had a census.
+
+    Spec: 0.1 section 6.3.
+    """
+    record = catalog.runs.get(run)
+    censuses = any(c.run == run and c.kind == "census" for c in catalog.chains.values())
+    parts = any(of == run for of, _ in catalog.parts)
+    return record is not None and tables.UNKNOWN_FIELD in record.fields and not (censuses or parts)
+
+
+def check_provenance(
+    catalog: Catalog, findings: Findings | None = None, *, imported: bool = False
+) -> None:
     """Check that every run with data has a run record and a census.
 
     A provenance field that is null without a reason (E402) is found where the record is read.
@@ -28,6 +41,7 @@ def check_provenance(catalog: Catalog, findings: Findings | None = None) -> None
     Args:
         catalog: the dataset.
         findings: where E401 no run record and E403 no census are noted; raised when None.
+        imported: whether imported runs are accepted, whose E403 is then a note.
 
     Raises:
         NoProvenanceError: the first of them, without ``findings``.
@@ -44,6 +58,11 @@ def check_provenance(catalog: Catalog, findings: Findings | None = None) -> None
         missing = [table for table in CENSUS_TABLES if not catalog.parts.get((run, table))]
         if missing and run not in catalog.incomplete:
             got, expected = f"no {', no '.join(missing)}", "the tables requests, steps and spans"
+            if imported and is_imported(catalog, run):
+                got = "an imported run, of which nobody knows what is missing"
+                finding = Finding("E403", f"census/{run}", got, expected, severity="note")
+                findings.take("provenance", finding)
+                continue
             findings.add("provenance", "E403", f"census/{run}", got, expected)
         elif not missing and not _has_census_to_its_end(catalog, run):
             expected = "a census that was closed, with what it counted"
@@ -78,7 +97,7 @@ def account_run(catalog: Catalog, run: str) -> Account:
     return Account(list(dict.fromkeys(findings)), accounts[0].totals, accounts[0].multiplicity)
 
 
-def seal(store: Store | str | Path) -> Seal:
+def seal(store: Store | str | Path, *, imported: bool = False, apart: bool = False) -> Seal:
     """Seal a dataset: its present ledger is complete, and every position accounted for.
 
     A dataset whose ledger did not change since its highest seal keeps that seal. ``SHA256SUMS``
@@ -86,6 +105,9 @@ def seal(store: Store | str | Path) -> Seal:
 
     Args:
         store: the dataset's store, or its path.
+        imported: seal imported runs too, of whose positions nobody has an account; what is read
+            of the dataset stays unprovenanced (E403).
+        apart: parse tables as ``Catalog.parse_apart``.
 
     Raises:
         ActdsError: E305 a chain is open; the first error of the catalogue or of the accounting;
@@ -95,17 +117,20 @@ def seal(store: Store | str | Path) -> Seal:
     """
     store = open_store(store)
     store.check_create_only()
-    catalog = Catalog.read(store)
+    catalog = Catalog.read(store, apart=apart)
     heads = _heads(catalog)
     if catalog.is_sealed and catalog.seal is not None:
         _put_beside(catalog)
         return catalog.seal
     if not heads:
         raise ActdsError("E305", "ledger", got="no chain", expected="at least one closed chain")
-    check_provenance(catalog)
+    check_provenance(catalog, Findings(strict=True), imported=imported)
     totals = dict.fromkeys(TOTALS, 0)
     multiplicity = [tables.empty("multiplicity")]
     for run in catalog.runs_with_data:
+        if is_imported(catalog, run):
+            totals["rows"] += sum(shard.n_rows for shard in catalog.row_sets(run)[0][1])
+            continue
         result = account_run(catalog, run)
         for finding in result.findings:
             if finding.severity == "error":
@@ -126,7 +151,7 @@ def seal(store: Store | str | Path) -> Seal:
         multiplicity=_put_multiplicity(store, n, pa.concat_tables(multiplicity)),
     )
     store.put_new(layout.seal_path(n), [schema.to_bytes(document)])
-    _put_beside(Catalog.read(store))
+    _put_beside(Catalog.read(store, apart=apart))
     return document
 
 

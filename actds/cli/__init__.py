@@ -181,7 +181,7 @@ def info(path: str, as_json: bool) -> None:
     from actds.reading import Catalog
     from actds.store import open_store
 
-    facts = describe(Catalog.read(open_store(path)))
+    facts = describe(Catalog.read(open_store(path), apart=True))
     if as_json:
         print_json(envelope("info", asdict(facts)))
     else:
@@ -301,9 +301,13 @@ def _summary(model: type[BaseModel]) -> str:
 @cli.command("seal")
 @click.argument("path", metavar="PATH")
 @click.option(
+    "--imported", is_flag=True,
+    help="Seal imported runs, which have no census: the dataset stays unprovenanced (E403).",
+)  # fmt: skip
+@click.option(
     "--json", "as_json", is_flag=True, help="Print the seal, a document of the dataset, as JSON."
 )
-def seal_command(path: str, as_json: bool) -> None:
+def seal_command(path: str, imported: bool, as_json: bool) -> None:
     """Seal a dataset: account for every position, then fix its content.
 
     PATH is the dataset's folder or its s3:// URI. Every chain must be closed or fenced. A dataset
@@ -319,7 +323,7 @@ def seal_command(path: str, as_json: bool) -> None:
     from actds.schema import to_bytes
     from actds.sealing import seal
 
-    document = seal(path)
+    document = seal(path, imported=imported)
     if as_json:
         print_json(document.model_dump(mode="json"))
         return

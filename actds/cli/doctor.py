@@ -13,7 +13,7 @@ from actds.cli.output import envelope, print_json, print_lines
 from actds.text import Line, counted, format_nbytes, printable
 
 if TYPE_CHECKING:
-    from actds.exchange.doctor import FoundSet, Report
+    from actds.exchange.doctor import FoundSet, Report, ValueCounts
 
 __all__ = ["doctor_command"]
 
@@ -22,25 +22,32 @@ _MAX_ARRAYS = 12
 
 @click.command("doctor")
 @click.argument("path", metavar="PATH")
+@click.option(
+    "--hook", "hooks", multiple=True, metavar="KIND.LAYER",
+    help="Place of the model, for the command, in the order of the set; repeatable.",
+)  # fmt: skip
+@click.option("--values", is_flag=True, help="Read all values: count NaN, infinity, zero rows.")
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON (actds.doctor 1).")
-def doctor_command(path: str, as_json: bool) -> None:
+def doctor_command(path: str, hooks: tuple[str, ...], values: bool, as_json: bool) -> None:
     """Say what a set of activations made elsewhere holds, and what it can never answer.
 
     PATH is a file or a folder: a cache of SAELens, hidden states of vLLM or speculators, .pt, .npy
-    or .npz files, Parquet, a saved Hugging Face dataset. Only headers are read, nothing is written,
-    and of .pt files only tensors are opened. It ends with the command that imports the set. Exit
-    codes: 0 it can be imported, or is a dataset of actds; 1 it cannot; 2 no such path.
+    or .npz files, Parquet, a saved Hugging Face dataset. Only headers are read without --values,
+    nothing is written, and of .pt files only tensors are opened. It ends with the command that
+    imports the set. Exit codes: 0 it can be imported, or is a dataset of actds; 1 it cannot; 2 no
+    such path.
 
     \b
     Examples:
       actds doctor cache
+      actds doctor rows.pt --hook resid_post.10 --values
       actds doctor hidden_states --json
     """
     from dataclasses import asdict
 
     from actds.exchange.doctor import doctor
 
-    report = doctor(path)
+    report = doctor(path, hooks=hooks or None, values=values)
     if as_json:
         print_json(envelope("doctor", {**asdict(report), "can_import": report.can_import}))
     else:
@@ -79,10 +86,22 @@ def _set(path: str, one: FoundSet) -> Iterator[Line]:
     yield Line("What it does not say, and what nobody can know without it", "title")
     for lack in one.lacks:
         yield Line(f"  {lack.missing}: {lack.unknowable}")
-    if one.command is not None:
-        yield Line("Bring it in; what it does not say stays marked unknown", "title")
-        yield Line(f"  {one.command}")
-        if "KIND.LAYER" in one.command:
-            yield Line("  KIND.LAYER: each place, in the set's order, as resid_post.10", "dim")
-    else:
+    for counts in one.values or ():
+        yield _values(counts)
+    if one.refused is not None:
         yield Line(f"It cannot be imported as it is: {one.refused}", "bad")
+    if one.recipe:
+        yield Line("Bring it in; what it does not say stays marked unknown", "title")
+        words = ["--declare model.name=NAME adds what you know"]
+        if "KIND." in one.recipe[-1]:
+            words.insert(0, "KIND.LAYER: each place, in the set's order, as resid_post.10")
+        yield from (Line(f"  {line}", "dim") for line in words)
+        yield from (Line(f"  {line}") for line in one.recipe)
+
+
+def _values(counts: ValueCounts) -> Line:
+    wrong = {"NaN or infinite": counts.not_finite, "all zeros": counts.zero}
+    wrong |= {f"beyond {dtype}": n for dtype, n in counts.overflow.items()}
+    words = ", ".join(f"{n:,} {what}" for what, n in wrong.items() if n) or "none of them wrong"
+    text = f"  {counts.hook or '(no name)'}: {counted(counts.n_rows, 'row')}, {words}"
+    return Line(text, "bad" if counts.not_finite or counts.zero else "plain")

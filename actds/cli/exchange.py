@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from typing import Any
 
 import click
@@ -52,8 +53,11 @@ __all__ = ["export_command", "import_command"]
     metavar="N",
     help="Rows of a window of SAELens.",
 )
+@click.option("--imported", is_flag=True, help="Export an imported dataset, which has no census.")
 @click.option("--json", "as_json", is_flag=True, help="Print actds_export.json (actds.export 1).")
-def export_command(path: str, out: str, hooks: str | None, as_json: bool, **options: Any) -> None:
+def export_command(
+    path: str, out: str, hooks: str | None, imported: bool, as_json: bool, **options: Any
+) -> None:
     """Write rows as files that another library reads, with where they come from.
 
     PATH is the dataset's folder or its s3:// URI, OUT a new folder. Rows are sorted by run,
@@ -68,7 +72,7 @@ def export_command(path: str, out: str, hooks: str | None, as_json: bool, **opti
     from actds.exchange.export import export
 
     names = None if hooks is None else [name.strip() for name in hooks.split(",")]
-    record = export(path, out, hooks=names, **options)
+    record = export(path, out, hooks=names, i_accept_unprovenanced=imported, **options)
     if as_json:
         print_json(record.model_dump(mode="json"))
         return
@@ -89,7 +93,7 @@ def export_command(path: str, out: str, hooks: str | None, as_json: bool, **opti
 @click.option(
     "--from",
     "kind",
-    type=click.Choice(["sae-lens", "safetensors", "pt", "npy"]),
+    type=click.Choice(["sae-lens", "datasets", "safetensors", "pt", "npy", "npz"]),
     help="Form of the set; by the names of its files without it.",
 )
 @click.option(
@@ -101,8 +105,8 @@ def export_command(path: str, out: str, hooks: str | None, as_json: bool, **opti
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["bfloat16", "float16"]),
-    help="Type of two-byte values in .npy files, which have no name for bfloat16.",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    help="Type of two-byte values without a name (.npy), and of float64, which is rounded.",
 )
 @click.option(
     "--declare",
@@ -123,8 +127,10 @@ def import_command(
     """Write activations that were made elsewhere as a dataset.
 
     FOREIGN is a file or a folder: a cache of SAELens, hidden states of vLLM's connector or
-    speculators, .pt or .npy files. What it does not say is marked unknown. The dataset has no
-    census: it cannot be sealed, and readers refuse it unless an argument accepts that.
+    speculators, .pt, .safetensors, .npz or .npy files, a saved dataset of lists; actds doctor says
+    which of its arrays are rows. What it does not say is marked unknown. The dataset has no
+    census: only actds seal --imported seals it, and readers refuse it unless an argument or a
+    policy accepts that.
 
     \b
     Examples:
@@ -145,7 +151,7 @@ def import_command(
     click.echo(f"unknown: {', '.join(done.unknown)}")
     if done.left_out:
         click.echo(f"left out: {', '.join(done.left_out)}")
-    click.echo("no census: the dataset cannot be sealed")
+    click.echo(f"no census: seal it with actds seal {shlex.quote(out)} --imported")
 
 
 def _fact(text: str) -> tuple[str, Any]:

@@ -5,44 +5,43 @@ Only headers are read, nothing is written, and nothing is unpickled but tensors.
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shlex
-import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from actds import layout
 from actds.errors import ActdsError
+from actds.exchange.apart import arrays_of, open_foreign, reader
+from actds.exchange.containers import ANY
 from actds.exchange.export import RECORD_FILE
-from actds.exchange.foreign import KINDS, ForeignSet, files_of, open_foreign
-from actds.exchange.importing import named_hook, own_name
-from actds.exchange.tensors import foreign, read_header
+from actds.exchange.foreign import KINDS, LABELS, ForeignSet, files_of, own_name
+from actds.exchange.importing import named_hook
+from actds.exchange.tensors import foreign
+from actds.format.arrays import widen
 from actds.store import local_folder
 
-__all__ = ["FoundArray", "FoundSet", "Lack", "Report", "doctor"]
+__all__ = ["FoundArray", "FoundSet", "Lack", "Report", "ValueCounts", "doctor"]
 
 MAX_FAULTS = 20
 MAX_FOLDERS = 50
 _SUFFIXES = {
     "sae-lens": ".arrow", "safetensors": ".safetensors", "pt": ".pt", "npy": ".npy",
-    "npz": ".npz", "parquet": ".parquet", "datasets": ".arrow",
+    "npz": ".npz", "parquet": ".parquet", "datasets": ".arrow", "raw": ".dat",
 }  # fmt: skip
 """Forms, and the suffix of their files; those of ``KINDS`` can be imported."""
-_ANY = -1
-"""Size of an axis that differs, or of which nobody says it."""
-MAX_INFO_NBYTES = 1 << 24
 _ALSO_PT = (".pth", ".bin")
+_RAW = (".dat", ".raw", ".mmap", ".memmap")
 
+_NARROW = {"float16": 65520.0, "bfloat16": 2.0**128 * (1 - 2.0**-9)}
+"""The smallest magnitudes that a narrower type rounds to infinity."""
 _COLUMNS = {
-    "token_id": ("token_ids", "input_ids", "token_id", "tokens"),
-    "position": ("positions", "position_ids", "position"),
+    **LABELS,
     "request": ("request", "request_id", "request_ids", "doc_id", "sequence_id", "sample_id"),
     "phase": ("phase",),
     "step": ("step", "step_id"),
@@ -112,12 +111,30 @@ class Lack:
 
 
 @dataclass(frozen=True)
+class ValueCounts:
+    """Rows of a hook whose values are not numbers to train on.
+
+    Args:
+        hook: its name, or what the set calls it.
+        n_rows: rows that were read.
+        not_finite: rows with a value that is NaN or infinite.
+        zero: rows of zeros alone.
+        overflow: rows with a finite value that a narrower type cannot hold, by the type.
+    """
+
+    hook: str
+    n_rows: int
+    not_finite: int
+    zero: int
+    overflow: dict[str, int]
+
+
+@dataclass(frozen=True)
 class FoundSet:
     """The files of one form.
 
     Args:
-        kind: the form: one that ``actds import --from`` takes, or ``npz``, ``parquet``,
-            ``datasets``.
+        kind: the form: one that ``actds import --from`` takes, or ``parquet``, or ``raw``.
         n_files: how many files it has.
         nbytes: their size.
         arrays: what is in them.
@@ -128,6 +145,8 @@ class FoundSet:
         lacks: what it does not say.
         command: what would import it; None where nothing can.
         refused: why it cannot be imported as it is; None where it can.
+        recipe: lines of a shell that bring it in: the command, or what comes before it as well.
+        values: what is wrong with rows of each hook; None where nobody asked, or nothing opens it.
     """
 
     kind: str
@@ -140,6 +159,8 @@ class FoundSet:
     lacks: list[Lack]
     command: str | None
     refused: str | None
+    recipe: list[str] = field(default_factory=list)
+    values: list[ValueCounts] | None = None
 
 
 @dataclass(frozen=True)
@@ -166,15 +187,23 @@ class Report:
         return any(one.command for one in self.sets)
 
 
-def doctor(path: str | os.PathLike[str]) -> Report:
+def doctor(
+    path: str | os.PathLike[str],
+    *,
+    hooks: str | Sequence[str] | None = None,
+    values: bool = False,
+) -> Report:
     """Return what a set of activations made elsewhere holds, lacks, and how to import it.
 
-    Headers of all files are read, values are not; nothing is written. ``.pt`` files are opened as
-    tensors alone: what else a pickle holds is refused, not run.
+    Headers of all files are read; nothing is written. ``.pt`` files are opened as tensors alone:
+    what else a pickle holds is refused, not run. Files are parsed in a process with bounds of
+    memory and time, which may die over one.
 
     Args:
         path: a file, or a folder of files: a cache of SAELens, hidden states of vLLM or
             speculators, ``.pt``, ``.npy``, ``.npz``, Parquet, or a saved Hugging Face dataset.
+        hooks: names of the hooks for the command, in the order of the set.
+        values: read all values as well, and count rows that are not finite or all zeros.
 
     Raises:
         ActdsError: E019 there is no such path, or it cannot be listed; E009 it is no local path.
@@ -187,27 +216,31 @@ def doctor(path: str | os.PathLike[str]) -> Report:
     if (folder / layout.GENESIS).is_file():
         return Report(str(path), True)
     try:
-        files = [folder] if folder.is_file() else sorted(_files(folder))
+        entries = [folder] if folder.is_file() else sorted(_entries(folder))
     except OSError as error:
         raise foreign(folder, error.strerror or str(error), "a readable folder") from None
+    reader.deaths.clear()
+    files = [entry for entry in entries if entry.is_file()]
     kinds = _kinds(folder, files)
-    sets = [_examine(folder, kind, mine) for kind, mine in kinds.items()]
+    names = [hooks] if isinstance(hooks, str) else list(hooks or ())
+    sets = [_examine(folder, kind, mine, names, values) for kind, mine in kinds.items()]
     known = {file for mine in kinds.values() for file in mine}
     elsewhere = [] if folder.is_file() else list(_elsewhere(folder))
     others = [
-        file
-        for file in files
-        if file not in known
-        and file.suffix not in (".json", ".lock")
-        and not layout.is_of_the_hub(file.name)
+        entry
+        for entry in entries
+        if entry not in known
+        and entry.suffix not in (".json", ".lock")
+        and not layout.is_of_the_hub(entry.name)
     ]
     return Report(str(path), False, sets, elsewhere, len(others))
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _entries(folder: Path) -> Iterator[Path]:
+    """Yield all that is in a folder but folders: special files are counted, and never opened."""
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.is_file():
+            if not entry.is_dir():
                 yield folder / entry.name
 
 
@@ -216,16 +249,13 @@ def _kinds(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     for kind, suffix in _SUFFIXES.items():
         mine = [f for f in files if f.suffix == suffix or (kind == "pt" and f.suffix in _ALSO_PT)]
-        if mine and kind not in ("sae-lens", "datasets"):
+        if mine and kind not in ("sae-lens", "datasets", "raw"):
             found[kind] = mine
     arrow = [file for file in files if file.suffix == ".arrow"]
     if arrow:
-        try:
-            windows = open_foreign(folder, "sae-lens") if folder.is_dir() else None
-        except ActdsError:
-            windows = None
-        found["sae-lens" if windows is not None else "datasets"] = arrow
-    return found
+        found["sae-lens" if _has(folder, "sae-lens") else "datasets"] = arrow
+    raw = [file for file in files if file.suffix in _RAW]
+    return {**found, "raw": raw} if raw else found
 
 
 def _elsewhere(folder: Path) -> Iterator[str]:
@@ -246,13 +276,13 @@ def _elsewhere(folder: Path) -> Iterator[str]:
             return
 
 
-def _examine(path: Path, kind: str, files: list[Path]) -> FoundSet:
+def _examine(path: Path, kind: str, files: list[Path], names: list[str], values: bool) -> FoundSet:
     """Return what the files of one form hold."""
     seen: dict[tuple[str, str, int | None, int], list[tuple[int, ...]]] = {}
     faults: list[str] = []
     for file in files:
         try:
-            for name, dtype, shape in _READERS[kind](file):
+            for name, dtype, shape in () if kind == "raw" else arrays_of(kind, file):
                 width = shape[-1] if len(shape) > 1 else None
                 seen.setdefault((name, dtype, width, len(shape)), []).append(shape)
         except ActdsError as error:
@@ -263,7 +293,14 @@ def _examine(path: Path, kind: str, files: list[Path]) -> FoundSet:
         FoundArray(name, dtype, _common(shapes), len(shapes), sum(map(_rows, shapes)))
         for (name, dtype, _, _), shapes in sorted(seen.items(), key=lambda one: one[0][:2])
     ]
-    opened, command, refused = _importable(path, kind)
+    opened, command, refused = _importable(path, kind, names)
+    recipe = [command] if command else _of_raw(files, names) if kind == "raw" else []
+    counts = None
+    if values and opened is not None:
+        try:
+            counts = _count(opened)
+        except ActdsError as error:
+            faults.append(str(error).splitlines()[0])
     hooks = [] if opened is None else [
         {"name": own_name(hook) or None, "d_model": hook.d_model, "dtype": hook.dtype}
         for hook in opened.hooks
@@ -274,62 +311,102 @@ def _examine(path: Path, kind: str, files: list[Path]) -> FoundSet:
         nbytes=sum(file.stat().st_size for file in files),
         arrays=arrays,
         hooks=hooks,
-        n_rows=_n_rows(arrays, kind, len(hooks)),
+        n_rows=_n_rows(arrays) if opened is None else opened.n_rows,
         faults=[*faults[:MAX_FAULTS],
                 *([f"and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else [])],
         lacks=_lacks(path, opened, {array.name for array in arrays}),
         command=command,
         refused=refused,
+        recipe=recipe,
+        values=counts,
     )  # fmt: skip
 
 
 def _rows(shape: tuple[int, ...]) -> int:
     n = 1
     for size in shape[:-1] if len(shape) > 1 else shape:
-        n *= 1 if size == _ANY else size
+        n *= 1 if size == ANY else size
     return n
 
 
-def _n_rows(arrays: list[FoundArray], kind: str, n_hooks: int) -> int:
-    """Return the rows of one hook: of those that a set holds side by side, or one per array."""
+def _count(found: ForeignSet) -> list[ValueCounts]:
+    """Return what is wrong with the rows of each hook, of all values of a set."""
+    counts = [np.zeros(3 + len(_NARROW), np.int64) for _ in found.hooks]
+    for block in found.blocks():
+        for hook, total, bits in zip(found.hooks, counts, block.bits, strict=True):
+            rows = widen(bits, hook.dtype)
+            is_finite, is_zero = np.isfinite(rows), (rows == 0).all(axis=1)
+            total[:3] += len(rows), (~is_finite.all(axis=1)).sum(), is_zero.sum()
+            largest = np.abs(np.where(is_finite, rows, 0)).max(axis=1)
+            total[3:] += [(largest >= limit).sum() for limit in _NARROW.values()]
+    found_counts = []
+    for hook, total in zip(found.hooks, counts, strict=True):
+        n_rows, not_finite, zero, *over = total.tolist()
+        overflow = dict(zip(_NARROW, over, strict=True))
+        found_counts.append(ValueCounts(own_name(hook), n_rows, not_finite, zero, overflow))
+    return found_counts
+
+
+def _n_rows(arrays: list[FoundArray]) -> int:
+    """Return the rows of the largest array of those that may be a hook."""
     labels = {name for names in _COLUMNS.values() for name in names}
     counts = [one.n_rows for one in arrays if len(one.shape) > 1 and one.name not in labels]
-    if kind in ("safetensors", "pt") and n_hooks:
-        return sum(counts) // n_hooks
     return max(counts, default=0)
 
 
 def _common(shapes: list[tuple[int, ...]]) -> list[int | None]:
     axes = [set(sizes) for sizes in zip(*shapes, strict=True)]
-    return [sizes.pop() if len(sizes) == 1 and sizes != {_ANY} else None for sizes in axes]
+    return [sizes.pop() if len(sizes) == 1 and sizes != {ANY} else None for sizes in axes]
 
 
-def _importable(path: Path, kind: str) -> tuple[ForeignSet | None, str | None, str | None]:
+def _of_raw(files: list[Path], names: list[str]) -> list[str]:
+    """Return lines that make an array of each raw file, and import them."""
+    lines = []
+    for file in files[:MAX_FAULTS]:
+        code = f'np.memmap({str(file)!r}, "float32", "r").reshape(-1, D_MODEL)'
+        save = f'import numpy as np; np.save("raw/{file.stem}.npy", {code})'
+        lines.append(f"python -c {shlex.quote(save)}")
+    return ["mkdir raw", *lines, _command(Path("raw"), names, [""] * len(files), [])]
+
+
+def _command(path: Path, names: list[str], called: list[str], more: list[str]) -> str:
+    """Return the command that imports a set; of hooks without a name it asks for one."""
+    if len(names) != len(called):
+        numbers = [re.findall(r"[0-9]+", name) for name in called]
+        names = [f"KIND.{int(n[0])}" if len(n) == 1 else "KIND.LAYER" for n in numbers]
+    hooks = [word for name in names for word in ("--hook", name)]
+    return shlex.join(["actds", "import", str(path), "acts", *more, *hooks])
+
+
+def _importable(
+    path: Path, kind: str, names: list[str]
+) -> tuple[ForeignSet | None, str | None, str | None]:
     """Return the set as an import would open it, the command, or why there is none."""
+    if kind == "raw":
+        return None, None, "raw bytes say neither type nor width: put yours for float32, D_MODEL"
     if kind not in KINDS:
         words = "actds import does not read this form: save each hook's rows as one .npy file"
         return None, None, words
     more: list[str] = []
     try:
-        if not files_of(path, kind):
+        if not files_of(path, kind) and not (kind == "pt" and path.is_file()):
             return None, None, f"actds import reads {_SUFFIXES[kind]} files: rename them"
         try:
             found = open_foreign(path, kind)
         except ActdsError as error:
-            if kind != "npy" or "--dtype" not in error.expected:
-                raise
             # Two bytes without a name: of those who save such arrays nearly all mean bfloat16.
-            found = open_foreign(path, kind, "bfloat16")
-            more = ["--dtype", "bfloat16"]
+            match = re.search("--dtype (bfloat16|float32)", error.expected)
+            if match is None:
+                raise
+            found = open_foreign(path, kind, match[1])
+            more = ["--dtype", match[1]]
     except ActdsError as error:
         return None, None, str(error).splitlines()[0]
-    if len([k for k in KINDS if _has(path, k)]) > 1:
+    if [k for k in KINDS if _has(path, k)] != [kind]:
         more = ["--from", kind, *more]
-    if any(named_hook(own_name(hook), hook) is None for hook in found.hooks):
-        for _ in found.hooks:
-            more += ["--hook", "KIND.LAYER"]
-    words = shlex.join(["actds", "import", str(path), "acts", *more])
-    return found, f"{words} --declare model.name=NAME", None
+    unnamed = any(named_hook(own_name(hook), hook) is None for hook in found.hooks)
+    called = [hook.called for hook in found.hooks] if unnamed else []
+    return found, _command(path, names if unnamed else [], called, more), None
 
 
 def _has(path: Path, kind: str) -> bool:
@@ -355,158 +432,3 @@ def _lacks(path: Path, opened: ForeignSet | None, names: set[str]) -> list[Lack]
         # Written by actds export: it names the dataset, and that one knows the rest.
         return lacks
     return [*lacks, *(Lack(missing, words) for missing, words in _NEVER.items())]
-
-
-# What files hold: name, type and shape of each array, from headers alone.
-
-_Arrays = Iterator[tuple[str, str, tuple[int, ...]]]
-
-
-def _of_safetensors(file: Path) -> _Arrays:
-    for name, tensor in read_header(file)[0].items():
-        yield name, tensor.dtype, tensor.shape
-
-
-def _of_torch(file: Path) -> _Arrays:
-    try:
-        import torch
-    except ImportError:
-        raise ActdsError(
-            "E011", "torch", got="not installed", expected="the extra actds[torch]"
-        ) from None
-    try:
-        data = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:
-        got = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise foreign(file, got, "tensors that torch saved; nothing else is unpickled") from None
-    yield from _tensors(file.stem if isinstance(data, torch.Tensor) else "", data, 0)
-
-
-def _tensors(name: str, data: Any, depth: int) -> _Arrays:
-    """Yield the tensors of what a file held, one level of dicts and lists after the other."""
-    import torch
-
-    if isinstance(data, torch.Tensor):
-        yield name, str(data.dtype).removeprefix("torch."), tuple(data.shape)
-    elif isinstance(data, dict) and depth < 3:
-        for key, value in data.items():
-            yield from _tensors(f"{name}.{key}" if name else str(key)[:200], value, depth + 1)
-    elif isinstance(data, list | tuple) and depth < 3:
-        for value in data:
-            yield from _tensors(name, value, depth + 1)
-
-
-def _of_npy(file: Path) -> _Arrays:
-    with file.open("rb") as opened:
-        dtype, shape = _npy_header(file, opened)
-    nbytes = file.stat().st_size
-    if nbytes < dtype.itemsize * int(np.prod(shape, dtype=object)):
-        raise foreign(file, f"{nbytes} bytes", f"values of shape {shape}: it is truncated")
-    yield file.stem, str(dtype), shape
-
-
-def _npy_header(file: Path, opened: Any, name: str = "") -> tuple[np.dtype[Any], tuple[int, ...]]:
-    place = f"{file} {name}".strip()
-    # Typed as Any: the stubs of NumPy do not know the bound on the header.
-    form: Any = np.lib.format
-    try:
-        version = form.read_magic(opened)
-        if version not in ((1, 0), (2, 0)):
-            raise ValueError(f"version {version} of the header")
-        read = form.read_array_header_1_0 if version == (1, 0) else form.read_array_header_2_0
-        shape, _, dtype = read(opened, max_header_size=1 << 16)
-    except (ValueError, EOFError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
-        got = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise foreign(place, got, "a .npy array") from None
-    if dtype.hasobject:
-        raise foreign(place, "pickled objects, which are not read", "an array of numbers")
-    return dtype, tuple(int(size) for size in shape)
-
-
-def _of_npz(file: Path) -> _Arrays:
-    try:
-        with zipfile.ZipFile(file) as archive:
-            for name in archive.namelist():
-                with archive.open(name) as opened:
-                    dtype, shape = _npy_header(file, opened, name)
-                yield name.removesuffix(".npy"), str(dtype), shape
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError) as error:
-        raise foreign(file, str(error)[:200] or "no archive", "a .npz file, whole") from None
-
-
-def _of_arrow(file: Path) -> _Arrays:
-    """Yield the columns of an Arrow stream or file, with the sizes that their types say."""
-    n_rows = 0
-    try:
-        with pa.memory_map(str(file)) as source:
-            try:
-                stream = pa.ipc.open_stream(source)
-                schema = stream.schema
-                n_rows = sum(batch.num_rows for batch in stream)
-            except pa.ArrowInvalid:
-                source.seek(0)
-                reader = pa.ipc.open_file(source)
-                schema = reader.schema
-                n_rows = sum(reader.get_batch(n).num_rows for n in range(reader.num_record_batches))
-    except (pa.ArrowException, OSError, ValueError) as error:
-        if isinstance(error, ActdsError):
-            raise
-        raise foreign(file, str(error).splitlines()[0][:200], "an Arrow stream") from None
-    features = _features(file.parent)
-    for column in schema:
-        yield column.name, *_column(column.type, n_rows, features.get(column.name))
-
-
-def _features(folder: Path) -> dict[str, Any]:
-    """Return what ``datasets`` says of the columns; empty where it says nothing."""
-    try:
-        with (folder / "dataset_info.json").open("rb") as file:
-            found = json.loads(file.read(MAX_INFO_NBYTES)).get("features")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _column(kind: pa.DataType, n_rows: int, feature: Any) -> tuple[str, tuple[int, ...]]:
-    """Return the type of a column's values and its shape, as far as somebody says it."""
-    given = feature.get("shape") if isinstance(feature, dict) else None
-    sizes = [n if isinstance(n, int) else _ANY for n in given] if isinstance(given, list) else []
-    if isinstance(kind, pa.BaseExtensionType):  # of a library that is imported here
-        kind = kind.storage_type
-    shape = [n_rows]
-    while (
-        pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    ):
-        said = kind.list_size if pa.types.is_fixed_size_list(kind) else _ANY
-        shape.append(sizes.pop(0) if sizes else said)
-        kind = kind.value_type
-    return {"float": "float32", "double": "float64"}.get(str(kind), str(kind)), tuple(shape)
-
-
-def _of_parquet(file: Path) -> _Arrays:
-    """Yield the columns by their Parquet types alone: a stored Arrow schema is not parsed."""
-    try:
-        with pq.ParquetFile(file) as opened:
-            metadata = opened.metadata
-            columns = [metadata.schema.column(n) for n in range(metadata.num_columns)]
-    except (pa.ArrowException, OSError, ValueError) as error:
-        if isinstance(error, ActdsError):
-            raise
-        raise foreign(file, str(error).splitlines()[0][:200], "a Parquet file, whole") from None
-    for column in columns:
-        nested = (_ANY,) * column.max_repetition_level
-        dtype = _PARQUET.get(column.physical_type, column.physical_type.lower())
-        yield column.path.split(".")[0], dtype, (metadata.num_rows, *nested)
-
-
-_LISTS = (pa.lib.Type_LIST, pa.lib.Type_LARGE_LIST, pa.lib.Type_FIXED_SIZE_LIST)
-_PARQUET = {"FLOAT": "float32", "DOUBLE": "float64", "BYTE_ARRAY": "bytes"}
-_READERS: dict[str, Callable[[Path], _Arrays]] = {
-    "sae-lens": _of_arrow,
-    "datasets": _of_arrow,
-    "safetensors": _of_safetensors,
-    "pt": _of_torch,
-    "npy": _of_npy,
-    "npz": _of_npz,
-    "parquet": _of_parquet,
-}

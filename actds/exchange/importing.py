@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -20,11 +19,13 @@ from pydantic import ValidationError
 from actds import __version__, layout, schema
 from actds.commit import ShardRows, commit_shard
 from actds.errors import ActdsError
+from actds.exchange.apart import open_foreign, reader
 from actds.exchange.export import RECORD_FILE
 from actds.exchange.folders import new_folder
-from actds.exchange.foreign import Block, ForeignHook, ForeignSet, open_foreign
+from actds.exchange.foreign import Block, ForeignHook, ForeignSet, own_name
 from actds.exchange.rows import BLOCK_NBYTES
 from actds.exchange.tensors import foreign as bad_set
+from actds.exchange.tensors import read_document
 from actds.format.arrays import DTYPES
 from actds.format.tables import UNKNOWN_FIELD
 from actds.ledger import Chain
@@ -37,10 +38,10 @@ from actds.schema import (
     RunRecord,
 )
 from actds.store.local import LocalStore
+from actds.text import storable
 
-__all__ = ["Imported", "import_foreign", "named_hook", "own_name"]
+__all__ = ["Imported", "import_foreign", "named_hook"]
 
-_TLENS = re.compile(r"blocks\.(\d+)\.hook_(resid_pre|resid_mid|resid_post)")
 _OWN = re.compile(r"([a-z0-9_]+)\.(0|[1-9][0-9]*)")
 Progress = Callable[[int], None]
 
@@ -72,9 +73,9 @@ def import_foreign(
     foreign: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    kind: Literal["sae-lens", "safetensors", "pt", "npy"] | None = None,
+    kind: Literal["sae-lens", "datasets", "safetensors", "pt", "npy", "npz"] | None = None,
     hooks: str | Sequence[str] | None = None,
-    dtype: Literal["bfloat16", "float16"] | None = None,
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None,
     declare: Mapping[str, bool | int | str] | None = None,
     progress: Progress = lambda n_rows: None,
 ) -> Imported:
@@ -107,6 +108,7 @@ def import_foreign(
     Spec: 0.1 sections 6.1 and 6.3.
     """
     path = Path(foreign)
+    reader.deaths.clear()
     found = open_foreign(path, kind, dtype)
     named = _name_hooks(found, hooks, path)
     run = layout.new_id("r")
@@ -114,9 +116,15 @@ def import_foreign(
     with new_folder(os.fspath(out)) as folder:
         store = LocalStore(folder)
         software = f"actds {__version__} import"
-        genesis = Genesis(
-            dataset=secrets.token_hex(16), created_ns=time.time_ns(), writer=software, hooks=named
-        )
+        try:
+            genesis = Genesis(
+                dataset=secrets.token_hex(16),
+                created_ns=time.time_ns(),
+                writer=software,
+                hooks=named,
+            )
+        except ValidationError:
+            raise bad_set(path, f"{len(named)} hooks", "as many as a dataset may have") from None
         store.put_new(layout.GENESIS, [schema.to_bytes(genesis)])
         chain = Chain.begin(store, genesis.dataset, run, "writer", software)
         began = RunRecord(
@@ -130,8 +138,9 @@ def import_foreign(
             commit_shard(store, chain, rows, shard=shard, run=run, order="permuted", seed=number)
             n_rows, n_sequences = n_rows + len(rows.tokens["request"]), last + 1
             progress(n_rows)
-        if not n_rows:
-            raise bad_set(path, "no row", "activations")
+        if not n_rows or n_rows != found.n_rows:
+            got, expected = f"{n_rows} rows", f"{found.n_rows}, as when it was opened"
+            raise bad_set(path, got if n_rows else "no row", expected if n_rows else "activations")
         totals = {"rows": n_rows, "dropped_tokens": 0, "recomputed_tokens": 0}
         chain.close("finished", totals)
     return Imported(
@@ -186,12 +195,6 @@ def named_hook(name: str, one: ForeignHook) -> Hook | None:
         )
     except ValidationError:
         return None
-
-
-def own_name(hook: ForeignHook) -> str:
-    """Return the name of a hook for what the set calls it."""
-    match = _TLENS.fullmatch(hook.called)
-    return f"{match[2]}.{int(match[1])}" if match else hook.called
 
 
 def _shards(found: ForeignSet, hooks: list[Hook]) -> Iterator[tuple[ShardRows, int]]:
@@ -256,7 +259,7 @@ def _fields(
     observed: dict[str, Any] = {
         "capture.order": "permuted",
         "import.kind": found.kind,
-        "import.source": path.absolute().name,
+        "import.source": storable(path.absolute().name),
         "import.sha256": _digest(found.files),
         "import.n_files": len(found.files),
         "import.left_out": list(found.left_out),
@@ -264,7 +267,7 @@ def _fields(
     }
     exported = (path if path.is_dir() else path.parent) / RECORD_FILE
     if exported.is_file():
-        digest = json.loads(exported.read_bytes()).get("digest")
+        digest = read_document(exported).get("digest")
         declare = {"import.dataset_digest": digest, **declare} if digest else declare
     called = [hook.called or "none" for hook in found.hooks]
     observed["import.hooks_called"] = called
@@ -295,4 +298,4 @@ def _digest(files: list[Path]) -> str:
     for path in files:
         with path.open("rb") as file:
             lines.append(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n")
-    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
+    return hashlib.sha256("".join(sorted(lines)).encode(errors="surrogateescape")).hexdigest()

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from actds import canonical
 from actds.errors import ActdsError
 
-__all__ = ["NewTensor", "StoredTensor", "foreign", "read_header", "write_tensors"]
+__all__ = ["NewTensor", "StoredTensor", "foreign", "read_document", "read_header", "write_tensors"]
 
 MAX_HEADER_NBYTES = 100_000_000  # that of the format
 _CODES = {
@@ -108,6 +109,8 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         ActdsError: E019 it is truncated, or no such file.
     """
     nbytes = path.stat().st_size
+    if not path.is_file():
+        raise foreign(path, "no regular file", "a safetensors file")
     with path.open("rb") as file:
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
@@ -115,7 +118,7 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
             raise foreign(path, f"{nbytes} bytes", f"a header of {length} bytes, and tensors")
         text = file.read(length)
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=_once)
         metadata = header.pop("__metadata__", {})
         if not all(isinstance(word, str) for word in metadata.values()):
             raise TypeError("metadata that are no words")
@@ -145,7 +148,40 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         ):
             got = f"{ends[name] - tensor.offset} bytes of {tensor.dtype} {tensor.shape}"
             raise foreign(f"{path} {name}", got, f"{size} bytes")
+    at = 8 + length
+    for name, tensor in sorted(found.items(), key=lambda one: (one[1].offset, ends[one[0]])):
+        if tensor.offset != at:
+            got = f"a tensor from byte {tensor.offset}"
+            raise foreign(f"{path} {name}", got, f"from {at}: tensors one after the other")
+        at = ends[name]
+    if at != nbytes:
+        raise foreign(path, f"{nbytes} bytes", f"{at}, where its tensors end")
     return found, metadata
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse a name that an object has twice: of two arrays one would be left out in silence."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        raise ValueError("a name twice")
+    return members
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Return the object of a small JSON file that a stranger made.
+
+    Raises:
+        ActdsError: E019 it is no regular file, larger than 16 MiB, or no JSON object.
+    """
+    try:
+        document = json.loads(canonical.read_bounded(path), object_pairs_hook=_once)
+    except OSError as error:
+        raise foreign(path, error.strerror or str(error), "a JSON object") from None
+    except (ValueError, RecursionError):
+        raise foreign(path, "a document that cannot be read", "a JSON object") from None
+    if not isinstance(document, dict):
+        raise foreign(path, "a document that cannot be read", "a JSON object")
+    return document
 
 
 def _itemsize(dtype: str) -> int:

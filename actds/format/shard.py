@@ -87,17 +87,23 @@ class Shard:
         store: the dataset's store.
         manifest: the shard's manifest.
         unknown: columns of the token table of which its run says that nothing is known.
+        parse: what makes a table of the bytes of its file, as ``Catalog.parse``.
 
     Attributes: the arguments by their names, and of the manifest ``name``, ``run``, ``phase`` (of
     all rows), ``n_rows`` and ``hooks``.
     """
 
     def __init__(
-        self, store: Store, manifest: ShardManifest, unknown: frozenset[str] = frozenset()
+        self,
+        store: Store,
+        manifest: ShardManifest,
+        unknown: frozenset[str] = frozenset(),
+        parse: tables.Parse = tables.from_parquet,
     ) -> None:
         self.store = store
         self.manifest = manifest
         self.unknown = unknown
+        self._parse = parse
         self.name, self.run, self.phase = manifest.shard, manifest.run, manifest.phase
         self.n_rows, self.hooks = manifest.n_rows, manifest.hooks
         self._files = data_files(manifest)
@@ -118,7 +124,7 @@ class Shard:
         Spec: 0.1 section 6.3.
         """
         place = self._place(TOKENS)
-        table = tables.from_parquet("tokens", self.read(TOKENS), place, columns)
+        table = self._parse("tokens", self.read(TOKENS), place, columns)
         if table.num_rows != self.n_rows:
             raise ActdsError(
                 "E203", place, got=f"{table.num_rows} token rows", expected=f"{self.n_rows}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from functools import cache
 from typing import Literal
 
@@ -296,6 +297,10 @@ def to_parquet(name: TableName, table: pa.Table) -> bytes:
     ) as writer:
         writer.write_table(table.cast(bare_schema(name)), row_group_size=1 << 20)
     return sink.getvalue()
+
+
+Parse = Callable[[TableName, bytes, str, "list[str] | None"], pa.Table]
+"""What makes a table of a name, the bytes of its file, its path and the columns wanted."""
 
 
 def from_parquet(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from actds import layout
+from actds import canonical, layout
 from actds.errors import ActdsError, Finding
 from actds.format.tables import DISPOSITIONS
 from actds.hub.croissant import croissant
@@ -119,7 +119,7 @@ def read_verdict(file: str | os.PathLike[str], digest: str) -> AuditVerdict:
     """
     place = f"audit {os.fspath(file)}"
     try:
-        found = _Audit.model_validate_json(Path(file).read_bytes())
+        found = _Audit.model_validate_json(canonical.read_bounded(Path(file)))
     except (OSError, ValidationError) as error:
         got = (error.strerror or "?") if isinstance(error, OSError) else "another document"
         raise ActdsError("E009", place, got=got, expected="what actds audit --json wrote") from None

@@ -30,7 +30,7 @@ from actds.trust.pin import parse_pin
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Dataset", "open"]
+__all__ = ["Dataset", "open", "open_apart"]
 
 CACHE_NBYTES = 64 << 30
 """What a cache of remote datasets keeps at most, unless it is told otherwise."""
@@ -90,6 +90,21 @@ def open(
     return Dataset(catalog)
 
 
+def open_apart(uri: str | Path, *, imported: bool = False) -> Dataset:
+    """Open a dataset as ``open`` does; its tables are parsed in a process with bounds.
+
+    For commands that look at what a stranger made. Training reads the same tables again and again,
+    and has no need of it after a validation.
+
+    Args:
+        uri: the dataset.
+        imported: whether a dataset without provenance is accepted, with a warning.
+    """
+    catalog = open(uri, i_accept_unprovenanced=imported).catalog
+    catalog.parse_apart()
+    return Dataset(catalog)
+
+
 def _give_cache(store: Store, folder: str | Path | None, nbytes: int | None) -> None:
     """Let a remote store keep what it reads, where that is asked for."""
     named = os.environ.get("ACTDS_CACHE_BYTES")
@@ -137,7 +152,12 @@ class Dataset:
         self.runs: dict[str, RunRecord] = catalog.runs
         unknown = {run: unknown_columns(record) for run, record in self.runs.items()}
         self.shards = [
-            Shard(catalog.store, manifest, unknown.get(manifest.run, frozenset()))
+            Shard(
+                catalog.store,
+                manifest,
+                unknown.get(manifest.run, frozenset()),
+                catalog.parse,
+            )
             for manifest in catalog.shards
         ]
         self._row_places: dict[str, RowPlaces] = {}

@@ -14,8 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.accounting.fates import fate_counts
-from actds.format import tables
-from actds.format.shard import read_checked
 from actds.format.tables import DISPOSITIONS, EXTERNAL, PHASES
 
 if TYPE_CHECKING:
@@ -139,10 +137,7 @@ def _from_readouts(dataset: Dataset, hook: str) -> tuple[Ints, Floats]:
     found: list[tuple[Ints, Floats]] = []
     for k in range(n_files):
         part = files[k * len(files) // n_files]
-        data = read_checked(catalog.store, part.file.path, part.file)
-        table = tables.from_parquet(
-            "readouts", data, part.file.path, ["position", "hook", "norm"]
-        )  # fmt: skip
+        table = catalog.read_table("readouts", part.file.path, ["position", "hook", "norm"])
         mine = table.filter(table["hook"].to_numpy(zero_copy_only=False) == hook)
         found.append(
             (mine["position"].to_numpy().astype(np.int64), mine["norm"].to_numpy().astype(float))

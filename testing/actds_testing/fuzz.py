@@ -18,6 +18,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -27,9 +28,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
+import zstandard
 
 import actds
-from actds import canonical, schema
+from actds import canonical, layout, schema
 from actds.errors import ActdsError
 from actds.format import arrays, codec, pages, readouts, tables
 from actds.format.apart import TablesApart
@@ -41,7 +44,7 @@ from actds_validators.validate.validation import validate
 __all__ = ["TARGETS", "main"]
 
 MINIMAL = VECTORS / "valid" / "minimal"
-MAX_RSS_MIB, TIMEOUT_S = 1024, 10
+MAX_RSS_MIB, TIMEOUT_S = 2048, 60  # with torch, on a machine that does more than this
 Provider = Any
 """``atheris.FuzzedDataProvider``: numbers, bytes and choices, made of the fuzzer's bytes."""
 TARGETS: dict[str, Callable[[Provider], None]] = {}
@@ -247,8 +250,6 @@ def parquet(given: Provider) -> None:
     """A table in any form that Arrow writes, then changed."""
     import io
 
-    import pyarrow.parquet as pq
-
     name, table = given.PickValueInList(_tables())
     sink = io.BytesIO()
     pq.write_table(
@@ -274,22 +275,237 @@ def parquet(given: Provider) -> None:
 def dataset(given: Provider) -> None:
     """A whole dataset of which one file was changed, and every digest above it."""
     with tempfile.TemporaryDirectory(dir=_memory()) as folder:
-        root = Path(shutil.copytree(MINIMAL, Path(folder) / "d"))
-        files = sorted(path for path in root.rglob("*") if path.is_file())
-        path = given.PickValueInList(files)
-        data = path.read_bytes()
-        if path.suffix == ".json" and given.ConsumeIntInRange(0, 4):
-            path.write_bytes(_bytes_of(_changed(given, json.loads(data))))
-        else:
-            path.write_bytes(_flipped(given, data))
-        with suppress(Exception):  # what cannot be forged stays as it is
-            for manifest in root.glob("shards/*/shard.json"):
-                rehash(manifest)
-            relink(root)
+        root = _forged(given, Path(folder))
         found = validate(root, given.PickValueInList(["standard", "full", "deep"]))
         assert not [line for line in found.findings if line.code == "E901"], found.findings
         with suppress(ActdsError):
             actds.open(root)
+
+
+# doors ------------------------------------------------------------------------------------------
+
+
+def _forged(given: Provider, folder: Path) -> Path:
+    """Return a dataset of which one file was changed, and every digest above it."""
+    root = Path(shutil.copytree(MINIMAL, folder / "d"))
+    path = given.PickValueInList(sorted(path for path in root.rglob("*") if path.is_file()))
+    data = path.read_bytes()
+    if path.suffix == ".json" and given.ConsumeIntInRange(0, 4):
+        path.write_bytes(_bytes_of(_changed(given, json.loads(data))))
+    else:
+        path.write_bytes(_flipped(given, data))
+    with suppress(Exception):  # what cannot be forged stays as it is
+        for manifest in root.glob("shards/*/shard.json"):
+            rehash(manifest)
+        relink(root)
+    return root
+
+
+def _given(given: Provider, kind: str, folder: Path) -> Path:
+    """Return a file of a kind that a person hands to a door, changed or not."""
+    path = folder / next(name for name in _foreign() if name.endswith(kind))
+    data = _foreign()[path.name]
+    path.write_bytes(_flipped(given, data) if given.ConsumeBool() else data)
+    return path
+
+
+@cache
+def _foreign() -> dict[str, bytes]:
+    """Return files of other libraries by name: rows of 16 channels, as people save them."""
+    import io
+
+    import torch
+    from safetensors.numpy import save
+
+    rows = np.arange(96, dtype=np.float32).reshape(6, 16)
+    files: dict[str, Any] = {}
+    for name, data in {
+        "rows.pt": {"acts": torch.from_numpy(rows), "labels": torch.ones(6)},
+        "texts.pt": [torch.from_numpy(rows[:2]), torch.from_numpy(rows[2:])],
+        "sample.pt": {"input_ids": torch.arange(6), "hidden_states": [torch.from_numpy(rows)] * 2},
+    }.items():
+        sink = io.BytesIO()
+        torch.save(data, sink)
+        files[name] = sink.getvalue()
+    for name, write in {
+        "rows.npy": lambda sink: np.save(sink, rows),
+        "rows.npz": lambda sink: np.savez(sink, acts=rows, tokens=np.arange(6)),
+        "small.npz": lambda sink: np.savez_compressed(sink, acts=rows),
+    }.items():
+        sink = io.BytesIO()
+        write(sink)
+        files[name] = sink.getvalue()
+    states = {"hidden_states": rows.reshape(6, 1, 16), "token_ids": np.arange(6)}
+    files["states.safetensors"] = save(states)
+    files["probes.safetensors"] = save({"weights": rows[:2]})
+    files["encoder.safetensors"] = save({"W_enc": np.ones((16, 4), np.float32)})
+    return files
+
+
+def _saved_lists(given: Provider, folder: Path) -> None:
+    """Write a saved dataset of ``datasets``, of lists or of SAELens' windows, one file changed."""
+    windows = given.ConsumeBool()
+    flat = pa.array(np.arange(96, dtype=np.float32))
+    rows = pa.ListArray.from_arrays(np.arange(0, 97, 16, dtype=np.int32), flat)
+    ids: pa.Array = pa.array(range(6), pa.int32())
+    feature: Any = {"_type": "List"}
+    if windows:
+        ends = np.array([0, 3, 6], np.int32)
+        rows, ids = (pa.ListArray.from_arrays(ends, one) for one in (rows, ids))
+        feature = {"_type": "Array2D", "shape": [3, 16], "dtype": "float32"}
+    sink = pa.BufferOutputStream()
+    table = pa.table({"acts": rows, "token_ids": ids})
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table, max_chunksize=given.PickValueInList([1, 100]))
+    state = {"_data_files": [{"filename": "data-0.arrow"}]}
+    files = {
+        "data-0.arrow": sink.getvalue().to_pybytes(),
+        "state.json": json.dumps(state).encode(),
+        "dataset_info.json": json.dumps({"features": {"acts": feature, "token_ids": {}}}).encode(),
+    }
+    chosen = given.PickValueInList(list(files))
+    if chosen.endswith(".json") and given.ConsumeBool():
+        files[chosen] = _bytes_of(_changed(given, json.loads(files[chosen])))
+    else:
+        files[chosen] = _flipped(given, files[chosen])
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+
+
+def _foreign_set(given: Provider, folder: Path) -> Path:
+    """Return a file or a folder that a stranger made."""
+    if given.ConsumeIntInRange(0, 2) == 0:
+        _saved_lists(given, folder)
+        return folder
+    path = _given(given, given.PickValueInList(list(_foreign())), folder)
+    return path if given.ConsumeBool() else folder
+
+
+@target
+def doctor(given: Provider) -> None:
+    """The doctor on files of other libraries: a fault has a code, and nothing else happens."""
+    with tempfile.TemporaryDirectory(dir=_memory()) as folder, suppress(ActdsError):
+        for found in actds.doctor(
+            _foreign_set(given, Path(folder)), values=given.ConsumeBool()
+        ).sets:
+            assert all(fault[0] == "E" or fault.startswith("and ") for fault in found.faults)
+
+
+@target
+def import_(given: Provider) -> None:
+    """An import of files of other libraries: whole or not at all, and every row once."""
+    with tempfile.TemporaryDirectory(dir=_memory()) as folder:
+        source, out = Path(folder) / "in", Path(folder) / "out"
+        source.mkdir()
+        path = _foreign_set(given, source)
+        hooks = ["resid_post.0", "resid_post.1"][: given.ConsumeIntInRange(1, 2)]
+        done = None
+        with suppress(ActdsError):
+            done = actds.import_foreign(path, out, hooks=hooks, dtype="float32")
+        assert sorted(one.name for one in Path(folder).iterdir()) == ["in", *["out"] * bool(done)]
+        if done is not None:
+            codes = {finding.code for finding in validate(out, "full").errors}
+            assert codes == {"E306", "E403"}, codes
+
+
+def _door(given: Provider, call: Callable[[Path, Path], object]) -> None:
+    """Call a door with a dataset that was forged; an error has a code."""
+    with tempfile.TemporaryDirectory(dir=_memory()) as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        root = _forged(given, Path(folder)) if given.ConsumeIntInRange(0, 3) else MINIMAL
+        with suppress(ActdsError):
+            call(root, Path(folder))
+
+
+@target
+def audit(given: Provider) -> None:
+    """The audit of a dataset that a stranger made, with classes that one gave."""
+
+    def call(root: Path, folder: Path) -> object:
+        classes = None
+        if given.ConsumeBool():
+            table = pa.table({
+                "request": pa.array([0, 1], pa.uint32()), "start": pa.array([0, 1], pa.uint32()),
+                "stop": pa.array([2, 3], pa.uint32()), "class": ["a", "b"],
+            })  # fmt: skip
+            classes = folder / "classes.parquet"
+            pq.write_table(table, classes)
+            classes.write_bytes(_flipped(given, classes.read_bytes(), 3))
+        return actds.audit(root, classes=classes)
+
+    _door(given, call)
+
+
+@target
+def view(given: Provider) -> None:
+    """A page of a dataset that a stranger made, with directions that one gave."""
+
+    def call(root: Path, folder: Path) -> object:
+        match given.ConsumeIntInRange(0, 3):
+            case 0:
+                return actds.view(root, probe=_given(given, "rows.npy", folder))
+            case 1:
+                encoder = _given(given, "encoder.safetensors", folder)
+                return actds.view(root, sae=encoder, features=[0])
+            case 2:
+                (folder / "tokenizer.json").write_bytes(_flipped(given, _tokenizer()))
+                return actds.view(root, tokenizer=folder)
+            case _:
+                return actds.view(root, stats=given.ConsumeBool())
+
+    _door(given, call)
+
+
+@cache
+def _tokenizer() -> bytes:
+    from tokenizers import Tokenizer, decoders, models
+
+    made = Tokenizer(models.WordLevel({f"w{n}": n for n in range(40)}, "w0"))
+    made.decoder = decoders.Replace("w", "word ")  # type: ignore[assignment]
+    return made.to_str().encode()
+
+
+@target
+def regimes(given: Provider) -> None:
+    """A comparison of datasets that a stranger made, with probes and dictionaries that one gave."""
+
+    def call(root: Path, folder: Path) -> object:
+        arms = [f"G={root}:phase=decode", f"R={root}:phase=prefill"]
+        given_files: dict[str, Any] = {}
+        if given.ConsumeBool():
+            given_files["probes"] = [str(_given(given, "probes.safetensors", folder))]
+        elif given.ConsumeBool():
+            given_files["sae"] = [str(_given(given, "rows.pt", folder))]
+        return actds.regimes(*arms, **given_files)
+
+    _door(given, call)
+
+
+@target
+def recover(given: Provider) -> None:
+    """A recovery of a dataset that a stranger made: its seal or its census may be gone."""
+
+    def call(root: Path, folder: Path) -> object:
+        if root == MINIMAL:
+            root = Path(shutil.copytree(MINIMAL, folder / "d"))
+        if given.ConsumeBool():
+            shutil.rmtree(root / "seal", ignore_errors=True)
+        if given.ConsumeBool():
+            shutil.rmtree(next(iter(sorted(root.glob("ledger/c-*")))), ignore_errors=True)
+            segment = root / layout.journal_path("r-vector", 0)
+            segment.parent.mkdir(parents=True)
+            segment.write_bytes(_flipped(given, _segment()))
+        return actds.recover(root, clear=given.ConsumeBool())
+
+    _door(given, call)
+
+
+@cache
+def _segment() -> bytes:
+    dataset = json.loads((MINIMAL / layout.GENESIS).read_bytes())["dataset"]
+    header = {"dataset": dataset, "format": "actds.journal", "n_messages": 0, "prev": "0" * 64,
+              "run": "r-vector", "segment": 0, "version": "0.1"}  # fmt: skip
+    return bytes(zstandard.compress(json.dumps(header).encode() + b"\n"))
 
 
 def _memory() -> str | None:

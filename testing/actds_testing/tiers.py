@@ -64,8 +64,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Any:
 
 
 def _refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
-    if "from actds.format.apart import serve" in repr(arguments):
-        return  # the parser of tables, which the first validation of a test process starts
+    if "from actds.apart import serve" in repr(arguments):
+        return  # a parser of what strangers made, which a test process starts once
     if event in STARTS and _current and tier_of(_current[-1]) == "fast":
         raise RuntimeError(
             f"{_current[-1].nodeid} starts a process ({event} {arguments!r:.200}): mark it standard"

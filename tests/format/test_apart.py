@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import actds
 from actds.errors import ActdsError
 from actds.format import apart, tables
+from actds.format import parquet as parquet_reader
 from actds.format.apart import TablesApart
+from actds_testing.forge import relink
 from actds_testing.places import VECTORS
 
 MINIMAL = VECTORS / "valid" / "minimal"
@@ -89,7 +94,7 @@ def test_a_file_that_ends_its_parser_is_a_finding_and_the_next_one_is_read(
     for _ in range(3):
         with pytest.raises(ActdsError, match="E206 x: a file that takes too long"):
             one.from_parquet("stalls", data, "x")
-    with pytest.raises(ActdsError, match="E206 x: a table after 3 others"):
+    with pytest.raises(ActdsError, match="E206 x: a file after 3 others"):
         one.from_parquet("tokens", TOKENS.read_bytes(), "x")
     apart.start()
     assert one.from_parquet("tokens", TOKENS.read_bytes(), "x").num_rows > 0
@@ -147,6 +152,60 @@ def test_works_in_worker_processes(one: TablesApart, how: str) -> None:
     with multiprocessing.get_context(how).Pool(2) as pool:
         assert pool.map(_read, [str(TOKENS)] * 4) == [here] * 4
     assert one.from_parquet("tokens", TOKENS.read_bytes(), "x").num_rows == here
+
+
+DOORS: dict[str, Callable[[Path], object]] = {
+    "audit": actds.audit,
+    "view": actds.view,
+    "recover": actds.recover,
+    "regimes": lambda path: actds.regimes(f"G={path}:phase=decode", f"R={path}:phase=prefill"),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_door_parses_tables_apart(
+    door: str, copy_dataset: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``validate`` does: no file of a stranger meets Arrow's parser in this process first."""
+    path = copy_dataset()
+
+    def parsed_here(*args: Any, **options: Any) -> pa.Table:
+        raise AssertionError(f"parsed in this process: {args[1]}")
+
+    monkeypatch.setattr(parquet_reader, "read", parsed_here)
+    if door == "recover":  # so that it has to account for every run again
+        shutil.rmtree(path / "seal")
+    with suppress(ActdsError) if door == "regimes" else nullcontext():
+        DOORS[door](path)
+
+
+@LINUX
+@pytest.mark.parametrize("door", DOORS)
+def test_a_table_that_fills_the_memory_is_refused_at_every_door(
+    door: str, copy_dataset: Callable[[], Path]
+) -> None:
+    """A table whose size no footer tells, in a dataset whose every digest is right."""
+    path = copy_dataset()
+    part = next(path.glob("census/*/requests-*.parquet"))
+    table, n = pq.read_table(part), 200_000
+    table = table.take(np.zeros(n, np.int64))
+    words = pa.DictionaryArray.from_arrays(
+        pa.array(np.zeros(n, np.int32)), pa.array(["a" * 1_000_000])
+    )
+    place = table.schema.get_field_index("source")
+    part.write_bytes(parquet(table.set_column(place, "source", words)))
+    assert part.stat().st_size < 200_000
+    relink(path)
+    if door == "recover":
+        shutil.rmtree(path / "seal")
+    with pytest.raises(ActdsError, match=r"E206 census/\S*requests"):
+        raise_error(DOORS[door](path))
+
+
+def raise_error(result: object) -> None:
+    """Raise the error of a recovery, which says so in its result."""
+    if isinstance(error := getattr(result, "error", None), ActdsError):
+        raise error
 
 
 def test_the_folder_that_one_is_in_is_not_imported_from(tmp_path: Path) -> None:

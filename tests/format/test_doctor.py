@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import shlex
+import subprocess
+import sys
 import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,10 @@ from actds.errors import ActdsError
 from actds_testing.synthetic import make_dataset
 
 datasets = pytest.importorskip("datasets")
+LINUX = pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(),
+    reason="no limit of memory where no process says its size",
+)
 
 
 def run(*args: object) -> Result:
@@ -106,11 +115,126 @@ def test_a_set_is_described_and_the_command_imports_it(name: str, tmp_path: Path
     assert words[:3] == ["actds", "import", str(path)]
     words[3] = str(tmp_path / "acts")
     layers = iter(range(9))
-    words = [f"resid_post.{next(layers)}" if word == "KIND.LAYER" else word for word in words]
+    words = [f"resid_post.{next(layers)}" if word.startswith("KIND.") else word for word in words]
     done = run(*words[1:], "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["n_rows"] == found.n_rows
     assert actds.doctor(tmp_path / "acts").is_dataset
+
+
+ROWS = torch.randn(12, 8, generator=torch.manual_seed(0))
+LENGTHS = (5, 3, 4)
+TEXTS = list(ROWS.split(LENGTHS))
+
+
+def _saved(data: Any) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        torch.save(data, folder / "rows.pt")
+        return folder / "rows.pt"
+
+    return make
+
+
+def _flat(folder: Path) -> Path:
+    tensors = {"layer_10": ROWS, "layer_20": -ROWS, "labels": torch.ones(12)}
+    save_file(tensors, folder / "rows.safetensors")
+    return folder / "rows.safetensors"
+
+
+def _npz(folder: Path) -> Path:
+    np.savez(folder / "rows.npz", acts=ROWS.numpy(), tokens=np.arange(12), y=np.ones(12))
+    return folder / "rows.npz"
+
+
+def _npz_deflated(folder: Path) -> Path:
+    np.savez_compressed(folder / "rows.npz", acts=ROWS.numpy(), y=np.ones(12))
+    return folder / "rows.npz"
+
+
+def _memmap(folder: Path) -> Path:
+    array = np.lib.format.open_memmap(folder / "rows.npy", "w+", np.float32, (12, 8))
+    array[:] = ROWS.numpy()
+    array.flush()
+    return folder / "rows.npy"
+
+
+def _raw(folder: Path) -> Path:
+    array = np.memmap(folder / "rows.dat", np.float32, "w+", shape=(12, 8))
+    array[:] = ROWS.numpy()
+    array.flush()
+    return folder / "rows.dat"
+
+
+def _lists(values: Callable[[torch.Tensor], Any]) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        datasets.disable_progress_bars()
+        lines = {"acts": values(ROWS), "text": [str(n) for n in range(len(values(ROWS)))]}
+        datasets.Dataset.from_dict(lines).save_to_disk(str(folder / "saved"))
+        return folder / "saved"
+
+    return make
+
+
+CACHE = {
+    "blocks.10.hook_resid_post": ROWS.view(3, 4, 8),
+    "blocks.10.attn.hook_z": -ROWS.view(3, 4, 2, 4),
+    "blocks.10.attn.hook_pattern": torch.rand(3, 2, 4, 4),
+    "blocks.10.ln1.hook_scale": torch.rand(3, 4, 1),
+}
+"""A ``dict(cache)`` of TransformerLens: batch, position, and head where there are heads."""
+HANDMADE: dict[str, tuple[Callable[[Path], Path], list[str], list[int], list[str]]] = {
+    # What makes it, what its hooks are, signs of their rows, what is left out.
+    "pt acts and labels": (_saved({"acts": ROWS, "labels": torch.ones(12)}), ["resid_post.10"],
+                           [1], ["labels"]),
+    "pt by layer": (_saved({"layer_10": ROWS, "layer_20": -ROWS}),
+                    ["resid_post.10", "resid_post.20"], [1, -1], []),
+    "pt list of texts": (_saved(TEXTS), ["resid_post.10"], [1], []),
+    "pt list of rows": (_saved(list(ROWS)), ["resid_post.10"], [1], []),
+    "pt lists by layer": (_saved({"layer_10": TEXTS, "layer_20": [-one for one in TEXTS]}),
+                          ["resid_post.10", "resid_post.20"], [1, -1], []),
+    "pt hidden states by layer": (_saved((ROWS.view(3, 4, 8), -ROWS.view(3, 4, 8))),
+                                  ["resid_post.0", "resid_post.1"], [1, -1], []),
+    "TransformerLens": (_saved(CACHE), ["resid_post.10", "z.10"], [1, -1],
+                        ["blocks.10.attn.hook_pattern", "blocks.10.ln1.hook_scale"]),
+    "flat safetensors": (_flat, ["resid_post.10", "resid_post.20"], [1, -1], ["labels"]),
+    "npz": (_npz, ["resid_post.10"], [1], ["y"]),
+    "npz deflated": (_npz_deflated, ["resid_post.10"], [1], ["y"]),
+    "npy": (_memmap, ["resid_post.10"], [1], []),
+    "raw": (_raw, ["resid_post.10"], [1], []),
+    "datasets of rows": (_lists(lambda rows: list(rows.numpy())), ["resid_post.10"], [1], ["text"]),
+    "datasets of lists of doubles": (_lists(torch.Tensor.tolist), ["resid_post.10"], [1], ["text"]),
+    "datasets of texts": (_lists(lambda rows: [one.numpy() for one in rows.split(LENGTHS)]),
+                          ["resid_post.10"], [1], ["text"]),
+}  # fmt: skip
+
+
+@pytest.mark.standard
+@pytest.mark.parametrize("name", HANDMADE)
+def test_the_recipe_brings_in_what_people_save(name: str, tmp_path: Path) -> None:
+    make, hooks, signs, left_out = HANDMADE[name]
+    path = make(tmp_path)
+    [found] = actds.doctor(path, hooks=hooks).sets
+    page = run("doctor", path, *(word for hook in hooks for word in ("--hook", hook))).stdout
+    assert page.splitlines()[-len(found.recipe) :] == [f"  {line}" for line in found.recipe]
+    # Literally, as from the page, but for what raw bytes do not say.
+    script = "\n".join(found.recipe).replace("D_MODEL", "8")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path}
+    done = subprocess.run(["bash", "-ec", script], cwd=tmp_path, env=environment,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    if left_out:
+        assert f"left out: {', '.join(left_out)}" in done.stdout.splitlines()
+    with pytest.warns(UserWarning, match="E306|E403"):
+        dataset = actds.open(tmp_path / "acts", i_accept_unsealed=True, i_accept_unprovenanced=True)
+    table = dataset.tokens()
+    order = np.lexsort((table["position"].to_numpy(), table["request"].to_numpy()))
+    for hook, sign in zip(hooks, signs, strict=True):
+        assert torch.equal(dataset.array(hook).torch(order), sign * ROWS)
+    if name == "npz":
+        assert table["token_id"].to_numpy()[order].tolist() == list(range(12))
+    if "texts" in name:
+        assert np.bincount(table["request"].to_numpy()).tolist() == list(LENGTHS)
 
 
 def test_what_is_missing_says_what_nobody_can_know(tmp_path: Path) -> None:
@@ -126,7 +250,7 @@ def test_the_page_ends_with_the_command(tmp_path: Path) -> None:
     assert done.exit_code == 0 and done.stderr == ""
     assert "  blocks.3.hook_resid_post  float32 (6, 4, 8)" in done.stdout.splitlines()
     last = done.stdout.splitlines()[-1]
-    assert last == f"  actds import {path} acts --declare model.name=NAME"
+    assert last == f"  actds import {path} acts"
 
 
 def test_a_bfloat16_array_without_a_name_is_named(tmp_path: Path) -> None:
@@ -137,18 +261,18 @@ def test_a_bfloat16_array_without_a_name_is_named(tmp_path: Path) -> None:
 
 def test_other_forms_are_shown_but_not_imported(tmp_path: Path) -> None:
     datasets.disable_progress_bars()
-    made = datasets.Dataset.from_dict({"text": ["a", "b"], "emb": [[1.0, 2.0], [3.0, 4.0]]})
+    made = datasets.Dataset.from_dict({"text": ["a", "b"], "emb": [[1.0, 2.0], [3.0]]})
     made.save_to_disk(str(tmp_path / "saved"))
     made.to_parquet(str(tmp_path / "parquet" / "train.parquet"))
     os.mkdir(tmp_path / "npz")
-    np.savez(tmp_path / "npz" / "rows.npz", a=np.ones((3, 8), np.float32), b=np.ones(3))
+    np.savez(tmp_path / "npz" / "rows.npz", a=np.ones((3, 8), np.int32), b=np.ones(3))
     for name, kind in (("saved", "datasets"), ("parquet", "parquet"), ("npz", "npz")):
         report = actds.doctor(tmp_path / name)
         [found] = report.sets
         assert found.kind == kind and found.command is None and found.refused
         assert run("doctor", tmp_path / name).exit_code == 1
     shapes = {a.name: (a.dtype, a.shape) for a in actds.doctor(tmp_path / "npz").sets[0].arrays}
-    assert shapes == {"a": ("float32", [3, 8]), "b": ("float64", [3])}
+    assert shapes == {"a": ("int32", [3, 8]), "b": ("float64", [3])}
     assert actds.doctor(tmp_path).elsewhere == ["npz", "parquet", "saved"]
 
 
@@ -205,6 +329,37 @@ def _hostile(folder: Path, name: str) -> None:
         case "bomb.npz":
             with zipfile.ZipFile(folder / name, "w", zipfile.ZIP_DEFLATED) as archive:
                 archive.writestr("a.npy", b"\0" * 50_000_000)
+        case "strides.pt":  # 400 GB of four bytes
+            torch.save({"acts": torch.zeros(1).expand(100_000, 1_000_000)}, folder / name)
+        case "deflated.npz":  # 500 MB of zeros that say that they are as many
+            with zipfile.ZipFile(folder / name, "w", zipfile.ZIP_DEFLATED) as archive:
+                head = np.lib.format.magic(1, 0)
+                text = b"{'descr':'<f4','fortran_order':False,'shape':(125000,1000),}\n"
+                with archive.open("acts.npy", "w", force_zip64=True) as member:
+                    member.write(head + len(text).to_bytes(2, "little") + text)
+                    for _ in range(5):
+                        member.write(bytes(100_000_000))
+        case "twice.safetensors":
+            one = b'"a":{"dtype":"F32","shape":[2,8],"data_offsets":[0,64]}'
+            twice = b"{" + one + b"," + one + b"}"
+            (folder / name).write_bytes(len(twice).to_bytes(8, "little") + twice + bytes(64))
+        case "shared.safetensors":
+            entry = {"dtype": "F32", "shape": [2, 8], "data_offsets": [0, 64]}
+            shared = json.dumps({"a": entry, "b": entry}).encode()
+            (folder / name).write_bytes(len(shared).to_bytes(8, "little") + shared + bytes(64))
+        case "offsets.arrow":  # lists whose ends lie behind their values
+            values = pa.array(np.arange(8, dtype=np.float32))
+            ends = np.array([0, 4, 8], np.int32)
+            sink = pa.BufferOutputStream()
+            rows = pa.ListArray.from_arrays(ends, values)
+            with pa.ipc.new_stream(sink, pa.schema([("acts", rows.type)])) as stream:
+                stream.write(pa.RecordBatch.from_arrays([rows], ["acts"]))
+            data, wrong = sink.getvalue().to_pybytes(), np.array([0, 4, 1_000_000], np.int32)
+            assert ends.tobytes() in data
+            (folder / name).write_bytes(data.replace(ends.tobytes(), wrong.tobytes()))
+            state = {"_data_files": [{"filename": name}]}
+            (folder / "state.json").write_text(json.dumps(state))
+            (folder / "dataset_info.json").write_text('{"features":{}}')
         case "cut.arrow":
             sink = pa.BufferOutputStream()
             with pa.ipc.new_stream(sink, pa.schema([("a", pa.int64())])) as stream:
@@ -218,7 +373,8 @@ def _hostile(folder: Path, name: str) -> None:
     "name",
     ["pickle.pt", "bare.pt", "object.npy", "object.npz", "long.npy", "cut.npy", "cut.safetensors",
      "huge.safetensors", "deep.safetensors", "bomb.npz", "cut.arrow", "noise.pt", "noise.npy",
-     "noise.npz", "noise.safetensors", "noise.parquet", "noise.arrow"],
+     "noise.npz", "noise.safetensors", "noise.parquet", "noise.arrow", "strides.pt",
+     "twice.safetensors", "shared.safetensors", "offsets.arrow"],
 )  # fmt: skip
 def test_hostile_files_are_faults_and_nothing_of_them_runs(name: str, tmp_path: Path) -> None:
     _hostile(tmp_path, name)
@@ -228,6 +384,108 @@ def test_hostile_files_are_faults_and_nothing_of_them_runs(name: str, tmp_path: 
     [found] = actds.doctor(tmp_path).sets
     assert found.faults and found.faults[0].startswith("E019") and name in found.faults[0]
     assert found.command is None
+    with pytest.raises(ActdsError, match="E019"):
+        actds.import_foreign(tmp_path, tmp_path / "acts", hooks="resid_post.0")
+    assert not (tmp_path / "acts").exists()
+
+
+@pytest.mark.standard
+@LINUX
+def test_an_array_that_fills_the_memory_is_refused(tmp_path: Path) -> None:
+    _hostile(tmp_path, "deflated.npz")
+    with pytest.raises(ActdsError, match=r"E019 .*(MemoryError|takes too long|ends its parser)"):
+        actds.import_foreign(tmp_path / "deflated.npz", tmp_path / "acts", hooks="resid_post.0")
+
+
+@LINUX
+@pytest.mark.parametrize("name", ["state.json", "dataset_info.json", "actds_export.json"])
+def test_a_document_that_is_three_gigabytes_of_nothing_is_not_read(
+    name: str, tmp_path: Path
+) -> None:
+    path = windows(tmp_path / "set")
+    with (path / name).open("wb") as file:
+        file.truncate(3 << 30)
+    with limited(1 << 30):
+        [found] = actds.doctor(path).sets
+        with pytest.raises(ActdsError, match=f"E019 .*{name}"):
+            actds.import_foreign(path, tmp_path / "acts")
+    assert name == "actds_export.json" or found.command is None
+
+
+@contextmanager
+def limited(nbytes: int) -> Iterator[None]:
+    """Let this process take no more memory than so much beside what it holds."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    held = int(Path("/proc/self/statm").read_text("ascii").split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (held + nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def test_what_is_no_file_is_neither_opened_nor_waited_for(tmp_path: Path) -> None:
+    for name in ("rows.npy", "rows.pt", "state.json", "dataset_info.json", "actds.json"):
+        os.mkfifo(tmp_path / name)
+    (tmp_path / "zero.npy").symlink_to("/dev/zero")
+    (tmp_path / "loop").symlink_to(tmp_path)
+    (tmp_path / "gone.npz").symlink_to(tmp_path / "nowhere")
+    report = actds.doctor(tmp_path)
+    assert not report.sets and not report.is_dataset and report.others == 4
+    for path in (tmp_path, tmp_path / "rows.npy", Path("/dev/zero"), tmp_path / "gone.npz"):
+        with pytest.raises(ActdsError, match="E019"):
+            actds.import_foreign(path, tmp_path / "acts", hooks="resid_post.0")
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_one_file_is_not_taken_twice(link: Callable[[Path, Path], None], tmp_path: Path) -> None:
+    path = arrays(tmp_path / "set")
+    link(path / "layer10.npy", path / "layer30.npy")
+    hooks = ["resid_post.10", "resid_post.20", "resid_post.30"]
+    with pytest.raises(ActdsError, match=r"E019 .*layer30\.npy: the same file as layer10.npy"):
+        actds.import_foreign(path, tmp_path / "acts", hooks=hooks)
+    saved = windows(tmp_path / "saved")
+    state = json.loads((saved / "state.json").read_bytes())
+    for more, words in (
+        ({"_data_files": state["_data_files"] * 2}, "the same file"),
+        ({"_data_files": [{"filename": "../saved/data-00000-of-00001.arrow"}]}, "no such file"),
+        ({"_data_files": [{"filename": "x" * 5000}]}, "no such file"),
+        ({"_indices_data_files": [{"filename": "indices.arrow"}]}, "a saved selection"),
+    ):
+        (saved / "state.json").write_text(json.dumps({**state, **more}))
+        with pytest.raises(ActdsError, match=f"E019 .*{words}"):
+            actds.import_foreign(saved, tmp_path / "acts")
+
+
+def test_values_are_counted_where_they_are_asked_for(tmp_path: Path) -> None:
+    rows = np.ones((40, 8), np.float32)
+    rows[3, 2], rows[4, 5], rows[5], rows[6, 1], rows[7, 0] = np.nan, np.inf, 0, 7e4, 3.4e38
+    np.save(tmp_path / "resid_post.3.npy", rows)
+    assert actds.doctor(tmp_path).sets[0].values is None
+    [counts] = actds.doctor(tmp_path, values=True).sets[0].values or []
+    finite = torch.from_numpy(rows[np.isfinite(rows).all(axis=1)])
+    beyond = {
+        name: int((~finite.to(getattr(torch, name)).isfinite()).any(dim=1).sum())
+        for name in ("float16", "bfloat16")
+    }
+    assert (counts.hook, counts.n_rows, counts.not_finite, counts.zero) == (
+        "resid_post.3",
+        40,
+        2,
+        1,
+    )
+    assert counts.overflow == beyond == {"float16": 2, "bfloat16": 1}
+    page = run("doctor", tmp_path, "--values").stdout
+    words = "2 NaN or infinite, 1 all zeros, 2 beyond float16, 1 beyond bfloat16"
+    assert f"  resid_post.3: 40 rows, {words}" in page.splitlines()
+    # As at a harvest, the manifests of what is imported count the same.
+    actds.import_foreign(tmp_path / "resid_post.3.npy", tmp_path / "acts")
+    manifests = [json.loads(one.read_bytes()) for one in tmp_path.glob("acts/shards/*/shard.json")]
+    assert [one["values"] for one in manifests] == [{"resid_post.3": {"not_finite": 2, "zero": 1}}]
+    # A type that cannot hold a value is refused, with the number of them.
+    np.save(tmp_path / "resid_post.4.npy", rows.astype(np.float64) * 1e5)
+    with pytest.raises(ActdsError, match=r"E019 .* values as \S+, which float16 cannot hold"):
+        actds.import_foreign(tmp_path / "resid_post.4.npy", tmp_path / "more", dtype="float16")
 
 
 def test_names_of_arrays_cannot_paint_the_terminal(tmp_path: Path) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,10 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import actds
+import actds.sealing
 from actds.cli import cli
 from actds.errors import ActdsError, NoProvenanceError
-from actds.exchange import foreign, importing
+from actds.exchange import importing
 from actds.exchange.tensors import read_header
 from actds.schema import REQUIRED_PROVENANCE
 from actds_testing.synthetic import make_dataset
@@ -179,6 +183,53 @@ def test_everything_else_is_marked_unknown(tmp_path: Path) -> None:
     assert known["import.source"].value == "set" and known["import.n_files"].value == 4
 
 
+def test_it_is_sealed_as_imported_and_as_nothing_else(tmp_path: Path) -> None:
+    made = hidden_states(tmp_path / "set")
+    path = tmp_path / "acts"
+    actds.import_foreign(tmp_path / "set", path, hooks=TWO)
+    run = partial(CliRunner().invoke, cli, prog_name="actds")
+    assert run(["seal", str(path)]).exit_code == 3
+    assert run(["seal", str(path), "--imported"]).exit_code == 0
+    sealed = json.loads((path / "seal" / "0001.json").read_bytes())
+    assert sealed["totals"] == {name: 27 if name == "rows" else 0 for name in sealed["totals"]}
+    # Everybody who is not told otherwise refuses it as before.
+    assert [finding.code for finding in actds.validate(path, "deep").errors] == ["E403"]
+    for call in (actds.open, actds.require, actds.view, actds.audit):
+        with pytest.raises(ActdsError, match=r"E403|E701"):
+            call(path)
+    assert run(["validate", str(path)]).exit_code == 1
+    # By name it is accepted: by a policy, and by arguments.
+    policy = tmp_path / "policy.toml"
+    policy.write_text("[provenance]\nimported = true\n")
+    done = run(["validate", str(path), "--policy", str(policy)])
+    assert done.exit_code == 0 and "E403" in done.output
+    with pytest.warns(UserWarning, match="E403"):
+        dataset = actds.require(path, policy=policy)
+    assert dataset.seal is not None and dataset.n_rows == 27
+    with pytest.warns(UserWarning, match="E403"):
+        page = actds.view(path, i_accept_unprovenanced=True, stats=True).html
+    assert all(hook in page for hook in TWO)
+    with pytest.warns(UserWarning, match="E403"):
+        done = run(["view", str(path), "--imported", "--out", str(tmp_path / "view.html")])
+        assert done.exit_code == 0, done.output
+    with pytest.warns(UserWarning, match="E403"):
+        done = run(["export", str(path), str(tmp_path / "files"), "--to", "memmap", "--imported"])
+        assert done.exit_code == 0, done.output
+    for n, hook in enumerate(TWO):
+        values = np.load(tmp_path / "files" / f"{hook}.npy").view(ml_dtypes.bfloat16)
+        assert values.astype("f4").tolist() == stacked(made, n).float().tolist()
+
+
+def test_a_harvest_without_its_census_is_no_import(copy_dataset: Callable[[], Path]) -> None:
+    path = copy_dataset()
+    shutil.rmtree(path / "seal")
+    for chain in (path / "ledger").iterdir():
+        if b'"kind":"census"' in (chain / "00000000.json").read_bytes():
+            shutil.rmtree(chain)
+    with pytest.raises(ActdsError, match="E403"):
+        actds.sealing.seal(path, imported=True)
+
+
 def test_it_is_never_sealed_nor_taken_for_valid(tmp_path: Path) -> None:
     hidden_states(tmp_path / "set")
     path = tmp_path / "acts"
@@ -257,7 +308,6 @@ def test_shards_of_any_size_hold_the_same_rows(
 ) -> None:
     made = hidden_states(tmp_path / "set")
     monkeypatch.setattr(importing, "BLOCK_NBYTES", 2 * 2 * 8 * 4)  # four rows
-    monkeypatch.setattr(foreign, "BLOCK_ROWS", 5)
     seen: list[int] = []
     actds.import_foreign(tmp_path / "set", tmp_path / "acts", hooks=TWO, progress=seen.append)
     shards = opened(tmp_path / "acts").shards
@@ -322,7 +372,7 @@ STATES = torch.zeros(3, 2, 8)
 @pytest.mark.parametrize(
     ("words", "tensors"),
     [
-        ("tensors embedding", {"embedding": STATES}),
+        ("tensors embedding int64", {"embedding": STATES.long()}),
         ("hidden_states of shape", {"hidden_states": STATES[0, 0]}),
         ("values of float64", {"hidden_states": STATES.double()}),
         ("values of F8_E4M3", {"hidden_states": STATES.to(torch.float8_e4m3fn)}),
@@ -378,9 +428,37 @@ def test_hooks_that_nobody_names_are_asked_for(tmp_path: Path) -> None:
     refused(tmp_path, "E009 --declare", hooks=TWO, declare={"model.name": 0.5})
 
 
+def test_names_that_no_document_holds_are_written_another_way(tmp_path: Path) -> None:
+    values = torch.ones(3, 4)
+    many = {f"{n}" * 9: n for n in range(3000)}
+    torch.save({"acts\ud800": values, "other\udcff": torch.ones(3), **many}, tmp_path / "a.pt")
+    done = actds.import_foreign(tmp_path / "a.pt", tmp_path / "acts", hooks=TWO[0])
+    assert len(done.left_out) == 1001 and done.left_out[-1] == "and 2001 more"
+    assert [finding.code for finding in actds.validate(tmp_path / "acts").errors] == [
+        "E306",
+        "E403",
+    ]
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.npy"))
+    with path.open("wb") as file:
+        np.save(file, values.numpy())
+    actds.import_foreign(path, tmp_path / "more", hooks=TWO[0])
+    (run,) = opened(tmp_path / "more").runs.values()
+    assert run.fields["import.source"].value == "\\udcff.npy"
+
+
+def test_more_than_a_dataset_may_have_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    for n in range(4097):
+        np.save(tmp_path / "set" / f"resid_post.{n}.npy", np.ones((1, 1), np.float32))
+    refused(tmp_path, "E019 .*4097 hooks")
+    for width in (0, 2**20 + 1):
+        torch.save({"acts": torch.ones(1, width)}, tmp_path / "a.pt")
+        refused(tmp_path, "E019 .*channels", source=tmp_path / "a.pt", hooks=TWO[0])
+
+
 def test_what_is_no_set_is_refused(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
-    refused(tmp_path, "E019 .*no file of sae-lens, safetensors, pt, npy")
+    refused(tmp_path, "E019 .*no file of sae-lens, datasets, safetensors, pt, npy, npz")
     refused(tmp_path, "E019 .*no such path", source=tmp_path / "nowhere")
     refused(tmp_path, "E009 --from", kind="csv")
     np.save(tmp_path / "set" / "a.npy", np.zeros((2, 2)))
@@ -416,7 +494,7 @@ def test_the_command_says_what_is_unknown(tmp_path: Path) -> None:
     done = run("import", tmp_path / "set", tmp_path / "acts", *names)
     assert done.exit_code == 0, done.output
     assert "27 rows of resid_post.3, resid_post.7 in 4 sequences" in done.output
-    assert f"unknown: {', '.join(SILENT)}" in done.output and "cannot be sealed" in done.output
+    assert f"unknown: {', '.join(SILENT)}" in done.output and "--imported" in done.output
     (run_record,) = opened(tmp_path / "acts").runs.values()
     assert run_record.fields["serving.max_num_seqs"].value == 8
     told = json.loads(run("import", tmp_path / "set", tmp_path / "b", *names, "--json").stdout)

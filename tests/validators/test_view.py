@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -462,6 +463,44 @@ def test_the_head_says_model_hooks_engine_date_and_the_command_that_makes_the_pa
 def test_an_unsealed_dataset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ActdsError, match="E306"):
         actds.view(make_dataset(tmp_path / "open", sealed=False))
+
+
+def test_a_probe_that_claims_what_it_has_not_is_refused(dataset_path: Path, tmp_path: Path) -> None:
+    head = b"{'descr':'<f4','fortran_order':False,'shape':(4611686018427387904,16),}"
+    data = b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head + bytes(64)
+    (tmp_path / "probe.npy").write_bytes(data)
+    os.mkfifo(tmp_path / "pipe.npy")
+    head = b"{'descr':'<f4','fortran_order':False,'shape':(6,16L"  # a token that never ends
+    data = b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head + bytes(64)
+    (tmp_path / "open.npy").write_bytes(data)
+    for name in ("probe.npy", "pipe.npy", "open.npy"):
+        with pytest.raises(ActdsError, match=f"E015 .*{name}"):
+            actds.view(dataset_path, probe=tmp_path / name)
+    for name in ("pipe.npz", "pipe.safetensors", "pipe.pt"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(ActdsError, match=f"E015 .*{name}"):
+            actds.view(dataset_path, sae=tmp_path / name, features=[0])
+
+
+def _multiplied(folder: Path, times: int) -> Path:
+    """Write a tokenizer whose decoder makes ten letters of each, again and again."""
+    from tokenizers import Tokenizer, decoders, models
+
+    made = Tokenizer(models.WordLevel({"a": 0, "b": 1}, "a"))
+    steps = [decoders.Replace("a", "a" * 10) for _ in range(times)]
+    made.decoder = decoders.Sequence(steps)  # type: ignore[assignment]
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize("times", [4, 6, 12])
+def test_a_tokenizer_that_multiplies_is_refused(times: int, tmp_path: Path) -> None:
+    """Texts of 10^4 letters, 10^6 and 10^12, which no memory holds."""
+    pytest.importorskip("tokenizers")
+    tokenizer = read_tokenizer(_multiplied(tmp_path, times))
+    with pytest.raises(ActdsError, match=r"E009 --tokenizer.*expected"):
+        tokenizer.decode([0])
+    assert tokenizer.decode([1]) == "b"
 
 
 def test_a_tokenizer_folder_gives_the_text_as_it_was(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actds.canonical import read_bounded
 from actds.errors import ActdsError
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
@@ -113,7 +114,7 @@ def model_config(model: Path) -> dict[str, Any]:
     """
     path = model / "config.json"
     try:
-        config = json.loads(path.read_bytes())
+        config = json.loads(read_bounded(path))
         if not isinstance(config, dict) or not isinstance(config.get("text_config", {}), dict):
             raise ValueError("no JSON object")
     except (OSError, ValueError, RecursionError) as error:
@@ -156,8 +157,8 @@ def generation_eos(model: Path) -> list[int]:
     if not path.is_file():
         return []
     try:
-        eos = json.loads(path.read_bytes())["eos_token_id"]
-    except (ValueError, KeyError, TypeError):
+        eos = json.loads(read_bounded(path))["eos_token_id"]
+    except (OSError, ValueError, KeyError, TypeError):
         return []  # the tokenizer's own EOS is used
     return [eos] if isinstance(eos, int) else [int(token) for token in eos or []]
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +20,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from actds import layout
+from actds.apart import Apart, Reply, Request, cpu_seconds
 from actds.errors import ActdsError
 from actds.format import tables
+from actds.format.parquet import max_nbytes
 from actds.format.positions import Index, pair_key, position_key
 from actds.format.shard import TOKENS
 from actds.format.tables import TableName
 from actds.reading import Catalog
-from actds.store import file_sha256
 from actds.store.local import LocalStore
 from actds_validators.audit.result import ClassesFile
 from actds_validators.statistics.events import Bools, Ints
@@ -191,18 +192,13 @@ def catalog_source(catalog: Catalog, run: str) -> RunSource:
     parts: dict[TableName, tuple[Part, ...]] = {}
     row_sets = catalog.row_sets(run)
     shards = row_sets[0][1] if row_sets else []
-    of_shards = [
-        (f"{layout.shard_dir(shard.name)}/{TOKENS}", file.sha256)
-        for shard in shards
-        for file in shard.manifest.files
-        if file.path == TOKENS
-    ]
+    of_shards = [f"{layout.shard_dir(shard.name)}/{TOKENS}" for shard in shards]
     for name in RUN_TABLES:
         committed = catalog.parts.get((run, name), [])
-        entries = [(part.file.path, part.file.sha256) for part in committed]
+        entries = [part.file.path for part in committed]
         entries = of_shards if name == "tokens" else entries
         if isinstance(catalog.store, LocalStore) and entries:
-            parts[name] = tuple(_local_part(catalog.store, name, *e) for e in entries)
+            parts[name] = tuple(_local_part(catalog, name, path) for path in entries)
             continue
         held = [s.tokens() for s in shards] if name == "tokens" else [catalog.table(name, run)]
         parts[name] = tuple(Part(name, table.num_rows, table=table) for table in held)
@@ -215,16 +211,11 @@ def catalog_source(catalog: Catalog, run: str) -> RunSource:
     })  # fmt: skip
 
 
-def _local_part(store: LocalStore, name: TableName, path: str, expected: str) -> Part:
-    """Return a file of a local disk, its digest and its form checked."""
-    got = file_sha256(store, path)
-    if got != expected:
-        raise ActdsError(
-            "E202", path, got=f"SHA-256 {got[:16]}…", expected=f"{expected[:16]}…, as committed"
-        )
-    local = os.path.abspath(store.local_path(path))  # a worker may run in another folder
-    tables.from_parquet(name, local, path, columns=[])  # its form alone
-    return Part(name, pq.read_metadata(local).num_rows, path=local)
+def _local_part(catalog: Catalog, name: TableName, path: str) -> Part:
+    """Return a file of a local disk, which was read whole once, apart: it is what it says."""
+    n_rows = catalog.read_table(name, path).num_rows
+    local = os.path.abspath(catalog.store.local_path(path))  # a worker may run in another folder
+    return Part(name, n_rows, path=local)
 
 
 def arrow_source(
@@ -333,6 +324,7 @@ LABEL_COLUMNS = {
     "class": pa.string(),
 }
 MAX_CLASSES = 32
+_MAX_FILE_NBYTES, _SLACK_NBYTES = 1 << 29, 128 << 20
 _FILE = "a Parquet file with request, start, stop, class, and maybe run"
 _NUMBER = "a whole number from 0 to 4294967295"
 
@@ -362,9 +354,11 @@ def read_labels(path: Path) -> LabelFile:
             ranges that are empty or overlap.
     """
     try:
-        data = path.read_bytes()
-        given = pq.read_table(pa.BufferReader(data), use_threads=False, pre_buffer=False)
-        given.validate(full=True)
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE_NBYTES + 1)
+        if len(data) > _MAX_FILE_NBYTES:
+            raise _bad(path, f"more than {_MAX_FILE_NBYTES:,} bytes", _FILE)
+        given = _parsed(path, data)
     except (pa.ArrowException, OSError) as error:
         raise _bad(path, str(error).splitlines()[0][:200], _FILE) from None
     if not set(LABEL_COLUMNS) <= set(given.column_names):
@@ -378,6 +372,43 @@ def read_labels(path: Path) -> LabelFile:
         raise _bad(path, f"{n_classes} classes", f"{MAX_CLASSES} at most")
     _refuse_ranges(path, table)
     return LabelFile(path, hashlib.sha256(data).hexdigest(), table)
+
+
+_labels = Apart(f"{__name__}:answer")
+
+
+def _parsed(path: Path, data: bytes) -> pa.Table:
+    """Return the table of a Parquet file that somebody gave, which is parsed apart.
+
+    Raises:
+        ActdsError: E009 it cannot be read, or ends its parser.
+    """
+    limit = _SLACK_NBYTES + 2 * max_nbytes(len(data))
+    request = Request(
+        {}, [data], f"--classes {path}", "E009", _FILE, limit, cpu_seconds(len(data))
+    )  # fmt: skip
+    _labels.deaths.clear()
+    try:
+        [(_, body)] = _labels.ask(request)
+    except ActdsError as error:
+        raise _bad(path, error.got, error.expected) from None
+    return pa.ipc.open_stream(body).read_all()
+
+
+def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
+    """Answer with the table of a file: the handler in the other process."""
+    given = pq.read_table(pa.BufferReader(body), use_threads=False, pre_buffer=False)
+    given.validate(full=True)
+    names = [name for name in (*LABEL_COLUMNS, "run") if name in given.column_names]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, given.select(names).schema) as stream:
+        stream.write_table(given.select(names))
+    data = sink.getvalue()
+
+    def write(pipe: BinaryIO) -> None:
+        pipe.write(data)
+
+    yield Reply({}, data.size, write)
 
 
 def match_labels(labels: LabelFile, sources: list[RunSource]) -> ClassesFile:

@@ -174,7 +174,7 @@ def audit_dataset(
     """
     began = time.monotonic()
     labels = None if classes is None else read_labels(classes)
-    catalog = Catalog.read(open_store(path))
+    catalog = Catalog.read(open_store(path), apart=True)
     if not catalog.is_sealed:
         raise ActdsError("E306", str(path), got="no seal of the present ledger", expected="a seal")
     check_provenance(catalog)

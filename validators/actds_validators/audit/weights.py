@@ -362,7 +362,8 @@ def _tables(
 ) -> Iterator[pa.Table]:
     """Yield the file piece by piece, sorted by shard and row."""
     shards = sorted(
-        (Shard(catalog.store, manifest) for manifest in catalog.shards), key=lambda s: s.name
+        (Shard(catalog.store, one, parse=catalog.parse) for one in catalog.shards),
+        key=lambda s: s.name,
     )
     for run, group in groupby(shards, key=lambda shard: shard.run):
         for some in _batches(group):

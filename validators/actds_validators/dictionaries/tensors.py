@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 import warnings
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
+from actds.apart import Apart, Reply, Request, cpu_seconds
 from actds.errors import ActdsError
 from actds.exchange.tensors import read_header
 from actds_validators.dictionaries.refusal import refused
@@ -82,12 +85,16 @@ def read_safetensors(path: Path) -> Tensors:
 
 
 def read_npz(path: Path) -> Tensors:
-    """Return the arrays of an ``.npz`` file.
+    """Return the arrays of an ``.npz`` file, which is parsed apart.
 
     Raises:
-        ActdsError: E015 no such file, damaged, an array of objects, or one whose size is not that
-            of its bytes.
+        ActdsError: E015 no such file, damaged, an array of objects, one whose size is not that
+            of its bytes, or a file that ends its parser.
     """
+    return _read_apart("npz", path)
+
+
+def _npz(path: Path) -> Tensors:
     try:
         with zipfile.ZipFile(path) as archive:
             _bounded(path, archive)
@@ -105,10 +112,16 @@ def read_npz(path: Path) -> Tensors:
 def read_torch(path: Path) -> Tensors:
     """Return the tensors of a file of ``torch.save``, by the names of the state dict it holds.
 
+    The file is parsed apart.
+
     Raises:
         ActdsError: E011 without torch; E015 no such file, damaged, with anything in its pickle
-            but tensors and plain values, or no dict of tensors.
+            but tensors and plain values, no dict of tensors, or a file that ends its parser.
     """
+    return _read_apart("torch", path)
+
+
+def _torch(path: Path) -> Tensors:
     try:
         import torch
     except ImportError:
@@ -151,6 +164,52 @@ def read_torch(path: Path) -> Tensors:
     return arrays
 
 
+_SLACK_NBYTES, _TIMES = 256 << 20, 2 * _MAX_DEFLATED
+_reader = Apart(f"{__name__}:answer")
+
+
+def _read_apart(container: str, path: Path) -> Tensors:
+    """Return the arrays of a file as the process that parses it sends them."""
+    try:
+        nbytes = path.stat().st_size
+    except OSError as error:
+        raise refused(path, error.strerror or error, "a file that can be read") from None
+    if not path.is_file():
+        raise refused(path, "no regular file", "a file of weights")
+    request = Request(
+        {"container": container, "path": os.path.abspath(path)},
+        [],
+        str(path),
+        "E015",
+        "a whole file of weights",
+        _SLACK_NBYTES + _TIMES * nbytes,
+        cpu_seconds(nbytes) + _TIMES,
+        ("torch",) if container == "torch" else (),
+    )
+    _reader.deaths.clear()
+    return {
+        words["name"]: np.frombuffer(body, np.dtype(words["dtype"])).reshape(words["shape"])
+        for words, body in _reader.ask(request)
+    }
+
+
+def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
+    """Answer with the arrays of a file: the handler in the other process."""
+    read = {"npz": _npz, "torch": _torch}[request["container"]]
+    for name, array in read(Path(request["path"])).items():
+        words = {"name": name, "dtype": array.dtype.name, "shape": array.shape}
+        yield Reply(words, array.nbytes, _writer(array))
+
+
+def _writer(array: Array) -> Callable[[BinaryIO], None]:
+    flat = np.ascontiguousarray(array).reshape(-1)
+
+    def write(sink: BinaryIO) -> None:
+        sink.write(flat.view(np.uint8).data)
+
+    return write
+
+
 def of_names(
     path: Path, tensors: Tensors, required: tuple[str, ...], optional: tuple[str, ...] = ()
 ) -> dict[str, Array]:
@@ -182,6 +241,8 @@ def vector(path: Path, name: str, array: Array, n: int) -> npt.NDArray[np.float3
 
 
 def _members(path: Path) -> list[str]:
+    if not path.is_file():  # nobody waits for a pipe
+        return []
     try:
         with path.open("rb") as file:
             if file.read(4) != _ZIP:

@@ -103,7 +103,8 @@ def judge(
         need_extra()  # before minutes of hashing
     strict = strict or (policy is not None and not policy.warnings)
     chosen: Level = level or (policy.level if policy is not None else "full")
-    found = validation or validate(path, chosen, progress, executor, seal)
+    imported = policy is not None and policy.provenance.imported
+    found = validation or validate(path, chosen, progress, executor, seal, imported=imported)
     catalog = found.catalog
     if policy is None or catalog is None or found.exit_code(strict=strict):
         return Passage(found, policy, strict=strict)
@@ -162,7 +163,8 @@ def require(
             next_step=passage.reasons[0].next_step,
             reasons=passage.reasons,
         )
-    return actds.open(os.fspath(path))
+    accepted = rules is not None and rules.provenance.imported
+    return actds.open(os.fspath(path), i_accept_unprovenanced=accepted)
 
 
 def _called(policy: Policy) -> str:

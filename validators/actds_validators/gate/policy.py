@@ -82,6 +82,10 @@ class ProvenanceRules(_Section):
     observed: list[FieldPattern] = Field(
         default=[], description="fields that have to be observed, not declared and not unknown"
     )
+    imported: bool = Field(
+        default=False,
+        description="whether imported runs are accepted, which have no census (E403)",
+    )
 
 
 class LossRules(_Section):

@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from actds.errors import ActdsError
 from actds.format.tables import UNSERVED
-from actds.load.dataset import Dataset
-from actds.load.dataset import open as open_dataset
+from actds.load.dataset import Dataset, open_apart
 from actds.load.selection import RowValues
 from actds.load.where import parse_expression
 from actds.text import storable
@@ -140,7 +139,7 @@ def _open_arms(words: Sequence[str | os.PathLike[str]], held_out: float | None) 
     datasets: dict[str, Dataset] = {}
     for one in asked:
         if one.path not in paths:
-            dataset = open_dataset(one.path)
+            dataset = open_apart(one.path)
             paths[one.path] = datasets.setdefault(dataset.digest, dataset)
     return {
         one.name: Arm(

@@ -8,7 +8,6 @@ are, that one is taken which gives the entropies that were recorded, and none if
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
-from actds.exchange.tensors import read_header
+from actds.exchange.tensors import read_document, read_header
 from actds.load.dataset import Dataset
 from actds.schema import Hook
 from actds_validators.about import recorded
@@ -161,7 +160,7 @@ def _config(folder: Path) -> dict[str, Any]:
         ActdsError: E014 it is no object in JSON.
     """
     try:
-        config = json.loads((folder / "config.json").read_bytes())
+        config = read_document(folder / "config.json")
         return dict(config) | dict(config.get("text_config") or {})
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         got = f"config.json: {error}"[:200]

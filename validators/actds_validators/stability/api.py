@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from actds.errors import ActdsError
-from actds.load.dataset import Dataset
-from actds.load.dataset import open as open_dataset
+from actds.load.dataset import Dataset, open_apart
 from actds_validators.extras import need_extra
 from actds_validators.regimes.asking import MIXTURE_KEYS, parse_named
 from actds_validators.sections import settings_of
@@ -60,7 +59,7 @@ def stability(
     datasets: dict[str, Dataset] = {}
     for one in asked:
         if one.path not in datasets:
-            datasets[one.path] = open_dataset(one.path)
+            datasets[one.path] = open_apart(one.path)
     name = _hook_of([(one.name, datasets[one.path]) for one in asked], hook)
     progress("reading tables")
     opened = scored_apart(

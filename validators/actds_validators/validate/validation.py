@@ -16,7 +16,6 @@ from actds import __version__
 from actds.accounting.account import TOTALS
 from actds.errors import ActdsError, CheckName, Finding
 from actds.executor import ExecutorName
-from actds.format.apart import TablesApart
 from actds.hub.card import compare_card
 from actds.reading import Catalog, read_dataset
 from actds.sealing import check_provenance
@@ -172,6 +171,8 @@ def validate(
     executor: ExecutorName = "threads",
     seal: str | None = None,
     known: Mapping[str, Stamp] = MappingProxyType({}),
+    *,
+    imported: bool = False,
 ) -> Validation:
     """Check a dataset against the spec and return everything that was found.
 
@@ -193,6 +194,7 @@ def validate(
         seal: digest of a seal, ``sha256:HEX``: the dataset must have that seal, or later ones that
             extend it; else E804 or E805 is among the findings.
         known: files whose digest was checked before, as they were then; see ``check_digests``.
+        imported: whether an imported run, which has no census, is a note and no error.
 
     Raises:
         ActdsError: E009 the pin is no digest.
@@ -214,7 +216,7 @@ def validate(
         if pin is not None:
             with catalog.findings.noting("ledger"):
                 pinned = check_pin(catalog, pin)
-        _check_all(catalog, level, progress, executor, accounts, known)
+        _check_all(catalog, level, progress, executor, accounts, known, imported)
     except ActdsError as error:
         catalog.findings.take("structure", error)
     except Exception as error:
@@ -230,16 +232,15 @@ def _check_all(
     executor: ExecutorName,
     accounts: list[RunAccount],
     known: Mapping[str, Stamp],
+    imported: bool,
 ) -> None:
     """Run the checks of a level; ``accounts`` takes what became of the positions of each run."""
     if level != "quick":
-        there = catalog.files.keys() - catalog.unsound
-        nbytes = sum(catalog.files[path].nbytes for path in there)
-        catalog.parse = TablesApart(nbytes).from_parquet
+        catalog.parse_apart()
     _check_ledger(catalog)
     check_structure(catalog)
     _check_list(catalog)
-    check_provenance(catalog, catalog.findings)
+    check_provenance(catalog, catalog.findings, imported=imported)
     if level in ("full", "deep"):
         files = catalog.files.keys() - catalog.unsound
         progress("all bytes", sum(catalog.files[path].nbytes for path in files))

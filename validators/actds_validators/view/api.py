@@ -63,6 +63,7 @@ def view(
     sae: str | Path | None = None,
     features: Sequence[int] = (),
     stats: bool = False,
+    i_accept_unprovenanced: bool = False,
 ) -> View:
     """Return a page: hooks, norms by position, coverage, losses, and the text of requests.
 
@@ -80,6 +81,7 @@ def view(
             an encoder alone.
         features: which features of ``sae``, or probes of ``probe``; at most 3.
         stats: read every row once for the mean norm of each hook; kept under the digest.
+        i_accept_unprovenanced: show a sealed dataset whose provenance is missing: an imported one.
 
     Raises:
         ActdsError: E009 an argument that cannot be used; E011 a package that is not installed;
@@ -91,8 +93,7 @@ def view(
             "E011", "actds view", got="the package jinja2 is not installed",
             expected="the extra actds[audit]", next_step='pip install "actds[audit]"',
         )  # fmt: skip
-    from actds.load.dataset import Dataset
-    from actds.load.dataset import open as open_dataset
+    from actds.load.dataset import Dataset, open_apart
     from actds.load.overview import fates, norm_profile
     from actds_validators.view import page
     from actds_validators.view.requests import read_requests, read_tokenizer, sample
@@ -102,7 +103,11 @@ def view(
         raise ActdsError("E009", "--probe", got="--sae as well", expected="one of the two")
     if start < 0 or n_tokens < 1:
         raise ActdsError("E009", "start", got=f"{start}, {n_tokens} tokens", expected="from 0, 1")
-    dataset = source if isinstance(source, Dataset) else open_dataset(source)
+    dataset = (
+        source
+        if isinstance(source, Dataset)
+        else open_apart(source, imported=i_accept_unprovenanced)
+    )
     chosen = hook or next(iter(dataset.hooks))
     d_model = dataset.array(chosen).shape[1]
     scores = [NORM]

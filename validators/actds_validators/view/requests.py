@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from actds.apart import Apart, Reply, Request, cpu_seconds
 from actds.errors import ActdsError
 from actds.format.tables import FLAG_BOS, FLAG_EOS, FLAG_SPECIAL, is_served
 from actds.load.dataset import Dataset
@@ -172,37 +176,72 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise ActdsError("E009", "--tokenizer", got=f"no file {path}", expected="a model folder")
-    try:
-        from tokenizers import Tokenizer as Fast
-    except ImportError:
+    if find_spec("tokenizers") is None:
         raise ActdsError(
             "E011", "--tokenizer", got="the package tokenizers is not installed",
             expected="it", next_step="pip install tokenizers",
-        ) from None  # fmt: skip
-    try:
-        return _WholeText(Fast.from_file(str(path)))
-    except Exception as error:  # the package raises nothing narrower
-        raise ActdsError(
-            "E009", "--tokenizer", got=f"{path}: {error}"[:300], expected="a tokenizer"
-        ) from None
+        )  # fmt: skip
+    _decoder.deaths.clear()
+    words = _WholeText(path)
+    words.decode([])  # it can be read
+    return words
 
 
 class _WholeText:
-    """Decodes special tokens too, and keeps the space before a word.
+    """Decodes apart: special tokens too, with the space before a word.
+
+    A decoder may replace each letter by a thousand, and again: its text is bounded, and its memory.
 
     Args:
-        fast: a tokenizer of the package ``tokenizers``.
+        path: file of a tokenizer.
     """
 
-    def __init__(self, fast: object) -> None:
-        self._fast = fast
+    def __init__(self, path: Path) -> None:
+        self._path, status = path, path.stat()
+        self._nbytes = status.st_size
+        self._file = [os.path.abspath(path), status.st_size, status.st_mtime_ns]
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of tokens."""
-        words = self._text(token_ids)
-        # Some decoders take the space off a text that begins with one: not after another token.
-        behind = self._text([*token_ids[:1], *token_ids])
-        return behind.removeprefix(words) if len(behind) > 2 * len(words) else words
+        request = Request(
+            {"file": self._file, "token_ids": token_ids},
+            [],
+            f"--tokenizer {self._path}",
+            "E009",
+            "a tokenizer",
+            _DECODER_NBYTES + _DECODER_TIMES * self._nbytes,
+            cpu_seconds(self._nbytes) + _DECODER_TIMES,
+        )
+        [(words, _)] = _decoder.ask(request)
+        return str(words["text"])
 
-    def _text(self, token_ids: list[int]) -> str:
-        return cast("str", self._fast.decode(token_ids, skip_special_tokens=False))  # type: ignore[attr-defined]
+
+_MAX_CHARACTERS = 4096  # of a token
+_DECODER_NBYTES, _DECODER_TIMES = 256 << 20, 32
+_decoder = Apart(f"{__name__}:answer")
+
+
+def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
+    """Answer with the text of tokens: the handler in the other process."""
+    token_ids, decode = request["token_ids"], _read(*request["file"]).decode
+
+    def text(ids: list[int]) -> str:
+        found: str = decode(ids, skip_special_tokens=False)
+        if len(found) > _MAX_CHARACTERS * max(len(ids), 1):
+            got = f"{len(found):,} characters of {len(ids)} tokens"
+            raise ActdsError("E009", "--tokenizer", got=got, expected="the text of tokens")
+        return found
+
+    words = text(token_ids)
+    # Some decoders take the space off a text that begins with one: not after another token.
+    behind = text([*token_ids[:1], *token_ids])
+    is_longer = len(behind) > 2 * len(words)
+    yield Reply({"text": behind.removeprefix(words) if is_longer else words})
+
+
+@lru_cache(1)
+def _read(path: str, nbytes: int, changed_ns: int) -> Any:
+    """Return the tokenizer of a file, which is read again where it changed."""
+    from tokenizers import Tokenizer as Fast
+
+    return Fast.from_file(path)

@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
+from actds.exchange.containers import map_npy
 from actds_validators.dictionaries import gemma_scope, load_dictionary, saelens
-from actds_validators.dictionaries.tensors import is_torch, read_npz, read_safetensors
+from actds_validators.dictionaries.tensors import is_npz, is_torch, read_npz, read_safetensors
 
 __all__ = ["MAX_SCORES", "NORM", "Score", "read_probe", "read_sae"]
 
@@ -52,12 +53,14 @@ def read_probe(path: str | Path, d_model: int, chosen: Sequence[int] = ()) -> li
         ActdsError: E015 no such file, another shape, or values that are not finite numbers.
     """
     path = Path(path)
-    try:
-        found = np.load(path, allow_pickle=False, mmap_mode="r")
-    except (OSError, ValueError, EOFError) as error:
-        raise _bad(path, str(error)[:200], "an .npy file of floats") from None
-    if not isinstance(found, np.ndarray):
+    if is_npz(path):
         raise _bad(path, "several arrays", "an .npy file of one")
+    try:
+        found = map_npy(path).read()
+    except OSError as error:
+        raise _bad(path, error.strerror or str(error), "an .npy file of floats") from None
+    except ActdsError as error:
+        raise _bad(path, error.got, "an .npy file of floats") from None
     probes = found[None] if found.ndim == 1 else found
     if probes.ndim != 2 or probes.shape[1] != d_model or probes.dtype.kind != "f":
         expected = f"floats ({d_model},) or (n_probes, {d_model})"

@@ -24,6 +24,7 @@ from actds import canonical, layout, schema
 from actds.commit import commit_part, in_parts
 from actds.errors import ActdsError
 from actds.format import tables
+from actds.format.apart import TablesApart
 from actds.format.shard import read_checked
 from actds.ledger import Chain, fence, read_ledger
 from actds.schema import PartBody, PartTable, RunBody, ShardBody, ShardManifest
@@ -356,9 +357,8 @@ def end_writer_chain(store: Store, dataset: str, run: str) -> WriterEnd | None:
                 last = acknowledged.get(manifest.phase, -1)
                 acknowledged[manifest.phase] = max(last, manifest.last_step)
             elif isinstance(body, PartBody) and body.table == "drops":
-                data = store.read(body.file.path)
-                steps = tables.from_parquet("drops", data, body.file.path, ["step"])["step"]
-                dropped.update(steps.to_pylist())
+                table = _read_apart(store, "drops", body, ["step"])
+                dropped.update(table["step"].to_pylist())
         return WriterEnd(acknowledged, frozenset(dropped)) if began else None
     return None
 
@@ -401,9 +401,18 @@ def commit_census(
             commit_part(store, chain, name, run, n, piece)
 
 
+def _read_apart(
+    store: Store, name: PartTable, body: PartBody, columns: list[str] | None = None
+) -> pa.Table:
+    """Return a committed table of a dataset that a stranger may have made."""
+    path = body.file.path
+    data = read_checked(store, path, body.file)
+    return TablesApart(len(data)).from_parquet(name, data, path, columns)
+
+
 def _compare(store: Store, name: PartTable, piece: pa.Table, body: PartBody) -> None:
     path = body.file.path
-    before = tables.from_parquet(name, read_checked(store, path, body.file), path)
+    before = _read_apart(store, name, body)
     if not before.equals(piece.cast(tables.bare_schema(name))):
         raise ActdsError(
             "E312", path, got="a part that differs from the journal", expected="the same rows"

@@ -126,7 +126,7 @@ def recover(
         runs = recover_runs(store, say=say)
         error, sealed = _unaccountable(runs), None
         try:
-            sealed = seal(store) if error is None else None
+            sealed = seal(store, apart=True) if error is None else None
         except ActdsError as refused:
             error = refused
         unreachable = dict(_unreachable(store))
@@ -171,7 +171,7 @@ def recover_runs(
     for chain, who in owners.gone.items():
         fence(store, genesis.dataset, chain, f"{who}, and had not closed it")
     remove_stale(store, owners.living)
-    catalog = Catalog.read(store)
+    catalog = Catalog.read(store, apart=True)
     runs = [run for run in catalog.run_ids if run not in owners.living]
     recovered = [_recover_run(store, catalog, run, before) for run in runs]
     owners.require_gone()

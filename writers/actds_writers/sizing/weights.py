@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from actds.canonical import read_bounded
 from actds.errors import ActdsError
 from actds_writers.model_folder import model_config
 
@@ -92,7 +93,7 @@ def read_weights(model: Path) -> Weights:
             not describe.
     """
     config = model_config(model)
-    if "text_config" in json.loads((model / "config.json").read_bytes()):
+    if "text_config" in json.loads(read_bounded(model / "config.json")):
         raise _unknown(model, "a multimodal model: of its weights, a token passes some")
     if config.get("quantization_config"):
         raise _unknown(model, "quantized weights, whose files hold packed numbers")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actds.canonical import read_bounded
 from actds_writers.engine_protocol import bad_option
 from actds_writers.model_folder import file_sha256
 
@@ -58,7 +59,7 @@ def read_adapter(folder: str) -> Adapter:
     """
     path = Path(folder).expanduser().absolute()
     try:
-        rank = int(json.loads((path / CONFIG).read_bytes())["r"])
+        rank = int(json.loads(read_bounded(path / CONFIG))["r"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         got = f"{folder[:80]}: {type(error).__name__} at {CONFIG}"
         raise bad_option("lora", got, "a folder with a LoRA adapter, as PEFT saves it") from None

@@ -1,0 +1,182 @@
+"""Files of other libraries, read apart: what of them is parsed is parsed in a bounded process.
+
+Names, types and shapes come back as words, rows as bytes of a block at a time; both are checked
+again here, and no file is parsed in the process of the caller.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from actds.apart import Apart, Reply, Request, cpu_seconds
+from actds.errors import ActdsError
+from actds.exchange.containers import READERS, leaves
+from actds.exchange.foreign import KINDS, Block, ForeignHook, ForeignSet, files_of, open_set
+from actds.exchange.tensors import foreign
+from actds.format.arrays import DTYPES
+from actds.text import storable
+
+__all__ = ["answer", "arrays_of", "open_foreign", "reader"]
+
+_SLACK_NBYTES, _TIMES = 256 << 20, 8
+"""Memory for a file, and more for each of its bytes: compressed activations hardly get smaller."""
+MAX_CHANNELS = 2**20  # of the format
+MAX_LEFT_OUT, MAX_NAME = 1000, 200  # for a run record, which is bounded
+_FILES_A_SECOND, _OPEN_S = 20, 8
+reader = Apart(f"{__name__}:answer")
+
+
+def open_foreign(path: Path, kind: str | None = None, dtype: str | None = None) -> ForeignSet:
+    """Return what a set holds, after a look at the form of each of its files.
+
+    Args:
+        path: a file, or a folder of them.
+        kind: one of ``KINDS``; None looks at the names of the files.
+        dtype: as ``open_set``.
+
+    Raises:
+        ActdsError: as ``open_set``, E019 also for a file that ends its parser; E009 an unknown
+            kind.
+    """
+    if kind is not None and kind not in KINDS:
+        expected = f"one of {', '.join(KINDS)}"
+        raise ActdsError("E009", "--from", got=repr(kind)[:80], expected=expected)
+    try:
+        return _open(path, kind, dtype)
+    except OSError as error:
+        if isinstance(error, ActdsError):
+            raise
+        words = error.strerror or str(error)
+        raise foreign(path, words, "a file, or a folder of files") from None
+
+
+def _open(path: Path, kind: str | None, dtype: str | None) -> ForeignSet:
+    names = ", ".join(KINDS)
+    if not path.exists():
+        raise foreign(path, "no such path", "a file, or a folder of files")
+    found = {k: files for k in KINDS if kind in (None, k) and (files := files_of(path, k))}
+    if kind is not None and path.is_file():  # whatever its name
+        found = {kind: [path]}
+    if len(found) > 1:
+        raise foreign(path, f"files of {' and '.join(found)}", "one kind; name it with --from")
+    if not found:
+        raise foreign(path, f"no file of {kind or names}", "a set of activations")
+    [(kind, files)] = found.items()
+    [(words, _)] = reader.ask(_request("open", path, kind, files, dtype))
+    hooks = [ForeignHook(*hook) for hook in words["hooks"]]
+    for hook in hooks:
+        if not 1 <= hook.d_model <= MAX_CHANNELS:
+            got = f"{hook.called} rows of {hook.d_model} channels".strip()
+            raise foreign(path, got, f"1 to {MAX_CHANNELS}")
+
+    def blocks() -> Iterator[Block]:
+        for words, body in reader.ask(_request("blocks", path, kind, files, dtype)):
+            yield _block(path, hooks, words, body)
+
+    left_out = [*words["left_out"], *_files_left_out(path, files)]
+    unknown, n_rows = tuple(words["unknown"]), words["n_rows"]
+    return ForeignSet(kind, files, hooks, unknown, n_rows, blocks, tuple(left_out))
+
+
+def arrays_of(kind: str, file: Path) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Return name, type and shape of each array of a file.
+
+    Raises:
+        ActdsError: E019 it cannot be read, or ends its parser; E011 ``.pt`` without torch.
+    """
+    found: list[tuple[str, str, tuple[int, ...]]] = []
+    for words, _ in reader.ask(_request("arrays", file, kind, [file], None)):
+        found += [(name, dtype, tuple(shape)) for name, dtype, shape in words["arrays"]]
+    return found
+
+
+def _files_left_out(path: Path, files: list[Path]) -> list[str]:
+    """Return the files of the folder that look like arrays, and are not of the set."""
+    if path.is_file():
+        return []
+    suffixes = {suffix for suffix, _ in KINDS.values() if suffix} | {".pth", ".bin", ".parquet"}
+    others = {
+        storable(one.name) for one in path.iterdir() if one.suffix in suffixes and one.is_file()
+    }
+    found = sorted(others - {storable(file.name) for file in files})
+    more = len(found) - MAX_LEFT_OUT
+    return [*found[:MAX_LEFT_OUT], *([f"and {more} more files"] if more > 0 else [])]
+
+
+def _request(what: str, path: Path, kind: str, files: list[Path], dtype: str | None) -> Request:
+    sizes = [file.stat().st_size for file in files]
+    words = {
+        "what": what, "path": os.path.abspath(path), "kind": kind, "dtype": dtype,
+        "files": [os.path.abspath(file) for file in files],
+    }  # fmt: skip
+    return Request(
+        words,
+        [],
+        str(path),
+        "E019",
+        "a set of arrays that can be read",
+        _SLACK_NBYTES + _TIMES * max(sizes, default=0),
+        cpu_seconds(sum(sizes)) + _OPEN_S + len(files) // _FILES_A_SECOND,
+        ("torch",) if kind == "pt" else (),
+    )
+
+
+def _block(path: Path, hooks: list[ForeignHook], words: dict[str, Any], body: pa.Buffer) -> Block:
+    """Return a block from its bytes: positions, tokens where there are any, bits of each hook."""
+    n, at = words["n"], 0
+
+    def take(dtype: np.dtype[Any], *shape: int) -> np.ndarray[Any, Any]:
+        nonlocal at
+        array = np.frombuffer(body, dtype, int(np.prod(shape)), at).reshape(shape)
+        at += array.nbytes
+        return array
+
+    position = take(np.dtype("<i8"), n)
+    ids = take(np.dtype("<i8"), n) if words["tokens"] else None
+    bits = [take(DTYPES[hook.dtype].bits, n, hook.d_model) for hook in hooks]
+    if at != body.size:
+        raise foreign(path, f"{body.size} bytes of a block", f"{at}")
+    return Block(words["sequence"], position, ids, bits)
+
+
+# the other process ------------------------------------------------------------------------------
+
+
+def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
+    """Answer what files hold: the handler in the other process."""
+    files, kind = [Path(file) for file in request["files"]], request["kind"]
+    if request["what"] == "arrays":
+        [file] = files
+        node = READERS[kind](file)
+        name = "" if isinstance(node, dict | list) else file.stem
+        found = [(name, leaf.dtype, leaf.shape) for name, leaf in leaves(name, node)]
+        yield Reply({"arrays": found})
+        return
+    opened = open_set(Path(request["path"]), kind, files, request["dtype"])
+    if request["what"] == "open":
+        hooks = [(storable(hook.called), hook.d_model, hook.dtype) for hook in opened.hooks]
+        left_out = [storable(name)[:MAX_NAME] for name in opened.left_out[:MAX_LEFT_OUT]]
+        if len(opened.left_out) > MAX_LEFT_OUT:
+            left_out.append(f"and {len(opened.left_out) - MAX_LEFT_OUT} more")
+        words = {"hooks": hooks, "n_rows": opened.n_rows}
+        yield Reply({**words, "unknown": opened.unknown, "left_out": left_out})
+        return
+    for block in opened.blocks():
+        ids = [] if block.token_ids is None else [block.token_ids.astype("<i8")]
+        parts = [block.position.astype("<i8"), *ids, *block.bits]
+        words = {"sequence": block.sequence, "n": len(block.position), "tokens": bool(ids)}
+        yield Reply(words, sum(part.nbytes for part in parts), _writer(parts))
+
+
+def _writer(parts: list[Any]) -> Any:
+    def write(sink: Any) -> None:
+        for part in parts:
+            sink.write(np.ascontiguousarray(part).data)
+
+    return write

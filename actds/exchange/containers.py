@@ -1,0 +1,353 @@
+"""What a file of arrays holds: the arrays of each container by name, type and shape.
+
+It runs in the process of ``actds.exchange.apart``: it parses what strangers made. No length is
+believed that the file has no bytes for, and nothing is unpickled but tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from actds.errors import ActdsError
+from actds.exchange.tensors import foreign, read_document, read_header
+
+__all__ = ["READERS", "Leaf", "batches", "features_of", "leaves", "map_npy", "schema_of"]
+
+Array = npt.NDArray[Any]
+ANY = -1
+"""Size of an axis that differs, or of which nobody says it."""
+MAX_LEAVES, MAX_DEPTH = 1 << 20, 4
+_ARROW_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of a file.
+
+    Args:
+        dtype: type of its values, by the name that torch has for it, else the container's.
+        shape: its shape.
+        read: returns its values ``shape``; bfloat16 as bit patterns in ``uint16``.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], Array]
+
+
+def leaves(name: str, node: Any) -> Iterator[tuple[str, Leaf]]:
+    """Yield the arrays of a file with their names, one level of names after the other.
+
+    Args:
+        name: of the array, where the file holds one alone.
+        node: what a reader returned: a ``Leaf``, a dict or a list of such, or the name of the type
+            of something else.
+    """
+    if isinstance(node, Leaf):
+        yield name, node
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            yield from leaves(f"{name}.{key}" if name else key, value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from leaves(name, value)
+
+
+def _of_safetensors(file: Path) -> dict[str, Leaf]:
+    return {
+        name: Leaf(tensor.dtype, tensor.shape, tensor.map)
+        for name, tensor in read_header(file)[0].items()
+    }
+
+
+def _of_torch(file: Path) -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise ActdsError(
+            "E011", "torch", got="not installed", expected="the extra actds[torch]"
+        ) from None
+    try:
+        # Tensors alone: a pickle may run anything.
+        data = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        got = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise foreign(file, got, "tensors that torch saved, whole; nothing else is read") from None
+    nbytes, n = file.stat().st_size, 0
+
+    def node(value: Any, depth: int) -> Any:
+        nonlocal n
+        n += 1
+        if n > MAX_LEAVES:
+            raise foreign(file, f"more than {MAX_LEAVES} values", "arrays")
+        if isinstance(value, torch.Tensor):
+            return _tensor(file, value, nbytes)
+        if isinstance(value, dict) and depth < MAX_DEPTH:
+            named = {str(key)[:200]: node(one, depth + 1) for key, one in value.items()}
+            if len(named) < len(value):
+                raise foreign(file, "two keys of one name", "arrays of different names")
+            return named
+        if isinstance(value, list | tuple) and depth < MAX_DEPTH:
+            return [node(one, depth + 1) for one in value]
+        return type(value).__name__
+
+    return node(data, 0)
+
+
+def _tensor(file: Path, tensor: Any, nbytes: int) -> Leaf:
+    import torch
+
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+        raise foreign(file, f"a tensor {tensor.layout} {tensor.device}", "dense tensors")
+    # Strides of 0 make a tensor of any size of four bytes.
+    if tensor.numel() * tensor.element_size() > nbytes:
+        raise foreign(file, f"a tensor {shape} in {nbytes} bytes", "tensors with their own values")
+
+    def read() -> Array:
+        values = tensor.detach()
+        if dtype == "bfloat16":
+            array: Array = values.view(torch.int16).numpy().view(np.uint16)
+            return array
+        return np.asarray(values.numpy())
+
+    return Leaf(dtype, shape, read)
+
+
+def map_npy(file: Path) -> Leaf:
+    """Return the array of a ``.npy`` file, mapped.
+
+    Raises:
+        ActdsError: E019 it is none, truncated, or of objects.
+    """
+    if not file.is_file() and file.exists():
+        raise foreign(file, "no regular file", "a .npy array")
+    with file.open("rb") as opened:
+        dtype, shape, order = _npy_header(file, opened)
+        start = opened.tell()
+    _check_length(file, dtype, shape, file.stat().st_size - start)
+    return Leaf(_name(dtype), shape, lambda: _map(file, dtype, shape, order, start))
+
+
+def _map(file: Path, dtype: np.dtype[Any], shape: tuple[int, ...], order: Any, at: int) -> Array:
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    return np.memmap(file, dtype, "r", at, shape, order)
+
+
+def _check_length(place: object, dtype: np.dtype[Any], shape: tuple[int, ...], nbytes: int) -> None:
+    if nbytes < dtype.itemsize * math.prod(shape):
+        raise foreign(place, f"{nbytes} bytes", f"values of shape {shape}: it is truncated")
+
+
+def _name(dtype: np.dtype[Any]) -> str:
+    """Return the name of a type; its whole description where it is of another byte order."""
+    return dtype.name if dtype.isnative and dtype.kind in "biuf" else str(dtype)
+
+
+def _npy_header(
+    file: Path, opened: Any, name: str = ""
+) -> tuple[np.dtype[Any], tuple[int, ...], Any]:
+    place = f"{file} {name}".strip()
+    # Typed as Any: the stubs of NumPy do not know the bound on the header.
+    form: Any = np.lib.format
+    try:
+        version = form.read_magic(opened)
+        if version not in ((1, 0), (2, 0)):
+            raise ValueError(f"version {version} of the header")
+        read = form.read_array_header_1_0 if version == (1, 0) else form.read_array_header_2_0
+        shape, fortran, dtype = read(opened, max_header_size=1 << 16)
+    except Exception as error:  # of the tokenizer and the compiler that NumPy asks
+        got = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise foreign(place, got, "a .npy array") from None
+    if dtype.hasobject:
+        raise foreign(place, "pickled objects, which are not read", "an array of numbers")
+    if min(shape, default=0) < 0:
+        raise foreign(place, f"an array {shape}", "sizes from 0")
+    return dtype, tuple(int(size) for size in shape), "F" if fortran else "C"
+
+
+def _of_npz(file: Path) -> dict[str, Leaf]:
+    arrays: dict[str, Leaf] = {}
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for info in archive.infolist():
+                name = info.filename.removesuffix(".npy")
+                with archive.open(info) as opened:
+                    dtype, shape, order = _npy_header(file, opened, name)
+                    start = opened.tell()
+                _check_length(f"{file} {name}", dtype, shape, info.file_size - start)
+                if name in arrays:
+                    raise foreign(f"{file} {name}", "two arrays of one name", "different names")
+                arrays[name] = Leaf(
+                    _name(dtype), shape, _npz_reader(file, info, dtype, shape, order)
+                )
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
+        if isinstance(error, ActdsError):
+            raise
+        raise foreign(file, str(error)[:200] or "no archive", "a .npz file, whole") from None
+    return arrays
+
+
+def _npz_reader(
+    file: Path, info: zipfile.ZipInfo, dtype: np.dtype[Any], shape: tuple[int, ...], order: Any
+) -> Callable[[], Array]:
+    """Return what reads one array of a zip: mapped where it is stored, else unpacked."""
+
+    def read() -> Array:
+        with zipfile.ZipFile(file) as archive, archive.open(info) as opened:
+            _npy_header(file, opened, info.filename)
+            start, nbytes = opened.tell(), dtype.itemsize * math.prod(shape)
+            if info.compress_type == zipfile.ZIP_STORED:
+                with file.open("rb") as raw:
+                    raw.seek(info.header_offset + 26)
+                    n_name, n_extra = np.frombuffer(raw.read(4), "<u2").tolist()
+                at = info.header_offset + 30 + n_name + n_extra + start
+                _check_length(f"{file} {info.filename}", dtype, shape, file.stat().st_size - at)
+                return _map(file, dtype, shape, order, at)
+            data = opened.read(nbytes)
+        _check_length(f"{file} {info.filename}", dtype, shape, len(data))
+        return np.frombuffer(data, dtype).reshape(shape, order=order)
+
+    return read
+
+
+# Arrow: the caches of SAELens and of ``datasets``.
+
+
+def schema_of(file: Path) -> pa.Schema:
+    """Return the schema of an Arrow stream or file; raises as ``batches``."""
+    with _opened(file) as (schema, _):
+        return schema
+
+
+def batches(file: Path) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of an Arrow stream or file, each checked.
+
+    Raises:
+        ActdsError: E019 it is none, damaged, or cut.
+    """
+    with _opened(file) as (_, found):
+        for batch in found:
+            batch.validate(full=True)
+            yield batch
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
+    try:
+        with pa.memory_map(str(file)) as source:
+            try:
+                stream = pa.ipc.open_stream(source)
+            except pa.ArrowInvalid:
+                source.seek(0)
+                reader = pa.ipc.open_file(source)
+                schema = reader.schema
+                found = map(reader.get_batch, range(reader.num_record_batches))
+            else:
+                _check_end(file)
+                schema, found = stream.schema, iter(stream)
+            if len(set(schema.names)) < len(schema.names):
+                raise foreign(file, "two columns of one name", "columns of different names")
+            yield schema, found
+    except (pa.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, ActdsError):
+            raise
+        words = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise foreign(file, words, "an Arrow stream, whole") from None
+
+
+def _check_end(file: Path) -> None:
+    """Refuse a stream without its end marker, which pyarrow takes for a whole one."""
+    with file.open("rb") as stream:
+        stream.seek(max(0, file.stat().st_size - len(_ARROW_END)))
+        if stream.read() != _ARROW_END:
+            raise foreign(file, "no end marker", "an Arrow stream, whole")
+
+
+def _of_arrow(file: Path) -> dict[str, Leaf]:
+    """Return the columns of an Arrow stream or file, with the sizes that their types say."""
+    schema = schema_of(file)
+    n_rows = sum(batch.num_rows for batch in batches(file))
+    features = features_of(file.parent)
+    columns = {}
+    for column in schema:
+        dtype, shape = _column(column.type, n_rows, features.get(column.name))
+        columns[column.name] = Leaf(dtype, shape, _unread)
+    return columns
+
+
+def features_of(folder: Path) -> dict[str, Any]:
+    """Return what ``datasets`` says of the columns; empty where it says nothing.
+
+    Raises:
+        ActdsError: E019 ``dataset_info.json`` is there and cannot be read.
+    """
+    path = folder / "dataset_info.json"
+    found = read_document(path).get("features") if path.exists() else None
+    return found if isinstance(found, dict) else {}
+
+
+def _column(kind: pa.DataType, n_rows: int, feature: Any) -> tuple[str, tuple[int, ...]]:
+    """Return the type of a column's values and its shape, as far as somebody says it."""
+    given = feature.get("shape") if isinstance(feature, dict) else None
+    sizes = [n if isinstance(n, int) else ANY for n in given] if isinstance(given, list) else []
+    if isinstance(kind, pa.BaseExtensionType):  # of a library that is imported here
+        kind = kind.storage_type
+    shape = [n_rows]
+    while (
+        pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    ):
+        size = kind.list_size if pa.types.is_fixed_size_list(kind) else ANY
+        shape.append(sizes.pop(0) if sizes else size)
+        kind = kind.value_type
+    return {"float": "float32", "double": "float64", "halffloat": "float16"}.get(
+        str(kind), str(kind)[:200]
+    ), tuple(shape)
+
+
+def _of_parquet(file: Path) -> dict[str, Leaf]:
+    """Return the columns by their Parquet types alone: a stored Arrow schema is not parsed."""
+    try:
+        with pq.ParquetFile(file) as opened:
+            metadata = opened.metadata
+            columns = [metadata.schema.column(n) for n in range(metadata.num_columns)]
+    except (pa.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, ActdsError):
+            raise
+        words = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise foreign(file, words, "a Parquet file, whole") from None
+    found = {}
+    for column in columns:
+        nested = (ANY,) * column.max_repetition_level
+        dtype = _PARQUET.get(column.physical_type, column.physical_type.lower())
+        found[column.path.split(".")[0]] = Leaf(dtype, (metadata.num_rows, *nested), _unread)
+    return found
+
+
+def _unread() -> Array:
+    raise NotImplementedError("columns are read by batch")
+
+
+_PARQUET = {"FLOAT": "float32", "DOUBLE": "float64", "BYTE_ARRAY": "bytes"}
+READERS: dict[str, Callable[[Path], Any]] = {
+    "sae-lens": _of_arrow,
+    "datasets": _of_arrow,
+    "safetensors": _of_safetensors,
+    "pt": _of_torch,
+    "npy": map_npy,
+    "npz": _of_npz,
+    "parquet": _of_parquet,
+}
+"""What reads the files of each form."""
