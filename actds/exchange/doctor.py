@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actds import layout
-from actds.errors import ActdsError
+from actds.errors import ActdsError, not_installed
 from actds.exchange.export import RECORD_FILE
 from actds.exchange.foreign import KINDS, ForeignSet, files_of, open_foreign
 from actds.exchange.importing import named_hook, own_name
@@ -310,7 +310,7 @@ def _importable(path: Path, kind: str) -> tuple[ForeignSet | None, str | None, s
         try:
             found = open_foreign(path, kind)
         except ActdsError as error:
-            if kind != "npy" or "--dtype" not in error.expected:
+            if kind != "npy" or "dtype=" not in error.expected:
                 raise
             # Two bytes without a name: of those who save such arrays nearly all mean bfloat16.
             found = open_foreign(path, kind, "bfloat16")
@@ -365,9 +365,7 @@ def _of_torch(file: Path) -> _Arrays:
     try:
         import torch
     except ImportError:
-        raise ActdsError(
-            "E011", "torch", got="not installed", expected="the extra actds[torch]"
-        ) from None
+        raise not_installed("torch", "torch") from None
     try:
         data = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:

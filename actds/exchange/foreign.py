@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from actds.errors import ActdsError
+from actds.errors import ActdsError, not_installed
 from actds.exchange.tensors import StoredTensor, foreign, read_header
 from actds.format.arrays import DTYPES, from_torch
 
@@ -103,12 +103,14 @@ def open_foreign(path: Path, kind: str | None = None, dtype: str | None = None) 
             kind; E011 ``.pt`` files without torch.
     """
     if kind is not None and kind not in KINDS:
-        raise ActdsError("E009", "--from", got=repr(kind)[:80], expected=f"one of {_names()}")
+        raise ActdsError("E009", "kind", got=repr(kind)[:80], expected=f"one of {_names()}")
     if not path.exists():
         raise foreign(path, "no such path", "a file, or a folder of files")
     found = [kind] if kind is not None else [k for k in KINDS if files_of(path, k)]
     if len(found) > 1:
-        raise foreign(path, f"files of {' and '.join(found)}", "one kind; name it with --from")
+        raise foreign(
+            path, f"files of {' and '.join(found)}", f'one kind, for example kind="{found[0]}"'
+        )
     if not found or not (files := files_of(path, found[0])):
         raise foreign(path, f"no file of {found[0] if found else _names()}", "a set of activations")
     return KINDS[found[0]][1](path, files, dtype)
@@ -261,9 +263,7 @@ def _open_torch(path: Path, files: list[Path], dtype: str | None) -> ForeignSet:
     try:
         import torch
     except ImportError:
-        raise ActdsError(
-            "E011", "torch", got="not installed", expected="the extra actds[torch]"
-        ) from None
+        raise not_installed("torch", "torch") from None
 
     def load(file: Path) -> tuple[list[_Sequence], set[str]]:
         try:
@@ -353,7 +353,7 @@ def _npy_type(file: Path, array: Array, dtype: str | None) -> str:
     if array.dtype in (np.dtype("V2"), np.dtype("<u2")):
         if dtype in ("bfloat16", "float16"):
             return dtype
-        raise foreign(file, f"values of {array.dtype}", "a name for them: --dtype bfloat16")
+        raise foreign(file, f"values of {array.dtype}", 'a name for them: dtype="bfloat16"')
     return _known_type(file, str(array.dtype))
 
 

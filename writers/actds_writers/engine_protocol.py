@@ -26,8 +26,8 @@ from actds_writers.ipc.link import Link
 from actds_writers.sizing.probe_fit import Timing, TimingTask
 
 GROUP = "actds.engines"
-OPTION = "--engine-arg"
-"""The option of the command that sets one option of an engine; the place that errors name."""
+OPTION = "engine_args"
+"""The argument with the options of an engine; the place that errors name."""
 
 EngineValue = bool | int | float | str | list[Any] | dict[str, Any] | None
 Positive = Annotated[int, Field(ge=1)]
@@ -188,7 +188,7 @@ class EngineKind(ABC):
         """
         raise ActdsError(
             "E012",
-            "--entropy",
+            "entropy",
             got=f"the engine {self.name}, which does not read its logits",
             expected="an engine that does: vllm or transformers",
         )
@@ -216,7 +216,7 @@ class EngineKind(ABC):
                 they cannot; E504 when it does not start.
         """
         raise ActdsError(
-            "E012", "--engine", got=f"{self.name}: its steps are not timed", expected="vllm"
+            "E012", "engine", got=f"{self.name}: its steps are not timed", expected="vllm"
         )
 
     def adapter_sha256(self, options: EngineOptions) -> str | None:
@@ -242,10 +242,10 @@ def find_engine(name: str) -> EngineKind:
         close = difflib.get_close_matches(name, names, n=1) or names
         raise ActdsError(
             "E009",
-            "--engine",
+            "engine",
             got=repr(name)[:80],
             expected=", ".join(close),
-            next_step=f"Options of an engine: {OPTION} KEY=VALUE." if "=" in name else None,
+            next_step=f"Options of an engine are {OPTION}." if "=" in name else None,
         )
     return engine
 

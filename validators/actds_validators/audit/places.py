@@ -169,7 +169,7 @@ def _serve_the_rest(source: SourceAccount) -> Iterator[str]:
         )
     if "skipped" in what:
         yield (
-            "Serve what was skipped: raise --engine-arg max_model_len, shorten or fix the "
+            "Serve what was skipped: raise the engine's max_model_len, shorten or fix the "
             "records. If rows of them are not wanted: --accept source."
         )
 

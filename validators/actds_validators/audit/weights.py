@@ -321,7 +321,7 @@ def write_weights(
     Spec: 0.1 section 10.4.
     """
     path = Path(out)
-    refuse_within_dataset("--weights", path)
+    refuse_within_dataset("weights", path)
     words = {
         "format": FORMAT,
         "version": VERSION,

@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from actds.errors import ActdsError
+from actds.errors import ActdsError, not_installed
 from actds.exchange.tensors import read_header
 from actds_validators.dictionaries.refusal import refused
 
@@ -112,7 +112,7 @@ def read_torch(path: Path) -> Tensors:
     try:
         import torch
     except ImportError:
-        raise ActdsError("E011", "torch", got="not installed", expected="actds[torch]") from None
+        raise not_installed("torch", "torch") from None
     import pickle
 
     try:

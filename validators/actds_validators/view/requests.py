@@ -171,19 +171,19 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
     """
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
-        raise ActdsError("E009", "--tokenizer", got=f"no file {path}", expected="a model folder")
+        raise ActdsError("E009", "tokenizer", got=f"no file {path}", expected="a model folder")
     try:
         from tokenizers import Tokenizer as Fast
     except ImportError:
         raise ActdsError(
-            "E011", "--tokenizer", got="the package tokenizers is not installed",
+            "E011", "tokenizer", got="the package tokenizers is not installed",
             expected="it", next_step="pip install tokenizers",
         ) from None  # fmt: skip
     try:
         return _WholeText(Fast.from_file(str(path)))
     except Exception as error:  # the package raises nothing narrower
         raise ActdsError(
-            "E009", "--tokenizer", got=f"{path}: {error}"[:300], expected="a tokenizer"
+            "E009", "tokenizer", got=f"{path}: {error}"[:300], expected="a tokenizer"
         ) from None
 
 

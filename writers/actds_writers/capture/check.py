@@ -179,7 +179,7 @@ def without_reference(rows: Mapping[HookSpec, np.ndarray], states: States) -> li
             "E007",
             f"{hook.kind}:{hook.layer}",
             got="no such rows in a plain forward of transformers, or rows that disagree",
-            expected="rows to compare with, or a kind that docs/families.md verified",
+            expected="rows to compare with, or a kind that is verified",
         )
         for hook, got in rows.items()
         if getattr(states.get(hook.kind, {}).get(hook.layer), "shape", None) != got.shape

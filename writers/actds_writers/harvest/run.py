@@ -129,7 +129,7 @@ def harvest(
         if engine.n_samples > 1:
             raise ActdsError(
                 "E009",
-                "--canary",
+                "canary",
                 got=f"{engine.n_samples} samples of each prompt",
                 expected="one: a replay must know which of them it compares with",
             )
@@ -206,10 +206,16 @@ def _check_out(settings: WriteSettings) -> None:
             settings.out,
             got="no dataset",
             expected="a dataset to resume",
-            next_step="To write a new dataset, omit --resume.",
+            next_step="To write a new dataset, leave out resume=True.",
         )
     if not settings.resume and is_taken(settings.out):
-        raise ActdsError("E008", settings.out, got="it exists", expected="a new path")
+        raise ActdsError(
+            "E008",
+            settings.out,
+            got="it exists",
+            expected="a new path",
+            next_step="Choose a new path, or continue with resume=True.",
+        )
 
 
 def _check_metrics(settings: WriteSettings) -> None:

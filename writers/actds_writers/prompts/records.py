@@ -152,7 +152,7 @@ def read_prompts(
     unknown = sorted(set(wanted) - source.fields)
     if unknown and label_columns is not None:
         got, there = ", ".join(unknown), ", ".join(sorted(source.fields)[:40])
-        raise ActdsError("E009", "--label-columns", got=got, expected=f"some of {there}")
+        raise ActdsError("E009", "label_columns", got=got, expected=f"some of {there}")
     named = tuple(sorted(set(wanted) & source.fields))
     return PromptSet(prompts, skips, source.facts(len(prompts) + len(skips)), named)
 

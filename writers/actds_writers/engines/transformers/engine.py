@@ -55,7 +55,7 @@ except ImportError as missing:
         "transformers",
         got=str(missing).splitlines()[0],
         expected="torch and transformers beside actds",
-        next_step="pip install torch transformers",
+        next_step="pip install torch transformers accelerate",
     ) from None
 
 
@@ -316,7 +316,7 @@ def check_hooks(
             type(model).__name__,
             got=f"no stream to capture: {missing}",
             expected="decoder layers that return the residual stream",
-            next_step="See docs/families.md for models that can be harvested.",
+            next_step="Harvest another model, or a hook that this one has.",
         ) from None
     computed = str(model.dtype).removeprefix("torch.")
     bounds = {hook.name: bound(computed, hook.dtype) for hook in hooks}

@@ -178,8 +178,8 @@ def _without_reference(
                 "E007",
                 place,
                 got=f"{what}, and nothing to compare its rows with: {check.reason}",
-                expected="a class and kind of docs/families.md, or a model that transformers loads",
-                next_step="Harvest it with --engine transformers, which runs the model's own code.",
+                expected="a verified class and kind, or a model that transformers loads",
+                next_step='Harvest it with engine="transformers", which runs the model itself.',
             )
             for place in ([model] if unknown else [f"{hook.kind}:{hook.layer}" for hook in odd])
         ]
