@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import click
+from click.testing import Result
 
-__all__ = ["leaves"]
+from actds.cli.arguments import as_typed
+from actds.errors import ActdsError
+
+__all__ = ["leaves", "printed"]
+
+
+def printed(result: Result, command: click.Command) -> str:
+    """Return the error that ended a command which was called without its group, as it is shown."""
+    assert isinstance(result.exception, ActdsError), result.output
+    return str(as_typed(result.exception, command.get_params(click.Context(command))))
 
 
 def leaves(

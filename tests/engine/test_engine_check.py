@@ -107,7 +107,7 @@ def test_a_compiled_engine_is_held_against_transformers_and_samples_as_without_t
         (WRONG, (), "against transformers"),
         (WRONG, DUMMY, "against engine"),
         (OFF_BY_ONE, (), "nearer to layer 1"),
-        (UNKNOWN, ("--no-check",), "a model class that was never verified, and --no-check"),
+        (UNKNOWN, ("--no-check",), "a model class that was never verified, and check=False"),
     ],
     ids=["half the stream", "half the stream, weights of its own", "off by one", "unknown class"],
 )

@@ -1,4 +1,4 @@
-"""Wrong values on the command line: every option of every command ends in a coded error, in a few lines."""
+"""Wrong values for every argument and option of every command end in a coded error."""
 
 from __future__ import annotations
 
@@ -93,6 +93,7 @@ def problem(result: Result) -> str | None:
     return None
 
 
+@pytest.mark.standard
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_wrong_value_is_named(
     name: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -113,24 +114,10 @@ def test_a_wrong_value_is_named(
         for value in wrong(param, files):
             option = max(param.opts, key=len)
             words = [value] if isinstance(param, click.Argument) else [option, value]
-            import time
-
-            t = time.time()
             result = call(name, right(name, files) | {param.name: words})
-            dt = time.time() - t
-            if dt > 2:
-                print(f"SLOW {dt:.1f} {name} {option} {value[:40]!r}")
             why = problem(result)
             if isinstance(param.type, NUMBERS) and value in NO_NUMBERS and result.exit_code != 2:
                 why = f"exit {result.exit_code}: no number was taken for one"
             if why:
                 found.append(f"{option} {value[:60]!r}: {why}")
-            print(
-                "RES",
-                name,
-                option,
-                repr(value[:40]),
-                result.exit_code,
-                result.stderr[:300].replace("\n", "|"),
-            )
     assert not found, "\n".join(found)

@@ -148,7 +148,7 @@ def test_a_long_document_is_cut_where_a_prompt_of_its_length_is_skipped(tokenize
 
 def test_chats_are_no_documents(tokenizer: Any) -> None:
     arguments = ([chat(0, "hi")], tokenizer, 100, 8)
-    with pytest.raises(ActdsError, match=r"E002 .* a chat, and --continue cuts texts"):
+    with pytest.raises(ActdsError, match=r"E002 .* a chat, and continue_at cuts texts"):
         encode(*arguments, continuation=Continuation(1, "model"))
     (one,) = encode(*arguments, "skip", Continuation(1, "model"))
     assert (one.skip or "").startswith("E002 p.jsonl row 0: a chat")

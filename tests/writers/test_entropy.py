@@ -186,7 +186,7 @@ def test_engines_whose_tokens_cannot_be_followed_are_refused(
 
 
 def test_an_engine_that_does_not_read_its_logits_is_refused() -> None:
-    with pytest.raises(ActdsError, match="E012 --entropy: the engine toy"):
+    with pytest.raises(ActdsError, match="E012 entropy: the engine toy"):
         toy.TOY.require_logits(toy.TOY.options({}))
     for name in ("vllm", "transformers"):
         kind = find_engine(name)

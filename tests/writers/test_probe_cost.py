@@ -450,7 +450,7 @@ def test_more_probes_than_memory_are_refused(
 ) -> None:
     folder = write_model(tmp_path / "m", SMOL_CONFIG, SMOL)
     monkeypatch.setattr(probe_cost, "free_nbytes", lambda: 1 << 30)
-    with pytest.raises(ActdsError, match=r"E009 --probes: .* GB for the probes, and 1.07 GB free"):
+    with pytest.raises(ActdsError, match=r"E009 probes: .* GB for the probes, and 1.07 GB free"):
         actds.probe_cost(model=folder, probes=4096, measure=tmp_path)
 
 
@@ -469,7 +469,7 @@ def test_weights_that_cannot_be_counted_are_refused(
     config: dict[str, Any], shapes: Shapes, dtype: str, words: str, tmp_path: Path
 ) -> None:
     folder = write_model(tmp_path / "m", {**SMOL_CONFIG, **config}, shapes, dtype)
-    with pytest.raises(ActdsError, match=f"E009 --model .*{words}"):
+    with pytest.raises(ActdsError, match=f"E009 model .*{words}"):
         actds.probe_cost(model=folder, probes=1)
 
 

@@ -370,7 +370,9 @@ class Source:
 def open_source(spec: str, labels: tuple[str, ...] = ()) -> Source:
     """Return the source that a specification names, unread; raises E001 for a bad one."""
     if spec.startswith("hf:"):
-        return _open_folder(Path(spec.removeprefix("hf:")), spec, Fields(labels))
+        if not (folder := spec.removeprefix("hf:")) or folder.startswith("//"):
+            raise _unreadable(spec, "no folder", "hf:FOLDER, a folder on this machine")
+        return _open_folder(Path(folder), spec, Fields(labels))
     path = Path(spec)
     if path.is_dir():
         raise _unreadable(path.name, "a folder", "a file, or hf:FOLDER for a folder of prompts")
