@@ -74,9 +74,9 @@ class _Words:
         self._first = re.compile(rf"(?:{names})(?:, (?:{names}))*(?= |$)")
         self._name = re.compile(rf"\b(?:{names})\b")
         value = r'"(?P<text>[^"]*)"|(?P<flag>True|False)\b|'
-        self._set = re.compile(rf"\b(?P<name>{names})=(?:{value})")
+        self._set = re.compile(rf"(?<![\w./-])(?P<name>{names})=(?:{value})")
         long = [re.escape(name) for name in by_name if "_" in name]
-        self._long = re.compile(rf"\b(?:{'|'.join(long)})\b") if long else None
+        self._long = re.compile(rf"(?<![\w./-])(?:{'|'.join(long)})\b") if long else None
 
     def place(self, text: str) -> str:
         """Return a place that begins with arguments as one that begins with their options."""

@@ -361,7 +361,7 @@ def _hook_specs(asked: PlanSettings) -> tuple[tuple[HookSpec, ...], int]:
         raise ActdsError(
             "E009",
             "model",
-            got="no model folder, and no d_model with layers",
+            got="neither a model folder nor a shape",
             expected="model, or d_model and layers",
         )
     places = parse_hooks(asked.hooks, config["num_hidden_layers"])

@@ -137,6 +137,7 @@ def harvest(
         kind.require_logits(engine)
     _check_out(settings)
     _check_metrics(settings)
+    observer.doing(f"Reading {settings.prompts}, and the weights of {settings.model} for a digest")
     plan = make_plan(settings, engine, n_replicas, served_by)
     created = not is_taken(settings.out)
     if created:
@@ -144,6 +145,7 @@ def harvest(
     lock = hold(settings.out)
     try:
         if settings.resume:
+            observer.doing(f"Looking for the requests that {settings.out} has")
             plan = _without(plan, finished_rows(settings.out, plan))
             if not _servable(plan):
                 sealed = seal(open_store(settings.out))
@@ -247,6 +249,7 @@ def _result(
         raise ActdsError(
             "E006", "harvest", got="interrupted before the first step", expected="a step"
         )
+    observer.doing(f"Sealing {settings.out}")
     sealed = seal(open_store(settings.out))
     # A replica that was interrupted before its first step has written nothing.
     counted = [ended for ended in runs if ended.totals and "captured" in ended.totals["census"]]

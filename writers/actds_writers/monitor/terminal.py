@@ -56,6 +56,11 @@ class Terminal(Observer):
         else:
             print(line, file=self._stream, flush=True)
 
+    def doing(self, words: str) -> None:
+        """Print what is being done on stderr."""
+        if not self._quiet:
+            self.said(f"{words} ...")
+
     @contextmanager
     def starting(self, words: str) -> Iterator[None]:
         """Show for how long the engine has been starting."""
