@@ -245,7 +245,7 @@ def find_engine(name: str) -> EngineKind:
             "engine",
             got=repr(name)[:80],
             expected=", ".join(close),
-            next_step=f"Options of an engine are {OPTION}." if "=" in name else None,
+            next_step=f"Options of an engine: {OPTION} KEY=VALUE." if "=" in name else None,
         )
     return engine
 
