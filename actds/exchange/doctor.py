@@ -322,8 +322,8 @@ def _importable(path: Path, kind: str) -> tuple[ForeignSet | None, str | None, s
     if any(named_hook(own_name(hook), hook) is None for hook in found.hooks):
         for _ in found.hooks:
             more += ["--hook", "KIND.LAYER"]
-    words = shlex.join(["actds", "import", str(path), "acts", *more])
-    return found, f"{words} --declare model.name=NAME", None
+    more += ["--declare", "model.name=NAME"]
+    return found, shlex.join(["actds", "import", str(path), "acts", *more]), None
 
 
 def _has(path: Path, kind: str) -> bool:

@@ -132,7 +132,7 @@ def test_documents_are_continued_by_the_model_or_themselves_at_the_same_position
     # The same documents are served by both, and those that end with the prompt by none.
     skips = [[one.skip for one in arm[2:]] for arm in (by_model, by_itself)]
     assert skips[0] == skips[1]
-    assert skips[0][0] == "E023 p.jsonl row 2: 10 tokens; expected more than the 10 of --continue"
+    assert skips[0][0] == "E023 p.jsonl row 2: 10 tokens; expected more than the 10 of continue_at"
 
 
 def test_a_long_document_is_cut_where_a_prompt_of_its_length_is_skipped(tokenizer: Any) -> None:

@@ -173,7 +173,7 @@ def test_packed_lines_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("vllm", {"speculative_config": {"method": "ngram"}}, "--engine-arg speculative_config"),
         ("vllm", {"spec_method": "ngram"}, "--engine-arg spec_method"),
-        ("vllm", {"pipeline_parallel_size": 2}, "--engine-arg pipeline_parallel_size"),
+        ("vllm", {"pipeline_parallel_size": 2}, "engine_args pipeline_parallel_size"),
     ],
 )
 def test_engines_whose_tokens_cannot_be_followed_are_refused(

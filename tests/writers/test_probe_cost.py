@@ -402,7 +402,7 @@ def test_the_command_says_what_the_function_returns(tmp_path: Path) -> None:
     assert [step["batch"] for step in facts["probes"]["steps"]] == [1, 8, 32]
     said = run(*words, "--batch", "4", "--batch", "2").output
     assert said.startswith("probes   100 probes at each of 2 hooks, float32")
-    assert "one probe 4.1e-06" in said and "clock    not measured: --measure" in said
+    assert "one probe 4.1e-06" in said and "clock    not measured" in said
     assert "batch 4: 269 MB weights" in said and "batch 32" not in said
     assert "operations" in said[said.index("log scale:") :]
 
@@ -424,7 +424,7 @@ def test_the_command_says_what_the_function_returns(tmp_path: Path) -> None:
         (["--probes", "3", "--measure", "nowhere"], "E009 --measure: nowhere: no such folder"),
         (["--probes", "3", "--hooks", "resid_post:1;k:1", "--measure", "."], "E015 --hooks"),
         (["--probes", "3", "--measure", ".", "--engine-arg", "max_num_seqs=8"],
-         "E009 --engine-arg max_num_seqs: 8; expected at least 32, the largest --batch"),
+         "E009 --engine-arg max_num_seqs: 8; expected at least 32, the largest batch"),
         (["--probes", "3", "--measure", ".", "--engine-arg", "max_model_len=31"],
          "E009 --engine-arg max_model_len: 31; expected at least 32"),
         (["--probes", "3", "--measure", ".", "--engine-arg", "tensor_parallel_size=2"],
