@@ -33,9 +33,17 @@ class Line:
     style: Style = "plain"
 
 
+_LONG = re.compile(r"(\S{200})\S{100,}(\S{60})")
+
+
 def printable(text: str) -> str:
     """Return text without control characters: documents are untrusted, and terminals obey them."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shortened(text: str) -> str:
+    """Return text without the middle of words that are too long to be read."""
+    return _LONG.sub(r"\1...\2", text)
 
 
 def storable(text: str) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from actds import __version__
-from actds.cli.arguments import as_typed, of_word, shortened
+from actds.cli.arguments import as_typed, of_word
 from actds.cli.doctor import doctor_command
 from actds.cli.exchange import export_command, import_command
 from actds.cli.output import ResultCommand, document_schema, envelope, print_json, print_lines
@@ -109,6 +109,8 @@ class ActdsGroup(click.Group):
         try:
             return super().invoke(ctx)
         except click.ClickException as error:
+            from actds.text import shortened
+
             error.message = shortened(error.message)
             raise
         except (click.Abort, click.exceptions.Exit):
@@ -155,7 +157,7 @@ def _unavailable(name: str, why: str) -> click.Command:
 
 
 def _fail(ctx: click.Context, error: ActdsError) -> None:
-    from actds.text import printable
+    from actds.text import printable, shortened
 
     command = ctx.command.get_command(ctx, ctx.invoked_subcommand or "")  # type: ignore[attr-defined]
     params = [] if command is None else command.get_params(click.Context(command, parent=ctx))

@@ -9,14 +9,7 @@ import click
 
 from actds.errors import ActdsError
 
-__all__ = ["as_typed", "of_word", "shortened"]
-
-_LONG = re.compile(r"(\S{200})\S{100,}(\S{60})")
-
-
-def shortened(text: str) -> str:
-    """Return text without the middle of words that are too long to be read."""
-    return _LONG.sub(r"\1...\2", text)
+__all__ = ["as_typed", "of_word"]
 
 
 def of_word(error: Exception, words: Sequence[str]) -> ActdsError | None:

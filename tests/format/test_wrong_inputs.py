@@ -77,7 +77,7 @@ def problem(result: Result) -> str | None:
     if isinstance(result.exception, Exception) and not isinstance(result.exception, SystemExit):
         return f"raised {result.exception!r}"[:300]
     text = result.stderr
-    if "Traceback" in text or "E901" in text.replace("E901 fake", ""):
+    if "Traceback" in text or re.search("^E901", text, re.MULTILINE):
         return text[:600]
     if result.exit_code == 0 or (result.exit_code == 1 and result.stdout):
         return None  # a value that will do, or a result that says no

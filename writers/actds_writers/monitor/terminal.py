@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from actds.store import local_folder
-from actds.text import format_seconds, printable
+from actds.text import format_seconds, printable, shortened
 from actds_writers.monitor.progress import (
     SUMMARY_LABEL_WIDTH,
     Observer,
@@ -59,7 +59,7 @@ class Terminal(Observer):
     def doing(self, words: str) -> None:
         """Print what is being done on stderr."""
         if not self._quiet:
-            self.said(f"{words} ...")
+            self.said(f"{shortened(printable(words))} ...")
 
     @contextmanager
     def starting(self, words: str) -> Iterator[None]:
