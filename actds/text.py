@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,9 +19,12 @@ __all__ = [
     "pairs",
     "printable",
     "share",
+    "shortened",
     "storable",
     "when",
 ]
+
+_LONG = re.compile(r"(\S{200})\S{100,}(\S{60})")
 
 Style = Literal["title", "good", "bad", "warn", "dim", "plain"]
 
@@ -31,9 +35,6 @@ class Line:
 
     text: str
     style: Style = "plain"
-
-
-_LONG = re.compile(r"(\S{200})\S{100,}(\S{60})")
 
 
 def printable(text: str) -> str:

@@ -156,7 +156,7 @@ class Replays:
                 self.settings.out,
                 got="no position with a row in both",
                 expected="at least one to compare",
-                next_step="Replay requests of which the source has rows: actds info lists what it lacks.",
+                next_step="Replay requests of which the source has rows: see actds info.",
             )
         wrong = found.error(self.settings.source, "Do not join the two: what was computed differs.")
         if wrong is not None:
