@@ -111,7 +111,7 @@ class ActdsGroup(click.Group):
         except click.ClickException as error:
             from actds.text import shortened
 
-            error.message = shortened(error.message)
+            vars(error)["message"] = shortened(error.message)
             raise
         except (click.Abort, click.exceptions.Exit):
             raise
