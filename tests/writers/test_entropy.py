@@ -171,8 +171,8 @@ def test_packed_lines_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("engine", "given", "place"),
     [
-        ("vllm", {"speculative_config": {"method": "ngram"}}, "--engine-arg speculative_config"),
-        ("vllm", {"spec_method": "ngram"}, "--engine-arg spec_method"),
+        ("vllm", {"speculative_config": {"method": "ngram"}}, "engine_args speculative_config"),
+        ("vllm", {"spec_method": "ngram"}, "engine_args spec_method"),
         ("vllm", {"pipeline_parallel_size": 2}, "engine_args pipeline_parallel_size"),
     ],
 )
