@@ -35,6 +35,7 @@ __all__ = [
     "StoreError",
     "UntrustedError",
     "code_entry",
+    "not_installed",
 ]
 
 Severity = Literal["error", "warning", "note"]
@@ -73,7 +74,8 @@ class ActdsError(Exception):
         self.got = got
         self.expected = expected
         self.next_step = next_step or CODES[code].next_step
-        self.args = (f"{code} {place}: {got}; expected {expected}.\n{self.next_step}",)
+        first = " ".join(f"{code} {place}: {got}; expected {expected}.".splitlines())
+        self.args = (f"{first}\n{self.next_step}",)
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -186,6 +188,22 @@ def code_entry(code: str) -> Code:
     if entry is None:
         raise ActdsError("E013", code, got="an unknown code", expected="one of actds explain")
     return entry
+
+
+def not_installed(package: str, extra: str, place: str | None = None) -> ActdsError:
+    """Return E011 for a missing package, with the command that installs it.
+
+    Args:
+        extra: the extra of actds that brings it; several are joined by a comma.
+        place: what needs it, by default the package.
+    """
+    return ActdsError(
+        "E011",
+        place or package,
+        got=f"the package {package} is not installed",
+        expected=f"the extra {extra} of actds",
+        next_step=f"In a checkout of actds: pip install '.[{extra}]'",
+    )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
-from actds.errors import ActdsError
+from actds.errors import ActdsError, not_installed
 
 __all__ = ["EXECUTORS", "Executor", "ExecutorName", "Pooled", "Threads", "open_executor"]
 
@@ -151,13 +151,7 @@ def _ray() -> Iterator[Any]:
     try:
         import ray
     except ImportError as error:
-        raise ActdsError(
-            "E011",
-            "--executor ray",
-            got="the package ray is not installed",
-            expected="the extra actds[ray]",
-            next_step='pip install "actds[ray]"',
-        ) from error
+        raise not_installed("ray", "ray", "executor ray") from error
     mine = not ray.is_initialized()
     if mine:
         ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")

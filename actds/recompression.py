@@ -183,7 +183,7 @@ def _selected(catalog: Catalog, wanted: Sequence[str] | None) -> list[ShardManif
     for shard in wanted:
         if shard not in known:
             names = ", ".join(manifest.shard for manifest in raw) or "none: no shard is raw"
-            raise ActdsError("E009", "--shard", got=shard[:80], expected=f"of {names[:400]}")
+            raise ActdsError("E009", "shards", got=shard[:80], expected=f"of {names[:400]}")
     return [manifest for manifest in raw if manifest.shard in wanted]
 
 

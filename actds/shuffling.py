@@ -142,9 +142,9 @@ def shuffle(
     if out.exists() and not (partial / _PLAN).exists():
         raise ActdsError("E008", str(out), got="an existing path", expected="a new one")
     if codec not in CODECS:
-        raise _bad("--codec", repr(codec), f"one of {', '.join(CODECS)}")
+        raise _bad("codec", repr(codec), f"one of {', '.join(CODECS)}")
     if not 0 <= seed < 2**63:
-        raise _bad("--seed", str(seed), "an integer from 0")
+        raise _bad("seed", str(seed), "an integer from 0")
     catalog = Catalog.read(store)
     if not catalog.is_sealed:
         got = "no seal" if catalog.seal is None else "chains after the last seal"
@@ -219,11 +219,11 @@ def _read_plan(partial: Path, wanted: _Plan) -> _Plan:
         return wanted
     found = canonical.parse(store.read(_PLAN), str(partial / _PLAN))
     options = {
-        "digest": "IN",
-        "seed": "--seed",
-        "codec": "--codec",
-        "rows_per_shard": "--rows-per-shard",
-        "rows_per_block": "rows that --memory-mib holds",
+        "digest": "source",
+        "seed": "seed",
+        "codec": "codec",
+        "rows_per_shard": "rows_per_shard",
+        "rows_per_block": "memory_nbytes",
         "version": "version of the order",
     }
     for name, option in options.items():
@@ -242,7 +242,7 @@ def _rows_in_memory(catalog: Catalog, memory_nbytes: int) -> int:
 
 def _rows_that_fit(catalog: Catalog, rows_per_shard: int, memory_nbytes: int) -> int:
     if rows_per_shard < 1:
-        raise _bad("--rows-per-shard", str(rows_per_shard), "at least 1")
+        raise _bad("rows_per_shard", str(rows_per_shard), "at least 1")
     fit = _rows_in_memory(catalog, memory_nbytes)
     if fit >= rows_per_shard:
         return rows_per_shard
@@ -250,7 +250,9 @@ def _rows_that_fit(catalog: Catalog, rows_per_shard: int, memory_nbytes: int) ->
         arrays.chunk_rows(h.d_model, arrays.DTYPES[h.dtype].itemsize) for h in catalog.genesis.hooks
     )
     if fit < min(chunk, rows_per_shard):
-        raise _bad("--memory-mib", f"room for {fit} rows", f"at least {min(chunk, rows_per_shard)}")
+        raise _bad(
+            "memory_nbytes", f"room for {fit} rows", f"at least {min(chunk, rows_per_shard)}"
+        )
     return fit // chunk * chunk
 
 

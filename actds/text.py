@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,9 +19,12 @@ __all__ = [
     "pairs",
     "printable",
     "share",
+    "shortened",
     "storable",
     "when",
 ]
+
+_LONG = re.compile(r"(\S{200})\S{100,}(\S{60})")
 
 Style = Literal["title", "good", "bad", "warn", "dim", "plain"]
 
@@ -36,6 +40,11 @@ class Line:
 def printable(text: str) -> str:
     """Return text without control characters: documents are untrusted, and terminals obey them."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shortened(text: str) -> str:
+    """Return text without the middle of words that are too long to be read."""
+    return _LONG.sub(r"\1...\2", text)
 
 
 def storable(text: str) -> str:

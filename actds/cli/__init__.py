@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from actds import __version__
+from actds.cli.arguments import as_typed, of_word
 from actds.cli.doctor import doctor_command
 from actds.cli.exchange import export_command, import_command
 from actds.cli.output import ResultCommand, document_schema, envelope, print_json, print_lines
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["cli", "main"]
 
 ENTRY_POINTS = "actds.commands"
+_WORDS = "actds.words"
 
 
 class ActdsGroup(click.Group):
@@ -97,6 +99,7 @@ class ActdsGroup(click.Group):
         rest = [arg for arg in args[:end] if arg != "--debug"] + args[end:]
         if len(rest) < len(args):
             rest.insert(0, "--debug")
+        ctx.meta[_WORDS] = tuple(rest)
         return super().parse_args(ctx, rest)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -105,7 +108,12 @@ class ActdsGroup(click.Group):
             return super().invoke(ctx)
         try:
             return super().invoke(ctx)
-        except (click.ClickException, click.Abort, click.exceptions.Exit):
+        except click.ClickException as error:
+            from actds.text import shortened
+
+            vars(error)["message"] = shortened(error.message)
+            raise
+        except (click.Abort, click.exceptions.Exit):
             raise
         except ActdsError as error:
             _fail(ctx, error)
@@ -114,7 +122,8 @@ class ActdsGroup(click.Group):
         except Exception as error:
             # An unexpected exception gets a code as well.
             got = f"{type(error).__name__}: {error}"[:1000]
-            _fail(ctx, ActdsError("E901", "actds", got=got, expected="no such failure"))
+            unexpected = ActdsError("E901", "actds", got=got, expected="no such failure")
+            _fail(ctx, of_word(error, ctx.meta[_WORDS]) or unexpected)
 
 
 @cache
@@ -148,10 +157,12 @@ def _unavailable(name: str, why: str) -> click.Command:
 
 
 def _fail(ctx: click.Context, error: ActdsError) -> None:
-    from actds.text import printable
+    from actds.text import printable, shortened
 
-    for line in str(error).splitlines():
-        click.echo(printable(line), err=True)
+    command = ctx.command.get_command(ctx, ctx.invoked_subcommand or "")  # type: ignore[attr-defined]
+    params = [] if command is None else command.get_params(click.Context(command, parent=ctx))
+    for line in str(as_typed(error, params)).splitlines():
+        click.echo(shortened(printable(line)), err=True)
     ctx.exit(error.exit_code)
 
 
@@ -402,9 +413,11 @@ def recompress_command(
 )
 @click.option(
     "--memory-mib",
+    "memory_nbytes",
     type=click.IntRange(1),
     default=2048,
     show_default=True,
+    callback=lambda _ctx, _param, mib: mib << 20,
     help="Memory for rows, about, of each worker.",
 )
 @click.option(
@@ -420,7 +433,7 @@ def shuffle_command(
     seed: int,
     codec: str,
     rows_per_shard: int,
-    memory_mib: int,
+    memory_nbytes: int,
     executor: ExecutorName,
     as_json: bool,
 ) -> None:
@@ -458,7 +471,7 @@ def shuffle_command(
         seed=seed,
         codec=codec,  # type: ignore[arg-type]
         rows_per_shard=rows_per_shard,
-        memory_nbytes=memory_mib << 20,
+        memory_nbytes=memory_nbytes,
         executor=executor,
         progress=report,
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from actds.cli.options import FiniteRange
 from actds.cli.output import envelope, print_json
 
 __all__ = ["export_command", "import_command"]
@@ -35,7 +36,7 @@ __all__ = ["export_command", "import_command"]
 @click.option("--split", type=click.Choice(["train", "held_out"]), help="One part of a split.")
 @click.option(
     "--held-out",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     default=0.0,
     metavar="SHARE",
     help="Share of the requests in held_out.",

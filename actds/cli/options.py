@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,20 @@ import click
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-__all__ = ["SettingsCommand", "model_options"]
+__all__ = ["FiniteRange", "SettingsCommand", "model_options"]
+
+
+class FiniteRange(click.FloatRange):
+    """A number in a range; neither NaN, which no bound refuses, nor infinity."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return the number; raises ``click.BadParameter`` without one."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number", param, ctx)
+        return float(number)
 
 
 class SettingsCommand(click.Command):
@@ -92,6 +106,6 @@ def _type(kind: Mapping[str, Any]) -> click.ParamType[Any]:
         bounds |= {"min_open": "exclusiveMinimum" in kind, "max_open": "exclusiveMaximum" in kind}
         whole = kind["type"] == "integer"
         if low is None and high is None:
-            return click.INT if whole else click.FLOAT
-        return click.IntRange(**bounds) if whole else click.FloatRange(**bounds)
+            return click.INT if whole else FiniteRange()
+        return click.IntRange(**bounds) if whole else FiniteRange(**bounds)
     return click.Path() if kind.get("format") == "path" else click.STRING

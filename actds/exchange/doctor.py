@@ -395,7 +395,7 @@ def _importable(
             found = open_foreign(path, kind)
         except ActdsError as error:
             # Two bytes without a name: of those who save such arrays nearly all mean bfloat16.
-            match = re.search("--dtype (bfloat16|float32)", error.expected)
+            match = re.search('dtype="(bfloat16|float32)"', error.expected)
             if match is None:
                 raise
             found = open_foreign(path, kind, match[1])

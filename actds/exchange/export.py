@@ -161,14 +161,14 @@ def export(
 
 def _target(to: str, dtype: str | None, context_size: int) -> Target:
     if to not in TARGETS:
-        raise ActdsError("E009", "--to", got=repr(to)[:80], expected=f"one of {', '.join(TARGETS)}")
+        raise ActdsError("E009", "to", got=repr(to)[:80], expected=f"one of {', '.join(TARGETS)}")
     target = TARGETS[to]
     if dtype is not None and dtype not in target.dtypes:
         words = " or ".join(target.dtypes)
-        raise ActdsError("E009", "--dtype", got=repr(dtype)[:80], expected=f"{words} for {to}")
+        raise ActdsError("E009", "dtype", got=repr(dtype)[:80], expected=f"{words} for {to}")
     if isinstance(context_size, bool) or not isinstance(context_size, int) or context_size < 1:
         got = repr(context_size)[:80]
-        raise ActdsError("E009", "--context-size", got=got, expected="an integer from 1")
+        raise ActdsError("E009", "context_size", got=got, expected="an integer from 1")
     return target
 
 

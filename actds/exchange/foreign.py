@@ -308,7 +308,7 @@ def _bits(file: Path, values: Array, dtype: str, stored: str) -> Array:
     lost = np.isfinite(values) & ~np.isfinite(narrow.astype(np.float32))
     if lost.any():
         got = f"{int(lost.sum()):,} values as {values[lost][0]:g}, which {stored} cannot hold"
-        raise foreign(file, got, "a wider type: --dtype")
+        raise foreign(file, got, "a wider type: dtype=")
     cast: Array = narrow.view(DTYPES[stored].bits)
     return cast
 
@@ -320,7 +320,7 @@ def _stored_type(place: object, dtype: str, wanted: str | None) -> str:
     if dtype == "float64" and wanted in DTYPES:
         return wanted
     expected = f"one of {', '.join(DTYPES)}, unrounded"
-    more = ", or --dtype float32, which rounds" if dtype == "float64" else ""
+    more = ', or dtype="float32", which rounds' if dtype == "float64" else ""
     raise foreign(place, f"values of {dtype}", expected + more)
 
 
@@ -544,7 +544,7 @@ def _npy_type(file: Path, name: str, dtype: str | None) -> str:
     if name in ("|V2", "uint16"):
         if dtype in ("bfloat16", "float16"):
             return dtype
-        raise foreign(file, f"values of {name}", "a name for them: --dtype bfloat16")
+        raise foreign(file, f"values of {name}", 'a name for them: dtype="bfloat16"')
     return name
 
 

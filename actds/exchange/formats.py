@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from actds.errors import ActdsError
+from actds.errors import ActdsError, not_installed
 from actds.exchange.rows import BLOCK_NBYTES, OrderedRows, blocks
 from actds.exchange.tensors import NewTensor, write_tensors
 from actds.format.arrays import DTYPES
@@ -102,7 +102,7 @@ def _write_safetensors(source: Source, folder: Path) -> npt.NDArray[np.int64]:
     kinds = {(hook.d_model, source.dtypes[hook.name]) for hook in source.hooks}
     if len(kinds) > 1:
         got = " and ".join(f"{dtype} rows of {width}" for width, dtype in sorted(kinds))
-        raise ActdsError("E009", "--hooks", got=got, expected="hooks of one width and one type")
+        raise ActdsError("E009", "hooks", got=got, expected="hooks of one width and one type")
     (_, dtype), columns = kinds.pop(), source.rows.columns
     starts = source.rows.requests()
     words = {"format": "pt", "hooks": ", ".join(h.name for h in source.hooks)}
@@ -140,9 +140,7 @@ def _write_sae_lens(source: Source, folder: Path) -> npt.NDArray[np.int64]:
     try:
         import datasets
     except ImportError:
-        raise ActdsError(
-            "E011", "datasets", got="not installed", expected="the extra actds[hf]"
-        ) from None
+        raise not_installed("datasets", "hf") from None
     size = source.context_size
     n_windows = source.rows.n_rows // size
     features: dict[str, Any] = {

@@ -163,7 +163,7 @@ def _name_hooks(found: ForeignSet, given: str | Sequence[str] | None, path: Path
     if len(called) != len(found.hooks):
         raise ActdsError(
             "E007", str(path), got=f"{len(called)} names", expected=f"{len(found.hooks)} hooks",
-            next_step="Name each with --hook KIND.LAYER, in the order of the set.",
+            next_step='Name each with hooks="KIND.LAYER", in the order of the set.',
         )  # fmt: skip
     hooks = []
     for name, one in zip(called, found.hooks, strict=True):
@@ -172,7 +172,7 @@ def _name_hooks(found: ForeignSet, given: str | Sequence[str] | None, path: Path
             got = f"the hook {name!r}" if name else "a hook without a name"
             raise ActdsError(
                 "E007", str(path), got=got, expected="KIND.LAYER, for example resid_post.10",
-                next_step="Say with --hook KIND.LAYER which place of the model the rows are of.",
+                next_step='Say with hooks="KIND.LAYER" which place of the model the rows are of.',
             )  # fmt: skip
         hooks.append(hook)
     if len({hook.name for hook in hooks}) < len(hooks):
@@ -286,7 +286,7 @@ def _fields(
                 fields[name] = ProvenanceField(value=value, origin=origin, reason=None)
             except (ValidationError, ValueError):
                 raise ActdsError(
-                    "E009", "--declare", got=f"{name} = {value!r}"[:200],
+                    "E009", "declare", got=f"{name} = {value!r}"[:200],
                     expected="a name of the run record, and a boolean, integer or string",
                 ) from None  # fmt: skip
     return fields

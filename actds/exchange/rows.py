@@ -183,7 +183,7 @@ def cast(bits: Bits, stored: str, wanted: str, place: str) -> Bits:
     lost = np.isfinite(values) & ~np.isfinite(narrow.astype(np.float32))
     if lost.any():
         got = f"{values[lost][0]:g} in {place}, which {wanted} cannot hold"
-        raise ActdsError("E009", "--dtype", got=got, expected="float32, or the stored type")
+        raise ActdsError("E009", "dtype", got=got, expected="float32, or the stored type")
     cast_bits: Bits = narrow.view(DTYPES[wanted].bits)
     return cast_bits
 

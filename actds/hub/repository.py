@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from actds import __version__
-from actds.errors import ActdsError
+from actds.errors import ActdsError, not_installed
 from actds.store import check_path
 from actds.text import one_line
 
@@ -50,9 +50,7 @@ class Repository:
         try:
             from huggingface_hub import HfApi, get_token
         except ImportError:
-            raise ActdsError(
-                "E011", "huggingface_hub", got="not installed", expected="the extra actds[hf]"
-            ) from None
+            raise not_installed("huggingface_hub", "hf") from None
         self.repo, self._asked = found[1], found[2]
         self.uri = f"hf://datasets/{self.repo}"
         self._secret = token or get_token()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from actds.errors import ActdsError
+from actds.errors import ActdsError, not_installed
 from actds.format.arrays import to_torch
 from actds.format.row_weights import RowWeights
 from actds.format.shard import Shard
@@ -102,9 +102,7 @@ def load_dataset(
     try:
         import datasets
     except ImportError:
-        raise ActdsError(
-            "E011", "datasets", got="not installed", expected="the extra actds[hf]"
-        ) from None
+        raise not_installed("datasets", "hf") from None
     if batched_chunks and not streaming:
         raise bad("batched_chunks", "True", "False, or streaming=True")
     accept = (i_accept_unsealed, i_accept_unprovenanced)

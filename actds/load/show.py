@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from actds import layout
-from actds.errors import ActdsError
+from actds.errors import not_installed
 from actds.format.tables import DISPOSITIONS, PHASES
 from actds.load.overview import fates, norm_profile
 from actds.text import counted, format_nbytes, printable
@@ -197,12 +197,6 @@ def _figure() -> tuple[Figure, Axes]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ActdsError(
-            "E011",
-            "plot",
-            got=f"{error.name or 'matplotlib'} is not installed",
-            expected="the extra actds[plot]",
-            next_step='pip install "actds[plot]"',
-        ) from None
+        raise not_installed(error.name or "matplotlib", "plot", "plot") from None
     figure: Any = Figure(figsize=(8, 4.5), layout="constrained")
     return figure, figure.add_subplot()

@@ -414,6 +414,8 @@ def local_folder(uri: str | Path) -> Path | None:
         ActdsError: E009 for an unknown scheme, or a remote location in a ``Path``.
     """
     text = str(uri)
+    if not text:
+        raise ActdsError("E009", "path", got="an empty path", expected="a folder or a URI")
     if text.startswith("file://"):
         return Path(text.removeprefix("file://")).expanduser()
     scheme = _SCHEME.match(text)

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from actds.errors import ActdsError
+from actds.errors import ActdsError, not_installed
 from actds.store import TEMPORARY, Buffer, Put, Store, StoredFile, check_path
 from actds.store.cache import BLOCK_NBYTES, Cache
 from actds.store.clients import connect, parse_uri, reason_of, status_of
@@ -33,7 +33,7 @@ N_PARTS_AHEAD = 4
 LIKELY_NBYTES = 1 << 28  # of an object of unknown size: a table at most
 SMALL_NBYTES = 1 << 16  # of a document that may wait in memory until it is asked for
 WHOLE = "whole"  # the name of a whole file in a cache
-CHECK = "Check endpoint, credentials and network; see docs/stores.md."
+CHECK = "Check endpoint, credentials and network."
 
 PATIENCE_S = 120.0
 """How long a request is repeated, while the store does not answer or answers 429 or 5xx."""
@@ -68,13 +68,7 @@ class RemoteStore(Store):
         try:
             import obstore
         except ImportError:
-            raise ActdsError(
-                "E011",
-                uri[:200],
-                got="the package obstore is not installed",
-                expected="the extra actds[cloud]",
-                next_step='pip install "actds[cloud]"',
-            ) from None
+            raise not_installed("obstore", "cloud", uri[:200]) from None
         self._uri = uri.rstrip("/")
         self._obstore = obstore
         self._clients: dict[int, Any] = {}

@@ -108,7 +108,7 @@ class S3Store(RemoteStore):
                 path,
                 got=f"{nbytes} bytes",
                 expected=f"at most {MAX_PUT_NBYTES}, what one conditional put carries",
-                next_step="Write smaller shards: --rows-per-shard.",
+                next_step="Write smaller shards: fewer rows_per_shard.",
             )
         data = b"".join(parts)
         digest = self.create(path, data)

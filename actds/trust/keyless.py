@@ -81,7 +81,7 @@ def trust_root(file: str | os.PathLike[str] | None, offline: bool) -> TrustedRoo
     try:
         return ClientTrustConfig.production(offline=offline).trusted_root
     except Exception as error:  # of the network, of TUF, of the cache folder
-        step = "Try again, or take the root that is on this machine: --offline."
+        step = "Try again, or take the root that is on this machine: offline=True."
         raise _failed("the root of trust", error, step) from None
 
 
@@ -123,7 +123,7 @@ def signed_payload(data: bytes, identity: str, issuer: str, root: TrustedRoot, p
 
 
 def _no_token(got: str) -> ActdsError:
-    step = f"Run it in a CI with an OIDC token, set {TOKEN_VARIABLE}, or sign with a key: --key."
+    step = f"Run it in a CI with an OIDC token, set {TOKEN_VARIABLE}, or sign with a key."
     expected = "an OIDC identity token"
     return ActdsError("E009", TOKEN_VARIABLE, got=got, expected=expected, next_step=step)
 

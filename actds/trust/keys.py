@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actds.errors import ActdsError
+from actds.errors import ActdsError, not_installed
 from actds.store import Store, local_folder
 from actds.text import one_line
 
@@ -38,7 +38,7 @@ PASSWORD_VARIABLE = "ACTDS_KEY_PASSWORD"
 MAX_KEYS = 64
 _MAX_NBYTES = 1 << 16
 _PUBLIC = re.compile(rb"-----BEGIN PUBLIC KEY-----.*?-----END PUBLIC KEY-----", re.DOTALL)
-_MAKE = "Make a pair with openssl genpkey -algorithm ed25519; docs/trust.md shows how."
+_MAKE = "Make a pair with openssl genpkey -algorithm ed25519, and keep it outside the dataset."
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,7 @@ def needs_extra() -> Iterator[None]:
         yield
     except ImportError as error:
         name = error.name or "securesystemslib"
-        raise ActdsError(
-            "E011", name, got="not installed", expected="the extra actds[sign]"
-        ) from None
+        raise not_installed(name, "sign") from None
 
 
 def _trusted(block: bytes, file: str) -> TrustedKey:

@@ -247,7 +247,7 @@ def _unsigned(catalog: Catalog, file: str, path_of: Callable[[int], str]) -> Act
     if signed:
         older = catalog.seal_digests[signed[-1] - 1]
         got += f"; seal {signed[-1]} has one"
-        step = f"Ask who signs to sign seal {n}, or verify the older one: --seal sha256:{older}."
+        step = f'Ask who signs to sign seal {n}, or verify the older one: seal="sha256:{older}".'
     return ActdsError("E801", file, got=got, expected="a signature", next_step=step)
 
 

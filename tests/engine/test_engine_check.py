@@ -77,6 +77,24 @@ def write(
     return h.warm_engine().run(["-c", script, *arguments], environment, h.TIMEOUT_S)
 
 
+def test_a_start_says_step_by_step_what_it_does(tmp_path: Path, model: Path, prompts: Path) -> None:
+    done = h.run_alone(tmp_path / "acts", model, prompts, *FLOAT32, *h.EAGER)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.endswith(" ...")]
+    assert lines == [
+        f"Reading {prompts}, and the weights of {model} for a digest ...",
+        f"Starting the engine for {model} ...",
+        "Loading the weights ...",
+        "Compiling the model, and warming up ...",
+        "Comparing rows of two short prompts with the model's own ...",
+        "Serving 4 requests ...",
+        f"Sealing {tmp_path / 'acts'} ...",
+    ]
+    quiet = h.run_alone(tmp_path / "quiet", model, prompts, *FLOAT32, *h.EAGER, "--quiet")
+    lines = [line for line in quiet.stderr.splitlines() if line.endswith(" ...")]
+    assert quiet.returncode == 0 and lines == [f"Starting the engine for {model} ..."]
+
+
 def check_of(dataset: actds.Dataset) -> dict[str, Any]:
     (run,) = dataset.runs.values()
     found: dict[str, Any] = json.loads(str(run.fields["capture.check"].value))
@@ -107,7 +125,7 @@ def test_a_compiled_engine_is_held_against_transformers_and_samples_as_without_t
         (WRONG, (), "against transformers"),
         (WRONG, DUMMY, "against engine"),
         (OFF_BY_ONE, (), "nearer to layer 1"),
-        (UNKNOWN, ("--no-check",), "a model class that was never verified, and --no-check"),
+        (UNKNOWN, ("--no-check",), "a model class that was never verified, and the check is off"),
     ],
     ids=["half the stream", "half the stream, weights of its own", "off by one", "unknown class"],
 )

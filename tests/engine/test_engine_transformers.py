@@ -293,7 +293,7 @@ def test_more_positions_than_the_model_has_are_refused(model: Path) -> None:
     plain = load_model(model, Options())
     assert max_model_len_of(plain, Options()) == 1024
     assert max_model_len_of(plain, Options(max_model_len=99)) == 99
-    with pytest.raises(ActdsError, match="E009 --engine-arg max_model_len"):
+    with pytest.raises(ActdsError, match="E009 engine_args max_model_len"):
         max_model_len_of(plain, Options(max_model_len=1025))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,6 +92,38 @@ def test_a_weight_that_is_nan_is_counted_in_the_layers_behind_it(
     words = f"{n_rows} of {n_rows} rows of resid_post.3 are not finite (NaN or infinity)\n"
     assert f"values     {words}" in result.summary  # no cast, and so none is named
     assert {finding.code for finding in validate(out, "deep").findings} == {"E601"}
+
+
+def test_a_model_that_computes_nan_is_refused_by_the_check_as_what_it_is(
+    prompts: Path, tmp_path: Path
+) -> None:
+    def change(weights: dict[str, Any]) -> None:
+        weights[LAST_LAYER][5, 7] = float("nan")
+
+    model = model_with(tmp_path / "model", change)
+    with pytest.raises(actds.ActdsError) as raised:
+        harvest(tmp_path / "acts", model, prompts)
+    assert (raised.value.code, raised.value.place) == ("E601", "hook resid_post.3")
+    assert re.search(
+        r"E601 hook resid_post.3: NaN .* in 41 of 41 rows .* float32;", str(raised.value)
+    )
+    assert "check=False" in raised.value.next_step and not (tmp_path / "acts").exists()
+
+
+def test_a_cast_that_overflows_in_the_check_is_refused_with_the_type_that_holds_the_rows(
+    prompts: Path, tmp_path: Path
+) -> None:
+    def change(weights: dict[str, Any]) -> None:
+        weights[EMBEDDING] *= 1e8
+
+    model = model_with(tmp_path / "model", change)
+    with pytest.raises(
+        actds.ActdsError, match=r"E601 2 hooks: .*infinity in 41 of 41 rows.*"
+    ) as raised:
+        harvest(tmp_path / "acts", model, prompts, store_dtype="float16")
+    assert "after the cast from float32 to float16" in raised.value.got
+    assert 'store_dtype="float32"' in raised.value.next_step
+    harvest(tmp_path / "acts", model, prompts)  # which holds them
 
 
 def test_a_cast_that_overflows_is_counted_and_named(prompts: Path, tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_types_are_exact_or_rounded_to_the_nearest(
 
 def test_a_value_that_the_type_cannot_hold_is_refused(tmp_path: Path) -> None:
     bits = np.array([0x4780], np.uint16)  # 65,536 in bfloat16
-    with pytest.raises(ActdsError, match=r"E009 --dtype: 65536 .*float16 cannot hold"):
+    with pytest.raises(ActdsError, match=r"E009 dtype: 65536 .*float16 cannot hold"):
         rows.cast(bits, "bfloat16", "float16", "a shard")
     infinite = np.array([0x7F80, 0x7FC0], np.uint16)
     assert np.isinf(rows.cast(infinite, "bfloat16", "float16", "").view(np.float16)[0])
@@ -196,9 +196,9 @@ def test_a_value_that_the_type_cannot_hold_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "options"),
     [
-        ("E009 --to", {"to": "csv"}),
-        ("E009 --dtype", {"to": "parquet", "dtype": "bfloat16"}),
-        ("E009 --context-size", {"to": "sae-lens", "context_size": 0}),
+        ("E009 to", {"to": "csv"}),
+        ("E009 dtype", {"to": "parquet", "dtype": "bfloat16"}),
+        ("E009 context_size", {"to": "sae-lens", "context_size": 0}),
         ("E014 hooks", {"to": "memmap", "hooks": "resid_post.9"}),
         ("E014 where", {"to": "memmap", "where": "colour == 1"}),
         ("E014 where", {"to": "memmap", "where": "position > 100000"}),
@@ -215,7 +215,7 @@ def test_bad_arguments_leave_nothing(
 def test_hooks_of_two_widths_make_no_file_per_request(tmp_path: Path) -> None:
     widths = {"resid_post.0": 16, "resid_post.1": 8}
     path = make_dataset(tmp_path / "acts", n_requests=4, d_model=widths)
-    with pytest.raises(ActdsError, match="E009 --hooks: bfloat16 rows of 8 and bfloat16 rows of"):
+    with pytest.raises(ActdsError, match="E009 hooks: bfloat16 rows of 8 and bfloat16 rows of"):
         actds.export(path, tmp_path / "out", to="safetensors")
     assert [one.name for one in tmp_path.iterdir()] == ["acts"]
     actds.export(path, tmp_path / "out", to="memmap")

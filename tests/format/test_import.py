@@ -128,7 +128,7 @@ def test_bare_arrays_say_nothing_but_their_values(
 def test_bfloat16_in_numpy_needs_its_name(tmp_path: Path) -> None:
     values = np.arange(24, dtype=np.float32).reshape(3, 8).astype(ml_dtypes.bfloat16)
     np.save(tmp_path / "resid_post.4.npy", values)
-    with pytest.raises(ActdsError, match=r"E019 .*--dtype bfloat16"):
+    with pytest.raises(ActdsError, match=r'E019 .*dtype="bfloat16"'):
         actds.import_foreign(tmp_path / "resid_post.4.npy", tmp_path / "acts")
     source = tmp_path / "resid_post.4.npy"
     actds.import_foreign(source, tmp_path / "acts", dtype="bfloat16")
@@ -419,13 +419,13 @@ def test_code_in_a_pickle_is_not_run(tmp_path: Path) -> None:
 
 def test_hooks_that_nobody_names_are_asked_for(tmp_path: Path) -> None:
     hidden_states(tmp_path / "set")
-    refused(tmp_path, r"E007 .*a hook without a name(.|\n)*--hook KIND.LAYER")
+    refused(tmp_path, r'E007 .*a hook without a name(.|\n)*hooks="KIND.LAYER"')
     refused(tmp_path, "E007 .*1 names; expected 2 hooks", hooks="resid_post.1")
     refused(tmp_path, "E007 .*'pattern.1'", hooks=("resid_post.1", "pattern.1"))
     refused(tmp_path, "E007", hooks=("resid_post.1", "resid_post.1"))
     refused(tmp_path, "E007", hooks=("resid_post.1", "resid_post.01"))
-    refused(tmp_path, "E009 --declare", hooks=TWO, declare={"model.colour": "red"})
-    refused(tmp_path, "E009 --declare", hooks=TWO, declare={"model.name": 0.5})
+    refused(tmp_path, "E009 declare", hooks=TWO, declare={"model.colour": "red"})
+    refused(tmp_path, "E009 declare", hooks=TWO, declare={"model.name": 0.5})
 
 
 def test_names_that_no_document_holds_are_written_another_way(tmp_path: Path) -> None:
@@ -460,7 +460,7 @@ def test_what_is_no_set_is_refused(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     refused(tmp_path, "E019 .*no file of sae-lens, datasets, safetensors, pt, npy, npz")
     refused(tmp_path, "E019 .*no such path", source=tmp_path / "nowhere")
-    refused(tmp_path, "E009 --from", kind="csv")
+    refused(tmp_path, "E009 kind", kind="csv")
     np.save(tmp_path / "set" / "a.npy", np.zeros((2, 2)))
     torch.save(torch.zeros(2, 2), tmp_path / "set" / "a.pt")
     refused(tmp_path, "E019 .*files of pt and npy")

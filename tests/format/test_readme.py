@@ -1,17 +1,27 @@
-"""The Python blocks of the README run as they stand."""
+"""The README's Python blocks and commands run as they stand, after ``make demo``."""
 
 from __future__ import annotations
 
 import re
+import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from actds.cli import cli
 from actds_testing.places import ROOT
 from actds_testing.synthetic import make_dataset
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+README = (ROOT / "README.md").read_text("utf-8")
+TOUR = README.split("## A tour", 1)[1].split("\n## ", 1)[0]
+COMMANDS = [
+    shlex.split(line.replace("\\\n", " "))
+    for line in re.findall(r"^ {4}(actds (?:.*\\\n)*.*)$", TOUR, re.M)
+]
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 READING = [block for block in BLOCKS if "actds.write(" not in block]
 
 
@@ -28,3 +38,31 @@ def test_the_blocks_that_read_run_one_after_the_other(
     for block in READING:
         exec(compile(block, "README.md", "exec"), names)  # the README's own lines
     assert names["batch"].shape == (4096, 16)
+
+
+def test_the_commands_of_the_tour_run_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the project's folder after ``make demo``: with demo/acts, demo/model and the prompts."""
+    made_by_demo = {"demo/acts", "demo/model", "demo/prompts.jsonl"}
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    assert all(f"$(DEMO){path.removeprefix('demo')}" in makefile for path in made_by_demo)
+    assert re.findall(r"^ {4}(\S+ \S+)", TOUR, re.M)[0] == ". .venv/bin/activate"
+    (tmp_path / "demo").mkdir()
+    made = make_dataset(tmp_path / "demo" / "acts", n_requests=40)
+    monkeypatch.chdir(tmp_path)
+    ran = []
+    for _, name, *words in COMMANDS:
+        if name == "write":  # needs the engine: a test of its own runs this line
+            out, options = words[0], dict(zip(words[1::2], words[2::2], strict=True))
+            assert (
+                out not in made_by_demo
+                and {options["--model"], options["--prompts"]} <= made_by_demo
+            )
+            shutil.copytree(made, out)
+            ran.append(name)
+            continue
+        done = CliRunner().invoke(cli, [name, *words], prog_name="actds")
+        assert done.exit_code in (0, 1) and not done.stderr.startswith(("E", "Usage")), done.output
+        ran.append(name)
+    assert ran == ["write", "validate", "info", "check", "regimes"]

@@ -133,7 +133,7 @@ def test_named_shards_only_and_a_second_call_changes_nothing(tmp_path: Path) -> 
     history = documents(path)
     again = recompress(path, names[1:2])
     assert again.shards == {} and documents(path) == history
-    with pytest.raises(ActdsError, match="E009 --shard"):
+    with pytest.raises(ActdsError, match="E009 shards"):
         recompress(path, ["no-such"])
     recompress(path)
     clean(path)

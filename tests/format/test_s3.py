@@ -309,7 +309,7 @@ def test_a_put_above_the_limit_of_one_request_is_refused(
 ) -> None:
     monkeypatch.setattr("actds.store.s3.MAX_PUT_NBYTES", 100)
     store = open_store(root)
-    with pytest.raises(ActdsError, match=r"E503 a/b: 101 bytes.*\n.*--rows-per-shard"):
+    with pytest.raises(ActdsError, match=r"E503 a/b: 101 bytes.*\n.*rows_per_shard"):
         store.put_new("a/b", [b"x" * 100, b"y"])
     store.put_new("a/b", [b"x" * 100])
 

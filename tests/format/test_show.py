@@ -197,7 +197,7 @@ def test_without_matplotlib_a_plot_says_what_to_install(
 
     monkeypatch.setattr(builtins, "__import__", no_matplotlib)
     for plot in (dataset.plot_norms, dataset.plot_coverage):
-        with pytest.raises(actds.ActdsError, match=r'E011 .*(?s:.*)pip install "actds\[plot\]"'):
+        with pytest.raises(actds.ActdsError, match=r"E011 .*(?s:.*)pip install '\.\[plot\]'"):
             plot()
 
 

@@ -237,5 +237,5 @@ def test_a_missing_extra_is_named_with_its_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(ActdsError, match=r"E011 s3://bucket/x.*\n.*pip install .actds\[cloud\]"):
+    with pytest.raises(ActdsError, match=r"E011 s3://bucket/x.*\n.*pip install '\.\[cloud\]'"):
         open_store("s3://bucket/x")

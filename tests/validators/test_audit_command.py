@@ -367,5 +367,5 @@ def test_a_missing_extra_is_named(
         return
     assert told.returncode == 2 and told.stdout == ""
     assert told.stderr.startswith(f"E011 actds audit: the package {package} is not installed")
-    assert 'pip install "actds[audit]"' in told.stderr
+    assert "pip install '.[audit]'" in told.stderr
     assert list(tmp_path.iterdir()) == []

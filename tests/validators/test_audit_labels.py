@@ -141,7 +141,7 @@ def test_labels_of_no_request_of_the_dataset_are_refused(
     path = write(tmp_path / "labels.parquet", [(request_, 0, 9, "a"), (request_, 9, 12, "b")], run)
     with pytest.raises(ActdsError, match="none of 2 ranges") as caught:
         audit(dataset, classes=path)
-    assert (caught.value.code, caught.value.place) == ("E009", f"--classes {path}")
+    assert (caught.value.code, caught.value.place) == ("E009", f"classes {path}")
     assert f"request {request_}, positions 0 to 9" in caught.value.got
 
 
@@ -204,7 +204,7 @@ def test_broken_labels_are_refused(
     pq.write_table(columns if isinstance(columns, pa.Table) else pa.table(columns), path)
     with pytest.raises(ActdsError, match=got) as caught:
         read_labels(path)
-    assert (caught.value.code, caught.value.place) == ("E009", f"--classes {path}")
+    assert (caught.value.code, caught.value.place) == ("E009", f"classes {path}")
 
 
 def test_words_of_any_text_type_and_numbers_of_any_width_are_read(tmp_path: Path) -> None:

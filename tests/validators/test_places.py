@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -24,6 +25,7 @@ from actds_validators.audit.coverage import CoverageCounts, coverage
 from actds_validators.audit.place import TITLES, Level, Place, PlaceName, Worst, places_of
 from actds_validators.audit.places import worst_of
 from actds_validators.audit.result import Audit, Queues, Stall, TracePoint
+from actds_validators.audit.verdict import _stored
 from actds_validators.cli.audit import audit as audit_command
 from actds_validators.cli.check import check as check_command
 
@@ -217,6 +219,39 @@ def test_references_without_a_row_cannot_be_weighted(tmp_path: Path) -> None:
     assert any("--only missing" in step and "once=True" in step for step in cache.to_do)
     strict = place_of(audited(path, limits={"max_loss": 1e-6}), "cache")
     assert strict.level == "FAIL"
+
+
+# ends ------------------------------------------------------------------------------------------
+
+
+def test_requests_that_ended_early_did_not_run_to_their_end_though_no_row_is_missing(
+    tmp_path: Path,
+) -> None:
+    schedules = (simulate(6, seed, cache=False) for seed in itertools.count())
+    ends = {"stop", "length"}
+    schedule = next(s for s in schedules if set(s.requests["finish_reason"].to_pylist()) <= ends)
+    whole = place_of(audited(make_dataset(tmp_path / "whole", schedule=schedule)), "ends")
+    assert (whole.n, whole.headline) == (0, "every request ran to its end")
+    lines = schedule.requests.to_pylist()
+    for line in lines[:3]:
+        line["finish_reason"] = "abort"
+    cut = schedule.with_(requests=pa.Table.from_pylist(lines, schedule.requests.schema))
+    place = place_of(audited(make_dataset(tmp_path / "cut", schedule=cut)), "ends")
+    assert place.n == 0 and place.level == "PASS"
+    assert place.headline == "3 requests ended early, and no position was lost by it"
+    assert "every request" not in place.sentence.lower()
+
+
+def test_what_is_called_stored_is_what_was_computed_and_no_more() -> None:
+    def account(**given: int) -> Any:
+        return SimpleNamespace(**{"captured": 5, "filtered": 0, "undelivered": 0, **given})
+
+    assert _stored(account()) == "every computed token is stored"
+    rest = "every computed token is stored, but for 2 that a rule left out"
+    assert _stored(account(filtered=2)) == rest
+    both = f"{rest} and 3 computed past the end of a request"
+    assert _stored(account(filtered=2, undelivered=3)) == both
+    assert _stored(account(captured=0, filtered=9)) == "no computed token was to be stored"
 
 
 # rules, values, identity -----------------------------------------------------------------------

@@ -252,7 +252,7 @@ def test_after_a_backfill_no_position_of_a_lossy_harvest_lacks_a_row(tmp_path: P
         max_requests=3, observer=heard, **ENGINE,
     )  # fmt: skip
     assert "backfill" in heard.summary and heard.summary["compared"].endswith("foreign 0")
-    with pytest.raises(ActdsError, match="E009 --hooks: embed; expected some of resid"):
+    with pytest.raises(ActdsError, match="E009 hooks: embed; expected some of resid"):
         actds.replay(
             source=source.path, out=tmp_path / "no", model=model, compare=True, hooks="embed",
             **ENGINE,

@@ -229,3 +229,15 @@ def test_replays_lead_to_their_source_by_number_the_unserved_ones_too() -> None:
     line = to_line(ClientFacts(prompts))  # a killed census has them from its journal
     assert from_line(line) == ClientFacts(prompts)
     assert not census.tables(ALL, ClientFacts(prompts[:1]), "x").origins.num_rows
+
+
+def test_an_idle_engine_has_no_running_request() -> None:
+    census = Census()
+    for request in range(2):
+        census.observe(arrived(request, 4))
+    census.observe(scheduled(0, (0, 0, 4), (1, 0, 4)))
+    assert census.progress().running == 2
+    census.observe(finished(0, 1))
+    assert census.progress().running == 1  # no step follows that would say so
+    census.observe(finished(1, 1))
+    assert (census.progress().running, census.progress().waiting) == (0, 0)

@@ -139,7 +139,7 @@ def test_what_makes_no_arm_is_refused_before_an_engine_starts(
         "out": tmp_path / "out", "model": model, "prompts": documents, "hooks": "resid_post:1",
         **ENGINE,
     }  # fmt: skip
-    with pytest.raises(ActdsError, match="E009 --continued-by"):
+    with pytest.raises(ActdsError, match="E009 continued_by"):
         actds.write(continued_by="document", **options)
     with pytest.raises(ActdsError, match=r"E006 .*E023"):
         actds.write(continue_at=500, **options)

@@ -171,7 +171,7 @@ def test_documents_are_continued_by_the_model_or_themselves_at_the_same_position
     # The same documents are served by both, and those that end with the prompt by none.
     skips = [[one.skip for one in arm[2:]] for arm in (by_model, by_itself)]
     assert skips[0] == skips[1]
-    assert skips[0][0] == "E023 p.jsonl row 2: 10 tokens; expected more than the 10 of --continue"
+    assert skips[0][0] == "E023 p.jsonl row 2: 10 tokens; expected more than the 10 of continue_at"
 
 
 def test_a_long_document_is_cut_where_a_prompt_of_its_length_is_skipped(tokenizer: Any) -> None:
@@ -187,7 +187,7 @@ def test_a_long_document_is_cut_where_a_prompt_of_its_length_is_skipped(tokenize
 
 def test_chats_are_no_documents(tokenizer: Any) -> None:
     arguments = ([chat(0, "hi")], tokenizer, 100, 8)
-    with pytest.raises(ActdsError, match=r"E002 .* a chat, and --continue cuts texts"):
+    with pytest.raises(ActdsError, match=r"E002 .* a chat, and continue_at cuts texts"):
         encode(*arguments, continuation=Continuation(1, "model"))
     (one,) = encode(*arguments, "skip", Continuation(1, "model"))
     assert (one.skip or "").startswith("E002 p.jsonl row 0: a chat")

@@ -54,7 +54,7 @@ def test_malformed_word_is_refused(item: str) -> None:
 
 def test_unknown_key_is_refused_with_the_nearest_name() -> None:
     error = refusal("max_model_length=64")
-    assert (error.code, error.place) == ("E009", "--engine-arg max_model_length")
+    assert (error.code, error.place) == ("E009", "engine_args max_model_length")
     assert "max_model_len" in error.expected
 
 
@@ -89,7 +89,7 @@ def test_configuration_that_capture_cannot_account_for_is_refused_with_the_reaso
 ) -> None:
     error = refusal(item)
     key = item.split("=")[0].replace("-", "_")
-    assert (error.code, error.place) == ("E012", f"--engine-arg {key}")
+    assert (error.code, error.place) == ("E012", f"engine_args {key}")
     assert REFUSED[key].reason in error.got
 
 
@@ -108,7 +108,7 @@ def test_kv_that_no_model_computed_is_refused() -> None:
         f'kv_transfer_config={{"kv_connector_extra_config": {inner}}}',
     ):
         error = refusal(item)
-        assert (error.code, error.place) == ("E012", "--engine-arg kv_transfer_config")
+        assert (error.code, error.place) == ("E012", "engine_args kv_transfer_config")
         assert "made-up values" in error.got
 
 
@@ -128,12 +128,12 @@ def test_replicas_are_a_number_of_engines(value: str) -> None:
     assert VLLM.replicas(VLLM.options({"data_parallel_size": 3})) == 3
     assert VLLM.replicas(VLLM.options({})) == 1
     error = refusal(f"data_parallel_size={value}")
-    assert (error.code, error.place) == ("E009", "--engine-arg data_parallel_size")
+    assert (error.code, error.place) == ("E009", "engine_args data_parallel_size")
 
 
 def test_live_configuration_is_held_against_the_same_rules() -> None:
     refuse_options({"async_scheduling": True, "data_parallel_size": 1, "other": 3})
-    with pytest.raises(ActdsError, match="E012 --engine-arg enable_dbo"):
+    with pytest.raises(ActdsError, match="E012 engine_args enable_dbo"):
         refuse_options({"enable_dbo": True})
 
 
@@ -179,7 +179,7 @@ def test_a_replay_computes_all_of_its_kv_itself() -> None:
 
 def test_an_adapter_is_an_option_of_this_engine_and_none_of_vllm(tmp_path: Path) -> None:
     error = refusal(f"lora={tmp_path}")
-    assert (error.code, error.place) == ("E009", "--engine-arg lora")
+    assert (error.code, error.place) == ("E009", "engine_args lora")
     (tmp_path / "adapter_config.json").write_text('{"r": 9}')
     given = VLLM.parse([f"lora={tmp_path}", "max_model_len=64"])
     assert isinstance(given, VllmOptions)

@@ -171,9 +171,9 @@ def test_packed_lines_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("engine", "given", "place"),
     [
-        ("vllm", {"speculative_config": {"method": "ngram"}}, "--engine-arg speculative_config"),
-        ("vllm", {"spec_method": "ngram"}, "--engine-arg spec_method"),
-        ("vllm", {"pipeline_parallel_size": 2}, "--engine-arg pipeline_parallel_size"),
+        ("vllm", {"speculative_config": {"method": "ngram"}}, "engine_args speculative_config"),
+        ("vllm", {"spec_method": "ngram"}, "engine_args spec_method"),
+        ("vllm", {"pipeline_parallel_size": 2}, "engine_args pipeline_parallel_size"),
     ],
 )
 def test_engines_whose_tokens_cannot_be_followed_are_refused(
@@ -186,7 +186,7 @@ def test_engines_whose_tokens_cannot_be_followed_are_refused(
 
 
 def test_an_engine_that_does_not_read_its_logits_is_refused() -> None:
-    with pytest.raises(ActdsError, match="E012 --entropy: the engine toy"):
+    with pytest.raises(ActdsError, match="E012 entropy: the engine toy"):
         toy.TOY.require_logits(toy.TOY.options({}))
     for name in ("vllm", "transformers"):
         kind = find_engine(name)

@@ -15,10 +15,12 @@ from actds_testing.tiny import make_random_model, make_tiny_model
 from actds_writers.capture import check as hook_check
 from actds_writers.capture import check as reference
 from actds_writers.capture.check import (
+    DID_NOT_RUN,
     HookCheck,
     NoReferenceError,
     load_reference,
     reference_states,
+    require_finite,
     states_in_fresh_process,
 )
 from actds_writers.ipc.messages import HookSpec
@@ -85,6 +87,23 @@ def test_rows_that_are_not_finite_are_refused(value: float) -> None:
     rows[3, 3] = value
     with pytest.raises(ActdsError, match="E507"):
         compared(rows)
+
+
+def test_rows_that_are_not_finite_are_refused_by_what_made_them_so() -> None:
+    spec = HookSpec("resid_post.1", "resid_post", 1, 8, "float16")
+    rows = np.ones((5, 8), np.float32)
+    require_finite({spec: rows}, "bfloat16")
+    require_finite({spec: np.full((5, 8), DID_NOT_RUN)}, "bfloat16")  # E507 says so
+    rows[2, 3] = np.inf
+    with pytest.raises(
+        ActdsError, match=r"E601 .*1 of 5 .*after the cast from bfloat16 to float16"
+    ):
+        require_finite({spec: rows}, "bfloat16")
+    with pytest.raises(ActdsError, match=r"E601 .*1 of 5 .*as the model computes them in float16"):
+        require_finite({spec: rows}, "float16")
+    rows[4, 0] = np.nan
+    with pytest.raises(ActdsError, match=r"E601 .*2 of 5 .*as the model computes them in bfloat16"):
+        require_finite({spec: rows}, "bfloat16")
 
 
 def test_one_wrong_row_in_twenty_is_enough_in_float32() -> None:

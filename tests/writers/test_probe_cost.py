@@ -402,7 +402,7 @@ def test_the_command_says_what_the_function_returns(tmp_path: Path) -> None:
     assert [step["batch"] for step in facts["probes"]["steps"]] == [1, 8, 32]
     said = run(*words, "--batch", "4", "--batch", "2").output
     assert said.startswith("probes   100 probes at each of 2 hooks, float32")
-    assert "one probe 4.1e-06" in said and "clock    not measured: --measure" in said
+    assert "one probe 4.1e-06" in said and "clock    not measured" in said
     assert "batch 4: 269 MB weights" in said and "batch 32" not in said
     assert "operations" in said[said.index("log scale:") :]
 
@@ -424,7 +424,7 @@ def test_the_command_says_what_the_function_returns(tmp_path: Path) -> None:
         (["--probes", "3", "--measure", "nowhere"], "E009 --measure: nowhere: no such folder"),
         (["--probes", "3", "--hooks", "resid_post:1;k:1", "--measure", "."], "E015 --hooks"),
         (["--probes", "3", "--measure", ".", "--engine-arg", "max_num_seqs=8"],
-         "E009 --engine-arg max_num_seqs: 8; expected at least 32, the largest --batch"),
+         "E009 --engine-arg max_num_seqs: 8; expected at least 32, the largest batch"),
         (["--probes", "3", "--measure", ".", "--engine-arg", "max_model_len=31"],
          "E009 --engine-arg max_model_len: 31; expected at least 32"),
         (["--probes", "3", "--measure", ".", "--engine-arg", "tensor_parallel_size=2"],
@@ -450,7 +450,7 @@ def test_more_probes_than_memory_are_refused(
 ) -> None:
     folder = write_model(tmp_path / "m", SMOL_CONFIG, SMOL)
     monkeypatch.setattr(probe_cost, "free_nbytes", lambda: 1 << 30)
-    with pytest.raises(ActdsError, match=r"E009 --probes: .* GB for the probes, and 1.07 GB free"):
+    with pytest.raises(ActdsError, match=r"E009 probes: .* GB for the probes, and 1.07 GB free"):
         actds.probe_cost(model=folder, probes=4096, measure=tmp_path)
 
 
@@ -469,7 +469,7 @@ def test_weights_that_cannot_be_counted_are_refused(
     config: dict[str, Any], shapes: Shapes, dtype: str, words: str, tmp_path: Path
 ) -> None:
     folder = write_model(tmp_path / "m", {**SMOL_CONFIG, **config}, shapes, dtype)
-    with pytest.raises(ActdsError, match=f"E009 --model .*{words}"):
+    with pytest.raises(ActdsError, match=f"E009 model .*{words}"):
         actds.probe_cost(model=folder, probes=1)
 
 

@@ -127,7 +127,7 @@ def test_a_label_that_no_record_has_is_refused_with_those_there_are(
     with pytest.raises(ActdsError) as caught:
         read_prompts(source(tmp_path, kind), label_columns=["domain", "langauge"])
     error = caught.value
-    assert (error.code, error.place, error.got) == ("E009", "--label-columns", "langauge")
+    assert (error.code, error.place, error.got) == ("E009", "label_columns", "langauge")
     assert error.expected.startswith("some of domain, level, my name, ")
     assert all(name in error.expected for name in ("prompt", "score", "shared"))
 

@@ -94,9 +94,9 @@ def test_a_compiled_graph_is_used_again_only_for_rows_of_the_same_type() -> None
         ({"ring_mib": "4"}, "E009 ring_mib: '4'; expected a valid integer"),
         ({"ring_mib": 0}, "E009 ring_mib: 0; expected greater than or equal to 1"),
         ({"overflow": "drop"}, "E009 overflow: 'drop'; expected .*'drop_newest'"),
-        ({"engine": "vlm"}, "E009 --engine: 'vlm'; expected vllm"),
+        ({"engine": "vlm"}, "E009 engine: 'vlm'; expected vllm"),
         ({"engine": "transformers", "engine_args": {"block_size": 1}}, "E009 .*block_size"),
-        ({"canary": "many"}, "E009 --canary"),
+        ({"canary": "many"}, "E009 canary"),
         ({"seed": -5}, "E009 seed: -5; expected greater than or equal to 0"),
         ({"seed": 2**32}, "E009 seed: 4294967296; expected less than 4294967296"),
         ({"max_tokens": 0}, "E009 max_tokens: 0; expected greater than or equal to 1"),
@@ -144,7 +144,7 @@ def test_plan_returns_what_the_command_prints() -> None:
     assert (facts.pop("format"), facts.pop("version")) == ("actds.plan", "1")
     assert facts == json.loads(json.dumps(found.as_json()))
     assert found.fits and found.profile is None
-    with pytest.raises(ActdsError, match="E009 --burst"):
+    with pytest.raises(ActdsError, match="E009 bursts"):
         actds.plan(d_model=8, layers=2, prefill_rate=1.0, bursts=["4"])
 
 

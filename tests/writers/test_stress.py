@@ -119,7 +119,7 @@ def test_a_stress_without_folder_or_model_is_refused(
     model: Path, tmp_path: Path, more: dict[str, Any]
 ) -> None:
     given: dict[str, Any] = {"model": model, "stress": tmp_path, "d_model": 8, "layers": 2} | more
-    with pytest.raises(ActdsError, match="E009 --stress"):
+    with pytest.raises(ActdsError, match="E009 stress"):
         actds.plan(prefill_rate=1, hooks="resid_post:0", **given)
 
 

@@ -94,9 +94,9 @@ Rate = Annotated[float, Field(gt=0)]
 
 
 class Settings(BaseModel):
-    """A strict model: no conversion from strings, no unknown fields."""
+    """A strict model: no conversion from strings, no unknown fields, no NaN or infinity."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Self:
@@ -169,7 +169,8 @@ class HarvestSettings(Settings):
     )
     metrics_port: Annotated[int, Field(ge=0, le=65535)] | None = Field(
         default=None,
-        description="Serve Prometheus metrics on this port, 0 for a free one; needs actds[metrics]",
+        description="Serve Prometheus metrics on this port, 0 for a free one; needs the extra "
+        "metrics",
     )
     metrics_host: str = Field(
         default="127.0.0.1",

@@ -27,8 +27,8 @@ from actds_writers.model_folder import ModelFiles
 from actds_writers.sizing.probe_fit import Timing, TimingTask
 
 GROUP = "actds.engines"
-OPTION = "--engine-arg"
-"""The option of the command that sets one option of an engine; the place that errors name."""
+OPTION = "engine_args"
+"""The argument with the options of an engine; the place that errors name."""
 
 EngineValue = bool | int | float | str | list[Any] | dict[str, Any] | None
 Positive = Annotated[int, Field(ge=1)]
@@ -204,7 +204,7 @@ class EngineKind(ABC):
         """
         raise ActdsError(
             "E012",
-            "--entropy",
+            "entropy",
             got=f"the engine {self.name}, which does not read its logits",
             expected="an engine that does: vllm or transformers",
         )
@@ -232,7 +232,7 @@ class EngineKind(ABC):
                 they cannot; E504 when it does not start.
         """
         raise ActdsError(
-            "E012", "--engine", got=f"{self.name}: its steps are not timed", expected="vllm"
+            "E012", "engine", got=f"{self.name}: its steps are not timed", expected="vllm"
         )
 
     def adapter_sha256(self, options: EngineOptions) -> str | None:
@@ -258,7 +258,7 @@ def find_engine(name: str) -> EngineKind:
         close = difflib.get_close_matches(name, names, n=1) or names
         raise ActdsError(
             "E009",
-            "--engine",
+            "engine",
             got=repr(name)[:80],
             expected=", ".join(close),
             next_step=f"Options of an engine: {OPTION} KEY=VALUE." if "=" in name else None,

@@ -57,7 +57,7 @@ def audit(
     from actds_validators.audit.result import Limits
 
     weights, classes = (None if p is None else Path(p) for p in (weights, classes))
-    refuse_outputs({"--weights": weights}, {"--classes": [classes] if classes else []})
+    refuse_outputs({"weights": weights}, {"classes": [classes] if classes else []})
     chosen = settings_of(Limits, limits)
     waived = places_of(accept)
     return run.audit_dataset(path, chosen, progress, weights, classes, executor, waived)

@@ -586,8 +586,8 @@ def _range(table: pa.Table, row: int) -> str:
 def _bad(path: Path, got: str, expected: str) -> ActdsError:
     return ActdsError(
         "E009",
-        f"--classes {path}",
+        f"classes {path}",
         got=got,
         expected=expected,
-        next_step="Correct the file; docs/audit.md says under Coverage what it holds.",
+        next_step="Correct the file: one line per span, with run, request, start, stop and class.",
     )

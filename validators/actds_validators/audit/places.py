@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from actds.reading import Catalog
 from actds.schema import RowCounts
@@ -175,7 +176,7 @@ def _serve_the_rest(source: SourceAccount) -> Iterator[str]:
         )
     if "skipped" in what:
         yield (
-            "Serve what was skipped: raise --engine-arg max_model_len, shorten or fix the "
+            "Serve what was skipped: raise the engine's max_model_len, shorten or fix the "
             "records. If rows of them are not wanted: --accept source."
         )
 
@@ -318,6 +319,13 @@ def _ends(audited: Audited) -> Place:
     n, of = account.aborted + account.never_computed, account.computed + account.never_computed
     level = audited.level_of(n / of if of else 0.0)
     headline, sentence = "every request ran to its end", "Every request ran to its end."
+    ends = pc.is_in(audited.records["finish_reason"], pa.array(("abort", "error", "unfinished")))
+    if n_cut := int(pc.sum(ends).as_py() or 0):
+        headline = f"{counted(n_cut, 'request')} ended early, and no position was lost by it"
+        sentence = (
+            f"{counted(n_cut, 'request')} did not run to the end: aborted, failed or unfinished. "
+            "No position lacks a row because of it."
+        )
     if n:
         headline = f"{share(n, of)} of the positions were cut off with their request"
         sentence = (
@@ -404,8 +412,11 @@ def _values(audited: Audited) -> Place:
     n = max(not_finite, zero)
     if not n:
         return _place(
-            audited, "values", 0, rows, "rows", headline="every stored row is finite",
-            sentence="Every stored row is finite, and none is all zero.", **held,
+            audited, "values", 0, rows, "rows",
+            headline="every stored row is finite" if rows else "no row is stored",
+            sentence="By the counts of the manifests every stored row is finite, and none is all "
+            "zero." if rows else "No row is stored.",
+            **held,
         )  # fmt: skip
     sentence = (
         f"Of {counted(rows, 'row')} of {hook}, {not_finite:,} are not finite (NaN or infinite) and "

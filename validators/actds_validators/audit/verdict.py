@@ -229,8 +229,7 @@ def _unaccounted(n: int, numbers: dict[str, Number]) -> Verdict:
 def _negligible(evidence: Evidence, bias: Number, numbers: dict[str, Number]) -> Verdict:
     account, share = evidence.accounting, evidence.accounting.loss_share
     if not share:
-        rest = ", but for those that a rule left out" if account.filtered else ""
-        sentence = f"No rows were lost: every computed token is stored{rest}."
+        sentence = f"No rows were lost: {_stored(account)}."
     else:
         sentence = (
             f"{share:.4%} of the computed tokens were lost; whatever they were, no mean over the "
@@ -244,6 +243,22 @@ def _negligible(evidence: Evidence, bias: Number, numbers: dict[str, Number]) ->
         numbers=list(numbers.values()),
         next_steps=["Train on it."],
     )
+
+
+def _stored(account: Accounting) -> str:
+    """Return which of the computed tokens are stored where none was lost."""
+    if not account.captured:
+        return "no computed token was to be stored"
+    others = [
+        f"{n:,} {words}"
+        for n, words in (
+            (account.filtered, "that a rule left out"),
+            (account.undelivered, "computed past the end of a request"),
+        )
+        if n
+    ]
+    rest = f", but for {' and '.join(others)}" if others else ""
+    return f"every computed token is stored{rest}"
 
 
 def _heavy(

@@ -322,7 +322,7 @@ def write_weights(
     Spec: 0.1 section 10.4.
     """
     path = Path(out)
-    refuse_within_dataset(path, "--weights")
+    refuse_within_dataset(path, "weights")
     words = {
         "format": FORMAT,
         "version": VERSION,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from actds.cli.options import FiniteRange
 from actds_validators.cli.results import (
     COMMAND,
     LimitsCommand,
@@ -78,7 +79,7 @@ def _result() -> type[Regimes]:
 )
 @click.option(
     "--held-out",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    type=FiniteRange(0, 1, min_open=True, max_open=True),
     metavar="SHARE",
     help='Compare what a loader with split="train" and this share leaves out.',
 )

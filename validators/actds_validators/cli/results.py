@@ -14,7 +14,6 @@ import click
 
 from actds.cli.options import model_options
 from actds.cli.output import ResultCommand, print_lines
-from actds.errors import ActdsError
 from actds.text import Line, storable
 
 __all__ = [
@@ -58,21 +57,6 @@ class LimitsCommand(ResultCommand):
         """Parse the arguments, and remember them as they were typed: the report names them."""
         ctx.meta[COMMAND] = storable(shlex.join([*ctx.command_path.split(), *args]))
         return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an error that names an argument of Python names its option here."""
-        try:
-            return super().invoke(ctx)
-        except ActdsError as error:
-            name, *rest = error.place.split(maxsplit=1)
-            options = {p.name: p.opts[0] for p in self.get_params(ctx) if p.opts[0][0] == "-"}
-            if name not in options:
-                raise
-            place = " ".join([options[name], *rest])
-            raise ActdsError(
-                error.code, place, got=error.got, expected=error.expected,
-                next_step=error.next_step,
-            ) from error  # fmt: skip
 
 
 def html_option(words: str) -> Callable[[Command], Command]:

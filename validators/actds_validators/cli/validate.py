@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from actds.cli.options import FiniteRange
 from actds.cli.output import ResultCommand, envelope, print_json, print_lines
 from actds.executor import EXECUTORS, ExecutorName
 from actds.text import Line, Style, counted, printable
@@ -45,7 +46,9 @@ def _policy() -> type[Policy]:
     "full: + digests of every file. deep: + decode every chunk, NaN, zero and repeated rows. "
     "Default: that of the policy, else full.",
 )
-@click.option("--policy", metavar="FILE", help="Refuse what this TOML file refuses; docs/gate.md.")
+@click.option(
+    "--policy", metavar="FILE", help="Refuse what this TOML file refuses; actds schema policy."
+)
 @click.option(
     "--format", "form", type=click.Choice(FORMATS), default="text", show_default=True,
     help="What is printed: a page, JSON (actds.validate 1; of several datasets actds.validations "
@@ -67,11 +70,11 @@ def _policy() -> type[Policy]:
     help="Follow a harvest: validate each shard once it is committed, and all at the seal.",
 )  # fmt: skip
 @click.option(
-    "--interval", type=click.FloatRange(0.01), default=2.0, show_default=True, metavar="SECONDS",
+    "--interval", type=FiniteRange(0.01), default=2.0, show_default=True, metavar="SECONDS",
     help="Time between two looks of --watch.",
 )  # fmt: skip
 @click.option(
-    "--idle", type=click.FloatRange(0), default=30.0, show_default=True, metavar="SECONDS",
+    "--idle", type=FiniteRange(0), default=30.0, show_default=True, metavar="SECONDS",
     help="Without a writer and without news for so long, --watch takes the harvest for ended.",
 )  # fmt: skip
 def validate(

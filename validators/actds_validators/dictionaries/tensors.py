@@ -25,7 +25,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from actds.apart import Apart, Reply, Request, cpu_seconds
-from actds.errors import ActdsError
+from actds.errors import ActdsError, not_installed
 from actds.exchange.tensors import read_header
 from actds_validators.dictionaries.refusal import refused
 
@@ -125,7 +125,7 @@ def _torch(path: Path) -> Tensors:
     try:
         import torch
     except ImportError:
-        raise ActdsError("E011", "torch", got="not installed", expected="actds[torch]") from None
+        raise not_installed("torch", "torch") from None
     import pickle
 
     try:

@@ -273,12 +273,10 @@ def _refuse_fitted(path: str, one: Dictionary, arms: Sequence[Arm]) -> None:
         if kept is None:
             next_step = (
                 'Fit it with actds.Loader(split="train", held_out=0.5), then score it with '
-                "held_out=0.5 (--held-out 0.5)"
+                "held_out=0.5"
             )
         else:
-            next_step = (
-                f"Score it on what its loader held out: held_out={kept:g} (--held-out {kept:g})"
-            )
+            next_step = f"Score it on what its loader held out: held_out={kept:g}"
         got = f"fitted on rows of arm {arm.name}, as its loader recorded"
         raise refused(path, got, "rows that it was not fitted on", next_step)
 

@@ -317,7 +317,7 @@ def _next_steps(contrasts: Sequence[ContrastResult], separated: Separated) -> li
     if shifts and separated in ("not separated", "undecided"):
         steps.append(
             "To separate authorship from computation, serve the tokens of the sampled arm again "
-            "as prompts, and compare all three: docs/regimes.md says how."
+            "as prompts, and compare all three."
         )
     undecided = [(c, v) for c, v in pairs if v.outcome == "undecided"]
     if undecided:

@@ -89,7 +89,7 @@ SECTIONS: tuple[Section, ...] = (
         missingness_part,
         (*(partial(forest, group=group) for group in GROUPS), stored_bias, heat_map, bound_curve),
         "Missingness",
-        "no token was lost, so nothing can differ",
+        "no token was lost: there is none to compare with the stored ones",
         of_losses=True,
     ),
     Section(

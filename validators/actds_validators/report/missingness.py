@@ -486,7 +486,7 @@ def bound_curve(audit: Audit) -> Picture | None:
     p.path([(f.x(math.log10(x)), f.y(math.log10(y))) for x, y in _thinned(points)], "curve")
     words_at, lines_at = _limit_lines(p, f, limits)
     if bound.loss_share <= 0 or bound.bias <= 0:
-        p.text(f.left + 8, f.top + 32, "this dataset: no rows lost, no bias", kind="bold halo")
+        p.text(f.left + 8, f.top + 32, "this dataset: no rows lost", kind="bold halo")
         return p
     said = (
         f"this dataset: {percent(bound.loss_share)} lost",

@@ -47,7 +47,7 @@ def _worst_case(audit: Audit) -> Fact:
     bias = math.sqrt(share / (1 - share))
     limit = f"{number(audit.limits.negligible_bias)} SD"
     if not share:
-        note = "no rows were lost"
+        note = "no rows were lost" + _chosen(audit)
     elif bias <= audit.limits.negligible_bias:
         note = f"negligible: at most {limit}"
     else:
@@ -55,12 +55,18 @@ def _worst_case(audit: Audit) -> Fact:
     return Fact(title, f"{_three(bias)} SD", note)
 
 
+def _chosen(audit: Audit) -> str:
+    """Return that rows which a rule left out are in no loss rate, where there are some."""
+    n = audit.accounting.filtered
+    return f"; {n:,} positions that a rule left out are not compared" if n else ""
+
+
 def _estimated(audit: Audit) -> Fact:
     title = "Largest estimated bias"
     if not audit.accounting.is_sound:
         return Fact(title, "not estimated", "the accounting does not match", is_known=False)
     if not audit.accounting.loss_share:
-        return Fact(title, "0 SD", "no rows were lost")
+        return Fact(title, "0 SD", "no rows were lost" + _chosen(audit))
     asked = [
         (d.covariate.label, d.before_weighting, d.at_once)
         for d in (audit.missingness.differences if audit.missingness else ())

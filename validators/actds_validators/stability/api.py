@@ -82,7 +82,7 @@ def _hook_of(arms: list[tuple[str, Dataset]], hook: str | None) -> str:
     if hook is None or hook not in shared:
         got = "none" if hook is None else hook[:80]
         expected = f"one of {', '.join(shared)}" if shared else "a hook that all arms have"
-        raise ActdsError("E014", "--hook", got=got, expected=expected)
+        raise ActdsError("E014", "hook", got=got, expected=expected)
     width = dataset.hooks[hook].d_model
     for name, other in arms[1:]:
         if other.hooks[hook].d_model != width:

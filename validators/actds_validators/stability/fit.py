@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from actds.errors import ActdsError
+from actds.errors import ActdsError, not_installed
 from actds_validators.stability.order import epoch_order
 from actds_validators.statistics.events import Bools, Floats
 
@@ -149,7 +149,7 @@ class Trainer:
                     alive[top.indices[active > 0].numpy()] = True
         if not losses:
             got = "no batch in which two rows that differ have a weight"
-            raise ActdsError("E014", "rows to train on", got=got, expected="some")
+            raise ActdsError("E014", "training rows", got=got, expected="some")
         arrays: dict[str, Any] = {name: value.detach().numpy() for name, value in weights.items()}
         scale = np.float32(self.scale)
         last = losses[-_LAST:]
@@ -166,10 +166,4 @@ class Trainer:
 def need_torch() -> None:
     """Raise E011 when PyTorch is not installed."""
     if find_spec("torch") is None:
-        raise ActdsError(
-            "E011",
-            "actds stability",
-            got="the package torch is not installed",
-            expected="the extra actds[torch]",
-            next_step='pip install "actds[audit,torch]"',
-        )
+        raise not_installed("torch", "audit,torch", "actds stability")

@@ -88,15 +88,15 @@ def plan(arms: Sequence[Arm], hook: str, limits: Limits) -> Plan:
     n_features = limits.features or 4 * d_model
     if n_features < limits.k:
         got = f"{n_features:,} features, {limits.k:,} of them active"
-        raise ActdsError("E009", "--features", got=got, expected=f"{limits.k:,} at least, as --k")
+        raise ActdsError("E009", "features", got=got, expected=f"{limits.k:,} at least, as k")
     there = {arm.name: most(arm.train, arm.shares) for arm in arms}
     name, least = min(there.items(), key=lambda pair: pair[1])
     n_rows = least if limits.rows is None else limits.rows
     if n_rows > least:
         got, expected = f"{n_rows:,}", f"at most the {least:,} rows of arm {name}"
-        raise ActdsError("E009", "--rows", got=got, expected=expected)
+        raise ActdsError("E009", "rows", got=got, expected=expected)
     if n_rows < limits.batch:
-        option = "--batch" if limits.rows is None else "--rows"
+        option = "batch" if limits.rows is None else "rows"
         got = f"{n_rows:,} rows of arm {name} and batches of {limits.batch:,}"
         raise ActdsError("E009", option, got=got, expected="one batch at least")
     for arm in arms:
@@ -106,7 +106,7 @@ def plan(arms: Sequence[Arm], hook: str, limits: Limits) -> Plan:
                 f"arm {arm.name}",
                 got="no held-out row that no arm is trained on",
                 expected="some",
-                next_step="Hold out a larger share of the requests: --held-out 0.5",
+                next_step="Hold out a larger share of the requests: held_out=0.5",
             )
     _need_memory(arms, hook, limits, n_rows, n_features)
     return Plan(n_rows, n_features)
@@ -125,14 +125,14 @@ def _need_memory(
     need = fixed + len(arms) * n_rows * row_nbytes
     if need > budget:
         fitting = (budget - fixed) // (len(arms) * row_nbytes)
-        fewer = f"--rows {fitting}" if fitting >= limits.batch else "fewer --features"
+        fewer = f"rows={fitting}" if fitting >= limits.batch else "fewer features"
         raise ActdsError(
             "E009",
-            "--max-memory",
+            "max_memory",
             got=f"{need >> 20:,} MiB for {n_rows:,} rows of {len(arms)} arms and "
             f"{n_dictionaries} dictionaries",
             expected=f"at most {limits.max_memory:,} MiB",
-            next_step=f"Give {fewer}, or --max-memory {(need >> 20) + 1}",
+            next_step=f"Give {fewer}, or max_memory={(need >> 20) + 1}",
         )
 
 

@@ -30,7 +30,7 @@ def refuse_out(out: Path) -> None:
         ActdsError: E009 it is inside a dataset; E503 something is there already, or the folder
             around it is not.
     """
-    refuse_within_dataset(out, "--out")
+    refuse_within_dataset(out, "out")
     if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
         raise unwritable(out, "it is there already", "Give a new folder.")
     if not out.parent.is_dir():

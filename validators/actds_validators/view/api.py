@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actds.errors import ActdsError
+from actds.errors import ActdsError, not_installed
 from actds.text import storable
 
 if TYPE_CHECKING:
@@ -89,10 +89,7 @@ def view(
             ``actds.open``.
     """
     if find_spec("jinja2") is None:
-        raise ActdsError(
-            "E011", "actds view", got="the package jinja2 is not installed",
-            expected="the extra actds[audit]", next_step='pip install "actds[audit]"',
-        )  # fmt: skip
+        raise not_installed("jinja2", "audit", "actds view")
     from actds.load.dataset import Dataset, open_apart
     from actds.load.overview import fates, norm_profile
     from actds_validators.view import page
@@ -100,7 +97,7 @@ def view(
     from actds_validators.view.scores import NORM, read_probe, read_sae
 
     if probe is not None and sae is not None:
-        raise ActdsError("E009", "--probe", got="--sae as well", expected="one of the two")
+        raise ActdsError("E009", "probe", got="sae as well", expected="one of the two")
     if start < 0 or n_tokens < 1:
         raise ActdsError("E009", "start", got=f"{start}, {n_tokens} tokens", expected="from 0, 1")
     dataset = (
@@ -116,7 +113,7 @@ def view(
     elif sae is not None:
         scores += read_sae(sae, d_model, features, chosen)
     elif features:
-        raise ActdsError("E009", "--feature", got="no file", expected="--sae or --probe")
+        raise ActdsError("E009", "features", got="no file", expected="sae or probe")
     words = read_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
     wanted = [(None, one) if isinstance(one, int) else one for one in requests]
     shown = list(

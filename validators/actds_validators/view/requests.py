@@ -175,10 +175,10 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
     """
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
-        raise ActdsError("E009", "--tokenizer", got=f"no file {path}", expected="a model folder")
+        raise ActdsError("E009", "tokenizer", got=f"no file {path}", expected="a model folder")
     if find_spec("tokenizers") is None:
         raise ActdsError(
-            "E011", "--tokenizer", got="the package tokenizers is not installed",
+            "E011", "tokenizer", got="the package tokenizers is not installed",
             expected="it", next_step="pip install tokenizers",
         )  # fmt: skip
     _decoder.deaths.clear()

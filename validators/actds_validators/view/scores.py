@@ -145,7 +145,7 @@ def _of_dictionary(
 
 def _need_some(path: Path, chosen: Sequence[int], n: int) -> None:
     if not chosen:
-        raise _bad(path, f"{n:,} features and no --feature", "features to look at")
+        raise _bad(path, f"{n:,} features and none of them named", "features to look at")
 
 
 def _product(path: Path, direction: Floats) -> Callable[[Floats], Floats]:

@@ -16,13 +16,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 import torch
 
 from actds import canonical
 from actds.errors import ActdsError
+from actds.schema import DType
 from actds.text import one_line
 from actds_writers.capture.hooks import find_kind, raise_all
 from actds_writers.capture.laws import NEEDED, require_sums
@@ -126,6 +127,39 @@ def bound(computed: str, stored: str, *, coarse: bool = False) -> float:
     return max(limit, CAST_BOUND) if stored != computed else limit
 
 
+DID_NOT_RUN = -np.inf
+"""Value of the rows of a hook that did not run in the check; no model computes only these."""
+
+
+def require_finite(rows: Mapping[HookSpec, np.ndarray], computed: str) -> None:
+    """Refuse rows of the check's prompts that are not finite: no distance says why.
+
+    Args:
+        rows: float32 ``(n, d_model)`` by hook, as they are stored.
+        computed: the type that the model computes in.
+
+    Raises:
+        ActdsError: E601 with every hook that has such rows.
+    """
+    errors = []
+    for hook, values in rows.items():
+        bad = ~np.isfinite(values).all(axis=1)
+        if not bad.any() or (values == DID_NOT_RUN).all():
+            continue
+        own = find_kind(hook.kind).dtype(cast("DType", computed))
+        count = f"{int(bad.sum())} of {len(values)} rows of the check's prompts"
+        if hook.dtype == own or np.isnan(values).any():
+            got = f"NaN or infinity in {count}, as the model computes them in {own}"
+            step = "Check the weights, and the type that the model computes in. "
+        else:
+            got = f"infinity in {count}, after the cast from {own} to {hook.dtype}"
+            step = f'Store another type: store_dtype="{own}". '
+        step += "To store such rows as they are, and count them: check=False."
+        place = f"hook {hook.name}"
+        errors.append(ActdsError("E601", place, got=got, expected="finite numbers", next_step=step))
+    raise_all(errors)
+
+
 def compare_with_forward(
     rows: Mapping[HookSpec, np.ndarray],
     states: Mapping[str, Mapping[int, np.ndarray]],
@@ -213,7 +247,7 @@ def without_reference(rows: Mapping[HookSpec, np.ndarray], states: States) -> li
             "E007",
             f"{hook.kind}:{hook.layer}",
             got="no such rows in a plain forward of transformers, or rows that disagree",
-            expected="rows to compare with, or a kind that docs/families.md verified",
+            expected="rows to compare with, or a kind that is verified",
         )
         for hook, got in rows.items()
         if getattr(states.get(hook.kind, {}).get(hook.layer), "shape", None) != got.shape

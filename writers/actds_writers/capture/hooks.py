@@ -175,7 +175,7 @@ def _range(n_layers: int) -> str:
 
 
 def _unknown(got: str, expected: str) -> ActdsError:
-    return ActdsError("E007", "--hooks", got=got, expected=expected)
+    return ActdsError("E007", "hooks", got=got, expected=expected)
 
 
 def raise_all(errors: Sequence[ActdsError]) -> None:

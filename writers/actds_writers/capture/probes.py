@@ -103,7 +103,11 @@ def _from_safetensors(path: Path, hooks: list[str]) -> np.ndarray:
         from safetensors.torch import load_file
     except ImportError:
         raise ActdsError(
-            "E011", "safetensors", got="not installed", expected="pip install safetensors"
+            "E011",
+            "safetensors",
+            got="not installed",
+            expected="the package safetensors",
+            next_step="pip install safetensors",
         ) from None
     try:
         tensors = load_file(path)

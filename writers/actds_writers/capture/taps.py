@@ -181,7 +181,7 @@ def residual_stream(
         place,
         got=f"a decoder layer that returns {_describe(output)}",
         expected="(hidden, residual)" if form == "sum" else "one tensor, or (hidden, residual)",
-        next_step="Harvest it with --engine transformers, which runs the model's own code.",
+        next_step='Harvest it with engine="transformers", which runs the model\'s own code.',
     )
 
 

@@ -121,12 +121,15 @@ class Census:
 
     def progress(self) -> CensusProgress:
         """Return the present counters."""
+        # The scheduler reports its queues with each step, and an idle engine has none.
+        n_alive = self._requests.n_running
+        last = self._last if n_alive else None
         return CensusProgress(
             scheduled_tokens=self._scheduled_tokens,
             cached_tokens=self._hit_tokens,
             n_finished=self._n_finished,
-            waiting=self._last.waiting if self._last else 0,
-            running=self._last.running if self._last else 0,
+            waiting=last.waiting if last else 0,
+            running=min(last.running, n_alive) if last else 0,
             ring_depth=self._ring_depth,
             last_step=self._last.step if self._last else NO_STEP,
             staging_depth=self._staging_depth,

@@ -125,6 +125,11 @@ class RequestLog:
         self._ended: list[LoggedRequest] = []
         self._packed: list[bytes] = []
 
+    @property
+    def n_running(self) -> int:
+        """Return how many requests have not ended."""
+        return len(self._running)
+
     def arrive(self, message: RequestArrived) -> None:
         """Note a new request."""
         self._running[message.request] = LoggedRequest(message)

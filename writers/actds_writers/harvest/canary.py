@@ -68,7 +68,7 @@ class Share:
         except InvalidOperation:
             pass
         raise ActdsError(
-            "E009", "--canary", got=repr(text)[:80], expected="a share such as 0.1% or a number"
+            "E009", "canary", got=repr(text)[:80], expected="a share such as 0.1% or a number"
         )
 
     def of(self, n_requests: int) -> int:

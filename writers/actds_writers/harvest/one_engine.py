@@ -238,6 +238,7 @@ class Run:
         try:
             engine = self._start()
             self._serve_metrics(watch)
+            self._observer.doing(f"Serving {self.feed.n_requests:,} requests")
             with self._observer.harvesting(self._snapshot):
                 self.feed.serve(engine)
                 self._require_served()
@@ -259,7 +260,9 @@ class Run:
         return outcome
 
     def _start(self) -> Engine:
-        with self._observer.starting(f"Starting the engine for {self._settings.model}"):
+        link, observer = self._pipeline.link, self._observer
+        words = f"Starting the engine for {self._settings.model}"
+        with observer.starting(words), link.notes(observer.doing):
             return self._connected_engine()
 
     def _connected_engine(self) -> Engine:

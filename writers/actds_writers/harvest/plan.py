@@ -326,7 +326,7 @@ def plan(**settings: Any) -> PlanResult:
     if asked.stress is not None:
         if asked.model is None:
             raise ActdsError(
-                "E009", "--stress", got="no --model", expected="the model that is to be harvested"
+                "E009", "stress", got="no model", expected="the model that is to be harvested"
             )
         stressed = stress(
             asked.stress,
@@ -360,9 +360,9 @@ def _hook_specs(asked: PlanSettings) -> tuple[tuple[HookSpec, ...], int]:
     if None in (config["hidden_size"], config["num_hidden_layers"]):
         raise ActdsError(
             "E009",
-            "--model",
-            got="no model folder, and no --d-model with --layers",
-            expected="--model, or --d-model and --layers",
+            "model",
+            got="neither a model folder nor a shape",
+            expected="model, or d_model and layers",
         )
     places = parse_hooks(asked.hooks, config["num_hidden_layers"])
     return hook_specs(places, config, computed, asked.dtype), config["num_hidden_layers"]
@@ -391,9 +391,9 @@ def _load(asked: PlanSettings) -> tuple[Load, Overhead, Profile | None]:
     if not known.get("prefill", 0.0) + known.get("decode", 0.0):
         raise ActdsError(
             "E009",
-            "--prefill-rate, --decode-rate",
+            "prefill_rate, decode_rate",
             got="no rate",
-            expected="tokens per second, or --profile DATASET",
+            expected='tokens per second, or profile="DATASET"',
         )
     return Load(**{**USUAL_LOAD, **known}, bursts=bursts), MEASURED, None
 
@@ -406,7 +406,7 @@ def _burst(text: str) -> Burst:
     if not (1.0 <= factor < 1e6 and 0.0 < seconds < 1e9):
         raise ActdsError(
             "E009",
-            "--burst",
+            "bursts",
             got=ascii(text)[:80],
             expected="FACTOR:SECONDS with a factor of at least 1, for example 4:10",
         )

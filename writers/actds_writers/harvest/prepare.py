@@ -176,8 +176,8 @@ def serve_prompts(settings: WriteSettings, engine: EngineOptions, limit: int) ->
     if settings.continue_at is not None:
         continuation = Continuation(settings.continue_at, settings.continued_by)
     elif settings.continued_by != "model":
-        got = f"{settings.continued_by} without --continue"
-        raise ActdsError("E009", "--continued-by", got=got, expected="--continue P beside it")
+        got = f"{settings.continued_by} without continue_at"
+        raise ActdsError("E009", "continued_by", got=got, expected="continue_at beside it")
     encoded = encode(
         prompts.prompts, tokenizer, limit, settings.max_tokens, on_broken, continuation
     )

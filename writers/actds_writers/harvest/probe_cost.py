@@ -116,7 +116,7 @@ class ProbeCost:
 
     def _clock(self) -> list[str]:
         if self.facts is None:
-            return [_line("clock", "not measured: --measure")]
+            return [_line("clock", "not measured")]
         ran = self.facts
         graphs = "" if ran["cudagraphs"] == "none" else f", CUDA graphs {ran['cudagraphs']}"
         lines = [
@@ -218,14 +218,14 @@ def _task(
     assert asked.measure is not None
     if not asked.measure.is_dir():
         got, expected = f"{asked.measure}: no such folder", "a folder for datasets"
-        raise ActdsError("E009", "--measure", got=got, expected=expected)
+        raise ActdsError("E009", "measure", got=got, expected=expected)
     if asked.probes > MAX_WIDTH:
         expected = f"at most {MAX_WIDTH:,} a hook, which a dataset can store"
-        raise ActdsError("E009", "--probes", got=f"{asked.probes:,}", expected=expected)
+        raise ActdsError("E009", "probes", got=f"{asked.probes:,}", expected=expected)
     widths = sorted({hook.d_model for hook in hooks})
     if len(widths) > 1:
         got = f"hooks of {' and '.join(map(str, widths))} channels"
-        raise ActdsError("E015", "--hooks", got=got, expected="hooks of one width")
+        raise ActdsError("E015", "hooks", got=got, expected="hooks of one width")
     largest = max(1, min(asked.probes, MAX_NAIVE // len(hooks)))
     naive = sorted({n for n in N_NAIVE_COUNTS if n < largest} | {largest})
     eager = asked.engine_args.get("enforce_eager") is True
@@ -258,7 +258,7 @@ def _require_memory(task: TimingTask) -> None:
     free = free_nbytes()
     if needed > free:
         got = f"{format_nbytes(needed)} for the probes, and {format_nbytes(free)} free"
-        raise ActdsError("E009", "--probes", got=got, expected="fewer probes, or fewer --hooks")
+        raise ActdsError("E009", "probes", got=got, expected="fewer probes, or fewer hooks")
 
 
 def free_nbytes() -> int:

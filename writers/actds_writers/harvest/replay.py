@@ -157,9 +157,9 @@ class Replays:
                 self.settings.out,
                 got="no position with a row in both",
                 expected="at least one to compare",
-                next_step="Nothing was compared; see the drops of both.",
+                next_step="Replay requests of which the source has rows: see actds info.",
             )
-        wrong = found.error(self.settings.source, "Do not join the two; see docs/replay.md.")
+        wrong = found.error(self.settings.source, "Do not join the two: what was computed differs.")
         if wrong is not None:
             raise wrong
 
@@ -219,7 +219,7 @@ class Replays:
         places = parse_hooks(settings.hooks, int(config["num_hidden_layers"]))
         if not {one.name for one in hook_specs(places, config, "float32")} & set(self.source.hooks):
             expected = f"some of {', '.join(self.source.hooks)}, to compare with"
-            raise ActdsError("E009", "--hooks", got=settings.hooks, expected=expected)
+            raise ActdsError("E009", "hooks", got=settings.hooks, expected=expected)
 
     def _require_model(self, model: ModelFiles, files: Sequence[Fact]) -> None:
         """Refuse another model than that of the source.

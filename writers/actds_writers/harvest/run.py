@@ -157,7 +157,7 @@ def harvest(
         if engine.n_samples > 1:
             raise ActdsError(
                 "E009",
-                "--canary",
+                "canary",
                 got=f"{engine.n_samples} samples of each prompt",
                 expected="one: a replay must know which of them it compares with",
             )
@@ -165,6 +165,7 @@ def harvest(
         kind.require_logits(engine)
     _check_out(settings)
     _check_metrics(settings)
+    observer.doing(f"Reading {settings.prompts}, and the weights of {settings.model} for a digest")
     plan = make_plan(settings, engine, n_replicas, served_by)
     _say_second_bos(plan, observer)
     created = not is_taken(settings.out)
@@ -173,6 +174,7 @@ def harvest(
     lock = hold(settings.out)
     try:
         if settings.resume:
+            observer.doing(f"Looking for the requests that {settings.out} has")
             plan = _without(plan, finished_rows(settings.out, plan, observer.said))
             if not _servable(plan):
                 sealed = seal(open_store(settings.out))
@@ -245,10 +247,16 @@ def _check_out(settings: WriteSettings) -> None:
             settings.out,
             got="no dataset",
             expected="a dataset to resume",
-            next_step="To write a new dataset, omit --resume.",
+            next_step="To write a new dataset, leave out resume=True.",
         )
     if not settings.resume and is_taken(settings.out):
-        raise ActdsError("E008", settings.out, got="it exists", expected="a new path")
+        raise ActdsError(
+            "E008",
+            settings.out,
+            got="it exists",
+            expected="a new path",
+            next_step="Choose a new path, or continue with resume=True.",
+        )
 
 
 def _check_metrics(settings: WriteSettings) -> None:
@@ -280,6 +288,7 @@ def _result(
         raise ActdsError(
             "E006", "harvest", got="interrupted before the first step", expected="a step"
         )
+    observer.doing(f"Sealing {settings.out}")
     sealed = seal(open_store(settings.out))
     # A replica that was interrupted before its first step has written nothing.
     counted = [ended for ended in runs if ended.totals and "captured" in ended.totals["census"]]

@@ -155,7 +155,7 @@ def stress(
     """
     if not folder.is_dir():
         got, expected = f"{folder}: no such folder", "a folder on the target disk"
-        raise ActdsError("E009", "--stress", got=got, expected=expected)
+        raise ActdsError("E009", "stress", got=got, expected=expected)
     place = Path(tempfile.mkdtemp(prefix=".actds-stress-", dir=folder))
     try:
         prompt = place / "prompt.txt"

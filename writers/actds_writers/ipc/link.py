@@ -20,8 +20,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, wait
@@ -39,6 +39,7 @@ CONNECT_TIMEOUT_S = 180.0
 MAX_WAITING = 100_000
 """Messages that may wait; about a minute of a busy engine."""
 CLOSE_TIMEOUT_S = 10.0
+NOTES_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,40 @@ class Link:
                         expected=f"the {name} process",
                     ) from None
                 time.sleep(0.02)
+
+    def note(self, words: str) -> None:
+        """Say what an engine does while it starts; ``notes`` hands it to who waits for that."""
+        with suppress(OSError), open(self._notes, "a", encoding="utf-8") as file:
+            file.write(f"{words}\n")
+
+    @contextmanager
+    def notes(self, take: Callable[[str], None]) -> Iterator[None]:
+        """Hand over each note once while the block runs, on thread ``actds-notes``."""
+        taken: set[str] = set()
+        ended = threading.Event()
+
+        def look() -> None:
+            while True:
+                last = ended.wait(NOTES_INTERVAL_S)
+                with suppress(OSError):
+                    for words in self._notes.read_text("utf-8").splitlines():
+                        if words not in taken:
+                            taken.add(words)
+                            take(words)
+                if last:
+                    return
+
+        thread = threading.Thread(target=look, name="actds-notes", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    @property
+    def _notes(self) -> Path:
+        return Path(self.folder) / "notes"
 
     def _address(self, name: str) -> str:
         return str(Path(self.folder) / f"{name}.sock")

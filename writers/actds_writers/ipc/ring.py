@@ -47,7 +47,7 @@ def create(path: Path, nbytes: int) -> mmap.mmap:
             str(path),
             got=f"{nbytes} bytes of shared memory: {error.strerror}",
             expected="enough shared memory for the ring",
-            next_step="Lower --ring-mib, or enlarge the shared memory of the machine.",
+            next_step="Lower ring_mib, or enlarge the shared memory of the machine.",
         ) from None
 
 
@@ -92,7 +92,7 @@ class RingSpace:
                 "ring",
                 got=f"a step of {nbytes} bytes in a ring of {self.capacity}",
                 expected="a ring that holds at least one step",
-                next_step="Raise --ring-mib or lower max_num_batched_tokens.",
+                next_step="Raise ring_mib or lower max_num_batched_tokens.",
             )
         start = self._find(size)
         if start is not None:

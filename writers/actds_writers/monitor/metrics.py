@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from actds.errors import ActdsError
+from actds.errors import ActdsError, not_installed
 from actds_writers.monitor.meters import LATENCY_BUCKETS_S
 from actds_writers.monitor.progress import Snapshot
 
@@ -20,13 +20,7 @@ try:
     )
     from prometheus_client.registry import Collector
 except ImportError:
-    raise ActdsError(
-        "E011",
-        "--metrics-port",
-        got="prometheus-client is not installed",
-        expected="the extra actds[metrics]",
-        next_step="pip install 'actds[metrics]'",
-    ) from None
+    raise not_installed("prometheus-client", "metrics", "metrics_port") from None
 
 
 class SnapshotCollector(Collector):
@@ -92,7 +86,7 @@ def serve_metrics(host: str, port: int, snapshot: Callable[[], Snapshot]) -> Met
         words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ActdsError(
             "E009",
-            f"--metrics-port {port}",
+            f"metrics_port {port}",
             got=f"{host}:{port}: {words}",
             expected="an address and a port that are free",
         ) from None

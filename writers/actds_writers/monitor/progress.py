@@ -479,6 +479,9 @@ class Observer:
     def said(self, line: str) -> None:
         """Take a message for the user."""
 
+    def doing(self, words: str) -> None:
+        """Take what the harvest does from now on, before and after requests are served."""
+
     def starting(self, words: str) -> AbstractContextManager[object]:
         """Return a context that is entered while the engine starts, and says so in words."""
         self.said(f"{words} ...")

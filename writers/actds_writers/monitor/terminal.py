@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from actds.store import local_folder
-from actds.text import format_seconds, printable
+from actds.text import format_seconds, printable, shortened
 from actds_writers.monitor.progress import (
     SUMMARY_LABEL_WIDTH,
     Observer,
@@ -55,6 +55,11 @@ class Terminal(Observer):
             self._start.say(line)
         else:
             print(line, file=self._stream, flush=True)
+
+    def doing(self, words: str) -> None:
+        """Print what is being done on stderr."""
+        if not self._quiet:
+            self.said(f"{shortened(printable(words))} ...")
 
     @contextmanager
     def starting(self, words: str) -> Iterator[None]:

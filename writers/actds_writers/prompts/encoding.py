@@ -152,7 +152,7 @@ def encode(
             has no chat template; E009 when ``max_tokens`` is less than 1.
     """
     if max_tokens < 1:
-        raise ActdsError("E009", "--max-tokens", got=str(max_tokens), expected="at least 1")
+        raise ActdsError("E009", "max_tokens", got=str(max_tokens), expected="at least 1")
     _require_template(prompts, tokenizer)
     encoded: list[Encoded] = []
     marks = ThinkingMarks.of(tokenizer.get_added_vocab())
@@ -163,7 +163,7 @@ def encode(
             prompt = batch[number]
             broken = failures.get(number)
             if continuation is not None and prompt.messages is not None:
-                broken = "a chat, and --continue cuts texts"
+                broken = "a chat, and continue_at cuts texts"
             if broken is None and not ids:
                 broken = "text that encodes to no token"
             if broken is not None and on_broken == "error":
@@ -193,7 +193,7 @@ def _fitted(
     n_prompt = len(ids) if continuation is None else continuation.n_prompt
     room = max_model_len - n_prompt
     if continuation is not None and len(ids) <= n_prompt:
-        words = f"{len(ids)} tokens; expected more than the {n_prompt} of --continue"
+        words = f"{len(ids)} tokens; expected more than the {n_prompt} of continue_at"
         return Encoded(prompt, ids, 0, f"E023 {_place(prompt)}: {words}")
     if room < 1:
         words = f"{n_prompt} prompt tokens leave no room for a generated one"

@@ -165,7 +165,7 @@ def read_prompts(
     unknown = sorted(set(wanted) - source.fields)
     if unknown and label_columns is not None:
         got, there = ", ".join(unknown), ", ".join(sorted(source.fields)[:40])
-        raise ActdsError("E009", "--label-columns", got=got, expected=f"some of {there}")
+        raise ActdsError("E009", "label_columns", got=got, expected=f"some of {there}")
     named = tuple(sorted(set(wanted) & source.fields))
     return PromptSet(prompts, skips, source.facts(len(prompts) + len(skips)), named)
 
@@ -437,7 +437,9 @@ class Source:
 def open_source(spec: str, labels: tuple[str, ...] = ()) -> Source:
     """Return the source that a specification names, unread; raises E001 for a bad one."""
     if spec.startswith("hf:"):
-        return _open_folder(Path(spec.removeprefix("hf:")), spec, Fields(labels))
+        if not (folder := spec.removeprefix("hf:")) or folder.startswith("//"):
+            raise _unreadable(spec, "no folder", "hf:FOLDER, a folder on this machine")
+        return _open_folder(Path(folder), spec, Fields(labels))
     path = Path(spec)
     if path.is_dir():
         raise _unreadable(path.name, "a folder", "a file, or hf:FOLDER for a folder of prompts")

@@ -112,7 +112,7 @@ def measure(
     if not folder.is_dir():
         raise ActdsError(
             "E009",
-            "--measure",
+            "measure",
             got=f"{folder}: no such folder",
             expected="a folder on the target disk",
         )

@@ -471,10 +471,10 @@ def read_profile(store: Store) -> Profile:
     if not found or not catalog.shards:
         raise ActdsError(
             "E009",
-            f"--profile {store.uri}",
+            f"profile {store.uri}",
             got=f"{sum(s.num_rows for s in steps)} steps in less than two seconds, or no shard",
             expected="a harvest of at least a few seconds",
-            next_step="Give --prefill-rate, --decode-rate and --burst instead.",
+            next_step="Give prefill_rate, decode_rate and bursts instead.",
         )
     prefill = sum(int(s["prefill_tokens"].to_numpy().sum()) for s in steps)
     decode = sum(int(s["decode_tokens"].to_numpy().sum()) for s in steps)

@@ -171,5 +171,5 @@ def _tensors(model: Path) -> Iterator[Tensor]:
 
 def _unknown(place: Path, got: str) -> ActdsError:
     return ActdsError(
-        "E009", f"--model {place}", got=got, expected="safetensors whose weights can be counted"
+        "E009", f"model {place}", got=got, expected="safetensors whose weights can be counted"
     )

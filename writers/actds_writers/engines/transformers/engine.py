@@ -33,12 +33,14 @@ try:
 
     from actds_writers.capture import op as capture
     from actds_writers.capture.check import (
+        DID_NOT_RUN,
         HookCheck,
         NoReferenceError,
         bound,
         check_prompts,
         compare_with_forward,
         reference_states,
+        require_finite,
         without_reference,
     )
     from actds_writers.capture.hooks import raise_all
@@ -56,7 +58,7 @@ except ImportError as missing:
         "transformers",
         got=str(missing).splitlines()[0],
         expected="torch and transformers beside actds",
-        next_step="pip install torch transformers",
+        next_step="pip install torch transformers accelerate",
     ) from None
 
 
@@ -250,6 +252,7 @@ class Capture(WorkerSide):
                 max_rows=max_rows,
             )
         if link.settings.check:
+            link.note("Comparing rows of two short prompts with the model's own")
             try:
                 self.check(lambda: check_hooks(model, self.buffers, self.hooks, max_rows))
             except ActdsError:
@@ -300,8 +303,8 @@ def check_hooks(
     """Return the result of the check of the hooks.
 
     Raises:
-        ActdsError: E507 when rows are not the model's; E007 when the model's layers do not return
-            its own hidden states.
+        ActdsError: E507 when rows are not the model's, E601 when they are not finite; E007 when
+            the model's layers do not return its own hidden states.
 
     Spec: 0.1 section 9.1.
     """
@@ -309,6 +312,9 @@ def check_hooks(
     prompts = check_prompts(vocabulary, max_tokens)
     rows = _rows(model, buffers, prompts, max_tokens)
     kinds = sorted({hook.kind for hook in hooks})
+    computed = str(model.dtype).removeprefix("torch.")
+    of_hooks = dict(zip(hooks, rows, strict=True))
+    require_finite(of_hooks, computed)
     try:
         states = reference_states(model, prompts, kinds)
     except NoReferenceError as missing:
@@ -317,11 +323,9 @@ def check_hooks(
             type(model).__name__,
             got=f"no stream to capture: {missing}",
             expected="decoder layers that return the residual stream",
-            next_step="See docs/families.md for models that can be harvested.",
+            next_step="Harvest another model, or a hook that this one has.",
         ) from None
-    computed = str(model.dtype).removeprefix("torch.")
     bounds = {hook.name: bound(computed, hook.dtype) for hook in hooks}
-    of_hooks = dict(zip(hooks, rows, strict=True))
     raise_all(without_reference(of_hooks, states))
     return compare_with_forward(of_hooks, states, bounds)
 
@@ -346,7 +350,7 @@ def _rows(
             for of_hook, rows, seen in zip(found, buffers.rows, buffers.seen, strict=True):
                 values = rows[index].float().cpu().numpy()
                 if not int(seen):
-                    values[:] = np.nan
+                    values[:] = DID_NOT_RUN
                 for sequence, part in zip(columns.sequences, np.split(values, edges), strict=True):
                     of_hook[sequence.number].append(part)
     return [np.concatenate([part for parts in of_hook for part in parts]) for of_hook in found]
@@ -381,6 +385,7 @@ class Engine:
     ) -> None:
         self._folder, self._options, self._link = model, options, link
         self._temperature, self._seed = temperature, seed
+        link.note("Loading the weights")
         self._model = load_model(model, self._options)
         self._stop_tokens = _stop_tokens(self._model, model)
         self.max_model_len = max_model_len_of(self._model, self._options)

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from actds.errors import ActdsError
+from actds.errors import ActdsError, not_installed
 from actds.text import one_line
 from actds_writers.engine_protocol import (
     OPTION,
@@ -43,14 +43,14 @@ from actds_writers.model_folder import ModelFiles, find_model
 from actds_writers.sizing.probe_fit import Timing, TimingTask
 
 OWNED: Mapping[str, str] = {
-    "model": "--model",
-    "seed": "--seed",
+    "model": "the argument model",
+    "seed": "the argument seed",
     "additional_config": "nothing: actds sets it to configure the workers",
 }
 """Options that ``actds write`` sets itself, and what to use in their place."""
 OWNED_PARAMS: Mapping[str, str] = {
-    "temperature": "--temperature",
-    "max_tokens": "--max-tokens",
+    "temperature": "the argument temperature",
+    "max_tokens": "max_tokens of the harvest",
     "output_kind": "nothing: the command reads whole outputs",
 }
 """Sampling parameters that it sets itself, likewise."""
@@ -204,7 +204,7 @@ def refuse_unread(options: Mapping[str, object], place: str) -> None:
                 "E012",
                 f"{place} {key}",
                 got=f"{str(options[key])[:80]} with entropy: {reason}",
-                expected="no such option, or no --entropy",
+                expected="no such option, or entropy=False",
             )
 
 
@@ -213,13 +213,7 @@ def argument_names() -> frozenset[str]:
     try:
         from vllm.engine.arg_utils import EngineArgs
     except ImportError as error:
-        raise ActdsError(
-            "E011",
-            "vllm",
-            got=str(error).splitlines()[0],
-            expected="vLLM beside actds",
-            next_step="pip install 'actds[vllm]', or 'make install' in a checkout for the CPU.",
-        ) from None
+        raise not_installed(error.name or "vllm", "vllm", "vllm") from None
     names: Collection[str] = EngineArgs.__dataclass_fields__
     return frozenset(name for name in names if not name.startswith("_"))
 

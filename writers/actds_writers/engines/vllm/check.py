@@ -20,6 +20,7 @@ import torch
 
 from actds.errors import ActdsError
 from actds_writers.capture.check import (
+    DID_NOT_RUN,
     HookCheck,
     NoReferenceError,
     States,
@@ -29,6 +30,7 @@ from actds_writers.capture.check import (
     compare_with_forward,
     load_reference,
     reference_states,
+    require_finite,
     row_distances,
     states_in_fresh_process,
     without_reference,
@@ -57,8 +59,9 @@ def check_hooks(
         form: where the stream is in the output of its layers.
 
     Raises:
-        ActdsError: E507 when rows are not the model's; E007 when nothing can be compared and the
-            model class is not verified; E012 when the KV cache has no room for a short prompt.
+        ActdsError: E507 when rows are not the model's, E601 when they are not finite; E007 when
+            nothing can be compared and the model class is not verified; E012 when the KV cache has
+            no room for a short prompt.
 
     Spec: 0.1 section 9.1.
     """
@@ -80,6 +83,8 @@ def check_hooks(
     with readers.watching(worker.model_runner):
         plain = forward_prompts(worker, prompts, buffers, after_prompts=readers.stop)
     assert plain is not None
+    rows = dict(zip(hooks, forwarded.rows, strict=True))
+    require_finite(rows, _computed(worker))  # after the last forward: other ranks take part in it
     bounds = _bounds(worker, hooks)
     is_eager = worker.vllm_config.model_config.enforce_eager
     apart = None if is_eager else _apart(hooks, forwarded, plain, bounds)
@@ -91,7 +96,6 @@ def check_hooks(
         check = HookCheck("engine", seen, bounds, n_rows, str(missing), apart).require()
         ranks = int(worker.vllm_config.parallel_config.tensor_parallel_size)
         return _without_reference(type(model).__name__, ranks, form, hooks, check)
-    rows = dict(zip(hooks, forwarded.rows, strict=True))
     raise_all(without_reference(rows, states))
     return replace(compare_with_forward(rows, states, bounds, forwarded.decoded), eager=apart)
 
@@ -126,8 +130,13 @@ def _bounds(worker: Any, hooks: Sequence[HookSpec]) -> dict[str, float]:
         or kv_dtype.startswith(("fp8", "int8", "nvfp4", "turboquant"))
         or torch.get_float32_matmul_precision() != "highest"
     )
-    computed = str(worker.model_runner.model_config.dtype).removeprefix("torch.")
+    computed = _computed(worker)
     return {hook.name: bound(computed, hook.dtype, coarse=coarse) for hook in hooks}
+
+
+def _computed(worker: Any) -> str:
+    """Return the type that the model computes in."""
+    return str(worker.model_runner.model_config.dtype).removeprefix("torch.")
 
 
 def _reference_states(
@@ -194,8 +203,8 @@ def _without_reference(
                 "E007",
                 place,
                 got=f"{what}, and nothing to compare its rows with: {check.reason}",
-                expected="a class and kind of docs/families.md, or a model that transformers loads",
-                next_step="Harvest it with --engine transformers, which runs the model's own code.",
+                expected="a verified class and kind, or a model that transformers loads",
+                next_step='Harvest it with engine="transformers", which runs the model itself.',
             )
             for place in ([model] if unknown else [f"{hook.kind}:{hook.layer}" for hook in odd])
         ]
@@ -308,7 +317,7 @@ def _step(
         rows = [of_hook[: len(ids)].float().cpu().numpy().copy() for of_hook in buffers.rows]
         for of_hook, seen in zip(rows, buffers.seen.tolist(), strict=True):
             if seen < len(ids):  # a hook that did not run left the rows of an earlier step
-                of_hook[:] = np.nan
+                of_hook[:] = DID_NOT_RUN
         stops = np.cumsum(identity.n_rows)
         for name, start, stop in zip(
             identity.request_ids, stops - identity.n_rows, stops, strict=True

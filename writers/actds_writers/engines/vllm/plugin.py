@@ -275,6 +275,8 @@ def _wrap_worker() -> None:
 
     @functools.wraps(load_model)
     def loading(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _link is not None:
+            _link.note("Loading the weights")
         result = load_model(self, *args, **kwargs)
         if _link is not None:
             from actds_writers.engines.vllm.ranks import captures
@@ -284,7 +286,7 @@ def _wrap_worker() -> None:
                 self._actds = WorkerCapture(self, _link)
                 _closers.append(self._actds.close)
                 self._actds.watch_logits(functools.partial(_guarded, self))
-            _watch_set_up(self, check=_link.settings.check)
+            _watch_set_up(self, _link)
         return result
 
     @functools.wraps(execute_model)
@@ -309,19 +311,20 @@ def _wrap_worker() -> None:
     Worker.load_model, Worker.execute_model = loading, executing
 
 
-def _watch_set_up(worker: Any, *, check: bool) -> None:
+def _watch_set_up(worker: Any, link: Link) -> None:
     """Capture from the end of a worker's set-up: its warm-up runs steps that nobody scheduled.
 
-    Args:
-        check: whether the check of the hooks is the last part of the set-up, on every rank.
+    The check of the hooks is the last part of the set-up, on every rank, unless it is off.
     """
     compile_or_warm_up_model = worker.compile_or_warm_up_model
 
     @functools.wraps(compile_or_warm_up_model)
     def setting_up(*args: Any, **kwargs: Any) -> Any:
+        link.note("Compiling the model, and warming up")
         result = compile_or_warm_up_model(*args, **kwargs)
         capture = getattr(worker, "_actds", None)
-        if check:
+        if link.settings.check:
+            link.note("Comparing rows of two short prompts with the model's own")
             from actds_writers.engines.vllm.check import check_hooks, join_check
 
             if capture is None:

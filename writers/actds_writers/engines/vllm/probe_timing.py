@@ -88,7 +88,7 @@ def step_arguments(task: TimingTask) -> dict[str, Any]:
         got = "drafts, with which a step is no token"
         raise ActdsError("E012", f"{OPTION} speculative_config", got=got, expected="no such option")
     for name, least, words in (
-        ("max_num_seqs", longest, f"at least {longest}, the largest --batch"),
+        ("max_num_seqs", longest, f"at least {longest}, the largest batch"),
         ("max_model_len", PROMPT_TOKENS + N_STEPS, f"at least {PROMPT_TOKENS + N_STEPS}"),
     ):
         value = given.get(name)

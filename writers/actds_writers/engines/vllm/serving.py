@@ -42,7 +42,7 @@ from actds_writers.sampling import SamplingRules
 from actds_writers.shards.assembly import SpecialTokens
 
 log = logging.getLogger("vllm.actds")
-PLACE = "--additional-config actds"
+PLACE = "additional_config actds"
 POLL_S = 0.25
 
 
@@ -366,7 +366,7 @@ def _refuse_unread(config: Any) -> None:
 
 def destination(out: str) -> str:
     """Return the location of the dataset, absolute if local; raises for a bad one."""
-    place = "--additional-config actds.out"
+    place = f"{PLACE}.out"
     try:
         folder = local_folder(out)
         if folder is None:
@@ -422,7 +422,7 @@ def _readouts(settings: LiveSettings, hooks: Sequence[HookSpec]) -> tuple[str, b
         if settings.probes is not None:
             raise ActdsError(
                 "E017",
-                "--additional-config actds.probes",
+                f"{PLACE}.probes",
                 got="a file, but readouts is false",
                 expected="readouts true, or no probes",
             )

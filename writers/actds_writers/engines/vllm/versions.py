@@ -57,7 +57,7 @@ def admit(check: bool) -> None:
         raise ActdsError(
             "E012",
             f"vLLM {version}",
-            got="a version that the tests never ran with, and --no-check",
+            got="a version that the tests never ran with, and the check is off",
             expected=f"one of {known}, or the check of the hooks",
             next_step="Leave the check on: it compares rows before the first request.",
         )

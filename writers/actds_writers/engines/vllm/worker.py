@@ -253,9 +253,9 @@ def _form(model: torch.nn.Module, link: Link) -> StreamForm:
         raise ActdsError(
             "E007",
             name,
-            got="a model class that was never verified, and --no-check",
-            expected="a class of docs/families.md, or the check of the hooks",
-            next_step="Leave --check on, or harvest with --engine transformers.",
+            got="a model class that was never verified, and the check is off",
+            expected="a verified class, or the check of the hooks",
+            next_step='Leave check=True, or harvest with engine="transformers".',
         )
     return form
 
@@ -273,8 +273,8 @@ def require_kinds(model: str, link: Link, ranks: int) -> None:
             got = f"heads that are split over {ranks} tensor-parallel ranks"
             errors.append(ActdsError("E007", place, got=got, expected="one rank"))
         elif not link.settings.check and not is_verified(model, kind, ranks):
-            got = "a kind that was never verified in this model class, and --no-check"
-            expected = "a kind of docs/families.md, or the check of the hooks"
+            got = "a kind that was never verified in this model class, and the check is off"
+            expected = "a verified kind, or the check of the hooks"
             errors.append(ActdsError("E007", place, got=got, expected=expected))
     raise_all(errors)
 
