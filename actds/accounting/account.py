@@ -472,8 +472,8 @@ def _token_digests(rows: Rows, requests: Requests, spans: Spans, notes: Notes) -
     asked = (length > 0) & pc.is_valid(requests.token_digest).to_numpy()[requests.record]
     whole = asked & (n_own == length)
     partly = asked & ~whole
-    room = _MAX_REFERENCED + _MAX_REFERENCED_RATIO * len(rows.keys)
-    room = room - np.cumsum(np.where(partly, length, 0))
+    most = _MAX_REFERENCED + _MAX_REFERENCED_RATIO * len(rows.keys)
+    room = most - np.cumsum(np.where(partly, length, 0))
     # Of the others some tokens are not stored.
     known = whole | (partly & (n_own + below[last] - below[first] >= length) & (room >= 0))
     for i, digest in _digests(requests, np.flatnonzero(known)):

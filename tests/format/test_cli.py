@@ -19,6 +19,7 @@ from actds.cli import reference as cli_reference
 from actds.errors import CODES, ActdsError
 from actds_testing import places
 from actds_testing.synthetic import make_dataset
+from actds_validators.validate.validation import Level
 
 DOCS = places.DOCS / "cli.md"
 
@@ -355,7 +356,7 @@ def test_every_output_of_a_command_is_tried_above() -> None:
 
 
 @pytest.mark.parametrize("level", ["standard", "deep"])
-def test_what_a_copy_from_the_hub_brings_along_is_no_finding(dataset: Path, level: str) -> None:
+def test_what_a_copy_from_the_hub_brings_along_is_no_finding(dataset: Path, level: Level) -> None:
     (dataset / ".gitattributes").write_text("*.parquet filter=lfs")
     for path in (".git/HEAD", ".git/objects/aa/bb", ".cache/huggingface/download/x.metadata"):
         (dataset / path).parent.mkdir(parents=True, exist_ok=True)

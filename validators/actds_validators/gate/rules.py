@@ -121,7 +121,7 @@ def _field(record: RunRecord, name: str) -> ProvenanceField:
     return record.fields.get(name, _UNKNOWN)
 
 
-def _observed(field: ProvenanceField) -> bool | int | str | None:
+def _observed(field: ProvenanceField) -> object:
     """Return the value of a field that a program has seen; None for one that was only declared."""
     return field.value if field.origin == "observed" else None
 
