@@ -13,11 +13,10 @@ import math
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, spawn
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Annotated, Any
@@ -504,15 +503,17 @@ def _script_kept_out() -> Iterator[None]:
 
     One without a main guard would else harvest again in each of them, as would a notebook's.
     """
-    main = sys.modules["__main__"]
-    kept: dict[str, Any] = {
-        name: vars(main)[name] for name in ("__file__", "__spec__") if name in vars(main)
-    }
-    vars(main).update({name: None for name in kept})
+    prepare = spawn.get_preparation_data
+
+    def without_script(name: str) -> dict[str, Any]:
+        data = prepare(name)
+        return {key: data[key] for key in data if not key.startswith("init_main_from_")}
+
+    spawn.get_preparation_data = without_script
     try:
         yield
     finally:
-        vars(main).update(kept)
+        spawn.get_preparation_data = prepare
 
 
 @contextlib.contextmanager
