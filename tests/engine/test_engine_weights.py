@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +22,10 @@ from actds.schema import RunRecord
 from actds.sealing import seal
 from actds.store import open_store
 from actds_testing import harvest as h
+from actds_testing.server import wait_until_ended
 from actds_writers.engines.vllm.weights import HARMLESS, SLEEP, WAKE
 
-pytestmark = [pytest.mark.engine, pytest.mark.standard]
+pytestmark = pytest.mark.engine
 
 HOOK, LAYER = "resid_post.15", 15
 SERVE = """
@@ -219,6 +225,82 @@ def test_the_audit_names_the_models_of_the_runs(served: Dataset) -> None:
     (place,) = [place for place in audited.places if place.name == "identity"]
     assert place.level == "FAIL" and "different models" in place.sentence
     assert len(place.to_do) >= 2
+
+
+RUNNING = """
+import json
+from vllm import LLM, SamplingParams
+
+def serve():
+    llm = LLM(
+        {model!r}, dtype="float32", enforce_eager=True, max_model_len=256, block_size=32,
+        enable_prefix_caching=True, max_num_seqs=2, additional_config={{"actds": {{
+            "out": {out!r}, "hooks": "resid_post:0,15", "overflow": "block", "metrics_port": 0}}}},
+    )
+    assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+    engine, tokens = llm.llm_engine, {{}}
+
+    def add(name, first, n_tokens):
+        tokens[name] = [100 + 37 * i % 1000 for i in range(first, first + 70)]
+        params = SamplingParams(max_tokens=n_tokens, temperature=0, ignore_eos=True)
+        engine.add_request(name, {{"prompt_token_ids": tokens[name]}}, params)
+
+    def step():
+        for output in engine.step():
+            if output.finished:
+                tokens[output.request_id] += output.outputs[0].token_ids
+
+    add("runs1", 0, 60)
+    add("runs2", 1, 60)
+    add("waits", 2, 4)
+    for _ in range(8):
+        step()
+    llm.collective_rpc("reload_weights", kwargs={{"weights_path": {other!r}}})
+    while engine.has_unfinished_requests():
+        step()
+    engine.engine_core.shutdown(timeout=120)
+    print("TOKENS" + json.dumps(tokens))
+
+if __name__ == "__main__":
+    serve()
+"""
+
+
+@pytest.mark.full
+def test_requests_that_run_while_the_weights_change_have_rows_of_the_first_model_only(
+    other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asynchronous scheduling, and engine core and worker in processes of their own."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "from actds_testing.async_engine import allow_async_scheduling\nallow_async_scheduling()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    model, out = h.REAL_MODEL.resolve(), tmp_path / "acts"
+    script = tmp_path / "serve.py"
+    script.write_text(RUNNING.format(model=str(model), other=str(other), out=str(out)))
+    done = subprocess.run(
+        [sys.executable, str(script)], env=h.environment(), capture_output=True, text=True,
+        timeout=h.TIMEOUT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    tokens = json.loads(done.stdout.partition("TOKENS")[2].splitlines()[0])
+    wait_until_ended(str(out))
+    seal(open_store(str(out)))
+    dataset = h.validated(out)
+    first, second = names_by_run(dataset, "captured")
+    assert (first, second) == ({"runs1", "runs2"}, {"waits"})
+    assert names_by_run(dataset, "filtered") == [set(), {"runs1", "runs2"}]
+    ends = {
+        (row["external_id"], row["finish_reason"]) for row in dataset.requests(run=True).to_pylist()
+    }
+    assert ends == {
+        ("runs1", "unfinished"), ("runs2", "unfinished"), ("waits", "unbegun"),
+        ("runs1", "length"), ("runs2", "length"), ("waits", "length"),
+    }  # fmt: skip
+    states = dict(itertools.islice(references(other), 2))
+    plain = {name: states["B" if name == "waits" else "A"](ids) for name, ids in tokens.items()}
+    rows = h.rows_of(dataset, HOOK)
+    assert all(h.relative_l2(row, plain[name][at]) < 1e-4 for (name, at), row in rows.items())
 
 
 def tokens_of(dataset: Dataset) -> dict[str, list[int]]:
