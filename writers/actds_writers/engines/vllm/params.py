@@ -30,7 +30,7 @@ def recorded(params: Any) -> dict[str, object] | None:
     if (eos := getattr(params, "_eos_token_id", None)) is not None:
         given["eos_token_id"] = eos  # the tokenizer's; those of the generation config stop, too
     for name in params.__struct_fields__:
-        value, usual = getattr(params, name), getattr(default, name)
+        value, usual = getattr(params, name), getattr(default, name, None)
         if name.startswith("_") or name in given or name in OF_THE_OUTPUT or value == usual:
             continue
         # The front end puts an empty value, or False, for one that is not given.
