@@ -272,7 +272,7 @@ def test_the_scheduler_side_tells_the_roles_of_prompt_and_sampled_tokens() -> No
     def request(extra: Any, n_sampled: int) -> Any:
         params = SimpleNamespace(
             extra_args=extra, logprobs=None, prompt_logprobs=None, max_tokens=6, min_p=0.0,
-            seed=None, temperature=1.0, top_k=0, top_p=1.0,
+            seed=None, temperature=1.0, top_k=0, top_p=1.0, __struct_fields__=("extra_args",),
         )  # fmt: skip
         return SimpleNamespace(
             request_id=f"chatcmpl-{n_sampled}-0123abcd", num_prompt_tokens=9, block_hashes=[],

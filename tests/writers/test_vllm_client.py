@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import queue
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 
 from actds.errors import ActdsError
 from actds_writers.engines.vllm import VllmEngine, wake_when_dead
+from actds_writers.engines.vllm.params import recorded
 
 
 class Client:
@@ -21,6 +24,37 @@ class Client:
 
     def shutdown(self, timeout: float | None = None) -> None:
         self.timeouts.append(timeout)
+
+
+@pytest.mark.standard  # vLLM's import starts a process
+def test_every_parameter_of_a_request_is_on_record() -> None:
+    """In words, a long one as its digest, a default one not at all."""
+    pytest.importorskip("vllm")
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    schema = json.dumps({"type": "object", "title": "x" * 300})
+    usual = {"max_tokens": 16, "min_p": "0.0", "seed": None, "temperature": "1.0", "top_k": 0,
+             "top_p": "1.0"}  # fmt: skip
+    plain = {
+        "n": 2, "seed": 4, "top_k": 5, "min_tokens": 3, "ignore_eos": True, "stop": ["END", "\n"],
+        "stop_token_ids": [3, 2], "bad_words": ["no"], "allowed_token_ids": [7, 8],
+    }  # fmt: skip
+    floats = {"presence_penalty": 0.1, "frequency_penalty": 0.2, "repetition_penalty": 1.1,
+              "temperature": 0.7, "top_p": 0.9, "min_p": 0.05}  # fmt: skip
+    given: dict[str, Any] = {
+        **plain, **floats, "logit_bias": {3: -1.5, 5: 2.0}, "extra_args": {"consent": "no"},
+        "structured_outputs": StructuredOutputsParams(json=schema),
+    }  # fmt: skip
+    digest = hashlib.sha256(json.dumps(schema).encode()).hexdigest()
+    assert recorded(SamplingParams()) == recorded(SamplingParams(watermarking=False)) == usual
+    assert recorded(SamplingParams(**given)) == {
+        **usual, **plain, **{name: str(value) for name, value in floats.items()},
+        "logit_bias": {"3": "-1.5", "5": "2.0"}, "extra_args": {"consent": "no"},
+        "structured_outputs": {"json": {"n": len(json.dumps(schema)), "sha256": digest}},
+    }  # fmt: skip
+    assert recorded(SamplingParams(prompt_logprobs=0))["prompt_logprobs"] == 0  # type: ignore[index]
+    assert recorded(None) is None
 
 
 def test_who_waits_for_a_killed_engine_is_woken() -> None:

@@ -25,19 +25,18 @@ def recorded(params: Any) -> dict[str, object] | None:
     if params is None:
         return None
     default = _default(type(params))  # type: ignore[arg-type]
-    names = [
-        name
-        for name in params.__struct_fields__
-        if not name.startswith("_") and name not in OF_THE_OUTPUT and name not in ALWAYS
-    ]
-    changed = {
-        name: value for name in names if (value := getattr(params, name)) != getattr(default, name)
-    }
-    given = {**changed, **{name: getattr(params, name) for name in ALWAYS}}
+    given: dict[str, Any] = {name: getattr(params, name) for name in ALWAYS}
     given |= {name: float(given[name]) for name in FLOATS}
     if (eos := getattr(params, "_eos_token_id", None)) is not None:
         given["eos_token_id"] = eos  # the tokenizer's; those of the generation config stop, too
-    return {name: in_words(value) for name, value in given.items() if value not in ([], {})}
+    for name in params.__struct_fields__:
+        value, usual = getattr(params, name), getattr(default, name, None)
+        if name.startswith("_") or name in given or name in OF_THE_OUTPUT or value == usual:
+            continue
+        # The front end puts an empty value, or False, for one that is not given.
+        if usual or not (value is False or value in ([], {})):
+            given[name] = value
+    return {name: in_words(value) for name, value in given.items()}
 
 
 @functools.cache
