@@ -13,7 +13,6 @@ from pydantic import BaseModel, Field
 
 from actds import __version__, canonical, schema
 from actds.errors import ActdsError
-from actds.exchange.folders import new_folder
 from actds.exchange.formats import ROWS_FILE, TARGETS, Source, Target, write_rows
 from actds.exchange.rows import ORDER, OrderedRows, lay_out, order_rows
 from actds.load.dataset import Dataset
@@ -21,6 +20,7 @@ from actds.load.dataset import open as open_dataset
 from actds.load.filters import bad
 from actds.load.selection import Selection, select, warn_where_none
 from actds.schema import FileEntry, Hook
+from actds.store.folders import new_folder
 
 __all__ = ["RECORD_FILE", "ExportRecord", "ExportedHook", "ExportedRun", "export"]
 

@@ -21,7 +21,6 @@ from actds.commit import ShardRows, commit_shard
 from actds.errors import ActdsError
 from actds.exchange.apart import open_foreign, reader
 from actds.exchange.export import RECORD_FILE
-from actds.exchange.folders import new_folder
 from actds.exchange.foreign import Block, ForeignHook, ForeignSet, own_name
 from actds.exchange.rows import BLOCK_NBYTES
 from actds.exchange.tensors import foreign as bad_set
@@ -37,6 +36,7 @@ from actds.schema import (
     RunBody,
     RunRecord,
 )
+from actds.store.folders import new_folder
 from actds.store.local import LocalStore
 from actds.text import storable
 
