@@ -38,7 +38,7 @@ from actds_writers.capture.check import (
 from actds_writers.capture.hooks import find_kind, raise_all
 from actds_writers.capture.op import HookBuffers
 from actds_writers.capture.taps import StreamForm, decoder_layers
-from actds_writers.engines.vllm.dispatch import eager
+from actds_writers.engines.vllm.dispatch import Dispatch, eager
 from actds_writers.engines.vllm.ranks import execute, share_tokens
 from actds_writers.engines.vllm.verified import is_verified
 from actds_writers.engines.vllm.worker import identify, loaded_model
@@ -86,8 +86,12 @@ def check_hooks(
     rows = dict(zip(hooks, forwarded.rows, strict=True))
     require_finite(rows, _computed(worker))  # after the last forward: other ranks take part in it
     bounds = _bounds(worker, hooks)
-    is_eager = worker.vllm_config.model_config.enforce_eager
-    apart = None if is_eager else _apart(hooks, forwarded, plain, bounds)
+    # Rows of a second replay would be the same and say nothing.
+    was_eager = Dispatch(worker.model_runner, model).mode == "eager"
+    if worker.vllm_config.model_config.enforce_eager or not was_eager:
+        apart = None
+    else:
+        apart = _apart(hooks, forwarded, plain, bounds)
     try:
         states = _reference_states(worker, model, hooks, forwarded)
     except NoReferenceError as missing:
