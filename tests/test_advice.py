@@ -196,6 +196,8 @@ def test_a_function_names_its_argument_and_a_command_the_option_that_sets_it() -
     assert raised.value.place == "held_out" and "--" not in str(raised.value)
     params = COMMANDS["regimes"].get_params(click.Context(COMMANDS["regimes"]))
     assert str(as_typed(raised.value, params)).startswith("E009 --held-out: 2.0;")
+    same = ActdsError("E014", "arms A and B", got="the same rows", expected="others")
+    assert as_typed(same, params) is same  # no value of the argument
     error = ActdsError(
         "E009", "kind /some/path", got="kind=1", expected='one, for example kind="npy"',
         next_step="Or resume=True, check=False, rows_per_shard.",

@@ -76,6 +76,9 @@ class _Words:
         head = self._first.match(text)
         if head is None:
             return text
+        # "arms A and B" is no argument with its value, but what the argument gave.
+        if head[0] != text and isinstance(self._by_name.get(head[0]), click.Argument):
+            return text
         return self._name.sub(lambda m: self._option(m[0]), head[0]) + text[head.end() :]
 
     def text(self, text: str) -> str:
@@ -94,6 +97,6 @@ class _Words:
     def _option(self, name: str, *, off: bool = False) -> str:
         param = self._by_name[name]
         if isinstance(param, click.Argument):
-            return param.metavar or name.upper()
+            return param.metavar if param.metavar and param.metavar.isalpha() else name
         options = param.secondary_opts if off and param.secondary_opts else param.opts
         return max(options, key=len)

@@ -217,7 +217,7 @@ def test_what_is_no_digest_is_no_pin(acts: Path) -> None:
         for use in (actds.open, validate, actds.Loader):
             assert code_of(use, acts, seal=text) == "E009", text
     shown = CliRunner().invoke(cli, ["validate", str(acts), "--seal", "x"])
-    assert shown.exit_code == 2 and shown.stderr.startswith("E009 seal")
+    assert shown.exit_code == 2 and shown.stderr.startswith("E009 --seal")
 
 
 @pytest.fixture

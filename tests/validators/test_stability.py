@@ -585,7 +585,7 @@ def test_a_batch_of_one_row_that_weighs_something_teaches_nothing() -> None:
     found = trainer(1).fit(Rows(rows.values, rows.keys, weight), 1, 2)
     assert np.isfinite(found.w_dec).all() and np.isfinite(found.fvu)
     weight[np.flatnonzero(weight)[1:]] = 0
-    with pytest.raises(ActdsError, match=r"E014 rows to train on: no batch"):
+    with pytest.raises(ActdsError, match=r"E014 training rows: no batch"):
         trainer().fit(Rows(rows.values, rows.keys, weight), 1, 2)
 
 
