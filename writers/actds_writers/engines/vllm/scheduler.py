@@ -9,6 +9,7 @@ scheduling is after the next step was scheduled: only then is the step reported.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -170,7 +171,7 @@ class VllmSchedulerSide(SchedulerSide):
         tokenizer: Callable[[], Any] = lambda: None,
     ) -> None:
         super().__init__(census)
-        self._tokenizer = tokenizer
+        self._tokenizer = functools.cache(tokenizer)
         self._entropy = entropy
         self._adapters = adapters
         self._block_size = block_size
