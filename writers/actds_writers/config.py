@@ -215,8 +215,8 @@ class WriteSettings(ModelSettings, HarvestSettings):
         "local hub cache"
     )
     prompts: Location = Field(
-        description="JSONL, JSON, Parquet or text file, or hf:FOLDER. A record has prompt, text "
-        "or messages",
+        description="JSONL, JSON, Parquet or text file, or hf:FOLDER. A record has prompt, text, "
+        "messages, prompt_token_ids or input_ids",
     )
     engine: str = Field(
         default="vllm",

@@ -9,6 +9,7 @@ scheduling is after the next step was scheduled: only then is the step reported.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import re
 import time
@@ -191,7 +192,7 @@ class VllmSchedulerSide(SchedulerSide):
         weights: str | None = None,
     ) -> None:
         super().__init__(census)
-        self._tokenizer = tokenizer
+        self._tokenizer = functools.cache(tokenizer)
         self._written, self.weights = written, weights
         self._entropy = entropy
         self._adapters = adapters
