@@ -393,16 +393,14 @@ def _wrap_scheduler() -> None:
 
     @functools.wraps(add_request)
     def adding(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._actds is not None and _live is not None:
-            _reported(self, _look_at_weights, self, _live)
+        _look_at_weights(self)
         if self._actds is not None:
             _reported(self, self._actds.arrived, request)
         return add_request(self, request, *args, **kwargs)
 
     @functools.wraps(schedule)
     def scheduling(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _live is not None and self._actds is not None:
-            _reported(self, _look_at_weights, self, _live)
+        _look_at_weights(self)
         if self._actds is None:
             return schedule(self, *args, **kwargs)
         running = {request.request_id for request in self.running}
@@ -443,9 +441,15 @@ def _wrap_scheduler() -> None:
     Scheduler.update_from_output, Scheduler.has_requests = updating, having
 
 
-def _look_at_weights(scheduler: Any, live: LiveRun) -> None:
+def _look_at_weights(scheduler: Any) -> None:
     """Begin another run before a step, if its weights are not those of the last one."""
-    from actds_writers.engines.vllm.weights import WrittenBlocks, change_run, weights_facts
+    if scheduler._actds is not None and _live is not None:
+        _reported(scheduler, _follow_weights, scheduler, _live)
+
+
+def _follow_weights(scheduler: Any, live: LiveRun) -> None:
+    from actds_writers.engines.vllm.blocks import WrittenBlocks
+    from actds_writers.engines.vllm.weights import change_run, weights_facts
 
     global _live, _link
     watch, old = live.watch, scheduler._actds

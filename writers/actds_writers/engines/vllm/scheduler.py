@@ -13,7 +13,7 @@ import functools
 import logging
 import re
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,10 +24,16 @@ from actds.errors import ActdsError
 from actds.format import tables
 from actds_writers.engines.account import Channel, SchedulerSide
 from actds_writers.engines.vllm.adapters import adapter_sha256
+from actds_writers.engines.vllm.blocks import (
+    Blocks,
+    Owner,
+    Owners,
+    WrittenBlocks,
+    blocks_of_step,
+)
 from actds_writers.engines.vllm.chats import ChatRoles, take_roles
 from actds_writers.engines.vllm.params import recorded
 from actds_writers.engines.vllm.stops import StopStrings
-from actds_writers.engines.vllm.weights import Blocks, WrittenBlocks, blocks_of_step
 from actds_writers.ipc.messages import Reference, RequestFinished, StepScheduled
 from actds_writers.sampling import EVERYTHING, MIXED_WEIGHTS, Labels, LeftOut, SamplingRules
 
@@ -204,7 +210,7 @@ class VllmSchedulerSide(SchedulerSide):
         self._unsent: deque[_Flying | RequestFinished] = deque()
         self._settled: list[Settled] = []
         self._speculates = False
-        self.owners = _Owners(None if n_blocks is None else OWNERS_PER_BLOCK * n_blocks)
+        self.owners = Owners(None if n_blocks is None else OWNERS_PER_BLOCK * n_blocks)
 
     def follow(self, connector: Any) -> None:
         """Note what a KV connector supplies, from the two calls by which the scheduler admits.
@@ -625,7 +631,7 @@ class VllmSchedulerSide(SchedulerSide):
         tracked.n_owned_blocks = max(tracked.n_owned_blocks, local // self._block_size)
         return references
 
-    def _owner(self, request: Any, block: int) -> _Owner:
+    def _owner(self, request: Any, block: int) -> Owner:
         found = None
         if block < len(request.block_hashes):
             found = self.owners.find(bytes(request.block_hashes[block]))
@@ -641,33 +647,6 @@ class VllmSchedulerSide(SchedulerSide):
             owner = (tracked.number, tracked.external_end)
             self.owners.note(bytes(request.block_hashes[block]), owner)
         tracked.n_owned_blocks = max(tracked.n_owned_blocks, n_full)
-
-
-_Owner = tuple[int | None, int]
-"""The request that computed a block, and the first position that it computed there itself: those
-before came from outside."""
-
-
-class _Owners:
-    """Who computed each prefix block; least recently used ones are forgotten first."""
-
-    def __init__(self, limit: int | None) -> None:
-        self._limit = limit
-        self.requests: OrderedDict[bytes, _Owner] = OrderedDict()
-
-    def find(self, block: bytes) -> _Owner | None:
-        """Return who computed a block, ``None`` when that is not known."""
-        owner = self.requests.get(block)
-        if owner is not None:
-            self.requests.move_to_end(block)
-        return owner
-
-    def note(self, block: bytes, owner: _Owner) -> None:
-        """Note who computed a block last."""
-        self.requests[block] = owner
-        self.requests.move_to_end(block)
-        if self._limit is not None and len(self.requests) > self._limit:
-            self.requests.popitem(last=False)
 
 
 _KINDS = {

@@ -1,15 +1,14 @@
-"""Changes of the weights in a live engine: how they are seen, and which KV blocks are of old ones.
+"""Changes of the weights in a live engine: how they are seen, and what is known of the new ones.
 
 Beside the data path, in the engine core: every call to the workers passes ``WeightsWatch``. One
 that may set weights is followed, before the next step, by a look at their digest; where it is
-another one, the plugin ends the run and begins the next. vLLM keeps the blocks that it cached under
-the old weights: ``WrittenBlocks`` says which ones the new weights computed.
+another one, the plugin ends the run and begins the next.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -245,61 +244,3 @@ def weights_facts(change: Change, before: str, *, hashed: bool) -> list[Fact]:
     if change.folder is not None and change.folder.is_dir():
         digest = weights_sha256(change.folder) if hashed else None
     return [observed("model.weights_sha256", digest, reason[:500])]
-
-
-# KV blocks ---------------------------------------------------------------------------------------
-
-Blocks = Sequence[Sequence[int]]
-"""Ids of the KV blocks of a request, by group of layers; 0 is none."""
-
-
-class WrittenBlocks:
-    """The KV blocks that the present weights have computed, since a change.
-
-    Every other block that serves a request is of old weights, or of both.
-
-    Args:
-        block_sizes: tokens of a block, by group.
-    """
-
-    def __init__(self, block_sizes: Collection[int]) -> None:
-        self._sizes = tuple(block_sizes)
-        self._ids: set[int] = set()
-
-    def serve(self, blocks: Blocks, n_served: int) -> bool:
-        """Return whether all blocks are known that serve the first positions of a request."""
-        return all(
-            self._ids.issuperset(set(served) - {0}) for served, _ in self._split(blocks, n_served)
-        )
-
-    def write(self, blocks: Blocks, n_served: int, *, mixed: bool) -> None:
-        """Note the blocks behind those that serve a request: it computes them now.
-
-        Args:
-            mixed: whether it does so on KV of other weights.
-        """
-        for _, new in self._split(blocks, n_served):
-            if mixed:
-                self._ids.difference_update(new)
-            else:
-                self._ids.update(new)
-
-    def _split(
-        self, blocks: Blocks, n_served: int
-    ) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-        for ids, size in zip(blocks, self._sizes, strict=True):
-            n = -(-n_served // size)
-            yield ids[:n], ids[n:]
-
-
-def blocks_of_step(scheduled: Any) -> tuple[dict[str, Blocks], dict[str, Blocks]]:
-    """Return by request all blocks of those that a step admits, and the further ones of others."""
-    admitted: dict[str, Blocks] = {
-        new.req_id: new.block_ids for new in scheduled.scheduled_new_reqs
-    }
-    further: dict[str, Blocks] = {}
-    cached = scheduled.scheduled_cached_reqs
-    for request, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
-        if blocks is not None:
-            (admitted if request in cached.resumed_req_ids else further)[request] = blocks
-    return admitted, further
