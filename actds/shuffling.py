@@ -27,7 +27,6 @@ import numpy.typing as npt
 from actds import __version__, canonical, layout, schema
 from actds.commit import NewShard
 from actds.errors import CODES, ActdsError
-from actds.exchange.folders import refuse_links
 from actds.executor import ExecutorName, open_executor
 from actds.format import arrays, encoding, tables
 from actds.format.shard import (
@@ -55,7 +54,7 @@ from actds.schema import (
 )
 from actds.sealing import account_run, seal
 from actds.store import Store, open_store, refuse_within_dataset
-from actds.store.local import LocalStore, lock_dataset
+from actds.store.local import LocalStore, lock_dataset, refuse_links
 
 __all__ = ["CODECS", "Shuffled", "shuffle"]
 
