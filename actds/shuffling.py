@@ -54,8 +54,7 @@ from actds.schema import (
 )
 from actds.sealing import account_run, seal
 from actds.store import Store, open_store, refuse_within_dataset
-from actds.store.folders import refuse_links
-from actds.store.local import LocalStore, lock_dataset
+from actds.store.local import LocalStore, lock_dataset, refuse_links
 
 __all__ = ["CODECS", "Shuffled", "shuffle"]
 

@@ -26,8 +26,7 @@ from actds.hub.card import put_card
 from actds.hub.repository import Repository, digest_of, is_file
 from actds.reading import Catalog, read_dataset
 from actds.store import file_sha256, local_folder, refuse_within_dataset
-from actds.store.folders import refuse_links
-from actds.store.local import LocalStore, lock_dataset
+from actds.store.local import LocalStore, lock_dataset, refuse_links
 from actds.trust.pin import check_pin, parse_pin
 from actds.trust.sums import put_sums
 

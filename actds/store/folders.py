@@ -11,9 +11,8 @@ from pathlib import Path
 
 from actds.errors import ActdsError
 from actds.store import local_folder, refuse_within_dataset
-from actds.store.local import walk
 
-__all__ = ["new_folder", "refuse_links"]
+__all__ = ["new_folder"]
 
 
 @contextmanager
@@ -58,22 +57,6 @@ def new_folder(out: str | Path) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-def refuse_links(folder: Path) -> None:
-    """Refuse a link in a folder that is written further: its target belongs to somebody else.
-
-    Raises:
-        ActdsError: E107 the folder, or what is in it, is a link.
-    """
-    links = [str(folder)] if folder.is_symlink() else []
-    if folder.is_dir():
-        links += [entry.path for _, entry in walk(folder) if entry.is_symlink()]
-    if links:
-        raise ActdsError(
-            "E107", links[0], got="a link", expected="what an earlier call left there, or nothing",
-            next_step="Remove it, or choose another path.",
-        )  # fmt: skip
 
 
 def _sync(path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import ClassVar
 from actds.errors import ActdsError, BusyError
 from actds.store import TEMPORARY, Buffer, NewFile, Put, Store, StoredFile, check_path
 
-__all__ = ["LocalFile", "LocalStore", "NewLocalFile", "lock_dataset", "walk"]
+__all__ = ["LocalFile", "LocalStore", "NewLocalFile", "lock_dataset", "refuse_links", "walk"]
 
 _MAX_DEPTH = 16  # the deepest path of the format has 8 segments
 _BUFFERS_PER_WRITE = 512  # below IOV_MAX (1024), the most that one writev takes
@@ -427,6 +427,22 @@ def walk(folder: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]
             expected = "a readable folder"
             got = error.strerror or "?"
             raise ActdsError("E104", path or ".", got=got, expected=expected) from error
+
+
+def refuse_links(folder: Path) -> None:
+    """Refuse a link in a folder that is written further: its target belongs to somebody else.
+
+    Raises:
+        ActdsError: E107 the folder, or what is in it, is a link.
+    """
+    links = [str(folder)] if folder.is_symlink() else []
+    if folder.is_dir():
+        links += [entry.path for _, entry in walk(folder) if entry.is_symlink()]
+    if links:
+        raise ActdsError(
+            "E107", links[0], got="a link", expected="what an earlier call left there, or nothing",
+            next_step="Remove it, or choose another path.",
+        )  # fmt: skip
 
 
 def _write_all(handle: int, views: list[memoryview]) -> None:

@@ -145,12 +145,12 @@ def test_what_is_refused_ends_nobody(place: str, line: list[str], tmp_path: Path
         "may still write": started([sys.executable, "-m", "actds", "recover", place, "--clear"]),
     }
     for says, process in refused.items():
-        _, errors = process.communicate(timeout=300)
+        _, errors = process.communicate(timeout=900)
         assert process.returncode != 0 and "E010" in errors and says in errors, errors
     assert harvest.poll() is None
     assert chains(place) == before
     harvest.send_signal(signal.SIGTERM)
-    _, errors = harvest.communicate(timeout=300)
+    _, errors = harvest.communicate(timeout=900)
     assert "E308" not in errors, errors
     dataset = clean(place, warnings=frozenset())
     assert set(chains(place).values()) == {"closed"}
