@@ -354,7 +354,7 @@ def test_what_the_batches_hold_is_normalized_and_can_be_undone(
     undone = batch / torch.tensor(told["scale"], dtype=torch.float64) + shift
     assert torch.allclose(undone, rows, rtol=1e-5, atol=1e-4)
     # Each of 100 epochs leaves out or draws other rows: a sample of what is promised in the mean,
-    # and the order is another one for each digest. The tolerances are six standard errors.
+    # and the order is another one for each digest. The tolerances are several standard errors.
     assert np.linalg.norm(rows, axis=1).mean() == pytest.approx(found.mean_norm, rel=0.08)
     if how == "norm":
         assert np.linalg.norm(batch, axis=1).mean() == pytest.approx(4, rel=0.08)
