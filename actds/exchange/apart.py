@@ -16,8 +16,9 @@ import pyarrow as pa
 
 from actds.apart import Apart, Reply, Request, cpu_seconds
 from actds.errors import ActdsError
+from actds.exchange.blocks import Block, ForeignHook, ForeignSet
 from actds.exchange.containers import READERS, leaves
-from actds.exchange.foreign import KINDS, Block, ForeignHook, ForeignSet, files_of, open_set
+from actds.exchange.foreign import KINDS, files_of, open_set
 from actds.exchange.tensors import foreign
 from actds.format.arrays import DTYPES
 from actds.text import storable

@@ -18,9 +18,10 @@ import numpy as np
 from actds import layout
 from actds.errors import ActdsError
 from actds.exchange.apart import arrays_of, open_foreign, reader
+from actds.exchange.blocks import LABELS, ForeignSet, own_name
 from actds.exchange.containers import ANY
 from actds.exchange.export import RECORD_FILE
-from actds.exchange.foreign import KINDS, LABELS, ForeignSet, files_of, own_name
+from actds.exchange.foreign import KINDS, files_of
 from actds.exchange.importing import named_hook
 from actds.exchange.tensors import foreign
 from actds.format.arrays import widen

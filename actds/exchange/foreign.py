@@ -11,93 +11,34 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
 
 from actds.errors import ActdsError
-from actds.exchange.containers import READERS, Leaf, batches, features_of, map_npy, schema_of
+from actds.exchange.arrow_sets import open_datasets, open_sae_lens
+from actds.exchange.blocks import (
+    LABELS,
+    NEVER_SAID,
+    Array,
+    Block,
+    ForeignHook,
+    ForeignSet,
+    SequenceRows,
+    check_labels,
+    cut_rows,
+    own_name,
+    stored_type,
+)
+from actds.exchange.containers import READERS, Leaf, features_of, map_npy
 from actds.exchange.tensors import foreign, read_document
 from actds.format.arrays import DTYPES
 
-__all__ = ["KINDS", "LABELS", "Block", "ForeignHook", "ForeignSet", "files_of", "open_set",
-           "own_name"]  # fmt: skip
+__all__ = ["KINDS", "files_of", "open_set"]
 
-Array = npt.NDArray[Any]
-BLOCK_ROWS, BLOCK_NBYTES = 4096, 1 << 26
-"""Rows of a sequence that are read at a time, and their bytes, unless one row has more."""
-NEVER_SAID = ("attempt", "chunk", "flags", "phase", "step")
-"""Columns of the token table that no such set has."""
-LABELS = {
-    "token_id": ("token_ids", "input_ids", "token_id", "tokens"),
-    "position": ("positions", "position_ids", "position"),
-}
-"""Names under which arrays that label rows are known, by what they label."""
 _NUMBERS = re.compile(r"(\d+)").split
-_TLENS = re.compile(
-    r"blocks\.(\d+)\.(?:hook_(resid_pre|resid_mid|resid_post|attn_out|mlp_out)"
-    r"|attn\.hook_([qkvz]))"
-)
-"""Names of TransformerLens: what stands there is what the format means by the same kind."""
-
-
-@dataclass(frozen=True)
-class ForeignHook:
-    """The rows of one place in the model.
-
-    Args:
-        called: what the set calls it; empty where it gives no name.
-        d_model: channels of a row.
-        dtype: type of the values as they are imported.
-    """
-
-    called: str
-    d_model: int
-    dtype: str
-
-
-@dataclass(frozen=True)
-class Block:
-    """Rows of one sequence.
-
-    Args:
-        sequence: number of the sequence, from 0.
-        position: positions of the rows, ``(n,)``.
-        token_ids: their tokens, ``(n,)``; None where the set has none.
-        bits: bit patterns of the rows of each hook, ``(n, d_model)``.
-    """
-
-    sequence: int
-    position: Array
-    token_ids: Array | None
-    bits: list[Array]
-
-
-@dataclass(frozen=True)
-class ForeignSet:
-    """A set that was opened.
-
-    Args:
-        kind: one of ``KINDS``.
-        files: its files, in the order of their rows.
-        hooks: its hooks.
-        unknown: columns of the token table of which it says nothing.
-        n_rows: rows of a hook.
-        blocks: reads its rows.
-        left_out: what else is there, which is not imported.
-    """
-
-    kind: str
-    files: list[Path]
-    hooks: list[ForeignHook]
-    unknown: tuple[str, ...]
-    n_rows: int
-    blocks: Callable[[], Iterator[Block]]
-    left_out: tuple[str, ...] = field(default=())
 
 
 def open_set(path: Path, kind: str, files: list[Path], dtype: str | None = None) -> ForeignSet:
@@ -115,12 +56,6 @@ def open_set(path: Path, kind: str, files: list[Path], dtype: str | None = None)
             without torch.
     """
     return KINDS[kind][1](path, files, dtype)
-
-
-def own_name(hook: ForeignHook) -> str:
-    """Return the name of a hook for what the set calls it."""
-    match = _TLENS.fullmatch(hook.called)
-    return f"{match[2] or match[3]}.{int(match[1])}" if match else hook.called
 
 
 def files_of(path: Path, kind: str) -> list[Path]:
@@ -179,28 +114,6 @@ def _arrow_files(path: Path, kind: str) -> list[Path]:
     return [path / name for name in names]
 
 
-# Rows of sequences, from whatever container.
-
-
-@dataclass(frozen=True)
-class _Sequence:
-    """One sequence of rows of a file, not yet read: ``(n, d_model)`` of each hook.
-
-    Args:
-        rows: values of each hook, or what reads them.
-        dtypes: types of the values.
-        token_ids: tokens, if any.
-        position: positions, if any.
-        first: position of the first row where nobody says it.
-    """
-
-    rows: list[Array]
-    dtypes: list[str]
-    token_ids: Array | None
-    position: Array | None
-    first: int = 0
-
-
 @dataclass(frozen=True)
 class _Held:
     """What one file holds.
@@ -213,7 +126,7 @@ class _Held:
     """
 
     names: list[str]
-    sequences: list[_Sequence]
+    sequences: list[SequenceRows]
     left_out: set[str] = field(default_factory=set)
     ordered: bool = True
 
@@ -230,7 +143,7 @@ def _open_sequences(
         unknown |= set() if held.ordered or len(files) > 1 else {"request"}
         for one in held.sequences:
             form = tuple(
-                (name, rows.shape[1], _stored_type(file, one_type, dtype))
+                (name, rows.shape[1], stored_type(file, one_type, dtype))
                 for name, rows, one_type in zip(held.names, one.rows, one.dtypes, strict=True)
             )
             forms.setdefault(form, file)
@@ -239,7 +152,7 @@ def _open_sequences(
                 raise foreign(file, got, expected)
             unknown |= {"token_id"} if one.token_ids is None else set()
             unknown |= {"position"} if one.position is None else set()
-            _check_labels(file, one)
+            check_labels(file, one)
             n_rows += len(one.rows[0])
     hooks = [ForeignHook(name, width, kept) for name, width, kept in next(iter(forms), ())]
     dtypes = [hook.dtype for hook in hooks]
@@ -248,7 +161,7 @@ def _open_sequences(
         number = 0
         for file in files:
             for one in load(file).sequences:
-                yield from _cut(file, number, one, dtypes, "token_id" not in unknown)
+                yield from cut_rows(file, number, one, dtypes, "token_id" not in unknown)
                 number += 1
 
     if not hooks:
@@ -259,69 +172,6 @@ def _open_sequences(
 
 def _form(form: Sequence[tuple[str, int, str]]) -> str:
     return ", ".join(f"{name} {dtype} rows of {width}".strip() for name, width, dtype in form)
-
-
-def _check_labels(file: Path, one: _Sequence) -> None:
-    """Refuse labels that are no numbers of 32 bits, or not one per row."""
-    n = len(one.rows[0])
-    for name, values in (("token_ids", one.token_ids), ("positions", one.position)):
-        if values is None:
-            continue
-        if values.shape != (n,) or values.dtype.kind not in "iu":
-            got = f"{name} of {values.dtype} {values.shape}"
-            raise foreign(file, got, f"integers ({n},), one per row")
-        if n and not (int(values.min()) >= 0 and int(values.max()) < 2**32):
-            raise foreign(file, f"{name} to {values.max()}", "numbers from 0 below 2^32")
-    if one.position is not None and (np.diff(one.position.astype(np.int64)) <= 0).any():
-        raise foreign(file, "positions that do not ascend", "each position once")
-
-
-def _cut(
-    file: Path, number: int, one: _Sequence, dtypes: list[str], tokens: bool
-) -> Iterator[Block]:
-    """Yield the rows of a sequence in blocks, in the types that they are imported in."""
-    row_nbytes = sum(rows.shape[1] * rows.itemsize for rows in one.rows)
-    step = max(1, min(BLOCK_ROWS, BLOCK_NBYTES // max(row_nbytes, 1)))
-    for start in range(0, len(one.rows[0]), step):
-        stop = min(start + step, len(one.rows[0]))
-        given = one.position
-        where = one.first + np.arange(start, stop) if given is None else given[start:stop]
-        ids = one.token_ids[start:stop] if tokens and one.token_ids is not None else None
-        bits = [
-            _bits(file, rows[start:stop], dtype, stored)
-            for rows, dtype, stored in zip(one.rows, one.dtypes, dtypes, strict=True)
-        ]
-        yield Block(number, where, ids, bits)
-
-
-def _bits(file: Path, values: Array, dtype: str, stored: str) -> Array:
-    """Return rows as the bit patterns of a type, rounded where it is not their own.
-
-    Raises:
-        ActdsError: E019 a finite value that the type cannot hold.
-    """
-    if dtype == stored:
-        bits: Array = np.ascontiguousarray(values).view(DTYPES[stored].bits)
-        return bits
-    with np.errstate(over="ignore"):
-        narrow = values.astype(DTYPES[stored].native)
-    lost = np.isfinite(values) & ~np.isfinite(narrow.astype(np.float32))
-    if lost.any():
-        got = f"{int(lost.sum()):,} values as {values[lost][0]:g}, which {stored} cannot hold"
-        raise foreign(file, got, "a wider type: dtype=")
-    cast: Array = narrow.view(DTYPES[stored].bits)
-    return cast
-
-
-def _stored_type(place: object, dtype: str, wanted: str | None) -> str:
-    """Return the type in which values are imported: their own, or for float64 what is wanted."""
-    if dtype in DTYPES:
-        return dtype
-    if dtype == "float64" and wanted in DTYPES:
-        return wanted
-    expected = f"one of {', '.join(DTYPES)}, unrounded"
-    more = ', or dtype="float32", which rounds' if dtype == "float64" else ""
-    raise foreign(place, f"values of {dtype}", expected + more)
 
 
 # Tensors by name: what vLLM, speculators and people save.
@@ -369,11 +219,11 @@ def _hidden_states(kind: str, file: Path, node: dict[str, Any]) -> _Held:
         # The connector stores every token that was fed, from the first: one row for each.
         position = np.arange(len(rows[0]) if rows else 0)
     dtypes = dtypes * len(rows) if len(dtypes) == 1 else dtypes
-    return _Held([""] * len(rows), [_Sequence(rows, dtypes, ids, position)], set(node))
+    return _Held([""] * len(rows), [SequenceRows(rows, dtypes, ids, position)], set(node))
 
 
 def _known_type(place: object, dtype: str) -> str:
-    _stored_type(place, dtype, "float32")
+    stored_type(place, dtype, "float32")
     return dtype
 
 
@@ -447,7 +297,7 @@ def _sequences_of(
     rest = {} if rest is None else rest
     tokens, positions = (_labels_of(file, rest, label, first) for label in LABELS)
     sequences = [
-        _Sequence(
+        SequenceRows(
             [found[n] for found, _ in parts.values()],
             [dtype for _, dtype in parts.values()],
             None if tokens is None else tokens[n],
@@ -523,7 +373,7 @@ def _open_npy(path: Path, files: list[Path], dtype: str | None) -> ForeignSet:
         names.append(file.stem)
         parts.append(values if values.ndim == 3 else values[None])
         dtypes.append(name)
-        kept.append(_stored_type(file, name, dtype))
+        kept.append(stored_type(file, name, dtype))
     hooks = [
         ForeignHook(name, rows.shape[-1], stored)
         for name, rows, stored in zip(names, parts, kept, strict=True)
@@ -531,8 +381,8 @@ def _open_npy(path: Path, files: list[Path], dtype: str | None) -> ForeignSet:
 
     def blocks() -> Iterator[Block]:
         for number in range(len(parts[0])):
-            one = _Sequence([array[number] for array in parts], dtypes, None, None)
-            yield from _cut(files[0], number, one, kept, False)
+            one = SequenceRows([array[number] for array in parts], dtypes, None, None)
+            yield from cut_rows(files[0], number, one, kept, False)
 
     unknown = {*NEVER_SAID, "token_id", "position"} | ({"request"} if len(shape) == 1 else set())
     n_rows = math.prod(shape)
@@ -548,217 +398,10 @@ def _npy_type(file: Path, name: str, dtype: str | None) -> str:
     return name
 
 
-# Arrow: the windows of SAELens, and lists of numbers.
-
-
-def _open_sae_lens(path: Path, files: list[Path], dtype: str | None) -> ForeignSet:
-    """Open a saved Arrow dataset with one two-dimensional array per hook and window."""
-    info, features = path / "dataset_info.json", features_of(path)
-    try:
-        two = {n: f for n, f in features.items() if f.get("_type") == "Array2D"}
-        sizes = {int(f["shape"][0]) for f in two.values()}
-        types = [str(f["dtype"]) for f in two.values()]
-        hooks = [
-            ForeignHook(name, int(f["shape"][1]), _stored_type(info, str(f["dtype"]), dtype))
-            for name, f in two.items()
-        ]
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        if isinstance(error, ActdsError):
-            raise
-        raise foreign(info, "features that cannot be read", "windows of activations") from None
-    if len(sizes) != 1 or not hooks or min(sizes) < 1 or min(h.d_model for h in hooks) < 1:
-        got = f"windows of {', '.join(map(str, sorted(sizes))) or 'no hook'}"
-        raise foreign(info, got, "Array2D features of one context size")
-    size, tokens = sizes.pop(), "token_ids" in features
-    names = [hook.called for hook in hooks] + (["token_ids"] if tokens else [])
-    for file in files:
-        _check_columns(file, names)
-    kept = [hook.dtype for hook in hooks]
-
-    def blocks() -> Iterator[Block]:
-        number = 0
-        for file in files:
-            for batch in batches(file):
-                values = [_flat(batch, h, t, size, file) for h, t in zip(hooks, types, strict=True)]
-                ids = _tokens(batch, size, file) if tokens else None
-                for n in range(batch.num_rows):
-                    cut = slice(n * size, (n + 1) * size)
-                    own = None if ids is None else ids[cut]
-                    one = _Sequence([rows[cut] for rows in values], types, own, None)
-                    yield from _cut(file, number, one, kept, tokens)
-                    number += 1
-
-    unknown = {*NEVER_SAID, "position"} | (set() if tokens else {"token_id"})
-    # What actds export packs are rows of any requests.
-    unknown |= {"request"} if (path / "actds_export.json").exists() else set()
-    other = tuple(sorted(set(features) - set(names)))
-    n_rows = size * sum(batch.num_rows for file in files for batch in batches(file))
-    return ForeignSet("sae-lens", files, hooks, tuple(sorted(unknown)), n_rows, blocks, other)
-
-
-def _check_columns(file: Path, names: list[str]) -> None:
-    schema = schema_of(file)
-    missing = [name for name in names if name not in schema.names]
-    if missing:
-        got = f"columns {', '.join(schema.names)}"[:200]
-        raise foreign(file, got, f"also {', '.join(missing)}")
-
-
-def _flat(batch: pa.RecordBatch, hook: ForeignHook, dtype: str, size: int, file: Path) -> Array:
-    """Return the rows of a column of windows, after a look at the length of each."""
-    windows = _storage(batch.column(hook.called))
-    lengths, rows = _lists(windows, hook.called, file)
-    widths, flat = _lists(rows, hook.called, file)
-    if set(widths.tolist()) - {hook.d_model} or set(lengths.tolist()) - {size}:
-        got = f"{hook.called} windows of {sorted(set(lengths.tolist()))[:9]} rows of "
-        got += f"{sorted(set(widths.tolist()))[:9]}"
-        raise foreign(file, got, f"{size} rows of {hook.d_model}")
-    return _values(flat, hook.called, dtype, file).reshape(-1, hook.d_model)
-
-
-def _storage(column: pa.Array) -> pa.Array:
-    return column.storage if isinstance(column, pa.ExtensionArray) else column
-
-
-def _lists(column: pa.Array, name: str, file: Path) -> tuple[Array, pa.Array]:
-    """Return the lengths of the lists of a column, and their elements."""
-    kind = column.type
-    if not (
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    ):
-        raise foreign(file, f"{name} of {kind}"[:200], "lists of numbers")
-    if column.null_count:
-        raise foreign(file, f"{name} with {column.null_count} nulls", "no null")
-    lengths: Array = column.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
-    return lengths, column.flatten()
-
-
-def _values(flat: pa.Array, name: str, dtype: str, file: Path) -> Array:
-    if flat.null_count:
-        raise foreign(file, f"{name} with {flat.null_count} nulls", "no null")
-    values: Array = flat.to_numpy(zero_copy_only=False)
-    if values.dtype.name != dtype:
-        raise foreign(file, f"{name} of {values.dtype}", dtype)
-    return values
-
-
-def _tokens(batch: pa.RecordBatch, size: int, file: Path) -> Array:
-    lengths, ids = _lists(batch.column("token_ids"), "token_ids", file)
-    if ids.null_count or len(ids) != batch.num_rows * size or set(lengths.tolist()) - {size}:
-        raise foreign(file, f"{len(ids)} token_ids", f"{size} for each of {batch.num_rows} windows")
-    values: Array = ids.to_numpy(zero_copy_only=False)
-    if values.dtype.kind not in "iu" or (len(values) and values.min() < 0):
-        raise foreign(file, f"token_ids of {values.dtype}", "numbers from 0")
-    return values
-
-
-def _open_datasets(path: Path, files: list[Path], dtype: str | None) -> ForeignSet:
-    """Open a dataset of lists of floats: a row of channels, or a sequence of them, in each line."""
-    schema = schema_of(files[0])
-    kinds = {column.name: _nesting(column.type) for column in schema}
-    hooks = {n: k for n, k in kinds.items() if k[1] in (*DTYPES, "float64") and k[0] in (1, 2)}
-    if not hooks:
-        raise foreign(files[0], f"columns {', '.join(schema.names)}"[:200], "lists of floats")
-    if len({depth for depth, _ in hooks.values()}) > 1:
-        raise foreign(files[0], f"columns {', '.join(hooks)}"[:200], "rows, or sequences of rows")
-    depth = next(iter(hooks.values()))[0]
-    label = next((n for n in LABELS["token_id"] if kinds.get(n, (-1, ""))[0] == depth - 1), None)
-    label = label if label and kinds[label][1].startswith(("int", "uint")) else None
-    for file in files:
-        if schema_of(file) != schema:
-            raise foreign(file, "other columns", f"those of {files[0].name}")
-    widths, n_rows = _widths(files, list(hooks), depth)
-    stored = {n: _stored_type(f"{path} {n}", k[1], dtype) for n, k in hooks.items()}
-    found = [ForeignHook(n, widths[n], stored[n]) for n in hooks]
-    kept = list(stored.values())
-
-    def blocks() -> Iterator[Block]:
-        number, first = 0, 0
-        for file in files:
-            for batch in batches(file):
-                for one in _lines(file, batch, hooks, widths, label, depth):
-                    yield from _cut(
-                        file, number, replace(one, first=first), kept, label is not None
-                    )
-                    number += depth - 1
-                    first += len(one.rows[0]) if depth == 1 else 0
-
-    unknown = {*NEVER_SAID, "position"} | (set() if label else {"token_id"})
-    unknown |= {"request"} if depth == 1 else set()
-    other = tuple(sorted(set(schema.names) - set(hooks) - {label}))
-    return ForeignSet("datasets", files, found, tuple(sorted(unknown)), n_rows, blocks, other)
-
-
-def _nesting(kind: pa.DataType) -> tuple[int, str]:
-    """Return how deep lists are nested, and the type of their elements."""
-    depth = 0
-    while pa.types.is_list(kind) or pa.types.is_large_list(kind) or (
-        pa.types.is_fixed_size_list(kind)
-    ):  # fmt: skip
-        depth, kind = depth + 1, kind.value_type
-    names = {"float": "float32", "double": "float64", "halffloat": "float16"}
-    return depth, names.get(str(kind), str(kind))
-
-
-def _widths(files: list[Path], names: list[str], depth: int) -> tuple[dict[str, int], int]:
-    """Return the channels of each hook and the rows of one, by the length of every list."""
-    n_rows = 0
-    widths: dict[str, set[int]] = {name: set() for name in names}
-    for file in files:
-        for batch in batches(file):
-            for name in names:
-                column = batch.column(name)
-                for _ in range(depth - 1):
-                    column = _lists(column, name, file)[1]
-                lengths = _lists(column, name, file)[0]
-                widths[name] |= set(np.unique(lengths).tolist())
-            n_rows += len(lengths)
-    for name, found in widths.items():
-        if len(found) != 1 or 0 in found:
-            got = f"{name} in lists of {sorted(found)[:9]}"
-            raise foreign(files[0], got, "lists of one length")
-    return {name: found.pop() for name, found in widths.items()}, n_rows
-
-
-def _lines(
-    file: Path, batch: pa.RecordBatch, hooks: dict[str, tuple[int, str]], widths: dict[str, int],
-    label: str | None, depth: int,
-) -> Iterator[_Sequence]:  # fmt: skip
-    """Yield the sequences of a batch: all its lines as one, or one each."""
-    lengths: Array | None = None
-    rows: list[Array] = []
-    for name, (_, dtype) in hooks.items():
-        column = batch.column(name)
-        if depth == 2:
-            own, column = _lists(column, name, file)
-            if lengths is not None and (own != lengths).any():
-                raise foreign(file, f"{name} of other lengths", "those of the other columns")
-            lengths = own
-        flat = _lists(column, name, file)[1]
-        rows.append(_values(flat, name, dtype, file).reshape(-1, widths[name]))
-    ids: Array | None = None
-    if label is not None:
-        column = batch.column(label)
-        if depth == 2:
-            own, column = _lists(column, label, file)
-            if lengths is not None and (own != lengths).any():
-                raise foreign(file, f"{label} of other lengths", "one per row")
-        if column.null_count:
-            raise foreign(file, f"{label} with {column.null_count} nulls", "no null")
-        ids = column.to_numpy(zero_copy_only=False)
-    ends = [len(rows[0])] if lengths is None else np.cumsum(lengths).tolist()
-    dtypes = [dtype for _, dtype in hooks.values()]
-    for start, stop in zip([0, *ends[:-1]], ends, strict=True):
-        one = None if ids is None else ids[start:stop]
-        sequence = _Sequence([values[start:stop] for values in rows], dtypes, one, None)
-        _check_labels(file, sequence)
-        yield sequence
-
-
 Opener = Callable[[Path, list[Path], "str | None"], ForeignSet]
 KINDS: dict[str, tuple[str, Opener]] = {
-    "sae-lens": ("", _open_sae_lens),
-    "datasets": ("", _open_datasets),
+    "sae-lens": ("", open_sae_lens),
+    "datasets": ("", open_datasets),
     "safetensors": (".safetensors", lambda *given: _open_tensors("safetensors", *given)),
     "pt": (".pt", lambda *given: _open_tensors("pt", *given)),
     "npy": (".npy", _open_npy),

@@ -20,8 +20,8 @@ from actds import __version__, layout, schema
 from actds.commit import ShardRows, commit_shard
 from actds.errors import ActdsError
 from actds.exchange.apart import open_foreign, reader
+from actds.exchange.blocks import Block, ForeignHook, ForeignSet, own_name
 from actds.exchange.export import RECORD_FILE
-from actds.exchange.foreign import Block, ForeignHook, ForeignSet, own_name
 from actds.exchange.rows import BLOCK_NBYTES
 from actds.exchange.tensors import foreign as bad_set
 from actds.exchange.tensors import read_document
