@@ -868,7 +868,7 @@ def test_one_arm_is_not_told_to_look_at_the_rows_of_others() -> None:
         (
             ["{A}"],
             ["--max-memory", "1", "--features", "4096"],
-            "E009 --max-memory.*--features",
+            "E009 --max-memory.*fewer features",
         ),
         (["{A}"], ["--held-out", "0.0001"], "E014 arm A: no request in held_out"),
         (["{A}:where=position > 9999"], [], "E014 arm A: .*true for no row"),

@@ -319,7 +319,7 @@ def test_files_that_do_not_fit_are_refused_by_name(path: Path, tmp_path: Path) -
         (("--request", "no-run:0"), "E014"),
         (("--request", "x"), "neither N nor RUN:N"),
         (("--hook", "mlp_out.9"), "E014"),
-        (("--feature", "1"), "--sae or --probe"),
+        (("--feature", "1"), "--sae FILE or --probe FILE"),
         (("--tokenizer", "/nowhere"), "no file /nowhere/tokenizer.json"),
         (("--probe", "a.npy", "--sae", "b.npz"), "one of the two"),
         (("--out", "/nowhere/page.html"), "E503"),

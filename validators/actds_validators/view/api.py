@@ -113,7 +113,7 @@ def view(
     elif sae is not None:
         scores += read_sae(sae, d_model, features, chosen)
     elif features:
-        raise ActdsError("E009", "features", got="no file", expected="sae or probe")
+        raise ActdsError("E009", "features", got="no file", expected="sae=FILE or probe=FILE")
     words = read_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
     wanted = [(None, one) if isinstance(one, int) else one for one in requests]
     shown = list(
