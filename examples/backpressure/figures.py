@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
+from actds_validators.report.figure_data import FigureData
 from actds_validators.report.svg import Frame, Picture, Shape, axes, legend, ticks
 from actds_validators.report.words import percent, short
 
@@ -29,6 +30,11 @@ Point = tuple[float, float, float]
 """A value and its interval."""
 Panel = tuple[str, Sequence[tuple[str, Point]]]
 """Label of an axis, and its points with their labels."""
+
+
+def picture(name: str, title: str, description: str, width: float, height: float) -> Picture:
+    """Return a drawing whose numbers are in figures.json, and not beside it."""
+    return Picture(name, title, description, width, height, FigureData(()))
 
 
 def document(p: Picture) -> str:
@@ -70,7 +76,7 @@ def timeline(
         seconds: how much of the run to show.
         bin_s: width of a bar.
     """
-    p = Picture(
+    p = picture(
         "timeline",
         "Stored and lost tokens along the runs",
         "One panel per policy: tokens per second, the lost ones on top of the stored ones.",
@@ -103,7 +109,7 @@ def rates(grid: Sequence[tuple[str, float, Sequence[Panel]]]) -> str:
     Args:
         grid: name of the policy, its overall loss, and its panels.
     """
-    p = Picture(
+    p = picture(
         "loss_rates",
         "Loss rates by batch, context length and phase",
         "One row a policy: the share of tokens lost with its interval; the grey line is the share "
@@ -165,7 +171,7 @@ def forest(
         x_text: words of a tick.
     """
     line = 16 * len(series) + 14
-    p = Picture(
+    p = picture(
         name,
         title,
         f"{x_label}: values with 95 % intervals." + (" Grey: negligible." if band else ""),
