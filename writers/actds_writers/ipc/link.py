@@ -293,8 +293,9 @@ class Hub:
         threading.Thread(target=self._accept, name="actds-accept", daemon=True).start()
 
     def close(self) -> None:
-        """Accept no further peers; removes the socket while its folder still exists."""
-        self._listener.close()
+        """Accept no further peers; removes the socket, unless the folder went with it."""
+        with suppress(FileNotFoundError):
+            self._listener.close()
 
     def has_met(self, role: str) -> bool:
         """Return whether a peer of the role ever connected."""
