@@ -30,6 +30,7 @@ SOURCES = (
     "spec/*/vectors/README.md",
     "spec/*/attacks/README.md",
     "benchmarks/*.md",
+    "benchmarks/gpu/*.md",
     "benchmarks/results/*.md",
     "examples/*/README.md",
     "examples/*/*.svg",
