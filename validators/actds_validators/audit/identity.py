@@ -82,7 +82,10 @@ def rows_by_adapter(catalog: Catalog) -> dict[str | None, int]:
 
     Empty where no request had an adapter.
     """
-    requests_of = {run: catalog.table("requests", run) for run in catalog.runs_with_data}
+    columns = ["request", "adapter_sha256"]  # the others of a million requests are most of them
+    requests_of = {
+        run: catalog.table("requests", run).select(columns) for run in catalog.runs_with_data
+    }
     if all(t["adapter_sha256"].null_count == t.num_rows for t in requests_of.values()):
         return {}  # no need to read the spans, which are long
     found = defaultdict[str | None, int](int)
@@ -90,9 +93,7 @@ def rows_by_adapter(catalog: Catalog) -> dict[str | None, int]:
         spans = catalog.table("spans", run)
         spans = spans.filter(pc.equal(spans["disposition"], "captured"))
         spans = spans.append_column("n", pc.subtract(spans["stop"], spans["start"]))
-        rows = spans.select(["request", "n"]).join(
-            requests.select(["request", "adapter_sha256"]), "request"
-        )
+        rows = spans.select(["request", "n"]).join(requests, "request")
         for line in rows.group_by("adapter_sha256").aggregate([("n", "sum")]).to_pylist():
             name = line["adapter_sha256"]
             found[None if name is None else name[:12]] += line["n_sum"]
