@@ -233,7 +233,7 @@ gpu-wheels: $(STAMP) ## fetch what make cuda needs beside torch, for a machine w
 
 cuda: ## on a machine with a GPU: the op in a CUDA graph, the stages under pressure, GB/s
 	$(call UNPACK_GPU_WHEELS,$(CUDA_PYTHON))
-	$(GPU_PATH) $(CUDA_PYTHON) -m pytest -q -m "not full" tests/writers/test_cuda.py
+	$(GPU_PATH) $(CUDA_PYTHON) -m pytest -q -m "fast or standard" tests/writers/test_cuda.py
 	$(GPU_PATH) $(CUDA_PYTHON) benchmarks/bench_cuda.py
 
 # GPU_PYTHON has vLLM; without one, an environment with it is made where there is a network.
@@ -249,7 +249,7 @@ gpu: ## on a machine with a GPU: a real vLLM there, its rows, what the capture c
 	  $(GPU)/bin/python -m pip install --quiet "vllm==0.32.0" --editable ".[dev,hf]"; }; \
 	$(call UNPACK_GPU_WHEELS,$(GPU_PYTHON)); \
 	test -e $(DEMO)/model/config.json || $(GPU_PATH) $(GPU_PYTHON) examples/make_model.py $(DEMO)/model; \
-	$(GPU_PATH) $(GPU_PYTHON) -m pytest -m "not full" --durations=10 tests/writers/test_cuda.py $(GPU_TESTS); \
+	$(GPU_PATH) $(GPU_PYTHON) -m pytest -m "fast or standard" --durations=10 tests/writers/test_cuda.py $(GPU_TESTS); \
 	$(GPU_PATH) $(GPU_PYTHON) benchmarks/bench_cuda.py; \
 	for batch in $(GPU_BATCHES); do \
 	  requests=$$((batch * 4)); \

@@ -35,7 +35,7 @@ PROSE = "projections|did|dataset|sets|to|where"
 COMMAND = re.compile(rf"(?:^|[\s`(;:])actds (?!(?:{PROSE})\b)([a-z]+)\b")
 OF_OTHERS = {
     "--additional-config", "--enable-lora", "--no-enable-prefix-caching", "--shutdown-timeout",
-    "--pipeline-parallel-size",
+    "--pipeline-parallel-size", "--served-model-name",
 }  # fmt: skip
 """Options of vLLM's server."""
 

@@ -268,13 +268,14 @@ def schema_command(name: str | None, folder: Path | None) -> None:
         raise ActdsError("E009", "NAME", got=f"no document {name!r}", expected=f"one of {known}")
     if folder is not None:
         from actds.store import refuse_within_dataset
+        from actds.text import printable
 
         refuse_within_dataset(folder, "--write")
         folder.mkdir(parents=True, exist_ok=True)
         for one, (_, make) in schemas.items():
             text = json.dumps(make(), indent=2, sort_keys=True)
             (folder / f"{one}.json").write_text(text + "\n", encoding="utf-8")
-            click.echo(f"wrote {folder / f'{one}.json'}", err=True)
+            click.echo(f"wrote {printable(str(folder / f'{one}.json'))}", err=True)
     elif name is not None:
         print_json(schemas[name][1]())
     else:

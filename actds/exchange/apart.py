@@ -47,7 +47,7 @@ def open_foreign(path: Path, kind: str | None = None, dtype: str | None = None) 
     """
     if kind is not None and kind not in KINDS:
         expected = f"one of {', '.join(KINDS)}"
-        raise ActdsError("E009", "--from", got=repr(kind)[:80], expected=expected)
+        raise ActdsError("E009", "kind", got=repr(kind)[:80], expected=expected)
     try:
         return _open(path, kind, dtype)
     except OSError as error:
@@ -65,7 +65,8 @@ def _open(path: Path, kind: str | None, dtype: str | None) -> ForeignSet:
     if kind is not None and path.is_file():  # whatever its name
         found = {kind: [path]}
     if len(found) > 1:
-        raise foreign(path, f"files of {' and '.join(found)}", "one kind; name it with --from")
+        expected = f'one kind, for example kind="{next(iter(found))}"'
+        raise foreign(path, f"files of {' and '.join(found)}", expected)
     if not found:
         raise foreign(path, f"no file of {kind or names}", "a set of activations")
     [(kind, files)] = found.items()

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 
-from actds.errors import ActdsError
+from actds.errors import not_installed
 from actds.format.shard import Shard
 from actds.load.filters import bad, need_known
 from actds.load.selection import ROLE
@@ -80,13 +80,7 @@ def check_torch() -> None:
     try:
         import torch  # noqa: F401
     except ImportError as error:
-        raise ActdsError(
-            "E011",
-            "actds.Loader",
-            got=f"torch cannot be imported: {error}"[:200],
-            expected="the extra actds[torch]",
-            next_step='pip install "actds[torch]"; arrays of actds.open(...) need none.',
-        ) from None
+        raise not_installed("torch", "torch", "actds.Loader") from error
 
 
 def check_worker(rank: int, world: int) -> None:

@@ -488,6 +488,7 @@ def select(
     multiplicity: bool = False,
     weights: str | os.PathLike[str] | None = None,
     frequency: str | None = None,
+    finite: bool = True,
 ) -> Selection:
     """Return what the arguments of a loader choose.
 
@@ -502,6 +503,7 @@ def select(
         multiplicity: let each row come as often as it was served, in a split to its requests.
         weights: a weights file of the dataset, or an expression.
         frequency: an expression that rows come in proportion to.
+        finite: refuse rows that are not finite; without, the caller leaves them out.
 
     Raises:
         ActdsError: E014 when an argument selects nothing or cannot be used; E018 when the weights
@@ -524,7 +526,7 @@ def select(
         n_kept += n_left
     if not n_kept:
         raise _nothing(row_filter)
-    if NOT_FINITE not in excluded:
+    if finite and NOT_FINITE not in excluded:
         for hook in chosen:
             check_finite(hook, shards, counts, LEAVE_OUT)
     return Selection(

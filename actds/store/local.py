@@ -385,7 +385,7 @@ class LocalStore(Store):
         A folder that another process made may not be synced yet, so each process syncs the name
         of every folder once itself. Folders above the dataset are not ours.
         """
-        if folder in self._durable:
+        if folder in self._durable and folder.is_dir():  # an empty one may have been removed
             return
         if folder == self.root:
             made = not folder.is_dir()
@@ -403,7 +403,7 @@ class LocalStore(Store):
 def walk(folder: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
     """Yield path and entry of all that is no folder, or a folder deeper than any of the format.
 
-    No link is followed, and no depth of folders is too much.
+    No link is followed, and no depth of folders is too much; where no folder is, there is nothing.
 
     Args:
         folder: where to begin.
@@ -423,6 +423,8 @@ def walk(folder: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]
                         waiting.append((entry.path, name))
                     else:
                         yield name, entry
+        except FileNotFoundError:
+            continue  # nothing is there, or nothing any more
         except OSError as error:
             expected = "a readable folder"
             got = error.strerror or "?"
@@ -436,8 +438,7 @@ def refuse_links(folder: Path) -> None:
         ActdsError: E107 the folder, or what is in it, is a link.
     """
     links = [str(folder)] if folder.is_symlink() else []
-    if folder.is_dir():
-        links += [entry.path for _, entry in walk(folder) if entry.is_symlink()]
+    links += [entry.path for _, entry in walk(folder) if entry.is_symlink()]
     if links:
         raise ActdsError(
             "E107", links[0], got="a link", expected="what an earlier call left there, or nothing",

@@ -127,9 +127,8 @@ def test_rows_and_drops_whose_readouts_never_came_are_aborted(
     """An engine that is killed may have sent rows and not yet their readouts."""
     silent, put = threading.Event(), Lane.put
 
-    def put_or_not(lane: Lane, *args: Any) -> None:
-        if not silent.is_set():
-            put(lane, *args)
+    def put_or_not(lane: Lane, *args: Any) -> bool:
+        return silent.is_set() or put(lane, *args)
 
     monkeypatch.setattr(Lane, "put", put_or_not)
     out = tmp_path / "acts"

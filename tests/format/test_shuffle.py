@@ -477,11 +477,11 @@ def test_refuses_to_continue_with_other_arguments(
     out = tmp_path / "out"
     half_done(path, out, monkeypatch, seed=1)
     for place, source, more in (
-        ("--seed", path, {"seed": 2}),
-        ("--codec", path, {"seed": 1, "codec": "raw"}),
-        ("--rows-per-shard", path, {"seed": 1, "rows_per_shard": 9}),
-        ("rows that --memory-mib holds", path, {"seed": 1, "memory_nbytes": 1 << 24}),
-        ("IN", other, {"seed": 1}),
+        ("seed", path, {"seed": 2}),
+        ("codec", path, {"seed": 1, "codec": "raw"}),
+        ("rows_per_shard", path, {"seed": 1, "rows_per_shard": 9}),
+        ("memory_nbytes", path, {"seed": 1, "memory_nbytes": 1 << 24}),
+        ("source", other, {"seed": 1}),
     ):
         with pytest.raises(ActdsError, match=rf"E009 {place}.*interrupted call had") as told:
             shuffle(source, out, **more)

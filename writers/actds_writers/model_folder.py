@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class ModelFiles:
         return cls(folder, folder, folder, folder)
 
 
-def find_model(model: str | Path, revision: str | None = None, place: str = "--model") -> Path:
+def find_model(model: str | Path, revision: str | None = None, place: str = "model") -> Path:
     """Return the folder of a model: itself, or that of ``org/name`` in the local hub cache.
 
     Nothing is downloaded. A path that is neither is returned as it is.
@@ -73,7 +74,9 @@ def find_model(model: str | Path, revision: str | None = None, place: str = "--m
             f"{place} {name}",
             got=cache or f"no such folder, and nothing{at} in {constants.HF_HUB_CACHE}",
             expected="a model folder, or a repository in the local hub cache",
-            next_step=f"hf download {name}{f' --revision {revision}' if revision else ''}",
+            next_step=shlex.join(
+                ["hf", "download", name, *(["--revision", revision] if revision else [])]
+            ),
         ) from None
 
 

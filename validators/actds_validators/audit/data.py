@@ -385,7 +385,7 @@ def _parsed(path: Path, data: bytes) -> pa.Table:
     """
     limit = _SLACK_NBYTES + 2 * max_nbytes(len(data))
     request = Request(
-        {}, [data], f"--classes {path}", "E009", _FILE, limit, cpu_seconds(len(data))
+        {}, [data], f"classes {path}", "E009", _FILE, limit, cpu_seconds(len(data))
     )  # fmt: skip
     _labels.deaths.clear()
     try:

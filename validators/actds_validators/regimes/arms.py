@@ -198,6 +198,7 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
         where=arm.where,
         split=arm.split,
         held_out=arm.held_out,
+        finite=False,  # their sums count them and leave them out
     )
     requests = Requests(dataset)
     given = _given(dataset, requests)

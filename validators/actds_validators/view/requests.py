@@ -206,7 +206,7 @@ class _WholeText:
         request = Request(
             {"file": self._file, "token_ids": token_ids},
             [],
-            f"--tokenizer {self._path}",
+            f"tokenizer {self._path}",
             "E009",
             "a tokenizer",
             _DECODER_NBYTES + _DECODER_TIMES * self._nbytes,
@@ -229,7 +229,7 @@ def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
         found: str = decode(ids, skip_special_tokens=False)
         if len(found) > _MAX_CHARACTERS * max(len(ids), 1):
             got = f"{len(found):,} characters of {len(ids)} tokens"
-            raise ActdsError("E009", "--tokenizer", got=got, expected="the text of tokens")
+            raise ActdsError("E009", "tokenizer", got=got, expected="the text of tokens")
         return found
 
     words = text(token_ids)

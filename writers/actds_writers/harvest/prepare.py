@@ -413,7 +413,7 @@ def _compare(catalog: Catalog, plan: Plan) -> None:
     if hooks != set(plan.hooks):
         wanted = ", ".join(f"{kind}.{layer}" for kind, layer in plan.hooks)
         present = ", ".join(hook.name for hook in catalog.genesis.hooks)
-        raise ActdsError("E010", "--hooks", got=wanted, expected=f"{present}, as there")
+        raise ActdsError("E010", "hooks", got=wanted, expected=f"{present}, as there")
     declared = {fact.name: fact.value for fact in plan.facts}
     for run in catalog.runs_with_data:
         if run in catalog.runs:

@@ -115,7 +115,7 @@ REFUSED: Mapping[str, Refused] = {
     "override_generation_config": Refused(
         (None,),
         "it changes what a server's clients get by default, and here nothing; use "
-        "--temperature, --max-tokens and sampling_params",
+        "temperature, max_tokens and sampling_params",
     ),
     "skip_tokenizer_init": Refused((None, False), "prompts cannot be encoded"),
     "tokens_only": Refused((None, False), "prompts cannot be encoded"),
