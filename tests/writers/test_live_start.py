@@ -138,7 +138,11 @@ def test_probes_readouts_and_metrics_of_the_configuration_reach_dataset_and_port
     # What the compile cache sees of us: what changes the graph, and the other plugin's own.
     assert engine_side.additional_config == {
         "another": "plugin",
-        "actds": {"hooks": ["resid_post:1", "resid_post:2"], "readouts": planned.as_field()},
+        "actds": {
+            "hooks": ["resid_post:1", "resid_post:2"],
+            "readouts": planned.as_field(),
+            "store_dtype": None,
+        },
     }
 
 

@@ -128,9 +128,9 @@ def test_a_repository_is_found_in_the_hub_cache_or_refused(cached: Path, tmp_pat
         found = WriteSettings.of(settings).model
         assert found == cached
         assert WriteSettings.of({**settings, "model": found}).model == cached
-    with pytest.raises(ActdsError, match=r"E005 --model org/tiny: .*nothing at v2"):
+    with pytest.raises(ActdsError, match=r"E005 model org/tiny: .*nothing at v2"):
         WriteSettings.of({**settings, "engine_args": {"revision": "v2"}})
-    with pytest.raises(ActdsError, match=r"E005 --model org/gone(.|\n)*hf download org/gone"):
+    with pytest.raises(ActdsError, match=r"E005 model org/gone(.|\n)*hf download org/gone"):
         WriteSettings.of({**settings, "model": "org/gone", "engine_args": {}})
     assert model_name(cached) == "org/tiny"
     assert "revision" not in VLLM.options({"revision": "v1"}).arguments()  # type: ignore[attr-defined]

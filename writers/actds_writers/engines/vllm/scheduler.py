@@ -22,6 +22,7 @@ import numpy as np
 
 from actds.errors import ActdsError
 from actds.format import tables
+from actds.text import printable
 from actds_writers.engines.account import Channel, SchedulerSide
 from actds_writers.engines.vllm.adapters import adapter_sha256
 from actds_writers.engines.vllm.blocks import (
@@ -261,11 +262,15 @@ class VllmSchedulerSide(SchedulerSide):
             return  # the next input of a session
         prompt_len = request.num_prompt_tokens
         external_id = _external_id(request.request_id)
+        stops = None
         try:
             chat = chat or take_roles(request.sampling_params, prompt_len)
             about = self._described(request, external_id)
+            if getattr(request.sampling_params, "stop", None):
+                stops = StopStrings(self._tokenizer(), request)
         except Exception as error:
-            log.warning("actds: request %s is left out: %r", external_id[:80], error)
+            words = printable(external_id[:80])
+            log.warning("actds: request %s is left out: %r", words, error)
             about = {"sampling": None, "left_out": _unsupported("request")}
         # What runs on from the run before has KV of its weights.
         mixed = self._written is not None and request.num_computed_tokens > 0
@@ -278,9 +283,6 @@ class VllmSchedulerSide(SchedulerSide):
             roles=chat.prompt if chat else "",
             **about,
         )
-        stops = None
-        if getattr(request.sampling_params, "stop", None):
-            stops = StopStrings(self._tokenizer(), request)
         self._tracked[request.request_id] = _Tracked(
             number, prompt_len, about["left_out"], chat, stops, mixed=mixed
         )

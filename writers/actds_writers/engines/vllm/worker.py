@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -385,8 +386,13 @@ def _model(runner: Any, config: Any) -> Readers:
         given = model.hf_overrides
         return canonical.dump(in_words(given)).decode().strip() if given else "none"
 
+    def name() -> str:
+        # By default it is served under its path, which stays when other weights are loaded.
+        served = str(model.served_model_name)
+        return model_name(model.model, None if Path(served).is_dir() else served)
+
     return {
-        "model.name": lambda: model_name(model.model, str(model.served_model_name)),
+        "model.name": name,
         "model.hf_overrides": overrides,
         "tokenizer.mode": lambda: str(model.tokenizer_mode),
         "model.d_model": lambda: int(runner.model_config.get_hidden_size()),
