@@ -104,7 +104,7 @@ def test_an_engine_option_that_cannot_be_accounted_for(
 
 @pytest.mark.parametrize(
     ("inside", "exit_code", "words"),
-    [("acts", 2, "E009 {out}: inside the dataset"), ("file", 4, "E503 {out}: Not a directory")],
+    [("acts", 2, "E009 OUT {out}: inside the dataset"), ("file", 4, "E503 {out}: Not a directory")],
 )
 def test_a_path_where_no_dataset_can_be(
     model: Path, prompts: Path, tmp_path: Path, inside: str, exit_code: int, words: str
