@@ -20,6 +20,7 @@ from actds.store import TEMPORARY, Buffer, NewFile, Put, Store, StoredFile, chec
 __all__ = ["LocalFile", "LocalStore", "NewLocalFile", "lock_dataset", "refuse_links", "walk"]
 
 _MAX_DEPTH = 16  # the deepest path of the format has 8 segments
+_ATTEMPTS = 5  # to have a folder and a file in it
 _BUFFERS_PER_WRITE = 512  # below IOV_MAX (1024), the most that one writev takes
 
 
@@ -186,11 +187,18 @@ class NewLocalFile(NewFile):
                 self._temporary.unlink()
 
     def _begin(self) -> None:
-        if not self._is_begun:
-            self._make_folder(self._target.parent)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-            self._handle = os.open(self._temporary, flags, 0o644)
-            self._is_begun = True
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        n_left = _ATTEMPTS
+        while not self._is_begun:
+            n_left -= 1
+            try:
+                self._make_folder(self._target.parent)
+                self._handle = os.open(self._temporary, flags, 0o644)
+            except FileNotFoundError:  # another process has removed the folder, which was empty
+                if not n_left:
+                    raise
+            else:
+                self._is_begun = True
 
     @contextlib.contextmanager
     def _asked(self) -> Iterator[None]:

@@ -179,6 +179,29 @@ def test_replace_is_whole_and_leaves_no_other_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
 
 
+@pytest.mark.parametrize("removed", ["journal/r-a", "journal"])
+def test_a_folder_that_another_process_removes_is_made_again(
+    removed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever ends the last chain of a run removes its empty folders, at any moment."""
+    store, mkdir, n_removed = LocalStore(tmp_path), os.mkdir, 0
+    store.replace("journal/r-a/one.json", b"1")
+    store.remove("journal/r-a/one.json")
+
+    def rivalled(path: str | Path, *args: int) -> None:
+        nonlocal n_removed
+        mkdir(path, *args)
+        if n_removed < 2 and Path(path) == tmp_path / removed:
+            n_removed += 1
+            os.rmdir(path)
+
+    for folder in ("journal/r-a", "journal"):
+        (tmp_path / folder).rmdir()
+    monkeypatch.setattr(os, "mkdir", rivalled)
+    store.replace("journal/r-a/two.json", b"2")
+    assert store.read("journal/r-a/two.json") == b"2" and n_removed == 2
+
+
 def test_a_range_is_read_and_a_range_past_the_end_is_not(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     store.put_new("a/b", [b"0123456789"])
