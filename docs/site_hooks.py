@@ -83,7 +83,7 @@ def public_names() -> dict[str, list[str]]:
     for name in sorted(set(actds.__all__) - {"__version__"}):
         target = _find(f"actds.{name}", loader)
         if target is None:
-            raise PluginError(f"actds.{name}: not found; import it under TYPE_CHECKING")
+            raise PluginError(f"actds.{name}: not found; name it in actds/__init__.pyi")
         public.append(target)
         headings[_heading(target)].append(f"actds.{name}")
     headings["Types that these return"] = _reached(public, loader)

@@ -1,6 +1,10 @@
 """Opening: what is sealed and has provenance reads as it was written; the rest is refused."""
 
+import ast
+import re
 import shutil
+from importlib import import_module
+from importlib.metadata import entry_points
 from itertools import chain
 from pathlib import Path
 
@@ -194,7 +198,27 @@ def test_refuses_what_is_no_dataset(tmp_path: Path) -> None:
             actds.open(path)
 
 
-def test_public_names_are_lazy_and_complete() -> None:
+def test_public_names_are_lazy_complete_and_known_to_type_checkers() -> None:
     assert set(actds.__all__) <= set(dir(actds))
+    stub = ast.parse(Path(actds.__file__).with_suffix(".pyi").read_text())
+    typed = {
+        alias.name: node.module
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert {*typed, "__version__"} == set(actds.__all__)
+    for name, module in typed.items():
+        assert getattr(actds, name) is getattr(import_module(str(module)), name)
+
+
+def test_the_facade_names_no_other_package() -> None:
+    text = Path(actds.__file__).read_text()
+    assert not re.search(r"actds_\w+\.\w", text)
+    added = {entry.name for entry in entry_points(group=actds.FUNCTIONS)}
+    assert {"audit", "validate", "write"} <= added and not added & {"open", "Loader", "seal"}
+
+
+def test_what_is_no_public_name_is_refused() -> None:
     with pytest.raises(AttributeError, match="nope"):
         actds.nope  # noqa: B018

@@ -1,0 +1,33 @@
+"""The public names, for type checkers; how each is found is in ``__init__.py``."""
+
+from actds.errors import ActdsError as ActdsError
+from actds.exchange.doctor import doctor as doctor
+from actds.exchange.export import export as export
+from actds.exchange.importing import import_foreign as import_foreign
+from actds.hub.card import card as card
+from actds.hub.transfer import pull as pull
+from actds.hub.transfer import push as push
+from actds.load.dataset import Dataset as Dataset
+from actds.load.dataset import open as open
+from actds.load.hf import load_dataset as load_dataset
+from actds.load.loader import Loader as Loader
+from actds.load.mixing import mixing_report as mixing_report
+from actds.recompression import recompress as recompress
+from actds.sealing import seal as seal
+from actds.shuffling import shuffle as shuffle
+from actds.trust.signing import sign as sign
+from actds.trust.signing import verify as verify
+from actds_validators.audit.api import audit as audit
+from actds_validators.check import check as check
+from actds_validators.gate.gate import require as require
+from actds_validators.regimes.api import regimes as regimes
+from actds_validators.stability.api import stability as stability
+from actds_validators.validate.validation import validate as validate
+from actds_validators.view.api import view as view
+from actds_writers.harvest.plan import plan as plan
+from actds_writers.harvest.probe_cost import probe_cost as probe_cost
+from actds_writers.harvest.recover import recover as recover
+from actds_writers.harvest.replay import replay as replay
+from actds_writers.harvest.run import write as write
+
+__version__: str
