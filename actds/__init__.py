@@ -14,7 +14,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
-__version__ = "0.1.0"
+from actds.version import __version__ as __version__
 
 FUNCTIONS = "actds.functions"
 """The entry-point group in which other packages add names to this one; ours win."""

@@ -1,6 +1,6 @@
-"""Whether the process behind an open chain is gone: its heartbeat, which everybody can read.
+"""The heartbeat of an open chain: what shows everybody that its process lives.
 
-On the data path this stands beside the ledger. A chain writes ``journal/<run>/<chain>.json`` before
+On the data path this stands below the ledger. A chain writes ``journal/<run>/<chain>.json`` before
 its first record, again every ``BEAT_S`` and removes it when it ends. A lock shows the processes of
 one machine at best, and an object store has none; a heartbeat is seen wherever the dataset is.
 """
@@ -14,36 +14,27 @@ import logging
 import os
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from actds import canonical, layout
-from actds.errors import ActdsError, BusyError
+from actds.errors import ActdsError
 from actds.store import Store, local_folder
 from actds.text import printable
 
-if TYPE_CHECKING:
-    from actds.ledger import ChainState
-
 __all__ = [
     "BEAT_S",
-    "SILENCE_S",
     "Heartbeat",
-    "Owners",
-    "find_owners",
+    "Owner",
+    "read_heartbeat",
     "remove_heartbeat",
     "remove_stale",
 ]
 
 BEAT_S = 10.0
 """Seconds between two beats."""
-SILENCE_S = 60.0
-"""Seconds without a beat and without a record after which a process of another machine is gone."""
-_POLL_S = 1.0
 _MAX_NBYTES = 4096
 
 log = logging.getLogger("actds")
@@ -114,7 +105,7 @@ def _go_on(heartbeat: Callable[[], Heartbeat | None], stopped: threading.Event) 
 
 
 @dataclass(frozen=True)
-class _Owner:
+class Owner:
     """The process of a chain, as its last heartbeat has it."""
 
     host: str
@@ -138,96 +129,6 @@ class _Owner:
         return f"process {self.pid} on {self.host}"
 
 
-@dataclass
-class Owners:
-    """Who is behind the open chains of a dataset.
-
-    Args:
-        gone: by chain, the process that is gone, in words.
-        living: by run, the refusal to touch what a process may still write.
-    """
-
-    gone: dict[str, str] = field(default_factory=dict)
-    living: dict[str, BusyError] = field(default_factory=dict)
-
-    def require_gone(self) -> None:
-        """Raise E010 for the first process that lives."""
-        for error in self.living.values():
-            raise error
-
-
-def find_owners(
-    store: Store,
-    chains: Iterable[ChainState],
-    *,
-    silence_s: float = SILENCE_S,
-    say: Callable[[str], None] = lambda line: None,
-) -> Owners:
-    """Return which processes of the open chains of a dataset are gone.
-
-    A process of this machine is gone when it is not there any more. One of another machine is gone
-    when neither its heartbeat nor its chain has changed while this one watched. A chain without a
-    heartbeat is that of a dead process in a local folder, whose lock the caller holds, and is
-    watched in an object store.
-
-    Args:
-        store: the dataset's store.
-        chains: its chains; those that have ended are passed over.
-        silence_s: how long to watch; 0 takes every process of another machine for alive.
-        say: takes a line for the user before a wait.
-
-    Raises:
-        ActdsError: E104 when the store does not answer.
-
-    Spec: 0.1 section 8.3.
-    """
-    owners, unseen = Owners(), []
-    is_local = local_folder(store.uri) is not None
-    for state in chains:
-        if state.state != "open":
-            continue
-        owner, _ = _read(store, layout.heartbeat_path(state.run, state.chain))
-        if owner is not None and owner.is_here:
-            if owner.lives(state.chain):
-                owners.living[state.run] = _busy(state, owner)
-            else:
-                owners.gone[state.chain] = f"{owner} is gone"
-        elif owner is None and is_local:
-            owners.gone[state.chain] = "its process is gone"
-        else:
-            unseen.append(_Unseen(state, owner, _signs(store, state)))
-    if unseen and not owners.living and silence_s:
-        runs = ", ".join(sorted({one.state.run for one in unseen}))
-        say(f"Watching run {runs} for {silence_s:.0f} s: its processes may be at work elsewhere.")
-    _watch(store, unseen, 0 if owners.living else silence_s, owners)
-    return owners
-
-
-@dataclass(frozen=True)
-class _Unseen:
-    """A chain whose process this one cannot see, and the signs of life of it so far."""
-
-    state: ChainState
-    owner: _Owner | None
-    signs: tuple[bytes, int]
-
-
-def _watch(store: Store, unseen: list[_Unseen], silence_s: float, owners: Owners) -> None:
-    """Watch chains until one shows a sign of life, or the time is over."""
-    deadline = time.monotonic() + silence_s
-    while unseen and not owners.living and (left := deadline - time.monotonic()) > 0:
-        time.sleep(min(_POLL_S, left))
-        for one in unseen:
-            if _signs(store, one.state) != one.signs:
-                owners.living[one.state.run] = _busy(one.state, one.owner)
-    for one in unseen:
-        if owners.living or not silence_s:
-            owners.living.setdefault(one.state.run, _busy(one.state, one.owner))
-        else:
-            who = one.owner or "its process"
-            owners.gone[one.state.chain] = f"{who} gave no sign of life for {silence_s:.0f} s"
-
-
 def remove_heartbeat(store: Store, run: str, chain: str) -> None:
     """Remove what is left of the heartbeat of a chain that was ended; a store may keep it."""
     _remove(store, layout.heartbeat_path(run, chain))
@@ -248,7 +149,7 @@ def remove_stale(store: Store, living: Iterable[str] = ()) -> None:
         if run in living or len(names) != 1 or not names[0].endswith(".json"):
             continue
         chain = names[0].removesuffix(".json")
-        owner, _ = _read(store, path)
+        owner, _ = read_heartbeat(store, path)
         if owner is not None and owner.is_here and not owner.lives(chain):
             _remove(store, path)
 
@@ -263,13 +164,7 @@ def _remove(store: Store, path: str) -> None:
             (folder / path).parent.parent.rmdir()
 
 
-def _signs(store: Store, state: ChainState) -> tuple[bytes, int]:
-    """Return what changes while the process of a chain lives: its last beat, and its records."""
-    _, beat = _read(store, layout.heartbeat_path(state.run, state.chain))
-    return beat, len(store.list(f"ledger/{state.chain}"))
-
-
-def _read(store: Store, path: str) -> tuple[_Owner | None, bytes]:
+def read_heartbeat(store: Store, path: str) -> tuple[Owner | None, bytes]:
     """Return the process that a heartbeat names, None without a readable one, and its bytes."""
     try:
         data = store.read(path, _MAX_NBYTES) if store.exists(path) else b""
@@ -279,7 +174,7 @@ def _read(store: Store, path: str) -> tuple[_Owner | None, bytes]:
         data = b""
     try:
         beat = json.loads(data)
-        owner = _Owner(
+        owner = Owner(
             printable(str(beat["host"]))[:64],
             str(beat["machine"]),
             int(beat["pid"]),
@@ -288,16 +183,6 @@ def _read(store: Store, path: str) -> tuple[_Owner | None, bytes]:
     except (ValueError, KeyError, TypeError, RecursionError):
         return None, data
     return owner, data
-
-
-def _busy(state: ChainState, owner: _Owner | None) -> BusyError:
-    return BusyError(
-        "E010",
-        f"ledger/{state.chain}",
-        got=f"run {state.run}, which {owner or 'a process'} may still write",
-        expected="no other writer",
-        next_step="End that process, or wait until it has ended.",
-    )
 
 
 @functools.cache

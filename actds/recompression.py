@@ -16,19 +16,21 @@ from pathlib import Path
 
 import numpy as np
 
-from actds import __version__, layout
+from actds import layout
 from actds.commit import NewShard
 from actds.errors import ActdsError
 from actds.executor import ExecutorName, open_executor
 from actds.format import arrays, encoding
 from actds.format.shard import GROUP_METADATA, TOKENS, Shard, files_root
-from actds.heartbeat import find_owners, remove_stale
+from actds.heartbeat import remove_stale
 from actds.ledger import Chain, fence
+from actds.owners import find_owners
 from actds.reading import Catalog, need_dataset
 from actds.schema import FileEntry, ShardManifest
 from actds.sealing import seal
 from actds.store import Buffer, Store, open_store
 from actds.store.local import LocalStore, lock_dataset
+from actds.version import __version__
 
 __all__ = ["Recompressed", "recompress"]
 

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from actds import __version__, canonical, layout, schema
+from actds import canonical, layout, schema
 from actds.commit import NewShard
 from actds.errors import CODES, ActdsError
 from actds.executor import ExecutorName, open_executor
@@ -55,6 +55,7 @@ from actds.schema import (
 from actds.sealing import account_run, seal
 from actds.store import Store, open_store, refuse_within_dataset
 from actds.store.local import LocalStore, lock_dataset, refuse_links
+from actds.version import __version__
 
 __all__ = ["CODECS", "Shuffled", "shuffle"]
 

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from actds import __version__
 from actds.cli.arguments import as_typed, of_word
 from actds.cli.doctor import doctor_command
 from actds.cli.exchange import export_command, import_command
@@ -27,6 +26,7 @@ from actds.cli.output import ResultCommand, document_schema, envelope, print_jso
 from actds.cli.trust import sign_command, verify_command
 from actds.errors import CODES, ActdsError, Code, code_entry
 from actds.executor import EXECUTORS, ExecutorName
+from actds.version import __version__
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from actds import __version__, canonical, schema
+from actds import canonical, schema
 from actds.errors import ActdsError
 from actds.exchange.formats import ROWS_FILE, TARGETS, Source, Target, write_rows
 from actds.exchange.rows import ORDER, OrderedRows, lay_out, order_rows
@@ -21,6 +21,7 @@ from actds.load.filters import bad
 from actds.load.selection import Selection, select, warn_where_none
 from actds.schema import FileEntry, Hook
 from actds.store.folders import new_folder
+from actds.version import __version__
 
 __all__ = ["RECORD_FILE", "ExportRecord", "ExportedHook", "ExportedRun", "export"]
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from actds import __version__, layout, schema
+from actds import layout, schema
 from actds.commit import ShardRows, commit_shard
 from actds.errors import ActdsError
 from actds.exchange.apart import open_foreign, reader
@@ -39,6 +39,7 @@ from actds.schema import (
 from actds.store.folders import new_folder
 from actds.store.local import LocalStore
 from actds.text import storable
+from actds.version import __version__
 
 __all__ = ["Imported", "import_foreign", "named_hook"]
 

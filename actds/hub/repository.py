@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from actds import __version__
 from actds.errors import ActdsError, not_installed
 from actds.store import check_path
 from actds.text import one_line
+from actds.version import __version__
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, RepoFile

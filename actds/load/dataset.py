@@ -23,7 +23,7 @@ from actds.load.stats import Stats, cache_folder, stats_of_rows
 from actds.reading import Catalog, unknown_columns
 from actds.schema import Hook, Phase, RunRecord, Seal
 from actds.sealing import check_provenance
-from actds.store import Store, open_store
+from actds.store import Store, open_store, refuse_within_dataset
 from actds.store.cache import Cache
 from actds.trust.pin import parse_pin
 
@@ -115,6 +115,7 @@ def _give_cache(store: Store, folder: str | Path | None, nbytes: int | None) -> 
     if folder is None and bound is None:
         return
     path = cache_folder() / "remote" if folder is None else Path(folder).expanduser()
+    refuse_within_dataset(path, "cache")
     store.keep(Cache(path, CACHE_NBYTES if bound is None else int(bound)))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
-from actds import __version__, canonical
+from actds import canonical
 from actds.errors import ActdsError
 from actds.executor import ExecutorName
 from actds.format.arrays import DTYPES, chunk_rows
@@ -50,6 +50,7 @@ from actds.load.selection import PROVENANCE_COLUMNS, ROLE, warn_where_none
 from actds.load.stats import Stats
 from actds.load.transform import Normalize, Transform
 from actds.schema import Hook
+from actds.version import __version__
 
 if TYPE_CHECKING:
     import torch

@@ -19,8 +19,6 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 
-from actds.store import refuse_within_dataset
-
 __all__ = ["BLOCK_NBYTES", "Cache"]
 
 BLOCK_NBYTES = 1 << 20
@@ -38,15 +36,11 @@ class Cache:
     ``nbytes``: puts hold a lock, under which the sum is kept. Reading needs no lock.
 
     Args:
-        folder: the folder; made when something is put.
+        folder: the folder, outside any dataset; made when something is put.
         nbytes: the bound.
-
-    Raises:
-        ActdsError: E009 the folder is inside a dataset.
     """
 
     def __init__(self, folder: Path, nbytes: int) -> None:
-        refuse_within_dataset(folder, "cache")
         self.folder, self.nbytes = folder, nbytes
         self._blocks = folder / "blocks"
         self._lock = threading.Lock()

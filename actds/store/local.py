@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from actds.errors import ActdsError, BusyError
-from actds.store import TEMPORARY, Buffer, NewFile, Put, Store, StoredFile, check_path
+from actds.store.interface import TEMPORARY, Buffer, NewFile, Put, Store, StoredFile, check_path
 
 __all__ = ["LocalFile", "LocalStore", "NewLocalFile", "lock_dataset", "refuse_links", "walk"]
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from actds.errors import ActdsError, not_installed
-from actds.store import TEMPORARY, Buffer, Put, Store, StoredFile, check_path
 from actds.store.cache import BLOCK_NBYTES, Cache
 from actds.store.clients import connect, parse_uri, reason_of, status_of
+from actds.store.interface import TEMPORARY, Buffer, Put, Store, StoredFile, check_path
 
 __all__ = ["RemoteFile", "RemoteStore", "TryAgainError"]
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from actds.errors import ActdsError
-from actds.store import TEMPORARY, Buffer, Put, check_path
 from actds.store.cache import Cache
 from actds.store.clients import reason_of, status_of
+from actds.store.interface import TEMPORARY, Buffer, Put, check_path
 from actds.store.remote import CHECK, MIN_NBYTES_PER_S, RemoteStore, TryAgainError
 
 __all__ = ["MAX_PUT_NBYTES", "S3Store"]

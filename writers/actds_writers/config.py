@@ -29,9 +29,10 @@ from pydantic import (
     model_validator,
 )
 
-from actds import __version__, layout
+from actds import layout
 from actds.errors import ActdsError
 from actds.format.labels import MAX_LABELS, MAX_LENGTH
+from actds.version import __version__
 from actds_writers.model_folder import find_model
 from actds_writers.policies import POLICIES
 from actds_writers.sampling import SamplingRules

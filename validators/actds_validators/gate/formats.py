@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from actds import __version__
 from actds.errors import CODES, Finding
 from actds.text import counted, printable
+from actds.version import __version__
 from actds_validators.gate.gate import UNREADABLE, Passage
 
 __all__ = ["github", "junit", "sarif"]

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from actds import __version__
 from actds.exchange.tensors import NewTensor, write_tensors
 from actds.store import refuse_within_dataset
 from actds.text import storable
+from actds.version import __version__
 from actds_validators.about import about
 from actds_validators.audit.outputs import unwritable
 from actds_validators.dictionaries import Dictionary

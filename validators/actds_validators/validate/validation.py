@@ -12,7 +12,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from actds import __version__
 from actds.accounting.account import TOTALS
 from actds.errors import ActdsError, CheckName, Finding
 from actds.executor import ExecutorName
@@ -22,6 +21,7 @@ from actds.sealing import check_provenance
 from actds.store import Store, open_store
 from actds.trust.pin import check_pin, parse_pin
 from actds.trust.sums import check_sums
+from actds.version import __version__
 from actds_validators.validate.accounting import RunAccount, check_accounting, check_canary
 from actds_validators.validate.files import Stamp, check_digests, check_indexes, check_structure
 from actds_validators.validate.origins import check_origins

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actds import __version__
 from actds.accounting.fates import NEVER
 from actds.format.labels import label_words
 from actds.format.tables import DISPOSITIONS
@@ -17,6 +16,7 @@ from actds.load.filters import SINK_NORM
 from actds.load.overview import Fates, NormProfile
 from actds.load.stats import Stats
 from actds.text import counted, format_nbytes
+from actds.version import __version__
 from actds_validators.about import about
 from actds_validators.audit.result import CoverageCell, WaterfallStep
 from actds_validators.report.accounting import map_of, waterfall_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from actds import __version__
 from actds.text import counted
+from actds.version import __version__
 from actds_validators.regimes.conclusions import judged
 from actds_validators.regimes.result import ContrastResult, Quantiles, Regimes, Used, Value
 from actds_validators.regimes.strata import MIN_REQUESTS, MIN_ROWS

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from actds import __version__
 from actds.text import counted
+from actds.version import __version__
 from actds_validators.report.figure_data import FigureData
 from actds_validators.report.markup import render_page
 from actds_validators.report.stability import said
