@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import actds
-from actds.load.memory import BatchMemory, put
+from actds.load.windows import BatchMemory, put
 from actds.schema import Hook
 from actds_testing.synthetic import make_dataset
 

@@ -21,8 +21,7 @@ import actds
 from actds.cli import cli
 from actds.errors import ActdsError
 from actds.exchange import formats, rows
-from actds.exchange.export import RECORD_FILE, ExportRecord
-from actds.exchange.formats import ROWS_FILE, TARGETS
+from actds.exchange.export import RECORD_FILE, ROWS_FILE, TARGETS, ExportRecord
 from actds_testing.synthetic import make_dataset
 
 HOOKS = ("resid_post.0", "resid_post.1")

@@ -20,11 +20,10 @@ from actds_testing.synthetic_engine import writer_stopped
 from actds_testing.tiny import make_random_model
 from actds_writers.config import ReplaySettings, WriteSettings
 from actds_writers.engine_protocol import Engine
-from actds_writers.harvest.backfill import filled, missing
 from actds_writers.harvest.compare import Pair, compare, pairs_of
 from actds_writers.harvest.one_engine import Feed
 from actds_writers.harvest.processes import Pipeline
-from actds_writers.harvest.replay import Replays
+from actds_writers.harvest.replay import Replays, filled, missing
 from actds_writers.harvest.run import harvest
 from actds_writers.monitor.progress import Observer
 

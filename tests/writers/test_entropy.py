@@ -14,7 +14,7 @@ from actds.errors import ActdsError
 from actds_testing import toy
 from actds_writers.capture.logits import Reading
 from actds_writers.census import sampled
-from actds_writers.census.sampled import SampledLog
+from actds_writers.census.census import SampledLog
 from actds_writers.engine_protocol import find_engine
 from actds_writers.ipc.messages import LogitsRead, TokensSampled
 

@@ -18,8 +18,7 @@ from actds.cli import cli
 from actds.errors import ActdsError
 from actds_testing.tiny import VOCAB_SIZE, make_random_model, make_tiny_model
 from actds_writers.harvest import probe_cost
-from actds_writers.monitor.log_chart import Bar, log_bars
-from actds_writers.sizing.probe_cost import Attention, ProbeArithmetic
+from actds_writers.harvest.probe_cost import Attention, Bar, ProbeArithmetic, log_bars
 from actds_writers.sizing.probe_fit import (
     Arm,
     Timed,

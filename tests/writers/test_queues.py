@@ -16,7 +16,7 @@ from actds.store.local import LocalStore, NewLocalFile
 from actds_writers.ipc.messages import QueueState
 from actds_writers.ipc.queues import QueuePage
 from actds_writers.monitor.meters import DISK_WINDOW_S, DiskMeter
-from actds_writers.shards.timed_store import TimedStore
+from actds_writers.shards.writer import TimedStore
 
 
 def test_the_latency_of_the_disk_is_that_of_files_and_of_a_window() -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from actds import layout, schema
 from actds.errors import ActdsError
@@ -19,7 +20,7 @@ from actds.info import recorded_cast
 from actds.ledger import Chain
 from actds.reading import read_genesis
 from actds.schema import CloseReason, Genesis, Hook, ProvenanceField, RunBody, RunRecord
-from actds.store import Store
+from actds.store import Buffer, NewFile, Put, Store
 from actds_writers.config import WriterSettings
 from actds_writers.ipc import ring
 from actds_writers.ipc.messages import (
@@ -40,8 +41,64 @@ from actds_writers.monitor.meters import DiskMeter, Meters
 from actds_writers.shards.assembly import Assembly, ShardBuffer
 from actds_writers.shards.committer import CommitPlan, Committer
 from actds_writers.shards.logs import DropLog, Lane, ReadoutLog, TableLog
-from actds_writers.shards.timed_store import TimedStore
 from actds_writers.sizing.needs import Geometry, Sizes, memory_bound
+
+
+class TimedStore:
+    """A store that tells a meter how long each of its files takes to be written and synced.
+
+    Files that are put as a whole are small, or an object store's: their digests count as well.
+    """
+
+    def __init__(self, store: Store, meter: DiskMeter) -> None:
+        self._store, self._meter = store, meter
+
+    @classmethod
+    def around(cls, store: Store, meter: DiskMeter) -> Store:
+        """Return a store that does all that another one does, timed."""
+        return cast(Store, cls(store, meter))
+
+    def put_new(self, path: str, parts: Sequence[Buffer]) -> Put:
+        """Create a file, timed."""
+        key = object()
+        try:
+            with self._meter.asked(key):
+                return self._store.put_new(path, parts)
+        finally:
+            self._meter.ended(key)
+
+    def begin(self, path: str) -> NewFile:
+        """Return a file to be written piece by piece, timed."""
+        return _TimedFile(self._store.begin(path), self._meter)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._store, name)
+
+
+class _TimedFile(NewFile):
+    def __init__(self, file: NewFile, meter: DiskMeter) -> None:
+        self._file, self._meter = file, meter
+
+    def hash(self, parts: Sequence[Buffer]) -> None:
+        self._file.hash(parts)
+
+    def write(self, parts: Sequence[Buffer]) -> None:
+        with self._meter.asked(self):
+            self._file.write(parts)
+
+    def commit(self) -> Put:
+        try:
+            with self._meter.asked(self):
+                return self._file.commit()
+        finally:
+            self._meter.ended(self)
+
+    def abandon(self) -> None:
+        self._file.abandon()
+        self._meter.ended(self)
+
 
 PHASES = ("prefill", "decode")
 SPARE_BUFFERS = 1
