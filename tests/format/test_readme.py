@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from hatchling.metadata.core import ProjectMetadata
+from hatchling.plugin.manager import PluginManager
 
 from actds.cli import cli
 from actds_testing.places import ROOT
@@ -66,3 +69,22 @@ def test_the_commands_of_the_tour_run_one_after_the_other(
         assert done.exit_code in (0, 1) and not done.stderr.startswith(("E", "Usage")), done.output
         ran.append(name)
     assert ran == ["write", "validate", "info", "check", "regimes"]
+
+
+def test_every_link_works_on_a_package_index_or_is_none() -> None:
+    core = ProjectMetadata(str(ROOT), PluginManager()).core
+    links = re.findall(r"\]\(([^)\s]+)\)", README)
+    inside = [link.split("#")[0] for link in links if not link.startswith(("https://", "#"))]
+    assert inside and not [path for path in inside if not (ROOT / path).exists()]
+    page = core.readme
+    home = "https://host.example/owner/actds"
+    hook = ProjectMetadata(
+        str(ROOT), PluginManager(), tomllib.loads((ROOT / "pyproject.toml").read_text())
+    )
+    hook.hatch.metadata.hook_config["custom"]["repository"] = home
+    for text in (page, hook.core.readme):
+        assert not re.findall(r"\]\((?!https://|#)[^)]*\)", text)
+    assert set(hook.core.urls) == {"Source", "Documentation", "Changelog", "Issues"}
+    assert all(url.startswith(home) for url in hook.core.urls.values())
+    words = re.compile(r"!\[[^\]]*\]\([^)]*\)|\]\([^)]*\)|\[")
+    assert words.sub("", page).split() == words.sub("", README).split()
