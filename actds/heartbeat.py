@@ -62,7 +62,7 @@ class Heartbeat:
     Raises:
         ActdsError: E503 when the store refuses the first beat.
 
-    Spec: 0.1 section 8.3.
+    Spec: 0.1 section 9.9.
     """
 
     def __init__(self, store: Store, run: str, chain: str) -> None:
@@ -179,7 +179,7 @@ def find_owners(
     Raises:
         ActdsError: E104 when the store does not answer.
 
-    Spec: 0.1 section 8.3.
+    Spec: 0.1 section 9.9.
     """
     owners, unseen = Owners(), []
     is_local = local_folder(store.uri) is not None

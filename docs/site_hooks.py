@@ -26,6 +26,7 @@ SOURCES = (
     "docs/answers/*.png",
     "spec/*.md",
     "spec/*/*.md",
+    "spec/*/annexes/*.md",
     "spec/*/schemas/*.json",
     "spec/*/vectors/README.md",
     "spec/*/attacks/README.md",
