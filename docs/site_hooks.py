@@ -21,6 +21,7 @@ import actds
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = (
     "*.md",
+    "CITATION.cff",
     "docs/*.md",
     "docs/*.svg",
     "docs/answers/*.png",
@@ -35,6 +36,7 @@ SOURCES = (
     "benchmarks/results/*.md",
     "examples/*/README.md",
     "examples/*/*.svg",
+    "examples/*.ipynb",
 )
 API_PAGE = "docs/api.md"
 PACKAGES = {
