@@ -103,7 +103,7 @@ test-full: variants families consumers ## what make test-all adds to make test
 variants: $(STAMP) $(DEMO)/model/config.json ## other ways to run the engine, the package, a browser, calibration, bad disks
 	$(BIN)/python -m pytest -m "full and not matrix and not attack" --numprocesses=$(TEST_JOBS) --dist=loadfile --no-loadscope-reorder --durations=10 $(TEST_ARGS)
 
-families: $(STAMP) ## hooks of 90 model families against transformers, each in a real engine
+families: $(STAMP) ## hooks of each model family against transformers, each in a real engine
 	$(BIN)/python -m pytest -m matrix --durations=10 tests/matrix
 
 # torch first and torchvision never, as above: dictionary_learning pulls it, and transformers breaks.

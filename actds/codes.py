@@ -172,7 +172,7 @@ CODES: dict[str, Code] = {
         "bad weights",
         "The weights file belongs to another dataset, or does not have one weight per stored row.",
         "Write it again from the dataset as it is now: actds audit PATH --weights FILE.",
-        clause="10.4",
+        clause="14.11",
     ),
     "E019": Code(
         "usage",
@@ -382,7 +382,7 @@ CODES: dict[str, Code] = {
         "broken journal",
         "The journal of a census lacks a segment, or one is not the next of its chain.",
         "Restore the segment from a copy; its rows stay readable, the run cannot be sealed.",
-        clause="8.6",
+        clause="9.7",
     ),
     "E401": Code(
         "provenance",

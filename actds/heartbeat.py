@@ -53,7 +53,7 @@ class Heartbeat:
     Raises:
         ActdsError: E503 when the store refuses the first beat.
 
-    Spec: 0.1 section 8.3.
+    Spec: 0.1 section 9.9.
     """
 
     def __init__(self, store: Store, run: str, chain: str) -> None:

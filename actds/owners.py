@@ -63,7 +63,7 @@ def find_owners(
     Raises:
         ActdsError: E104 when the store does not answer.
 
-    Spec: 0.1 section 8.3.
+    Spec: 0.1 section 9.9.
     """
     owners, unseen = Owners(), []
     is_local = local_folder(store.uri) is not None

@@ -21,11 +21,13 @@ import actds
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = (
     "*.md",
+    "CITATION.cff",
     "docs/*.md",
     "docs/*.svg",
     "docs/answers/*.png",
     "spec/*.md",
     "spec/*/*.md",
+    "spec/*/annexes/*.md",
     "spec/*/schemas/*.json",
     "spec/*/vectors/README.md",
     "spec/*/attacks/README.md",
@@ -34,6 +36,7 @@ SOURCES = (
     "benchmarks/results/*.md",
     "examples/*/README.md",
     "examples/*/*.svg",
+    "examples/*.ipynb",
 )
 API_PAGE = "docs/api.md"
 PACKAGES = {

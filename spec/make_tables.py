@@ -115,7 +115,7 @@ def main() -> int:
 
 def render() -> Iterator[tuple[Path, str]]:
     """Yield every page of the specification with the text that it should have."""
-    for path in sorted(SPEC.glob("*.md")):
+    for path in sorted([*SPEC.glob("*.md"), *SPEC.glob("annexes/*.md")]):
         yield path, BLOCK.sub(_fill, path.read_text())
 
 

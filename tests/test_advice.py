@@ -136,7 +136,7 @@ def test_a_page_names_commands_and_options_that_exist() -> None:
     every = set().union(*OPTIONS.values(), OF_OTHERS, {"--debug", "--version"})
     wrong = []
     pages = [ROOT / "README.md", *DOCS.glob("*.md"), *EXAMPLES.glob("*/README.md")]
-    pages += (ROOT / "spec" / "0.1").glob("[0-9]*.md")
+    pages += (ROOT / "spec" / "0.1").rglob("[0-9][0-9]-*.md")
     for page in sorted(pages):
         text = page.read_text("utf-8").replace("\\\n", " ")
         for line in re.findall(r"^    .*$|`[^`\n]+`|^actds .*$", text, re.MULTILINE):

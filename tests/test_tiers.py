@@ -1,4 +1,4 @@
-"""Every promise of the README has a test in ``make test``, and no test is in two tiers."""
+"""Every promise of README and tour has a test in ``make test``, and no test is in two tiers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from actds_testing.places import ROOT
 
-# What the README promises in these words, and a test of ``make test`` that would break with it.
+# What README and tour promise in these words, and a test of ``make test`` that would break with it.
 PROMISES = {
     "inside a real vLLM": "engine/test_engine_alignment.py::test_fp32_rows_equal_a_plain_forward",
     "bit for bit": "format/test_arrays.py::test_arrays_come_back_exactly",
@@ -62,10 +62,11 @@ def collect(expression: str) -> set[str]:
 
 
 @pytest.mark.standard
-def test_every_promise_of_the_readme_has_a_test_in_make_test() -> None:
+def test_every_promise_of_readme_and_tour_has_a_test_in_make_test() -> None:
     chosen = {re.sub(r"\[.*", "", test) for test in collect("fast or standard")}
-    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
-    assert [words for words in PROMISES if words not in readme] == []
+    pages = [(ROOT / page).read_text("utf-8") for page in ("README.md", "docs/tour.md")]
+    text = " ".join(" ".join(pages).split())
+    assert [words for words in PROMISES if words not in text] == []
     assert [test for test in PROMISES.values() if f"tests/{test}" not in chosen] == []
 
 

@@ -37,6 +37,14 @@ __all__ = ["cli", "main"]
 
 ENTRY_POINTS = "actds.commands"
 _WORDS = "actds.words"
+GROUPS = {
+    "Harvest": ("plan", "write", "replay", "recover", "seal"),
+    "Judge": ("check", "validate", "audit", "doctor", "explain"),
+    "Use": ("info", "view", "shuffle", "recompress", "export", "import", "schema"),
+    "Study": ("regimes", "stability"),
+    "Publish": ("card", "push", "pull", "sign", "verify"),
+}
+"""The commands by purpose, in the order of the work; ``actds --help`` lists others at the end."""
 
 
 class ActdsGroup(click.Group):
@@ -59,12 +67,20 @@ class ActdsGroup(click.Group):
         return None if plugin is None else _load(plugin)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands; those of other packages stay unloaded where they can."""
+        """Write the commands in groups; those of other packages stay unloaded where they can."""
         names = self.list_commands(ctx)
-        room = formatter.width - 6 - max(map(len, names))
-        rows = [(name, self._summary(ctx, name).get_short_help_str(room)) for name in names]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
+        longest = max(map(len, names))
+        room = formatter.width - 6 - longest
+        rest = tuple(name for name in names if name not in sum(GROUPS.values(), ()))
+        for group, members in {**GROUPS, "Other packages": rest}.items():
+            rows = [
+                (name.ljust(longest), self._summary(ctx, name).get_short_help_str(room))
+                for name in members
+                if name in names
+            ]
+            if rows:
+                with formatter.section(group):
+                    formatter.write_dl(rows)
 
     def _summary(self, ctx: click.Context, name: str) -> click.Command:
         plugin = plugins().get(name)
@@ -170,7 +186,14 @@ def _fail(ctx: click.Context, error: ActdsError) -> None:
 @click.version_option(__version__, "--version", prog_name="actds", message="%(prog)s %(version)s")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def cli(debug: bool) -> None:
-    """Activation datasets that say how they were harvested."""
+    """Activation datasets that say how they were harvested.
+
+    \b
+    Example, from a model to a batch:
+      actds write acts --model FOLDER --prompts prompts.jsonl --hooks resid_post:10
+      actds check acts
+      python -c "import actds; print(next(actds.Loader('acts', 'resid_post.10')))"
+    """
 
 
 @cli.command()

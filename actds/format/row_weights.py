@@ -50,7 +50,7 @@ class RowWeights:
         n_rows: rows of each shard.
         groups: first row in the file of each row group, and the number of rows.
 
-    Spec: 0.1 section 10.4.
+    Spec: 0.1 section 14.11.
     """
 
     path: Path
@@ -101,7 +101,7 @@ def read_row_weights(
         ActdsError: E018 when the file cannot be read, is of another dataset, or does not give
             every stored row exactly one weight that is finite, at least 0, and 1 in the mean.
 
-    Spec: 0.1 section 10.4.
+    Spec: 0.1 section 14.11.
     """
     file_path = Path(path)
     with _parquet(file_path) as file:

@@ -279,7 +279,7 @@ class Dataset:
         Raises:
             ActdsError: E018 it is damaged, belongs to another dataset, or lacks a row.
 
-        Spec: 0.1 section 10.4.
+        Spec: 0.1 section 14.11.
         """
         rows = {shard.name: shard.n_rows for shard in self.shards}
         return read_row_weights(path, self.catalog.genesis.dataset, self.digest, rows)

@@ -81,7 +81,7 @@ def load_dataset(
             where that is not known; None takes run, request, position, token_id, phase and step.
         batched_chunks: streaming only: one example per chunk, with tensors ``(n, d_model)`` and
             numpy columns ``(n,)``. Many times faster.
-        weights: path of a weights file (section 10.4); each example has a float32 ``weight``.
+        weights: path of a weights file (section 14.11); each example has a float32 ``weight``.
         exclude: rows to leave out, one name or several of ``special``, ``bos``, ``eos``,
             ``first_position``, ``sink`` and ``not_finite``, as in ``actds.Loader``.
         where: an expression of the rows to read, as in ``actds.Loader``.

@@ -99,7 +99,7 @@ class Loader:
     Shares hold over any number of batches to fewer rows than there are parts. An epoch ends before
     the first part that would run out, and no row of a part comes twice in it.
 
-    With row weights (a weights file of section 10.4, or an expression) batches are
+    With row weights (a weights file of section 14.11, or an expression) batches are
     ``(batch, rows)``, and ``rows["weight"]`` is float32 ``(n,)``: the weight of each row in a loss
     or a mean. It changes neither the rows nor how often they come. With multiplicity as well, a
     row comes as often as it was served, each time with its weight.

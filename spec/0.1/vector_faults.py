@@ -70,6 +70,21 @@ def _(v: Vector) -> None:
     (v.path / "actds.json").write_text(json.dumps(v.json("actds.json")) + "\n", encoding="utf-8")
 
 
+@fault("E102", "commas-in-strings", RECORD,
+       "Reasons of the run record hold more than 131,072 commas, brackets and braces.")  # fmt: skip
+def _(v: Vector) -> None:
+    reason = {"origin": "unknown", "reason": "," * 4096, "value": None}
+    fields = v.json(RECORD)["fields"]
+    v.edit_json(RECORD, fields=fields | {f"other.n{n}": reason for n in range(32)})
+    v.relink(totals=False)
+
+
+@fault("E103", "no-hooks", "actds.json", "The genesis has no hook.")
+def _(v: Vector) -> None:
+    v.edit_json("actds.json", hooks=[])
+    v.relink(totals=False)
+
+
 @fault("E102", "labels-not-canonical", f"census/{RUN}/requests",
        "The labels of a request are JSON with a space.", base="unserved")  # fmt: skip
 def _(v: Vector) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from actds_testing.harvest import environment, validated, write_prompts
+import actds
+from actds_testing.harvest import ONE_PROCESS, environment, validated, write_prompts
+from actds_testing.places import DEMO_MODEL, EXAMPLES
 
 pytest.importorskip("vllm")
 from actds_testing.tiny import make_tiny_model
@@ -78,3 +80,39 @@ def test_a_script_without_a_main_guard_in_an_event_loop_may_harvest_twice(tmp_pa
     for words in refused:
         assert words.startswith("E009 actds.write: a second harvest in this process")
     assert not (tmp_path / "first-beside").exists()
+
+
+def test_the_tutorial_goes_from_prompts_to_a_dictionary_with_its_audit(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    cells = json.loads((EXAMPLES / "tutorial.ipynb").read_text("utf-8"))["cells"]
+    assert not any(cell.get("outputs") for cell in cells), "clear the outputs: numbers get old"
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    folder = tmp_path / "examples"
+    folder.mkdir()
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "model").symlink_to(DEMO_MODEL)
+    values = "print(json.dumps([losses, unexplained, len(rows), check.answer]))"
+    (folder / "tutorial.py").write_text("\n".join([*code, values]))
+    done = subprocess.run(
+        [sys.executable, "tutorial.py"],
+        cwd=folder,
+        env=environment(**ONE_PROCESS),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    losses, unexplained, n_served, answer = json.loads(done.stdout.splitlines()[-1])
+    assert len(losses) == 100 and losses[-1] < losses[0] / 2 and 0 < unexplained < 0.6
+    dataset = validated(str(folder / "tutorial" / "acts"))
+    chosen = {"split": "held_out", "held_out": 0.25, "drop_last": False}
+    with actds.Loader(dataset, "resid_post.10", provenance=("request",), **chosen) as loader:
+        held_out = {int(request) for _, rows in loader for request in rows["request"]}
+    requests = dataset.requests().select(["request", "prompt_len", "generated_len"]).to_pylist()
+    # The last token is sampled and never fed; the first position is left out.
+    lengths = {row["request"]: row["prompt_len"] + row["generated_len"] - 2 for row in requests}
+    assert n_served == sum(lengths[request] for request in held_out) and len(held_out) < 24
+    saved = torch.load(folder / "tutorial" / "sae.pt")
+    assert saved["data"]["digest"] == dataset.digest
+    page = (folder / "tutorial" / "audit.html").read_text("utf-8")
+    assert dataset.digest in page and answer in page

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import actds
-from actds.cli import cli
+from actds.cli import ENTRY_POINTS, GROUPS, cli
 from actds.cli import reference as cli_reference
 from actds.errors import CODES, ActdsError
 from actds_testing import places
@@ -89,6 +90,48 @@ def test_the_list_of_commands_says_what_their_help_says() -> None:
         assert command is not None and command.help is not None
         assert command.help.splitlines()[0] == summary
     assert {*validators, *writers} == set(cli.list_commands(ctx)) - set(cli.commands)
+
+
+def test_help_lists_every_command_once_in_its_group_and_the_example_runs() -> None:
+    ctx = click.Context(cli)
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == cli.list_commands(ctx)
+    shown = run("--help").output
+    sections = re.split(r"^(\w[\w ]*):$", shown, flags=re.MULTILINE)
+    listed = {
+        title: tuple(re.findall(r"^  ([a-z]+) +\S", text, re.MULTILINE))
+        for title, text in zip(sections[1::2], sections[2::2], strict=True)
+        if title != "Options"
+    }
+    assert listed == GROUPS
+    assert shown.index("actds write") < shown.index("actds check") < shown.index("Options:")
+
+
+def test_a_package_that_is_in_no_group_is_listed_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    added = importlib.metadata.EntryPoint("zap", "actds_testing.cli_tree:leaves", ENTRY_POINTS)
+    monkeypatch.setattr("actds.cli.plugins", lambda: {"zap": added})
+    listed = run("--help").output.split("Other packages:")[1]
+    assert listed.split()[0] == "zap"
+    assert "validate" not in run("--help").output  # none of its package is installed
+
+
+@pytest.mark.standard
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_as_documented(shell: str) -> None:
+    [line] = re.findall(rf"`([^`]*_ACTDS_COMPLETE={shell}_source actds[^`]*)`", DOCS.read_text())
+    assert "eval" in line or "source" in line
+    environment = {**os.environ, "_ACTDS_COMPLETE": f"{shell}_source"}
+    command = [sys.executable, "-m", "actds"]
+    script = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "_ACTDS_COMPLETE=" + shell + "_complete" in script.stdout
+    words = {"COMP_WORDS": "actds va", "COMP_CWORD": "1"} if shell != "fish" else {
+        "COMP_WORDS": "actds va", "COMP_CWORD": "va"
+    }  # fmt: skip
+    environment |= {"_ACTDS_COMPLETE": f"{shell}_complete", **words}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "validate" in done.stdout and "audit" not in done.stdout
 
 
 def test_what_is_mistyped_gets_a_suggestion() -> None:

@@ -23,9 +23,22 @@ from actds.store.local import LocalFile
 from actds_testing.places import ROOT
 
 SPEC = ROOT / "spec" / "0.1"
-PAGES = {path.name[:2]: path.read_text() for path in sorted(SPEC.glob("[0-9][0-9]-*.md"))}
+PAGES = {
+    path.name[:2]: path.read_text()
+    for path in sorted(SPEC.rglob("[0-9][0-9]-*.md"), key=lambda path: path.name)
+}
 TEXT = "\n".join(PAGES.values())
 CLAUSES = set(re.findall(r"^#+ (\d+(?:\.\d+)*) ", TEXT, re.MULTILINE))
+
+
+def test_the_format_is_short_and_every_page_is_listed() -> None:
+    pages = sorted(SPEC.glob("[0-9][0-9]-*.md"))
+    assert [path.name[:2] for path in pages] == [f"{n:02}" for n in (*range(1, 9), 10, 11, 13)]
+    assert sum(path.stat().st_size for path in pages) <= 120_000
+    listed = re.findall(r"\]\((0\.1/[^)#]+\.md)\) \|", (SPEC.parent / "README.md").read_text())
+    written = [*pages, *SPEC.glob("annexes/*.md")]
+    assert set(listed) == {f"0.1/{path.relative_to(SPEC)}" for path in written}
+    assert not [name for name in ("witness", "*Ascending*") if name in TEXT]
 
 
 def test_generated_blocks_are_those_of_the_code() -> None:
@@ -68,7 +81,7 @@ def test_every_clause_that_a_docstring_or_the_text_cites_exists() -> None:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    pages = [*SPEC.glob("*.md"), *ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    pages = [*SPEC.rglob("[0-9][0-9]-*.md"), *ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
     pages.append(ROOT / "spec" / "README.md")
     broken = [
         f"{page.name}: {link}"
@@ -124,7 +137,7 @@ def test_fill_bits_limits_and_block_size_of_the_text_are_those_of_the_code() -> 
 
 
 def _table_after(marker: str) -> list[dict[str, str]]:
-    lines = PAGES["07"].split(f"<!-- example: {marker} -->")[1].strip().splitlines()
+    lines = PAGES["17"].split(f"<!-- example: {marker} -->")[1].strip().splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
     block = rows[: next((i for i, line in enumerate(lines) if not line.startswith("|")), len(rows))]
     return [dict(zip(block[0], row, strict=True)) for row in block[2:]]
@@ -140,7 +153,7 @@ def _scheduled(cell: str) -> list[tuple[int, range]]:
 
 
 def _example_tables() -> dict[str, pa.Table]:
-    """Return the tables of the worked example of section 7.7, as the text prints it."""
+    """Return the tables of the worked example of section 17.1, as the text prints it."""
     prompt, generated = {0: 9, 1: 10, 2: 99}, {0: 3, 1: 2, 2: 0}
     ids = hashlib.sha256(struct.pack("<11I", *range(11))).hexdigest()
     spans = _table_after("spans")

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.standard,
     pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl"),
 ]
-SECTION = (ROOT / "spec" / "0.1" / "15-trust.md").read_text("utf-8")
+SECTION = (ROOT / "spec" / "0.1" / "annexes" / "15-trust.md").read_text("utf-8")
 Pair = tuple[Path, Path]
 
 

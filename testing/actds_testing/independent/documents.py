@@ -270,6 +270,7 @@ def conform_genesis(genesis: Json, place: str) -> None:  # 3
     names = [hook["name"] for hook in genesis["hooks"]]
     places = [f"{hook['kind']}.{hook['layer']}" for hook in genesis["hooks"]]
     need(names == places, "E103", place, "a hook that is not named by its place")
+    need(1 <= len(names) <= 4096, "E103", place, f"{len(names)} hooks")
     need(len(set(names)) == len(names), "E103", place, "two hooks have one name")
 
 

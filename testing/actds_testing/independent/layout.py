@@ -13,7 +13,7 @@ from typing import Any
 from actds_testing.independent.findings import Breach, need
 
 SEGMENT = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-MAX_DOCUMENT_NBYTES, MAX_DEPTH = 1 << 26, 16
+MAX_DOCUMENT_NBYTES, MAX_SIGNS, MAX_DEPTH = 1 << 24, 1 << 17, 16
 Json = dict[str, Any]
 
 
@@ -47,7 +47,9 @@ def canonical(document: object) -> bytes:  # 2.2
 
 def parse(data: bytes, place: str) -> Any:
     """Return what canonical JSON says, or raise E102."""
-    need(len(data) <= MAX_DOCUMENT_NBYTES, "E102", place, "more than 64 MiB")
+    need(len(data) <= MAX_DOCUMENT_NBYTES, "E102", place, "more than 16 MiB")
+    signs = sum(map(data.count, (b"{", b"[", b",")))
+    need(signs <= MAX_SIGNS, "E102", place, "more than 2^17 braces, brackets and commas")
     need(_depth(data) <= MAX_DEPTH, "E102", place, "more than 16 objects and arrays deep")
     try:
         document = json.loads(

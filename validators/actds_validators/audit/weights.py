@@ -319,7 +319,7 @@ def write_weights(
         ActdsError: E009 a path inside a dataset; E412 rows of an unknown step; E503 the disk
             refuses; what ``Shard.tokens`` raises.
 
-    Spec: 0.1 section 10.4.
+    Spec: 0.1 section 14.11.
     """
     path = Path(out)
     refuse_within_dataset(path, "weights")

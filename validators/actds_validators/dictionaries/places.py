@@ -1,6 +1,6 @@
 """Places: the hook of actds that a name of another library stands for.
 
-Spec: 0.1 section 3.1, "Names elsewhere"; ``hook_names`` of TransformerLens, and the modules of
+Spec: 0.1 section 16.1; ``hook_names`` of TransformerLens, and the modules of
 ``transformers`` that SAELens hooks by their own names.
 """
 

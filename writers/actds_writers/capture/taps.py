@@ -161,7 +161,7 @@ def residual_stream(
     Raises:
         ActdsError: E007 when the output does not have that form.
 
-    Spec: 0.1 section 3.1.
+    Spec: 0.1 section 16.3.
     """
     import torch
 

@@ -99,7 +99,7 @@ class Journal:
         begin: called once before the first segment; returns the id of the dataset, ``None``
             while there is none.
 
-    Spec: 0.1 section 8.6.
+    Spec: 0.1 section 9.7.
     """
 
     def __init__(self, store: Store, run: str, begin: Begin) -> None:
@@ -238,7 +238,7 @@ def read_journal(store: Store, dataset: str, run: str) -> Iterator[object]:
         ActdsError: E312 when a segment is missing, foreign, not the next of its chain, or cannot
             be read.
 
-    Spec: 0.1 section 8.6.
+    Spec: 0.1 section 9.7.
     """
     numbers = {_number(path) for path in segments(store, run)}
     prev = FIRST_PREV

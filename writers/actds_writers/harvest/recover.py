@@ -118,7 +118,7 @@ def recover(
         >>> [(run.outcome, run.n_rows) for run in result.runs]  # doctest: +SKIP
         [('recovered', 18432)]
 
-    Spec: 0.1 section 8.6.
+    Spec: 0.1 section 9.7.
     """
     store = open_for_writing(path)
     need_dataset(store)
@@ -157,7 +157,7 @@ def recover_runs(
         ActdsError: E010 a process that still writes; E312 a broken journal; E503; any error of
             the ledger or a file.
 
-    Spec: 0.1 section 8.6.
+    Spec: 0.1 section 9.7.
     """
     genesis = read_genesis(store)
     before = read_ledger(store, genesis.dataset)
