@@ -152,7 +152,8 @@ def _load(entry: EntryPoint) -> click.Command:
 
 def _unavailable(name: str, why: str) -> click.Command:
     def callback(args: tuple[str, ...]) -> None:
-        raise ActdsError("E011", name, got=why, expected="a command that can be imported")
+        expected = "the package of that command, whole and of this version"
+        raise ActdsError("E011", name, got=why, expected=expected)
 
     return click.Command(
         name,

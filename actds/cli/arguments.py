@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import click
 
-from actds.errors import ActdsError
+from actds.errors import ActdsError, advice
 
 __all__ = ["as_typed", "of_word", "refuse_empty"]
 
@@ -77,7 +77,11 @@ def as_typed(error: ActdsError, params: Sequence[click.Parameter]) -> ActdsError
         return error
     words = _Words(by_name)
     place = words.place(error.place) if error.code < "E100" else error.place
-    got, expected, next_step = error.got, words.text(error.expected), words.text(error.next_step)
+    got, expected = error.got, words.text(error.expected)
+    if error.next_step == advice(error.code, error.place):
+        next_step = advice(error.code, place)
+    else:
+        next_step = words.text(error.next_step)
     if (place, expected, next_step) == (error.place, error.expected, error.next_step):
         return error
     renamed = ActdsError(error.code, place, got=got, expected=expected, next_step=next_step)
