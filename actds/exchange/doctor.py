@@ -295,11 +295,10 @@ def _examine(path: Path, kind: str, files: list[Path], names: list[str], values:
         FoundArray(name, dtype, _common(shapes), len(shapes), sum(map(_rows, shapes)))
         for (name, dtype, _, _), shapes in sorted(seen.items(), key=lambda one: one[0][:2])
     ]
+    opened, command, refused = _importable(path, kind, names)
+    recipe = [command] if command else []
     if kind == "raw":
-        opened, command, (refused, recipe) = None, None, _of_raw(files, names)
-    else:
-        opened, command, refused = _importable(path, kind, names)
-        recipe = [command] if command else []
+        refused, recipe = _of_raw(files, names)
     counts = None
     if values and opened is not None:
         try:

@@ -54,8 +54,8 @@ class RawFile:
     def guess(cls, path: Path) -> RawFile:
         """Return what the name of a file says, else a document beside it."""
         nbytes, name = path.stat().st_size, path.stem.lower()
-        shape = _SHAPE.search(name)
-        said = [(tuple(map(int, shape[0].split("x"))) if shape else (), _dtype(name))]
+        match = _SHAPE.search(name)
+        said = [(tuple(map(int, match[0].split("x"))) if match else (), _dtype(name))]
         said += [_of_document(path.with_name(one.format(path.stem))) for one in _DOCUMENTS]
         shapes = [shape for shape, _ in said if shape and 1 <= shape[-1] <= _MAX_WIDTH]
         dtype = next((dtype for _, dtype in said if dtype), None)

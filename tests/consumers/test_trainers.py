@@ -89,7 +89,7 @@ def test_dictionary_learning_on_an_iterator_trains_on_less_and_that_is_said(
     from dictionary_learning.trainers import StandardTrainer
     from dictionary_learning.training import trainSAE
 
-    loader = actds.Loader(path, hook, batch=BATCH, dtype="float32")
+    loader = actds.Loader(path, hook, batch=BATCH // 2, dtype="float32")
     d_model, n = actds.open(path).hooks[hook].d_model, loader.batches_per_epoch
     updates = []
 
@@ -104,7 +104,7 @@ def test_dictionary_learning_on_an_iterator_trains_on_less_and_that_is_said(
         "dict_class": AutoEncoder,
     }  # fmt: skip
     with pytest.warns(UserWarning, match=f"of the {n} batches .* took 102 and .* loader itself"):
-        trainSAE(iter(loader), [config], steps=n, device="cpu", normalize_activations=True)
+        trainSAE(iter(loader), [{**config}], steps=n, device="cpu", normalize_activations=True)
     assert len(updates) == n - 102
     updates.clear()
     trainSAE(loader, [config], steps=n, device="cpu", normalize_activations=True)

@@ -285,7 +285,7 @@ def test_info_and_card_say_by_hook_what_the_rows_hold(tmp_path: Path) -> None:
 def test_rows_that_a_cast_made_infinite_are_said_of_the_hooks_and_runs_that_have_it(
     tmp_path: Path,
 ) -> None:
-    """ml_dtypes casts the rows: the counts are those that it makes infinite, not the model's NaN."""
+    """ml_dtypes casts the rows: counted are those that it makes infinite."""
     path = odd_dataset(tmp_path / "d")
     counts = counts_of(path)[HOOKS[0]]
     assert 0 < counts.infinite < counts.not_finite  # some rows have both, or NaN alone
