@@ -69,7 +69,7 @@ CODES: dict[str, Code] = {
         "usage",
         "broken prompt",
         "A prompt record cannot be read as a prompt.",
-        "Fix the named line; each record needs a `prompt` string or a `messages` list.",
+        "Write PLACE anew; each record needs a `prompt` string or a `messages` list.",
     ),
     "E003": Code(
         "usage",
@@ -113,7 +113,7 @@ CODES: dict[str, Code] = {
         "usage",
         "bad option",
         "An option has a value that cannot be used.",
-        "Give what was expected instead.",
+        "Give PLACE as it is expected.",
     ),
     "E010": Code(
         "usage",
@@ -125,14 +125,14 @@ CODES: dict[str, Code] = {
         "usage",
         "missing dependency",
         "An optional package is not installed.",
-        "Install what was expected.",
+        "Install what PLACE needs, as it is expected.",
         error="MissingDependencyError",
     ),
     "E012": Code(
         "usage",
         "unsupported engine configuration",
         "Capture does not support this engine configuration.",
-        "Leave the option out, or give a value that was expected.",
+        "Leave PLACE out, or give it as it is expected.",
     ),
     "E013": Code(
         "usage",
@@ -144,7 +144,7 @@ CODES: dict[str, Code] = {
         "usage",
         "bad selection",
         "A loader argument selects nothing or names something the dataset lacks.",
-        "Correct the argument; actds info shows hooks and phases.",
+        "Change the selection at PLACE; actds info shows hooks, phases and runs.",
     ),
     "E015": Code(
         "usage",
@@ -165,7 +165,7 @@ CODES: dict[str, Code] = {
         "usage",
         "bad capture configuration",
         "The capture settings of a live engine cannot be used.",
-        "Correct the named key of the engine's additional_config.",
+        "Give PLACE as it is expected; it is part of the engine's additional_config.",
     ),
     "E018": Code(
         "usage",
@@ -178,14 +178,14 @@ CODES: dict[str, Code] = {
         "usage",
         "bad foreign set",
         "A set to import is truncated, mixes widths or types, or has a form that is not known.",
-        "Make the named file anew, in a form that actds import --help lists.",
+        "Make PLACE anew, in a form that actds import --help lists.",
         "12.1",
     ),
     "E020": Code(
         "usage",
         "bad policy",
         "A policy file cannot be read, has an unknown rule, or a value that the rule cannot have.",
-        "Correct the named rule; actds schema policy lists all rules.",
+        "Write PLACE as it is expected; actds schema policy lists all rules.",
     ),
     "E021": Code(
         "usage",
@@ -556,7 +556,7 @@ CODES: dict[str, Code] = {
         "writer",
         "engine failed",
         "The engine could not start or stopped.",
-        "See the engine's message above.",
+        "Change what the engine's message names, and run it again: actds write --resume.",
     ),
     "E505": Code(
         "writer",
@@ -568,7 +568,7 @@ CODES: dict[str, Code] = {
         "writer",
         "no response",
         "A process of the pipeline did not answer in time.",
-        "See its log; continue with actds write --resume.",
+        "Read in its log what it waited for; continue with actds write --resume.",
     ),
     "E507": Code(
         "writer",
@@ -595,7 +595,7 @@ CODES: dict[str, Code] = {
         "values",
         "not finite",
         "A row holds NaN or infinity.",
-        "Filter the named rows, and check the model's numerics.",
+        "Leave such rows out by exclude, or harvest again in a type that holds them.",
     ),
     "E602": Code(
         "values",
@@ -607,7 +607,7 @@ CODES: dict[str, Code] = {
         "values",
         "repeated row",
         "Rows of different tokens are bitwise equal.",
-        "Check the lifetime of the capture buffer.",
+        "Do not train on them: a capture buffer was overwritten; report the engine's version.",
     ),
     "E604": Code(
         "values",

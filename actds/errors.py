@@ -6,6 +6,7 @@ An error has a class by what a caller can do about it; several are standard ones
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -53,7 +54,7 @@ class ActdsError(Exception):
         place: where: a path inside the dataset, an option, a line.
         got: what is there.
         expected: what is expected there.
-        next_step: what to do; the advice of the code when None.
+        next_step: what to do; the advice of the code when None, in which PLACE is the place.
 
     Attributes: the arguments by their names, and ``exit_code``.
 
@@ -73,7 +74,7 @@ class ActdsError(Exception):
         self.place = place
         self.got = got
         self.expected = expected
-        self.next_step = next_step or CODES[code].next_step
+        self.next_step = next_step or advice(code, place)
         first = " ".join(f"{code} {place}: {got}; expected {expected}.".splitlines())
         self.args = (f"{first}\n{self.next_step}",)
 
@@ -176,6 +177,11 @@ class MissingDependencyError(ActdsError, ImportError):
 
 class InternalError(ActdsError, RuntimeError):
     """actds failed unexpectedly: report it."""
+
+
+def advice(code: str, place: str) -> str:
+    """Return what to do about a code at a place."""
+    return re.sub(r"\bPLACE\b", lambda _: " ".join(place.split()), CODES[code].next_step)
 
 
 def code_entry(code: str) -> Code:

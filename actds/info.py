@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -23,24 +23,29 @@ __all__ = [
     "ChainFacts",
     "Facts",
     "HookFacts",
+    "HookValues",
     "LossFacts",
     "RunFacts",
     "describe",
     "missing",
     "odd_values",
+    "overflowed",
+    "overflowing",
     "page",
     "recorded_cast",
     "values_in_words",
 ]
 
 _MAX_LISTED, _MAX_NAMED = 20, 3
+_RANGE = ("float16", "bfloat16", "float32")
+"""The types by their largest number: 65,504, and two that differ in the last digits of 10^38."""
 
 
 @dataclass(frozen=True)
 class HookFacts:
     """One hook: how many rows, how large decoded (``nbytes``) and on the disk, and of what values.
 
-    ``casts`` are those of the runs in which rows are not finite.
+    ``casts`` are those of the runs in which rows overflowed, ``n_overflowed`` of all runs.
     """
 
     name: str
@@ -53,12 +58,8 @@ class HookFacts:
     stored_nbytes: int
     n_not_finite: int
     n_zero: int
+    n_overflowed: int
     casts: list[str]
-
-    @property
-    def counts(self) -> RowCounts:
-        """Return how many rows are not finite or zero."""
-        return RowCounts(not_finite=self.n_not_finite, zero=self.n_zero)
 
     @property
     def ratio(self) -> float | None:
@@ -190,8 +191,7 @@ def _hooks(catalog: Catalog) -> list[HookFacts]:
         nbytes = n_rows * hook.d_model * arrays.DTYPES[hook.dtype].itemsize
         stored = sum(e.nbytes for one in holding for e in one.files if e.path == path)
         counts = [manifest.values[hook.name] for manifest in holding]
-        broken = {one.run for one in holding if one.values[hook.name].not_finite}
-        casts = {recorded_cast(catalog.runs.get(run)) for run in broken}
+        n_overflowed, casts = overflowed(catalog, hook.name)
         facts.append(
             HookFacts(
                 **hook.model_dump(),
@@ -200,7 +200,8 @@ def _hooks(catalog: Catalog) -> list[HookFacts]:
                 stored_nbytes=stored,
                 n_not_finite=sum(one.not_finite for one in counts),
                 n_zero=sum(one.zero for one in counts),
-                casts=sorted(filter(None, casts)),
+                n_overflowed=n_overflowed,
+                casts=casts,
             )
         )
     return facts
@@ -212,32 +213,70 @@ def recorded_cast(record: RunRecord | None) -> str | None:
     return cast if isinstance(cast, str) and cast != "none" else None
 
 
-def values_in_words(
-    values: Sequence[tuple[str, int, RowCounts]], casts: Sequence[str] = ()
-) -> Iterator[str]:
-    """Yield which rows are not finite or zero, most first; nothing where there are none.
+def overflowing(cast: str | None, hook: str) -> str | None:
+    """Return the cast of a hook, of a recorded ``capture.cast``, if it has a smaller range.
 
-    Args:
-        values: each hook, its rows, and how many of them are not finite or zero.
-        casts: of the runs that have rows which are not finite.
+    After it nothing tells a value that was beyond the range from an infinity of the model's own.
     """
-    cast = f"; the cast may be the cause: {'; '.join(casts)}" if casts else ""
-    for field_name, words in (
-        ("not_finite", f"are not finite (NaN or infinity){cast}"),
-        ("zero", "are zero in every channel"),
-    ):
-        hooks: dict[tuple[int, int], list[str]] = {}
-        for hook, n_rows, counts in values:
-            hooks.setdefault((getattr(counts, field_name), n_rows), []).append(hook)
-        for (n, n_rows), names in sorted(hooks.items(), reverse=True):
+    for part in (cast or "").split("; "):
+        names, colon, words = part.rpartition(": ")
+        types = words.split(",")[0].split(" to ")
+        if (not colon or hook in names.split(", ")) and len(types) == 2 and set(types) <= {*_RANGE}:
+            return words if _RANGE.index(types[1]) < _RANGE.index(types[0]) else None
+    return None
+
+
+def overflowed(catalog: Catalog, hook: str) -> tuple[int, list[str]]:
+    """Return how many rows of a hook became infinite in the cast of their run, and the casts."""
+    n_rows: Counter[str] = Counter()
+    for shard in catalog.shards:
+        n = shard.values[hook].infinite if hook in shard.hooks else 0
+        cast = overflowing(recorded_cast(catalog.runs.get(shard.run)), hook) if n else None
+        if cast:
+            n_rows[cast] += n
+    return n_rows.total(), sorted(n_rows)
+
+
+class HookValues(NamedTuple):
+    """How many rows of a hook are not finite, zero, or (of the first) overflowed in which casts."""
+
+    hook: str
+    n_rows: int
+    not_finite: int
+    zero: int
+    overflowed: int = 0
+    casts: tuple[str, ...] = ()
+
+    @classmethod
+    def of_run(cls, hook: str, n_rows: int, counts: RowCounts, cast: str | None) -> HookValues:
+        """Return those of rows that have one recorded cast, or none."""
+        words = overflowing(cast, hook)
+        lost = (counts.infinite, (words,)) if words and counts.infinite else (0, ())
+        return cls(hook, n_rows, counts.not_finite, counts.zero, *lost)
+
+
+def values_in_words(values: Iterable[HookValues]) -> Iterator[str]:
+    """Yield which rows are not finite or zero, most first; nothing where there are none."""
+    broken: dict[tuple[int, int, str], list[str]] = {}
+    zero: dict[tuple[int, int, str], list[str]] = {}
+    for one in values:
+        words = "are not finite (NaN or infinity)"
+        if one.overflowed:
+            words += f"; {one.overflowed:,} overflowed in the cast {' or '.join(one.casts)}"
+        broken.setdefault((one.not_finite, one.n_rows, words), []).append(one.hook)
+        zero.setdefault((one.zero, one.n_rows, "are zero in every channel"), []).append(one.hook)
+    for hooks in (broken, zero):
+        for (n, n_rows, words), names in sorted(hooks.items(), reverse=True):
             if n:
                 yield f"{n:,} of {n_rows:,} rows of {', '.join(names)} {words}"
 
 
 def odd_values(facts: Facts) -> Iterator[str]:
     """Yield by hook which rows of a dataset are not finite or zero."""
-    casts = sorted({cast for hook in facts.hooks for cast in hook.casts})
-    yield from values_in_words([(h.name, h.n_rows, h.counts) for h in facts.hooks], casts)
+    yield from values_in_words(
+        HookValues(h.name, h.n_rows, h.n_not_finite, h.n_zero, h.n_overflowed, tuple(h.casts))
+        for h in facts.hooks
+    )
 
 
 def _chains(catalog: Catalog) -> list[ChainFacts]:

@@ -629,12 +629,16 @@ class _Reader:
             expected = "sorted hooks of actds.json"
             raise ActdsError("E103", f"{path} hooks", got=f"{manifest.hooks}", expected=expected)
         wrong = manifest.values.keys() ^ set(manifest.hooks)
-        wrong |= {h for h, c in manifest.values.items() if c.not_finite + c.zero > manifest.n_rows}
+        wrong |= {
+            hook
+            for hook, n in manifest.values.items()
+            if n.not_finite + n.zero > manifest.n_rows or n.infinite > n.not_finite
+        }
         if wrong:
             raise ActdsError(
                 "E103",
                 f"{path} values",
-                got=f"{min(wrong)} missing, no hook of the shard, or of more rows than it has",
+                got=f"{min(wrong)} missing, no hook of the shard, or of more rows than there are",
                 expected=f"counts of {manifest.n_rows} rows of {', '.join(manifest.hooks)}",
             )
         names, wanted = [entry.path for entry in manifest.files], file_names(manifest.hooks)

@@ -280,7 +280,7 @@ class Blocks:
                     str(path),
                     got=f"other bytes in rows {first} to {last}",
                     expected=f"crc32c {int(sums[number]):08x}, as written",
-                    next_step=f"Check the disk, remove {folder} and call it again.",
+                    next_step=f"Remove {folder} and call it again: the disk changed it.",
                 )
             out[place[at : at + last - first]] = piece.reshape(-1, hook.d_model)
             at += last - first

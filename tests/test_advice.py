@@ -132,6 +132,36 @@ def test_the_advice_of_a_code_names_what_it_is_about_and_commands_that_exist() -
         assert len(advice.split()) >= 3 or "actds" in advice, code
 
 
+VAGUE = re.compile(
+    r"named (?:line|file|key|rule|option|argument)\b|what was expected|value that was expected"
+    r"|the (?:argument|option)\b(?! [a-z_]+\b)|^(?:Check|Correct|Fix|See|Try again)\b[^;,:]*\.$"
+)
+"""What advice must not say: it speaks of something without its name, or of no deed."""
+
+
+def test_advice_names_the_thing_and_what_to_do_with_it() -> None:
+    given = {code: [entry.next_step] for code, entry in CODES.items()}
+    for file, tree in sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.keyword) and node.arg == "next_step":
+                given[f"{file}:{node.value.lineno}"] = [text for _, text in sentences(node.value)]
+    vague = {place: text for place, texts in given.items() for text in texts if VAGUE.search(text)}
+    assert len(given) > len(CODES) + 50 and not vague
+
+
+def test_the_place_of_an_error_stands_in_its_advice_as_the_reader_knows_it() -> None:
+    places = [code for code, entry in CODES.items() if "PLACE" in entry.next_step]
+    assert {"E002", "E009", "E012", "E014", "E017", "E019", "E020"} <= {*places}
+    for code in places:
+        error = ActdsError(code, "rows_per_shard", got="x", expected="y")
+        assert "rows_per_shard" in error.next_step and "PLACE" not in str(error)
+    error = ActdsError("E009", "rows_per_shard", got="0", expected="1 or more")
+    write = COMMANDS["write"].get_params(click.Context(COMMANDS["write"]))
+    assert as_typed(error, write).next_step == "Give --rows-per-shard as it is expected."
+    # A place with a backslash, as of an expression, is taken as it is.
+    assert r"at a\1" in ActdsError("E014", r"a\1", got="x", expected="y").next_step
+
+
 def test_a_page_names_commands_and_options_that_exist() -> None:
     every = set().union(*OPTIONS.values(), OF_OTHERS, {"--debug", "--version"})
     wrong = []

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from actds.cli.arguments import as_typed, of_word
+from actds.cli.arguments import as_typed, of_word, refuse_empty
 from actds.cli.doctor import doctor_command
 from actds.cli.exchange import export_command, import_command
 from actds.cli.output import ResultCommand, document_schema, envelope, print_json, print_lines
@@ -99,15 +99,22 @@ class ActdsGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the arguments begin with; a mistyped one gets a suggestion."""
+        """Return the command that the arguments begin with; a mistyped one gets a suggestion.
+
+        Raises:
+            ActdsError: E009 a path or name of the command that is empty.
+        """
         try:
-            return super().resolve_command(ctx, args)
+            name, command, rest = super().resolve_command(ctx, args)
         except click.UsageError as error:
             near = get_close_matches(args[0], self.list_commands(ctx), n=1)
             if not near:
                 raise
             words = f"No such command {args[0]!r}. Did you mean {near[0]!r}?"
             raise click.UsageError(words, ctx) from error
+        if command is not None:
+            refuse_empty(command, ctx, rest)
+        return name, command, rest
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Accept ``--debug`` anywhere: it is appended when a command is repeated."""
@@ -161,7 +168,8 @@ def _load(entry: EntryPoint) -> click.Command:
 
 def _unavailable(name: str, why: str) -> click.Command:
     def callback(args: tuple[str, ...]) -> None:
-        raise ActdsError("E011", name, got=why, expected="a command that can be imported")
+        expected = "the package of that command, whole and of this version"
+        raise ActdsError("E011", name, got=why, expected=expected)
 
     return click.Command(
         name,

@@ -7,9 +7,37 @@ from collections.abc import Sequence
 
 import click
 
-from actds.errors import ActdsError
+from actds.errors import ActdsError, advice
 
-__all__ = ["as_typed", "of_word"]
+__all__ = ["as_typed", "of_word", "refuse_empty"]
+
+_PATHS = re.compile("PATH|FILE|FOLDER")
+
+
+def refuse_empty(command: click.Command, context: click.Context, words: Sequence[str]) -> None:
+    """Refuse an argument, or an option that takes a path, that is empty: Python reads it as ``.``.
+
+    Args:
+        command: the command.
+        context: that it is called from.
+        words: the words after its name.
+
+    Raises:
+        ActdsError: E009 with the argument or option.
+    """
+    own = click.Context(command, parent=context)
+    try:
+        given, _, _ = command.make_parser(own).parse_args(list(words))
+    except click.UsageError:  # which the command says itself
+        return
+    for param in command.get_params(own):
+        values = given.get(param.name or "")
+        takes_path = isinstance(param.type, click.Path) or _PATHS.search(param.metavar or "")
+        if not isinstance(param, click.Argument) and not takes_path:
+            continue
+        if "" in (values if isinstance(values, list | tuple) else [values]):
+            place, expected = _shown(param), "a path or a name"
+            raise ActdsError("E009", place, got="an empty word", expected=expected)
 
 
 def of_word(error: Exception, words: Sequence[str]) -> ActdsError | None:
@@ -49,7 +77,11 @@ def as_typed(error: ActdsError, params: Sequence[click.Parameter]) -> ActdsError
         return error
     words = _Words(by_name)
     place = words.place(error.place) if error.code < "E100" else error.place
-    got, expected, next_step = error.got, words.text(error.expected), words.text(error.next_step)
+    got, expected = error.got, words.text(error.expected)
+    if error.next_step == advice(error.code, error.place):
+        next_step = advice(error.code, place)
+    else:
+        next_step = words.text(error.next_step)
     if (place, expected, next_step) == (error.place, error.expected, error.next_step):
         return error
     renamed = ActdsError(error.code, place, got=got, expected=expected, next_step=next_step)
@@ -95,8 +127,13 @@ class _Words:
         return f"{option} {found['text'] or ''}"
 
     def _option(self, name: str, *, off: bool = False) -> str:
-        param = self._by_name[name]
-        if isinstance(param, click.Argument):
-            return param.metavar if param.metavar and param.metavar.isalpha() else name
-        options = param.secondary_opts if off and param.secondary_opts else param.opts
-        return max(options, key=len)
+        return _shown(self._by_name[name], off=off)
+
+
+def _shown(param: click.Parameter, *, off: bool = False) -> str:
+    """Return a parameter as the help of its command has it."""
+    if isinstance(param, click.Argument):
+        metavar = param.metavar or ""
+        return metavar if metavar.isalpha() else param.name or ""
+    options = param.secondary_opts if off and param.secondary_opts else param.opts
+    return max(options, key=len)

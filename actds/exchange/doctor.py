@@ -23,6 +23,7 @@ from actds.exchange.containers import ANY
 from actds.exchange.export import RECORD_FILE
 from actds.exchange.foreign import KINDS, files_of
 from actds.exchange.importing import named_hook
+from actds.exchange.raw import RawFile, is_raw
 from actds.exchange.tensors import foreign
 from actds.format.arrays import widen
 from actds.store import local_folder
@@ -37,7 +38,6 @@ _SUFFIXES = {
 }  # fmt: skip
 """Forms, and the suffix of their files; those of ``KINDS`` can be imported."""
 _ALSO_PT = (".pth", ".bin")
-_RAW = (".dat", ".raw", ".mmap", ".memmap")
 
 _NARROW = {"float16": 65520.0, "bfloat16": 2.0**128 * (1 - 2.0**-9)}
 """The smallest magnitudes that a narrower type rounds to infinity."""
@@ -248,6 +248,8 @@ def _entries(folder: Path) -> Iterator[Path]:
 def _kinds(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
     """Return the files by form; a saved Arrow dataset is SAELens' where its columns say so."""
     found: dict[str, list[Path]] = {}
+    raw = [file for file in files if is_raw(file)]
+    files = [file for file in files if file not in {*raw}]
     for kind, suffix in _SUFFIXES.items():
         mine = [f for f in files if f.suffix == suffix or (kind == "pt" and f.suffix in _ALSO_PT)]
         if mine and kind not in ("sae-lens", "datasets", "raw"):
@@ -255,7 +257,6 @@ def _kinds(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
     arrow = [file for file in files if file.suffix == ".arrow"]
     if arrow:
         found["sae-lens" if _has(folder, "sae-lens") else "datasets"] = arrow
-    raw = [file for file in files if file.suffix in _RAW]
     return {**found, "raw": raw} if raw else found
 
 
@@ -295,7 +296,9 @@ def _examine(path: Path, kind: str, files: list[Path], names: list[str], values:
         for (name, dtype, _, _), shapes in sorted(seen.items(), key=lambda one: one[0][:2])
     ]
     opened, command, refused = _importable(path, kind, names)
-    recipe = [command] if command else _of_raw(files, names) if kind == "raw" else []
+    recipe = [command] if command else []
+    if kind == "raw":
+        refused, recipe = _of_raw(files, names)
     counts = None
     if values and opened is not None:
         try:
@@ -360,14 +363,21 @@ def _common(shapes: list[tuple[int, ...]]) -> list[int | None]:
     return [sizes.pop() if len(sizes) == 1 and sizes != {ANY} else None for sizes in axes]
 
 
-def _of_raw(files: list[Path], names: list[str]) -> list[str]:
-    """Return lines that make an array of each raw file, and import them."""
-    lines = []
-    for file in files[:MAX_FAULTS]:
-        code = f'np.memmap({str(file)!r}, "float32", "r").reshape(-1, D_MODEL)'
-        save = f'import numpy as np; np.save("raw/{file.stem}.npy", {code})'
-        lines.append(f"python -c {shlex.quote(save)}")
-    return ["mkdir raw", *lines, _command(Path("raw"), names, [""] * len(files), [])]
+def _of_raw(files: list[Path], names: list[str]) -> tuple[str, list[str]]:
+    """Return what raw files do not say, and lines that make an array of each, and import them."""
+    raw = [RawFile.guess(file) for file in files]
+    words, least = "raw bytes say neither type nor width", max(raw, key=lambda one: len(one.lacks))
+    if least.lacks:
+        nbytes = f"{least.path.stat().st_size:,} bytes are rows x channels x bytes of a value"
+        words += f": put for {' and for '.join(least.lacks)} ({least.path.name}: {nbytes})"
+    else:
+        guesses = sorted({f"{one.dtype} with {one.d_model:,} channels" for one in raw})
+        words += f": by names and documents beside them they are {', '.join(guesses)}"
+    odd = {"bfloat16": "bfloat16", "float64": "float32"}
+    stored = sorted({odd[one.dtype] for one in raw if one.dtype in odd})
+    more = [word for dtype in stored[:1] for word in ("--dtype", dtype)]
+    command = _command(Path("raw"), names, [""] * len(files), more)
+    return words, ["mkdir raw", *(one.line for one in raw), command]
 
 
 def _command(path: Path, names: list[str], called: list[str], more: list[str]) -> str:
@@ -383,8 +393,6 @@ def _importable(
     path: Path, kind: str, names: list[str]
 ) -> tuple[ForeignSet | None, str | None, str | None]:
     """Return the set as an import would open it, the command, or why there is none."""
-    if kind == "raw":
-        return None, None, "raw bytes say neither type nor width: put yours for float32, D_MODEL"
     if kind not in KINDS:
         words = "actds import does not read this form: save each hook's rows as one .npy file"
         return None, None, words

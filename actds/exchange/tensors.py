@@ -20,7 +20,15 @@ import numpy.typing as npt
 from actds import canonical
 from actds.errors import ActdsError
 
-__all__ = ["NewTensor", "StoredTensor", "foreign", "read_document", "read_header", "write_tensors"]
+__all__ = [
+    "NewTensor",
+    "StoredTensor",
+    "foreign",
+    "itemsize",
+    "read_document",
+    "read_header",
+    "write_tensors",
+]
 
 MAX_HEADER_NBYTES = 100_000_000  # that of the format
 _CODES = {
@@ -88,7 +96,7 @@ def write_tensors(
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     at = 0
     for name, one in tensors.items():
-        end = at + math.prod(one.shape) * _itemsize(one.dtype)
+        end = at + math.prod(one.shape) * itemsize(one.dtype)
         header[name] = {
             "dtype": _CODES[one.dtype], "shape": list(one.shape), "data_offsets": [at, end],
         }  # fmt: skip
@@ -140,7 +148,7 @@ def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
         if ends[name] > nbytes:
             raise foreign(f"{path} {name}", f"{nbytes} bytes", f"{ends[name]}: it is truncated")
         known = tensor.dtype in _CODES
-        size = math.prod(tensor.shape) * (_itemsize(tensor.dtype) if known else 0)
+        size = math.prod(tensor.shape) * (itemsize(tensor.dtype) if known else 0)
         if (
             min(tensor.shape, default=1) < 0
             or tensor.offset < 8 + length
@@ -184,5 +192,6 @@ def read_document(path: Path) -> dict[str, Any]:
     return document
 
 
-def _itemsize(dtype: str) -> int:
+def itemsize(dtype: str) -> int:
+    """Return the bytes of a value."""
     return 2 if dtype == "bfloat16" else int(np.dtype(dtype).itemsize)

@@ -80,7 +80,7 @@ class ArrayEncoder:
         self.metadata = array_metadata(n_rows, d_model, dtype)
         self.chunk_nbytes = self._per_chunk * d_model * kind.itemsize
         self.capacity = frame_capacity(self.chunk_nbytes, kind.itemsize) + _CRC.size
-        self._counts = [(0, 0)] * self.n_chunks
+        self._counts = [(0, 0, 0)] * self.n_chunks
 
     def encode(self, index: int, out: Bytes) -> int:
         """Write a chunk's frame and checksum at the begin of ``out``; return their bytes."""
@@ -96,8 +96,8 @@ class ArrayEncoder:
     @property
     def counts(self) -> RowCounts:
         """Return how many rows are not finite or zero, of the chunks that are encoded."""
-        not_finite, zero = map(sum, zip(*self._counts, strict=True))
-        return RowCounts(not_finite=not_finite, zero=zero)
+        not_finite, zero, infinite = map(sum, zip(*self._counts, strict=True))
+        return RowCounts(not_finite=not_finite, zero=zero, infinite=infinite)
 
     def index(self, sizes: list[int]) -> bytes:
         """Return the end of the file from the sizes of all chunks, as ``encode`` returned them."""
@@ -127,8 +127,8 @@ class ArrayEncoder:
         return chunk
 
 
-def _counts(rows: Bits, kind: DType, tops: Bytes | None) -> tuple[int, int]:
-    """Return how many rows of a chunk are not finite, and how many are zero.
+def _counts(rows: Bits, kind: DType, tops: Bytes | None) -> tuple[int, int, int]:
+    """Return how many rows of a chunk are not finite, zero, and infinite without a NaN.
 
     The largest top byte, with the sign and without, says of most chunks that all is finite, and the
     first channel that no row is zero: 3 to 5 % of the time of encoding, where looking at every
@@ -147,9 +147,12 @@ def _counts(rows: Bits, kind: DType, tops: Bytes | None) -> tuple[int, int]:
     largest = parts.view(f"<i{parts.itemsize}").max(), parts.max()
     is_finite = largest[0] < exponent and largest[1] < (magnitude + 1) | exponent
     if is_finite and (parts[:, 0] & magnitude).all():
-        return 0, 0
+        return 0, 0, 0
     of_rows = (rows & kind.magnitude).max(axis=1)
-    return int((of_rows >= kind.exponent).sum()), int((of_rows == 0).sum())
+    # A NaN is larger than infinity: bits of the mantissa are set.
+    of_values = of_rows >= kind.exponent, of_rows == 0, of_rows == kind.exponent
+    not_finite, zero, infinite = (int(which.sum()) for which in of_values)
+    return not_finite, zero, infinite
 
 
 def encoded_nbytes(d_model: int, itemsize: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -615,13 +616,24 @@ class Progress:
 
 
 class _Pass(Iterator[Any]):
-    """The iterator of one ``for``: it ends with its pass, and is of no use in a later one."""
+    """The iterator of one ``for``: it ends with its pass, and is of no use in a later one.
+
+    A trainer that estimates a scale in a loop of its own leaves the rest of ``iter(loader)`` to the
+    loop that trains: whoever loops twice is told at the end.
+    """
 
     def __init__(self, loader: Loader, number: int) -> None:
         self._loader, self._number, self._ended = loader, number, False
+        self._n_given, self._begins = 0, list[int]()
+
+    def __iter__(self) -> Self:
+        if len(self._begins) < 3:
+            self._begins.append(self._n_given)
+        return self
 
     def __next__(self) -> Any:
         if self._ended:
+            self._tell()
             raise StopIteration
         if self._number != self._loader._n_iterators:
             raise RuntimeError(
@@ -629,10 +641,24 @@ class _Pass(Iterator[Any]):
                 "which began a pass of its own"
             )
         try:
-            return next(self._loader)
+            batch = next(self._loader)
         except StopIteration:
             self._ended = True
+            self._tell()
             raise
+        self._n_given += 1
+        return batch
+
+    def _tell(self) -> None:
+        """Warn that two loops shared a pass; more of them read it in parts, as with islice."""
+        if len(self._begins) == 2 and self._begins[1]:
+            warnings.warn(
+                f"of the {self._n_given:,} batches of this iterator the first loop over it took "
+                f"{self._begins[1]:,} and the second the rest: loop over the loader itself, which "
+                "begins a pass at every for",
+                UserWarning,
+                stacklevel=3,
+            )
 
 
 def _window_rows(datasets: Sequence[Dataset]) -> int:

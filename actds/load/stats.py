@@ -38,7 +38,7 @@ BLOCK_NBYTES = 1 << 24
 """Bytes of float64 rows that are held at a time."""
 SAMPLE_NBYTES = 1 << 25
 """Bytes of float32 rows from which the geometric median is found."""
-_VERSION = 2
+_VERSION = 3
 _CONSTANT = 1e-13  # of the mean: below it, a standard deviation is what rounding left
 _MAX_STEPS = 200
 _TOLERANCE = 1e-7
@@ -58,9 +58,9 @@ class Stats:
         mean_norm: mean Euclidean norm of a row.
         norm_quantiles: quantiles of the norms at ``QUANTILES``, float64 ``(13,)``, as
             ``numpy.quantile`` has them.
-        geometric_median: the point with the least sum of distances to the rows of an even sample,
-            float64 ``(d_model,)``; with shares the sample has them.
-        n_sampled: rows of that sample.
+        geometric_median: the point with the least sum of distances to the rows, each as often as
+            it comes, float64 ``(d_model,)``; of more than 32 MiB of rows, to an even sample.
+        n_sampled: rows that it is of.
     """
 
     count: int
@@ -156,17 +156,14 @@ def stats_of_rows(
         for s, c in zip(shards, counts, strict=True)
     ]
     n_sample = min(sum(there), max(1, SAMPLE_NBYTES // (4 * hook.d_model)))
-    totals: list[Any] = [
-        float(c.sum()) if c is not None and c.dtype.kind == "f" else n
-        for c, n in zip(counts, there, strict=True)
-    ]
+    totals = [n if c is None else c.sum().item() for c, n in zip(counts, there, strict=True)]
     before = [0, *accumulate(totals)]
-    n_rows = before[-1]
+    size = None if n_sample == sum(there) else n_sample
     # By number: two parts of a mixture may read other rows of one shard.
     kept_parts = (None if folder is None else folder / f"{n}.npz" for n in range(len(shards)))
     parts = [None if path is None else _load(path) for path in kept_parts]
     left = [number for number, part in enumerate(parts) if part is None]
-    work = [(hook, shards[n], counts[n], before[n], n_rows, n_sample) for n in left]
+    work = [(hook, shards[n], counts[n], before[n], before[-1], size) for n in left]
     done = map(_of_shard, work) if executor is None else executor.map(_of_shard, work)
     for number, part in zip(left, done, strict=True):
         parts[number] = part
@@ -186,7 +183,12 @@ def _of_shard(work: tuple[Any, ...]) -> dict[str, npt.NDArray[Any]]:
 
 
 def shard_statistics(
-    hook: Hook, shard: Shard, counts: Counts | None, before: float, n_rows: float, n_sample: int
+    hook: Hook,
+    shard: Shard,
+    counts: Counts | None,
+    before: float,
+    n_rows: float,
+    n_sample: int | None,
 ) -> dict[str, npt.NDArray[Any]]:
     """Return what the rows of one shard add to the statistics: moments, norms and a sample.
 
@@ -196,15 +198,15 @@ def shard_statistics(
         counts: how often each row comes, or its share as a float; None where each comes once.
         before: rows of the shards before it, or the sum of their shares.
         n_rows: rows of all shards, or that sum.
-        n_sample: rows of the sample over all shards, evenly spaced.
+        n_sample: rows of the sample over all shards, evenly spaced; None for every row, weighted.
     """
     rows = np.arange(shard.n_rows) if counts is None else np.flatnonzero(counts)
     shares = None if counts is None or counts.dtype.kind != "f" else counts[rows]
     times = None if counts is None else counts[rows].astype(np.int64 if shares is None else float)
-    # How many rows, or which share of all, come before each row.
-    each = np.ones(len(rows), np.int64) if shares is None else shares
-    number = before + np.concatenate([[0], np.cumsum(each)])
-    drawn = np.diff((number * n_sample // (n_rows or 1)).astype(np.int64))
+    weights = drawn = np.ones(len(rows)) if times is None else times.astype(float)
+    if n_sample is not None:
+        number = before + np.concatenate([[0.0], np.cumsum(weights)])
+        drawn = np.diff(np.floor(number * n_sample / n_rows))
     norms, sample = np.empty(len(rows), np.float32), []
     moments = _no_moments(hook.d_model)
     step = max(1, BLOCK_NBYTES // (8 * hook.d_model))
@@ -214,7 +216,7 @@ def shard_statistics(
             bits = np.empty((len(chosen), hook.d_model), arrays.DTYPES[hook.dtype].bits)
             reader.take(chosen, bits)
             values = arrays.widen(bits, hook.dtype)
-            sample.append(np.repeat(values, drawn[start : start + step], axis=0))
+            sample.append(values[drawn[start : start + step] > 0])
             block = values.astype(np.float64)
             norms[start : start + step] = lengths = np.sqrt(np.einsum("ij,ij->i", block, block))
             if not np.isfinite(lengths).all():
@@ -236,6 +238,7 @@ def shard_statistics(
         "lengths": np.repeat(norms, times) if times is not None and shares is None else norms,
         "shares": np.empty(0) if shares is None else shares,
         "sample": np.concatenate(sample) if sample else np.empty((0, hook.d_model), np.float32),
+        "sample_weights": drawn[drawn > 0],
     }
 
 
@@ -265,6 +268,7 @@ def _joined(parts: Sequence[dict[str, npt.NDArray[Any]]], d_model: int) -> Stats
     )
     lengths = np.concatenate([p["lengths"] for p in parts]) if parts else np.empty(0)
     sample = np.concatenate([p["sample"] for p in parts]) if parts else np.empty((0, d_model))
+    weights = np.concatenate([p["sample_weights"] for p in parts]) if parts else np.empty(0)
     shares = np.concatenate([p["shares"] for p in parts]) if parts else np.empty(0)
     if not whole.count:
         nothing, quantiles = np.full(d_model, np.nan), np.full(len(QUANTILES), np.nan)
@@ -275,7 +279,7 @@ def _joined(parts: Sequence[dict[str, npt.NDArray[Any]]], d_model: int) -> Stats
         whole.squares / whole.count,
         whole.norms / whole.count,
         _quantiles(lengths.astype(np.float64), shares),
-        geometric_median(sample),
+        geometric_median(sample, weights),
         len(sample),
     )
 
@@ -290,31 +294,36 @@ def _quantiles(lengths: Floats, shares: Floats) -> Floats:
     return np.asarray(lengths[order[np.minimum(at, len(order) - 1)]])
 
 
-def geometric_median(rows: npt.NDArray[Any]) -> Floats:
+def geometric_median(rows: npt.NDArray[Any], weights: npt.NDArray[Any] | None = None) -> Floats:
     """Return the point with the least sum of distances to rows ``(n, d)``, float64 ``(d,)``.
 
     Weiszfeld's iteration, from the mean, until a step is 1e-7 of the mean distance. A row that it
     comes to lie on is left out of that step (Vardi and Zhang 2000).
+
+    Args:
+        rows: the rows.
+        weights: of their distances, positive ``(n,)``; None for 1 each.
     """
     if not len(rows):
         return np.full(rows.shape[1], np.nan)
     points = rows.astype(np.float64)
-    at: Floats = points.mean(axis=0)
+    # Of the mean weight, so that the sums are those of rows whatever the unit.
+    weights = np.ones(len(points)) if weights is None else weights / weights.mean()
+    at: Floats = weights @ points / weights.sum()
     for _ in range(_MAX_STEPS):
         distances = np.sqrt(np.einsum("ij,ij->i", points - at, points - at))
         apart = distances > 0
         if not apart.any():
             return at
         inverse = np.zeros(len(points))
-        inverse[apart] = 1.0 / distances[apart]
+        inverse[apart] = weights[apart] / distances[apart]
         target = inverse @ points / inverse.sum()
-        n_on = len(points) - int(apart.sum())
-        if n_on:
+        if not apart.all():
             pull = float(np.linalg.norm(inverse.sum() * (target - at)))
-            keep = min(1.0, n_on / pull) if pull else 1.0
+            keep = min(1.0, float(weights[~apart].sum()) / pull) if pull else 1.0
             target = (1 - keep) * target + keep * at
         step, at = float(np.linalg.norm(target - at)), target
-        if step <= _TOLERANCE * float(distances.mean()):
+        if step <= _TOLERANCE * float(weights @ distances) / len(points):
             break
     return at
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 from typing import Annotated, Literal, get_args
@@ -11,9 +12,11 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    SerializerFunctionWrapHandler,
     StringConstraints,
     TypeAdapter,
     WithJsonSchema,
+    model_serializer,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -259,19 +262,24 @@ class RowCounts(Document):
 
     not_finite: Count = Field(description="rows with a value that is NaN or infinite")
     zero: Count = Field(description="rows that are 0.0 or -0.0 in every channel")
+    infinite: Count = Field(
+        default=0,
+        description="of `not_finite`, rows with an infinity and no NaN; left out where it is 0",
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_a_zero(self, dump: SerializerFunctionWrapHandler) -> dict[str, int]:
+        fields: dict[str, int] = dump(self)
+        return fields if self.infinite else {k: n for k, n in fields.items() if k != "infinite"}
 
     @classmethod
     def by_hook(cls, parts: Iterable[Mapping[str, RowCounts]]) -> dict[str, RowCounts]:
         """Return the counts of several shards together, by hook."""
-        total: dict[str, RowCounts] = {}
+        total: dict[str, Counter[str]] = {}
         for part in parts:
             for hook, counts in part.items():
-                before = total.get(hook, cls(not_finite=0, zero=0))
-                total[hook] = cls(
-                    not_finite=before.not_finite + counts.not_finite,
-                    zero=before.zero + counts.zero,
-                )
-        return total
+                total.setdefault(hook, Counter()).update(dict(counts))
+        return {hook: cls(**counts) for hook, counts in total.items()}
 
 
 class ShardManifest(Document):

@@ -33,7 +33,7 @@ N_PARTS_AHEAD = 4
 LIKELY_NBYTES = 1 << 28  # of an object of unknown size: a table at most
 SMALL_NBYTES = 1 << 16  # of a document that may wait in memory until it is asked for
 WHOLE = "whole"  # the name of a whole file in a cache
-CHECK = "Check endpoint, credentials and network."
+CHECK = "Set credentials, region and endpoint as the store wants them, then run it again."
 
 PATIENCE_S = 120.0
 """How long a request is repeated, while the store does not answer or answers 429 or 5xx."""

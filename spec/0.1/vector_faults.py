@@ -965,6 +965,17 @@ def _(v: Vector) -> None:
     _claim(v, not_finite=1)
 
 
+@fault("E604", "infinity-counted-as-nan", f"{PREFILL}/shard.json",
+       "The manifest counts a row with an infinity and no NaN as one with a NaN.",
+       level="deep", also=("E601",))  # fmt: skip
+def _(v: Vector) -> None:
+    def edit(bits: Any) -> None:
+        bits[3, 2] = 0x7F80
+
+    _edit_bits(v, edit)
+    _claim(v, not_finite=1)
+
+
 @fault("E604", "row-counted-as-zero", f"{PREFILL}/shard.json",
        "The manifest counts a row as zero that is not.", level="deep")  # fmt: skip
 def _(v: Vector) -> None:

@@ -81,6 +81,36 @@ def test_dictionary_learning(
     assert recorded["buffer"]["digest"] == actds.open(path).digest
 
 
+def test_dictionary_learning_on_an_iterator_trains_on_less_and_that_is_said(
+    path: Path, hook: str
+) -> None:
+    """Its estimate takes 102 batches of the one pass that ``iter(loader)`` is."""
+    from dictionary_learning import AutoEncoder
+    from dictionary_learning.trainers import StandardTrainer
+    from dictionary_learning.training import trainSAE
+
+    loader = actds.Loader(path, hook, batch=BATCH // 2, dtype="float32")
+    d_model, n = actds.open(path).hooks[hook].d_model, loader.batches_per_epoch
+    updates = []
+
+    class Counted(StandardTrainer):  # type: ignore[misc]
+        def update(self, step: int, activations: torch.Tensor) -> None:
+            updates.append(step)
+            super().update(step, activations)
+
+    config = {
+        "trainer": Counted, "steps": n, "activation_dim": d_model, "dict_size": d_model,
+        "layer": 0, "lm_name": "", "device": "cpu", "warmup_steps": 5, "sparsity_warmup_steps": 5,
+        "dict_class": AutoEncoder,
+    }  # fmt: skip
+    with pytest.warns(UserWarning, match=f"of the {n} batches .* took 102 and .* loader itself"):
+        trainSAE(iter(loader), [{**config}], steps=n, device="cpu", normalize_activations=True)
+    assert len(updates) == n - 102
+    updates.clear()
+    trainSAE(loader, [config], steps=n, device="cpu", normalize_activations=True)
+    assert len(updates) == n
+
+
 def sae(d_model: int) -> Any:
     from sae_lens import TopKTrainingSAE, TopKTrainingSAEConfig
 

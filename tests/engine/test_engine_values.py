@@ -142,9 +142,10 @@ def test_a_cast_that_overflows_is_counted_and_named(prompts: Path, tmp_path: Pat
         narrow = {hook: rows(tmp_path / "plain", hook).astype(np.float16) for hook in HOOKS}
     for hook, values in narrow.items():
         n_lost = int((~np.isfinite(values)).any(axis=1).sum())
-        assert counts[hook].not_finite == n_lost and 4 <= n_lost < len(values)
+        assert counts[hook].infinite == counts[hook].not_finite == n_lost
+        assert 4 <= n_lost < len(values)
     assert live.cast == CAST and live.commits.values.keys() == counts.keys()
-    words = f"are not finite (NaN or infinity); the cast may be the cause: {CAST}\n"
+    words = f"are not finite (NaN or infinity); {n_lost} overflowed in the cast {CAST}\n"
     assert words in result.summary
     card = (tmp_path / "cast/README.md").read_text().splitlines()
     assert [line.endswith(CAST) for line in card if line.startswith("- 4 of ")] == [True]

@@ -237,6 +237,78 @@ def test_the_recipe_brings_in_what_people_save(name: str, tmp_path: Path) -> Non
         assert np.bincount(table["request"].to_numpy()).tolist() == list(LENGTHS)
 
 
+RAW = {
+    # The name of a file, and what stands beside it, by its type.
+    "float16": ("acts_12x8_float16.dat", "", {}),
+    "bfloat16": ("acts-3x4x8.bf16.bin", "", {}),
+    "float32": ("acts.bin", "acts.json", {"shape": [12, 8], "dtype": "torch.float32"}),
+    "float64": ("acts_f64.mmap", "meta.json", {"d_model": 8}),
+}
+
+
+@pytest.mark.standard
+@pytest.mark.parametrize("dtype", RAW)
+def test_a_raw_file_whose_name_or_neighbour_says_its_shape_needs_nothing_by_hand(
+    dtype: str, tmp_path: Path
+) -> None:
+    called, beside, document = RAW[dtype]
+    (tmp_path / "set").mkdir()
+    file = tmp_path / "set" / called
+    values = ROWS.to(getattr(torch, dtype))
+    file.write_bytes(values.view(torch.uint8).numpy().tobytes())
+    if beside:
+        file.with_name(beside).write_text(json.dumps(document))
+    [found] = actds.doctor(file, hooks="resid_post.10").sets
+    assert found.refused and f"{dtype} with 8 channels" in found.refused
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(
+        ["bash", "-ec", "\n".join(found.recipe)], cwd=tmp_path, env=environment, check=True
+    )
+    with pytest.warns(UserWarning, match="E306|E403"):
+        dataset = actds.open(tmp_path / "acts", i_accept_unsealed=True, i_accept_unprovenanced=True)
+    table = dataset.tokens()
+    order = np.lexsort((table["position"].to_numpy(), table["request"].to_numpy()))
+    assert torch.equal(dataset.array("resid_post.10").torch(order).double(), values.double())
+
+
+@pytest.mark.parametrize(
+    ("called", "document", "lacks"),
+    [
+        ("rows.dat", None, "put for float32 its type and for D_MODEL the channels of a row"),
+        ("rows_float16.dat", None, "put for D_MODEL the channels of a row"),
+        ("rows_12x8.bin", None, ""),  # four bytes a value
+        ("rows_12x7.dat", None, "put for float32 its type and for D_MODEL"),  # not of this size
+        ("rows_0x0.dat", None, "put for float32 its type and for D_MODEL"),
+        ("rows.dat", '{"shape": [12, -8], "dtype": 4}', "put for float32 its type and for D_MODEL"),
+        ("rows.dat", "[" * 100_000, "put for float32 its type and for D_MODEL"),
+        ("rows.dat", '{"shape": [1e999, "8"]}', "put for float32 its type and for D_MODEL"),
+        ("rows.dat", '{"shape": [12, 8], "dtype": "<f4"}', ""),
+    ],
+)  # fmt: skip
+def test_what_a_raw_file_does_not_say_is_asked_for_in_one_sentence(
+    called: str, document: str | None, lacks: str, tmp_path: Path
+) -> None:
+    ROWS.float().numpy().tofile(tmp_path / called)
+    if document is not None:
+        (tmp_path / "rows.json").write_text(document)
+    [found] = actds.doctor(tmp_path).sets
+    assert found.kind == "raw" and found.refused and lacks in found.refused
+    if lacks:
+        assert "384 bytes are rows x channels x bytes of a value" in found.refused
+    script = "\n".join(found.recipe)
+    assert ("D_MODEL" in script) == ("D_MODEL" in lacks)
+    assert shlex.split(found.recipe[-1])[-1] == "KIND.LAYER"
+
+
+def test_a_bin_file_of_torch_stays_one(tmp_path: Path) -> None:
+    for number, zipped in enumerate((True, False)):
+        torch.save(
+            {"resid_post.10": ROWS}, tmp_path / f"{number}.bin",
+            _use_new_zipfile_serialization=zipped,
+        )  # fmt: skip
+    assert [one.kind for one in actds.doctor(tmp_path).sets] == ["pt"]
+
+
 def test_what_is_missing_says_what_nobody_can_know(tmp_path: Path) -> None:
     told = lacks(arrays(tmp_path / "set"))
     assert "split by request" in told["request ids"] and "mixed" in told["request ids"]

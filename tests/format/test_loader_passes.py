@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,6 +113,35 @@ def test_an_iterator_keeps_its_loader_and_one_that_was_left_behind_says_so(path:
     assert len(list(new)) == len(loader)
     with pytest.raises(RuntimeError, match="outdated"):
         list(zip(loader, loader, strict=True))
+
+
+def test_two_loops_over_one_iterator_are_told_that_they_shared_its_batches(path: Path) -> None:
+    loader = actds.Loader(path, HOOKS[0], batch=64)
+    n = len(loader)
+
+    def taken(batches: Any, at_most: int) -> int:
+        return sum(1 for _ in zip(range(at_most), batches, strict=False))
+
+    shared = iter(loader)
+    # zip asks for a number first, so that it takes no batch more than it gives.
+    assert taken(shared, 3) == 3
+    with pytest.warns(UserWarning, match=f"of the {n} batches .* first .* took 3 and"):
+        assert taken(shared, 10**6) == n - 3
+    eaten = iter(loader)
+    assert taken(eaten, n + 1) == n
+    with pytest.warns(UserWarning, match=f"of the {n} batches .* first .* took {n} and"):
+        assert taken(eaten, 1) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert taken(loader, 3) == 3 and taken(loader, 10**6) == n  # each is a pass
+        peeked = iter(loader)
+        next(peeked)
+        assert taken(peeked, 10**6) == n - 1
+        parts = iter(loader)
+        sizes = []
+        while size := taken(parts, max(1, n // 3)):
+            sizes.append(size)
+        assert sum(sizes) == n and len(sizes) > 2
 
 
 @pytest.mark.parametrize("epochs", [1, 2])

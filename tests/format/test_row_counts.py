@@ -42,7 +42,10 @@ def numpy_counts(bits: Bits, dtype: str) -> RowCounts:
     values = bits.view(DTYPES[dtype].native)
     with np.errstate(invalid="ignore"):
         finite, zero = np.isfinite(values).all(axis=1), (values == 0).all(axis=1)
-    return RowCounts(not_finite=int((~finite).sum()), zero=int(zero.sum()))
+        infinite = ~finite & ~np.isnan(values).any(axis=1)
+    return RowCounts(
+        not_finite=int((~finite).sum()), zero=int(zero.sum()), infinite=int(infinite.sum())
+    )
 
 
 def special_values(dtype: str) -> dict[str, Bits]:
@@ -225,6 +228,15 @@ FALSE: dict[str, tuple[str, Callable[[dict[str, Any], int], object]]] = {
         "E604",
         lambda values, n: values[HOOKS[0]].update(not_finite=values[HOOKS[0]]["not_finite"] - 1),
     ),
+    "infinity as NaN": ("E604", lambda values, n: values[HOOKS[0]].pop("infinite")),
+    "NaN as infinity": (
+        "E604",
+        lambda values, n: values[HOOKS[0]].update(infinite=values[HOOKS[0]]["not_finite"]),
+    ),
+    "more infinite than not finite": (
+        "E103",
+        lambda values, n: values[HOOKS[0]].update(infinite=values[HOOKS[0]]["not_finite"] + 1),
+    ),
     "hooks swapped": (
         "E604",
         lambda values, n: values.update({HOOKS[0]: values[HOOKS[1]], HOOKS[1]: values[HOOKS[0]]}),
@@ -268,6 +280,31 @@ def test_info_and_card_say_by_hook_what_the_rows_hold(tmp_path: Path) -> None:
     assert f"- {broken}" in card and f"- {zero}" in card
     hooks = describe(Catalog.read(LocalStore(path))).hooks
     assert [(h.n_not_finite, h.n_zero) for h in hooks] == [(n_broken, 0), (0, n_zero)]
+
+
+def test_rows_that_a_cast_made_infinite_are_said_of_the_hooks_and_runs_that_have_it(
+    tmp_path: Path,
+) -> None:
+    """ml_dtypes casts the rows: counted are those that it makes infinite."""
+    path = odd_dataset(tmp_path / "d")
+    counts = counts_of(path)[HOOKS[0]]
+    assert 0 < counts.infinite < counts.not_finite  # some rows have both, or NaN alone
+    lost = f"; {counts.infinite} overflowed in the cast float32 to bfloat16, nearest even"
+    for cast, words in {
+        "none": "",
+        "float16 to bfloat16, nearest even": "",  # whatever float16 holds has a place in bfloat16
+        "float32 to bfloat16, nearest even": lost,
+        f"{HOOKS[0]}: float32 to bfloat16, nearest even; {HOOKS[1]}: none": lost,
+        f"{HOOKS[0]}: none; {HOOKS[1]}: float32 to bfloat16, nearest even": "",
+    }.items():
+        for record in path.glob("runs/*.json"):
+            fact = {"value": cast, "origin": "declared", "reason": None}
+            forge.edit(record, lambda d, fact=fact: d["fields"].update({"capture.cast": fact}))
+        forge.relink(path)
+        page = CliRunner().invoke(cli, ["info", str(path)]).output
+        assert f"of {HOOKS[0]} are not finite (NaN or infinity){words}\n" in page
+        facts = describe(Catalog.read(LocalStore(path))).hooks
+        assert [h.n_overflowed for h in facts] == [counts.infinite if words else 0, 0]
 
 
 def test_of_finite_rows_nothing_is_said(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,38 @@ def test_the_geometric_median_has_the_least_sum_of_distances() -> None:
     assert np.allclose(geometric_median(same), points[3])
     heavy = np.concatenate([np.tile(points[3], (50, 1)), points[4:20]])
     assert np.allclose(geometric_median(heavy), points[3])
+    assert np.allclose(geometric_median(points[3:20], np.array([50.0] + [1.0] * 16)), points[3])
+
+
+def weiszfeld(points: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the geometric median of rows that each count once, as Weiszfeld 1937 has it."""
+    at = points.mean(axis=0)
+    for _ in range(500):
+        inverse = 1 / np.maximum(np.linalg.norm(points - at, axis=1), 1e-12)
+        at = inverse @ points / inverse.sum()
+    return at
+
+
+@pytest.mark.parametrize("unit", ["counts", "shares"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_geometric_median_counts_a_row_as_often_as_it_comes(
+    path: Path, rows: Any, unit: str, sampled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The right value is that of the rows repeated, each as a row of its own."""
+    times = np.arange(len(rows)) % 3
+    times[rows[:, 0] > np.quantile(rows[:, 0], 0.8)] = 40
+    wanted, plain = weiszfeld(np.repeat(rows, times, axis=0)), weiszfeld(rows)
+    dataset = actds.open(path)
+    bounds = np.cumsum([0, *(shard.n_rows for shard in dataset.shards)])
+    parts = [times[a:b] for a, b in itertools.pairwise(bounds)]
+    if unit == "shares":
+        parts = [part / times.sum() for part in parts]
+    if sampled:  # half of the rows
+        monkeypatch.setattr(stats_module, "SAMPLE_NBYTES", 4 * 16 * len(rows) // 2)
+    stats = stats_of_rows(dataset.hooks[HOOK], dataset.shards, parts, key=f"{unit} {sampled}")
+    away = float(np.linalg.norm(stats.geometric_median - wanted))
+    scale = float(np.linalg.norm(plain - wanted))
+    assert away < (0.2 * scale if sampled else 1e-4 * scale)
 
 
 def test_the_sample_is_even_and_bounded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

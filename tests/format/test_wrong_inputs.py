@@ -95,6 +95,29 @@ def problem(result: Result) -> str | None:
 
 @pytest.mark.standard
 @pytest.mark.parametrize("name", COMMANDS)
+def test_an_empty_path_is_no_folder_that_one_stands_in(
+    name: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``Path("")`` is ``.``, which here is a set that doctor and import can read."""
+    np.save(tmp_path / "set.npy", np.zeros((4, 8), "float32"))
+    monkeypatch.chdir(tmp_path)
+    command, given = COMMANDS[name], right(name, files)
+    for param in command.get_params(click.Context(command)):
+        takes_path = isinstance(param.type, click.Path) or "FILE" in (param.metavar or "")
+        if isinstance(param, click.Argument):
+            shown, words = param.human_readable_name, [""]
+        elif takes_path:
+            shown, words = param.opts[-1], [param.opts[-1], ""]
+        else:
+            continue
+        result = call(name, {**given, str(param.name): words})
+        assert result.exit_code == 2 and result.stdout == ""
+        place = shown if shown.isalpha() or shown.startswith("--") else param.name
+        assert result.stderr.startswith(f"E009 {place}: an empty word; expected a path")
+    assert [file.name for file in tmp_path.iterdir()] == ["set.npy"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_a_wrong_value_is_named(
     name: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,23 +214,47 @@ def test_dictionaries_of_every_trainer_are_read_the_same(tmp_path: Path, kind: s
         assert np.allclose(score.of(rows), wanted[:, 3], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_dictionary_with_its_settings_is_applied_as_they_say(tmp_path: Path, whole: bool) -> None:
-    """Two of eight features of a row are active, and the decoder's bias is not taken off."""
-    folder = tmp_path / "sae"
+def topk_of_two(
+    folder: Path, rng: np.random.Generator, layer: int, **metadata: str
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Write a dictionary as SAELens does, of eight features, and return its weights."""
     folder.mkdir()
-    rng = np.random.default_rng(2)
     weights = {
         "W_enc": rng.normal(size=(D, 8)).astype("f4"), "b_enc": rng.normal(size=8).astype("f4"),
         "W_dec": rng.normal(size=(8, D)).astype("f4"), "b_dec": rng.normal(size=D).astype("f4"),
     }  # fmt: skip
     write_safetensors(folder / "sae_weights.safetensors", weights)
+    hook = f"blocks.{layer}.hook_resid_post"
     config = {
         "architecture": "topk", "k": 2, "d_in": D, "d_sae": 8, "apply_b_dec_to_input": False,
         "normalize_activations": "none",
-        "metadata": {"sae_lens_version": "6.0.0", "hook_name": "blocks.1.hook_resid_post"},
+        "metadata": {"sae_lens_version": "6.0.0", "hook_name": hook, **metadata},
     }  # fmt: skip
     (folder / "cfg.json").write_text(json.dumps(config))
+    return weights
+
+
+def test_a_dictionary_of_another_model_colours_no_token(dataset_path: Path, tmp_path: Path) -> None:
+    """The rows are of synthetic-2-layers: directions of another model mean nothing there."""
+    rng = np.random.default_rng(2)
+    for name in ("gpt2-small", "Someone/Synthetic-2-layers"):
+        topk_of_two(tmp_path / name.replace("/", "-"), rng, 0, model_name=name)
+    other, own = tmp_path / "gpt2-small", tmp_path / "Someone-Synthetic-2-layers"
+    view = (dataset_path, "--out", tmp_path / "page.html", "--request", "0",
+            "--feature", "3", "--sae")  # fmt: skip
+    done = run(*view, other)
+    assert done.exit_code == 2 and not (tmp_path / "page.html").exists()
+    assert re.search("E015 .*a dictionary of gpt2-small; expected synthetic-2-layers", done.stderr)
+    assert run(*view, own).exit_code == 0
+    # Whoever knows that the run has the name of a folder says which model it is.
+    assert run(*view, other, "--model", "openai/gpt2-small").exit_code == 0
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_dictionary_with_its_settings_is_applied_as_they_say(tmp_path: Path, whole: bool) -> None:
+    """Two of eight features of a row are active, and the decoder's bias is not taken off."""
+    folder, rng = tmp_path / "sae", np.random.default_rng(2)
+    weights = topk_of_two(folder, rng, 1)
     rows = rng.normal(size=(50, D)).astype("f4")
     before = np.maximum(rows @ weights["W_enc"] + weights["b_enc"], 0)
     wanted = np.where(before >= np.sort(before, axis=1)[:, [-2]], before, 0)

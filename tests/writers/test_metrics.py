@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
-from test_progress import COUNTED, NOW, ODD, WITH_LANE, WRITTEN, snapshot
+from test_progress import CAST, COUNTED, NOW, ODD, WITH_LANE, WRITTEN, snapshot
 
 import actds
 from actds.errors import ActdsError
@@ -105,12 +105,16 @@ def test_the_lane_of_readouts_is_a_stage_of_its_own_where_there_is_one() -> None
 
 def test_rows_that_are_not_finite_or_zero_are_counted_by_hook() -> None:
     commits = dataclasses.replace(WRITTEN.commits, values=ODD)
-    samples = served(snapshot(dataclasses.replace(WRITTEN, commits=commits)))
+    odd = dataclasses.replace(WRITTEN, commits=commits)
+    samples = served(snapshot(odd))
+    cast = served(snapshot(dataclasses.replace(odd, cast=CAST)))
     for hook, counts in ODD.items():
         # A hook without one has a zero, so that an alert sees the first one come.
         labels = (("hook", hook),)
         assert samples["actds_not_finite_rows_total", labels] == counts.not_finite
         assert samples["actds_zero_rows_total", labels] == counts.zero
+        assert samples["actds_overflowed_rows_total", labels] == 0
+        assert cast["actds_overflowed_rows_total", labels] == counts.infinite
 
 
 def test_what_nobody_knows_yet_has_no_sample() -> None:

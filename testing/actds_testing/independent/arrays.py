@@ -198,7 +198,9 @@ def judge_values(
         for i in zero:
             found.add("E602", f"{place} row {i}", "zero in every channel")
         said = shard.manifest["values"][name]  # 5.2
-        same = said == {"not_finite": len(broken), "zero": len(zero)}
+        infinite = int((magnitude[broken].max(axis=1) == exponent).sum())
+        counts = {"not_finite": len(broken), "zero": len(zero), "infinite": infinite}
+        same = {"infinite": 0} | said == counts
         found.check(same, "E604", shard.path("shard.json"), f"{name}: {said}")
         seen: dict[bytes, int] = {}
         for i, row in enumerate(rows):

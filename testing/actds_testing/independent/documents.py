@@ -61,6 +61,8 @@ def _odd_fields(value: object, fields: dict[str, Shape]) -> list[str]:
 
 COUNT, DIGEST, DATASET = integer(), matching(r"[0-9a-f]{64}"), matching(r"[0-9a-f]{32}")
 SCALAR = either(lambda value: isinstance(value, bool | str), integer(1 - 2**63))
+ROW_COUNTS = document(not_finite=COUNT, zero=COUNT)
+ROW_COUNTS_WITH_INFINITE = document(not_finite=COUNT, zero=COUNT, infinite=COUNT)
 FILE = document(path=is_path, nbytes=COUNT, sha256=DIGEST)
 KINDS = [
     "embed",
@@ -158,7 +160,7 @@ FIELDS: dict[str, dict[str, Shape]] = {
         phase=one_of("prefill", "decode"),
         n_rows=integer(1, 1 << 32),
         hooks=list_of(is_segment),
-        values=map_of(is_segment, document(not_finite=COUNT, zero=COUNT)),
+        values=map_of(is_segment, either(ROW_COUNTS, ROW_COUNTS_WITH_INFINITE)),
         order=one_of("permuted", "sequence"),
         permutation_seed=either(COUNT, null),
         compression=one_of("normal", "raw"),

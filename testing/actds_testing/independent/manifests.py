@@ -72,6 +72,8 @@ def take(folder: Folder, body: Json, place: Json, genesis: Json, record: str) ->
     need(sorted(counts) == hooks, "E103", path, f"values of {sorted(counts)}")
     most = max(entry["not_finite"] + entry["zero"] for entry in counts.values())
     need(most <= n_rows, "E103", path, f"counts {most} of {n_rows} rows")
+    fits = all(entry.get("infinite", 0) <= entry["not_finite"] for entry in counts.values())
+    need(fits, "E103", path, "more rows infinite than not finite")
     seed = manifest["permutation_seed"]
     need((seed is None) == (manifest["order"] == "sequence"), "E103", path, "a seed for no order")
     files = {"acts.zarr/zarr.json", TOKENS}

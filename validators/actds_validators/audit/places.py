@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from actds.info import overflowed
 from actds.reading import Catalog
 from actds.schema import RowCounts
 from actds.text import counted, share
@@ -422,12 +423,9 @@ def _values(audited: Audited) -> Place:
         f"Of {counted(rows, 'row')} of {hook}, {not_finite:,} are not finite (NaN or infinite) and "
         f"{zero:,} are all zero."
     )
-    records = audited.catalog.runs.values()
-    casts = {str(record.fields["capture.cast"].value) for record in records} - {"none"}
-    if not_finite and casts:
-        sentence += (
-            f" The cast to the stored type ({', '.join(sorted(casts))}) may have overflowed."
-        )
+    n_overflowed, casts = overflowed(audited.catalog, hook)
+    if n_overflowed:
+        sentence += f" {n_overflowed:,} of them overflowed in the cast {' or '.join(casts)}."
     few = audited.level_of(n / rows) == "PASS"
     # A filter of the loader leaves out what is not finite, where every row has a norm readout.
     has_norms = all((run, "readouts") in audited.catalog.parts for run in audited.catalog.runs)

@@ -53,6 +53,7 @@ class _Request(click.ParamType[tuple[str, int] | int]):
     "--feature", "features", type=click.IntRange(0), multiple=True, metavar="N",
     help="Which feature of --sae, or row of --probe; up to 3.",
 )  # fmt: skip
+@click.option("--model", metavar="NAME", help="What dictionaries call the rows' model.")
 @click.option("--imported", is_flag=True, help="Show an imported dataset, which has no census.")
 @click.option("--stats", is_flag=True, help="Read every row once for mean norms; they are kept.")
 def view(
@@ -66,6 +67,7 @@ def view(
     probe: str | None,
     sae: str | None,
     features: tuple[int, ...],
+    model: str | None,
     imported: bool,
     stats: bool,
 ) -> None:
@@ -86,7 +88,8 @@ def view(
     need_folders(out)
     page = make(
         path, hook=hook, requests=requests, start=start, n_tokens=n_tokens, tokenizer=tokenizer,
-        probe=probe, sae=sae, features=features, stats=stats, i_accept_unprovenanced=imported,
+        probe=probe, sae=sae, features=features, model=model, stats=stats,
+        i_accept_unprovenanced=imported,
     )  # fmt: skip
     page.save(out)
     click.echo(f"page: {printable(str(out))} ({format_nbytes(len(page.html.encode()))})")

@@ -167,7 +167,7 @@ def _check_rows(
         ActdsError: E204 when a chunk is damaged.
     """
     hashes = np.empty(reader.n_rows, np.uint64)
-    broken, zero = [], []
+    broken, zero, n_infinite = [], [], 0
     dtype = arrays.DTYPES[reader.dtype]
     exponent = dtype.exponent
     chunk_nbytes = max(1, reader.nbytes // reader.n_rows * reader.rows_per_chunk)
@@ -179,7 +179,9 @@ def _check_rows(
         n_rows = max(1, _LOOK_NBYTES * len(chunks) // chunks.nbytes)
         for row in range(0, len(chunks), n_rows):
             bits, at = chunks[row : row + n_rows], start + row
-            broken.append(at + np.flatnonzero(((bits & exponent) == exponent).any(axis=1)))
+            odd = np.flatnonzero(((bits & exponent) == exponent).any(axis=1))
+            n_infinite += int(((bits[odd] & dtype.magnitude).max(axis=1) == exponent).sum())
+            broken.append(at + odd)
             zero.append(at + np.flatnonzero(~(bits & dtype.magnitude).any(axis=1)))
             hashes[at : at + len(bits)] = _hash(bits)
             look(at, bits)
@@ -189,7 +191,7 @@ def _check_rows(
     place = f"shards/{manifest.shard} hook {hook}"
     _note(catalog, "E601", place, broken_rows, tokens, "NaN or infinity", "finite values")
     _note(catalog, "E602", place, zero_rows, tokens, "only zeros", "a computed state")
-    counts = RowCounts(not_finite=broken_rows.size, zero=zero_rows.size)
+    counts = RowCounts(not_finite=broken_rows.size, zero=zero_rows.size, infinite=n_infinite)
     if counts != manifest.values[hook]:
         where = f"{layout.manifest_path(manifest.shard)} values {hook}"
         catalog.findings.add("values", "E604", where, str(manifest.values[hook]), str(counts))

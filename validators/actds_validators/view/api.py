@@ -62,6 +62,7 @@ def view(
     probe: str | Path | None = None,
     sae: str | Path | None = None,
     features: Sequence[int] = (),
+    model: str | None = None,
     stats: bool = False,
     i_accept_unprovenanced: bool = False,
 ) -> View:
@@ -80,6 +81,7 @@ def view(
             Gemma Scope, ``ae.pt`` of dictionary_learning; or a ``.safetensors`` or ``.npz`` file of
             an encoder alone.
         features: which features of ``sae``, or probes of ``probe``; at most 3.
+        model: what dictionaries call the rows' model; the name in its runs, if it is one.
         stats: read every row once for the mean norm of each hook; kept under the digest.
         i_accept_unprovenanced: show a sealed dataset whose provenance is missing: an imported one.
 
@@ -111,7 +113,9 @@ def view(
     if probe is not None:
         scores += read_probe(probe, d_model, features)
     elif sae is not None:
-        scores += read_sae(sae, d_model, features, chosen)
+        names = {one["name"] for one in dataset.models}
+        own = next(iter(names)) if len(names) == 1 else None
+        scores += read_sae(sae, d_model, features, chosen, model or own)
     elif features:
         raise ActdsError("E009", "features", got="no file", expected="sae=FILE or probe=FILE")
     words = read_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer

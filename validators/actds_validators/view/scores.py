@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from actds.errors import ActdsError
 from actds.exchange.containers import map_npy
-from actds_validators.dictionaries import gemma_scope, load_dictionary, saelens
+from actds_validators.dictionaries import Dictionary, gemma_scope, load_dictionary, saelens
 from actds_validators.dictionaries.tensors import is_npz, is_torch, read_npz, read_safetensors
 
 __all__ = ["MAX_SCORES", "NORM", "Score", "read_probe", "read_sae"]
@@ -72,7 +72,11 @@ def read_probe(path: str | Path, d_model: int, chosen: Sequence[int] = ()) -> li
 
 
 def read_sae(
-    path: str | Path, d_model: int, chosen: Sequence[int], hook: str | None = None
+    path: str | Path,
+    d_model: int,
+    chosen: Sequence[int],
+    hook: str | None = None,
+    model: str | None = None,
 ) -> list[Score]:
     """Return the scores of features of a dictionary: their activations.
 
@@ -85,13 +89,14 @@ def read_sae(
         d_model: channels of the hook.
         chosen: features.
         hook: the hook, in the names of actds; None where it is not known.
+        model: the model of the rows; None where it is not known.
 
     Raises:
-        ActdsError: E015 no such file or feature, another width or hook, or no encoder in it.
+        ActdsError: E015 no such file or feature, another width, hook or model, or no encoder in it.
     """
     path = Path(path)
     if _is_whole(path):
-        return _of_dictionary(path, d_model, chosen, hook)
+        return _of_dictionary(path, load_dictionary(path, hook, d_model, model=model), chosen)
     tensors = _tensors(path)
     name = next((n for n in _ENCODERS if n in tensors), None)
     if name is None:
@@ -122,10 +127,7 @@ def _is_whole(path: Path) -> bool:
     return path.name == saelens.WEIGHTS and path.with_name(saelens.CONFIG).exists()
 
 
-def _of_dictionary(
-    path: Path, d_model: int, chosen: Sequence[int], hook: str | None
-) -> list[Score]:
-    one = load_dictionary(path, hook, d_model)
+def _of_dictionary(path: Path, one: Dictionary, chosen: Sequence[int]) -> list[Score]:
     _need_some(path, chosen, one.n_features)
     last: list[tuple[Floats, Any]] = []
 

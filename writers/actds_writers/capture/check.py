@@ -150,7 +150,7 @@ def require_finite(rows: Mapping[HookSpec, np.ndarray], computed: str) -> None:
         count = f"{int(bad.sum())} of {len(values)} rows of the check's prompts"
         if hook.dtype == own or np.isnan(values).any():
             got = f"NaN or infinity in {count}, as the model computes them in {own}"
-            step = "Check the weights, and the type that the model computes in. "
+            step = "Let the model compute in a wider type, or get its weights anew. "
         else:
             got = f"infinity in {count}, after the cast from {own} to {hook.dtype}"
             step = f'Store another type: store_dtype="{own}". '

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from actds.errors import ActdsError, not_installed
+from actds.info import HookValues
 from actds_writers.monitor.meters import LATENCY_BUCKETS_S
 from actds_writers.monitor.progress import Snapshot
 
@@ -115,12 +116,20 @@ def _tokens(now: Snapshot) -> Iterator[Metric]:
     rows.add_metric(["ring"], now.rows)
     rows.add_metric(["disk"], now.commits.n_rows)
     yield rows
-    for name, words in (("not_finite", "a value that is NaN or infinite"), ("zero", "only zeros")):
+    values = [
+        HookValues.of_run(hook, now.commits.n_rows, counts, now.cast)
+        for hook, counts in now.commits.values.items()
+    ]
+    for name, words in (
+        ("not_finite", "with a value that is NaN or infinite"),
+        ("overflowed", "that the cast to the stored type made infinite"),
+        ("zero", "with only zeros"),
+    ):
         counts = CounterMetricFamily(
-            f"actds_{name}_rows", f"Durable rows of a hook with {words}.", labels=["hook"]
+            f"actds_{name}_rows", f"Durable rows of a hook {words}.", labels=["hook"]
         )
-        for hook, of_hook in now.commits.values.items():
-            counts.add_metric([hook], getattr(of_hook, name))
+        for of_hook in values:
+            counts.add_metric([of_hook.hook], getattr(of_hook, name))
         yield counts
     yield _counter("requests_finished", "Requests that have ended.", now.requests_done)
     if now.requests_total is not None:

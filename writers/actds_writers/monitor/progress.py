@@ -19,7 +19,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, TextIO
 
 from actds.errors import ActdsError
-from actds.info import values_in_words
+from actds.info import HookValues, values_in_words
 from actds.schema import RowCounts
 from actds.text import counted, format_nbytes, format_rate, format_seconds
 from actds_writers.ipc.messages import CensusProgress, CommitTotals, StageState, WriterProgress
@@ -403,8 +403,8 @@ def _commits(now: Snapshot) -> str:
 def _values(now: Snapshot) -> list[str]:
     """Return which durable rows are not finite or zero, the worst hooks first."""
     c = now.commits
-    counts = [(hook, c.n_rows, n) for hook, n in c.values.items()]
-    return list(islice(values_in_words(counts, [now.cast] if now.cast else []), MAX_VALUES))
+    counts = [HookValues.of_run(hook, c.n_rows, n, now.cast) for hook, n in c.values.items()]
+    return list(islice(values_in_words(counts), MAX_VALUES))
 
 
 def _requests(now: Snapshot) -> str:
@@ -674,8 +674,10 @@ def format_summary(totals: Totals) -> str:
         "filtered": totals.filtered,
         **_some(undelivered=totals.undelivered),
     }
-    counts = [(hook, totals.captured, n) for hook, n in totals.values.items()]
-    odd = values_in_words(counts, [totals.cast] if totals.cast else [])
+    counts = [
+        HookValues.of_run(hook, totals.captured, n, totals.cast)
+        for hook, n in totals.values.items()
+    ]
     path = shlex.quote(totals.path)
     state = f"sealed {totals.seal[:16]}" if totals.seal else "not sealed"
     lines = [
@@ -684,7 +686,7 @@ def format_summary(totals: Totals) -> str:
         ("scheduled", f"{totals.scheduled:,} tokens = {_sum(computed)}"),
         ("positions", f"{sum(positions.values()):,} = {_sum(positions)}"),
         ("rows", _rows(totals)),
-        *(("values", words) for words in odd),
+        *(("values", words) for words in values_in_words(counts)),
         ("size", _size(totals)),
         ("time", _speed(totals)),
     ]
