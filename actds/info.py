@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -92,7 +93,8 @@ class RunFacts:
     """One run: its provenance, and what became of its positions.
 
     ``prompt_tokens`` are those of requests that the engine was given.
-    ``n_positions`` and all that follows it are None or empty while there is no census.
+    ``n_positions`` and all that follows it are None or empty while there is no census, which
+    an imported run never has.
     """
 
     run: str
@@ -101,6 +103,7 @@ class RunFacts:
     has_census: bool
     provenance: dict[str, dict[str, Any]]
     n_rows: int
+    is_imported: bool = False
     n_requests: int | None = None
     n_steps: int | None = None
     prompt_tokens: int | None = None
@@ -263,6 +266,7 @@ def _run(catalog: Catalog, run: str) -> RunFacts:
         "has_census": has_census,
         "provenance": provenance,
         "n_rows": sum(shards.values()),
+        "is_imported": catalog.is_imported(run),
         **_losses(catalog, run),
     }
     if has_census:
@@ -328,7 +332,10 @@ def _page_lines(facts: Facts) -> Iterator[Line]:
             "and are not accounted for. Do not train on it.",
             "bad",
         )
-        yield Line(f"Next: actds write --resume, or actds seal {facts.path}", "bad")
+        imported = bool(facts.runs) and all(run.is_imported for run in facts.runs)
+        seal = f"actds seal {shlex.quote(facts.path)}"
+        step = f"{seal} --imported" if imported else f"actds write --resume, or {seal}"
+        yield Line(f"Next: {step}", "bad")
     yield from pairs(
         {
             "dataset": facts.dataset,
@@ -387,7 +394,10 @@ def _page_hooks(facts: Facts) -> Iterator[Line]:
 def _page_run(run: RunFacts) -> Iterator[Line]:
     yield Line("")
     yield Line(f"Run {run.run}, started {when(run.started_ns)}", "title")
-    if not run.has_census:
+    if run.is_imported:
+        unknown = "nobody recorded how the rows were made, and which are missing"
+        yield Line(f"  IMPORTED (E403): {unknown}.", "bad")
+    elif not run.has_census:
         yield Line(f"  NO CENSUS (E403): {run.n_rows:,} rows cannot be accounted for.", "bad")
     else:
         yield from pairs(_page_census(run))

@@ -161,7 +161,7 @@ def card(
     """
     catalog = Catalog.read(open_store(os.fspath(path)))
     if not catalog.is_sealed:
-        raise ActdsError("E306", "seal", got="no seal over every chain", expected="a seal")
+        raise catalog.not_sealed()
     verdict = None if audit is None else read_verdict(audit, catalog.digest)
     put_card(catalog, licence=licence, verdict=verdict)
     return list(layout.DERIVED)

@@ -59,7 +59,7 @@ ROLE = "role"
 """A further one, on request: who wrote the position (section 6.3)."""
 WEIGHT = "weight"
 """The column of the row weights."""
-LEAVE_OUT = f'exclude="{NOT_FINITE}" leaves them out; actds audit says what they are.'
+LEAVE_OUT = f'exclude="{NOT_FINITE}" leaves them out; actds check counts them.'
 SPLITS = ("train", "held_out")
 _SPLIT_SALT = b"actds held-out requests\n"
 

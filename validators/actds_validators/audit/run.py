@@ -176,7 +176,7 @@ def audit_dataset(
     labels = None if classes is None else read_labels(classes)
     catalog = Catalog.read(open_store(path), apart=True)
     if not catalog.is_sealed:
-        raise ActdsError("E306", str(path), got="no seal of the present ledger", expected="a seal")
+        raise catalog.not_sealed(str(path))
     check_provenance(catalog)
     with open_executor(executor, N_THREADS) as runner:
         progress("hashing and opening tables")

@@ -181,7 +181,7 @@ def _check_rows(
             bits, at = chunks[row : row + n_rows], start + row
             broken.append(at + np.flatnonzero(((bits & exponent) == exponent).any(axis=1)))
             zero.append(at + np.flatnonzero(~(bits & dtype.magnitude).any(axis=1)))
-            hashes[at : at + len(bits)] = _hash(bits)
+            hashes[at : at + len(bits)] = hash_rows(bits)
             look(at, bits)
     reader.check_padding()
     broken_rows, zero_rows = np.concatenate(broken), np.concatenate(zero)
@@ -198,7 +198,7 @@ def _check_rows(
     return hashes
 
 
-def _hash(bits: npt.NDArray[Any]) -> Hashes:
+def hash_rows(bits: npt.NDArray[Any]) -> Hashes:
     """Return a 64-bit hash of each row; never 0, which stands for a row told already."""
     flat = np.ascontiguousarray(bits)
     words = flat.view(np.uint64) if flat.strides[0] % 8 == 0 else flat.astype(np.uint64)
