@@ -243,9 +243,7 @@ class Finding:
     @classmethod
     def from_error(cls, error: ActdsError) -> Finding:
         """Return an error as a finding."""
-        return cls(
-            error.code, error.place, error.got, error.expected, next_step=error.next_step
-        )
+        return cls(error.code, error.place, error.got, error.expected, next_step=error.next_step)
 
     def error(self) -> ActdsError:
         """Return the finding as an error."""

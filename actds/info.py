@@ -146,6 +146,11 @@ class Facts:
     chains: list[ChainFacts]
     unreachable: list[str]
 
+    @property
+    def is_imported(self) -> bool:
+        """Return whether all of it was made elsewhere, so that nobody recorded how."""
+        return bool(self.runs) and all(run.is_imported for run in self.runs)
+
 
 def describe(catalog: Catalog) -> Facts:
     """Return the facts of a dataset, sealed or not.
@@ -332,9 +337,8 @@ def _page_lines(facts: Facts) -> Iterator[Line]:
             "and are not accounted for. Do not train on it.",
             "bad",
         )
-        imported = bool(facts.runs) and all(run.is_imported for run in facts.runs)
         seal = f"actds seal {shlex.quote(facts.path)}"
-        step = f"{seal} --imported" if imported else f"actds write --resume, or {seal}"
+        step = f"{seal} --imported" if facts.is_imported else f"actds write --resume, or {seal}"
         yield Line(f"Next: {step}", "bad")
     yield from pairs(
         {

@@ -114,9 +114,7 @@ def check(
     need_extra()  # before minutes of hashing
     validation = validate(path, "full", validating, imported=i_accept_unprovenanced)
     if validation.catalog and {one.code for one in validation.errors} <= {"E306", "E403"}:
-        rows = imported_rows(
-            validation.catalog, accepted=i_accept_unprovenanced, progress=auditing
-        )
+        rows = imported_rows(validation.catalog, accepted=i_accept_unprovenanced, progress=auditing)
         if rows is not None:
             return CheckResult(validation, None, rows)
     if validation.exit_code():

@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 
 import actds
-from actds.errors import ActdsError
 from actds.executor import Executor, Threads, open_executor
 from actds.reading import Catalog
 from actds.sealing import check_provenance

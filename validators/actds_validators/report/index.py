@@ -113,7 +113,8 @@ def _counts(entries: Sequence[Entry]) -> list[Fact]:
     """Return how many datasets are valid, and the place that decides most often."""
     audits = [entry.audit for entry in entries if entry.audit is not None]
     places = Counter(TITLES[a.answer.place] for a in audits if a.answer.place is not None)
-    valid = Fact("Valid", f"{len(audits)} of {len(entries)}", "what is not valid, or imported, is not audited")
+    note = "what is not valid, or imported, is not audited"
+    valid = Fact("Valid", f"{len(audits)} of {len(entries)}", note)
     if not places:
         return [Fact("Decided at", "no place", "every audited dataset passes"), valid]
     title, n = places.most_common(1)[0]
