@@ -337,8 +337,10 @@ def _page_lines(facts: Facts) -> Iterator[Line]:
             "and are not accounted for. Do not train on it.",
             "bad",
         )
-        seal = f"actds seal {shlex.quote(facts.path)}"
-        step = f"{seal} --imported" if facts.is_imported else f"actds write --resume, or {seal}"
+        path = shlex.quote(facts.path)
+        step = f"actds write --resume, or actds seal {path}"
+        if facts.is_imported:
+            step = f"actds seal {path} --imported"
         yield Line(f"Next: {step}", "bad")
     yield from pairs(
         {
