@@ -286,6 +286,9 @@ class RowFilter:
 
         Spec: 0.1 section 7.5.
         """
+        if self._dataset.catalog.is_imported(shard.run):
+            got = f"how often rows of the imported run {shard.run} were served is unknown"
+            raise bad("weights", got, "runs with a census")
         tokens = shard.tokens(["request", "position"])
         request, position = (tokens[name].to_numpy() for name in ("request", "position"))
         if self.split is None:

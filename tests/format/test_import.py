@@ -275,10 +275,10 @@ def test_readers_make_nothing_of_unknown_columns(tmp_path: Path) -> None:
     assert loader(where="step is None and phase is None and request == 1").n_rows == 1
     assert loader(exclude="first_position").n_rows == 23
     refused: list[dict[str, Any]] = [
-        {"phase": "prefill"}, {"exclude": "bos"}, {"provenance": True},
+        {"phase": "prefill"}, {"exclude": "bos"}, {"provenance": True}, {"weights": "multiplicity"},
     ]  # fmt: skip
     for options in refused:
-        with pytest.raises(ActdsError, match=r"E014 \w+: .* unknown in run"):
+        with pytest.raises(ActdsError, match=r"E014 \w+: .*(unknown in run|is unknown)"):
             loader(**options)
     # Which of the four requests a share holds out is chance: some share divides them.
     parts = [[_rows(loader, s, k / 64) for s in ("train", "held_out")] for k in range(1, 64)]
