@@ -222,6 +222,7 @@ class Finding:
         got: what is there.
         expected: what the spec asks for.
         severity: ``error`` fails the check; ``warning`` and ``note`` do not.
+        next_step: what to do about it; the advice of the code without.
 
     Spec: 0.1 section 12.
     """
@@ -231,11 +232,11 @@ class Finding:
     got: str
     expected: str
     severity: Severity = "error"
+    next_step: str = ""
 
-    @property
-    def next_step(self) -> str:
-        """Return what to do about it."""
-        return code_entry(self.code).next_step
+    def __post_init__(self) -> None:
+        if not self.next_step:
+            object.__setattr__(self, "next_step", code_entry(self.code).next_step)
 
     def line(self) -> str:
         """Return the finding as one line of text."""
@@ -243,16 +244,18 @@ class Finding:
 
     def as_json(self) -> dict[str, Any]:
         """Return the finding as ``actds validate --json`` lists it."""
-        return {**asdict(self), "next_step": self.next_step}
+        return asdict(self)
 
     @classmethod
     def from_error(cls, error: ActdsError) -> Finding:
         """Return an error as a finding."""
-        return cls(error.code, error.place, error.got, error.expected)
+        return cls(error.code, error.place, error.got, error.expected, next_step=error.next_step)
 
     def error(self) -> ActdsError:
         """Return the finding as an error."""
-        return ActdsError(self.code, self.place, got=self.got, expected=self.expected)
+        return ActdsError(
+            self.code, self.place, got=self.got, expected=self.expected, next_step=self.next_step
+        )
 
 
 class Findings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -93,7 +94,8 @@ class RunFacts:
     """One run: its provenance, and what became of its positions.
 
     ``prompt_tokens`` are those of requests that the engine was given.
-    ``n_positions`` and all that follows it are None or empty while there is no census.
+    ``n_positions`` and all that follows it are None or empty while there is no census, which
+    an imported run never has.
     """
 
     run: str
@@ -102,6 +104,7 @@ class RunFacts:
     has_census: bool
     provenance: dict[str, dict[str, Any]]
     n_rows: int
+    is_imported: bool = False
     n_requests: int | None = None
     n_steps: int | None = None
     prompt_tokens: int | None = None
@@ -143,6 +146,11 @@ class Facts:
     runs: list[RunFacts]
     chains: list[ChainFacts]
     unreachable: list[str]
+
+    @property
+    def is_imported(self) -> bool:
+        """Return whether all of it was made elsewhere, so that nobody recorded how."""
+        return bool(self.runs) and all(run.is_imported for run in self.runs)
 
 
 def describe(catalog: Catalog) -> Facts:
@@ -302,6 +310,7 @@ def _run(catalog: Catalog, run: str) -> RunFacts:
         "has_census": has_census,
         "provenance": provenance,
         "n_rows": sum(shards.values()),
+        "is_imported": catalog.is_imported(run),
         **_losses(catalog, run),
     }
     if has_census:
@@ -367,7 +376,11 @@ def _page_lines(facts: Facts) -> Iterator[Line]:
             "and are not accounted for. Do not train on it.",
             "bad",
         )
-        yield Line(f"Next: actds write --resume, or actds seal {facts.path}", "bad")
+        path = shlex.quote(facts.path)
+        step = f"actds write --resume, or actds seal {path}"
+        if facts.is_imported:
+            step = f"actds seal {path} --imported"
+        yield Line(f"Next: {step}", "bad")
     yield from pairs(
         {
             "dataset": facts.dataset,
@@ -426,7 +439,10 @@ def _page_hooks(facts: Facts) -> Iterator[Line]:
 def _page_run(run: RunFacts) -> Iterator[Line]:
     yield Line("")
     yield Line(f"Run {run.run}, started {when(run.started_ns)}", "title")
-    if not run.has_census:
+    if run.is_imported:
+        unknown = "nobody recorded how the rows were made, and which are missing"
+        yield Line(f"  IMPORTED (E403): {unknown}.", "bad")
+    elif not run.has_census:
         yield Line(f"  NO CENSUS (E403): {run.n_rows:,} rows cannot be accounted for.", "bad")
     else:
         yield from pairs(_page_census(run))

@@ -8,6 +8,7 @@ first finding, to read; else it collects them and continues, to validate.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -29,7 +30,7 @@ from actds.format.shard import (
     files_root,
     read_checked,
 )
-from actds.format.tables import TableName
+from actds.format.tables import UNKNOWN_FIELD, TableName
 from actds.ledger import ChainState, chain_names, read_broken_chain, read_chain
 from actds.schema import (
     ChainKind,
@@ -174,6 +175,26 @@ class Catalog:
         """Return whether the highest seal covers every chain that is there now."""
         return self.seal is not None and self.seal.heads.keys() == self.chains.keys()
 
+    def not_sealed(self, place: str = "seal") -> ActdsError:
+        """Return E306 for a dataset without a seal over every chain, with how to seal it."""
+        got = f"seal {self.seal.n} of an older ledger" if self.seal else "no seal"
+        runs = self.runs_with_data
+        step = None
+        if runs and all(map(self.is_imported, runs)):
+            step = f"Seal it as imported: actds seal {shlex.quote(self.store.uri)} --imported"
+        expected = "a seal over every chain"
+        return ActdsError("E306", place, got=got, expected=expected, next_step=step)
+
+    def is_imported(self, run: str) -> bool:
+        """Return whether a run was made elsewhere: its record says so, and it never had a census.
+
+        Spec: 0.1 section 6.3.
+        """
+        record = self.runs.get(run)
+        censuses = any(c.run == run and c.kind == "census" for c in self.chains.values())
+        parts = any(of == run for of, _ in self.parts)
+        return record is not None and UNKNOWN_FIELD in record.fields and not (censuses or parts)
+
     @property
     def run_ids(self) -> list[str]:
         """Return every run that a chain names, in the order in which they began."""
@@ -312,7 +333,7 @@ class Catalog:
 
     def _multiplicity(self, run: str | None) -> pa.Table:
         if self.seal is None:
-            raise ActdsError("E306", "seal", got="no seal", expected="a sealed dataset")
+            raise self.not_sealed()
         entry = self.seal.multiplicity
         data = read_checked(self.store, entry.path, entry)
         table = self.parse("multiplicity", data, entry.path, None)

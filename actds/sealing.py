@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,18 +18,12 @@ from actds.schema import FileEntry, Head, Seal
 from actds.store import Store, open_store
 from actds.trust.sums import put_sums
 
-__all__ = ["account_run", "check_provenance", "is_imported", "seal"]
+__all__ = ["account_run", "check_provenance", "seal"]
 
-
-def is_imported(catalog: Catalog, run: str) -> bool:
-    """Return whether a run was made elsewhere: its record says so, and it never had a census.
-
-    Spec: 0.1 section 6.3.
-    """
-    record = catalog.runs.get(run)
-    censuses = any(c.run == run and c.kind == "census" for c in catalog.chains.values())
-    parts = any(of == run for of, _ in catalog.parts)
-    return record is not None and tables.UNKNOWN_FIELD in record.fields and not (censuses or parts)
+_ACCEPTED_BY = (
+    "actds check says what can be said of its rows. To seal or use them all the same: "
+    "--imported, i_accept_unprovenanced=True, or a policy with imported = true."
+)
 
 
 def check_provenance(
@@ -57,13 +52,16 @@ def check_provenance(
             findings.add("provenance", "E401", path, "no run record", expected)
         missing = [table for table in CENSUS_TABLES if not catalog.parts.get((run, table))]
         if missing and run not in catalog.incomplete:
-            got, expected = f"no {', no '.join(missing)}", "the tables requests, steps and spans"
-            if imported and is_imported(catalog, run):
-                got = "an imported run, of which nobody knows what is missing"
-                finding = Finding("E403", f"census/{run}", got, expected, severity="note")
-                findings.take("provenance", finding)
-                continue
-            findings.add("provenance", "E403", f"census/{run}", got, expected)
+            finding = Finding(
+                "E403", f"census/{run}", f"no {', no '.join(missing)}",
+                "the tables requests, steps and spans",
+            )  # fmt: skip
+            if catalog.is_imported(run):
+                finding = replace(
+                    finding, got="an imported run: nobody recorded how its rows were made",
+                    severity="note" if imported else "error", next_step=_ACCEPTED_BY,
+                )  # fmt: skip
+            findings.take("provenance", finding)
         elif not missing and not _has_census_to_its_end(catalog, run):
             expected = "a census that was closed, with what it counted"
             findings.add("provenance", "E403", f"census/{run}", "a census cut off", expected)
@@ -128,7 +126,7 @@ def seal(store: Store | str | Path, *, imported: bool = False, apart: bool = Fal
     totals = dict.fromkeys(TOTALS, 0)
     multiplicity = [tables.empty("multiplicity")]
     for run in catalog.runs_with_data:
-        if is_imported(catalog, run):
+        if catalog.is_imported(run):
             totals["rows"] += sum(shard.n_rows for shard in catalog.row_sets(run)[0][1])
             continue
         result = account_run(catalog, run)

@@ -147,8 +147,7 @@ def shuffle(
         raise _bad("seed", str(seed), "an integer from 0")
     catalog = Catalog.read(store)
     if not catalog.is_sealed:
-        got = "no seal" if catalog.seal is None else "chains after the last seal"
-        raise ActdsError("E306", store.uri, got=got, expected="a sealed dataset")
+        raise catalog.not_sealed(store.uri)
     n_rows = _rows_that_fit(catalog, rows_per_shard, memory_nbytes)
     wanted = _Plan(catalog.digest, seed, codec, n_rows, _rows_in_memory(catalog, memory_nbytes))
     refuse_links(partial)
@@ -301,7 +300,7 @@ class _Shuffle:
         ]
         self._work("write", _write, shards)
         self._commit()
-        seal(self._store)
+        seal(self._store, imported=True)  # as the dataset, whose seal took what was imported
 
     def _check_space(self) -> None:
         """Refuse a disk that cannot hold the blocks and the copy.

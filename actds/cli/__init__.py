@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -642,6 +643,8 @@ def main() -> None:
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), None)
     if command in _WITHOUT_PANDAS:
         sys.meta_path.insert(0, _NoPandas)
+    # The words alone: the line of this library that warns tells nobody anything.
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         cli(prog_name="actds")
     finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,20 +68,6 @@ _UNKNOWABLE = {
     "flags": "which rows are padding or special tokens: a mask applied before is not recorded",
 }
 """What cannot be answered without a column of the token table."""
-_NEVER = {
-    "a drop log": "which computed rows are missing and why: whether loss depends on content "
-    "(MNAR) cannot be tested",
-    "a census": "how many rows there should be: a short file is a short text",
-    "prefix-cache hits": "whether rows of cached prefixes are missing, or are those of another "
-    "request",
-    "model and weights": "which model, revision and quantization the rows are of",
-    "precision": "in which type the rows were computed: float32 files may hold values that were "
-    "rounded to bfloat16 before",
-    "a check of the rows": "whether the rows are those of a plain forward: an off-by-one layer or "
-    "a stale buffer looks the same",
-    "digests": "whether a byte changed since it was written",
-}
-"""What no such set has, and what cannot be answered without it."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +95,36 @@ class Lack:
 
     missing: str
     unknowable: str
+
+
+NEVER = [
+    Lack(missing, unknowable)
+    for missing, unknowable in (
+        (
+            "a drop log",
+            "which computed rows are missing and why: whether loss depends on content (MNAR) "
+            "cannot be tested",
+        ),
+        ("a census", "how many rows there should be: a short file is a short text"),
+        (
+            "prefix-cache hits",
+            "whether rows of cached prefixes are missing, or are those of another request",
+        ),
+        ("model and weights", "which model, revision and quantization the rows are of"),
+        (
+            "precision",
+            "in which type the rows were computed: float32 files may hold values that were "
+            "rounded to bfloat16 before",
+        ),
+        (
+            "a check of the rows",
+            "whether the rows are those of a plain forward: an off-by-one layer or a stale buffer "
+            "looks the same",
+        ),
+        ("digests", "whether a byte changed since it was written"),
+    )
+]
+"""What no such set has, and what cannot be answered without it."""
 
 
 @dataclass(frozen=True)
@@ -431,7 +447,7 @@ def _lacks(path: Path, opened: ForeignSet | None, names: set[str]) -> list[Lack]
         unknown = set(opened.unknown)
     else:
         unknown = {column for column in _UNKNOWABLE if not names & set(_COLUMNS.get(column, ()))}
-    lacks = [Lack(_WORDS[one], _UNKNOWABLE[one]) for one in _UNKNOWABLE if one in unknown]
+    lacks = lacks_of_columns(unknown)
     hooks = [] if opened is None else opened.hooks
     if opened is None or any(named_hook(own_name(hook), hook) is None for hook in hooks):
         place = "which layer and which place of it the rows are of, and whether two sets agree"
@@ -440,4 +456,9 @@ def _lacks(path: Path, opened: ForeignSet | None, names: set[str]) -> list[Lack]
     if (folder / RECORD_FILE).is_file():
         # Written by actds export: it names the dataset, and that one knows the rest.
         return lacks
-    return [*lacks, *(Lack(missing, words) for missing, words in _NEVER.items())]
+    return [*lacks, *NEVER]
+
+
+def lacks_of_columns(unknown: Collection[str]) -> list[Lack]:
+    """Return what nobody can know without these columns of the token table."""
+    return [Lack(_WORDS[one], _UNKNOWABLE[one]) for one in _UNKNOWABLE if one in unknown]

@@ -84,9 +84,9 @@ def import_foreign(
 
     Values keep their bits. A sequence of the set is a request, numbered in the order of the files;
     positions count from 0 where the set says so. Everything else that a harvest would know is
-    marked ``unknown`` with a reason: the dataset has no census, cannot be sealed, and is read
-    only with ``i_accept_unsealed=True`` and ``i_accept_unprovenanced=True``. It appears whole or
-    not at all.
+    marked ``unknown`` with a reason: the dataset has no census, is sealed only as imported
+    (``actds.seal(out, imported=True)``), and read only with ``i_accept_unprovenanced=True``. It
+    appears whole or not at all.
 
     Args:
         foreign: a file of the set, or its folder.

@@ -124,12 +124,14 @@ class Shard:
         Spec: 0.1 section 6.3.
         """
         place = self._place(TOKENS)
-        table = self._parse("tokens", self.read(TOKENS), place, columns)
+        # Of no column Parquet says no number of rows.
+        wanted = ["request"] if columns == [] else columns
+        table = self._parse("tokens", self.read(TOKENS), place, wanted)
         if table.num_rows != self.n_rows:
             raise ActdsError(
                 "E203", place, got=f"{table.num_rows} token rows", expected=f"{self.n_rows}"
             )
-        return table
+        return table if columns is None else table.select(columns)
 
     def array(self, hook: str) -> arrays.ArrayReader:
         """Return a reader of a hook's rows.

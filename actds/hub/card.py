@@ -28,6 +28,7 @@ __all__ = ["UNKNOWN", "AuditVerdict", "card", "compare_card", "put_card", "read_
 UNKNOWN = "unknown"
 """The licence of a dataset whose owner did not name one."""
 _MAX_NBYTES = 1 << 24
+_IMPORTED = "It has no census to audit. `actds check PATH` says what can be said of its rows."
 _NO_AUDIT = "Not part of this card. `actds audit PATH` says whether what is missing matters."
 _VERDICT = re.compile(
     r"^## Audit\n\n\*\*[A-Z]+\*\*: [^\n<]*\n(?:- [^\n<]*\n)*\n## Use$", re.MULTILINE
@@ -161,7 +162,7 @@ def card(
     """
     catalog = Catalog.read(open_store(os.fspath(path)))
     if not catalog.is_sealed:
-        raise ActdsError("E306", "seal", got="no seal over every chain", expected="a seal")
+        raise catalog.not_sealed()
     verdict = None if audit is None else read_verdict(audit, catalog.digest)
     put_card(catalog, licence=licence, verdict=verdict)
     return list(layout.DERIVED)
@@ -274,7 +275,7 @@ def card_text(
         expected = "an identifier such as cc-by-4.0, or unknown"
         raise ActdsError("E009", "licence", got=repr(licence)[:80], expected=expected)
     lines = [*_front_matter(facts, licence, tables), "", *_body(facts)]
-    lines += [*_precision(facts), *_provenance(facts), *_gaps(facts), *_audit(verdict)]
+    lines += [*_precision(facts), *_provenance(facts), *_gaps(facts), *_audit(facts, verdict)]
     return "\n".join([*lines, *_use(facts), ""])
 
 
@@ -321,9 +322,12 @@ def _sentence(facts: Facts) -> str:
     engines = {" ".join(_value(run.provenance, name) for name in names) for run in facts.runs}
     rows = sum(facts.phases.values())
     phases = ", ".join(f"{n:,} {phase}" for phase, n in facts.phases.items())
+    made = f"({phases}) captured in {', '.join(sorted(engines))}"
+    if facts.is_imported:
+        made = "imported from a set made elsewhere: nobody recorded how they were made"
     return (
-        f"{rows:,} rows ({phases}) captured in {', '.join(sorted(engines))}. "
-        f"Format actds {facts.format_version}; dataset {facts.dataset}, digest {facts.digest}."
+        f"{rows:,} rows {made}. Format actds {facts.format_version}; dataset {facts.dataset}, "
+        f"digest {facts.digest}."
     )
 
 
@@ -339,6 +343,8 @@ def _body(facts: Facts) -> Iterator[str]:
         )
     if odd := [f"- {_escaped(words)}" for words in odd_values(facts)]:
         yield from ("", *odd)
+    if facts.is_imported:
+        return
     yield from ("", "## What became of every position", "", "| what | positions | share |")
     yield "| --- | --- | --- |"
     positions = sum(run.n_positions or 0 for run in facts.runs)
@@ -350,16 +356,18 @@ def _body(facts: Facts) -> Iterator[str]:
 def _precision(facts: Facts) -> Iterator[str]:
     types = ", ".join(sorted({hook.dtype for hook in facts.hooks}))
     yield from ("", "## Precision and determinism", "")
-    yield (
-        f"Rows are stored as {types}, bit for bit as they were captured but for the cast named "
-        "here. They are those of the batches that the engine formed: another batch, engine or "
-        "device gives other last bits unless the run was deterministic."
+    how = (
+        ", bit for bit as they were captured but for the cast named here. They are those of the "
+        "batches that the engine formed: another batch, engine or device gives other last bits "
+        "unless the run was deterministic."
     )
+    yield f"Rows are stored as {types}{'.' if facts.is_imported else how}"
     there = {name for run in facts.runs for name in run.provenance}
     yield from _facts_table(
         facts, tuple(n for n in _NUMERICS if n in there or n in REQUIRED_PROVENANCE)
     )
-    yield from ("", "In a methods section:", "", f"> {_escaped(methods(facts))}")
+    if not facts.is_imported:
+        yield from ("", "In a methods section:", "", f"> {_escaped(methods(facts))}")
 
 
 def _provenance(facts: Facts) -> Iterator[str]:
@@ -384,20 +392,21 @@ def _gaps(facts: Facts) -> Iterator[str]:
         yield "None: no row is missing, and no fact of the run record is unknown."
 
 
-def _audit(verdict: AuditVerdict | None) -> Iterator[str]:
+def _audit(facts: Facts, verdict: AuditVerdict | None) -> Iterator[str]:
     yield from ("", "## Audit", "")
     if verdict is None:
-        yield _NO_AUDIT
+        yield _IMPORTED if facts.is_imported else _NO_AUDIT
         return
     yield f"**{_escaped(verdict.level)}**: {_escaped(verdict.sentence)}"
     yield from (f"- {_escaped(line)}" for line in verdict.places)
 
 
 def _use(facts: Facts) -> Iterator[str]:
+    accepting = ", i_accept_unprovenanced=True" if facts.is_imported else ""
     yield from ("", "## Use", "", "```python", "import actds", "")
     yield from (
         'path = actds.pull("hf://datasets/OWNER/NAME", "acts")',
-        "dataset = actds.open(path)",
+        f"dataset = actds.open(path{accepting})",
         f'rows = dataset.array("{facts.hooks[0].name}")[:1024]',
         "```",
         "",

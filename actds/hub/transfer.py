@@ -107,7 +107,7 @@ def push(
     store = LocalStore(folder)
     catalog = Catalog.read(store)
     if not catalog.is_sealed:
-        raise ActdsError("E306", "seal", got="no seal over every chain", expected="a seal")
+        raise catalog.not_sealed()
     # Only what is missing: the other may have a licence, a verdict, or words of its owner.
     put_card(catalog, [name for name in layout.DERIVED if not store.exists(name)])
     put_sums(catalog)

@@ -80,9 +80,7 @@ def open(
     _give_cache(store, cache, cache_bytes)
     catalog = Catalog.read(store, seal=pinned)
     if not catalog.is_sealed:
-        got = f"seal {catalog.seal.n} of an older ledger" if catalog.seal else "no seal"
-        unsealed = ActdsError("E306", str(uri), got=got, expected="a seal of the present ledger")
-        _accept(unsealed, i_accept_unsealed)
+        _accept(catalog.not_sealed(str(uri)), i_accept_unsealed)
     try:
         check_provenance(catalog)
     except ActdsError as error:
@@ -484,7 +482,7 @@ class Dataset:
         Spec: 0.1 sections 6.3 and 7.5.
         """
         if self.seal is None:
-            raise ActdsError("E306", self.path, got="no seal", expected="a sealed dataset")
+            raise self.catalog.not_sealed(self.path)
         return self.catalog.table("multiplicity")
 
     def _table(self, name: TableName, run: bool | None) -> pa.Table:

@@ -59,7 +59,7 @@ ROLE = "role"
 """A further one, on request: who wrote the position (section 6.3)."""
 WEIGHT = "weight"
 """The column of the row weights."""
-LEAVE_OUT = f'exclude="{NOT_FINITE}" leaves them out; actds audit says what they are.'
+LEAVE_OUT = f'exclude="{NOT_FINITE}" leaves them out; actds check counts them.'
 SPLITS = ("train", "held_out")
 _SPLIT_SALT = b"actds held-out requests\n"
 
@@ -286,6 +286,9 @@ class RowFilter:
 
         Spec: 0.1 section 7.5.
         """
+        if self._dataset.catalog.is_imported(shard.run):
+            got = f"how often rows of the imported run {shard.run} were served is unknown"
+            raise bad("weights", got, "runs with a census")
         tokens = shard.tokens(["request", "position"])
         request, position = (tokens[name].to_numpy() for name in ("request", "position"))
         if self.split is None:

@@ -270,7 +270,8 @@ class _Compiler:
         try:
             tree = ast.parse(self._text.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            at = f" at character {error.offset}" if isinstance(error, SyntaxError) else ""
+            offset = getattr(error, "offset", None)  # none of a null byte
+            at = "" if offset is None else f" at character {offset}"
             words = error.msg if isinstance(error, SyntaxError) else "nested too deep"
             raise self._bad(f"{words}{at}", "an expression, as phase == 'decode'") from None
         level, depth = [tree], 0

@@ -255,7 +255,7 @@ def _sealed(store: Store, seal: str | None) -> Catalog:
     """Return the catalogue of a dataset under its present seal, or under a pinned one."""
     catalog = Catalog.read(store, seal=None if seal is None else parse_pin(seal))
     if not catalog.is_sealed:
-        raise ActdsError("E306", "seal", got="no seal over every chain", expected="a seal")
+        raise catalog.not_sealed()
     return catalog
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from click.testing import CliRunner
@@ -274,10 +275,10 @@ def test_readers_make_nothing_of_unknown_columns(tmp_path: Path) -> None:
     assert loader(where="step is None and phase is None and request == 1").n_rows == 1
     assert loader(exclude="first_position").n_rows == 23
     refused: list[dict[str, Any]] = [
-        {"phase": "prefill"}, {"exclude": "bos"}, {"provenance": True},
+        {"phase": "prefill"}, {"exclude": "bos"}, {"provenance": True}, {"weights": "multiplicity"},
     ]  # fmt: skip
     for options in refused:
-        with pytest.raises(ActdsError, match=r"E014 \w+: .* unknown in run"):
+        with pytest.raises(ActdsError, match=r"E014 \w+: .*(unknown in run|is unknown)"):
             loader(**options)
     # Which of the four requests a share holds out is chance: some share divides them.
     parts = [[_rows(loader, s, k / 64) for s in ("train", "held_out")] for k in range(1, 64)]
@@ -501,3 +502,111 @@ def test_the_command_says_what_is_unknown(tmp_path: Path) -> None:
     assert told["format"] == "actds.import" and told["unknown"] == SILENT
     assert run("import", tmp_path / "set", tmp_path / "acts", *names).exit_code == 2
     assert run("import", tmp_path / "set", tmp_path / "c", "--declare", "x").exit_code == 2
+
+
+def _odd_rows() -> npt.NDArray[np.float32]:
+    """Return rows of which one is not finite, one is zero, and one a copy of the one before."""
+    rows = np.random.default_rng(5).standard_normal((40, 8)).astype(np.float32)
+    rows[3, 2], rows[5], rows[8] = np.nan, 0, rows[7]
+    return rows
+
+
+def _labelled(path: Path, rows: npt.NDArray[np.float32]) -> None:
+    torch.save({"acts": torch.from_numpy(rows), "labels": torch.ones(len(rows))}, path)
+
+
+def _flat(path: Path, rows: npt.NDArray[np.float32]) -> None:
+    save_file({"blocks.3.hook_resid_post": torch.from_numpy(rows)}, path)
+
+
+def _zipped(path: Path, rows: npt.NDArray[np.float32]) -> None:
+    np.savez(path, acts=rows, token_ids=np.arange(len(rows)))
+
+
+def _command(*words: object) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # E403: what is imported is read all the same
+        return CliRunner().invoke(cli, [str(word) for word in words], prog_name="actds")
+
+
+@pytest.mark.parametrize(
+    ("name", "save"), [("rows.pt", _labelled), ("rows.safetensors", _flat), ("rows.npz", _zipped)]
+)
+def test_every_command_has_an_answer_for_what_was_imported(
+    tmp_path: Path, name: str, save: Callable[[Path, npt.NDArray[np.float32]], None]
+) -> None:
+    hook, rows, path = "resid_post.3", _odd_rows(), tmp_path / "acts"
+    save(tmp_path / name, rows)
+    assert _command("import", tmp_path / name, path, "--hook", hook).exit_code == 0
+    done = _command("check", path)
+    assert done.exit_code == 1 and f"actds seal {path} --imported" in done.output
+    assert _command("seal", path, "--imported").exit_code == 0
+    # No, unless it is allowed by name, and then no for what is wrong with the rows.
+    unrecorded = "nobody recorded how these rows were made"
+    for words, answer in (
+        ([], f"No: {unrecorded}"),
+        (["--imported"], f"No: 1 of 40 rows of {hook} are not finite"),
+    ):
+        done = _command("check", path, *words)
+        assert done.exit_code == 1 and done.output.splitlines()[0] == f"✗ {answer}"
+        facts = json.loads(_command("check", path, "--json", *words).output)
+        assert (facts["answer"], facts["verdict"], facts["exit_code"]) == (answer, "FAIL", 1)
+        assert facts["imported"]["hooks"] == [{
+            "name": hook, "dtype": "float32", "d_model": 8, "n_rows": 40, "n_not_finite": 1,
+            "n_zero": 1, "n_repeated": 1,
+        }]  # fmt: skip
+        lacks = {lack["missing"] for lack in facts["imported"]["lacks"]}
+        assert {"positions", "a census"} <= lacks and ("token ids" in lacks) != ("npz" in name)
+    for command in (["audit"], ["regimes"], ["view", "--out", tmp_path / "no.html"]):
+        done = _command(command[0], path, *command[1:])
+        assert done.exit_code == 3 and "E403" in done.output
+        assert "actds check says" in done.output
+    # A policy allows it by name; what it asks of a census nobody knows.
+    allowed = {"provenance": {"imported": True}}
+    asked: dict[str, Any] = {
+        "audit": {"worst": "FAIL"}, "losses": {"max_dropped": 1.0}, "harvest": {"max_age_days": 1},
+    }  # fmt: skip
+    with pytest.warns(UserWarning, match="E403"):
+        dataset = actds.require(path, policy=allowed)
+    assert dataset.n_rows == 40
+    for rule, values in asked.items():
+        with pytest.raises(ActdsError, match=f"E701 {rule}.{next(iter(values))}"):
+            actds.require(path, policy=allowed | {rule: values})
+    assert "IMPORTED (E403)" in _command("info", path).output
+    assert _command("view", path, "--imported", "--out", tmp_path / "v.html").exit_code == 0
+    finite = np.isfinite(rows).all(axis=1)
+    keywords: dict[str, Any] = {"i_accept_unprovenanced": True, "exclude": "not_finite"}
+    with pytest.warns(UserWarning, match="E403"):
+        stats = actds.Loader(path, hook, batch=8, **keywords).stats()[hook]
+    np.testing.assert_allclose(stats.mean, rows[finite].mean(axis=0), atol=1e-6)
+    with pytest.warns(UserWarning, match="E403"):
+        lines = list(actds.load_dataset(path, **keywords))
+    loaded = np.stack([line[hook].numpy() for line in lines])
+    assert sorted(map(tuple, loaded)) == sorted(map(tuple, rows[finite]))
+    words = ["--to", "memmap", "--imported", "--exclude", "not_finite"]
+    assert _command("export", path, tmp_path / "files", *words).exit_code == 0
+    assert np.array_equal(np.load(tmp_path / "files" / f"{hook}.npy"), rows[finite])
+    # A copy is what it is a copy of, and so is what is recovered.
+    assert _command("shuffle", path, tmp_path / "mixed").exit_code == 0
+    again = json.loads(_command("check", tmp_path / "mixed", "--json").output)
+    assert again["imported"]["hooks"] == facts["imported"]["hooks"]
+    assert _command("recover", path).exit_code == 0
+    assert _command("card", path).exit_code == 0
+    card = (path / "README.md").read_text()
+    assert "i_accept_unprovenanced=True" in card and "captured" not in card
+
+
+def test_a_flawless_import_is_not_known_where_it_is_allowed(tmp_path: Path) -> None:
+    rows = np.random.default_rng(6).standard_normal((20, 8)).astype(np.float32)
+    np.save(tmp_path / "resid_post.2.npy", rows)
+    actds.import_foreign(tmp_path / "resid_post.2.npy", tmp_path / "acts")
+    actds.sealing.seal(tmp_path / "acts", imported=True)
+    done = _command("check", tmp_path / "acts", "--imported")
+    assert done.exit_code == 0 and done.output.startswith("? Not known: nobody recorded")
+    assert "every row is finite" in done.output
+    assert _command("check", tmp_path / "acts", "--imported", "--strict").exit_code == 1
+    page = tmp_path / "index.html"
+    both = [tmp_path / "acts", tmp_path / "acts", "--html", page]
+    assert _command("check", *both, "--imported").exit_code == 0
+    assert "2 not known" in page.read_text().lower()
+    assert _command("check", *both).exit_code == 1 and "2 no" in page.read_text().lower()

@@ -118,6 +118,14 @@ def test_every_row_comes_once_per_epoch_with_its_own_states_and_labels(
     assert len(loader) == -(-len(truth) // 40)
 
 
+def test_what_no_column_of_the_token_table_says_can_be_asked_for_alone(
+    path: Path, truth: dict[Key, tuple[Any, ...]]
+) -> None:
+    loader = actds.Loader(path, batch=40, provenance=["run", "phase"], drop_last=False)
+    seen = [pair for _, rows in loader for pair in zip(*map(list, rows.values()), strict=True)]
+    assert sorted(seen) == sorted((key[0], labels[1]) for key, labels in truth.items())
+
+
 def test_drop_last_leaves_out_the_remainder_and_other_rows_in_each_epoch(
     path: Path, truth: dict[Key, tuple[Any, ...]]
 ) -> None:

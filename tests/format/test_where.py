@@ -231,6 +231,7 @@ def test_datasets_keeps_the_same_rows(
         ("(" * 3000, "", "an expression"),
         ("bos or " * 2000 + "bos", "characters", "at most"),
         ("a" + ".b" * 900 + " > 1", "nested too deep", "at most 100 levels"),
+        ("bos\x00", "null bytes", "an expression"),
         ("(" * 900 + "bos" + ")" * 900, "nested parentheses", "an expression"),
         ("position + " * 200 + "1 > 0", "nested too deep", "at most 100 levels"),
         ("pos > 3", "no column 'pos'", r"one of position\..*Columns: attempt, bos, .*step"),

@@ -10,6 +10,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -57,6 +58,25 @@ def test_a_dataset_comes_back_byte_for_byte(hub: Hub, path: Path, tmp_path: Path
     assert (pulled.digest, pulled.revision) == (pushed.digest, pushed.revision)
     assert not actds.validate(tmp_path / "back").errors
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_an_imported_dataset_comes_back_as_unprovenanced_as_it_went(
+    hub: Hub, tmp_path: Path
+) -> None:
+    rows = np.random.default_rng(1).standard_normal((9, 4)).astype(np.float32)
+    np.save(tmp_path / "resid_post.1.npy", rows)
+    actds.import_foreign(tmp_path / "resid_post.1.npy", tmp_path / "acts")
+    with pytest.raises(actds.ActdsError, match=r"E306 [^\n]*\nSeal it as imported: .*--imported"):
+        actds.push(tmp_path / "acts", URI)
+    actds.seal(tmp_path / "acts", imported=True)
+    actds.push(tmp_path / "acts", URI)
+    actds.pull(URI, tmp_path / "back")
+    with pytest.raises(actds.ActdsError, match="E403"):
+        actds.open(tmp_path / "back")
+    with pytest.warns(UserWarning, match="E403"):
+        dataset = actds.open(tmp_path / "back", i_accept_unprovenanced=True)
+    order = np.argsort(dataset.tokens()["position"].to_numpy())
+    assert np.array_equal(dataset.array("resid_post.1")[order], rows)
 
 
 def test_a_card_with_words_of_its_owner_is_pushed_as_it_is(hub: Hub, path: Path) -> None:

@@ -45,8 +45,8 @@ def audit(
 
     Raises:
         ActdsError: E009 an argument that cannot be used; E011 a package that is not installed;
-            E306 not sealed; E401, E403 without provenance; E202 a file
-            that changed; E503 weights that cannot be written; what ``actds.open`` raises.
+            E306 not sealed; E401, E403 without provenance, as imported rows are; E202 a file that
+            changed; E503 weights that cannot be written; what ``actds.open`` raises.
 
     Spec: 0.1 section 14.
     """

@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 
 import actds
-from actds.errors import ActdsError
 from actds.executor import Executor, Threads, open_executor
 from actds.reading import Catalog
 from actds.sealing import check_provenance
@@ -176,7 +175,7 @@ def audit_dataset(
     labels = None if classes is None else read_labels(classes)
     catalog = Catalog.read(open_store(path), apart=True)
     if not catalog.is_sealed:
-        raise ActdsError("E306", str(path), got="no seal of the present ledger", expected="a seal")
+        raise catalog.not_sealed(str(path))
     check_provenance(catalog)
     with open_executor(executor, N_THREADS) as runner:
         progress("hashing and opening tables")

@@ -113,7 +113,8 @@ def audit(
     PATH is the dataset's folder, sealed and valid (actds validate). The audit compares what was
     captured with what was computed and served, and ends in PASS, WARN, FAIL or INCONCLUSIVE with
     the number that decided. It reads tables and no activation: actds regimes compares values. Exit
-    codes: 0, or 1 by --fail-on; 2 usage; 3 not readable; 4 not writable.
+    codes: 0, or 1 by --fail-on; 2 usage; 3 not readable, or imported, without a census to compare
+    with; 4 not writable.
     """
     if strict and _is_given(ctx, "fail_on") and fail_on != "warn":
         raise click.UsageError(f"--strict is --fail-on warn and contradicts --fail-on {fail_on}")

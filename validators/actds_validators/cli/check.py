@@ -24,6 +24,7 @@ from actds_validators.cli.validate import counting, finding_lines, verdict_line
 
 if TYPE_CHECKING:
     from actds_validators.check import CheckResult
+    from actds_validators.imported import ImportedRows
     from actds_validators.report.index import Entry
 
 _MAX_FINDINGS, _MAX_STEPS = 2, 3
@@ -38,6 +39,10 @@ _MAX_FINDINGS, _MAX_STEPS = 2, 3
     help="Write the audit's report; of several datasets an index, with their reports beside it.",
 )
 @accept_option()
+@click.option(
+    "--imported", is_flag=True,
+    help="Take imported rows, which have no census: no only for what is wrong with the rows.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON (actds.check 1).")
 @click.option("--strict", is_flag=True, help="Fail on warnings, WARN and INCONCLUSIVE as well.")
 @click.pass_context
@@ -47,15 +52,17 @@ def check(
     paths: tuple[str, ...],
     html: Path | None,
     accept: tuple[str, ...],
+    imported: bool,
     as_json: bool,
     strict: bool,
 ) -> None:
     """Say whether a dataset is valid, and whether to train on it.
 
     PATH is the dataset's folder. This is actds validate and, if the dataset is valid, actds audit,
-    on one screen; each of them says more. Of several datasets each has its screen. Exit codes: 0
-    valid, and the audit does not FAIL; 1 any other answer; 2 usage; 3 not readable as a dataset; 4
-    not writable. The worst of several counts.
+    on one screen; each of them says more. An imported dataset has no census to audit: what can be
+    said of its rows is the answer, which is no without --imported. Of several datasets each has its
+    screen. Exit codes: 0 valid, and the audit does not FAIL; 1 any other answer; 2 usage; 3 not
+    readable as a dataset; 4 not writable. The worst of several counts.
 
     \b
     Examples:
@@ -80,7 +87,10 @@ def check(
     entries: list[Entry] = []
     for n, path in enumerate(paths, 1):
         with counting() as validating:
-            found = run(path, accept=accept, validating=validating, auditing=told())
+            found = run(
+                path, accept=accept, i_accept_unprovenanced=imported, validating=validating,
+                auditing=told(),
+            )  # fmt: skip
         report = page_beside(html, n, path) if several and html is not None else html
         if report is not None and found.audit is not None:
             command = shlex.join(["actds", "audit", path, "--html", str(report)])
@@ -109,7 +119,10 @@ def _entry(found: CheckResult, report: Path | None) -> Entry:
     path, answer = found.validation.path, found.answer
     if found.audit is None:
         first = next(iter(found.validation.errors), None)
-        return Entry(path, answer, why="" if first is None else first.line())
+        why = "" if first is None else first.line()
+        if found.imported is not None:
+            why = "; ".join(found.imported.odd) or why
+        return Entry(path, answer, why=why, unaudited=found.verdict or "FAIL")
     page = "" if report is None else report.name
     known = about(found.audit.catalog, "")
     return Entry(path, answer, found.audit.result, known, page=page)
@@ -138,11 +151,15 @@ def _page(found: CheckResult, html: Path | None, strict: bool) -> Iterator[Line]
     path = shlex.quote(found.validation.path)
     valid = verdict_line(found.validation, strict=strict)
     if found.audit is None:
-        yield Line(f"✗ {found.answer}", "bad")
+        known = found.verdict == "INCONCLUSIVE"
+        yield Line(f"{'?' if known else '✗'} {found.answer}", "title" if known else "bad")
         yield valid
         yield from finding_lines(found.validation, _MAX_FINDINGS)
+        if found.imported is not None:
+            yield from _imported_lines(found.imported)
         if html is not None:
-            yield Line("report: not written; only a valid dataset can be audited")
+            why = "only a valid dataset, with a census, can be audited"
+            yield Line(f"report: not written; {why}")
         yield Line(f"More: actds validate {path}", "dim")
         return
     from actds_validators.report import summary, terminal
@@ -160,3 +177,15 @@ def _page(found: CheckResult, html: Path | None, strict: bool) -> Iterator[Line]
     if html is not None:
         yield Line(f"report: {html}")
     yield Line(f"More: actds validate {path}; actds audit {path}", "dim")
+
+
+def _imported_lines(rows: ImportedRows) -> Iterator[Line]:
+    """Yield what can be said of imported rows, then what nobody can know."""
+    yield Line("")
+    yield Line("What can be said of the rows", "title")
+    for one in rows.hooks:
+        yield Line(f"  {one.name}: {one.n_rows:,} rows of {one.d_model:,} channels, {one.dtype}")
+    odd = [Line(f"  {words}", "warn") for words in rows.odd]
+    yield from odd or [Line("  every row is finite, none is all zero, none a copy of another")]
+    yield Line("What is not on record, and what nobody can know without it", "title")
+    yield from (Line(f"  {lack.missing}: {lack.unknowable}", "dim") for lack in rows.lacks)

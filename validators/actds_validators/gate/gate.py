@@ -109,7 +109,7 @@ def judge(
     if policy is None or catalog is None or found.exit_code(strict=strict):
         return Passage(found, policy, strict=strict)
     result = None
-    if asks:
+    if asks and not any(map(catalog.is_imported, catalog.runs_with_data)):
         from actds_validators.audit.api import audit
 
         result = audit(path, accept=policy.audit.accept, progress=auditing).result

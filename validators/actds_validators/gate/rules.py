@@ -71,7 +71,7 @@ def _audit(policy: Policy, audit: Audit | None) -> Iterator[Finding]:
         return
     expected = f"{worst} or better"
     if audit is None:
-        got = "no verdict: only a valid dataset is audited"
+        got = "no verdict: no imported run has a census to audit"
         yield _refused("audit.worst", got, expected)
     elif not audit.places and LEVELS.index(audit.answer.level) > LEVELS.index(worst):
         yield _refused("audit.worst", f"{audit.answer.level}: {audit.answer.sentence}", expected)
@@ -150,7 +150,10 @@ def _harvest(
         yield _refused("harvest.check", _said(check), "rows compared with the model's own", run)
     if rules.canary and not sum(part.n_rows for part in catalog.parts.get((run, "canary"), [])):
         yield _refused("harvest.canary", "no replayed row", "a table canary with rows", run)
-    if rules.max_age_days is not None:
+    if rules.max_age_days is not None and catalog.is_imported(run):
+        got, expected = "unknown: imported", f"at most {rules.max_age_days:g} days"
+        yield _refused("harvest.max_age_days", got, expected, run)
+    elif rules.max_age_days is not None:
         days = (now_ns - record.started_ns) / _NS_PER_DAY
         if not -_AHEAD_DAYS <= days <= rules.max_age_days:
             got = f"{days:.1f} days" if days > 0 else f"a begin {-days:.2g} days from now"

@@ -47,10 +47,11 @@ class Entry:
     Args:
         path: of the dataset.
         answer: whether to train on it, in a few words.
-        audit: its audit; None of one that is not valid.
+        audit: its audit; None of one that is not valid, or is imported.
         about: what it is; None with the audit.
         why: what is wrong with one that is not valid.
         page: file name of its own page, in the folder of the index; empty for none.
+        unaudited: level of the answer without an audit.
     """
 
     path: str
@@ -59,11 +60,12 @@ class Entry:
     about: About | None = None
     why: str = ""
     page: str = ""
+    unaudited: Level = "FAIL"
 
     @property
     def level(self) -> Level:
         """Return the level of the answer; what is not valid fails."""
-        return "FAIL" if self.audit is None else self.audit.answer.level
+        return self.unaudited if self.audit is None else self.audit.answer.level
 
 
 def page_beside(index: Path, n: int, path: str) -> Path:
@@ -111,7 +113,8 @@ def _counts(entries: Sequence[Entry]) -> list[Fact]:
     """Return how many datasets are valid, and the place that decides most often."""
     audits = [entry.audit for entry in entries if entry.audit is not None]
     places = Counter(TITLES[a.answer.place] for a in audits if a.answer.place is not None)
-    valid = Fact("Valid", f"{len(audits)} of {len(entries)}", "what is not valid is not audited")
+    note = "what is not valid, or imported, is not audited"
+    valid = Fact("Valid", f"{len(audits)} of {len(entries)}", note)
     if not places:
         return [Fact("Decided at", "no place", "every audited dataset passes"), valid]
     title, n = places.most_common(1)[0]

@@ -183,7 +183,7 @@ def _check_rows(
             n_infinite += int(((bits[odd] & dtype.magnitude).max(axis=1) == exponent).sum())
             broken.append(at + odd)
             zero.append(at + np.flatnonzero(~(bits & dtype.magnitude).any(axis=1)))
-            hashes[at : at + len(bits)] = _hash(bits)
+            hashes[at : at + len(bits)] = hash_rows(bits)
             look(at, bits)
     reader.check_padding()
     broken_rows, zero_rows = np.concatenate(broken), np.concatenate(zero)
@@ -200,7 +200,7 @@ def _check_rows(
     return hashes
 
 
-def _hash(bits: npt.NDArray[Any]) -> Hashes:
+def hash_rows(bits: npt.NDArray[Any]) -> Hashes:
     """Return a 64-bit hash of each row; never 0, which stands for a row told already."""
     flat = np.ascontiguousarray(bits)
     words = flat.view(np.uint64) if flat.strides[0] % 8 == 0 else flat.astype(np.uint64)

@@ -16,6 +16,7 @@ _WORDS = {
     "accounted": "its census is complete",
     "recovered": "accounted for from its journal",
     "empty": "it committed nothing",
+    "imported": "it never had a census",
     "unaccountable": "it has neither census nor journal",
 }
 

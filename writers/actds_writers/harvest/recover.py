@@ -41,7 +41,7 @@ from actds_writers.ipc.messages import ClientFacts, RequestArrived
 _CLEARED = ("journal/", "census/", "losses/", "readouts/", "canary/", "runs/", "seal/")
 _MAX_REQUEST_GAP = 1 << 20
 
-Outcome = Literal["accounted", "recovered", "empty", "unaccountable"]
+Outcome = Literal["accounted", "recovered", "empty", "imported", "unaccountable"]
 
 
 @dataclass(frozen=True)
@@ -206,6 +206,8 @@ def _recover_run(
     )
     if _is_accounted(catalog, run):
         return found
+    if catalog.is_imported(run):
+        return replace(found, outcome="imported")
     ended = end_writer_chain(store, catalog.genesis.dataset, run)
     if ended is None or not (found.n_segments or run in catalog.runs_with_data):
         return replace(found, outcome="empty")

@@ -1,0 +1,152 @@
+"""Imported datasets: what can be said of rows when nobody recorded how they were made.
+
+Beside the audit, which has no census to compare with: between validation and answer it reads the
+rows themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from actds.exchange.doctor import NEVER, Lack, lacks_of_columns
+from actds.format.arrays import DTYPES
+from actds.info import describe, odd_values
+from actds.load.dataset import Dataset
+from actds.reading import Catalog, unknown_columns
+from actds_validators.validate.values import hash_rows
+
+__all__ = ["ImportedHook", "ImportedRows", "imported_rows"]
+
+MAX_ZERO = 0.05
+"""Share of the rows of a hook that may be all zero, as in the audit's place of values."""
+_BLOCK_NBYTES = 1 << 24
+_NOTHING_RECORDED = "nobody recorded how these rows were made"
+
+
+@dataclass(frozen=True)
+class ImportedHook:
+    """The rows of a hook.
+
+    Args:
+        name: the hook.
+        dtype: stored type.
+        d_model: channels.
+        n_rows: rows.
+        n_not_finite: rows with a value that is NaN or infinite.
+        n_zero: rows of zeros alone.
+        n_repeated: rows that are bitwise copies of an earlier one; zeros are none.
+    """
+
+    name: str
+    dtype: str
+    d_model: int
+    n_rows: int
+    n_not_finite: int
+    n_zero: int
+    n_repeated: int
+
+
+@dataclass(frozen=True)
+class ImportedRows:
+    """What can be said of an imported dataset.
+
+    Args:
+        accepted: whether the caller takes imported rows, by name.
+        sealed: whether a seal covers them.
+        hooks: of each its rows.
+        odd: which rows are not finite, zero or repeated, in words.
+        lacks: what the set does not say, and what nobody can know without it.
+    """
+
+    accepted: bool
+    sealed: bool
+    hooks: list[ImportedHook]
+    odd: list[str]
+    lacks: list[Lack]
+
+    @property
+    def reason(self) -> str | None:
+        """Return why not to train on the rows, in a few words; None where nothing says so."""
+        if not self.accepted:
+            return _NOTHING_RECORDED
+        if not self.sealed:
+            return "it is not sealed"
+        for hook in self.hooks:
+            for n, most, words in (
+                (hook.n_not_finite, 0, "not finite"),
+                (hook.n_zero, MAX_ZERO * hook.n_rows, "all zero"),
+            ):
+                if n > most:
+                    return f"{n:,} of {hook.n_rows:,} rows of {hook.name} are {words}"
+        return None
+
+    @property
+    def answer(self) -> str:
+        """Return whether to train on them, in a few words."""
+        return f"Not known: {_NOTHING_RECORDED}" if self.reason is None else f"No: {self.reason}"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as ``actds check --json`` prints it."""
+        return asdict(self)
+
+
+def imported_rows(
+    catalog: Catalog, *, accepted: bool, progress: Callable[[str], None] = lambda what: None
+) -> ImportedRows | None:
+    """Return what can be said of the rows, all of which are read; None where no run is imported.
+
+    Takes 8 bytes of memory for a row.
+
+    Args:
+        catalog: of a dataset of which nothing but seal and census may be missing.
+        accepted: whether imported rows are taken, by name.
+        progress: told what is being done.
+
+    Raises:
+        ActdsError: E204 a chunk is damaged; and as ``Catalog.table``.
+    """
+    runs = [run for run in catalog.runs_with_data if catalog.is_imported(run)]
+    if not runs:
+        return None
+    facts, dataset = describe(catalog), Dataset(catalog)
+    hooks = []
+    for one in facts.hooks:
+        progress(f"reading the rows of {one.name}")
+        hooks.append(
+            ImportedHook(
+                one.name, one.dtype, one.d_model, one.n_rows, one.n_not_finite, one.n_zero,
+                _repeated(dataset, one.name),
+            )
+        )  # fmt: skip
+    odd = list(odd_values(facts))
+    odd += [
+        f"{one.n_repeated:,} of {one.n_rows:,} rows of {one.name} are copies of another row"
+        for one in hooks
+        if one.n_repeated
+    ]
+    return ImportedRows(accepted, catalog.is_sealed, hooks, odd, list(_lacks(catalog, runs)))
+
+
+def _repeated(dataset: Dataset, hook: str) -> int:
+    """Return how many rows of a hook have the bits of an earlier one."""
+    rows = dataset.array(hook)
+    kind = DTYPES[rows.hook.dtype]
+    step = max(1, _BLOCK_NBYTES // (rows.hook.d_model * kind.itemsize))
+    hashes = []
+    for start in range(0, len(rows), step):
+        bits = rows.bits(start, min(start + step, len(rows)))
+        hashes.append(hash_rows(bits[(bits & kind.magnitude).any(axis=1)]))
+    every = np.concatenate(hashes)
+    return len(every) - len(np.unique(every))
+
+
+def _lacks(catalog: Catalog, runs: list[str]) -> Iterator[Lack]:
+    records = [catalog.runs[run] for run in runs]
+    yield from lacks_of_columns(set().union(*map(unknown_columns, records)))
+    if not all("import.dataset_digest" in record.fields for record in records):
+        # Its digests are those of the import: of what it was before nobody knows.
+        yield from NEVER
