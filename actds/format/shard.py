@@ -124,7 +124,7 @@ class Shard:
         Spec: 0.1 section 6.3.
         """
         place = self._place(TOKENS)
-        table = self._parse("tokens", self.read(TOKENS), place, columns)
+        table = self._parse("tokens", self.read(TOKENS), place, columns, None)
         if table.num_rows != self.n_rows:
             raise ActdsError(
                 "E203", place, got=f"{table.num_rows} token rows", expected=f"{self.n_rows}"
