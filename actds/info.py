@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds import layout
-from actds.accounting.fates import COMPUTED, fate_counts, n_computed
+from actds.accounting.fates import COMPUTED, FATE_COLUMNS, fate_counts, n_computed
 from actds.format import arrays, tables
 from actds.reading import Catalog, unknown_columns
 from actds.schema import CloseBody, FenceBody, RowCounts, RunRecord
@@ -319,7 +319,8 @@ def _run(catalog: Catalog, run: str) -> RunFacts:
 
 
 def _losses(catalog: Catalog, run: str) -> dict[str, Any]:
-    drops, stalls = catalog.table("drops", run), catalog.table("stalls", run)
+    drops = catalog.table("drops", run, ["drop"])
+    stalls = catalog.table("stalls", run, ["duration_ns"])
     return {
         "n_drop_events": pc.count_distinct(drops["drop"]).as_py(),
         "n_stalls": stalls.num_rows,
@@ -328,8 +329,8 @@ def _losses(catalog: Catalog, run: str) -> dict[str, Any]:
 
 
 def _census(catalog: Catalog, run: str) -> dict[str, Any]:
-    requests, spans = catalog.table("requests", run), catalog.table("spans", run)
-    fates = fate_counts(spans)
+    requests = catalog.table("requests", run, _OF_REQUESTS)
+    fates = fate_counts(catalog.table("spans", run, list(FATE_COLUMNS)))
     lines = [
         LossFacts(*fate, n)
         for fate, n in sorted(fates.items(), key=lambda item: (item[0][0], item[0][1] or ""))
@@ -338,7 +339,7 @@ def _census(catalog: Catalog, run: str) -> dict[str, Any]:
     served = requests.filter(tables.is_served(requests))
     return {
         "n_requests": requests.num_rows,
-        "n_steps": catalog.table("steps", run).num_rows,
+        "n_steps": catalog.table("steps", run, ["step"]).num_rows,
         "prompt_tokens": _sum(served, "prompt_len"),
         "generated_tokens": _sum(requests, "generated_len"),
         "cached_tokens": _sum(requests, "cached_tokens"),
@@ -351,8 +352,11 @@ def _census(catalog: Catalog, run: str) -> dict[str, Any]:
     }
 
 
+_OF_REQUESTS = ["prompt_len", "generated_len", "cached_tokens", "n_preemptions", "finish_reason"]
+
+
 def _counts(column: pa.ChunkedArray) -> dict[str, int]:
-    counted = ((str(value), count) for value, count in Counter(column.to_pylist()).items())
+    counted = ((str(one["values"]), one["counts"]) for one in pc.value_counts(column).to_pylist())
     return dict(sorted(counted, key=lambda item: (-item[1], item[0])))
 
 

@@ -273,12 +273,15 @@ class Catalog:
             sets.setdefault(key, ([], holding))[0].append(hook.name)
         return list(sets.values())
 
-    def table(self, name: TableName, run: str | None = None) -> pa.Table:
+    def table(
+        self, name: TableName, run: str | None = None, columns: list[str] | None = None
+    ) -> pa.Table:
         """Return a table of one run, or of all runs one after the other.
 
         Args:
             name: which; not ``tokens``, which belong to shards.
             run: the run.
+            columns: those to read, all when ``None``; of ``multiplicity`` there are all.
 
         Raises:
             ActdsError: E201, E202 changed since the commit; E203 another number of rows; E109,
@@ -290,7 +293,9 @@ class Catalog:
             return self._multiplicity(run)
         wanted = self.run_ids if run is None else [run]
         parts = [part for one in wanted for part in self.parts.get((one, name), [])]
-        return pa.concat_tables([tables.empty(name), *(self._part(name, p) for p in parts)])
+        none = tables.empty(name)
+        none = none if columns is None else none.select(columns)
+        return pa.concat_tables([none, *(self._part(name, part, columns) for part in parts)])
 
     def file(self, path: str) -> bytes:
         """Return the bytes of a pinned file, when they are what was committed.
@@ -302,13 +307,25 @@ class Catalog:
         """
         return read_checked(self.store, path, self.files[path])
 
-    def read_table(self, name: TableName, path: str, columns: list[str] | None = None) -> pa.Table:
+    def read_table(
+        self,
+        name: TableName,
+        path: str,
+        columns: list[str] | None = None,
+        kept: list[str] | None = None,
+    ) -> pa.Table:
         """Return a table from a pinned file, when its bytes are what was committed.
+
+        Args:
+            name: which.
+            path: its path in the dataset.
+            columns: those to read, all when ``None``.
+            kept: those of them to return, all when ``None``.
 
         Raises:
             ActdsError: as ``file`` and ``tables.from_parquet``.
         """
-        return self.parse(name, self.file(path), path, columns)
+        return self.parse(name, self.file(path), path, columns, kept)
 
     def sound_table(self, run: str, name: TableName) -> pa.Table | None:
         """Return a table of a run, all parts one after the other; None when one is unsound.
@@ -324,9 +341,9 @@ class Catalog:
             parts.append(self.read_table(name, path))
         return pa.concat_tables(parts)
 
-    def _part(self, name: TableName, part: PartBody) -> pa.Table:
+    def _part(self, name: TableName, part: PartBody, columns: list[str] | None) -> pa.Table:
         path = part.file.path
-        table = self.parse(name, read_checked(self.store, path, part.file), path, None)
+        table = self.parse(name, read_checked(self.store, path, part.file), path, columns, None)
         if table.num_rows != part.n_rows:
             raise ActdsError("E203", path, got=f"{table.num_rows} rows", expected=f"{part.n_rows}")
         return table
@@ -336,7 +353,7 @@ class Catalog:
             raise self.not_sealed()
         entry = self.seal.multiplicity
         data = read_checked(self.store, entry.path, entry)
-        table = self.parse("multiplicity", data, entry.path, None)
+        table = self.parse("multiplicity", data, entry.path, None, None)
         if run is None:
             return table
         return table.filter(pc.equal(table["run"], run))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from actds import canonical, layout, schema
-from actds.accounting.account import TOTALS, Account, account
+from actds.accounting.account import TOTALS, Account, Census
 from actds.errors import ActdsError, Finding, Findings
 from actds.format import tables
 from actds.hub.card import put_card
@@ -85,11 +85,9 @@ def account_run(catalog: Catalog, run: str) -> Account:
 
     Spec: 0.1 section 7.
     """
-    requests, steps, spans = (catalog.table(table, run) for table in CENSUS_TABLES)
-    drops = catalog.table("drops", run)
+    census = Census(run, *(catalog.table(table, run) for table in (*CENSUS_TABLES, "drops")))
     accounts = [
-        account(run, requests, steps, spans, drops, (shard.tokens() for shard in shards))
-        for _, shards in catalog.row_sets(run)
+        census.account(shard.tokens() for shard in shards) for _, shards in catalog.row_sets(run)
     ]
     findings = [finding for one in accounts for finding in one.findings]
     return Account(list(dict.fromkeys(findings)), accounts[0].totals, accounts[0].multiplicity)

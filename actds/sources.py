@@ -127,7 +127,7 @@ def read_records(catalog: Catalog) -> pa.Table:
     parts = [tables.empty("requests").select(_COLUMNS)]
     keys, sources = [np.zeros((2, 0), np.int64)], dict[str | None, int]()
     for run in catalog.run_ids:
-        requests = catalog.table("requests", run)
+        requests = catalog.table("requests", run, ["request", *_COLUMNS])
         keys.append(_record_keys(catalog, run, requests, sources))
         parts.append(requests.select(_COLUMNS))
     lines, key = pa.concat_tables(parts), np.concatenate(keys, axis=1)
@@ -158,7 +158,7 @@ def _record_keys(
     known = np.array([*map(number, named), number(None)])
     own = requests["request"].to_numpy().astype(np.int64)
     key = np.stack([known[codes], pc.fill_null(requests["source_row"], -1).to_numpy()])
-    origins = catalog.table("origins", run)
+    origins = catalog.table("origins", run, ["request", "source_run", "source_request"])
     order = np.argsort(own)
     place = order[np.searchsorted(own, origins["request"].to_numpy(), sorter=order)]
     key[0, place] = [number(f"run {name}") for name in origins["source_run"].to_pylist()]

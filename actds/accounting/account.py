@@ -42,7 +42,7 @@ from actds.format.positions import (
     union,
 )
 
-__all__ = ["TOTALS", "Account", "account"]
+__all__ = ["TOTALS", "Account", "Census", "account"]
 
 TOTALS = (
     "rows",
@@ -100,16 +100,40 @@ def account(
         steps: the census table of that name.
         spans: the census table of that name.
         drops: the writer's table of that name; empty when nothing was dropped.
-        rows: the token tables of the run's shards, taken one at a time; about 30 bytes per row
-            are kept.
+        rows: the token tables of the run's shards, as for ``Census.account``.
 
     Spec: 0.1 section 7.
     """
-    notes = Notes(run)
-    request_table = read_requests(requests, notes)
-    step_table = read_steps(steps, notes)
-    span_table = read_spans(spans, notes)
-    drop_table = read_drops(drops, notes)
+    return Census(run, requests, steps, spans, drops).account(rows)
+
+
+class Census:
+    """The census and the drop log of a run, read once; of the tables only columns are kept.
+
+    Args: those of ``account``, of which the columns of ``COLUMNS`` are read.
+    """
+
+    def __init__(
+        self, run: str, requests: pa.Table, steps: pa.Table, spans: pa.Table, drops: pa.Table
+    ) -> None:
+        self.notes = Notes(run)
+        self.requests = read_requests(requests, self.notes)
+        self.steps = read_steps(steps, self.notes)
+        self.spans = read_spans(spans, self.notes)
+        self.drops = read_drops(drops, self.notes)
+
+    def account(self, rows: Iterable[pa.Table]) -> Account:
+        """Return the account of the rows of some shards, which have to be all of the run.
+
+        Args:
+            rows: the token tables, taken one at a time; about 30 bytes per row are kept.
+        """
+        return _account(self, rows, self.notes.copy())
+
+
+def _account(census: Census, rows: Iterable[pa.Table], notes: Notes) -> Account:
+    request_table, step_table = census.requests, census.steps
+    span_table, drop_table = census.spans, census.drops
     row_table = read_rows(rows, request_table, step_table, notes)
 
     _partition(request_table, span_table, notes)
@@ -141,7 +165,7 @@ def account(
     return Account(
         notes.findings(),
         {name: totals[name] for name in TOTALS},
-        multiplicity(run, captured, ref_start, ref_stop),
+        multiplicity(notes.run, captured, ref_start, ref_stop),
     )
 
 
@@ -417,7 +441,7 @@ def _row_labels(rows: Rows, spans: Spans, steps: Steps, notes: Notes) -> None:
     Within a request a later position is first computed in the same step or a later one; chunk
     and attempt count the same history. Rows of one step share their chunk.
     """
-    request, position = split_key(rows.keys)
+    request = (rows.keys >> np.uint64(32)).astype(np.uint32)
     same = request[1:] == request[:-1]
     later = rows.step[1:] > rows.step[:-1]
     back = same & (rows.step[1:] < rows.step[:-1]) & (rows.step[1:] >= 0)
@@ -430,7 +454,7 @@ def _row_labels(rows: Rows, spans: Spans, steps: Steps, notes: Notes) -> None:
         ("attempt", attempt, "no earlier attempt than the position before"),
     ):
         for i in notes.each("E414", np.flatnonzero(wrong) + 1):
-            place = notes.place("shards", "rows", request[i], position[i])
+            place = notes.place("shards", "rows", *split_key(rows.keys[i]))
             got = steps.number[rows.step[i]] if label == "step" else getattr(rows, label)[i]
             notes.add("E414", f"{place} {label}", str(got), expected)
     captured = np.flatnonzero(spans.of("captured") & (spans.step >= 0))
@@ -450,37 +474,42 @@ def _attempts(rows: Rows, requests: Requests, spans: Spans, notes: Notes) -> Non
     """Note rows after more restarts than their request had; a failed load restarts one as well."""
     if not len(requests.number):
         return
-    request, position = split_key(rows.keys)
-    at = requests.index(request)
+    again = np.flatnonzero(rows.attempt)
+    request, position = split_key(rows.keys[again])
+    at, attempt = requests.index(request), rows.attempt[again]
     failed = spans.request[spans.of("dropped") & (spans.reason == tables.FAILED_LOAD)]
-    above = (at >= 0) & (rows.attempt > requests.n_preemptions[at]) & ~np.isin(request, failed)
+    above = (at >= 0) & (attempt > requests.n_preemptions[at]) & ~np.isin(request, failed)
     for i in notes.each("E414", np.flatnonzero(above)):
         place = notes.place("shards", "rows", request[i], position[i])
         most = f"at most {requests.n_preemptions[at[i]]}, the census' n_preemptions"
-        notes.add("E414", f"{place} attempt", str(rows.attempt[i]), most)
+        notes.add("E414", f"{place} attempt", str(attempt[i]), most)
 
 
 def _token_digests(rows: Rows, requests: Requests, spans: Spans, notes: Notes) -> None:
     """Note requests whose token ids, as far as all of them are stored, miss their digest."""
     begin = np.searchsorted(rows.keys, position_key(requests.number, 0))
     end = np.searchsorted(rows.keys, position_key(requests.number, requests.own_len))
+    length = requests.own_len
+    asked = (length > 0) & pc.is_valid(requests.token_digest).to_numpy()
+    whole = asked & (end - begin == length)
+    partly = np.flatnonzero(asked & ~whole)
     references = np.flatnonzero(spans.of("cache_ref") & (spans.ref_request >= 0))
-    first = np.searchsorted(spans.request[references], requests.number, side="left")
-    last = np.searchsorted(spans.request[references], requests.number, side="right")
+    first, last = (
+        np.searchsorted(spans.request[references], requests.number[partly], side=side)
+        for side in ("left", "right")
+    )
     below = np.concatenate([[0], np.cumsum((spans.stop - spans.start)[references])])
-    length, n_own = requests.own_len, end - begin
-    asked = (length > 0) & pc.is_valid(requests.token_digest).to_numpy()[requests.record]
-    whole = asked & (n_own == length)
-    partly = asked & ~whole
-    most = _MAX_REFERENCED + _MAX_REFERENCED_RATIO * len(rows.keys)
-    room = most - np.cumsum(np.where(partly, length, 0))
+    n_known = (end - begin)[partly] + below[last] - below[first]
+    room = _MAX_REFERENCED + _MAX_REFERENCED_RATIO * len(rows.keys) - np.cumsum(length[partly])
     # Of the others some tokens are not stored.
-    known = whole | (partly & (n_own + below[last] - below[first] >= length) & (room >= 0))
+    known = whole.copy()
+    known[partly] = (n_known >= length[partly]) & (room >= 0)
     for i, digest in _digests(requests, np.flatnonzero(known)):
         own = slice(int(begin[i]), int(end[i]))
         ids: npt.NDArray[np.uint32] | None = rows.token_id[own]
         if not whole[i]:
-            mine = references[first[i] : last[i]]
+            nth = int(np.searchsorted(partly, i))
+            mine = references[first[nth] : last[nth]]
             ids = _with_references(rows, own, int(length[i]), spans, mine)
         if ids is None:
             continue
@@ -502,7 +531,7 @@ def _digests(requests: Requests, which: Ints) -> Iterator[tuple[int, str]]:
     """Yield some requests with their digests, some thousands of which are held at a time."""
     for first in range(0, len(which), _DIGESTS):
         some = which[first : first + _DIGESTS]
-        texts = requests.token_digest.take(pa.array(requests.record[some])).to_pylist()
+        texts = requests.token_digest.take(pa.array(some)).to_pylist()
         yield from zip(some.tolist(), texts, strict=True)
 
 

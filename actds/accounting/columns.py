@@ -68,6 +68,12 @@ class Notes:
         for i in self.each(code, np.arange(len(intervals))):
             yield self.place(folder, table, request[i], first[i], last[i] + 1)
 
+    def copy(self) -> Notes:
+        """Return notes of their own that begin with these."""
+        other = Notes(self.run)
+        other._findings, other._counts = self._findings.copy(), self._counts.copy()
+        return other
+
     def findings(self) -> list[Finding]:
         """Return what was noted, by code, with a line for what was left out."""
         left_out = [
@@ -144,10 +150,8 @@ class Requests(_Numbered):
     cached: Ints
     engine_cached: Ints
     n_preemptions: Ints
-    record: Ints
-    """The line of the table."""
     token_digest: pa.ChunkedArray
-    """By line, as Arrow has it: a million strings of Python would be larger than all the rest."""
+    """As Arrow has it: a million strings of Python would be larger than all the rest."""
     adapter: Ints
     """One number for each adapter, and for none."""
 
@@ -163,7 +167,8 @@ def read_requests(table: pa.Table, notes: Notes) -> Requests:
     gaps = np.flatnonzero(request != np.arange(len(request)))
     for i in gaps[:1]:
         notes.add("E404", f"{place} request {i}", "no record", "numbers from 0, without a gap")
-    token_digest, table = table["token_digest"], table.select(_OF_REQUESTS)
+    # A copy: a view would keep all columns of the table, which came in one piece of memory.
+    token_digest, table = table["token_digest"].take(pa.array(first)), table.drop("token_digest")
     if not np.array_equal(first, np.arange(table.num_rows)):
         table = table.take(pa.array(first))
     prompt, generated = ints(table, "prompt_len"), ints(table, "generated_len")
@@ -188,16 +193,9 @@ def read_requests(table: pa.Table, notes: Notes) -> Requests:
         ints(table, "cached_tokens"),
         ints(table, "engine_cached_tokens"),
         ints(table, "n_preemptions"),
-        first,
         token_digest,
         _codes(table, "adapter"),
     )
-
-
-_OF_REQUESTS = (
-    "prompt_len", "generated_len", "labels", "finish_reason", "reason", "cached_tokens",
-    "engine_cached_tokens", "n_preemptions", "adapter",
-)  # fmt: skip
 
 
 def _texts(column: pa.Array) -> Iterator[str]:
@@ -237,6 +235,18 @@ class Steps(_Numbered):
         total = np.zeros(len(self.number), np.int64)
         np.add.at(total, at[known], amount[known])
         return total
+
+
+COLUMNS: dict[tables.TableName, list[str]] = {
+    "requests": [
+        "request", "prompt_len", "generated_len", "labels", "finish_reason", "reason",
+        "cached_tokens", "engine_cached_tokens", "n_preemptions", "token_digest", "adapter",
+    ],
+    "steps": ["step", *(f"{field.name}_tokens" for field in fields(Steps)[1:])],
+    "spans": ["request", "start", "stop", "disposition", "reason", "step", "ref_request"],
+    "drops": ["drop", "step", "drop_reason", "request", "start", "stop", "n_tokens"],
+}  # fmt: skip
+"""What an account reads of each table: of a request less than a third of its bytes."""
 
 
 def read_steps(table: pa.Table, notes: Notes) -> Steps:
@@ -440,8 +450,9 @@ def read_rows(
         _count(per_step, at[at >= 0])
         _count(prefill_per_step, at[(at >= 0) & prefill])
         mislabelled.append(key[_wrong_phase(request, position, prefill, requests)])
+        # Copies: a view would keep all columns of the table, which came in one piece of memory.
         token_id, chunk, attempt = (
-            table[name].to_numpy() for name in ("token_id", "chunk", "attempt")
+            table[name].to_numpy().copy() for name in ("token_id", "chunk", "attempt")
         )
         parts.append((key, token_id, at.astype(np.int32), chunk, attempt))
     for step_number in notes.each("E412", np.unique(np.concatenate(unknown))):
@@ -478,8 +489,14 @@ def _wrong_phase(
 
 
 def _sorted(parts: list[_Part], per_step: Ints, prefill_per_step: Ints, notes: Notes) -> Rows:
-    """Return the parts joined and sorted; positions with two rows are noted and kept once."""
-    key = np.concatenate([part[0] for part in parts])
+    """Return the parts joined and sorted; positions with two rows are noted and kept once.
+
+    Each column takes the memory of its parts: they are gone when it is sorted.
+    """
+    columns: list[list[npt.NDArray[Any]]] = [list(column) for column in zip(*parts, strict=True)]
+    parts.clear()
+    columns.reverse()
+    key = np.concatenate(columns.pop())
     order = np.argsort(key)
     key = key[order]
     again = np.zeros(len(key), bool)
@@ -488,8 +505,6 @@ def _sorted(parts: list[_Part], per_step: Ints, prefill_per_step: Ints, notes: N
         notes.add("E407", place, "two rows or more", "one row for a position")
     if again.any():
         order, key = order[~again], key[~again]
-    token_id, step, chunk, attempt = (
-        np.concatenate([part[column] for part in parts])[order] for column in range(1, 5)
-    )
+    token_id, step, chunk, attempt = (np.concatenate(columns.pop())[order] for _ in range(4))
     n_repeated = int(again.sum())
     return Rows(key, token_id, step, chunk, attempt, n_repeated, per_step, prefill_per_step)

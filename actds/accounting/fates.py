@@ -7,11 +7,13 @@ from collections import Counter
 import pyarrow as pa
 import pyarrow.compute as pc
 
-__all__ = ["COMPUTED", "NEVER", "FateCounts", "fate_counts", "n_computed"]
+__all__ = ["COMPUTED", "FATE_COLUMNS", "NEVER", "FateCounts", "fate_counts", "n_computed"]
 
 FateCounts = Counter[tuple[str, str | None]]
 NEVER = "never computed"
 """The fate of an aborted position that no step computed."""
+FATE_COLUMNS = ("start", "stop", "step", "disposition", "reason")
+"""Columns of the spans that counting reads."""
 COMPUTED = ("captured", "dropped", "aborted")
 """Fates of the positions that could have been stored: what a share lost is a share of."""
 
@@ -20,7 +22,7 @@ def fate_counts(spans: pa.Table) -> FateCounts:
     """Return the positions by disposition, or ``never computed``, and reason.
 
     Args:
-        spans: start, stop, step, disposition and reason, as the census has them.
+        spans: the ``FATE_COLUMNS``, as the census has them.
 
     Spec: 0.1 section 14.1.
     """

@@ -125,6 +125,8 @@ def multiplicity(run: str, captured: Intervals, start: Keys, stop: Keys) -> pa.T
 
     Spec: 0.1 section 7.
     """
+    if not len(start):
+        return tables.empty("multiplicity")
     points = breakpoints(start, stop, captured.start, captured.stop)
     references = depth(start, stop, points)
     references[depth(captured.start, captured.stop, points) == 0] = 0

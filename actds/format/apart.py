@@ -54,7 +54,12 @@ class TablesApart:
         start()
 
     def from_parquet(
-        self, name: tables.TableName, data: bytes, place: str, columns: list[str] | None = None
+        self,
+        name: tables.TableName,
+        data: bytes,
+        place: str,
+        columns: list[str] | None = None,
+        kept: list[str] | None = None,
     ) -> pa.Table:
         """Return a table from the bytes of a file, statistics checked; as ``tables.from_parquet``.
 
@@ -66,29 +71,28 @@ class TablesApart:
         limit = self._room - self._total + held
         from actds.format import tables  # the other process has no need of it
 
-        table = _read(data, place, tables.bare_schema(name), columns, limit)
-        self._nbytes[place] = max(held, table.nbytes)
+        words = {"place": place, "columns": columns, "kept": kept, "limit": limit}
+        nbytes, table = _read(data, words, tables.bare_schema(name))
+        self._nbytes[place] = max(held, nbytes)
         self._total += self._nbytes[place] - held
         return table
 
 
-def _read(
-    data: bytes, place: str, schema: pa.Schema, columns: list[str] | None, limit: int
-) -> pa.Table:
+def _read(data: bytes, words: dict[str, Any], schema: pa.Schema) -> tuple[int, pa.Table]:
+    """Return the bytes of all columns that were read, and the table of those that are kept."""
     head = schema.serialize().to_pybytes()
-    words = {"place": place, "columns": columns, "limit": limit, "n_schema": len(head)}
     request = Request(
-        words,
+        {**words, "n_schema": len(head)},
         [head, data],
-        place,
+        words["place"],
         "E206",
         "a readable Parquet file",
-        _SLACK_NBYTES + 2 * limit,
+        _SLACK_NBYTES + 2 * words["limit"],
         cpu_seconds(len(data)),
     )
     with _lock:
-        [(_, body)] = _parsers.ask(request)
-    return pa.ipc.open_stream(body).read_all()
+        [(answer, body)] = _parsers.ask(request)
+    return answer["nbytes"], pa.ipc.open_stream(body).read_all()
 
 
 def parse(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
@@ -97,9 +101,14 @@ def parse(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
     data, limit = body.slice(request["n_schema"]), request["limit"]
     place, columns = request["place"], request["columns"]
     table = parquet.read(data, place, schema, columns, statistics=True, limit=limit)
+    nbytes = table.nbytes
+    if request["kept"] is not None:
+        table = table.select(request["kept"])
     counted = pa.MockOutputStream()
     _stream(table, counted)
-    yield Reply({}, counted.size(), lambda sink: _stream(table, pa.PythonFile(sink, "w")))
+    yield Reply(
+        {"nbytes": nbytes}, counted.size(), lambda sink: _stream(table, pa.PythonFile(sink, "w"))
+    )
 
 
 def _stream(table: pa.Table, sink: Any) -> None:

@@ -123,14 +123,26 @@ def select(points: Keys, keep: npt.NDArray[np.bool_]) -> Intervals:
     return Intervals(points[change[0::2]], points[change[1::2]])
 
 
+def _is_disjoint(start: Keys, stop: Keys) -> bool:
+    """Return whether ranges are in order and do not overlap; they may touch."""
+    return bool((start[1:] >= stop[:-1]).all())
+
+
 def union(start: Keys, stop: Keys) -> Intervals:
     """Return the set that non-empty ranges cover, in any order and overlapping."""
+    if _is_disjoint(start, stop):  # as they nearly always are: no sort, and a quarter of the memory
+        apart = start[1:] > stop[:-1]
+        some = bool(len(start))
+        first, last = np.append(some, apart), np.append(apart, some)
+        return Intervals(start[first[: len(start)]], stop[last[: len(stop)]])
     points = breakpoints(start, stop)
     return select(points, depth(start, stop, points) > 0)
 
 
 def overlap(start: Keys, stop: Keys) -> Intervals:
     """Return the set of keys that two or more of the non-empty ranges hold."""
+    if _is_disjoint(start, stop):
+        return Intervals(start[:0], stop[:0])
     points = breakpoints(start, stop)
     return select(points, depth(start, stop, points) > 1)
 
@@ -147,6 +159,8 @@ def of_keys(sorted_keys: Keys) -> Intervals:
 
 def difference(left: Intervals, right: Intervals) -> Intervals:
     """Return the keys of ``left`` that are not in ``right``."""
+    if np.array_equal(left.start, right.start) and np.array_equal(left.stop, right.stop):
+        return Intervals(left.start[:0], left.stop[:0])
     points = breakpoints(left.start, left.stop, right.start, right.stop)
     held = depth(left.start, left.stop, points) > 0
     return select(points, held & (depth(right.start, right.stop, points) == 0))

@@ -126,7 +126,7 @@ class Shard:
         place = self._place(TOKENS)
         # Of no column Parquet says no number of rows.
         wanted = ["request"] if columns == [] else columns
-        table = self._parse("tokens", self.read(TOKENS), place, wanted)
+        table = self._parse("tokens", self.read(TOKENS), place, wanted, None)
         if table.num_rows != self.n_rows:
             raise ActdsError(
                 "E203", place, got=f"{table.num_rows} token rows", expected=f"{self.n_rows}"

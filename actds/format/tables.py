@@ -299,8 +299,9 @@ def to_parquet(name: TableName, table: pa.Table) -> bytes:
     return sink.getvalue()
 
 
-Parse = Callable[[TableName, bytes, str, "list[str] | None"], pa.Table]
-"""What makes a table of a name, the bytes of its file, its path and the columns wanted."""
+Parse = Callable[[TableName, bytes, str, "list[str] | None", "list[str] | None"], pa.Table]
+"""What makes a table of a name, the bytes of its file, its path, the columns to read, and those
+of them to return, all when ``None``: the others are checked and take no memory afterwards."""
 
 
 def from_parquet(
@@ -308,6 +309,7 @@ def from_parquet(
     data: bytes | str,
     place: str,
     columns: list[str] | None = None,
+    kept: list[str] | None = None,
     *,
     statistics: bool = False,
 ) -> pa.Table:
@@ -318,6 +320,7 @@ def from_parquet(
         data: the file's bytes, or its path.
         place: what an error names.
         columns: columns to read, in the spec's order when ``None``.
+        kept: those of them to return, all when ``None``.
         statistics: check those of the columns that are read.
 
     Raises:
@@ -325,4 +328,5 @@ def from_parquet(
 
     Spec: 0.1 section 6.2.
     """
-    return parquet.read(data, place, bare_schema(name), columns, statistics=statistics)
+    table = parquet.read(data, place, bare_schema(name), columns, statistics=statistics)
+    return table if kept is None else table.select(kept)

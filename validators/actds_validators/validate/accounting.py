@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds import layout
-from actds.accounting.account import TOTALS, Account, account
-from actds.accounting.columns import MAX_FINDINGS_PER_CODE
+from actds.accounting.account import TOTALS, Account, Census
+from actds.accounting.columns import COLUMNS, MAX_FINDINGS_PER_CODE
 from actds.errors import ActdsError, Finding
 from actds.format import tables
 from actds.format.positions import pair_key, position_key, split_key
@@ -79,13 +79,13 @@ def check_accounting(
 
 def _check_run(catalog: Catalog, run: str, progress: Callable[[int], None]) -> RunAccount:
     reader = _Tables(catalog, run, progress)
-    requests, steps, spans, drops = (reader.table(name) for name in (*CENSUS_TABLES, "drops"))
+    census = Census(run, *(reader.table(name) for name in (*CENSUS_TABLES, "drops")))
     for name in _READ_ALONE:
         reader.table(name)
     accounts = []
     row_sets = catalog.row_sets(run)
     for hooks, shards in row_sets:
-        one = account(run, requests, steps, spans, drops, reader.tokens(shards))
+        one = census.account(reader.tokens(shards))
         suffix = f" (hooks {', '.join(hooks)})" if len(row_sets) > 1 else ""
         findings = [_named(finding, suffix) for finding in one.findings]
         accounts.append(replace(one, findings=findings))
@@ -96,25 +96,18 @@ def _check_run(catalog: Catalog, run: str, progress: Callable[[int], None]) -> R
         found = dict.fromkeys(finding for one in accounts for finding in one.findings)
         for finding in found:
             catalog.findings.take("accounting", finding)
-    return RunAccount(run, accounts[0], complete, _dropped_by_chain(catalog, run, drops))
+    return RunAccount(run, accounts[0], complete, _dropped_by_chain(catalog, run, reader.n_dropped))
 
 
-def _dropped_by_chain(catalog: Catalog, run: str, drops: pa.Table) -> dict[str, int]:
-    """Return how many positions each chain logged as dropped, from the whole drop log of a run."""
-    lengths = pc.subtract(drops["stop"].cast(pa.int64()), drops["start"].cast(pa.int64()))
-    of_chain = {
-        body.file.path: chain.chain
-        for chain in catalog.chains.values()
-        for body in (record.typed_body() for record in chain.records if record.type == "part")
-        if isinstance(body, PartBody)
-    }
+def _dropped_by_chain(catalog: Catalog, run: str, n_dropped: dict[str, int]) -> dict[str, int]:
+    """Return how many positions each chain of a run logged as dropped, from those of each part."""
     found: dict[str, int] = {}
-    first = 0
-    for body in catalog.parts.get((run, "drops"), []):
-        chain = of_chain[body.file.path]
-        logged = pc.sum(lengths.slice(first, body.n_rows)).as_py() or 0
-        found[chain] = found.get(chain, 0) + logged
-        first += body.n_rows
+    for chain in (one for one in catalog.chains.values() if n_dropped and one.run == run):
+        for record in (record for record in chain.records if record.type == "part"):
+            body = record.typed_body()
+            assert isinstance(body, PartBody)
+            if body.file.path in n_dropped:
+                found[chain.chain] = found.get(chain.chain, 0) + n_dropped[body.file.path]
     return found
 
 
@@ -131,18 +124,24 @@ class _Tables:
         self.run = run
         self.progress = progress
         self.broken = False
+        self.n_dropped: dict[str, int] = {}
+        """Positions in each part of the drop log."""
         self._judged: set[str] = set()
         self._flags = np.empty(0, np.uint64)
 
     def table(self, name: tables.TableName) -> pa.Table:
-        """Return a table of the run, without the parts that cannot be read."""
-        parts = [tables.empty(name)]
+        """Return what accounting reads of a table, without the parts that cannot be read."""
+        kept = COLUMNS.get(name, [])
+        parts = [tables.empty(name).select(kept)]
         for body in self.catalog.parts.get((self.run, name), []):
             path = body.file.path
-            part = self._read(name, path)
+            part = self._read(name, path, kept)
             if part is not None:
                 _check_n_rows(self.catalog, path, part.num_rows, body.n_rows)
                 parts.append(part)
+                if name == "drops":
+                    lengths = pc.subtract(*(part[c].cast(pa.int64()) for c in ("stop", "start")))
+                    self.n_dropped[path] = pc.sum(lengths).as_py() or 0
         return pa.concat_tables(parts)
 
     def tokens(self, shards: list[Shard]) -> Iterator[pa.Table]:
@@ -179,12 +178,14 @@ class _Tables:
             expected = "the same flags in every row"
             self.catalog.findings.add("accounting", "E414", f"{place} {token[i]}", got, expected)
 
-    def _read(self, name: tables.TableName, path: str) -> pa.Table | None:
+    def _read(
+        self, name: tables.TableName, path: str, kept: list[str] | None = None
+    ) -> pa.Table | None:
         if path in self.catalog.unsound:
             self.broken = True
             return None
         try:
-            return self.catalog.read_table(name, path)
+            return self.catalog.read_table(name, path, kept=kept)
         except ActdsError as error:
             self.broken = True
             self.catalog.unsound.add(path)
