@@ -363,9 +363,11 @@ def test_refuses_an_engine_whose_steps_cannot_be_accounted_for() -> None:
     drafting = engine_config()
     drafting.speculative_config = SimpleNamespace(method="ngram")
     serving.refuse(drafting)
-    drafting.speculative_config = SimpleNamespace(method="eagle")
+    drafting.speculative_config = SimpleNamespace(method="dflash")
     with pytest.raises(ActdsError, match=r"E012 engine option speculative_config.*ngram"):
         serving.refuse(drafting)
+    with pytest.raises(ActdsError, match=r"E012 .*speculative_config: dflash.*eagle3"):
+        WorkerCapture.refuse(drafting)  # whatever method actds write was given
     with_adapters = engine_config()
     with_adapters.lora_config = SimpleNamespace(max_loras=1)
     with pytest.raises(ActdsError, match=r"E012 engine option enable_lora.*requests without one"):
