@@ -280,12 +280,14 @@ def _wrap_worker() -> None:
         result = load_model(self, *args, **kwargs)
         if _link is not None:
             from actds_writers.engines.vllm.ranks import captures
-            from actds_writers.engines.vllm.worker import WorkerCapture, loaded_model
+            from actds_writers.engines.vllm.worker import WorkerCapture, give_heads, loaded_model
 
             if captures(self, loaded_model(self.model_runner), _link):
                 self._actds = WorkerCapture(self, _link)
                 _closers.append(self._actds.close)
                 self._actds.watch_logits(functools.partial(_guarded, self))
+            else:
+                give_heads(self, _link)
             _watch_set_up(self, _link)
         return result
 
