@@ -18,7 +18,7 @@ import pytest
 
 from actds.load.dataset import Dataset
 from actds_testing import harvest as h
-from actds_testing.tiny import make_random_model
+from actds_testing.tiny import make_random_model, make_tiny_model
 
 pytestmark = pytest.mark.engine
 
@@ -260,6 +260,18 @@ def test_stages_of_two_tensor_parallel_ranks_write_each_row_once(
     dataset = h.validated(out)
     assert served(dataset) == served(alone)
     assert compare(dataset, alone) > 400
+
+
+def test_replicas_of_a_mixture_of_experts_are_refused(prompts: Path, tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", tokenizer=True)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral",
+               "num_local_experts": 4, "num_experts_per_tok": 2}  # fmt: skip
+    (model / "config.json").write_text(json.dumps(config))
+    two = ("--engine-arg", "load_format=dummy", "--engine-arg", "data_parallel_size=2")
+    done = h.run(tmp_path / "acts", model, prompts, *OPTIONS, *two)
+    assert done.returncode != 0
+    assert "E012 engine_args data_parallel_size: 2: replicas of a mixture of experts" in done.stderr
 
 
 @pytest.mark.full

@@ -85,8 +85,8 @@ DRAFTS = ("speculative_config", "spec_method", "spec_model")
 _KV_FROM_OUTSIDE = ("kv_transfer_config", "kv_offloading_size")
 _WRAPPED = "capture is in vLLM's own worker and scheduler, and another class may bypass it"
 _LORA = (
-    "on a CPU, vLLM adds an adapter to requests without one in the same step, and on other "
-    "devices this is not tested; lora=FOLDER harvests all requests with one adapter"
+    "only the check of a server's hooks can say that requests without an adapter have rows of the "
+    "base model; lora=FOLDER harvests all requests with one adapter"
 )
 _REPLICAS = "actds write starts every replica itself; use data_parallel_size"
 _MICROBATCH = "a step is run in parts, and the capture buffer holds only the last"

@@ -330,11 +330,10 @@ def _watch_set_up(worker: Any, link: Link) -> None:
             from actds_writers.engines.vllm.check import check_hooks, join_check
 
             if capture is None:
-                join_check(worker)
+                join_check(worker, live=link.live)
             else:
-                capture.check(
-                    lambda: check_hooks(worker, capture.buffers, capture.hooks, capture.form)
-                )
+                hooked = capture.buffers, capture.hooks, capture.form
+                capture.check(lambda: check_hooks(worker, *hooked, live=link.live))
         if capture is not None:
             capture.is_set_up = True
         return result

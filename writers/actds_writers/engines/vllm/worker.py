@@ -228,11 +228,10 @@ class WorkerCapture(WorkerSide):
     def refuse(config: Any) -> None:
         """Refuse an engine whose rows could not be accounted for; raises E012."""
         refuse_options({"speculative_config": getattr(config.speculative_config, "method", None)})
-        parallel, lora = config.parallel_config, config.lora_config
+        parallel = config.parallel_config
         passes = config.compilation_config.pass_config
         refused = {
             "data_parallel_size": parallel.data_parallel_size > 1,
-            "enable_lora": lora is not None and lora.max_loras > 1,
             # Sequence parallelism, until 0.31: each rank has the residual stream of some rows.
             "compilation_config.pass_config.enable_sp": bool(getattr(passes, "enable_sp", False)),
         }
