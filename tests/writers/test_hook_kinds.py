@@ -166,7 +166,7 @@ def test_a_head_that_several_ranks_share_is_taken_once(
 ) -> None:
     n_ranks, rows = 4, torch.randn(7, n_heads * 3)
     shared = max(n_ranks // n_heads, 1)
-    parts = [rows.unflatten(-1, (n_ranks // shared, -1))[:, rank // shared]
+    parts = [rows.view(7, n_ranks // shared, -1)[:, rank // shared]
              for rank in range(n_ranks)]  # fmt: skip
     monkeypatch.setitem(
         sys.modules,

@@ -56,7 +56,7 @@ def check_hooks(
     hooks: tuple[HookSpec, ...],
     form: StreamForm,
     *,
-    live: bool,
+    live: bool = False,
 ) -> HookCheck:
     """Return the result of the check of the hooks.
 

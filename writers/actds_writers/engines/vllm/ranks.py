@@ -50,11 +50,12 @@ def whole(part: torch.Tensor, width: int) -> torch.Tensor:
         tensor_model_parallel_all_gather,
     )
 
-    rows = tensor_model_parallel_all_gather(part.contiguous(), dim=-1)
-    n_copies = rows.shape[-1] // width
+    every = tensor_model_parallel_all_gather(part.contiguous(), dim=-1)
+    n_copies = every.shape[-1] // width
     if n_copies > 1:
-        ranks = rows.unflatten(-1, (get_tensor_model_parallel_world_size(), -1))
-        rows = ranks[:, ::n_copies].flatten(1)
+        ranks = every.unflatten(-1, (get_tensor_model_parallel_world_size(), -1))
+        every = ranks[:, ::n_copies].flatten(1)
+    rows: torch.Tensor = every
     return rows
 
 
