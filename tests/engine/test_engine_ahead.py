@@ -15,11 +15,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from actds.errors import ActdsError
+from actds_testing import drafters, witness
 from actds_testing import harvest as h
-from actds_testing import witness
 from actds_testing.witness import CROWDED, NGRAM, compare, compare_rows, counts, harvest, serve
 from actds_writers.config import WriteSettings
 from actds_writers.engines.vllm import VLLM
@@ -63,6 +65,41 @@ def test_rejected_drafts_never_become_rows(model: Path, prompts: Path, tmp_path:
     found = counts(one)
     assert found["rejected"] and found["accepted"] and found["undelivered"]
     assert found["preempted"] and found["hits"] and found["left"]
+
+
+@pytest.mark.parametrize(
+    ("method", "ahead"),
+    [
+        ("draft_model", True),
+        pytest.param("draft_model", False, marks=pytest.mark.full),
+        pytest.param("eagle", False, marks=pytest.mark.full),
+        pytest.param("eagle", True, marks=pytest.mark.full),
+        pytest.param("eagle3", True, marks=pytest.mark.full),
+    ],
+)
+def test_rows_that_a_drafter_computes_are_none_of_its_target(
+    method: drafters.Method, ahead: bool, model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    """A draft model has its target's class and its layers' names; a head shares its embedding."""
+    drafts = drafters.make_drafter(method, tmp_path / "drafter", model)
+    one = harvest(
+        tmp_path, model, prompts, asynchronous=ahead, leave=0.005,
+        engine={**CROWDED, "speculative_config": drafts},
+        settings={"hooks": "resid_post:0,2;embed"},
+    )  # fmt: skip
+    compare(one)
+    compare_rows(model, [one])
+    table = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    tokens = {
+        r["external_id"]: one.facts.got[witness.name_of(r["internal_id"])]
+        for r in one.table("requests").to_pylist()
+    }
+    for (name, position), row in h.rows_of(one.dataset, "embed.0").items():
+        assert np.array_equal(row, table[tokens[name][position]])
+    found = counts(one)
+    assert found["rejected"] and found["accepted"] and found["undelivered"] and found["preempted"]
+    fields = next(iter(one.dataset.runs.values())).fields
+    assert fields["serving.speculative_method"].value == method
 
 
 def test_a_harvest_that_calls_rows_past_a_stop_captured_does_not_seal(

@@ -18,7 +18,7 @@ import pytest
 
 from actds.load.dataset import Dataset
 from actds_testing import harvest as h
-from actds_testing.tiny import make_random_model
+from actds_testing.tiny import make_random_model, make_tiny_model
 
 pytestmark = pytest.mark.engine
 
@@ -117,7 +117,8 @@ def staged(model: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory)
 def compare(ours: Dataset, theirs: Dataset) -> int:
     """Check the rows at every hook that both have; return how many positions that were."""
     common: list[Any] = []
-    for hook in (f"resid_post.{layer}" for layer in range(N_LAYERS)):
+    assert ours.hooks == theirs.hooks
+    for hook in ours.hooks:
         mine, other = h.rows_of(ours, hook), h.rows_of(theirs, hook)
         common = sorted(set(mine) & set(other))
         got, want = (np.stack([side[key] for key in common]) for side in (mine, other))
@@ -234,6 +235,20 @@ def test_an_engine_whose_stage_fails_the_check_leaves_no_worker_behind(
             time.sleep(0.1)
 
 
+def test_heads_of_two_tensor_parallel_ranks_are_those_of_one(prompts: Path, tmp_path: Path) -> None:
+    """Of two ranks, compiled, which share the one key-value head."""
+    model = make_random_model(tmp_path / "model", n_heads=4, n_kv_heads=1)
+    options = ("--hooks", "q:all;k:1,3;v:1;z:0,3;resid_post:0", *OPTIONS[2:-len(h.EAGER)],
+               *SMALL, "--max-tokens", "6")  # fmt: skip
+    one = h.harvest_alone(tmp_path / "one", model, prompts, *options, *h.EAGER)
+    two = ("--engine-arg", "tensor_parallel_size=2", "--engine-arg", "enforce_eager=false")
+    done = h.run_forked(tmp_path / "two", model, prompts, *options, *two)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    dataset = h.validated(tmp_path / "two")
+    assert served(dataset) == served(one)
+    assert compare(dataset, one) > 400
+
+
 @pytest.mark.full
 def test_stages_of_two_tensor_parallel_ranks_write_each_row_once(
     model: Path, prompts: Path, alone: Dataset, tmp_path: Path
@@ -245,6 +260,18 @@ def test_stages_of_two_tensor_parallel_ranks_write_each_row_once(
     dataset = h.validated(out)
     assert served(dataset) == served(alone)
     assert compare(dataset, alone) > 400
+
+
+def test_replicas_of_a_mixture_of_experts_are_refused(prompts: Path, tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", tokenizer=True)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral",
+               "num_local_experts": 4, "num_experts_per_tok": 2}  # fmt: skip
+    (model / "config.json").write_text(json.dumps(config))
+    two = ("--engine-arg", "load_format=dummy", "--engine-arg", "data_parallel_size=2")
+    done = h.run(tmp_path / "acts", model, prompts, *OPTIONS, *two)
+    assert done.returncode != 0
+    assert "E012 engine_args data_parallel_size: 2: replicas of a mixture of experts" in done.stderr
 
 
 @pytest.mark.full

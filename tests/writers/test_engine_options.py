@@ -13,7 +13,7 @@ from actds_writers.engines.vllm import OWNED, REFUSED, VLLM, VllmOptions, refuse
 from actds_writers.engines.vllm.adapters import read_adapter
 
 KNOWN = frozenset({"max_model_len", "enforce_eager", "dtype", "hf_overrides", "swap", "load_format",
-                   "async_scheduling"})  # fmt: skip
+                   "async_scheduling", "spec_model"})  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -74,8 +74,9 @@ def test_option_that_the_command_sets_itself_is_refused(key: str) -> None:
         "prefill-context-parallel-size=2",
         "data_parallel_rank=1",
         "data_parallel_external_lb=true",
-        'speculative_config={"method": "eagle"}',
-        'speculative_config={"model": "x", "num_speculative_tokens": 2}',
+        'speculative_config={"method": "suffix"}',
+        'speculative_config={"method": "extract_hidden_states", "num_speculative_tokens": 1}',
+        'speculative_config={"num_speculative_tokens": 2}',
         "spec_method=medusa",
         "skip_tokenizer_init=true",
         "enable_lora=true",
@@ -93,7 +94,18 @@ def test_configuration_that_capture_cannot_account_for_is_refused_with_the_reaso
     assert REFUSED[key].reason in error.got
 
 
-@pytest.mark.parametrize("drafts", ['speculative_config={"method": "ngram"}', "spec_method=ngram"])
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3"])
+def test_ways_to_draft_whose_account_is_tested_pass(method: str) -> None:
+    for item in (f'speculative_config={{"method": "{method}"}}', f"spec_method={method}"):
+        parse(item)
+    # vLLM looks for the method itself; what it found is compared when the engine starts.
+    parse('speculative_config={"model": "x", "num_speculative_tokens": 2}')
+    parse("spec_model=x")
+
+
+@pytest.mark.parametrize(
+    "drafts", ['speculative_config={"method": "ngram"}', "spec_method=ngram", "spec_model=x"]
+)
 def test_drafts_with_pipeline_stages_are_refused_with_the_reason(drafts: str) -> None:
     with pytest.raises(ActdsError, match="drafts with 2 pipeline stages"):
         parse("pipeline_parallel_size=2", drafts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,7 @@ from actds_writers.capture.check import load_reference, reference_states
 from actds_writers.capture.hooks import find_kind, hook_specs
 from actds_writers.capture.kinds import BUILT_IN
 from actds_writers.capture.laws import require_sums
-from actds_writers.engines.vllm import worker
+from actds_writers.engines.vllm import ranks, worker
 from actds_writers.ipc.messages import HookSpec
 
 NAMES = (
@@ -135,6 +137,47 @@ def test_rows_of_another_width_are_refused() -> None:
     capture.install(model, [spec], max_rows=4, device=torch.device("cpu"), form="first")
     with pytest.raises(ActdsError, match=r"E007 hook resid_post.0: rows of 4 channels; expected 8"):
         model.layers[0](torch.randn(2, 8))
+
+
+def test_only_kinds_of_heads_are_gathered_from_ranks(llama: Any) -> None:
+    gathered = []
+
+    def gather(part: torch.Tensor, width: int) -> torch.Tensor:
+        gathered.append((part.shape[-1], width))
+        return torch.cat([part, part], -1)  # of a second rank
+
+    config = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "head_dim": 32}
+    places = [("embed", 0), ("resid_post", 1), ("attn_out", 1), ("mlp_out", 1), ("z", 1)]
+    specs = hook_specs(places, config, "float32")
+    cpu = torch.device("cpu")
+    model = copy.deepcopy(llama)
+    buffers = capture.install(model, specs, max_rows=8, device=cpu, form="first", gather=gather)
+    # Of a rank that only gives: it takes part, and keeps next to nothing.
+    capture.install(model, specs[-1:], max_rows=1, device=cpu, form="first", gather=gather)
+    model(torch.arange(5)[None])
+    assert gathered == [(64, 128)] * 2
+    assert buffers.seen.tolist() == [5] * 5
+    assert torch.equal(buffers.rows[-1][:5, :64], buffers.rows[-1][:5, 64:])
+
+
+@pytest.mark.parametrize("n_heads", [1, 2, 4, 8])
+def test_a_head_that_several_ranks_share_is_taken_once(
+    n_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_ranks, rows = 4, torch.randn(7, n_heads * 3)
+    shared = max(n_ranks // n_heads, 1)
+    parts = [rows.view(7, n_ranks // shared, -1)[:, rank // shared]
+             for rank in range(n_ranks)]  # fmt: skip
+    monkeypatch.setitem(
+        sys.modules,
+        "vllm.distributed",
+        SimpleNamespace(
+            get_tensor_model_parallel_world_size=lambda: n_ranks,
+            tensor_model_parallel_all_gather=lambda _part, dim: torch.cat(parts, dim),
+        ),
+    )
+    for part in parts:
+        assert torch.equal(ranks.whole(part, rows.shape[-1]), rows)
 
 
 def test_all_hooks_that_a_model_lacks_are_named_at_once() -> None:

@@ -352,28 +352,27 @@ def engine_config(**parallel: Any) -> SimpleNamespace:
 
 
 def test_refuses_an_engine_whose_steps_cannot_be_accounted_for() -> None:
-    serving.refuse(engine_config())
+    serving.refuse(engine_config(), check=True)
     for option, value in (
         ("prefill_context_parallel_size", 2), ("data_parallel_size", 2),
         ("worker_cls", "mine.Worker"),
         ("distributed_executor_backend", "ray"),
     ):  # fmt: skip
         with pytest.raises(ActdsError, match=f"E012 engine option {option}"):
-            serving.refuse(engine_config(**{option: value}))
+            serving.refuse(engine_config(**{option: value}), check=True)
     drafting = engine_config()
     drafting.speculative_config = SimpleNamespace(method="ngram")
-    serving.refuse(drafting)
-    drafting.speculative_config = SimpleNamespace(method="eagle")
+    serving.refuse(drafting, check=True)
+    drafting.speculative_config = SimpleNamespace(method="dflash")
     with pytest.raises(ActdsError, match=r"E012 engine option speculative_config.*ngram"):
-        serving.refuse(drafting)
+        serving.refuse(drafting, check=True)
+    with pytest.raises(ActdsError, match=r"E012 .*speculative_config: dflash.*eagle3"):
+        WorkerCapture.refuse(drafting)  # whatever method actds write was given
     with_adapters = engine_config()
-    with_adapters.lora_config = SimpleNamespace(max_loras=1)
-    with pytest.raises(ActdsError, match=r"E012 engine option enable_lora.*requests without one"):
-        serving.refuse(with_adapters)
-    WorkerCapture.refuse(with_adapters)  # actds write starts engines with one for all requests
     with_adapters.lora_config = SimpleNamespace(max_loras=2)
-    with pytest.raises(ActdsError, match="E012 engine option enable_lora"):
-        WorkerCapture.refuse(with_adapters)
+    with pytest.raises(ActdsError, match=r"E012 engine option enable_lora.*without an adapter"):
+        serving.refuse(with_adapters, check=False)
+    serving.refuse(with_adapters, check=True)  # which decides
     rows_apart = engine_config()
     rows_apart.compilation_config.pass_config.enable_sp = True
     with pytest.raises(ActdsError, match=r"E012 engine option .*pass_config\.enable_sp"):

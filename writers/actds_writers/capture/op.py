@@ -86,6 +86,7 @@ for _name, _body in (("capture", capture), ("capture_and_read", capture_and_read
     torch.library.register_fake(f"actds::{_name}", _fake, lib=library)
 
 
+Gather = Callable[[torch.Tensor, int], torch.Tensor]
 TORCH_TYPES: dict[DType, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -169,6 +170,7 @@ def install(
     device: torch.device,
     form: StreamForm,
     directions: Sequence[np.ndarray] | None = None,
+    gather: Gather | None = None,
 ) -> HookBuffers:
     """Install hooks that write their rows into buffers at every forward.
 
@@ -179,6 +181,8 @@ def install(
         form: where the residual stream is in the output of a decoder layer.
         directions: of each hook float32 ``(d_model, n_products)`` of the readouts, ``None`` for no
             readouts.
+        gather: of kinds that are ``split_by_rank``, returns the whole row of so many channels from
+            this rank's part; every rank calls it. ``None`` for one rank.
 
     Raises:
         ActdsError: E007 when a layer does not exist, or several lists could be the decoder's; at
@@ -187,6 +191,8 @@ def install(
     Spec: 0.1 section 3.1.
     """
     taps = find_taps(model, hooks, form)
+    if gather is not None:
+        taps = [_gathered(*pair, gather) for pair in zip(taps, hooks, strict=True)]
     if directions is None:
         buffers = HookBuffers.allocate(hooks, max_rows, device)
         for number, (tap, rows) in enumerate(zip(taps, buffers.rows, strict=True)):
@@ -215,6 +221,17 @@ def find_taps(model: torch.nn.Module, hooks: Sequence[HookSpec], form: StreamFor
             errors.append(error)
     raise_all(errors)
     return taps
+
+
+def _gathered(tap: Tap, hook: HookSpec, gather: Gather) -> Tap:
+    if not find_kind(hook.kind).split_by_rank:
+        return tap
+
+    def read(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        part, residual = tap.read(args, kwargs, output)
+        return gather(part, hook.d_model), residual
+
+    return tap._replace(read=read)
 
 
 def install_tap(tap: Tap, spec: HookSpec, number: int, buffers: tuple[torch.Tensor, ...]) -> None:

@@ -62,7 +62,7 @@ class HookKind(ABC):
     """Whether a module after the layer reads exactly these rows, so that the hook can be checked
     without a plain forward."""
     split_by_rank: ClassVar[bool] = False
-    """Whether every tensor-parallel rank has a part of the row; such a hook is refused there."""
+    """Whether every tensor-parallel rank has a part of the row, which is gathered there."""
 
     def layers(self, n_layers: int) -> range:
         """Return the layers at which a model of ``n_layers`` decoder layers has this hook."""

@@ -32,6 +32,7 @@ from actds_writers.engine_protocol import OPTION
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import (
     Fact,
+    HookSpec,
     Reference,
     RequestArrived,
     RequestFinished,
@@ -247,6 +248,7 @@ class WorkerSide:
         form: where the stream is in the output of the model's layers.
         stage: pipeline stage of the worker.
         layers: decoder layers of that stage, whose hooks it captures; ``None`` for all.
+        gather: as in ``capture.install``.
 
     Raises:
         ActdsError: E007 unknown layer or none that can be captured, E012 a type that cannot be
@@ -267,18 +269,17 @@ class WorkerSide:
         form: StreamForm = "first",
         stage: int = 0,
         layers: Collection[int] | None = None,
+        gather: capture.Gather | None = None,
     ) -> None:
         self.link, self._device = link, device
         self._introduced = False
         self._began: Mark | None = None
         self._check_fact = NO_CHECK
-        own = _stored_type(computed)
-        store: DType | None = link.settings.store_dtype
-        every = hook_specs(link.hooks, config, own, store)
+        every = specs_of(link, config, computed)
         mine = [i for i, hook in enumerate(every) if layers is None or hook.layer in layers]
         self.hooks = tuple(replace(every[i], stage=stage) for i in mine)
         read = directions(link.readouts, link.probes_path, every)
-        self._cast = cast_of(self.hooks, own)
+        self._cast = cast_of(self.hooks, _stored_type(computed))
         self.buffers = capture.install(
             model,
             self.hooks,
@@ -286,6 +287,7 @@ class WorkerSide:
             device=device,
             form=form,
             directions=None if read is None else [read[i] for i in mine],
+            gather=gather,
         )
         self._stages_of = functools.partial(
             Stages, buffers=self.buffers, hooks=self.hooks, max_rows=max_rows, in_flight=in_flight
@@ -413,6 +415,14 @@ def _stored_type(computed: torch.dtype) -> DType:
     raise ActdsError(
         "E012", f"{OPTION} dtype", got=str(computed), expected=", ".join(capture.TORCH_TYPES)
     )
+
+
+def specs_of(link: Link, config: ModelConfig, computed: torch.dtype) -> tuple[HookSpec, ...]:
+    """Return the hooks of a harvest in a model that computes in ``computed``; raises as
+    ``WorkerSide``.
+    """
+    store: DType | None = link.settings.store_dtype
+    return hook_specs(link.hooks, config, _stored_type(computed), store)
 
 
 def layer_config(config: Any, d_model: int, n_layers: int) -> dict[str, Any]:

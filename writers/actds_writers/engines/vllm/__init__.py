@@ -70,17 +70,23 @@ class Refused:
 
 
 _SPLIT = "the tokens of a step are split over ranks, and no worker sees all of them"
-_SPECULATION = "of the ways to draft, only n-gram look-up is tested"
+_SPECULATION = "the account of this way to draft was never tested"
 _STAGED_DRAFTS = (
     "vLLM's first model runner makes a drafter on the last stage only, and fails on the others"
 )
-DRAFTED_BY = ("ngram",)
-"""Methods of speculative decoding whose account is tested."""
+DRAFTED_BY = ("ngram", "draft_model", "eagle", "eagle3")
+"""Methods of speculative decoding whose account is tested.
+
+vLLM may find another method than was given, by a draft model's name or type, so that a worker
+compares again.
+"""
+DRAFTS = ("speculative_config", "spec_method", "spec_model")
+"""Options with which an engine drafts."""
 _KV_FROM_OUTSIDE = ("kv_transfer_config", "kv_offloading_size")
 _WRAPPED = "capture is in vLLM's own worker and scheduler, and another class may bypass it"
 _LORA = (
-    "on a CPU, vLLM adds an adapter to requests without one in the same step, and on other "
-    "devices this is not tested; lora=FOLDER harvests all requests with one adapter"
+    "only the check of a server's hooks can say that requests without an adapter have rows of the "
+    "base model; lora=FOLDER harvests all requests with one adapter"
 )
 _REPLICAS = "actds write starts every replica itself; use data_parallel_size"
 _MICROBATCH = "a step is run in parts, and the capture buffer holds only the last"
@@ -102,7 +108,6 @@ REFUSED: Mapping[str, Refused] = {
     ),
     "speculative_config": Refused((None, *DRAFTED_BY), _SPECULATION),
     "spec_method": Refused((None, *DRAFTED_BY), _SPECULATION),
-    "spec_model": Refused((None,), _SPECULATION),
     "diffusion_config": Refused((None,), "positions are computed many times"),
     "ec_transfer_config": Refused((None,), "embeddings are computed outside this engine"),
     "kv_sharing_fast_prefill": Refused(
@@ -148,7 +153,8 @@ def refuse_options(options: Mapping[str, object]) -> None:
     for key, rule in REFUSED.items():
         value = options.get(key)
         if isinstance(value, Mapping):
-            value = value.get("method", value)
+            # vLLM's own default, if the name or type of the model says nothing else.
+            value = value.get("method") or ("draft_model" if value.get("model") else value)
         # True == 1 in Python, so the types have to agree too.
         if any(value == allowed and type(value) is type(allowed) for allowed in rule.allowed):
             continue
@@ -160,7 +166,7 @@ def refuse_options(options: Mapping[str, object]) -> None:
             expected=usable or "no such option",
         )
     stages = options.get("pipeline_parallel_size") or 1
-    if stages != 1 and (options.get("speculative_config") or options.get("spec_method")):
+    if stages != 1 and any(options.get(name) for name in DRAFTS):
         raise ActdsError(
             "E012",
             f"{OPTION} speculative_config",
@@ -178,10 +184,8 @@ def refuse_options(options: Mapping[str, object]) -> None:
             )
 
 
-_DRAFTED = "an accepted draft is of the logits of another row than its own"
 UNREAD: Mapping[str, str] = {
-    "speculative_config": _DRAFTED,
-    "spec_method": _DRAFTED,
+    **dict.fromkeys(DRAFTS, "an accepted draft is of the logits of another row than its own"),
     "pipeline_parallel_size": "the stage that samples may have no hook, and then does not capture",
 }
 """Options with which no entropy is recorded, and why."""

@@ -38,6 +38,7 @@ from actds_writers.capture.check import (
 from actds_writers.capture.hooks import find_kind, raise_all
 from actds_writers.capture.op import HookBuffers
 from actds_writers.capture.taps import StreamForm, decoder_layers
+from actds_writers.engines.vllm.adapters import random_adapters
 from actds_writers.engines.vllm.dispatch import Dispatch, eager
 from actds_writers.engines.vllm.ranks import execute, share_tokens
 from actds_writers.engines.vllm.verified import is_verified
@@ -50,18 +51,24 @@ _CLEARLY = 0.25
 
 
 def check_hooks(
-    worker: Any, buffers: HookBuffers, hooks: tuple[HookSpec, ...], form: StreamForm
+    worker: Any,
+    buffers: HookBuffers,
+    hooks: tuple[HookSpec, ...],
+    form: StreamForm,
+    *,
+    live: bool = False,
 ) -> HookCheck:
     """Return the result of the check of the hooks.
 
     Args:
         worker: a worker whose engine is set up and has not run a request.
         form: where the stream is in the output of its layers.
+        live: whether requests with and without a LoRA adapter may meet in a step.
 
     Raises:
         ActdsError: E507 when rows are not the model's, E601 when they are not finite; E007 when
             nothing can be compared and the model class is not verified; E012 when the KV cache has
-            no room for a short prompt.
+            no room for a short prompt, or an adapter changes rows of a request without one.
 
     Spec: 0.1 section 9.1.
     """
@@ -75,6 +82,7 @@ def check_hooks(
         )
     forwarded = forward_prompts(worker, prompts, buffers)
     assert forwarded is not None
+    beside = _forward_beside_adapter(worker, prompts, buffers) if live else None
     model = loaded_model(worker.model_runner)
     # Only for these kinds the module after the layer is known to read the rows themselves.
     read = [i for i, hook in enumerate(hooks) if find_kind(hook.kind).next_reads]
@@ -86,6 +94,8 @@ def check_hooks(
     rows = dict(zip(hooks, forwarded.rows, strict=True))
     require_finite(rows, _computed(worker))  # after the last forward: other ranks take part in it
     bounds = _bounds(worker, hooks)
+    if beside is not None:
+        _require_base_rows(hooks, forwarded, beside, bounds)
     # Rows of a second replay would be the same and say nothing.
     was_eager = Dispatch(worker.model_runner, model).mode == "eager"
     if worker.vllm_config.model_config.enforce_eager or not was_eager:
@@ -116,12 +126,58 @@ def _apart(
     return compare_with_eager(rows, eager_rows, bounds, parts)
 
 
-def join_check(worker: Any) -> None:
+def _forward_beside_adapter(
+    worker: Any, prompts: tuple[list[int], ...], buffers: HookBuffers | None
+) -> Forwarded | None:
+    """Forward the prompts again, the last one with a LoRA adapter, in an engine that has them."""
+    if worker.vllm_config.lora_config is None:
+        return None
+    with random_adapters(worker, loaded_model(worker.model_runner)) as adapter:
+        return forward_prompts(worker, prompts, buffers, adapter=adapter)
+
+
+def _require_base_rows(
+    hooks: Sequence[HookSpec], alone: Forwarded, beside: Forwarded, bounds: dict[str, float]
+) -> None:
+    """Raise E012 unless the first prompt has the same rows beside an adapter, and the last has not.
+
+    Spec: 0.1 section 9.6.
+    """
+    n_all = len(alone.sequences[0])
+    n_same = n_all - (alone.sequences[0] != beside.sequences[0])  # another token was decoded
+    changed = False
+    for hook, rows, other in zip(hooks, alone.rows, beside.rows, strict=True):
+        apart = row_distances(other, rows)
+        distance = float(apart[:n_same].mean())
+        if not distance <= bounds[hook.name]:  # also true for not-a-number
+            got = f"{hook.name} of a request without an adapter changes beside one with: rows are "
+            got += f"{distance:.2g} (mean relative L2) from its own"
+            raise _mixed_rows(got, f"at most {bounds[hook.name]:.2g}")
+        changed |= bool((apart[n_all:] > bounds[hook.name]).any())
+    if not changed:
+        raise _mixed_rows(
+            "no row that an adapter changes, so nothing is known", "one, and two prompts"
+        )
+
+
+def _mixed_rows(got: str, expected: str) -> ActdsError:
+    return ActdsError(
+        "E012",
+        "engine option enable_lora",
+        got=got,
+        expected=expected,
+        next_step="Serve requests with adapters from another engine.",
+    )
+
+
+def join_check(worker: Any, *, live: bool) -> None:
     """Run the forwards of the check on a rank without hooks."""
     prompts = prompts_of(worker)
     if not prompts:
         return
     forward_prompts(worker, prompts, None)
+    if live:
+        _forward_beside_adapter(worker, prompts, None)
     with eager(worker.model_runner):
         forward_prompts(worker, prompts, None)
 
@@ -254,6 +310,7 @@ def forward_prompts(
     prompts: tuple[list[int], ...],
     buffers: HookBuffers | None,
     after_prompts: Callable[[], None] = lambda: None,
+    adapter: Any = None,
 ) -> Forwarded | None:
     """Run the prompts and one decode step through the worker's model runner.
 
@@ -261,11 +318,12 @@ def forward_prompts(
         worker: a worker whose engine is set up and has not run a request.
         buffers: what the hooks write; ``None`` on a rank without hooks.
         after_prompts: called between the prompts' step and the decode step.
+        adapter: ``LoRARequest`` of the last prompt.
     """
     runner = worker.model_runner
     names = [_NAME.format(number) for number in range(len(prompts))]
     with without_connector(runner):
-        sampled, first = _run(worker, _prefill(runner, names, prompts), buffers)
+        sampled, first = _run(worker, _prefill(runner, names, prompts, adapter), buffers)
         after_prompts()
         _, second = _run(worker, _decode(runner, names, prompts, sampled), buffers)
         _forget(runner, names)  # not after an error: the engine does not start then
@@ -333,7 +391,7 @@ def _step(
     return output, found
 
 
-def _prefill(runner: Any, names: list[str], prompts: tuple[list[int], ...]) -> Any:
+def _prefill(runner: Any, names: list[str], prompts: tuple[list[int], ...], adapter: Any) -> Any:
     from vllm import SamplingParams
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
@@ -353,7 +411,7 @@ def _prefill(runner: Any, names: list[str], prompts: tuple[list[int], ...]) -> A
                 [next(blocks) for _ in range(_n_blocks(spec, len(prompt) + 1))] for spec in specs
             ),
             "num_computed_tokens": 0,
-            "lora_request": None,
+            "lora_request": adapter if name == names[-1] else None,
             "prefill_token_ids": prompt,
         }
         scheduled.scheduled_new_reqs.append(

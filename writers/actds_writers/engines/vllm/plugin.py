@@ -280,12 +280,14 @@ def _wrap_worker() -> None:
         result = load_model(self, *args, **kwargs)
         if _link is not None:
             from actds_writers.engines.vllm.ranks import captures
-            from actds_writers.engines.vllm.worker import WorkerCapture, loaded_model
+            from actds_writers.engines.vllm.worker import WorkerCapture, give_heads, loaded_model
 
             if captures(self, loaded_model(self.model_runner), _link):
                 self._actds = WorkerCapture(self, _link)
                 _closers.append(self._actds.close)
                 self._actds.watch_logits(functools.partial(_guarded, self))
+            else:
+                give_heads(self, _link)
             _watch_set_up(self, _link)
         return result
 
@@ -328,11 +330,10 @@ def _watch_set_up(worker: Any, link: Link) -> None:
             from actds_writers.engines.vllm.check import check_hooks, join_check
 
             if capture is None:
-                join_check(worker)
+                join_check(worker, live=link.live)
             else:
-                capture.check(
-                    lambda: check_hooks(worker, capture.buffers, capture.hooks, capture.form)
-                )
+                hooked = capture.buffers, capture.hooks, capture.form
+                capture.check(lambda: check_hooks(worker, *hooked, live=link.live))
         if capture is not None:
             capture.is_set_up = True
         return result

@@ -84,7 +84,7 @@ def step_arguments(task: TimingTask) -> dict[str, Any]:
         if given.get(name) not in (None, 1):
             got, expected = f"{given[name]}: the steps of one worker are timed", "1"
             raise ActdsError("E012", f"{OPTION} {name}", got=got, expected=expected)
-    if given.get("speculative_config") or given.get("spec_method"):
+    if any(given.get(name) for name in engines.DRAFTS):
         got = "drafts, with which a step is no token"
         raise ActdsError("E012", f"{OPTION} speculative_config", got=got, expected="no such option")
     for name, least, words in (

@@ -1,7 +1,8 @@
 """Which worker captures what: tensor-parallel ranks and pipeline stages of one vLLM engine.
 
-Every tensor-parallel rank holds the whole residual stream, so the first of each group captures.
-Every pipeline stage has layers of its own, so each stage captures the hooks of its layers.
+Every tensor-parallel rank holds the whole residual stream, so the first of each group captures;
+of the heads every rank has some, which are gathered. Every pipeline stage has layers of its own, so
+each stage captures the hooks of its layers.
 """
 
 from __future__ import annotations
@@ -35,6 +36,27 @@ def captures(worker: Any, model: torch.nn.Module, link: Link) -> bool:
         return False
     layers = stage_layers(worker, model)
     return layers is None or any(layer in layers for _, layer in link.hooks)
+
+
+def whole(part: torch.Tensor, width: int) -> torch.Tensor:
+    """Return rows of all heads from those of each tensor-parallel rank; every rank has to call it.
+
+    Args:
+        part: ``(n, k)``, heads of this rank; ranks that share a head have it one after the other.
+        width: channels of all heads, each once.
+    """
+    from vllm.distributed import (
+        get_tensor_model_parallel_world_size,
+        tensor_model_parallel_all_gather,
+    )
+
+    every = tensor_model_parallel_all_gather(part.contiguous(), dim=-1)
+    n_copies = every.shape[-1] // width
+    if n_copies > 1:
+        ranks = every.unflatten(-1, (get_tensor_model_parallel_world_size(), -1))
+        every = ranks[:, ::n_copies].flatten(1)
+    rows: torch.Tensor = every
+    return rows
 
 
 def execute(worker: Any, scheduled: Any) -> None:

@@ -260,7 +260,7 @@ def start(config: Any, document: Any) -> LiveRun:
     """
     settings = parse_live_settings(document)
     versions.admit(settings.check)
-    refuse(config)
+    refuse(config, check=settings.check)
     if settings.entropy:
         _refuse_unread(config)
     model = config.model_config
@@ -316,8 +316,11 @@ def _replica(config: Any) -> tuple[int, int]:
     return int(config.parallel_config.data_parallel_index), 0 if several else 1
 
 
-def refuse(config: Any) -> None:
+def refuse(config: Any, *, check: bool) -> None:
     """Raise for an effective configuration that capture cannot account for.
+
+    Args:
+        check: whether the check of the hooks will run.
 
     Raises:
         ActdsError: E012 with the option and the reason.
@@ -338,7 +341,7 @@ def refuse(config: Any) -> None:
         "kv_transfer_config": config.kv_transfer_config,
         "ec_transfer_config": config.ec_transfer_config,
         "kv_sharing_fast_prefill": cache.kv_sharing_fast_prefill,
-        "enable_lora": config.lora_config is not None,
+        "enable_lora": config.lora_config is not None and not check,
         "enable_dbo": parallel.enable_dbo,
         "ubatch_size": parallel.ubatch_size,
         "enable_prompt_embeds": model.enable_prompt_embeds,

@@ -21,17 +21,20 @@ from actds.errors import ActdsError
 from actds.format import tables
 from actds_writers.capture.hooks import find_kind, raise_all
 from actds_writers.capture.logits import Reading
-from actds_writers.capture.taps import StreamForm
+from actds_writers.capture.op import install
+from actds_writers.capture.taps import ModelConfig, StreamForm
 from actds_writers.capture.weights import WeightsSample
 from actds_writers.engines.account import (
     WorkerSide,
     layer_config,
     reporting_failure,
+    specs_of,
 )
+from actds_writers.engines.vllm import refuse_options
 from actds_writers.engines.vllm.dispatch import Dispatch
 from actds_writers.engines.vllm.loads import LoadErrors
 from actds_writers.engines.vllm.logits import watch
-from actds_writers.engines.vllm.ranks import stage_layers, stage_of
+from actds_writers.engines.vllm.ranks import stage_layers, stage_of, whole
 from actds_writers.engines.vllm.verified import VERIFIED, is_verified
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact, IntArray
@@ -77,15 +80,11 @@ class WorkerCapture(WorkerSide):
             self.form = _form(model, link)
             ranks = int(worker.vllm_config.parallel_config.tensor_parallel_size)
             require_kinds(type(model).__name__, link, ranks)
-            config = runner.model_config
-            text = config.hf_text_config
             super().__init__(
                 model,
                 link,
-                config=layer_config(
-                    text, int(config.get_hidden_size()), int(text.num_hidden_layers)
-                ),
-                computed=config.dtype,
+                config=_hook_config(runner),
+                computed=runner.model_config.dtype,
                 device=runner.device,
                 max_rows=int(runner.max_num_tokens),
                 padding=PADDING_ROWS,
@@ -93,6 +92,7 @@ class WorkerCapture(WorkerSide):
                 form=self.form,
                 stage=stage_of(worker),
                 layers=stage_layers(worker, model),
+                gather=whole if ranks > 1 else None,
             )
 
     def watch_logits(self, call: Callable[..., None]) -> None:
@@ -227,11 +227,11 @@ class WorkerCapture(WorkerSide):
     @staticmethod
     def refuse(config: Any) -> None:
         """Refuse an engine whose rows could not be accounted for; raises E012."""
-        parallel, lora = config.parallel_config, config.lora_config
+        refuse_options({"speculative_config": getattr(config.speculative_config, "method", None)})
+        parallel = config.parallel_config
         passes = config.compilation_config.pass_config
         refused = {
             "data_parallel_size": parallel.data_parallel_size > 1,
-            "enable_lora": lora is not None and lora.max_loras > 1,
             # Sequence parallelism, until 0.31: each rank has the residual stream of some rows.
             "compilation_config.pass_config.enable_sp": bool(getattr(passes, "enable_sp", False)),
         }
@@ -262,22 +262,44 @@ def _form(model: torch.nn.Module, link: Link) -> StreamForm:
 
 
 def require_kinds(model: str, link: Link, ranks: int) -> None:
-    """Refuse hooks that are split over ranks, and without the check those that nobody verified.
+    """Refuse, without the check, hooks that nobody verified.
 
     Raises:
         ActdsError: E007.
     """
     errors = []
     for kind, layer in link.hooks:
-        place = f"{kind}:{layer}"
-        if ranks > 1 and find_kind(kind).split_by_rank:
-            got = f"heads that are split over {ranks} tensor-parallel ranks"
-            errors.append(ActdsError("E007", place, got=got, expected="one rank"))
-        elif not link.settings.check and not is_verified(model, kind, ranks):
+        if not link.settings.check and not is_verified(model, kind, ranks):
             got = "a kind that was never verified in this model class, and the check is off"
             expected = "a verified kind, or the check of the hooks"
-            errors.append(ActdsError("E007", place, got=got, expected=expected))
+            errors.append(ActdsError("E007", f"{kind}:{layer}", got=got, expected=expected))
     raise_all(errors)
+
+
+def give_heads(worker: Any, link: Link) -> None:
+    """Let a rank that captures nothing give the heads of its hooks to the one that captures.
+
+    Raises:
+        ActdsError: E007 as ``WorkerCapture``.
+    """
+    runner = worker.model_runner
+    model = loaded_model(runner)
+    layers = stage_layers(worker, model)
+    hooks = [
+        hook
+        for hook in specs_of(link, _hook_config(runner), runner.model_config.dtype)
+        if find_kind(hook.kind).split_by_rank and (layers is None or hook.layer in layers)
+    ]
+    if hooks:
+        # A gather whose result nobody reads is traced away, and the other ranks wait for it.
+        form = _form(model, link)
+        install(model, hooks, max_rows=1, device=runner.device, form=form, gather=whole)
+
+
+def _hook_config(runner: Any) -> ModelConfig:
+    config = runner.model_config
+    text = config.hf_text_config
+    return layer_config(text, int(config.get_hidden_size()), int(text.num_hidden_layers))
 
 
 def loaded_model(runner: Any) -> torch.nn.Module:
