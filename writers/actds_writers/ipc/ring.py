@@ -47,7 +47,7 @@ def create(path: Path, nbytes: int) -> mmap.mmap:
             str(path),
             got=f"{nbytes} bytes of shared memory: {error.strerror}",
             expected="enough shared memory for the ring",
-            next_step="Lower ring_mib, or enlarge the shared memory of the machine.",
+            next_step="Lower ring_mib, or enlarge /dev/shm; a container has --shm-size for it.",
         ) from None
 
 

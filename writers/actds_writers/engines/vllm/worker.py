@@ -24,6 +24,7 @@ from actds_writers.capture.logits import Reading
 from actds_writers.capture.taps import StreamForm
 from actds_writers.capture.weights import WeightsSample
 from actds_writers.engines.account import (
+    Room,
     WorkerSide,
     layer_config,
     reporting_failure,
@@ -93,6 +94,7 @@ class WorkerCapture(WorkerSide):
                 form=self.form,
                 stage=stage_of(worker),
                 layers=stage_layers(worker, model),
+                room=functools.partial(room_beside, worker),
             )
 
     def watch_logits(self, call: Callable[..., None]) -> None:
@@ -227,6 +229,8 @@ class WorkerCapture(WorkerSide):
     @staticmethod
     def refuse(config: Any) -> None:
         """Refuse an engine whose rows could not be accounted for; raises E012."""
+        from vllm import envs
+
         parallel, lora = config.parallel_config, config.lora_config
         passes = config.compilation_config.pass_config
         refused = {
@@ -234,12 +238,35 @@ class WorkerCapture(WorkerSide):
             "enable_lora": lora is not None and lora.max_loras > 1,
             # Sequence parallelism, until 0.31: each rank has the residual stream of some rows.
             "compilation_config.pass_config.enable_sp": bool(getattr(passes, "enable_sp", False)),
+            # The size of a KV cache that was measured without capture leaves no room for it.
+            "VLLM_ENABLE_STARTUP_PLAN": bool(getattr(envs, "VLLM_ENABLE_STARTUP_PLAN", False)),
         }
         for option, present in refused.items():
             if present:
                 raise ActdsError(
                     "E012", f"engine option {option}", got="in use", expected="not in use"
                 )
+
+
+def room_beside(worker: Any, free: int) -> Room:
+    """Return what vLLM leaves to capture of the free bytes of a GPU, its weights loaded.
+
+    Its KV cache is not there yet: of a given size, or what is left of a share of the GPU, of which
+    capture must leave something.
+    """
+    cache = worker.vllm_config.cache_config
+    if kv_cache := cache.kv_cache_memory_bytes:
+        option = f"kv_cache_memory_bytes={kv_cache}"
+        return Room(free - int(kv_cache), option, "lower kv_cache_memory_bytes")
+    snapshot = getattr(worker, "init_snapshot", None)
+    if snapshot is None:
+        return Room(free)
+    left = int(worker.requested_memory) - (int(snapshot.free_memory) - free)
+    if left >= free:
+        return Room(free)
+    share = f"{1 - cache.gpu_memory_utilization:.0%}"
+    option = f"the {share} that gpu_memory_utilization={cache.gpu_memory_utilization:g} leaves"
+    return Room(left, option, "raise gpu_memory_utilization")
 
 
 def _form(model: torch.nn.Module, link: Link) -> StreamForm:
