@@ -714,7 +714,7 @@ def test_a_worker_has_the_staging_that_is_predicted(in_flight: int, tmp_path: Pa
         geometry = Geometry.of(HOOKS)
         sizes = Sizes(MAX_ROWS, 40, RING_NBYTES, in_flight=in_flight)
         bound = memory_bound(geometry, sizes)
-        assert engine.stages.nbytes == bound.device_nbytes - bound.hooks + bound.shared_nbytes + (
+        assert engine.stages.nbytes == bound.nbytes - bound.writer_nbytes - bound.hooks + (
             engine.buffers.nbytes
         )
         engine.close()
