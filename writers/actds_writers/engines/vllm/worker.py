@@ -8,6 +8,7 @@ over. Two generations of model runners keep the identity of rows in different pl
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,8 @@ from actds_writers.parameters import in_words
 from actds_writers.provenance import Readers, engine_facts
 from actds_writers.sampling import EVERYTHING, LeftOut
 from actds_writers.sizing.needs import PADDING_ROWS
+
+STARTUP_PLAN = "VLLM_ENABLE_STARTUP_PLAN"
 
 
 class WorkerCapture(WorkerSide):
@@ -229,8 +232,6 @@ class WorkerCapture(WorkerSide):
     @staticmethod
     def refuse(config: Any) -> None:
         """Refuse an engine whose rows could not be accounted for; raises E012."""
-        from vllm import envs
-
         parallel, lora = config.parallel_config, config.lora_config
         passes = config.compilation_config.pass_config
         refused = {
@@ -239,7 +240,7 @@ class WorkerCapture(WorkerSide):
             # Sequence parallelism, until 0.31: each rank has the residual stream of some rows.
             "compilation_config.pass_config.enable_sp": bool(getattr(passes, "enable_sp", False)),
             # The size of a KV cache that was measured without capture leaves no room for it.
-            "VLLM_ENABLE_STARTUP_PLAN": bool(getattr(envs, "VLLM_ENABLE_STARTUP_PLAN", False)),
+            STARTUP_PLAN: os.environ.get(STARTUP_PLAN, "0") != "0",
         }
         for option, present in refused.items():
             if present:
