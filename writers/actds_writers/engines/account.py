@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -264,7 +265,10 @@ def _require_room(link: Link, room: Room, needed: WorkerMemory) -> None:
     """Say what capture takes of a GPU, and refuse what is not there; raises E012."""
     nbytes = format_nbytes(needed.device_nbytes)
     pinned = format_nbytes(needed.pinned_nbytes)
-    link.note(f"Reserving {nbytes} of the GPU for capture, and {pinned} of page-locked memory")
+    words = f"Reserving {nbytes} of the GPU for capture, and {pinned} of page-locked memory"
+    link.note(words)
+    if link.live:  # nobody waits for the notes of a server
+        logging.getLogger("vllm.actds").info("actds: %s", words)
     if needed.device_nbytes > room.nbytes:
         left = f"{format_nbytes(max(room.nbytes, 0))} of it free"
         raise ActdsError(
