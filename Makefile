@@ -96,14 +96,14 @@ check: lint ## lint, then every test that starts no process (a few minutes)
 test: $(STAMP) $(DEMO)/model/config.json ## and the pipeline's processes, S3, kills, a real engine (10 to 15 minutes)
 	$(BIN)/python -m pytest -m "fast or standard" --numprocesses=$(TEST_JOBS) --dist=loadfile --no-loadscope-reorder --durations=10 $(TEST_ARGS)
 
-test-all: test test-full ## and everything else that is tested (about an hour more)
+test-all: test test-full ## and everything else that is tested (about two hours more)
 
 test-full: variants families consumers ## what make test-all adds to make test
 
 variants: $(STAMP) $(DEMO)/model/config.json ## other ways to run the engine, the package, a browser, calibration, bad disks
 	$(BIN)/python -m pytest -m "full and not matrix and not attack" --numprocesses=$(TEST_JOBS) --dist=loadfile --no-loadscope-reorder --durations=10 $(TEST_ARGS)
 
-families: $(STAMP) ## hooks of each model family against transformers, each in a real engine
+families: $(STAMP) ## hooks of each model family against transformers, in a real engine, eager and in graphs (an hour)
 	$(BIN)/python -m pytest -m matrix --durations=10 tests/matrix
 
 # torch first and torchvision never, as above: dictionary_learning pulls it, and transformers breaks.

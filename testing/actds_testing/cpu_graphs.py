@@ -54,13 +54,22 @@ def arguments(
             kernels of an eager engine.
         mode: vLLM's ``cudagraph_mode``.
     """
-    compilation = {
-        "mode": 3, "cudagraph_mode": mode, "cudagraph_capture_sizes": SIZES,
-        "backend": backend, "pass_config": dict.fromkeys(_CUDA_PASSES, False),
-    }  # fmt: skip
     _, _, _, *command = h.command(out, model, prompts, *options, *h.ALONE)
-    compiled = f"compilation_config={json.dumps(compilation)}"
+    compiled = f"compilation_config={compilation(backend, mode)}"
     return [str(out.with_suffix(".json")), *command, "--engine-arg", compiled]
+
+
+def compilation(backend: str, mode: str = "PIECEWISE", **more: Any) -> str:
+    """Return vLLM's ``compilation_config`` of an engine in graphs.
+
+    Args:
+        backend, mode: as of ``arguments``.
+        more: further fields.
+    """
+    return json.dumps({
+        "mode": 3, "cudagraph_mode": mode, "cudagraph_capture_sizes": SIZES,
+        "backend": backend, "pass_config": dict.fromkeys(_CUDA_PASSES, False), **more,
+    })  # fmt: skip
 
 
 def harvest(out: Path, *task: str | Path, **extra: str) -> tuple[Dataset, dict[str, int]]:

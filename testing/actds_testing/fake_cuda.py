@@ -31,9 +31,15 @@ Work = Callable[[], object]
 
 
 class FakeCuda:
-    """The device: its default stream, its host registrations, and how late its streams are."""
+    """The device: its default stream, its host registrations, and how late its streams are.
 
-    def __init__(self, seed: int = 0) -> None:
+    Args:
+        nbytes: its memory.
+    """
+
+    def __init__(self, seed: int = 0, nbytes: int = 80 << 30) -> None:
+        self.nbytes, self.taken = nbytes, 0
+        """Memory, and how much of it was ever given out for tensors that were asked for."""
         self.random = random.Random(seed)
         self.errors: list[BaseException] = []
         self.n_copies_to_host = 0
@@ -52,6 +58,12 @@ class FakeCuda:
             graph.works.append(work)
         else:
             current_stream().put(work)
+
+    def take(self, tensor: torch.Tensor) -> None:
+        """Count the memory of a new tensor."""
+        self.taken += tensor.nbytes
+        if self.taken > self.nbytes:
+            raise torch.cuda.OutOfMemoryError(f"{self.taken} of {self.nbytes} bytes")
 
     def host_register(self, address: int, nbytes: int, flags: int) -> int:
         """Lock a range, as ``cudaHostRegister``: one that overlaps a locked one is refused."""
@@ -289,14 +301,22 @@ def _in_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 @contextmanager
-def fake_cuda(patch: pytest.MonkeyPatch, seed: int = 0) -> Iterator[FakeCuda]:
+def fake_cuda(
+    patch: pytest.MonkeyPatch, seed: int = 0, nbytes: int = 80 << 30
+) -> Iterator[FakeCuda]:
     """Put the fake in the place of ``torch.cuda`` while a block runs.
 
     Args:
         seed: of the delays and of the order in which rows arrive.
+        nbytes: memory of the device.
     """
     global _cuda
-    _cuda = cuda = FakeCuda(seed)
+    _cuda = cuda = FakeCuda(seed, nbytes)
+    patch.setattr(
+        torch.cuda, "mem_get_info", lambda device: (cuda.nbytes - cuda.taken, cuda.nbytes)
+    )
+    for name in ("memory_reserved", "memory_allocated"):
+        patch.setattr(torch.cuda, name, lambda device: cuda.taken)
     patch.setattr(torch.cuda, "is_available", lambda: True)
     patch.setattr(torch.cuda, "Stream", Stream)
     patch.setattr(torch.cuda, "Event", Event)
@@ -330,6 +350,7 @@ def _creating(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
             tensor = create(*args, device=device, **kwargs)
             return tensor.pin_memory() if pin_memory else tensor
         host = create(*args, **kwargs)
+        _cuda.take(host)
         return uninitialized(host) if create.__name__ == "empty" else DeviceTensor(host)
 
     return created
@@ -346,6 +367,7 @@ def _moving(name: str, move: Callable[..., torch.Tensor]) -> Callable[..., torch
             return tensor.cpu() if to.type == "cpu" else tensor
         if isinstance(tensor, DeviceTensor) or not (name == "cuda" or (to and to.type == "cuda")):
             return move(tensor, *args, **kwargs)
+        _cuda.take(tensor)
         return _copy(uninitialized(tensor), tensor, non_blocking=kwargs.get("non_blocking", False))
 
     return moved

@@ -36,6 +36,7 @@ from actds_testing.synthetic_engine import (
 )
 from actds_validators.validate.readouts import HookReadouts, RunReadouts, compare
 from actds_validators.validate.validation import validate
+from actds_writers.capture.op import capture_and_read
 from actds_writers.capture.probes import plan_readouts, read_probes
 from actds_writers.capture.transfer import Lane
 from actds_writers.ipc.messages import ClientFacts, HookSpec
@@ -331,20 +332,71 @@ def test_rows_of_a_tiny_norm_are_those_that_they_are(exponent: int, flush: bool)
         projections = (given @ torch.from_numpy(packed)).numpy()
     finally:
         torch.set_flush_denormal(False)
-    keys = {"request": np.zeros(n, "u4"), "position": np.arange(n), "step": np.arange(n)}
 
     def found(norm: np.ndarray) -> list[str]:
-        lists = pa.array(list(projections), pa.list_(pa.float32()))
-        empty = pa.array([[]] * n, pa.list_(pa.float32()))
-        table = pa.table(keys | {"norm": norm, "projections": lists, "probes": empty})
-        stored = RunReadouts({"h": HookReadouts(table)}, planned, {})
-        findings = Findings()
-        compare(findings, stored, "h", pa.table(keys), rows.view("u4"), "float32", "s")
-        return [finding.code for _, finding in findings]
+        return codes(rows, np.column_stack([norm, projections]), planned)
 
     assert found(norms) == []
     if exponent > -18:
         assert found(norms * np.float32(1.001)) == ["E417"]
+
+
+def codes(
+    rows: np.ndarray, numbers: np.ndarray, planned: Readouts, probes: np.ndarray | None = None
+) -> list[str]:
+    """Return what a validator finds in the readouts ``(n, width)`` of float32 rows."""
+    n, k = len(rows), 1 + planned.n_projections
+    keys = {"request": np.zeros(n, "u4"), "position": np.arange(n), "step": np.arange(n)}
+    lists = {
+        name: pa.array(list(part), pa.list_(pa.float32()))
+        for name, part in (("projections", numbers[:, 1:k]), ("probes", numbers[:, k:]))
+    }
+    table = pa.table(keys | {"norm": numbers[:, 0]} | lists)
+    of_hook = {} if probes is None else {"h": probes}
+    stored = RunReadouts({"h": HookReadouts(table)}, planned, of_hook)
+    findings = Findings()
+    compare(findings, stored, "h", pa.table(keys), rows.view("u4"), "float32", "s")
+    return [finding.code for _, finding in findings]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_of_float32_in_an_engine_that_multiplies_in_tf32(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows have most of their norm in one channel, as a model's do, and a probe is along it."""
+    n, d, multiply = 16, 256, torch.mm
+    rows = torch.from_numpy(np.random.default_rng(3).normal(size=(n, d)).astype(np.float32))
+    rows[:, 5] = 1000 + 10 * torch.arange(n)
+    probes = np.zeros((1, d), np.float32)
+    probes[0, 5] = 0.7
+    planned = Readouts(8, 5, 1, "0" * 64)
+    packed = torch.from_numpy(matrix(planned, probes[None], 1, d)[0])
+
+    def rounded(values: torch.Tensor) -> torch.Tensor:
+        """Keep 10 bits behind the first, to the nearest, as tensor cores do."""
+        bits = values.contiguous().view(torch.int32)
+        return ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
+
+    def cublas(one: torch.Tensor, two: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        if torch.backends.cuda.matmul.fp32_precision == "tf32":
+            one, two = rounded(one), rounded(two)
+        return multiply(one, two, out=out)
+
+    monkeypatch.setattr(torch, "mm", cublas)
+    stored = torch.empty(n, d, dtype=dtype)
+    seen, scratch = torch.zeros(1, dtype=torch.int64), torch.empty(n, d)
+    readouts, in_tf32 = torch.empty(2, n, 10)
+    torch.set_float32_matmul_precision("high")
+    try:
+        capture_and_read(rows, None, stored, seen, packed, scratch, readouts)
+        in_tf32[:, 0] = readouts[:, 0]
+        torch.mm(stored.float(), packed, out=in_tf32[:, 1:])
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    kept = stored.float().numpy()
+    assert codes(kept, readouts.numpy(), planned, probes) == []
+    assert codes(kept, in_tf32.numpy(), planned, probes) == ["E417"]
 
 
 def test_directions_are_signs_of_a_shake_stream() -> None:

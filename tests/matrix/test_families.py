@@ -39,6 +39,31 @@ def test_rows_are_those_of_transformers_or_nothing_is_stored(
         assert (result["n_cached"] > 0) is cached
 
 
+SLUGS = table.slugs_in_graphs(RESULTS)
+IN_GRAPHS = [family for family in FAMILIES if family.slug in SLUGS]
+
+
+@pytest.fixture(scope="module")
+def in_graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Run the families that are right in the eager engine compiled, and in graphs."""
+    return table.run(tmp_path_factory.mktemp("graphs"), SLUGS, graphs=True)
+
+
+@pytest.mark.parametrize("family", IN_GRAPHS, ids=lambda family: family.slug)
+def test_rows_of_graphs_are_those_of_transformers(
+    family: Family, in_graphs: dict[str, Any]
+) -> None:
+    """Of the same hooks: none that the eager engine has is refused, or loses a row."""
+    assert family.name in in_graphs, "its process left no result"
+    result, eager = in_graphs[family.name], DOCUMENTED[family.name]
+    assert result["outcome"] == "right", result
+    assert set(result["relative_l2"]) == set(eager["relative_l2"]) & COMPARED
+    assert result["n_rows"] > 250
+    assert not result["graphs"]["moved"]
+    if result["graphs"]["captured"]:  # vLLM does not compile every class
+        assert result["graphs"]["steps"]["piecewise"] > 0 and result["graphs"]["replayed"] > 0
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.slug)
 def test_the_docs_say_what_a_run_gives(family: Family, found: dict[str, Any]) -> None:
     """After an update of vLLM: python -m actds_testing.families.table, and look at what changed."""

@@ -351,7 +351,9 @@ def engine_config(**parallel: Any) -> SimpleNamespace:
     )  # fmt: skip
 
 
-def test_refuses_an_engine_whose_steps_cannot_be_accounted_for() -> None:
+def test_refuses_an_engine_whose_steps_cannot_be_accounted_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     serving.refuse(engine_config(), check=True)
     for option, value in (
         ("prefill_context_parallel_size", 2), ("data_parallel_size", 2),
@@ -377,6 +379,9 @@ def test_refuses_an_engine_whose_steps_cannot_be_accounted_for() -> None:
     rows_apart.compilation_config.pass_config.enable_sp = True
     with pytest.raises(ActdsError, match=r"E012 engine option .*pass_config\.enable_sp"):
         WorkerCapture.refuse(rows_apart)
+    monkeypatch.setenv("VLLM_ENABLE_STARTUP_PLAN", "1")  # its KV cache may leave no room
+    with pytest.raises(ActdsError, match="E012 engine option VLLM_ENABLE_STARTUP_PLAN: in use"):
+        WorkerCapture.refuse(engine_config())
 
 
 def test_the_plugin_imports_nothing_and_comes_in_when_the_engine_does(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actds.errors import ActdsError
+from actds_testing.synthetic_engine import pipeline_for
+from actds_writers.harvest import processes
 from actds_writers.ipc import ring
 
 
@@ -63,3 +66,17 @@ def test_another_process_s_view_sees_what_was_written(tmp_path: Path) -> None:
 def test_memory_that_cannot_be_reserved_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ActdsError, match="E503"):
         ring.create(tmp_path / "missing" / "ring", 4096)
+
+
+@pytest.mark.skipif(not processes.SHARED_MEMORY.is_dir(), reason="the system has no /dev/shm")
+def test_shared_memory_that_is_too_small_is_told_before_an_engine_is_started(
+    tmp_path: Path,
+) -> None:
+    folder = processes.SHARED_MEMORY
+    with (
+        tempfile.TemporaryDirectory(dir=folder) as own,
+        pytest.raises(ActdsError, match=r"E503 .*No space left.*\n.*--shm-size"),
+    ):
+        ring.create(Path(own) / "ring", 1 << 60)
+    with pytest.raises(ActdsError, match=rf"E503 {folder}.*bytes are free.*\n.*--shm-size"):
+        pipeline_for(tmp_path / "acts", ring_nbytes=1 << 60)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
 import re
 import secrets
 import shlex
+import time
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -30,6 +34,7 @@ from actds_testing.synthetic_engine import (
     HOOKS,
     MAX_ROWS,
     RING_NBYTES,
+    ResidualStack,
     SyntheticEngine,
     pipeline_for,
 )
@@ -37,6 +42,7 @@ from actds_writers.cli.plan import plan
 from actds_writers.config import HarvestSettings, WriterSettings
 from actds_writers.engine_protocol import Workers
 from actds_writers.ipc import ring
+from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import ClientFacts, Fact, HookSpec, StepRows, WorkerHello
 from actds_writers.ipc.queues import QueuePage
 from actds_writers.shards.assembly import TOKEN_COLUMNS, SpecialTokens
@@ -62,6 +68,11 @@ from actds_writers.sizing.needs import (
 )
 
 stages = pytest.importorskip("actds_writers.capture.stages", reason="needs torch")
+import torch  # noqa: E402
+
+from actds_testing.fake_cuda import fake_cuda  # noqa: E402
+from actds_writers.engines.account import WorkerSide  # noqa: E402
+from actds_writers.engines.vllm.worker import room_beside  # noqa: E402
 
 LOAD = Load(prefill=900.0, decode=100.0, tokens_per_request=500.0, tokens_per_step=250.0)
 
@@ -97,6 +108,97 @@ def test_memory_of_a_real_pipeline_is_the_predicted_one(
     assert written.memory_nbytes == bound.nbytes - bound.hooks + engine.buffers.nbytes
     assert engine.stages.ring_nbytes == bound.ring
     assert (bound.lane > 0) == (readouts is not None)
+
+
+DIRECT = {"sync": (("--engine-arg", "async_scheduling=false"), 1), "async": ((), 2)}
+N_LAYERS, D_MODEL, STEP_ROWS = 4, 64, 96
+
+
+def worker_on_gpu(folder: Path, readouts: int, in_flight: int, **more: Any) -> Any:
+    """Return the worker side of an engine whose model is on the GPU; its link is to nobody."""
+    every = tuple((kind, n) for n in range(N_LAYERS) for kind in ("resid_pre", "resid_post"))
+    link = Link(
+        str(folder), "00", "r-fake", every,
+        HarvestSettings(out=str(folder), hooks="as of the link", seed=3), MIB, 0, 1,
+        lane_nbytes=sizing.LANE_NBYTES,
+        readouts=Readouts(readouts - 1, 5).as_field() if readouts else NONE,
+    )  # fmt: skip
+    return WorkerSide(
+        ResidualStack(torch.nn.Identity() for _ in range(N_LAYERS)), link,
+        config={"hidden_size": D_MODEL, "num_hidden_layers": N_LAYERS}, computed=torch.bfloat16,
+        device=torch.device("cuda"), max_rows=STEP_ROWS, padding=sizing.PADDING_ROWS,
+        in_flight=in_flight, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("scheduling", DIRECT)
+@pytest.mark.parametrize("readouts", [0, 9])
+def test_a_worker_takes_of_a_gpu_what_the_plan_says(
+    readouts: int, scheduling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Link, "connect", lambda *_: Pipe()[0])
+    options, in_flight = DIRECT[scheduling]
+    done = run(
+        "--d-model", D_MODEL, "--layers", N_LAYERS, "--hooks", "resid_pre:all;resid_post:all",
+        "--json", *RATE, "--max-step-rows", STEP_ROWS, "--staging-mib", 0, "--ring-mib", 1,
+        "--readouts", readouts, *options,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    planned = json.loads(done.output)["memory"]
+    with fake_cuda(monkeypatch) as cuda:
+        worker = worker_on_gpu(tmp_path, readouts, in_flight)
+        # Rows that are gathered behind a rule are the only ones for which nothing is reserved.
+        assert cuda.taken == planned["device_nbytes"] - planned["gathered"]
+        assert planned["gathered"] == 2 * D_MODEL * STEP_ROWS * 2 * N_LAYERS
+        while sum(cuda.registered.values()) < planned["pinned_nbytes"]:
+            time.sleep(0.01)  # a thread of the stages locks its own
+        assert sum(cuda.registered.values()) == planned["pinned_nbytes"]
+        assert worker.stages.nbytes == sum(
+            planned[name] for name in ("device_nbytes", "shared_nbytes", "identified")
+        )
+        worker.close()
+        # The stages of the engine's next run reserve as much while these are still held.
+        assert not vars(worker.stages)["_staging_memory"].nbytes
+
+
+@pytest.mark.parametrize(
+    ("short_by", "kv_cache", "utilization", "words"),
+    [
+        (1, 0, 1.0, "of it free; expected"),
+        (1, 1000, 1.0, "free beside kv_cache_memory_bytes=1000;"),
+        (1, 0, 0.75, "free beside the 25% that gpu_memory_utilization=0.75 leaves;"),
+        (0, 1000, 0.75, ""),
+        (0, 0, 0.75, ""),
+    ],
+)
+def test_a_gpu_without_room_is_refused_before_anything_is_taken(
+    short_by: int, kv_cache: int, utilization: float, words: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(Link, "connect", lambda *_: Pipe()[0])
+    geometry = Geometry((Width(D_MODEL, 2),) * 2 * N_LAYERS, 9)
+    sizes = Sizes(STEP_ROWS, 0, MIB, in_flight=2, on_gpu=True)
+    needed, weights = sizing.worker_memory(geometry, sizes).device_nbytes, 5000
+    budget = needed + weights - short_by
+    total = budget + kv_cache if kv_cache else math.ceil(budget / utilization)
+    cache = SimpleNamespace(kv_cache_memory_bytes=kv_cache, gpu_memory_utilization=utilization)
+    engine = SimpleNamespace(
+        vllm_config=SimpleNamespace(cache_config=cache), requested_memory=budget,
+        init_snapshot=SimpleNamespace(free_memory=total),
+    )  # fmt: skip
+    room = functools.partial(room_beside, engine)
+    with fake_cuda(monkeypatch, nbytes=total) as cuda:
+        torch.empty(weights, dtype=torch.uint8, device="cuda")
+        if not short_by:
+            worker_on_gpu(tmp_path, 9, 2, room=room).close()
+            return
+        with pytest.raises(ActdsError, match="E012 memory of the GPU") as refused:
+            worker_on_gpu(tmp_path, 9, 2, room=room)
+        assert cuda.taken == weights and not cuda.registered
+    assert words in str(refused.value) and "Take fewer hooks" in str(refused.value)
+    note = (tmp_path / "notes").read_text()
+    assert note.startswith(f"Reserving {format_nbytes(needed)} of the GPU for capture, and ")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
 
 
 def test_memory_grows_with_every_option() -> None:
@@ -612,7 +714,7 @@ def test_a_worker_has_the_staging_that_is_predicted(in_flight: int, tmp_path: Pa
         geometry = Geometry.of(HOOKS)
         sizes = Sizes(MAX_ROWS, 40, RING_NBYTES, in_flight=in_flight)
         bound = memory_bound(geometry, sizes)
-        assert engine.stages.nbytes == bound.device_nbytes - bound.hooks + bound.shared_nbytes + (
+        assert engine.stages.nbytes == bound.nbytes - bound.writer_nbytes - bound.hooks + (
             engine.buffers.nbytes
         )
         engine.close()

@@ -2,6 +2,7 @@
 
 python -m actds_testing.families.table            run every family, write the results and the page
 python -m actds_testing.families.table qwen3 phi  run these again, keep the other results
+python -m actds_testing.families.table --graphs   run what is right in graphs too, add the results
 python -m actds_testing.families.table --page     write the page from the results that are there
 """
 
@@ -20,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from actds_testing.families.layouts import KINDS
-from actds_testing.families.zygote import WHOLE
+from actds_testing.families.models import FAMILIES
+from actds_testing.families.zygote import GRAPHS, WHOLE
 from actds_testing.places import BENCHMARKS, DOCS
 
 RESULTS = BENCHMARKS / "results" / "families.json"
 PAGE = DOCS / "families.md"
-TIMEOUT_S = 3600
+TIMEOUT_S = 4 * 3600
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -64,6 +66,10 @@ figure is the largest relative L2 distance of a row, with float32 on both sides.
 
 Each is then served again by `actds replay --alone`, and these rows are compared in the same way.
 
+*In graphs* is the same comparison, of every kind at one layer, where this CPU runs what a GPU does:
+vLLM's compilation mode 3 with Inductor and its passes, pieces in CUDA graphs that replay
+(`testing/actds_testing/cpu_graphs.py`), steps padded to their sizes. Empty: it was not run.
+
 A real model may differ from the tiny one by its configuration, and a class may be missing here:
 the check before the first row looks at the model that is harvested ([harvest.md](harvest.md)).
 
@@ -89,24 +95,48 @@ NO_PLACE = ("without a known", "configuration that lacks", "side by side")
 """Words of refusals of places that a layer does not have."""
 
 
-def run(out: Path, slugs: Sequence[str] = (), *, whole: bool = False) -> dict[str, Any]:
+def run(
+    out: Path, slugs: Sequence[str] = (), *, whole: bool = False, graphs: bool = False
+) -> dict[str, Any]:
     """Run families into a folder, all of them without slugs; return the results by name.
 
     Args:
         whole: compare every kind at all layers of the page, not at one; takes twice as long.
+        graphs: compile, and run pieces in graphs; takes five times as long.
 
     Raises:
         subprocess.SubprocessError: the matrix itself broke.
     """
     subprocess.run(
         [sys.executable, "-m", "actds_testing.families.zygote", str(out), *slugs],
-        env={**os.environ, **ENVIRONMENT, WHOLE: "1" if whole else ""},
+        env={
+            **os.environ,
+            **ENVIRONMENT,
+            WHOLE: "1" if whole else "",
+            GRAPHS: "1" if graphs else "",
+        },
         check=True,
         timeout=TIMEOUT_S,
         stdin=subprocess.DEVNULL,
     )
     found = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
     return {result["family"]: result for result in found}
+
+
+def slugs_in_graphs(results: dict[str, Any]) -> list[str]:
+    """Return the slugs of the families that are right in the eager engine."""
+    right = {f["family"] for f in results["families"] if f["outcome"] == "right"}
+    return [family.slug for family in FAMILIES if family.name in right]
+
+
+def in_graphs(result: dict[str, Any]) -> dict[str, Any]:
+    """Return what is kept of a family's run in graphs."""
+    if result["outcome"] not in ("right", "wrong"):
+        return {name: result[name] for name in ("outcome", "reason")}
+    kept = {name: result["graphs"][name] for name in ("captured", "replayed", "moved", "steps")}
+    largest = max(result["relative_l2"].values())
+    return {"outcome": result["outcome"], "largest_l2": float(f"{largest:.3g}"),
+            "hooks": sorted(result["relative_l2"]), **kept}  # fmt: skip
 
 
 def setting() -> dict[str, str]:
@@ -196,14 +226,16 @@ def verified_kinds(results: dict[str, Any]) -> dict[str, set[str]]:
 
 def _table(outcome: str, families: list[dict[str, Any]]) -> list[str]:
     figures = outcome in ("right", "wrong")
-    last = ["largest relative L2", "note"] if figures else ["reason"]
+    last = ["largest relative L2", "in graphs", "note"] if figures else ["reason"]
     head = ["family", "class in vLLM", "class in transformers", *last]
     lines = [_line(head), _line(["---"] * len(head))]
     for family in families:
         names = [family["family"], *map(_code, _classes(family))]
         if figures:
             stream = [v for k, v in family["relative_l2"].items() if k.startswith("resid_post.")]
-            lines.append(_line([*names, f"{max(stream):.0e}", family.get("note", "")]))
+            graphs = family.get("graphs", {})
+            value = f"{graphs['largest_l2']:.0e}" if "largest_l2" in graphs else ""
+            lines.append(_line([*names, f"{max(stream):.0e}", value, family.get("note", "")]))
         else:
             code = f"{family['code']}: " if "code" in family else ""
             note = f" ({family['note']})" if "note" in family and code else ""
@@ -264,14 +296,19 @@ def main() -> None:
     """Write results and page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--page", action="store_true", help="only the page, from the results")
+    parser.add_argument("--graphs", action="store_true", help="in graphs, beside what is known")
     parser.add_argument("families", nargs="*", help="names as in the files of tests/matrix")
     arguments = parser.parse_args()
     if not arguments.page:
-        kept = {}
-        if arguments.families:
-            kept = {f["family"]: f for f in json.loads(RESULTS.read_text("utf-8"))["families"]}
+        known = json.loads(RESULTS.read_text("utf-8"))
+        kept = {f["family"]: f for f in known["families"]}
+        slugs = arguments.families or (slugs_in_graphs(known) if arguments.graphs else [])
         with tempfile.TemporaryDirectory() as folder:
-            found = run(Path(folder), arguments.families, whole=True)
+            found = run(Path(folder), slugs, whole=not arguments.graphs, graphs=arguments.graphs)
+        if arguments.graphs:
+            found = {name: {**kept[name], "graphs": in_graphs(r)} for name, r in found.items()}
+        elif not slugs:
+            kept = {}
         text = json.dumps(document({**kept, **found}), indent=1, ensure_ascii=False)
         RESULTS.write_text(text + "\n", encoding="utf-8")
     PAGE.write_text(render(json.loads(RESULTS.read_text("utf-8"))), encoding="utf-8")

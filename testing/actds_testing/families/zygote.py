@@ -16,19 +16,25 @@ import shutil
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from actds_testing import cpu_graphs
 from actds_testing.families.layouts import KINDS, compared, hooks_of, stack_of, watched
 from actds_testing.families.models import FAMILIES, N_LAYERS, Family, make
 from actds_testing.warm_engine import know_class, load, wait
 
 AT_ONCE = 2
-TIMEOUT_S = 300.0
+TIMEOUT_S = 900.0
 WHOLE = "ACTDS_FAMILIES_WHOLE"
 """Environment variable that asks for every kind at all layers that the page has."""
 HOOKS = compared(whole=bool(os.environ.get(WHOLE)))
+GRAPHS = "ACTDS_FAMILIES_GRAPHS"
+"""Environment variable that asks for what GPUs run: pieces that Inductor compiled, in graphs."""
+UNTUNED = {"cpp.simdlen": 1, "aot_inductor.debug_compile": True}
+"""For the compiler of Inductor's C++, which no GPU runs: it takes longer than all else."""
 ATTEMPTS = 4
 """Harvests of a family, each without the hooks that the one before was refused for."""
 ENGINE = {
@@ -68,14 +74,29 @@ def replay(family: Family, folder: Path) -> None:
 
 def _command(family: Family, folder: Path, *words: str) -> None:
     know_class(folder / "model")
-    engine = {**ENGINE, **dict(option.split("=", 1) for option in family.engine)}
+    engine = engine_of(family)
+    if "compilation_config" in engine:
+        os.environ["VLLM_CACHE_ROOT"] = str(folder / "cache")
+        cpu_graphs.force_graphs()
     sys.argv = [
         "actds", *words, "--model", str(folder / "model"), "--no-readouts",
         *(word for item in engine.items() for word in ("--engine-arg", "=".join(item))),
     ]  # fmt: skip
     from actds.cli import main
 
-    main()
+    try:
+        main()
+    finally:
+        (folder / "graphs.json").write_text(json.dumps(cpu_graphs.COUNTS))
+
+
+def engine_of(family: Family) -> dict[str, str]:
+    """Return the options of a family's engine."""
+    graphs = {}
+    if os.environ.get(GRAPHS):
+        compiled = cpu_graphs.compilation("inductor", inductor_compile_config=UNTUNED)
+        graphs = {"enforce_eager": "false", "compilation_config": compiled}
+    return {**ENGINE, **graphs, **dict(option.split("=", 1) for option in family.engine)}
 
 
 def _probe(path: Path, asked: list[str]) -> None:
@@ -109,9 +130,10 @@ def generate(family: Family, folder: Path) -> None:
     from vllm import LLM, SamplingParams
 
     know_class(folder / "model")
-    options = {**ENGINE, **dict(option.split("=", 1) for option in family.engine)}
     typed = {k: v if k in ("dtype", "distributed_executor_backend") else json.loads(v)
-             for k, v in options.items()}  # fmt: skip
+             for k, v in engine_of(family).items()}  # fmt: skip
+    if os.environ.get(GRAPHS):
+        cpu_graphs.force_graphs()
     llm = LLM(str(folder / "model"), async_scheduling=False, **typed)
     llm.generate(list(PROMPTS.values()), SamplingParams(temperature=0, max_tokens=6))
 
@@ -232,6 +254,9 @@ def run_family(family: Family, folder: Path) -> dict[str, Any]:
                     "log": traceback.format_exc()[-2000:]}  # fmt: skip
         right = figures.pop("right")
         found |= {"outcome": "right" if right else "wrong", **figures}
+        if os.environ.get(GRAPHS):
+            counts = json.loads((folder / "graphs.json").read_text())
+            return {**found, "graphs": {**counts, "steps": steps_by_mode(folder / "acts")}}
         return {**found, "replay": again(family, folder)}
     if named and named[-1][0] != "E504":
         reason = f"hook {stream[0]}: {odd[stream[0]][6:]}" if stream else plain(named[-1][1])
@@ -257,6 +282,13 @@ def again(family: Family, folder: Path) -> dict[str, Any]:
         "largest_l2": max(figures["relative_l2"].values()),
         "n_rows": figures["n_rows"],
     }
+
+
+def steps_by_mode(path: Path) -> dict[str, int]:
+    """Return how many steps of a dataset ran in each way."""
+    import actds
+
+    return dict(Counter(step["kernel_mode"] for step in actds.open(path).steps().to_pylist()))
 
 
 def _refused(error: tuple[str, str]) -> dict[str, str]:

@@ -7,7 +7,8 @@ that with the schedule at every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,31 @@ def capture_and_read(
         values = scratch[: len(values)].copy_(values)
     own = readouts[: len(values)]
     torch.linalg.vector_norm(values, dim=1, out=own[:, 0])
-    torch.mm(values, directions, out=own[:, 1:])
+    with _ieee_products():
+        torch.mm(values, directions, out=own[:, 1:])
+
+
+@contextmanager
+def _ieee_products() -> Iterator[None]:
+    """Multiply in float32 on a GPU, whatever the engine is set to.
+
+    TF32 keeps 11 bits of a factor: a row with most of its norm in one channel is then off by up to
+    2^-10 of it along that channel, ten times what spec section 7.8 allows.
+    """
+    matmul: Any = torch.backends.cuda.matmul
+    name: str = "fp32_precision"
+    ieee: str | bool = "ieee"
+    if not hasattr(matmul, name):  # torch before 2.9
+        name, ieee = "allow_tf32", False
+    chosen = getattr(matmul, name)
+    if chosen == ieee:
+        yield
+        return
+    setattr(matmul, name, ieee)
+    try:
+        yield
+    finally:
+        setattr(matmul, name, chosen)
 
 
 def _fake(*_: Any) -> None:

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -47,10 +47,16 @@ from actds_writers.ipc.messages import (
     WorkerHello,
 )
 from actds_writers.ipc.queues import QueuePage
-from actds_writers.ipc.ring import PAGE, RingSpace, aligned
+from actds_writers.ipc.ring import RingSpace, aligned
 from actds_writers.policies import POLICIES
 from actds_writers.sampling import EVERYTHING, LeftOut
-from actds_writers.sizing.needs import NARROW_NBYTES, NARROW_STEPS, staged_steps
+from actds_writers.sizing.needs import (
+    Geometry,
+    Sizes,
+    WorkerMemory,
+    narrow_nbytes,
+    worker_memory,
+)
 
 
 @dataclass(frozen=True)
@@ -156,6 +162,35 @@ class _Moving:
     identified: threading.Event = field(default_factory=threading.Event)
 
 
+def memory_of(
+    link: Link,
+    hooks: Sequence[HookSpec],
+    device: torch.device,
+    max_rows: int,
+    in_flight: int,
+    *,
+    n_readouts: int,
+    padding: int = 0,
+) -> WorkerMemory:
+    """Return the memory that a worker with these hooks reserves; arguments as of ``Stages``.
+
+    Args:
+        n_readouts: values per row and hook.
+        padding: further rows of the hooks' buffers.
+    """
+    sizes = Sizes(
+        max_rows,
+        0,
+        link.ring_nbytes,
+        link.staging_nbytes,
+        link.lane_nbytes,
+        in_flight=in_flight,
+        padding=padding,
+        on_gpu=device.type == "cuda",
+    )
+    return worker_memory(Geometry.of(hooks, n_readouts), sizes)
+
+
 class Stages:
     """Moves the steps of one worker from its hooks to writer and census.
 
@@ -188,29 +223,24 @@ class Stages:
         self._error: ActdsError | None = None
         self.n_engine_waits = 0
 
-        row_step = aligned(self._row_nbytes * max_rows)
-        narrow_step = self._narrow_nbytes(max_rows)
-        n_steps = staged_steps(in_flight)
-        self._staging = RingSpace(max(link.staging_nbytes, n_steps * row_step))
-        n_steps = max(NARROW_STEPS, in_flight + 1)
-        self._narrow = RingSpace(max(NARROW_NBYTES, n_steps * narrow_step))
+        memory = memory_of(link, hooks, self._device, max_rows, in_flight, n_readouts=self._width)
+        self._memory = replace(memory, hooks=buffers.nbytes)
+        self._staging = RingSpace(memory.staging)
+        self._narrow = RingSpace(memory.narrow)
         self._narrow_freed = threading.Condition()
-        self._staging_memory = self._device_bytes(self._staging.capacity)
-        self._narrow_memory = self._device_bytes(self._narrow.capacity)
-        # Two steps at least, so that the writer reads one while the transfer fills the other.
+        self._staging_memory = self._device_bytes(memory.staging)
+        self._narrow_memory = self._device_bytes(memory.narrow)
         self.ring_path = Path(link.folder) / f"ring-{stage}"
-        self.ring_nbytes = aligned(max(link.ring_nbytes, 2 * row_step), PAGE)
-        self._ring = RingSpace(self.ring_nbytes)
-        self._host = HostMemory(ring.create(self.ring_path, self.ring_nbytes), self._device)
+        self.ring_nbytes = memory.ring
+        self._ring = RingSpace(memory.ring)
+        self._host = HostMemory(ring.create(self.ring_path, memory.ring), self._device)
         queues = QueuePage.beside(self.ring_path, create=True)
         self.lane: Lane | None = None
         if self._width:
-            step_nbytes = aligned(self._readout_nbytes * max_rows)
-            nbytes = max(link.lane_nbytes, 2 * step_nbytes)
             connection = link.connect("readouts", str(stage))
             path = Path(link.folder) / f"lane-{stage}"
-            room = None if link.may_wait else step_nbytes
-            self.lane = Lane(connection, path, aligned(nbytes, PAGE), room)
+            room = None if link.may_wait else aligned(self._readout_nbytes * max_rows)
+            self.lane = Lane(connection, path, memory.lane, room)
 
         census = link.connect("census", "worker")
         self._census = Sender(census) if link.live else census
@@ -240,13 +270,7 @@ class Stages:
     @property
     def nbytes(self) -> int:
         """Return the memory of both stages, the hooks' buffers included; fixed from now on."""
-        return (
-            self._buffers.nbytes
-            + self._staging.capacity
-            + self._narrow.capacity
-            + self.ring_nbytes
-            + (self.lane.nbytes if self.lane else 0)
-        )
+        return self._memory.nbytes
 
     @property
     def waiting(self) -> frozenset[str]:
@@ -413,6 +437,8 @@ class Stages:
             thread.join(CLOSE_TIMEOUT_S)
         if not any(thread.is_alive() for thread in self._threads):
             self._host.close()
+            # The next run of the engine reserves as much while this object may still be held.
+            self._staging_memory = self._narrow_memory = self._device_bytes(0)
         with self._census_lock:
             self._census.close()
 
@@ -420,7 +446,7 @@ class Stages:
 
     def _identify_all(self) -> None:
         copier = Copier(self._device)
-        host = torch.empty(self._narrow_nbytes(self._max_rows), dtype=torch.uint8)
+        host = torch.empty(self._memory.identified, dtype=torch.uint8)
         if self._device.type == "cuda":
             host = host.pin_memory()
         while (moving := self._unidentified.get()) is not None:
@@ -581,7 +607,7 @@ class Stages:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def _narrow_nbytes(self, n: int) -> int:
-        return aligned(16 * n) + aligned(8 * self._n_hooks) + aligned(self._readout_nbytes * n)
+        return narrow_nbytes(n, self._n_hooks, self._readout_nbytes)
 
     def _narrow_views(
         self, memory: torch.Tensor, offset: int, n: int

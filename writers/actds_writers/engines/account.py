@@ -10,9 +10,10 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -20,12 +21,13 @@ import torch
 
 from actds.errors import ActdsError
 from actds.schema import DType
+from actds.text import format_nbytes
 from actds_writers.capture import op as capture
 from actds_writers.capture.check import NO_CHECK, HookCheck
 from actds_writers.capture.hooks import cast_of, hook_specs
 from actds_writers.capture.logits import Reading
 from actds_writers.capture.probes import directions
-from actds_writers.capture.stages import Stages, Step
+from actds_writers.capture.stages import Stages, Step, memory_of
 from actds_writers.capture.taps import ModelConfig, StreamForm
 from actds_writers.capture.transfer import Mark
 from actds_writers.engine_protocol import OPTION
@@ -40,6 +42,7 @@ from actds_writers.ipc.messages import (
     TokensSampled,
 )
 from actds_writers.sampling import EVERYTHING, LeftOut
+from actds_writers.sizing.needs import WorkerMemory
 
 
 class Channel(Protocol):
@@ -238,6 +241,47 @@ def reporting_failure(link: Link) -> Iterator[None]:
         raise
 
 
+@dataclass(frozen=True)
+class Room:
+    """The bytes of a GPU that capture can have.
+
+    Args:
+        but_for: option of the engine that leaves no more, ``""`` where all that is free is left.
+        next_step: what to do with that option.
+    """
+
+    nbytes: int
+    but_for: str = ""
+    next_step: str = "take a GPU with more memory"
+
+
+def free_nbytes(device: torch.device) -> int:
+    """Return the bytes of a GPU that torch can still give out."""
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free) + int(unused)
+
+
+def _require_room(link: Link, room: Room, needed: WorkerMemory) -> None:
+    """Say what capture takes of a GPU, and refuse what is not there; raises E012."""
+    nbytes = format_nbytes(needed.device_nbytes)
+    pinned = format_nbytes(needed.pinned_nbytes)
+    words = f"Reserving {nbytes} of the GPU for capture, and {pinned} of page-locked memory"
+    link.note(words)
+    if link.live:  # nobody waits for the notes of a server
+        logging.getLogger("vllm.actds").info("actds: %s", words)
+    if needed.device_nbytes > room.nbytes:
+        left = f"{format_nbytes(max(room.nbytes, 0))} of it free"
+        raise ActdsError(
+            "E012",
+            "memory of the GPU",
+            got=f"{nbytes} for capture, and {left}{room.but_for and f' beside {room.but_for}'}",
+            expected="room for the hooks' buffers and the steps in flight",
+            next_step="Take fewer hooks, lower max_num_batched_tokens or staging_mib, or "
+            f"{room.next_step}.",
+        )
+
+
 class WorkerSide:
     """Captures from one model: installs the hooks, then hands over each step.
 
@@ -249,10 +293,11 @@ class WorkerSide:
         stage: pipeline stage of the worker.
         layers: decoder layers of that stage, whose hooks it captures; ``None`` for all.
         gather: as in ``capture.install``.
+        room: what the engine leaves of the free bytes of its GPU.
 
     Raises:
         ActdsError: E007 unknown layer or none that can be captured, E012 a type that cannot be
-            stored.
+            stored, or a GPU without room for the capture.
     """
 
     def __init__(
@@ -270,6 +315,7 @@ class WorkerSide:
         stage: int = 0,
         layers: Collection[int] | None = None,
         gather: capture.Gather | None = None,
+        room: Callable[[int], Room] = lambda free: Room(free),
     ) -> None:
         self.link, self._device = link, device
         self._introduced = False
@@ -280,6 +326,11 @@ class WorkerSide:
         self.hooks = tuple(replace(every[i], stage=stage) for i in mine)
         read = directions(link.readouts, link.probes_path, every)
         self._cast = cast_of(self.hooks, _stored_type(computed))
+        if device.type == "cuda":
+            width = 0 if read is None else 1 + read[0].shape[1]
+            _require_room(link, room(free_nbytes(device)), memory_of(
+                link, self.hooks, device, max_rows, in_flight, n_readouts=width, padding=padding
+            ))  # fmt: skip
         self.buffers = capture.install(
             model,
             self.hooks,

@@ -232,6 +232,7 @@ class PlanResult:
                 **asdict(memory),
                 "device_nbytes": memory.device_nbytes,
                 "shared_nbytes": memory.shared_nbytes,
+                "pinned_nbytes": memory.pinned_nbytes,
                 "writer_nbytes": memory.writer_nbytes,
                 "nbytes": memory.nbytes,
                 "census_nbytes": _census_nbytes(found.load, n_tokens),
@@ -303,6 +304,7 @@ def plan(**settings: Any) -> PlanResult:
         lane_nbytes=LANE_NBYTES,
         n_threads=asked.threads or usual_threads(),
         in_flight=workers.in_flight,
+        on_gpu=True,
     )
     measured: dict[str, float] = {}
     disk: DiskRates | None = None
@@ -474,7 +476,9 @@ def _needs(found: Capacity, overhead: Overhead, n_tokens: int) -> list[str]:
         _line("memory", f"{format_nbytes(memory.nbytes)} at most = "
               f"{format_nbytes(memory.device_nbytes)} device + "
               f"{format_nbytes(memory.shared_nbytes)} shared + "
+              f"{format_nbytes(memory.identified)} worker + "
               f"{format_nbytes(memory.writer_nbytes)} writer"),
+        _line("", f"{format_nbytes(memory.pinned_nbytes)} of it page-locked, beside a GPU"),
         _line("", f"{format_nbytes(_census_nbytes(load, n_tokens))} more for the census, "
               "growing with the run"),
     ]  # fmt: skip

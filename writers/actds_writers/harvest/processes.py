@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from actds.errors import ActdsError
+from actds.format.readouts import NONE
 from actds.schema import CloseReason
 from actds_writers.config import CensusSettings, WriterSettings
 from actds_writers.ipc.link import Link
@@ -31,6 +32,7 @@ from actds_writers.ipc.messages import (
     Finish,
     WriterProgress,
 )
+from actds_writers.ipc.ring import require_room
 from actds_writers.sizing.needs import LANE_NBYTES
 
 
@@ -117,6 +119,10 @@ class Pipeline:
         lane_nbytes: size of the readouts' lane; at least two steps.
 
     Use as a context manager: leaving it ends the processes and removes the ring.
+
+    Raises:
+        ActdsError: E503 when there is no shared memory for ring and lane; two large steps may need
+            more, which the worker asks for.
     """
 
     def __init__(
@@ -132,19 +138,21 @@ class Pipeline:
         probes: bytes | None = None,
     ) -> None:
         # Sockets and ring, in shared memory if there is any.
-        parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+        parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+        asked = writer.harvest
+        ring_nbytes = asked.ring_nbytes if ring_nbytes is None else ring_nbytes
+        require_room(parent, ring_nbytes + (0 if writer.readouts == NONE else lane_nbytes))
         folder = Path(tempfile.mkdtemp(prefix="actds-", dir=parent))
         probes_path = folder / "probes.npy"
         if probes is not None:
             probes_path.write_bytes(probes)
-        asked = writer.harvest
         self.link = Link(
             folder=str(folder),
             key=secrets.token_hex(32),
             run=writer.run,
             hooks=hooks,
             settings=asked,
-            ring_nbytes=asked.ring_nbytes if ring_nbytes is None else ring_nbytes,
+            ring_nbytes=ring_nbytes,
             staging_nbytes=asked.staging_nbytes if staging_nbytes is None else staging_nbytes,
             client_pid=client_pid,
             live=writer.shared,

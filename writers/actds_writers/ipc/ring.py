@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import mmap
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,13 +43,24 @@ def create(path: Path, nbytes: int) -> mmap.mmap:
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise ActdsError(
-            "E503",
-            str(path),
-            got=f"{nbytes} bytes of shared memory: {error.strerror}",
-            expected="enough shared memory for the ring",
-            next_step="Lower ring_mib, or enlarge the shared memory of the machine.",
-        ) from None
+        raise _too_little(path, nbytes, str(error.strerror)) from None
+
+
+def require_room(folder: Path, nbytes: int) -> None:
+    """Refuse a folder without room for so many bytes, before an engine is started; raises E503."""
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise _too_little(folder, nbytes, f"{free} bytes are free")
+
+
+def _too_little(path: Path, nbytes: int, why: str) -> ActdsError:
+    return ActdsError(
+        "E503",
+        str(path),
+        got=f"{nbytes} bytes of shared memory: {why}",
+        expected="enough shared memory for the ring",
+        next_step="Lower ring_mib, or enlarge /dev/shm; a container has --shm-size for it.",
+    )
 
 
 def attach(path: Path, nbytes: int) -> mmap.mmap:

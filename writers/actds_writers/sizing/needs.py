@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -109,6 +109,8 @@ class Sizes:
         n_threads: threads of the writer that encode, hash and write.
         holds_files: whether the store keeps a file in memory until it is put.
         in_flight: most steps whose rows wait for their results; asynchronous scheduling has 2.
+        padding: further rows that a forward may have.
+        on_gpu: whether the model is on a GPU.
     """
 
     max_step_rows: int
@@ -119,6 +121,8 @@ class Sizes:
     n_threads: int = 1
     holds_files: bool = False
     in_flight: int = 1
+    padding: int = PADDING_ROWS
+    on_gpu: bool = False
 
 
 def staged_steps(in_flight: int) -> int:
@@ -130,15 +134,83 @@ def staged_steps(in_flight: int) -> int:
 
 
 @dataclass(frozen=True)
-class MemoryBound:
-    """The bound on memory by stage, in bytes, reserved once.
+class WorkerMemory:
+    """The memory that one worker takes for capture, in bytes, reserved once.
 
     Args:
         hooks: buffers and directions of the hooks, on the device.
         staging: staging ring, on the device.
         narrow: identity and readouts of waiting steps, on the device.
+        gathered: rows of a step that are stored, on a GPU, where a rule or a rejected draft leaves
+            out others of it.
         ring: host ring, shared memory.
         lane: readouts' lane, shared memory.
+        identified: identity and readouts of one step, in host memory.
+    """
+
+    hooks: int
+    staging: int
+    narrow: int
+    gathered: int
+    ring: int
+    lane: int
+    identified: int
+
+    @property
+    def device_nbytes(self) -> int:
+        """Return the bytes on the device; main memory when the model runs on a CPU."""
+        return self.hooks + self.staging + self.narrow + self.gathered
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Return the bytes of shared memory."""
+        return self.ring + self.lane
+
+    @property
+    def pinned_nbytes(self) -> int:
+        """Return the bytes of host memory that are page-locked if the device is a GPU."""
+        return self.ring + self.identified
+
+    @property
+    def nbytes(self) -> int:
+        """Return all of it."""
+        return self.device_nbytes + self.shared_nbytes + self.identified
+
+
+def worker_memory(geometry: Geometry, sizes: Sizes) -> WorkerMemory:
+    """Return the memory that one worker takes for capture: it reserves these sizes."""
+    g, rows = geometry, sizes.max_step_rows
+    step_nbytes = aligned(g.row_nbytes * rows)
+    readout_step = aligned(g.readout_nbytes * rows)
+    narrow_step = narrow_nbytes(rows, g.n_hooks, g.readout_nbytes)
+    lane = max(sizes.lane_nbytes, 2 * readout_step) if g.n_readouts else 0
+    hooks = (rows + sizes.padding) * (g.row_nbytes + g.readout_nbytes) + 8 * g.n_hooks
+    if g.n_readouts:
+        # The rows of the widest hook in float32, and the directions.
+        hooks += 4 * max(hook.d_model for hook in g.hooks) * (rows + sizes.padding)
+        hooks += 4 * sum(hook.d_model for hook in g.hooks) * (g.n_readouts - 1)
+    return WorkerMemory(
+        hooks=hooks,
+        staging=max(sizes.staging_nbytes, staged_steps(sizes.in_flight) * step_nbytes),
+        narrow=max(NARROW_NBYTES, max(NARROW_STEPS, sizes.in_flight + 1) * narrow_step),
+        gathered=step_nbytes if sizes.on_gpu else 0,
+        # Two steps at least, so that the writer reads one while the transfer fills the other.
+        ring=aligned(max(sizes.ring_nbytes, 2 * step_nbytes), PAGE),
+        lane=aligned(lane, PAGE),
+        identified=narrow_step,
+    )
+
+
+def narrow_nbytes(n_rows: int, n_hooks: int, readout_nbytes: int) -> int:
+    """Return the bytes of a step's token ids, positions, rows seen by each hook, and readouts."""
+    return aligned(16 * n_rows) + aligned(8 * n_hooks) + aligned(readout_nbytes * n_rows)
+
+
+@dataclass(frozen=True)
+class MemoryBound(WorkerMemory):
+    """The bound on memory by stage, in bytes, reserved once: the worker's, and the writer's.
+
+    Args:
         buffers: shard buffers of the writer.
         encode: encoded chunks that wait to be hashed and written, what each thread works on, and
             orders and token tables of the shards being written; files that an object store is
@@ -146,24 +218,9 @@ class MemoryBound:
         readouts: readouts collected for the next part, and the part being written.
     """
 
-    hooks: int
-    staging: int
-    narrow: int
-    ring: int
-    lane: int
     buffers: int
     encode: int
     readouts: int
-
-    @property
-    def device_nbytes(self) -> int:
-        """Return the bytes on the device; main memory when the model runs on a CPU."""
-        return self.hooks + self.staging + self.narrow
-
-    @property
-    def shared_nbytes(self) -> int:
-        """Return the bytes of shared memory."""
-        return self.ring + self.lane
 
     @property
     def writer_nbytes(self) -> int:
@@ -173,7 +230,7 @@ class MemoryBound:
     @property
     def nbytes(self) -> int:
         """Return all of it."""
-        return self.device_nbytes + self.shared_nbytes + self.writer_nbytes
+        return super().nbytes + self.writer_nbytes
 
 
 def memory_bound(geometry: Geometry, sizes: Sizes) -> MemoryBound:
@@ -181,26 +238,12 @@ def memory_bound(geometry: Geometry, sizes: Sizes) -> MemoryBound:
 
     Not included: interpreters, page cache, and the census (``census_nbytes``).
     """
-    g, rows = geometry, sizes.max_step_rows
-    step_nbytes = aligned(g.row_nbytes * rows)
-    readout_step = aligned(g.readout_nbytes * rows)
-    narrow_step = aligned(16 * rows) + aligned(8 * g.n_hooks) + readout_step
-    capacity = sizes.rows_per_shard + rows
-    lane = max(sizes.lane_nbytes, 2 * readout_step) if g.n_readouts else 0
-    hooks = (rows + PADDING_ROWS) * (g.row_nbytes + g.readout_nbytes) + 8 * g.n_hooks
-    if g.n_readouts:
-        # The rows of the widest hook in float32, and the directions.
-        hooks += 4 * max(hook.d_model for hook in g.hooks) * (rows + PADDING_ROWS)
-        hooks += 4 * sum(hook.d_model for hook in g.hooks) * (g.n_readouts - 1)
+    capacity = sizes.rows_per_shard + sizes.max_step_rows
     return MemoryBound(
-        hooks=hooks,
-        staging=max(sizes.staging_nbytes, staged_steps(sizes.in_flight) * step_nbytes),
-        narrow=max(NARROW_NBYTES, max(NARROW_STEPS, sizes.in_flight + 1) * narrow_step),
-        ring=aligned(max(sizes.ring_nbytes, 2 * step_nbytes), PAGE),
-        lane=aligned(lane, PAGE),
-        buffers=N_BUFFERS * capacity * (g.row_nbytes + TOKEN_COLUMNS_NBYTES),
-        encode=_encode_nbytes(g, sizes, capacity),
-        readouts=2 * READOUT_PART_NBYTES if g.n_readouts else 0,
+        **vars(worker_memory(geometry, sizes)),
+        buffers=N_BUFFERS * capacity * (geometry.row_nbytes + TOKEN_COLUMNS_NBYTES),
+        encode=_encode_nbytes(geometry, sizes, capacity),
+        readouts=2 * READOUT_PART_NBYTES if geometry.n_readouts else 0,
     )
 
 
@@ -209,8 +252,8 @@ def joined_memory(stages: Sequence[MemoryBound], writer: MemoryBound) -> MemoryB
     return replace(
         writer,
         **{
-            name: sum(getattr(stage, name) for stage in stages)
-            for name in ("hooks", "staging", "narrow", "ring", "lane")
+            field.name: sum(getattr(stage, field.name) for stage in stages)
+            for field in fields(WorkerMemory)
         },
     )
 

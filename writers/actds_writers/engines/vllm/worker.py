@@ -8,6 +8,7 @@ over. Two generations of model runners keep the identity of rows in different pl
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from actds_writers.capture.op import install
 from actds_writers.capture.taps import ModelConfig, StreamForm
 from actds_writers.capture.weights import WeightsSample
 from actds_writers.engines.account import (
+    Room,
     WorkerSide,
     layer_config,
     reporting_failure,
@@ -44,6 +46,8 @@ from actds_writers.parameters import in_words
 from actds_writers.provenance import Readers, engine_facts
 from actds_writers.sampling import EVERYTHING, LeftOut
 from actds_writers.sizing.needs import PADDING_ROWS
+
+STARTUP_PLAN = "VLLM_ENABLE_STARTUP_PLAN"
 
 
 class WorkerCapture(WorkerSide):
@@ -93,6 +97,7 @@ class WorkerCapture(WorkerSide):
                 stage=stage_of(worker),
                 layers=stage_layers(worker, model),
                 gather=whole if ranks > 1 else None,
+                room=functools.partial(room_beside, worker),
             )
 
     def watch_logits(self, call: Callable[..., None]) -> None:
@@ -234,12 +239,35 @@ class WorkerCapture(WorkerSide):
             "data_parallel_size": parallel.data_parallel_size > 1,
             # Sequence parallelism, until 0.31: each rank has the residual stream of some rows.
             "compilation_config.pass_config.enable_sp": bool(getattr(passes, "enable_sp", False)),
+            # The size of a KV cache that was measured without capture leaves no room for it.
+            STARTUP_PLAN: os.environ.get(STARTUP_PLAN, "0") != "0",
         }
         for option, present in refused.items():
             if present:
                 raise ActdsError(
                     "E012", f"engine option {option}", got="in use", expected="not in use"
                 )
+
+
+def room_beside(worker: Any, free: int) -> Room:
+    """Return what vLLM leaves to capture of the free bytes of a GPU, its weights loaded.
+
+    Its KV cache is not there yet: of a given size, or what is left of a share of the GPU, of which
+    capture must leave something.
+    """
+    cache = worker.vllm_config.cache_config
+    if kv_cache := cache.kv_cache_memory_bytes:
+        option = f"kv_cache_memory_bytes={kv_cache}"
+        return Room(free - int(kv_cache), option, "lower kv_cache_memory_bytes")
+    snapshot = getattr(worker, "init_snapshot", None)
+    if snapshot is None:
+        return Room(free)
+    left = int(worker.requested_memory) - (int(snapshot.free_memory) - free)
+    if left >= free:
+        return Room(free)
+    share = f"{1 - cache.gpu_memory_utilization:.0%}"
+    option = f"the {share} that gpu_memory_utilization={cache.gpu_memory_utilization:g} leaves"
+    return Room(left, option, "raise gpu_memory_utilization")
 
 
 def _form(model: torch.nn.Module, link: Link) -> StreamForm:
