@@ -213,28 +213,30 @@ calibrate: $(STAMP) $(DEMO)/model/config.json ## audit thousands of runs of know
 crash: $(STAMP) ## kill and cut power 572 times, recover each time (half an hour; root for the power cuts)
 	$(BIN)/python -m actds_testing.crash.soak --kills 500 --power-cuts 52 --engine-kills 20
 
-# CUDA_PYTHON has torch with a GPU, and needs no vLLM. What else the tests import is in GPU_SITE, a
-# folder beside it: `make gpu-wheels` where there is a network fetches the wheels, also for a machine
-# that has none; `make cuda` and `make gpu` unpack them there. An image with torch commonly has the
-# large ones, pyarrow, scipy and hypothesis; name them in GPU_PACKAGES where it has not.
+# CUDA_PYTHON has torch with a GPU, and needs no vLLM. Where there is a network, `make gpu-wheels` fetches
+# what else the tests import, in pieces that fit through a narrow door; the steps unpack them beside it.
 CUDA_PYTHON  ?= python3
 GPU_WHEELS   ?= build/gpu-wheels
 GPU_SITE     := build/gpu-site
+GPU_TORCH    ?= 2.11.0
 GPU_PYTHON_VERSION ?= 3.12
-GPU_PACKAGES ?= zarr numcodecs donfig google-crc32c pydantic pydantic-core annotated-types typing-inspection \
-  typing-extensions pyyaml zstandard ml-dtypes click rich markdown-it-py mdurl pygments pytest pluggy iniconfig packaging
 GPU_PATH     := PYTHONPATH=.:writers:validators:testing:tests:$(GPU_SITE)
-UNPACK_GPU_WHEELS = test ! -d $(GPU_WHEELS) || test -d $(GPU_SITE) || $(1) -m pip install --quiet --no-index --no-deps \
-  --no-warn-conflicts --target $(GPU_SITE) $(GPU_WHEELS)/*.whl
-gpu-wheels: $(STAMP) ## fetch what make cuda needs beside torch, for a machine with a GPU and no network (20 MB)
-	$(PIP) download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
-	  --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 \
-	  --constraint $(LOCK) --dest $(GPU_WHEELS) $(GPU_PACKAGES)
+GPU_PIP      := --python-version $(GPU_PYTHON_VERSION) --only-binary=:all: $(foreach glibc,17 24 27 28 31 34 35,--platform manylinux_2_$(glibc)_x86_64) \
+  --platform manylinux2014_x86_64
+GPU_COMPILE  := $(BIN)/uv pip compile --quiet --python-version $(GPU_PYTHON_VERSION) --python-platform x86_64-manylinux_2_35 \
+  --only-binary :all: --no-header --no-annotate --constraint build/gpu-lock.txt
+# What the packages need less what torch needs. A vLLM other than the lock's brings its own versions.
+gpu-wheels: $(STAMP) ## fetch what make cuda needs beside torch, for a machine without a network (120 MB; GPU_VLLM=0.26.0 adds a vLLM)
+	@mkdir -p build
+	grep -viE '^($(VLLM_FREE)|torch|triton)' $(if $(GPU_VLLM),/dev/null,$(LOCK)) > build/gpu-lock.txt || true
+	echo torch==$(GPU_TORCH) | $(GPU_COMPILE) - > build/gpu-torch.txt
+	printf '%s\n' torch==$(GPU_TORCH) pytest hypothesis $(if $(GPU_VLLM),vllm==$(GPU_VLLM)) | $(GPU_COMPILE) pyproject.toml - > build/gpu-all.txt
+	grep -vxFf build/gpu-torch.txt build/gpu-all.txt > build/gpu-more.txt
+	$(PIP) download --quiet --no-deps $(GPU_PIP) --dest $(GPU_WHEELS) --requirement build/gpu-more.txt
+	find $(GPU_WHEELS) -name '*.whl' -size +60M -exec split -b 60M -d {} {}. \; -delete
 
 cuda: ## on a machine with a GPU: the op in a CUDA graph, the stages under pressure, GB/s
-	$(call UNPACK_GPU_WHEELS,$(CUDA_PYTHON))
-	$(GPU_PATH) $(CUDA_PYTHON) -m pytest -q -m "fast or standard" tests/writers/test_cuda.py
-	$(GPU_PATH) $(CUDA_PYTHON) benchmarks/bench_cuda.py
+	PY=$(CUDA_PYTHON) bash benchmarks/gpu/run.sh host; host=$$?; PY=$(CUDA_PYTHON) bash benchmarks/gpu/run.sh path && exit $$host
 
 # GPU_PYTHON has vLLM; without one, an environment with it is made where there is a network.
 GPU         := .venv-gpu
@@ -247,7 +249,7 @@ gpu: ## on a machine with a GPU: a real vLLM there, its rows, what the capture c
 	@nvidia-smi > /dev/null 2>&1 || { echo "make gpu: skipped, this machine has no NVIDIA GPU"; exit 0; }; set -ex; \
 	$(GPU_PYTHON) -c "import vllm" || { python3 -m venv $(GPU); \
 	  $(GPU)/bin/python -m pip install --quiet "vllm==0.32.0" --editable ".[dev,hf]"; }; \
-	$(call UNPACK_GPU_WHEELS,$(GPU_PYTHON)); \
+	$(GPU_PYTHON) benchmarks/gpu/rows.py unpack $(GPU_WHEELS) $(GPU_SITE); \
 	test -e $(DEMO)/model/config.json || $(GPU_PATH) $(GPU_PYTHON) examples/make_model.py $(DEMO)/model; \
 	$(GPU_PATH) $(GPU_PYTHON) -m pytest -m "fast or standard" --durations=10 tests/writers/test_cuda.py $(GPU_TESTS); \
 	$(GPU_PATH) $(GPU_PYTHON) benchmarks/bench_cuda.py; \

@@ -1,5 +1,7 @@
-"""Parts of the first hour on a GPU: page-locked memory, a model, the rows of two harvests.
+"""Parts of the first hour on a GPU: packages, the card, locked memory, a model, rows compared.
 
+python benchmarks/gpu/rows.py unpack WHEELS FOLDER
+python benchmarks/gpu/rows.py card DEVICE PACKAGE...
 python benchmarks/gpu/rows.py register
 python benchmarks/gpu/rows.py model FOLDER PROMPTS
 python benchmarks/gpu/rows.py compare FIRST SECOND
@@ -7,13 +9,65 @@ python benchmarks/gpu/rows.py compare FIRST SECOND
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import io
 import json
 import mmap
+import platform
+import re
 import sys
 import time
+import zipfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+
+
+def unpack(wheels: Path, site: Path) -> None:
+    """Unpack wheels, whole or in pieces, into a folder, where they are not there yet."""
+    pieces: dict[str, list[Path]] = {}
+    for path in sorted(wheels.glob("*.whl*")):
+        pieces.setdefault(path.name.partition(".whl")[0], []).append(path)
+    this = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    others = {stem for stem in pieces if not re.search(rf"-({this}-|abi3-|py[23.py]*-none-)", stem)}
+    if others:
+        raise SystemExit(f"{wheels} is of another Python than {this}: {min(others)}")
+    for stem, paths in pieces.items():
+        name = "-".join(stem.split("-")[:2])
+        if (site / f"{name}.dist-info").exists():
+            continue
+        suffixes = [path.suffix for path in paths]
+        whole = io.BytesIO(b"".join(path.read_bytes() for path in paths))
+        between = suffixes not in ([".whl"], [f".{number:02}" for number in range(len(paths))])
+        if between or not zipfile.is_zipfile(whole):  # what a zip file contains stands at its end
+            print(f"{name} lacks a piece: {len(paths)} are here, and it is left out")
+            continue
+        with zipfile.ZipFile(whole) as wheel:
+            wheel.extractall(site)
+
+
+NO_GPU, NO_PACKAGE = 3, 4
+
+
+def card(device: str, *packages: str) -> int:
+    """Print what a step runs on, or the sentence that says why it cannot; return its status."""
+    lacks = [name for name in ("torch", *packages) if importlib.util.find_spec(name) is None]
+    if lacks:
+        where = "benchmarks/gpu/README.md"
+        print(f"{sys.executable} has no {', '.join(lacks)}; carry wheels ({where})")
+        return NO_PACKAGE
+    import torch
+
+    name = f"a CPU ({platform.machine()}), a rehearsal"
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            print(f"needs a GPU, and torch {torch.__version__} sees none (DEVICE=cpu rehearses it)")
+            return NO_GPU
+        name = torch.cuda.get_device_name()
+    print(f"{name}, torch {torch.__version__}, Python {platform.python_version()}", end="")
+    print(f", vllm {importlib.import_module('vllm').__version__}" if "vllm" in packages else "")
+    return 0
 
 
 def register() -> None:
@@ -74,8 +128,10 @@ def compare(first: Path, second: Path) -> None:
 
 def main() -> None:
     command, *rest = sys.argv[1:] or ["help"]
+    if command == "card":
+        raise SystemExit(card(*rest))
     commands: dict[str, Callable[..., None]] = {
-        "register": register, "model": model, "compare": compare
+        "unpack": unpack, "register": register, "model": model, "compare": compare
     }  # fmt: skip
     if command not in commands:
         raise SystemExit(__doc__)
