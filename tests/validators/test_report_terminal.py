@@ -6,8 +6,8 @@ import pytest
 
 from actds_testing.audit_results import CASES, audit, enormous, hostile
 from actds_validators.audit.place import TITLES
-from actds_validators.report.summary import LEVEL_MARKS
 from actds_validators.report.terminal import render
+from actds_validators.report.words import LOOKS
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -15,7 +15,7 @@ def test_first_lines_say_verdict_sentence_and_deciding_number(name: str) -> None
     result = audit(name)
     lines = [line.text for line in render(result)]
     verdict, answer = result.verdict, result.answer
-    assert lines[0] == f"{LEVEL_MARKS[answer.level]} {answer.words}"
+    assert lines[0] == f"{LOOKS[answer.level].mark} {answer.words}"
     for place, line in zip(result.places, lines[1:], strict=False):
         assert place.headline in line and TITLES[place.name] in line
     assert lines[1 + len(result.places)] == answer.sentence

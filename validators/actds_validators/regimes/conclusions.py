@@ -155,11 +155,20 @@ def answer_of(contrasts: Sequence[ContrastResult]) -> Answer:
     """Return whether what is measured changes, by how much, and whether that is authorship."""
     ended = [verdict for contrast in contrasts for verdict in contrast.verdicts]
     separated, reason = _separated(contrasts)
+    outcome, verdicts = outcome_of(ended), counted(len(ended), "verdict")
+    n_shifts = sum(verdict.outcome == "shifts" for verdict in ended)
+    n_undecided = sum(verdict.outcome == "undecided" for verdict in ended)
+    words: dict[Outcome, str] = {
+        "shifts": f"Yes: {n_shifts} of {verdicts} shift",
+        "undecided": f"Undecided: {n_undecided} of {verdicts}",
+        "carries over": f"No: {verdicts}, and all carry over",
+    }
     return Answer(
-        outcome=outcome_of(ended),
+        outcome=outcome,
+        words=words[outcome],
         n_verdicts=len(ended),
-        n_shifts=sum(verdict.outcome == "shifts" for verdict in ended),
-        n_undecided=sum(verdict.outcome == "undecided" for verdict in ended),
+        n_shifts=n_shifts,
+        n_undecided=n_undecided,
         separated=separated,
         reason=reason,
         largest=_largest(contrasts),

@@ -255,6 +255,7 @@ class Answer(Section):
     outcome: Outcome = Field(
         description="of all verdicts: one that shifts decides, then one that is undecided"
     )
+    words: str = Field(description="the answer in a few words")
     n_verdicts: int = Field(ge=0)
     n_shifts: int = Field(ge=0)
     n_undecided: int = Field(ge=0)

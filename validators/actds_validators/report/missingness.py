@@ -77,7 +77,7 @@ def missingness_part(audit: Audit) -> Part | None:
     return Part("missingness", "Missingness", Sentence(lead + _few(audit)), tables, notes)
 
 
-_STRATA: Columns[StratumLoss] = (
+STRATA: Columns[StratumLoss] = (
     ("stratum", lambda s: s.kind),
     ("which", lambda s: s.label),
     ("lost", lambda s: percent(s.rate)),
@@ -106,10 +106,10 @@ def _worst(section: Missingness) -> list[Table]:
     )
     words = frozenset({0, 1})
     if not section.worst_strata:
-        none = Row(("none", *[""] * (len(_STRATA) - 1)), "good")
-        return [Table(caption, tuple(name for name, _ in _STRATA), [none], words)]
+        none = Row(("none", *[""] * (len(STRATA) - 1)), "good")
+        return [Table(caption, tuple(name for name, _ in STRATA), [none], words)]
     worst = section.worst_strata
-    return table_of(caption, _STRATA, worst, words, room=_MAX_STRATA, tone=lambda s: "bad")
+    return table_of(caption, STRATA, worst, words, room=_MAX_STRATA, tone=lambda s: "bad")
 
 
 _MAX_PIXELS = 960  # pixels of rows: a picture of so many fits on a printed page

@@ -6,16 +6,36 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from actds.text import printable
+from actds.text import Style, printable
 from actds_validators.audit.result import BOUND, EVIDENCE, Estimate, Level, Must, Number
 
 Tone = Literal["", "good", "bad", "warn", "dim"]
+STYLES: dict[Tone, Style] = {
+    "": "plain", "good": "good", "bad": "bad", "warn": "warn", "dim": "dim",
+}  # fmt: skip
 T = TypeVar("T")
 SIDES: dict[Must, str] = {"at most": "≤", "below": "<", "at least": "≥", "above": ">"}
 GROUPS = {"system": "System", "content": "Content", "values": "Values"}
 _MAX_DIGITS = 9
 _MAX_WORD, _MAX_SENTENCE = 120, 1100  # bytes
 _ESCAPED = frozenset("<>&\"'")
+
+
+@dataclass(frozen=True)
+class Look:
+    """What repeats a level: a mark for readers without colour, the tone of a page, a style."""
+
+    mark: str
+    tone: Tone
+    style: Style
+
+
+LOOKS: dict[Level, Look] = {
+    "PASS": Look("✓", "good", "good"),
+    "WARN": Look("!", "warn", "warn"),
+    "INCONCLUSIVE": Look("?", "dim", "title"),
+    "FAIL": Look("✗", "bad", "bad"),
+}
 
 
 class Sentence(str):

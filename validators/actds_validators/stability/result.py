@@ -175,15 +175,21 @@ class Answer(Section):
     """Whether the harvest changes the dictionary more than a seed does, and which arms decide."""
 
     outcome: Outcome = Field(
-        description="beyond the floor where an arm is, else undecided where one is"
+        description="beyond the floor where an arm is, else undecided where one is, or where only "
+        "the reference was given"
     )
+    words: str = Field(description="the answer in a few words")
     arms: list[str] = Field(
         description="arms that end so, the farthest below the floor of another seed first"
     )
-    largest: Comparison = Field(description="matched cosine of the first of them at another seed")
+    largest: Comparison | None = Field(
+        description="matched cosine of the first of them at another seed; null where only the "
+        "reference was given"
+    )
     within_and_changed: list[str] = Field(
         description="arms within the floor of another seed that are beyond that of another order"
     )
+    next_steps: list[str] = Field(description="what to do, the most pressing first")
 
 
 class Rare(Section):
@@ -207,7 +213,7 @@ class Stability(Section):
     n_threads: int = Field(description="of the arithmetic; another number may change last bits")
     chance: float = Field(description="mean cosine of random directions, matched")
     rare: Rare
-    answer: Answer | None = Field(description="null where only the reference was given")
+    answer: Answer
     arms: list[ArmResult] = Field(description="the reference first")
     verdicts: list[Verdict]
     comparisons: list[Comparison]

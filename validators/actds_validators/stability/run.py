@@ -115,7 +115,7 @@ def measure(
         n_threads=torch.get_num_threads(),
         rare=rows.rare,
         chance=by_chance,
-        answer=answer(judged, comparisons),
+        answer=answer(judged, comparisons, arms[0].name, len(seeds)),
         arms=_arm_results(rows, hook),
         verdicts=judged,
         comparisons=comparisons,

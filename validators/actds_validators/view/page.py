@@ -20,9 +20,9 @@ from actds.text import counted, format_nbytes
 from actds_validators.about import about
 from actds_validators.audit.result import CoverageCell, WaterfallStep
 from actds_validators.report.accounting import map_of, waterfall_of
+from actds_validators.report.answer import Shown as Section
 from actds_validators.report.figure_data import FigureData
 from actds_validators.report.head import dataset_facts
-from actds_validators.report.html import Shown as Section
 from actds_validators.report.markup import render_page
 from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend, span, ticks
 from actds_validators.report.words import (
@@ -110,7 +110,7 @@ def render(
     """
     ends = [_ends(requests, k) for k in range(len(scores))]
     sections = [
-        Section(_hooks_part(dataset, stats), []),
+        Section(_hooks_part(dataset, stats)),
         Section(_norms_part(profiles), [p for n in profiles if (p := _norms(n)) is not None]),
         Section(_fates_part(found), _fates_pictures(found)),
     ]
