@@ -248,7 +248,7 @@ def test_weights_are_missing_where_nothing_was_dropped_or_nothing_is_stored() ->
 def test_numbers_stand_in_the_check_table_beside_their_limits() -> None:
     source = render(audit("heavy"))
     row = next(r for r in source.split("<tr") if "share lost" in r)
-    assert ">31 %</td>" in row and ">≤ 5 %</td>" in row and ">fail</td>" in row
+    assert ">31 %</td>" in row and ">≤ 5 %</td>" in row and ">✗ fail</td>" in row
     assert "limit ≤ 5 %: fail" in source[: source.index("<nav")]
 
 
