@@ -29,10 +29,6 @@ class Section(BaseModel):
 def settings_of(kind: type[Settings], given: Settings | Mapping[str, float] | None) -> Settings:
     """Return the settings that were given, the others by default.
 
-    Args:
-        kind: what holds them.
-        given: settings, or some of them by name.
-
     Raises:
         ActdsError: E009 one that is out of range, or unknown.
     """

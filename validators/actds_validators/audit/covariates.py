@@ -142,7 +142,6 @@ class CovariateDef:
         """Return it as the result has it.
 
         Args:
-            hook: of a readout.
             k: which of its numbers, where there are several.
         """
         name, label = (w if k is None else w.format(k) for w in (self.name, self.label))
@@ -156,8 +155,6 @@ class Widths:
     """Numbers of a readout that are looked at.
 
     Args:
-        n_projections: of a readout.
-        n_probes: user's probes.
         definitions: of source ``readout``.
     """
 

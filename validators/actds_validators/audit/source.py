@@ -35,7 +35,6 @@ def source_account(catalog: Catalog, records: pa.Table) -> SourceAccount:
     """Return what became of the records of the sources.
 
     Args:
-        catalog: of the dataset.
         records: of ``actds.sources.read_records``.
 
     Spec: 0.1 section 14.10.

@@ -127,7 +127,6 @@ def page(found: CheckResult, html: Path | None = None, *, strict: bool = False) 
     """Yield the screen, line by line; no line holds a control character.
 
     Args:
-        found: the result.
         html: where the report was asked for.
         strict: whether warnings make it no valid dataset.
     """

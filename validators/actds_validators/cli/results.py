@@ -100,7 +100,6 @@ class Outputs:
         html: file of the page, if any.
         json_out: file of the JSON, ``-`` for the terminal, if any.
         others: other files that the command writes, by option.
-        inputs: files that it reads, by option.
 
     Raises:
         ActdsError: E009 two options with one file; E011 a package that is not installed; E503 a
@@ -129,11 +128,6 @@ class Outputs:
         self, text: str, page: Callable[[], str], lines: Callable[[], Iterable[Line]]
     ) -> None:
         """Write the result.
-
-        Args:
-            text: the JSON.
-            page: makes the page.
-            lines: makes what the terminal shows.
 
         Raises:
             ActdsError: E503 a file that cannot be written.

@@ -37,9 +37,6 @@ class Source:
     """Where a dictionary comes from, and what it says of its training.
 
     Args:
-        format: of the file.
-        path: file of the weights.
-        sha256: its digest.
         hook: place that it was trained at, in the names of actds; None where nothing says it.
         hook_from: who says so: the ``file``, the names of its folders (``path``), or nobody but the
             ``caller``.

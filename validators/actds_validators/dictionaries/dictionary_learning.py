@@ -105,7 +105,6 @@ def read_dictionary_learning(path: Path, wanted: Wanted) -> Dictionary:
     Args:
         path: of the file; ``config.json`` beside it is optional where the tensors' names tell the
             class, which those of ``AutoEncoderTopK`` and ``BatchTopKSAE`` do not.
-        wanted: the rows that it is for.
 
     Raises:
         ActdsError: E011 without torch; E015 a file that is missing, damaged or has more than
@@ -204,7 +203,6 @@ def _k(path: Path, said: int | None, tensors: Tensors) -> int:
 
 
 def _class_name(path: Path, said: Trainer, tensors: Tensors) -> ClassName:
-    """Return the class that wrote the tensors."""
     if said.dict_class is not None:
         return said.dict_class
     if "group_sizes" in tensors:

@@ -30,10 +30,6 @@ _NAMES = ("W_enc", "b_enc", "W_dec", "b_dec", "threshold")
 def read_gemma_scope(path: Path, wanted: Wanted) -> Dictionary:
     """Return the dictionary of a ``params.npz``.
 
-    Args:
-        path: of the file.
-        wanted: the rows that it is for.
-
     Raises:
         ActdsError: E015 a file that is missing or damaged, has other arrays, or whose folders name
             a transcoder, an embedding, another hook or another model; another width.

@@ -20,7 +20,6 @@ class Recorded:
     """Which rows a dictionary was trained on.
 
     Args:
-        digests: of the datasets.
         hook: their hook; None where batches had several.
         held_out: share of the requests that the loader held out; None where it read all.
         model: name of their model; None where several are named, or none.
@@ -36,10 +35,6 @@ class Recorded:
 
 def recorded(place: object, config: Any) -> Recorded:
     """Return what a loader recorded; nothing where the value is not of one.
-
-    Args:
-        place: file, for the error.
-        config: any JSON value.
 
     Raises:
         ActdsError: E015 rows that the loader normalized: the weights are not for rows as they are.

@@ -27,7 +27,6 @@ def refused(place: object, got: object, expected: str, next_step: str | None = N
     Args:
         place: the file, and the tensor or field in it.
         got: what is there; cut to 200 characters of one line.
-        expected: what is expected there.
         next_step: what to do; the formats that are read when None.
     """
     words = " ".join(str(got).split())[:200]

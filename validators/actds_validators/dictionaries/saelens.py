@@ -113,10 +113,6 @@ class Config(_Model):
 def read_saelens(folder: Path, wanted: Wanted) -> Dictionary:
     """Return the dictionary of a SAELens folder.
 
-    Args:
-        folder: with both files.
-        wanted: the rows that it is for.
-
     Raises:
         ActdsError: E015 files that are missing or damaged, an architecture that is no sparse
             autoencoder of one hook, a normalization that is not folded into the weights, or

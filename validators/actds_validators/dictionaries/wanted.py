@@ -18,8 +18,6 @@ class Wanted:
     """The rows that a dictionary is wanted for; None for what the caller does not say.
 
     Args:
-        hook: in the names of actds.
-        d_model: channels of a row.
         model: name of the model, or the path of its folder.
     """
 
@@ -54,7 +52,6 @@ class Wanted:
         """Return the hook of a dictionary, and who says so.
 
         Args:
-            place: file, for the error.
             called: what the dictionary calls its hook; None where it says nothing.
             places: hooks that this may be, the usual one first.
             said_by: where it is called so.

@@ -70,7 +70,6 @@ def verdicts(
     undecided. Strata of too few requests or rows are named, and decide nothing.
 
     Args:
-        values: of a contrast.
         names: of the reference and of the other arm.
     """
     groups: dict[tuple[str, str], list[Value]] = {}

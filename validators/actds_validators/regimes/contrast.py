@@ -93,11 +93,7 @@ class Contrast:
     """Two arms at a hook.
 
     Args:
-        pairing: how rows were paired.
-        first: the reference.
-        second: what is compared with it.
         strata: all strata; layers name them by index.
-        n_groups: groups of requests.
         pairs: indices ``(n_pairs,)`` into the two sides, of rows that belong together; empty where
             the arms are unpaired.
         coverage: share of the second arm's rows that have something to be compared with.
@@ -133,16 +129,12 @@ def contrast(
     """Return two arms at a hook, and their rows; no activation is read.
 
     Args:
-        first: the reference.
-        second: what is compared with it.
-        hook: the hook.
         pairing: how to pair; None pairs by token where at least half of the rows of a common
             request and position are the same token with the same prefix, else by request and
             position, else not. Where some of these rows are at decode steps, they alone decide:
             a prompt that both arms were given says nothing of what came after it. Pairs of fewer
             requests than an estimate needs are none.
         adjust: weight an unpaired reference to the second arm's token ids and positions.
-        seed: of the groups of requests.
         entropies: computes those that were not recorded; None without.
 
     Raises:
@@ -189,13 +181,10 @@ def plan(
     """Return the contrast of rows that are known.
 
     Args:
-        first: rows of the reference.
         second: rows of the other arm.
         same_dataset: whether both number the same requests, as `same_requests` says.
         pairing: see `contrast`.
         adjust: see `contrast`.
-        seed: of the groups.
-        place: of errors.
 
     Raises:
         ActdsError: E014 no pair of the kind that was asked for.
@@ -279,7 +268,6 @@ def _pairs_by_token(first: ArmRows, second: ArmRows, by_position: Pairs) -> Pair
     """Return rows that have the same tokens up to the same position.
 
     Args:
-        first: rows of the reference.
         second: rows of the other arm.
         by_position: pairs by request and position, of which some may be known by digests alone.
     """
@@ -322,7 +310,6 @@ def _alike(first: ArmRows, second: ArmRows, pairs: Pairs) -> Bools:
 
 
 def _pairs_by_position(first: ArmRows, second: ArmRows, matched: Ints, same_dataset: bool) -> Pairs:
-    """Return rows of one origin at the same position."""
     if same_dataset:  # one request has one row at a position
         return _NO_PAIRS
     common = matched[second.request]
@@ -376,7 +363,6 @@ def groups_of(clusters: tuple[Whole, Whole], seed: int) -> tuple[int, Whole]:
 
     Args:
         clusters: those of the rows of either arm.
-        seed: of the draw.
     """
     one, other = (np.unique(own) for own in clusters)
     both = np.intersect1d(one, other)
@@ -460,7 +446,6 @@ def _unpaired(
     adjust: bool,
     seed: int,
 ) -> Contrast:
-    """Return the contrast of arms that have no rows in common."""
     own = narrow(clusters[0])[first.request], narrow(clusters[1])[second.request]
     n_groups, group_of = groups_of(own, seed)
     nowhere = np.zeros(len(first), np.int64), np.zeros(len(second), np.int64)

@@ -54,7 +54,6 @@ class Unembedding:
 
     Args:
         folder: with ``config.json`` and weights in ``.safetensors`` files.
-        d_model: channels of a row.
 
     Raises:
         ActdsError: E014 no unembedding of that width in them; E019 a file that is truncated.
@@ -195,10 +194,8 @@ class Entropies:
     """Entropies of the rows of arms of one model, computed where none was recorded.
 
     Args:
-        folder: the model's.
         arms: the arms; what they recorded is what the computation is checked with.
         hook: a hook that is compared; rows of the last layer must be of the same shards.
-        progress: receives what is being done.
 
     Raises:
         ActdsError: E014 the folder has no unembedding, or its entropies are not the recorded ones:
@@ -231,8 +228,6 @@ class Entropies:
         """Return rows that have an entropy and a margin each, where they can be computed.
 
         Args:
-            dataset: that has them.
-            hook: of the rows.
             rows: the rows; a token that was not sampled stays unknown.
         """
         last = self._last.get(dataset.digest)

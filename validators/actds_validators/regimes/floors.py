@@ -34,7 +34,6 @@ class RepeatFloor:
     """What the measures of numerics are within one regime.
 
     Args:
-        values: by the name of a measure.
         words: where they come from.
     """
 
@@ -48,10 +47,7 @@ def repeat_floor(
     """Return the floor of two arms, None where under 20 tokens were computed twice.
 
     Args:
-        arms: the two arms.
-        told: their contrast.
         arrays: the hook's rows of either, by number.
-        hook: the hook.
     """
     parts: list[tuple[Floats, Floats]] = []
     for repeats, array in zip(told.repeats, arrays, strict=True):
@@ -91,10 +87,6 @@ def beside_floor(judged: list[Judged], floor: RepeatFloor | None) -> list[Judged
 
 def beside_contrast(results: Sequence[ContrastResult], name: str) -> list[ContrastResult]:
     """Return results in which sizes of pairs stand beside the same of one of the contrasts.
-
-    Args:
-        results: what the contrasts find.
-        name: the contrast whose arms were served alike.
 
     Raises:
         ActdsError: E014 it is not paired by token.

@@ -41,8 +41,6 @@ class ProbeFile:
     """Linear probes of a file.
 
     Args:
-        path: the file.
-        sha256: its digest.
         weights: float64 ``(n_probes, d_model)``.
         bias: float64 ``(n_probes,)``.
         names: of the probes; their numbers where the file has none.

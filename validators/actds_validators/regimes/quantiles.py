@@ -20,11 +20,7 @@ _DECADES = 15
 
 
 class Histogram:
-    """Counts of values by stratum.
-
-    Args:
-        n_strata: strata that there may be.
-    """
+    """Counts of values by stratum."""
 
     def __init__(self, n_strata: int) -> None:
         self._n_strata = n_strata

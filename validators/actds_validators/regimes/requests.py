@@ -18,11 +18,7 @@ __all__ = ["Requests", "match"]
 
 
 class Requests:
-    """The requests of all runs of a dataset, by run and number.
-
-    Args:
-        dataset: whose requests.
-    """
+    """The requests of all runs of a dataset, by run and number."""
 
     def __init__(self, dataset: Dataset) -> None:
         table = dataset.requests(run=True)

@@ -53,10 +53,6 @@ class Asked:
 
     Args:
         name: what a reader calls it, as ``G-R``.
-        first: the reference.
-        second: what is compared with it.
-        hook: the hook.
-        instruments: what measures it.
         pairing: how to pair the rows; None for the closest way there is.
     """
 
@@ -73,8 +69,6 @@ class Measured:
     """What was measured on two arms, before the family of tests is known.
 
     Args:
-        judged: values of all measures and strata.
-        quantiles: over pairs of equal tokens.
         n_sinks: rows of either arm left out because their norm is a sink's.
         n_broken: rows left out because they are not finite, or zero.
     """
@@ -99,7 +93,6 @@ def compare(
         asked: the contrasts; each has instruments of its own, which keep what they learnt of its
             reference.
         limits: what counts as none, level and seed; None for the defaults.
-        progress: receives what is being done.
         floor: name of the contrast of arms that were served alike, whose distances are the floor
             of the others'.
         entropies: computes those that were not recorded; None without.
@@ -228,11 +221,7 @@ def measure(
     """Measure two arms: one pass over each, one over the pairs where an instrument asks for them.
 
     Args:
-        plan: which rows, in which strata.
         arrays: the rows of either arm, by number.
-        instruments: what measures.
-        limits: what counts as none.
-        hook: name of the hook.
     """
     single = [one for one in instruments if isinstance(one, Instrument)]
     double = [one for one in instruments if isinstance(one, PairInstrument)]

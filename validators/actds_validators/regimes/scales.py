@@ -31,12 +31,6 @@ def ends(value: Floats, error: Floats, quantile: float, scale: Scale) -> tuple[F
     ``error / (value (1 - value))`` of a logit. Where nothing varies both ends are the value. A
     value at an end of the scale, or so near that there is no number for the other end, has the
     linear interval, as far as there are such values.
-
-    Args:
-        value: estimates.
-        error: their standard errors, on the linear scale.
-        quantile: half of the width, in standard errors.
-        scale: the scale.
     """
     back = {"linear": np.asarray, "log": np.exp, "logit": special.expit}[scale]
     least, most = {"linear": (-np.inf, np.inf), "log": (0, np.inf), "logit": (0, 1)}[scale]

@@ -46,12 +46,7 @@ _MOST_KNOWN = 0.5  # of the rows must have an entropy for its bands to be of the
 
 @dataclass(frozen=True)
 class Stratum:
-    """One stratum.
-
-    Args:
-        axis: what it divides by.
-        name: its value, in words.
-    """
+    """One stratum."""
 
     axis: str
     name: str
@@ -93,7 +88,6 @@ def strata_of(rows: ArmRows, edges: Floats | None = None, *, of_pairs: bool = Fa
     """Return in which strata rows stand.
 
     Args:
-        rows: the rows of an arm.
         edges: of the quintiles of the entropy, in nats; None where there are none.
         of_pairs: see `entropy_edges`.
     """
@@ -133,7 +127,6 @@ def entropy_edges(first: ArmRows, second: ArmRows, *, of_pairs: bool = False) ->
     They are those of the reference, or of the other arm where the reference has none.
 
     Args:
-        first: rows of the reference.
         second: rows of the other arm.
         of_pairs: whether rows are paired by token: then the entropy that one arm knows is that of
             both. Else a band means the same in both arms only where each knows its own.

@@ -99,7 +99,6 @@ def in_words(value: Value, names: Names) -> str:
     """Return how far, and in which direction, the second arm lies from the reference.
 
     Args:
-        value: a value that was estimated.
         names: of the reference and of the other arm.
     """
     return _filled(value, names, 1, _plain)

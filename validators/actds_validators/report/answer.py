@@ -29,18 +29,10 @@ class AnswerPage:
     """What a page says, for HTML and for a terminal alike.
 
     Args:
-        subject: what asked, for the title.
-        question: what is answered.
-        level: of the answer.
-        answer: in a few words.
-        boxes: the numbers at the top.
         facts: what it is about, each a name and its words.
-        next_steps: what to do.
         sections: of the page; a terminal has those of ``on_terminal``, without their charts.
         introduction: what the words of the answer mean.
-        split: sentences below the boxes.
         verdicts: that a terminal lists below the lead of the section ``verdicts``.
-        on_terminal: names of sections.
     """
 
     subject: str

@@ -64,7 +64,6 @@ class SectionOf:
         part: its words and tables; ``None`` where the result has nothing for it.
         charts: drawn between the words and the tables, each where the result has its numbers.
         title: under which a missing section is named, with the reason; empty for none.
-        absent: the reason.
         of_losses: whether it is about lost rows alone.
     """
 
@@ -131,7 +130,6 @@ def render(audit: Audit, about: About | None = None) -> str:
     """Return the page: HTML in UTF-8, under 1 MB whatever the dataset.
 
     Args:
-        audit: the result.
         about: what the dataset is; ``None`` where only the result is at hand.
 
     Raises:

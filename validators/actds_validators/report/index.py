@@ -39,7 +39,6 @@ class Entry:
     """A dataset of the index.
 
     Args:
-        path: of the dataset.
         answer: whether to train on it, in a few words.
         audit: its audit; None of one that is not valid.
         about: what it is; None with the audit.
@@ -64,7 +63,6 @@ def page_beside(index: Path, n: int, path: str) -> Path:
     """Return the file for the page of a dataset: beside the index, its number before its name.
 
     Args:
-        index: file of the index.
         n: number of the dataset, from 1.
         path: of the dataset, anybody's: only letters, digits, ``.``, ``_`` and ``-`` are taken.
     """

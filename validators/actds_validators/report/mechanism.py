@@ -208,8 +208,6 @@ def _curves(
     """Return curves below each other.
 
     Args:
-        name: of the picture.
-        title: of the picture.
         what: whose deciles they are, and what a point of it is.
         curves: of each the words of its axis, and its points.
     """

@@ -158,7 +158,6 @@ def forest(audit: Audit, group: str) -> Picture | None:
     The largest are drawn, as many as fit on a printed page.
 
     Args:
-        audit: the result.
         group: of the covariates, a key of ``GROUPS``.
     """
     differences = [d for d in _differences(audit) if d.covariate.group == group]
@@ -301,9 +300,7 @@ class _Line:
     """A covariate with the strata that there is room for, and their words.
 
     Args:
-        difference: of the covariate.
         strata: those of the most tokens, in their order.
-        left_out: the others.
         names: of the strata, in two lines; the second is empty where one does.
         shares: lost, all with the sign of per cent or all without.
         least: tokens of which a stratum's share is shaded.
@@ -513,8 +510,6 @@ def _place(
 
     Args:
         f: the area that they stay in.
-        point: that they belong to.
-        width: of the wider line.
         covered: boxes of what is drawn, each kind with how much it matters.
     """
     x, y = point

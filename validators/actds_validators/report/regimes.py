@@ -66,7 +66,6 @@ def page(result: Regimes, command: str) -> AnswerPage:
     """Return what the page says.
 
     Args:
-        result: the comparison.
         command: that made it, as it was typed.
     """
     return AnswerPage(

@@ -61,7 +61,6 @@ def page(result: Stability, command: str) -> AnswerPage:
     """Return what the page says.
 
     Args:
-        result: the comparison.
         command: that made it, as it was typed.
     """
     return AnswerPage(
@@ -158,8 +157,6 @@ class Means:
     Args:
         name: arm of the second dictionary; the first is one of the reference.
         kind: what the two differ in, beside their rows.
-        is_floor: whether both are of the reference.
-        matched: matched cosine.
         features: what became of the reference's features; None where too few rows are held out.
     """
 

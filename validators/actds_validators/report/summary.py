@@ -88,7 +88,6 @@ def facts(audit: Audit, known: About | None) -> list[tuple[str, str]]:
     """Return what the dataset is: model, hooks, rows, date, command; each a name and its words.
 
     Args:
-        audit: the result.
         known: ``None`` where only the result is at hand.
     """
     rows = f"{count(audit.accounting.captured)} of {count(audit.accounting.computed)} computed"

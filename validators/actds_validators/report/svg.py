@@ -81,8 +81,6 @@ class Picture:
         Args:
             x: where they start, end or have their middle, as the anchor says.
             y: of the base line.
-            words: anybody's.
-            anchor: of the text.
             kind: classes; ``bold`` is wider.
             room: pixels; up to the edge of the picture by default.
             shorter: forms that say the same in less room, the longest first.

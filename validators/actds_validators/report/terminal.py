@@ -41,7 +41,6 @@ def render(audit: Audit, about: About | None = None) -> Iterator[Line]:
     """Return the page, line by line; no line holds a control character.
 
     Args:
-        audit: the result.
         about: what the dataset is; ``None`` where only the result is at hand.
     """
     return cleaned(_page(audit, about))

@@ -49,7 +49,6 @@ class Fact:
     """One of the facts at the top of a page.
 
     Args:
-        title: what it is.
         value: the fact, or why there is none.
         note: more of it: the limit, the interval.
         is_known: whether there is a value; without one nothing is wrong with the data.
@@ -65,7 +64,6 @@ def clean(text: str, room: int | None = None) -> str:
     """Return text without control characters, cut where it is longer than any honest one.
 
     Args:
-        text: anybody's.
         room: bytes that it may take in the page, escaped; by default those of a label, or of a
             ``Sentence``.
     """
@@ -168,7 +166,6 @@ def signed(value: float, *, three: bool = False) -> str:
     """Return a number as ``thousandths`` does, with its sign; zero has none.
 
     Args:
-        value: the number.
         three: with three digits, as ``short``, where thousandths say too little.
     """
     said = short(value) if three else thousandths(value)
@@ -210,7 +207,6 @@ def state_of(held: Number, level: Level) -> State:
     """Return whether a number passes; too little evidence is no failure of the data.
 
     Args:
-        held: the number.
         level: of the verdict; under PASS no number beyond its limit is a reason not to train.
     """
     if held.ok is None:

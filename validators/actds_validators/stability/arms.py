@@ -84,7 +84,6 @@ class Arm:
 
     Args:
         words: as it was asked for.
-        dataset: its dataset.
         shares: share of each part; one of 1 where nothing is mixed.
         train: the rows of each part to train on.
         scored: the held-out rows of each part.
@@ -107,8 +106,6 @@ def open_arm(words: ArmWords, dataset: Dataset, hook: str, held_out: float) -> A
 
     Args:
         words: the arm as it was asked for.
-        dataset: its dataset.
-        hook: the hook.
         held_out: share of the requests that only score dictionaries, as a loader holds them out.
 
     Raises:
@@ -220,8 +217,6 @@ def _served_again(dataset: Dataset, requests: Requests, rows: Keys) -> tuple[Int
     """Return the rows that the prefix cache served, and to which request, once for each time.
 
     Args:
-        dataset: the dataset.
-        requests: its requests.
         rows: key of each row: its request's index and its position ``(n,)``.
     """
     order = np.argsort(rows, kind="stable")

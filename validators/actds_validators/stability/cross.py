@@ -104,15 +104,7 @@ def errors_of(dictionary: Dictionary, rows: npt.NDArray[np.float32]) -> tuple[Er
 def cross_values(
     trained_on: str, rows_of: str, errors: Sequence[Errors], scored: Scored, reference: Scored
 ) -> list[CrossValue]:
-    """Return what the dictionaries of an arm leave unexplained of rows, by stratum.
-
-    Args:
-        trained_on: arm of the dictionaries.
-        rows_of: arm of the rows.
-        errors: of these rows, by seed.
-        scored: the rows.
-        reference: those of the reference.
-    """
+    """Return what the dictionaries of an arm leave unexplained of rows, by stratum."""
     n_groups = int(max(scored.group.max(), reference.group.max())) + 1
     whole = np.ones(len(reference.group), np.bool_)
     count = _left_out(np.bincount(reference.group, minlength=n_groups))

@@ -44,7 +44,6 @@ def sign_test(n_below: int, n: int, *, two_sided: bool = True) -> float:
     Args:
         n_below: signs below; for the one-sided test, signs on the side that is shown.
         n: signs that are not zero.
-        two_sided: against both sides.
     """
     from scipy.stats import binomtest  # type: ignore[import-untyped]
 
@@ -65,11 +64,8 @@ def compare(
     at both. Against *other order*: both arms of one start, less the reference in another order.
 
     Args:
-        pairs: all pairs.
-        reference: name of the reference.
         chance: mean cosine of random directions, matched. A floor that is within the limit of it
             can show nothing.
-        limits: the settings.
     """
     by: dict[tuple[str, str], dict[int, Likeness]] = {}
     for one in pairs:
@@ -179,9 +175,6 @@ def answer(
 
     Args:
         judged: a verdict per arm; empty where only the reference was given.
-        comparisons: of all arms.
-        reference: name of the reference.
-        n_seeds: dictionaries of an arm.
     """
     outcomes = {verdict.arm: verdict.outcome for verdict in judged}
     outcome: Outcome = "undecided"

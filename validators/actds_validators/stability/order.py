@@ -61,7 +61,6 @@ def epoch_order(keys: Keys, seed: int, epoch: int) -> Ints:
 
     Args:
         keys: the number of each row ``(n,)``.
-        seed: of the order.
         epoch: from 0.
     """
     salt = np.uint64(name_hash("order", seed, epoch))

@@ -34,7 +34,6 @@ class Plan:
 
     Args:
         n_rows: rows of an arm to train on.
-        n_features: features of a dictionary.
     """
 
     n_rows: int
@@ -46,10 +45,7 @@ class Held:
     """The rows of one arm in memory.
 
     Args:
-        arm: the arm.
         entries: what the rows to train on are.
-        train: the rows to train on.
-        scored: the held-out rows.
         n_sinks: rows to train on that are sinks or not finite, and weigh nothing.
     """
 
@@ -68,7 +64,6 @@ class Gathered:
         arms: the rows of each arm, the reference first.
         scale: what brings the reference's rows to a mean norm of the square root of ``d_model``.
         centre: mean of the reference's rows ``(d_model,)``.
-        rare: which tokens are rare.
     """
 
     arms: tuple[Held, ...]
@@ -141,8 +136,6 @@ def gather(arms: Sequence[Arm], hook: str, n_rows: int) -> Gathered:
 
     Args:
         arms: the arms, the reference first.
-        hook: the hook.
-        n_rows: rows of an arm to train on.
 
     Raises:
         ActdsError: E014 an arm without a row that counts; what reading raises.

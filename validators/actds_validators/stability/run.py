@@ -64,11 +64,7 @@ def measure(
 
     Args:
         arms: the arms, the reference first; nothing that one scores is trained on by another.
-        hook: the hook.
-        planned: how many rows and features.
-        limits: the settings.
         out: new folder for the dictionaries, ``ARM/seed-N``; None keeps none.
-        progress: receives what is being done.
 
     Raises:
         ActdsError: E014 rows that cannot be trained on; E503; what reading raises.

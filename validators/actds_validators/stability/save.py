@@ -43,12 +43,7 @@ def save(
     """Write a dictionary with the record of what it was trained on.
 
     Args:
-        folder: a new folder.
-        dictionary: the dictionary.
-        arm: whose rows it was trained on.
-        hook: their hook.
         held_out: share of the requests that it has not seen.
-        trained: further facts of the training, as JSON.
 
     Raises:
         ActdsError: E503 the folder cannot be written.

@@ -30,13 +30,7 @@ class Interval:
     """A number with its interval.
 
     Args:
-        value: the number.
-        low: lower end.
-        high: upper end.
-        error: standard error.
-        n_blocks: blocks that it rests on.
         freedom: degrees of freedom of the Student interval.
-        confidence: of the interval.
     """
 
     value: float
@@ -66,7 +60,6 @@ class Blocks:
 
     Args:
         labels: ``(n_steps,)``, from 0, rising.
-        n_blocks: how many.
         steps: length of a block, in steps, before runs are cut evenly.
         correlation_steps: correlation time of the loss, in steps.
         long_enough: whether a block is at least `BLOCK_TIMES` correlation times long; if not, the
@@ -95,7 +88,6 @@ def blocks(
     one: there may be more than ``n_blocks_max`` when there are more runs.
 
     Args:
-        n_steps: steps in all.
         run: ``(n_steps,)``, label of the run.
         loss_series: ``(n_steps,)``, the share lost of each step.
         n_blocks_max: most blocks.
@@ -129,7 +121,6 @@ def block_sums(values: ArrayLike, labels: Ints, n_blocks: int) -> Floats:
     Args:
         values: per step, any leading axes.
         labels: ``(n_steps,)``, rising from 0 without a gap, as `blocks` returns them.
-        n_blocks: how many.
 
     Raises:
         ValueError: labels that do not rise from 0 to ``n_blocks - 1``.
@@ -157,7 +148,6 @@ def jackknife(sums: ArrayLike, statistic: Statistic, confidence: float = 0.95) -
     Args:
         sums: ``(k, n_blocks)``.
         statistic: of ``(k, ...)``, vectorised over what follows.
-        confidence: of the interval.
 
     Raises:
         ValueError: sums that are not finite or have another number of axes, or a confidence
@@ -177,7 +167,6 @@ def jackknife_many(
     Args:
         sums: ``(k, n_covariates, n_blocks)``.
         statistic: of ``(k, ...)``, vectorised over what follows.
-        confidence: of the intervals.
 
     Raises:
         ValueError: as `jackknife`.
@@ -223,8 +212,6 @@ def joint_confidence(
         without: ``(n_values, n_blocks)``, as for `from_replicates`; rows that are not finite do
             not count.
         confidence: of all intervals at once.
-        n_draws: draws.
-        seed: of the draws.
 
     Raises:
         ValueError: another number of axes, or a confidence outside (0, 1).
@@ -258,7 +245,6 @@ def from_replicates(
     Args:
         value: ``(n_covariates,)``.
         without: ``(n_covariates, n_blocks)``, at least two blocks.
-        confidence: of the intervals.
 
     Raises:
         ValueError: shapes that do not go together, or a confidence outside (0, 1).
@@ -384,7 +370,6 @@ def error_of_draws(n: float, n_lost: float, n_events: float) -> float:
 
     Args:
         n: rows in all.
-        n_lost: lost ones, below n.
         n_events: effective events (`events.effective_events`), above 0.
     """
     return n_lost / (n - n_lost) / math.sqrt(n_events)
@@ -407,7 +392,6 @@ def detectable(error: float, power: float = 0.8, alpha: float = 0.05) -> float:
     Args:
         error: standard error of the estimate, at least 0.
         power: between 0.5 and 1.
-        alpha: level.
 
     Raises:
         ValueError: an argument out of its range.

@@ -28,7 +28,6 @@ def drawn(key: Whole, quota: Ints, rng: np.random.Generator) -> Bools:
     Args:
         key: of each row ``(n,)``, from 0.
         quota: rows to draw of each key ``(n_keys,)``.
-        rng: chooses them.
     """
     shuffled = np.lexsort((rng.random(len(key)), key))
     ordered = key[shuffled]

@@ -202,7 +202,6 @@ def shrunken_rates(
 
     Args:
         n: computed tokens of each cell, any shape.
-        n_lost: lost ones.
         strength: tokens that the common rate counts for, at least 0, may be infinite.
         toward: the common rates, of a shape that fits; that of all cells by default.
 
@@ -262,7 +261,6 @@ def inverse_probability(n: ArrayLike, n_lost: ArrayLike, rates: ArrayLike) -> Fl
 
     Args:
         n: computed tokens of each cell, any shape.
-        n_lost: lost ones.
         rates: share lost of each cell, below 1 where a row is stored.
 
     Raises:

@@ -98,15 +98,8 @@ def render(
     """Return the page: HTML in UTF-8, without script.
 
     Args:
-        dataset: the dataset.
-        hook: whose rows are scored.
         profiles: norms by position, one per hook that is drawn.
-        stats: of hooks that were read whole.
-        found: what became of the positions.
-        scores: what the tokens are coloured by.
-        requests: to show.
         has_text: whether a tokenizer made text of the tokens.
-        command: that makes the page.
     """
     ends = [_ends(requests, k) for k in range(len(scores))]
     sections = [

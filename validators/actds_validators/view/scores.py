@@ -28,8 +28,6 @@ class Score:
     """One number per row.
 
     Args:
-        name: as the page names it.
-        words: how it is computed.
         of: from rows ``(n, d_model)``, float32, to numbers ``(n,)``.
     """
 
@@ -46,7 +44,6 @@ def read_probe(path: str | Path, d_model: int, chosen: Sequence[int] = ()) -> li
 
     Args:
         path: ``.npy`` file, ``(d_model,)`` or ``(n_probes, d_model)``.
-        d_model: channels of the hook.
         chosen: which probes; the first ones by default.
 
     Raises:
@@ -82,8 +79,6 @@ def read_sae(
 
     Args:
         path: what ``load_dictionary`` takes, or a ``.safetensors`` or ``.npz`` file of an encoder.
-        d_model: channels of the hook.
-        chosen: features.
         hook: the hook, in the names of actds; None where it is not known.
 
     Raises:

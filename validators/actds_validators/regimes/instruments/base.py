@@ -41,7 +41,6 @@ class Dictionary(Protocol):
         """Return the rows ``(n, d_model)`` of features ``(n, n_features)``.
 
         Args:
-            features: the features.
             rows: the rows that they are of, whose own numbers undo a normalization.
         """
         ...
@@ -56,9 +55,6 @@ class Dictionary(Protocol):
 
 class Remembered:
     """A dictionary that remembers the features of the last rows: several instruments ask for them.
-
-    Args:
-        dictionary: the dictionary.
     """
 
     def __init__(self, dictionary: Dictionary) -> None:
@@ -116,7 +112,6 @@ class Instrument(Protocol):
 
         Args:
             reference: sums ``(k,)`` over all rows of the reference.
-            limits: what counts as none.
         """
         ...
 
@@ -157,10 +152,7 @@ def difference(
     """Return the measure of how a function of an arm differs between the two.
 
     Args:
-        name: what it is, in words.
         of_arm: of the sums of one arm ``(..., k)``, unchanged when all are multiplied.
-        unit: of the value.
-        limit: largest value that still counts as none.
         arm_value: what is shown of either arm, None for nothing.
         labels: names of the elements, None for their numbers.
     """

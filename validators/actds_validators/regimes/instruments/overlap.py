@@ -31,7 +31,6 @@ class Overlap:
     """Overlap of the active features of the arms.
 
     Args:
-        dictionary: a dictionary of the hook.
         tops: numbers of most frequent features; those above half of all features are left out.
     """
 

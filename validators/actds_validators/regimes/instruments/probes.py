@@ -67,10 +67,6 @@ class Probes:
     def need_labels(self, names: tuple[str, str], rows: tuple[Whole, Whole]) -> None:
         """Refuse labels that do not tell the rows of an arm apart.
 
-        Args:
-            names: of the arms.
-            rows: numbers of their rows that are compared.
-
         Raises:
             ActdsError: E014 true of all rows that have a label, or of none.
         """

@@ -40,7 +40,6 @@ class Reconstruction:
     """A dictionary on the rows of either arm.
 
     Args:
-        dictionary: a dictionary of the hook.
         turned: features of which the direction is followed; None takes those that are most often
             active in a sample of the reference.
     """
