@@ -17,12 +17,13 @@ from statsmodels.stats.multitest import multipletests
 
 from actds.errors import ActdsError
 from actds_testing.calibration.regimes import Orthonormal, Sequences
+from actds_validators.arrays import Rows
 from actds_validators.dictionaries import Dictionary
 from actds_validators.dictionaries.dictionary import Source
 from actds_validators.regimes import inference, run
 from actds_validators.regimes.contrast import Contrast, Layer, Side, plan
 from actds_validators.regimes.instruments import overlap, probes
-from actds_validators.regimes.instruments.base import Remembered, Rows
+from actds_validators.regimes.instruments.base import Remembered
 from actds_validators.regimes.instruments.moments import (
     Moments,
     central_moments,

@@ -37,7 +37,7 @@ def test_numbers_stand_with_the_side_of_their_limit() -> None:
     assert any("?" in line and "≥ 30" in line for line in checks)
     assert [line.style for line in render(audit("few")) if "≥ 30" in line.text][-1] == "dim"
     assert any("share lost" in line and "≤ 5 %" in line for line in checks)
-    assert any(line.split()[-5:-2] == ["1,182,114", "rows", "-"] for line in checks)
+    assert any(line.split()[-6:-3] == ["1,182,114", "rows", "-"] for line in checks)
 
 
 def test_accounting_adds_up_on_the_page_and_names_each_reason() -> None:

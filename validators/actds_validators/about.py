@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from actds.reading import Catalog
 
-__all__ = ["About", "about", "began", "recorded"]
-
 
 @dataclass(frozen=True)
 class About:

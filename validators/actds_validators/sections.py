@@ -9,8 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from actds.errors import ActdsError
 
-__all__ = ["Section", "Share", "settings_of"]
-
 Settings = TypeVar("Settings", bound=BaseModel)
 Share = Annotated[float, Field(ge=0, le=1)]
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.covariates import N_BANDS, N_BITS, CovariateDef
 from actds_validators.audit.data import CLASSES, places
 from actds_validators.audit.lookup import Rows
 from actds_validators.audit.result import Covariate
-from actds_validators.statistics.events import Bools, Floats, Ints
 from actds_validators.statistics.intervals import Blocks
 
 if TYPE_CHECKING:

@@ -18,17 +18,11 @@ import numpy.typing as npt
 from actds.accounting.fates import NEVER, FateCounts, fate_counts
 from actds.format import tables
 from actds.format.positions import Index, position_key
+from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.covariates import LOAD, columns_of, defined
 from actds_validators.audit.data import Part, Read, RunSource, column, is_known, numbers, places
 from actds_validators.audit.result import Accounting, Finding, WaterfallStep
-from actds_validators.statistics.events import (
-    Bools,
-    Floats,
-    Ints,
-    correlation_steps,
-    count_events,
-    effective_events,
-)
+from actds_validators.statistics.events import correlation_steps, count_events, effective_events
 from actds_validators.statistics.intervals import Blocks, blocks
 
 _COUNTED = ("step", "t_ns", "captured_tokens", "dropped_tokens")

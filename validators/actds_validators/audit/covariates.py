@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.result import Covariate, Group
-from actds_validators.statistics.events import Bools, Floats, Ints
 from actds_validators.statistics.shift import ewma
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from actds.executor import Executor
 from actds.format import tables
 from actds.format.positions import Keys, pair_key, split_key
 from actds.load.filters import SINK_NORM
+from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.accumulate import ClassCounts
 from actds_validators.audit.covariates import COVARIATES, N_BANDS, N_BITS, Widths, position_band
 from actds_validators.audit.data import CLASSES, NOWHERE, Part, RunSource, column, explode, is_known
@@ -36,7 +37,6 @@ from actds_validators.audit.result import (
     CoverageCell,
     Dominant,
 )
-from actds_validators.statistics.events import Bools, Floats, Ints
 from actds_validators.statistics.strata import jensen_shannon, total_variation
 
 OTHERS = "all others"

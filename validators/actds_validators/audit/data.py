@@ -29,8 +29,8 @@ from actds.format.shard import TOKENS
 from actds.format.tables import TableName
 from actds.reading import Catalog
 from actds.store.local import LocalStore
+from actds_validators.arrays import Bools, Ints
 from actds_validators.audit.result import ClassesFile
-from actds_validators.statistics.events import Bools, Ints
 
 N_THREADS = 2
 BATCH_ROWS = 1 << 15

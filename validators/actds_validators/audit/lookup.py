@@ -19,6 +19,7 @@ from actds.accounting.multiplicity import Servings
 from actds.format.positions import Index
 from actds.format.sampled import Sampled
 from actds.format.tables import FLAG_SPECIAL
+from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.census import RunSteps, Series
 from actds_validators.audit.covariates import (
     LOAD,
@@ -37,7 +38,6 @@ from actds_validators.audit.data import (
     column,
     is_known,
 )
-from actds_validators.statistics.events import Bools, Floats, Ints
 
 MAX_SOURCES = 8
 MAX_ROWS = 1 << 19

@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from actds_validators.arrays import Floats, Ints
 from actds_validators.audit.accumulate import CovariateSums
 from actds_validators.audit.census import Series
 from actds_validators.audit.covariates import COVARIATES, defined
@@ -38,7 +39,7 @@ from actds_validators.audit.result import (
 )
 from actds_validators.audit.within import WithinTest
 from actds_validators.statistics.association import block_score, change, naive_z
-from actds_validators.statistics.events import Floats, Ints, one_per_event
+from actds_validators.statistics.events import one_per_event
 from actds_validators.statistics.families import (
     JointDraws,
     draws_for,

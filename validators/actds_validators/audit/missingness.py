@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from actds.format.labels import label_table, label_text
 from actds.format.positions import pair_key, split_key
+from actds_validators.arrays import Floats, Ints
 from actds_validators.audit.accumulate import Bands, CovariateSums
 from actds_validators.audit.census import Series
 from actds_validators.audit.covariates import COVARIATES, N_BANDS, defined
@@ -32,7 +33,6 @@ from actds_validators.audit.result import (
     Stratum,
     StratumLoss,
 )
-from actds_validators.statistics.events import Floats, Ints
 from actds_validators.statistics.intervals import (
     Blocks,
     Interval,

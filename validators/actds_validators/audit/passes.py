@@ -17,11 +17,11 @@ import pyarrow.compute as pc
 
 from actds.executor import Executor
 from actds.format.tables import TableName
+from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.accumulate import CONTENT, ClassCounts, Sums
 from actds_validators.audit.covariates import CovariateDef, Widths, position_band
 from actds_validators.audit.data import Part, column, explode, places
 from actds_validators.audit.lookup import CellEdges, Lookup, Rows
-from actds_validators.statistics.events import Bools, Floats, Ints
 
 ExecutorName = Literal["threads", "ray"]
 """The executors of ``actds.executor`` that an audit may name in its result."""

@@ -17,6 +17,7 @@ from actds.reading import Catalog
 from actds.sealing import check_provenance
 from actds.sources import read_records
 from actds.store import open_store
+from actds_validators.arrays import Floats, Ints
 from actds_validators.audit.accumulate import CONTENT, CovariateSums, PartialRows, Sums
 from actds_validators.audit.answer import conclude, unaccounted
 from actds_validators.audit.census import RunSteps, Series, accounting, make_series, read_steps
@@ -107,7 +108,6 @@ from actds_validators.audit.weights import (
 )
 from actds_validators.audit.within import LEAST_DRAWS, selections
 from actds_validators.audit.wording import blind_spots
-from actds_validators.statistics.events import Floats, Ints
 from actds_validators.statistics.families import draws_for
 from actds_validators.statistics.intervals import Interval, jackknife_many, smd_of_stored
 

@@ -24,6 +24,7 @@ from actds.format.row_weights import FORMAT, GROUP_ROWS, SCHEMA, VERSION
 from actds.format.shard import Shard
 from actds.reading import Catalog
 from actds.store import refuse_within_dataset
+from actds_validators.arrays import Floats
 from actds_validators.audit.accumulate import Sums
 from actds_validators.audit.census import Series
 from actds_validators.audit.lookup import CellEdges, Lookup
@@ -38,7 +39,6 @@ from actds_validators.audit.result import (
     Weighting,
     Worse,
 )
-from actds_validators.statistics.events import Floats
 from actds_validators.statistics.intervals import Interval, from_replicates, smd
 from actds_validators.statistics.strata import (
     effective_rows,

@@ -16,21 +16,6 @@ from actds.cli.options import model_options
 from actds.cli.output import ResultCommand, print_lines
 from actds.text import Line, storable
 
-__all__ = [
-    "COMMAND",
-    "LimitsCommand",
-    "Outputs",
-    "accept_option",
-    "files_of",
-    "html_option",
-    "json_option",
-    "keep_little",
-    "need_folders",
-    "no_dash",
-    "told",
-    "write_text",
-]
-
 Command = TypeVar("Command", bound="Callable[..., Any] | click.Command")
 COMMAND = "actds.command"
 """Key of a context under which the command stands as it was typed."""

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
+from actds_validators.arrays import Array
 from actds_validators.dictionaries.dictionary import Dictionary, Kind, Source
 from actds_validators.dictionaries.places import places_of
 from actds_validators.dictionaries.recorded import recorded
@@ -30,11 +30,8 @@ from actds_validators.dictionaries.tensors import (
 )
 from actds_validators.dictionaries.wanted import Wanted
 
-__all__ = ["CONFIG", "WEIGHTS", "read_dictionary_learning"]
-
 CONFIG = "config.json"
 WEIGHTS = "ae.pt"
-Array = npt.NDArray[Any]
 ClassName = Literal[
     "AutoEncoder",
     "AutoEncoderNew",

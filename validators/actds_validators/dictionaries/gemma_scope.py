@@ -18,8 +18,6 @@ from actds_validators.dictionaries.refusal import refused
 from actds_validators.dictionaries.tensors import file_sha256, of_names, read_npz, vector
 from actds_validators.dictionaries.wanted import Wanted
 
-__all__ = ["PARAMETERS", "read_gemma_scope"]
-
 PARAMETERS = "params.npz"
 _REPOSITORY = re.compile(r"gemma-scope-(2b|9b|27b)-(pt|it)-(res|mlp|att)(?![a-z])")
 _LAYER = re.compile(r"layer_(\d{1,6})")

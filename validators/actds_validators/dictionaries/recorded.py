@@ -7,8 +7,6 @@ from typing import Any
 
 from actds_validators.dictionaries.refusal import refused
 
-__all__ = ["Recorded", "recorded"]
-
 NEXT_STEP = (
     "Fold the normalization into the weights, set `normalize` and `normalization` of the recorded "
     "configuration to null, and save again."

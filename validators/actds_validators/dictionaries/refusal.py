@@ -10,8 +10,6 @@ from pydantic import BaseModel, ValidationError
 
 from actds.errors import ActdsError
 
-__all__ = ["MAX_JSON_NBYTES", "read_config", "refused"]
-
 MAX_JSON_NBYTES = 1 << 22
 """Of a configuration; those of trainers have a few kilobytes."""
 NEXT_STEP = (

@@ -27,8 +27,6 @@ from actds_validators.dictionaries.tensors import (
 )
 from actds_validators.dictionaries.wanted import Wanted
 
-__all__ = ["CONFIG", "WEIGHTS", "read_saelens"]
-
 CONFIG = "cfg.json"
 WEIGHTS = "sae_weights.safetensors"
 

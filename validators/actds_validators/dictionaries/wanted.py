@@ -8,8 +8,6 @@ from typing import Literal
 from actds_validators.dictionaries.places import layers_of, same_model, same_place
 from actds_validators.dictionaries.refusal import refused
 
-__all__ = ["HookFrom", "Wanted"]
-
 HookFrom = Literal["file", "path", "caller"]
 
 

@@ -11,15 +11,6 @@ from dataclasses import dataclass
 from actds.errors import ActdsError
 from actds.format.tables import PHASES
 
-__all__ = [
-    "MIXTURE_KEYS",
-    "SELECTION_KEYS",
-    "ArmWords",
-    "parse_arms",
-    "parse_contrasts",
-    "parse_named",
-]
-
 SELECTION_KEYS = ("phase", "where", "exclude")
 MIXTURE_KEYS = (*SELECTION_KEYS, *PHASES, "weights")
 """Keys of an arm that something is trained on: its shares by phase, and how rows count."""

@@ -23,8 +23,6 @@ from actds_validators.regimes.result import (
 from actds_validators.regimes.strata import ALL
 from actds_validators.regimes.wording import beyond, in_floor, in_words, limits_of, rows_of
 
-__all__ = ["LEADS", "about", "answer_of", "judged", "leading", "outcome_of", "verdicts"]
-
 LEADS = (("dictionary", "FVU over the reference's variance"), ("moments", "mean"))
 """Instrument and measure that charts and sentences follow, where they are there."""
 _ORDER: tuple[Outcome, ...] = ("shifts", "undecided", "carries over")

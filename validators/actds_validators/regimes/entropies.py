@@ -23,12 +23,9 @@ from actds.exchange.tensors import read_document, read_header
 from actds.load.dataset import Dataset
 from actds.schema import Hook
 from actds_validators.about import recorded
+from actds_validators.arrays import Floats, Ints, Rows, Whole
 from actds_validators.regimes.arms import Arm, ArmRows, Sampled, read_arm
-from actds_validators.statistics.events import Floats, Ints, Whole
 
-__all__ = ["Entropies", "Unembedding", "model_folder"]
-
-Rows = npt.NDArray[np.float32]
 AGREE = 0.05
 """Nats that computed entropies may differ from recorded ones, median over `N_CHECKED` rows at most:
 the engine rounds its logits, and rows are stored in 16 bits."""

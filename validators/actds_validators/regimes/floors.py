@@ -13,16 +13,14 @@ import numpy as np
 import pyarrow.compute as pc
 
 from actds.errors import ActdsError
+from actds_validators.arrays import Floats, Rows, Whole
 from actds_validators.regimes.arms import Arm
 from actds_validators.regimes.contrast import Contrast
 from actds_validators.regimes.inference import Judged
 from actds_validators.regimes.result import ContrastResult, Value
 from actds_validators.regimes.strata import ALL
 from actds_validators.regimes.sums import Array
-from actds_validators.statistics.events import Floats, Whole
-from actds_validators.statistics.samples import Rows, cosine_distance, relative_l2
-
-__all__ = ["RepeatFloor", "beside_contrast", "beside_floor", "repeat_floor"]
+from actds_validators.statistics.samples import cosine_distance, relative_l2
 
 _MIN_TOKENS = 20
 _OF_PAIRS = ("numerics", "overlap")

@@ -17,12 +17,12 @@ import numpy as np
 from scipy import special  # type: ignore[import-untyped]
 
 from actds.text import counted
+from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.regimes.result import Element, Limits, Outcome, Value
 from actds_validators.regimes.scales import Scale, ends, slope, to_scale
 from actds_validators.regimes.strata import ALL, MIN_REQUESTS, MIN_ROWS, Stratum
 from actds_validators.regimes.sums import COUNT, Made, Totals
 from actds_validators.regimes.wording import beyond
-from actds_validators.statistics.events import Bools, Floats, Ints
 from actds_validators.statistics.intervals import (
     benjamini_hochberg,
     detectable,
@@ -30,8 +30,6 @@ from actds_validators.statistics.intervals import (
     joint_confidence,
 )
 from actds_validators.statistics.samples import halves
-
-__all__ = ["Judged", "Measure", "decide", "flip_p", "judge", "pseudo_values"]
 
 Sums = Mapping[str, Floats]
 Statistic = Callable[[Sums, Sums], Floats]

@@ -25,8 +25,6 @@ from actds_validators.dictionaries.tensors import (
     read_safetensors,
 )
 
-__all__ = ["ProbeFile", "read_probes"]
-
 MAX_PROBES = 1024
 MAX_NAME = 80
 _MAX_WEIGHT = float(np.finfo(np.float32).max)

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from actds_validators.arrays import Floats, Ints
 from actds_validators.regimes.result import Quantiles
 from actds_validators.regimes.strata import MIN_REQUESTS, Stratum
-from actds_validators.statistics.events import Floats, Ints
-
-__all__ = ["Histogram", "quantile_lines"]
 
 LOWEST = 1e-12
 """Distances below count as 0."""

@@ -12,9 +12,7 @@ import numpy.typing as npt
 from actds.errors import ActdsError
 from actds.format.positions import Keys, pair_key, split_key
 from actds.load.dataset import Dataset
-from actds_validators.statistics.events import Bools, Ints
-
-__all__ = ["Requests", "match"]
+from actds_validators.arrays import Bools, Ints
 
 
 class Requests:

@@ -8,25 +8,6 @@ from pydantic import Field
 
 from actds_validators.sections import Section, Share
 
-__all__ = [
-    "About",
-    "Answer",
-    "ArmResult",
-    "ContrastResult",
-    "DatasetResult",
-    "Element",
-    "GapPart",
-    "Largest",
-    "Limits",
-    "Outcome",
-    "Quantiles",
-    "Regimes",
-    "Separated",
-    "Used",
-    "Value",
-    "Verdict",
-]
-
 Outcome = Literal["carries over", "shifts", "undecided"]
 About = Literal["computation", "authorship", "both", "text"]
 """What differs between two arms: how equal tokens were computed; who wrote the tokens behind equal

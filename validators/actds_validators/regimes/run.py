@@ -10,13 +10,14 @@ import numpy as np
 from actds.errors import ActdsError
 from actds.load.filters import SINK_NORM
 from actds.load.lazy import LazyArray
+from actds_validators.arrays import Bools, Floats, Ints, Rows
 from actds_validators.regimes.arms import Arm, ArmRows, described_rows
 from actds_validators.regimes.conclusions import about, answer_of, verdicts
 from actds_validators.regimes.contrast import Contrast, Pairing, Side, contrast
 from actds_validators.regimes.entropies import Entropies
 from actds_validators.regimes.floors import beside_contrast, beside_floor, repeat_floor
 from actds_validators.regimes.inference import Judged, Measure, decide, judge
-from actds_validators.regimes.instruments.base import Instrument, PairInstrument, Rows
+from actds_validators.regimes.instruments.base import Instrument, PairInstrument
 from actds_validators.regimes.instruments.moments import ALL_ROWS, SINKS
 from actds_validators.regimes.instruments.numerics import Numerics
 from actds_validators.regimes.instruments.parting import PARTING, parting_parts
@@ -32,10 +33,7 @@ from actds_validators.regimes.result import (
 )
 from actds_validators.regimes.strata import ALL
 from actds_validators.regimes.sums import COUNT, Array, Part, Sums, blocks_of
-from actds_validators.statistics.events import Bools, Floats, Ints
 from actds_validators.statistics.samples import some_rows
-
-__all__ = ["Asked", "Measured", "compare", "conclude", "measure"]
 
 N_SAMPLE = 4096
 MAX_PAIRS = 50_000

@@ -11,9 +11,7 @@ from typing import Literal
 import numpy as np
 from scipy import special  # type: ignore[import-untyped]
 
-from actds_validators.statistics.events import Floats
-
-__all__ = ["Scale", "ends", "slope", "to_scale"]
+from actds_validators.arrays import Floats
 
 Scale = Literal["linear", "log", "logit"]
 

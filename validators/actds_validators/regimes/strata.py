@@ -13,19 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.format.tables import ROLES
+from actds_validators.arrays import Floats, Ints, Whole
 from actds_validators.regimes.arms import KERNEL_MODES, ArmRows
-from actds_validators.statistics.events import Floats, Ints, Whole
-
-__all__ = [
-    "ALL",
-    "DECODE_STEPS",
-    "MIN_REQUESTS",
-    "MIN_ROWS",
-    "Strata",
-    "Stratum",
-    "fine_bands",
-    "strata_of",
-]
 
 MIN_REQUESTS = 8
 """Requests that an arm must have in a stratum: nothing is estimated from fewer."""

@@ -15,12 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_array, issparse  # type: ignore[import-untyped]
 
+from actds_validators.arrays import Bools, Floats, Ints, Rows, Whole
 from actds_validators.regimes.contrast import Side
-from actds_validators.statistics.events import Bools, Floats, Ints, Whole
 
-__all__ = ["COUNT", "Array", "Made", "Part", "Sums", "Totals", "blocks_of"]
-
-Rows = npt.NDArray[np.float32]
 COUNT = "n"
 """The sum of the weights of the rows, which every `Sums` has."""
 BLOCK_NBYTES = 1 << 25  # of float32 rows, or of their features, that are held together

@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from actds_validators.regimes.result import Value
 
-__all__ = ["WORDS", "beyond", "big", "element_of", "in_floor", "in_words", "limits_of", "rows_of"]
-
 Names = tuple[str, str]
 _NOUNS = {"moments": "channel ", "dictionary": "feature ", "probes": "probe "}
 _MOST = 300.0  # of a logarithm: what is above has no number

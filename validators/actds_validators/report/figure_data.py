@@ -11,8 +11,6 @@ from urllib.parse import quote
 
 from actds_validators.report.words import clean
 
-__all__ = ["Cell", "FigureData"]
-
 Cell = str | int | float | None
 # What a spreadsheet takes for a formula where a cell begins, also with the separators of other
 # locales and in full width: owasp.org/www-community/attacks/CSV_Injection.

@@ -8,8 +8,6 @@ from datetime import UTC, datetime
 from actds_validators.about import About
 from actds_validators.report.words import first
 
-__all__ = ["by_arm", "dataset_facts", "day", "harvested", "models"]
-
 _MAX_HOOKS, _MAX_ARMS = 6, 6
 
 

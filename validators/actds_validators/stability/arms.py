@@ -21,22 +21,11 @@ from actds.load.filters import need_known
 from actds.load.pairs import prefix_hashes
 from actds.load.selection import Selection, held_out_requests, select
 from actds.text import storable
+from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.regimes.arms import APART
 from actds_validators.regimes.asking import ArmWords
 from actds_validators.regimes.requests import Requests
 from actds_validators.stability.order import copies, name_hash, row_keys
-from actds_validators.statistics.events import Bools, Floats, Ints
-
-__all__ = [
-    "Arm",
-    "Entries",
-    "chosen",
-    "most",
-    "open_arm",
-    "refuse_same",
-    "scored_apart",
-    "words_of",
-]
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.format.tables import PHASES
+from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.stability.arms import Entries
 from actds_validators.stability.result import CrossValue, Rare
-from actds_validators.statistics.events import Bools, Floats, Ints
 from actds_validators.statistics.intervals import from_replicates
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
     from actds_validators.dictionaries import Dictionary
-
-__all__ = ["Errors", "Scored", "cross_values", "errors_of", "groups_of", "rare_tokens"]
 
 MAX_GROUPS, MIN_REQUESTS = 32, 8
 RARE = 0.1

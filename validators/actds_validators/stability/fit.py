@@ -14,15 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError, not_installed
+from actds_validators.arrays import Bools, Floats
 from actds_validators.stability.order import epoch_order
-from actds_validators.statistics.events import Bools, Floats
 
 if TYPE_CHECKING:
     import torch
 
     from actds.format.positions import Keys
-
-__all__ = ["Fitted", "Rows", "Trainer", "need_torch"]
 
 _LAST = 20
 

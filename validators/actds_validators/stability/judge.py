@@ -25,8 +25,6 @@ from actds_validators.stability.result import (
 )
 from actds_validators.statistics.intervals import benjamini_hochberg
 
-__all__ = ["MIN_SEEDS", "answer", "compare", "sign_test", "verdicts"]
-
 MIN_SEEDS = 6
 LEVEL = 0.05
 _TESTED: Measure = "matched"

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from actds_validators.statistics.events import Bools, Floats, Ints
-
-__all__ = ["Matched", "chance", "cosines", "match", "match_directions"]
+from actds_validators.arrays import Bools, Floats, Ints
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.stability.result import Features
-from actds_validators.statistics.events import Bools, Floats, Ints
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array  # type: ignore[import-untyped]
-
-__all__ = ["EXPLAINED", "MIN_EVENTS", "MOST", "PART", "correlations", "features_of", "parts_of"]
 
 MIN_EVENTS = 20
 """Rows on which a feature is active at least, to have a correlation that means something."""

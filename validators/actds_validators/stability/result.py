@@ -8,24 +8,6 @@ from pydantic import Field
 
 from actds_validators.sections import Section, Share
 
-__all__ = [
-    "Answer",
-    "ArmResult",
-    "Comparison",
-    "CrossValue",
-    "Features",
-    "Floor",
-    "Likeness",
-    "Limits",
-    "Measure",
-    "Outcome",
-    "PairResult",
-    "Rare",
-    "Stability",
-    "Trained",
-    "Verdict",
-]
-
 Outcome = Literal["within the floor", "beyond the floor", "undecided"]
 Measure = Literal["matched", "nearest", "share_70", "share_90", "kept", "split", "merged", "gone"]
 """Numbers of a `Likeness`: four of directions, four of its features."""

@@ -12,16 +12,14 @@ import numpy.typing as npt
 from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
 from actds.load.filters import SINK_NORM
+from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.stability.arms import Arm, Entries, chosen, most
 from actds_validators.stability.cross import Scored, groups_of, rare_tokens
 from actds_validators.stability.fit import Rows
 from actds_validators.stability.result import Limits, Rare
-from actds_validators.statistics.events import Bools, Floats, Ints
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["N_SCORED", "Gathered", "Held", "Plan", "gather", "plan"]
 
 N_SCORED = 8192
 """Held-out rows of an arm that score dictionaries, at most."""

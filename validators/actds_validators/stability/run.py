@@ -13,6 +13,7 @@ import numpy as np
 from actds.format.tables import PHASES
 from actds.text import storable
 from actds_validators.about import about
+from actds_validators.arrays import Bools
 from actds_validators.dictionaries import Dictionary
 from actds_validators.dictionaries.dictionary import Source
 from actds_validators.stability.arms import Arm, most, words_of
@@ -31,12 +32,9 @@ from actds_validators.stability.result import (
 )
 from actds_validators.stability.rows import Gathered, Plan, gather
 from actds_validators.stability.save import save
-from actds_validators.statistics.events import Bools
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array  # type: ignore[import-untyped]
-
-__all__ = ["measure"]
 
 Kind = Literal["same start", "other order", "other seed"]
 

@@ -20,8 +20,6 @@ from actds_validators.dictionaries.places import places_of
 from actds_validators.dictionaries.saelens import CONFIG, WEIGHTS
 from actds_validators.stability.arms import Arm
 
-__all__ = ["refuse_out", "save"]
-
 
 def refuse_out(out: Path) -> None:
     """Refuse a folder for dictionaries that cannot be made anew.

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special  # type: ignore[import-untyped]  # scipy.stats takes a second to import
 
-from actds_validators.statistics.events import Floats, as_floats, slices
+from actds_validators.arrays import Floats
+from actds_validators.statistics.events import as_floats, slices
 from actds_validators.statistics.intervals import Blocks, block_sums, blocks
 from actds_validators.statistics.shift import about_mean, loss_share, shares_and_sums
 

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.fft import next_fast_len  # type: ignore[import-untyped]
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Whole = NDArray[np.signedinteger[Any]]
-"""Whole numbers of any width: of each row there is one, and rows are many."""
-Bools = NDArray[np.bool_]
+from actds_validators.arrays import Floats, Ints, Whole
 
 
 def slices(run: ArrayLike) -> list[slice]:

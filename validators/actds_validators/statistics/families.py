@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from actds_validators.statistics.events import Bools, Floats, Ints, as_floats
+from actds_validators.arrays import Bools, Floats, Ints
+from actds_validators.statistics.events import as_floats
 from actds_validators.statistics.intervals import benjamini_hochberg
 
 TAIL = 0.05

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special  # type: ignore[import-untyped]
 
-from actds_validators.statistics.events import Floats, Ints, as_floats, correlation_steps, slices
+from actds_validators.arrays import Floats, Ints
+from actds_validators.statistics.events import as_floats, correlation_steps, slices
 
 BLOCK_TIMES = 10.0
 """Length of a block in correlation times of the loss: the interval is then 5 % too short at most

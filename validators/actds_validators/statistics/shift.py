@@ -13,7 +13,8 @@ from numpy.typing import ArrayLike
 from scipy.fft import next_fast_len  # type: ignore[import-untyped]
 from scipy.signal import lfilter  # type: ignore[import-untyped]
 
-from actds_validators.statistics.events import Floats, Ints, as_floats, correlation_steps, slices
+from actds_validators.arrays import Floats, Ints
+from actds_validators.statistics.events import as_floats, correlation_steps, slices
 
 N_DRAWS = 2000
 """Random tuples of shifts, where there are several runs."""

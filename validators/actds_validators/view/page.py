@@ -36,8 +36,6 @@ from actds_validators.report.words import (
 from actds_validators.view.requests import Shown
 from actds_validators.view.scores import Score
 
-__all__ = ["N_HOOKS", "render"]
-
 N_HOOKS = 8
 """Hooks whose norms are drawn."""
 _N_SHADES = 7

@@ -24,8 +24,6 @@ from actds_validators.view.scores import Score
 if TYPE_CHECKING:
     from actds.load.context import RequestRows, Tokenizer
 
-__all__ = ["MAX_TOKENS", "Shown", "read_requests", "read_tokenizer", "sample"]
-
 N_EVEN, N_LOST = 6, 2
 MAX_TOKENS = 12_000
 """Of a page: more make a browser slow."""

@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from actds.errors import ActdsError
 from actds.exchange.containers import map_npy
+from actds_validators.arrays import Array
 from actds_validators.dictionaries import gemma_scope, load_dictionary, saelens
 from actds_validators.dictionaries.tensors import is_npz, is_torch, read_npz, read_safetensors
 
-__all__ = ["MAX_SCORES", "NORM", "Score", "read_probe", "read_sae"]
-
-Floats = npt.NDArray[Any]
 MAX_SCORES = 4
 """The norm, and three more."""
 _ENCODERS = ("W_enc", "encoder.weight")
@@ -33,7 +30,7 @@ class Score:
 
     name: str
     words: str
-    of: Callable[[Floats], Floats]
+    of: Callable[[Array], Array]
 
 
 NORM = Score("norm", "Euclidean norm of the row", lambda rows: np.linalg.norm(rows, axis=1))
@@ -122,14 +119,14 @@ def _of_dictionary(
 ) -> list[Score]:
     one = load_dictionary(path, hook, d_model)
     _need_some(path, chosen, one.n_features)
-    last: list[tuple[Floats, Any]] = []
+    last: list[tuple[Array, Any]] = []
 
-    def features(rows: Floats) -> Any:
+    def features(rows: Array) -> Any:
         if not last or last[0][0] is not rows:
             last[:] = [(rows, one.encode_sparse(rows).tocsc())]
         return last[0][1]
 
-    def activation(k: int) -> Callable[[Floats], Floats]:
+    def activation(k: int) -> Callable[[Array], Array]:
         return lambda rows: features(rows)[:, [k]].toarray()[:, 0]
 
     return [
@@ -143,7 +140,7 @@ def _need_some(path: Path, chosen: Sequence[int], n: int) -> None:
         raise _bad(path, f"{n:,} features and none of them named", "features to look at")
 
 
-def _product(path: Path, direction: Floats) -> Callable[[Floats], Floats]:
+def _product(path: Path, direction: Array) -> Callable[[Array], Array]:
     weights = np.asarray(direction, np.float32)
     if not np.isfinite(weights).all():
         raise _bad(path, "values that are not finite", "finite numbers")
@@ -151,9 +148,9 @@ def _product(path: Path, direction: Floats) -> Callable[[Floats], Floats]:
 
 
 def _activation(
-    product: Callable[[Floats], Floats], shift: float, least: float
-) -> Callable[[Floats], Floats]:
-    def of(rows: Floats) -> Floats:
+    product: Callable[[Array], Array], shift: float, least: float
+) -> Callable[[Array], Array]:
+    def of(rows: Array) -> Array:
         before = product(rows) + shift
         return np.where(before > least, before, 0.0)
 
@@ -170,8 +167,8 @@ def _chosen(path: Path, chosen: Sequence[int], n: int) -> Sequence[int]:
 
 
 def _vector(
-    path: Path, tensors: Mapping[str, Floats], names: tuple[str, ...], n: int
-) -> Floats | None:
+    path: Path, tensors: Mapping[str, Array], names: tuple[str, ...], n: int
+) -> Array | None:
     name = next((name for name in names if name in tensors), None)
     if name is None:
         return None
@@ -181,7 +178,7 @@ def _vector(
     return values
 
 
-def _tensors(path: Path) -> Mapping[str, Floats]:
+def _tensors(path: Path) -> Mapping[str, Array]:
     """Return the tensors of a file by name; those of ``.safetensors`` stay on the disk."""
     read = {".safetensors": read_safetensors, ".npz": read_npz}.get(path.suffix)
     if read is None:

@@ -6,27 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
+from actds_validators.arrays import Floats, Ints, Rows
 from actds_validators.regimes.inference import Measure
 from actds_validators.regimes.result import Limits
 from actds_validators.regimes.sums import COUNT, Part
-from actds_validators.statistics.events import Floats, Ints
 
-__all__ = [
-    "Dictionary",
-    "Instrument",
-    "PairInstrument",
-    "Remembered",
-    "Rows",
-    "Sums",
-    "difference",
-    "events",
-    "mean_of",
-]
-
-Rows = npt.NDArray[np.float32]
 Sums = Mapping[str, Floats]
 
 
@@ -54,8 +40,7 @@ class Dictionary(Protocol):
 
 
 class Remembered:
-    """A dictionary that remembers the features of the last rows: several instruments ask for them.
-    """
+    """A dictionary that remembers the features of the last rows, for several instruments."""
 
     def __init__(self, dictionary: Dictionary) -> None:
         self._dictionary = dictionary

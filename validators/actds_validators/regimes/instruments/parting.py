@@ -12,12 +12,10 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from actds_validators.arrays import Floats
 from actds_validators.regimes.inference import Measure
 from actds_validators.regimes.instruments.base import Sums
 from actds_validators.regimes.sums import Part
-from actds_validators.statistics.events import Floats
-
-__all__ = ["PARTING", "parting_parts"]
 
 
 def parting_parts(parted: npt.NDArray[np.int8]) -> Iterator[Part]:

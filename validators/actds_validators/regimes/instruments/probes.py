@@ -12,18 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
+from actds_validators.arrays import Floats, Ints, Labels, Rows, Whole
 from actds_validators.regimes.inference import Measure
-from actds_validators.regimes.instruments.base import Rows, Sums, difference, mean_of
+from actds_validators.regimes.instruments.base import Sums, difference, mean_of
 from actds_validators.regimes.result import Limits
 from actds_validators.regimes.sums import Part
-from actds_validators.statistics.events import Floats, Ints, Whole
-
-__all__ = ["N_BINS", "Probes", "area"]
 
 N_BINS = 512
 MIN_LABELLED = 20
 """Rows of either label that an arm must have for an area."""
-Labels = npt.NDArray[np.int8]
 
 
 class Probes:
