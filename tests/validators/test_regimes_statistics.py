@@ -22,6 +22,7 @@ from actds_validators.dictionaries import Dictionary
 from actds_validators.dictionaries.dictionary import Source
 from actds_validators.regimes import inference, run
 from actds_validators.regimes.contrast import Contrast, Layer, Side, plan
+from actds_validators.regimes.equal_tokens import Histogram
 from actds_validators.regimes.instruments import overlap, probes
 from actds_validators.regimes.instruments.base import Remembered
 from actds_validators.regimes.instruments.moments import (
@@ -32,7 +33,6 @@ from actds_validators.regimes.instruments.moments import (
 )
 from actds_validators.regimes.instruments.numerics import Numerics
 from actds_validators.regimes.instruments.reconstruction import Reconstruction, log_rates
-from actds_validators.regimes.quantiles import Histogram
 from actds_validators.regimes.result import Limits, Value
 from actds_validators.regimes.scales import Scale, ends
 from actds_validators.regimes.strata import Stratum

@@ -29,10 +29,9 @@ from actds_validators.audit.place import TITLES
 from actds_validators.audit.result import Accounting, Audit, Must, Number
 from actds_validators.report import html as page
 from actds_validators.report import words
-from actds_validators.report.figure_data import FigureData
 from actds_validators.report.html import SectionOf, render
 from actds_validators.report.missingness import heat_map, stored_bias
-from actds_validators.report.svg import Picture, fit
+from actds_validators.report.svg import FigureData, Picture, fit
 from actds_validators.report.words import LOOKS, percent
 
 MAX_NBYTES = 1_000_000

@@ -39,16 +39,18 @@ from actds_validators.stability.arms import Arm, chosen, most, open_arm, scored_
 from actds_validators.stability.cross import Errors, Scored, cross_values, rare_tokens
 from actds_validators.stability.fit import Rows, Trainer
 from actds_validators.stability.judge import MIN_SEEDS, answer, compare, sign_test, verdicts
-from actds_validators.stability.matching import chance, match, match_directions
-from actds_validators.stability.order import name_hash
-from actds_validators.stability.partners import (
+from actds_validators.stability.matching import (
     EXPLAINED,
     MOST,
     PART,
+    chance,
     correlations,
     features_of,
+    match,
+    match_directions,
     parts_of,
 )
+from actds_validators.stability.order import name_hash
 from actds_validators.stability.result import (
     Features,
     Likeness,

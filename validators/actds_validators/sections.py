@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, TypeVar
+from typing import Annotated, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -22,6 +22,23 @@ class Section(BaseModel):
         allow_inf_nan=False,
         json_schema_serialization_defaults_required=True,
     )
+
+
+class Document(Section):
+    """A whole result, which JSON holds and gives back."""
+
+    def to_json(self) -> str:
+        """Return the result as JSON."""
+        return self.model_dump_json(by_alias=True, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Return the result of a JSON text.
+
+        Raises:
+            pydantic.ValidationError: it is no result of this version.
+        """
+        return cls.model_validate_json(text)
 
 
 def settings_of(kind: type[Settings], given: Settings | Mapping[str, float] | None) -> Settings:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from actds_validators.sections import Section, Share
+from actds_validators.sections import Document, Section, Share
 
 Outcome = Literal["carries over", "shifts", "undecided"]
 About = Literal["computation", "authorship", "both", "text"]
@@ -247,7 +247,7 @@ class Answer(Section):
     next_steps: list[str]
 
 
-class Regimes(Section):
+class Regimes(Document):
     """What contrasts of arms find: verdicts, values with intervals and floors, what is short."""
 
     schema_: Literal["actds.regimes/1"] = Field(default="actds.regimes/1", alias="schema")
@@ -257,16 +257,3 @@ class Regimes(Section):
     datasets: list[DatasetResult] = Field(default_factory=list)
     used: list[Used] = Field(default_factory=list)
     contrasts: list[ContrastResult]
-
-    def to_json(self) -> str:
-        """Return the result as JSON."""
-        return self.model_dump_json(by_alias=True, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Regimes:
-        """Return the result of a JSON text.
-
-        Raises:
-            pydantic.ValidationError: it is no result of this version.
-        """
-        return cls.model_validate_json(text)

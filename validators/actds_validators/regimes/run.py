@@ -15,14 +15,20 @@ from actds_validators.regimes.arms import Arm, ArmRows, described_rows
 from actds_validators.regimes.conclusions import about, answer_of, verdicts
 from actds_validators.regimes.contrast import Contrast, Pairing, Side, contrast
 from actds_validators.regimes.entropies import Entropies
-from actds_validators.regimes.floors import beside_contrast, beside_floor, repeat_floor
+from actds_validators.regimes.equal_tokens import (
+    PARTING,
+    Histogram,
+    beside_contrast,
+    beside_floor,
+    parting_parts,
+    quantile_lines,
+    repeat_floor,
+)
 from actds_validators.regimes.inference import Judged, Measure, decide, judge
 from actds_validators.regimes.instruments.base import Instrument, PairInstrument
 from actds_validators.regimes.instruments.moments import ALL_ROWS, SINKS
 from actds_validators.regimes.instruments.numerics import Numerics
-from actds_validators.regimes.instruments.parting import PARTING, parting_parts
 from actds_validators.regimes.instruments.probes import Probes
-from actds_validators.regimes.quantiles import Histogram, quantile_lines
 from actds_validators.regimes.result import (
     ArmResult,
     ContrastResult,

@@ -19,9 +19,9 @@ from actds_validators.audit.result import (
     WeightCell,
 )
 from actds_validators.audit.wording import QUESTIONS
-from actds_validators.report.figure_data import FigureData
 from actds_validators.report.svg import (
     WIDTH,
+    FigureData,
     Frame,
     Picture,
     axes,

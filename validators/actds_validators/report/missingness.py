@@ -20,10 +20,10 @@ from actds_validators.audit.result import (
     Stratum,
     StratumLoss,
 )
-from actds_validators.report.figure_data import FigureData
 from actds_validators.report.svg import (
     WIDTH,
     Anchor,
+    FigureData,
     Frame,
     Picture,
     axes,

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from actds.text import Line
 from actds_validators.audit.place import TITLES, LeftOut, LengthBand, Place, SourceAccount
 from actds_validators.audit.result import Audit
-from actds_validators.report.figure_data import FigureData
-from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend
+from actds_validators.report.svg import WIDTH, FigureData, Frame, Picture, axes, legend
 from actds_validators.report.words import (
     LOOKS,
     Columns,

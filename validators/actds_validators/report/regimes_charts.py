@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from actds_validators.regimes.conclusions import leading
 from actds_validators.regimes.result import ContrastResult, Element, Quantiles, Regimes, Value
-from actds_validators.report.figure_data import FigureData
-from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend, shade, span
+from actds_validators.report.svg import WIDTH, FigureData, Frame, Picture, axes, legend, shade, span
 from actds_validators.report.words import short
 
 _MAX_PANELS, _MAX_HOOKS, _MAX_BANDS, _MAX_SCATTERS, _MAX_RUNGS = 6, 24, 10, 3, 24

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from actds.text import counted
 from actds_validators.audit.place import Level
 from actds_validators.report.answer import AnswerPage, Shown
-from actds_validators.report.figure_data import FigureData
 from actds_validators.report.head import by_arm, harvested, models
-from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend
+from actds_validators.report.svg import WIDTH, FigureData, Frame, Picture, axes, legend
 from actds_validators.report.words import (
     LOOKS,
     Columns,

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from actds_validators.sections import Section, Share
+from actds_validators.sections import Document, Section, Share
 
 Outcome = Literal["within the floor", "beyond the floor", "undecided"]
 Measure = Literal["matched", "nearest", "share_70", "share_90", "kept", "split", "merged", "gone"]
@@ -181,7 +181,7 @@ class Rare(Section):
     share: Share = Field(description="of the reference's rows")
 
 
-class Stability(Section):
+class Stability(Document):
     """What the harvest changes in dictionaries that are trained on it, beside what chance does."""
 
     schema_: Literal["actds.stability/1"] = Field(default="actds.stability/1", alias="schema")
@@ -202,16 +202,3 @@ class Stability(Section):
     pairs: list[PairResult]
     cross: list[CrossValue]
     dictionaries: list[Trained]
-
-    def to_json(self) -> str:
-        """Return the result as JSON."""
-        return self.model_dump_json(by_alias=True, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Stability:
-        """Return the result of a JSON text.
-
-        Raises:
-            pydantic.ValidationError: it is no result of this version.
-        """
-        return cls.model_validate_json(text)

@@ -20,8 +20,7 @@ from actds_validators.stability.arms import Arm, most, words_of
 from actds_validators.stability.cross import Errors, cross_values, errors_of
 from actds_validators.stability.fit import Fitted, Trainer
 from actds_validators.stability.judge import answer, compare, verdicts
-from actds_validators.stability.matching import chance, match_directions
-from actds_validators.stability.partners import features_of
+from actds_validators.stability.matching import chance, features_of, match_directions
 from actds_validators.stability.result import (
     ArmResult,
     Likeness,

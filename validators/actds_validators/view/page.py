@@ -21,10 +21,9 @@ from actds_validators.about import about
 from actds_validators.audit.result import CoverageCell, WaterfallStep
 from actds_validators.report.accounting import map_of, waterfall_of
 from actds_validators.report.answer import Shown as Section
-from actds_validators.report.figure_data import FigureData
 from actds_validators.report.head import dataset_facts
 from actds_validators.report.markup import render_page
-from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend, span, ticks
+from actds_validators.report.svg import WIDTH, FigureData, Frame, Picture, axes, legend, span, ticks
 from actds_validators.report.words import (
     Part,
     Sentence,
