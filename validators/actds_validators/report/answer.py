@@ -63,7 +63,7 @@ class AnswerPage:
             mark=LOOKS[self.level].mark,
             answer=self.answer,
             introduction=Sentence(self.introduction),
-            boxes=self.boxes,
+            numbers=self.boxes,
             split=[Sentence(words) for words in self.split],
             next_steps=[Sentence(step) for step in self.next_steps[:_MAX_STEPS]],
             facts=[(name, Sentence(words)) for name, words in self.facts],

@@ -139,6 +139,8 @@ def render(audit: Audit, about: About | None = None) -> str:
     deciding, state = verdict.deciding, state_of(verdict.deciding, verdict.level)
     return render_page(
         "page.html.j2",
+        actds=audit.actds,
+        level=audit.answer.level,
         audit=audit,
         mark=LOOKS[audit.answer.level].mark,
         bar=bar(audit),
