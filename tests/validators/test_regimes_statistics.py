@@ -34,9 +34,9 @@ from actds_validators.regimes.instruments.moments import (
 from actds_validators.regimes.instruments.numerics import Numerics
 from actds_validators.regimes.instruments.reconstruction import Reconstruction, log_rates
 from actds_validators.regimes.result import Limits, Value
-from actds_validators.regimes.scales import Scale, ends
 from actds_validators.regimes.strata import Stratum
 from actds_validators.regimes.sums import COUNT, Part, Sums, Totals
+from actds_validators.statistics.intervals import Scale, ends
 
 N, D, N_GROUPS = 600, 5, 12
 EVERYTHING = Stratum("all", "all")

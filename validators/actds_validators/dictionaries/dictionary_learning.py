@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from actds_validators.arrays import Array
 from actds_validators.dictionaries.dictionary import Dictionary, Kind, Source
 from actds_validators.dictionaries.places import places_of
-from actds_validators.dictionaries.recorded import recorded
 from actds_validators.dictionaries.refusal import read_config, refused
 from actds_validators.dictionaries.tensors import (
     Tensors,
@@ -28,7 +27,7 @@ from actds_validators.dictionaries.tensors import (
     read_torch,
     vector,
 )
-from actds_validators.dictionaries.wanted import Wanted
+from actds_validators.dictionaries.wanted import Wanted, recorded
 
 CONFIG = "config.json"
 WEIGHTS = "ae.pt"

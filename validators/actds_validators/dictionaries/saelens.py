@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from actds_validators.dictionaries.dictionary import Dictionary, Kind, Normalization, Source
 from actds_validators.dictionaries.places import places_of
-from actds_validators.dictionaries.recorded import recorded
 from actds_validators.dictionaries.refusal import read_config, refused
 from actds_validators.dictionaries.tensors import (
     Tensors,
@@ -25,7 +24,7 @@ from actds_validators.dictionaries.tensors import (
     read_safetensors,
     vector,
 )
-from actds_validators.dictionaries.wanted import Wanted
+from actds_validators.dictionaries.wanted import Wanted, recorded
 
 CONFIG = "cfg.json"
 WEIGHTS = "sae_weights.safetensors"

@@ -19,15 +19,18 @@ from scipy import special  # type: ignore[import-untyped]
 from actds.text import counted
 from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.regimes.result import Element, Limits, Outcome, Value
-from actds_validators.regimes.scales import Scale, ends, slope, to_scale
 from actds_validators.regimes.strata import ALL, MIN_REQUESTS, MIN_ROWS, Stratum
 from actds_validators.regimes.sums import COUNT, Made, Totals
 from actds_validators.regimes.wording import beyond
 from actds_validators.statistics.intervals import (
+    Scale,
     benjamini_hochberg,
     detectable,
+    ends,
     from_replicates,
     joint_confidence,
+    slope,
+    to_scale,
 )
 from actds_validators.statistics.samples import halves
 
