@@ -120,6 +120,14 @@ def test_a_limit_out_of_range_is_refused_by_name(
     assert arguments[0] in told.stderr and arguments[1] in told.stderr
 
 
+@pytest.mark.standard
+@pytest.mark.parametrize("function", ["audit", "check", "regimes", "stability"])
+def test_a_function_names_the_extra_that_is_missing(function: str) -> None:
+    script = f"import sys; sys.modules['scipy'] = None; import actds; actds.{function}('none')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "E011 actds audit: the package scipy is not installed" in done.stderr
+
+
 def test_python_gets_what_the_command_prints(datasets: dict[str, Path], tmp_path: Path) -> None:
     weights = tmp_path / "w.parquet"
     found = actds.audit(datasets["WARN"], limits={"max_loss": 0.5}, weights=weights)

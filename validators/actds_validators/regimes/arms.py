@@ -27,9 +27,8 @@ from actds.load.filters import need_known
 from actds.load.pairs import prefix_hashes
 from actds.load.selection import held_out_requests, select
 from actds.text import storable
-from actds_validators.arrays import Bools, Ints, Whole
+from actds_validators.arrays import Bools, Ints, Whole, narrow
 from actds_validators.regimes.requests import Requests
-from actds_validators.statistics.events import narrow
 
 APART = ("bos", "first_position")
 """Filters whose rows are counted and left out of every estimate."""

@@ -17,7 +17,7 @@ from scipy.sparse.csgraph import connected_components  # type: ignore[import-unt
 
 from actds.errors import ActdsError
 from actds.format.positions import Keys, pair_key, position_key, split_key
-from actds_validators.arrays import Bools, Floats, Ints, Whole
+from actds_validators.arrays import Bools, Floats, Ints, Whole, narrow
 from actds_validators.regimes.arms import Arm, ArmRows, need_requests, read_arm
 from actds_validators.regimes.entropies import Entropies
 from actds_validators.regimes.requests import match
@@ -30,7 +30,6 @@ from actds_validators.regimes.strata import (
     fine_bands,
     strata_of,
 )
-from actds_validators.statistics.events import narrow
 from actds_validators.statistics.samples import drawn
 
 Pairing = Literal["token", "position", "unpaired"]

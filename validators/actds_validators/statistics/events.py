@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.fft import next_fast_len  # type: ignore[import-untyped]
 
-from actds_validators.arrays import Floats, Ints, Whole
+from actds_validators.arrays import Floats, Ints
 
 
 def slices(run: ArrayLike) -> list[slice]:
@@ -29,14 +29,6 @@ def slices(run: ArrayLike) -> list[slice]:
     cuts = np.flatnonzero(labels[1:] != labels[:-1]) + 1
     edges = [0, *cuts.tolist(), len(labels)]
     return [slice(a, b) for a, b in pairwise(edges)]
-
-
-def narrow(values: Whole) -> Whole:
-    """Return whole numbers in the narrowest signed type that holds them."""
-    low, high = (int(f()) for f in (values.min, values.max)) if values.size else (0, 0)
-    kinds = (np.int8, np.int16, np.int32)
-    wide = next((k for k in kinds if np.iinfo(k).min <= low and high <= np.iinfo(k).max), np.int64)
-    return values.astype(wide, copy=False)
 
 
 def as_floats(values: ArrayLike, name: str, shape: tuple[int, ...] | None = None) -> Floats:
