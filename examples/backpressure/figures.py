@@ -11,8 +11,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from actds_validators.report.figure_data import FigureData
-from actds_validators.report.svg import Frame, Picture, Shape, axes, legend, ticks
+from actds_validators.report.svg import FigureData, Frame, Picture, Shape, axes, legend, ticks
 from actds_validators.report.words import percent, short
 
 STYLE = """

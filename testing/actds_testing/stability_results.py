@@ -54,7 +54,7 @@ def made(arms: tuple[str, ...] = ("cached", "uncached", "hybrid"), seeds: int = 
             )
             for arm in arms
         ],
-        answer=answer(judged, comparisons),
+        answer=answer(judged, comparisons, arms[0], seeds),
         verdicts=judged,
         comparisons=comparisons,
         pairs=pairs,

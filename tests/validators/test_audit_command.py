@@ -120,21 +120,12 @@ def test_a_limit_out_of_range_is_refused_by_name(
     assert arguments[0] in told.stderr and arguments[1] in told.stderr
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "instead"),
-    [
-        ("--engine", "ray", "--executor"),
-        ("--by", "phase", "actds regimes: of PATH"),
-        ("--against", "other", "of PATH OTHER two datasets"),
-    ],
-)
-def test_what_another_option_or_command_does_is_refused_with_its_name(
-    datasets: dict[str, Path], option: str, value: str, instead: str
-) -> None:
-    told = run(datasets["PASS"], option, value)
-    assert told.exit_code == 2 and told.stdout == ""
-    assert f"No such option: {option}" in told.stderr and instead in told.stderr
-    assert f"{option} " not in run("--help").stdout
+@pytest.mark.standard
+@pytest.mark.parametrize("function", ["audit", "check", "regimes", "stability"])
+def test_a_function_names_the_extra_that_is_missing(function: str) -> None:
+    script = f"import sys; sys.modules['scipy'] = None; import actds; actds.{function}('none')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "E011 actds audit: the package scipy is not installed" in done.stderr
 
 
 def test_python_gets_what_the_command_prints(datasets: dict[str, Path], tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from actds_validators.regimes.asking import ArmWords, parse_arms, parse_contrast
 from actds_validators.regimes.contrast import contrast
 from actds_validators.regimes.probe_file import read_probes
 from actds_validators.regimes.result import Regimes
-from actds_validators.report.regimes.page import render as page_of
+from actds_validators.report.regimes import page as page_of
 
 HOOK = HOOKS[1]
 D_MODEL = 16
@@ -234,9 +234,14 @@ def test_the_answer_is_in_the_result_and_pages_only_word_it(arms: dict[str, Path
     assert value["outcome"] == "shifts" and value["axis"] == "all" and answer["next_steps"]
     assert [one["digest"] for one in datasets] == [actds.open(p).digest for p in arms.values()]
     changed = Regimes.from_json(told.stdout)
-    answer = changed.answer.model_copy(update={"separated": "neither", "reason": "as was said"})
-    page = page_of(changed.model_copy(update={"answer": answer}), "x")
-    assert "neither" in page and "as was said" in page
+    other = {"separated": "neither", "reason": "as was said", "words": "Yes: in other words"}
+    shown = page_of(
+        changed.model_copy(update={"answer": changed.answer.model_copy(update=other)}), "x"
+    )
+    first = next(shown.lines()).text
+    assert first == "! Yes: in other words" and "Yes: in other words" in shown.html()
+    assert "neither" in shown.html() and "as was said" in shown.html()
+    assert next(page_of(changed, "x").lines()).text == f"! {answer['words']}"
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,9 @@ from actds_validators.regimes.instruments.probes import Probes
 from actds_validators.regimes.instruments.reconstruction import Reconstruction
 from actds_validators.regimes.result import Limits, Outcome
 from actds_validators.regimes.wording import WORDS, big, in_words
-from actds_validators.report.regimes import charts, said
-from actds_validators.report.regimes.page import render
-from actds_validators.report.regimes.terminal import render as render_lines
+from actds_validators.report import regimes as report
+from actds_validators.report import regimes_charts as charts
+from actds_validators.report.regimes import page
 
 ALL = {"made": made, "nothing": nothing, "many": many, "hostile": hostile}
 
@@ -69,20 +69,20 @@ def text_of(page: Page) -> str:
 
 @pytest.mark.parametrize("name", ALL)
 def test_the_page_is_whole_small_and_without_script(name: str) -> None:
-    source = render(ALL[name](), "actds regimes acts")
-    page = Page(source)
-    assert "script" not in page.tags and "<script" not in source
-    assert len(page.ids) == len(set(page.ids))
+    source = page(ALL[name](), "actds regimes acts").html()
+    parsed = Page(source)
+    assert "script" not in parsed.tags and "<script" not in source
+    assert len(parsed.ids) == len(set(parsed.ids))
     assert len(source.encode()) < 1_000_000
     assert "\x1b" not in source and "default-src 'none'" in source.replace("&#39;", "'")
     for svg in re.findall(r"<svg viewBox.*?</svg>", source, re.DOTALL):
         ElementTree.fromstring(svg)
-    for line in render_lines(ALL[name](), "actds regimes acts"):
+    for line in page(ALL[name](), "actds regimes acts").lines():
         assert line.text.isprintable() or not line.text
 
 
 def test_the_first_screen_says_how_large_of_what_and_what_to_do() -> None:
-    text = text_of(Page(render(made(), "actds regimes H=a R=b G=c")))
+    text = text_of(Page(page(made(), "actds regimes H=a R=b G=c").html()))
     head = text[: text.index("Verdicts")]
     for words in (
         "Yes: 4 of 12 verdicts shift",
@@ -114,11 +114,11 @@ def test_a_sum_of_two_contrasts_needs_no_advice_of_its_own() -> None:
 
 def test_every_verdict_of_the_result_has_its_sentence_on_both_pages() -> None:
     result = made()
-    page = text_of(Page(render(result, "x")))
-    lines = "\n".join(line.text for line in render_lines(result, "x"))
+    text = text_of(Page(page(result, "x").html()))
+    lines = "\n".join(line.text for line in page(result, "x").lines())
     for one in result.contrasts:
         for verdict in one.verdicts:
-            assert verdict.sentence in page and verdict.sentence in lines
+            assert verdict.sentence in text and verdict.sentence in lines
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_what_shifts_is_named_only_where_the_contrasts_separate_it(
         found.append(one.model_copy(update={"values": values, "verdicts": verdicts(values)}))
     answer = result_of(found).answer
     assert answer.separated == expected and answer.reason
-    (fact,) = [fact for fact in said.facts(result_of(found)) if fact.value == expected]
+    (fact,) = [fact for fact in report.facts(result_of(found)) if fact.value == expected]
     assert fact.is_known == (expected not in ("not separated", "undecided"))
 
 
@@ -322,17 +322,17 @@ def test_the_legend_of_a_chart_has_the_words_of_the_verdicts() -> None:
     steps = charts.step_gaps(made())
     assert steps is not None
     words = [s.text for s in steps.shapes if s.tag == "text"]
-    assert set(said.MARKS) <= set(words)
+    assert set(report.LEVELS) <= set(words)
 
 
 def test_nothing_that_shifts_says_so_and_undecided_is_no_agreement() -> None:
-    lines = [line.text for line in render_lines(nothing(), "x")]
+    lines = [line.text for line in page(nothing(), "x").lines()]
     assert lines[0] == "✓ No: 1 verdict, and all carry over"
     assert any("Nothing: what was measured on one arm holds" in line for line in lines)
-    lines = [line.text for line in render_lines(nothing("undecided"), "x")]
+    lines = [line.text for line in page(nothing("undecided"), "x").lines()]
     assert lines[0] == "? Undecided: 1 of 1 verdict"
     assert any("Do not take 1 undecided verdict for agreement" in line for line in lines)
-    assert "What is short" in lines and "equal to the bit" in render(nothing(), "x")
+    assert "What is short" in lines and "equal to the bit" in page(nothing(), "x").html()
 
 
 def test_charts_are_drawn_where_the_result_has_their_numbers() -> None:

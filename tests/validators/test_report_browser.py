@@ -17,15 +17,15 @@ from actds_testing.regime_results import many as many_regimes
 from actds_testing.stability_results import hostile as hostile_stability
 from actds_testing.stability_results import made as stability
 from actds_testing.stability_results import many as many_stability
+from actds_validators.about import About
 from actds_validators.audit.result import Audit
 from actds_validators.report.accounting import waterfall
 from actds_validators.report.html import render
 from actds_validators.report.index import Entry
 from actds_validators.report.index import render as render_index
 from actds_validators.report.mechanism import lag_plot
-from actds_validators.report.regimes.page import render as render_regimes
-from actds_validators.report.stability.page import render as render_stability
-from actds_validators.report.summary import About
+from actds_validators.report.regimes import page as regimes_page
+from actds_validators.report.stability import page as stability_page
 
 pytestmark = [
     pytest.mark.browser,
@@ -242,7 +242,7 @@ def test_every_figure_fits_on_a_printed_page(
 def test_the_report_of_regimes_fits_and_asks_nothing(
     browser: Browser, tmp_path: Path, make: Callable[[], Any], width: int
 ) -> None:
-    page = write(tmp_path / "page.html", render_regimes(make(), f"actds regimes {'x' * 90}"))
+    page = write(tmp_path / "page.html", regimes_page(make(), f"actds regimes {'x' * 90}").html())
     for scheme in ("light", "dark"):
         browser.open(page, width=width, media=[("prefers-color-scheme", scheme)])
         assert browser.console == []
@@ -265,7 +265,9 @@ def test_the_report_of_regimes_fits_and_asks_nothing(
 def test_the_report_of_stability_fits_and_asks_nothing(
     browser: Browser, tmp_path: Path, make: Callable[[], Any], width: int
 ) -> None:
-    page = write(tmp_path / "page.html", render_stability(make(), f"actds stability {'x' * 90}"))
+    page = write(
+        tmp_path / "page.html", stability_page(make(), f"actds stability {'x' * 90}").html()
+    )
     browser.open(page, width=width)
     assert browser.console == []
     assert browser.requests == [page.as_uri()]

@@ -16,13 +16,12 @@ from actds_testing.regime_results import many as many_regimes
 from actds_testing.stability_results import made as stability
 from actds_testing.stability_results import many as many_stability
 from actds_validators.report.accounting import coverage_map, waterfall
-from actds_validators.report.figure_data import FigureData
 from actds_validators.report.html import render
 from actds_validators.report.mechanism import capture_trace, lag_plot, weight_map
 from actds_validators.report.missingness import bound_curve, forest, heat_map
-from actds_validators.report.regimes.page import render as render_regimes
-from actds_validators.report.stability.page import render as render_stability
-from actds_validators.report.svg import Picture
+from actds_validators.report.regimes import page as regimes_page
+from actds_validators.report.stability import page as stability_page
+from actds_validators.report.svg import FigureData, Picture
 
 LINK = re.compile(r'<a download="([^"]+)" href="([^"]+)" aria-label="CSV: [^"]+">CSV</a>')
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "＝", "＋", "－", "＠")
@@ -52,10 +51,10 @@ def rows(picture: Picture | None) -> list[list[str]]:
 PAGES: dict[str, Callable[[], str]] = {
     **{name: lambda name=name: render(audit(name)) for name in CASES},  # type: ignore[misc]
     "wide": lambda: render(wide()),
-    "regimes": lambda: render_regimes(regimes(), "actds regimes"),
-    "many regimes": lambda: render_regimes(many_regimes(), "actds regimes"),
-    "stability": lambda: render_stability(stability(), "actds stability"),
-    "many stability": lambda: render_stability(many_stability(), "actds stability"),
+    "regimes": lambda: regimes_page(regimes(), "actds regimes").html(),
+    "many regimes": lambda: regimes_page(many_regimes(), "actds regimes").html(),
+    "stability": lambda: stability_page(stability(), "actds stability").html(),
+    "many stability": lambda: stability_page(many_stability(), "actds stability").html(),
 }
 
 

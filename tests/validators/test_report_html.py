@@ -24,16 +24,15 @@ from actds_testing.audit_results import (
     hostile,
     wide,
 )
+from actds_validators.about import About
 from actds_validators.audit.place import TITLES
 from actds_validators.audit.result import Accounting, Audit, Must, Number
 from actds_validators.report import html as page
 from actds_validators.report import words
-from actds_validators.report.figure_data import FigureData
-from actds_validators.report.html import Section, render
+from actds_validators.report.html import SectionOf, render
 from actds_validators.report.missingness import heat_map, stored_bias
-from actds_validators.report.summary import LEVEL_MARKS, About
-from actds_validators.report.svg import Picture, fit
-from actds_validators.report.words import percent
+from actds_validators.report.svg import FigureData, Picture, fit
+from actds_validators.report.words import LOOKS, percent
 
 MAX_NBYTES = 1_000_000
 SECTIONS = ("checks", "accounting", "coverage", "missingness", "mechanism", "queues", "weights")
@@ -96,7 +95,7 @@ def test_verdict_deciding_number_and_next_steps_come_before_everything_else(name
     head, rest = page.split("Every place where rows go" if result.places else "The first number", 1)
     assert result.verdict.sentence in head
     said = " ".join(head.split())
-    assert f"{LEVEL_MARKS[result.answer.level]} {result.answer.words}" in said
+    assert f"{LOOKS[result.answer.level].mark} {result.answer.words}" in said
     assert all(place.headline in said for place in result.places)
     assert f"{result.verdict.level} ({result.verdict.kind})" in said
     assert f"Decided by: {result.verdict.deciding.name}" in head
@@ -208,7 +207,7 @@ def test_a_chart_is_one_entry_of_the_registry(monkeypatch: pytest.MonkeyPatch) -
         picture.text(10, 20, "drawn by a test")
         return picture
 
-    added = (Section(page.SECTIONS[0].part, (mine,)), *page.SECTIONS[1:])
+    added = (SectionOf(page.SECTIONS[0].part, (mine,)), *page.SECTIONS[1:])
     monkeypatch.setattr(page, "SECTIONS", added)
     assert "drawn by a test" in render(audit("load")) and "My chart" in render(audit("load"))
     assert "drawn by a test" not in render(audit("heavy"))
@@ -248,7 +247,7 @@ def test_weights_are_missing_where_nothing_was_dropped_or_nothing_is_stored() ->
 def test_numbers_stand_in_the_check_table_beside_their_limits() -> None:
     source = render(audit("heavy"))
     row = next(r for r in source.split("<tr") if "share lost" in r)
-    assert ">31 %</td>" in row and ">≤ 5 %</td>" in row and ">fail</td>" in row
+    assert ">31 %</td>" in row and ">≤ 5 %</td>" in row and ">✗ fail</td>" in row
     assert "limit ≤ 5 %: fail" in source[: source.index("<nav")]
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from actds_testing.audit_results import CASES, audit, enormous, hostile
 from actds_validators.audit.place import TITLES
-from actds_validators.report.summary import LEVEL_MARKS
 from actds_validators.report.terminal import render
+from actds_validators.report.words import LOOKS
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -15,7 +15,7 @@ def test_first_lines_say_verdict_sentence_and_deciding_number(name: str) -> None
     result = audit(name)
     lines = [line.text for line in render(result)]
     verdict, answer = result.verdict, result.answer
-    assert lines[0] == f"{LEVEL_MARKS[answer.level]} {answer.words}"
+    assert lines[0] == f"{LOOKS[answer.level].mark} {answer.words}"
     for place, line in zip(result.places, lines[1:], strict=False):
         assert place.headline in line and TITLES[place.name] in line
     assert lines[1 + len(result.places)] == answer.sentence
@@ -37,7 +37,7 @@ def test_numbers_stand_with_the_side_of_their_limit() -> None:
     assert any("?" in line and "≥ 30" in line for line in checks)
     assert [line.style for line in render(audit("few")) if "≥ 30" in line.text][-1] == "dim"
     assert any("share lost" in line and "≤ 5 %" in line for line in checks)
-    assert any(line.split()[-5:-2] == ["1,182,114", "rows", "-"] for line in checks)
+    assert any(line.split()[-6:-3] == ["1,182,114", "rows", "-"] for line in checks)
 
 
 def test_accounting_adds_up_on_the_page_and_names_each_reason() -> None:

@@ -32,23 +32,25 @@ from actds_validators.cli.stability import stability as command
 from actds_validators.dictionaries import Dictionary, load_dictionary
 from actds_validators.dictionaries.dictionary import Source
 from actds_validators.regimes.asking import MIXTURE_KEYS, ArmWords, parse_arms, parse_named
-from actds_validators.report.stability import page, said, terminal
+from actds_validators.report.stability import facts, page, words_of_art
 from actds_validators.stability import order
 from actds_validators.stability.api import stability
 from actds_validators.stability.arms import Arm, chosen, most, open_arm, scored_apart
 from actds_validators.stability.cross import Errors, Scored, cross_values, rare_tokens
 from actds_validators.stability.fit import Rows, Trainer
 from actds_validators.stability.judge import MIN_SEEDS, answer, compare, sign_test, verdicts
-from actds_validators.stability.matching import chance, match, match_directions
-from actds_validators.stability.order import name_hash
-from actds_validators.stability.partners import (
+from actds_validators.stability.matching import (
     EXPLAINED,
     MOST,
     PART,
+    chance,
     correlations,
     features_of,
+    match,
+    match_directions,
     parts_of,
 )
+from actds_validators.stability.order import name_hash
 from actds_validators.stability.result import (
     Features,
     Likeness,
@@ -616,9 +618,8 @@ def test_planted_arms_end_within_and_beyond_the_floor(result: Stability) -> None
         ("B", "within the floor"), ("C", "beyond the floor"),
     ]  # fmt: skip
     assert result.verdicts[1].against_order == "beyond the floor"
-    assert result.answer is not None
     assert (result.answer.outcome, result.answer.arms) == ("beyond the floor", ["C"])
-    assert said.answer(result) == "Yes: C changes the dictionary more than another seed does"
+    assert result.answer.words == "Yes: C changes the dictionary more than another seed does"
     by = {(one.arm, one.floor, one.measure): one for one in result.comparisons}
     assert by["C", "other seed", "matched"].n_below == 7
     # Of the directions that another seed finds again C finds about half, and B all.
@@ -697,35 +698,35 @@ def test_the_published_schema_is_that_of_the_model() -> None:
 
 @pytest.mark.parametrize("make", [made, many, hostile])
 def test_the_page_is_whole_small_and_without_script(make: Callable[[], Stability]) -> None:
-    source = page.render(make(), "actds stability <b>\x1b")
+    source = page(make(), "actds stability <b>\x1b").html()
     assert "<script" not in source and "\x1b" not in source and "<b>" not in source.split("h1")[0]
     assert len(source.encode()) < 1_000_000
     for svg in re.findall(r"<svg viewBox.*?</svg>", source, re.DOTALL):
         ElementTree.fromstring(svg)
-    for line in terminal.render(make(), "actds stability\x1b"):
+    for line in page(make(), "actds stability\x1b").lines():
         assert line.text.isprintable() or not line.text
 
 
 def test_the_page_says_what_the_result_says() -> None:
     result = made()
-    source = page.render(result, "actds stability")
-    lines = [line.text for line in terminal.render(result, "actds stability")]
+    source = page(result, "actds stability").html()
+    lines = [line.text for line in page(result, "actds stability").lines()]
     assert lines[0] == "! Yes: hybrid changes the dictionary more than another seed does"
     assert lines[0][2:] in source
     for verdict in result.verdicts:
         assert any(verdict.sentence in line for line in lines) and verdict.sentence in source
     assert "matched at 0.7 or more" in source and "features gone" in source
-    for words in ("0.200 is chance", said.words_of_art(result)):
+    for words in ("0.200 is chance", words_of_art(result)):
         assert words in source and any(words in line for line in lines)
-    steps = said.next_steps(result)
+    steps = result.answer.next_steps
     assert steps[0].startswith("Say which harvest a dictionary was trained on: one of hybrid")
     assert len(steps) == len(set(steps))
-    few = result.model_copy(update={"answer": None, "verdicts": [
+    few = [
         one.model_copy(update={"outcome": "undecided", "short": [f"{floor}: few seeds"]})
         for one in result.verdicts for floor in ("other seed", "other order")
-    ]})  # fmt: skip
+    ]  # fmt: skip
     arms = ", ".join(dict.fromkeys(one.arm for one in result.verdicts))
-    assert said.next_steps(few)[0] == f"{arms}: few seeds."
+    assert answer(few, [], "cached", 2).next_steps[0] == f"{arms}: few seeds."
     assert any("0.260 to 0.327" in line for line in lines) and "0.260 to 0.327" in source
     assert source.count('class="floor mark"') == 14 and source.count("stored-mark mark") == 28
 
@@ -737,8 +738,8 @@ def head(source: str) -> str:
 
 def test_the_large_numbers_are_those_of_the_arm_with_their_unit_and_direction() -> None:
     result = made()
-    lines = [line.text for line in terminal.render(result, "actds stability")][:4]
-    for words in (head(page.render(result, "actds stability")), " ".join("\n".join(lines).split())):
+    lines = [line.text for line in page(result, "actds stability").lines()][:4]
+    for words in (head(page(result, "actds stability").html()), " ".join("\n".join(lines).split())):
         cosine = words.index("Likeness of hybrid to cached")
         kept = words.index("Features of cached kept in hybrid")
         assert re.search(r"cached:? 0\.300 ", words[cosine:kept])
@@ -753,17 +754,15 @@ def test_the_large_numbers_are_those_of_the_arm_with_their_unit_and_direction() 
         start = "from the same start 55 % are kept (of two dictionaries of cached 85 %)"
         assert start in words[kept:]
     same = made(("cached", "uncached"))
-    assert (
-        "0.500" in said.facts(same)[0].value and "equal to that of two" in said.facts(same)[0].note
-    )
-    alone = said.facts(made(("cached",)))
+    assert "0.500" in facts(same)[0].value and "equal to that of two" in facts(same)[0].note
+    alone = facts(made(("cached",)))
     assert [fact.value for fact in alone] == ["0.500", "45 %"]
     assert "two seeds of cached" in alone[0].title
 
 
 def test_the_head_says_model_hook_rows_engine_date_and_command() -> None:
     told = dict(
-        re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page.render(made(), "actds stability a"))
+        re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page(made(), "actds stability a").html())
     )
     assert told["Model"] == "org/model-8b" and told["Command"] == "actds stability a"
     assert told["Hook"] == "resid_post.10 (576 × bfloat16)" and "17,253" in told["Rows"]
@@ -774,7 +773,7 @@ def test_the_head_says_model_hook_rows_engine_date_and_command() -> None:
 
 
 def test_words_of_art_are_said_in_plain_words_before_they_are_used() -> None:
-    words = head(page.render(made(), "actds stability"))
+    words = head(page(made(), "actds stability").html())
     meanings = {
         "seed": "random start of its training (another seed)", "arm": "An arm is the rows",
         "order": "an order the sequence", "floor": "A floor is",
@@ -796,30 +795,37 @@ def test_the_answer_and_its_arms_are_data_of_the_result(
     told = [pair for arm, cosine in matched.items() for pair in pairs([cosine] * 7, arm=arm)]
     found = compare(told, "R", 0.2, Limits(seeds=7))
     judged = verdicts(found, "R", 0.2, Limits(seeds=7))
-    one = answer(judged, found)
-    assert one is not None and (one.outcome, one.arms) == (outcome, arms)
+    one = answer(judged, found, "R", 7)
+    assert (one.outcome, one.arms) == (outcome, arms) and one.largest is not None
     largest = (one.largest.arm, one.largest.floor, one.largest.measure)
     assert largest == (arms[0], "other seed", "matched")
     assert one.largest.of_arm == pytest.approx(matched[arms[0]])
     assert one.within_and_changed == []
-    assert answer([], []) is None
+    alone = answer([], [], "R", 7)
+    assert (alone.outcome, alone.arms, alone.largest) == ("undecided", [], None)
+    assert alone.words == "Nothing to compare: one arm, 7 seeds described"
     changed = [
         verdict.model_copy(update={"outcome": "within the floor",
                                    "against_order": "beyond the floor"})
         for verdict in judged
     ]  # fmt: skip
-    assert (again := answer(changed, found)) is not None
+    again = answer(changed, found, "R", 7)
     assert again.within_and_changed == list(matched)
 
 
-def test_the_page_and_the_terminal_word_the_answer_of_the_result() -> None:
+def test_page_and_terminal_say_the_answer_that_json_and_python_have() -> None:
     result = Stability.from_json(made().to_json())
-    assert result.answer is not None
-    other = result.answer.model_copy(update={"outcome": "within the floor", "arms": ["uncached"]})
-    changed = result.model_copy(update={"answer": other})
-    words = "No: uncached changes the dictionary no more than another seed does"
-    assert words in head(page.render(changed, "c"))
-    assert next(iter(terminal.render(changed, "c"))).text == f"✓ {words}"
+    assert json.loads(made().to_json())["answer"]["words"] == result.answer.words
+    for words, outcome, mark in (
+        (result.answer.words, "beyond the floor", "!"),
+        ("No: as was said", "within the floor", "✓"),
+    ):
+        other = {"outcome": outcome, "words": words, "next_steps": ["Do as was said."]}
+        changed = result.model_copy(update={"answer": result.answer.model_copy(update=other)})
+        assert words in head(page(changed, "c").html())
+        assert "Do as was said." in page(changed, "c").html()
+        lines = [line.text for line in page(changed, "c").lines()]
+        assert lines[0] == f"{mark} {words}" and "  1. Do as was said." in lines
 
 
 def test_features_of_too_few_held_out_rows_are_not_known() -> None:
@@ -831,29 +837,27 @@ def test_features_of_too_few_held_out_rows_are_not_known() -> None:
     left = compare(none, "cached", result.chance, result.limits)
     assert {one.measure for one in left} == {"matched", "nearest", "share_70", "share_90"}
     lacking = result.model_copy(update={"pairs": none, "comparisons": left})
-    source = page.render(lacking, "c")
+    source = page(lacking, "c").html()
     assert "too few held-out rows" in head(source) and 'id="features-title"' not in source
-    lines = [line.text for line in terminal.render(lacking, "c")]
+    lines = [line.text for line in page(lacking, "c").lines()]
     assert any(line.split()[-4:] == ["-"] * 4 for line in lines)
 
 
 def test_the_terminal_says_how_many_lines_it_leaves_out() -> None:
-    lines = [line.text for line in terminal.render(many(), "c")]
-    assert "  and 12 more (--json)" in lines  # of 26 arms, each in two kinds of pair
+    lines = [line.text for line in page(many(), "c").lines()]
+    assert (
+        "  and 2 more, all in the result (--json)" in lines
+    )  # of 26 arms, each in two kinds of pair
 
 
 def test_one_arm_is_not_told_to_look_at_the_rows_of_others() -> None:
-    result = made()
-    assert any("the other rows" in step for step in said.next_steps(result))
-    alone = result.model_copy(
-        update={
-            "arms": result.arms[:1],
-            "verdicts": [],
-            "rare": result.rare.model_copy(update={"most": 1}),
-        }
-    )
-    assert not any("the other rows" in step for step in said.next_steps(alone))
-    assert "come at most 1 time in" in page.render(alone, "actds stability")
+    assert any("the other rows" in step for step in made().answer.next_steps)
+    alone = made(("cached",))
+    assert alone.answer.next_steps == ["Name a second arm: a test needs both."]
+    few = made(("cached",), 2).answer.next_steps
+    assert few == ["Name a second arm, and --seeds 6 at least: a test needs both."]
+    once = alone.model_copy(update={"rare": alone.rare.model_copy(update={"most": 1})})
+    assert "come at most 1 time in" in page(once, "actds stability").html()
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from actds.reading import Catalog
 
-__all__ = ["About", "about", "began", "recorded"]
-
 
 @dataclass(frozen=True)
 class About:
@@ -15,10 +13,7 @@ class About:
 
     Args:
         models: names of the models, one per run that has another.
-        engines: names and versions of the engines.
-        hooks: names with width and type.
         started_ns: when the first run began, wall clock.
-        command: that made the report.
     """
 
     models: tuple[str, ...]
@@ -29,12 +24,7 @@ class About:
 
 
 def about(catalog: Catalog, command: str) -> About:
-    """Return what a dataset is, from its genesis and its run records.
-
-    Args:
-        catalog: of the dataset.
-        command: that makes the report, as typed.
-    """
+    """Return what a dataset is, from its genesis and its run records."""
     return About(
         models=recorded(catalog, "model.name"),
         engines=recorded(catalog, "engine.name", "engine.version"),
@@ -48,7 +38,6 @@ def recorded(catalog: Catalog, *fields: str) -> tuple[str, ...]:
     """Return the values of fields that the runs of a dataset recorded, joined, each once.
 
     Args:
-        catalog: of the dataset.
         fields: names of fields; those of a run that are unknown are left out.
     """
     runs = (

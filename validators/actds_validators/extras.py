@@ -6,8 +6,6 @@ from importlib.util import find_spec
 
 from actds.errors import not_installed
 
-__all__ = ["need_extra"]
-
 
 def need_extra(*more: str) -> None:
     """Raise E011 when a package of the extra ``audit``, or one that is named, is not installed."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, TypeVar
+from typing import Annotated, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from actds.errors import ActdsError
-
-__all__ = ["Section", "Share", "settings_of"]
 
 Settings = TypeVar("Settings", bound=BaseModel)
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -26,12 +24,25 @@ class Section(BaseModel):
     )
 
 
+class Document(Section):
+    """A whole result, which JSON holds and gives back."""
+
+    def to_json(self) -> str:
+        """Return the result as JSON."""
+        return self.model_dump_json(by_alias=True, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Return the result of a JSON text.
+
+        Raises:
+            pydantic.ValidationError: it is no result of this version.
+        """
+        return cls.model_validate_json(text)
+
+
 def settings_of(kind: type[Settings], given: Settings | Mapping[str, float] | None) -> Settings:
     """Return the settings that were given, the others by default.
-
-    Args:
-        kind: what holds them.
-        given: settings, or some of them by name.
 
     Raises:
         ActdsError: E009 one that is out of range, or unknown.

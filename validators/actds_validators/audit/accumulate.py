@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.covariates import N_BANDS, N_BITS, CovariateDef
 from actds_validators.audit.data import CLASSES, places
 from actds_validators.audit.lookup import Rows
 from actds_validators.audit.result import Covariate
-from actds_validators.statistics.events import Bools, Floats, Ints
 from actds_validators.statistics.intervals import Blocks
 
 if TYPE_CHECKING:
@@ -37,9 +37,6 @@ class PartialRows:
 
     Args:
         step: place of the step of each.
-        request: place of the request.
-        position: in the request.
-        lost: whether it was lost.
         values: of each number, about the middle of the sums ``(n_numbers, n_rows)``; NaN where a
             row has none.
     """
@@ -96,11 +93,8 @@ class ClassCounts:
 
         Args:
             special: whether each is a special token.
-            prefill: whether it is of the prompt.
             served: how often the prefix cache served it; ``None`` for lost rows.
             label: place of its label, -1 without one; ``None`` when there are no labels.
-            band: of the position.
-            bits: of the rarity.
         """
         word = np.where(prefill, PROMPT, GENERATED)
         if served is not None:
@@ -136,7 +130,6 @@ class CovariateSums:
     """One covariate over the series.
 
     Args:
-        covariate: which.
         n: tokens that have a value, ``(n_ticks,)``.
         sums: ``(3, n_ticks)``: x and its square over all computed tokens, x over the lost ones.
             What is known by block only stands at the first tick of the block: nobody asks for it
@@ -155,9 +148,7 @@ class Bands:
     """Computed and lost tokens of each block by the bins of a covariate.
 
     Args:
-        labels: of the bins, in order.
         n: computed tokens ``(n_blocks, n_bins)``.
-        lost: lost ones.
         edges: low and high of each bin, ``None`` for classes.
     """
 
@@ -179,13 +170,6 @@ class Moments:
 
     Per tick stands only what is moved along the run: all that intervals need is per block. Of
     ``order`` 2 the squares are covariates as well, so that every sum goes twice as far.
-
-    Args:
-        n_numbers: of a row.
-        order: highest power that is a covariate.
-        n_ticks: length of the series.
-        n_blocks: blocks of the jackknife.
-        n_cells: of load and complexity.
     """
 
     def __init__(
@@ -302,9 +286,7 @@ class Moments:
         """Return each covariate over the series: the numbers, then their squares.
 
         Args:
-            covariates: in that order.
             middle: about which the sums are, ``(n_numbers,)``; the means are put back.
-            blocks: of the jackknife.
         """
         first = np.searchsorted(blocks.labels, np.arange(blocks.n_blocks))
         found = []
@@ -336,7 +318,6 @@ class Sums:
     """What rows add up to.
 
     Args:
-        one: the pass.
         groups: of `CONTENT` and the hooks, those that are summed.
     """
 

@@ -56,8 +56,6 @@ def conclude(
 
     Args:
         places: of `places.places`.
-        accepted: places that the user waived by name.
-        path: of the dataset.
         queues: the section, None without a step.
     """
     judged = [p.model_copy(update={"accepted": p.name in accepted}) for p in places]

@@ -18,17 +18,11 @@ import numpy.typing as npt
 from actds.accounting.fates import NEVER, FateCounts, fate_counts
 from actds.format import tables
 from actds.format.positions import Index, position_key
+from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.covariates import LOAD, columns_of, defined
 from actds_validators.audit.data import Part, Read, RunSource, column, is_known, numbers, places
 from actds_validators.audit.result import Accounting, Finding, WaterfallStep
-from actds_validators.statistics.events import (
-    Bools,
-    Floats,
-    Ints,
-    correlation_steps,
-    count_events,
-    effective_events,
-)
+from actds_validators.statistics.events import correlation_steps, count_events, effective_events
 from actds_validators.statistics.intervals import Blocks, blocks
 
 _COUNTED = ("step", "t_ns", "captured_tokens", "dropped_tokens")
@@ -41,11 +35,8 @@ class RunSteps:
     """The steps of one run that computed a token, in order.
 
     Args:
-        run: the run.
         step: number of each step, ``(n_steps,)``.
         t_ns: when it was scheduled.
-        computed: captured and dropped tokens.
-        lost: dropped tokens.
         covariates: values of the system covariates, ``(n_steps,)`` each.
     """
 
@@ -62,22 +53,14 @@ class Series:
     """All runs one after the other, as ticks of one or more steps.
 
     Args:
-        runs: the runs, in order.
         run: label of each tick, ``(n_ticks,)``.
         t_s: seconds since the first step of the first run, without the time between runs.
         seconds: until the next tick; 0 for a run's last one.
-        computed: tokens.
-        lost: tokens.
-        load: mean load of the tick's tokens.
         system: system covariate to sums ``(2, n_ticks)``: x and its square over the tokens; and
             of x over the lost ones, ``(3, n_ticks)`` in all.
-        blocks: of the jackknife.
         offsets: first tick of each run, and the number of ticks.
         steps_per_tick: at most.
-        n_events: independent loss events.
         effective_events: events of equal size that a mean over the lost tokens rests on.
-        n_steps: steps in all.
-        n_lost_steps: steps that lost a token.
         n_partial_steps: steps that lost some of their tokens.
     """
 
@@ -223,7 +206,6 @@ class _KeySums:
     Equal sums over the same key are equal sets but for cancellations that no fault makes by chance.
 
     Args:
-        keys: rising.
         sums: ``(3, n)``, over [start, stop) of 1, of 2p + 1 and of 3p^2 + 3p + 1, which are
             differences of stop, its square and its cube; modulo 2^64.
     """
@@ -314,7 +296,6 @@ def account_run(
     The fate is the disposition, or ``never computed``.
 
     Args:
-        source: the run.
         read: how the parts of its rows are read.
     """
     table = source.table("spans", ["request", "start", "stop", "step", "disposition", "reason"])
@@ -357,9 +338,6 @@ def _findings(
     """Return what does not add up, at most `MAX_FINDINGS` of a kind.
 
     Args:
-        source: the run.
-        spans: request, start, stop and disposition.
-        there: whether a span has a step.
         steps: numbers of tokens by what became of them.
         read: how the parts of the rows are read.
     """
@@ -510,7 +488,6 @@ class _Below:
 
     Args:
         request: of each position.
-        position: any number of a request.
     """
 
     def __init__(self, request: Ints, position: Ints) -> None:
@@ -531,7 +508,6 @@ def accounting(sources: list[RunSource], read: Read) -> Accounting:
     """Return the section over all runs.
 
     Args:
-        sources: the runs.
         read: how the parts of their rows are read.
     """
     spans: FateCounts = Counter()

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.result import Covariate, Group
-from actds_validators.statistics.events import Bools, Floats, Ints
 from actds_validators.statistics.shift import ewma
 
 if TYPE_CHECKING:
@@ -142,7 +142,6 @@ class CovariateDef:
         """Return it as the result has it.
 
         Args:
-            hook: of a readout.
             k: which of its numbers, where there are several.
         """
         name, label = (w if k is None else w.format(k) for w in (self.name, self.label))
@@ -156,8 +155,6 @@ class Widths:
     """Numbers of a readout that are looked at.
 
     Args:
-        n_projections: of a readout.
-        n_probes: user's probes.
         definitions: of source ``readout``.
     """
 

@@ -23,6 +23,7 @@ from actds.executor import Executor
 from actds.format import tables
 from actds.format.positions import Keys, pair_key, split_key
 from actds.load.filters import SINK_NORM
+from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.accumulate import ClassCounts
 from actds_validators.audit.covariates import COVARIATES, N_BANDS, N_BITS, Widths, position_band
 from actds_validators.audit.data import CLASSES, NOWHERE, Part, RunSource, column, explode, is_known
@@ -36,7 +37,6 @@ from actds_validators.audit.result import (
     CoverageCell,
     Dominant,
 )
-from actds_validators.statistics.events import Bools, Floats, Ints
 from actds_validators.statistics.strata import jensen_shannon, total_variation
 
 OTHERS = "all others"
@@ -48,11 +48,7 @@ CLASSES_FROM = (
 
 
 class CoverageCounts:
-    """Positions by class and band: of rows, and of spans that left none.
-
-    Args:
-        labels: names of classes that somebody gave.
-    """
+    """Positions by class and band: of rows, and of spans that left none."""
 
     def __init__(self, labels: tuple[str, ...] = ()) -> None:
         self.rows = ClassCounts(labels)
@@ -111,7 +107,6 @@ def coverage(counts: CoverageCounts, labels: ClassesFile | None = None) -> Cover
     """Return the section, ``None`` when nothing is stored.
 
     Args:
-        counts: of all runs.
         labels: where the classes come from, if somebody gave them; roles else.
     """
     rows = counts.rows
@@ -274,7 +269,6 @@ class _Cells:
     Args:
         keys: ``pair_key`` of token id and position, rising.
         sums: ``(n_cells, 4)``.
-        special: whether the token is special.
         whole: the same four over every stored row.
     """
 
@@ -350,7 +344,6 @@ def dominant_cell(
 
     Args:
         runs: with the lookup of each.
-        hooks: with readouts.
         executor: where the parts are read.
     """
     reused = any(len(lookup.servings) for _, lookup in runs)

@@ -29,8 +29,8 @@ from actds.format.shard import TOKENS
 from actds.format.tables import TableName
 from actds.reading import Catalog
 from actds.store.local import LocalStore
+from actds_validators.arrays import Bools, Ints
 from actds_validators.audit.result import ClassesFile
-from actds_validators.statistics.events import Bools, Ints
 
 N_THREADS = 2
 BATCH_ROWS = 1 << 15
@@ -60,9 +60,7 @@ class Part:
 
     Args:
         of: the table.
-        n_rows: number of rows.
         path: Parquet file on a local disk; ``None`` for rows in memory.
-        table: the rows in memory.
     """
 
     of: TableName
@@ -116,8 +114,6 @@ class RunSource:
     """One run: its tables in parts, a shard or a ledger entry each.
 
     Args:
-        run: the run.
-        parts: of every table.
         hooks: hooks with readouts, in the order of their names.
         n_projections: projections per readout, of the longest of the first ten thousand.
         n_probes: user's probes per readout, likewise.
@@ -258,7 +254,6 @@ class StepRanges:
 
     Args:
         step: place of the step of each range.
-        request: place of the request.
         start: first position.
         stop: position after the last.
     """
@@ -334,8 +329,6 @@ class LabelFile:
     """Labels as they were given.
 
     Args:
-        path: the file.
-        sha256: its digest.
         table: request, half-open range of positions, class, and maybe run; ranges of one request
             do not overlap.
     """

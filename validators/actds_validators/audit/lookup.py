@@ -19,6 +19,7 @@ from actds.accounting.multiplicity import Servings
 from actds.format.positions import Index
 from actds.format.sampled import Sampled
 from actds.format.tables import FLAG_SPECIAL
+from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.census import RunSteps, Series
 from actds_validators.audit.covariates import (
     LOAD,
@@ -37,7 +38,6 @@ from actds_validators.audit.data import (
     column,
     is_known,
 )
-from actds_validators.statistics.events import Bools, Floats, Ints
 
 MAX_SOURCES = 8
 MAX_ROWS = 1 << 19
@@ -50,9 +50,7 @@ class Vocabulary:
     """The token ids that were computed, over all runs.
 
     Args:
-        ids: token ids, rising.
         counts: how often each was computed.
-        special: whether the tokenizer calls it special.
     """
 
     def __init__(self, ids: Ints, counts: Floats, special: Bools) -> None:
@@ -97,7 +95,6 @@ class Lookup:
     """What is known of the steps, requests and token ids of one run.
 
     Args:
-        run: the run.
         steps: places of the steps that computed something, of which the arrays below speak.
         tick: tick of the series, ``(n_steps,)``.
         block: block of the jackknife, ``(n_steps,)``.
@@ -113,17 +110,11 @@ class Lookup:
         request_block: block of the jackknife in which each request began, ``(n_requests,)``.
         token_slot: place of each token id among those of `strata` that are counted block by
             block, -1 another, ``(n_ids + 1,)``.
-        vocabulary: of all runs.
         has_ids: whether the ids of lost tokens are known.
-        losses: dropped positions.
-        recomputed: which readouts count.
         lost_ids: token id of each dropped position, -1 where its readout is missing; empty
             without ids.
-        servings: of the prefix cache.
         labels: token classes that somebody gave, if any.
         sampled: entropies of what the model sampled, if the run says them.
-        n_ticks: length of the series.
-        n_blocks: blocks of the jackknife.
     """
 
     run: str
@@ -171,10 +162,7 @@ class Rows:
     """Rows with what the lookup knows of them; every array is a place in the lookup.
 
     Args:
-        lookup: of the run.
         step: place of the step of each row.
-        request: place of the request.
-        position: in the request.
         token: place of the token id, -1 unknown.
     """
 
@@ -221,9 +209,7 @@ class CellEdges:
     """Cells of load by complexity.
 
     Args:
-        load: inner edges of the load, rising.
         complexity: ``rarity`` or, where lost tokens have no ids, ``position``.
-        edges: inner edges of the complexity.
         entropy: inner edges of the entropy over the next token, which comes before the
             complexity where it is known; none without.
     """
@@ -262,8 +248,6 @@ class CellEdges:
         """Return the cell of each row, ``load * n_complexities + complexity``.
 
         Args:
-            lookup: of the run.
-            step: places of the steps.
             request: places of the requests; used where there are entropies.
             position: positions; used where the complexity is the position.
             token: places of the token ids; used where it is the rarity.
@@ -302,16 +286,10 @@ def make_lookup(
     """Return the lookup of a run.
 
     Args:
-        source: the run.
-        steps: its steps that computed something.
-        series: of all runs.
         rows: of `read_rows`.
-        vocabulary: of all runs.
         lost_ids: of the dropped positions, in the order of ``rows.losses``.
-        definitions: content covariates.
         labels: token classes that somebody gave, if any.
         token_slot: see `Lookup`.
-        has_ids: whether the ids of lost tokens are known.
         every: of `thinning`.
     """
     index = series.runs.index(steps.run)
@@ -387,11 +365,8 @@ class WordCounts:
     """Token ids of a part.
 
     Args:
-        ids: rising.
         counts: how often each was computed.
-        special: ids that the tokenizer calls special.
         lost: numbers of dropped positions, as ``StepRanges.find`` has them.
-        lost_ids: their token ids.
     """
 
     ids: Ints
@@ -406,7 +381,6 @@ class WordPass:
     """Counts the token ids of a part of the table ``tokens`` or ``readouts``.
 
     Args:
-        rows: of the run.
         hook: whose readouts to count; ``None`` to count stored rows.
     """
 
@@ -547,8 +521,6 @@ class RunRows:
             (``request_len``), prompt source (``None`` unknown), and what a covariate reads.
         first_step: place of the step in which each began, ``(n_requests,)``; the number of steps
             where it never did.
-        losses: dropped positions.
-        recomputed: which readouts count.
     """
 
     steps: Index
@@ -608,10 +580,7 @@ class Recomputed:
     count, each at its own step. Nearly all requests may have: per position this is four bytes.
 
     Args:
-        source: the run.
         steps: places of the steps that computed something.
-        requests: places of the requests.
-        losses: dropped positions.
     """
 
     def __init__(

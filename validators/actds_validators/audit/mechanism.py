@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from actds_validators.arrays import Floats, Ints
 from actds_validators.audit.accumulate import CovariateSums
 from actds_validators.audit.census import Series
 from actds_validators.audit.covariates import COVARIATES, defined
@@ -38,7 +39,7 @@ from actds_validators.audit.result import (
 )
 from actds_validators.audit.within import WithinTest
 from actds_validators.statistics.association import block_score, change, naive_z
-from actds_validators.statistics.events import Floats, Ints, one_per_event
+from actds_validators.statistics.events import one_per_event
 from actds_validators.statistics.families import (
     JointDraws,
     draws_for,
@@ -76,11 +77,8 @@ class Question:
     """The tests of one question, before they are adjusted over the questions.
 
     Args:
-        name: of the family.
         tests: each as it stands alone.
-        inside: p adjusted within the family.
         n_draws: rearrangements of the losses behind it, the observed one among them.
-        drawn: what these are, in words.
         is_enumerated: whether there are no more than these.
     """
 
@@ -115,9 +113,6 @@ def asked_between(
     """Return the questions about time and steps: time, load, content and values of the steps.
 
     Args:
-        sums: of every covariate.
-        series: of the losses.
-        limits: rate and seed.
         of_requests: share of the lost tokens that belong to requests which lost at least half.
     """
     along = _along_the_run(series, of_requests)
@@ -155,7 +150,6 @@ def families(asked: list[Question], fdr: float) -> tuple[list[Association], list
 
     Args:
         asked: the questions, each with a test at least.
-        fdr: the rate.
     """
     adjusted, of_families = over_families([one.inside for one in asked])
     least = [one.inside.min() for one in asked]
@@ -191,10 +185,7 @@ def mechanism(
     """Return the section.
 
     Args:
-        series: of the losses.
-        asked: the questions.
         intervals: of the differences, in the order of importance: the widest says what is found.
-        limits: the rate.
     """
     error = max((i.error for i in intervals), default=0.0)
     tests, found = families(asked, limits.fdr)
@@ -231,7 +222,6 @@ def _along_the_run(series: Series, of_requests: float) -> bool:
     or tokens lost one by one, make the share lost of a step larger where it holds few.
 
     Args:
-        series: of the losses.
         of_requests: share of the lost tokens that belong to requests which lost at least half.
     """
     part = series.lost.sum() / max(1.0, series.computed[series.lost > 0].sum())
@@ -346,8 +336,6 @@ def queues(sources: list[RunSource], series: Series, seed: int = 0) -> Queues:
     """Return the section.
 
     Args:
-        sources: the runs of the series.
-        series: of the losses.
         seed: of the random shifts behind the band of the lags, where there are several runs.
     """
     lags, band = _lags(series, seed)

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from actds.format.labels import label_table, label_text
 from actds.format.positions import pair_key, split_key
+from actds_validators.arrays import Floats, Ints
 from actds_validators.audit.accumulate import Bands, CovariateSums
 from actds_validators.audit.census import Series
 from actds_validators.audit.covariates import COVARIATES, N_BANDS, defined
@@ -32,7 +33,6 @@ from actds_validators.audit.result import (
     Stratum,
     StratumLoss,
 )
-from actds_validators.statistics.events import Floats, Ints
 from actds_validators.statistics.intervals import (
     Blocks,
     Interval,
@@ -76,9 +76,7 @@ def unbounded(value: float, n: float, effective: float) -> Estimate | None:
     """Return a mean's distance whose jackknife says nothing, with the worst case about it.
 
     Args:
-        value: in standard deviations of all rows.
         n: rows in all.
-        effective: effective rows of the mean.
     """
     if not np.isfinite(value) or effective <= 0:
         return None
@@ -135,10 +133,8 @@ def differences(
     stands in its place, with confidence 1, and there is none for the equivalence test.
 
     Args:
-        sums: of the covariates.
         totals: of `block_totals`.
         bands: computed and lost tokens by bands, by covariate name, where there are any.
-        n_events: effective events of the loss.
     """
     if not sums:
         return []
@@ -282,10 +278,8 @@ class Strata:
     """Strata of one kind.
 
     Args:
-        kind: what they are strata of.
         labels: of each, in words.
         n: computed tokens ``(n_strata, n_blocks)``.
-        lost: lost ones.
         n_tested: strata of the kind that could have been named, those that are not here as well.
         rate: share lost that chance would give each block, where it is not that of the block: of
             strata that own whole blocks.
@@ -307,7 +301,6 @@ def candidates(n: Floats, lost: Floats, limits: Limits) -> Ints:
 
     Args:
         n: computed tokens of each stratum.
-        lost: lost ones.
         limits: the share that warns.
     """
     rate = lost.sum() / max(1.0, float(n.sum()))
@@ -382,11 +375,7 @@ class _Groups:
 
 
 class SpanStrata:
-    """What the spans and drops of all runs say: by request, phase and position.
-
-    Args:
-        n_blocks: of the jackknife.
-    """
+    """What the spans and drops of all runs say: by request, phase and position."""
 
     def __init__(self, n_blocks: int) -> None:
         self.n_blocks = n_blocks
@@ -547,7 +536,6 @@ def worst_strata(
     """Return the strata that lost more than all by the limit and than chance, the worst first.
 
     Args:
-        found: of every kind.
         rate: share lost of each block's tokens.
         share: share lost of all tokens.
         limits: the share that warns.

@@ -17,11 +17,11 @@ import pyarrow.compute as pc
 
 from actds.executor import Executor
 from actds.format.tables import TableName
+from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.accumulate import CONTENT, ClassCounts, Sums
 from actds_validators.audit.covariates import CovariateDef, Widths, position_band
 from actds_validators.audit.data import Part, column, explode, places
 from actds_validators.audit.lookup import CellEdges, Lookup, Rows
-from actds_validators.statistics.events import Bools, Floats, Ints
 
 ExecutorName = Literal["threads", "ray"]
 """The executors of ``actds.executor`` that an audit may name in its result."""
@@ -44,11 +44,7 @@ class RowPass:
     """Sums one part of a table, or some of the lost positions.
 
     Args:
-        lookup: of the run.
-        definitions: content covariates.
         cells: of the weights; ``None`` where nothing was lost: then classes alone are counted.
-        hooks: with readouts, in order.
-        widths: of a readout.
         scale: where the readouts lie, with readouts and losses.
     """
 
@@ -253,9 +249,7 @@ class Scale:
     Args:
         middle: about which sums are taken: the median of the sample, and after the pass the mean
             of all.
-        median: of the sample.
         low: a hundredth of the rows lies below.
-        high: and above.
     """
 
     middle: Floats
@@ -296,8 +290,6 @@ def scale_of(
 
     Args:
         parts: of the table ``readouts``, of all runs.
-        hooks: names of the hooks.
-        widths: of a readout.
         executor: where the parts are read.
     """
     some = [part for part in parts if part.n_rows]

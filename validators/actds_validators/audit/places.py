@@ -52,15 +52,11 @@ class Audited:
     """What the places are judged by.
 
     Args:
-        catalog: of the dataset.
         path: as it was given.
         records: of `source.read_records`.
         source: what became of the records of the source.
-        account: what became of every position.
         coverage: the section, None when nothing is stored.
         missingness: the section, None when nothing was lost.
-        verdict: on what queues and ends lost.
-        limits: settings.
     """
 
     catalog: Catalog

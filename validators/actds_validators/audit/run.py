@@ -16,6 +16,7 @@ from actds.reading import Catalog
 from actds.sealing import check_provenance
 from actds.sources import read_records
 from actds.store import open_store
+from actds_validators.arrays import Floats, Ints
 from actds_validators.audit.accumulate import CONTENT, CovariateSums, PartialRows, Sums
 from actds_validators.audit.answer import conclude, unaccounted
 from actds_validators.audit.census import RunSteps, Series, accounting, make_series, read_steps
@@ -106,7 +107,6 @@ from actds_validators.audit.weights import (
 )
 from actds_validators.audit.within import LEAST_DRAWS, selections
 from actds_validators.audit.wording import blind_spots
-from actds_validators.statistics.events import Floats, Ints
 from actds_validators.statistics.families import draws_for
 from actds_validators.statistics.intervals import Interval, jackknife_many, smd_of_stored
 
@@ -155,15 +155,11 @@ def audit_dataset(
     """Audit a dataset: what was captured against what existed.
 
     Args:
-        path: the dataset.
-        limits: settings.
-        progress: told what is being done.
         weights: where to write the weights of the stored rows, if anywhere; not written when
             something does not add up.
         classes: Parquet file of token classes by request and positions, as `labels.read_labels`;
             None for the roles of the dataset.
         executor: ``threads`` of this process, or ``ray``: the same numbers from either.
-        accept: places that are waived.
 
     Raises:
         ActdsError: E009 classes that cannot be used; E011 no Ray; E306 not sealed; E401, E403
@@ -252,9 +248,6 @@ def audit_sources(
     """Return the sections of some runs.
 
     Args:
-        sources: the runs, in order.
-        limits: settings.
-        progress: told what is being done.
         labels: table of `labels.read_labels` or `role_labels`, if there are token classes.
         executor: where the rows are read; threads by default.
         named: of `labels.match_labels`, with labels.
@@ -345,13 +338,9 @@ class Passed:
 
     Args:
         lookups: of each run, by its name.
-        covered: for the coverage map.
-        definitions: content covariates.
-        hooks: hooks with readouts.
         widths: numbers of a readout that were looked at.
         scale: where the readouts lie; ``None`` where nothing was lost or no run has readouts.
         sums: of all rows; ``None`` where nothing was lost.
-        spans: strata that the spans tell, likewise.
         slots: token ids that were counted block by block, and how many there were to choose from.
         within: of each group of covariates, the rows of each run in steps that lost a part.
         away: of each hook, how far the means lie from where its rows were taken.
@@ -402,14 +391,10 @@ def pass_over(
     """Read the rows of all runs: the token ids first, for rarity is known when all are counted.
 
     Args:
-        sources: the runs.
         steps: of each.
-        series: of all.
         edges: of the weights' cells; ``None`` where nothing was lost: then coverage is all.
         executor: where the parts are read.
         labels: table of `data.read_labels` or `role_labels`, if there are token classes.
-        progress: told what is being done.
-        limits: of the strata.
         has_ids: of `knows_ids`.
         has_entropy: of `knows_entropy`.
     """

@@ -21,9 +21,9 @@ from actds.format.labels import label_table, label_text
 from actds.reading import Catalog
 from actds.schema import CloseBody, FenceBody
 from actds.sources import records_read
+from actds_validators.arrays import Bools, Ints
 from actds_validators.audit.covariates import N_BANDS, position_band
 from actds_validators.audit.place import LeftOut, LengthBand, SourceAccount, Worst
-from actds_validators.statistics.events import Bools, Ints
 from actds_validators.statistics.strata import total_variation
 
 NOT_ON_RECORD = "no line of the requests table says what became of them"
@@ -35,7 +35,6 @@ def source_account(catalog: Catalog, records: pa.Table) -> SourceAccount:
     """Return what became of the records of the sources.
 
     Args:
-        catalog: of the dataset.
         records: of ``actds.sources.read_records``.
 
     Spec: 0.1 section 14.10.

@@ -66,7 +66,6 @@ class Evidence:
     """Everything that a verdict rests on.
 
     Args:
-        accounting: the section.
         missingness: the section, ``None`` when nothing was lost.
         mechanism: the section, ``None`` when nothing was lost.
         blocks_long_enough: whether blocks are long against the bursts of losses.

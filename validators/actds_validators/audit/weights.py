@@ -24,6 +24,7 @@ from actds.format.row_weights import FORMAT, GROUP_ROWS, SCHEMA, VERSION
 from actds.format.shard import Shard
 from actds.reading import Catalog
 from actds.store import refuse_within_dataset
+from actds_validators.arrays import Floats
 from actds_validators.audit.accumulate import Sums
 from actds_validators.audit.census import Series
 from actds_validators.audit.lookup import CellEdges, Lookup
@@ -38,7 +39,6 @@ from actds_validators.audit.result import (
     Weighting,
     Worse,
 )
-from actds_validators.statistics.events import Floats
 from actds_validators.statistics.intervals import Interval, from_replicates, smd
 from actds_validators.statistics.strata import (
     effective_rows,
@@ -59,10 +59,7 @@ class Cells:
     """The cells: load by complexity.
 
     Args:
-        edges: of load and complexity.
-        load_max: largest load.
         n: computed tokens ``(n_loads, n_complexities)``.
-        lost: lost ones.
         rates: share lost, shrunk; ``None`` before `weigh`.
         weights: of a stored row; ``None`` before `weigh` or when nothing is stored.
     """
@@ -135,7 +132,6 @@ def stored_cells(sums: Sums, middles: Mapping[str, Floats]) -> list[StoredCells]
     """Return every covariate over the stored rows: of the steps, then of each group.
 
     Args:
-        sums: of all rows.
         middles: what the sums of each group are about, ``(n_numbers,)``, in order.
     """
     found = [StoredCells(sums.cell_n[0], x) for x in sums.cell_system]
@@ -157,9 +153,7 @@ def after_weighting(
     The jackknife leaves a block out of the weights as well: they are made of the same losses.
 
     Args:
-        cells: with their weights.
         n: stored and lost tokens of which the cells were counted, ``(2, n_blocks, n_cells)``.
-        stored: the covariates over the stored rows.
         totals: n, sx, sxx, ... over all computed tokens, ``(5, n_covariates, n_blocks)``.
     """
     if cells.weights is None:
@@ -202,7 +196,6 @@ def weighting(
     """Return the section, ``None`` without weights.
 
     Args:
-        cells: with their weights.
         differences: of the covariates, before and after weighting.
         negligible: bias that does not matter, in standard deviations.
     """
@@ -309,11 +302,8 @@ def write_weights(
     rows are in memory at a time, or those of the largest shard.
 
     Args:
-        out: a local path outside any dataset.
-        catalog: the dataset.
         lookups: of its runs, by name; none when nothing was dropped.
         cells: with their weights; ``None`` when nothing was dropped, and every weight is 1.
-        claim: what the weights mend, in words.
 
     Raises:
         ActdsError: E009 a path inside a dataset; E412 rows of an unknown step; E503 the disk

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from actds.format.positions import Keys, pair_key, position_key, split_key
+from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.accumulate import CONTENT, PartialRows
 from actds_validators.audit.result import Covariate
 from actds_validators.statistics.association import Within, within_cells
-from actds_validators.statistics.events import Bools, Floats, Ints
 from actds_validators.statistics.families import JointDraws, Turns
 from actds_validators.statistics.intervals import benjamini_hochberg
 
@@ -32,8 +32,6 @@ class WithinTest:
     """The test of one covariate.
 
     Args:
-        covariate: which.
-        scores: the test of clustered scores.
         p: the larger of both.
         inside: adjusted over the family: by the largest of all tests in each draw, and after
             Benjamini and Hochberg; the larger.
@@ -51,7 +49,6 @@ class RowsOfSteps:
 
     Args:
         step: number of the step of each, ``(n_rows,)``, another in each run.
-        request: of the request, likewise.
         began: block of the jackknife in which the request began.
         lost: whether each was lost.
         orders: of each run, its rows in that order.
@@ -129,11 +126,6 @@ class Units:
     A cell is the tokens of a request in a step. Requests are lost whole where most of those that
     lost a token, of two at least, lost all of these; cells likewise. A unit counts as lost where
     most of its tokens are.
-
-    Args:
-        rows: of all runs.
-        n_draws: draws of lost units.
-        seed: of the draws.
     """
 
     def __init__(self, rows: RowsOfSteps, n_draws: int, seed: int) -> None:
@@ -219,7 +211,6 @@ def selections(
         away: how far the mean of each number of a hook lies from where the rows were taken.
         began: of each run the block in which each of its requests began.
         n_draws: draws at least.
-        seed: of the draws.
     """
     rows = all_rows(runs[CONTENT], began)
     if len(np.unique(rows.step)) < 2:

@@ -52,7 +52,6 @@ class Cause:
     Args:
         kind: of a verdict: ``values-dependent``, ``content-dependent``, ``load-dependent`` or
             ``time-dependent``.
-        rejected: every rejected test.
     """
 
     kind: str
@@ -353,7 +352,6 @@ def blind_spots(hooks: tuple[str, ...], widths: Widths, n_probes: int) -> list[s
 
     Args:
         hooks: hooks with readouts in every run that lost something.
-        widths: numbers of a readout.
         n_probes: user's probes of a hook, those that are not looked at as well.
 
     Spec: 0.1 section 14.9.

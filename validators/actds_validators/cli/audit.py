@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ from click.core import ParameterSource
 
 from actds_validators.cli.results import (
     COMMAND,
-    Command,
     LimitsCommand,
     Outputs,
     accept_option,
@@ -35,28 +33,12 @@ _FAILING = {
     "never": set[str](),
 }
 EXECUTORS = ("threads", "ray")
-_REGIMES = (
-    "Values are compared by actds regimes: of PATH its prefill and decode rows, of PATH OTHER two "
-    'datasets, of "A=PATH:where=EXPRESSION" "B=PATH:where=EXPRESSION" any two parts of one.'
-)
 
 
 def _result() -> type[Audit]:
     from actds_validators.audit.result import Audit
 
     return Audit
-
-
-def _no_such(name: str, hint: str) -> Callable[[Command], Command]:
-    """Return a hidden option that is refused with what to use for it."""
-
-    def refuse(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-        if value is not None:
-            raise click.UsageError(f"No such option: {name}. {hint}", ctx)
-
-    return click.option(
-        name, expose_value=False, hidden=True, is_eager=True, callback=refuse, help="Refused."
-    )
 
 
 @click.command(cls=LimitsCommand, result=_result)
@@ -90,9 +72,6 @@ def _no_such(name: str, hint: str) -> Callable[[Command], Command]:
     show_default=True,
     help="Where the rows are read: the numbers are the same.",
 )
-@_no_such("--engine", "Did you mean --executor?")
-@_no_such("--by", _REGIMES)
-@_no_such("--against", _REGIMES)
 @click.pass_context
 def audit(
     ctx: click.Context,
@@ -123,15 +102,16 @@ def audit(
     outputs = Outputs(
         html, json_out, {"--weights": weights}, {"--classes": [classes] if classes else []}
     )
+    from actds_validators.about import about as describe
     from actds_validators.report import html as page
-    from actds_validators.report import summary, terminal
+    from actds_validators.report import terminal
 
     found = run_audit(
         path, limits=limits, weights=weights, classes=classes, accept=accept, executor=executor,
         progress=told(),
     )  # fmt: skip
     result = found.result
-    about = summary.about(found.catalog, ctx.meta[COMMAND])
+    about = describe(found.catalog, ctx.meta[COMMAND])
     outputs.write(
         json.dumps(result.as_json(), indent=2, sort_keys=True),
         lambda: page.render(result, about),

@@ -129,17 +129,17 @@ def _entry(found: CheckResult, report: Path | None) -> Entry:
 
 
 def _report(found: CheckResult, command: str) -> str:
-    from actds_validators.report import html, summary
+    from actds_validators.about import about
+    from actds_validators.report import html
 
     assert found.audit is not None, "there is a result to report"
-    return html.render(found.audit.result, summary.about(found.audit.catalog, command))
+    return html.render(found.audit.result, about(found.audit.catalog, command))
 
 
 def page(found: CheckResult, html: Path | None = None, *, strict: bool = False) -> Iterator[Line]:
     """Yield the screen, line by line; no line holds a control character.
 
     Args:
-        found: the result.
         html: where the report was asked for.
         strict: whether warnings make it no valid dataset.
     """
@@ -162,10 +162,11 @@ def _page(found: CheckResult, html: Path | None, strict: bool) -> Iterator[Line]
             yield Line(f"report: not written; {why}")
         yield Line(f"More: actds validate {path}", "dim")
         return
-    from actds_validators.report import summary, terminal
+    from actds_validators.about import about
+    from actds_validators.report import terminal
 
     result = found.audit.result
-    answer, *rest = terminal.first_screen(result, summary.about(found.audit.catalog, ""))
+    answer, *rest = terminal.first_screen(result, about(found.audit.catalog, ""))
     yield answer
     yield valid
     yield from finding_lines(found.validation, _MAX_FINDINGS)

@@ -131,18 +131,14 @@ def regimes(
     read = {"--sae": files_of(sae), "--probes": files_of(probes)}
     outputs = Outputs(html, json_out, inputs=read)
     from actds_validators.regimes.api import regimes as run
-    from actds_validators.report.regimes import page, terminal
+    from actds_validators.report.regimes import page
 
     result = run(
         *arms, contrasts=contrasts, hooks=hooks, sae=sae, probes=probes, label=label, model=model,
         held_out=held_out, pairing=pairing, floor=floor, limits=limits, progress=told(),
     )  # fmt: skip
-    command = ctx.meta[COMMAND]
-    outputs.write(
-        result.to_json(),
-        lambda: page.render(result, command),
-        lambda: terminal.render(result, command),
-    )
+    shown = page(result, ctx.meta[COMMAND])
+    outputs.write(result.to_json(), shown.html, shown.lines)
     sys.exit(exit_code(result, fail_on))
 
 

@@ -16,21 +16,6 @@ from actds.cli.options import model_options
 from actds.cli.output import ResultCommand, print_lines
 from actds.text import Line, storable
 
-__all__ = [
-    "COMMAND",
-    "LimitsCommand",
-    "Outputs",
-    "accept_option",
-    "files_of",
-    "html_option",
-    "json_option",
-    "keep_little",
-    "need_folders",
-    "no_dash",
-    "told",
-    "write_text",
-]
-
 Command = TypeVar("Command", bound="Callable[..., Any] | click.Command")
 COMMAND = "actds.command"
 """Key of a context under which the command stands as it was typed."""
@@ -100,7 +85,6 @@ class Outputs:
         html: file of the page, if any.
         json_out: file of the JSON, ``-`` for the terminal, if any.
         others: other files that the command writes, by option.
-        inputs: files that it reads, by option.
 
     Raises:
         ActdsError: E009 two options with one file; E011 a package that is not installed; E503 a
@@ -129,11 +113,6 @@ class Outputs:
         self, text: str, page: Callable[[], str], lines: Callable[[], Iterable[Line]]
     ) -> None:
         """Write the result.
-
-        Args:
-            text: the JSON.
-            page: makes the page.
-            lines: makes what the terminal shows.
 
         Raises:
             ActdsError: E503 a file that cannot be written.

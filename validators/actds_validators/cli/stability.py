@@ -78,16 +78,12 @@ def stability(
       actds stability cached weighted=cached:weights=multiplicity uncached --out dictionaries
     """
     outputs = Outputs(html, json_out, {"--out": out})
-    from actds_validators.report.stability import page, terminal
+    from actds_validators.report.stability import page
     from actds_validators.stability.api import stability as run
 
     result = run(*arms, hook=hook, out=out, limits=limits, progress=told())
-    command = ctx.meta[COMMAND]
-    outputs.write(
-        result.to_json(),
-        lambda: page.render(result, command),
-        lambda: terminal.render(result, command),
-    )
+    shown = page(result, ctx.meta[COMMAND])
+    outputs.write(result.to_json(), shown.html, shown.lines)
     outputs.say({"dictionaries": out})
     sys.exit(exit_code(result, fail_on))
 

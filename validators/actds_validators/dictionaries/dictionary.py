@@ -14,15 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
+from actds_validators.arrays import Rows
 from actds_validators.dictionaries.refusal import refused
 from actds_validators.dictionaries.wanted import HookFrom
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
-__all__ = ["Dictionary", "Kind", "Normalization", "Source"]
-
-Floats = npt.NDArray[np.float32]
 Kind = Literal["standard", "topk", "jumprelu", "gated", "batchtopk"]
 Normalization = Literal["none", "layer_norm", "constant_norm_rescale"]
 Format = Literal["saelens", "gemma_scope", "dictionary_learning"]
@@ -37,9 +35,6 @@ class Source:
     """Where a dictionary comes from, and what it says of its training.
 
     Args:
-        format: of the file.
-        path: file of the weights.
-        sha256: its digest.
         hook: place that it was trained at, in the names of actds; None where nothing says it.
         hook_from: who says so: the ``file``, the names of its folders (``path``), or nobody but the
             ``caller``.
@@ -96,15 +91,15 @@ class Dictionary:
     """
 
     kind: Kind
-    w_enc: Floats = field(repr=False)
-    b_enc: Floats = field(repr=False)
-    w_dec: Floats = field(repr=False)
-    b_dec: Floats = field(repr=False)
+    w_enc: Rows = field(repr=False)
+    b_enc: Rows = field(repr=False)
+    w_dec: Rows = field(repr=False)
+    b_dec: Rows = field(repr=False)
     source: Source
     k: int | None = None
-    threshold: Floats | None = field(default=None, repr=False)
-    gain: Floats | None = field(default=None, repr=False)
-    b_mag: Floats | None = field(default=None, repr=False)
+    threshold: Rows | None = field(default=None, repr=False)
+    gain: Rows | None = field(default=None, repr=False)
+    b_mag: Rows | None = field(default=None, repr=False)
     apply_b_dec_to_input: bool = True
     normalization: Normalization = "none"
 
@@ -144,7 +139,7 @@ class Dictionary:
         """Return the hook that it is for, in the names of actds; None where nothing says it."""
         return self.source.hook
 
-    def encode(self, rows: npt.NDArray[Any]) -> Floats:
+    def encode(self, rows: npt.NDArray[Any]) -> Rows:
         """Return the features of rows, float32 ``(n, n_features)``.
 
         Args:
@@ -190,7 +185,7 @@ class Dictionary:
 
     def decode(
         self, features: npt.NDArray[Any] | csr_array, rows: npt.NDArray[Any] | None = None
-    ) -> Floats:
+    ) -> Rows:
         """Return the rows that features stand for, float32 ``(n, d_model)``.
 
         Args:
@@ -213,7 +208,7 @@ class Dictionary:
         rebuilt += centre
         return rebuilt
 
-    def reconstruct(self, rows: npt.NDArray[Any]) -> Floats:
+    def reconstruct(self, rows: npt.NDArray[Any]) -> Rows:
         """Return the rows as the dictionary rebuilds them, float32 ``(n, d_model)``.
 
         Args:
@@ -231,7 +226,7 @@ class Dictionary:
             rebuilt[block] = self.decode(features, rows[block])
         return rebuilt
 
-    def frame(self, rows: npt.NDArray[Any]) -> tuple[Floats, Floats]:
+    def frame(self, rows: npt.NDArray[Any]) -> tuple[Rows, Rows]:
         """Return what normalization takes off each row and divides it by, each ``(n, 1)``.
 
         Zeros and ones without a normalization. In the units of a row, feature ``f`` has the
@@ -255,7 +250,7 @@ class Dictionary:
         norms = np.linalg.norm(rows, axis=1, keepdims=True)
         return centre, norms / np.float32(np.sqrt(self.d_model))
 
-    def _encode_into(self, features: Floats, rows: Floats) -> None:
+    def _encode_into(self, features: Rows, rows: Rows) -> None:
         """Write the features of a block of rows."""
         np.matmul(self._inner(rows), self.w_enc, out=features)
         if self.gain is not None and self.b_mag is not None:
@@ -275,7 +270,7 @@ class Dictionary:
             np.put_along_axis(features, largest, values, axis=1)
         np.maximum(features, 0, out=features)
 
-    def _inner(self, rows: Floats) -> Floats:
+    def _inner(self, rows: Rows) -> Rows:
         """Return rows as the encoder's matrix reads them."""
         if self.normalization != "none":
             centre, scale = self.frame(rows)
@@ -293,7 +288,7 @@ class Dictionary:
         for start in range(0, n, self._block_rows):
             yield slice(start, min(n, start + self._block_rows))
 
-    def _rows(self, rows: npt.NDArray[Any]) -> Floats:
+    def _rows(self, rows: npt.NDArray[Any]) -> Rows:
         if rows.ndim != 2 or rows.shape[1] != self.d_model:
             raise self._bad(f"rows {rows.shape}", f"(n, {self.d_model})")
         rows = np.asarray(rows, np.float32)
@@ -303,7 +298,7 @@ class Dictionary:
             raise ActdsError("E601", self.hook or "rows", got=got, expected="finite rows")
         return rows
 
-    def _checked(self, name: str, array: npt.NDArray[Any], shape: tuple[int, ...]) -> Floats:
+    def _checked(self, name: str, array: npt.NDArray[Any], shape: tuple[int, ...]) -> Rows:
         """Return one of its arrays as float32 that nobody changes."""
         if array.shape != shape:
             raise self._bad(f"{name} {array.shape}", f"{shape}")

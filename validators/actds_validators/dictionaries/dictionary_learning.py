@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
+from actds_validators.arrays import Array
 from actds_validators.dictionaries.dictionary import Dictionary, Kind, Source
 from actds_validators.dictionaries.places import places_of
-from actds_validators.dictionaries.recorded import recorded
 from actds_validators.dictionaries.refusal import read_config, refused
 from actds_validators.dictionaries.tensors import (
     Tensors,
@@ -28,13 +27,10 @@ from actds_validators.dictionaries.tensors import (
     read_torch,
     vector,
 )
-from actds_validators.dictionaries.wanted import Wanted
-
-__all__ = ["CONFIG", "WEIGHTS", "read_dictionary_learning"]
+from actds_validators.dictionaries.wanted import Wanted, recorded
 
 CONFIG = "config.json"
 WEIGHTS = "ae.pt"
-Array = npt.NDArray[Any]
 ClassName = Literal[
     "AutoEncoder",
     "AutoEncoderNew",
@@ -105,7 +101,6 @@ def read_dictionary_learning(path: Path, wanted: Wanted) -> Dictionary:
     Args:
         path: of the file; ``config.json`` beside it is optional where the tensors' names tell the
             class, which those of ``AutoEncoderTopK`` and ``BatchTopKSAE`` do not.
-        wanted: the rows that it is for.
 
     Raises:
         ActdsError: E011 without torch; E015 a file that is missing, damaged or has more than
@@ -204,7 +199,6 @@ def _k(path: Path, said: int | None, tensors: Tensors) -> int:
 
 
 def _class_name(path: Path, said: Trainer, tensors: Tensors) -> ClassName:
-    """Return the class that wrote the tensors."""
     if said.dict_class is not None:
         return said.dict_class
     if "group_sizes" in tensors:

@@ -18,8 +18,6 @@ from actds_validators.dictionaries.refusal import refused
 from actds_validators.dictionaries.tensors import file_sha256, of_names, read_npz, vector
 from actds_validators.dictionaries.wanted import Wanted
 
-__all__ = ["PARAMETERS", "read_gemma_scope"]
-
 PARAMETERS = "params.npz"
 _REPOSITORY = re.compile(r"gemma-scope-(2b|9b|27b)-(pt|it)-(res|mlp|att)(?![a-z])")
 _LAYER = re.compile(r"layer_(\d{1,6})")
@@ -29,10 +27,6 @@ _NAMES = ("W_enc", "b_enc", "W_dec", "b_dec", "threshold")
 
 def read_gemma_scope(path: Path, wanted: Wanted) -> Dictionary:
     """Return the dictionary of a ``params.npz``.
-
-    Args:
-        path: of the file.
-        wanted: the rows that it is for.
 
     Raises:
         ActdsError: E015 a file that is missing or damaged, has other arrays, or whose folders name

@@ -11,8 +11,6 @@ from actds_validators.dictionaries.refusal import refused
 from actds_validators.dictionaries.tensors import is_npz, is_torch
 from actds_validators.dictionaries.wanted import Wanted
 
-__all__ = ["load_dictionary"]
-
 _EXPECTED = (
     f"a folder with {saelens.CONFIG} and {saelens.WEIGHTS} (SAELens), with "
     f"{gemma_scope.PARAMETERS} (Gemma Scope) or {dictionary_learning.WEIGHTS} "

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["layers_of", "places_of", "same_model", "same_place"]
-
 _LENS = re.compile(r"blocks\.(\d{1,6})\.(?:attn\.)?hook_([a-z_]+)")
 _MODULE = re.compile(
     r"(?:[a-z_]+\.){0,3}(?:layers|h|blocks)\.(\d{1,6})(?:\.(mlp|self_attn|attn|attention))?"

@@ -10,8 +10,6 @@ from pydantic import BaseModel, ValidationError
 
 from actds.errors import ActdsError
 
-__all__ = ["MAX_JSON_NBYTES", "read_config", "refused"]
-
 MAX_JSON_NBYTES = 1 << 22
 """Of a configuration; those of trainers have a few kilobytes."""
 NEXT_STEP = (
@@ -27,7 +25,6 @@ def refused(place: object, got: object, expected: str, next_step: str | None = N
     Args:
         place: the file, and the tensor or field in it.
         got: what is there; cut to 200 characters of one line.
-        expected: what is expected there.
         next_step: what to do; the formats that are read when None.
     """
     words = " ".join(str(got).split())[:200]

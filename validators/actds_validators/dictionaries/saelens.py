@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from actds_validators.dictionaries.dictionary import Dictionary, Kind, Normalization, Source
 from actds_validators.dictionaries.places import places_of
-from actds_validators.dictionaries.recorded import recorded
 from actds_validators.dictionaries.refusal import read_config, refused
 from actds_validators.dictionaries.tensors import (
     Tensors,
@@ -25,9 +24,7 @@ from actds_validators.dictionaries.tensors import (
     read_safetensors,
     vector,
 )
-from actds_validators.dictionaries.wanted import Wanted
-
-__all__ = ["CONFIG", "WEIGHTS", "read_saelens"]
+from actds_validators.dictionaries.wanted import Wanted, recorded
 
 CONFIG = "cfg.json"
 WEIGHTS = "sae_weights.safetensors"
@@ -112,10 +109,6 @@ class Config(_Model):
 
 def read_saelens(folder: Path, wanted: Wanted) -> Dictionary:
     """Return the dictionary of a SAELens folder.
-
-    Args:
-        folder: with both files.
-        wanted: the rows that it is for.
 
     Raises:
         ActdsError: E015 files that are missing or damaged, an architecture that is no sparse

@@ -27,12 +27,9 @@ import pyarrow as pa
 from actds.apart import Apart, Reply, Request, cpu_seconds
 from actds.errors import ActdsError, not_installed
 from actds.exchange.tensors import read_header
+from actds_validators.arrays import Array
 from actds_validators.dictionaries.refusal import refused
 
-__all__ = ["Tensors", "file_sha256", "is_npz", "is_torch", "of_names", "read_npz",
-           "read_safetensors", "read_torch", "vector"]  # fmt: skip
-
-Array = npt.NDArray[Any]
 Tensors = Mapping[str, Array]
 """Arrays of floats or integers by name; bfloat16 as such."""
 

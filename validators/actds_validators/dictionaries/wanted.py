@@ -1,14 +1,15 @@
-"""What the caller's rows are, and whether a dictionary says that it is for others."""
+"""What a dictionary is for: what the caller's rows are, and what its loader recorded of its own.
+
+``actds.Loader.config`` is beside a dictionary that was trained on a loader's batches.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from actds_validators.dictionaries.places import layers_of, same_model, same_place
 from actds_validators.dictionaries.refusal import refused
-
-__all__ = ["HookFrom", "Wanted"]
 
 HookFrom = Literal["file", "path", "caller"]
 
@@ -18,8 +19,6 @@ class Wanted:
     """The rows that a dictionary is wanted for; None for what the caller does not say.
 
     Args:
-        hook: in the names of actds.
-        d_model: channels of a row.
         model: name of the model, or the path of its folder.
     """
 
@@ -54,7 +53,6 @@ class Wanted:
         """Return the hook of a dictionary, and who says so.
 
         Args:
-            place: file, for the error.
             called: what the dictionary calls its hook; None where it says nothing.
             places: hooks that this may be, the usual one first.
             said_by: where it is called so.
@@ -81,3 +79,63 @@ class Wanted:
         """
         if self.hook is not None and layer is not None and layer not in layers_of(self.hook):
             raise refused(place, f"a dictionary of layer {layer}", self.hook)
+
+
+NEXT_STEP = (
+    "Fold the normalization into the weights, set `normalize` and `normalization` of the recorded "
+    "configuration to null, and save again."
+)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Which rows a dictionary was trained on.
+
+    Args:
+        hook: their hook; None where batches had several.
+        held_out: share of the requests that the loader held out; None where it read all.
+        model: name of their model; None where several are named, or none.
+        weights: digests of the weights of their models.
+    """
+
+    digests: tuple[str, ...] = ()
+    hook: str | None = None
+    held_out: float | None = None
+    model: str | None = None
+    weights: tuple[str, ...] = ()
+
+
+def recorded(place: object, config: Any) -> Recorded:
+    """Return what a loader recorded; nothing where the value is not of one.
+
+    Raises:
+        ActdsError: E015 rows that the loader normalized: the weights are not for rows as they are.
+    """
+    if not isinstance(config, dict) or config.get("format") != "actds.loader":
+        return Recorded()
+    if config.get("normalization") or config.get("normalize"):
+        how = config.get("normalize")
+        got = f"trained on rows that the loader normalized ({how})"
+        raise refused(place, got, "weights for rows as they are", NEXT_STEP)
+    sets = [one for one in _list(config.get("datasets")) if isinstance(one, dict)]
+    digests = [config.get("digest"), *(one.get("digest") for one in sets)]
+    hooks = [one for one in _list(config.get("hooks")) if isinstance(one, str)]
+    only = hooks[0] if len(hooks) == 1 else None
+    known = tuple(dict.fromkeys(one for one in digests if isinstance(one, str)))
+    models = [one for one in _list(config.get("models")) if isinstance(one, dict)]
+    names = {one.get("name") for one in models}
+    name = names.pop() if len(names) == 1 else None
+    weights = {text for one in models if isinstance(text := one.get("weights_sha256"), str)}
+    model = name if isinstance(name, str) else None
+    return Recorded(known, only, _held_out(config), model, tuple(sorted(weights)))
+
+
+def _held_out(config: dict[str, Any]) -> float | None:
+    split = config.get("split")
+    if not isinstance(split, list) or len(split) != 2 or split[0] != "train":
+        return None
+    return float(split[1]) if isinstance(split[1], float) and 0 < split[1] < 1 else None
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

@@ -17,6 +17,7 @@ from actds.load.selection import RowValues
 from actds.load.where import parse_expression
 from actds.text import storable
 from actds_validators.about import began, recorded
+from actds_validators.arrays import Bools
 from actds_validators.dictionaries import load_dictionary
 from actds_validators.dictionaries.places import same_place
 from actds_validators.dictionaries.refusal import refused
@@ -26,15 +27,12 @@ from actds_validators.regimes.asking import parse_arms, parse_contrasts
 from actds_validators.regimes.probe_file import ProbeFile, read_probes
 from actds_validators.regimes.result import DatasetResult, Limits, Regimes, Used
 from actds_validators.sections import settings_of
-from actds_validators.statistics.events import Bools
 
 if TYPE_CHECKING:
+    from actds_validators.arrays import Rows
     from actds_validators.dictionaries import Dictionary
     from actds_validators.regimes.contrast import Pairing
-    from actds_validators.regimes.instruments.base import Rows
     from actds_validators.regimes.run import AnyInstrument
-
-__all__ = ["regimes"]
 
 MAX_LABELLED = 32
 """Probes of which ROC areas are compared: counts in bins, by group and stratum."""

@@ -27,10 +27,8 @@ from actds.load.filters import need_known
 from actds.load.pairs import prefix_hashes
 from actds.load.selection import held_out_requests, select
 from actds.text import storable
+from actds_validators.arrays import Bools, Ints, Whole, narrow
 from actds_validators.regimes.requests import Requests
-from actds_validators.statistics.events import Bools, Ints, Whole, narrow
-
-__all__ = ["APART", "Arm", "ArmRows", "Sampled", "described_rows", "read_arm"]
 
 APART = ("bos", "first_position")
 """Filters whose rows are counted and left out of every estimate."""
@@ -72,7 +70,6 @@ class Arm:
 
     Args:
         name: what a reader calls it, as ``G``.
-        dataset: the dataset.
         phase: ``prefill``, ``decode`` or None for both.
         where: expression that keeps rows, as of the loader; None for all.
         exclude: filters of the loader that leave out more than `APART`.
@@ -133,9 +130,7 @@ class ArmRows:
         chunk: steps of the request before this one ``(n,)``, -1 unknown.
         kernel_mode: place in `KERNEL_MODES` ``(n,)``, -1 unknown.
         role: place in ``ROLES`` ``(n,)``, -1 unknown.
-        requests: the requests of the dataset.
         sampled: what was sampled after them; None of a dataset that does not record it.
-        n_apart: rows left out, by filter.
         n_repeats: rows left out because an earlier one has the same prefix.
         n_decode: rows that decode steps computed; None where the phase of one is not known.
         repeats: numbers of rows ``(n,)``, and of others with the same prefix that were left out:

@@ -11,15 +11,6 @@ from dataclasses import dataclass
 from actds.errors import ActdsError
 from actds.format.tables import PHASES
 
-__all__ = [
-    "MIXTURE_KEYS",
-    "SELECTION_KEYS",
-    "ArmWords",
-    "parse_arms",
-    "parse_contrasts",
-    "parse_named",
-]
-
 SELECTION_KEYS = ("phase", "where", "exclude")
 MIXTURE_KEYS = (*SELECTION_KEYS, *PHASES, "weights")
 """Keys of an arm that something is trained on: its shares by phase, and how rows count."""
@@ -34,11 +25,8 @@ class ArmWords:
     """An arm as it was asked for.
 
     Args:
-        name: what it is called.
-        path: path or URI of its dataset.
         phase: ``prefill``, ``decode`` or None for both.
         where: expression that keeps rows; None for all.
-        exclude: names of filters of the loader.
         mix: shares by phase, which add up to 1; empty for rows as they are.
         weights: ``multiplicity``, a weights file or an expression, as of the loader.
     """
@@ -108,9 +96,7 @@ def parse_contrasts(
     """Return the contrasts as (reference, other): ``G-R`` compares G with the reference R.
 
     Args:
-        names: names of the arms.
         asked: contrasts; with none every later arm is compared with the first.
-        argument: what asked for them.
 
     Raises:
         ActdsError: E009 no such arm, or not two of them.

@@ -23,8 +23,6 @@ from actds_validators.regimes.result import (
 from actds_validators.regimes.strata import ALL
 from actds_validators.regimes.wording import beyond, in_floor, in_words, limits_of, rows_of
 
-__all__ = ["LEADS", "about", "answer_of", "judged", "leading", "outcome_of", "verdicts"]
-
 LEADS = (("dictionary", "FVU over the reference's variance"), ("moments", "mean"))
 """Instrument and measure that charts and sentences follow, where they are there."""
 _ORDER: tuple[Outcome, ...] = ("shifts", "undecided", "carries over")
@@ -70,7 +68,6 @@ def verdicts(
     undecided. Strata of too few requests or rows are named, and decide nothing.
 
     Args:
-        values: of a contrast.
         names: of the reference and of the other arm.
     """
     groups: dict[tuple[str, str], list[Value]] = {}
@@ -155,11 +152,20 @@ def answer_of(contrasts: Sequence[ContrastResult]) -> Answer:
     """Return whether what is measured changes, by how much, and whether that is authorship."""
     ended = [verdict for contrast in contrasts for verdict in contrast.verdicts]
     separated, reason = _separated(contrasts)
+    outcome, verdicts = outcome_of(ended), counted(len(ended), "verdict")
+    n_shifts = sum(verdict.outcome == "shifts" for verdict in ended)
+    n_undecided = sum(verdict.outcome == "undecided" for verdict in ended)
+    words: dict[Outcome, str] = {
+        "shifts": f"Yes: {n_shifts} of {verdicts} shift",
+        "undecided": f"Undecided: {n_undecided} of {verdicts}",
+        "carries over": f"No: {verdicts}, and all carry over",
+    }
     return Answer(
-        outcome=outcome_of(ended),
+        outcome=outcome,
+        words=words[outcome],
         n_verdicts=len(ended),
-        n_shifts=sum(verdict.outcome == "shifts" for verdict in ended),
-        n_undecided=sum(verdict.outcome == "undecided" for verdict in ended),
+        n_shifts=n_shifts,
+        n_undecided=n_undecided,
         separated=separated,
         reason=reason,
         largest=_largest(contrasts),

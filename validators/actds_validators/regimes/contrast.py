@@ -17,6 +17,7 @@ from scipy.sparse.csgraph import connected_components  # type: ignore[import-unt
 
 from actds.errors import ActdsError
 from actds.format.positions import Keys, pair_key, position_key, split_key
+from actds_validators.arrays import Bools, Floats, Ints, Whole, narrow
 from actds_validators.regimes.arms import Arm, ArmRows, need_requests, read_arm
 from actds_validators.regimes.entropies import Entropies
 from actds_validators.regimes.requests import match
@@ -29,19 +30,7 @@ from actds_validators.regimes.strata import (
     fine_bands,
     strata_of,
 )
-from actds_validators.statistics.events import Bools, Floats, Ints, Whole, narrow
 from actds_validators.statistics.samples import drawn
-
-__all__ = [
-    "MAX_GROUPS",
-    "Contrast",
-    "Layer",
-    "Pairing",
-    "Side",
-    "contrast",
-    "groups_of",
-    "plan",
-]
 
 Pairing = Literal["token", "position", "unpaired"]
 MAX_GROUPS = 32
@@ -93,11 +82,7 @@ class Contrast:
     """Two arms at a hook.
 
     Args:
-        pairing: how rows were paired.
-        first: the reference.
-        second: what is compared with it.
         strata: all strata; layers name them by index.
-        n_groups: groups of requests.
         pairs: indices ``(n_pairs,)`` into the two sides, of rows that belong together; empty where
             the arms are unpaired.
         coverage: share of the second arm's rows that have something to be compared with.
@@ -133,16 +118,12 @@ def contrast(
     """Return two arms at a hook, and their rows; no activation is read.
 
     Args:
-        first: the reference.
-        second: what is compared with it.
-        hook: the hook.
         pairing: how to pair; None pairs by token where at least half of the rows of a common
             request and position are the same token with the same prefix, else by request and
             position, else not. Where some of these rows are at decode steps, they alone decide:
             a prompt that both arms were given says nothing of what came after it. Pairs of fewer
             requests than an estimate needs are none.
         adjust: weight an unpaired reference to the second arm's token ids and positions.
-        seed: of the groups of requests.
         entropies: computes those that were not recorded; None without.
 
     Raises:
@@ -189,13 +170,10 @@ def plan(
     """Return the contrast of rows that are known.
 
     Args:
-        first: rows of the reference.
         second: rows of the other arm.
         same_dataset: whether both number the same requests, as `same_requests` says.
         pairing: see `contrast`.
         adjust: see `contrast`.
-        seed: of the groups.
-        place: of errors.
 
     Raises:
         ActdsError: E014 no pair of the kind that was asked for.
@@ -279,7 +257,6 @@ def _pairs_by_token(first: ArmRows, second: ArmRows, by_position: Pairs) -> Pair
     """Return rows that have the same tokens up to the same position.
 
     Args:
-        first: rows of the reference.
         second: rows of the other arm.
         by_position: pairs by request and position, of which some may be known by digests alone.
     """
@@ -322,7 +299,6 @@ def _alike(first: ArmRows, second: ArmRows, pairs: Pairs) -> Bools:
 
 
 def _pairs_by_position(first: ArmRows, second: ArmRows, matched: Ints, same_dataset: bool) -> Pairs:
-    """Return rows of one origin at the same position."""
     if same_dataset:  # one request has one row at a position
         return _NO_PAIRS
     common = matched[second.request]
@@ -376,7 +352,6 @@ def groups_of(clusters: tuple[Whole, Whole], seed: int) -> tuple[int, Whole]:
 
     Args:
         clusters: those of the rows of either arm.
-        seed: of the draw.
     """
     one, other = (np.unique(own) for own in clusters)
     both = np.intersect1d(one, other)
@@ -460,7 +435,6 @@ def _unpaired(
     adjust: bool,
     seed: int,
 ) -> Contrast:
-    """Return the contrast of arms that have no rows in common."""
     own = narrow(clusters[0])[first.request], narrow(clusters[1])[second.request]
     n_groups, group_of = groups_of(own, seed)
     nowhere = np.zeros(len(first), np.int64), np.zeros(len(second), np.int64)

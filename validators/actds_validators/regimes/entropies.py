@@ -23,12 +23,9 @@ from actds.exchange.tensors import read_document, read_header
 from actds.load.dataset import Dataset
 from actds.schema import Hook
 from actds_validators.about import recorded
+from actds_validators.arrays import Floats, Ints, Rows, Whole
 from actds_validators.regimes.arms import Arm, ArmRows, Sampled, read_arm
-from actds_validators.statistics.events import Floats, Ints, Whole
 
-__all__ = ["Entropies", "Unembedding", "model_folder"]
-
-Rows = npt.NDArray[np.float32]
 AGREE = 0.05
 """Nats that computed entropies may differ from recorded ones, median over `N_CHECKED` rows at most:
 the engine rounds its logits, and rows are stored in 16 bits."""
@@ -54,7 +51,6 @@ class Unembedding:
 
     Args:
         folder: with ``config.json`` and weights in ``.safetensors`` files.
-        d_model: channels of a row.
 
     Raises:
         ActdsError: E014 no unembedding of that width in them; E019 a file that is truncated.
@@ -195,10 +191,8 @@ class Entropies:
     """Entropies of the rows of arms of one model, computed where none was recorded.
 
     Args:
-        folder: the model's.
         arms: the arms; what they recorded is what the computation is checked with.
         hook: a hook that is compared; rows of the last layer must be of the same shards.
-        progress: receives what is being done.
 
     Raises:
         ActdsError: E014 the folder has no unembedding, or its entropies are not the recorded ones:
@@ -231,8 +225,6 @@ class Entropies:
         """Return rows that have an entropy and a margin each, where they can be computed.
 
         Args:
-            dataset: that has them.
-            hook: of the rows.
             rows: the rows; a token that was not sampled stays unknown.
         """
         last = self._last.get(dataset.digest)

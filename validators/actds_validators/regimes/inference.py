@@ -17,21 +17,22 @@ import numpy as np
 from scipy import special  # type: ignore[import-untyped]
 
 from actds.text import counted
+from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.regimes.result import Element, Limits, Outcome, Value
-from actds_validators.regimes.scales import Scale, ends, slope, to_scale
 from actds_validators.regimes.strata import ALL, MIN_REQUESTS, MIN_ROWS, Stratum
 from actds_validators.regimes.sums import COUNT, Made, Totals
 from actds_validators.regimes.wording import beyond
-from actds_validators.statistics.events import Bools, Floats, Ints
 from actds_validators.statistics.intervals import (
+    Scale,
     benjamini_hochberg,
     detectable,
+    ends,
     from_replicates,
     joint_confidence,
+    slope,
+    to_scale,
 )
 from actds_validators.statistics.samples import halves
-
-__all__ = ["Judged", "Measure", "decide", "flip_p", "judge", "pseudo_values"]
 
 Sums = Mapping[str, Floats]
 Statistic = Callable[[Sums, Sums], Floats]
@@ -54,10 +55,8 @@ class Measure:
     """One thing that is measured in every stratum.
 
     Args:
-        name: what it is, in words.
         statistic: of the sums ``(..., k)`` of the two arms, to ``(..., m)``; NaN where an element
             is not estimated. A direction gives ``(..., m, d)``.
-        unit: of the value, in words.
         kind: ``difference``: 0 when the arms are alike, and either sign else. ``size``: of one
             set of pairs, never negative, compared with its limit. ``direction``: m differences of
             unit vectors, told as angles in degrees. ``overlap``: 1 when the arms are alike and
@@ -71,13 +70,11 @@ class Measure:
             Of fewer than 8 groups of requests, by this weight, nothing is estimated: a feature may
             be active in one document alone.
         labels: names of the m elements, None for their numbers.
-        coarse: whether it needs coarse parts.
         scale: on which its interval is symmetric: ``log`` of what is never negative, ``logit`` of a
             share, so that no end is a value that there cannot be.
         rare: whether it is a share of rows: with no event in n of them, 3 / n cannot be excluded
             (Hanley & Lippman-Hand 1983).
         of_pairs: whether it is of pairs of both arms: halves of the reference have no such value.
-        note: words for a reader.
         keep: elements that are told one by one over all rows: half of them the farthest.
     """
 
@@ -117,12 +114,7 @@ def judge(
     """Return what a measure finds in a stratum.
 
     Args:
-        instrument: its name.
-        hook: the hook.
-        stratum: the stratum.
-        measure: the measure.
         sums: of the reference and of the other arm, of the same groups.
-        limits: level, seed and limits.
     """
     first, second = sums
     short = _too_few(sums)
@@ -212,7 +204,6 @@ def influences(of_arm: Callable[[Sums], Floats], first: Totals, second: Totals) 
 
     Args:
         of_arm: function of the sums of an arm, unchanged when all are multiplied.
-        first: sums of the reference.
         second: sums of the other arm.
     """
     one, other = first.total(), second.total()
@@ -250,8 +241,6 @@ def flip_p(
 
     Args:
         statistic: of signs ``(n, n_groups)`` to ``(n,)``; large is evidence.
-        n_groups: groups.
-        seed: of the coins.
         n_flips: random flips at most.
         observed: its value for one of the elements, of which it is the maximum: p is then that of
             the element, adjusted for all of them (Westfall & Young 1993); None for the maximum.
@@ -310,9 +299,6 @@ def largest_p(of_each: Callable[[Floats], Floats], told: int, n_groups: int, see
 
     Args:
         of_each: statistic of each element, of signs ``(n, n_groups)`` to ``(n, m)``.
-        told: the element.
-        n_groups: groups.
-        seed: of the coins.
     """
     observed = float(of_each(np.ones((1, n_groups)))[0, told])
 
@@ -612,11 +598,8 @@ def _short(
     """Return what is missing for equivalence, None when nothing is.
 
     Args:
-        equivalent: whether it is shown.
         half: half of the widest interval, which falls with the root of the requests.
-        size: largest estimate.
         measure: has the limit: a size is tested against it, a difference against none.
-        first: sums of the reference.
         second: sums of the other arm.
     """
     if equivalent:

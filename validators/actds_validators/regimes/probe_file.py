@@ -25,8 +25,6 @@ from actds_validators.dictionaries.tensors import (
     read_safetensors,
 )
 
-__all__ = ["ProbeFile", "read_probes"]
-
 MAX_PROBES = 1024
 MAX_NAME = 80
 _MAX_WEIGHT = float(np.finfo(np.float32).max)
@@ -41,8 +39,6 @@ class ProbeFile:
     """Linear probes of a file.
 
     Args:
-        path: the file.
-        sha256: its digest.
         weights: float64 ``(n_probes, d_model)``.
         bias: float64 ``(n_probes,)``.
         names: of the probes; their numbers where the file has none.

@@ -12,17 +12,11 @@ import numpy.typing as npt
 from actds.errors import ActdsError
 from actds.format.positions import Keys, pair_key, split_key
 from actds.load.dataset import Dataset
-from actds_validators.statistics.events import Bools, Ints
-
-__all__ = ["Requests", "match"]
+from actds_validators.arrays import Bools, Ints
 
 
 class Requests:
-    """The requests of all runs of a dataset, by run and number.
-
-    Args:
-        dataset: whose requests.
-    """
+    """The requests of all runs of a dataset, by run and number."""
 
     def __init__(self, dataset: Dataset) -> None:
         table = dataset.requests(run=True)

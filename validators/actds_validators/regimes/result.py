@@ -6,26 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from actds_validators.sections import Section, Share
-
-__all__ = [
-    "About",
-    "Answer",
-    "ArmResult",
-    "ContrastResult",
-    "DatasetResult",
-    "Element",
-    "GapPart",
-    "Largest",
-    "Limits",
-    "Outcome",
-    "Quantiles",
-    "Regimes",
-    "Separated",
-    "Used",
-    "Value",
-    "Verdict",
-]
+from actds_validators.sections import Document, Section, Share
 
 Outcome = Literal["carries over", "shifts", "undecided"]
 About = Literal["computation", "authorship", "both", "text"]
@@ -255,6 +236,7 @@ class Answer(Section):
     outcome: Outcome = Field(
         description="of all verdicts: one that shifts decides, then one that is undecided"
     )
+    words: str = Field(description="the answer in a few words")
     n_verdicts: int = Field(ge=0)
     n_shifts: int = Field(ge=0)
     n_undecided: int = Field(ge=0)
@@ -265,7 +247,7 @@ class Answer(Section):
     next_steps: list[str]
 
 
-class Regimes(Section):
+class Regimes(Document):
     """What contrasts of arms find: verdicts, values with intervals and floors, what is short."""
 
     schema_: Literal["actds.regimes/1"] = Field(default="actds.regimes/1", alias="schema")
@@ -275,16 +257,3 @@ class Regimes(Section):
     datasets: list[DatasetResult] = Field(default_factory=list)
     used: list[Used] = Field(default_factory=list)
     contrasts: list[ContrastResult]
-
-    def to_json(self) -> str:
-        """Return the result as JSON."""
-        return self.model_dump_json(by_alias=True, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Regimes:
-        """Return the result of a JSON text.
-
-        Raises:
-            pydantic.ValidationError: it is no result of this version.
-        """
-        return cls.model_validate_json(text)

@@ -10,18 +10,25 @@ import numpy as np
 from actds.errors import ActdsError
 from actds.load.filters import SINK_NORM
 from actds.load.lazy import LazyArray
+from actds_validators.arrays import Bools, Floats, Ints, Rows
 from actds_validators.regimes.arms import Arm, ArmRows, described_rows
 from actds_validators.regimes.conclusions import about, answer_of, verdicts
 from actds_validators.regimes.contrast import Contrast, Pairing, Side, contrast
 from actds_validators.regimes.entropies import Entropies
-from actds_validators.regimes.floors import beside_contrast, beside_floor, repeat_floor
+from actds_validators.regimes.equal_tokens import (
+    PARTING,
+    Histogram,
+    beside_contrast,
+    beside_floor,
+    parting_parts,
+    quantile_lines,
+    repeat_floor,
+)
 from actds_validators.regimes.inference import Judged, Measure, decide, judge
-from actds_validators.regimes.instruments.base import Instrument, PairInstrument, Rows
+from actds_validators.regimes.instruments.base import Instrument, PairInstrument
 from actds_validators.regimes.instruments.moments import ALL_ROWS, SINKS
 from actds_validators.regimes.instruments.numerics import Numerics
-from actds_validators.regimes.instruments.parting import PARTING, parting_parts
 from actds_validators.regimes.instruments.probes import Probes
-from actds_validators.regimes.quantiles import Histogram, quantile_lines
 from actds_validators.regimes.result import (
     ArmResult,
     ContrastResult,
@@ -32,10 +39,7 @@ from actds_validators.regimes.result import (
 )
 from actds_validators.regimes.strata import ALL
 from actds_validators.regimes.sums import COUNT, Array, Part, Sums, blocks_of
-from actds_validators.statistics.events import Bools, Floats, Ints
 from actds_validators.statistics.samples import some_rows
-
-__all__ = ["Asked", "Measured", "compare", "conclude", "measure"]
 
 N_SAMPLE = 4096
 MAX_PAIRS = 50_000
@@ -53,10 +57,6 @@ class Asked:
 
     Args:
         name: what a reader calls it, as ``G-R``.
-        first: the reference.
-        second: what is compared with it.
-        hook: the hook.
-        instruments: what measures it.
         pairing: how to pair the rows; None for the closest way there is.
     """
 
@@ -73,8 +73,6 @@ class Measured:
     """What was measured on two arms, before the family of tests is known.
 
     Args:
-        judged: values of all measures and strata.
-        quantiles: over pairs of equal tokens.
         n_sinks: rows of either arm left out because their norm is a sink's.
         n_broken: rows left out because they are not finite, or zero.
     """
@@ -99,7 +97,6 @@ def compare(
         asked: the contrasts; each has instruments of its own, which keep what they learnt of its
             reference.
         limits: what counts as none, level and seed; None for the defaults.
-        progress: receives what is being done.
         floor: name of the contrast of arms that were served alike, whose distances are the floor
             of the others'.
         entropies: computes those that were not recorded; None without.
@@ -228,11 +225,7 @@ def measure(
     """Measure two arms: one pass over each, one over the pairs where an instrument asks for them.
 
     Args:
-        plan: which rows, in which strata.
         arrays: the rows of either arm, by number.
-        instruments: what measures.
-        limits: what counts as none.
-        hook: name of the hook.
     """
     single = [one for one in instruments if isinstance(one, Instrument)]
     double = [one for one in instruments if isinstance(one, PairInstrument)]

@@ -13,19 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.format.tables import ROLES
+from actds_validators.arrays import Floats, Ints, Whole
 from actds_validators.regimes.arms import KERNEL_MODES, ArmRows
-from actds_validators.statistics.events import Floats, Ints, Whole
-
-__all__ = [
-    "ALL",
-    "DECODE_STEPS",
-    "MIN_REQUESTS",
-    "MIN_ROWS",
-    "Strata",
-    "Stratum",
-    "fine_bands",
-    "strata_of",
-]
 
 MIN_REQUESTS = 8
 """Requests that an arm must have in a stratum: nothing is estimated from fewer."""
@@ -46,12 +35,7 @@ _MOST_KNOWN = 0.5  # of the rows must have an entropy for its bands to be of the
 
 @dataclass(frozen=True)
 class Stratum:
-    """One stratum.
-
-    Args:
-        axis: what it divides by.
-        name: its value, in words.
-    """
+    """One stratum."""
 
     axis: str
     name: str
@@ -93,7 +77,6 @@ def strata_of(rows: ArmRows, edges: Floats | None = None, *, of_pairs: bool = Fa
     """Return in which strata rows stand.
 
     Args:
-        rows: the rows of an arm.
         edges: of the quintiles of the entropy, in nats; None where there are none.
         of_pairs: see `entropy_edges`.
     """
@@ -133,7 +116,6 @@ def entropy_edges(first: ArmRows, second: ArmRows, *, of_pairs: bool = False) ->
     They are those of the reference, or of the other arm where the reference has none.
 
     Args:
-        first: rows of the reference.
         second: rows of the other arm.
         of_pairs: whether rows are paired by token: then the entropy that one arm knows is that of
             both. Else a band means the same in both arms only where each knows its own.

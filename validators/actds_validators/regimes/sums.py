@@ -15,12 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_array, issparse  # type: ignore[import-untyped]
 
+from actds_validators.arrays import Bools, Floats, Ints, Rows, Whole
 from actds_validators.regimes.contrast import Side
-from actds_validators.statistics.events import Bools, Floats, Ints, Whole
 
-__all__ = ["COUNT", "Array", "Made", "Part", "Sums", "Totals", "blocks_of"]
-
-Rows = npt.NDArray[np.float32]
 COUNT = "n"
 """The sum of the weights of the rows, which every `Sums` has."""
 BLOCK_NBYTES = 1 << 25  # of float32 rows, or of their features, that are held together
@@ -44,7 +41,6 @@ class Part:
     """What an instrument adds up.
 
     Args:
-        name: its name.
         values: of each row ``(n,)`` or ``(n, k)``; sparse ones ``(n, k)`` cost what is not 0.
         coarse: whether it is wanted in the strata of few axes only, because k is large.
         even: whether it is added up over the even rows of each layer only, unweighted.
@@ -60,12 +56,7 @@ class Part:
 
 
 class Made(Mapping[str, Floats]):
-    """Sums that are made when a statistic asks for them, once.
-
-    Args:
-        names: their names.
-        make: makes one from its name.
-    """
+    """Sums that are made when a statistic asks for them, once."""
 
     def __init__(self, names: Iterable[str], make: Callable[[str], Floats]) -> None:
         self._names, self._make = tuple(names), make
@@ -92,7 +83,6 @@ class Totals:
     Args:
         groups: sums by name ``(n_groups, k)``.
         n_rows: rows, each counted once whatever its weight.
-        n_requests: requests.
         n_effective: rows that unweighted ones would be worth, ``(sum w)² / sum w²``.
         n_tokens: different token ids of these rows; None where a side does not say them.
     """
@@ -125,7 +115,6 @@ def blocks_of(array: Array, row: Whole, width: int = 0) -> Iterator[tuple[slice,
     """Yield rows, some MiB at a time, and which of the numbers they are.
 
     Args:
-        array: the rows.
         row: numbers of rows ``(n,)``, ascending.
         width: numbers that an instrument makes of a row, as the features of a dictionary.
     """
@@ -139,9 +128,6 @@ class Sums:
     """The sums of one arm.
 
     Args:
-        side: its rows.
-        n_strata: strata that there may be.
-        n_groups: groups of requests.
         coarse: strata in which coarse parts are wanted.
     """
 
@@ -247,9 +233,6 @@ class Sums:
 
         Args:
             key: of memberships, as `_members` returns them.
-            row: of these.
-            weight: of these.
-            even: of these.
             n: rows.
             coarse: in the strata in which coarse parts are wanted, by place among these.
             only: of even memberships only, unweighted.

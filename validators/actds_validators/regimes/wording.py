@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from actds_validators.regimes.result import Value
 
-__all__ = ["WORDS", "beyond", "big", "element_of", "in_floor", "in_words", "limits_of", "rows_of"]
-
 Names = tuple[str, str]
 _NOUNS = {"moments": "channel ", "dictionary": "feature ", "probes": "probe "}
 _MOST = 300.0  # of a logarithm: what is above has no number
@@ -99,7 +97,6 @@ def in_words(value: Value, names: Names) -> str:
     """Return how far, and in which direction, the second arm lies from the reference.
 
     Args:
-        value: a value that was estimated.
         names: of the reference and of the other arm.
     """
     return _filled(value, names, 1, _plain)

@@ -16,8 +16,7 @@ from actds_validators.audit.result import (
     Finding,
     WaterfallStep,
 )
-from actds_validators.report.figure_data import FigureData
-from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend, split_range
+from actds_validators.report.svg import WIDTH, FigureData, Frame, Picture, axes, legend, split_range
 from actds_validators.report.words import (
     Columns,
     Part,

@@ -8,18 +8,11 @@ from datetime import UTC, datetime
 from actds_validators.about import About
 from actds_validators.report.words import first
 
-__all__ = ["by_arm", "dataset_facts", "day", "harvested", "models"]
-
 _MAX_HOOKS, _MAX_ARMS = 6, 6
 
 
 def dataset_facts(known: About, rows: str) -> list[tuple[str, str]]:
-    """Return what a dataset is: model, hooks, rows, date with engine; each a name and its words.
-
-    Args:
-        known: of the dataset.
-        rows: how many it has, in words.
-    """
+    """Return what a dataset is: model, hooks, rows, date with engine; each a name and its words."""
     hooks, more = first(known.hooks, _MAX_HOOKS)
     if more:
         hooks.append(f"and {len(known.hooks) - _MAX_HOOKS} more")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from actds_validators.about import About
 from actds_validators.audit.result import Accounting, Audit
 from actds_validators.report.accounting import (
     accounting_part,
@@ -13,6 +14,7 @@ from actds_validators.report.accounting import (
     coverage_part,
     waterfall,
 )
+from actds_validators.report.answer import Shown
 from actds_validators.report.markup import render_page
 from actds_validators.report.mechanism import (
     capture_trace,
@@ -34,8 +36,6 @@ from actds_validators.report.missingness import (
 )
 from actds_validators.report.places import bar, lengths, lines, places_part, source_part
 from actds_validators.report.summary import (
-    LEVEL_MARKS,
-    About,
     biases,
     check_part,
     evidence_part,
@@ -45,6 +45,7 @@ from actds_validators.report.summary import (
 from actds_validators.report.svg import Picture
 from actds_validators.report.words import (
     GROUPS,
+    LOOKS,
     Part,
     Sentence,
     against,
@@ -56,14 +57,13 @@ Chart = Callable[[Audit], Picture | None]
 
 
 @dataclass(frozen=True)
-class Section:
-    """A section of the report.
+class SectionOf:
+    """A section of the report, made from a result.
 
     Args:
         part: its words and tables; ``None`` where the result has nothing for it.
         charts: drawn between the words and the tables, each where the result has its numbers.
         title: under which a missing section is named, with the reason; empty for none.
-        absent: the reason.
         of_losses: whether it is about lost rows alone.
     """
 
@@ -74,56 +74,48 @@ class Section:
     of_losses: bool = False
 
 
-SECTIONS: tuple[Section, ...] = (
-    Section(places_part),
-    Section(source_part, (lengths,), "Source", "no run record says what the source had"),
-    Section(check_part),
-    Section(accounting_part, (waterfall,)),
-    Section(
+SECTIONS: tuple[SectionOf, ...] = (
+    SectionOf(places_part),
+    SectionOf(source_part, (lengths,), "Source", "no run record says what the source had"),
+    SectionOf(check_part),
+    SectionOf(accounting_part, (waterfall,)),
+    SectionOf(
         coverage_part,
         (coverage_map,),
         "Coverage",
         "the tables hold no token classes or positions to map",
     ),
-    Section(
+    SectionOf(
         missingness_part,
         (*(partial(forest, group=group) for group in GROUPS), stored_bias, heat_map, bound_curve),
         "Missingness",
         "no token was lost: there is none to compare with the stored ones",
         of_losses=True,
     ),
-    Section(
+    SectionOf(
         mechanism_part,
         (),
         "Mechanism",
         "no token was lost, so there is nothing to test",
         of_losses=True,
     ),
-    Section(
+    SectionOf(
         queues_part,
         (capture_trace, loss_against_load, loss_against_step, occupancy, lag_plot),
         "Time and queues",
         "the run records neither steps nor queues",
     ),
-    Section(
+    SectionOf(
         weights_part,
         (weight_map,),
         "Weights",
         "no token was dropped: every weight is 1",
         of_losses=True,
     ),
-    Section(evidence_part),
-    Section(settings_part),
+    SectionOf(evidence_part),
+    SectionOf(settings_part),
 )
 """Sections in the order of the report; a new section or chart is an entry here."""
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A section that the result has, with its charts."""
-
-    part: Part
-    pictures: list[Picture]
 
 
 @dataclass(frozen=True)
@@ -138,7 +130,6 @@ def render(audit: Audit, about: About | None = None) -> str:
     """Return the page: HTML in UTF-8, under 1 MB whatever the dataset.
 
     Args:
-        audit: the result.
         about: what the dataset is; ``None`` where only the result is at hand.
 
     Raises:
@@ -148,8 +139,10 @@ def render(audit: Audit, about: About | None = None) -> str:
     deciding, state = verdict.deciding, state_of(verdict.deciding, verdict.level)
     return render_page(
         "page.html.j2",
+        actds=audit.actds,
+        level=audit.answer.level,
         audit=audit,
-        mark=LEVEL_MARKS[audit.answer.level],
+        mark=LOOKS[audit.answer.level].mark,
         bar=bar(audit),
         places=lines(audit),
         losses=bool(audit.accounting.loss_share or not audit.accounting.is_sound),

@@ -13,22 +13,18 @@ from actds.version import __version__
 from actds_validators.about import About
 from actds_validators.audit.place import LEVELS, TITLES, Level
 from actds_validators.audit.result import Audit
+from actds_validators.report.answer import AnswerPage, Shown
 from actds_validators.report.head import dataset_facts
-from actds_validators.report.html import Shown
-from actds_validators.report.markup import render_page
 from actds_validators.report.places import lines
-from actds_validators.report.summary import LEVEL_MARKS
 from actds_validators.report.words import (
+    LOOKS,
     Fact,
     Part,
     Row,
     Sentence,
     Table,
-    Tone,
     count,
 )
-
-__all__ = ["Entry", "page_beside", "render"]
 
 _WORDS: dict[Level, str] = {
     "PASS": "yes",
@@ -36,8 +32,7 @@ _WORDS: dict[Level, str] = {
     "INCONCLUSIVE": "not known",
     "FAIL": "no",
 }
-_TONES: dict[Level, Tone] = {"PASS": "good", "WARN": "warn", "INCONCLUSIVE": "dim", "FAIL": "bad"}
-_MAX_STEPS, _MAX_ROWS, _MAX_SLUG = 12, 500, 60
+_MAX_ROWS, _MAX_SLUG = 500, 60
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,6 @@ class Entry:
     """A dataset of the index.
 
     Args:
-        path: of the dataset.
         answer: whether to train on it, in a few words.
         audit: its audit; None of one that is not valid, or is imported.
         about: what it is; None with the audit.
@@ -72,7 +66,6 @@ def page_beside(index: Path, n: int, path: str) -> Path:
     """Return the file for the page of a dataset: beside the index, its number before its name.
 
     Args:
-        index: file of the index.
         n: number of the dataset, from 1.
         path: of the dataset, anybody's: only letters, digits, ``.``, ``_`` and ``-`` are taken.
     """
@@ -86,27 +79,19 @@ def render(entries: Sequence[Entry], command: str) -> str:
     Args:
         entries: a dataset each, in the order of the rows.
         command: that made it, as it was typed.
-
-    Raises:
-        ImportError: Jinja2 is not installed (the extra ``audit``).
     """
     levels = [entry.level for entry in entries]
     shown = [f"{n} {words}" for level, words in _WORDS.items() if (n := levels.count(level))]
-    worst = max(levels, key=LEVELS.index, default="PASS")
-    return render_page(
-        "answer.html.j2",
-        actds=__version__,
+    return AnswerPage(
         subject="check",
         question=f"May I train on these {counted(len(entries), 'dataset')}?",
-        level=worst,
-        mark=LEVEL_MARKS[worst],
+        level=max(levels, key=LEVELS.index, default="PASS"),
         answer=", ".join(shown).capitalize(),
         boxes=_counts(entries),
-        split=[],
         next_steps=_steps(entries),
-        facts=[("Command", Sentence(command))],
-        sections=[Shown(_table(entries), [])],
-    )
+        facts=[("Command", command)],
+        sections=[Shown(_table(entries))],
+    ).html()
 
 
 def _counts(entries: Sequence[Entry]) -> list[Fact]:
@@ -121,15 +106,15 @@ def _counts(entries: Sequence[Entry]) -> list[Fact]:
     return [Fact("Decided most often at", title, f"in {counted(n, 'dataset')}"), valid]
 
 
-def _steps(entries: Sequence[Entry]) -> list[Sentence]:
+def _steps(entries: Sequence[Entry]) -> list[str]:
     """Return the first step of each dataset that does not pass, those that fail first."""
     steps = []
     for level in reversed(LEVELS[1:]):
         for entry in entries:
             known = [entry.why] if entry.audit is None else entry.audit.answer.next_steps
             if entry.level == level and known:
-                steps.append(Sentence(f"{entry.path}: {known[0]}"))
-    return steps[:_MAX_STEPS] or [Sentence("Nothing: use them as they are.")]
+                steps.append(f"{entry.path}: {known[0]}")
+    return steps or ["Nothing: use them as they are."]
 
 
 def _table(entries: Sequence[Entry]) -> Part:
@@ -146,8 +131,9 @@ def _table(entries: Sequence[Entry]) -> Part:
 
 
 def _row(entry: Entry) -> Row:
-    answer = f"{LEVEL_MARKS[entry.level]} {entry.answer}"
-    path, audit, tone = Sentence(entry.path), entry.audit, _TONES[entry.level]
+    look = LOOKS[entry.level]
+    answer = f"{look.mark} {entry.answer}"
+    path, audit, tone = Sentence(entry.path), entry.audit, look.tone
     if audit is None:
         return Row((path, "-", "-", answer), tone, entry.why, entry.page)
     notes, account = [audit.answer.sentence], audit.accounting

@@ -38,7 +38,6 @@ def render_page(
         template: of the folder ``templates``; it writes ``policy`` and ``style`` into its head.
         styles: style sheets of that folder, joined in this order.
         max_nbytes: size up to which the page has the numbers of its figures; None for any.
-        values: of the template.
 
     Raises:
         ImportError: Jinja2 is not installed (the extra ``audit``).

@@ -19,9 +19,9 @@ from actds_validators.audit.result import (
     WeightCell,
 )
 from actds_validators.audit.wording import QUESTIONS
-from actds_validators.report.figure_data import FigureData
 from actds_validators.report.svg import (
     WIDTH,
+    FigureData,
     Frame,
     Picture,
     axes,
@@ -66,7 +66,7 @@ _FAMILIES: Columns[Family] = (
     ("could be found", lambda f: "yes" if f.could_be_found else "no"),
     ("draws", lambda f: count(f.n_draws)),
 )
-_TESTS: Columns[Association] = (
+TESTS: Columns[Association] = (
     ("rejected", lambda t: "yes" if t.rejected else "no"),
     ("test", lambda t: t.name),
     ("covariate", lambda t: t.covariate.label),
@@ -104,7 +104,7 @@ def mechanism_part(audit: Audit) -> Part | None:
     )
     tables = table_of(
         caption,
-        _TESTS,
+        TESTS,
         smallest_first(section.tests),
         frozenset(range(4)),
         room=40,
@@ -208,8 +208,6 @@ def _curves(
     """Return curves below each other.
 
     Args:
-        name: of the picture.
-        title: of the picture.
         what: whose deciles they are, and what a point of it is.
         curves: of each the words of its axis, and its points.
     """

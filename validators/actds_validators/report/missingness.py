@@ -20,10 +20,10 @@ from actds_validators.audit.result import (
     Stratum,
     StratumLoss,
 )
-from actds_validators.report.figure_data import FigureData
 from actds_validators.report.svg import (
     WIDTH,
     Anchor,
+    FigureData,
     Frame,
     Picture,
     axes,
@@ -77,7 +77,7 @@ def missingness_part(audit: Audit) -> Part | None:
     return Part("missingness", "Missingness", Sentence(lead + _few(audit)), tables, notes)
 
 
-_STRATA: Columns[StratumLoss] = (
+STRATA: Columns[StratumLoss] = (
     ("stratum", lambda s: s.kind),
     ("which", lambda s: s.label),
     ("lost", lambda s: percent(s.rate)),
@@ -106,10 +106,10 @@ def _worst(section: Missingness) -> list[Table]:
     )
     words = frozenset({0, 1})
     if not section.worst_strata:
-        none = Row(("none", *[""] * (len(_STRATA) - 1)), "good")
-        return [Table(caption, tuple(name for name, _ in _STRATA), [none], words)]
+        none = Row(("none", *[""] * (len(STRATA) - 1)), "good")
+        return [Table(caption, tuple(name for name, _ in STRATA), [none], words)]
     worst = section.worst_strata
-    return table_of(caption, _STRATA, worst, words, room=_MAX_STRATA, tone=lambda s: "bad")
+    return table_of(caption, STRATA, worst, words, room=_MAX_STRATA, tone=lambda s: "bad")
 
 
 _MAX_PIXELS = 960  # pixels of rows: a picture of so many fits on a printed page
@@ -158,7 +158,6 @@ def forest(audit: Audit, group: str) -> Picture | None:
     The largest are drawn, as many as fit on a printed page.
 
     Args:
-        audit: the result.
         group: of the covariates, a key of ``GROUPS``.
     """
     differences = [d for d in _differences(audit) if d.covariate.group == group]
@@ -301,9 +300,7 @@ class _Line:
     """A covariate with the strata that there is room for, and their words.
 
     Args:
-        difference: of the covariate.
         strata: those of the most tokens, in their order.
-        left_out: the others.
         names: of the strata, in two lines; the second is empty where one does.
         shares: lost, all with the sign of per cent or all without.
         least: tokens of which a stratum's share is shaded.
@@ -513,8 +510,6 @@ def _place(
 
     Args:
         f: the area that they stay in.
-        point: that they belong to.
-        width: of the wider line.
         covered: boxes of what is drawn, each kind with how much it matters.
     """
     x, y = point

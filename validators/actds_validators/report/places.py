@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from actds.text import Line, Style
+from actds.text import Line
 from actds_validators.audit.place import TITLES, LeftOut, LengthBand, Place, SourceAccount
 from actds_validators.audit.result import Audit
-from actds_validators.report.figure_data import FigureData
-from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend
+from actds_validators.report.svg import WIDTH, FigureData, Frame, Picture, axes, legend
 from actds_validators.report.words import (
+    LOOKS,
     Columns,
+    Look,
     Part,
     Row,
     Sentence,
     Table,
-    Tone,
     count,
     number,
     or_dash,
@@ -25,15 +25,15 @@ from actds_validators.report.words import (
     table_of,
 )
 
-_STATES: dict[str, tuple[str, str, Style, Tone]] = {
-    "PASS": ("✓", "passes", "good", "good"),
-    "loaded": ("✓", "passes, loaded as said", "warn", "warn"),
-    "accepted": ("-", "accepted", "dim", "dim"),
-    "WARN": ("!", "has limits", "warn", "warn"),
-    "INCONCLUSIVE": ("?", "not known", "title", "dim"),
-    "FAIL": ("✗", "fails", "bad", "bad"),
+_STATES: dict[str, tuple[str, Look]] = {
+    "PASS": ("passes", LOOKS["PASS"]),
+    "loaded": ("passes, loaded as said", Look("✓", "warn", "warn")),
+    "accepted": ("accepted", Look("-", "dim", "dim")),
+    "WARN": ("has limits", LOOKS["WARN"]),
+    "INCONCLUSIVE": ("not known", LOOKS["INCONCLUSIVE"]),
+    "FAIL": ("fails", LOOKS["FAIL"]),
 }
-"""Of each state of a place its mark, its words, and the tones that repeat them."""
+"""Of each state of a place its words, and its look."""
 _FILLS = {
     "source": "all", "cache": "reused", "rules": "filtered", "ends": "ended", "queues": "lost",
     "values": "floor", "identity": "none",
@@ -45,38 +45,32 @@ _MAX_LENGTHS = 14
 
 @dataclass(frozen=True)
 class PlaceLine:
-    """A place as a line of a page: its mark, its name, what it did, and how it is judged."""
+    """A place as a line of a page: its name, what it did, and how it is judged."""
 
-    mark: str
     title: str
     headline: str
     bias: str
     state: str
+    look: Look
     fill: str
-    style: Style
-    tone: Tone
     decides: bool
-
-
-def _state(place: Place) -> tuple[str, str, Style, Tone]:
-    if place.level == "PASS":
-        return _STATES["PASS"]
-    if place.accepted:
-        return _STATES["accepted"]
-    return _STATES["loaded" if place.loaded else place.level]
 
 
 def lines(audit: Audit) -> list[PlaceLine]:
     """Return every place as a line, in the order in which rows pass."""
-    found = []
-    for place in audit.places[: len(TITLES)]:
-        mark, words, style, tone = _state(place)
-        decides = place.name == audit.answer.place
-        found.append(
-            PlaceLine(mark, TITLES[place.name], place.headline, _bias(place), words,
-                      f"i-{_FILLS[place.name]}", style, tone, decides)
-        )  # fmt: skip
-    return found
+    return [
+        PlaceLine(
+            TITLES[place.name], place.headline, _bias(place), *_STATES[_state(place)],
+            f"i-{_FILLS[place.name]}", place.name == audit.answer.place,
+        )
+        for place in audit.places[: len(TITLES)]
+    ]  # fmt: skip
+
+
+def _state(place: Place) -> str:
+    if place.level == "PASS":
+        return "PASS"
+    return "accepted" if place.accepted else "loaded" if place.loaded else place.level
 
 
 def _bias(place: Place) -> str:
@@ -95,8 +89,8 @@ def terminal_lines(audit: Audit) -> Iterator[Line]:
     for line in each:
         bias = f": a mean is off by {line.bias}" if line.bias not in ("", "not known") else ""
         more = {"passes, loaded as said": "; passes, loaded as said", "accepted": "; accepted"}
-        text = f"  {line.mark} {line.title.ljust(width)}  {line.headline}{bias}"
-        yield Line(text + more.get(line.state, ""), line.style)
+        text = f"  {line.look.mark} {line.title.ljust(width)}  {line.headline}{bias}"
+        yield Line(text + more.get(line.state, ""), line.look.style)
 
 
 def bar(audit: Audit) -> Picture | None:
@@ -159,10 +153,10 @@ def places_part(audit: Audit) -> Part | None:
         went = or_dash(place.n, count)
         if place.n is not None and place.of:
             went = f"{count(place.n)} of {count(place.of)} {place.unit}"
-        state = f"{line.mark} {line.state}" + (", decided" if line.decides else "")
+        state = f"{line.look.mark} {line.state}" + (", decided" if line.decides else "")
         cells = (line.title, went, of_whom, line.bias or "-", state)
         note = f"{place.sentence} Limit: {place.limit}."
-        rows.append(Row(cells, line.tone, note))
+        rows.append(Row(cells, line.look.tone, note))
     table = Table(
         "Places between the source and a batch", ("place", "went there", "of whom most",
         "bias of a mean", ""), rows, frozenset({0, 1, 2, 3, 4}),

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 
 from actds.text import format_nbytes
-from actds_validators.about import About as About
-from actds_validators.about import about as about
+from actds_validators.about import About
 from actds_validators.audit.result import Audit, Limits, Number, Options
 from actds_validators.report.head import dataset_facts
 from actds_validators.report.words import (
@@ -28,9 +27,6 @@ from actds_validators.report.words import (
     seconds,
     state_of,
 )
-
-LEVEL_MARKS = {"PASS": "✓", "WARN": "!", "FAIL": "✗", "INCONCLUSIVE": "?"}
-"""What is beside a verdict, so that no reader depends on its colour."""
 
 
 def biases(audit: Audit) -> list[Fact]:
@@ -92,7 +88,6 @@ def facts(audit: Audit, known: About | None) -> list[tuple[str, str]]:
     """Return what the dataset is: model, hooks, rows, date, command; each a name and its words.
 
     Args:
-        audit: the result.
         known: ``None`` where only the result is at hand.
     """
     rows = f"{count(audit.accounting.captured)} of {count(audit.accounting.computed)} computed"
@@ -117,7 +112,7 @@ def check_part(audit: Audit) -> Part:
 
 
 def _row(n: Number, state: State, *, deciding: bool) -> Row:
-    words = state.words + (", decided" if deciding else "")
+    words = f"{state.mark} {state.words}" + (", decided" if deciding else "")
     return Row((n.name, measured(n.value, n.unit), limit_of(n), words), state.tone)
 
 

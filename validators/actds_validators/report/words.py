@@ -6,16 +6,36 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from actds.text import printable
+from actds.text import Style, printable
 from actds_validators.audit.result import BOUND, EVIDENCE, Estimate, Level, Must, Number
 
 Tone = Literal["", "good", "bad", "warn", "dim"]
+STYLES: dict[Tone, Style] = {
+    "": "plain", "good": "good", "bad": "bad", "warn": "warn", "dim": "dim",
+}  # fmt: skip
 T = TypeVar("T")
 SIDES: dict[Must, str] = {"at most": "≤", "below": "<", "at least": "≥", "above": ">"}
 GROUPS = {"system": "System", "content": "Content", "values": "Values"}
 _MAX_DIGITS = 9
 _MAX_WORD, _MAX_SENTENCE = 120, 1100  # bytes
 _ESCAPED = frozenset("<>&\"'")
+
+
+@dataclass(frozen=True)
+class Look:
+    """What repeats a level: a mark for readers without colour, the tone of a page, a style."""
+
+    mark: str
+    tone: Tone
+    style: Style
+
+
+LOOKS: dict[Level, Look] = {
+    "PASS": Look("✓", "good", "good"),
+    "WARN": Look("!", "warn", "warn"),
+    "INCONCLUSIVE": Look("?", "dim", "title"),
+    "FAIL": Look("✗", "bad", "bad"),
+}
 
 
 class Sentence(str):
@@ -29,7 +49,6 @@ class Fact:
     """One of the facts at the top of a page.
 
     Args:
-        title: what it is.
         value: the fact, or why there is none.
         note: more of it: the limit, the interval.
         is_known: whether there is a value; without one nothing is wrong with the data.
@@ -45,7 +64,6 @@ def clean(text: str, room: int | None = None) -> str:
     """Return text without control characters, cut where it is longer than any honest one.
 
     Args:
-        text: anybody's.
         room: bytes that it may take in the page, escaped; by default those of a label, or of a
             ``Sentence``.
     """
@@ -148,7 +166,6 @@ def signed(value: float, *, three: bool = False) -> str:
     """Return a number as ``thousandths`` does, with its sign; zero has none.
 
     Args:
-        value: the number.
         three: with three digits, as ``short``, where thousandths say too little.
     """
     said = short(value) if three else thousandths(value)
@@ -190,7 +207,6 @@ def state_of(held: Number, level: Level) -> State:
     """Return whether a number passes; too little evidence is no failure of the data.
 
     Args:
-        held: the number.
         level: of the verdict; under PASS no number beyond its limit is a reason not to train.
     """
     if held.ok is None:

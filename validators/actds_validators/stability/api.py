@@ -14,8 +14,6 @@ from actds_validators.sections import settings_of
 from actds_validators.stability.fit import need_torch
 from actds_validators.stability.result import Limits, Stability
 
-__all__ = ["stability"]
-
 
 def stability(
     *arms: str | os.PathLike[str],

@@ -21,22 +21,11 @@ from actds.load.filters import need_known
 from actds.load.pairs import prefix_hashes
 from actds.load.selection import Selection, held_out_requests, select
 from actds.text import storable
+from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.regimes.arms import APART
 from actds_validators.regimes.asking import ArmWords
 from actds_validators.regimes.requests import Requests
 from actds_validators.stability.order import copies, name_hash, row_keys
-from actds_validators.statistics.events import Bools, Floats, Ints
-
-__all__ = [
-    "Arm",
-    "Entries",
-    "chosen",
-    "most",
-    "open_arm",
-    "refuse_same",
-    "scored_apart",
-    "words_of",
-]
 
 
 @dataclass(frozen=True)
@@ -84,7 +73,6 @@ class Arm:
 
     Args:
         words: as it was asked for.
-        dataset: its dataset.
         shares: share of each part; one of 1 where nothing is mixed.
         train: the rows of each part to train on.
         scored: the held-out rows of each part.
@@ -107,8 +95,6 @@ def open_arm(words: ArmWords, dataset: Dataset, hook: str, held_out: float) -> A
 
     Args:
         words: the arm as it was asked for.
-        dataset: its dataset.
-        hook: the hook.
         held_out: share of the requests that only score dictionaries, as a loader holds them out.
 
     Raises:
@@ -220,8 +206,6 @@ def _served_again(dataset: Dataset, requests: Requests, rows: Keys) -> tuple[Int
     """Return the rows that the prefix cache served, and to which request, once for each time.
 
     Args:
-        dataset: the dataset.
-        requests: its requests.
         rows: key of each row: its request's index and its position ``(n,)``.
     """
     order = np.argsort(rows, kind="stable")

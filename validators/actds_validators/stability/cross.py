@@ -10,17 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.format.tables import PHASES
+from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.stability.arms import Entries
 from actds_validators.stability.result import CrossValue, Rare
-from actds_validators.statistics.events import Bools, Floats, Ints
 from actds_validators.statistics.intervals import from_replicates
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
     from actds_validators.dictionaries import Dictionary
-
-__all__ = ["Errors", "Scored", "cross_values", "errors_of", "groups_of", "rare_tokens"]
 
 MAX_GROUPS, MIN_REQUESTS = 32, 8
 RARE = 0.1
@@ -104,15 +102,7 @@ def errors_of(dictionary: Dictionary, rows: npt.NDArray[np.float32]) -> tuple[Er
 def cross_values(
     trained_on: str, rows_of: str, errors: Sequence[Errors], scored: Scored, reference: Scored
 ) -> list[CrossValue]:
-    """Return what the dictionaries of an arm leave unexplained of rows, by stratum.
-
-    Args:
-        trained_on: arm of the dictionaries.
-        rows_of: arm of the rows.
-        errors: of these rows, by seed.
-        scored: the rows.
-        reference: those of the reference.
-    """
+    """Return what the dictionaries of an arm leave unexplained of rows, by stratum."""
     n_groups = int(max(scored.group.max(), reference.group.max())) + 1
     whole = np.ones(len(reference.group), np.bool_)
     count = _left_out(np.bincount(reference.group, minlength=n_groups))

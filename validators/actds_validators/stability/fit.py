@@ -14,15 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError, not_installed
+from actds_validators.arrays import Bools, Floats
 from actds_validators.stability.order import epoch_order
-from actds_validators.statistics.events import Bools, Floats
 
 if TYPE_CHECKING:
     import torch
 
     from actds.format.positions import Keys
-
-__all__ = ["Fitted", "Rows", "Trainer", "need_torch"]
 
 _LAST = 20
 
@@ -68,11 +66,7 @@ class Trainer:
     """How every dictionary is trained.
 
     Args:
-        n_features: features.
         k: active features of a row.
-        batch: rows of a step.
-        epochs: passes over the rows.
-        learning_rate: of Adam.
         scale: what rows are multiplied by, the same for all arms.
         centre: where the decoder's bias starts, in stored units, the same for all arms
             ``(d_model,)``.
@@ -108,8 +102,6 @@ class Trainer:
 
         Args:
             rows: what it is trained on, a batch at least.
-            seed: of the initial weights.
-            order: seed of the order of the rows.
 
         Raises:
             ActdsError: E014 no batch has two rows that differ and have a weight.

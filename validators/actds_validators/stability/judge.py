@@ -6,7 +6,7 @@ K seeds have 2^K outcomes: from six on a two-sided test can reach 5 %. Fewer des
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
 
 import numpy as np
@@ -25,8 +25,6 @@ from actds_validators.stability.result import (
 )
 from actds_validators.statistics.intervals import benjamini_hochberg
 
-__all__ = ["MIN_SEEDS", "answer", "compare", "sign_test", "verdicts"]
-
 MIN_SEEDS = 6
 LEVEL = 0.05
 _TESTED: Measure = "matched"
@@ -44,7 +42,6 @@ def sign_test(n_below: int, n: int, *, two_sided: bool = True) -> float:
     Args:
         n_below: signs below; for the one-sided test, signs on the side that is shown.
         n: signs that are not zero.
-        two_sided: against both sides.
     """
     from scipy.stats import binomtest  # type: ignore[import-untyped]
 
@@ -65,11 +62,8 @@ def compare(
     at both. Against *other order*: both arms of one start, less the reference in another order.
 
     Args:
-        pairs: all pairs.
-        reference: name of the reference.
         chance: mean cosine of random directions, matched. A floor that is within the limit of it
             can show nothing.
-        limits: the settings.
     """
     by: dict[tuple[str, str], dict[int, Likeness]] = {}
     for one in pairs:
@@ -172,30 +166,83 @@ def verdicts(
     return found
 
 
-def answer(judged: Sequence[Verdict], comparisons: Sequence[Comparison]) -> Answer | None:
-    """Return what the verdicts say together, and which arms decide it; None without one."""
+def answer(
+    judged: Sequence[Verdict], comparisons: Sequence[Comparison], reference: str, n_seeds: int
+) -> Answer:
+    """Return what the verdicts say together, which arms decide it, and what to do.
+
+    Args:
+        judged: a verdict per arm; empty where only the reference was given.
+    """
     outcomes = {verdict.arm: verdict.outcome for verdict in judged}
-    outcome = next((one for one in _ORDER if one in outcomes.values()), None)
-    if outcome is None:
-        return None
+    outcome: Outcome = "undecided"
+    outcome = next((o for o in _ORDER if o in outcomes.values()), outcome)
     deciding = sorted(
         (
-            one
-            for one in comparisons
-            if (one.floor, one.measure) == ("other seed", _TESTED) and outcomes[one.arm] == outcome
+            comparison
+            for comparison in comparisons
+            if (comparison.floor, comparison.measure) == ("other seed", _TESTED)
+            and outcomes.get(comparison.arm) == outcome
         ),
-        key=lambda one: one.of_arm - one.of_floor,
+        key=lambda comparison: comparison.of_arm - comparison.of_floor,
     )
+    arms = [comparison.arm for comparison in deciding]
+    changed = [
+        verdict.arm
+        for verdict in judged
+        if verdict.outcome == "within the floor" and verdict.against_order == "beyond the floor"
+    ]
     return Answer(
         outcome=outcome,
-        arms=[one.arm for one in deciding],
-        largest=deciding[0],
-        within_and_changed=[
-            verdict.arm
-            for verdict in judged
-            if verdict.outcome == "within the floor" and verdict.against_order == "beyond the floor"
-        ],
+        words=_words(outcome, arms, len(judged), n_seeds),
+        arms=arms,
+        largest=deciding[0] if deciding else None,
+        within_and_changed=changed,
+        next_steps=list(_next_steps(judged, outcome, arms, changed, reference, n_seeds)),
     )
+
+
+def _words(outcome: Outcome, arms: Sequence[str], n_arms: int, n_seeds: int) -> str:
+    if not arms:
+        return f"Nothing to compare: one arm, {counted(n_seeds, 'seed')} described"
+    who = f"{len(arms)} of {n_arms} arms change" if arms[1:] else f"{arms[0]} changes"
+    return {
+        "beyond the floor": f"Yes: {who} the dictionary more than another seed does",
+        "within the floor": f"No: {who} the dictionary no more than another seed does",
+        "undecided": f"Undecided whether {who} the dictionary more than another seed does",
+    }[outcome]
+
+
+def _next_steps(
+    judged: Sequence[Verdict], outcome: Outcome, arms: list[str], changed: list[str],
+    reference: str, n_seeds: int,
+) -> Iterator[str]:  # fmt: skip
+    if outcome == "beyond the floor":
+        yield (
+            f"Say which harvest a dictionary was trained on: one of {_listed(arms)} is not one of "
+            f"{reference} of another seed. Train on rows of the regime that you use it in."
+        )
+    if changed:
+        yield (
+            f"Rows of {_listed(changed)} do change the dictionary, by less than another seed does: "
+            "read nothing into single features."
+        )
+    lacks: dict[str, list[str]] = {}  # what is short, and of which arms
+    for verdict in judged:
+        for words in verdict.short:
+            lacks.setdefault(words.partition(": ")[2] or words, []).append(verdict.arm)
+    yield from (f"{_listed(list(dict.fromkeys(of)))}: {what}." for what, of in lacks.items())
+    if judged:
+        yield "Look at the cross-reconstruction: what each dictionary leaves of the other rows."
+    else:
+        few = f", and --seeds {MIN_SEEDS} at least" if n_seeds < MIN_SEEDS else ""
+        yield f"Name a second arm{few}: a test needs both."
+
+
+def _listed(names: list[str]) -> str:
+    """Return names, the first four of many."""
+    more = len(names) - 4
+    return ", ".join(names[:4]) + (f" or {more} others" if more > 0 else "")
 
 
 def _below(one: Comparison) -> str:

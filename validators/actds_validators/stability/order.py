@@ -12,9 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.format.positions import Keys
-from actds_validators.statistics.events import Ints
-
-__all__ = ["copies", "epoch_order", "name_hash", "row_keys"]
+from actds_validators.arrays import Ints
 
 _POSITION, _COPY = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
 
@@ -61,7 +59,6 @@ def epoch_order(keys: Keys, seed: int, epoch: int) -> Ints:
 
     Args:
         keys: the number of each row ``(n,)``.
-        seed: of the order.
         epoch: from 0.
     """
     salt = np.uint64(name_hash("order", seed, epoch))

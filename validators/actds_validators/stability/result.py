@@ -6,25 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from actds_validators.sections import Section, Share
-
-__all__ = [
-    "Answer",
-    "ArmResult",
-    "Comparison",
-    "CrossValue",
-    "Features",
-    "Floor",
-    "Likeness",
-    "Limits",
-    "Measure",
-    "Outcome",
-    "PairResult",
-    "Rare",
-    "Stability",
-    "Trained",
-    "Verdict",
-]
+from actds_validators.sections import Document, Section, Share
 
 Outcome = Literal["within the floor", "beyond the floor", "undecided"]
 Measure = Literal["matched", "nearest", "share_70", "share_90", "kept", "split", "merged", "gone"]
@@ -175,15 +157,21 @@ class Answer(Section):
     """Whether the harvest changes the dictionary more than a seed does, and which arms decide."""
 
     outcome: Outcome = Field(
-        description="beyond the floor where an arm is, else undecided where one is"
+        description="beyond the floor where an arm is, else undecided where one is, or where only "
+        "the reference was given"
     )
+    words: str = Field(description="the answer in a few words")
     arms: list[str] = Field(
         description="arms that end so, the farthest below the floor of another seed first"
     )
-    largest: Comparison = Field(description="matched cosine of the first of them at another seed")
+    largest: Comparison | None = Field(
+        description="matched cosine of the first of them at another seed; null where only the "
+        "reference was given"
+    )
     within_and_changed: list[str] = Field(
         description="arms within the floor of another seed that are beyond that of another order"
     )
+    next_steps: list[str] = Field(description="what to do, the most pressing first")
 
 
 class Rare(Section):
@@ -193,7 +181,7 @@ class Rare(Section):
     share: Share = Field(description="of the reference's rows")
 
 
-class Stability(Section):
+class Stability(Document):
     """What the harvest changes in dictionaries that are trained on it, beside what chance does."""
 
     schema_: Literal["actds.stability/1"] = Field(default="actds.stability/1", alias="schema")
@@ -207,23 +195,10 @@ class Stability(Section):
     n_threads: int = Field(description="of the arithmetic; another number may change last bits")
     chance: float = Field(description="mean cosine of random directions, matched")
     rare: Rare
-    answer: Answer | None = Field(description="null where only the reference was given")
+    answer: Answer
     arms: list[ArmResult] = Field(description="the reference first")
     verdicts: list[Verdict]
     comparisons: list[Comparison]
     pairs: list[PairResult]
     cross: list[CrossValue]
     dictionaries: list[Trained]
-
-    def to_json(self) -> str:
-        """Return the result as JSON."""
-        return self.model_dump_json(by_alias=True, indent=1)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Stability:
-        """Return the result of a JSON text.
-
-        Raises:
-            pydantic.ValidationError: it is no result of this version.
-        """
-        return cls.model_validate_json(text)

@@ -12,16 +12,14 @@ import numpy.typing as npt
 from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
 from actds.load.filters import SINK_NORM
+from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.stability.arms import Arm, Entries, chosen, most
 from actds_validators.stability.cross import Scored, groups_of, rare_tokens
 from actds_validators.stability.fit import Rows
 from actds_validators.stability.result import Limits, Rare
-from actds_validators.statistics.events import Bools, Floats, Ints
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["N_SCORED", "Gathered", "Held", "Plan", "gather", "plan"]
 
 N_SCORED = 8192
 """Held-out rows of an arm that score dictionaries, at most."""
@@ -34,7 +32,6 @@ class Plan:
 
     Args:
         n_rows: rows of an arm to train on.
-        n_features: features of a dictionary.
     """
 
     n_rows: int
@@ -46,10 +43,7 @@ class Held:
     """The rows of one arm in memory.
 
     Args:
-        arm: the arm.
         entries: what the rows to train on are.
-        train: the rows to train on.
-        scored: the held-out rows.
         n_sinks: rows to train on that are sinks or not finite, and weigh nothing.
     """
 
@@ -68,7 +62,6 @@ class Gathered:
         arms: the rows of each arm, the reference first.
         scale: what brings the reference's rows to a mean norm of the square root of ``d_model``.
         centre: mean of the reference's rows ``(d_model,)``.
-        rare: which tokens are rare.
     """
 
     arms: tuple[Held, ...]
@@ -141,8 +134,6 @@ def gather(arms: Sequence[Arm], hook: str, n_rows: int) -> Gathered:
 
     Args:
         arms: the arms, the reference first.
-        hook: the hook.
-        n_rows: rows of an arm to train on.
 
     Raises:
         ActdsError: E014 an arm without a row that counts; what reading raises.

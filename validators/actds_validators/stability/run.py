@@ -13,14 +13,14 @@ import numpy as np
 from actds.format.tables import PHASES
 from actds.text import storable
 from actds_validators.about import about
+from actds_validators.arrays import Bools
 from actds_validators.dictionaries import Dictionary
 from actds_validators.dictionaries.dictionary import Source
 from actds_validators.stability.arms import Arm, most, words_of
 from actds_validators.stability.cross import Errors, cross_values, errors_of
 from actds_validators.stability.fit import Fitted, Trainer
 from actds_validators.stability.judge import answer, compare, verdicts
-from actds_validators.stability.matching import chance, match_directions
-from actds_validators.stability.partners import features_of
+from actds_validators.stability.matching import chance, features_of, match_directions
 from actds_validators.stability.result import (
     ArmResult,
     Likeness,
@@ -31,12 +31,9 @@ from actds_validators.stability.result import (
 )
 from actds_validators.stability.rows import Gathered, Plan, gather
 from actds_validators.stability.save import save
-from actds_validators.statistics.events import Bools
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array  # type: ignore[import-untyped]
-
-__all__ = ["measure"]
 
 Kind = Literal["same start", "other order", "other seed"]
 
@@ -64,11 +61,7 @@ def measure(
 
     Args:
         arms: the arms, the reference first; nothing that one scores is trained on by another.
-        hook: the hook.
-        planned: how many rows and features.
-        limits: the settings.
         out: new folder for the dictionaries, ``ARM/seed-N``; None keeps none.
-        progress: receives what is being done.
 
     Raises:
         ActdsError: E014 rows that cannot be trained on; E503; what reading raises.
@@ -115,7 +108,7 @@ def measure(
         n_threads=torch.get_num_threads(),
         rare=rows.rare,
         chance=by_chance,
-        answer=answer(judged, comparisons),
+        answer=answer(judged, comparisons, arms[0].name, len(seeds)),
         arms=_arm_results(rows, hook),
         verdicts=judged,
         comparisons=comparisons,

@@ -20,8 +20,6 @@ from actds_validators.dictionaries.places import places_of
 from actds_validators.dictionaries.saelens import CONFIG, WEIGHTS
 from actds_validators.stability.arms import Arm
 
-__all__ = ["refuse_out", "save"]
-
 
 def refuse_out(out: Path) -> None:
     """Refuse a folder for dictionaries that cannot be made anew.
@@ -43,12 +41,7 @@ def save(
     """Write a dictionary with the record of what it was trained on.
 
     Args:
-        folder: a new folder.
-        dictionary: the dictionary.
-        arm: whose rows it was trained on.
-        hook: their hook.
         held_out: share of the requests that it has not seen.
-        trained: further facts of the training, as JSON.
 
     Raises:
         ActdsError: E503 the folder cannot be written.

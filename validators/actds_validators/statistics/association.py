@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special  # type: ignore[import-untyped]  # scipy.stats takes a second to import
 
-from actds_validators.statistics.events import Floats, as_floats, slices
+from actds_validators.arrays import Floats
+from actds_validators.statistics.events import as_floats, slices
 from actds_validators.statistics.intervals import Blocks, block_sums, blocks
 from actds_validators.statistics.shift import about_mean, loss_share, shares_and_sums
 
@@ -79,7 +80,6 @@ def _two_sided(scores: Floats) -> float:
 
 
 def _student(t: float, freedom: float) -> float:
-    """Return P(|T| >= t) of Student's t."""
     return float(2 * special.stdtr(freedom, -abs(t)))
 
 
@@ -92,7 +92,6 @@ class Within:
             the score over ``sum n rate (1 - rate)``.
         t: the score over its standard error, clustered by request and step.
         p: two-sided, Student's t.
-        freedom: its degrees of freedom.
         n_requests: requests with a token in a partially lost step.
         n_steps: partially lost steps that two requests or more shared.
     """
@@ -211,7 +210,6 @@ class Change:
         at: the step after which the cumulative sum is farthest from 0.
         before: share lost up to there.
         after: share lost from there.
-        n_blocks: blocks.
         long_enough: whether they are 10 correlation times long; if not, bursts spill over their
             ends and p is too small.
     """
@@ -248,8 +246,6 @@ def change(
         n: ``(n_steps,)``, computed tokens, in time order.
         lost: ``(n_steps,)``, lost tokens.
         run: ``(n_steps,)``, label of the run.
-        n_draws: seeded permutations.
-        seed: of the permutations.
 
     Raises:
         ValueError: shapes that differ, a value that is not finite, negative counts, more lost than

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 from scipy.fft import next_fast_len  # type: ignore[import-untyped]
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Whole = NDArray[np.signedinteger[Any]]
-"""Whole numbers of any width: of each row there is one, and rows are many."""
-Bools = NDArray[np.bool_]
+from actds_validators.arrays import Floats, Ints
 
 
 def slices(run: ArrayLike) -> list[slice]:
@@ -34,14 +29,6 @@ def slices(run: ArrayLike) -> list[slice]:
     cuts = np.flatnonzero(labels[1:] != labels[:-1]) + 1
     edges = [0, *cuts.tolist(), len(labels)]
     return [slice(a, b) for a, b in pairwise(edges)]
-
-
-def narrow(values: Whole) -> Whole:
-    """Return whole numbers in the narrowest signed type that holds them."""
-    low, high = (int(f()) for f in (values.min, values.max)) if values.size else (0, 0)
-    kinds = (np.int8, np.int16, np.int32)
-    wide = next((k for k in kinds if np.iinfo(k).min <= low and high <= np.iinfo(k).max), np.int64)
-    return values.astype(wide, copy=False)
 
 
 def as_floats(values: ArrayLike, name: str, shape: tuple[int, ...] | None = None) -> Floats:

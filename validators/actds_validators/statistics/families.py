@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from actds_validators.statistics.events import Bools, Floats, Ints, as_floats
+from actds_validators.arrays import Bools, Floats, Ints
+from actds_validators.statistics.events import as_floats
 from actds_validators.statistics.intervals import benjamini_hochberg
 
 TAIL = 0.05
@@ -26,8 +27,6 @@ def draws_for(n_families: int, fdr: float, least: int) -> int:
     families: that is to be a fifth of the rate, `MAX_DRAWS` at most.
 
     Args:
-        n_families: families that are adjusted together.
-        fdr: the rate.
         least: draws at least.
     """
     return int(min(MAX_DRAWS, max(least, np.ceil(5 * n_families / fdr))))
@@ -127,7 +126,6 @@ def least_over_families(families: ArrayLike, number: int, least: float) -> float
 
     Args:
         families: smallest p of each family, adjusted within it.
-        number: of the family.
         least: the smallest p that its draws can give.
     """
     p = as_floats(families, "families").copy()
@@ -147,8 +145,6 @@ class Turns:
     Args:
         stratum: of each unit, ``(n_units,)``.
         lost: whether it was lost, ``(n_units,)``.
-        n_draws: turns.
-        seed: of controls, order and turns.
     """
 
     CONTROLS, MAX_LOST, CHUNK = 7, 3000, 64

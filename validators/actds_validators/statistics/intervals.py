@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special  # type: ignore[import-untyped]
 
-from actds_validators.statistics.events import Floats, Ints, as_floats, correlation_steps, slices
+from actds_validators.arrays import Floats, Ints
+from actds_validators.statistics.events import as_floats, correlation_steps, slices
 
 BLOCK_TIMES = 10.0
 """Length of a block in correlation times of the loss: the interval is then 5 % too short at most
@@ -30,13 +32,7 @@ class Interval:
     """A number with its interval.
 
     Args:
-        value: the number.
-        low: lower end.
-        high: upper end.
-        error: standard error.
-        n_blocks: blocks that it rests on.
         freedom: degrees of freedom of the Student interval.
-        confidence: of the interval.
     """
 
     value: float
@@ -66,7 +62,6 @@ class Blocks:
 
     Args:
         labels: ``(n_steps,)``, from 0, rising.
-        n_blocks: how many.
         steps: length of a block, in steps, before runs are cut evenly.
         correlation_steps: correlation time of the loss, in steps.
         long_enough: whether a block is at least `BLOCK_TIMES` correlation times long; if not, the
@@ -95,7 +90,6 @@ def blocks(
     one: there may be more than ``n_blocks_max`` when there are more runs.
 
     Args:
-        n_steps: steps in all.
         run: ``(n_steps,)``, label of the run.
         loss_series: ``(n_steps,)``, the share lost of each step.
         n_blocks_max: most blocks.
@@ -129,7 +123,6 @@ def block_sums(values: ArrayLike, labels: Ints, n_blocks: int) -> Floats:
     Args:
         values: per step, any leading axes.
         labels: ``(n_steps,)``, rising from 0 without a gap, as `blocks` returns them.
-        n_blocks: how many.
 
     Raises:
         ValueError: labels that do not rise from 0 to ``n_blocks - 1``.
@@ -157,7 +150,6 @@ def jackknife(sums: ArrayLike, statistic: Statistic, confidence: float = 0.95) -
     Args:
         sums: ``(k, n_blocks)``.
         statistic: of ``(k, ...)``, vectorised over what follows.
-        confidence: of the interval.
 
     Raises:
         ValueError: sums that are not finite or have another number of axes, or a confidence
@@ -177,7 +169,6 @@ def jackknife_many(
     Args:
         sums: ``(k, n_covariates, n_blocks)``.
         statistic: of ``(k, ...)``, vectorised over what follows.
-        confidence: of the intervals.
 
     Raises:
         ValueError: as `jackknife`.
@@ -223,8 +214,6 @@ def joint_confidence(
         without: ``(n_values, n_blocks)``, as for `from_replicates`; rows that are not finite do
             not count.
         confidence: of all intervals at once.
-        n_draws: draws.
-        seed: of the draws.
 
     Raises:
         ValueError: another number of axes, or a confidence outside (0, 1).
@@ -258,7 +247,6 @@ def from_replicates(
     Args:
         value: ``(n_covariates,)``.
         without: ``(n_covariates, n_blocks)``, at least two blocks.
-        confidence: of the intervals.
 
     Raises:
         ValueError: shapes that do not go together, or a confidence outside (0, 1).
@@ -384,7 +372,6 @@ def error_of_draws(n: float, n_lost: float, n_events: float) -> float:
 
     Args:
         n: rows in all.
-        n_lost: lost ones, below n.
         n_events: effective events (`events.effective_events`), above 0.
     """
     return n_lost / (n - n_lost) / math.sqrt(n_events)
@@ -407,7 +394,6 @@ def detectable(error: float, power: float = 0.8, alpha: float = 0.05) -> float:
     Args:
         error: standard error of the estimate, at least 0.
         power: between 0.5 and 1.
-        alpha: level.
 
     Raises:
         ValueError: an argument out of its range.
@@ -495,3 +481,42 @@ def loss_that_allows(bias: float) -> float:
     if not bias >= 0 or math.isinf(bias):
         raise ValueError(f"bias is {bias}; expected a number, at least 0")
     return bias**2 / (1 + bias**2)
+
+
+# scales of what is never negative, and of shares ------------------------------------------------
+
+Scale = Literal["linear", "log", "logit"]
+
+
+def to_scale(value: Floats | float, scale: Scale) -> Floats:
+    """Return values on a scale; those at an end of it are infinite."""
+    function = {"linear": np.asarray, "log": np.log, "logit": special.logit}[scale]
+    return np.asarray(function(np.asarray(value, np.float64)))
+
+
+def ends(value: Floats, error: Floats, quantile: float, scale: Scale) -> tuple[Floats, Floats]:
+    """Return lower and upper end of intervals ``(...)``, symmetric on a scale.
+
+    The error there is the first term of the delta method: ``error / value`` of a logarithm and
+    ``error / (value (1 - value))`` of a logit. Where nothing varies both ends are the value. A
+    value at an end of the scale, or so near that there is no number for the other end, has the
+    linear interval, as far as there are such values.
+    """
+    back = {"linear": np.asarray, "log": np.exp, "logit": special.expit}[scale]
+    least, most = {"linear": (-np.inf, np.inf), "log": (0, np.inf), "logit": (0, 1)}[scale]
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        half = quantile * error * slope(value, scale)
+        at = to_scale(value, scale)
+        low, high = (np.where(error > 0, back(at + step), value) for step in (-half, half))
+    fine = np.isfinite(low) & np.isfinite(high)
+    step = np.where(error > 0, quantile * error, 0.0)
+    linear = (np.clip(value + by, least, most) for by in (-step, step))
+    low, high = (np.where(fine, own, by) for own, by in zip((low, high), linear, strict=True))
+    return low, high
+
+
+def slope(value: Floats | float, scale: Scale) -> Floats:
+    """Return the derivative of a scale."""
+    if scale == "linear":
+        return np.ones(np.shape(value))
+    return np.asarray(1 / value if scale == "log" else 1 / (value * (1 - value)))

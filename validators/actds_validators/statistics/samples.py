@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from actds_validators.statistics.events import Bools, Floats, Ints, Whole
-
-Rows = npt.NDArray[np.float32]
+from actds_validators.arrays import Bools, Floats, Ints, Rows, Whole
 
 MANY = 40
 """Requests that some of the rows are taken of, if there are as many."""
@@ -28,7 +25,6 @@ def drawn(key: Whole, quota: Ints, rng: np.random.Generator) -> Bools:
     Args:
         key: of each row ``(n,)``, from 0.
         quota: rows to draw of each key ``(n_keys,)``.
-        rng: chooses them.
     """
     shuffled = np.lexsort((rng.random(len(key)), key))
     ordered = key[shuffled]

@@ -13,7 +13,8 @@ from numpy.typing import ArrayLike
 from scipy.fft import next_fast_len  # type: ignore[import-untyped]
 from scipy.signal import lfilter  # type: ignore[import-untyped]
 
-from actds_validators.statistics.events import Floats, Ints, as_floats, correlation_steps, slices
+from actds_validators.arrays import Floats, Ints
+from actds_validators.statistics.events import as_floats, correlation_steps, slices
 
 N_DRAWS = 2000
 """Random tuples of shifts, where there are several runs."""
@@ -90,7 +91,6 @@ def circular_shift(
         value_sum: ``(n_steps,)`` or ``(n_covariates, n_steps)``, sums over the computed tokens.
         weight: tokens that the sums are over, as ``value_sum`` or ``(n_steps,)``; by default ``n``.
         n_draws: tuples of shifts, where there are several runs.
-        seed: of the tuples.
 
     Raises:
         ValueError: shapes that differ, a value that is not finite, negative counts, more lost than
@@ -243,8 +243,6 @@ class LagCorrelation:
         correlation: ``(2 max_lag + 1,)``.
         low: lower end of the band that holds ``confidence`` of the correlations at any one lag when
             load and loss have nothing to do with each other.
-        high: its upper end.
-        confidence: of the band.
         n_shifts: shifts that the band rests on, the observed position among them.
         n_effective: effectively independent ones of them (`shift.effective_shifts`).
     """
@@ -318,7 +316,6 @@ def lag_correlation(
         max_lag: steps, at least 0.
         confidence: of the band, at each lag.
         n_draws: tuples of shifts, where there are several runs.
-        seed: of the tuples.
 
     Raises:
         ValueError: shapes that differ, a value that is not finite, a negative lag, or a confidence

@@ -11,7 +11,8 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike
 
-from actds_validators.statistics.events import Floats, as_floats
+from actds_validators.arrays import Floats
+from actds_validators.statistics.events import as_floats
 
 CUTS = (0.05, 0.2, 0.5, 0.9)
 """Shares of a block's tokens from which on the block counts as hit; each is tried."""
@@ -202,7 +203,6 @@ def shrunken_rates(
 
     Args:
         n: computed tokens of each cell, any shape.
-        n_lost: lost ones.
         strength: tokens that the common rate counts for, at least 0, may be infinite.
         toward: the common rates, of a shape that fits; that of all cells by default.
 
@@ -262,7 +262,6 @@ def inverse_probability(n: ArrayLike, n_lost: ArrayLike, rates: ArrayLike) -> Fl
 
     Args:
         n: computed tokens of each cell, any shape.
-        n_lost: lost ones.
         rates: share lost of each cell, below 1 where a row is stored.
 
     Raises:

@@ -20,11 +20,10 @@ from actds.version import __version__
 from actds_validators.about import about
 from actds_validators.audit.result import CoverageCell, WaterfallStep
 from actds_validators.report.accounting import map_of, waterfall_of
-from actds_validators.report.figure_data import FigureData
+from actds_validators.report.answer import Shown as Section
 from actds_validators.report.head import dataset_facts
-from actds_validators.report.html import Shown as Section
 from actds_validators.report.markup import render_page
-from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend, span, ticks
+from actds_validators.report.svg import WIDTH, FigureData, Frame, Picture, axes, legend, span, ticks
 from actds_validators.report.words import (
     Part,
     Sentence,
@@ -35,8 +34,6 @@ from actds_validators.report.words import (
 )
 from actds_validators.view.requests import Shown
 from actds_validators.view.scores import Score
-
-__all__ = ["N_HOOKS", "render"]
 
 N_HOOKS = 8
 """Hooks whose norms are drawn."""
@@ -98,19 +95,12 @@ def render(
     """Return the page: HTML in UTF-8, without script.
 
     Args:
-        dataset: the dataset.
-        hook: whose rows are scored.
         profiles: norms by position, one per hook that is drawn.
-        stats: of hooks that were read whole.
-        found: what became of the positions.
-        scores: what the tokens are coloured by.
-        requests: to show.
         has_text: whether a tokenizer made text of the tokens.
-        command: that makes the page.
     """
     ends = [_ends(requests, k) for k in range(len(scores))]
     sections = [
-        Section(_hooks_part(dataset, stats), []),
+        Section(_hooks_part(dataset, stats)),
         Section(_norms_part(profiles), [p for n in profiles if (p := _norms(n)) is not None]),
         Section(_fates_part(found), _fates_pictures(found)),
     ]

@@ -24,8 +24,6 @@ from actds_validators.view.scores import Score
 if TYPE_CHECKING:
     from actds.load.context import RequestRows, Tokenizer
 
-__all__ = ["MAX_TOKENS", "Shown", "read_requests", "read_tokenizer", "sample"]
-
 N_EVEN, N_LOST = 6, 2
 MAX_TOKENS = 12_000
 """Of a page: more make a browser slow."""
@@ -37,11 +35,8 @@ class Shown:
     """Positions of a request, from ``start`` on; ``n`` of them.
 
     Args:
-        rows: the request, all of it.
-        external_id: id that the client gave.
         source: prompt source, if any.
         finish: how it ended, and why it was not served.
-        prompt_len: prompt tokens.
         start: first position that is shown.
         pieces: text of each position; the number of its token without a tokenizer.
         special: whether its token is special, bool ``(n,)``; False where no row says so.
@@ -94,8 +89,6 @@ def read_requests(
     """Yield requests with the scores of their rows, until the page is full.
 
     Args:
-        dataset: the dataset.
-        hook: whose rows.
         wanted: run and number of each; no run where there is one.
         scores: what to compute of each row.
         tokenizer: decodes tokens; None leaves them numbers.
@@ -191,9 +184,6 @@ class _WholeText:
     """Decodes apart: special tokens too, with the space before a word.
 
     A decoder may replace each letter by a thousand, and again: its text is bounded, and its memory.
-
-    Args:
-        path: file of a tokenizer.
     """
 
     def __init__(self, path: Path) -> None:

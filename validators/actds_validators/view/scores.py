@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from actds.errors import ActdsError
 from actds.exchange.containers import map_npy
+from actds_validators.arrays import Array
 from actds_validators.dictionaries import Dictionary, gemma_scope, load_dictionary, saelens
 from actds_validators.dictionaries.tensors import is_npz, is_torch, read_npz, read_safetensors
 
-__all__ = ["MAX_SCORES", "NORM", "Score", "read_probe", "read_sae"]
-
-Floats = npt.NDArray[Any]
 MAX_SCORES = 4
 """The norm, and three more."""
 _ENCODERS = ("W_enc", "encoder.weight")
@@ -28,14 +25,12 @@ class Score:
     """One number per row.
 
     Args:
-        name: as the page names it.
-        words: how it is computed.
         of: from rows ``(n, d_model)``, float32, to numbers ``(n,)``.
     """
 
     name: str
     words: str
-    of: Callable[[Floats], Floats]
+    of: Callable[[Array], Array]
 
 
 NORM = Score("norm", "Euclidean norm of the row", lambda rows: np.linalg.norm(rows, axis=1))
@@ -46,7 +41,6 @@ def read_probe(path: str | Path, d_model: int, chosen: Sequence[int] = ()) -> li
 
     Args:
         path: ``.npy`` file, ``(d_model,)`` or ``(n_probes, d_model)``.
-        d_model: channels of the hook.
         chosen: which probes; the first ones by default.
 
     Raises:
@@ -86,8 +80,6 @@ def read_sae(
 
     Args:
         path: what ``load_dictionary`` takes, or a ``.safetensors`` or ``.npz`` file of an encoder.
-        d_model: channels of the hook.
-        chosen: features.
         hook: the hook, in the names of actds; None where it is not known.
         model: the model of the rows; None where it is not known.
 
@@ -129,14 +121,14 @@ def _is_whole(path: Path) -> bool:
 
 def _of_dictionary(path: Path, one: Dictionary, chosen: Sequence[int]) -> list[Score]:
     _need_some(path, chosen, one.n_features)
-    last: list[tuple[Floats, Any]] = []
+    last: list[tuple[Array, Any]] = []
 
-    def features(rows: Floats) -> Any:
+    def features(rows: Array) -> Any:
         if not last or last[0][0] is not rows:
             last[:] = [(rows, one.encode_sparse(rows).tocsc())]
         return last[0][1]
 
-    def activation(k: int) -> Callable[[Floats], Floats]:
+    def activation(k: int) -> Callable[[Array], Array]:
         return lambda rows: features(rows)[:, [k]].toarray()[:, 0]
 
     return [
@@ -150,7 +142,7 @@ def _need_some(path: Path, chosen: Sequence[int], n: int) -> None:
         raise _bad(path, f"{n:,} features and none of them named", "features to look at")
 
 
-def _product(path: Path, direction: Floats) -> Callable[[Floats], Floats]:
+def _product(path: Path, direction: Array) -> Callable[[Array], Array]:
     weights = np.asarray(direction, np.float32)
     if not np.isfinite(weights).all():
         raise _bad(path, "values that are not finite", "finite numbers")
@@ -158,9 +150,9 @@ def _product(path: Path, direction: Floats) -> Callable[[Floats], Floats]:
 
 
 def _activation(
-    product: Callable[[Floats], Floats], shift: float, least: float
-) -> Callable[[Floats], Floats]:
-    def of(rows: Floats) -> Floats:
+    product: Callable[[Array], Array], shift: float, least: float
+) -> Callable[[Array], Array]:
+    def of(rows: Array) -> Array:
         before = product(rows) + shift
         return np.where(before > least, before, 0.0)
 
@@ -177,8 +169,8 @@ def _chosen(path: Path, chosen: Sequence[int], n: int) -> Sequence[int]:
 
 
 def _vector(
-    path: Path, tensors: Mapping[str, Floats], names: tuple[str, ...], n: int
-) -> Floats | None:
+    path: Path, tensors: Mapping[str, Array], names: tuple[str, ...], n: int
+) -> Array | None:
     name = next((name for name in names if name in tensors), None)
     if name is None:
         return None
@@ -188,7 +180,7 @@ def _vector(
     return values
 
 
-def _tensors(path: Path) -> Mapping[str, Floats]:
+def _tensors(path: Path) -> Mapping[str, Array]:
     """Return the tensors of a file by name; those of ``.safetensors`` stay on the disk."""
     read = {".safetensors": read_safetensors, ".npz": read_npz}.get(path.suffix)
     if read is None:

@@ -6,27 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
+from actds_validators.arrays import Floats, Ints, Rows
 from actds_validators.regimes.inference import Measure
 from actds_validators.regimes.result import Limits
 from actds_validators.regimes.sums import COUNT, Part
-from actds_validators.statistics.events import Floats, Ints
 
-__all__ = [
-    "Dictionary",
-    "Instrument",
-    "PairInstrument",
-    "Remembered",
-    "Rows",
-    "Sums",
-    "difference",
-    "events",
-    "mean_of",
-]
-
-Rows = npt.NDArray[np.float32]
 Sums = Mapping[str, Floats]
 
 
@@ -41,7 +27,6 @@ class Dictionary(Protocol):
         """Return the rows ``(n, d_model)`` of features ``(n, n_features)``.
 
         Args:
-            features: the features.
             rows: the rows that they are of, whose own numbers undo a normalization.
         """
         ...
@@ -55,11 +40,7 @@ class Dictionary(Protocol):
 
 
 class Remembered:
-    """A dictionary that remembers the features of the last rows: several instruments ask for them.
-
-    Args:
-        dictionary: the dictionary.
-    """
+    """A dictionary that remembers the features of the last rows, for several instruments."""
 
     def __init__(self, dictionary: Dictionary) -> None:
         self._dictionary = dictionary
@@ -116,7 +97,6 @@ class Instrument(Protocol):
 
         Args:
             reference: sums ``(k,)`` over all rows of the reference.
-            limits: what counts as none.
         """
         ...
 
@@ -157,10 +137,7 @@ def difference(
     """Return the measure of how a function of an arm differs between the two.
 
     Args:
-        name: what it is, in words.
         of_arm: of the sums of one arm ``(..., k)``, unchanged when all are multiplied.
-        unit: of the value.
-        limit: largest value that still counts as none.
         arm_value: what is shown of either arm, None for nothing.
         labels: names of the elements, None for their numbers.
     """

@@ -11,13 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from actds_validators.arrays import Floats, Ints, Rows
 from actds_validators.regimes.inference import Measure
-from actds_validators.regimes.instruments.base import Rows, Sums, difference, mean_of
+from actds_validators.regimes.instruments.base import Sums, difference, mean_of
 from actds_validators.regimes.result import Limits
 from actds_validators.regimes.sums import Part
-from actds_validators.statistics.events import Floats, Ints
-
-__all__ = ["ALL_ROWS", "SINKS", "Moments", "central_moments"]
 
 OUTLIER_SD = 6.0
 """A value this many standard deviations from its channel's mean is an outlier."""

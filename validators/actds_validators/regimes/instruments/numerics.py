@@ -11,14 +11,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from actds_validators.arrays import Floats, Rows
 from actds_validators.regimes.inference import Measure
-from actds_validators.regimes.instruments.base import Dictionary, Rows, Sums, mean_of
+from actds_validators.regimes.instruments.base import Dictionary, Sums, mean_of
 from actds_validators.regimes.result import Limits
 from actds_validators.regimes.sums import Part
-from actds_validators.statistics.events import Floats
 from actds_validators.statistics.samples import cosine_distance, relative_l2
-
-__all__ = ["Numerics"]
 
 
 class Numerics:

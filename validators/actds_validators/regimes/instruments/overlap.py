@@ -13,13 +13,11 @@ from functools import partial
 import numpy as np
 from scipy import stats  # type: ignore[import-untyped]
 
+from actds_validators.arrays import Bools, Floats, Ints, Rows
 from actds_validators.regimes.inference import Measure
-from actds_validators.regimes.instruments.base import Dictionary, Rows, Sums, events, mean_of
+from actds_validators.regimes.instruments.base import Dictionary, Sums, events, mean_of
 from actds_validators.regimes.result import Limits
 from actds_validators.regimes.sums import Part
-from actds_validators.statistics.events import Bools, Floats, Ints
-
-__all__ = ["Overlap", "jaccard_of_rows", "kendall", "spearman", "top_jaccard"]
 
 TOPS = (50, 200, 1000)
 _EVENTS, _ROWS = "overlap events", "overlap rows"
@@ -31,7 +29,6 @@ class Overlap:
     """Overlap of the active features of the arms.
 
     Args:
-        dictionary: a dictionary of the hook.
         tops: numbers of most frequent features; those above half of all features are left out.
     """
 

@@ -12,18 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
+from actds_validators.arrays import Floats, Ints, Labels, Rows, Whole
 from actds_validators.regimes.inference import Measure
-from actds_validators.regimes.instruments.base import Rows, Sums, difference, mean_of
+from actds_validators.regimes.instruments.base import Sums, difference, mean_of
 from actds_validators.regimes.result import Limits
 from actds_validators.regimes.sums import Part
-from actds_validators.statistics.events import Floats, Ints, Whole
-
-__all__ = ["N_BINS", "Probes", "area"]
 
 N_BINS = 512
 MIN_LABELLED = 20
 """Rows of either label that an arm must have for an area."""
-Labels = npt.NDArray[np.int8]
 
 
 class Probes:
@@ -66,10 +63,6 @@ class Probes:
 
     def need_labels(self, names: tuple[str, str], rows: tuple[Whole, Whole]) -> None:
         """Refuse labels that do not tell the rows of an arm apart.
-
-        Args:
-            names: of the arms.
-            rows: numbers of their rows that are compared.
 
         Raises:
             ActdsError: E014 true of all rows that have a label, or of none.

@@ -10,20 +10,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from actds_validators.arrays import Floats, Ints, Rows
 from actds_validators.regimes.inference import Measure
-from actds_validators.regimes.instruments.base import (
-    Dictionary,
-    Rows,
-    Sums,
-    difference,
-    events,
-    mean_of,
-)
+from actds_validators.regimes.instruments.base import Dictionary, Sums, difference, events, mean_of
 from actds_validators.regimes.result import Limits
 from actds_validators.regimes.sums import COUNT, Part
-from actds_validators.statistics.events import Floats, Ints
-
-__all__ = ["ACTIVE", "Reconstruction"]
 
 MIN_EVENTS = 20
 """Rows on which a feature must be active, in both arms together, to be tested."""
@@ -40,7 +31,6 @@ class Reconstruction:
     """A dictionary on the rows of either arm.
 
     Args:
-        dictionary: a dictionary of the hook.
         turned: features of which the direction is followed; None takes those that are most often
             active in a sample of the reference.
     """

@@ -7,16 +7,24 @@ from collections.abc import Sequence
 
 from actds_validators.regimes.conclusions import leading
 from actds_validators.regimes.result import ContrastResult, Element, Quantiles, Regimes, Value
-from actds_validators.report.figure_data import FigureData
-from actds_validators.report.regimes.said import gap
-from actds_validators.report.svg import WIDTH, Frame, Picture, axes, legend, shade, span
+from actds_validators.report.svg import WIDTH, FigureData, Frame, Picture, axes, legend, shade, span
 from actds_validators.report.words import short
-
-__all__ = ["ladder", "positions", "rates", "step_gaps"]
 
 _MAX_PANELS, _MAX_HOOKS, _MAX_BANDS, _MAX_SCATTERS, _MAX_RUNGS = 6, 24, 10, 3, 24
 _TOP = 4.0
 """Limits at which the shades end."""
+
+
+def gap(contrast: ContrastResult, axis: str) -> list[Value]:
+    """Return the leading measure in the strata of an axis, of those where it is estimated."""
+    chosen = leading(contrast)
+    return [
+        value
+        for value in contrast.values
+        if (value.instrument, value.measure) == chosen
+        and value.axis == axis
+        and value.value is not None
+    ]
 
 
 def step_gaps(result: Regimes) -> Picture | None:

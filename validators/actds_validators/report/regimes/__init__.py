@@ -1,1 +1,0 @@
-"""The decode-regime calibration report: verdicts first, then every number behind them."""
