@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actds.text import counted
-from actds.version import __version__
 from actds_validators.about import About
 from actds_validators.audit.place import LEVELS, TITLES, Level
 from actds_validators.audit.result import Audit
