@@ -85,7 +85,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
     words = AutoTokenizer.from_pretrained(args.model)(
-        Path("README.md").read_text()[:12_000], return_tensors="pt"
+        Path("docs/tour.md").read_text()[:12_000], return_tensors="pt"
     )
     with torch.no_grad():
         states = model(words.input_ids[:, :N_TOKENS], output_hidden_states=True).hidden_states

@@ -15,6 +15,7 @@ from hatchling.metadata.core import ProjectMetadata
 from hatchling.plugin.manager import PluginManager
 
 from actds.cli import cli
+from actds.format.readouts import Readouts
 from actds_testing.places import DOCS, ROOT
 from actds_testing.synthetic import make_dataset
 from actds_testing.terminal_picture import picture
@@ -34,9 +35,10 @@ def test_the_blocks_that_read_run_one_after_the_other(
     blocks = [block for block in BLOCK.findall(PAGES[page]) if "actds.write(" not in block]
     hooks = ("resid_post.10", "resid_post.20")
     (tmp_path / "demo").mkdir()
-    made = make_dataset(
-        tmp_path / "demo" / "acts", n_requests=700, hooks=hooks, rows_per_shard=4096
-    )
+    # A real harvest has readouts, and sinks at first positions.
+    shape: dict[str, Any] = {"n_requests": 700, "hooks": hooks, "rows_per_shard": 4096}
+    shape |= {"readouts": Readouts(2, seed=4), "sinks": True}
+    made = make_dataset(tmp_path / "demo" / "acts", **shape)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     for block in blocks:
@@ -96,6 +98,8 @@ def test_the_readme_fits_on_a_few_screens_and_its_numbers_are_those_of_the_guide
     assert said in " ".join(README.split())
     write = re.search(r"^ {4}actds write (?:.*\\\n)*.*$", README, re.M)
     assert write is not None and write[0] in TOUR  # one harvest, in both
+    assert '"exclude": ("first_position", "sink")' in README  # as the answer of the tour says
+    assert 'weights="multiplicity", exclude=("first_position", "sink"))' in TOUR
     assert "\n## Status\n" in README.split("\n## Install", 1)[0]
 
 
