@@ -283,9 +283,10 @@ def test_errors_are_two_lines_on_stderr_with_their_exit_code(tmp_path: Path) -> 
     ):
         result = run(*args)
         assert (result.exit_code, result.stdout) == (exit_code, "")
-        place, next_step = result.stderr.splitlines()
-        assert place.startswith(f"{code} ") and "; expected " in place
-        assert next_step == CODES[code].next_step
+        first, next_step = result.stderr.splitlines()
+        assert first.startswith(f"{code} ") and "; expected " in first
+        place = first.removeprefix(f"{code} ").partition(": ")[0]
+        assert next_step == CODES[code].next_step.replace("PLACE", place)
     assert run("info").exit_code == 2
     assert run("bogus").exit_code == 2
 

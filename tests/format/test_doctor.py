@@ -553,7 +553,8 @@ def test_values_are_counted_where_they_are_asked_for(tmp_path: Path) -> None:
     # As at a harvest, the manifests of what is imported count the same.
     actds.import_foreign(tmp_path / "resid_post.3.npy", tmp_path / "acts")
     manifests = [json.loads(one.read_bytes()) for one in tmp_path.glob("acts/shards/*/shard.json")]
-    assert [one["values"] for one in manifests] == [{"resid_post.3": {"not_finite": 2, "zero": 1}}]
+    values = {"not_finite": 2, "zero": 1, "infinite": 1}
+    assert [one["values"] for one in manifests] == [{"resid_post.3": values}]
     # A type that cannot hold a value is refused, with the number of them.
     np.save(tmp_path / "resid_post.4.npy", rows.astype(np.float64) * 1e5)
     with pytest.raises(ActdsError, match=r"E019 .* values as \S+, which float16 cannot hold"):
