@@ -37,7 +37,7 @@ from actds_validators.stability import order
 from actds_validators.stability.api import stability
 from actds_validators.stability.arms import Arm, chosen, most, open_arm, scored_apart
 from actds_validators.stability.cross import Errors, Scored, cross_values, rare_tokens
-from actds_validators.stability.fit import Rows, Trainer
+from actds_validators.stability.fit import Trainer, TrainingRows
 from actds_validators.stability.judge import MIN_SEEDS, answer, compare, sign_test, verdicts
 from actds_validators.stability.matching import (
     EXPLAINED,
@@ -546,11 +546,11 @@ def test_a_verdict_is_a_sign_test_over_seeds(
 # Training
 
 
-def rows_of(n: int, seed: int = 0) -> Rows:
+def rows_of(n: int, seed: int = 0) -> TrainingRows:
     import torch
 
     values = np.random.default_rng(seed).normal(size=(n, 8)).astype(np.float32)
-    return Rows(torch.from_numpy(values), np.arange(n, dtype=np.uint64), np.ones(n))
+    return TrainingRows(torch.from_numpy(values), np.arange(n, dtype=np.uint64), np.ones(n))
 
 
 def trainer(epochs: int = 2) -> Trainer:
@@ -575,7 +575,10 @@ def test_equal_rows_give_equal_weights_and_rows_of_no_weight_none() -> None:
     weight[::2] = 0
     changed = rows.values.clone()
     changed[::2] = 0  # what a sink is
-    left = [trainer().fit(Rows(v, rows.keys, weight), 1, 2).w_dec for v in (rows.values, changed)]
+    left = [
+        trainer().fit(TrainingRows(v, rows.keys, weight), 1, 2).w_dec
+        for v in (rows.values, changed)
+    ]
     assert np.allclose(left[0], left[1], atol=1e-6)
 
 
@@ -584,11 +587,11 @@ def test_a_batch_of_one_row_that_weighs_something_teaches_nothing() -> None:
     rows = rows_of(64)
     weight = np.zeros(64)
     weight[order.epoch_order(rows.keys, 2, 0)[[3, 20, 21, 22]]] = 1  # of batches of 16 the first
-    found = trainer(1).fit(Rows(rows.values, rows.keys, weight), 1, 2)
+    found = trainer(1).fit(TrainingRows(rows.values, rows.keys, weight), 1, 2)
     assert np.isfinite(found.w_dec).all() and np.isfinite(found.fvu)
     weight[np.flatnonzero(weight)[1:]] = 0
     with pytest.raises(ActdsError, match=r"E014 training rows: no batch"):
-        trainer().fit(Rows(rows.values, rows.keys, weight), 1, 2)
+        trainer().fit(TrainingRows(rows.values, rows.keys, weight), 1, 2)
 
 
 @pytest.mark.standard

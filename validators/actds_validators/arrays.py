@@ -14,7 +14,6 @@ Whole = NDArray[np.signedinteger[Any]]
 Bools = NDArray[np.bool_]
 Rows = NDArray[np.float32]
 """Rows of activations ``(n, d_model)``, and what is computed of them."""
-Labels = NDArray[np.int8]
 Array = NDArray[Any]
 
 

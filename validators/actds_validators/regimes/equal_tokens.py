@@ -25,10 +25,9 @@ from actds_validators.arrays import Floats, Ints, Rows, Whole
 from actds_validators.regimes.arms import Arm
 from actds_validators.regimes.contrast import Contrast
 from actds_validators.regimes.inference import Judged, Measure
-from actds_validators.regimes.instruments.base import Sums
 from actds_validators.regimes.result import ContrastResult, Quantiles, Value
 from actds_validators.regimes.strata import ALL, MIN_REQUESTS, Stratum
-from actds_validators.regimes.sums import Array, Part
+from actds_validators.regimes.sums import GroupSums, Part, RowReader
 from actds_validators.statistics.samples import cosine_distance, relative_l2
 
 _MIN_TOKENS = 20
@@ -49,7 +48,7 @@ class RepeatFloor:
 
 
 def repeat_floor(
-    arms: tuple[Arm, Arm], told: Contrast, arrays: tuple[Array, Array], hook: str
+    arms: tuple[Arm, Arm], told: Contrast, arrays: tuple[RowReader, RowReader], hook: str
 ) -> RepeatFloor | None:
     """Return the floor of two arms, None where under 20 tokens were computed twice.
 
@@ -128,7 +127,7 @@ def _place(value: Value) -> tuple[str, ...]:
     return value.hook, value.instrument, value.measure, value.axis, value.stratum
 
 
-def _read(array: Array, which: Whole) -> Rows:
+def _read(array: RowReader, which: Whole) -> Rows:
     """Return rows in the order asked for, each read once and in the order of the array."""
     known, place = np.unique(which, return_inverse=True)
     return np.asarray(array[known])[place.reshape(-1)]
@@ -224,7 +223,7 @@ def parting_parts(parted: npt.NDArray[np.int8]) -> Iterator[Part]:
     yield Part("parted", (parted > 0).astype(np.float64))
 
 
-def _share(pairs: Sums, _: Sums) -> Floats:
+def _share(pairs: GroupSums, _: GroupSums) -> Floats:
     n = pairs["sampled"]
     return np.asarray(pairs["parted"] / np.where(n > 0, n, np.nan))
 

@@ -9,7 +9,7 @@ these signs as coins.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,7 +20,7 @@ from actds.text import counted
 from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.regimes.result import Element, Limits, Outcome, Value
 from actds_validators.regimes.strata import ALL, MIN_REQUESTS, MIN_ROWS, Stratum
-from actds_validators.regimes.sums import COUNT, Made, Totals
+from actds_validators.regimes.sums import COUNT, GroupSums, Made, Totals
 from actds_validators.regimes.wording import beyond
 from actds_validators.statistics.intervals import (
     Scale,
@@ -33,10 +33,6 @@ from actds_validators.statistics.intervals import (
     to_scale,
 )
 from actds_validators.statistics.samples import halves
-
-Sums = Mapping[str, Floats]
-Statistic = Callable[[Sums, Sums], Floats]
-Kind = Literal["difference", "size", "direction", "overlap", "described"]
 
 N_FLIPS = 9_999
 N_FLIPS_OVERLAP = 1_999
@@ -79,13 +75,13 @@ class Measure:
     """
 
     name: str
-    statistic: Statistic
+    statistic: Callable[[GroupSums, GroupSums], Floats]
     unit: str
-    kind: Kind
+    kind: Literal["difference", "size", "direction", "overlap", "described"]
     limit: float | None = None
-    of_arm: Callable[[Sums], Floats] | None = None
-    arm_value: Callable[[Sums], Floats] | None = None
-    carried: Callable[[Sums], Floats] | None = None
+    of_arm: Callable[[GroupSums], Floats] | None = None
+    arm_value: Callable[[GroupSums], Floats] | None = None
+    carried: Callable[[GroupSums], Floats] | None = None
     labels: Sequence[str] | None = None
     coarse: bool = False
     scale: Scale = "linear"
@@ -194,7 +190,7 @@ def pseudo_values(value: Floats, without: Floats) -> tuple[Floats, Floats]:
     return n * value - (n - 1) * without, np.asarray(error)
 
 
-def influences(of_arm: Callable[[Sums], Floats], first: Totals, second: Totals) -> Floats:
+def influences(of_arm: Callable[[GroupSums], Floats], first: Totals, second: Totals) -> Floats:
     """Return what each group adds to the difference of two arms ``(n_groups, m, ...)``.
 
     The derivative of the arm's function at the sums of both arms pooled, towards the group's own
@@ -216,7 +212,7 @@ def influences(of_arm: Callable[[Sums], Floats], first: Totals, second: Totals) 
     return np.asarray(np.nan_to_num(found[1] - found[0]), np.float64)
 
 
-def _toward(pool: Sums, groups: Sums, step: float) -> Made:
+def _toward(pool: GroupSums, groups: GroupSums, step: float) -> Made:
     return Made(pool, lambda name: pool[name] + step * groups[name])
 
 

@@ -38,7 +38,7 @@ from actds_validators.regimes.result import (
     Value,
 )
 from actds_validators.regimes.strata import ALL
-from actds_validators.regimes.sums import COUNT, Array, Part, Sums, blocks_of
+from actds_validators.regimes.sums import COUNT, Part, RowReader, Sums, blocks_of
 from actds_validators.statistics.samples import some_rows
 
 N_SAMPLE = 4096
@@ -217,7 +217,7 @@ def conclude(measured: Sequence[Measured], limits: Limits) -> list[list[Value]]:
 
 def measure(
     plan: Contrast,
-    arrays: tuple[Array, Array],
+    arrays: tuple[RowReader, RowReader],
     instruments: Sequence[AnyInstrument],
     limits: Limits,
     hook: str,
@@ -264,7 +264,7 @@ def measure(
     )
 
 
-def _sample(array: Array, side: Side) -> Rows:
+def _sample(array: RowReader, side: Side) -> Rows:
     """Return some rows of the reference, spread evenly, without those that are not usable."""
     n = min(N_SAMPLE, len(side))
     rows = array[side.row[np.arange(n) * len(side) // max(n, 1)].astype(np.int64)]
@@ -287,7 +287,7 @@ def _norms(rows: Rows, usable: Bools) -> Floats:
 
 
 def _pass(
-    array: Array,
+    array: RowReader,
     side: Side,
     number: int,
     instruments: Sequence[Instrument],
@@ -317,7 +317,7 @@ def _pass(
 
 def _pair_pass(
     plan: Contrast,
-    arrays: tuple[Array, Array],
+    arrays: tuple[RowReader, RowReader],
     instruments: Sequence[PairInstrument],
     coarse: Ints,
     sink: float,

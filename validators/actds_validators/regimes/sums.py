@@ -23,7 +23,11 @@ COUNT = "n"
 BLOCK_NBYTES = 1 << 25  # of float32 rows, or of their features, that are held together
 
 
-class Array(Protocol):
+GroupSums = Mapping[str, Floats]
+"""By name what is added up of each group of requests ``(..., k)``."""
+
+
+class RowReader(Protocol):
     """Rows that are read when they are indexed: ``LazyArray``, or a numpy array."""
 
     @property
@@ -111,7 +115,7 @@ class Totals:
         return Made(self.groups, lambda name: weight @ self.groups[name])
 
 
-def blocks_of(array: Array, row: Whole, width: int = 0) -> Iterator[tuple[slice, Rows]]:
+def blocks_of(array: RowReader, row: Whole, width: int = 0) -> Iterator[tuple[slice, Rows]]:
     """Yield rows, some MiB at a time, and which of the numbers they are.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from actds.format.tables import PHASES
 from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.stability.arms import Entries
-from actds_validators.stability.result import CrossValue, Rare
+from actds_validators.stability.result import CrossValue, Rare, ScoredRows
 from actds_validators.statistics.intervals import from_replicates
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 MAX_GROUPS, MIN_REQUESTS = 32, 8
 RARE = 0.1
-Strata = Literal["all", "prefill", "decode", "rare tokens"]
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,10 @@ class Scored:
     group: Ints
     rare: Bools
 
-    def strata(self) -> dict[Strata, Bools]:
+    def strata(self) -> dict[ScoredRows, Bools]:
         """Return the rows of each stratum that has any."""
         phase = self.entries.phase
-        found: dict[Strata, Bools] = {
+        found: dict[ScoredRows, Bools] = {
             "all": np.ones(len(phase), np.bool_),
             "prefill": phase == PHASES.index("prefill"),
             "decode": phase == PHASES.index("decode"),
@@ -115,7 +114,7 @@ def cross_values(
 
 
 def _value(
-    trained_on: str, rows_of: str, name: Strata, mask: Bools, errors: Sequence[Errors],
+    trained_on: str, rows_of: str, name: ScoredRows, mask: Bools, errors: Sequence[Errors],
     scored: Scored, against: Floats, n_groups: int,
 ) -> CrossValue:  # fmt: skip
     own = _spreads(scored, mask, n_groups)

@@ -26,7 +26,7 @@ _LAST = 20
 
 
 @dataclass(frozen=True)
-class Rows:
+class TrainingRows:
     """What a dictionary is trained on.
 
     Args:
@@ -97,7 +97,7 @@ class Trainer:
             "b_dec": torch.from_numpy(self.centre.astype(np.float32)) * self.scale,
         }
 
-    def fit(self, rows: Rows, seed: int, order: int) -> Fitted:
+    def fit(self, rows: TrainingRows, seed: int, order: int) -> Fitted:
         """Train a dictionary.
 
         Args:

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from actds_validators.sections import Document, Section, Share
 
+PairKind = Literal["same start", "other order", "other seed"]
+ScoredRows = Literal["all", "prefill", "decode", "rare tokens"]
+"""Of the held-out rows of an arm, those that are scored together."""
 Outcome = Literal["within the floor", "beyond the floor", "undecided"]
 Measure = Literal["matched", "nearest", "share_70", "share_90", "kept", "split", "merged", "gone"]
 """Numbers of a `Likeness`: four of directions, four of its features."""
@@ -101,7 +104,7 @@ class PairResult(Section):
     """Two dictionaries; the first is one of the reference."""
 
     arm: str = Field(description="arm of the second")
-    kind: Literal["same start", "other order", "other seed"]
+    kind: PairKind
     seeds: tuple[int, int]
     likeness: Likeness
 
@@ -111,7 +114,7 @@ class CrossValue(Section):
 
     trained_on: str
     rows_of: str
-    rows: Literal["all", "prefill", "decode", "rare tokens"]
+    rows: ScoredRows
     n_rows: int
     n_requests: int
     fvu: float | None = Field(description="mean over seeds; of these rows' own variance")

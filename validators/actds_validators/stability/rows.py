@@ -15,7 +15,7 @@ from actds.load.filters import SINK_NORM
 from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.stability.arms import Arm, Entries, chosen, most
 from actds_validators.stability.cross import Scored, groups_of, rare_tokens
-from actds_validators.stability.fit import Rows
+from actds_validators.stability.fit import TrainingRows
 from actds_validators.stability.result import Limits, Rare
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Held:
 
     arm: Arm
     entries: Entries
-    train: Rows
+    train: TrainingRows
     scored: Scored
     n_sinks: int
 
@@ -160,7 +160,7 @@ def gather(arms: Sequence[Arm], hook: str, n_rows: int) -> Gathered:
         Held(
             arm,
             one,
-            Rows(own, one.key, np.where(fine, one.weight, 0.0)),
+            TrainingRows(own, one.key, np.where(fine, one.weight, 0.0)),
             Scored(rows, told, group, ~np.isin(told.token_id, frequent)),
             int((~fine).sum()),
         )

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from actds_validators.stability.result import (
     ArmResult,
     Likeness,
     Limits,
+    PairKind,
     PairResult,
     Stability,
     Trained,
@@ -34,8 +35,6 @@ from actds_validators.stability.save import save
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array  # type: ignore[import-untyped]
-
-Kind = Literal["same start", "other order", "other seed"]
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,7 @@ def _pairs(
     found = []
     for at, seed in enumerate(seeds):
         one, after = made[0, seed, seed], seeds[(at + 1) % k]
-        told: list[tuple[int, Kind, int, int]] = [
+        told: list[tuple[int, PairKind, int, int]] = [
             (0, "other order", seed, seed + k),
             (0, "other seed", after, after),
         ]

@@ -20,7 +20,7 @@ from actds.version import __version__
 from actds_validators.about import about
 from actds_validators.audit.result import CoverageCell, WaterfallStep
 from actds_validators.report.accounting import map_of, waterfall_of
-from actds_validators.report.answer import Shown as Section
+from actds_validators.report.answer import Shown
 from actds_validators.report.head import dataset_facts
 from actds_validators.report.markup import render_page
 from actds_validators.report.svg import WIDTH, FigureData, Frame, Picture, axes, legend, span, ticks
@@ -32,7 +32,7 @@ from actds_validators.report.words import (
     short,
     table_of,
 )
-from actds_validators.view.requests import Shown
+from actds_validators.view.requests import ShownRequest
 from actds_validators.view.scores import Score
 
 N_HOOKS = 8
@@ -87,7 +87,7 @@ def render(
     stats: dict[str, Stats],
     found: Fates,
     scores: Sequence[Score],
-    requests: Sequence[Shown],
+    requests: Sequence[ShownRequest],
     *,
     has_text: bool,
     command: str,
@@ -100,9 +100,9 @@ def render(
     """
     ends = [_ends(requests, k) for k in range(len(scores))]
     sections = [
-        Section(_hooks_part(dataset, stats)),
-        Section(_norms_part(profiles), [p for n in profiles if (p := _norms(n)) is not None]),
-        Section(_fates_part(found), _fates_pictures(found)),
+        Shown(_hooks_part(dataset, stats)),
+        Shown(_norms_part(profiles), [p for n in profiles if (p := _norms(n)) is not None]),
+        Shown(_fates_part(found), _fates_pictures(found)),
     ]
     return render_page(
         "view.html.j2",
@@ -267,7 +267,7 @@ def _fates_pictures(found: Fates) -> list[Picture]:
     return [p for p in pictures if p is not None]
 
 
-def _lead(dataset: Dataset, hook: str, requests: Sequence[Shown], *, has_text: bool) -> str:
+def _lead(dataset: Dataset, hook: str, requests: Sequence[ShownRequest], *, has_text: bool) -> str:
     n = sum(parts_rows for parts_rows in _n_requests(dataset))
     lead = (
         f"{counted(len(requests), 'request')} of {n:,}, with the rows of {hook}; positions that "
@@ -283,7 +283,7 @@ def _n_requests(dataset: Dataset) -> Iterator[int]:
             yield sum(part.n_rows for part in parts)
 
 
-def _ends(requests: Sequence[Shown], k: int) -> tuple[float, float]:
+def _ends(requests: Sequence[ShownRequest], k: int) -> tuple[float, float]:
     """Return the scores at both ends of the shades; those of sinks lie beyond."""
     if not requests:
         return 0.0, 0.0
@@ -298,7 +298,9 @@ def _ends(requests: Sequence[Shown], k: int) -> tuple[float, float]:
     return (low, high) if high > low else (low, float(values[usual].max()))
 
 
-def _text(shown: Shown, scores: Sequence[Score], ends: Sequence[tuple[float, float]]) -> Text:
+def _text(
+    shown: ShownRequest, scores: Sequence[Score], ends: Sequence[tuple[float, float]]
+) -> Text:
     rows, n = shown.rows, len(shown.rows)
     owed = rows.disposition
     said = ", ".join(
@@ -322,7 +324,7 @@ def _text(shown: Shown, scores: Sequence[Score], ends: Sequence[tuple[float, flo
 
 
 def _piece(
-    shown: Shown, k: int, scores: Sequence[Score], ends: Sequence[tuple[float, float]]
+    shown: ShownRequest, k: int, scores: Sequence[Score], ends: Sequence[tuple[float, float]]
 ) -> Piece:
     rows, position = shown.rows, shown.start + k
     fate, owner, row = str(rows.disposition[position]), rows.owner[position], rows.row[position]

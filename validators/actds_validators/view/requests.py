@@ -31,7 +31,7 @@ _SPECIAL = FLAG_SPECIAL | FLAG_BOS | FLAG_EOS
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownRequest:
     """Positions of a request, from ``start`` on; ``n`` of them.
 
     Args:
@@ -85,7 +85,7 @@ def read_requests(
     tokenizer: Tokenizer | None,
     start: int,
     n_tokens: int,
-) -> Iterator[Shown]:
+) -> Iterator[ShownRequest]:
     """Yield requests with the scores of their rows, until the page is full.
 
     Args:
@@ -124,7 +124,7 @@ def read_requests(
             else rows.pieces(tokenizer, there.start, there.stop)
         )
         room -= len(pieces)
-        yield Shown(
+        yield ShownRequest(
             rows,
             line["external_id"],
             line["source"],

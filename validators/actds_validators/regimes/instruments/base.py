@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -11,9 +11,7 @@ from scipy.sparse import csr_array  # type: ignore[import-untyped]
 from actds_validators.arrays import Floats, Ints, Rows
 from actds_validators.regimes.inference import Measure
 from actds_validators.regimes.result import Limits
-from actds_validators.regimes.sums import COUNT, Part
-
-Sums = Mapping[str, Floats]
+from actds_validators.regimes.sums import COUNT, GroupSums, Part
 
 
 class Dictionary(Protocol):
@@ -92,7 +90,7 @@ class Instrument(Protocol):
         """
         ...
 
-    def measures(self, reference: Sums, limits: Limits) -> list[Measure]:
+    def measures(self, reference: GroupSums, limits: Limits) -> list[Measure]:
         """Return what is measured.
 
         Args:
@@ -120,18 +118,18 @@ class PairInstrument(Protocol):
         ...
 
 
-def mean_of(sums: Sums, name: str) -> Floats:
+def mean_of(sums: GroupSums, name: str) -> Floats:
     """Return a sum over the count of the rows, ``(..., k)``; NaN without a row."""
     return np.asarray(sums[name] / np.where(sums[COUNT] > 0, sums[COUNT], np.nan))
 
 
 def difference(
     name: str,
-    of_arm: Callable[[Sums], Floats],
+    of_arm: Callable[[GroupSums], Floats],
     unit: str,
     limit: float,
     *,
-    arm_value: Callable[[Sums], Floats] | None = None,
+    arm_value: Callable[[GroupSums], Floats] | None = None,
     labels: Sequence[str] | None = None,
 ) -> Measure:
     """Return the measure of how a function of an arm differs between the two.

@@ -13,9 +13,9 @@ import numpy as np
 
 from actds_validators.arrays import Floats, Ints, Rows
 from actds_validators.regimes.inference import Measure
-from actds_validators.regimes.instruments.base import Sums, difference, mean_of
+from actds_validators.regimes.instruments.base import difference, mean_of
 from actds_validators.regimes.result import Limits
-from actds_validators.regimes.sums import Part
+from actds_validators.regimes.sums import GroupSums, Part
 
 OUTLIER_SD = 6.0
 """A value this many standard deviations from its channel's mean is an outlier."""
@@ -55,29 +55,29 @@ class Moments:
         yield Part("x4", square * square)
         yield Part("far", (np.abs(value) > OUTLIER_SD).astype(np.float32))
 
-    def measures(self, reference: Sums, limits: Limits) -> list[Measure]:
+    def measures(self, reference: GroupSums, limits: Limits) -> list[Measure]:
         """Return the differences of the moments."""
         spread = np.sqrt(central_moments(reference)[1])
         varies = spread > 1e-6
         scale = np.where(varies, spread, np.nan)
 
-        def mean(sums: Sums) -> Floats:
+        def mean(sums: GroupSums) -> Floats:
             return np.asarray(mean_of(sums, "x1") / scale)
 
-        def log_variance(sums: Sums) -> Floats:
+        def log_variance(sums: GroupSums) -> Floats:
             return _log(np.where(varies, central_moments(sums)[1], np.nan))
 
-        def log_kurtosis(sums: Sums) -> Floats:
+        def log_kurtosis(sums: GroupSums) -> Floats:
             return _log(np.where(varies, kurtosis(sums), np.nan))
 
-        def far(sums: Sums) -> Floats:
+        def far(sums: GroupSums) -> Floats:
             return mean_of(sums, "far")
 
-        def far_channels(first: Sums, second: Sums) -> Floats:
+        def far_channels(first: GroupSums, second: GroupSums) -> Floats:
             enough = first["far"] + second["far"] >= MIN_EVENTS
             return np.where(enough, far(second) - far(first), np.nan)
 
-        def divergence(first: Sums, second: Sums) -> Floats:
+        def divergence(first: GroupSums, second: GroupSums) -> Floats:
             return normal_divergence(second, first)
 
         sd, ratio = "standard deviations of the reference", "ln of the ratio"
@@ -112,12 +112,12 @@ class Moments:
             ),
         ]
 
-    def _mean(self, sums: Sums) -> Floats:
+    def _mean(self, sums: GroupSums) -> Floats:
         """Return the mean of each channel, in the units of the rows."""
         return self._centre + self._scale * mean_of(sums, "x1")
 
 
-def central_moments(sums: Sums) -> tuple[Floats, Floats, Floats, Floats]:
+def central_moments(sums: GroupSums) -> tuple[Floats, Floats, Floats, Floats]:
     """Return mean, variance, and third and fourth central moment ``(..., d)`` of scaled values."""
     mean, second, third, fourth = (mean_of(sums, f"x{n}") for n in (1, 2, 3, 4))
     variance = np.maximum(second - mean**2, 0.0)
@@ -129,18 +129,18 @@ def central_moments(sums: Sums) -> tuple[Floats, Floats, Floats, Floats]:
     )
 
 
-def kurtosis(sums: Sums) -> Floats:
+def kurtosis(sums: GroupSums) -> Floats:
     """Return the kurtosis ``(..., d)``: 3 for a normal distribution."""
     _, variance, _, fourth = central_moments(sums)
     return np.asarray(fourth / np.where(variance > 0, variance, np.nan) ** 2)
 
 
-def sink_rate(sums: Sums) -> Floats:
+def sink_rate(sums: GroupSums) -> Floats:
     """Return the share of rows that are sinks ``(..., 1)``."""
     return np.asarray(sums[SINKS] / np.where(sums[ALL_ROWS] > 0, sums[ALL_ROWS], np.nan))
 
 
-def normal_divergence(sums: Sums, other: Sums) -> Floats:
+def normal_divergence(sums: GroupSums, other: GroupSums) -> Floats:
     """Return the divergence of one normal distribution from another ``(..., d)``, in nats."""
     mean, variance, *_ = central_moments(sums)
     centre, spread, *_ = central_moments(other)

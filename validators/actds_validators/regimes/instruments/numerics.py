@@ -13,9 +13,9 @@ import numpy as np
 
 from actds_validators.arrays import Floats, Rows
 from actds_validators.regimes.inference import Measure
-from actds_validators.regimes.instruments.base import Dictionary, Sums, mean_of
+from actds_validators.regimes.instruments.base import Dictionary, mean_of
 from actds_validators.regimes.result import Limits
-from actds_validators.regimes.sums import Part
+from actds_validators.regimes.sums import GroupSums, Part
 from actds_validators.statistics.samples import cosine_distance, relative_l2
 
 
@@ -59,13 +59,13 @@ class Numerics:
     def pair_measures(self, limits: Limits) -> list[Measure]:
         """Return the mean distances and, with a dictionary, what they mean for it."""
 
-        def equal(pairs: Sums, _: Sums) -> Floats:
+        def equal(pairs: GroupSums, _: GroupSums) -> Floats:
             return mean_of(pairs, "equal")
 
-        def distance(pairs: Sums, _: Sums) -> Floats:
+        def distance(pairs: GroupSums, _: GroupSums) -> Floats:
             return mean_of(pairs, "relative L2")
 
-        def cosine(pairs: Sums, _: Sums) -> Floats:
+        def cosine(pairs: GroupSums, _: GroupSums) -> Floats:
             return mean_of(pairs, "cosine distance")
 
         found = [
@@ -92,10 +92,10 @@ class Numerics:
         if self._dictionary is None:
             return found
 
-        def drift(pairs: Sums, _: Sums) -> Floats:
+        def drift(pairs: GroupSums, _: GroupSums) -> Floats:
             return ratio(pairs["drift"], pairs["error"])
 
-        def switched(pairs: Sums, _: Sums) -> Floats:
+        def switched(pairs: GroupSums, _: GroupSums) -> Floats:
             return ratio(pairs["switched"], pairs["active"])
 
         return [

@@ -15,9 +15,9 @@ from scipy import stats  # type: ignore[import-untyped]
 
 from actds_validators.arrays import Bools, Floats, Ints, Rows
 from actds_validators.regimes.inference import Measure
-from actds_validators.regimes.instruments.base import Dictionary, Sums, events, mean_of
+from actds_validators.regimes.instruments.base import Dictionary, events, mean_of
 from actds_validators.regimes.result import Limits
-from actds_validators.regimes.sums import Part
+from actds_validators.regimes.sums import GroupSums, Part
 
 TOPS = (50, 200, 1000)
 _EVENTS, _ROWS = "overlap events", "overlap rows"
@@ -48,7 +48,7 @@ class Overlap:
         yield Part(_EVENTS, events(self._dictionary.encode(rows)), coarse=True, even=True)
         yield Part(_ROWS, np.ones(len(rows)), coarse=True, even=True)
 
-    def measures(self, reference: Sums, limits: Limits) -> list[Measure]:
+    def measures(self, reference: GroupSums, limits: Limits) -> list[Measure]:
         """Return the overlaps of the most frequent features, and of the order of all of them."""
         n_features = reference[_EVENTS].shape[-1]
         found = [
@@ -93,7 +93,7 @@ class Overlap:
     def pair_measures(self, limits: Limits) -> list[Measure]:
         """Return how much of a token's features is lost on average: 1 less their Jaccard index."""
 
-        def lost(pairs: Sums, _: Sums) -> Floats:
+        def lost(pairs: GroupSums, _: GroupSums) -> Floats:
             return 1 - mean_of(pairs, "jaccard")
 
         return [
@@ -149,7 +149,7 @@ def kendall(one: Floats, other: Floats) -> float:
     return float(stats.kendalltau(one, other).statistic)
 
 
-def _of_rates(first: Sums, second: Sums, function: object) -> Floats:
+def _of_rates(first: GroupSums, second: GroupSums, function: object) -> Floats:
     """Return a function of the rates of features ``(..., 1)``; those that no arm has are left out.
 
     NaN where an arm has no row.

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
-from actds_validators.arrays import Floats, Ints, Labels, Rows, Whole
+from actds_validators.arrays import Floats, Ints, Rows, Whole
 from actds_validators.regimes.inference import Measure
-from actds_validators.regimes.instruments.base import Sums, difference, mean_of
+from actds_validators.regimes.instruments.base import difference, mean_of
 from actds_validators.regimes.result import Limits
-from actds_validators.regimes.sums import Part
+from actds_validators.regimes.sums import GroupSums, Part
 
 N_BINS = 512
 MIN_LABELLED = 20
@@ -45,7 +45,7 @@ class Probes:
         weights: npt.ArrayLike,
         bias: npt.ArrayLike | None = None,
         names: Sequence[str] | None = None,
-        labels: tuple[Labels, Labels] | None = None,
+        labels: tuple[npt.NDArray[np.int8], npt.NDArray[np.int8]] | None = None,
     ) -> None:
         self._weights = np.asarray(weights, np.float64)
         if self._weights.ndim != 2 or not np.isfinite(self._weights).all():
@@ -104,14 +104,14 @@ class Probes:
                 counts[mine, k * N_BINS + at] = 1.0
             yield Part(f"label {value}", counts)
 
-    def measures(self, reference: Sums, limits: Limits) -> list[Measure]:
+    def measures(self, reference: GroupSums, limits: Limits) -> list[Measure]:
         """Return the shift of the scores and, with labels, that of the area."""
         spread = _spread(reference)
         scale = np.where(spread > 1e-12, spread, np.nan)
         middle = self._edges.mean(axis=1)
         n = len(self._names)
 
-        def score(sums: Sums) -> Floats:
+        def score(sums: GroupSums) -> Floats:
             return np.asarray(mean_of(sums, "score") / scale)
 
         found = [
@@ -126,7 +126,7 @@ class Probes:
         ]
         if self._labels is not None:
 
-            def areas(sums: Sums) -> Floats:
+            def areas(sums: GroupSums) -> Floats:
                 one, other = (
                     sums[f"label {v}"].reshape(*sums[f"label {v}"].shape[:-1], n, N_BINS)
                     for v in (0, 1)
@@ -161,6 +161,6 @@ def area(negative: Floats, positive: Floats) -> Floats:
     return np.asarray(np.where(enough, won / np.where(enough, n * m, np.nan), np.nan))
 
 
-def _spread(sums: Sums) -> Floats:
+def _spread(sums: GroupSums) -> Floats:
     mean = mean_of(sums, "score")
     return np.asarray(np.sqrt(np.maximum(mean_of(sums, "score²") - mean**2, 0.0)))

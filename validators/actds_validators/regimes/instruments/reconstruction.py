@@ -12,9 +12,9 @@ import numpy as np
 
 from actds_validators.arrays import Floats, Ints, Rows
 from actds_validators.regimes.inference import Measure
-from actds_validators.regimes.instruments.base import Dictionary, Sums, difference, events, mean_of
+from actds_validators.regimes.instruments.base import Dictionary, difference, events, mean_of
 from actds_validators.regimes.result import Limits
-from actds_validators.regimes.sums import COUNT, Part
+from actds_validators.regimes.sums import COUNT, GroupSums, Part
 
 MIN_EVENTS = 20
 """Rows on which a feature must be active, in both arms together, to be tested."""
@@ -77,30 +77,30 @@ class Reconstruction:
         yield Part("turned aa", mine**2 * self._dictionary.frame(rows)[1], coarse=True)
         yield Part("turned", mine, coarse=True, right=rest)
 
-    def measures(self, reference: Sums, limits: Limits) -> list[Measure]:
+    def measures(self, reference: GroupSums, limits: Limits) -> list[Measure]:
         """Return the differences of fit, of the features' rates and of their directions."""
         assert self._turned is not None
         n_turned, labels = len(self._turned), [str(n) for n in self._turned.tolist()]
         whole = float(variance_of(reference)[..., 0])
 
-        def over_reference(sums: Sums) -> Floats:
+        def over_reference(sums: GroupSums) -> Floats:
             return np.asarray(mean_of(sums, "error") / (whole if whole > 0 else np.nan))
 
-        def over_own(sums: Sums) -> Floats:
+        def over_own(sums: GroupSums) -> Floats:
             own = variance_of(sums)
             return np.asarray(mean_of(sums, "error") / np.where(own > 0, own, np.nan))
 
-        def log_l0(sums: Sums) -> Floats:
+        def log_l0(sums: GroupSums) -> Floats:
             return _log(mean_of(sums, "l0"))
 
-        def direction(sums: Sums) -> Floats:
+        def direction(sums: GroupSums) -> Floats:
             # sum of a (x - x̂ + a d): the row as this feature alone should explain it, times it.
             vector = sums["turned"].reshape(*sums["turned"].shape[:-1], n_turned, -1)
             vector = vector + sums["turned aa"][..., None] * self._directions
             length = np.linalg.norm(vector, axis=-1, keepdims=True)
             return np.asarray(vector / np.where(length > 0, length, np.nan))
 
-        def turn(first: Sums, second: Sums) -> Floats:
+        def turn(first: GroupSums, second: GroupSums) -> Floats:
             enough = np.minimum(first["turned n"], second["turned n"]) >= MIN_TURN_EVENTS
             return np.where(enough[..., None], direction(second) - direction(first), np.nan)
 
@@ -150,14 +150,14 @@ class Reconstruction:
         return found
 
 
-def variance_of(sums: Sums) -> Floats:
+def variance_of(sums: GroupSums) -> Floats:
     """Return the mean squared distance of rows from their mean ``(..., 1)``."""
     mean = mean_of(sums, "x")
     found = mean_of(sums, "xx") - np.square(mean).sum(axis=-1, keepdims=True)
     return np.asarray(np.maximum(found, 0.0))
 
 
-def log_rates(first: Sums, second: Sums) -> Floats:
+def log_rates(first: GroupSums, second: GroupSums) -> Floats:
     """Return the ln of the ratio of each feature's rates ``(..., n_features)``.
 
     ``(events + 0.5) / (n + 1)`` in either arm; NaN where both together have too few events.
@@ -167,7 +167,7 @@ def log_rates(first: Sums, second: Sums) -> Floats:
     return np.where(enough, rates[1] - rates[0], np.nan)
 
 
-def _active_features(sums: Sums) -> Floats:
+def _active_features(sums: GroupSums) -> Floats:
     return mean_of(sums, "l0")
 
 
