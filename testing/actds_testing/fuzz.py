@@ -404,8 +404,9 @@ def import_(given: Provider) -> None:
             done = actds.import_foreign(path, out, hooks=hooks, dtype="float32")
         assert sorted(one.name for one in Path(folder).iterdir()) == ["in", *["out"] * bool(done)]
         if done is not None:
-            codes = {finding.code for finding in validate(out, "full").errors}
-            assert codes == {"E306", "E403"}, codes
+            found = actds.check(out)
+            codes = {finding.code for finding in found.validation.errors}
+            assert codes == {"E306", "E403"} and found.imported is not None, codes
 
 
 def _door(given: Provider, call: Callable[[Path, Path], object]) -> None:

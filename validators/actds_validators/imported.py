@@ -136,7 +136,7 @@ def _repeated(dataset: Dataset, hook: str) -> int:
     rows = dataset.array(hook)
     kind = DTYPES[rows.hook.dtype]
     step = max(1, _BLOCK_NBYTES // (rows.hook.d_model * kind.itemsize))
-    hashes = []
+    hashes = [np.zeros(0, np.uint64)]
     for start in range(0, len(rows), step):
         bits = rows.bits(start, min(start + step, len(rows)))
         hashes.append(hash_rows(bits[(bits & kind.magnitude).any(axis=1)]))
