@@ -68,6 +68,20 @@ _UNKNOWABLE = {
     "flags": "which rows are padding or special tokens: a mask applied before is not recorded",
 }
 """What cannot be answered without a column of the token table."""
+_NEVER = {
+    "a drop log": "which computed rows are missing and why: whether loss depends on content "
+    "(MNAR) cannot be tested",
+    "a census": "how many rows there should be: a short file is a short text",
+    "prefix-cache hits": "whether rows of cached prefixes are missing, or are those of another "
+    "request",
+    "model and weights": "which model, revision and quantization the rows are of",
+    "precision": "in which type the rows were computed: float32 files may hold values that were "
+    "rounded to bfloat16 before",
+    "a check of the rows": "whether the rows are those of a plain forward: an off-by-one layer or "
+    "a stale buffer looks the same",
+    "digests": "whether a byte changed since it was written",
+}
+"""What no such set has, and what cannot be answered without it."""
 
 
 @dataclass(frozen=True)
@@ -95,36 +109,6 @@ class Lack:
 
     missing: str
     unknowable: str
-
-
-NEVER = [
-    Lack(missing, unknowable)
-    for missing, unknowable in (
-        (
-            "a drop log",
-            "which computed rows are missing and why: whether loss depends on content (MNAR) "
-            "cannot be tested",
-        ),
-        ("a census", "how many rows there should be: a short file is a short text"),
-        (
-            "prefix-cache hits",
-            "whether rows of cached prefixes are missing, or are those of another request",
-        ),
-        ("model and weights", "which model, revision and quantization the rows are of"),
-        (
-            "precision",
-            "in which type the rows were computed: float32 files may hold values that were "
-            "rounded to bfloat16 before",
-        ),
-        (
-            "a check of the rows",
-            "whether the rows are those of a plain forward: an off-by-one layer or a stale buffer "
-            "looks the same",
-        ),
-        ("digests", "whether a byte changed since it was written"),
-    )
-]
-"""What no such set has, and what cannot be answered without it."""
 
 
 @dataclass(frozen=True)
@@ -456,9 +440,14 @@ def _lacks(path: Path, opened: ForeignSet | None, names: set[str]) -> list[Lack]
     if (folder / RECORD_FILE).is_file():
         # Written by actds export: it names the dataset, and that one knows the rest.
         return lacks
-    return [*lacks, *NEVER]
+    return [*lacks, *lacks_of_every_set()]
 
 
 def lacks_of_columns(unknown: Collection[str]) -> list[Lack]:
     """Return what nobody can know without these columns of the token table."""
     return [Lack(_WORDS[one], _UNKNOWABLE[one]) for one in _UNKNOWABLE if one in unknown]
+
+
+def lacks_of_every_set() -> list[Lack]:
+    """Return what no set made elsewhere says."""
+    return [Lack(missing, words) for missing, words in _NEVER.items()]

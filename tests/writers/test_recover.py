@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import pytest
 import zstandard
 from click.testing import CliRunner
@@ -26,6 +27,7 @@ from actds.errors import ActdsError
 from actds.format.readouts import Readouts
 from actds.reading import Catalog
 from actds.sealing import seal
+from actds.store import open_for_writing
 from actds.store.local import LocalStore, lock_dataset
 from actds_testing.recovery import (
     N_POSITIONS,
@@ -41,7 +43,7 @@ from actds_testing.recovery import (
 )
 from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for, writer_stopped
 from actds_writers.harvest.prepare import finished_rows
-from actds_writers.harvest.recover import recover
+from actds_writers.harvest.recover import recover, recover_runs, require_accounted
 from actds_writers.ipc.messages import ClientFacts
 
 pytestmark = pytest.mark.standard
@@ -351,3 +353,12 @@ def test_a_writer_that_died_before_its_run_record_left_an_empty_run(copy: Path) 
     [run] = recover(copy, clear=True).runs
     assert run.outcome == "empty"
     assert clean(copy, warnings=frozenset()).n_rows == 0
+
+
+def test_a_harvest_does_not_go_on_in_an_imported_dataset(tmp_path: Path) -> None:
+    np.save(tmp_path / "resid_post.1.npy", np.ones((4, 8), np.float32))
+    actds.import_foreign(tmp_path / "resid_post.1.npy", tmp_path / "acts")
+    found = recover_runs(open_for_writing(tmp_path / "acts"))
+    assert [run.outcome for run in found] == ["imported"]
+    with pytest.raises(ActdsError, match=r"E403[\s\S]*dataset of its own"):
+        require_accounted(found)

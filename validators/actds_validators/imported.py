@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from actds.exchange.doctor import NEVER, Lack, lacks_of_columns
+from actds.exchange.doctor import Lack, lacks_of_columns, lacks_of_every_set
 from actds.format.arrays import DTYPES
-from actds.info import describe, odd_values
+from actds.info import values_in_words
 from actds.load.dataset import Dataset
 from actds.reading import Catalog, unknown_columns
+from actds.schema import RowCounts
 from actds_validators.validate.values import hash_rows
 
 __all__ = ["ImportedHook", "ImportedRows", "imported_rows"]
@@ -107,41 +108,46 @@ def imported_rows(
         progress: told what is being done.
 
     Raises:
-        ActdsError: E204 a chunk is damaged; and as ``Catalog.table``.
+        ActdsError: E204 a chunk is damaged.
     """
     runs = [run for run in catalog.runs_with_data if catalog.is_imported(run)]
     if not runs:
         return None
-    facts, dataset = describe(catalog), Dataset(catalog)
+    dataset = Dataset(catalog)
     hooks = []
-    for one in facts.hooks:
-        progress(f"reading the rows of {one.name}")
-        hooks.append(
-            ImportedHook(
-                one.name, one.dtype, one.d_model, one.n_rows, one.n_not_finite, one.n_zero,
-                _repeated(dataset, one.name),
-            )
-        )  # fmt: skip
-    odd = list(odd_values(facts))
-    odd += [
-        f"{one.n_repeated:,} of {one.n_rows:,} rows of {one.name} are copies of another row"
-        for one in hooks
-        if one.n_repeated
+    for name in dataset.hooks:
+        progress(f"reading the rows of {name}")
+        hooks.append(_read(dataset, name))
+    counts = [
+        (h.name, h.n_rows, RowCounts(not_finite=h.n_not_finite, zero=h.n_zero)) for h in hooks
+    ]
+    odd = [
+        *values_in_words(counts),
+        *(
+            f"{one.n_repeated:,} of {one.n_rows:,} rows of {one.name} are copies of another row"
+            for one in hooks
+            if one.n_repeated
+        ),
     ]
     return ImportedRows(accepted, catalog.is_sealed, hooks, odd, list(_lacks(catalog, runs)))
 
 
-def _repeated(dataset: Dataset, hook: str) -> int:
-    """Return how many rows of a hook have the bits of an earlier one."""
-    rows = dataset.array(hook)
-    kind = DTYPES[rows.hook.dtype]
-    step = max(1, _BLOCK_NBYTES // (rows.hook.d_model * kind.itemsize))
-    hashes = []
+def _read(dataset: Dataset, name: str) -> ImportedHook:
+    """Return what the rows of a hook are, whatever its manifests say of them."""
+    rows = dataset.array(name)
+    kind, d_model = DTYPES[rows.hook.dtype], rows.hook.d_model
+    step = max(1, _BLOCK_NBYTES // (d_model * kind.itemsize))
+    hashes = [np.zeros(0, np.uint64)]
+    not_finite, zero = 0, 0
     for start in range(0, len(rows), step):
         bits = rows.bits(start, min(start + step, len(rows)))
-        hashes.append(hash_rows(bits[(bits & kind.magnitude).any(axis=1)]))
+        is_zero = ~(bits & kind.magnitude).any(axis=1)
+        not_finite += int(((bits & kind.exponent) == kind.exponent).any(axis=1).sum())
+        zero += int(is_zero.sum())
+        hashes.append(hash_rows(bits[~is_zero]))
     every = np.concatenate(hashes)
-    return len(every) - len(np.unique(every))
+    repeated = len(every) - len(np.unique(every))
+    return ImportedHook(name, rows.hook.dtype, d_model, len(rows), not_finite, zero, repeated)
 
 
 def _lacks(catalog: Catalog, runs: list[str]) -> Iterator[Lack]:
@@ -149,4 +155,4 @@ def _lacks(catalog: Catalog, runs: list[str]) -> Iterator[Lack]:
     yield from lacks_of_columns(set().union(*map(unknown_columns, records)))
     if not all("import.dataset_digest" in record.fields for record in records):
         # Its digests are those of the import: of what it was before nobody knows.
-        yield from NEVER
+        yield from lacks_of_every_set()

@@ -51,7 +51,8 @@ class RunFound:
     Args:
         chains: state of each of its chains before recovery.
         outcome: ``accounted`` before, ``recovered`` now, ``empty`` when it committed nothing,
-            ``unaccountable`` when neither census nor journal is there.
+            ``imported`` when it was made elsewhere, and never had a census; ``unaccountable``
+            when neither census nor journal is there.
         totals: the census' totals, where it was recovered.
     """
 
@@ -181,7 +182,13 @@ def recover_runs(
 
 
 def require_accounted(runs: list[RunFound]) -> None:
-    """Raise E312 when a run cannot be accounted for."""
+    """Raise E312 when a run cannot be accounted for, E403 when one was imported."""
+    imported = [run.run for run in runs if run.outcome == "imported"]
+    if imported:
+        raise ActdsError(
+            "E403", f"census/{imported[0]}", got="an imported run", expected="harvested runs alone",
+            next_step="Harvest into a dataset of its own.",
+        )  # fmt: skip
     error = _unaccountable(runs)
     if error is not None:
         raise error
