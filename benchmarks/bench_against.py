@@ -76,9 +76,10 @@ class Tree:
 
 def serve(root: Path, folder: Path) -> None:
     """Do the work that standard input names, and print what each took: the other process."""
-    import actds
     from bench_writer import Work, ours
     from load_data import activations, make_dataset
+
+    import actds
 
     if not Path(actds.__file__).is_relative_to(root.resolve()):
         raise SystemExit(f"{actds.__file__} is not of {root}")
