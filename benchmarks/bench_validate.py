@@ -301,7 +301,7 @@ def many(folder: Path, n_requests: list[int], n_shards: list[int]) -> list[Many]
     found: list[Many] = []
     for shape in shapes:
         name = f"many-{'-'.join(map(str, shape))}"
-        path = made(folder / name, lambda p, s=shape: make_many(p, *s))  # type: ignore[misc]
+        path = made(folder / name, lambda p, s=shape: make_many(p, *s))
         used = validate(path, "standard")
         mib = used.tree_mb * 1e6 / 2**20
         first = next((one for one in found[1:] if one.requests == one.shards), None)
