@@ -300,7 +300,7 @@ def _chains(catalog: Catalog) -> list[ChainFacts]:
 
 def _run(catalog: Catalog, run: str) -> RunFacts:
     record = catalog.runs.get(run)
-    shards = {m.row_set_sha256: m.n_rows for m in catalog.shards if m.run == run}
+    shards = {m.row_set_sha256: m.n_rows for m in catalog.shards_by_run[run]}
     has_census = bool(catalog.parts.get((run, "requests")) and catalog.parts.get((run, "spans")))
     provenance = record.model_dump(mode="json")["fields"] if record else {}
     base: dict[str, Any] = {

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -240,9 +242,17 @@ class Catalog:
         heads = {chain: state.head for chain, state in self.chains.items()}
         return canonical.digest(canonical.dump({"genesis": self.genesis_sha256, "heads": heads}))
 
+    @cached_property
+    def shards_by_run(self) -> dict[str, list[ShardManifest]]:
+        """The manifests of each run that has any, in the order of their commits."""
+        found = defaultdict[str, list[ShardManifest]](list)
+        for manifest in self.shards:
+            found[manifest.run].append(manifest)
+        return found
+
     def shards_of(self, run: str) -> list[Shard]:
         """Return the shards of a run, in the order of their commits."""
-        return [Shard(self.store, m, parse=self.parse) for m in self.shards if m.run == run]
+        return [Shard(self.store, m, parse=self.parse) for m in self.shards_by_run[run]]
 
     def of_shard(self, manifest: ShardManifest) -> Catalog:
         """Return the catalogue of one shard alone, small enough to hand to another process."""

@@ -1,13 +1,17 @@
 """Cost of ``actds validate``: many files, many tokens, and its hashing beside ``sha256sum``.
 
     python benchmarks/bench_validate.py [--gb 2] [--files 100000] [--tokens 1000000 10000000]
+                                        [--requests 1000000] [--shards 500 2000]
                                         [--rounds 5] [--folder DIR] [--json]
 
-Three tables. *Digests*: ``actds validate --level full`` of ``--gb`` GB of rows beside ``sha256sum``
+Four tables. *Digests*: ``actds validate --level full`` of ``--gb`` GB of rows beside ``sha256sum``
 of the same files by two processes (``xargs -P 2``), both from the page cache and with their start,
 interleaved; medians. *Files*: ``--level quick`` of shards whose data files are links to those of
 one, so that there are ``--files`` of them in little space. *Tokens*: ``--level standard`` of
 simulated runs (10 million tokens each at most) with nearly no values: accounting is all the work.
+*Many*: ``--level standard`` of honest requests of three tokens each, 50,000 a shard, and of small
+shards of one request of eight tokens; memory is that of the command and of the process that parses
+for it, together, above that of one request; CPU per shard is above that of the smallest of them.
 Every command runs in a process of its own; CPU seconds and the largest resident memory are those
 that the kernel counted for it (wait4). Datasets stay in ``--folder`` for a later call.
 The default takes less than ten minutes on two cores.
@@ -16,6 +20,7 @@ The default takes less than ten minutes on two cores.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shlex
@@ -28,6 +33,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from bench_audit import dataset as simulated
@@ -46,6 +52,8 @@ class Used:
     wall_s: float
     cpu_s: float
     peak_mb: float
+    tree_mb: float
+    """Resident memory of all processes together, at its largest; looked at 50 times a second."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +99,27 @@ def run(command: list[str], *, codes: tuple[int, ...] = (0,)) -> Used:
     """Run a command to its end; return what it took."""
     began = time.monotonic()
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    _, status, used = os.wait4(process.pid, 0)
+    pid = tree_nbytes = 0
+    while not pid:
+        tree_nbytes = max(tree_nbytes, _resident(process.pid))
+        time.sleep(0.02)
+        pid, status, used = os.wait4(process.pid, os.WNOHANG)
     wall = time.monotonic() - began
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode not in codes:
         raise SystemExit(f"{shlex.join(command)[:300]} ended with code {process.returncode}")
-    return Used(wall, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e6)
+    cpu = used.ru_utime + used.ru_stime
+    return Used(wall, cpu, used.ru_maxrss * 1024 / 1e6, tree_nbytes / 1e6)
+
+
+def _resident(pid: int) -> int:
+    """Return the resident bytes of a process and of all that it started."""
+    try:
+        n_pages = int(Path(f"/proc/{pid}/statm").read_text("ascii").split()[1])
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split()
+    except OSError:
+        return 0
+    return n_pages * os.sysconf("SC_PAGE_SIZE") + sum(_resident(int(child)) for child in children)
 
 
 def validate(path: Path, level: str, *more: str, codes: tuple[int, ...] = (0,)) -> Used:
@@ -174,6 +197,120 @@ def make_links(path: Path, n_files: int) -> None:
         digest = canonical.digest(data)
         chain.append("shard", ShardBody(shard=name, manifest_sha256=digest, n_rows=64))
     chain.close("finished", {})
+
+
+@dataclass(frozen=True)
+class Many:
+    """One ``standard`` of many requests or shards."""
+
+    requests: int
+    shards: int
+    wall_s: float
+    cpu_s: float
+    peak_mib: float
+    above_start_mib: float
+    cpu_ms_per_shard: float
+
+
+def make_many(path: Path, n_shards: int, per_shard: int, n_tokens: int, per_step: int) -> None:
+    """Write a sealed dataset of requests of one sampled token each, all captured.
+
+    Args:
+        path: a folder that is not there.
+        n_shards: shards.
+        per_shard: requests of a shard, whole steps.
+        n_tokens: prompt tokens of a request.
+        per_step: requests of a step.
+    """
+    from actds import layout, schema
+    from actds.commit import ShardRows, commit_part, commit_shard
+    from actds.format import tables
+    from actds.ledger import Chain
+    from actds.sealing import seal
+
+    os.fsync = lambda handle: None  # type: ignore[assignment]  # nothing is kept
+    store, chain = _begin(path, "resid_post.0", 1)
+    genesis = schema.parse(schema.Genesis, store.read(layout.GENESIS), layout.GENESIS)
+    census = Chain.begin(store, genesis.dataset, "r-bench", "census", "actds bench")
+    n, rng = n_shards * per_shard, np.random.default_rng(0)
+    ids = rng.integers(0, 50_000, (n, n_tokens)).astype("<u4")
+    bits = np.full((per_shard * n_tokens, 1), 0x3F80, np.uint16)
+    for k in range(n_shards):
+        own = np.arange(k * per_shard, (k + 1) * per_shard)
+        tokens = _tokens(len(bits), 0)
+        tokens["token_id"] = ids[own].reshape(-1)
+        tokens["request"] = np.repeat(own, n_tokens).astype(np.uint32)
+        tokens["position"] = np.tile(np.arange(n_tokens, dtype=np.uint32), per_shard)
+        tokens["step"] = (tokens["request"] // per_step).astype(np.uint64)
+        rows = ShardRows(
+            hooks={"resid_post.0": bits}, dtypes={"resid_post.0": "bfloat16"}, tokens=tokens,
+            phase="prefill", first_step=int(tokens["step"][0]), last_step=int(tokens["step"][-1]),
+        )  # fmt: skip
+        name = f"s-{k:06d}"
+        commit_shard(store, chain, rows, shard=name, run="r-bench", order="sequence", seed=0)
+    for k, first in enumerate(range(0, n, 50_000)):
+        own = np.arange(first, min(first + 50_000, n))
+        zero, none = np.zeros(len(own), np.int64), [None] * len(own)
+        columns: dict[str, Any] = {
+            field.name: none if field.nullable else zero for field in tables.bare_schema("requests")
+        }
+        columns |= {
+            "request": own,
+            "external_id": [f"prompts.jsonl:{i}" for i in own],
+            "internal_id": [f"{i}-{hashlib.md5(str(i).encode()).hexdigest()[:8]}" for i in own],
+            "source": ["prompts.jsonl"] * len(own),
+            "source_row": own,
+            "prompt_len": zero + n_tokens,
+            "generated_len": zero + 1,
+            "engine_cached_tokens": zero,
+            "finish_reason": ["length"] * len(own),
+            "token_digest": [hashlib.sha256(ids[i].tobytes()).hexdigest() for i in own],
+            "sampling": [f'{{"max_tokens":1,"seed":{i},"temperature":1}}' for i in own],
+        }
+        commit_part(store, census, "requests", "r-bench", k, tables.build("requests", columns))
+        columns = {
+            "request": own, "start": zero, "stop": zero + n_tokens, "reason": none,
+            "disposition": ["captured"] * len(own), "step": own // per_step, "ref_request": none,
+        }  # fmt: skip
+        commit_part(store, census, "spans", "r-bench", k, tables.build("spans", columns))
+    step = np.arange(-(-n // per_step))
+    width = np.minimum(per_step, n - step * per_step)
+    columns = {
+        field.name: [None] * len(step) if field.nullable else np.zeros(len(step), np.int64)
+        for field in tables.bare_schema("steps")
+    }
+    columns |= {
+        "step": step,
+        "n_requests": width,
+        **dict.fromkeys(("batch_tokens", "prefill_tokens", "captured_tokens"), width * n_tokens),
+    }
+    commit_part(store, census, "steps", "r-bench", 0, tables.build("steps", columns))
+    commit_part(store, chain, "stalls", "r-bench", 0, tables.empty("stalls"))
+    n_rows = n * n_tokens
+    chain.close("finished", {"rows": n_rows, "dropped_tokens": 0, "recomputed_tokens": 0})
+    counts = {**dict.fromkeys(tables.DISPOSITIONS, 0), "captured": n_rows}
+    census.close("finished", {"requests": n, "scheduled_tokens": n_rows, **counts})
+    seal(store)
+
+
+def many(folder: Path, n_requests: list[int], n_shards: list[int]) -> list[Many]:
+    """Return what ``standard`` takes of many requests, and of many small shards."""
+    shapes = [(1, 1, 3, 1)]
+    shapes += [(-(-n // 50_000), min(n, 50_000), 3, 1000) for n in n_requests]
+    shapes += [(n, 1, 8, 1) for n in n_shards]
+    found: list[Many] = []
+    for shape in shapes:
+        name = f"many-{'-'.join(map(str, shape))}"
+        path = made(folder / name, lambda p, s=shape: make_many(p, *s))
+        used = validate(path, "standard")
+        mib = used.tree_mb * 1e6 / 2**20
+        first = next((one for one in found[1:] if one.requests == one.shards), None)
+        each = 0.0
+        if first is not None and shape[0] > first.shards:
+            each = 1e3 * (used.cpu_s - first.cpu_s) / (shape[0] - first.shards)
+        above = mib - found[0].peak_mib if found else 0.0
+        found.append(Many(shape[0] * shape[1], shape[0], used.wall_s, used.cpu_s, mib, above, each))
+    return found
 
 
 def _begin(path: Path, hook: str, d_model: int):  # type: ignore[no-untyped-def]
@@ -274,6 +411,8 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=2.0)
     parser.add_argument("--files", type=int, default=100_000)
     parser.add_argument("--tokens", type=int, nargs="*", default=[1_000_000, 10_000_000])
+    parser.add_argument("--requests", type=int, nargs="*", default=[1_000_000])
+    parser.add_argument("--shards", type=int, nargs="*", default=[500, 2000])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where datasets stay; temporary when absent")
     parser.add_argument("--json", action="store_true")
@@ -293,6 +432,8 @@ def main() -> None:
         if args.tokens:
             paths = [simulated(folder, n, readouts=False) for n in args.tokens]
             found["tokens"] = [asdict(standard(path)) for path in paths]
+        if args.requests or args.shards:
+            found["many"] = [asdict(one) for one in many(folder, args.requests, args.shards)]
     if args.json:
         print(json.dumps({"format": "actds.bench_validate", "version": "1", **found}))
         return

@@ -446,7 +446,7 @@ def read_rows(
         prefill = pc.equal(table["phase"], "prefill").to_numpy()
         step = table["step"].to_numpy()
         at = steps.index(step)
-        unknown.append(np.unique(step[at < 0]))
+        unknown += [np.unique(step[at < 0])] if at.min(initial=0) < 0 else []
         _count(per_step, at[at >= 0])
         _count(prefill_per_step, at[(at >= 0) & prefill])
         mislabelled.append(key[_wrong_phase(request, position, prefill, requests)])

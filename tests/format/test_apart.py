@@ -65,6 +65,17 @@ def test_a_table_is_the_same_as_read_here(one: TablesApart, columns: list[str] |
     assert one.from_parquet("tokens", TOKENS.read_bytes(), "x", columns).equals(here)
 
 
+def test_columns_that_are_not_kept_are_checked(one: TablesApart) -> None:
+    data = TOKENS.read_bytes()
+    kept = one.from_parquet("tokens", data, "x", kept=["step"])
+    assert kept.equals(tables.from_parquet("tokens", data, "x", ["step"]))
+    assert one.from_parquet("tokens", data, "x", kept=[]).num_rows == kept.num_rows
+    broken = parquet(stalls(3, depth=pa.array([1, None, 2], pa.uint32())))
+    for read in (tables.from_parquet, one.from_parquet):
+        with pytest.raises(ActdsError, match="E109 x depth"):
+            read("stalls", broken, "x", kept=["t_ns"])
+
+
 def test_an_error_is_the_same_as_here(one: TablesApart) -> None:
     for data in (b"", b"PAR1 no parquet PAR1", TOKENS.read_bytes()):
         said = []

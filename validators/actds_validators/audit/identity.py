@@ -39,7 +39,7 @@ def one_model(name: str) -> bool:
 def rows_of(catalog: Catalog) -> dict[str, int]:
     """Return the stored rows of each run that has data."""
     return {
-        run: sum({m.row_set_sha256: m.n_rows for m in catalog.shards if m.run == run}.values())
+        run: sum({m.row_set_sha256: m.n_rows for m in catalog.shards_by_run[run]}.values())
         for run in catalog.runs_with_data
     }
 

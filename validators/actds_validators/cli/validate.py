@@ -14,6 +14,7 @@ from actds.cli.options import FiniteRange
 from actds.cli.output import ResultCommand, envelope, print_json, print_lines
 from actds.executor import EXECUTORS, ExecutorName
 from actds.text import Line, Style, counted, printable
+from actds_validators.cli.results import keep_little
 
 if TYPE_CHECKING:
     from actds.errors import Finding
@@ -109,6 +110,7 @@ def validate(
     from actds_validators.gate.gate import judge
     from actds_validators.gate.policy import read_policy
 
+    keep_little()
     form = "json" if as_json else form
     if watch and len(paths) > 1:
         raise click.UsageError("--watch follows one dataset")

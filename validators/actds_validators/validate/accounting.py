@@ -5,6 +5,7 @@ Canaries as well: no stored row belongs to another request, as far as replays sa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
@@ -128,6 +129,8 @@ class _Tables:
         """Positions in each part of the drop log."""
         self._judged: set[str] = set()
         self._flags = np.empty(0, np.uint64)
+        self._more_flags: list[npt.NDArray[np.uint64]] = []
+        self._n_more = 0
 
     def table(self, name: tables.TableName) -> pa.Table:
         """Return what accounting reads of a table, without the parts that cannot be read."""
@@ -156,18 +159,22 @@ class _Tables:
                 self._judged.add(manifest.shard)
                 check_shard_tokens(self.catalog, manifest, table, path)
                 pairs = pair_key(table["token_id"].to_numpy(), table["flags"].to_numpy())
-                pairs = np.unique(pairs)
-                after = np.searchsorted(self._flags, pairs, "right")
-                known = after > np.searchsorted(self._flags, pairs, "left")
-                if not known.all():
-                    self._flags = np.union1d(self._flags, pairs[~known])
+                self._more_flags.append(pairs)
+                self._n_more += len(pairs)
+                if self._n_more > len(self._flags):  # else each of many small shards sorts them all
+                    self._join_flags()
             yield table
+
+    def _join_flags(self) -> None:
+        self._flags = np.unique(np.concatenate([self._flags, *self._more_flags]))
+        self._more_flags, self._n_more = [], 0
 
     def check_flags(self) -> None:
         """Check that flags are known, and the same wherever a token is; notes E103, E414.
 
         Spec: 0.1 section 6.3.
         """
+        self._join_flags()
         token, flags = split_key(self._flags)
         place = f"shards (run {self.run}) rows of token"
         for i in np.flatnonzero(flags > tables.FLAGS)[:1]:
@@ -308,10 +315,12 @@ def _census_totals(one: RunAccount) -> dict[str, int]:
 
 def _writer_totals(catalog: Catalog, one: RunAccount, chain: ChainState) -> dict[str, int]:
     """Return what a writer counts: rows and drops that it committed, and what it saw recomputed."""
-    mine = [m for m in (*catalog.shards, *catalog.replaced) if m.chain == chain.chain]
-    of_hooks = [sum(m.n_rows for m in mine if h.name in m.hooks) for h in catalog.genesis.hooks]
+    of_hooks: Counter[str] = Counter()
+    for manifest in (*catalog.shards_by_run[one.run], *catalog.replaced):
+        if manifest.chain == chain.chain:
+            of_hooks.update(dict.fromkeys(manifest.hooks, manifest.n_rows))
     return {
-        "rows": max(of_hooks),
+        "rows": max(of_hooks.values(), default=0),
         "dropped_tokens": one.n_dropped.get(chain.chain, 0),
         "recomputed_tokens": one.account.totals["recomputed"],
     }

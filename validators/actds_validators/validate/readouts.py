@@ -145,8 +145,9 @@ def check_readouts(catalog: Catalog, *, values: bool) -> dict[str, RunReadouts]:
     Spec: 0.1 section 7.8.
     """
     found: dict[str, RunReadouts] = {}
-    for run, record in sorted(catalog.runs.items()):
-        if run in catalog.incomplete or run not in catalog.runs_with_data:
+    for run in sorted(catalog.runs.keys() & set(catalog.runs_with_data)):
+        record = catalog.runs[run]
+        if run in catalog.incomplete:
             continue
         place = f"{layout.run_path(run)} capture.readouts"
         with catalog.findings.noting("accounting"):
@@ -159,10 +160,10 @@ def check_readouts(catalog: Catalog, *, values: bool) -> dict[str, RunReadouts]:
                     )
                 continue
             found[run] = _read_readouts(catalog, run, readouts, values=values)
-            _check_rows_covered(catalog, run, found[run])
+            known = _check_rows_covered(catalog, run, found[run])
             _check_losses_covered(catalog, run, found[run])
             _check_computed(catalog, run, found[run])
-            _check_tokens(catalog, run, found[run].hooks)
+            _check_tokens(catalog, run, found[run].hooks, known)
     return found
 
 
@@ -231,9 +232,14 @@ def _read_readouts(catalog: Catalog, run: str, readouts: Readouts, *, values: bo
     if values:
         _check_widths(run, readouts, hooks.values(), table)
     probes = _probes(catalog, run, readouts) if values else {}
+    code = pc.index_in(table["hook"], pa.array(list(hooks))).fill_null(len(hooks)).to_numpy()
+    # Not a filter for each hook: each would read the lines of all.
+    order = np.argsort(code, kind="stable")
+    edges = np.searchsorted(code[order], np.arange(len(hooks) + 1))
+    table = table.drop(["hook"])
     by_hook = {
-        name: HookReadouts(table.filter(pc.equal(table["hook"], name)).drop(["hook"]))
-        for name in hooks
+        name: HookReadouts(table.take(pa.array(order[edges[n] : edges[n + 1]])))
+        for n, name in enumerate(hooks)
     }
     return RunReadouts(by_hook, readouts, probes)
 
@@ -265,16 +271,23 @@ def _probes(catalog: Catalog, run: str, readouts: Readouts) -> dict[str, npt.NDA
     return {hook.name: probes[n] for n, hook in enumerate(hooks)}
 
 
-def _check_rows_covered(catalog: Catalog, run: str, mine: RunReadouts) -> None:
-    """Every stored row has its readouts, at every hook, from the step that computed it."""
-    for manifest in catalog.shards:
+def _check_rows_covered(catalog: Catalog, run: str, mine: RunReadouts) -> _Tokens:
+    """Every stored row has its readouts, at every hook, from the step that computed it.
+
+    Returns:
+        The tokens of the rows.
+    """
+    known: list[_Tokens] = [(np.empty(0, np.uint64), np.empty(0, np.int64))]
+    for manifest in catalog.shards_by_run[run]:
         path = f"{layout.shard_dir(manifest.shard)}/{TOKENS}"
-        if manifest.run != run or path in catalog.unsound:
+        if path in catalog.unsound:
             continue
-        tokens = catalog.read_table("tokens", path, KEYS)
+        tokens = catalog.read_table("tokens", path, [*KEYS, TOKEN])
+        known.append(_tokens(tokens))
         for hook in manifest.hooks:
             missing = np.flatnonzero(mine.hooks[hook].find(tokens) < 0)
             _note_missing(catalog, f"readouts/{run} {hook}", tokens, missing, path)
+    return _joined(known)
 
 
 def _check_losses_covered(catalog: Catalog, run: str, mine: RunReadouts) -> None:
@@ -374,27 +387,23 @@ def _words(key: dict[str, int]) -> str:
     return f"request {key['request']} position {key['position']} step {key['step']}"
 
 
-def _check_tokens(catalog: Catalog, run: str, hooks: Mapping[str, HookReadouts]) -> None:
+def _check_tokens(
+    catalog: Catalog, run: str, hooks: Mapping[str, HookReadouts], known: _Tokens
+) -> None:
     """Check the tokens that the readouts of a run name; notes E417.
 
     Args:
         catalog: the dataset.
         run: whose readouts.
         hooks: the readouts by hook.
+        known: the tokens of its rows.
 
     Spec: 0.1 section 7.8.
     """
-    known: _Tokens = (np.empty(0, np.uint64), np.empty(0, np.int64))
-    for manifest in catalog.shards:
-        path = f"{layout.shard_dir(manifest.shard)}/{TOKENS}"
-        if manifest.run == run and path not in catalog.unsound:
-            columns = [*KEYS[:2], TOKEN]
-            rows = catalog.read_table("tokens", path, columns)
-            known = _joined(known, _tokens(rows))
     wrong = 0
     for hook, lines in hooks.items():
         keys, ids = _tokens(lines.table)
-        both = _joined(known, (keys, ids))
+        both = _joined([known, (keys, ids)])
         at = np.searchsorted(both[0], keys)
         differ = np.flatnonzero(both[1][at] != ids)
         if len(differ):
@@ -466,7 +475,7 @@ def _tokens(table: pa.Table) -> _Tokens:
     return keys_of(table), table["token_id"].to_numpy().astype(np.int64)
 
 
-def _joined(known: _Tokens, more: _Tokens) -> _Tokens:
-    """Return the keys of both, each once and sorted, with the token that was known first."""
-    keys, first = np.unique(np.concatenate([known[0], more[0]]), return_index=True)
-    return keys, np.concatenate([known[1], more[1]])[first]
+def _joined(parts: list[_Tokens]) -> _Tokens:
+    """Return the keys of all parts, each once and sorted, with the token that is named first."""
+    keys, first = np.unique(np.concatenate([part[0] for part in parts]), return_index=True)
+    return keys, np.concatenate([part[1] for part in parts])[first]

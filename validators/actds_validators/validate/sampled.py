@@ -144,9 +144,9 @@ def _check_tokens(catalog: Catalog, run: str, key: Keys, token: Ints, notes: Not
     """Compare the tokens with those of the stored rows."""
     order = np.argsort(key, kind="stable")
     key, token = key[order], token[order]
-    for manifest in catalog.shards:
+    for manifest in catalog.shards_by_run[run]:
         path = f"{layout.shard_dir(manifest.shard)}/{TOKENS}"
-        if manifest.run != run or path in catalog.unsound or not len(key):
+        if path in catalog.unsound or not len(key):
             continue
         rows = catalog.read_table("tokens", path, ["request", "position", "token_id"])
         mine = position_key(rows["request"], rows["position"])

@@ -1,6 +1,6 @@
 """Whether writing or loading got slower: this tree against an older one, in turns.
 
-    python benchmarks/bench_against.py OLD_TREE [--rounds 20] [--what write load] [--json]
+    python benchmarks/against.py OLD_TREE [--rounds 20] [--what write load] [--json]
 
 One process of each tree does the same work, never both at a time: which is first changes from
 round to round. *Write*: from the ring to committed shards of 2,048 channels, 0.54 GB in a memory
@@ -148,7 +148,7 @@ def main() -> None:
         for tree in trees.values():
             tree.end()
     if args.json:
-        print(json.dumps({"schema": "actds.bench_against/1", "results": results}))
+        print(json.dumps({"schema": "actds.against/1", "results": results}))
         return
     print(table(results))
 
