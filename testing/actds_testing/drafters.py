@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file, save_file
 
-Method = Literal["draft_model", "eagle", "eagle3"]
+Method = Literal["draft_model", "eagle", "eagle3", "mtp"]
 N_DRAFTS = 3
 _TOP = "model.layers.3."
 
@@ -18,8 +18,8 @@ _TOP = "model.layers.3."
 def make_drafter(method: Method, path: Path, model: Path) -> dict[str, Any]:
     """Write a drafter of a model of ``make_random_model``; return its ``speculative_config``.
 
-    A draft model has the target's class, names and weights, some of them changed; a head has the
-    target's last layer, or weights of its own.
+    A draft model has the target's class, names and weights, slightly changed; a head has the
+    target's last layer. The MTP layer of ``mtp`` is in the folder of a target of its own.
 
     Args:
         path: folder to make.
@@ -34,8 +34,19 @@ def make_drafter(method: Method, path: Path, model: Path) -> dict[str, Any]:
         return torch.randn(shape, generator=chance) / 50
 
     made: dict[str, torch.Tensor] = {}
+    given: dict[str, Any] = {"method": method, "num_speculative_tokens": N_DRAFTS}
     if method == "draft_model":
         made = {name: value + small(*value.shape) / 4 for name, value in weights.items()}
+    elif method == "mtp":
+        config |= {"model_type": "qwen2", "architectures": ["MiMoForCausalLM"],
+                   "num_nextn_predict_layers": 1}  # fmt: skip
+        made = {**weights, **{f"model.mtp_layers.0.{name}": own[name].clone() for name in own}}
+        for name in list(made):
+            if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+                made[name.replace("weight", "bias")] = small(len(made[name]))
+        for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+            made[f"model.mtp_layers.0.{name}.weight"] = torch.ones(hidden)
+        made["model.mtp_layers.0.input_proj.weight"] = torch.cat([torch.eye(hidden)] * 2, 1)
     else:
         n_states = 2 if method == "eagle" else 3
         layer = "layers.0." if method == "eagle" else "midlayer."
@@ -56,4 +67,4 @@ def make_drafter(method: Method, path: Path, model: Path) -> dict[str, Any]:
     shutil.copytree(model, path, ignore=shutil.ignore_patterns("*.safetensors"))
     (path / "config.json").write_text(json.dumps(config))
     save_file(made, path / "model.safetensors")
-    return {"method": method, "model": str(path), "num_speculative_tokens": N_DRAFTS}
+    return given if method == "mtp" else {**given, "model": str(path)}

@@ -75,6 +75,7 @@ def test_rejected_drafts_never_become_rows(model: Path, prompts: Path, tmp_path:
         pytest.param("eagle", False, marks=pytest.mark.full),
         pytest.param("eagle", True, marks=pytest.mark.full),
         pytest.param("eagle3", True, marks=pytest.mark.full),
+        pytest.param("mtp", False, marks=pytest.mark.full),
     ],
 )
 def test_rows_that_a_drafter_computes_are_none_of_its_target(
@@ -82,14 +83,15 @@ def test_rows_that_a_drafter_computes_are_none_of_its_target(
 ) -> None:
     """A draft model has its target's class and its layers' names; a head shares its embedding."""
     drafts = drafters.make_drafter(method, tmp_path / "drafter", model)
+    target = tmp_path / "drafter" if method == "mtp" else model
     one = harvest(
-        tmp_path, model, prompts, asynchronous=ahead, leave=0.005,
+        tmp_path, target, prompts, asynchronous=ahead, leave=0.005,
         engine={**CROWDED, "speculative_config": drafts},
         settings={"hooks": "resid_post:0,2;embed"},
     )  # fmt: skip
     compare(one)
-    compare_rows(model, [one])
-    table = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    compare_rows(target, [one])
+    table = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
     tokens = {
         r["external_id"]: one.facts.got[witness.name_of(r["internal_id"])]
         for r in one.table("requests").to_pylist()
@@ -97,7 +99,8 @@ def test_rows_that_a_drafter_computes_are_none_of_its_target(
     for (name, position), row in h.rows_of(one.dataset, "embed.0").items():
         assert np.array_equal(row, table[tokens[name][position]])
     found = counts(one)
-    assert found["rejected"] and found["accepted"] and found["undelivered"] and found["preempted"]
+    assert found["rejected"] and found["accepted"] and found["preempted"]
+    assert found["undelivered"] or not ahead
     fields = next(iter(one.dataset.runs.values())).fields
     assert fields["serving.speculative_method"].value == method
 

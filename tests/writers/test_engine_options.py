@@ -94,7 +94,7 @@ def test_configuration_that_capture_cannot_account_for_is_refused_with_the_reaso
     assert REFUSED[key].reason in error.got
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3"])
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3", "mtp"])
 def test_ways_to_draft_whose_account_is_tested_pass(method: str) -> None:
     for item in (f'speculative_config={{"method": "{method}"}}', f"spec_method={method}"):
         parse(item)

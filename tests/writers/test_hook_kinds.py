@@ -212,14 +212,6 @@ def test_widths_come_from_the_configuration_under_any_of_its_names() -> None:
         hook_specs([("router", 1)], llama, "bfloat16")
 
 
-@pytest.mark.parametrize("kind", ["q", "k", "v", "z"])
-def test_heads_are_refused_where_ranks_share_them(kind: str) -> None:
-    link: Any = SimpleNamespace(hooks=[(kind, 3)], settings=SimpleNamespace(check=True))
-    with pytest.raises(ActdsError, match=rf"E007 {kind}:3: heads that are split over 2"):
-        worker.require_kinds("LlamaForCausalLM", link, 2)
-    worker.require_kinds("LlamaForCausalLM", link, 1)
-
-
 def test_without_the_check_only_kinds_that_were_compared_are_taken() -> None:
     link: Any = SimpleNamespace(hooks=[("mlp_out", 3)], settings=SimpleNamespace(check=False))
     with pytest.raises(ActdsError, match="E007 mlp_out:3: a kind that was never verified"):

@@ -74,7 +74,7 @@ _SPECULATION = "the account of this way to draft was never tested"
 _STAGED_DRAFTS = (
     "vLLM's first model runner makes a drafter on the last stage only, and fails on the others"
 )
-DRAFTED_BY = ("ngram", "draft_model", "eagle", "eagle3")
+DRAFTED_BY = ("ngram", "draft_model", "eagle", "eagle3", "mtp")
 """Methods of speculative decoding whose account is tested.
 
 vLLM may find another method than was given, by a draft model's name or type, so that a worker
