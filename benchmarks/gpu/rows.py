@@ -18,21 +18,36 @@ import platform
 import re
 import sys
 import time
+import tomllib
 import zipfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def unpack(wheels: Path, site: Path) -> None:
-    """Unpack wheels, whole or in pieces, into a folder, where they are not there yet."""
+    """Unpack wheels that a folder has not yet, whole or in pieces, and name this package there."""
     pieces: dict[str, list[Path]] = {}
     for path in sorted(wheels.glob("*.whl*")):
         pieces.setdefault(path.name.partition(".whl")[0], []).append(path)
     this = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    others = {stem for stem in pieces if not re.search(rf"-({this}-|abi3-|py[23.py]*-none-)", stem)}
+    others = {stem for stem in pieces if re.search(rf"-cp\d+-(?!abi3|none)(?!{this})cp\d+-", stem)}
     if others:
         raise SystemExit(f"{wheels} is of another Python than {this}: {min(others)}")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    metadata = (
+        site / f"actds-{project['version']}.dist-info"
+    )  # commands and plugins are found by it
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text(f"Name: actds\nVersion: {project['version']}\n")
+    lines = [
+        line
+        for group, entries in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in entries.items()))
+    ]
+    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
     for stem, paths in pieces.items():
         name = "-".join(stem.split("-")[:2])
         if (site / f"{name}.dist-info").exists():

@@ -112,3 +112,19 @@ def test_wheels_in_pieces_are_unpacked_once(tmp_path: Path) -> None:
     (wheels / "other-1.0-cp39-cp39-manylinux_2_28_x86_64.whl").touch()
     other = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
     assert other.stderr.startswith("wheels is of another Python than cp3")
+
+
+def test_commands_are_found_where_nothing_is_installed(tmp_path: Path) -> None:
+    unpack = [sys.executable, FOLDER / "rows.py", "unpack", "none", "site"]
+    subprocess.run(unpack, cwd=tmp_path, check=True)
+    names = (
+        "from importlib.metadata import distributions; import sys; "
+        "[site] = distributions(name='actds', path=['site']); "
+        "print(*sorted(f'{entry.group} {entry.name}' for entry in site.entry_points))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", names], cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    for entry in ("actds.commands write", "actds.commands validate", "actds.engines vllm",
+                  "vllm.general_plugins actds", "zarr.data_type bfloat16"):  # fmt: skip
+        assert entry in done.stdout
