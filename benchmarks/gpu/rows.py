@@ -4,6 +4,7 @@ python benchmarks/gpu/rows.py unpack WHEELS FOLDER
 python benchmarks/gpu/rows.py card DEVICE PACKAGE...
 python benchmarks/gpu/rows.py register
 python benchmarks/gpu/rows.py model FOLDER PROMPTS
+python benchmarks/gpu/rows.py large FOLDER [HIDDEN]
 python benchmarks/gpu/rows.py compare FIRST SECOND
 """
 
@@ -114,6 +115,24 @@ def model(folder: Path, prompts: Path) -> None:
     write_prompts(prompts, words)
 
 
+def large(folder: Path, hidden: str | Path = "3072") -> None:
+    """Describe a model like Llama 3.2 3B: the engine makes up its weights."""
+    from actds_testing.tiny import make_tiny_model
+
+    d_model = int(str(hidden))
+    make_tiny_model(
+        folder, n_layers=28, hidden=d_model, n_heads=24, n_kv_heads=8,
+        head_dim=max(32, d_model // 24), tokenizer=True,
+    )  # fmt: skip
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "vocab_size": 128_256,
+        "intermediate_size": d_model * 8 // 3,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def compare(first: Path, second: Path) -> None:
     """Print how far the rows of two harvests of the same prompts lie apart, and what ran them."""
     import numpy as np
@@ -146,7 +165,7 @@ def main() -> None:
     if command == "card":
         raise SystemExit(card(*rest))
     commands: dict[str, Callable[..., None]] = {
-        "unpack": unpack, "register": register, "model": model, "compare": compare
+        "unpack": unpack, "register": register, "model": model, "large": large, "compare": compare
     }  # fmt: skip
     if command not in commands:
         raise SystemExit(__doc__)

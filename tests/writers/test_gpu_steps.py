@@ -68,18 +68,14 @@ def test_a_part_that_hangs_or_fails_leaves_the_figures_of_the_others(tmp_path: P
     python, out = tmp_path / "python", tmp_path / "out"
     python.write_text(STUB)
     python.chmod(0o755)
-    (out / "model").mkdir(parents=True)
-    (out / "model" / "config.json").touch()
+    (out / "large").mkdir(parents=True)
+    (out / "large" / "config.json").touch()
     done = run_step("cost", out, python, LIMIT="3")
     assert done.returncode == 1, done.stderr
     figures = (out / "gpu-cost.md").read_text().splitlines()
     assert figures[0] == "# Step cost: NVIDIA Test 80GB, torch 2.11.0"
     cells = [line.split(" | ")[:2] for line in figures if line.startswith("| batch")]
-    assert cells == [
-        ["| batch 32", "done"],
-        ["| batch 1", "stopped"],
-        ["| batch 256", "failed (7)"],
-    ]
+    assert [outcome for _, outcome in cells] == ["done", "done", "stopped", "failed (7)"]
     assert figures[-1] == "| two hooks | 0.99 |"
 
 
