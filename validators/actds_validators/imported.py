@@ -14,10 +14,9 @@ import numpy as np
 
 from actds.exchange.doctor import Lack, lacks_of_columns, lacks_of_every_set
 from actds.format.arrays import DTYPES
-from actds.info import values_in_words
+from actds.info import HookValues, values_in_words
 from actds.load.dataset import Dataset
 from actds.reading import Catalog, unknown_columns
-from actds.schema import RowCounts
 from actds_validators.validate.values import hash_rows
 
 __all__ = ["ImportedHook", "ImportedRows", "imported_rows"]
@@ -118,9 +117,7 @@ def imported_rows(
     for name in dataset.hooks:
         progress(f"reading the rows of {name}")
         hooks.append(_read(dataset, name))
-    counts = [
-        (h.name, h.n_rows, RowCounts(not_finite=h.n_not_finite, zero=h.n_zero)) for h in hooks
-    ]
+    counts = [HookValues(h.name, h.n_rows, h.n_not_finite, h.n_zero) for h in hooks]
     odd = [
         *values_in_words(counts),
         *(
