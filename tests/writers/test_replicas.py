@@ -7,7 +7,8 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import actds
+from actds import ActdsError
 from actds.load.dataset import Dataset
 from actds.schema import RowCounts
 from actds_testing import harvest as h
@@ -174,6 +176,9 @@ class NoProcess:
     def send_signal(self, signum: int) -> None:
         self.signals.append(signum)
 
+    def wait(self, timeout: float | None = None) -> int:
+        return 1
+
 
 made: list[NoProcess] = []
 
@@ -195,6 +200,31 @@ def test_a_replica_that_starts_hears_of_an_interrupt_when_it_heeds_them(
     other.interrupt()
     other.interrupt()
     assert other_process.signals == [signal.SIGTERM]  # twice is at once, whatever it is doing
+
+
+class Display(Observer):
+    """Looks at the counters at once."""
+
+    def harvesting(self, snapshot: Callable[[], Snapshot]) -> AbstractContextManager[object]:
+        return nullcontext(snapshot())
+
+
+class Failing(NoProcess):
+    """Ends with an error before it has served anything."""
+
+    def __init__(self, *_: object, pass_fds: tuple[int, int], **__: object) -> None:
+        super().__init__(pass_fds=pass_fds)
+        refused = ActdsError("E012", "engine option x", got="one value", expected="another")
+        self.connection.send(replicas.Ended.failed(refused))
+
+
+def test_replicas_that_all_fail_before_they_have_counters_end_with_their_reasons(
+    model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, plan = plan_of(model, prompts)
+    monkeypatch.setattr(subprocess, "Popen", Failing)
+    ended = replicas.harvest_replicas(settings, [plan, plan], 0, Display())
+    assert [one.failure and one.failure.code for one in ended] == ["E012", "E012"]
 
 
 @pytest.mark.standard

@@ -110,7 +110,8 @@ def _await_all(replicas: Sequence[Replica], settings: WriteSettings, observer: O
                 told = True
                 for replica in pending:
                     replica.interrupt()
-            if not serving and all(r.snapshot is not None or r.ended for r in replicas):
+            heard = [r for r in replicas if r.snapshot is not None]
+            if not serving and heard and all(r in heard or r.ended for r in replicas):
                 serving = True
                 starting.close()
                 harvesting.enter_context(observer.harvesting(lambda: _total(replicas)))
