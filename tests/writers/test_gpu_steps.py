@@ -58,7 +58,7 @@ def test_a_step_that_is_none_names_them(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_is_named(tmp_path: Path) -> None:
-    arguments = [sys.executable, FOLDER / "rows.py", "card", "cpu", "no_such_package"]
+    arguments = [sys.executable, str(FOLDER / "rows.py"), "card", "cpu", "no_such_package"]
     done = subprocess.run(arguments, capture_output=True, text=True)
     assert done.returncode == 4
     assert "has no no_such_package; carry wheels" in done.stdout
@@ -89,7 +89,7 @@ def test_wheels_in_pieces_are_unpacked_once(tmp_path: Path) -> None:
     data = whole.read_bytes()
     whole.unlink()
     pieces = [Path(f"{whole}.{number:02}") for number in range(3)]
-    arguments = [sys.executable, FOLDER / "rows.py", "unpack", "wheels", "site"]
+    arguments = [sys.executable, str(FOLDER / "rows.py"), "unpack", "wheels", "site"]
     for lacking in range(3):
         for number, piece in enumerate(pieces):
             piece.write_bytes(data[100 * number : 100 * (number + 1) if number < 2 else None])
@@ -111,7 +111,7 @@ def test_wheels_in_pieces_are_unpacked_once(tmp_path: Path) -> None:
 
 
 def test_commands_are_found_where_nothing_is_installed(tmp_path: Path) -> None:
-    unpack = [sys.executable, FOLDER / "rows.py", "unpack", "none", "site"]
+    unpack = [sys.executable, str(FOLDER / "rows.py"), "unpack", "none", "site"]
     subprocess.run(unpack, cwd=tmp_path, check=True)
     names = (
         "from importlib.metadata import distributions; import sys; "
