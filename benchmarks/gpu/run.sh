@@ -100,6 +100,7 @@ mkdir -p "$OUT"
 card=$("$PY" benchmarks/gpu/rows.py card "$DEVICE" "${needs[@]}") || { status=$?; echo "$step: $card"; exit $status; }
 [ "$DEVICE $step" != "cpu path" ] || { echo "$step: needs a GPU, in a rehearsal as well"; exit 3; }
 failed=0 parts=()
+rm -f "$FIGURES" # of a run before
 echo "$step on $card: log in $LOG, figures in $FIGURES"
 run > "$LOG" 2>&1
 figures
