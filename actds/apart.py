@@ -37,8 +37,6 @@ import pyarrow as pa
 
 from actds.errors import ActdsError
 
-__all__ = ["Apart", "Reply", "Request", "cpu_seconds", "serve"]
-
 _IDLE_S = 60
 MAX_DEATHS = 3
 _BEGUN, _LENGTHS = b".", struct.Struct("<QQ")

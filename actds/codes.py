@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CODES", "Code"]
-
 _OF_FAMILY: dict[str, tuple[str, str]] = {
     "usage": ("InvalidInputError", "12.1"),
     "structure": ("InvalidDatasetError", "2"),

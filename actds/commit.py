@@ -33,16 +33,6 @@ from actds.schema import (
 from actds.store import Buffer, Put, Store
 from actds.write_threads import ArrayOnItsWay, WriteThreads
 
-__all__ = [
-    "BegunShard",
-    "NewShard",
-    "ShardRows",
-    "begin_shard",
-    "commit_part",
-    "commit_shard",
-    "in_parts",
-]
-
 ROWS_PER_PART = 1_000_000
 
 Order = Literal["permuted", "sequence"]

@@ -17,8 +17,6 @@ from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from actds.errors import ActdsError, not_installed
 
-__all__ = ["EXECUTORS", "Executor", "ExecutorName", "Pooled", "Threads", "open_executor"]
-
 ExecutorName = Literal["threads", "processes", "ray"]
 EXECUTORS: tuple[ExecutorName, ...] = get_args(ExecutorName)
 

@@ -24,15 +24,6 @@ from actds.errors import ActdsError
 from actds.store import Store, local_folder
 from actds.text import printable
 
-__all__ = [
-    "BEAT_S",
-    "Heartbeat",
-    "Owner",
-    "read_heartbeat",
-    "remove_heartbeat",
-    "remove_stale",
-]
-
 BEAT_S = 10.0
 """Seconds between two beats."""
 _MAX_NBYTES = 4096

@@ -20,23 +20,6 @@ from actds.schema import CloseBody, FenceBody, RowCounts, RunRecord
 from actds.sources import LabelFacts, SourceFacts, label_facts, read_records, source_facts
 from actds.text import Line, counted, format_nbytes, pairs, printable, share, when
 
-__all__ = [
-    "ChainFacts",
-    "Facts",
-    "HookFacts",
-    "HookValues",
-    "LossFacts",
-    "RunFacts",
-    "describe",
-    "missing",
-    "odd_values",
-    "overflowed",
-    "overflowing",
-    "page",
-    "recorded_cast",
-    "values_in_words",
-]
-
 _MAX_LISTED, _MAX_NAMED = 20, 3
 _RANGE = ("float16", "bfloat16", "float32")
 """The types by their largest number: 65,504, and two that differ in the last digits of 10^38."""

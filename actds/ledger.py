@@ -27,18 +27,6 @@ from actds.schema import (
 from actds.store import Store
 from actds.text import printable
 
-__all__ = [
-    "GENESIS_PREV",
-    "Chain",
-    "ChainState",
-    "chain_names",
-    "fence",
-    "read_broken_chain",
-    "read_chain",
-    "read_ledger",
-    "read_record",
-]
-
 GENESIS_PREV = "0" * 64
 _RECORD_NAME = re.compile(r"[0-9]+\.json")
 _FENCE_ATTEMPTS = 64

@@ -15,8 +15,6 @@ from actds.heartbeat import Owner, read_heartbeat
 from actds.ledger import ChainState
 from actds.store import Store, local_folder
 
-__all__ = ["SILENCE_S", "Owners", "find_owners"]
-
 SILENCE_S = 60.0
 """Seconds without a beat and without a record after which a process of another machine is gone."""
 _POLL_S = 1.0

@@ -51,18 +51,6 @@ from actds.schema import (
 )
 from actds.store import Store, local_folder
 
-__all__ = [
-    "CENSUS_TABLES",
-    "Catalog",
-    "heads_root",
-    "need_dataset",
-    "no_such_seal",
-    "read_dataset",
-    "read_genesis",
-    "read_records",
-    "unknown_columns",
-]
-
 CENSUS_TABLES: tuple[TableName, ...] = ("requests", "steps", "spans")
 _SEAL_NAME = re.compile(r"seal/([0-9]{4,8})\.json")
 _MAX_RECORDS = 1_000_000  # of a chain that a seal names where nothing can be listed

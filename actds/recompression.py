@@ -32,8 +32,6 @@ from actds.store import Buffer, Store, open_store
 from actds.store.local import LocalStore, lock_dataset
 from actds.version import __version__
 
-__all__ = ["Recompressed", "recompress"]
-
 COMPARED_CHUNKS = 8
 Progress = Callable[[ShardManifest, ShardManifest], None]
 

@@ -33,8 +33,6 @@ from actds.reading import Catalog
 from actds.schema import Hook, Phase
 from actds.store import file_sha256
 
-__all__ = ["SHUFFLE_VERSION", "Blocks", "RowGroup", "on_disk", "row_groups", "shard_cuts", "sync"]
-
 SHUFFLE_VERSION = 1
 """Raised when the same dataset and seed give another order; a resumed call needs the same."""
 

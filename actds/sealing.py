@@ -18,8 +18,6 @@ from actds.schema import FileEntry, Head, Seal
 from actds.store import Store, open_store
 from actds.trust.sums import put_sums
 
-__all__ = ["account_run", "check_provenance", "seal"]
-
 _ACCEPTED_BY = (
     "actds check says what can be said of its rows. To seal or use them all the same: "
     "--imported, i_accept_unprovenanced=True, or a policy with imported = true."

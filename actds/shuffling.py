@@ -57,8 +57,6 @@ from actds.store import Store, open_store, refuse_within_dataset
 from actds.store.local import LocalStore, lock_dataset, refuse_links
 from actds.version import __version__
 
-__all__ = ["CODECS", "Shuffled", "shuffle"]
-
 CODECS = ("default", "raw")
 Codec = Literal["default", "raw"]
 Progress = Callable[[str, int, int], None]

@@ -16,17 +16,6 @@ from actds.format.labels import Label, label_text, parse_labels
 from actds.reading import Catalog
 from actds.text import counted
 
-__all__ = [
-    "LabelCount",
-    "LabelFacts",
-    "SourceFacts",
-    "UnservedFacts",
-    "label_facts",
-    "read_records",
-    "records_read",
-    "source_facts",
-]
-
 N_LARGEST = 8
 Source = tuple[str | None, str | None]
 """Name of a source, and SHA-256 of its bytes; None where it is not known."""

@@ -8,22 +8,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
-__all__ = [
-    "Line",
-    "Style",
-    "counted",
-    "format_nbytes",
-    "format_rate",
-    "format_seconds",
-    "one_line",
-    "pairs",
-    "printable",
-    "share",
-    "shortened",
-    "storable",
-    "when",
-]
-
 _LONG = re.compile(r"(\S{200})\S{100,}(\S{60})")
 
 Style = Literal["title", "good", "bad", "warn", "dim", "plain"]

@@ -21,8 +21,6 @@ from actds.format.codec import Bytes
 from actds.format.encoding import ArrayEncoder
 from actds.store import NewFile, Put
 
-__all__ = ["ArrayOnItsWay", "WriteThreads", "window"]
-
 R = TypeVar("R")
 
 N_SYNCING = 8

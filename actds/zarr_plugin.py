@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from zarr.core.array_spec import ArraySpec
     from zarr.core.buffer import Buffer
 
-__all__ = ["BFloat16", "FrameBlosc", "FrameBloscCodec", "register_codec", "unregister_codec"]
-
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _NAN_BITS = 0x7FC0
 _SPECIAL = {"NaN": _NAN_BITS, "Infinity": 0x7F80, "-Infinity": 0xFF80}

@@ -42,8 +42,6 @@ from actds.format.positions import (
     union,
 )
 
-__all__ = ["TOTALS", "Account", "Census", "account"]
-
 TOTALS = (
     "rows",
     "requests",

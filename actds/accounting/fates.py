@@ -7,8 +7,6 @@ from collections import Counter
 import pyarrow as pa
 import pyarrow.compute as pc
 
-__all__ = ["COMPUTED", "FATE_COLUMNS", "NEVER", "FateCounts", "fate_counts", "n_computed"]
-
 FateCounts = Counter[tuple[str, str | None]]
 NEVER = "never computed"
 """The fate of an aborted position that no step computed."""

@@ -19,8 +19,6 @@ from actds.format.positions import (
     split_key,
 )
 
-__all__ = ["Servings", "multiplicity", "resolved_references", "served_again", "served_counts"]
-
 
 class Servings:
     """How often each position was served again, from ranges of positions that may overlap.

@@ -9,8 +9,6 @@ import click
 
 from actds.errors import ActdsError, advice
 
-__all__ = ["as_typed", "of_word", "refuse_empty"]
-
 _PATHS = re.compile("PATH|FILE|FOLDER")
 
 

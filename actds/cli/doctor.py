@@ -15,8 +15,6 @@ from actds.text import Line, counted, format_nbytes, printable
 if TYPE_CHECKING:
     from actds.exchange.doctor import FoundSet, Report, ValueCounts
 
-__all__ = ["doctor_command"]
-
 _MAX_ARRAYS = 12
 
 

@@ -11,8 +11,6 @@ import click
 from actds.cli.options import FiniteRange
 from actds.cli.output import envelope, print_json
 
-__all__ = ["export_command", "import_command"]
-
 
 @click.command("export")
 @click.argument("path", metavar="PATH")

@@ -11,8 +11,6 @@ import click
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-__all__ = ["FiniteRange", "SettingsCommand", "model_options"]
-
 
 class FiniteRange(click.FloatRange):
     """A number in a range; neither NaN, which no bound refuses, nor infinity."""

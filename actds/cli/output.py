@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from actds.text import Line
 
-__all__ = ["ResultCommand", "document_schema", "envelope", "print_json", "print_lines"]
-
 _COLOURS = {"title": "bold", "good": "green", "bad": "bold red", "warn": "yellow", "dim": "dim"}
 
 

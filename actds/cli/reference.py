@@ -10,8 +10,6 @@ import click
 
 from actds.cli import cli
 
-__all__ = ["reference"]
-
 REGENERATE = "python -m actds.cli.reference docs/cli.md"
 _WIDTH = 88
 _COMPLETION = """

@@ -9,8 +9,6 @@ import click
 
 from actds.cli.output import envelope, print_json
 
-__all__ = ["sign_command", "verify_command"]
-
 
 @click.command("sign")
 @click.argument("path", metavar="PATH")

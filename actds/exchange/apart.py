@@ -23,8 +23,6 @@ from actds.exchange.tensors import foreign
 from actds.format.arrays import DTYPES
 from actds.text import storable
 
-__all__ = ["answer", "arrays_of", "open_foreign", "reader"]
-
 _SLACK_NBYTES, _TIMES = 256 << 20, 8
 """Memory for a file, and more for each of its bytes: compressed activations hardly get smaller."""
 MAX_CHANNELS = 2**20  # of the format

@@ -29,8 +29,6 @@ from actds.exchange.containers import batches, features_of, schema_of
 from actds.exchange.tensors import foreign
 from actds.format.arrays import DTYPES
 
-__all__ = ["open_datasets", "open_sae_lens"]
-
 
 def open_sae_lens(path: Path, files: list[Path], dtype: str | None) -> ForeignSet:
     """Open a saved Arrow dataset with one two-dimensional array per hook and window."""

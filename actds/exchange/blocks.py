@@ -18,9 +18,6 @@ import numpy.typing as npt
 from actds.exchange.tensors import foreign
 from actds.format.arrays import DTYPES
 
-__all__ = ["LABELS", "NEVER_SAID", "Array", "Block", "ForeignHook", "ForeignSet", "SequenceRows",
-           "check_labels", "cut_rows", "own_name", "stored_type"]  # fmt: skip
-
 Array = npt.NDArray[Any]
 BLOCK_ROWS, BLOCK_NBYTES = 4096, 1 << 26
 """Rows of a sequence that are read at a time, and their bytes, unless one row has more."""

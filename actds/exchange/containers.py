@@ -22,8 +22,6 @@ import pyarrow.parquet as pq
 from actds.errors import ActdsError
 from actds.exchange.tensors import foreign, read_document, read_header
 
-__all__ = ["READERS", "Leaf", "batches", "features_of", "leaves", "map_npy", "schema_of"]
-
 Array = npt.NDArray[Any]
 ANY = -1
 """Size of an axis that differs, or of which nobody says it."""

@@ -28,8 +28,6 @@ from actds.exchange.tensors import foreign
 from actds.format.arrays import widen
 from actds.store import local_folder
 
-__all__ = ["FoundArray", "FoundSet", "Lack", "Report", "ValueCounts", "doctor"]
-
 MAX_FAULTS = 20
 MAX_FOLDERS = 50
 _SUFFIXES = {

@@ -31,20 +31,6 @@ from actds.schema import FileEntry, Hook
 from actds.store.folders import new_folder
 from actds.version import __version__
 
-__all__ = [
-    "RECORD_FILE",
-    "ROWS_FILE",
-    "TARGETS",
-    "ExportRecord",
-    "ExportedHook",
-    "ExportedRun",
-    "Source",
-    "Target",
-    "export",
-    "tlens_name",
-    "write_rows",
-]
-
 Bits = npt.NDArray[Any]
 ROWS_FILE = "rows.parquet"
 _ARROW = {"float16": pa.float16(), "float32": pa.float32()}

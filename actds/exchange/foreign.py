@@ -36,8 +36,6 @@ from actds.exchange.containers import READERS, Leaf, features_of, map_npy
 from actds.exchange.tensors import foreign, read_document
 from actds.format.arrays import DTYPES
 
-__all__ = ["KINDS", "files_of", "open_set"]
-
 _NUMBERS = re.compile(r"(\d+)").split
 
 

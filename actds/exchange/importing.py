@@ -41,8 +41,6 @@ from actds.store.local import LocalStore
 from actds.text import storable
 from actds.version import __version__
 
-__all__ = ["Imported", "import_foreign", "named_hook"]
-
 _OWN = re.compile(r"([a-z0-9_]+)\.(0|[1-9][0-9]*)")
 Progress = Callable[[int], None]
 

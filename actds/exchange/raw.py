@@ -15,8 +15,6 @@ from pathlib import Path
 from actds.errors import ActdsError
 from actds.exchange.tensors import itemsize, read_document
 
-__all__ = ["RawFile", "is_raw"]
-
 _SUFFIXES = (".dat", ".raw", ".mmap", ".memmap")
 _PICKLE_OR_ZIP = re.compile(rb"\x80[\x00-\x05]|PK\x03\x04")
 _DOCUMENTS = ("{0}.json", "{0}_meta.json", "{0}_metadata.json", "{0}_shape.json", "metadata.json",

@@ -27,8 +27,6 @@ from actds.load.lazy import open_array, rows_at_a_time
 from actds.load.selection import PROVENANCE_COLUMNS, ROLE, Selection
 from actds.schema import Hook
 
-__all__ = ["BLOCK_NBYTES", "ORDER", "OrderedRows", "blocks", "cast", "lay_out", "order_rows"]
-
 Bits = npt.NDArray[Any]
 ORDER = "run, request, position"
 BLOCK_NBYTES = 1 << 26

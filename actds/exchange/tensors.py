@@ -20,16 +20,6 @@ import numpy.typing as npt
 from actds import canonical
 from actds.errors import ActdsError
 
-__all__ = [
-    "NewTensor",
-    "StoredTensor",
-    "foreign",
-    "itemsize",
-    "read_document",
-    "read_header",
-    "write_tensors",
-]
-
 MAX_HEADER_NBYTES = 100_000_000  # that of the format
 _CODES = {
     "bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64",

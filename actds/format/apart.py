@@ -18,8 +18,6 @@ from actds.format import parquet
 if TYPE_CHECKING:
     from actds.format import tables
 
-__all__ = ["TablesApart", "parse", "pid", "start"]
-
 _SLACK_NBYTES = 64 << 20  # of the decoder, beside columns that exist twice while they grow
 _MIN_NBYTES, _MAX_RATIO = 1 << 25, 16
 """Bytes of all columns for a byte of the dataset: rows are larger than what is said about them, and

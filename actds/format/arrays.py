@@ -35,22 +35,6 @@ from actds.store import StoredFile
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "DTYPES",
-    "SHARD_PATH",
-    "ArrayReader",
-    "array_metadata",
-    "as_ml_dtypes",
-    "chunk_rows",
-    "dtype_of",
-    "from_torch",
-    "geometry",
-    "group_metadata",
-    "parse_metadata",
-    "to_torch",
-    "widen",
-]
-
 Bits = npt.NDArray[Any]
 """Bit patterns, ``(n_rows, d_model)`` of ``uint16`` or ``uint32``."""
 

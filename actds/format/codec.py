@@ -17,19 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-__all__ = [
-    "MAX_BLOCK_NBYTES",
-    "CodecError",
-    "block_nbytes",
-    "copied_items",
-    "crc32c",
-    "decode_chunk",
-    "encode_chunk",
-    "encode_into",
-    "frame_capacity",
-    "top_bytes",
-]
-
 MAX_BLOCK_NBYTES = 262_144
 """Largest block of a frame; half of it, one byte plane of bf16, is exactly one zstd block."""
 

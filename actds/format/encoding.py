@@ -15,8 +15,6 @@ from actds.format.arrays import Bits, DType, array_metadata, chunk_rows, dtype_o
 from actds.format.codec import Bytes, Mode, crc32c, encode_into, frame_capacity, top_bytes
 from actds.schema import RowCounts
 
-__all__ = ["ArrayEncoder", "EncodedArray", "encode_array", "encoded_nbytes"]
-
 _CRC = struct.Struct("<I")
 
 

@@ -17,18 +17,6 @@ from actds.text import printable
 if TYPE_CHECKING:  # the plugin of an engine that harvests nothing loads no Arrow
     import pyarrow as pa
 
-__all__ = [
-    "MAX_LABELS",
-    "MAX_LENGTH",
-    "Label",
-    "dump_labels",
-    "label_table",
-    "label_text",
-    "label_words",
-    "of_type",
-    "parse_labels",
-]
-
 Label = str | int | bool
 
 MAX_LABELS = 32

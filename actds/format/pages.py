@@ -15,8 +15,6 @@ import pyarrow.compute as pc
 
 from actds.errors import ActdsError
 
-__all__ = ["Footer", "Struct", "ThriftError", "check_pages", "check_statistics", "read_struct"]
-
 Struct = dict[int, Any]
 """Fields by number: numbers, bytes, booleans, structs, and lists of these."""
 

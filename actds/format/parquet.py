@@ -15,8 +15,6 @@ import pyarrow.parquet as pq
 from actds.errors import ActdsError
 from actds.format.pages import Footer, check_pages, check_statistics
 
-__all__ = ["check_columns", "max_nbytes", "read", "refuse_nulls"]
-
 _MIN_NBYTES, _MAX_RATIO = 1 << 25, 512
 
 

@@ -24,17 +24,6 @@ from actds.schema import FileEntry
 if TYPE_CHECKING:
     from actds.schema import RunRecord
 
-__all__ = [
-    "NONE",
-    "Readouts",
-    "compute",
-    "directions",
-    "load_probes",
-    "matrix",
-    "probe_bytes",
-    "readouts_of",
-]
-
 NONE = "none"
 """The value of ``capture.readouts`` in a run without readouts."""
 DEFAULT_PROJECTIONS = 8

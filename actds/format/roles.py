@@ -11,8 +11,6 @@ import pyarrow as pa
 
 from actds.format.positions import position_key
 
-__all__ = ["Roles"]
-
 
 class Roles:
     """The roles of the positions of one run.

@@ -20,8 +20,6 @@ import pyarrow.parquet as pq
 
 from actds.errors import ActdsError
 
-__all__ = ["FORMAT", "GROUP_ROWS", "SCHEMA", "VERSION", "RowWeights", "read_row_weights"]
-
 FORMAT, VERSION = "actds.weights", "1"
 SCHEMA = pa.schema(
     [

@@ -11,8 +11,6 @@ import pyarrow as pa
 
 from actds.format.positions import position_key
 
-__all__ = ["Sampled"]
-
 
 class Sampled:
     """The sampled tokens of one run.

@@ -16,18 +16,6 @@ from actds.format.positions import position_key
 from actds.schema import FileEntry, ShardManifest
 from actds.store import Store, file_sha256
 
-__all__ = [
-    "Shard",
-    "check_file",
-    "check_sha256",
-    "data_files",
-    "file_names",
-    "files_root",
-    "read_checked",
-    "row_order",
-    "row_set_sha256",
-]
-
 TOKENS = "tokens.parquet"
 GROUP_METADATA = "acts.zarr/zarr.json"
 

@@ -23,8 +23,6 @@ from actds.schema import REQUIRED_PROVENANCE
 from actds.store import open_store
 from actds.text import counted, format_nbytes, printable, share
 
-__all__ = ["UNKNOWN", "AuditVerdict", "card", "compare_card", "put_card", "read_verdict"]
-
 UNKNOWN = "unknown"
 """The licence of a dataset whose owner did not name one."""
 _MAX_NBYTES = 1 << 24

@@ -16,8 +16,6 @@ from actds.format.tables import SCHEMAS, TableName
 from actds.reading import Catalog
 from actds.schema import FileEntry
 
-__all__ = ["croissant"]
-
 _CONTEXT: dict[str, Any] = {
     "@language": "en",
     "@vocab": "https://schema.org/",

@@ -10,8 +10,6 @@ from actds.format.tables import DISPOSITIONS
 from actds.info import Facts
 from actds.text import share
 
-__all__ = ["methods"]
-
 _WORDS = {
     "captured": "have a row",
     "cache_ref": "were read from the prefix cache, where another request has the row",

@@ -22,8 +22,6 @@ from actds.version import __version__
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, RepoFile
 
-__all__ = ["Repository", "digest_of", "git_oid", "is_file"]
-
 _URI = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@([\w./-]+))?/?", re.ASCII)
 _WAITS_S = (1.0, 4.0, 16.0)
 

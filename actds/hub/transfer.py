@@ -33,8 +33,6 @@ from actds.trust.sums import put_sums
 if TYPE_CHECKING:
     from huggingface_hub import RepoFile
 
-__all__ = ["Progress", "Transfer", "pull", "push"]
-
 PARTIAL = ".partial"
 """How the folder of a pull that is not complete ends."""
 _DOCUMENT = re.compile(r"actds\.json|(ledger|runs|seal)/.*|shards/[^/]+/shard\.json")

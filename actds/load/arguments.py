@@ -11,17 +11,6 @@ from actds.format.shard import Shard
 from actds.load.filters import bad, need_known
 from actds.load.selection import ROLE
 
-__all__ = [
-    "MULTIPLICITY",
-    "check_int",
-    "check_lanes",
-    "check_numbers",
-    "check_torch",
-    "check_worker",
-    "provenance_columns",
-    "split_weights",
-]
-
 MULTIPLICITY = "multiplicity"
 _WEIGHTS = "'multiplicity', the path of a weights file or an expression, or one of each"
 

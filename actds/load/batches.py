@@ -16,18 +16,6 @@ from actds.load.pairs import Partners
 from actds.load.selection import ROLE, WEIGHT
 from actds.schema import Hook
 
-__all__ = [
-    "COLUMN_TYPES",
-    "PART",
-    "Batch",
-    "BatchSpec",
-    "Bits",
-    "Columns",
-    "EpochRows",
-    "Part",
-    "n_batches",
-]
-
 Bits = npt.NDArray[Any]
 Columns = dict[str, npt.NDArray[Any]]
 

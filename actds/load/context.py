@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from actds.load.dataset import Dataset
     from actds.load.lazy import LazyArray
 
-__all__ = ["Context", "RequestRows", "RowPlaces", "Tokenizer"]
-
 Ints = npt.NDArray[np.int64]
 _MAX_ROWS = 1 << 24  # rows of token tables that stay in memory
 

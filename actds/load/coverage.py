@@ -12,8 +12,6 @@ import pyarrow.compute as pc
 from actds.format.positions import Intervals, Keys, difference, position_key, union
 from actds.reading import Catalog
 
-__all__ = ["covered", "lacking", "rows_of_positions"]
-
 _LOST = pa.array(["dropped", "aborted"])
 
 

@@ -30,8 +30,6 @@ from actds.trust.pin import parse_pin
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Dataset", "open", "open_apart"]
-
 CACHE_NBYTES = 64 << 30
 """What a cache of remote datasets keeps at most, unless it is told otherwise."""
 ROW_NUMBERS = frozenset({"request", "position"})

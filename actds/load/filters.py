@@ -20,21 +20,6 @@ from actds.load.dataset import Dataset
 from actds.load.lazy import open_array
 from actds.schema import Hook
 
-__all__ = [
-    "BUILT_IN",
-    "FILTERS",
-    "NOT_FINITE",
-    "SINK_NORM",
-    "Exclusion",
-    "Filter",
-    "Mask",
-    "bad",
-    "check_finite",
-    "finite_rows",
-    "norms_of_hook",
-    "register_filter",
-]
-
 Mask = npt.NDArray[np.bool_]
 Columns = Mapping[str, npt.NDArray[Any]]
 

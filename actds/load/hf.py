@@ -39,8 +39,6 @@ from actds.schema import Hook
 if TYPE_CHECKING:
     import datasets
 
-__all__ = ["load_dataset"]
-
 
 def load_dataset(
     path: str | os.PathLike[str],

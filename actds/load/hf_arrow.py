@@ -36,8 +36,6 @@ from actds.store import refuse_within_dataset
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Formatter", "map_style"]
-
 _CACHE_VERSION = 2
 _ITEM_TYPES = {"bfloat16": pa.float32(), "float16": pa.float16(), "float32": pa.float32()}
 

@@ -18,8 +18,6 @@ from actds.schema import Hook
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LazyArray", "OpenArrays", "open_array", "rows_at_a_time", "rows_together"]
-
 MAX_OPEN_ARRAYS = 64
 """Files that stay open: a dataset may have more shards than a process may open."""
 _MAX_READ_NBYTES = 1 << 26  # rows of all hooks that are read together, unless a chunk has more

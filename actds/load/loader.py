@@ -56,8 +56,6 @@ from actds.version import __version__
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Loader"]
-
 _LANES = 8
 _STATE_VERSION = 2
 _MIN_WINDOW_ROWS = 1 << 16

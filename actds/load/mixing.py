@@ -17,8 +17,6 @@ from actds.load.batches import BatchSpec, EpochRows
 from actds.load.filters import bad
 from actds.load.loader import Loader
 
-__all__ = ["MixingReport", "mixing_report"]
-
 Keys = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
 

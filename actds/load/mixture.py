@@ -22,20 +22,6 @@ from actds.load.selection import LEAVE_OUT, Counts, Floats, Selection, select
 from actds.load.stats import Stats, cache_folder, stats_of_rows
 from actds.schema import Hook
 
-__all__ = [
-    "Choice",
-    "Mixture",
-    "Select",
-    "Side",
-    "Source",
-    "batch_hooks",
-    "make_mixture",
-    "open_partners",
-    "open_sources",
-    "statistics",
-    "with_partners",
-]
-
 Source = str | os.PathLike[str] | Dataset
 Side = Literal["train", "held_out"]
 Select = Callable[[Dataset, str | None, str | None], Selection]

@@ -18,8 +18,6 @@ from actds.load.mixture import Mixture
 from actds.load.selection import RowFilter, Selection
 from actds.reading import Catalog
 
-__all__ = ["are_replays", "read_once"]
-
 Known = dict[tuple[str, str], Intervals]
 
 

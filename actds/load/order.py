@@ -29,19 +29,6 @@ import numpy.typing as npt
 
 from actds import canonical
 
-__all__ = [
-    "ORDER_VERSION",
-    "Epoch",
-    "EpochOrder",
-    "Geometry",
-    "Pieces",
-    "Window",
-    "frequency_counts",
-    "order_key",
-    "piece_order",
-    "visit_counts",
-]
-
 ORDER_VERSION = 3
 """Raised when the same arguments give another order; a state of another version is refused."""
 

@@ -19,8 +19,6 @@ from actds.format.tables import DISPOSITIONS, EXTERNAL, PHASES
 if TYPE_CHECKING:
     from actds.load.dataset import Dataset
 
-__all__ = ["SAMPLED_ROWS", "Fates", "NormProfile", "fates", "norm_profile"]
-
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 

@@ -17,8 +17,6 @@ from actds.format.shard import Shard
 from actds.load.dataset import Dataset
 from actds.schema import Hook
 
-__all__ = ["Partners", "find_partners", "prefix_hashes", "prefix_sums"]
-
 Ints = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
 TokenIds = npt.NDArray[np.uint32]

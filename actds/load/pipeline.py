@@ -24,8 +24,6 @@ from actds.load.batches import (
 from actds.load.selection import ROLE
 from actds.load.windows import N_AHEAD, LoadedWindow, Windows
 
-__all__ = ["Pipeline"]
-
 
 class _Lane:
     """The entries of one part in one lane, over all epochs, one window read ahead."""

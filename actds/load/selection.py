@@ -36,19 +36,6 @@ from actds.load.filters import (
 from actds.load.where import LABELS, Expression, Kind, column_of, parse_expression
 from actds.schema import Hook
 
-__all__ = [
-    "LEAVE_OUT",
-    "PROVENANCE_COLUMNS",
-    "ROLE",
-    "WEIGHT",
-    "RowFilter",
-    "RowValues",
-    "Selection",
-    "held_out_requests",
-    "select",
-    "warn_where_none",
-]
-
 Counts = npt.NDArray[np.unsignedinteger[Any]]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

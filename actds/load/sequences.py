@@ -19,8 +19,6 @@ from actds.format.roles import Roles
 from actds.format.tables import UNSERVED
 from actds.load.dataset import Dataset
 
-__all__ = ["TokenSequence", "token_sequences"]
-
 Ints = npt.NDArray[np.int64]
 
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from actds.load.dataset import Dataset
     from actds.load.loader import Loader
 
-__all__ = ["dataset_html", "loader_html", "plot_coverage", "plot_norms"]
-
 _MAX_ROWS, _MAX_LETTERS = 20, 200
 _COLOURS = {
     "captured": "#0072b2",

@@ -27,8 +27,6 @@ from actds.format import arrays
 from actds.format.shard import Shard
 from actds.schema import Hook
 
-__all__ = ["QUANTILES", "Stats", "cache_folder", "stats_of_rows"]
-
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[Any]
 

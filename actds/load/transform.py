@@ -18,8 +18,6 @@ from actds.schema import Hook
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Normalize", "Transform"]
-
 Normalize = Literal["norm", "channel"] | Mapping[str, Stats]
 
 _DTYPES = ("float32", "bfloat16", "float16")

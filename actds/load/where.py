@@ -27,8 +27,6 @@ from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.labels import of_type
 
-__all__ = ["COLUMNS", "LABELS", "Column", "Expression", "column_of", "parse_expression"]
-
 Values = Mapping[str, pa.Array]
 Compiled = Callable[[Values], Any]
 

@@ -35,8 +35,6 @@ from actds.load.order import Epoch, Window
 from actds.load.selection import ROLE, WEIGHT
 from actds.schema import Hook
 
-__all__ = ["N_AHEAD", "BatchMemory", "LoadedWindow", "Target", "Windows", "put"]
-
 Target = tuple[int, Bits]
 """Rows of memory, with the number of the first: bit patterns ``(n, d_model)``."""
 

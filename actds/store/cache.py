@@ -19,8 +19,6 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 
-__all__ = ["BLOCK_NBYTES", "Cache"]
-
 BLOCK_NBYTES = 1 << 20
 """Bytes of a block: large files are kept in such, from their begin."""
 

@@ -14,8 +14,6 @@ from actds.errors import ActdsError
 if TYPE_CHECKING:
     from obstore.store import ClientConfig
 
-__all__ = ["SCHEMES", "Location", "connect", "parse_uri", "reason_of", "status_of"]
-
 CONNECT_TIMEOUT_S = 10
 
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from actds.errors import ActdsError
 from actds.store import local_folder, refuse_within_dataset
 
-__all__ = ["new_folder"]
-
 
 @contextmanager
 def new_folder(out: str | Path) -> Iterator[Path]:

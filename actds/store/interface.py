@@ -13,19 +13,6 @@ from actds import layout
 from actds.errors import ActdsError
 from actds.store.cache import Cache
 
-__all__ = [
-    "TEMPORARY",
-    "Buffer",
-    "CollectedFile",
-    "NewFile",
-    "Put",
-    "Store",
-    "StoredFile",
-    "check_path",
-    "file_sha256",
-    "local_folder",
-]
-
 TEMPORARY = ".tmp-"
 """How the name of a file that is not committed begins; readers pass over such files."""
 

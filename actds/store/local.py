@@ -17,8 +17,6 @@ from typing import ClassVar
 from actds.errors import ActdsError, BusyError
 from actds.store.interface import TEMPORARY, Buffer, NewFile, Put, Store, StoredFile, check_path
 
-__all__ = ["LocalFile", "LocalStore", "NewLocalFile", "lock_dataset", "refuse_links", "walk"]
-
 _MAX_DEPTH = 16  # the deepest path of the format has 8 segments
 _ATTEMPTS = 5  # to have a folder and a file in it
 _BUFFERS_PER_WRITE = 512  # below IOV_MAX (1024), the most that one writev takes

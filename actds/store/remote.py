@@ -22,8 +22,6 @@ from actds.store.cache import BLOCK_NBYTES, Cache
 from actds.store.clients import connect, parse_uri, reason_of, status_of
 from actds.store.interface import TEMPORARY, Buffer, Put, Store, StoredFile, check_path
 
-__all__ = ["RemoteFile", "RemoteStore", "TryAgainError"]
-
 REQUEST_TIMEOUT_S = 60
 """Time of a request with a small body; larger ones get twice as much until they fit."""
 MIN_NBYTES_PER_S = 4 << 20

@@ -14,8 +14,6 @@ from actds.store.clients import reason_of, status_of
 from actds.store.interface import TEMPORARY, Buffer, Put, check_path
 from actds.store.remote import CHECK, MIN_NBYTES_PER_S, RemoteStore, TryAgainError
 
-__all__ = ["MAX_PUT_NBYTES", "S3Store"]
-
 MAX_PUT_NBYTES = 5 << 30
 """The most that one put carries on S3. A multipart upload would carry more, but the client library
 cannot complete one under a condition, and an upload without one overwrites."""

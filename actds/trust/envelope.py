@@ -18,16 +18,6 @@ from actds.trust.statement import PAYLOAD_TYPE
 if TYPE_CHECKING:
     from securesystemslib.signer import CryptoSigner
 
-__all__ = [
-    "MAX_ENVELOPE_NBYTES",
-    "Envelope",
-    "Judgement",
-    "Rejected",
-    "judge",
-    "parse",
-    "with_signature",
-]
-
 MAX_ENVELOPE_NBYTES = 8 * 1024 * 1024
 MAX_SIGNATURES = 64
 _SIGNATURE_NBYTES = 64  # of Ed25519

@@ -20,8 +20,6 @@ from actds.trust.statement import PAYLOAD_TYPE
 if TYPE_CHECKING:
     from sigstore.models import TrustedRoot
 
-__all__ = ["TOKEN_VARIABLE", "sign_statement", "signed_payload", "trust_root"]
-
 TOKEN_VARIABLE = "SIGSTORE_IDENTITY_TOKEN"
 
 

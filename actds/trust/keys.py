@@ -22,15 +22,6 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from securesystemslib.signer import CryptoSigner, SSlibKey
 
-__all__ = [
-    "KEYS_VARIABLE",
-    "PASSWORD_VARIABLE",
-    "TrustedKey",
-    "needs_extra",
-    "signer",
-    "trusted_keys",
-]
-
 KEYS_VARIABLE = "ACTDS_TRUSTED_KEYS"
 """Environment variable that names a file of public keys, where none is given."""
 PASSWORD_VARIABLE = "ACTDS_KEY_PASSWORD"

@@ -9,8 +9,6 @@ from actds.errors import ActdsError
 from actds.reading import Catalog, no_such_seal
 from actds.schema import ReplaceBody, ShardBody
 
-__all__ = ["check_pin", "parse_pin"]
-
 _PIN = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
 
 

@@ -28,8 +28,6 @@ from actds.trust.pin import parse_pin
 from actds.trust.statement import check_statement, statement
 from actds.trust.sums import check_sums, put_sums
 
-__all__ = ["Identity", "Signed", "Verified", "sign", "verify"]
-
 
 @dataclass(frozen=True)
 class Signed:

@@ -9,8 +9,6 @@ from actds.errors import ActdsError
 from actds.reading import Catalog
 from actds.trust.sums import sums
 
-__all__ = ["PAYLOAD_TYPE", "PREDICATE_TYPE", "check_statement", "statement"]
-
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "actds:seal/0.1"

@@ -12,8 +12,6 @@ from actds.format.shard import data_files
 from actds.reading import Catalog
 from actds.schema import ReplaceBody, RunBody, ShardBody
 
-__all__ = ["check_sums", "put_sums", "sums"]
-
 
 def sums(catalog: Catalog) -> bytes:
     """Return the list of a sealed dataset: one line per file, sorted by path.

@@ -20,7 +20,8 @@ from safetensors import safe_open
 import actds
 from actds.cli import cli
 from actds.errors import ActdsError
-from actds.exchange import formats, rows
+from actds.exchange import export as exporting
+from actds.exchange import rows
 from actds.exchange.export import RECORD_FILE, ROWS_FILE, TARGETS, ExportRecord
 from actds_testing.synthetic import make_dataset
 
@@ -152,7 +153,7 @@ def test_blocks_of_any_size_give_the_same_files(
 ) -> None:
     whole = actds.export(path, tmp_path / "whole", to=to, context_size=8)
     monkeypatch.setattr(rows, "BLOCK_NBYTES", block)
-    monkeypatch.setattr(formats, "BLOCK_NBYTES", block)
+    monkeypatch.setattr(exporting, "BLOCK_NBYTES", block)
     parts = actds.export(path, tmp_path / "parts", to=to, context_size=8)
     assert parts.n_rows == whole.n_rows
     if to in ("parquet", "sae-lens"):

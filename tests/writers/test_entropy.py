@@ -13,7 +13,7 @@ from scipy.special import log_softmax
 from actds.errors import ActdsError
 from actds_testing import toy
 from actds_writers.capture.logits import Reading
-from actds_writers.census import sampled
+from actds_writers.census import census
 from actds_writers.census.census import SampledLog
 from actds_writers.engine_protocol import find_engine
 from actds_writers.ipc.messages import LogitsRead, TokensSampled
@@ -154,7 +154,7 @@ def test_steps_from_which_nobody_got_a_token_are_not_kept() -> None:
 
 
 def test_packed_lines_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampled, "BLOCK_LINES", 3)
+    monkeypatch.setattr(census, "BLOCK_LINES", 3)
     log = SampledLog()
     for step in range(8):
         log.read(logits_of(step, (0, step), (1, 50 + step), value=step / 8))

@@ -75,8 +75,8 @@ def test_shared_memory_that_is_too_small_is_told_before_an_engine_is_started(
     folder = processes.SHARED_MEMORY
     with (
         tempfile.TemporaryDirectory(dir=folder) as own,
-        pytest.raises(ActdsError, match=r"E503 .*No space left.*\n.*--shm-size"),
+        pytest.raises(ActdsError, match=r"E503 .*No space left.*\n.*shm-size"),
     ):
         ring.create(Path(own) / "ring", 1 << 60)
-    with pytest.raises(ActdsError, match=rf"E503 {folder}.*bytes are free.*\n.*--shm-size"):
+    with pytest.raises(ActdsError, match=rf"E503 {folder}.*bytes are free.*\n.*shm-size"):
         pipeline_for(tmp_path / "acts", ring_nbytes=1 << 60)

@@ -10,8 +10,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["BATCH_INVARIANT", "batch_invariant", "torch_numerics"]
-
 BATCH_INVARIANT = (
     "vllm.model_executor.determinism.batch_invariant",
     "vllm.model_executor.layers.batch_invariant",

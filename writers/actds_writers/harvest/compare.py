@@ -26,8 +26,6 @@ from actds.load.sequences import TokenSequence
 from actds.reading import Catalog
 from actds.schema import DType
 
-__all__ = ["Compared", "Pair", "compare", "distances", "is_foreign", "pairs_of"]
-
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Hashes = npt.NDArray[np.uint64]

@@ -39,8 +39,6 @@ from actds_writers.monitor.progress import Observer
 from actds_writers.prompts.encoding import Encoded, load_tokenizer
 from actds_writers.provenance import observed
 
-__all__ = ["Filled", "filled", "missing", "replay"]
-
 
 def missing(dataset: Dataset) -> dict[tuple[str, int], Intervals]:
     """Return the positions that lack a row, by run and request; only requests that have some.

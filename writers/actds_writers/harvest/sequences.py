@@ -18,8 +18,6 @@ from actds_writers.prompts.encoding import Encoded
 from actds_writers.prompts.records import Prompt
 from actds_writers.roles import LETTERS, UNKNOWN, packed
 
-__all__ = ["as_requests"]
-
 NO_ROLES = "a request without roles in the source"
 
 

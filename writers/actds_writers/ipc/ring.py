@@ -59,7 +59,7 @@ def _too_little(path: Path, nbytes: int, why: str) -> ActdsError:
         str(path),
         got=f"{nbytes} bytes of shared memory: {why}",
         expected="enough shared memory for the ring",
-        next_step="Lower ring_mib, or enlarge /dev/shm; a container has --shm-size for it.",
+        next_step="Lower ring_mib, or enlarge /dev/shm (of a container: its shm-size).",
     )
 
 
