@@ -258,13 +258,12 @@ def start(
     from actds.store.local import lock_dataset
     from actds_writers.config import WriterSettings, WriteSettings
     from actds_writers.engines import vllm as engines
+    from actds_writers.engines.vllm.options import VllmOptions
     from actds_writers.harvest.prepare import make_plan
     from actds_writers.harvest.processes import Pipeline
 
     if variant.hooks is None or variant.naive:
-        engine = engines.VllmEngine(
-            model, engines.VllmOptions(**arguments), None, temperature=0.0, seed=0
-        )
+        engine = engines.VllmEngine(model, VllmOptions(**arguments), None, temperature=0.0, seed=0)
         if variant.naive:
             add_naive_hooks(engine, variant, out, inside)
         return engine, None
@@ -288,7 +287,7 @@ def start(
     lock = lock_dataset(out)
     pipeline = Pipeline(settings, plan.hooks, os.getpid(), lock, probes=plan.probes)
     pipeline.connect()
-    options = engines.VllmOptions(**arguments)
+    options = VllmOptions(**arguments)
     engine = engines.VllmEngine(model, options, pipeline.link, temperature=0.0, seed=0)
     return engine, pipeline
 

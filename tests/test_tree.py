@@ -29,13 +29,13 @@ MOODS = {
 
 LIMITS = {
     "shipped lines": 84_100,
-    "modules": 344,
-    "modules with one importer": 79,
+    "modules": 345,
+    "modules with one importer": 80,
     "arguments of one function": 29,
     "fmt: skip": 204,
     "public classes of one name in one package": 19,
     "names of mood": 1611,
-    "modules in circles": 32,
+    "modules in circles": 27,
 }
 
 

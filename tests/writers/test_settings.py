@@ -21,7 +21,7 @@ from actds_testing.synthetic import make_dataset
 from actds_writers.cli.plan import plan as plan_command
 from actds_writers.cli.write import write as write_command
 from actds_writers.config import HarvestSettings, LiveSettings, PlanSettings, WriteSettings
-from actds_writers.engines.vllm import graph_key
+from actds_writers.engines.vllm.options import graph_key
 from actds_writers.ipc.link import ENVIRONMENT, Link
 
 NEEDED = {"out": "acts", "model": "m", "prompts": "p.jsonl", "hooks": "resid_post:0"}

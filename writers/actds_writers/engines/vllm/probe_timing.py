@@ -37,6 +37,7 @@ from actds_writers.engine_protocol import OPTION
 from actds_writers.engines import vllm as engines
 from actds_writers.engines.vllm import plugin
 from actds_writers.engines.vllm.dispatch import Dispatch
+from actds_writers.engines.vllm.options import DRAFTS, VllmOptions
 from actds_writers.engines.vllm.worker import loaded_model
 from actds_writers.harvest.prepare import Plan, hold, make_plan
 from actds_writers.harvest.processes import Pipeline
@@ -84,7 +85,7 @@ def step_arguments(task: TimingTask) -> dict[str, Any]:
         if given.get(name) not in (None, 1):
             got, expected = f"{given[name]}: the steps of one worker are timed", "1"
             raise ActdsError("E012", f"{OPTION} {name}", got=got, expected=expected)
-    if any(given.get(name) for name in engines.DRAFTS):
+    if any(given.get(name) for name in DRAFTS):
         got = "drafts, with which a step is no token"
         raise ActdsError("E012", f"{OPTION} speculative_config", got=got, expected="no such option")
     for name, least, words in (
@@ -197,7 +198,7 @@ class _Bench:
         self._pipelines: dict[Arm, Pipeline] = {}
         self._sides: dict[Arm, tuple[Any, Any]] = {}
         self._states: dict[Arm, ModelState] = {}
-        self._options = engines.VllmOptions.model_validate(dict(session.task.engine_args))
+        self._options = VllmOptions.model_validate(dict(session.task.engine_args))
         link = None
         self._plan: Plan | None = None
         if not session.eager:

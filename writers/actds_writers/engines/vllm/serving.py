@@ -29,7 +29,8 @@ from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import LiveSettings, WriterSettings, settings_of
 from actds_writers.engine_protocol import OPTION
 from actds_writers.engines.account import layer_config
-from actds_writers.engines.vllm import graph_key, refuse_options, refuse_unread, versions
+from actds_writers.engines.vllm import versions
+from actds_writers.engines.vllm.options import graph_key, refuse_options, refuse_unread
 from actds_writers.engines.vllm.weights import WeightsWatch
 from actds_writers.engines.vllm.worker import model_files
 from actds_writers.harvest.prepare import hold

@@ -32,10 +32,10 @@ from actds_writers.engines.account import (
     reporting_failure,
     specs_of,
 )
-from actds_writers.engines.vllm import refuse_options
 from actds_writers.engines.vllm.dispatch import Dispatch
 from actds_writers.engines.vllm.loads import LoadErrors
 from actds_writers.engines.vllm.logits import watch
+from actds_writers.engines.vllm.options import refuse_options
 from actds_writers.engines.vllm.ranks import stage_layers, stage_of, whole
 from actds_writers.engines.vllm.verified import VERIFIED, is_verified
 from actds_writers.ipc.link import Link
