@@ -17,13 +17,14 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from actds.canonical import read_bounded
 from actds_writers.engine_protocol import bad_option
 from actds_writers.model_folder import file_sha256
+
+if TYPE_CHECKING:
+    import torch
 
 CONFIG = "adapter_config.json"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -72,13 +73,13 @@ def read_adapter(folder: str) -> Adapter:
 
 
 @contextlib.contextmanager
-@torch.inference_mode()
 def random_adapters(worker: Any, model: torch.nn.Module) -> Iterator[Any]:
     """Fill all places for adapters of an idle worker with random ones; yield one for a request.
 
     Args:
         model: the worker's, whose layers vLLM has given these places.
     """
+    import torch
     from vllm.lora.request import LoRARequest
 
     manager, config = worker.model_runner.lora_manager, worker.vllm_config.lora_config
@@ -91,14 +92,16 @@ def random_adapters(worker: Any, model: torch.nn.Module) -> Iterator[Any]:
             manager.add_dummy_lora(adapter, rank=min(int(config.max_lora_rank), 8))
             manager._adapter_manager.activate_adapter(adapter.lora_int_id)
     places = list(_places(model))
-    for number, place in enumerate(places):
-        chance = torch.Generator(place.device).manual_seed(number)
-        place.normal_(std=place.shape[-1] ** -0.5, generator=chance)
+    with torch.inference_mode():
+        for number, place in enumerate(places):
+            chance = torch.Generator(place.device).manual_seed(number)
+            place.normal_(std=place.shape[-1] ** -0.5, generator=chance)
     try:
         yield adapters[0]
     finally:
-        for place in places:
-            place.zero_()
+        with torch.inference_mode():
+            for place in places:
+                place.zero_()
         manager.remove_all_adapters()
 
 
@@ -106,7 +109,7 @@ def _places(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     for module in model.modules():
         for name in ("lora_a_stacked", "lora_b_stacked"):
             found = vars(module).get(name, ())
-            yield from (found,) if isinstance(found, torch.Tensor) else found
+            yield from found if isinstance(found, tuple | list) else (found,)
 
 
 def adapter_sha256(folder: str) -> str | None:
