@@ -271,6 +271,8 @@ class _Compiler:
             offset = getattr(error, "offset", None)  # none of a null byte
             at = "" if offset is None else f" at character {offset}"
             words = error.msg if isinstance(error, SyntaxError) else "nested too deep"
+            if isinstance(error, ValueError) and not isinstance(error, SyntaxError):
+                words = str(error)  # of a null byte, in older releases of Python
             raise self._bad(f"{words}{at}", "an expression, as phase == 'decode'") from None
         level, depth = [tree], 0
         while level := [child for node in level for child in ast.iter_child_nodes(node)]:  # type: ignore[misc]

@@ -88,7 +88,7 @@ def test_an_error_is_the_same_as_here(one: TablesApart) -> None:
 
 def endless() -> bytes:
     """Return a table with a row group for each row, whose footer takes seconds."""
-    return parquet(stalls(8_000), row_group_size=1, compression="none")
+    return parquet(stalls(16_000), row_group_size=1, compression="none")
 
 
 @pytest.fixture
@@ -99,9 +99,10 @@ def roomy() -> Iterator[TablesApart]:
 
 
 def test_a_file_that_ends_its_parser_is_a_finding_and_the_next_one_is_read(
-    roomy: TablesApart,
+    roomy: TablesApart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, data = roomy, endless()
+    monkeypatch.setattr("actds.apart._CPU_S", 0)  # a fast processor may need less than it has
     for _ in range(3):
         with pytest.raises(ActdsError, match="E206 x: a file that takes too long"):
             one.from_parquet("stalls", data, "x")
