@@ -43,7 +43,7 @@ import torch
 from load_data import HOOK
 
 import actds
-from actds.load.lazy import open_array
+from actds.explore.lazy import open_array
 
 BATCH = 4096
 WINDOW_ROWS = 65_536

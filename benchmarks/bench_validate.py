@@ -146,7 +146,7 @@ def made(path: Path, make: Callable[[Path], None]) -> Path:
 
 def make_rows(path: Path, n_shards: int) -> None:
     """Write a dataset of normal rows in raw shards; it is not sealed and has no census."""
-    from actds.commit import ShardRows, commit_shard
+    from actds.dataset.commit import ShardRows, commit_shard
 
     store, chain = _begin(path, "resid_post.0", D_MODEL)
     rng = np.random.default_rng(0)
@@ -169,9 +169,10 @@ def make_rows(path: Path, n_shards: int) -> None:
 
 def make_links(path: Path, n_files: int) -> None:
     """Write shards whose data files are links to those of one shard; documents are their own."""
-    from actds import canonical, layout, schema
-    from actds.commit import ShardRows, commit_shard
-    from actds.schema import ShardBody, ShardManifest
+    from actds.dataset.commit import ShardRows, commit_shard
+    from actds.format import canonical, schema
+    from actds.format.schema import ShardBody, ShardManifest
+    from actds.store import layout
 
     os.fsync = lambda handle: None  # type: ignore[assignment]  # 20,000 records; nothing is kept
     store, chain = _begin(path, "resid_post.0", 8)
@@ -222,11 +223,11 @@ def make_many(path: Path, n_shards: int, per_shard: int, n_tokens: int, per_step
         n_tokens: prompt tokens of a request.
         per_step: requests of a step.
     """
-    from actds import layout, schema
-    from actds.commit import ShardRows, commit_part, commit_shard
-    from actds.format import tables
-    from actds.ledger import Chain
-    from actds.sealing import seal
+    from actds.dataset.commit import ShardRows, commit_part, commit_shard
+    from actds.dataset.ledger import Chain
+    from actds.format import schema, tables
+    from actds.publish.sealing import seal
+    from actds.store import layout
 
     os.fsync = lambda handle: None  # type: ignore[assignment]  # nothing is kept
     store, chain = _begin(path, "resid_post.0", 1)
@@ -315,9 +316,9 @@ def many(folder: Path, n_requests: list[int], n_shards: list[int]) -> list[Many]
 
 def _begin(path: Path, hook: str, d_model: int):  # type: ignore[no-untyped-def]
     """Return the store and the writer chain of a new dataset of one hook, with its run record."""
-    from actds import layout, schema
-    from actds.ledger import Chain
-    from actds.schema import (
+    from actds.dataset.ledger import Chain
+    from actds.format import schema
+    from actds.format.schema import (
         REQUIRED_PROVENANCE,
         Genesis,
         Hook,
@@ -325,6 +326,7 @@ def _begin(path: Path, hook: str, d_model: int):  # type: ignore[no-untyped-def]
         RunBody,
         RunRecord,
     )
+    from actds.store import layout
     from actds.store.local import LocalStore
 
     store, software = LocalStore(path), "actds bench"

@@ -30,16 +30,15 @@ import numpy as np
 from bench_codec import load, table, timed
 from bench_io import sync_tree, write_durably
 
-from actds import layout, schema
-from actds.commit import ShardRows
-from actds.format import arrays, encoding
+from actds.dataset.commit import ShardRows
+from actds.dataset.ledger import Chain
+from actds.dataset.write_threads import WriteThreads
+from actds.format import arrays, encoding, schema
 from actds.format.codec import crc32c, encode_into, frame_capacity
+from actds.format.schema import Genesis, Hook
 from actds.format.shard import row_order
-from actds.ledger import Chain
-from actds.schema import Genesis, Hook
-from actds.store import NewFile, Put
+from actds.store import NewFile, Put, layout
 from actds.store.local import LocalStore
-from actds.write_threads import WriteThreads
 from actds_writers.ipc.messages import HookSpec
 from actds_writers.shards.assembly import TOKEN_COLUMNS, ShardBuffer, Slice
 from actds_writers.shards.committer import CommitPlan, Committer
@@ -256,7 +255,7 @@ def stages(work: Work, folder: Path, rounds: int) -> dict[str, float]:
     one = ShardRows({"h": bits}, {"h": "bfloat16"}, tokens, "decode", 0, 0)
 
     def token_table() -> None:
-        from actds.commit import _tokens_table
+        from actds.dataset.commit import _tokens_table
 
         _tokens_table(one, order)
 

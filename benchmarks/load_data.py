@@ -11,12 +11,10 @@ from unittest.mock import patch
 import ml_dtypes
 import numpy as np
 
-from actds import layout, schema
-from actds.commit import ShardRows, commit_part, commit_shard
-from actds.format import encoding, tables
-from actds.format.tables import TableName
-from actds.ledger import Chain
-from actds.schema import (
+from actds.dataset.commit import ShardRows, commit_part, commit_shard
+from actds.dataset.ledger import Chain
+from actds.format import encoding, schema, tables
+from actds.format.schema import (
     REQUIRED_PROVENANCE,
     Genesis,
     Hook,
@@ -24,8 +22,9 @@ from actds.schema import (
     RunBody,
     RunRecord,
 )
-from actds.sealing import seal
-from actds.store import Buffer, NewFile, Put
+from actds.format.tables import TableName
+from actds.publish.sealing import seal
+from actds.store import Buffer, NewFile, Put, layout
 from actds.store.local import LocalStore
 
 HOOK, RUN = "resid_post.10", "r-bench"

@@ -43,6 +43,7 @@ PACKAGES = {
     "actds": ROOT,
     "actds_writers": ROOT / "writers",
     "actds_validators": ROOT / "validators",
+    "actds_studies": ROOT / "validators",
 }
 
 
@@ -75,7 +76,8 @@ def public_names() -> dict[str, list[str]]:
     """Return the paths of the public names and of the types that they return, by heading.
 
     Raises:
-        PluginError: a name in ``actds.__all__`` that no import or definition stands for.
+        PluginError: a name in ``actds.__all__`` that no import or definition stands for, or a
+            public function, class or method without a docstring.
     """
     loader = griffe.GriffeLoader(search_paths=list(PACKAGES.values()))
     for package in PACKAGES:
@@ -90,6 +92,9 @@ def public_names() -> dict[str, list[str]]:
         public.append(target)
         headings[_heading(target)].append(f"actds.{name}")
     headings["Types that these return"] = _reached(public, loader)
+    bare = sorted({path for target in public for path in _undocumented(target)})
+    if bare:
+        raise PluginError(f"public doors without a docstring: {', '.join(bare)}")
     return {heading: paths for heading, paths in headings.items() if paths}
 
 
@@ -99,6 +104,15 @@ def _find(path: str, loader: griffe.GriffeLoader) -> griffe.Object | None:
         return found.final_target if isinstance(found, griffe.Alias) else found
     except (KeyError, griffe.AliasResolutionError):
         return None
+
+
+def _undocumented(door: griffe.Object) -> Iterator[str]:
+    if not door.has_docstring and isinstance(door, griffe.Class | griffe.Function):
+        yield door.path
+    if isinstance(door, griffe.Class):
+        for name, member in door.members.items():
+            if not name.startswith("_") and isinstance(member, griffe.Function):
+                yield from _undocumented(member)
 
 
 def _heading(target: griffe.Object) -> str:

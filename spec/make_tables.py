@@ -16,11 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from actds import schema
 from actds.errors import CODES
-from actds.format import tables
+from actds.format import schema, tables
 from actds.format.arrays import array_metadata, group_metadata
-from actds.schema import v0_1
+from actds.format.schema import v0_1
 from actds_validators.audit.result import Limits
 
 SPEC = Path(__file__).resolve().parent / "0.1"

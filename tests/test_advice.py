@@ -26,7 +26,7 @@ OPTIONS = {
     }
     for name, command in COMMANDS.items()
 }
-PACKAGES = ("actds", "writers/actds_writers", "validators/actds_validators")
+PACKAGES = ("actds", "writers/actds_writers", "validators")
 EXTRAS = set(
     tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 )
@@ -46,17 +46,17 @@ REPORTS = {
     "validators/actds_validators/audit/verdict.py": ("audit", "write"),
     "validators/actds_validators/audit/wording.py": ("audit", "write"),
     "validators/actds_validators/gate/policy.py": ("write",),
-    "validators/actds_validators/regimes/run.py": ("regimes", "write"),
-    "validators/actds_validators/report/accounting.py": ("audit",),
-    "validators/actds_validators/report/markup.py": ("audit",),
-    "validators/actds_validators/report/mechanism.py": ("audit",),
-    "validators/actds_validators/report/answer.py": ("regimes", "stability"),
-    "validators/actds_validators/report/lines.py": ("audit",),
-    "validators/actds_validators/report/regimes.py": ("regimes",),
-    "validators/actds_validators/report/terminal.py": ("audit",),
-    "validators/actds_validators/report/words.py": ("audit",),
-    "validators/actds_validators/stability/judge.py": ("stability",),
-    "validators/actds_validators/view/page.py": ("view",),
+    "validators/actds_studies/regimes/run.py": ("regimes", "write"),
+    "validators/actds_validators/pages/accounting.py": ("audit",),
+    "validators/actds_validators/pages/markup.py": ("audit",),
+    "validators/actds_validators/pages/mechanism.py": ("audit",),
+    "validators/actds_validators/pages/answer.py": ("regimes", "stability"),
+    "validators/actds_validators/pages/lines.py": ("audit",),
+    "validators/actds_studies/pages/regimes.py": ("regimes",),
+    "validators/actds_validators/pages/terminal.py": ("audit",),
+    "validators/actds_validators/pages/words.py": ("audit",),
+    "validators/actds_studies/stability/judge.py": ("stability",),
+    "validators/actds_studies/view/page.py": ("view",),
 }
 
 

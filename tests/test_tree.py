@@ -20,6 +20,7 @@ PACKAGES = {
     "actds": ROOT,
     "actds_writers": ROOT / "writers",
     "actds_validators": ROOT / "validators",
+    "actds_studies": ROOT / "validators",
 }
 MOODS = {
     "asked", "away", "both", "found", "gone", "held", "mine", "one", "others", "own", "said",

@@ -22,7 +22,7 @@ def test_the_list_of_files_that_still_have_one_only_shrinks() -> None:
 
 def test_everything_that_a_user_reads_is_scanned() -> None:
     files = {file for file, _, _ in visible_texts()}
-    report = "validators/actds_validators/report"
+    report = "validators/actds_validators/pages"
     assert {"README.md", "docs/cli.md", "docs/audit.md", "error code E101"} <= files
     assert {f"{report}/terminal.py", f"{report}/templates/page.html.j2"} <= files
     said = [words for file, _, words in visible_texts() if file == f"{report}/html.py"]

@@ -32,7 +32,7 @@ from actds.version import __version__
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from actds.hub.transfer import Transfer
+    from actds.publish.transfer import Transfer
 
 __all__ = ["cli", "main"]
 
@@ -220,8 +220,8 @@ def info(path: str, as_json: bool) -> None:
       actds info s3://bucket/acts
       actds info acts --json
     """
-    from actds.info import describe, page
-    from actds.reading import Catalog
+    from actds.dataset.info import describe, page
+    from actds.dataset.reading import Catalog
     from actds.store import open_store
 
     facts = describe(Catalog.read(open_store(path), apart=True))
@@ -317,7 +317,7 @@ def schema_command(name: str | None, folder: Path | None) -> None:
 
 def _schemas(name: str | None = None) -> dict[str, tuple[str, Callable[[], dict[str, Any]]]]:
     """Return the first line on each document, and what makes its schema; of one or of all."""
-    from actds.schema import DOCUMENTS, json_schema
+    from actds.format.schema import DOCUMENTS, json_schema
 
     found: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {}
     for one, document in DOCUMENTS.items():
@@ -362,10 +362,10 @@ def seal_command(path: str, imported: bool, as_json: bool) -> None:
       actds seal acts
       actds seal acts --json
     """
-    from actds import canonical
-    from actds.accounting.account import TOTALS
-    from actds.schema import to_bytes
-    from actds.sealing import seal
+    from actds.dataset.account import TOTALS
+    from actds.format import canonical
+    from actds.format.schema import to_bytes
+    from actds.publish.sealing import seal
 
     document = seal(path, imported=imported)
     if as_json:
@@ -402,8 +402,8 @@ def recompress_command(
       actds recompress acts --keep
       actds recompress acts --shard w-1a2b-000003
     """
-    from actds.recompression import recompress
-    from actds.schema import ShardManifest
+    from actds.format.schema import ShardManifest
+    from actds.rewrite.recompression import recompress
     from actds.text import format_nbytes
 
     def report(old: ShardManifest, new: ShardManifest) -> None:
@@ -487,7 +487,7 @@ def shuffle_command(
     """
     from dataclasses import asdict
 
-    from actds.shuffling import shuffle
+    from actds.rewrite.shuffling import shuffle
     from actds.text import counted, format_nbytes
 
     shown = {"scatter": 0, "write": 0}
@@ -541,7 +541,7 @@ def card_command(path: str, licence: str, audit: str | None) -> None:
       actds card acts --licence cc-by-4.0
       actds card acts --audit audit.json
     """
-    from actds.hub.card import card
+    from actds.publish.card import card
 
     for name in card(path, licence=licence, audit=audit):
         click.echo(f"wrote {name}", err=True)
@@ -569,7 +569,7 @@ def push_command(path: str, uri: str, public: bool, executor: ExecutorName, as_j
       actds push acts hf://datasets/someone/acts
       actds push acts hf://datasets/someone/acts --public
     """
-    from actds.hub.transfer import push
+    from actds.publish.transfer import push
 
     done = push(path, uri, private=not public, progress=_transfer_line, executor=executor)
     _print_transfer("push", done, as_json)
@@ -596,7 +596,7 @@ def pull_command(uri: str, out: str, seal: str | None, as_json: bool) -> None:
       actds pull hf://datasets/someone/acts acts
       actds pull hf://datasets/someone/acts@v1 acts
     """
-    from actds.hub.transfer import pull
+    from actds.publish.transfer import pull
 
     _print_transfer("pull", pull(uri, out, seal=seal, progress=_transfer_line), as_json)
 

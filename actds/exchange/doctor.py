@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from actds import layout
 from actds.errors import ActdsError
 from actds.exchange.apart import arrays_of, open_foreign, reader
 from actds.exchange.blocks import LABELS, ForeignSet, own_name
@@ -26,7 +25,7 @@ from actds.exchange.importing import named_hook
 from actds.exchange.raw import RawFile, is_raw
 from actds.exchange.tensors import foreign
 from actds.format.arrays import widen
-from actds.store import local_folder
+from actds.store import layout, local_folder
 
 MAX_FAULTS = 20
 MAX_FOLDERS = 50

@@ -18,16 +18,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field
 
-from actds import canonical, schema
 from actds.errors import ActdsError, not_installed
 from actds.exchange.rows import BLOCK_NBYTES, ORDER, OrderedRows, blocks, lay_out, order_rows
 from actds.exchange.tensors import NewTensor, write_tensors
+from actds.explore.dataset import Dataset
+from actds.explore.dataset import open as open_dataset
+from actds.format import canonical, schema
 from actds.format.arrays import DTYPES
-from actds.load.dataset import Dataset
-from actds.load.dataset import open as open_dataset
-from actds.load.filters import bad
-from actds.load.selection import Selection, select, warn_where_none
-from actds.schema import FileEntry, Hook
+from actds.format.schema import FileEntry, Hook
+from actds.loader.filters import bad
+from actds.loader.selection import Selection, select, warn_where_none
 from actds.store.folders import new_folder
 from actds.version import __version__
 

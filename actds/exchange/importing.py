@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from actds import layout, schema
-from actds.commit import ShardRows, commit_shard
+from actds.dataset.commit import ShardRows, commit_shard
+from actds.dataset.ledger import Chain
 from actds.errors import ActdsError
 from actds.exchange.apart import open_foreign, reader
 from actds.exchange.blocks import Block, ForeignHook, ForeignSet, own_name
@@ -25,10 +25,9 @@ from actds.exchange.export import RECORD_FILE
 from actds.exchange.rows import BLOCK_NBYTES
 from actds.exchange.tensors import foreign as bad_set
 from actds.exchange.tensors import read_document
+from actds.format import schema
 from actds.format.arrays import DTYPES
-from actds.format.tables import UNKNOWN_FIELD
-from actds.ledger import Chain
-from actds.schema import (
+from actds.format.schema import (
     REQUIRED_PROVENANCE,
     Genesis,
     Hook,
@@ -36,6 +35,8 @@ from actds.schema import (
     RunBody,
     RunRecord,
 )
+from actds.format.tables import UNKNOWN_FIELD
+from actds.store import layout
 from actds.store.folders import new_folder
 from actds.store.local import LocalStore
 from actds.text import storable

@@ -19,13 +19,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.errors import ActdsError
+from actds.explore.dataset import ROW_NUMBERS
+from actds.explore.lazy import open_array, rows_at_a_time
 from actds.format import tables
 from actds.format.arrays import DTYPES, widen
 from actds.format.roles import Roles
-from actds.load.dataset import ROW_NUMBERS
-from actds.load.lazy import open_array, rows_at_a_time
-from actds.load.selection import PROVENANCE_COLUMNS, ROLE, Selection
-from actds.schema import Hook
+from actds.format.schema import Hook
+from actds.loader.selection import PROVENANCE_COLUMNS, ROLE, Selection
 
 Bits = npt.NDArray[Any]
 ORDER = "run, request, position"

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from actds import canonical
 from actds.errors import ActdsError
+from actds.format import canonical
 
 MAX_HEADER_NBYTES = 100_000_000  # that of the format
 _CODES = {

@@ -21,8 +21,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from actds import canonical
 from actds.errors import ActdsError
+from actds.format import canonical
 from actds.format.codec import (
     MAX_BLOCK_NBYTES,
     CodecError,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from actds.format.arrays import Bits, DType, array_metadata, chunk_rows, dtype_of, geometry
 from actds.format.codec import Bytes, Mode, crc32c, encode_into, frame_capacity, top_bytes
-from actds.schema import RowCounts
+from actds.format.schema import RowCounts
 
 _CRC = struct.Struct("<I")
 

@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from actds import canonical
 from actds.errors import ActdsError
+from actds.format import canonical
 from actds.text import printable
 
 if TYPE_CHECKING:  # the plugin of an engine that harvests nothing loads no Arrow

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from actds import canonical, layout
 from actds.errors import ActdsError
-from actds.schema import FileEntry
+from actds.format import canonical
+from actds.format.schema import FileEntry
+from actds.store import layout
 
 if TYPE_CHECKING:
-    from actds.schema import RunRecord
+    from actds.format.schema import RunRecord
 
 NONE = "none"
 """The value of ``capture.readouts`` in a run without readouts."""

@@ -1,7 +1,7 @@
 """Row weights: a file that gives every stored row of a dataset a weight, read and checked.
 
 Stands beside the dataset, not in it: an audit writes it, a loader hands its weights out with the
-rows. How often a row was served is another matter: ``actds.accounting.multiplicity``.
+rows. How often a row was served is another matter: ``actds.dataset.multiplicity``.
 """
 
 from __future__ import annotations

@@ -9,12 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from actds import canonical, layout, schema
 from actds.errors import ActdsError
-from actds.format import arrays, tables
+from actds.format import arrays, canonical, schema, tables
 from actds.format.positions import position_key
-from actds.schema import FileEntry, ShardManifest
-from actds.store import Store, file_sha256
+from actds.format.schema import FileEntry, ShardManifest
+from actds.store import Store, file_sha256, layout
 
 TOKENS = "tokens.parquet"
 GROUP_METADATA = "acts.zarr/zarr.json"

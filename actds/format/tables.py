@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from actds.errors import ActdsError
 from actds.format import parquet
-from actds.schema import REQUIRED_PROVENANCE
+from actds.format.schema import REQUIRED_PROVENANCE
 
 TableName = Literal[
     "tokens",

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from actds import layout
 from actds.errors import ActdsError
+from actds.store import layout
 from actds.store.interface import (
     TEMPORARY,
     Buffer,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
-from actds import layout
 from actds.errors import ActdsError
+from actds.store import layout
 from actds.store.cache import Cache
 
 TEMPORARY = ".tmp-"

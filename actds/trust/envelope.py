@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from actds import canonical
 from actds.errors import ActdsError
+from actds.format import canonical
 from actds.trust.keys import TrustedKey, needs_extra
 from actds.trust.statement import PAYLOAD_TYPE
 

@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actds import canonical
 from actds.errors import ActdsError
+from actds.format import canonical
 from actds.text import one_line
 from actds.trust.keys import needs_extra
 from actds.trust.statement import PAYLOAD_TYPE

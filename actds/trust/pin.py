@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from actds import layout
+from actds.dataset.reading import Catalog, no_such_seal
 from actds.errors import ActdsError
-from actds.reading import Catalog, no_such_seal
-from actds.schema import ReplaceBody, ShardBody
+from actds.format.schema import ReplaceBody, ShardBody
+from actds.store import layout
 
 _PIN = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
 

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from actds import layout
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
-from actds.reading import Catalog
-from actds.store import Store, local_folder, open_for_writing, open_store
+from actds.store import Store, layout, local_folder, open_for_writing, open_store
 from actds.store.local import lock_dataset
 from actds.trust.envelope import (
     MAX_ENVELOPE_NBYTES,

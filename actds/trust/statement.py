@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from actds import canonical, layout
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
-from actds.reading import Catalog
+from actds.format import canonical
+from actds.store import layout
 from actds.trust.sums import sums
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"

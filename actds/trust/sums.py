@@ -6,11 +6,11 @@ It follows from the ledger alone: no file is read for it. What may be written ag
 
 from __future__ import annotations
 
-from actds import layout
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
+from actds.format.schema import ReplaceBody, RunBody, ShardBody
 from actds.format.shard import data_files
-from actds.reading import Catalog
-from actds.schema import ReplaceBody, RunBody, ShardBody
+from actds.store import layout
 
 
 def sums(catalog: Catalog) -> bytes:

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from actds_validators.report.svg import FigureData, Frame, Picture, Shape, axes, legend, ticks
-from actds_validators.report.words import percent, short
+from actds_validators.pages.svg import FigureData, Frame, Picture, Shape, axes, legend, ticks
+from actds_validators.pages.words import percent, short
 
 STYLE = """
 text{font:12px system-ui,sans-serif;fill:#24292f}.dim{fill:#57606a}.bold{font-weight:600}

@@ -22,7 +22,7 @@ from analysis import (
 )
 from figures import Point, forest, rates, timeline
 
-from actds_validators.report.words import percent
+from actds_validators.pages.words import percent
 
 DROPPING = ("drop_oldest", "drop_newest")
 NEGLIGIBLE = 0.1

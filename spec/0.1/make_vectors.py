@@ -23,10 +23,10 @@ from vector_faults import FAULTS
 from vector_signatures import write_signatures
 from vector_tools import HOOK, PREFILL, RUN, Vector
 
-from actds.commit import commit_shard
+from actds.dataset.commit import commit_shard
 from actds.format.labels import dump_labels
 from actds.format.readouts import Readouts
-from actds.recompression import recompress
+from actds.rewrite.recompression import recompress
 from actds_testing.places import VECTORS
 from actds_testing.schedules import WALL_NS, simulate, table_of
 from actds_testing.synthetic import make_dataset
@@ -126,7 +126,7 @@ def _write_replaced(path: Path) -> None:
     """Write the minimal dataset with raw shards, one of them replaced since."""
     with (
         mock.patch("actds_testing.synthetic.commit_shard", partial(commit_shard, raw=True)),
-        mock.patch("actds.recompression.__version__", "vectors"),
+        mock.patch("actds.rewrite.recompression.__version__", "vectors"),
     ):
         _write_minimal(path)
         with _fixed_ids(10**6):

@@ -18,8 +18,9 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from actds import canonical, layout
-from actds.reading import Catalog
+from actds.dataset.reading import Catalog
+from actds.format import canonical
+from actds.store import layout
 from actds.store.local import LocalStore
 from actds.trust.statement import PAYLOAD_TYPE, statement
 from actds.trust.sums import sums

@@ -10,11 +10,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from actds import canonical, layout
-from actds.format import tables
+from actds.dataset.reading import heads_root, read_dataset
+from actds.format import canonical, tables
+from actds.format.schema import FileEntry, Head
 from actds.format.shard import files_root, row_set_sha256
-from actds.reading import heads_root, read_dataset
-from actds.schema import FileEntry, Head
+from actds.store import layout
 from actds.store.local import LocalStore
 from actds_validators.validate.accounting import check_accounting
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import actds
-from actds.load.dataset import Dataset
+from actds.explore.dataset import Dataset
 from actds_testing import harvest as h
 from actds_testing.faulty_disk import FaultyDisk
 from actds_testing.recovery import shard_records

@@ -27,7 +27,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from actds.load.dataset import Dataset
+from actds.explore.dataset import Dataset
 from actds_testing import harvest as h
 from actds_testing.witnessed_engine import interpret_kernels
 

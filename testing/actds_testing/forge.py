@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from actds import canonical, layout
+from actds.dataset.reading import heads_root
+from actds.format import canonical
+from actds.format.schema import FileEntry, Head
 from actds.format.shard import files_root
-from actds.reading import heads_root
-from actds.schema import FileEntry, Head
+from actds.store import layout
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

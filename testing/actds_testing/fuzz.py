@@ -32,10 +32,10 @@ import pyarrow.parquet as pq
 import zstandard
 
 import actds
-from actds import canonical, layout, schema
 from actds.errors import ActdsError
-from actds.format import arrays, codec, pages, readouts, tables
+from actds.format import arrays, canonical, codec, pages, readouts, schema, tables
 from actds.format.apart import TablesApart
+from actds.store import layout
 from actds.store.local import LocalFile
 from actds_testing.forge import rehash, relink
 from actds_testing.places import ROOT, VECTORS

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 import actds
-from actds.load.dataset import Dataset
+from actds.explore.dataset import Dataset
 from actds_testing.places import DEMO_MODEL
 from actds_testing.warm_engine import WarmEngine
 from actds_validators.validate.validation import validate

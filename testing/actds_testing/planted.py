@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from actds.schema import Hook
+from actds.format.schema import Hook
 from actds_testing import synthetic
 
 __all__ = ["directions", "planted_dataset", "rotated"]

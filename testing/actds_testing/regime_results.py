@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from actds_validators.regimes.conclusions import answer_of, verdicts
-from actds_validators.regimes.result import (
+from actds_studies.regimes.conclusions import answer_of, verdicts
+from actds_studies.regimes.result import (
     About,
     ArmResult,
     ContrastResult,

@@ -14,8 +14,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
-from actds.reading import Catalog
 from actds.store import local_folder, open_store
 from actds.store.local import lock_dataset
 from actds_testing.harvest import environment

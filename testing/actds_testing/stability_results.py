@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from actds_validators.stability.judge import answer, compare, verdicts
-from actds_validators.stability.result import (
+from actds_studies.stability.judge import answer, compare, verdicts
+from actds_studies.stability.result import (
     ArmResult,
     CrossValue,
     Features,

@@ -14,12 +14,11 @@ import ml_dtypes
 import numpy as np
 import pyarrow as pa
 
-from actds import layout, schema
-from actds.commit import ShardRows, commit_part, commit_shard
-from actds.format import tables
+from actds.dataset.commit import ShardRows, commit_part, commit_shard
+from actds.dataset.ledger import Chain
+from actds.format import schema, tables
 from actds.format.readouts import Readouts, compute, matrix
-from actds.ledger import Chain
-from actds.schema import (
+from actds.format.schema import (
     REQUIRED_PROVENANCE,
     Genesis,
     Hook,
@@ -27,6 +26,7 @@ from actds.schema import (
     RunBody,
     RunRecord,
 )
+from actds.store import layout
 from actds.store.local import LocalStore
 from actds_testing.schedules import WALL_NS, Schedule, simulate
 
@@ -135,7 +135,7 @@ def make_dataset(
     census.close("finished", _census_totals(told))
     assert n_shards or not len(told.rows)
     if sealed:
-        from actds.sealing import seal
+        from actds.publish.sealing import seal
 
         seal(store)
     return Path(path)

@@ -22,7 +22,7 @@ import torch
 
 from actds.format.arrays import DTYPES
 from actds.format.readouts import NONE, Readouts, compute, matrix
-from actds.schema import REQUIRED_PROVENANCE
+from actds.format.schema import REQUIRED_PROVENANCE
 from actds_testing.faulty_disk import wait_until
 from actds_writers.capture.op import HookBuffers
 from actds_writers.capture.stages import Stages, Step

@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 
 from actds.errors import ActdsError
-from actds.schema import REQUIRED_PROVENANCE, DType
+from actds.format.schema import REQUIRED_PROVENANCE, DType
 from actds_testing.tiny import write_byte_tokenizer
 from actds_writers.capture.check import HookCheck, bound, check_prompts, compare_with_forward
 from actds_writers.capture.taps import HookKind, ModelConfig, StreamForm, Tap, decoder_layers

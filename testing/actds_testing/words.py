@@ -58,7 +58,8 @@ _PATTERNS = {
 }
 _VALIDATORS = ROOT / "validators" / "actds_validators"
 _SOURCES = (
-    *(_VALIDATORS / folder for folder in ("report", "validate", "audit", "regimes")),
+    *(_VALIDATORS / folder for folder in ("pages", "validate", "audit")),
+    ROOT / "validators" / "actds_studies",
     ROOT / "writers" / "actds_writers",
 )
 _SQL = re.compile(r"\b(select|from|join|where|union)\b")
@@ -86,7 +87,7 @@ def find(text: str) -> Iterator[tuple[str, int, str]]:
 
 def visible_texts() -> Iterator[tuple[str, int, str]]:
     """Yield what a user can see: file, line, text."""
-    templates = (_VALIDATORS / "report" / "templates").glob("*.j2")
+    templates = (_VALIDATORS / "pages" / "templates").glob("*.j2")
     guides = [*sorted(DOCS.glob("*.md")), *sorted(EXAMPLES.glob("*/README.md"))]
     for path in (ROOT / "README.md", *guides, *sorted(templates)):
         yield _name(path), 1, path.read_text(encoding="utf-8")

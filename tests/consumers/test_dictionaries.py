@@ -18,7 +18,7 @@ import torch
 
 import actds
 from actds.errors import ActdsError
-from actds_validators.dictionaries import Dictionary, load_dictionary
+from actds_studies.dictionaries import Dictionary, load_dictionary
 
 D_MODEL, N_FEATURES, N_ROWS = 24, 96, 400
 HOOK = "blocks.7.hook_resid_post"

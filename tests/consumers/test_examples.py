@@ -192,7 +192,7 @@ def test_a_dictionary_is_scored_on_requests_that_it_left_out(
     make_example: Callable[..., Example],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from actds_validators.regimes.api import regimes
+    from actds_studies.regimes.api import regimes
 
     for share in ("0.5", "0"):
         example, out = make_example(name, "--held-out", share), tmp_path / share

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pytest
 
 import actds
-from actds.load.dataset import Dataset
+from actds.explore.dataset import Dataset
 from actds_testing import harvest as h
 
 pytestmark = pytest.mark.engine

@@ -15,7 +15,7 @@ import ml_dtypes  # noqa: F401  # bfloat16, by name
 import numpy as np
 import pytest
 
-from actds.load.dataset import Dataset
+from actds.explore.dataset import Dataset
 from actds_testing import cpu_graphs
 from actds_testing import harvest as h
 from actds_testing.tiny import make_random_model

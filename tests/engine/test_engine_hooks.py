@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actds.load.dataset import Dataset
+from actds.explore.dataset import Dataset
 from actds_testing import harvest as h
 from actds_testing.families.layouts import stack_of, watched
 from actds_testing.families.models import FAMILIES

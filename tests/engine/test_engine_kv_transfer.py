@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actds.load.dataset import Dataset
-from actds.load.overview import fates
+from actds.explore.dataset import Dataset
+from actds.explore.overview import fates
 from actds_testing import harvest as h
 from actds_testing.tiny import byte_tokenizer, make_random_model
 from actds_validators.audit.api import audit

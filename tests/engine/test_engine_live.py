@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import actds
-from actds.sealing import seal
+from actds.publish.sealing import seal
 from actds.store import open_store
 from actds_testing.harvest import validated
 from actds_testing.server import LANE, scrape, wait_until_ended

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actds.sealing import seal
+from actds.publish.sealing import seal
 from actds.store import open_store
 from actds_testing import harvest as h
 from actds_testing.lora_engine import RANK, make_adapter

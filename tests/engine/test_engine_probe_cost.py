@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import actds
-from actds.reading import Catalog
+from actds.dataset.reading import Catalog
 from actds.store import open_store
 from actds_testing import harvest as h
 from actds_testing.tiny import make_random_model

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actds.load.dataset import Dataset
+from actds.explore.dataset import Dataset
 from actds_testing import harvest as h
 from actds_testing.tiny import make_random_model, make_tiny_model
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import actds
-from actds.load.dataset import Dataset
-from actds.sealing import seal
+from actds.explore.dataset import Dataset
+from actds.publish.sealing import seal
 from actds.store import open_store
 from actds_testing import harvest as h
 from actds_testing.chat_templates import CHATS

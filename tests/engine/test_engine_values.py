@@ -13,8 +13,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import actds
-from actds.reading import Catalog
-from actds.schema import RowCounts
+from actds.dataset.reading import Catalog
+from actds.format.schema import RowCounts
 from actds.store import open_store
 from actds_testing import harvest as h
 from actds_testing.tiny import make_random_model

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 import actds
-from actds.load.dataset import Dataset
-from actds.schema import RunRecord
-from actds.sealing import seal
+from actds.explore.dataset import Dataset
+from actds.format.schema import RunRecord
+from actds.publish.sealing import seal
 from actds.store import open_store
 from actds_testing import harvest as h
 from actds_testing.server import wait_until_ended

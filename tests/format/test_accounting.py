@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from actds.accounting.account import TOTALS, Account, account
+from actds.dataset.account import TOTALS, Account, account
 from actds.format import tables
 from actds.format.positions import (
     Intervals,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actds import canonical
 from actds.errors import ActdsError
+from actds.format import canonical
 from actds.format.arrays import (
     DTYPES,
     ArrayReader,

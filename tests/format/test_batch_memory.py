@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import actds
-from actds.load.windows import BatchMemory, put
-from actds.schema import Hook
+from actds.format.schema import Hook
+from actds.loader.windows import BatchMemory, put
 from actds_testing.synthetic import make_dataset
 
 HOOKS = {

@@ -86,7 +86,7 @@ def test_arrays_index_like_the_whole_array(original: Path) -> None:
 
 
 def test_arrays_keep_few_files_open(original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actds.load.lazy.MAX_OPEN_ARRAYS", 2)
+    monkeypatch.setattr("actds.explore.lazy.MAX_OPEN_ARRAYS", 2)
     opened = actds.open(original)
     array = opened.array(HOOK)
     assert len(opened.shards) > 3

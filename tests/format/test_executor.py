@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import actds
-from actds.commit import commit_shard
+from actds.dataset.commit import commit_shard
 from actds.errors import ActdsError
 from actds.executor import EXECUTORS, ExecutorName, open_executor
 from actds.format.readouts import Readouts

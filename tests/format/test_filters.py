@@ -15,7 +15,7 @@ import pytest
 
 import actds
 from actds.format.readouts import Readouts
-from actds.load.filters import FILTERS, Exclusion, Filter, register_filter
+from actds.loader.filters import FILTERS, Exclusion, Filter, register_filter
 from actds_testing.synthetic import make_dataset, states
 
 HOOKS = ("resid_post.0", "resid_post.1")

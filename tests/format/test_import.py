@@ -20,12 +20,12 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import actds
-import actds.sealing
+import actds.publish.sealing
 from actds.cli import cli
 from actds.errors import ActdsError, NoProvenanceError
 from actds.exchange import importing
 from actds.exchange.tensors import read_header
-from actds.schema import REQUIRED_PROVENANCE
+from actds.format.schema import REQUIRED_PROVENANCE
 from actds_testing.synthetic import make_dataset
 
 TWO = ("resid_post.3", "resid_post.7")
@@ -228,7 +228,7 @@ def test_a_harvest_without_its_census_is_no_import(copy_dataset: Callable[[], Pa
         if b'"kind":"census"' in (chain / "00000000.json").read_bytes():
             shutil.rmtree(chain)
     with pytest.raises(ActdsError, match="E403"):
-        actds.sealing.seal(path, imported=True)
+        actds.publish.sealing.seal(path, imported=True)
 
 
 def test_it_is_never_sealed_nor_taken_for_valid(tmp_path: Path) -> None:
@@ -600,7 +600,7 @@ def test_a_flawless_import_is_not_known_where_it_is_allowed(tmp_path: Path) -> N
     rows = np.random.default_rng(6).standard_normal((20, 8)).astype(np.float32)
     np.save(tmp_path / "resid_post.2.npy", rows)
     actds.import_foreign(tmp_path / "resid_post.2.npy", tmp_path / "acts")
-    actds.sealing.seal(tmp_path / "acts", imported=True)
+    actds.publish.sealing.seal(tmp_path / "acts", imported=True)
     done = _command("check", tmp_path / "acts", "--imported")
     assert done.exit_code == 0 and done.output.startswith("? Not known: nobody recorded")
     assert "every row is finite" in done.output

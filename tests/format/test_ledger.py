@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from test_store import full_disk
 
-from actds import canonical
+from actds.dataset.ledger import Chain, fence, read_chain, read_ledger
 from actds.errors import ActdsError
-from actds.ledger import Chain, fence, read_chain, read_ledger
-from actds.schema import FileEntry, PartBody
+from actds.format import canonical
+from actds.format.schema import FileEntry, PartBody
 from actds.store.local import LocalStore
 
 DATASET = "0" * 32

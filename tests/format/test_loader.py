@@ -20,7 +20,7 @@ import torch
 
 import actds
 from actds.format.arrays import from_torch
-from actds.load.order import ORDER_VERSION
+from actds.loader.order import ORDER_VERSION
 from actds_testing.places import EXAMPLES
 from actds_testing.synthetic import make_dataset
 from actds_testing.weights_files import drawn_weights, write_weights_file

@@ -18,7 +18,7 @@ import torch
 import actds
 from actds.format.arrays import from_torch
 from actds.format.readouts import Readouts
-from actds.load.filters import FILTERS
+from actds.loader.filters import FILTERS
 from actds_testing.synthetic import make_dataset
 from actds_testing.weights_files import drawn_weights, write_weights_file
 

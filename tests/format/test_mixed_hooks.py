@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import actds
+from actds.explore.lazy import rows_together
 from actds.format.arrays import from_torch
 from actds.format.readouts import Readouts
-from actds.load.lazy import rows_together
 from actds_testing.synthetic import make_dataset
 
 WIDTHS = {"resid_post.0": 16, "resid_post.1": 40, "resid_post.2": 5}

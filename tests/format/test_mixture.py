@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import actds
-from actds.load.stats import Stats
+from actds.explore.stats import Stats
 from actds_testing.synthetic import make_dataset, states
 
 HOOKS = ("resid_post.0", "resid_post.1")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actds.accounting.account import account
+from actds.dataset.account import account
 from actds.format import tables
 from actds_testing.schedules import Schedule, simulate, table_of
 

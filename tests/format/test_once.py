@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import actds
 from actds.errors import ActdsError
+from actds.explore.coverage import covered, lacking
 from actds.format import tables
 from actds.format.positions import union
-from actds.load.coverage import covered, lacking
 from actds_testing import synthetic
 from actds_testing.schedules import Schedule, simulate
 from actds_testing.synthetic import make_dataset

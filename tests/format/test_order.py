@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actds.accounting.multiplicity import served_counts
+from actds.dataset.multiplicity import served_counts
 from actds.format import tables
-from actds.load.order import (
+from actds.loader.order import (
     Epoch,
     EpochOrder,
     Geometry,

@@ -18,13 +18,12 @@ import pytest
 import torch
 
 import actds
-from actds import canonical, layout, schema
 from actds.errors import ActdsError, Findings
-from actds.format import tables
+from actds.format import canonical, schema, tables
 from actds.format.readouts import Readouts, compute, directions, load_probes, matrix, probe_bytes
-from actds.schema import LedgerRecord, PartBody
-from actds.sealing import seal
-from actds.store import open_store
+from actds.format.schema import LedgerRecord, PartBody
+from actds.publish.sealing import seal
+from actds.store import layout, open_store
 from actds_testing.synthetic_engine import (
     D_MODEL,
     GENERATED,

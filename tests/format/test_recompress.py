@@ -17,17 +17,16 @@ import pytest
 from click.testing import CliRunner
 
 import actds
-import actds.commit
-from actds import canonical, layout
+import actds.dataset.commit
 from actds.cli import cli
+from actds.dataset.ledger import Chain
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
-from actds.format import arrays, encoding
-from actds.ledger import Chain
-from actds.reading import Catalog
-from actds.recompression import recompress
-from actds.schema import ReplaceBody
-from actds.sealing import seal
-from actds.store import Put
+from actds.format import arrays, canonical, encoding
+from actds.format.schema import ReplaceBody
+from actds.publish.sealing import seal
+from actds.rewrite.recompression import recompress
+from actds.store import Put, layout
 from actds.store.local import LocalStore, lock_dataset
 from actds_testing import synthetic
 from actds_testing.independent import IndependentReader
@@ -43,7 +42,7 @@ def raw_dataset(path: Path, *, every: int = 1, **options: Any) -> Path:
     count = iter(range(10**6))
 
     def commit(*args: Any, **named: Any) -> Any:
-        return actds.commit.commit_shard(*args, **named, raw=next(count) % every == 0)
+        return actds.dataset.commit.commit_shard(*args, **named, raw=next(count) % every == 0)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(synthetic, "commit_shard", commit)
@@ -192,7 +191,7 @@ def test_bits_that_differ_are_never_committed(
     def wrong(rows: Any, *args: Any, **named: Any) -> Any:
         return real(np.where(rows == rows[5], rows[4], rows), *args, **named)
 
-    monkeypatch.setattr("actds.recompression.encoding.encode_array", wrong)
+    monkeypatch.setattr("actds.rewrite.recompression.encoding.encode_array", wrong)
     with pytest.raises(ActdsError, match="E204 shards/t-"):
         recompress(path)
     monkeypatch.undo()
@@ -284,7 +283,7 @@ def test_killed_while_old_files_go_the_next_call_removes_the_rest(tmp_path: Path
 
 KILLED = """
 import os, signal, sys
-from actds.recompression import recompress
+from actds.rewrite.recompression import recompress
 from actds.store.local import LocalStore
 put, left = LocalStore.put_new, [int(sys.argv[2])]
 def put_new(self, path, parts):

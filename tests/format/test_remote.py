@@ -21,10 +21,9 @@ import obstore
 import obstore.store
 
 import actds
-from actds import layout
 from actds.errors import ActdsError
-from actds.sealing import seal
-from actds.store import Store, open_for_writing, open_store
+from actds.publish.sealing import seal
+from actds.store import Store, layout, open_for_writing, open_store
 from actds_testing.remote_servers import (
     AZURITE,
     CONTAINER,

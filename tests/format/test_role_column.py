@@ -11,7 +11,7 @@ import pytest
 
 import actds
 from actds.errors import ActdsError
-from actds.load import loader as loader_module
+from actds.loader import loader as loader_module
 from actds_testing.synthetic import make_dataset
 
 Rows = dict[tuple[str, int, int], str | None]

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 
 import actds
 from actds.cli import cli
-from actds.commit import ShardRows, commit_shard
+from actds.dataset.commit import ShardRows, commit_shard
+from actds.dataset.info import describe
+from actds.dataset.ledger import Chain
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
 from actds.format.encoding import ArrayEncoder, encode_array
-from actds.info import describe
-from actds.ledger import Chain
-from actds.reading import Catalog
-from actds.recompression import recompress
-from actds.schema import RowCounts
-from actds.shuffling import shuffle
+from actds.format.schema import RowCounts
+from actds.rewrite.recompression import recompress
+from actds.rewrite.shuffling import shuffle
 from actds.store.local import LocalStore
 from actds_testing import forge, independent, synthetic
 from actds_testing.synthetic import make_dataset

@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import actds
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.format.positions import Index
 from actds.format.row_weights import GROUP_ROWS
-from actds.reading import Catalog
 from actds.store import open_store
 from actds_testing.simulate import SCENARIOS, simulate, write_dataset, write_tables
 from actds_testing.synthetic import make_dataset

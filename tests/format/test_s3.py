@@ -17,9 +17,9 @@ pytest.importorskip("obstore", reason="needs the extra actds[cloud]")
 pytest.importorskip("moto", reason="needs moto's S3 server")
 
 import actds
+from actds.dataset.ledger import Chain, fence, read_ledger
 from actds.errors import ActdsError
-from actds.ledger import Chain, fence, read_ledger
-from actds.sealing import seal
+from actds.publish.sealing import seal
 from actds.store import TEMPORARY, Store, file_sha256, open_for_writing, open_store
 from actds.store.s3 import S3Store
 from actds_testing.s3_server import Exchange, proxy

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 import actds
-from actds import canonical, layout
-from actds.commit import commit_part
+from actds.dataset.commit import commit_part
+from actds.dataset.ledger import Chain, fence
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
-from actds.format import tables
-from actds.ledger import Chain, fence
-from actds.reading import Catalog
-from actds.schema import RunBody
-from actds.sealing import seal
+from actds.format import canonical, tables
+from actds.format.schema import RunBody
+from actds.publish.sealing import seal
+from actds.store import layout
 from actds.store.local import LocalStore
 from actds_testing import forge
 from actds_testing.synthetic import make_dataset

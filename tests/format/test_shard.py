@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from test_store import full_disk
 
-from actds import schema
-from actds.commit import ShardRows, commit_part, commit_shard
+from actds.dataset.commit import ShardRows, commit_part, commit_shard
+from actds.dataset.ledger import Chain, read_chain
 from actds.errors import ActdsError
-from actds.format import tables
+from actds.format import schema, tables
+from actds.format.schema import ShardManifest
 from actds.format.shard import Shard, files_root, row_order, row_set_sha256
-from actds.ledger import Chain, read_chain
-from actds.schema import ShardManifest
 from actds.store.local import LocalStore, NewLocalFile
 
 N = 700

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import actds
+from actds.explore import overview
+from actds.explore.overview import fates, norm_profile
 from actds.format.readouts import Readouts
 from actds.format.tables import DISPOSITIONS
-from actds.load import overview
-from actds.load.overview import fates, norm_profile
 from actds_testing.synthetic import make_dataset
 
 HOOKS = ("resid_post.0", "resid_post.1")

@@ -20,15 +20,15 @@ import tensorstore
 from click.testing import CliRunner
 
 import actds
-from actds import canonical, layout
 from actds.cli import cli
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
-from actds.format import encoding
+from actds.format import canonical, encoding
 from actds.format.readouts import Readouts
-from actds.reading import Catalog
-from actds.scatter import RowGroup, shard_cuts
-from actds.sealing import account_run
-from actds.shuffling import Shuffled, shuffle
+from actds.publish.sealing import account_run
+from actds.rewrite.scatter import RowGroup, shard_cuts
+from actds.rewrite.shuffling import Shuffled, shuffle
+from actds.store import layout
 from actds.store.local import LocalStore, lock_dataset
 from actds_testing import synthetic
 from actds_testing.independent import IndependentReader
@@ -307,7 +307,7 @@ def test_places_are_uniform_over_the_copy(wide: Path, tmp_path: Path) -> None:
 
 MEASURED = """
 import sys, tracemalloc
-from actds.shuffling import shuffle
+from actds.rewrite.shuffling import shuffle
 shuffle(sys.argv[1], sys.argv[2] + "-first", rows_per_shard=2048, memory_nbytes=1 << 21)
 tracemalloc.start()
 shuffle(sys.argv[1], sys.argv[2], rows_per_shard=2048, memory_nbytes=1 << 21)
@@ -415,7 +415,9 @@ def test_what_the_disk_changed_is_never_copied(
 ) -> None:
     path, out = make_dataset(tmp_path / "acts", n_requests=16), tmp_path / "out"
     with monkeypatch.context() as patch:
-        patch.setattr("actds.shuffling.Blocks.tokens", lambda *_: (_ for _ in ()).throw(Killed()))
+        patch.setattr(
+            "actds.rewrite.shuffling.Blocks.tokens", lambda *_: (_ for _ in ()).throw(Killed())
+        )
         with pytest.raises(Killed):
             shuffle(path, out)
     block = next((tmp_path / "out.partial").rglob("*.rows"))
@@ -432,7 +434,7 @@ def test_what_the_disk_changed_is_never_copied(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from actds.shuffling import shuffle
+from actds.rewrite.shuffling import shuffle
 from actds.store.local import LocalStore
 left = [int(sys.argv[3])]
 def counted(real):

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import actds
+from actds.dataset.sources import LabelCount, UnservedFacts, label_facts, read_records, source_facts
 from actds.format.labels import dump_labels
-from actds.schema import ProvenanceField
-from actds.sources import LabelCount, UnservedFacts, label_facts, read_records, source_facts
+from actds.format.schema import ProvenanceField
 from actds_testing.schedules import Schedule, simulate, table_of
 from actds_testing.synthetic import make_dataset
 from actds_validators.audit.source import source_account

@@ -13,11 +13,11 @@ import pytest
 from scipy.optimize import minimize
 
 import actds
+from actds.explore import stats as stats_module
+from actds.explore.stats import QUANTILES, Stats, geometric_median, stats_of_rows
 from actds.format.arrays import ArrayReader
+from actds.format.schema import Hook
 from actds.format.shard import Shard
-from actds.load import stats as stats_module
-from actds.load.stats import QUANTILES, Stats, geometric_median, stats_of_rows
-from actds.schema import Hook
 from actds_testing.synthetic import make_dataset
 
 HOOKS = ("resid_post.0", "resid_post.1")

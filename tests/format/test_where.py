@@ -13,7 +13,7 @@ import pytest
 import actds
 from actds.format.labels import dump_labels
 from actds.format.readouts import Readouts
-from actds.load.where import COLUMNS, SAMPLED, Kind, parse_expression
+from actds.loader.where import COLUMNS, SAMPLED, Kind, parse_expression
 from actds_testing.schedules import Schedule, simulate, table_of
 from actds_testing.synthetic import make_dataset
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from actds.dataset.write_threads import WriteThreads, window
 from actds.errors import ActdsError
 from actds.format.encoding import ArrayEncoder, encode_array
 from actds.store import Buffer, NewFile, Put
 from actds.store.local import LocalStore
-from actds.write_threads import WriteThreads, window
 
 PATIENCE_S = 60.0
 D_MODEL = 4096  # 128 rows per chunk

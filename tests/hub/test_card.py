@@ -16,10 +16,10 @@ from click.testing import CliRunner
 
 import actds
 from actds.cli import cli
+from actds.dataset.info import describe
+from actds.dataset.reading import Catalog
 from actds.format.readouts import Readouts
-from actds.hub.methods import methods
-from actds.info import describe
-from actds.reading import Catalog
+from actds.publish.methods import methods
 from actds.store.local import LocalStore
 from actds_testing.synthetic import make_dataset
 

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 import actds
 from actds.cli import cli
 from actds.executor import ExecutorName
-from actds.hub import transfer
+from actds.publish import transfer
 from actds_testing.hub_server import TOKEN, Hub, flipped
 from actds_testing.synthetic import make_dataset
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actds import canonical
 from actds.errors import ActdsError
+from actds.format import canonical
 
 INTEGERS = st.integers(-canonical.MAX_INTEGER, canonical.MAX_INTEGER)
 DOCUMENTS = st.recursive(

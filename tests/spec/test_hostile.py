@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import actds
-from actds import layout
 from actds.errors import ActdsError
+from actds.store import layout
 from actds_testing import fuzz
 from actds_testing.attacks import judge
 from actds_testing.places import SPEC, VECTORS

@@ -8,10 +8,10 @@ import jsonschema
 import pytest
 from click.testing import CliRunner
 
-from actds import canonical, schema
 from actds.cli import cli
 from actds.errors import ActdsError
-from actds.schema import DOCUMENTS
+from actds.format import canonical, schema
+from actds.format.schema import DOCUMENTS
 from actds_testing.places import SCHEMAS
 from actds_testing.synthetic import make_dataset
 

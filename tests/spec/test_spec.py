@@ -13,10 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from actds import canonical
-from actds.accounting import account as accounting
+from actds.dataset import account as accounting
 from actds.errors import CODES
-from actds.format import arrays, codec, tables
+from actds.format import arrays, canonical, codec, tables
 from actds.format.arrays import MAX_CHUNK_NBYTES
 from actds.format.shard import row_set_sha256
 from actds.store.local import LocalFile

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from actds import canonical
+from actds.dataset.reading import Catalog, read_dataset
 from actds.errors import CODES, ActdsError, Finding
-from actds.reading import Catalog, read_dataset
+from actds.format import canonical
 from actds.store import open_store
 from actds_testing.places import VECTORS
 from actds_validators.validate.validation import Validation, validate

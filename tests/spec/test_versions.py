@@ -11,9 +11,9 @@ from click.testing import CliRunner
 from pydantic import Field, create_model
 
 import actds
-from actds import schema
 from actds.cli import cli
 from actds.errors import ActdsError
+from actds.format import schema
 from actds_testing import forge
 from actds_testing.synthetic import make_dataset
 

@@ -14,9 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 import actds
-from actds import canonical
 from actds.cli import cli
 from actds.errors import ActdsError
+from actds.format import canonical
 from actds.trust.statement import statement
 from actds_testing.sigstore_instance import Instance
 from actds_testing.synthetic import make_dataset

@@ -18,12 +18,12 @@ import pytest
 from click.testing import CliRunner
 
 import actds
-from actds import canonical
 from actds.cli import cli
-from actds.commit import commit_shard
+from actds.dataset.commit import commit_shard
 from actds.errors import ActdsError
-from actds.load.overview import norm_profile
-from actds.recompression import recompress
+from actds.explore.overview import norm_profile
+from actds.format import canonical
+from actds.rewrite.recompression import recompress
 from actds_testing.remote_servers import web_server
 from actds_testing.synthetic import make_dataset
 from actds_validators.validate.validation import Validation, validate

@@ -19,9 +19,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 import actds
-from actds import canonical
 from actds.cli import cli
 from actds.errors import ActdsError, UntrustedError
+from actds.format import canonical
 from actds.store import open_store
 from actds.trust.envelope import MAX_SIGNATURES
 from actds_testing.synthetic import make_dataset

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import actds
-from actds import canonical
-from actds.hub.card import card
-from actds.recompression import recompress
+from actds.format import canonical
+from actds.publish.card import card
+from actds.rewrite.recompression import recompress
 from actds.store.local import LocalStore
 from actds_testing.places import VECTORS
 from actds_testing.synthetic import make_dataset

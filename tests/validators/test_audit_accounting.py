@@ -16,7 +16,7 @@ from actds_testing.audit_tokens import audited, changed, tables_of
 from actds_testing.simulate import SCENARIOS, simulate
 from actds_validators.audit.result import Limits
 from actds_validators.audit.verdict import judge
-from actds_validators.report.accounting import balance, map_of, never_computed
+from actds_validators.pages.accounting import balance, map_of, never_computed
 
 Tables = dict[str, pa.Table]
 

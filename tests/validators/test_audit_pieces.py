@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actds.accounting.multiplicity import Servings
+from actds.dataset.multiplicity import Servings
 from actds.format.positions import Index
 from actds_validators.audit.accumulate import ClassCounts
 from actds_validators.audit.covariates import N_BITS, position_band

@@ -25,9 +25,9 @@ import torch
 from safetensors.numpy import save_file
 
 from actds.errors import ActdsError
+from actds_studies.dictionaries import Dictionary, Source, dictionary, load_dictionary
+from actds_studies.dictionaries.places import places_of, same_model, same_place
 from actds_testing.places import ROOT
-from actds_validators.dictionaries import Dictionary, Source, dictionary, load_dictionary
-from actds_validators.dictionaries.places import places_of, same_model, same_place
 
 D_MODEL, N_FEATURES = 6, 20
 SOURCE = Source("saelens", "weights", "0" * 64, "resid_post.3")

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import actds
-import actds.commit
+import actds.dataset.commit
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.store.local import LocalStore
@@ -304,7 +304,7 @@ def test_unshuffled_though_it_says_shuffled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SAELens #612: the rows on disk were in the order of their texts."""
-    monkeypatch.setattr(actds.commit, "row_order", lambda n, seed: np.arange(n))
+    monkeypatch.setattr(actds.dataset.commit, "row_order", lambda n, seed: np.arange(n))
     path = make_dataset(tmp_path / "acts", n_requests=12, rows_per_shard=1000)
     assert found(path, "standard") == {"E415"}
     caught("unshuffled though claimed", "E415")

@@ -23,13 +23,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import actds
 from actds.cli import cli
-from actds.commit import commit_part
+from actds.dataset.commit import commit_part
+from actds.dataset.info import describe, missing
+from actds.dataset.ledger import Chain
+from actds.dataset.reading import Catalog
 from actds.errors import CODES, ActdsError, RefusedError
 from actds.format import tables
-from actds.info import describe, missing
-from actds.ledger import Chain
-from actds.reading import Catalog
-from actds.sealing import seal
+from actds.publish.sealing import seal
 from actds.store import open_store
 from actds_testing.forge import edit, relink
 from actds_testing.places import DOCS

@@ -7,6 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from actds_studies.regimes.result import Limits
+from actds_studies.regimes.run import conclude
 from actds_testing.calibration import real_regimes
 from actds_testing.calibration.regimes import (
     SCENARIOS,
@@ -17,8 +19,6 @@ from actds_testing.calibration.regimes import (
     table,
     unpaired,
 )
-from actds_validators.regimes.result import Limits
-from actds_validators.regimes.run import conclude
 
 
 @pytest.mark.standard

@@ -23,21 +23,21 @@ from scipy import stats
 import actds
 from actds.cli import cli
 from actds.errors import ActdsError
-from actds.load.pairs import prefix_hashes
-from actds.load.selection import held_out_requests
+from actds.explore.pairs import prefix_hashes
+from actds.loader.selection import held_out_requests
+from actds_studies.cli.regimes import regimes as command
+from actds_studies.pages.regimes import page as page_of
+from actds_studies.regimes.api import regimes
+from actds_studies.regimes.arms import TRAINED, Arm, read_arm
+from actds_studies.regimes.asking import ArmWords, parse_arms, parse_contrasts
+from actds_studies.regimes.contrast import contrast
+from actds_studies.regimes.probe_file import read_probes
+from actds_studies.regimes.result import Regimes
 from actds_testing.cli_tree import printed
 from actds_testing.places import SCHEMAS
 from actds_testing.regime_datasets import HOOKS, other_continuations, three_arms
 from actds_testing.schedules import simulate
 from actds_testing.synthetic import make_dataset
-from actds_validators.cli.regimes import regimes as command
-from actds_validators.regimes.api import regimes
-from actds_validators.regimes.arms import TRAINED, Arm, read_arm
-from actds_validators.regimes.asking import ArmWords, parse_arms, parse_contrasts
-from actds_validators.regimes.contrast import contrast
-from actds_validators.regimes.probe_file import read_probes
-from actds_validators.regimes.result import Regimes
-from actds_validators.report.regimes import page as page_of
 
 HOOK = HOOKS[1]
 D_MODEL = 16
@@ -601,7 +601,7 @@ def test_a_model_may_be_named_as_dictionaries_name_it(
 @pytest.mark.standard
 def test_neither_an_engine_nor_a_trainer_is_imported(arms: dict[str, Path]) -> None:
     code = (
-        "import sys; from actds_validators.cli.regimes import regimes as c; "
+        "import sys; from actds_studies.cli.regimes import regimes as c; "
         f"c.main([{str(arms['A'])!r}, {str(arms['C'])!r}], standalone_mode=False)"
     )
     script = f"try:\n  exec({code!r})\nexcept SystemExit: pass\n" + (

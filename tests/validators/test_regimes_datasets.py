@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 import actds
-from actds.commit import commit_part
+from actds.dataset.commit import commit_part
+from actds.dataset.ledger import Chain
+from actds.explore.dataset import Dataset
 from actds.format import tables
-from actds.ledger import Chain
-from actds.load.dataset import Dataset
-from actds.sealing import seal
+from actds.publish.sealing import seal
 from actds.store import open_store
+from actds_studies.regimes.api import regimes
+from actds_studies.regimes.result import ContrastResult, Value
 from actds_testing import synthetic
 from actds_testing.schedules import Schedule, simulate
 from actds_testing.synthetic import make_dataset
-from actds_validators.regimes.api import regimes
-from actds_validators.regimes.result import ContrastResult, Value
 
 N_REQUESTS = 90
 HOOK = "resid_post.0"

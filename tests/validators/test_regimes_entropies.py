@@ -12,13 +12,13 @@ import pytest
 import actds
 from actds.errors import ActdsError
 from actds.format import tables
+from actds_studies.regimes.api import regimes
+from actds_studies.regimes.arms import Arm, read_arm
+from actds_studies.regimes.entropies import Entropies, Unembedding
+from actds_studies.regimes.strata import has_entropies
 from actds_testing import synthetic
 from actds_testing.schedules import simulate
 from actds_testing.synthetic import make_dataset
-from actds_validators.regimes.api import regimes
-from actds_validators.regimes.arms import Arm, read_arm
-from actds_validators.regimes.entropies import Entropies, Unembedding
-from actds_validators.regimes.strata import has_entropies
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -10,6 +10,17 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from actds_studies.pages import regimes as report
+from actds_studies.pages import regimes_charts as charts
+from actds_studies.pages.regimes import page
+from actds_studies.regimes.conclusions import about, verdicts
+from actds_studies.regimes.instruments.moments import Moments
+from actds_studies.regimes.instruments.numerics import Numerics
+from actds_studies.regimes.instruments.overlap import Overlap
+from actds_studies.regimes.instruments.probes import Probes
+from actds_studies.regimes.instruments.reconstruction import Reconstruction
+from actds_studies.regimes.result import Limits, Outcome
+from actds_studies.regimes.wording import WORDS, big, in_words
 from actds_testing.calibration.regimes import Orthonormal
 from actds_testing.regime_results import (
     contrast,
@@ -20,17 +31,6 @@ from actds_testing.regime_results import (
     result_of,
     value,
 )
-from actds_validators.regimes.conclusions import about, verdicts
-from actds_validators.regimes.instruments.moments import Moments
-from actds_validators.regimes.instruments.numerics import Numerics
-from actds_validators.regimes.instruments.overlap import Overlap
-from actds_validators.regimes.instruments.probes import Probes
-from actds_validators.regimes.instruments.reconstruction import Reconstruction
-from actds_validators.regimes.result import Limits, Outcome
-from actds_validators.regimes.wording import WORDS, big, in_words
-from actds_validators.report import regimes as report
-from actds_validators.report import regimes_charts as charts
-from actds_validators.report.regimes import page
 
 ALL = {"made": made, "nothing": nothing, "many": many, "hostile": hostile}
 

@@ -16,26 +16,26 @@ from sklearn.metrics import jaccard_score, r2_score, roc_auc_score
 from statsmodels.stats.multitest import multipletests
 
 from actds.errors import ActdsError
-from actds_testing.calibration.regimes import Orthonormal, Sequences
-from actds_validators.arrays import Rows
-from actds_validators.dictionaries import Dictionary
-from actds_validators.dictionaries.dictionary import Source
-from actds_validators.regimes import inference, run
-from actds_validators.regimes.contrast import Contrast, Layer, Side, plan
-from actds_validators.regimes.equal_tokens import Histogram
-from actds_validators.regimes.instruments import overlap, probes
-from actds_validators.regimes.instruments.base import Remembered
-from actds_validators.regimes.instruments.moments import (
+from actds_studies.dictionaries import Dictionary
+from actds_studies.dictionaries.dictionary import Source
+from actds_studies.regimes import inference, run
+from actds_studies.regimes.contrast import Contrast, Layer, Side, plan
+from actds_studies.regimes.equal_tokens import Histogram
+from actds_studies.regimes.instruments import overlap, probes
+from actds_studies.regimes.instruments.base import Remembered
+from actds_studies.regimes.instruments.moments import (
     Moments,
     central_moments,
     kurtosis,
     normal_divergence,
 )
-from actds_validators.regimes.instruments.numerics import Numerics
-from actds_validators.regimes.instruments.reconstruction import Reconstruction, log_rates
-from actds_validators.regimes.result import Limits, Value
-from actds_validators.regimes.strata import Stratum
-from actds_validators.regimes.sums import COUNT, Part, Sums, Totals
+from actds_studies.regimes.instruments.numerics import Numerics
+from actds_studies.regimes.instruments.reconstruction import Reconstruction, log_rates
+from actds_studies.regimes.result import Limits, Value
+from actds_studies.regimes.strata import Stratum
+from actds_studies.regimes.sums import COUNT, Part, Sums, Totals
+from actds_testing.calibration.regimes import Orthonormal, Sequences
+from actds_validators.arrays import Rows
 from actds_validators.statistics.intervals import Scale, ends
 
 N, D, N_GROUPS = 600, 5, 12

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from actds_studies.pages.regimes import page as regimes_page
+from actds_studies.pages.stability import page as stability_page
 from actds_testing.audit_results import CASES, audit, enormous, hostile, wide
 from actds_testing.browser import Browser, chromium
 from actds_testing.regime_results import hostile as hostile_regimes
@@ -19,13 +21,11 @@ from actds_testing.stability_results import made as stability
 from actds_testing.stability_results import many as many_stability
 from actds_validators.about import About
 from actds_validators.audit.result import Audit
-from actds_validators.report.accounting import waterfall
-from actds_validators.report.html import render
-from actds_validators.report.index import Entry
-from actds_validators.report.index import render as render_index
-from actds_validators.report.mechanism import lag_plot
-from actds_validators.report.regimes import page as regimes_page
-from actds_validators.report.stability import page as stability_page
+from actds_validators.pages.accounting import waterfall
+from actds_validators.pages.html import render
+from actds_validators.pages.index import Entry
+from actds_validators.pages.index import render as render_index
+from actds_validators.pages.mechanism import lag_plot
 
 pytestmark = [
     pytest.mark.browser,

@@ -10,18 +10,18 @@ from urllib.request import urlopen
 
 import pytest
 
+from actds_studies.pages.regimes import page as regimes_page
+from actds_studies.pages.stability import page as stability_page
 from actds_testing.audit_results import CASES, audit, enormous, wide
 from actds_testing.regime_results import made as regimes
 from actds_testing.regime_results import many as many_regimes
 from actds_testing.stability_results import made as stability
 from actds_testing.stability_results import many as many_stability
-from actds_validators.report.accounting import coverage_map, waterfall
-from actds_validators.report.html import render
-from actds_validators.report.mechanism import capture_trace, lag_plot, weight_map
-from actds_validators.report.missingness import bound_curve, forest, heat_map
-from actds_validators.report.regimes import page as regimes_page
-from actds_validators.report.stability import page as stability_page
-from actds_validators.report.svg import FigureData, Picture
+from actds_validators.pages.accounting import coverage_map, waterfall
+from actds_validators.pages.html import render
+from actds_validators.pages.mechanism import capture_trace, lag_plot, weight_map
+from actds_validators.pages.missingness import bound_curve, forest, heat_map
+from actds_validators.pages.svg import FigureData, Picture
 
 LINK = re.compile(r'<a download="([^"]+)" href="([^"]+)" aria-label="CSV: [^"]+">CSV</a>')
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "＝", "＋", "－", "＠")

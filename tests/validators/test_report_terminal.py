@@ -6,8 +6,8 @@ import pytest
 
 from actds_testing.audit_results import CASES, audit, enormous, hostile
 from actds_validators.audit.place import TITLES
-from actds_validators.report.terminal import render
-from actds_validators.report.words import LOOKS
+from actds_validators.pages.terminal import render
+from actds_validators.pages.words import LOOKS
 
 
 @pytest.mark.parametrize("name", CASES)

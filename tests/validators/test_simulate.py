@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from actds.accounting.account import Account, account
+from actds.dataset.account import Account, account
 from actds.errors import ActdsError
 from actds.format import tables
 from actds_testing.simulate import (

@@ -20,26 +20,19 @@ from scipy.sparse.csgraph import min_weight_full_bipartite_matching
 
 import actds
 from actds.errors import ActdsError
-from actds.load.selection import held_out_requests
-from actds_testing.cli_tree import printed
-from actds_testing.places import SCHEMAS
-from actds_testing.planted import directions, planted_dataset, rotated
-from actds_testing.regime_datasets import other_continuations
-from actds_testing.schedules import simulate
-from actds_testing.stability_results import hostile, made, many
-from actds_testing.synthetic import make_dataset
-from actds_validators.cli.stability import stability as command
-from actds_validators.dictionaries import Dictionary, load_dictionary
-from actds_validators.dictionaries.dictionary import Source
-from actds_validators.regimes.asking import MIXTURE_KEYS, ArmWords, parse_arms, parse_named
-from actds_validators.report.stability import facts, page, words_of_art
-from actds_validators.stability import order
-from actds_validators.stability.api import stability
-from actds_validators.stability.arms import Arm, chosen, most, open_arm, scored_apart
-from actds_validators.stability.cross import Errors, Scored, cross_values, rare_tokens
-from actds_validators.stability.fit import Trainer, TrainingRows
-from actds_validators.stability.judge import MIN_SEEDS, answer, compare, sign_test, verdicts
-from actds_validators.stability.matching import (
+from actds.loader.selection import held_out_requests
+from actds_studies.cli.stability import stability as command
+from actds_studies.dictionaries import Dictionary, load_dictionary
+from actds_studies.dictionaries.dictionary import Source
+from actds_studies.pages.stability import facts, page, words_of_art
+from actds_studies.regimes.asking import MIXTURE_KEYS, ArmWords, parse_arms, parse_named
+from actds_studies.stability import order
+from actds_studies.stability.api import stability
+from actds_studies.stability.arms import Arm, chosen, most, open_arm, scored_apart
+from actds_studies.stability.cross import Errors, Scored, cross_values, rare_tokens
+from actds_studies.stability.fit import Trainer, TrainingRows
+from actds_studies.stability.judge import MIN_SEEDS, answer, compare, sign_test, verdicts
+from actds_studies.stability.matching import (
     EXPLAINED,
     MOST,
     PART,
@@ -50,14 +43,21 @@ from actds_validators.stability.matching import (
     match_directions,
     parts_of,
 )
-from actds_validators.stability.order import name_hash
-from actds_validators.stability.result import (
+from actds_studies.stability.order import name_hash
+from actds_studies.stability.result import (
     Features,
     Likeness,
     Limits,
     PairResult,
     Stability,
 )
+from actds_testing.cli_tree import printed
+from actds_testing.places import SCHEMAS
+from actds_testing.planted import directions, planted_dataset, rotated
+from actds_testing.regime_datasets import other_continuations
+from actds_testing.schedules import simulate
+from actds_testing.stability_results import hostile, made, many
+from actds_testing.synthetic import make_dataset
 
 HOOK = "resid_post.0"
 PLANTED = directions(12, 8)

@@ -15,12 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import actds.commit
-from actds import layout
+import actds.dataset.commit
 from actds.cli import cli
 from actds.format.apart import TablesApart
 from actds.format.readouts import Readouts
-from actds.sealing import seal
+from actds.publish.sealing import seal
+from actds.store import layout
 from actds_testing import forge, synthetic
 from actds_testing.places import SCHEMAS, VECTORS
 from actds_testing.schedules import simulate
@@ -273,7 +273,7 @@ def test_refuses_rows_without_provenance(tmp_path: Path) -> None:
 def test_finds_a_shard_that_claims_to_be_shuffled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actds.commit, "row_order", lambda n, seed: np.arange(n))
+    monkeypatch.setattr(actds.dataset.commit, "row_order", lambda n, seed: np.arange(n))
     path = make_dataset(tmp_path / "d", n_requests=12, rows_per_shard=1000)
     found = validate(path, "standard")
     assert codes(found) == {"E415"}, lines(found)

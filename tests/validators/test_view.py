@@ -24,14 +24,14 @@ from actds.cli import cli
 from actds.errors import ActdsError
 from actds.format.labels import dump_labels
 from actds.format.readouts import Readouts
+from actds_studies.view import requests as view_requests
+from actds_studies.view.api import View
+from actds_studies.view.requests import read_tokenizer, sample
+from actds_studies.view.scores import read_probe, read_sae
 from actds_testing.places import VECTORS
 from actds_testing.schedules import simulate
 from actds_testing.synthetic import make_dataset
 from actds_testing.tiny import write_byte_tokenizer
-from actds_validators.view import requests as view_requests
-from actds_validators.view.api import View
-from actds_validators.view.requests import read_tokenizer, sample
-from actds_validators.view.scores import read_probe, read_sae
 
 HOOK = "resid_post.0"
 D = 16

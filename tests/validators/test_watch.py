@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from actds.cli import cli
-from actds.sealing import seal
+from actds.publish.sealing import seal
 from actds.store import open_store
 from actds_testing.faulty_disk import wait_until
 from actds_testing.recovery import harvest_and_kill, shard_records

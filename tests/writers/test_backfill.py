@@ -11,8 +11,8 @@ import pytest
 
 import actds
 from actds.errors import ActdsError
+from actds.explore.sequences import token_sequences
 from actds.format.positions import Intervals, position_key
-from actds.load.sequences import token_sequences
 from actds_testing import harvest as h
 from actds_testing.schedules import simulate, table_of
 from actds_testing.synthetic import make_dataset

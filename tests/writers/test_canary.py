@@ -12,13 +12,13 @@ import pyarrow.compute as pc
 import pytest
 
 import actds
-from actds.commit import commit_part
+from actds.dataset.commit import commit_part
+from actds.dataset.ledger import Chain
 from actds.errors import ActdsError
+from actds.explore.pairs import prefix_sums
+from actds.explore.sequences import TokenSequence, token_sequences
 from actds.format import tables
-from actds.ledger import Chain
-from actds.load.pairs import prefix_sums
-from actds.load.sequences import TokenSequence, token_sequences
-from actds.sealing import seal
+from actds.publish.sealing import seal
 from actds.store import open_store
 from actds_testing import harvest as h
 from actds_testing.synthetic import make_dataset

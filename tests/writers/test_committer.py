@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actds import layout, schema
+from actds.dataset.ledger import Chain
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
-from actds.format import codec
-from actds.ledger import Chain
-from actds.reading import Catalog
-from actds.schema import Genesis, Hook
-from actds.store import Put
+from actds.format import codec, schema
+from actds.format.schema import Genesis, Hook
+from actds.store import Put, layout
 from actds.store.local import LocalStore, NewLocalFile
 from actds_writers.ipc.messages import HookSpec
 from actds_writers.shards.assembly import TOKEN_COLUMNS, ShardBuffer, Slice

@@ -10,11 +10,11 @@ import pytest
 
 import actds
 from actds.errors import ActdsError
+from actds_studies.regimes.arms import Arm, read_arm
+from actds_studies.regimes.contrast import contrast
+from actds_studies.regimes.strata import strata_of
 from actds_testing import harvest as h
 from actds_testing.tiny import make_random_model
-from actds_validators.regimes.arms import Arm, read_arm
-from actds_validators.regimes.contrast import contrast
-from actds_validators.regimes.strata import strata_of
 
 pytestmark = pytest.mark.standard
 

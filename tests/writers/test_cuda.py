@@ -19,7 +19,7 @@ import torch
 import actds
 from actds.errors import ActdsError
 from actds.format.readouts import Readouts, compute, matrix
-from actds.sealing import seal
+from actds.publish.sealing import seal
 from actds.store import open_store
 from actds_testing.fake_cuda import Stream, current_stream, fake_cuda
 from actds_testing.recovery import N_POSITIONS, check_values

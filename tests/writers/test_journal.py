@@ -12,8 +12,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actds import layout
 from actds.errors import ActdsError
+from actds.store import layout
 from actds.store.local import LocalStore
 from actds_writers.census import journal as journal_module
 from actds_writers.census.journal import (

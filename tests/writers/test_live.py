@@ -21,10 +21,10 @@ import pytest
 import torch
 
 import actds
+from actds.dataset.ledger import fence, read_ledger
 from actds.errors import ActdsError
 from actds.format.readouts import NONE
-from actds.ledger import fence, read_ledger
-from actds.sealing import seal
+from actds.publish.sealing import seal
 from actds.store import open_store
 from actds.store.local import lock_dataset
 from actds_testing.synthetic_engine import (
@@ -96,8 +96,8 @@ def wait_for(what: Any) -> Any:
 
 def chains(out: Path, run: str) -> dict[str, Any]:
     """Return the chains of a run by kind."""
-    dataset = actds.schema.parse(
-        actds.schema.Genesis, (out / "actds.json").read_bytes(), "actds.json"
+    dataset = actds.format.schema.parse(
+        actds.format.schema.Genesis, (out / "actds.json").read_bytes(), "actds.json"
     ).dataset
     found = read_ledger(open_store(out), dataset).values()
     return {state.kind: state for state in found if state.run == run}

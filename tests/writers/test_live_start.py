@@ -18,7 +18,7 @@ from test_live import engine_config
 import actds
 from actds.errors import ActdsError
 from actds.format.readouts import NONE, readouts_of
-from actds.sealing import seal
+from actds.publish.sealing import seal
 from actds.store import open_store
 from actds_testing.server import LANE, scrape
 from actds_testing.synthetic_engine import D_MODEL, GENERATED, HOOKS, PROMPT_LEN, SyntheticEngine

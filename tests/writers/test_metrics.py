@@ -20,7 +20,7 @@ from test_progress import CAST, COUNTED, NOW, ODD, WITH_LANE, WRITTEN, snapshot
 
 import actds
 from actds.errors import ActdsError
-from actds.sealing import seal
+from actds.publish.sealing import seal
 from actds.store import open_store
 from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
 from actds_writers.ipc.messages import ClientFacts

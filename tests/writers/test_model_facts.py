@@ -14,7 +14,7 @@ import pytest
 
 import actds
 from actds.errors import ActdsError
-from actds.hub.card import card
+from actds.publish.card import card
 from actds_testing.tiny import byte_tokenizer, make_random_model
 from actds_writers.config import WriteSettings
 from actds_writers.engines.vllm import VLLM

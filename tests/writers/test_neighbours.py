@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 import actds
-from actds import heartbeat
+from actds.dataset import heartbeat
+from actds.dataset.ledger import Chain, read_ledger
+from actds.dataset.reading import read_genesis
 from actds.errors import ActdsError
-from actds.ledger import Chain, read_ledger
-from actds.reading import read_genesis
 from actds.store import open_store
 from actds_testing import harvest as h
 from actds_testing import toy

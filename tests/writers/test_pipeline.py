@@ -16,7 +16,7 @@ import pytest
 
 import actds
 from actds.errors import ActdsError
-from actds.sealing import seal
+from actds.publish.sealing import seal
 from actds.store import open_store
 from actds.store.local import lock_dataset
 from actds_testing.faulty_disk import wait_until

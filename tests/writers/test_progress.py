@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from actds.errors import ActdsError
-from actds.schema import RowCounts
+from actds.format.schema import RowCounts
 from actds.text import format_nbytes, format_seconds
 from actds_writers.ipc.messages import CensusProgress, CommitTotals, StageState, WriterProgress
 from actds_writers.monitor.progress import (

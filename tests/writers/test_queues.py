@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from actds import canonical
 from actds.errors import ActdsError
+from actds.format import canonical
 from actds.store import Buffer, Put
 from actds.store.local import LocalStore, NewLocalFile
 from actds_writers.ipc.messages import QueueState

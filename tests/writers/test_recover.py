@@ -21,13 +21,13 @@ import zstandard
 from click.testing import CliRunner
 
 import actds
-from actds import canonical, layout
 from actds.cli import cli
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
+from actds.format import canonical
 from actds.format.readouts import Readouts
-from actds.reading import Catalog
-from actds.sealing import seal
-from actds.store import open_for_writing
+from actds.publish.sealing import seal
+from actds.store import layout, open_for_writing
 from actds.store.local import LocalStore, lock_dataset
 from actds_testing.recovery import (
     N_POSITIONS,

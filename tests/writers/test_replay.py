@@ -15,9 +15,9 @@ from click.testing import CliRunner
 import actds
 from actds.cli import cli
 from actds.errors import ActdsError
+from actds.explore.pairs import find_partners, prefix_hashes
+from actds.explore.sequences import token_sequences
 from actds.format.readouts import Readouts
-from actds.load.pairs import find_partners, prefix_hashes
-from actds.load.sequences import token_sequences
 from actds_testing import harvest as h
 from actds_testing.schedules import simulate
 from actds_testing.synthetic import make_dataset

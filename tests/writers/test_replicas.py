@@ -17,8 +17,8 @@ import pytest
 
 import actds
 from actds import ActdsError
-from actds.load.dataset import Dataset
-from actds.schema import RowCounts
+from actds.explore.dataset import Dataset
+from actds.format.schema import RowCounts
 from actds_testing import harvest as h
 from actds_testing import toy
 from actds_writers.config import WriteSettings

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from actds.cli import cli
 from actds.format.readouts import Readouts
-from actds.sealing import seal
+from actds.publish.sealing import seal
 from actds.store import open_store
 from actds.store.s3 import S3Store
 from actds_testing.recovery import (

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 from test_census import arrived, finished, scheduled
 
-from actds.accounting.account import account
+from actds.dataset.account import account
 from actds.format import tables
 from actds_writers.census.census import Census
 from actds_writers.ipc.messages import (

@@ -22,11 +22,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 import actds
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.format import encoding
 from actds.format.readouts import NONE, Readouts
-from actds.reading import Catalog
-from actds.schema import REQUIRED_PROVENANCE
+from actds.format.schema import REQUIRED_PROVENANCE
 from actds.store import open_store
 from actds.text import format_nbytes
 from actds_testing.synthetic import make_dataset

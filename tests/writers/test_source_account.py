@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import actds
+from actds.dataset.info import describe, missing
+from actds.dataset.sources import read_records, source_facts
 from actds.errors import ActdsError
-from actds.info import describe, missing
-from actds.sources import read_records, source_facts
 from actds_testing import harvest as h
 from actds_testing.independent import validator as independent
 from actds_testing.tiny import byte_tokenizer, make_random_model

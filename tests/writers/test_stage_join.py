@@ -15,7 +15,7 @@ import actds
 from actds.errors import ActdsError
 from actds.format.readouts import Readouts
 from actds.format.tables import READOUTS_FULL
-from actds.sealing import seal
+from actds.publish.sealing import seal
 from actds.store import open_store
 from actds_testing.synthetic_engine import (
     GENERATED,

@@ -15,7 +15,7 @@ import torch
 
 import actds
 from actds.errors import ActdsError
-from actds.load.dataset import Dataset
+from actds.explore.dataset import Dataset
 from actds_testing import harvest as h
 from actds_testing import toy
 from actds_writers.capture import op as capture

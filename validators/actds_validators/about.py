@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from actds.reading import Catalog
+from actds.dataset.reading import Catalog
 
 
 @dataclass(frozen=True)

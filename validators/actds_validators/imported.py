@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from actds.dataset.info import HookValues, values_in_words
+from actds.dataset.reading import Catalog, unknown_columns
 from actds.exchange.doctor import Lack, lacks_of_columns, lacks_of_every_set
+from actds.explore.dataset import Dataset
 from actds.format.arrays import DTYPES
-from actds.info import HookValues, values_in_words
-from actds.load.dataset import Dataset
-from actds.reading import Catalog, unknown_columns
 from actds_validators.validate.values import hash_rows
 
 __all__ = ["ImportedHook", "ImportedRows", "imported_rows"]

@@ -17,13 +17,12 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from actds import layout
+from actds.dataset.ledger import Chain
+from actds.dataset.reading import read_genesis
 from actds.errors import ActdsError
+from actds.format.schema import CloseReason
 from actds.format.tables import UNKNOWN_WEIGHTS
-from actds.ledger import Chain
-from actds.reading import read_genesis
-from actds.schema import CloseReason
-from actds.store import local_folder, open_store
+from actds.store import layout, local_folder, open_store
 from actds_writers.census.census import Census
 from actds_writers.census.journal import (
     LOST_REASON,

@@ -29,9 +29,9 @@ from pydantic import (
     model_validator,
 )
 
-from actds import layout
 from actds.errors import ActdsError
 from actds.format.labels import MAX_LABELS, MAX_LENGTH
+from actds.store import layout
 from actds.version import __version__
 from actds_writers.model_folder import find_model
 from actds_writers.policies import POLICIES

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actds.canonical import read_bounded
 from actds.errors import ActdsError
+from actds.format.canonical import read_bounded
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+")

@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from actds import canonical
+from actds.format import canonical
 
 Phase = Literal["prefill", "decode"]
 _HASH_RANGE = 2**64

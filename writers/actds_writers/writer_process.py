@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from actds.errors import ActdsError
-from actds.schema import CloseReason
+from actds.format.schema import CloseReason
 from actds.store import open_for_writing
 from actds_writers.config import WriterSettings
 from actds_writers.ipc.link import Hub, Link, hang_up, process_arguments

@@ -25,20 +25,20 @@ import numpy as np
 import numpy.typing as npt
 
 import actds
+from actds_studies.dictionaries import Dictionary, load_dictionary
+from actds_studies.regimes.arms import Arm, ArmRows, read_arm
+from actds_studies.regimes.conclusions import verdicts
+from actds_studies.regimes.contrast import matched_requests, plan
+from actds_studies.regimes.instruments.base import Remembered
+from actds_studies.regimes.instruments.moments import Moments
+from actds_studies.regimes.instruments.overlap import Overlap
+from actds_studies.regimes.instruments.reconstruction import Reconstruction
+from actds_studies.regimes.result import Limits
+from actds_studies.regimes.run import conclude, measure
+from actds_studies.regimes.strata import POSITION_EDGES
 from actds_testing.calibration.regimes import Goal, calibrate, finds, others, parser
 from actds_testing.harvest import environment
 from actds_testing.places import DEMO_MODEL, ROOT
-from actds_validators.dictionaries import Dictionary, load_dictionary
-from actds_validators.regimes.arms import Arm, ArmRows, read_arm
-from actds_validators.regimes.conclusions import verdicts
-from actds_validators.regimes.contrast import matched_requests, plan
-from actds_validators.regimes.instruments.base import Remembered
-from actds_validators.regimes.instruments.moments import Moments
-from actds_validators.regimes.instruments.overlap import Overlap
-from actds_validators.regimes.instruments.reconstruction import Reconstruction
-from actds_validators.regimes.result import Limits
-from actds_validators.regimes.run import conclude, measure
-from actds_validators.regimes.strata import POSITION_EDGES
 
 HOOK = "resid_post.10"
 GIVEN, SAMPLED = 64, 200

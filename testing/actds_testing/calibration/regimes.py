@@ -23,18 +23,18 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from actds.load.dataset import Dataset
+from actds.explore.dataset import Dataset
+from actds_studies.regimes.arms import ArmRows
+from actds_studies.regimes.conclusions import verdicts
+from actds_studies.regimes.contrast import plan
+from actds_studies.regimes.instruments.moments import Moments
+from actds_studies.regimes.instruments.numerics import Numerics
+from actds_studies.regimes.instruments.reconstruction import Reconstruction
+from actds_studies.regimes.requests import Requests
+from actds_studies.regimes.result import Limits, Value
+from actds_studies.regimes.run import Measured, conclude, measure
 from actds_testing.calibration.audit import read_records, wilson
 from actds_testing.places import ROOT
-from actds_validators.regimes.arms import ArmRows
-from actds_validators.regimes.conclusions import verdicts
-from actds_validators.regimes.contrast import plan
-from actds_validators.regimes.instruments.moments import Moments
-from actds_validators.regimes.instruments.numerics import Numerics
-from actds_validators.regimes.instruments.reconstruction import Reconstruction
-from actds_validators.regimes.requests import Requests
-from actds_validators.regimes.result import Limits, Value
-from actds_validators.regimes.run import Measured, conclude, measure
 
 D_MODEL = 32
 N_FEATURES = 24

@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 
 import actds
+from actds.dataset.ledger import Chain
 from actds.errors import ActdsError
-from actds.ledger import Chain
-from actds.schema import ShardBody
+from actds.format.schema import ShardBody
 from actds_testing import synthetic_engine
 from actds_testing.synthetic_engine import D_MODEL, HOOKS, SyntheticEngine, pipeline_for
 from actds_validators.validate.validation import validate

@@ -17,12 +17,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds import layout, schema
-from actds.commit import ShardRows, commit_part, commit_shard
-from actds.format import tables
+from actds.dataset.commit import ShardRows, commit_part, commit_shard
+from actds.dataset.ledger import Chain
+from actds.format import schema, tables
 from actds.format.readouts import NONE, Readouts
-from actds.ledger import Chain
-from actds.schema import (
+from actds.format.schema import (
     REQUIRED_PROVENANCE,
     Genesis,
     Hook,
@@ -31,7 +30,8 @@ from actds.schema import (
     RunBody,
     RunRecord,
 )
-from actds.sealing import seal
+from actds.publish.sealing import seal
+from actds.store import layout
 from actds.store.local import LocalStore
 from actds_testing.simulate.assemble import HOOK, WALL_NS
 from actds_testing.simulate.losses import Truth

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from actds.accounting.fates import NEVER, FateCounts, fate_counts
+from actds.dataset.fates import NEVER, FateCounts, fate_counts
 from actds.format import tables
 from actds.format.positions import Index, position_key
 from actds_validators.arrays import Bools, Floats, Ints

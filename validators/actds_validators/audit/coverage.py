@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from actds.executor import Executor
 from actds.format import tables
 from actds.format.positions import Keys, pair_key, split_key
-from actds.load.filters import SINK_NORM
+from actds.loader.filters import SINK_NORM
 from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.accumulate import ClassCounts
 from actds_validators.audit.covariates import COVARIATES, N_BANDS, N_BITS, Widths, position_band

@@ -19,15 +19,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from actds import layout
 from actds.apart import Apart, Reply, Request, cpu_seconds
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.parquet import max_nbytes
 from actds.format.positions import Index, pair_key, position_key
 from actds.format.shard import TOKENS
 from actds.format.tables import TableName
-from actds.reading import Catalog
+from actds.store import layout
 from actds.store.local import LocalStore
 from actds_validators.arrays import Bools, Ints
 from actds_validators.audit.result import ClassesFile

@@ -6,8 +6,8 @@ from collections import defaultdict
 
 import pyarrow.compute as pc
 
+from actds.dataset.reading import Catalog
 from actds.format import tables
-from actds.reading import Catalog
 
 MODEL = (
     "model.weights_sha256", "model.config_sha256", "model.quantization", "tokenizer.sha256",

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
-from actds.accounting.multiplicity import Servings
+from actds.dataset.multiplicity import Servings
 from actds.format.positions import Index
 from actds.format.sampled import Sampled
 from actds.format.tables import FLAG_SPECIAL

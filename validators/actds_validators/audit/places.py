@@ -17,9 +17,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.info import overflowed
-from actds.reading import Catalog
-from actds.schema import RowCounts
+from actds.dataset.info import overflowed
+from actds.dataset.reading import Catalog
+from actds.format.schema import RowCounts
 from actds.text import counted, share
 from actds_validators.audit.identity import (
     differing_facts,

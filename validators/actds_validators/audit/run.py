@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 
 import actds
+from actds.dataset.reading import Catalog
+from actds.dataset.sources import read_records
 from actds.executor import Executor, Threads, open_executor
-from actds.reading import Catalog
-from actds.sealing import check_provenance
-from actds.sources import read_records
+from actds.publish.sealing import check_provenance
 from actds.store import open_store
 from actds_validators.arrays import Floats, Ints
 from actds_validators.audit.accumulate import CONTENT, CovariateSums, PartialRows, Sums

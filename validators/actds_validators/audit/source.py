@@ -16,11 +16,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.codes import CODES
+from actds.dataset.reading import Catalog
+from actds.dataset.sources import records_read
 from actds.format import tables
 from actds.format.labels import label_table, label_text
-from actds.reading import Catalog
-from actds.schema import CloseBody, FenceBody
-from actds.sources import records_read
+from actds.format.schema import CloseBody, FenceBody
 from actds_validators.arrays import Bools, Ints
 from actds_validators.audit.covariates import N_BANDS, position_band
 from actds_validators.audit.place import LeftOut, LengthBand, SourceAccount, Worst
@@ -35,7 +35,7 @@ def source_account(catalog: Catalog, records: pa.Table) -> SourceAccount:
     """Return what became of the records of the sources.
 
     Args:
-        records: of ``actds.sources.read_records``.
+        records: of ``actds.dataset.sources.read_records``.
 
     Spec: 0.1 section 14.10.
     """
@@ -65,7 +65,7 @@ def groups_left_out(records: pa.Table, account: SourceAccount) -> Iterator[Worst
     Groups are the prompt sources, the values of the user's label columns, and bands of lengths.
 
     Args:
-        records: of ``actds.sources.read_records``.
+        records: of ``actds.dataset.sources.read_records``.
         account: of `source_account`.
     """
     left = ~np.asarray(tables.is_served(records))

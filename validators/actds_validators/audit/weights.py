@@ -19,10 +19,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.format.row_weights import FORMAT, GROUP_ROWS, SCHEMA, VERSION
 from actds.format.shard import Shard
-from actds.reading import Catalog
 from actds.store import refuse_within_dataset
 from actds_validators.arrays import Floats
 from actds_validators.audit.accumulate import Sums

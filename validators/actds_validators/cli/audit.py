@@ -103,8 +103,8 @@ def audit(
         html, json_out, {"--weights": weights}, {"--classes": [classes] if classes else []}
     )
     from actds_validators.about import about as describe
-    from actds_validators.report import html as page
-    from actds_validators.report import terminal
+    from actds_validators.pages import html as page
+    from actds_validators.pages import terminal
 
     found = run_audit(
         path, limits=limits, weights=weights, classes=classes, accept=accept, executor=executor,

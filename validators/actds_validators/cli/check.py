@@ -25,7 +25,7 @@ from actds_validators.cli.validate import counting, finding_lines, verdict_line
 if TYPE_CHECKING:
     from actds_validators.check import CheckResult
     from actds_validators.imported import ImportedRows
-    from actds_validators.report.index import Entry
+    from actds_validators.pages.index import Entry
 
 _MAX_FINDINGS, _MAX_STEPS = 2, 3
 
@@ -74,8 +74,8 @@ def check(
     from actds_validators.audit.outputs import refuse_outputs
     from actds_validators.check import check as run
     from actds_validators.extras import need_extra
-    from actds_validators.report.index import page_beside
-    from actds_validators.report.index import render as render_index
+    from actds_validators.pages.index import page_beside
+    from actds_validators.pages.index import render as render_index
 
     need_extra(*(["jinja2"] if html else []))
     refuse_outputs({"--html": html}, {})
@@ -114,7 +114,7 @@ def check(
 
 def _entry(found: CheckResult, report: Path | None) -> Entry:
     from actds_validators.about import about
-    from actds_validators.report.index import Entry
+    from actds_validators.pages.index import Entry
 
     path, answer = found.validation.path, found.answer
     if found.audit is None:
@@ -130,7 +130,7 @@ def _entry(found: CheckResult, report: Path | None) -> Entry:
 
 def _report(found: CheckResult, command: str) -> str:
     from actds_validators.about import about
-    from actds_validators.report import html
+    from actds_validators.pages import html
 
     assert found.audit is not None, "there is a result to report"
     return html.render(found.audit.result, about(found.audit.catalog, command))
@@ -163,7 +163,7 @@ def _page(found: CheckResult, html: Path | None, strict: bool) -> Iterator[Line]
         yield Line(f"More: actds validate {path}", "dim")
         return
     from actds_validators.about import about
-    from actds_validators.report import terminal
+    from actds_validators.pages import terminal
 
     result = found.audit.result
     answer, *rest = terminal.first_screen(result, about(found.audit.catalog, ""))

@@ -15,7 +15,7 @@ from actds_validators.gate.rules import refusals
 from actds_validators.validate.validation import Level, Progress, Validation, validate
 
 if TYPE_CHECKING:
-    from actds.load.dataset import Dataset
+    from actds.explore.dataset import Dataset
 
 __all__ = ["REFUSED", "UNREADABLE", "Passage", "judge", "require"]
 

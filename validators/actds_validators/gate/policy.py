@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from actds.errors import ActdsError
-from actds.schema import REQUIRED_PROVENANCE, DType
+from actds.format.schema import REQUIRED_PROVENANCE, DType
 from actds_validators.audit.place import PlaceName
 from actds_validators.validate.validation import Level
 

@@ -10,10 +10,10 @@ import time
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from actds.accounting.fates import fate_counts, n_computed
+from actds.dataset.fates import fate_counts, n_computed
+from actds.dataset.reading import Catalog
 from actds.errors import Finding
-from actds.reading import Catalog
-from actds.schema import OpenBody, ProvenanceField, RunRecord
+from actds.format.schema import OpenBody, ProvenanceField, RunRecord
 from actds_validators.audit.place import LEVELS, TITLES
 from actds_validators.audit.result import Audit
 from actds_validators.gate.policy import LossRules, Policy

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from actds.dataset.reading import Catalog
 from actds.errors import CODES, ActdsError, Finding
-from actds.reading import Catalog
 from actds_validators.gate.policy import SignatureRules
 
 __all__ = ["check_signature"]

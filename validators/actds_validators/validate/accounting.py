@@ -14,16 +14,16 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds import layout
-from actds.accounting.account import TOTALS, Account, Census
-from actds.accounting.columns import COLUMNS, MAX_FINDINGS_PER_CODE
+from actds.dataset.account import TOTALS, Account, Census
+from actds.dataset.columns import COLUMNS, MAX_FINDINGS_PER_CODE
+from actds.dataset.ledger import ChainState
+from actds.dataset.reading import CENSUS_TABLES, Catalog
 from actds.errors import ActdsError, Finding
 from actds.format import tables
 from actds.format.positions import pair_key, position_key, split_key
+from actds.format.schema import PartBody, Seal, ShardManifest
 from actds.format.shard import TOKENS, Shard, row_order, row_set_sha256
-from actds.ledger import ChainState
-from actds.reading import CENSUS_TABLES, Catalog
-from actds.schema import PartBody, Seal, ShardManifest
+from actds.store import layout
 
 MIN_STEPS_TO_JUDGE_ORDER = 16
 """A random order of so many steps is sorted by chance less than once in 10**13 shards."""

@@ -10,13 +10,12 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from actds import layout
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.executor import ExecutorName, open_executor
 from actds.format import arrays
-from actds.reading import Catalog
-from actds.schema import ShardManifest
-from actds.store import Store, file_sha256, local_folder
+from actds.format.schema import ShardManifest
+from actds.store import Store, file_sha256, layout, local_folder
 
 __all__ = [
     "Stamp",

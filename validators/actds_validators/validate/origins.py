@@ -8,10 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.accounting.columns import Notes
+from actds.dataset.columns import Notes
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.format.tables import UNSERVED
-from actds.reading import Catalog
 
 __all__ = ["check_origins"]
 

@@ -17,15 +17,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds import layout
-from actds.accounting.columns import MAX_FINDINGS_PER_CODE
+from actds.dataset.columns import MAX_FINDINGS_PER_CODE
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError, Findings
 from actds.format import arrays, tables
 from actds.format.positions import Index, Keys, position_key, split_key
 from actds.format.readouts import Readouts, compute, load_probes, matrix, readouts_of
+from actds.format.schema import Hook
 from actds.format.shard import TOKENS
-from actds.reading import Catalog
-from actds.schema import Hook
+from actds.store import layout
 from actds_validators.validate.accounting import read_parts
 
 Ints = npt.NDArray[np.int64]

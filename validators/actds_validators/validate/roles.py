@@ -6,11 +6,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.accounting.columns import Notes, check_words
+from actds.dataset.columns import Notes, check_words
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.positions import Keys, difference, overlap, position_key, union
-from actds.reading import Catalog
 
 __all__ = ["check_roles"]
 

@@ -7,13 +7,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds import layout
-from actds.accounting.columns import Notes, ints
+from actds.dataset.columns import Notes, ints
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.format.positions import Keys, position_key
+from actds.format.schema import RunRecord
 from actds.format.shard import TOKENS
-from actds.reading import Catalog
-from actds.schema import RunRecord
+from actds.store import layout
 
 __all__ = ["check_sampled"]
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from actds.accounting.account import TOTALS
+from actds.dataset.account import TOTALS
+from actds.dataset.reading import Catalog, read_dataset
 from actds.errors import ActdsError, CheckName, Finding
 from actds.executor import ExecutorName
-from actds.hub.card import compare_card
-from actds.reading import Catalog, read_dataset
-from actds.sealing import check_provenance
+from actds.publish.card import compare_card
+from actds.publish.sealing import check_provenance
 from actds.store import Store, open_store
 from actds.trust.pin import check_pin, parse_pin
 from actds.trust.sums import check_sums

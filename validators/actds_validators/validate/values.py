@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from actds import layout
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError, CheckName, Finding
 from actds.executor import ExecutorName, open_executor
 from actds.format import arrays
+from actds.format.schema import RowCounts, ShardManifest
 from actds.format.shard import TOKENS
-from actds.reading import Catalog
-from actds.schema import RowCounts, ShardManifest
+from actds.store import layout
 from actds_validators.validate.readouts import RunReadouts, compare
 
 _READ_NBYTES = 1 << 24

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from actds import layout
+from actds.dataset.ledger import GENESIS_PREV, ChainState, chain_names, read_record
+from actds.dataset.reading import Catalog, read_genesis, read_records
 from actds.errors import ActdsError, BusyError, Finding
 from actds.executor import ExecutorName
+from actds.format.schema import Genesis, LedgerRecord, OpenBody, ShardManifest
 from actds.format.shard import TOKENS
-from actds.ledger import GENESIS_PREV, ChainState, chain_names, read_record
-from actds.reading import Catalog, read_genesis, read_records
-from actds.schema import Genesis, LedgerRecord, OpenBody, ShardManifest
-from actds.store import Store, local_folder, open_store
+from actds.store import Store, layout, local_folder, open_store
 from actds.store.local import lock_dataset
 from actds_validators.validate.accounting import check_shard_tokens
 from actds_validators.validate.files import (

@@ -21,9 +21,9 @@ from typing import Any, Literal, Self, cast
 import numpy as np
 import torch
 
-from actds import canonical
 from actds.errors import ActdsError
-from actds.schema import DType
+from actds.format import canonical
+from actds.format.schema import DType
 from actds.text import one_line
 from actds_writers.capture.hooks import find_kind, raise_all
 from actds_writers.capture.laws import NEEDED, require_sums

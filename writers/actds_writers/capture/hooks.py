@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
 from actds.errors import ActdsError
-from actds.schema import HOOK_KINDS, DType
+from actds.format.schema import HOOK_KINDS, DType
 from actds.text import one_line
 from actds_writers.capture.kinds import BUILT_IN
 from actds_writers.capture.taps import HookKind, ModelConfig

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from actds.errors import ActdsError
-from actds.schema import DType
+from actds.format.schema import DType
 from actds_writers.capture import places, taps
 from actds_writers.capture.taps import HookKind, ModelConfig, StreamForm, Tap, residual_stream
 

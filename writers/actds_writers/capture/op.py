@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from actds.errors import ActdsError
-from actds.schema import DType
+from actds.format.schema import DType
 from actds_writers.capture.hooks import find_kind, raise_all
 from actds_writers.capture.taps import StreamForm, Tap
 from actds_writers.ipc.messages import HookSpec

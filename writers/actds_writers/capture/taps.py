@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from actds.errors import ActdsError
-from actds.schema import DType
+from actds.format.schema import DType
 
 if TYPE_CHECKING:
     import torch

@@ -20,15 +20,14 @@ import pyarrow as pa
 import zstandard
 from pydantic import ConfigDict, Discriminator, Tag, TypeAdapter
 
-from actds import canonical, layout, schema
-from actds.commit import commit_part, in_parts
+from actds.dataset.commit import commit_part, in_parts
+from actds.dataset.ledger import Chain, fence, read_ledger
 from actds.errors import ActdsError
-from actds.format import tables
+from actds.format import canonical, schema, tables
 from actds.format.apart import TablesApart
+from actds.format.schema import PartBody, PartTable, RunBody, ShardBody, ShardManifest
 from actds.format.shard import read_checked
-from actds.ledger import Chain, fence, read_ledger
-from actds.schema import PartBody, PartTable, RunBody, ShardBody, ShardManifest
-from actds.store import Store, local_folder
+from actds.store import Store, layout, local_folder
 from actds_writers.census.census import Census, CensusTables
 from actds_writers.ipc.messages import ClientFacts
 

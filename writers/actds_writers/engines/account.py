@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from actds.errors import ActdsError
-from actds.schema import DType
+from actds.format.schema import DType
 from actds.text import format_nbytes
 from actds_writers.capture import op as capture
 from actds_writers.capture.check import NO_CHECK, HookCheck

@@ -24,11 +24,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.commit import commit_part, in_parts
+from actds.dataset.commit import commit_part, in_parts
+from actds.dataset.ledger import Chain
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
-from actds.ledger import Chain
-from actds.load.sequences import TokenSequence
-from actds.reading import Catalog
+from actds.explore.sequences import TokenSequence
 from actds.store import local_folder, open_store
 from actds.text import counted
 from actds_writers.config import WriteSettings

@@ -16,15 +16,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
+from actds.explore.pairs import prefix_sums
+from actds.explore.sequences import TokenSequence
 from actds.format import tables
 from actds.format.arrays import widen
 from actds.format.positions import Keys, position_key
+from actds.format.schema import DType
 from actds.format.shard import Shard
-from actds.load.pairs import prefix_sums
-from actds.load.sequences import TokenSequence
-from actds.reading import Catalog
-from actds.schema import DType
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

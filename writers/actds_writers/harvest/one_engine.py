@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 
 from actds.errors import ActdsError
-from actds.schema import CloseReason
+from actds.format.schema import CloseReason
 from actds.text import one_line
 from actds_writers.config import WriterSettings, WriteSettings
 from actds_writers.engine_protocol import Engine, Finished, find_engine

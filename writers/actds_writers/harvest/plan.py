@@ -12,7 +12,7 @@ from typing import Any
 
 from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
-from actds.schema import DType
+from actds.format.schema import DType
 from actds.store import open_store
 from actds.text import counted, format_nbytes, format_seconds
 from actds_writers.capture.hooks import hook_specs, parse_hooks

@@ -17,12 +17,12 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from actds import canonical, layout
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
+from actds.format import canonical
 from actds.format.readouts import NONE
-from actds.reading import Catalog
-from actds.schema import RunRecord
-from actds.store import local_folder, open_for_writing, open_store, refuse_within_dataset
+from actds.format.schema import RunRecord
+from actds.store import layout, local_folder, open_for_writing, open_store, refuse_within_dataset
 from actds.store.local import lock_dataset
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.capture.probes import plan_readouts

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
 from actds.format.readouts import DEFAULT_PROJECTIONS, MAX_WIDTH
-from actds.schema import DType
+from actds.format.schema import DType
 from actds.text import counted, format_nbytes
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import MIB, ProbeSettings, keywords_of

@@ -22,7 +22,7 @@ from typing import IO
 
 from actds.errors import ActdsError
 from actds.format.readouts import NONE
-from actds.schema import CloseReason
+from actds.format.schema import CloseReason
 from actds_writers.config import CensusSettings, WriterSettings
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import (

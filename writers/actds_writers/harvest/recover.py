@@ -12,15 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from actds import layout
+from actds.dataset.heartbeat import remove_stale
+from actds.dataset.ledger import Chain, ChainState, fence, read_ledger
+from actds.dataset.owners import SILENCE_S, find_owners
+from actds.dataset.reading import CENSUS_TABLES, Catalog, need_dataset, read_genesis
 from actds.errors import ActdsError
-from actds.heartbeat import remove_stale
-from actds.ledger import Chain, ChainState, fence, read_ledger
-from actds.owners import SILENCE_S, find_owners
-from actds.reading import CENSUS_TABLES, Catalog, need_dataset, read_genesis
-from actds.schema import Seal, ShardBody
-from actds.sealing import seal
-from actds.store import TEMPORARY, Store, local_folder, open_for_writing
+from actds.format.schema import Seal, ShardBody
+from actds.publish.sealing import seal
+from actds.store import TEMPORARY, Store, layout, local_folder, open_for_writing
 from actds.store.local import LocalStore, lock_dataset
 from actds.version import __version__
 from actds_writers.census.census import Census

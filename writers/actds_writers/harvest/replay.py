@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
+from actds.explore import dataset as reading
+from actds.explore.coverage import covered, lacking
+from actds.explore.dataset import Dataset
+from actds.explore.sequences import TokenSequence, token_sequences
 from actds.format.positions import Intervals, difference, position_key, split_key
+from actds.format.schema import Hook
 from actds.format.tables import UNSERVED
-from actds.load import dataset as reading
-from actds.load.coverage import covered, lacking
-from actds.load.dataset import Dataset
-from actds.load.sequences import TokenSequence, token_sequences
-from actds.reading import Catalog
-from actds.schema import Hook
 from actds.store import open_store
 from actds.text import counted
 from actds_writers.capture.hooks import hook_specs, parse_hooks

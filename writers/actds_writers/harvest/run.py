@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import pyarrow.compute as pc
 
+from actds.dataset.info import recorded_cast
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
-from actds.info import recorded_cast
-from actds.reading import Catalog
-from actds.schema import RowCounts, Seal
-from actds.sealing import seal
+from actds.format.schema import RowCounts, Seal
+from actds.publish.sealing import seal
 from actds.store import open_store
 from actds.text import counted
 from actds_writers.config import WriteSettings, keywords_of

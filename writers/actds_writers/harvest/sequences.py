@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import PurePosixPath
 
-from actds.load.sequences import TokenSequence
-from actds.reading import Catalog
+from actds.dataset.reading import Catalog
+from actds.explore.sequences import TokenSequence
 from actds_writers.harvest.prepare import request_key
 from actds_writers.ipc.messages import PromptFact, Replayed
 from actds_writers.prompts.encoding import Encoded

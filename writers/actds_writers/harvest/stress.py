@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.format.tables import is_served
-from actds.reading import Catalog
 from actds.store import open_store
 from actds.text import counted, format_nbytes, format_seconds
 from actds_writers.config import MIB, WriteSettings

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import GetPydanticSchema
 from pydantic_core import core_schema
 
-from actds.schema import CloseReason, DType, Origin, RowCounts
+from actds.format.schema import CloseReason, DType, Origin, RowCounts
 from actds_writers.sampling import EVERYTHING, LeftOut
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
-from actds.schema import DType
+from actds.format.schema import DType
 from actds_writers.ipc.messages import HookSpec
 
 ALIGNMENT = 64

@@ -14,10 +14,10 @@ from types import MappingProxyType
 import numpy as np
 import pyarrow as pa
 
-from actds.commit import commit_part
+from actds.dataset.commit import commit_part
+from actds.dataset.ledger import Chain
 from actds.format import tables
-from actds.ledger import Chain
-from actds.schema import RowCounts
+from actds.format.schema import RowCounts
 from actds.store import Store
 from actds_writers.ipc.messages import CommitTotals, StageState, Stall, StepRows, WorkerHello
 from actds_writers.ipc.ring import aligned

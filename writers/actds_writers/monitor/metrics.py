@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from actds.dataset.info import HookValues
 from actds.errors import ActdsError, not_installed
-from actds.info import HookValues
 from actds_writers.monitor.meters import LATENCY_BUCKETS_S
 from actds_writers.monitor.progress import Snapshot
 

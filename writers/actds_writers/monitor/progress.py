@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, TextIO
 
+from actds.dataset.info import HookValues, values_in_words
 from actds.errors import ActdsError
-from actds.info import HookValues, values_in_words
-from actds.schema import RowCounts
+from actds.format.schema import RowCounts
 from actds.text import counted, format_nbytes, format_rate, format_seconds
 from actds_writers.ipc.messages import CensusProgress, CommitTotals, StageState, WriterProgress
 

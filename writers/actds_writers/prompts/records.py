@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from actds.canonical import MAX_INTEGER
 from actds.errors import ActdsError
+from actds.format.canonical import MAX_INTEGER
 from actds.format.labels import MAX_LENGTH, Label, dump_labels
 
 OnBroken = Literal["error", "skip"]

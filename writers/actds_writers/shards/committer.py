@@ -16,11 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
-from actds.commit import BegunShard, ShardRows, begin_shard
+from actds.dataset.commit import BegunShard, ShardRows, begin_shard
+from actds.dataset.ledger import Chain
+from actds.dataset.write_threads import N_HELD, N_OPEN, WriteThreads
 from actds.errors import ActdsError
-from actds.ledger import Chain
 from actds.store import Store
-from actds.write_threads import N_HELD, N_OPEN, WriteThreads
 from actds_writers.config import Order
 from actds_writers.monitor.meters import CommitMeter, Occupancy
 from actds_writers.shards.assembly import ShardBuffer

@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from actds import canonical
 from actds.errors import ActdsError
-from actds.format import tables
+from actds.format import canonical, tables
 from actds_writers.ipc.messages import Fact, StepDropped, StepRows, StepsDropped, WorkerHello
 
 SUMMED = ("capture.ring_nbytes", "capture.staging_nbytes", "model.n_layers")

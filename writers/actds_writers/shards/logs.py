@@ -19,12 +19,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.commit import commit_part, in_parts
+from actds.dataset.commit import commit_part, in_parts
+from actds.dataset.ledger import Chain
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.readouts import Readouts
-from actds.ledger import Chain
-from actds.schema import PartTable
+from actds.format.schema import PartTable
 from actds.store import Store
 from actds_writers.ipc import ring
 from actds_writers.ipc.messages import (

@@ -13,14 +13,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from actds import layout, schema
+from actds.dataset.info import recorded_cast
+from actds.dataset.ledger import Chain
+from actds.dataset.reading import read_genesis
 from actds.errors import ActdsError
+from actds.format import schema
 from actds.format.readouts import Readouts
-from actds.info import recorded_cast
-from actds.ledger import Chain
-from actds.reading import read_genesis
-from actds.schema import CloseReason, Genesis, Hook, ProvenanceField, RunBody, RunRecord
-from actds.store import Buffer, NewFile, Put, Store
+from actds.format.schema import CloseReason, Genesis, Hook, ProvenanceField, RunBody, RunRecord
+from actds.store import Buffer, NewFile, Put, Store, layout
 from actds_writers.config import WriterSettings
 from actds_writers.ipc import ring
 from actds_writers.ipc.messages import (

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
 
+from actds.dataset.reading import Catalog
+from actds.dataset.write_threads import N_HELD, window
 from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
 from actds.format.encoding import encoded_nbytes
 from actds.format.tables import is_served
-from actds.reading import Catalog
 from actds.store import Store
-from actds.write_threads import N_HELD, window
 from actds_writers.ipc.messages import HookSpec
 from actds_writers.ipc.ring import PAGE, aligned
 

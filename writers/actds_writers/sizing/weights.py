@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from actds.canonical import read_bounded
 from actds.errors import ActdsError
+from actds.format.canonical import read_bounded
 from actds_writers.model_folder import model_config
 
 MAX_HEADER_NBYTES = 100 << 20

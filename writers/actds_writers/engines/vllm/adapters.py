@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actds.canonical import read_bounded
+from actds.format.canonical import read_bounded
 from actds_writers.engine_protocol import bad_option
 from actds_writers.model_folder import file_sha256
 

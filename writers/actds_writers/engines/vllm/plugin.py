@@ -27,7 +27,7 @@ from actds.errors import ActdsError
 from actds_writers.ipc.link import ENVIRONMENT, Link
 
 if TYPE_CHECKING:
-    from actds.schema import CloseReason
+    from actds.format.schema import CloseReason
     from actds_writers.engines.vllm.serving import LiveRun
 
 EXECUTOR = "vllm.v1.executor.abstract"

@@ -18,13 +18,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from actds import layout
+from actds.dataset.reading import read_genesis
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.readouts import NONE
-from actds.reading import read_genesis
-from actds.schema import CloseReason
-from actds.store import local_folder, open_store
+from actds.format.schema import CloseReason
+from actds.store import layout, local_folder, open_store
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import LiveSettings, WriterSettings, settings_of
 from actds_writers.engine_protocol import OPTION

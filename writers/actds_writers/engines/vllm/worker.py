@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from actds import canonical
 from actds.errors import ActdsError
-from actds.format import tables
+from actds.format import canonical, tables
 from actds_writers.capture.hooks import find_kind, raise_all
 from actds_writers.capture.logits import Reading
 from actds_writers.capture.op import install

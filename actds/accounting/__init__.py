@@ -1,1 +1,0 @@
-"""Accounting: every position exactly once, and how often its row was served."""

@@ -1,0 +1,1 @@
+"""Look into a dataset: arrays, requests, text and statistics, in Python and in a notebook."""

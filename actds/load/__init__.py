@@ -1,1 +1,0 @@
-"""Loading: datasets, lazy arrays, the training loader, torch and HF ``datasets``."""

@@ -1,0 +1,1 @@
+"""Feed a trainer: batches of rows, in an order, out of one dataset or a mixture."""

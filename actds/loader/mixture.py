@@ -1,0 +1,429 @@
+"""What a loader reads, as parts: of one dataset or several, each with its share of every batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import gcd
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from actds.executor import ExecutorName, open_executor
+from actds.explore.dataset import Dataset
+from actds.explore.dataset import open as open_dataset
+from actds.explore.pairs import Partners, find_partners, prefix_hashes
+from actds.explore.stats import Stats, cache_folder, stats_of_rows
+from actds.format import canonical, tables
+from actds.format.schema import Hook
+from actds.loader.filters import BUILT_IN, NOT_FINITE, bad, check_finite, finite_rows
+from actds.loader.selection import LEAVE_OUT, Counts, Floats, Selection, select
+
+Source = str | os.PathLike[str] | Dataset
+Side = Literal["train", "held_out"]
+Select = Callable[[Dataset, str | None, str | None], Selection]
+"""Returns the rows of a dataset in a phase for which an expression is true; None takes all."""
+
+_SHARES = 10_000  # what the shares of a mixture add up to, as integers
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The parts of what a loader reads; one where nothing is mixed.
+
+    Args:
+        parts: the selections of each part: one, or several datasets one after the other.
+        names: what each part is called: its key in the argument; empty for an only part.
+        shares: the share of each part as integers; their sum is that of all.
+        others: datasets whose rows are paired with those of the parts, by name.
+        partners: per hook of these where the partners of the rows of all shards are.
+        once: whether rows of a replay are left out where its source has a row.
+    """
+
+    parts: Sequence[Sequence[Selection]]
+    names: Sequence[str]
+    shares: Sequence[int]
+    others: Mapping[str, Dataset] = field(default_factory=dict)
+    partners: Sequence[Partners] = ()
+    once: bool = False
+
+    @property
+    def selections(self) -> list[Selection]:
+        """Return the selections of all parts."""
+        return [selection for part in self.parts for selection in part]
+
+    @property
+    def datasets(self) -> list[Dataset]:
+        """Return the datasets, each once."""
+        return list({id(one.dataset): one.dataset for one in self.selections}.values())
+
+    @property
+    def hooks(self) -> Sequence[Hook]:
+        """Return the hooks of a batch."""
+        return self.selections[0].hooks
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """Return the runs of all shards, sorted."""
+        return tuple(sorted({run for one in self.selections for run in one.runs}))
+
+    @property
+    def excluded(self) -> dict[str, int]:
+        """Return how many stored rows each name of ``exclude`` leaves out of the parts."""
+        found = dict.fromkeys(self.selections[0].excluded, 0)
+        for selection in self.selections:
+            for name, n in selection.excluded.items():
+                found[name] += n
+        return found
+
+    @property
+    def n_kept(self) -> int:
+        """Return the rows that are read, each counted once in its part."""
+        return sum(selection.n_kept for selection in self.selections)
+
+    @property
+    def n_stored(self) -> int:
+        """Return the rows of the shards of the parts, kept or not."""
+        return sum(selection.n_stored for selection in self.selections)
+
+    @property
+    def digest(self) -> str:
+        """Return the digest of the dataset, or one of those of all datasets in their order."""
+        digests = [dataset.digest for dataset in self.datasets]
+        return digests[0] if len(digests) == 1 else canonical.digest(canonical.dump(digests))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return what chooses and weights the rows, as JSON: a state of another is refused."""
+        first = self.selections[0]
+        files = [one.row_weights.sha256 for one in self.selections if one.row_weights is not None]
+        names = [shard.name for one in self.selections for shard in one.shards]
+        return {
+            "shards": canonical.digest(canonical.dump(names)),
+            "where": [one.filter.identity["where"] for one in self.selections],
+            "exclude": first.filter.identity["exclude"] or None,
+            "split": first.filter.identity["split"],
+            "mix": dict(zip(self.names, self.shares, strict=False)) or None,
+            "paired": {label: other.digest for label, other in self.others.items()} or None,
+            "once": self.once or None,
+            "frequency": None if first.frequency is None else first.frequency.text,
+            "weights_sha256": files[0] if files else None,
+            "weights": None if first.loss_weight is None else first.loss_weight.text,
+        }
+
+
+def open_sources(
+    source: Source | Sequence[Source] | Mapping[Source, float],
+    unsealed: bool,
+    unprovenanced: bool,
+    seal: str | None = None,
+) -> tuple[list[Dataset], Mapping[str, float] | None]:
+    """Return the datasets of an argument, and their shares by path where it says them.
+
+    Raises:
+        ActdsError: E014 no dataset, one twice, or a seal and not one path; and as ``actds.open``.
+    """
+    several = not isinstance(source, str | os.PathLike | Dataset)
+    if seal is not None and (several or isinstance(source, Dataset)):
+        raise bad("seal", "a pin, and not one path", "datasets from actds.open(path, seal=...)")
+    given = list(source) if several else [source]  # type: ignore[arg-type]
+    if not given:
+        raise bad("source", "no dataset", "a path, a dataset, several, or datasets with shares")
+    datasets = [
+        one
+        if isinstance(one, Dataset)
+        else open_dataset(
+            os.fspath(one),  # type: ignore[arg-type]
+            seal=seal,
+            i_accept_unsealed=unsealed,
+            i_accept_unprovenanced=unprovenanced,
+        )
+        for one in given
+    ]
+    digests = [dataset.digest for dataset in datasets]
+    for i, digest in enumerate(digests):
+        if digest in digests[:i]:
+            raise bad("source", f"{datasets[i].path} twice", "different datasets")
+    if not isinstance(source, Mapping):
+        return datasets, None
+    return datasets, {d.path: share for d, share in zip(datasets, source.values(), strict=True)}
+
+
+def open_partners(
+    paired: Mapping[str, Source] | None, unsealed: bool, unprovenanced: bool
+) -> dict[str, Dataset]:
+    """Return the datasets of the argument ``paired`` by name; raises as ``open_sources``."""
+    found: dict[str, Dataset] = {}
+    for label, one in (paired or {}).items():
+        partner, _ = open_sources(one, unsealed, unprovenanced)
+        if len(partner) > 1:
+            raise bad("paired", f"several datasets for {label!r}", "one dataset for each name")
+        found[label] = partner[0]
+    return found
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What chooses and weights the rows of a loader; its arguments are those of ``Loader``."""
+
+    hooks: str | Sequence[str] | None
+    phase: str | None
+    where: str | None
+    exclude: str | Sequence[str]
+    split: Side | None
+    held_out: float
+    mix: Mapping[str, float] | None
+    served: bool
+    weight: str | os.PathLike[str] | None
+    frequency: str | None
+
+    def rows(
+        self,
+        datasets: Sequence[Dataset],
+        shares: Mapping[str, float] | None,
+        others: Mapping[str, Dataset],
+    ) -> Mixture:
+        """Return the chosen rows; raises as ``make_mixture`` and ``with_partners``."""
+
+        def chosen(dataset: Dataset, phase: str | None, where: str | None) -> Selection:
+            return select(
+                dataset, self.hooks, phase, where=where, exclude=self.exclude, split=self.split,
+                held_out=self.held_out, multiplicity=self.served, weights=self.weight,
+                frequency=self.frequency,
+            )  # fmt: skip
+
+        rows = make_mixture(datasets, shares, self.mix, self.phase, self.where, chosen)
+        return with_partners(rows, others) if others else rows
+
+    def of_both_sides(self) -> Choice:
+        """Return the same choice without a split."""
+        return replace(self, split=None, held_out=0.0)
+
+
+def make_mixture(
+    datasets: Sequence[Dataset],
+    dataset_shares: Mapping[str, float] | None,
+    mix: Mapping[str, float] | None,
+    phase: str | None,
+    where: str | None,
+    select: Select,
+) -> Mixture:
+    """Return the parts of what a loader reads.
+
+    Args:
+        datasets: the datasets.
+        dataset_shares: the share of each by its path; None joins them to one part.
+        mix: shares by phase or by expression; None for one part.
+        phase: the phase of all parts.
+        where: the expression that all parts share.
+        select: makes the selection of a part.
+
+    Raises:
+        ActdsError: E014 shares of datasets and of rows at once, or that do not add up; hooks that
+            differ between datasets; and as ``select``.
+    """
+    if mix is not None and dataset_shares is not None:
+        raise bad("mix", "shares of rows and of datasets", "one of them")
+    if dataset_shares is not None:
+        shares = _integers("source", dataset_shares)
+        parts = [[select(dataset, phase, where)] for dataset in datasets]
+        mixture = Mixture(parts, list(dataset_shares), shares)
+    elif mix is not None:
+        shares = _integers("mix", mix)
+        parts = [
+            [select(dataset, *_part(name, phase, where)) for dataset in datasets] for name in mix
+        ]
+        mixture = Mixture(parts, list(mix), shares)
+    else:
+        mixture = Mixture([[select(dataset, phase, where) for dataset in datasets]], [], [1])
+    _check_hooks(mixture)
+    return mixture
+
+
+def with_partners(mixture: Mixture, others: Mapping[str, Dataset]) -> Mixture:
+    """Return a mixture of the rows that have a partner in every other dataset.
+
+    Raises:
+        ActdsError: E014 several datasets to begin with, a name that cannot be one of a batch, a
+            hook that another dataset lacks, or no row with partners.
+    """
+    if len(mixture.datasets) > 1:
+        raise bad("paired", "partners for several datasets", "one dataset as source")
+    for label in others:
+        if not label or "/" in label:
+            raise bad("paired", repr(label)[:80], "a name without a slash")
+    shards = [shard for one in mixture.selections for shard in one.shards]
+    mine = prefix_hashes(mixture.datasets[0], shards)
+    counts = [count for one in mixture.selections for count in one.counts]
+    partners = [
+        _with_finite_rows(
+            find_partners(mine, shards, label, other, hook.name),
+            None if NOT_FINITE in mixture.excluded else counts,
+        )
+        for label, other in others.items()
+        for hook in mixture.hooks
+    ]
+    at, parts = 0, []
+    for part in mixture.parts:
+        selections = []
+        for one in part:
+            n = len(one.shards)
+            there = [
+                np.logical_and.reduce([pair.rows[i] >= 0 for pair in partners])
+                for i in range(at, at + n)
+            ]
+            selections.append(_restricted(one, there))
+            at += n
+        parts.append(selections)
+    if not all(one.n_kept for part in parts for one in part):
+        raise bad("paired", f"no row with a partner in {', '.join(others)}", "harvests of one text")
+    return replace(mixture, parts=parts, others=dict(others), partners=partners)
+
+
+def _with_finite_rows(pair: Partners, counts: Sequence[Counts | None] | None) -> Partners:
+    """Return partners without rows that are not finite.
+
+    Args:
+        pair: the partners.
+        counts: how often rows come, to refuse such partners of theirs; None to leave these out.
+
+    Raises:
+        ActdsError: E014 there are some.
+    """
+    if counts is not None:
+        check_finite(pair.hook, pair.shards, _partner_counts(pair, counts), LEAVE_OUT)
+        return pair
+    found = [finite_rows(shard, pair.hook) for shard in pair.shards]
+    if all(one is None for one in found):
+        return pair
+    finite = np.concatenate([
+        np.ones(shard.n_rows, np.bool_) if one is None else one
+        for shard, one in zip(pair.shards, found, strict=True)
+    ])  # fmt: skip
+    return replace(pair, rows=[np.where(finite[rows], rows, -1) for rows in pair.rows])
+
+
+def _restricted(selection: Selection, there: Sequence[npt.NDArray[np.bool_]]) -> Selection:
+    """Return a selection without the rows that are not there, ``(n_rows,)`` per shard."""
+    counts = [
+        mask.astype(np.uint8) if count is None else count * mask
+        for count, mask in zip(selection.counts, there, strict=True)
+    ]
+    n_kept = sum(int(np.count_nonzero(count)) for count in counts)
+    return replace(selection, counts=counts, n_kept=n_kept)
+
+
+def statistics(
+    mixture: Mixture, served: bool, executor: ExecutorName = "threads"
+) -> dict[str, Stats]:
+    """Return statistics of what a mixture gives, by hook: each row as often as it comes.
+
+    That is as often as it was served, in proportion to ``frequency``, and as the shares of the
+    parts have it: in the mean of many epochs, whatever the seed.
+
+    Args:
+        mixture: the rows.
+        served: whether rows come as often as they were served.
+        executor: where the shards are read.
+
+    Raises:
+        ActdsError: E104, E108, E201 to E204 when a shard is missing or damaged; E014 values that
+            are not finite.
+    """
+    shards = [shard for one in mixture.selections for shard in one.shards]
+    times = _times(mixture)
+    keys = [one.result_key for one in (*mixture.datasets, *mixture.others.values())]
+    key = canonical.digest(canonical.dump([keys, mixture.identity, served]))
+    # A filter of others may choose other rows tomorrow, under the same name.
+    cache = cache_folder() if BUILT_IN.issuperset(mixture.excluded) else None
+    work = [(hook.name, hook, shards, times) for hook in mixture.hooks]
+    work += [
+        (pair.name, pair.hook, list(pair.shards), _partner_counts(pair, times))
+        for pair in mixture.partners
+    ]
+    with open_executor(executor) as on:
+        return {
+            name: stats_of_rows(hook, shards, times, key=f"{key} {name}", cache=cache, executor=on)
+            for name, hook, shards, times in work
+        }
+
+
+def _times(mixture: Mixture) -> list[Counts | Floats | None]:
+    """Return how often each row of each shard comes: counts, or shares of all entries as floats."""
+    if len(mixture.parts) == 1 and mixture.selections[0].frequency is None:
+        return [count for one in mixture.selections for count in one.counts]
+    times: list[Counts | Floats | None] = []
+    for part, share in zip(mixture.parts, mixture.shares, strict=True):
+        found = [row for one in part for row in one.frequencies() or _as_floats(one)]
+        scale = share / sum(mixture.shares) / sum(float(row.sum()) for row in found)
+        times += [row * scale for row in found]
+    return times
+
+
+def _as_floats(selection: Selection) -> list[Floats]:
+    return [
+        np.ones(shard.n_rows) if count is None else count.astype(np.float64)
+        for shard, count in zip(selection.shards, selection.counts, strict=True)
+    ]
+
+
+def _partner_counts(
+    pair: Partners, times: Sequence[Counts | Floats | None]
+) -> list[Counts | Floats | None]:
+    """Return how often each row of the other dataset comes as a partner, per shard of it."""
+    kind = np.result_type(np.uint32, *(one.dtype for one in times if one is not None))
+    total = np.zeros(int(pair.starts[-1]), kind)
+    for rows, time in zip(pair.rows, times, strict=True):
+        there = rows >= 0 if time is None else (rows >= 0) & (time > 0)
+        np.add.at(total, rows[there], 1 if time is None else time[there].astype(kind))
+    return list(np.split(total, pair.starts[1:-1]))
+
+
+def batch_hooks(mixture: Mixture) -> dict[str, Hook]:
+    """Return the hooks of a batch by what it calls them."""
+    own = {hook.name: hook for hook in mixture.hooks}
+    return own | {pair.name: pair.hook for pair in mixture.partners}
+
+
+def _part(name: str, phase: str | None, where: str | None) -> tuple[str | None, str | None]:
+    """Return phase and expression of a part that is called by a phase or by an expression."""
+    if name not in tables.PHASES:
+        return phase, name if where is None else f"({where}) and ({name})"
+    if phase not in (None, name):
+        raise bad("mix", f"{name!r} with phase={phase!r}", "parts of that phase")
+    return name, where
+
+
+def _integers(argument: str, shares: Mapping[str, float]) -> list[int]:
+    """Return shares as integers of the same ratios, to one in ten thousand."""
+    if not isinstance(shares, Mapping) or not shares:
+        raise bad(argument, repr(shares)[:80], "shares by name, as {'prefill': 0.5, 'decode': 0.5}")
+    for name, share in shares.items():
+        number = isinstance(share, int | float) and not isinstance(share, bool)
+        if not number or not 1 / _SHARES <= share <= 1:
+            raise bad(argument, f"{share!r} for {name!r}", f"a share from {1 / _SHARES} to 1")
+    if abs(sum(shares.values()) - 1) > _TOLERANCE:
+        raise bad(argument, f"shares that add up to {sum(shares.values()):g}", "1")
+    exact = [share * _SHARES for share in shares.values()]
+    whole = [int(share + _TOLERANCE) for share in exact]
+    # What is lost by rounding goes to the shares that lost most.
+    for i in sorted(range(len(exact)), key=lambda i: whole[i] - exact[i])[: _SHARES - sum(whole)]:
+        whole[i] += 1
+    common = gcd(*whole)
+    return [share // common for share in whole]
+
+
+def _check_hooks(mixture: Mixture) -> None:
+    """Refuse datasets whose hooks of one name differ in width or type."""
+    first = mixture.selections[0]
+    for other in mixture.selections[1:]:
+        for a, b in zip(first.hooks, other.hooks, strict=True):
+            if (a.name, a.d_model, a.dtype) != (b.name, b.d_model, b.dtype):
+                raise bad(
+                    "source",
+                    f"{b.name} of {b.d_model} {b.dtype} in {other.dataset.path}",
+                    f"{a.name} of {a.d_model} {a.dtype}, as in {first.dataset.path}",
+                )

@@ -1,0 +1,609 @@
+"""Which rows a loader reads and how often each comes: hooks, phase, filters, split, frequency."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from actds.dataset.multiplicity import Servings, served_again, served_counts
+from actds.errors import ActdsError
+from actds.explore.dataset import Dataset
+from actds.format import tables
+from actds.format.labels import label_table
+from actds.format.roles import Roles
+from actds.format.row_weights import RowWeights
+from actds.format.sampled import Sampled
+from actds.format.schema import Hook
+from actds.format.shard import Shard
+from actds.format.tables import TableName
+from actds.loader.filters import (
+    NOT_FINITE,
+    Exclusion,
+    Mask,
+    bad,
+    check_finite,
+    need_known,
+    norms_of_hook,
+)
+from actds.loader.where import LABELS, Expression, Kind, column_of, parse_expression
+
+Counts = npt.NDArray[np.unsignedinteger[Any]]
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+PROVENANCE_COLUMNS = ("run", "request", "position", "token_id", "phase", "step")
+"""Columns of a batch, or of an example."""
+ROLE = "role"
+"""A further one, on request: who wrote the position (section 6.3)."""
+WEIGHT = "weight"
+"""The column of the row weights."""
+LEAVE_OUT = f'exclude="{NOT_FINITE}" leaves them out; actds check counts them.'
+SPLITS = ("train", "held_out")
+_SPLIT_SALT = b"actds held-out requests\n"
+
+
+class RowValues:
+    """The columns that an expression names, joined to the rows of a shard.
+
+    Args:
+        dataset: the dataset.
+        hooks: the hooks that are read; ``norm`` is of the only one.
+    """
+
+    def __init__(self, dataset: Dataset, hooks: Sequence[Hook]) -> None:
+        self._dataset, self._hooks = dataset, hooks
+        self._tables: dict[tuple[str, str], pa.Table] = {}
+        self._norms: dict[str, npt.NDArray[np.float32]] | None = None
+        self._roles: dict[str, Roles] = {}
+        self._sampled: dict[str, Sampled] = {}
+        self._labels: dict[str, dict[str, pa.DictionaryArray]] = {}
+
+    def constant(self, shard: Shard) -> dict[str, pa.Array]:
+        """Return what the manifest says of all rows of a shard, each of length 1."""
+        phase = None if "phase" in shard.unknown else shard.phase
+        return {"run": pa.array([shard.run]), "phase": pa.array([phase], pa.string())}
+
+    def of(self, shard: Shard, names: Sequence[str]) -> dict[str, pa.Array]:
+        """Return the named columns, each of ``n_rows``; integers as int64, null where unknown.
+
+        Raises:
+            ActdsError: E014 norms of several hooks, or of a run that has no norm readouts, or a
+                label that no request has; E416 a row without its readout; and as
+                ``Shard.tokens``.
+        """
+        chosen = [column_of(name) for name in names]
+        wanted = {"flags" if one.flag else one.name for one in chosen if one.table == "tokens"}
+        if any(one.table in ("requests", "labels") for one in chosen):
+            wanted |= {"request"}
+        wanted |= {"step"} if any(one.table == "steps" for one in chosen) else set()
+        if any(one.table in ("roles", "sampled") for one in chosen):
+            wanted |= {"request", "position"}
+        tokens = shard.tokens(sorted(wanted)) if wanted else None
+        found: dict[str, pa.Array] = {}
+        for one in chosen:
+            if one.table is None:
+                value = self.constant(shard)[one.name][0]
+                found[one.name] = pa.repeat(value, shard.n_rows)
+            elif one.table == "readouts":
+                found[one.name] = pa.array(self._norm(shard))
+            elif one.table == "roles":
+                assert tokens is not None
+                found[one.name] = self._role(shard, tokens)
+            elif one.table == "labels":
+                assert tokens is not None
+                found[one.name] = self._label(one.name.removeprefix(LABELS), shard, tokens)
+            elif one.table == "sampled":
+                assert tokens is not None
+                found[one.name] = self._sampled_after(one.name, shard, tokens)
+            else:
+                assert tokens is not None
+                found[one.name] = self._column(one.name, one.table, one.flag, shard, tokens)
+        return found
+
+    def provenance(self, shard: Shard, names: Sequence[str]) -> pa.Table:
+        """Return columns of the token table as they are stored, ``run`` and ``role``: ``n_rows``.
+
+        Raises:
+            ActdsError: as ``Shard.tokens``.
+        """
+        stored = [name for name in names if name not in ("run", ROLE)]
+        wanted = {*stored, *(("request", "position") if ROLE in names else ())}
+        tokens = shard.tokens(sorted(wanted)) if wanted else None
+        found: dict[str, Any] = {}
+        for name in names:
+            if name == "run":
+                found[name] = pa.repeat(pa.scalar(shard.run), shard.n_rows)
+            elif tokens is not None:
+                found[name] = self._role(shard, tokens) if name == ROLE else tokens[name]
+        return pa.table(found)
+
+    def _column(self, name: str, table: str, flag: int, shard: Shard, tokens: pa.Table) -> pa.Array:
+        source = "flags" if flag else name.partition(".")[0]
+        if source in shard.unknown:
+            return pa.nulls(shard.n_rows, column_of(name).arrow_type)
+        if flag:
+            return pa.array((tokens["flags"].to_numpy() & flag) != 0)
+        if table == "tokens":
+            return _wide(tokens[name])
+        prefix, _, column = name.partition(".")
+        lines = self._table(shard.run, cast("TableName", table))
+        if not lines.num_rows:  # no census: read all the same, by somebody who said so
+            return pa.nulls(shard.n_rows, column_of(name).arrow_type)
+        at = np.searchsorted(lines[prefix].to_numpy(), tokens[prefix].to_numpy())
+        return _wide(lines[column].take(pa.array(at)))
+
+    def _label(self, name: str, shard: Shard, tokens: pa.Table) -> pa.Array:
+        if not self._labels:
+            for run in self._dataset.catalog.run_ids:
+                self._labels[run] = label_table(self._table(run, "requests")["labels"])
+        known = sorted({one for labels in self._labels.values() for one in labels})
+        if name not in known:
+            expected = f"one of {', '.join(known)}" if known else "none: requests have no labels"
+            raise bad(LABELS + name, "no request has it", expected)
+        labels = self._labels[shard.run].get(name)
+        if labels is None or "request" in shard.unknown:
+            return pa.nulls(shard.n_rows, pa.string())
+        number = self._table(shard.run, "requests")["request"].to_numpy()
+        at = np.searchsorted(number, tokens["request"].to_numpy())
+        return labels.take(pa.array(at))
+
+    def _table(self, run: str, name: TableName) -> pa.Table:
+        """Return a run's table of requests or steps, sorted by their numbers."""
+        if (run, name) not in self._tables:
+            self._tables[run, name] = self._dataset.catalog.table(name, run).sort_by(name[:-1])
+        return self._tables[run, name]
+
+    def _role(self, shard: Shard, tokens: pa.Table) -> pa.Array:
+        if not shard.unknown.isdisjoint(("request", "position")):
+            return pa.nulls(shard.n_rows, pa.string())
+        if shard.run not in self._roles:
+            self._roles[shard.run] = Roles(self._dataset.catalog.table("roles", shard.run))
+        return self._roles[shard.run].of(tokens["request"], tokens["position"])
+
+    def _sampled_after(self, name: str, shard: Shard, tokens: pa.Table) -> pa.Array:
+        if shard.run not in self._sampled:
+            self._sampled[shard.run] = Sampled(self._dataset.catalog.table("sampled", shard.run))
+        column = name.partition(".")[2]
+        if not shard.unknown.isdisjoint(("request", "position")):
+            return pa.nulls(shard.n_rows, tables.SCHEMAS["sampled"].field(column).type)
+        found = self._sampled[shard.run].after(column, tokens["request"], tokens["position"])
+        return _wide(pa.chunked_array([found]))
+
+    def _norm(self, shard: Shard) -> npt.NDArray[np.float32]:
+        if len(self._hooks) != 1:
+            names = ", ".join(hook.name for hook in self._hooks)
+            raise bad("norm", f"the norms of {names}", "an expression over norm with one hook")
+        if self._norms is None:
+            self._norms = norms_of_hook(self._dataset, self._hooks[0].name)
+        return self._norms[shard.name]
+
+
+def _wide(column: pa.ChunkedArray) -> pa.Array:
+    """Return a column as one array; integers as int64, in which differences do not wrap."""
+    whole = column.combine_chunks()
+    return pc.cast(whole, pa.int64()) if pa.types.is_integer(whole.type) else whole
+
+
+class RowFilter:
+    """Which rows of a dataset are read: those that names, expression and split leave.
+
+    Args:
+        dataset: the dataset.
+        hooks: the hooks that are read.
+        exclude: names of ``FILTERS``: rows to leave out.
+        where: an expression: rows to read; None for all.
+        split: ``train`` or ``held_out``; None for both.
+        held_out: share of the requests that are held out, as their token digests fall.
+        served: rows belong to all requests that they were served to, not only to the one that
+            computed them: the split decides in `served_counts`, and leaves out no row here.
+
+    Raises:
+        ActdsError: E014 no such name, an expression that cannot be used, or norms of a run that
+            has no norm readouts; E416 a row without its readout.
+
+    Spec: 0.1 sections 6.3, 7.8 and 10.3.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        hooks: Sequence[Hook],
+        *,
+        exclude: str | Sequence[str] = (),
+        where: str | None = None,
+        split: str | None = None,
+        held_out: float = 0.0,
+        served: bool = False,
+    ) -> None:
+        self._dataset, self._served = dataset, served
+        self.values = RowValues(dataset, hooks)
+        self.where = None if where is None else parse_expression(where, "where")
+        self.exclusion = Exclusion(dataset, hooks, exclude)
+        self.split = _checked_split(split, held_out)
+        self._parts: dict[str, Ints] = {}
+        self._again: dict[str, Servings] = {}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return what chooses the rows, as JSON."""
+        return {
+            "exclude": list(self.exclusion.names),
+            "where": None if self.where is None else self.where.text,
+            "split": None if self.split is None else list(self.split),
+        }
+
+    def left_out(self, shard: Shard) -> dict[str, Mask]:
+        """Return per name of ``exclude`` which rows of a shard it leaves out, ``(n_rows,)``."""
+        return self.exclusion.left_out(shard)
+
+    def kept(self, shard: Shard) -> Mask | None:
+        """Return which rows of a shard are read, bool ``(n_rows,)``; None for all."""
+        return self.kept_of(shard, self.left_out(shard))
+
+    def kept_of(self, shard: Shard, left_out: Mapping[str, Mask]) -> Mask | None:
+        """Return which rows are read, given what the names leave out."""
+        kept = [~mask for mask in left_out.values() if mask.any()]
+        if self.where is not None:
+            decided = self.where.known(self.values.constant(shard))
+            if decided is False:
+                return np.zeros(shard.n_rows, np.bool_)
+            if decided is None:
+                columns = self.values.of(shard, self.where.columns)
+                kept.append(self.where.mask(columns, shard.n_rows))
+        if self.split is not None and not self._served:
+            kept.append(self._in_split(shard))
+        return np.logical_and.reduce(kept) if kept else None
+
+    def served_counts(self, shard: Shard) -> Counts | None:
+        """Return how often each row was served to requests of the split, ``(n_rows,)``.
+
+        Without a split to all requests. None where every count is 1.
+
+        Raises:
+            ActdsError: E306 a dataset without a seal; and as ``Catalog.table``.
+
+        Spec: 0.1 section 7.5.
+        """
+        if self._dataset.catalog.is_imported(shard.run):
+            got = f"how often rows of the imported run {shard.run} were served is unknown"
+            raise bad("weights", got, "runs with a census")
+        tokens = shard.tokens(["request", "position"])
+        request, position = (tokens[name].to_numpy() for name in ("request", "position"))
+        if self.split is None:
+            times = served_counts(shard.run, request, position, self._dataset.multiplicity())
+            return None if times is None else _small(times)
+        if shard.run not in self._again:
+            requests = self.requests_of(shard.run)
+            spans = self._dataset.catalog.table("spans", shard.run)
+            self._again[shard.run] = served_again(spans, requests)
+        own = self._in_split(shard).astype(np.uint32)
+        return _small(own + self._again[shard.run].of(request, position).astype(np.uint32))
+
+    def requests_of(self, run: str) -> Ints:
+        """Return the requests of a run that are on the side of the split, sorted."""
+        assert self.split is not None
+        part, share = self.split
+        number, held = held_out_requests(self._dataset, run, share)
+        chosen: Ints = number[held == (part == "held_out")]
+        return chosen
+
+    def _in_split(self, shard: Shard) -> Mask:
+        """Return which rows belong to requests of the split."""
+        if shard.run not in self._parts:
+            self._parts[shard.run] = self.requests_of(shard.run)
+        request = shard.tokens(["request"])["request"].to_numpy()
+        return np.isin(request, self._parts[shard.run])
+
+
+def held_out_requests(dataset: Dataset, run: str, share: float) -> tuple[Ints, Mask]:
+    """Return the requests of a run, sorted, and which of them a split holds out ``(n,)``.
+
+    Args:
+        dataset: the dataset.
+        run: the run.
+        share: share of the requests that are held out, as their token digests fall.
+
+    Raises:
+        ActdsError: E014 a run without a census whose rows do not say which request they are of.
+
+    Spec: 0.1 section 10.3.
+    """
+    lines = dataset.catalog.table("requests", run)
+    number = lines["request"].to_numpy().astype(np.int64)
+    digests: list[str | None] = lines["token_digest"].to_pylist()
+    if not len(number):  # no census: read all the same, by somebody who said so
+        number = _requests_of_rows(dataset, run)
+        digests = [None] * len(number)
+    held = np.array(
+        [
+            _fraction(digest or f"{run}/{request}") < share
+            for digest, request in zip(digests, number.tolist(), strict=True)
+        ],
+        np.bool_,
+    )
+    order = np.argsort(number, kind="stable")
+    return number[order], held[order]
+
+
+def _requests_of_rows(dataset: Dataset, run: str) -> Ints:
+    """Return the requests that the rows of a run name."""
+    shards = [shard for shard in dataset.shards if shard.run == run]
+    if not shards:
+        return np.empty(0, np.int64)
+    need_known(shards[0], ["request"], "split")
+    parts = [np.unique(shard.tokens(["request"])["request"].to_numpy()) for shard in shards]
+    return np.unique(np.concatenate(parts)).astype(np.int64)
+
+
+def _checked_split(split: str | None, held_out: float) -> tuple[str, float] | None:
+    """Return part and share of a split, or None without one."""
+    if isinstance(held_out, bool) or not isinstance(held_out, int | float):
+        raise bad("held_out", repr(held_out)[:80], "a share from 0 to 1")
+    if split is None and not held_out:
+        return None
+    if not 0 < held_out < 1:
+        raise bad("held_out", repr(held_out), "a share between 0 and 1")
+    if split not in SPLITS:
+        raise bad("split", repr(split)[:80], f"one of {', '.join(SPLITS)}")
+    return split, float(held_out)
+
+
+def _fraction(name: str) -> float:
+    """Return where a request falls between 0 and 1: the same in every harvest of its tokens."""
+    digest = hashlib.sha256(_SPLIT_SALT + name.encode()).digest()
+    return int.from_bytes(digest[:8], "little") / 2.0**64
+
+
+def warn_where_none(excluded: Mapping[str, int], stacklevel: int) -> None:
+    """Warn of names that leave out no row: a sink whose token has no flag would stay unseen."""
+    for name, n in excluded.items():
+        if not n and name != NOT_FINITE:
+            warnings.warn(
+                f"exclude={name!r} leaves out no row of this selection: nothing in it is one. "
+                "Sinks without a token of their own are found by first_position and sink.",
+                UserWarning,
+                stacklevel=stacklevel + 1,
+            )
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which rows of a dataset are read, and how often each comes.
+
+    Args:
+        dataset: the dataset.
+        hooks: the hooks, in the order named; they may differ in width and type.
+        shards: the shards, each of which holds rows of every hook.
+        filter: which rows are left out.
+        excluded: how many rows each name of ``exclude`` leaves out.
+        n_kept: rows that are read, each counted once.
+        counts: how often each row of a shard comes, ``(n_rows,)``, 0 for one that is left out;
+            None where each comes once.
+        row_weights: the weights file; None without.
+        loss_weight: the expression that gives each row its weight; None without.
+        frequency: the expression that rows come in proportion to; None where they do not.
+    """
+
+    dataset: Dataset
+    hooks: Sequence[Hook]
+    shards: Sequence[Shard]
+    filter: RowFilter
+    excluded: dict[str, int]
+    n_kept: int
+    counts: Sequence[Counts | None]
+    row_weights: RowWeights | None = None
+    loss_weight: Expression | None = None
+    frequency: Expression | None = None
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """Return the runs of the shards, sorted."""
+        return tuple(sorted({shard.run for shard in self.shards}))
+
+    @property
+    def n_stored(self) -> int:
+        """Return the rows of the shards, kept or not."""
+        return sum(shard.n_rows for shard in self.shards)
+
+    def weights(self) -> list[npt.NDArray[np.float32]] | None:
+        """Return the weight of each row of each shard, float32 ``(n_rows,)``; None without.
+
+        Raises:
+            ActdsError: E014 a weight that is not recorded, not finite or negative.
+        """
+        if self.row_weights is not None:
+            by_shard = self.row_weights.of_shards([shard.name for shard in self.shards])
+            return [by_shard[shard.name] for shard in self.shards]
+        if self.loss_weight is None:
+            return None
+        found = self._numbers("weights", self.loss_weight)
+        return [values.astype(np.float32) for values in found]
+
+    def frequencies(self) -> list[Floats] | None:
+        """Return what rows come in proportion to, float64 ``(n_rows,)``; None without.
+
+        Rows that are left out have 0; a row that is served more often has as many times more.
+
+        Raises:
+            ActdsError: E014 as ``weights``; or all are 0.
+        """
+        if self.frequency is None:
+            return None
+        found = self._numbers("frequency", self.frequency)
+        for values, count in zip(found, self.counts, strict=True):
+            if count is not None:
+                values *= count
+        if not any(values.any() for values in found):
+            raise bad("frequency", f"{self.frequency}, 0 for every row", "a row above 0")
+        return found
+
+    def _numbers(self, argument: str, expression: Expression) -> list[Floats]:
+        found = []
+        for shard, count in zip(self.shards, self.counts, strict=True):
+            columns = self.filter.values.of(shard, expression.columns)
+            values = expression.numbers(columns, shard.n_rows)
+            wrong = ~(np.isfinite(values) & (values >= 0))
+            if count is not None:
+                wrong &= count > 0
+                values[count == 0] = 0
+            if wrong.any():
+                row = int(np.argmax(wrong))
+                raise bad(
+                    argument,
+                    f"{values[row]} for row {row} of shards/{shard.name}",
+                    "finite numbers of at least 0",
+                )
+            found.append(values)
+        return found
+
+
+def select(
+    dataset: Dataset,
+    hooks: str | Sequence[str] | None = None,
+    phase: str | None = None,
+    *,
+    exclude: str | Sequence[str] = (),
+    where: str | None = None,
+    split: Literal["train", "held_out"] | None = None,
+    held_out: float = 0.0,
+    multiplicity: bool = False,
+    weights: str | os.PathLike[str] | None = None,
+    frequency: str | None = None,
+    finite: bool = True,
+) -> Selection:
+    """Return what the arguments of a loader choose.
+
+    Args:
+        dataset: the dataset.
+        hooks: names of hooks; None takes all.
+        phase: ``prefill`` or ``decode``; None takes both.
+        exclude: names of ``FILTERS``.
+        where: an expression: rows to read.
+        split: ``train`` or ``held_out``, by request.
+        held_out: the share of requests that are held out.
+        multiplicity: let each row come as often as it was served, in a split to its requests.
+        weights: a weights file of the dataset, or an expression.
+        frequency: an expression that rows come in proportion to.
+        finite: refuse rows that are not finite; without, the caller leaves them out.
+
+    Raises:
+        ActdsError: E014 when an argument selects nothing or cannot be used; E018 when the weights
+            file is not one of this dataset; E306, E416.
+    """
+    chosen = _select_hooks(dataset, hooks)
+    shards = _select_shards(dataset, chosen, phase)
+    file, loss_weight = _weights(weights)
+    rate = None if frequency is None else parse_expression(frequency, "frequency", Kind.NUMBER)
+    row_weights = None if file is None else dataset.row_weights(file)
+    row_filter = RowFilter(
+        dataset, chosen,
+        exclude=exclude, where=where, split=split, held_out=held_out, served=multiplicity,
+    )  # fmt: skip
+    excluded = dict.fromkeys(row_filter.exclusion.names, 0)
+    counts, n_kept = [], 0
+    for shard in shards:
+        count, n_left = _row_counts(shard, row_filter, excluded, multiplicity)
+        counts.append(count)
+        n_kept += n_left
+    if not n_kept:
+        raise _nothing(row_filter)
+    if finite and NOT_FINITE not in excluded:
+        for hook in chosen:
+            check_finite(hook, shards, counts, LEAVE_OUT)
+    return Selection(
+        dataset,
+        chosen,
+        shards,
+        row_filter,
+        excluded,
+        n_kept,
+        counts,
+        row_weights,
+        loss_weight,
+        rate,
+    )
+
+
+def _nothing(row_filter: RowFilter) -> ActdsError:
+    """Return the error of a selection without a row."""
+    if row_filter.where is not None:
+        return bad("where", f"{row_filter.where}, true for no row", "an expression that keeps one")
+    if row_filter.split is not None:
+        return bad("held_out", f"no request in {row_filter.split[0]}", "a share that leaves one")
+    return bad("exclude", ", ".join(row_filter.exclusion.names), "names that leave a row")
+
+
+def _weights(
+    weights: str | os.PathLike[str] | None,
+) -> tuple[os.PathLike[str] | str | None, Expression | None]:
+    """Return the weights file, or the expression that gives the weights."""
+    if weights is None:
+        return None, None
+    if os.path.isfile(weights):
+        return weights, None
+    try:
+        return None, parse_expression(os.fspath(weights), "weights", Kind.NUMBER)
+    except ActdsError as error:
+        got = f"no file {os.fspath(weights)!r}, and no expression: {error.got}"
+        raise bad("weights", got, "the path of a weights file, or numbers, as 1 / norm") from None
+
+
+def _select_hooks(dataset: Dataset, hooks: str | Sequence[str] | None) -> list[Hook]:
+    """Return the named hooks of a dataset, in the order named; all when None."""
+    names = list(dataset.hooks) if hooks is None else [hooks] if isinstance(hooks, str) else hooks
+    known = ", ".join(dataset.hooks)
+    if not names or len(set(names)) != len(names):
+        raise bad("hooks", repr(list(names)), f"different ones of {known}")
+    for name in names:
+        if name not in dataset.hooks:
+            raise bad("hooks", repr(name), f"one of {known}")
+    return [dataset.hooks[name] for name in names]
+
+
+def _select_shards(dataset: Dataset, hooks: Sequence[Hook], phase: str | None) -> list[Shard]:
+    """Return the shards that hold the hooks' rows of a phase, of both when None."""
+    if phase is not None and phase not in tables.PHASES:
+        raise bad("phase", repr(phase), f"None or one of {', '.join(tables.PHASES)}")
+    wanted = {hook.name for hook in hooks}
+    shards = [
+        shard
+        for shard in dataset.shards
+        if phase in (None, shard.phase) and not wanted.isdisjoint(shard.hooks)
+    ]
+    if not shards:
+        raise bad("phase", f"no {phase or ''} row".replace("  ", " "), "at least one row")
+    for shard in shards:
+        # Stages of a pipeline-parallel engine write their own layers in shards of their own.
+        if phase is not None:
+            need_known(shard, ["phase"], "phase")
+        for name in sorted(wanted.difference(shard.hooks)):
+            raise bad("hooks", f"no {name} in shard {shard.name}", "hooks of the same shards")
+    return shards
+
+
+def _row_counts(
+    shard: Shard, row_filter: RowFilter, excluded: dict[str, int], multiplicity: bool
+) -> tuple[Counts | None, int]:
+    """Return how often each row of a shard comes, and how many rows do; add to ``excluded``."""
+    count = row_filter.served_counts(shard) if multiplicity else None
+    out = row_filter.left_out(shard)
+    for name, mask in out.items():
+        excluded[name] += int(mask.sum())
+    kept = row_filter.kept_of(shard, out)
+    if kept is not None and not kept.all():
+        count = kept.astype(np.uint8) if count is None else count * kept
+    return count, shard.n_rows if count is None else int(np.count_nonzero(count))
+
+
+def _small(counts: Counts) -> Counts:
+    """Return counts in the smallest type that holds them: there is one for each row."""
+    return counts.astype(np.min_scalar_type(int(counts.max(initial=0))))

@@ -1,0 +1,426 @@
+"""The card of a dataset: README.md with front matter that hubs preview, and croissant.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+from actds.dataset.info import Facts, describe, missing, odd_values
+from actds.dataset.reading import Catalog
+from actds.errors import ActdsError, Finding
+from actds.format import canonical
+from actds.format.schema import REQUIRED_PROVENANCE
+from actds.format.tables import DISPOSITIONS
+from actds.publish.croissant import croissant
+from actds.publish.methods import methods
+from actds.store import layout, open_store
+from actds.text import counted, format_nbytes, printable, share
+
+UNKNOWN = "unknown"
+"""The licence of a dataset whose owner did not name one."""
+_MAX_NBYTES = 1 << 24
+_IMPORTED = "It has no census to audit. `actds check PATH` says what can be said of its rows."
+_NO_AUDIT = "Not part of this card. `actds audit PATH` says whether what is missing matters."
+_VERDICT = re.compile(
+    r"^## Audit\n\n\*\*[A-Z]+\*\*: [^\n<]*\n(?:- [^\n<]*\n)*\n## Use$", re.MULTILINE
+)
+"""What a card says of an audit: the answer, and a line for every place."""
+_LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,63}")
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~$&])")
+_SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B",
+          "1B<n<10B", "10B<n<100B", "100B<n<1T", "n>1T")  # fmt: skip
+_PARTS = ("requests", "steps", "spans", "roles", "origins", "sampled", "drops", "stalls",
+          "occupancy", "readouts", "canary")  # fmt: skip
+_SUMMARY = (
+    "model.name",
+    "model.architecture",
+    "model.weights_sha256",
+    "tokenizer.sha256",
+    "engine.name",
+    "engine.version",
+    "serving.mode",
+    "serving.prefix_caching",
+    "serving.chunked_prefill",
+    "capture.method",
+    "capture.overflow_policy",
+)
+_NUMERICS = (
+    "numerics.dtype",
+    "model.quantization",
+    "capture.cast",
+    "numerics.kv_cache_dtype",
+    "numerics.attention_backend",
+    "numerics.device",
+    "numerics.matmul_precision",
+    "numerics.deterministic",
+    "numerics.batch_invariant",
+    "numerics.tf32",
+    "numerics.reduced_precision_reduction",
+    "numerics.threads",
+    "numerics.split_kv",
+    "numerics.all_reduce",
+    "numerics.compiler_passes",
+    "serving.enforce_eager",
+    "serving.tensor_parallel",
+    "sampling.temperature",
+    "sampling.seed",
+)
+
+
+@dataclass(frozen=True)
+class AuditVerdict:
+    """What an audit concluded, as its JSON says it: the answer, and a line for every place."""
+
+    level: str
+    sentence: str
+    places: tuple[str, ...]
+
+
+class _Answer(BaseModel):
+    level: str
+    words: str
+    sentence: str
+    load: str | None
+
+
+class _Place(BaseModel):
+    name: str
+    level: str
+    accepted: bool
+    headline: str
+
+
+class _Audit(BaseModel):
+    """The fields of ``actds audit --json`` that a card shows."""
+
+    format: str
+    digest: str
+    answer: _Answer
+    places: list[_Place]
+
+
+def read_verdict(file: str | os.PathLike[str], digest: str) -> AuditVerdict:
+    """Return the verdict of an audit of the dataset with this digest.
+
+    Args:
+        file: what ``actds audit --json`` wrote.
+        digest: digest of the dataset.
+
+    Raises:
+        ActdsError: E009 when it cannot be read, or is of another dataset or another seal.
+    """
+    place = f"audit {os.fspath(file)}"
+    try:
+        found = _Audit.model_validate_json(canonical.read_bounded(Path(file)))
+    except (OSError, ValidationError) as error:
+        got = (error.strerror or "?") if isinstance(error, OSError) else "another document"
+        raise ActdsError("E009", place, got=got, expected="what actds audit --json wrote") from None
+    if (found.format, found.digest) != ("actds.audit", digest):
+        raise ActdsError(
+            "E009",
+            place,
+            got=f"{found.format} of digest {found.digest}"[:200],
+            expected=f"actds.audit of {digest}",
+            next_step="Audit the dataset as it is now: actds audit PATH --json FILE.",
+        )
+    answer = found.answer
+    lines = [
+        f"{one.name}: {one.level}{' (accepted)' if one.accepted else ''}, {one.headline}"
+        for one in found.places
+    ]
+    if answer.load is not None:
+        lines.append(f"load it like this: {answer.load}")
+    return AuditVerdict(answer.level, f"{answer.words}. {answer.sentence}", tuple(lines))
+
+
+def card(
+    path: str | os.PathLike[str],
+    *,
+    licence: str = UNKNOWN,
+    audit: str | os.PathLike[str] | None = None,
+) -> list[str]:
+    """Write README.md and croissant.json of a sealed dataset; return their names.
+
+    Args:
+        path: the dataset's folder, or its ``s3://`` URI.
+        licence: identifier of the licence, for example ``cc-by-4.0``.
+        audit: file that ``actds audit --json`` wrote of the dataset as it is.
+
+    Raises:
+        ActdsError: E306 not sealed; E009 a bad licence or audit; and as ``Catalog.read``; E503.
+
+    Spec: 0.1 section 2.4.
+    """
+    catalog = Catalog.read(open_store(os.fspath(path)))
+    if not catalog.is_sealed:
+        raise catalog.not_sealed()
+    verdict = None if audit is None else read_verdict(audit, catalog.digest)
+    put_card(catalog, licence=licence, verdict=verdict)
+    return list(layout.DERIVED)
+
+
+def put_card(
+    catalog: Catalog,
+    names: Collection[str] = layout.DERIVED,
+    *,
+    licence: str = UNKNOWN,
+    verdict: AuditVerdict | None = None,
+) -> None:
+    """Write the card of a sealed dataset over an older one.
+
+    Args:
+        catalog: the dataset.
+        names: which of README.md and croissant.json.
+        licence: identifier of the licence.
+        verdict: what an audit concluded.
+
+    Raises:
+        ActdsError: E009 a bad licence; E503 when the disk refuses.
+
+    Spec: 0.1 section 2.4.
+    """
+    facts = _facts(catalog)
+    tables = table_files(catalog)
+    text = card_text(facts, tables, licence, verdict)
+    if layout.CARD in names:
+        catalog.store.replace(layout.CARD, text.encode())
+    if layout.CROISSANT in names:
+        document = croissant(catalog, _title(facts), _sentence(facts), licence, tables)
+        catalog.store.replace(layout.CROISSANT, document)
+
+
+def _facts(catalog: Catalog) -> Facts:
+    """Return what a card says: nothing of files that are no part of the dataset."""
+    return replace(describe(catalog), unreachable=[])
+
+
+def compare_card(catalog: Catalog) -> Iterator[Finding]:
+    """Yield a warning for each file of the card that says something else than a sealed dataset.
+
+    Licence and verdict of an audit are the owner's to choose, and are taken as they stand there.
+
+    Args:
+        catalog: the dataset, sealed.
+
+    Raises:
+        ActdsError: E102 a file of more than 16 MiB; E107 no regular file; a table cannot be read.
+
+    Spec: 0.1 section 2.4.
+    """
+    there = {
+        name: catalog.store.read(name, _MAX_NBYTES).decode("utf-8", "replace")
+        for name in layout.DERIVED
+        if catalog.store.exists(name)
+    }
+    if not there:
+        return
+    facts, tables = _facts(catalog), table_files(catalog)
+    if layout.CARD in there:
+        found = re.search(r"^license: (.*)$", there[layout.CARD], re.MULTILINE)
+        licence = _licence(found[1] if found else None)
+        got = _VERDICT.sub(f"## Audit\n\n{_NO_AUDIT}\n\n## Use", there[layout.CARD], count=1)
+        expected = card_text(facts, tables, licence, None)
+        yield from _difference(layout.CARD, got.split("\n"), expected.split("\n"))
+    if layout.CROISSANT in there:
+        try:
+            document = json.loads(there[layout.CROISSANT])
+        except (ValueError, RecursionError):
+            document = None
+        named = document.get("license") if isinstance(document, dict) else None
+        want = croissant(catalog, _title(facts), _sentence(facts), _licence(named), tables)
+        lines = (text.replace(",", ",\n").split("\n") for text in
+                 (there[layout.CROISSANT], want.decode()))  # fmt: skip
+        yield from _difference(layout.CROISSANT, *lines)
+
+
+def _licence(named: object) -> str:
+    return named if isinstance(named, str) and _LICENCE.fullmatch(named) else UNKNOWN
+
+
+def _difference(name: str, got: list[str], expected: list[str]) -> Iterator[Finding]:
+    pairs = enumerate(zip_longest(got, expected, fillvalue=""), 1)
+    number = next((n for n, (one, other) in pairs if one != other), None)
+    if number is not None:
+        one, other = ((side[number - 1 : number] or [""])[0] for side in (got, expected))
+        words = (f"{printable(one)[:120]!r}", f"{printable(other)[:120]!r}, as of the seal")
+        yield Finding("E110", f"{name} line {number}", *words, "warning")
+
+
+def card_text(
+    facts: Facts, tables: Mapping[str, list[str]], licence: str, verdict: AuditVerdict | None
+) -> str:
+    """Return the text: front matter that previews the tables, and what a visitor asks first.
+
+    Args:
+        facts: those of the dataset.
+        tables: its tables, each with its files or a pattern of them.
+        licence: identifier of the licence.
+        verdict: what an audit concluded.
+
+    Raises:
+        ActdsError: E009 when the licence is no identifier.
+
+    Spec: 0.1 section 2.4.
+    """
+    if not _LICENCE.fullmatch(licence):
+        expected = "an identifier such as cc-by-4.0, or unknown"
+        raise ActdsError("E009", "licence", got=repr(licence)[:80], expected=expected)
+    lines = [*_front_matter(facts, licence, tables), "", *_body(facts)]
+    lines += [*_precision(facts), *_provenance(facts), *_gaps(facts), *_audit(facts, verdict)]
+    return "\n".join([*lines, *_use(facts), ""])
+
+
+def table_files(catalog: Catalog) -> dict[str, list[str]]:
+    """Return the tables that have rows, each with its files or a pattern of them."""
+    found = {"tokens": ["shards/*/tokens.parquet"]} if catalog.shards else {}
+    for table in _PARTS:
+        parts = [
+            part for (_, name), some in catalog.parts.items() if name == table for part in some
+        ]
+        # ``datasets`` fails at a Parquet file without a row, and the hub's viewer is made of it.
+        filled = [part.file.path for part in parts if part.n_rows]
+        if filled:
+            pattern = layout.part_path(table, "*", 0).replace("000000", "*")
+            found[table] = [pattern] if len(filled) == len(parts) else filled
+    if catalog.seal is not None and catalog.table("multiplicity").num_rows:
+        found["multiplicity"] = [catalog.seal.multiplicity.path]
+    return found
+
+
+def _front_matter(facts: Facts, licence: str, tables: Mapping[str, list[str]]) -> Iterator[str]:
+    yield from ("---", f"pretty_name: {json.dumps(_title(facts))}", f"license: {licence}")
+    yield from ("size_categories:", f"- {_size_category(sum(facts.phases.values()))}")
+    yield from ("tags:", "- actds", "- activations", "- interpretability", "configs:")
+    # Only the tables: the hub infers one builder per repository, and arrays are none of its kinds.
+    for name, paths in tables.items():
+        yield from (f"- config_name: {name}", "  data_files:")
+        yield from (f'  - "{path}"' for path in paths)
+    yield "---"
+
+
+def _size_category(n_rows: int) -> str:
+    """Return the hub's word for a number of rows."""
+    return _SIZES[min(max(len(str(n_rows)) - 3, 0), len(_SIZES) - 1)]
+
+
+def _title(facts: Facts) -> str:
+    models = sorted({_value(run.provenance, "model.name") for run in facts.runs})
+    return f"Activations of {', '.join(models)}"
+
+
+def _sentence(facts: Facts) -> str:
+    names = ("engine.name", "engine.version")
+    engines = {" ".join(_value(run.provenance, name) for name in names) for run in facts.runs}
+    rows = sum(facts.phases.values())
+    phases = ", ".join(f"{n:,} {phase}" for phase, n in facts.phases.items())
+    made = f"({phases}) captured in {', '.join(sorted(engines))}"
+    if facts.is_imported:
+        made = "imported from a set made elsewhere: nobody recorded how they were made"
+    return (
+        f"{rows:,} rows {made}. Format actds {facts.format_version}; dataset {facts.dataset}, "
+        f"digest {facts.digest}."
+    )
+
+
+def _body(facts: Facts) -> Iterator[str]:
+    yield from (f"# {_escaped(_title(facts))}", "", _escaped(_sentence(facts)), "")
+    yield "| hook | layer | rows | d_model | type | size | stored |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for hook in facts.hooks:
+        sizes = f"{format_nbytes(hook.nbytes)} | {format_nbytes(hook.stored_nbytes)}"
+        yield (
+            f"| {_escaped(hook.name)} | {hook.layer} | {hook.n_rows:,} | {hook.d_model} "
+            f"| {hook.dtype} | {sizes} |"
+        )
+    if odd := [f"- {_escaped(words)}" for words in odd_values(facts)]:
+        yield from ("", *odd)
+    if facts.is_imported:
+        return
+    yield from ("", "## What became of every position", "", "| what | positions | share |")
+    yield "| --- | --- | --- |"
+    positions = sum(run.n_positions or 0 for run in facts.runs)
+    for name in DISPOSITIONS:
+        count = facts.totals.get(name, 0)
+        yield f"| {_escaped(name)} | {count:,} | {share(count, positions)} |"
+
+
+def _precision(facts: Facts) -> Iterator[str]:
+    types = ", ".join(sorted({hook.dtype for hook in facts.hooks}))
+    yield from ("", "## Precision and determinism", "")
+    how = (
+        ", bit for bit as they were captured but for the cast named here. They are those of the "
+        "batches that the engine formed: another batch, engine or device gives other last bits "
+        "unless the run was deterministic."
+    )
+    yield f"Rows are stored as {types}{'.' if facts.is_imported else how}"
+    there = {name for run in facts.runs for name in run.provenance}
+    yield from _facts_table(
+        facts, tuple(n for n in _NUMERICS if n in there or n in REQUIRED_PROVENANCE)
+    )
+    if not facts.is_imported:
+        yield from ("", "In a methods section:", "", f"> {_escaped(methods(facts))}")
+
+
+def _provenance(facts: Facts) -> Iterator[str]:
+    yield from ("", "## Provenance", "")
+    yield f"{counted(len(facts.runs), 'run')}. All facts and their origin: `actds info PATH`."
+    yield from _facts_table(facts, _SUMMARY)
+
+
+def _facts_table(facts: Facts, names: tuple[str, ...]) -> Iterator[str]:
+    """Yield a table of facts of the run records; runs that agree share one value."""
+    yield from ("", "| fact | value |", "| --- | --- |")
+    for name in names:
+        values = dict.fromkeys(_value(run.provenance, name, why=True) for run in facts.runs)
+        yield f"| {_escaped(name)} | {'; '.join(map(_escaped, values))} |"
+
+
+def _gaps(facts: Facts) -> Iterator[str]:
+    yield from ("", "## Known gaps", "")
+    lines = [line.text.strip() for line in missing(facts)]
+    yield from (f"- {_escaped(line)}" for line in lines)
+    if not lines:
+        yield "None: no row is missing, and no fact of the run record is unknown."
+
+
+def _audit(facts: Facts, verdict: AuditVerdict | None) -> Iterator[str]:
+    yield from ("", "## Audit", "")
+    if verdict is None:
+        yield _IMPORTED if facts.is_imported else _NO_AUDIT
+        return
+    yield f"**{_escaped(verdict.level)}**: {_escaped(verdict.sentence)}"
+    yield from (f"- {_escaped(line)}" for line in verdict.places)
+
+
+def _use(facts: Facts) -> Iterator[str]:
+    accepting = ", i_accept_unprovenanced=True" if facts.is_imported else ""
+    yield from ("", "## Use", "", "```python", "import actds", "")
+    yield from (
+        'path = actds.pull("hf://datasets/OWNER/NAME", "acts")',
+        f"dataset = actds.open(path{accepting})",
+        f'rows = dataset.array("{facts.hooks[0].name}")[:1024]',
+        "```",
+        "",
+    )
+    yield "`actds validate PATH` checks every byte; the tables load with `datasets` alone."
+
+
+def _value(provenance: dict[str, dict[str, object]], name: str, *, why: bool = False) -> str:
+    """Return a fact in words; an unknown one with its reason when ``why``."""
+    entry = provenance.get(name, {})
+    value = entry.get("value")
+    if value is None:
+        return f"unknown: {entry.get('reason', 'no run record')}" if why else "(unknown)"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _escaped(text: str) -> str:
+    """Return text that Markdown and HTML take literally."""
+    return _SPECIAL.sub(r"\\\1", printable(text)).replace("\\<", "&lt;").replace("\\>", "&gt;")

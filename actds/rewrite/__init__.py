@@ -1,0 +1,1 @@
+"""The same rows in other bytes, or in another order: recompress and shuffle."""

@@ -1,0 +1,327 @@
+"""Recompress: shards that were written raw get the normal codec, in place.
+
+Works on a dataset at rest, after the harvest. Every raw shard is written anew under a tool chain
+and compared with the old one bit by bit; the ``replace`` record is its commit point. History is
+only added to. Killed at any moment, the next call resumes from the ledger.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from actds.dataset.commit import NewShard
+from actds.dataset.heartbeat import remove_stale
+from actds.dataset.ledger import Chain, fence
+from actds.dataset.owners import find_owners
+from actds.dataset.reading import Catalog, need_dataset
+from actds.errors import ActdsError
+from actds.executor import ExecutorName, open_executor
+from actds.format import arrays, encoding
+from actds.format.schema import FileEntry, ShardManifest
+from actds.format.shard import GROUP_METADATA, TOKENS, Shard, files_root
+from actds.publish.sealing import seal
+from actds.store import Buffer, Store, layout, open_store
+from actds.store.local import LocalStore, lock_dataset
+from actds.version import __version__
+
+COMPARED_CHUNKS = 8
+Progress = Callable[[ShardManifest, ShardManifest], None]
+
+
+@dataclass(frozen=True)
+class Recompressed:
+    """What was done.
+
+    Args:
+        shards: of this call: each replaced shard and its replacement.
+        nbytes_before: bytes of the arrays of the shards that were replaced.
+        nbytes_after: bytes of the arrays in their place.
+        n_removed: files of replaced shards, and of attempts that were killed, now removed.
+        n_kept: files of replaced shards that are still there.
+        seal: the seal that covers it; None when the dataset was not sealed before either.
+        digest: digest of the dataset now.
+    """
+
+    shards: dict[str, str]
+    nbytes_before: int
+    nbytes_after: int
+    n_removed: int
+    n_kept: int
+    seal: int | None
+    digest: str
+
+
+def recompress(
+    path: str | Path | Store,
+    shards: Sequence[str] | None = None,
+    *,
+    keep: bool = False,
+    progress: Progress = lambda old, new: None,
+    executor: ExecutorName = "threads",
+) -> Recompressed:
+    """Replace raw shards by compressed ones with the same rows in the same order.
+
+    A dataset that was sealed is sealed again. The data files of replaced shards are removed after
+    that; their manifests stay.
+
+    Args:
+        path: the dataset, in a local folder.
+        shards: ids of raw shards; all of them when None.
+        keep: leave the files of the replaced shards where they are.
+        progress: called with the old and the new manifest after each shard.
+        executor: where shards are written anew: ``threads`` encode the chunks of one shard after
+            the other; ``processes`` or ``ray``, whose workers see the same folder, do several
+            shards at a time.
+
+    Raises:
+        ActdsError: E010 another program writes the dataset; E009 no raw shard of such an id, or
+            no local folder; E104, E201, E202, E204 a shard that is damaged, E604 one that counts
+            other rows than it has: it is not replaced;
+            E308, E309, E503 a failed write: call again; and what the catalogue and the seal raise.
+
+    Spec: 0.1 section 8.5.
+    """
+    store = open_store(path)
+    if not isinstance(store, LocalStore):
+        # Without a lock two calls at once would replace one shard twice, and that is for good.
+        raise ActdsError(
+            "E009",
+            store.uri,
+            got="an object store, which has no lock",
+            expected="a local folder",
+            next_step="Recompress a local copy before it is uploaded.",
+        )
+    need_dataset(store)
+    lock = lock_dataset(store.root)
+    try:
+        return _recompress(store, shards, keep, progress, executor)
+    finally:
+        os.close(lock)
+
+
+def _recompress(
+    store: LocalStore,
+    wanted: Sequence[str] | None,
+    keep: bool,
+    progress: Progress,
+    executor: ExecutorName,
+) -> Recompressed:
+    _end_dead_tools(store)
+    catalog = Catalog.read(store)
+    is_sealed = _was_sealed(catalog)
+    raw = _selected(catalog, wanted)
+    done: list[tuple[ShardManifest, ShardManifest]] = []
+
+    def note(old: ShardManifest, new: ShardManifest) -> None:
+        done.append((old, new))
+        progress(old, new)
+
+    try:
+        for run in dict.fromkeys(manifest.run for manifest in raw):
+            _replace_run(store, catalog, [m for m in raw if m.run == run], note, executor)
+    except ActdsError:
+        # A damaged shard must not cost the others their seal. After a failed write a chain is
+        # open, and then there is none: the next call makes it.
+        with suppress(ActdsError):
+            if is_sealed:
+                seal(store)
+        raise
+    sealed = seal(store) if is_sealed else None
+    catalog = Catalog.read(store)
+    n_removed = _remove_leftovers(store, catalog)
+    removable = catalog.removable
+    if not keep:
+        for name in removable:
+            _remove(store, name)
+    return Recompressed(
+        shards={old.shard: new.shard for old, new in done},
+        nbytes_before=sum(_array_nbytes(old) for old, _ in done),
+        nbytes_after=sum(_array_nbytes(new) for _, new in done),
+        n_removed=n_removed + (0 if keep else len(removable)),
+        n_kept=len(removable) if keep else 0,
+        seal=sealed.n if sealed else None,
+        digest=catalog.digest,
+    )
+
+
+def _end_dead_tools(store: LocalStore) -> None:
+    """Fence the open tool chains, after making sure that no process of an open chain is left."""
+    catalog = Catalog.read(store)
+    owners = find_owners(store, catalog.chains.values())
+    owners.require_gone()
+    for chain, who in owners.gone.items():
+        if catalog.chains[chain].kind == "tool":
+            fence(store, catalog.genesis.dataset, chain, f"{who}, and had not closed it")
+    remove_stale(store)
+    store.remove_temporary()
+
+
+def _was_sealed(catalog: Catalog) -> bool:
+    """Return whether the last seal lacks nothing but the chains of tools that came after it."""
+    if catalog.seal is None:
+        return False
+    return all(
+        state.kind == "tool" or chain in catalog.seal.heads
+        for chain, state in catalog.chains.items()
+    )
+
+
+def _selected(catalog: Catalog, wanted: Sequence[str] | None) -> list[ShardManifest]:
+    """Return the raw shards that are asked for, in the dataset's order."""
+    raw = [manifest for manifest in catalog.shards if manifest.compression == "raw"]
+    if wanted is None:
+        return raw
+    known = {manifest.shard for manifest in (*raw, *catalog.replaced)}
+    for shard in wanted:
+        if shard not in known:
+            names = ", ".join(manifest.shard for manifest in raw) or "none: no shard is raw"
+            raise ActdsError("E009", "shards", got=shard[:80], expected=f"of {names[:400]}")
+    return [manifest for manifest in raw if manifest.shard in wanted]
+
+
+def _replace_run(
+    store: LocalStore,
+    catalog: Catalog,
+    raw: list[ShardManifest],
+    note: Progress,
+    executor: ExecutorName,
+) -> None:
+    """Replace shards of one run under one tool chain."""
+    chain = Chain.begin(
+        store, catalog.genesis.dataset, raw[0].run, "tool", f"actds {__version__} recompress"
+    )
+    totals = {"shards": 0, "rows": 0}
+    try:
+        work = [
+            _Work(store, chain.chain, f"{chain.chain}-{number:06d}", old)
+            for number, old in enumerate(raw)
+        ]
+        with _written(work, executor) as written:
+            for old in raw:
+                with chain.fatal():
+                    new = next(written)
+                NewShard(store, chain, new.shard).commit(new, replaced=old.shard)
+                note(old, new)
+                totals["shards"] += 1
+                totals["rows"] += old.n_rows
+    except ActdsError:
+        if chain.ended is None:
+            chain.close("failed", totals)
+        raise
+    chain.close("finished", totals)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One shard to be written anew, under a name of its own."""
+
+    store: LocalStore
+    chain: str
+    name: str
+    old: ShardManifest
+    n_threads: int = 1
+
+
+@contextmanager
+def _written(work: list[_Work], executor: ExecutorName) -> Iterator[Iterator[ShardManifest]]:
+    """Yield the manifests of the new shards, in order, each when its files are durable."""
+    if executor == "threads":
+        # Not several shards at a time: each is held in memory as a whole.
+        n_threads = os.cpu_count() or 1
+        yield (_write(replace(one, n_threads=n_threads)) for one in work)
+        return
+    with open_executor(executor) as on:
+        yield on.map(_write, work)
+
+
+def _write(work: _Work) -> ShardManifest:
+    """Write the data files of a shard anew, compare, and return the manifest to commit."""
+    store, old = work.store, Shard(work.store, work.old)
+    entries: list[FileEntry] = []
+
+    def put(path: str, parts: Sequence[Buffer]) -> None:
+        done = store.put_new(f"{layout.shard_dir(work.name)}/{path}", parts)
+        entries.append(FileEntry(path=path, nbytes=done.nbytes, sha256=done.sha256))
+
+    put(GROUP_METADATA, [arrays.group_metadata()])
+    with ThreadPoolExecutor(work.n_threads, thread_name_prefix="actds-encode") as pool:
+        for hook in old.hooks:
+            folder = layout.array_dir(hook)
+            # A new array over changed bytes would hide the change.
+            old.check(f"{folder}/{arrays.SHARD_PATH}")
+            with old.array(hook) as reader:
+                encoded = encoding.encode_array(reader.read_all(pool), reader.dtype, pool=pool)
+            if encoded.counts != work.old.values[hook]:
+                place = f"{layout.manifest_path(old.name)} values {hook}"
+                got, expected = str(work.old.values[hook]), str(encoded.counts)
+                raise ActdsError("E604", place, got=got, expected=expected)
+            put(f"{folder}/zarr.json", [encoded.metadata])
+            put(f"{folder}/{arrays.SHARD_PATH}", encoded.parts)
+    put(TOKENS, [old.read(TOKENS)])
+    files = sorted(entries, key=lambda entry: entry.path)
+    manifest = old.manifest.model_copy(
+        update={
+            "chain": work.chain,
+            "shard": work.name,
+            "compression": "normal",
+            "files": files,
+            "root": files_root(files),
+        }
+    )
+    for hook in old.hooks:
+        _compare(old, Shard(store, manifest), hook)
+    return manifest
+
+
+def _compare(old: Shard, new: Shard, hook: str) -> None:
+    """Compare every row of a hook, read back from both files."""
+    with old.array(hook) as before, new.array(hook) as after:
+        step = before.rows_per_chunk * COMPARED_CHUNKS
+        for start in range(0, before.n_rows, step):
+            stop = min(start + step, before.n_rows)
+            if not np.array_equal(before.read(start, stop), after.read(start, stop)):
+                raise ActdsError(
+                    "E204",
+                    f"{layout.shard_dir(new.name)}/{layout.array_dir(hook)}",
+                    got=f"other bits in rows {start} to {stop}",
+                    expected=f"those of {layout.shard_dir(old.name)}",
+                )
+
+
+def _remove_leftovers(store: LocalStore, catalog: Catalog) -> int:
+    """Remove what killed calls wrote and never committed; return how many files."""
+    tools = {state.chain for state in catalog.chains.values() if state.kind == "tool"}
+    left = [
+        path
+        for path in store.list("shards")
+        if path not in catalog.reached and path.split("/")[1].rpartition("-")[0] in tools
+    ]
+    for path in left:
+        _remove(store, path)
+    return len(left)
+
+
+def _remove(store: LocalStore, path: str) -> None:
+    """Remove a file, and the folders that it leaves empty."""
+    file = store.local_path(path)
+    try:
+        file.unlink()
+        for folder in file.relative_to(store.root).parents[:-1]:
+            if any((store.root / folder).iterdir()):
+                break
+            (store.root / folder).rmdir()
+    except OSError as error:
+        raise ActdsError(
+            "E503", path, got=error.strerror or str(error), expected="a removed file"
+        ) from error
+
+
+def _array_nbytes(manifest: ShardManifest) -> int:
+    return sum(e.nbytes for e in manifest.files if e.path.endswith(f"/{arrays.SHARD_PATH}"))

@@ -1,0 +1,8 @@
+"""Commands: ``actds regimes``, ``stability`` and ``view``."""
+
+SUMMARIES = {
+    "regimes": "Say whether the way it was served changes what is measured.",
+    "stability": "Say whether the harvest changes a dictionary more than another seed does.",
+    "view": "Write a page to look at a dataset: hooks, norms, coverage, losses, text.",
+}
+"""First lines of their help, which ``actds --help`` lists without importing the commands."""

@@ -1,0 +1,328 @@
+"""The dictionary: an encoder and a decoder as arrays, and the rows, features and rows between them.
+
+What the numbers mean is what SAELens 6 does with them (``sae_lens.saes``), in float32, whatever
+type the file has. Everything that can be folded into the weights is folded when a file is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from actds.errors import ActdsError
+from actds_studies.dictionaries.refusal import refused
+from actds_studies.dictionaries.wanted import HookFrom
+from actds_validators.arrays import Rows
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array  # type: ignore[import-untyped]
+
+Kind = Literal["standard", "topk", "jumprelu", "gated", "batchtopk"]
+Normalization = Literal["none", "layer_norm", "constant_norm_rescale"]
+Format = Literal["saelens", "gemma_scope", "dictionary_learning"]
+
+LAYER_NORM_EPSILON = np.float32(1e-5)
+BLOCK = 1 << 22
+"""Products computed at a time: 16 MiB, which stays in the cache of a core or two."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a dictionary comes from, and what it says of its training.
+
+    Args:
+        hook: place that it was trained at, in the names of actds; None where nothing says it.
+        hook_from: who says so: the ``file``, the names of its folders (``path``), or nobody but the
+            ``caller``.
+        model: model that it was trained on; None where nothing says it.
+        prepend_bos: whether its sequences began with BOS; None where nothing says it.
+        trained_on: digests of the datasets of actds that it was fitted on, as its loader recorded.
+        held_out: share of the requests of these that the loader held out; None for none.
+        weights: digests of the weights of the models of these, likewise.
+    """
+
+    format: Format
+    path: str
+    sha256: str
+    hook: str | None = None
+    hook_from: HookFrom | None = None
+    model: str | None = None
+    prepend_bos: bool | None = None
+    trained_on: tuple[str, ...] = ()
+    held_out: float | None = None
+    weights: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Dictionary:
+    """A sparse autoencoder at one hook.
+
+    With ``z`` the normalized row less ``b_dec`` where `apply_b_dec_to_input`, and
+    ``h = z @ w_enc``, the features are
+
+    - ``standard``: ``relu(h + b_enc)``;
+    - ``topk``: the same, the ``k`` largest of each row, the others 0;
+    - ``jumprelu``, ``batchtopk``: the same where ``h + b_enc > threshold``, else 0;
+    - ``gated``: ``relu(h * gain + b_mag)`` where ``h + b_enc > 0``, else 0.
+
+    A row is rebuilt as ``features @ w_dec + b_dec``, normalized back.
+
+    Args:
+        kind: how a feature becomes active. ``batchtopk`` is read with the threshold that its
+            trainer estimated: what a row's features are does not depend on its neighbours.
+        w_enc: float32 ``(d_model, n_features)``.
+        b_enc: float32 ``(n_features,)``.
+        w_dec: float32 ``(n_features, d_model)``; its rows are the features' directions.
+        b_dec: float32 ``(d_model,)``.
+        source: where it comes from.
+        k: active features of a row; ``topk`` only.
+        threshold: float32 ``(n_features,)``; ``jumprelu`` and ``batchtopk`` only.
+        gain: float32 ``(n_features,)``, above 0; ``gated`` only.
+        b_mag: float32 ``(n_features,)``; ``gated`` only.
+        apply_b_dec_to_input: whether the decoder's bias is taken off a row before it is encoded.
+        normalization: what is done to each row, by its own numbers, before and after.
+
+    Raises:
+        ActdsError: E015 arrays that do not fit each other, or values that are not finite.
+    """
+
+    kind: Kind
+    w_enc: Rows = field(repr=False)
+    b_enc: Rows = field(repr=False)
+    w_dec: Rows = field(repr=False)
+    b_dec: Rows = field(repr=False)
+    source: Source
+    k: int | None = None
+    threshold: Rows | None = field(default=None, repr=False)
+    gain: Rows | None = field(default=None, repr=False)
+    b_mag: Rows | None = field(default=None, repr=False)
+    apply_b_dec_to_input: bool = True
+    normalization: Normalization = "none"
+
+    def __post_init__(self) -> None:
+        if self.w_enc.ndim != 2 or not self.w_enc.size:
+            raise self._bad(f"an encoder {self.w_enc.shape}", "(d_model, n_features)")
+        d, m = self.w_enc.shape
+        shapes: dict[str, tuple[int, ...]] = {
+            "w_enc": (d, m), "b_enc": (m,), "w_dec": (m, d), "b_dec": (d,),
+            "threshold": (m,), "gain": (m,), "b_mag": (m,),
+        }  # fmt: skip
+        for name, shape in shapes.items():
+            array = getattr(self, name)
+            wanted = name in _ALWAYS or name in _OF_KIND[self.kind]
+            if (array is not None) != wanted:
+                got = f"{'no' if wanted else 'a'} {name} in a {self.kind} dictionary"
+                raise self._bad(got, f"{name} {shape}" if wanted else "none")
+            if array is not None:
+                object.__setattr__(self, name, self._checked(name, array, shape))
+        if (self.k is not None) != (self.kind == "topk"):
+            raise self._bad(f"k {self.k} in a {self.kind} dictionary", "a k for topk only")
+        if self.k is not None and not 1 <= self.k <= m:
+            raise self._bad(f"k {self.k}", f"1 to {m:,}, the features")
+
+    @property
+    def d_model(self) -> int:
+        """Return the channels of a row."""
+        return int(self.w_enc.shape[0])
+
+    @property
+    def n_features(self) -> int:
+        """Return the features."""
+        return int(self.w_enc.shape[1])
+
+    @property
+    def hook(self) -> str | None:
+        """Return the hook that it is for, in the names of actds; None where nothing says it."""
+        return self.source.hook
+
+    def encode(self, rows: npt.NDArray[Any]) -> Rows:
+        """Return the features of rows, float32 ``(n, n_features)``.
+
+        Args:
+            rows: ``(n, d_model)``.
+
+        Raises:
+            ActdsError: E015 rows of another width; E601 rows that are not finite.
+        """
+        rows = self._rows(rows)
+        features = np.empty((len(rows), self.n_features), np.float32)
+        for block in self._blocks(len(rows)):
+            self._encode_into(features[block], rows[block])
+        return features
+
+    def encode_sparse(self, rows: npt.NDArray[Any]) -> csr_array:
+        """Return the features of rows as a sparse array of float32, ``(n, n_features)``.
+
+        What is kept in memory grows with the active features: 16,384 features of a million rows
+        are 64 GiB dense, and 0.8 GiB at 100 active ones. Features of a row are in rising order.
+
+        Args:
+            rows: ``(n, d_model)``.
+
+        Raises:
+            ActdsError: as `encode`.
+        """
+        from scipy.sparse import csr_array
+
+        rows = self._rows(rows)
+        counts, where, values = [], [], []
+        buffer = np.empty((min(len(rows), self._block_rows), self.n_features), np.float32)
+        for block in self._blocks(len(rows)):
+            features = buffer[: block.stop - block.start]
+            self._encode_into(features, rows[block])
+            at, feature = np.nonzero(features)
+            counts.append(np.bincount(at, minlength=len(features)))
+            where.append(feature.astype(np.int32))
+            values.append(features[at, feature])
+        starts = np.concatenate([[0], *counts]).cumsum()
+        kind = np.int32 if starts[-1] < 2**31 else np.int64
+        parts = (_joined(values, np.float32), _joined(where, kind), starts.astype(kind))
+        return csr_array(parts, shape=(len(rows), self.n_features))
+
+    def decode(
+        self, features: npt.NDArray[Any] | csr_array, rows: npt.NDArray[Any] | None = None
+    ) -> Rows:
+        """Return the rows that features stand for, float32 ``(n, d_model)``.
+
+        Args:
+            features: ``(n, n_features)``, dense or sparse.
+            rows: the rows that they are features of: with a normalization the mean and the length
+                of a row are its own, and no feature has them.
+
+        Raises:
+            ActdsError: as `encode`.
+            ValueError: a dictionary with normalization, and no rows.
+        """
+        rebuilt = np.asarray(features @ self.w_dec, np.float32)
+        rebuilt += self.b_dec
+        if self.normalization == "none":
+            return rebuilt
+        if rows is None:
+            raise ValueError(f"rows are needed to undo {self.normalization}")
+        centre, scale = self.frame(rows)
+        rebuilt *= scale
+        rebuilt += centre
+        return rebuilt
+
+    def reconstruct(self, rows: npt.NDArray[Any]) -> Rows:
+        """Return the rows as the dictionary rebuilds them, float32 ``(n, d_model)``.
+
+        Args:
+            rows: ``(n, d_model)``.
+
+        Raises:
+            ActdsError: as `encode`.
+        """
+        rows = self._rows(rows)
+        rebuilt = np.empty(rows.shape, np.float32)
+        buffer = np.empty((min(len(rows), self._block_rows), self.n_features), np.float32)
+        for block in self._blocks(len(rows)):
+            features = buffer[: block.stop - block.start]
+            self._encode_into(features, rows[block])
+            rebuilt[block] = self.decode(features, rows[block])
+        return rebuilt
+
+    def frame(self, rows: npt.NDArray[Any]) -> tuple[Rows, Rows]:
+        """Return what normalization takes off each row and divides it by, each ``(n, 1)``.
+
+        Zeros and ones without a normalization. In the units of a row, feature ``f`` has the
+        direction ``scale * w_dec[f]``.
+
+        Args:
+            rows: ``(n, d_model)``.
+
+        Raises:
+            ActdsError: as `encode`.
+        """
+        rows = self._rows(rows)
+        centre = np.zeros((len(rows), 1), np.float32)
+        if self.normalization == "none":
+            return centre, np.ones_like(centre)
+        if self.normalization == "layer_norm":
+            centre = rows.mean(axis=1, keepdims=True)
+            # torch.std: over d - 1.
+            squares = np.square(rows - centre).sum(axis=1, keepdims=True)
+            return centre, np.sqrt(squares / np.float32(max(self.d_model - 1, 1)))
+        norms = np.linalg.norm(rows, axis=1, keepdims=True)
+        return centre, norms / np.float32(np.sqrt(self.d_model))
+
+    def _encode_into(self, features: Rows, rows: Rows) -> None:
+        """Write the features of a block of rows."""
+        np.matmul(self._inner(rows), self.w_enc, out=features)
+        if self.gain is not None and self.b_mag is not None:
+            shut = features <= -self.b_enc
+            features *= self.gain
+            features += self.b_mag
+            features[shut] = 0
+        else:
+            features += self.b_enc
+        if self.threshold is not None:
+            features[features <= self.threshold] = 0
+        if self.k is not None and self.k < self.n_features:
+            # Before the rest is 0: a partition of numbers that are equal takes ten times as long.
+            largest = np.argpartition(features, -self.k, axis=1)[:, -self.k :]
+            values = np.take_along_axis(features, largest, axis=1)
+            features[...] = 0
+            np.put_along_axis(features, largest, values, axis=1)
+        np.maximum(features, 0, out=features)
+
+    def _inner(self, rows: Rows) -> Rows:
+        """Return rows as the encoder's matrix reads them."""
+        if self.normalization != "none":
+            centre, scale = self.frame(rows)
+            if self.normalization == "layer_norm":
+                scale = scale + LAYER_NORM_EPSILON
+            # A row of zeros stays one: SAELens divides 0 by 0.
+            rows = np.divide(rows - centre, scale, out=np.zeros_like(rows), where=scale > 0)
+        return rows - self.b_dec if self.apply_b_dec_to_input else rows
+
+    @property
+    def _block_rows(self) -> int:
+        return max(1, BLOCK // self.n_features)
+
+    def _blocks(self, n: int) -> Iterator[slice]:
+        for start in range(0, n, self._block_rows):
+            yield slice(start, min(n, start + self._block_rows))
+
+    def _rows(self, rows: npt.NDArray[Any]) -> Rows:
+        if rows.ndim != 2 or rows.shape[1] != self.d_model:
+            raise self._bad(f"rows {rows.shape}", f"(n, {self.d_model})")
+        rows = np.asarray(rows, np.float32)
+        if not np.isfinite(rows).all():
+            n = int((~np.isfinite(rows).all(axis=1)).sum())
+            got = f"{n:,} of {len(rows):,} rows with NaN or infinity"
+            raise ActdsError("E601", self.hook or "rows", got=got, expected="finite rows")
+        return rows
+
+    def _checked(self, name: str, array: npt.NDArray[Any], shape: tuple[int, ...]) -> Rows:
+        """Return one of its arrays as float32 that nobody changes."""
+        if array.shape != shape:
+            raise self._bad(f"{name} {array.shape}", f"{shape}")
+        with np.errstate(over="ignore"):  # what float32 cannot hold is infinity, and said below
+            array = np.array(array, np.float32, order="C")  # of its own: files are mapped
+        step = max(1, BLOCK // max(1, array[:1].size))
+        if not all(np.isfinite(array[at : at + step]).all() for at in range(0, len(array), step)):
+            raise self._bad(f"NaN or infinity in {name}", "finite numbers")
+        array.flags.writeable = False
+        return array
+
+    def _bad(self, got: str, expected: str) -> ActdsError:
+        return refused(self.source.path, got, expected)
+
+
+_ALWAYS = frozenset({"w_enc", "b_enc", "w_dec", "b_dec"})
+_OF_KIND: dict[Kind, frozenset[str]] = {
+    "standard": frozenset(),
+    "topk": frozenset(),
+    "jumprelu": frozenset({"threshold"}),
+    "batchtopk": frozenset({"threshold"}),
+    "gated": frozenset({"gain", "b_mag"}),
+}
+
+
+def _joined(parts: list[npt.NDArray[Any]], kind: type[np.generic]) -> npt.NDArray[Any]:
+    return np.concatenate(parts).astype(kind) if parts else np.empty(0, kind)

@@ -1,0 +1,369 @@
+"""The page of regimes: the words of its head, verdicts first, the charts, then every number."""
+
+from __future__ import annotations
+
+from actds.text import counted
+from actds_studies.pages import regimes_charts as charts
+from actds_studies.regimes.conclusions import judged
+from actds_studies.regimes.result import (
+    About,
+    ArmResult,
+    ContrastResult,
+    Outcome,
+    Quantiles,
+    Regimes,
+    Used,
+    Value,
+)
+from actds_studies.regimes.strata import MIN_REQUESTS, MIN_ROWS
+from actds_studies.regimes.wording import big, element_of
+from actds_validators.audit.place import Level
+from actds_validators.pages.answer import AnswerPage, Shown
+from actds_validators.pages.head import day
+from actds_validators.pages.words import (
+    LOOKS,
+    Columns,
+    Fact,
+    Part,
+    Row,
+    Sentence,
+    Table,
+    count,
+    first,
+    or_dash,
+    p_value,
+    percent,
+    short,
+    table_of,
+)
+
+LEVELS: dict[Outcome, Level] = {
+    "carries over": "PASS",
+    "shifts": "WARN",
+    "undecided": "INCONCLUSIVE",
+}
+ABOUT: dict[About, str] = {
+    "computation": "computation: the same tokens behind the same prefix, computed another way",
+    "authorship": "authorship: other tokens at equal positions behind the same prompt, computed "
+    "alike",
+    "both": "authorship and computation together: other tokens, computed another way",
+    "text": "the text: other tokens, computed alike",
+}
+FLOOR = (
+    "The limit of a value is the largest difference that counts as none, an option of the command. "
+    "Its floor is by how much two halves of the reference's own requests differ; of distances "
+    "between equal tokens it is the distance between rows that were computed alike twice."
+)
+NOT_ASKED = (
+    "Not tested here: what the harvest lost and what its prefix cache left out, which actds audit "
+    "tests."
+)
+_MAX_INTRODUCED, _MAX_HOOKS = 4, 6
+_MAX_VERDICTS, _MAX_VALUES, _MAX_TABLES, _MAX_SHORT = 60, 16, 12, 12
+
+
+def page(result: Regimes, command: str) -> AnswerPage:
+    """Return what the page says.
+
+    Args:
+        command: that made it, as it was typed.
+    """
+    return AnswerPage(
+        subject="regimes",
+        question="Does the way it was served change what you measure?",
+        level=LEVELS[result.answer.outcome],
+        answer=result.answer.words,
+        boxes=facts(result),
+        introduction=introduction(result),
+        split=parts(result),
+        next_steps=result.answer.next_steps,
+        facts=about(result, command),
+        sections=_sections(result),
+        verdicts=[
+            (LEVELS[verdict.outcome], f"{contrast.name}: {verdict.sentence}")
+            for contrast, verdict in judged(result.contrasts)
+        ],
+        on_terminal=("short", "compared", "how"),
+    )
+
+
+def _sections(result: Regimes) -> list[Shown]:
+    figures = [p for p in (charts.step_gaps(result), charts.positions(result)) if p is not None]
+    scatter, rungs = charts.rates(result), charts.ladder(result)
+    sections = [
+        Shown(_verdicts(result)),
+        Shown(_short(result)),
+        *([Shown(_where(), figures)] if figures else []),
+        *([Shown(_features(), scatter)] if scatter else []),
+        *([Shown(_numerics(result), [rungs])] if rungs is not None else []),
+        Shown(_compared(result)),
+        Shown(_values(result)),
+        Shown(_how(result)),
+    ]
+    return [section for section in sections if section.part.lead]
+
+
+def facts(result: Regimes) -> list[Fact]:
+    """Return how large it is, and whether it is authorship or computation."""
+    answer = result.answer
+    is_known = answer.separated not in ("not separated", "undecided")
+    title = "Authorship (who wrote the tokens) or computation"
+    separated = Fact(title, answer.separated, answer.reason, is_known)
+    if answer.largest is None:
+        values = [v for c in result.contrasts for v in c.values if v.outcome is not None]
+        within = sum(value.outcome == "carries over" for value in values)
+        note = f"{within:,} of {len(values):,} tested values lie within their limits"
+        if not values:
+            return [Fact("Largest shift", "not known", "nothing could be tested", False), separated]
+        return [Fact("Largest shift", "none found", note), separated]
+    contrast = next(one for one in result.contrasts if one.name == answer.largest.contrast)
+    figure = big(answer.largest.value, names_of(contrast))
+    return [Fact("Largest shift", figure, answer.largest.sentence), separated]
+
+
+def names_of(contrast: ContrastResult) -> tuple[str, str]:
+    """Return the names of the reference and of the other arm."""
+    return contrast.first.name, contrast.second.name
+
+
+def introduction(result: Regimes) -> str:
+    """Return what the arms are, and how a contrast is named, in words."""
+    known = _arms(result)
+    words = [f"{name} is {arm.rows}" for name, arm in list(known.items())[:_MAX_INTRODUCED]]
+    words += [f"{len(known) - len(words):,} more arms below"] if len(known) > len(words) else []
+    if not known:
+        return "Nothing was compared."
+    first = result.contrasts[0]
+    name = f"{first.name} is {first.second.name} compared with its reference, {first.first.name}."
+    return f"{'; '.join(words)}. {name}"
+
+
+def _arms(result: Regimes) -> dict[str, ArmResult]:
+    return {arm.name: arm for one in result.contrasts for arm in (one.first, one.second)}
+
+
+def parts(result: Regimes) -> list[str]:
+    """Return per hook how a dictionary's gap divides into authorship and computation."""
+    by_hook: dict[str, list[str]] = {}
+    for part in result.answer.parts:
+        size = f"{100 * part.value:+.3g} points"
+        known = part.low is not None and part.high is not None
+        ends = f", {100 * (part.low or 0):.3g} to {100 * (part.high or 0):.3g}" if known else ""
+        by_hook.setdefault(part.hook, []).append(f"{size} by {part.about} ({part.contrast}{ends})")
+    return [f"{hook}, variance unexplained: {', '.join(words)}." for hook, words in by_hook.items()]
+
+
+def about(result: Regimes, command: str) -> list[tuple[str, str]]:
+    """Return what was compared: arms, models, hooks, dates, engines, command."""
+    facts = [
+        (name, f"{arm.words}: {count(arm.n_rows)} rows of {counted(arm.n_requests, 'request')}")
+        for name, arm in _arms(result).items()
+    ]
+    datasets = result.datasets
+    models = dict.fromkeys(name for one in datasets for name in one.models)
+    hooks = list(dict.fromkeys(name for one in datasets for name in one.hooks))
+    more = [f"and {len(hooks) - _MAX_HOOKS} more"] if len(hooks) > _MAX_HOOKS else []
+    engines = list(dict.fromkeys(name for one in datasets for name in one.engines))
+    days = dict.fromkeys(day(ns) for ns in _ends([one.started_ns for one in datasets]))
+    facts += [
+        ("Model", ", ".join(list(models)[:3]) or "not recorded"),
+        ("Hooks", ", ".join(hooks[:_MAX_HOOKS] + more) or "not recorded"),
+        ("Harvested", " with ".join([" to ".join(days), *engines[:2]]) or "not recorded"),
+        ("Command", command),
+    ]
+    return facts
+
+
+def _ends(times: list[int]) -> list[int]:
+    return [min(times), max(times)] if times else []
+
+
+def arms(contrast: ContrastResult) -> str:
+    """Return how two arms were compared, in a sentence."""
+    how = {
+        "token": f"{count(contrast.n_pairs)} pairs of the same token behind the same prefix",
+        "position": f"{count(contrast.n_pairs)} pairs of the same prompt and position",
+        "unpaired": "unpaired, the reference weighted to the other arm's token ids and positions: "
+        "adjusted, not matched"
+        if contrast.adjusted
+        else "unpaired, as they are",
+    }[contrast.pairing]
+    covered = percent(contrast.coverage)
+    left_out = "".join(f" Strata that are not formed: {words}." for words in contrast.left_out)
+    return (
+        f"{contrast.name} at {contrast.hook}: {how}; {covered} of {contrast.second.name}'s rows "
+        f"compared, {counted(contrast.n_groups, 'group')} of requests. What differs is "
+        f"{ABOUT[contrast.about]}."
+        f"{left_out}"
+    )
+
+
+def number(value: float | None) -> str:
+    """Return a number of a table, a dash for none."""
+    return "-" if value is None else short(value)
+
+
+def _verdicts(result: Regimes) -> Part:
+    pairs = list(judged(result.contrasts))
+    some, more = first(pairs, _MAX_VERDICTS)
+    rows = [
+        Row(
+            (f"{contrast.name} at {verdict.hook}", verdict.instrument,
+             f"{LOOKS[LEVELS[verdict.outcome]].mark} {verdict.outcome}"),
+            LOOKS[LEVELS[verdict.outcome]].tone,
+            verdict.sentence,
+        )
+        for contrast, verdict in some
+    ]  # fmt: skip
+    head = ("contrast", "instrument", "verdict")
+    lead = (
+        "An instrument shifts when a test finds a difference that lies beyond its limit, carries "
+        "over when every difference is shown to lie within it, and else is undecided: also where "
+        f"a difference is found of which it is open whether it lies beyond the limit. {FLOOR}"
+    )
+    table = Table("Every verdict with its number", head, rows, frozenset(range(3)), more, True)
+    return Part("verdicts", "Verdicts", Sentence(lead), [table])
+
+
+def _short(result: Regimes) -> Part:
+    notes = [
+        Sentence(f"{contrast.name} at {verdict.hook}, {verdict.instrument}: {words}.")
+        for contrast, verdict in judged(result.contrasts)
+        if verdict.outcome == "undecided"
+        for words in verdict.short[:2]
+    ]
+    left = len(notes) - _MAX_SHORT
+    if left > 0:
+        notes = [*notes[:_MAX_SHORT], Sentence(f"And {left:,} more, all in the result (--json).")]
+    lead = "What is missing where a verdict is undecided." if notes else ""
+    return Part("short", "What is short", Sentence(lead), [], notes)
+
+
+def _where() -> Part:
+    lead = (
+        "The leading measure is the fraction of variance that the dictionary leaves unexplained "
+        "(FVU), in the second arm less the reference; without a dictionary it is the mean of the "
+        "channel that lies farthest."
+    )
+    return Part("where", "Where the gap is", Sentence(lead))
+
+
+def _features() -> Part:
+    lead = "Features that are active more often, or less often, in the second arm."
+    return Part("features", "Features", Sentence(lead))
+
+
+_QUANTILES: Columns[tuple[ContrastResult, Quantiles]] = (
+    ("contrast", lambda pair: pair[0].name),
+    ("hook", lambda pair: pair[0].hook),
+    ("rows", lambda pair: "all" if pair[1].axis == "all" else f"{pair[1].axis} {pair[1].stratum}"),
+    ("measure", lambda pair: pair[1].measure),
+    ("pairs", lambda pair: count(pair[1].n_pairs)),
+    ("50 %", lambda pair: number(pair[1].p50)),
+    ("90 %", lambda pair: number(pair[1].p90)),
+    ("99 %", lambda pair: number(pair[1].p99)),
+    ("100 %", lambda pair: number(pair[1].p100)),
+)
+
+
+def _numerics(result: Regimes) -> Part:
+    lines = [
+        (contrast, one)
+        for contrast in result.contrasts
+        for one in contrast.quantiles
+        if one.axis in ("all", "decode step")
+    ]
+    lead = (
+        "How far the rows of equal tokens lie apart. This is arithmetic alone: the same token "
+        "behind the same prefix, computed in other company, in other chunks, or in another type."
+    )
+    tables = table_of("Distances of equal tokens", _QUANTILES, lines, frozenset({0, 1, 2, 3}))
+    return Part("numerics", "Numerics", Sentence(lead), tables)
+
+
+def _compared(result: Regimes) -> Part:
+    rows = []
+    for contrast in result.contrasts:
+        for arm in (contrast.first, contrast.second):
+            apart = ", ".join(f"{n:,} {name}" for name, n in arm.n_apart.items() if n) or "none"
+            decode = "-" if arm.n_decode is None else percent(arm.n_decode / max(arm.n_rows, 1))
+            further = f"left out: {apart}; {count(arm.n_repeats)} repeated prefixes; "
+            further += f"{count(arm.n_sinks)} sinks; {count(arm.n_broken)} not finite or zero"
+            cells = (contrast.name, contrast.hook, arm.name, count(arm.n_rows), decode,
+                     count(arm.n_requests), count(arm.n_compared))  # fmt: skip
+            rows.append(Row(cells, "", f"{arm.words}; {further}"))
+    some, more = first(rows)
+    head = ("contrast", "hook", "arm", "rows", "of decode steps", "requests", "compared")
+    tables = [Table("Arms", head, some, frozenset({0, 1, 2}), more)]
+    columns: Columns[Used] = (
+        ("hook", lambda one: one.hook),
+        ("what", lambda one: one.kind),
+        ("sha256", lambda one: one.sha256[:16]),
+        ("of", lambda one: one.path),
+    )
+    tables += table_of("Dictionaries and probes", columns, result.used, frozenset(range(4)),
+                       note=lambda one: one.words)  # fmt: skip
+    notes = [Sentence(arms(contrast)) for contrast in result.contrasts[:24]]
+    lead = "Which rows were compared, how they were paired, and what was left out."
+    return Part("compared", "What was compared", Sentence(lead), tables, notes)
+
+
+_VALUES: Columns[Value] = (
+    ("rows", lambda one: "all" if one.axis == "all" else f"{one.axis} {one.stratum}"),
+    ("measure", lambda one: _measure(one)),
+    ("value", lambda one: number(one.value)),
+    ("unit", lambda one: one.unit),
+    ("95 % interval", lambda one: f"{number(one.low)} to {number(one.high)}"),
+    ("floor", lambda one: number(one.floor)),
+    ("limit", lambda one: number(one.limit)),
+    ("adjusted p", lambda one: or_dash(one.adjusted_p, p_value)),
+    ("verdict", lambda one: one.outcome or "described"),
+)
+
+
+def _measure(value: Value) -> str:
+    of = element_of(value)
+    return f"{value.measure}{f', {of}' if of else ''}"
+
+
+def _values(result: Regimes) -> Part:
+    order = {"shifts": 0, "undecided": 1, "carries over": 2, None: 3}
+    tables: list[Table] = []
+    n = 0
+    for contrast in result.contrasts:
+        values = [value for value in contrast.values if value.value is not None]
+        n += len(values)
+        values.sort(key=lambda one: (order[one.outcome], one.axis != "all"))
+        if len(tables) < _MAX_TABLES:
+            tables += table_of(
+                f"{contrast.name} at {contrast.hook}", _VALUES, values, frozenset({0, 1, 3, 8}),
+                room=_MAX_VALUES, tone=lambda one: "warn" if one.outcome == "shifts" else "",
+                note=lambda one: one.note if one.kind == "direction" else "",
+            )  # fmt: skip
+    lead = (
+        f"{counted(n, 'value')} in all strata, those that shift first. Of many elements, as "
+        "channels, the farthest is shown, and all of them are tested together."
+    )
+    return Part("values", "Every value", Sentence(lead), tables)
+
+
+def _how(result: Regimes) -> Part:
+    notes = [
+        Sentence(words)
+        for words in (
+            "Each prefix counts once, position 0 and BOS are left out, and so are rows above 10 "
+            "median norms (sinks), which are counted.",
+            "Intervals leave out groups of requests one by one; tests exchange groups of requests "
+            f"between the arms; all {result.n_tests:,} tests are one family at a false discovery "
+            f"rate of {result.limits.fdr:g} (Benjamini and Hochberg).",
+            "Unpaired arms are weighted to the same token ids and positions. That is an "
+            "adjustment: what differs in the text before a token stays in the gap.",
+            "A verdict is about these requests, this model and these settings. It does not say "
+            "that another model, or another engine, behaves alike.",
+            f"Nothing is estimated from fewer than {MIN_REQUESTS} requests or {MIN_ROWS} effective "
+            "rows of either arm.",
+            NOT_ASKED,
+        )
+    ]
+    return Part("how", "How to read this", Sentence("What the numbers are, and what they are not."),
+                [], notes)  # fmt: skip

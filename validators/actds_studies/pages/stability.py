@@ -1,0 +1,459 @@
+"""The page of stability: verdicts first, likenesses beside their floors, every number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from actds.text import counted
+from actds_studies.stability.result import (
+    ArmResult,
+    Comparison,
+    CrossValue,
+    Features,
+    Measure,
+    Outcome,
+    Stability,
+    Trained,
+)
+from actds_validators.audit.place import Level
+from actds_validators.pages.answer import AnswerPage, Shown
+from actds_validators.pages.head import by_arm, harvested, models
+from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend
+from actds_validators.pages.words import (
+    LOOKS,
+    Columns,
+    Fact,
+    Part,
+    Row,
+    Sentence,
+    Table,
+    count,
+    or_dash,
+    p_value,
+    percent,
+    table_of,
+)
+
+LEVELS: dict[Outcome, Level] = {
+    "within the floor": "PASS",
+    "beyond the floor": "WARN",
+    "undecided": "INCONCLUSIVE",
+}
+MEASURES: dict[Measure, str] = {
+    "matched": "matched cosine",
+    "nearest": "nearest cosine",
+    "share_70": "matched at 0.7 or more",
+    "share_90": "matched at 0.9 or more",
+    "kept": "features kept",
+    "split": "features split",
+    "merged": "features merged",
+    "gone": "features gone",
+}
+_COSINES = ("matched", "nearest")
+_PAIRS = ("other seed", "other order", "same start")
+FATES: tuple[Measure, ...] = ("kept", "split", "merged", "gone")
+_MAX_LINES, _MAX_CROSS = 26, 120
+
+
+def page(result: Stability, command: str) -> AnswerPage:
+    """Return what the page says.
+
+    Args:
+        command: that made it, as it was typed.
+    """
+    return AnswerPage(
+        subject="stability",
+        question="Does the harvest change the dictionary more than another random start of its "
+        "training (another seed) does?",
+        level=LEVELS[result.answer.outcome],
+        answer=result.answer.words,
+        boxes=facts(result),
+        introduction=words_of_art(result),
+        next_steps=result.answer.next_steps,
+        facts=provenance(result, command),
+        sections=_sections(result),
+        verdicts=[(LEVELS[verdict.outcome], verdict.sentence) for verdict in result.verdicts],
+        on_terminal=("alike", "cross", "compared"),
+    )
+
+
+def _sections(result: Stability) -> list[Shown]:
+    return [
+        *([Shown(_verdicts(result))] if result.verdicts else []),
+        _alike(result),
+        *([Shown(_floors(result))] if result.comparisons else []),
+        *map(Shown, (_cross(result), _compared(result), _how(result))),
+    ]
+
+
+def words_of_art(result: Stability) -> str:
+    """Return what arm, seed, order and floor are, in a few sentences."""
+    return (
+        "An arm is the rows that dictionaries are trained on, as one harvest gave them; "
+        f"{result.arms[0].name} is the reference. A seed sets the random start of a dictionary, "
+        "an order the sequence in which it sees its rows. A floor is how alike two dictionaries of "
+        "the reference are that differ in seed and order, or in the order alone."
+    )
+
+
+def facts(result: Stability) -> list[Fact]:
+    """Return the numbers at the top: those of the arm that decides, beside its floor."""
+    reference, chance = result.arms[0].name, result.chance
+    scale = f"1 is the same dictionary, {chance:.3f} is chance"
+    what = "matched cosine, the mean cosine of decoder directions paired one to one"
+    by = {(one.name, one.kind): one for one in means(result)}
+    floor = by[reference, "other seed"]
+    if result.answer.largest is None:
+        likeness = f"Likeness of two seeds of {reference}"
+        title = f"Features of {reference} kept at another seed"
+        return [
+            Fact(likeness, f"{floor.matched:.3f}", f"{what}: {scale}"),
+            _kept(title, floor.features, None, reference),
+        ]
+    one = result.answer.largest
+    away = f"{one.of_arm - one.of_floor:+.3f}"
+    side = f"{away[1:]} {'below' if away[0] == '-' else 'above'}"
+    note = (
+        f"{what}, at another seed: {scale}. It is {'equal to' if away[1:] == '0.000' else side} "
+        f"that of two seeds of {reference}, {one.of_floor:.3f} (lower in {one.n_below} of "
+        f"{counted(len(one.differences), 'seed')}); lower is less alike"
+    )
+    kept = _kept(
+        f"Features of {reference} kept in {one.arm}",
+        by[one.arm, "other seed"].features,
+        floor.features,
+        reference,
+    )
+    start, order = by[one.arm, "same start"].features, by[reference, "other order"].features
+    if start is not None and order is not None:
+        more = f"from the same start {percent(start.kept)} are kept"
+        more += f" (of two dictionaries of {reference} {percent(order.kept)})"
+        kept = replace(kept, note=f"{kept.note}; {more}")
+    return [Fact(f"Likeness of {one.arm} to {reference}", f"{one.of_arm:.3f}", note), kept]
+
+
+def _kept(title: str, features: Features | None, floor: Features | None, reference: str) -> Fact:
+    if features is None:
+        return Fact(title, "not known", "too few held-out rows", is_known=False)
+
+    def also(name: str) -> str:
+        return "" if floor is None else f" ({percent(getattr(floor, name))})"
+
+    note = "one feature of the other dictionary explains 70 % of the variance of each"
+    if floor is not None:
+        note += f"; in brackets two seeds of {reference}"
+    shares = ", ".join(
+        f"{name} {percent(getattr(features, name))}{also(name)}" for name in FATES[1:]
+    )
+    return Fact(title, f"{percent(features.kept)}{also('kept')}", f"{note}. {shares.capitalize()}")
+
+
+@dataclass(frozen=True)
+class Means:
+    """How alike dictionaries of a kind of pair are, mean over seeds.
+
+    Args:
+        name: arm of the second dictionary; the first is one of the reference.
+        kind: what the two differ in, beside their rows.
+        features: what became of the reference's features; None where too few rows are held out.
+    """
+
+    name: str
+    kind: str
+    is_floor: bool
+    matched: float
+    features: Features | None
+
+    @property
+    def pair(self) -> str:
+        """Return the kind, and whether it is a floor."""
+        return f"{self.kind} (floor)" if self.is_floor else self.kind
+
+    @property
+    def words(self) -> str:
+        """Return the arm and the pair."""
+        return f"{self.name}, {self.pair}"
+
+
+def means(result: Stability) -> list[Means]:
+    """Return the means of every kind of pair, each floor before the arms that it is for."""
+    kinds = dict.fromkeys(
+        (pair.arm, pair.kind)
+        for pair in sorted(result.pairs, key=lambda p: _PAIRS.index(p.kind))
+    )  # fmt: skip
+    found = []
+    for name, kind in kinds:
+        of = [p.likeness for p in result.pairs if (p.arm, p.kind) == (name, kind)]
+        features = [one.features for one in of if one.features is not None]
+        matched, is_floor = mean_of([one.matched for one in of]), name == result.arms[0].name
+        found.append(Means(name, kind, is_floor, matched, _mean(features) if features else None))
+    return found
+
+
+def _mean(of: Sequence[Features]) -> Features:
+    return Features(
+        n=round(mean_of([one.n for one in of])),
+        **{name: mean_of([getattr(one, name) for one in of]) for name in FATES},
+        split_into=[
+            mean_of(shares) for shares in zip(*(one.split_into for one in of), strict=True)
+        ],
+        merged_from=[
+            mean_of(shares) for shares in zip(*(one.merged_from for one in of), strict=True)
+        ],
+    )
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """Return the mean of one or more values."""
+    return sum(values) / len(values)
+
+
+def provenance(result: Stability, command: str) -> list[tuple[str, str]]:
+    """Return what was compared: arms, model, hook, rows, harvest, training, command."""
+    arms, limits = result.arms, result.limits
+    passes = "1 pass" if limits.epochs == 1 else f"{count(limits.epochs)} passes"
+    alive = mean_of([one.n_alive for one in result.dictionaries]) / result.n_features
+    trained = (
+        f"TopK, {count(result.n_features)} features, {limits.k} active; {passes} over "
+        f"{count(result.n_rows)} rows, {count(result.n_seen)} seen by each of "
+        f"{len(result.dictionaries)} dictionaries, {counted(limits.seeds, 'seed')}; "
+        f"{percent(alive)} of the features were active in the last pass"
+    )
+    shape = [(arm.name, f"{result.hook} ({result.d_model:,} × {arm.dtype})") for arm in arms]
+    return [
+        ("Arms", by_arm([(arm.name, arm.words) for arm in arms])),
+        ("Model", by_arm([(arm.name, models(arm.models)) for arm in arms])),
+        ("Hook", by_arm(shape)),
+        ("Rows", f"{count(result.n_rows)} of each arm"),
+        ("Harvested", by_arm([(arm.name, harvested(arm.started_ns, arm.engines)) for arm in arms])),
+        ("Trained", trained),
+        ("Command", command),
+    ]
+
+
+def value(measure: Measure, number: float) -> str:
+    """Return a value of a measure: a cosine, or a share in per cent."""
+    return f"{number:.3f}" if measure in _COSINES else percent(number)
+
+
+def against(one: Comparison) -> str:
+    """Return the mean difference of an arm and its floor, of shares in percentage points."""
+    mean = mean_of(one.differences)
+    return f"{mean:+.3f}" if one.measure in _COSINES else f"{100 * mean:+.3g} points"
+
+
+def _verdicts(result: Stability) -> Part:
+    rows = [
+        Row(
+            (one.arm, one.against_order, f"{LOOKS[LEVELS[one.outcome]].mark} {one.outcome}"),
+            LOOKS[LEVELS[one.outcome]].tone,
+            one.sentence,
+        )
+        for one in result.verdicts
+    ]
+    table = Table("Every arm beside the reference", ("arm", "another order", "another seed"), rows,
+                  frozenset(range(3)), narrow=True)  # fmt: skip
+    notes = [Sentence(f"{one.arm}, {words}.") for one in result.verdicts for words in one.short]
+    lead = (
+        "An arm is within a floor when its dictionaries are shown to be as alike to the "
+        "reference's as the reference's are to one another, beyond it when they are shown to be "
+        "less alike, and else undecided."
+    )
+    return Part("verdicts", "Verdicts", Sentence(lead), [table], notes)
+
+
+_FLOORS: Columns[Comparison] = (
+    ("arm", lambda one: one.arm),
+    ("floor", lambda one: one.floor),
+    ("measure", lambda one: MEASURES[one.measure]),
+    ("of the arm", lambda one: value(one.measure, one.of_arm)),
+    ("of the floor", lambda one: value(one.measure, one.of_floor)),
+    ("difference", against),
+    ("seeds below", lambda one: f"{one.n_below} of {len(one.differences)}"),
+    ("adjusted p", lambda one: or_dash(one.adjusted_p, p_value)),
+)
+
+
+def _floors(result: Stability) -> Part:
+    lead = (
+        "How alike dictionaries are, beside how alike those of the reference are to one another: "
+        "of another seed, and of the same start in another order of its rows."
+    )
+    tables = table_of("Arms against floors", _FLOORS, result.comparisons, frozenset({0, 1, 2}))
+    return Part("floors", "Against the floors", Sentence(lead), tables)
+
+
+def _of(say: Callable[[Features], str]) -> Callable[[Means], str]:
+    return lambda one: or_dash(one.features, say)
+
+
+_MEANS: Columns[Means] = (
+    ("second dictionary", lambda one: one.name),
+    ("pair", lambda one: one.pair),
+    ("matched cosine", lambda one: f"{one.matched:.3f}"),
+    ("kept", _of(lambda of: percent(of.kept))),
+    ("split", _of(lambda of: percent(of.split))),
+    ("into 2, 3, more", _of(lambda of: _each(of.split_into))),
+    ("merged", _of(lambda of: percent(of.merged))),
+    ("from 2, 3, more", _of(lambda of: _each(of.merged_from))),
+    ("gone", _of(lambda of: percent(of.gone))),
+    ("features", _of(lambda of: count(of.n))),
+)
+_KINDS = dict(zip(FATES, ("stored", "reused", "all", "filtered"), strict=True))
+
+
+def _each(shares: list[float]) -> str:
+    return ", ".join(percent(share).removesuffix(" %") for share in shares) + " %"
+
+
+def _alike(result: Stability) -> Shown:
+    """Return the means of every kind of pair, each arm below its floor."""
+    pairs = means(result)
+    lead = (
+        f"Each dictionary is compared with one of {result.arms[0].name}, mean over seeds. A "
+        "feature is kept when one feature of the second dictionary explains 70 % of the variance "
+        "of its activations over held-out rows; split when several together do, each of which "
+        "explains 10 % or more; merged when it is one of those into which a feature of the second "
+        "is split; and gone when it is none of these. Compare an arm with its floor: only the "
+        "difference comes from the harvest."
+    )
+    tables = table_of("Means of each pair", _MEANS, pairs, frozenset({0, 1}))
+    part = Part("alike", "How alike the dictionaries are", Sentence(lead), tables)
+    return Shown(part, [_likenesses(result, pairs), *_bars(pairs)])
+
+
+def _likenesses(result: Stability, means: Sequence[Means]) -> Picture:
+    """Return the matched cosine of every pair, a line per arm and kind, a dot per seed."""
+    shown = means[:_MAX_LINES]
+    f = Frame(230, 44, 580, 26.0 * len(shown), (0.0, 1.0), (0.0, 1.0))
+    p = Picture(
+        "likenesses",
+        "Matched cosine of dictionaries",
+        "A dot per seed: how alike a dictionary of each arm is to the reference's, at another seed "
+        "and from the same start, below the reference's own floors; dashed is what random "
+        "directions have. Further right is more alike.",
+        WIDTH,
+        f.bottom + 50,
+        FigureData(("arm", "pair", "seed", "other seed", "matched cosine", "random directions")),
+    )
+    legend(p, f.left, 20, [("floor", "floor, of the reference"), ("stored", "of an arm")])
+    axes(p, f, "matched cosine", "", y_marks=())
+    p.line(f.x(result.chance), f.top, f.x(result.chance), f.bottom, "limit")
+    for n, one in enumerate(shown):
+        y = f.top + 26.0 * n + 13
+        p.label(f.left - 8, y + 4, one.words, 210)
+        mark = "floor mark" if one.is_floor else "stored-mark mark"
+        for pair in result.pairs:
+            if (pair.arm, pair.kind) == (one.name, one.kind):
+                cosine = pair.likeness.matched
+                p.data.rows.append((one.name, one.kind, *pair.seeds, cosine, result.chance))
+                p.dot(f.x(cosine), y, mark, f"seeds {pair.seeds[0]}, {pair.seeds[1]}: {cosine:.3f}")
+    return p
+
+
+def _bars(means: Sequence[Means]) -> list[Picture]:
+    """Return what became of features as one bar per kind of pair; nothing where it is not known."""
+    shown = [(one, one.features) for one in means if one.features is not None][:_MAX_LINES]
+    if not shown:
+        return []
+    f = Frame(230, 44, 560, 26.0 * len(shown), (0.0, 1.0), (0.0, 1.0))
+    p = Picture(
+        "features",
+        "Features kept, split, merged and gone",
+        "A bar for each kind of pair, arms below their floors: shares of the reference's features, "
+        "with the share that is kept at the right.",
+        WIDTH,
+        f.bottom + 50,
+        FigureData(
+            ("arm", "pair", *FATES),
+            [(one.name, one.kind, *(getattr(of, name) for name in FATES)) for one, of in shown],
+        ),
+    )
+    legend(p, f.left, 20, [(kind, name) for name, kind in _KINDS.items()])
+    axes(p, f, "share of the features", "", x_text=percent, y_marks=())
+    for n, (one, of) in enumerate(shown):
+        y, start = f.top + 26.0 * n, 0.0
+        p.label(f.left - 8, y + 17, one.words, 210)
+        for name, kind in _KINDS.items():
+            share = getattr(of, name)
+            left, right = f.x(start), f.x(start + share)
+            p.box(left, y + 4, right - left, 18, kind, f"{one.words}: {name} {percent(share)}")
+            start += share
+        p.text(f.right + 8, y + 17, percent(of.kept))
+    return [p]
+
+
+_CROSS: Columns[CrossValue] = (
+    ("trained on", lambda one: one.trained_on),
+    ("rows of", lambda one: one.rows_of),
+    ("which", lambda one: one.rows),
+    ("rows", lambda one: count(one.n_rows)),
+    ("FVU", lambda one: or_dash(one.fvu, lambda v: f"{v:.3f}")),
+    ("95 % interval", lambda one: _range(one.low, one.high)),
+    ("seeds", lambda one: _range(one.seeds_low, one.seeds_high)),
+    ("of the reference's variance", lambda one: or_dash(one.fvu_reference, lambda v: f"{v:.3f}")),
+)
+
+
+def _range(low: float | None, high: float | None) -> str:
+    return "-" if low is None or high is None else f"{low:.3f} to {high:.3f}"
+
+
+def _cross(result: Stability) -> Part:
+    lead = (
+        "Fraction of variance unexplained (FVU) of held-out rows, mean over seeds, with the "
+        "interval over requests and the range over seeds. Rare tokens come at most "
+        f"{counted(result.rare.most, 'time')} in the reference's rows: "
+        f"{percent(result.rare.share)} of them."
+    )
+    tables = table_of("Dictionaries of each arm on rows of each arm", _CROSS, result.cross,
+                      frozenset({0, 1, 2}), room=_MAX_CROSS)  # fmt: skip
+    return Part("cross", "Cross-reconstruction", Sentence(lead), tables)
+
+
+_ARMS: Columns[ArmResult] = (
+    ("arm", lambda one: one.name),
+    ("rows", lambda one: count(one.n_rows)),
+    ("of", lambda one: count(one.n_there)),
+    ("prefill", lambda one: count(one.shares["prefill"])),
+    ("decode", lambda one: count(one.shares["decode"])),
+    ("the reference's", lambda one: count(one.n_common)),
+    ("sinks", lambda one: count(one.n_sinks)),
+    ("held out", lambda one: count(one.n_scored)),
+    ("requests", lambda one: count(one.n_requests)),
+)
+_TRAINED: Columns[Trained] = (
+    ("arm", lambda one: one.arm),
+    ("seed", lambda one: str(one.seed)),
+    ("order", lambda one: str(one.order)),
+    ("FVU, last batches", lambda one: f"{one.fvu:.3f}"),
+    ("alive", lambda one: count(one.n_alive)),
+    ("sha256", lambda one: one.sha256[:16]),
+)
+
+
+def _compared(result: Stability) -> Part:
+    tables = table_of("Rows of each arm", _ARMS, result.arms, note=lambda one: one.words)
+    tables += table_of("Dictionaries", _TRAINED, result.dictionaries, frozenset({0, 5}))
+    return Part(
+        "compared", "What was compared", Sentence("The rows, and what was trained."), tables
+    )
+
+
+def _how(result: Stability) -> Part:
+    notes = [
+        "All dictionaries see equally many rows. Initial weights follow from the seed alone; rows "
+        f"of all arms are multiplied by {result.scale:.4g}, and the decoder's bias starts at the "
+        "mean of the reference's rows.",
+        "The order follows from what a row is (its request and position) and the seed: rows that "
+        "two arms share come in the same order in both.",
+        "Directions are matched one to one so that their cosines add up to most. Features that "
+        "were never active in the last pass are left out, and one without a match counts 0. "
+        f"Random directions of this many features have {result.chance:.3f}.",
+        "A sign test over K seeds has 2^K outcomes: fewer than 6 seeds describe, they do not test. "
+        "The tests of all arms against one floor are a family (Benjamini and Hochberg).",
+        "A verdict is about this trainer, these settings, these requests and this model.",
+    ]
+    return Part("how", "How to read this", Sentence("What the numbers are, and what they are not."),
+                [], [Sentence(words) for words in notes])  # fmt: skip

@@ -1,0 +1,459 @@
+"""Regimes from Python: `regimes`, which the command calls as well."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from actds.errors import ActdsError
+from actds.explore.dataset import Dataset, open_apart
+from actds.format.tables import UNSERVED
+from actds.loader.selection import RowValues
+from actds.loader.where import parse_expression
+from actds.text import storable
+from actds_studies.dictionaries import load_dictionary
+from actds_studies.dictionaries.places import same_place
+from actds_studies.dictionaries.refusal import refused
+from actds_studies.regimes.arms import Arm
+from actds_studies.regimes.asking import parse_arms, parse_contrasts
+from actds_studies.regimes.probe_file import ProbeFile, read_probes
+from actds_studies.regimes.result import DatasetResult, Limits, Regimes, Used
+from actds_validators.about import began, recorded
+from actds_validators.arrays import Bools
+from actds_validators.extras import need_extra
+from actds_validators.sections import settings_of
+
+if TYPE_CHECKING:
+    from actds_studies.dictionaries import Dictionary
+    from actds_studies.regimes.contrast import Pairing
+    from actds_studies.regimes.run import AnyInstrument
+    from actds_validators.arrays import Rows
+
+MAX_LABELLED = 32
+"""Probes of which ROC areas are compared: counts in bins, by group and stratum."""
+
+
+def regimes(
+    *arms: str | os.PathLike[str],
+    contrasts: Sequence[str] = (),
+    hooks: Sequence[str] = (),
+    sae: Sequence[str | os.PathLike[str]] = (),
+    probes: Sequence[str | os.PathLike[str]] = (),
+    label: str | None = None,
+    model: str | os.PathLike[str] | None = None,
+    held_out: float | None = None,
+    pairing: Pairing | None = None,
+    floor: str | None = None,
+    limits: Limits | Mapping[str, float] | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Regimes:
+    """Say whether the way it was served changes what is measured on the rows.
+
+    Args:
+        arms: each ``[NAME=]PATH[:KEY=VALUE,...]``, with the keys ``phase``, ``where`` and
+            ``exclude``; one alone is its prefill rows, H, against its decode rows, G.
+        contrasts: which to compare, as ``G-R``: G with the reference R; every later arm with the
+            first by default.
+        hooks: hooks to compare; those that all arms have by default.
+        sae: dictionaries, each ``[HOOK=]PATH``; one to a hook.
+        probes: files of linear probes, each ``[HOOK=]FILE``; one to a hook.
+        label: expression that is true of the rows that the probes should find; a row of which it
+            is not known whether it is true has no label.
+        model: what dictionaries call the model of the rows; the name in the run record by default.
+            Where it is the model's folder, entropies of given text are computed with it, of stored
+            rows of the last layer.
+        held_out: compare the requests alone that a loader with ``split="train"`` and this share
+            leaves out. An arm that has no token sequence in common with what dictionaries were
+            fitted on is compared whole, but for prefixes that they have seen.
+        pairing: ``token``, ``position`` or ``unpaired``; the closest that there is by default.
+        floor: a contrast of arms that were served alike, as ``again-R``: its distances of equal
+            tokens are the floor of the other contrasts'. It is compared as well.
+        limits: settings by name, or as the result has them.
+        progress: receives what is being done.
+
+    Returns:
+        The result: verdicts, every value with its interval and floor, and what is short.
+
+    Raises:
+        ActdsError: E009 an argument that cannot be used; E011 a package that is not installed;
+            E014 arms that cannot be compared: no such hook, no row, too few requests, no pair; E015
+            a dictionary or probes that do not fit the rows, or were fitted on them; and as
+            ``actds.open``.
+    """
+    need_extra()
+    from actds_studies.regimes.entropies import Entropies, model_folder
+    from actds_studies.regimes.run import Asked, compare
+
+    chosen = settings_of(Limits, limits)
+    model = None if model is None else os.fspath(model)
+    if held_out is not None and not 0 < held_out < 1:
+        raise ActdsError("E009", "held_out", got=f"{held_out}", expected="a share from 0 to 1")
+    opened = _open_arms(arms, held_out)
+    pairs = parse_contrasts(list(opened), contrasts)
+    if floor is not None:
+        alike = parse_contrasts(list(opened), [floor], "floor")
+        pairs = list(dict.fromkeys([*alike, *pairs]))
+    compared = {name: opened[name] for name in opened if any(name in pair for pair in pairs)}
+    shared = _shared_hooks(list(compared.values()), hooks)
+    dictionaries = _dictionaries(sae, shared, list(compared.values()), model)
+    compared = _whole_where_unseen(compared, list(dictionaries.values()))
+    linear = _probes(probes, shared, list(compared.values()))
+    _check_labels(label, linear)
+    asked = [
+        Asked(
+            f"{other}-{first}",
+            compared[first],
+            compared[other],
+            hook,
+            _instruments(
+                (compared[first], compared[other]), hook, dictionaries, linear.get(hook), label
+            ),
+            pairing,
+        )
+        for first, other in pairs
+        for hook in shared
+    ]
+    folder = model_folder(model)
+    entropies = None
+    if folder is not None:
+        entropies = Entropies(folder, list(compared.values()), shared[0], progress)
+    found = compare(asked, chosen, progress, floor=floor, entropies=entropies)
+    used = [_dictionary_used(hook, one, compared, found) for hook, one in dictionaries.items()]
+    used += [_probes_used(hook, one) for hook, one in linear.items()]
+    datasets = {arm.dataset.digest: arm.dataset for arm in compared.values()}
+    results = [_dataset_result(dataset, shared) for dataset in datasets.values()]
+    return found.model_copy(update={"used": used, "datasets": results})
+
+
+def _open_arms(words: Sequence[str | os.PathLike[str]], held_out: float | None) -> dict[str, Arm]:
+    """Return the arms by name; a dataset that several name is opened once."""
+    asked = parse_arms(words)
+    paths: dict[str, Dataset] = {}
+    datasets: dict[str, Dataset] = {}
+    for one in asked:
+        if one.path not in paths:
+            dataset = open_apart(one.path)
+            paths[one.path] = datasets.setdefault(dataset.digest, dataset)
+    return {
+        one.name: Arm(
+            one.name,
+            paths[one.path],
+            one.phase,
+            one.where,
+            one.exclude,
+            None if held_out is None else "held_out",
+            held_out or 0.0,
+        )
+        for one in asked
+    }
+
+
+def _shared_hooks(arms: Sequence[Arm], hooks: Sequence[str]) -> list[str]:
+    """Return the hooks to compare, in the order of the first arm's dataset.
+
+    Raises:
+        ActdsError: E014 a hook that an arm lacks, or none that all have.
+    """
+    shared = [
+        hook for hook in arms[0].dataset.hooks if all(hook in arm.dataset.hooks for arm in arms)
+    ]
+    for hook in hooks:
+        if hook not in shared:
+            expected = f"one of {', '.join(shared)}" if shared else "a hook that all arms have"
+            raise ActdsError("E014", "hooks", got=hook[:80], expected=expected)
+    if not shared:
+        names = "; ".join(f"{arm.name}: {', '.join(arm.dataset.hooks)}" for arm in arms)
+        raise ActdsError("E014", "hooks", got=names[:200], expected="a hook that all arms have")
+    return [hook for hook in shared if not hooks or hook in hooks]
+
+
+def _hook_and_path(
+    text: str | os.PathLike[str], hooks: Sequence[str], argument: str
+) -> tuple[str | None, str]:
+    """Return the hook that ``HOOK=PATH`` names, None for a path alone."""
+    text = os.fspath(text)
+    head, is_named, path = text.partition("=")
+    if not is_named or "/" in head:
+        return None, text
+    if head not in hooks:
+        expected = f"one of the hooks that are compared: {', '.join(hooks)}"
+        raise ActdsError("E009", argument, got=head[:80], expected=expected)
+    return head, path
+
+
+def _of_hook(place: str, hook: str | None, hooks: Sequence[str]) -> str:
+    """Return which of the hooks a file is for: its own word, or the only hook there is.
+
+    Raises:
+        ActdsError: E015 it is for another hook, or it cannot be known for which.
+    """
+    if hook is None and len(hooks) == 1:
+        return hooks[0]
+    if hook is None:
+        next_step = f"Name the hook: {hooks[0]}={place}"
+        raise refused(place, "no word of its hook", "a hook", next_step)
+    found = next((one for one in hooks if same_place(one, hook)), None)
+    if found is None:
+        raise refused(place, f"of {hook}", f"one of {', '.join(hooks)}")
+    return found
+
+
+def _dictionaries(
+    words: Sequence[str | os.PathLike[str]],
+    hooks: Sequence[str],
+    arms: Sequence[Arm],
+    model: str | None,
+) -> dict[str, Dictionary]:
+    """Return the dictionaries by hook.
+
+    Raises:
+        ActdsError: E009 two of one hook; E015 one that does not fit, or was fitted on the rows that
+            it would be scored on.
+    """
+    name = model or _model_of(arms)
+    found: dict[str, Dictionary] = {}
+    for text in words:
+        hook, path = _hook_and_path(text, hooks, "sae")
+        width = None if hook is None else arms[0].dataset.hooks[hook].d_model
+        one = load_dictionary(path, hook, width, model=name)
+        if hook is None:
+            hook = _of_hook(path, one.hook, hooks)
+            width = arms[0].dataset.hooks[hook].d_model
+        if one.d_model != width:
+            expected = f"{width:,}, as {hook} has"
+            raise refused(path, f"a dictionary of {one.d_model:,} channels", expected)
+        if hook in found:
+            raise ActdsError("E009", "sae", got=f"two for {hook}", expected="one to a hook")
+        _refuse_fitted(path, one, arms)
+        found[hook] = one
+    return found
+
+
+def _model_of(arms: Sequence[Arm]) -> str | None:
+    """Return the model of the arms' runs; None where they name none, or several."""
+    names = {name for arm in arms for name in recorded(arm.dataset.catalog, "model.name")}
+    return names.pop() if len(names) == 1 else None
+
+
+def _dataset_result(dataset: Dataset, hooks: Sequence[str]) -> DatasetResult:
+    catalog = dataset.catalog
+    return DatasetResult(
+        path=storable(dataset.path),
+        digest=dataset.digest,
+        models=list(recorded(catalog, "model.name")),
+        engines=list(recorded(catalog, "engine.name", "engine.version")),
+        hooks=[
+            f"{hook.name} ({hook.d_model:,} × {hook.dtype})"
+            for hook in catalog.genesis.hooks
+            if hook.name in hooks
+        ],
+        started_ns=began(catalog),
+    )
+
+
+def _refuse_fitted(path: str, one: Dictionary, arms: Sequence[Arm]) -> None:
+    """Refuse a dictionary that was fitted on requests that it would be scored on.
+
+    Raises:
+        ActdsError: E015.
+    """
+    for arm in arms:
+        if arm.dataset.digest not in one.source.trained_on:
+            continue
+        kept = one.source.held_out
+        if kept is not None and arm.split == "held_out" and arm.held_out <= kept:
+            continue
+        if kept is None:
+            next_step = (
+                'Fit it with actds.Loader(split="train", held_out=0.5), then score it with '
+                "held_out=0.5"
+            )
+        else:
+            next_step = f"Score it on what its loader held out: held_out={kept:g}"
+        got = f"fitted on rows of arm {arm.name}, as its loader recorded"
+        raise refused(path, got, "rows that it was not fitted on", next_step)
+
+
+def _whole_where_unseen(
+    arms: Mapping[str, Arm], dictionaries: Sequence[Dictionary]
+) -> dict[str, Arm]:
+    """Return the arms, whole where no dictionary has seen a token sequence of theirs.
+
+    Prefixes that one has seen are left out of all of them. The split goes by token sequence: of one
+    document that the model and its author continued it would take the two sides apart, and leave a
+    quarter of the pairs.
+    """
+    fitted = {digest for one in dictionaries for digest in one.source.trained_on}
+    known = {arm.dataset.digest: arm for arm in arms.values() if arm.dataset.digest in fitted}
+    if not known:
+        return dict(arms)
+    seen = set().union(*(_sequences(arm.dataset) for arm in known.values()))
+    found = {}
+    for name, arm in arms.items():
+        others = tuple(one for digest, one in known.items() if digest != arm.dataset.digest)
+        found[name] = replace(arm, fitted=others)
+        if None not in (own := _sequences(arm.dataset)) and own.isdisjoint(seen):
+            found[name] = replace(found[name], split=None, held_out=0.0)
+    return found
+
+
+def _sequences(dataset: Dataset) -> set[str | None]:
+    """Return the digests of the token sequences of a dataset, None for one that is not known."""
+    lines = dataset.requests(run=False).select(["token_digest", "finish_reason"]).to_pylist()
+    return {one["token_digest"] for one in lines if one["finish_reason"] not in UNSERVED}
+
+
+def _probes(
+    words: Sequence[str | os.PathLike[str]], hooks: Sequence[str], arms: Sequence[Arm]
+) -> dict[str, ProbeFile]:
+    found: dict[str, ProbeFile] = {}
+    for text in words:
+        hook, path = _hook_and_path(text, hooks, "probes")
+        one = read_probes(path)
+        if hook is not None and one.hook is not None and not same_place(hook, one.hook):
+            raise refused(path, f"probes of {one.hook}", hook)
+        hook = hook or _of_hook(path, one.hook, hooks)
+        width = arms[0].dataset.hooks[hook].d_model
+        if one.weights.shape[1] != width:
+            got = f"probes of {one.weights.shape[1]:,} channels"
+            raise refused(path, got, f"{width:,}, as {hook} has")
+        if hook in found:
+            raise ActdsError("E009", "probes", got=f"two for {hook}", expected="one to a hook")
+        found[hook] = one
+    return found
+
+
+class _Finite:
+    """A dictionary on rows of which some may not be finite: those count as zeros, and are unused.
+
+    Args:
+        dictionary: the dictionary.
+
+    Raises:
+        ActdsError: E015 it makes numbers of finite rows that are not finite.
+    """
+
+    def __init__(self, dictionary: Dictionary) -> None:
+        self._dictionary = dictionary
+
+    def encode(self, rows: Rows) -> Rows:
+        """Return the features ``(n, n_features)`` of rows ``(n, d_model)``."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self._checked("features", self._dictionary.encode(_finite(rows)))
+
+    def decode(self, features: Rows, rows: Rows | None = None) -> Rows:
+        """Return the rows ``(n, d_model)`` of features ``(n, n_features)``."""
+        told = None if rows is None else _finite(rows)
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self._checked("rows", self._dictionary.decode(features, told))
+
+    def _checked(self, what: str, found: Rows) -> Rows:
+        if not np.isfinite(found.sum(dtype=np.float64)):
+            got = f"{what} that are not finite in float32"
+            raise refused(self._dictionary.source.path, got, "finite ones of finite rows")
+        return found
+
+    def frame(self, rows: Rows) -> tuple[Rows, Rows]:
+        """Return what a normalization takes off each row and divides it by, each ``(n, 1)``."""
+        return self._dictionary.frame(_finite(rows))
+
+
+def _finite(rows: Rows) -> Rows:
+    """Return rows ``(n, d_model)``, those that are not finite as zeros."""
+    fine: Bools = np.asarray(np.isfinite(rows).all(axis=1))
+    return rows if fine.all() else np.where(fine[:, np.newaxis], rows, np.float32(0))
+
+
+def _labels(arm: Arm, hook: str, label: str) -> npt.NDArray[np.int8]:
+    """Return the label of each row of an arm's array ``(n_rows,)``: 1, 0, or -1 for unknown.
+
+    Raises:
+        ActdsError: E014 no expression, or one of a column that the dataset does not have.
+    """
+    expressions = (
+        parse_expression(label, "label"),
+        parse_expression(f"not ({label})", "label"),
+    )
+    values = RowValues(arm.dataset, [arm.dataset.hooks[hook]])
+    parts = [np.empty(0, np.int8)]
+    for shard in arm.dataset.shards_of(hook):
+        true, false = (one.mask(values.of(shard, one.columns), shard.n_rows) for one in expressions)
+        parts.append(np.where(true, 1, np.where(false, 0, -1)).astype(np.int8))
+    return np.concatenate(parts)
+
+
+def _check_labels(label: str | None, linear: Mapping[str, ProbeFile]) -> None:
+    """Refuse labels without probes, or of more probes than there is memory for.
+
+    Raises:
+        ActdsError: E009.
+    """
+    if label is None:
+        return
+    if not linear:
+        raise ActdsError("E009", "label", got="no probes", expected="probes as well")
+    most = max(len(one.names) for one in linear.values())
+    if most > MAX_LABELLED:
+        expected = f"at most {MAX_LABELLED}: each takes 9 MB"
+        raise ActdsError("E009", "label", got=f"{most:,} probes", expected=expected)
+
+
+def _instruments(
+    arms: tuple[Arm, Arm],
+    hook: str,
+    dictionaries: Mapping[str, Dictionary],
+    probes: ProbeFile | None,
+    label: str | None,
+) -> list[AnyInstrument]:
+    """Return instruments that nothing else uses: they keep what they learn of a reference."""
+    from actds_studies.regimes.instruments.base import Remembered
+    from actds_studies.regimes.instruments.moments import Moments
+    from actds_studies.regimes.instruments.numerics import Numerics
+    from actds_studies.regimes.instruments.overlap import Overlap
+    from actds_studies.regimes.instruments.probes import Probes
+    from actds_studies.regimes.instruments.reconstruction import Reconstruction
+
+    found: list[AnyInstrument] = []
+    if hook not in dictionaries:
+        found += [Moments(), Numerics()]
+    else:
+        one = Remembered(_Finite(dictionaries[hook]))
+        found += [Reconstruction(one), Overlap(one), Moments(), Numerics(one)]
+    if probes is not None:
+        labels = None
+        if label is not None:
+            labels = _labels(arms[0], hook, label), _labels(arms[1], hook, label)
+        found.append(Probes(probes.weights, probes.bias, probes.names, labels))
+    return found
+
+
+def _dictionary_used(hook: str, one: Dictionary, arms: Mapping[str, Arm], found: Regimes) -> Used:
+    source = one.source
+    words = [f"{one.kind}, {one.n_features:,} features, {source.format}"]
+    if one.normalization != "none":
+        words.append(f"{one.normalization} of each row, by that row's own numbers")
+    if source.hook_from != "file":
+        who = {"path": "the names of its folders say", "caller": "only the command says"}
+        words.append(f"that it is for this hook {who.get(source.hook_from or '', 'nothing says')}")
+    if source.model is None:
+        words.append("it does not say which model it was trained on")
+    if source.prepend_bos and not any(
+        arm.n_apart.get("bos") for c in found.contrasts for arm in (c.first, c.second)
+    ):
+        words.append("it was trained on sequences with BOS, and no request has one")
+    return Used(
+        hook=hook, kind="dictionary", path=storable(source.path), sha256=source.sha256,
+        words="; ".join(words),
+    )  # fmt: skip
+
+
+def _probes_used(hook: str, one: ProbeFile) -> Used:
+    words = f"{len(one.names):,} probes"
+    if one.hook is None:
+        words += "; that they are for this hook only the command says"
+    return Used(hook=hook, kind="probes", path=storable(one.path), sha256=one.sha256, words=words)

@@ -1,0 +1,441 @@
+"""An arm: rows of one dataset that were made in one way, and what the tables say of each.
+
+Token, request and step tables are read, shard by shard, and no activation. Position 0 and BOS are
+left out: their rows are sinks, hundreds of times longer than the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from actds.dataset.multiplicity import Servings, served_again
+from actds.errors import ActdsError
+from actds.explore.dataset import Dataset
+from actds.explore.pairs import prefix_hashes
+from actds.format import canonical
+from actds.format.positions import Keys, pair_key, split_key
+from actds.format.readouts import NONE
+from actds.format.shard import Shard
+from actds.format.tables import PHASES, ROLES
+from actds.loader.filters import need_known
+from actds.loader.selection import held_out_requests, select
+from actds.text import storable
+from actds_studies.regimes.requests import Requests
+from actds_validators.arrays import Bools, Ints, Whole, narrow
+
+APART = ("bos", "first_position")
+"""Filters whose rows are counted and left out of every estimate."""
+TRAINED = "prefix of the training side"
+"""Name of what is left out where a dictionary was fitted: rows whose tokens it has seen."""
+_COLUMNS = (
+    "request",
+    "position",
+    "token_id",
+    "chunk",
+    "phase",
+    "request.prompt_len",
+    "step.kernel_mode",
+    "role",
+)
+_OF_ROWS = (
+    "row",
+    "request",
+    "position",
+    "token_id",
+    "decode_step",
+    "chunk",
+    "kernel_mode",
+    "role",
+    "phase",
+)
+_SAMPLED = {
+    "sampled.token_id": np.int64,
+    "sampled.entropy": np.float32,
+    "sampled.margin": np.float32,
+}
+KERNEL_MODES = ("eager", "compiled", "piecewise", "full")
+_MAX_REPEATS = 4096
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Rows of one dataset.
+
+    Args:
+        name: what a reader calls it, as ``G``.
+        phase: ``prefill``, ``decode`` or None for both.
+        where: expression that keeps rows, as of the loader; None for all.
+        exclude: filters of the loader that leave out more than `APART`.
+        split: ``train`` or ``held_out``, to score a dictionary on other requests than it was
+            fitted on; None for all requests.
+        held_out: share of the requests that are held out.
+        fitted: held-out arms of other datasets that a dictionary was fitted on: rows with a prefix
+            of their training side are left out.
+    """
+
+    name: str
+    dataset: Dataset
+    phase: str | None = None
+    where: str | None = None
+    exclude: tuple[str, ...] = ()
+    split: Literal["train", "held_out"] | None = None
+    held_out: float = 0.0
+    fitted: tuple[Arm, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """Return what selects its rows, in words."""
+        said = [storable(self.dataset.path)]
+        said += [f"phase {self.phase}"] if self.phase else []
+        said += [self.where] if self.where else []
+        said += [f"{self.split} ({self.held_out:g} held out)"] if self.split else []
+        return ", ".join(said)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What the model sampled after each row, and what its own logits said of it.
+
+    Args:
+        token_id: the token ``(n,)``, -1 where none was sampled.
+        entropy: of the distribution, in nats ``(n,)``; NaN where none was sampled.
+        margin: largest logit minus the second largest ``(n,)``; NaN where none was sampled.
+    """
+
+    token_id: Whole
+    entropy: npt.NDArray[np.float32]
+    margin: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class ArmRows:
+    """The rows of an arm at a hook, each prefix once: some 30 bytes for each.
+
+    Args:
+        row: number in ``Dataset.array(hook)`` ``(n,)``, ascending.
+        request: index in ``requests`` ``(n,)``.
+        position: position in the request ``(n,)``.
+        token_id: token fed there ``(n,)``.
+        prefix: hash of the tokens up to the row, uint64 ``(n,)``; 0 where one is not known.
+        decode_step: 1 for the first sampled token that was fed ``(n,)``, in a replay as its source
+            sampled it, in a document that was given whole where the model would have gone on; 0 or
+            less in a prompt, and very negative where its length is not known.
+        chunk: steps of the request before this one ``(n,)``, -1 unknown.
+        kernel_mode: place in `KERNEL_MODES` ``(n,)``, -1 unknown.
+        role: place in ``ROLES`` ``(n,)``, -1 unknown.
+        sampled: what was sampled after them; None of a dataset that does not record it.
+        n_repeats: rows left out because an earlier one has the same prefix.
+        n_decode: rows that decode steps computed; None where the phase of one is not known.
+        repeats: numbers of rows ``(n,)``, and of others with the same prefix that were left out:
+            some tokens that the arm computed twice, in one run and phase.
+    """
+
+    row: Whole
+    request: Whole
+    position: Whole
+    token_id: Whole
+    prefix: Keys
+    decode_step: Whole
+    chunk: Whole
+    kernel_mode: Whole
+    role: Whole
+    requests: Requests
+    sampled: Sampled | None = None
+    n_apart: dict[str, int] = field(default_factory=dict)
+    n_repeats: int = 0
+    n_decode: int | None = None
+    repeats: tuple[Whole, Whole] = field(
+        default_factory=lambda: (np.empty(0, np.int64), np.empty(0, np.int64))
+    )
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    @property
+    def n_requests(self) -> int:
+        """Return how many requests have a row."""
+        return len(np.unique(self.request))
+
+    def take(self, which: Whole) -> ArmRows:
+        """Return some of the rows; what was left out stays as it is."""
+        columns = {name: getattr(self, name)[which] for name in (*_OF_ROWS[:-1], "prefix")}
+        after = self.sampled
+        if after is not None:
+            after = Sampled(after.token_id[which], after.entropy[which], after.margin[which])
+        return replace(self, sampled=after, **columns)
+
+
+def read_arm(arm: Arm, hook: str) -> ArmRows:
+    """Return the rows of an arm at a hook; no activation is read.
+
+    A prefix that several requests computed counts once, for the first of them: as units of a test
+    they would not be independent. Positions that the prefix cache served have no row at all.
+
+    Raises:
+        ActdsError: E014 no such hook, an expression that keeps no row, or a run that does not say
+            which request and token a row is; E405 a row of an unknown request; E102 or E103
+            a run record of which it cannot be read how documents were continued.
+    """
+    dataset = arm.dataset
+    exclude = tuple(dict.fromkeys((*APART, *arm.exclude)))
+    chosen = select(
+        dataset,
+        hook,
+        arm.phase,
+        exclude=exclude,
+        where=arm.where,
+        split=arm.split,
+        held_out=arm.held_out,
+        finite=False,  # their sums count them and leave them out
+    )
+    requests = Requests(dataset)
+    given = _given(dataset, requests)
+    place, start = {}, 0
+    for shard in dataset.shards_of(hook):
+        place[shard.name] = start
+        start += shard.n_rows
+    hashes = prefix_hashes(dataset, chosen.shards)
+    trained = _trained(arm, hook, chosen.shards, hashes)
+    apart = dict(chosen.excluded)
+    if trained is not None:
+        apart[TRAINED] = 0
+    parts: dict[str, list[Whole]] = {name: [] for name in _OF_ROWS}
+    sampled: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _SAMPLED}
+    is_sampled = dataset.sampled(run=False).num_rows > 0
+    prefix: list[Keys] = []
+    at = 0
+    for shard, count in zip(chosen.shards, chosen.counts, strict=True):
+        need_known(shard, ("request", "position", "token_id"), f"arm {arm.name}")
+        kept = np.arange(shard.n_rows) if count is None else np.flatnonzero(count)
+        if trained is not None:
+            seen = trained[at + kept]
+            apart[TRAINED] += int(seen.sum())
+            kept = kept[~seen]
+        table = chosen.filter.values.of(shard, _COLUMNS)
+        told = {name: _whole(table[name], name)[kept] for name in _COLUMNS}
+        request = requests.index(shard.run, told["request"])
+        n_given = np.where(given[request] >= 0, given[request], told["request.prompt_len"])
+        step = np.where(n_given >= 0, told["position"] - n_given + 1, np.iinfo(np.int32).min)
+        own = {
+            "row": place[shard.name] + kept,
+            "request": request,
+            "position": told["position"],
+            "token_id": told["token_id"],
+            "decode_step": step,
+            "chunk": told["chunk"],
+            "kernel_mode": told["step.kernel_mode"],
+            "role": told["role"],
+            "phase": told["phase"],
+        }
+        for name, values in own.items():
+            parts[name].append(narrow(values))
+        if is_sampled:
+            after = chosen.filter.values.of(shard, list(_SAMPLED))
+            for name, dtype in _SAMPLED.items():
+                nothing = -1 if dtype is np.int64 else np.nan
+                found = after[name].fill_null(nothing).to_numpy(zero_copy_only=False)
+                values = found.astype(dtype)[kept]
+                sampled[name].append(narrow(values) if dtype is np.int64 else values)
+        prefix.append(hashes[at : at + shard.n_rows][kept])
+        at += shard.n_rows
+    del hashes
+    known: Keys = np.concatenate(prefix)
+    del prefix
+    columns = {name: np.concatenate(parts.pop(name)) for name in _OF_ROWS}
+    after_rows = [np.concatenate(some) for some in sampled.values() if is_sampled]
+    once = _once(known, columns["request"])
+    n_repeats = int(len(once) - np.count_nonzero(once))
+    row = columns["row"]
+    run = split_key(requests.keys[columns["request"]])[0]
+    repeats = _repeats(row, known, once, pair_key(run, columns["phase"] + 1))
+    del run
+    if n_repeats or (row[1:] <= row[:-1]).any():
+        kept = np.flatnonzero(once)
+        kept = kept[np.argsort(row[kept], kind="stable")]
+        known = known[kept]
+        for name in columns:
+            columns[name] = columns[name][kept]
+        after_rows = [column[kept] for column in after_rows]
+    return ArmRows(
+        row=columns["row"],
+        request=columns["request"],
+        position=columns["position"],
+        token_id=columns["token_id"],
+        prefix=known,
+        decode_step=columns["decode_step"],
+        chunk=columns["chunk"],
+        kernel_mode=columns["kernel_mode"],
+        role=columns["role"],
+        requests=requests,
+        sampled=Sampled(*after_rows) if is_sampled else None,
+        n_apart=apart,
+        n_repeats=n_repeats,
+        n_decode=_n_decode(columns["phase"]),
+        repeats=repeats,
+    )
+
+
+def _trained(arm: Arm, hook: str, shards: Sequence[Shard], hashes: Keys) -> Bools | None:
+    """Return which rows of an arm a dictionary may have been fitted on, over its shards ``(n,)``.
+
+    Of the held-out side those of `_fitted`, and of any arm rows with the same prefix as one of
+    these, of whatever phase, or of a dataset that it was fitted on. None where there are none.
+    """
+    known = list(arm.fitted)
+    found = np.zeros(len(hashes), np.bool_)
+    if arm.split == "held_out":
+        known.append(arm)
+        own = _fitted(arm, hook)
+        found = np.concatenate([own[shard.name] for shard in shards])
+    if not known:
+        return None
+    for one in known:
+        rows = np.concatenate(list(_fitted(one, hook).values()))
+        seen = prefix_hashes(one.dataset, one.dataset.shards_of(hook))[rows]
+        found |= np.isin(hashes, np.unique(seen[seen != 0]))
+    return found
+
+
+def _fitted(arm: Arm, hook: str) -> dict[str, Bools]:
+    """Return by shard which rows of an arm's dataset the other side of its split has.
+
+    Those of requests that are not held out, and what the prefix cache served these.
+    """
+    sides: dict[str, tuple[Ints, Servings]] = {}
+    parts: dict[str, Bools] = {}
+    for shard in arm.dataset.shards_of(hook):
+        if shard.run not in sides:
+            number, held = held_out_requests(arm.dataset, shard.run, arm.held_out)
+            spans = arm.dataset.catalog.table("spans", shard.run)
+            sides[shard.run] = number[~held], served_again(spans, number[~held])
+        fitted, served = sides[shard.run]
+        tokens = shard.tokens(["request", "position"])
+        request, position = (tokens[name].to_numpy() for name in ("request", "position"))
+        parts[shard.name] = np.isin(request, fitted) | (served.of(request, position) > 0)
+    return parts
+
+
+def _given(dataset: Dataset, requests: Requests) -> Ints:
+    """Return how many positions of each request others were to go on from, -1 for its prompt's.
+
+    A replay has the whole sequence as its prompt, and so has a document that was given with its own
+    continuation: that length says nothing of where its source, or the model, would have sampled.
+    """
+    found = np.full(len(requests), -1, np.int64)
+    lines = dataset.origins(run=True)
+    for run in dataset.catalog.run_ids:
+        found[requests.of_run(run)] = _continued_at(dataset, run)
+        own = lines.filter(pc.equal(lines["run"], run))
+        found[requests.index(run, own["request"].to_numpy())] = own["n_given"].to_numpy()
+    return found
+
+
+def _continued_at(dataset: Dataset, run: str) -> int:
+    """Return the tokens of each document that were its prompt, -1 where there were no documents.
+
+    Raises:
+        ActdsError: E102 or E103 a field that says neither.
+
+    Spec: 0.1 section 6.3.
+    """
+    field = dataset.runs[run].fields.get("prompts.continue")
+    if field is None or field.value in (None, NONE):
+        return -1
+    place, text = f"runs/{run} prompts.continue", str(field.value)
+    said = canonical.parse(f"{text}\n".encode(), place)
+    n_prompt = said.get("n_prompt") if isinstance(said, dict) else None
+    if type(n_prompt) is not int or n_prompt < 1:
+        raise ActdsError("E103", place, got=text[:200], expected="none, or n_prompt and more")
+    return n_prompt
+
+
+def described_rows(arm: Arm, rows: ArmRows) -> str:
+    """Return what the rows of an arm are, in words: who wrote their tokens, how they came to be."""
+    if rows.n_decode is None:
+        return "tokens that were computed in an unknown way"
+    decode = rows.n_decode / max(len(rows), 1)
+    if decode == 1:
+        return "generated tokens, one a step in decode"
+    if decode > 0:
+        return f"{decode:.0%} generated tokens, one a step in decode, the others given"
+    # A step that computed one token of a prompt had as many before it as the token has.
+    is_single = float((rows.chunk == rows.position).mean()) > 0.5 if len(rows) else False
+    how = "one a step" if is_single else "many a step in prefill"
+    if arm.dataset.origins(run=False).num_rows:
+        return f"tokens of another harvest, given again as prompts, {how}"
+    return f"given tokens, {how}"
+
+
+def need_requests(arm: Arm, hook: str, rows: ArmRows, least: int) -> None:
+    """Refuse an arm of too few requests.
+
+    Raises:
+        ActdsError: E014 fewer than ``least``.
+    """
+    if rows.n_requests < least:
+        raise ActdsError(
+            "E014",
+            f"arm {arm.name} at {hook}",
+            got=f"rows of {rows.n_requests} requests",
+            expected=f"{least} at least: nothing is estimated from fewer",
+        )
+
+
+def _n_decode(phase: Whole) -> int | None:
+    """Return how many rows decode steps computed; None where it is not known of each."""
+    return None if (phase < 0).any() else int((phase == PHASES.index("decode")).sum())
+
+
+def _once(prefix: Keys, request: Whole) -> Bools:
+    """Return which rows count for their prefix: those of its first request.
+
+    By row number it would be any request that shares a system prompt: another one in each harvest,
+    and pairs of them would tie all requests to one another. One whose prefix is not known is kept.
+    """
+    order = np.lexsort((request, prefix))
+    ordered = prefix[order]
+    first = np.concatenate([[True], ordered[1:] != ordered[:-1]]) | (ordered == 0)
+    kept = np.zeros(len(prefix), np.bool_)
+    kept[order[first]] = True
+    return kept
+
+
+def _repeats(row: Whole, prefix: Keys, once: Bools, way: Keys) -> tuple[Whole, Whole]:
+    """Return numbers of rows that count for their prefix, and of one other row of the same.
+
+    Args:
+        row: number of each row ``(n,)``.
+        prefix: its hash ``(n,)``.
+        once: whether it counts for it ``(n,)``.
+        way: how it was computed ``(n,)``: the other row is one that was in the same way.
+    """
+    other = np.flatnonzero(~once)
+    first = np.flatnonzero(once & np.isin(prefix, prefix[other]))
+    first = first[np.argsort(prefix[first])]
+    other = other[way[other] == way[first[np.searchsorted(prefix[first], prefix[other])]]]
+    other = other[np.unique(prefix[other], return_index=True)[1]]
+    other = other[:: len(other) // _MAX_REPEATS + 1]
+    return row[first[np.searchsorted(prefix[first], prefix[other])]], row[other]
+
+
+def _whole(column: pa.Array, name: str) -> Ints:
+    """Return a column as whole numbers, -1 where it is not known; strings as their places."""
+    if name in ("step.kernel_mode", "role", "phase"):
+        words = {"step.kernel_mode": KERNEL_MODES, "role": ROLES, "phase": PHASES}[name]
+        code = {word: n for n, word in enumerate(words)}
+        if isinstance(column, pa.ChunkedArray):
+            column = column.combine_chunks()
+        coded = column.dictionary_encode()
+        known = [code.get(word, -1) for word in coded.dictionary.to_pylist()]
+        indices = coded.indices.fill_null(len(known)).to_numpy(zero_copy_only=False)
+        coded_rows: Ints = np.array([*known, -1], np.int64)[indices]
+        return coded_rows
+    found: Ints = column.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+    return found

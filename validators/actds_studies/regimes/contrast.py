@@ -1,0 +1,510 @@
+"""A contrast: two arms row by row, paired by token, else by request and position, else unpaired.
+
+What comes out is a plan for one pass over each arm: which rows, in which strata, of which group of
+requests, and how much each counts. Groups of requests are what a jackknife leaves out and what a
+test exchanges; the two arms share them, matched requests in the same one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from scipy.sparse import coo_array  # type: ignore[import-untyped]
+from scipy.sparse.csgraph import connected_components  # type: ignore[import-untyped]
+
+from actds.errors import ActdsError
+from actds.format.positions import Keys, pair_key, position_key, split_key
+from actds_studies.regimes.arms import Arm, ArmRows, need_requests, read_arm
+from actds_studies.regimes.entropies import Entropies
+from actds_studies.regimes.requests import match
+from actds_studies.regimes.strata import (
+    ALL,
+    MIN_REQUESTS,
+    Strata,
+    Stratum,
+    entropy_edges,
+    fine_bands,
+    strata_of,
+)
+from actds_validators.arrays import Bools, Floats, Ints, Whole, narrow
+from actds_validators.statistics.samples import drawn
+
+Pairing = Literal["token", "position", "unpaired"]
+MAX_GROUPS = 32
+_ENOUGH = 0.5  # of the pairs by position that decide must be the same token, to pair by token
+_UNION_AXES = ("decode step", "role", "entropy", "margin")  # what a partner may tell of a row
+_OF_TEXT = ("entropy", "margin")  # what follows from the tokens of an arm, and chooses among them
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Where rows stand in the strata of an axis, and how much each counts there.
+
+    Args:
+        stratum: index of the stratum of each row ``(n,)``, -1 for none.
+        weight: weight of each row ``(n,)``; None where each counts once.
+        even: rows that are as many in either arm ``(n,)``, for what depends on their number; None
+            where all of them are.
+    """
+
+    stratum: Whole
+    weight: npt.NDArray[np.float32] | None = None
+    even: Bools | None = None
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one arm gives to a contrast; ``n`` rows, some 20 bytes for each, 55 if it is unpaired.
+
+    Args:
+        row: number of each row in the arm's array ``(n,)``, ascending.
+        cluster: request of each row, the same number for matched ones ``(n,)``.
+        group: group of requests of each row ``(n,)``, from 0.
+        layers: where the rows stand.
+        token_id: token fed at each row ``(n,)``; None where it is not needed.
+    """
+
+    row: Whole
+    cluster: Whole
+    group: Whole
+    layers: tuple[Layer, ...]
+    token_id: Whole | None = None
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """Two arms at a hook.
+
+    Args:
+        strata: all strata; layers name them by index.
+        pairs: indices ``(n_pairs,)`` into the two sides, of rows that belong together; empty where
+            the arms are unpaired.
+        coverage: share of the second arm's rows that have something to be compared with.
+        adjusted: whether the reference is weighted to the second arm's tokens and positions:
+            adjusted, not matched.
+        parted: of each pair whether another token was sampled after it, -1 unknown ``(n_pairs,)``;
+            None where an arm does not say what it sampled.
+        repeats: of either arm ``ArmRows.repeats``.
+    """
+
+    pairing: Pairing
+    first: Side
+    second: Side
+    strata: tuple[Stratum, ...]
+    n_groups: int
+    pairs: tuple[Whole, Whole]
+    coverage: float
+    adjusted: bool = False
+    parted: npt.NDArray[np.int8] | None = None
+    repeats: tuple[tuple[Whole, Whole], ...] = ()
+
+
+def contrast(
+    first: Arm,
+    second: Arm,
+    hook: str,
+    *,
+    pairing: Pairing | None = None,
+    adjust: bool = True,
+    seed: int = 0,
+    entropies: Entropies | None = None,
+) -> tuple[Contrast, ArmRows, ArmRows]:
+    """Return two arms at a hook, and their rows; no activation is read.
+
+    Args:
+        pairing: how to pair; None pairs by token where at least half of the rows of a common
+            request and position are the same token with the same prefix, else by request and
+            position, else not. Where some of these rows are at decode steps, they alone decide:
+            a prompt that both arms were given says nothing of what came after it. Pairs of fewer
+            requests than an estimate needs are none.
+        adjust: weight an unpaired reference to the second arm's token ids and positions.
+        entropies: computes those that were not recorded; None without.
+
+    Raises:
+        ActdsError: E014 a hook that one of them lacks or that differs in width; too few requests;
+            or no pair of the kind that was asked for.
+    """
+    widths = [arm.dataset.hooks[hook].d_model for arm in (first, second) if _has(arm, hook)]
+    if widths[0] != widths[1]:
+        raise ActdsError(
+            "E014",
+            f"arm {second.name} at {hook}",
+            got=f"rows of {widths[1]} channels",
+            expected=f"{widths[0]}, as arm {first.name} has",
+        )
+    rows = read_arm(first, hook), read_arm(second, hook)
+    if entropies is not None:
+        rows = (
+            entropies.filled(first.dataset, hook, rows[0]),
+            entropies.filled(second.dataset, hook, rows[1]),
+        )
+    for arm, own in zip((first, second), rows, strict=True):
+        need_requests(arm, hook, own, MIN_REQUESTS)
+    told = plan(
+        *rows,
+        same_dataset=same_requests(first, second, rows),
+        pairing=pairing,
+        adjust=adjust,
+        seed=seed,
+        place=f"arms {first.name} and {second.name} at {hook}",
+    )
+    return told, rows[0], rows[1]
+
+
+def plan(
+    first: ArmRows,
+    second: ArmRows,
+    *,
+    same_dataset: bool = False,
+    pairing: Pairing | None = None,
+    adjust: bool = True,
+    seed: int = 0,
+    place: str = "arms",
+) -> Contrast:
+    """Return the contrast of rows that are known.
+
+    Args:
+        second: rows of the other arm.
+        same_dataset: whether both number the same requests, as `same_requests` says.
+        pairing: see `contrast`.
+        adjust: see `contrast`.
+
+    Raises:
+        ActdsError: E014 no pair of the kind that was asked for.
+    """
+    matched = matched_requests(first, second, same_dataset)
+    by_position = _pairs_by_position(first, second, matched, same_dataset)
+    by_token = _pairs_by_token(first, second, by_position)
+    chosen = pairing or _chosen(first, second, by_token, by_position)
+    pairs = {"token": by_token, "position": by_position}.get(chosen, _NO_PAIRS)
+    del by_token, by_position
+    if chosen != "unpaired" and not len(pairs[0]):
+        raise ActdsError(
+            "E014", place, got=f"no rows in common to pair by {chosen}", expected="some"
+        )
+    of_pairs = chosen == "token"
+    edges = entropy_edges(first, second, of_pairs=of_pairs)
+    strata = (
+        strata_of(first, edges, of_pairs=of_pairs),
+        strata_of(second, edges, of_pairs=of_pairs),
+    )
+    clusters = _clusters(first, second, matched, pairs if chosen == "token" else _NO_PAIRS)
+    if chosen == "unpaired":
+        return _unpaired(first, second, strata, clusters, adjust, seed)
+    told = _paired(chosen, first, second, strata, clusters, pairs, seed)
+    return replace(told, repeats=(first.repeats, second.repeats))
+
+
+Pairs = tuple[Whole, Whole]
+_NO_PAIRS: Pairs = (np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+def _has(arm: Arm, hook: str) -> bool:
+    if hook not in arm.dataset.hooks:
+        raise ActdsError(
+            "E014",
+            f"arm {arm.name}",
+            got=f"hook {hook!r}",
+            expected=f"one of {', '.join(arm.dataset.hooks)}",
+        )
+    return True
+
+
+def _chosen(first: ArmRows, second: ArmRows, by_token: Pairs, by_position: Pairs) -> Pairing:
+    """Return the closest pairing of which there is enough, by the pairs at decode steps if any.
+
+    Pairs of too few requests, as the first tokens of a template, would leave nothing to estimate.
+    """
+    n_token, n_position = (
+        int(((first.decode_step[one] > 0) | (second.decode_step[other] > 0)).sum())
+        for one, other in (by_token, by_position)
+    )
+    if not n_token and not n_position:
+        n_token, n_position = len(by_token[0]), len(by_position[0])
+    many_token, many_position = (
+        len(np.unique(first.request[one])) >= MIN_REQUESTS for one, _ in (by_token, by_position)
+    )
+    if many_token and n_token and n_token >= _ENOUGH * n_position:
+        return "token"
+    return "position" if many_position and n_position else "unpaired"
+
+
+def same_requests(first: Arm, second: Arm, rows: tuple[ArmRows, ArmRows]) -> bool:
+    """Return whether two arms number the same requests: they are of one dataset and share a run."""
+    runs = (own.requests.runs_of(own.request) for own in rows)
+    return first.dataset is second.dataset and not set.isdisjoint(*runs)
+
+
+def matched_requests(first: ArmRows, second: ArmRows, same_dataset: bool) -> Ints:
+    """Return for each request of the second arm the first's of the same origin, -1 if none."""
+    if same_dataset:
+        return np.arange(len(second.requests))
+    eligible: list[Bools] = []
+    for rows in (first, second):
+        there = np.zeros(len(rows.requests), np.bool_)
+        there[rows.request] = True
+        eligible.append(there)
+    return match(first.requests, second.requests, (eligible[0], eligible[1]))
+
+
+def _pairs_by_token(first: ArmRows, second: ArmRows, by_position: Pairs) -> Pairs:
+    """Return rows that have the same tokens up to the same position.
+
+    Args:
+        second: rows of the other arm.
+        by_position: pairs by request and position, of which some may be known by digests alone.
+    """
+    one, other = _common(first.prefix, second.prefix)
+    same = first.prefix[one] != 0
+    same &= first.position[one] == second.position[other]
+    same &= first.token_id[one] == second.token_id[other]
+    one, other = one[same], other[same]
+    if first.prefix.all() and second.prefix.all():
+        return one, other
+    more = _alike(first, second, by_position)
+    more &= ~np.isin(by_position[0], one) & ~np.isin(by_position[1], other)
+    one = np.concatenate([one, by_position[0][more]])
+    other = np.concatenate([other, by_position[1][more]])
+    order = np.argsort(one, kind="stable")
+    return one[order], other[order]
+
+
+def _alike(first: ArmRows, second: ArmRows, pairs: Pairs) -> Bools:
+    """Return which pairs by request and position are equal tokens behind equal prefixes.
+
+    Where rows before were lost, and no readout tells their tokens, equal digests of two requests'
+    tokens still do.
+    """
+    one, other = pairs
+    prefix, others = first.prefix[one], second.prefix[other]
+    code = {digest: n for n, digest in enumerate(first.requests.token_digest) if digest}
+    mine, theirs = (
+        np.array([code.get(digest or "", -1) for digest in rows.requests.token_digest], np.int64)
+        for rows in (first, second)
+    )
+    mine, theirs = mine[first.request[one]], theirs[second.request[other]]
+    by_digest = (mine >= 0) & (mine == theirs)
+    # A digest ends before a last token that was fed and whose successor was not sampled.
+    by_digest &= first.position[one] < first.requests.n_fed[first.request[one]]
+    known = (prefix != 0) & (others != 0)
+    found: Bools = np.where(known, prefix == others, by_digest)
+    found &= first.token_id[one] == second.token_id[other]
+    return found
+
+
+def _pairs_by_position(first: ArmRows, second: ArmRows, matched: Ints, same_dataset: bool) -> Pairs:
+    if same_dataset:  # one request has one row at a position
+        return _NO_PAIRS
+    common = matched[second.request]
+    there = np.flatnonzero(common >= 0)
+    if not len(there):
+        return _NO_PAIRS
+    one, other = _common(
+        position_key(first.request, first.position),
+        position_key(common[there], second.position[there]),
+    )
+    return one, narrow(there[other])
+
+
+def _common(first: Keys, second: Keys) -> Pairs:
+    """Return where either has the same key, the first place of each, in the order of the first.
+
+    As ``np.intersect1d`` does, with a third of its memory: there is a key for each row.
+    """
+    order = np.argsort(first, kind="stable")
+    ordered = first[order]
+    place = np.searchsorted(ordered, second)
+    np.minimum(place, max(len(ordered) - 1, 0), out=place)
+    other = np.flatnonzero(ordered[place] == second) if len(ordered) else np.empty(0, np.int64)
+    del ordered
+    one, other = narrow(order[place[other]]), narrow(other)
+    del order, place
+    at = np.argsort(one, kind="stable")
+    one, other = one[at], other[at]
+    once = np.concatenate([[True], one[1:] != one[:-1]]) if len(one) else np.empty(0, np.bool_)
+    return (one, other) if once.all() else (one[once], other[once])
+
+
+def _clusters(first: ArmRows, second: ArmRows, matched: Ints, pairs: Pairs) -> tuple[Ints, Ints]:
+    """Return the cluster of each request of either arm: what is matched or paired shares one."""
+    n = len(first.requests)
+    with_origin = np.flatnonzero(matched >= 0)
+    tied = split_key(np.unique(pair_key(first.request[pairs[0]], second.request[pairs[1]])))
+    edges = [
+        np.stack([matched[with_origin], n + with_origin]),
+        np.stack([tied[0], n + tied[1]]),
+    ]
+    one, other = np.concatenate(edges, axis=1)
+    size = n + len(second.requests)
+    graph = coo_array((np.ones(len(one), np.int8), (one, other)), shape=(size, size))
+    label = connected_components(graph, directed=False)[1].astype(np.int64)
+    return label[:n], label[n:]
+
+
+def groups_of(clusters: tuple[Whole, Whole], seed: int) -> tuple[int, Whole]:
+    """Return how many groups there are, and the group of each cluster.
+
+    Args:
+        clusters: those of the rows of either arm.
+    """
+    one, other = (np.unique(own) for own in clusters)
+    both = np.intersect1d(one, other)
+    alone = [np.setdiff1d(own, both) for own in (one, other)]
+    n = min(MAX_GROUPS, len(one), len(other))
+    group = np.full(int(max(one.max(), other.max())) + 1, -1, np.int64)
+    rng = np.random.Generator(np.random.Philox(seed))
+    for part, start in ((both, 0), *((own, len(both)) for own in alone)):
+        group[part[rng.permutation(len(part))]] = (start + np.arange(len(part))) % n
+    return n, narrow(group)
+
+
+def _paired(
+    pairing: Pairing,
+    first: ArmRows,
+    second: ArmRows,
+    strata: tuple[Strata, Strata],
+    clusters: tuple[Ints, Ints],
+    pairs: Pairs,
+    seed: int,
+) -> Contrast:
+    """Return the contrast of pairs: both rows of one stand in the same strata.
+
+    But for what each text says of itself: of other tokens each row stands where its own entropy
+    is, and only pairs of which both have one.
+    """
+    one, other = pairs
+    if pairing == "position":
+        # The same token behind the same prefix tells of the computation, not of who wrote it.
+        unlike = ~_alike(first, second, pairs)
+        one, other = (one[unlike], other[unlike]) if unlike.any() else (one, other)
+    cluster = narrow(clusters[0])[first.request[one]]
+    n_groups, group_of = groups_of((cluster, cluster), seed)
+    codes: list[tuple[Whole, Whole]] = []
+    for axis, told in strata[1].codes.items():
+        mine, code = strata[0].codes[axis][one], told[other]
+        if axis in _OF_TEXT and pairing == "position":
+            # Rows that the other text chose would differ from the rest of their own arm as well.
+            both = (mine >= 0) & (code >= 0)
+            codes.append((np.where(both, mine, -1), np.where(both, code, -1)))
+            continue
+        if axis in _UNION_AXES:
+            code = np.where(code >= 0, code, mine)
+        codes.append((code, code))
+    sides = []
+    place = []
+    for n, (rows, which) in enumerate(((first, one), (second, other))):
+        order = np.argsort(rows.row[which], kind="stable")
+        layers = tuple(Layer(code[n][order]) for code in codes)
+        mine = cluster[order]
+        token_id = rows.token_id[which][order]
+        sides.append(Side(rows.row[which][order], mine, group_of[mine], layers, token_id))
+        inverse = np.empty(len(order), one.dtype)
+        inverse[order] = np.arange(len(order))
+        place.append(inverse)
+    coverage = len(other) / max(len(second), 1)
+    places = place[0], place[1]
+    made = Contrast(pairing, sides[0], sides[1], strata[0].strata, n_groups, places, coverage)
+    return replace(made, parted=_parted(first, second, one, other))
+
+
+def _parted(
+    first: ArmRows, second: ArmRows, one: Whole, other: Whole
+) -> npt.NDArray[np.int8] | None:
+    """Return whether the arms sampled different tokens after each pair, -1 unknown ``(n_pairs,)``.
+
+    None where an arm does not say what it sampled.
+    """
+    if first.sampled is None or second.sampled is None:
+        return None
+    tokens = first.sampled.token_id[one], second.sampled.token_id[other]
+    known = (tokens[0] >= 0) & (tokens[1] >= 0)
+    return np.where(known, tokens[0] != tokens[1], -1).astype(np.int8)
+
+
+def _unpaired(
+    first: ArmRows,
+    second: ArmRows,
+    strata: tuple[Strata, Strata],
+    clusters: tuple[Ints, Ints],
+    adjust: bool,
+    seed: int,
+) -> Contrast:
+    own = narrow(clusters[0])[first.request], narrow(clusters[1])[second.request]
+    n_groups, group_of = groups_of(own, seed)
+    nowhere = np.zeros(len(first), np.int64), np.zeros(len(second), np.int64)
+    cells = _cells(first, second) if adjust else nowhere
+    rng = np.random.Generator(np.random.Philox(seed))
+    layers: tuple[list[Layer], list[Layer]] = ([], [])
+    coverage = 1.0
+    for axis, code in strata[1].codes.items():
+        reference = strata[0].codes[axis]
+        spread = axis == "decode step" and not (reference >= 0).any()
+        # A prompt has no decode steps: all of it is weighted to the rows of each of them.
+        for one in np.unique(code[code >= 0]).tolist() if spread else [None]:
+            mine = reference if one is None else np.full(len(first), one, np.int8)
+            other = code if one is None else np.where(code == one, code, -1).astype(np.int8)
+            told = _balanced((mine, other), cells, rng)
+            if not adjust:
+                told = Layer(mine, None, told[0].even), Layer(other, None, told[1].even)
+            for side, layer in zip(layers, told, strict=True):
+                side.append(layer)
+            if axis == ALL and adjust:
+                weight = told[1].weight
+                assert weight is not None
+                coverage = float(weight.mean())
+    sides = [
+        Side(rows.row, mine, group_of[mine], tuple(told), rows.token_id)
+        for rows, mine, told in zip((first, second), own, layers, strict=True)
+    ]
+    contrast = Contrast(
+        "unpaired", sides[0], sides[1], strata[0].strata, n_groups, _NO_PAIRS, coverage
+    )
+    return replace(contrast, adjusted=adjust)
+
+
+def _cells(first: ArmRows, second: ArmRows) -> tuple[Ints, Ints]:
+    """Return for the rows of either arm a number of token id and fine band of positions."""
+    keys = [
+        position_key(rows.token_id, fine_bands(rows.position)).astype(np.uint64)
+        for rows in (first, second)
+    ]
+    _, place = np.unique(np.concatenate(keys), return_inverse=True)
+    place = place.reshape(-1).astype(np.int64)
+    return place[: len(first)], place[len(first) :]
+
+
+def _balanced(
+    codes: tuple[Whole, Whole], cells: tuple[Ints, Ints], rng: np.random.Generator
+) -> tuple[Layer, Layer]:
+    """Return layers in which both arms have the same tokens at the same positions.
+
+    A row of the reference weighs (rows of the second arm in its cell) / (rows of the reference in
+    it); rows in cells that one arm lacks weigh 0. Even are as many of either arm in each cell.
+    """
+    n_cells = 1 + max(int(cell.max(initial=0)) for cell in cells)
+    keys = [
+        np.where(code >= 0, code.astype(np.int64) * n_cells + cell, -1)
+        for code, cell in zip(codes, cells, strict=True)
+    ]
+    known, place = np.unique(np.concatenate(keys), return_inverse=True)
+    place = place.reshape(-1)
+    places = place[: len(codes[0])], place[len(codes[0]) :]
+    counts = [np.bincount(own, minlength=len(known)).astype(np.float64) for own in places]
+    shared = (counts[0] > 0) & (counts[1] > 0) & (known >= 0)
+    ratio = np.divide(counts[1], counts[0], out=np.zeros(len(known)), where=shared)
+    weights: list[Floats] = [ratio[places[0]], shared[places[1]].astype(np.float64)]
+    least = np.where(shared, np.minimum(*counts), 0).astype(np.int64)
+    return tuple(  # type: ignore[return-value]
+        Layer(
+            np.where(weight > 0, code, -1).astype(np.int8),
+            weight.astype(np.float32),
+            drawn(place, least, rng),
+        )
+        for code, weight, place in zip(codes, weights, places, strict=True)
+    )

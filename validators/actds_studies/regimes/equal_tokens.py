@@ -1,0 +1,238 @@
+"""What is said of pairs of equal tokens: the floor of numerics, quantiles of distances, and forks.
+
+The floor is how far rows lie apart that were computed twice in the same way. Requests that share a
+prompt compute its tokens more than once; else canaries of the run say it. A contrast with the same
+harvest made again, in a process of its own, says it of every measure.
+
+Quantiles take one pass: counts in bins of equal ratio, and the largest value.
+
+Forks are pairs after which both arms sampled and said their margins (``--entropy``), and sampled
+different tokens. Greedy answers part where the difference of two computations exceeds the margin
+between the two largest logits; answers that are drawn at a temperature part by chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
+
+from actds.errors import ActdsError
+from actds_studies.regimes.arms import Arm
+from actds_studies.regimes.contrast import Contrast
+from actds_studies.regimes.inference import Judged, Measure
+from actds_studies.regimes.result import ContrastResult, Quantiles, Value
+from actds_studies.regimes.strata import ALL, MIN_REQUESTS, Stratum
+from actds_studies.regimes.sums import GroupSums, Part, RowReader
+from actds_validators.arrays import Floats, Ints, Rows, Whole
+from actds_validators.statistics.samples import cosine_distance, relative_l2
+
+_MIN_TOKENS = 20
+_OF_PAIRS = ("numerics", "overlap")
+"""Instruments with sizes of pairs of equal tokens: halves of the reference have none."""
+
+
+@dataclass(frozen=True)
+class RepeatFloor:
+    """What the measures of numerics are within one regime.
+
+    Args:
+        words: where they come from.
+    """
+
+    values: Mapping[str, float]
+    words: str
+
+
+def repeat_floor(
+    arms: tuple[Arm, Arm], told: Contrast, arrays: tuple[RowReader, RowReader], hook: str
+) -> RepeatFloor | None:
+    """Return the floor of two arms, None where under 20 tokens were computed twice.
+
+    Args:
+        arrays: the hook's rows of either, by number.
+    """
+    parts: list[tuple[Floats, Floats]] = []
+    for repeats, array in zip(told.repeats, arrays, strict=True):
+        one, other = (_read(array, which) for which in repeats)
+        fine = np.isfinite(one).all(axis=1) & np.isfinite(other).all(axis=1)
+        fine &= (one != 0).any(axis=1) & (other != 0).any(axis=1)
+        parts.append((relative_l2(one[fine], other[fine]), cosine_distance(one[fine], other[fine])))
+    n = sum(len(relative) for relative, _ in parts)
+    if n >= _MIN_TOKENS:
+        return _floor(parts, f"{n:,} tokens that one arm computed twice, in two requests")
+    parts = []
+    for dataset in {id(arm.dataset): arm.dataset for arm in arms}.values():
+        lines = dataset.canary(run=False)
+        same = pc.and_(pc.equal(lines["hook"], hook), pc.equal(lines["verdict"], "same"))
+        lines = lines.filter(same)
+        parts.append((lines["relative_l2"].to_numpy(), 1 - lines["cosine"].to_numpy()))
+    n = sum(len(relative) for relative, _ in parts)
+    if n >= _MIN_TOKENS:
+        return _floor(parts, f"{n:,} canaries, tokens computed again in requests replayed alone")
+    return None
+
+
+def beside_floor(judged: list[Judged], floor: RepeatFloor | None) -> list[Judged]:
+    """Return values with the floor of numerics, over all rows."""
+    if floor is None:
+        return judged
+    found = []
+    for one in judged:
+        value = one.value
+        known = floor.values.get(value.measure) if value.instrument == "numerics" else None
+        if known is not None and value.axis == ALL and value.value is not None:
+            changes = {"floor": known, "note": f"floor: {floor.words}"}
+            one = replace(one, value=value.model_copy(update=changes))
+        found.append(one)
+    return found
+
+
+def beside_contrast(results: Sequence[ContrastResult], name: str) -> list[ContrastResult]:
+    """Return results in which sizes of pairs stand beside the same of one of the contrasts.
+
+    Raises:
+        ActdsError: E014 it is not paired by token.
+    """
+    known: dict[tuple[str, ...], Value] = {}
+    for one in results:
+        if one.name == name and one.pairing != "token":
+            got = f"{name} at {one.hook} is paired by {one.pairing}"
+            expected = "a contrast of the same tokens, as of a replay made twice"
+            raise ActdsError("E014", "floor", got=got, expected=expected)
+        if one.name == name:
+            known |= {_place(value): value for value in one.values}
+    return [
+        one if one.name == name else one.model_copy(update={"values": _beside(one, known, name)})
+        for one in results
+    ]
+
+
+def _beside(one: ContrastResult, known: Mapping[tuple[str, ...], Value], name: str) -> list[Value]:
+    found = []
+    for value in one.values:
+        floor = known.get(_place(value))
+        is_of_pairs = value.instrument in _OF_PAIRS and value.kind in ("size", "described")
+        if is_of_pairs and one.pairing == "token" and floor is not None and value.value is not None:
+            changes = {"floor": floor.value, "note": f"floor: {name}"}
+            value = value.model_copy(update=changes)
+        found.append(value)
+    return found
+
+
+def _place(value: Value) -> tuple[str, ...]:
+    return value.hook, value.instrument, value.measure, value.axis, value.stratum
+
+
+def _read(array: RowReader, which: Whole) -> Rows:
+    """Return rows in the order asked for, each read once and in the order of the array."""
+    known, place = np.unique(which, return_inverse=True)
+    return np.asarray(array[known])[place.reshape(-1)]
+
+
+def _floor(parts: list[tuple[Floats, Floats]], words: str) -> RepeatFloor:
+    relative, cosine = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    values = {
+        "equal to the bit": float((relative == 0).mean()),
+        "relative L2": float(relative.mean()),
+        "cosine distance": float(cosine.mean()),
+    }
+    return RepeatFloor(values, words)
+
+
+LOWEST = 1e-12
+"""Distances below count as 0."""
+PER_DECADE = 200
+"""Bins: a quantile is off by 0.6 % of itself at most."""
+_DECADES = 15
+
+
+class Histogram:
+    """Counts of values by stratum."""
+
+    def __init__(self, n_strata: int) -> None:
+        self._n_strata = n_strata
+        self._counts: dict[str, Ints] = {}
+        self._largest: dict[str, Floats] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Return what was counted."""
+        return list(self._counts)
+
+    def add(self, name: str, values: Floats, strata: Sequence[Ints]) -> None:
+        """Count values ``(n,)`` in the strata of each axis ``(n,)``, -1 for none."""
+        n_bins = _DECADES * PER_DECADE + 2
+        if name not in self._counts:
+            self._counts[name] = np.zeros((self._n_strata, n_bins), np.int64)
+            self._largest[name] = np.zeros(self._n_strata)
+        positive = np.maximum(np.nan_to_num(values), LOWEST / 10)
+        place = np.floor(np.log10(positive / LOWEST) * PER_DECADE).astype(np.int64) + 1
+        place = np.clip(place, 0, n_bins - 1)
+        for stratum in strata:
+            mine = stratum >= 0
+            np.add.at(self._counts[name], (stratum[mine], place[mine]), 1)
+            np.maximum.at(self._largest[name], stratum[mine], values[mine])
+
+    def count(self, name: str, stratum: int) -> int:
+        """Return how many values a stratum has."""
+        return int(self._counts[name][stratum].sum())
+
+    def quantile(self, name: str, stratum: int, share: float) -> float:
+        """Return a quantile; share 1 gives the largest value itself."""
+        largest = float(self._largest[name][stratum])
+        if share >= 1:
+            return largest
+        counts = np.cumsum(self._counts[name][stratum])
+        place = int(np.searchsorted(counts, share * counts[-1], side="left"))
+        if place == 0:
+            return 0.0
+        return min(float(LOWEST * 10 ** ((place - 0.5) / PER_DECADE)), largest)
+
+
+def quantile_lines(histogram: Histogram, strata: Sequence[Stratum], hook: str) -> list[Quantiles]:
+    """Return the quantiles at 50, 90, 99 and 100 % of every stratum of at least eight pairs."""
+    return [
+        Quantiles(
+            hook=hook,
+            axis=stratum.axis,
+            stratum=stratum.name,
+            measure=name,
+            n_pairs=histogram.count(name, n),
+            p50=histogram.quantile(name, n, 0.5),
+            p90=histogram.quantile(name, n, 0.9),
+            p99=histogram.quantile(name, n, 0.99),
+            p100=histogram.quantile(name, n, 1.0),
+        )
+        for name in histogram.names
+        for n, stratum in enumerate(strata)
+        if histogram.count(name, n) >= MIN_REQUESTS
+    ]
+
+
+def parting_parts(parted: npt.NDArray[np.int8]) -> Iterator[Part]:
+    """Yield what is added up of pairs: whether both sampled, and whether different tokens.
+
+    Args:
+        parted: 1 for different tokens, 0 for the same, -1 unknown ``(n,)``.
+    """
+    yield Part("sampled", (parted >= 0).astype(np.float64))
+    yield Part("parted", (parted > 0).astype(np.float64))
+
+
+def _share(pairs: GroupSums, _: GroupSums) -> Floats:
+    n = pairs["sampled"]
+    return np.asarray(pairs["parted"] / np.where(n > 0, n, np.nan))
+
+
+PARTING = Measure(
+    "forks of the sampled token",
+    _share,
+    "share of pairs that both sampled after",
+    "described",
+    of_pairs=True,
+)
+"""Share of the pairs after which the arms sampled different tokens; only described."""

@@ -1,0 +1,166 @@
+"""Probes: whether the scores of linear probes move, and whether they still tell labels apart.
+
+Scores are counted in bins, so that the area under the ROC curve needs one pass and no memory: ties
+within a bin count half, which costs less than one part in the number of bins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from actds.errors import ActdsError
+from actds_studies.regimes.inference import Measure
+from actds_studies.regimes.instruments.base import difference, mean_of
+from actds_studies.regimes.result import Limits
+from actds_studies.regimes.sums import GroupSums, Part
+from actds_validators.arrays import Floats, Ints, Rows, Whole
+
+N_BINS = 512
+MIN_LABELLED = 20
+"""Rows of either label that an arm must have for an area."""
+
+
+class Probes:
+    """Linear probes ``rows @ weights.T + bias``.
+
+    Args:
+        weights: ``(n_probes, d_model)``.
+        bias: ``(n_probes,)``; None for 0.
+        names: of the probes; None for their numbers.
+        labels: for either arm the label of each row of its array ``(n_rows,)``: 1, 0, or -1 where
+            there is none; None without labels.
+
+    Raises:
+        ActdsError: E014 weights that are not finite or not of two axes, or a bias or names of
+            another number.
+    """
+
+    name = "probes"
+
+    def __init__(
+        self,
+        weights: npt.ArrayLike,
+        bias: npt.ArrayLike | None = None,
+        names: Sequence[str] | None = None,
+        labels: tuple[npt.NDArray[np.int8], npt.NDArray[np.int8]] | None = None,
+    ) -> None:
+        self._weights = np.asarray(weights, np.float64)
+        if self._weights.ndim != 2 or not np.isfinite(self._weights).all():
+            got = f"weights of shape {self._weights.shape}"
+            raise ActdsError("E014", "probes", got=got, expected="finite (n_probes, d_model)")
+        n = len(self._weights)
+        self._bias = np.zeros(n) if bias is None else np.asarray(bias, np.float64)
+        self._names = [str(k) for k in range(n)] if names is None else list(names)
+        if self._bias.shape != (n,) or len(self._names) != n:
+            got = f"bias of {self._bias.shape}, {len(self._names)} names"
+            raise ActdsError("E014", "probes", got=got, expected=f"{n} of each")
+        self._labels = labels
+        self.width = 0 if labels is None else n * N_BINS
+        self._edges: Floats = np.zeros((n, N_BINS - 1))
+
+    def need_labels(self, names: tuple[str, str], rows: tuple[Whole, Whole]) -> None:
+        """Refuse labels that do not tell the rows of an arm apart.
+
+        Raises:
+            ActdsError: E014 true of all rows that have a label, or of none.
+        """
+        for name, labels, row in zip(names, self._labels or (), rows, strict=False):
+            n_false, n_true = ((labels[row] == value).sum() for value in (0, 1))
+            if not n_false or not n_true:
+                got = f"true of {n_true:,} rows of arm {name} and false of {n_false:,}"
+                raise ActdsError("E014", "label", got=got, expected="some of either")
+
+    def prepare(self, sample: Rows) -> None:
+        """Take the edges of the bins from scores of the reference, rows ``(n, d_model)``.
+
+        Raises:
+            ActdsError: E014 rows of another width than the probes.
+        """
+        if sample.shape[1] != self._weights.shape[1]:
+            got = f"weights of {self._weights.shape[1]} channels"
+            raise ActdsError("E014", "probes", got=got, expected=f"{sample.shape[1]}, as the hook")
+        scores = self._scores(sample)
+        mean, spread = scores.mean(axis=0), scores.std(axis=0)
+        reach = np.linspace(-6, 6, N_BINS - 1)
+        self._edges = mean[:, None] + np.maximum(spread, 1e-12)[:, None] * reach
+
+    def parts(self, rows: Rows, side: int, row: Ints) -> Iterator[Part]:
+        """Yield scores, their squares, and counts of labelled scores by bin."""
+        scores = self._scores(rows)
+        middle = self._edges.mean(axis=1)
+        yield Part("score", scores - middle)
+        yield Part("score²", np.square(scores - middle))
+        if self._labels is None:
+            return
+        label = self._labels[side][row]
+        for value in (0, 1):
+            counts = np.zeros((len(rows), len(self._names) * N_BINS), np.float32)
+            mine = np.flatnonzero(label == value)
+            for k, edges in enumerate(self._edges):
+                at = np.searchsorted(edges, scores[mine, k], side="right")
+                counts[mine, k * N_BINS + at] = 1.0
+            yield Part(f"label {value}", counts)
+
+    def measures(self, reference: GroupSums, limits: Limits) -> list[Measure]:
+        """Return the shift of the scores and, with labels, that of the area."""
+        spread = _spread(reference)
+        scale = np.where(spread > 1e-12, spread, np.nan)
+        middle = self._edges.mean(axis=1)
+        n = len(self._names)
+
+        def score(sums: GroupSums) -> Floats:
+            return np.asarray(mean_of(sums, "score") / scale)
+
+        found = [
+            difference(
+                "score",
+                score,
+                "standard deviations of the reference",
+                limits.score,
+                arm_value=lambda sums: mean_of(sums, "score") + middle,
+                labels=self._names,
+            )
+        ]
+        if self._labels is not None:
+
+            def areas(sums: GroupSums) -> Floats:
+                one, other = (
+                    sums[f"label {v}"].reshape(*sums[f"label {v}"].shape[:-1], n, N_BINS)
+                    for v in (0, 1)
+                )
+                return area(one, other)
+
+            found.append(
+                difference(
+                    "ROC area",
+                    areas,
+                    "difference of areas",
+                    limits.auc,
+                    arm_value=areas,
+                    labels=self._names,
+                )
+            )
+        return found
+
+    def _scores(self, rows: Rows) -> Floats:
+        return np.asarray(rows.astype(np.float64) @ self._weights.T + self._bias)
+
+
+def area(negative: Floats, positive: Floats) -> Floats:
+    """Return the area under the ROC curve of counts by rising bins ``(..., n_bins)``.
+
+    NaN with under `MIN_LABELLED` rows of either label.
+    """
+    n, m = negative.sum(axis=-1), positive.sum(axis=-1)
+    below = np.cumsum(negative, axis=-1) - negative
+    won = ((below + negative / 2) * positive).sum(axis=-1)
+    enough = (n >= MIN_LABELLED) & (m >= MIN_LABELLED)
+    return np.asarray(np.where(enough, won / np.where(enough, n * m, np.nan), np.nan))
+
+
+def _spread(sums: GroupSums) -> Floats:
+    mean = mean_of(sums, "score")
+    return np.asarray(np.sqrt(np.maximum(mean_of(sums, "score²") - mean**2, 0.0)))

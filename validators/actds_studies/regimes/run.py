@@ -1,0 +1,431 @@
+"""One engine for everything: contrasts, instruments and strata, in one pass over each arm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from actds.errors import ActdsError
+from actds.explore.lazy import LazyArray
+from actds.loader.filters import SINK_NORM
+from actds_studies.regimes.arms import Arm, ArmRows, described_rows
+from actds_studies.regimes.conclusions import about, answer_of, verdicts
+from actds_studies.regimes.contrast import Contrast, Pairing, Side, contrast
+from actds_studies.regimes.entropies import Entropies
+from actds_studies.regimes.equal_tokens import (
+    PARTING,
+    Histogram,
+    beside_contrast,
+    beside_floor,
+    parting_parts,
+    quantile_lines,
+    repeat_floor,
+)
+from actds_studies.regimes.inference import Judged, Measure, decide, judge
+from actds_studies.regimes.instruments.base import Instrument, PairInstrument
+from actds_studies.regimes.instruments.moments import ALL_ROWS, SINKS
+from actds_studies.regimes.instruments.numerics import Numerics
+from actds_studies.regimes.instruments.probes import Probes
+from actds_studies.regimes.result import (
+    ArmResult,
+    ContrastResult,
+    Limits,
+    Quantiles,
+    Regimes,
+    Value,
+)
+from actds_studies.regimes.strata import ALL
+from actds_studies.regimes.sums import COUNT, Part, RowReader, Sums, blocks_of
+from actds_validators.arrays import Bools, Floats, Ints, Rows
+from actds_validators.statistics.samples import some_rows
+
+N_SAMPLE = 4096
+MAX_PAIRS = 50_000
+"""Pairs of which both rows are read together at most: of some requests."""
+N_OPEN = 8
+"""Files of an arm that stay open: pairs need more than the one that is read."""
+COARSE = (ALL, "decode step")
+"""Axes in which sums over every feature are kept."""
+AnyInstrument = Instrument | PairInstrument
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A contrast that is asked for.
+
+    Args:
+        name: what a reader calls it, as ``G-R``.
+        pairing: how to pair the rows; None for the closest way there is.
+    """
+
+    name: str
+    first: Arm
+    second: Arm
+    hook: str
+    instruments: Sequence[AnyInstrument]
+    pairing: Pairing | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured on two arms, before the family of tests is known.
+
+    Args:
+        n_sinks: rows of either arm left out because their norm is a sink's.
+        n_broken: rows left out because they are not finite, or zero.
+    """
+
+    judged: list[Judged]
+    quantiles: list[Quantiles]
+    n_sinks: tuple[int, int]
+    n_broken: tuple[int, int]
+
+
+def compare(
+    asked: Sequence[Asked],
+    limits: Limits | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+    *,
+    floor: str | None = None,
+    entropies: Entropies | None = None,
+) -> Regimes:
+    """Return what contrasts find; all their tests are one family.
+
+    Args:
+        asked: the contrasts; each has instruments of its own, which keep what they learnt of its
+            reference.
+        limits: what counts as none, level and seed; None for the defaults.
+        floor: name of the contrast of arms that were served alike, whose distances are the floor
+            of the others'.
+        entropies: computes those that were not recorded; None without.
+
+    Raises:
+        ActdsError: E014 arms that cannot be compared; what reading raises.
+    """
+    limits = limits or Limits()
+    planned = [_planned(one, limits.seed, entropies) for one in asked]
+    found, results = [], []
+    for one in asked:
+        progress(f"{one.name} at {one.hook}")
+        arrays = _rows_of(one.first, one.hook), _rows_of(one.second, one.hook)
+        plan, result = planned.pop(0)
+        measured = measure(plan, arrays, one.instruments, limits, one.hook)
+        if plan.pairing == "token":
+            repeats = repeat_floor((one.first, one.second), plan, arrays, one.hook)
+            measured = replace(measured, judged=beside_floor(measured.judged, repeats))
+        found.append(measured)
+        results.append(_with_counts(result, measured))
+    results = [
+        result.model_copy(update={"values": values})
+        for result, values in zip(results, conclude(found, limits), strict=True)
+    ]
+    if floor is not None:
+        results = beside_contrast(results, floor)
+    results = [
+        one.model_copy(update={"verdicts": verdicts(one.values, (one.first.name, one.second.name))})
+        for one in results
+    ]
+    n_tests = sum(value.p is not None for result in results for value in result.values)
+    return Regimes(limits=limits, answer=answer_of(results), n_tests=n_tests, contrasts=results)
+
+
+def _rows_of(arm: Arm, hook: str) -> LazyArray:
+    """Return the rows of an arm: read in their order, so that few files need to stay open."""
+    return LazyArray(arm.dataset.hooks[hook], arm.dataset.shards_of(hook), n_open=N_OPEN)
+
+
+def _planned(one: Asked, seed: int, entropies: Entropies | None) -> tuple[Contrast, ContrastResult]:
+    """Return the plan of a contrast, and its result as far as that is known before it is measured.
+
+    What the tables say of each row is not kept: there may be many contrasts.
+    """
+    plan, first, second = contrast(
+        one.first,
+        one.second,
+        one.hook,
+        pairing=one.pairing,
+        seed=seed,
+        entropies=entropies,
+    )
+    _refuse_same(one, plan)
+    for instrument in one.instruments:
+        if isinstance(instrument, Probes):
+            rows = plan.first.row, plan.second.row
+            instrument.need_labels((one.first.name, one.second.name), rows)
+    result = ContrastResult(
+        name=one.name,
+        hook=one.hook,
+        pairing=plan.pairing,
+        about=about(plan.pairing, (_decode_share(first), _decode_share(second))),
+        adjusted=plan.adjusted,
+        n_pairs=len(plan.pairs[0]),
+        n_groups=plan.n_groups,
+        coverage=min(1.0, plan.coverage),
+        left_out=_left_out(plan, entropies, (one.first.name, first), (one.second.name, second)),
+        first=_arm_result(one.first, first, plan.first),
+        second=_arm_result(one.second, second, plan.second),
+        values=[],
+        quantiles=[],
+        verdicts=[],
+    )
+    return plan, result
+
+
+def _refuse_same(one: Asked, plan: Contrast) -> None:
+    """Refuse rows that would be compared with themselves.
+
+    Raises:
+        ActdsError: E014.
+    """
+    if one.first.dataset.digest != one.second.dataset.digest:
+        return
+    first, second = plan.first.row, plan.second.row
+    if plan.pairing != "unpaired":
+        first, second = first[plan.pairs[0]], second[plan.pairs[1]]
+    if np.array_equal(first, second):
+        raise ActdsError(
+            "E014",
+            f"arms {one.first.name} and {one.second.name} at {one.hook}",
+            got="the same rows",
+            expected="rows that were written or computed in two ways",
+        )
+
+
+def _with_counts(result: ContrastResult, found: Measured) -> ContrastResult:
+    """Return a result with what was left out when the rows were read, and the quantiles."""
+    first, second = (
+        arm.model_copy(update={"n_sinks": n_sinks, "n_broken": n_broken})
+        for arm, n_sinks, n_broken in zip(
+            (result.first, result.second), found.n_sinks, found.n_broken, strict=True
+        )
+    )
+    more = {"first": first, "second": second, "quantiles": found.quantiles}
+    return result.model_copy(update=more)
+
+
+def conclude(measured: Sequence[Measured], limits: Limits) -> list[list[Value]]:
+    """Return the values of each contrast with their outcomes, one family over all."""
+    values = decide([one for found in measured for one in found.judged], limits)
+    told, start = [], 0
+    for found in measured:
+        told.append(values[start : start + len(found.judged)])
+        start += len(found.judged)
+    return told
+
+
+def measure(
+    plan: Contrast,
+    arrays: tuple[RowReader, RowReader],
+    instruments: Sequence[AnyInstrument],
+    limits: Limits,
+    hook: str,
+) -> Measured:
+    """Measure two arms: one pass over each, one over the pairs where an instrument asks for them.
+
+    Args:
+        arrays: the rows of either arm, by number.
+    """
+    single = [one for one in instruments if isinstance(one, Instrument)]
+    double = [one for one in instruments if isinstance(one, PairInstrument)]
+    coarse = np.array([n for n, s in enumerate(plan.strata) if s.axis in COARSE], np.int64)
+    sample = _sample(arrays[0], plan.first)
+    if not len(sample):
+        return Measured([], [], (0, 0), (len(plan.first), 0))
+    norms = np.linalg.norm(sample, axis=1)
+    sink = SINK_NORM * float(np.median(norms))
+    for one in single:
+        one.prepare(sample[norms <= sink])  # a few sinks would make up all of a scale
+    judged: list[Judged] = []
+    passes = [
+        _pass(arrays[n], side, n, single, plan, coarse, sink)
+        for n, side in enumerate((plan.first, plan.second))
+    ]
+    sums = passes[0][0], passes[1][0]
+    if single:
+        reference = sums[0].totals(0).total()
+        for one in single:
+            judged += _judged(one.name, one.measures(reference, limits), plan, sums, limits, hook)
+    quantiles: list[Quantiles] = []
+    if plan.pairing == "token" and double:
+        pair_sums, lines = _pair_pass(plan, arrays, double, coarse, sink, hook)
+        quantiles = lines
+        for told in double:
+            measures = told.pair_measures(limits)
+            if plan.parted is not None and told.name == Numerics.name:
+                measures = [*measures, PARTING]
+            judged += _judged(told.name, measures, plan, (pair_sums, pair_sums), limits, hook)
+    return Measured(
+        judged,
+        quantiles,
+        (passes[0][1], passes[1][1]),
+        (passes[0][2], passes[1][2]),
+    )
+
+
+def _sample(array: RowReader, side: Side) -> Rows:
+    """Return some rows of the reference, spread evenly, without those that are not usable."""
+    n = min(N_SAMPLE, len(side))
+    rows = array[side.row[np.arange(n) * len(side) // max(n, 1)].astype(np.int64)]
+    return rows[_usable(rows)]
+
+
+def _width(instruments: Sequence[object]) -> int:
+    """Return the most numbers that an instrument makes of a row."""
+    return max((int(getattr(one, "width", 0)) for one in instruments), default=0)
+
+
+def _usable(rows: Rows) -> Bools:
+    return np.asarray(np.isfinite(rows).all(axis=1) & (rows != 0).any(axis=1))
+
+
+def _norms(rows: Rows, usable: Bools) -> Floats:
+    """Return the length of each row ``(n,)``, 0 of those that are not usable."""
+    fine = np.where(usable[:, np.newaxis], rows, 0).astype(np.float64)
+    return np.asarray(np.linalg.norm(fine, axis=1))
+
+
+def _pass(
+    array: RowReader,
+    side: Side,
+    number: int,
+    instruments: Sequence[Instrument],
+    plan: Contrast,
+    coarse: Ints,
+    sink: float,
+) -> tuple[Sums, int, int]:
+    """Return the sums of an arm, and how many rows were sinks and how many broken."""
+    sums = Sums(side, len(plan.strata), plan.n_groups, coarse)
+    n_sinks = n_broken = 0
+    if not instruments:
+        return sums, 0, 0
+    for which, rows in blocks_of(array, side.row, _width(instruments)):
+        fine = _usable(rows)
+        is_sink = _norms(rows, fine) > sink
+        n_sinks, n_broken = n_sinks + int(is_sink.sum()), n_broken + int((~fine).sum())
+        sums.leave_out(which, fine)
+        ones = np.ones(len(rows))
+        sums.add(which, [Part(ALL_ROWS, ones), Part(SINKS, is_sink.astype(np.float64))])
+        sums.leave_out(which, fine & ~is_sink)
+        sums.add(which, [Part(COUNT, ones)])
+        for instrument in instruments:
+            with np.errstate(invalid="ignore", over="ignore"):
+                sums.add(which, instrument.parts(rows, number, side.row[which]))
+    return sums, n_sinks, n_broken
+
+
+def _pair_pass(
+    plan: Contrast,
+    arrays: tuple[RowReader, RowReader],
+    instruments: Sequence[PairInstrument],
+    coarse: Ints,
+    sink: float,
+    hook: str,
+) -> tuple[Sums, list[Quantiles]]:
+    """Return the sums over pairs, and quantiles of their distances.
+
+    Pairs of two sinks are left out. One of a sink and another row is none: it lies far apart.
+    """
+    kept = _some_pairs(plan)
+    one, other = plan.pairs[0][kept], plan.pairs[1][kept]
+    side = plan.first
+    layers = tuple(type(layer)(layer.stratum[one], None) for layer in side.layers)
+    token_id = None if side.token_id is None else side.token_id[one]
+    paired = Side(side.row[one], side.cluster[one], side.group[one], layers, token_id)
+    partner = plan.second.row[other]
+    sums = Sums(paired, len(plan.strata), plan.n_groups, coarse)
+    histogram = Histogram(len(plan.strata))
+    parted = None if plan.parted is None else plan.parted[kept]
+    for which, rows in blocks_of(arrays[0], paired.row, _width(instruments)):
+        others = arrays[1][partner[which].astype(np.int64)]
+        fine = _usable(rows) & _usable(others)
+        fine &= (_norms(rows, fine) <= sink) | (_norms(others, fine) <= sink)
+        sums.leave_out(which, fine)
+        sums.add(which, [Part(COUNT, np.ones(len(rows)))])
+        if parted is not None:
+            sums.add(which, parting_parts(parted[which]))
+        strata = [np.where(fine, layer.stratum[which], -1) for layer in layers]
+        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+            for instrument in instruments:
+                sums.add(which, instrument.pair_parts(rows, others))
+                for name, values in instrument.pair_values(rows, others).items():
+                    histogram.add(name, values, strata)
+    return sums, quantile_lines(histogram, plan.strata, hook)
+
+
+def _some_pairs(plan: Contrast) -> Ints:
+    """Return pairs of some requests, up to `MAX_PAIRS`, in the order of the first's rows."""
+    one, _ = plan.pairs
+    chosen = np.arange(len(one))
+    if len(one) > MAX_PAIRS:
+        cluster = plan.first.cluster[one]
+        rng = np.random.Generator(np.random.Philox(0))
+        known = np.unique(cluster)
+        order = known[rng.permutation(len(known))].astype(np.int64)
+        chosen = some_rows(cluster, order, MAX_PAIRS, rng)
+    return chosen[np.argsort(one[chosen], kind="stable")]
+
+
+def _judged(
+    name: str,
+    measures: Sequence[Measure],
+    plan: Contrast,
+    sums: tuple[Sums, Sums],
+    limits: Limits,
+    hook: str,
+) -> list[Judged]:
+    """Return what measures find in every stratum that both arms have."""
+    found = []
+    for n, stratum in enumerate(plan.strata):
+        totals = sums[0].totals(n), sums[1].totals(n)
+        if stratum.axis != ALL and not all(total.n_rows for total in totals):
+            continue
+        for one in measures:
+            if one.coarse and stratum.axis not in COARSE:
+                continue
+            if one.rare and stratum.axis != ALL:  # too few rows to exclude a small rate
+                one = replace(one, kind="described")
+            found.append(judge(name, hook, stratum, one, totals, limits))
+    return found
+
+
+def _left_out(plan: Contrast, entropies: Entropies | None, *arms: tuple[str, ArmRows]) -> list[str]:
+    """Return which strata are not formed for want of entropies, and of which arm."""
+    has_axis = any(stratum.axis == "entropy" for stratum in plan.strata)
+    if has_axis or not any(rows.sampled is not None for _, rows in arms):
+        return []
+    known = [
+        f"{np.isfinite(rows.sampled.entropy).mean():.1%}" if rows.sampled is not None else "none"
+        for _, rows in arms
+    ]
+    shares = " and ".join(
+        f"{share} of the rows of {name}" for share, (name, _) in zip(known, arms, strict=True)
+    )
+    more = "the model's folder (--model) gives the others where rows of the last layer are stored"
+    if entropies is not None:
+        more = f"the model's folder gives no others: {entropies.lacks}"
+    return [
+        "entropy and margin: the model's distribution over the next token is known after "
+        f"{shares}. A harvest with --entropy records it where the model sampled, and {more}. Bands "
+        "of so different rows would not mean the same"
+    ]
+
+
+def _decode_share(rows: ArmRows) -> float | None:
+    return None if rows.n_decode is None else rows.n_decode / max(len(rows), 1)
+
+
+def _arm_result(arm: Arm, rows: ArmRows, side: Side) -> ArmResult:
+    return ArmResult(
+        name=arm.name,
+        words=arm.words,
+        rows=described_rows(arm, rows),
+        digest=arm.dataset.digest,
+        n_rows=len(rows),
+        n_requests=rows.n_requests,
+        n_compared=len(side),
+        n_apart=rows.n_apart,
+        n_repeats=rows.n_repeats,
+        n_decode=rows.n_decode,
+    )

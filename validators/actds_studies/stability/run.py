@@ -1,0 +1,207 @@
+"""One engine: dictionaries of every arm and seed are trained, then compared pair by pair."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from actds.format.tables import PHASES
+from actds.text import storable
+from actds_studies.dictionaries import Dictionary
+from actds_studies.dictionaries.dictionary import Source
+from actds_studies.stability.arms import Arm, most, words_of
+from actds_studies.stability.cross import Errors, cross_values, errors_of
+from actds_studies.stability.fit import Fitted, Trainer
+from actds_studies.stability.judge import answer, compare, verdicts
+from actds_studies.stability.matching import chance, features_of, match_directions
+from actds_studies.stability.result import (
+    ArmResult,
+    Likeness,
+    Limits,
+    PairKind,
+    PairResult,
+    Stability,
+    Trained,
+)
+from actds_studies.stability.rows import Gathered, Plan, gather
+from actds_studies.stability.save import save
+from actds_validators.about import about
+from actds_validators.arrays import Bools
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array  # type: ignore[import-untyped]
+
+
+@dataclass(frozen=True)
+class _One:
+    """A trained dictionary with what it does to the held-out rows of all arms."""
+
+    trained: Trained
+    dictionary: Dictionary
+    alive: Bools
+    errors: list[Errors]
+    features: csr_array
+
+
+def measure(
+    arms: Sequence[Arm],
+    hook: str,
+    planned: Plan,
+    limits: Limits,
+    out: Path | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Stability:
+    """Train the dictionaries of all arms and seeds, and say how alike they are.
+
+    Args:
+        arms: the arms, the reference first; nothing that one scores is trained on by another.
+        out: new folder for the dictionaries, ``ARM/seed-N``; None keeps none.
+
+    Raises:
+        ActdsError: E014 rows that cannot be trained on; E503; what reading raises.
+    """
+    import torch
+
+    progress(f"reading {planned.n_rows:,} rows of each arm")
+    rows = gather(arms, hook, planned.n_rows)
+    trainer = Trainer(
+        planned.n_features, limits.k, limits.batch, limits.epochs, limits.learning_rate,
+        rows.scale, rows.centre,
+    )  # fmt: skip
+    seeds = list(range(limits.seed, limits.seed + limits.seeds))
+    # Those of another order, with the starts of the reference's own.
+    asked = [(n, seed, seed) for n in range(len(arms)) for seed in seeds]
+    asked += [(0, seed, seed + limits.seeds) for seed in seeds]
+    made: dict[tuple[int, int, int], _One] = {}
+    for done, (n, seed, order) in enumerate(asked, 1):
+        progress(f"dictionary {done} of {len(asked)}, arm {arms[n].name}, seed {seed}")
+        fitted = trainer.fit(rows.arms[n].train, seed, order)
+        made[n, seed, order] = _one(rows, n, hook, seed, order, fitted, limits, out)
+    progress("matching")
+    pairs = _pairs(arms, made, seeds)
+    by_chance = chance(planned.n_features, len(rows.centre))
+    comparisons = compare(pairs, arms[0].name, by_chance, limits)
+    judged = verdicts(comparisons, arms[0].name, by_chance, limits)
+    cross = [
+        value
+        for n, trained_on in enumerate(arms)
+        for m, rows_of in enumerate(arms)
+        for value in cross_values(
+            trained_on.name, rows_of.name, [made[n, s, s].errors[m] for s in seeds],
+            rows.arms[m].scored, rows.arms[0].scored,
+        )
+    ]  # fmt: skip
+    return Stability(
+        limits=limits,
+        hook=hook,
+        d_model=len(rows.centre),
+        n_features=planned.n_features,
+        n_rows=planned.n_rows,
+        n_seen=limits.epochs * (planned.n_rows // limits.batch) * limits.batch,
+        scale=rows.scale,
+        n_threads=torch.get_num_threads(),
+        rare=rows.rare,
+        chance=by_chance,
+        answer=answer(judged, comparisons, arms[0].name, len(seeds)),
+        arms=_arm_results(rows, hook),
+        verdicts=judged,
+        comparisons=comparisons,
+        pairs=pairs,
+        cross=cross,
+        dictionaries=[one.trained for one in made.values()],
+    )
+
+
+def _one(
+    rows: Gathered, n: int, hook: str, seed: int, order: int, fitted: Fitted, limits: Limits,
+    out: Path | None,
+) -> _One:  # fmt: skip
+    from scipy.sparse import vstack
+
+    arm = rows.arms[n].arm
+    name = f"seed-{seed}" if order == seed else f"seed-{seed}-order-{order}"
+    folder = None if out is None else out / arm.name / name
+    arrays = (fitted.w_enc, fitted.b_enc, fitted.w_dec, fitted.b_dec)
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).tobytes())
+    source = Source("saelens", str(folder or f"{arm.name} {name}"), digest.hexdigest(), hook)
+    dictionary = Dictionary("topk", *arrays, source, k=limits.k)
+    told = Trained(
+        arm=arm.name, seed=seed, order=order, fvu=fitted.fvu, n_alive=int(fitted.alive.sum()),
+        sha256=digest.hexdigest(), path=None if folder is None else storable(str(folder)),
+    )  # fmt: skip
+    if folder is not None:
+        facts = {"arm": words_of(arm.words), "seed": seed, "order": order,
+                 "rows": len(rows.arms[n].entries), "epochs": limits.epochs}  # fmt: skip
+        save(folder, dictionary, arm, hook, limits.held_out, facts)
+    found = [errors_of(dictionary, held.scored.rows) for held in rows.arms]
+    features = vstack([own for _, own in found], format="csr")
+    return _One(told, dictionary, fitted.alive, [errors for errors, _ in found], features)
+
+
+def _pairs(
+    arms: Sequence[Arm], made: dict[tuple[int, int, int], _One], seeds: Sequence[int]
+) -> list[PairResult]:
+    """Return how alike pairs are: each seed with itself, and with the next one."""
+    k = len(seeds)
+    found = []
+    for at, seed in enumerate(seeds):
+        one, after = made[0, seed, seed], seeds[(at + 1) % k]
+        told: list[tuple[int, PairKind, int, int]] = [
+            (0, "other order", seed, seed + k),
+            (0, "other seed", after, after),
+        ]
+        for n in range(1, len(arms)):
+            told += [(n, "same start", seed, seed), (n, "other seed", after, after)]
+        found += [
+            PairResult(
+                arm=arms[n].name, kind=kind, seeds=(seed, start),
+                likeness=_likeness(one, made[n, start, order]),
+            )
+            for n, kind, start, order in told
+        ]  # fmt: skip
+    return found
+
+
+def _likeness(first: _One, second: _One) -> Likeness:
+    directions = first.dictionary.w_dec, second.dictionary.w_dec
+    matched = match_directions(*directions, (first.alive, second.alive))
+    return Likeness(
+        matched=matched.mean,
+        nearest=matched.nearest,
+        share_70=matched.share(0.7),
+        share_90=matched.share(0.9),
+        features=features_of(first.features, second.features),
+    )
+
+
+def _arm_results(rows: Gathered, hook: str) -> list[ArmResult]:
+    reference = rows.arms[0].entries.key
+    known = [about(held.arm.dataset.catalog, "") for held in rows.arms]
+    return [
+        ArmResult(
+            name=held.arm.name,
+            words=words_of(held.arm.words),
+            digest=held.arm.dataset.digest,
+            models=list(of.models),
+            engines=list(of.engines),
+            started_ns=of.started_ns,
+            dtype=held.arm.dataset.hooks[hook].dtype,
+            n_there=most(held.arm.train, held.arm.shares),
+            n_rows=len(held.entries),
+            shares={
+                phase: int((held.entries.phase == n).sum()) for n, phase in enumerate(PHASES)
+            },
+            n_common=int(np.isin(held.entries.key, reference).sum()),
+            n_sinks=held.n_sinks,
+            n_scored=len(held.scored.entries),
+            n_requests=len(np.unique(held.scored.entries.request)),
+        )
+        for held, of in zip(rows.arms, known, strict=True)
+    ]  # fmt: skip

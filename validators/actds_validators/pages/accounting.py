@@ -1,0 +1,327 @@
+"""Sections on what became of every position: accounting, and coverage by class and position."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from actds.text import counted
+from actds_validators.audit.result import (
+    Accounting,
+    Audit,
+    CapturedShift,
+    ClassLoss,
+    Coverage,
+    CoverageCell,
+    Finding,
+    WaterfallStep,
+)
+from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend, split_range
+from actds_validators.pages.words import (
+    Columns,
+    Part,
+    Row,
+    Sentence,
+    Table,
+    Tone,
+    clean,
+    count,
+    first,
+    number,
+    percent,
+    short,
+    table_of,
+)
+
+_KINDS = {
+    "positions": "all",
+    "captured": "stored",
+    "cache_ref": "reused",
+    "filtered": "filtered",
+    "undelivered": "filtered",
+    "never computed": "filtered",
+}
+_STEP_WORDS = {"cache_ref": "prefix-cache hits", "positions": "all positions", "captured": "stored"}
+_MAX_STEPS = 20
+
+
+def balance(section: Accounting) -> str:
+    """Return the sum of all positions in words."""
+    never = f"{count(section.never_computed)} never computed + " if section.never_computed else ""
+    late = f" + {count(section.undelivered)} undelivered" if section.undelivered else ""
+    return (
+        f"{counted(section.positions, 'position')} = {count(section.captured)} stored + "
+        f"{count(section.cache_ref)} prefix-cache hits{_external(section)} + "
+        f"{count(section.dropped)} dropped + {count(section.aborted)} aborted + "
+        f"{never}{count(section.filtered)} filtered{late}"
+    )
+
+
+def _external(section: Accounting) -> str:
+    return f" ({count(section.external)} from outside)" if section.external else ""
+
+
+def never_computed(section: Accounting) -> str:
+    """Return how many positions no step computed, in a sentence; empty for none."""
+    if not section.never_computed:
+        return ""
+    return (
+        f" Never computed: {counted(section.never_computed, 'position')} of "
+        f"{counted(section.never_computed_requests, 'request')}, which are in no loss rate."
+    )
+
+
+def accounting_part(audit: Audit) -> Part:
+    """Return what became of every position."""
+    section = audit.accounting
+    lead = (
+        f"{balance(section)}. Of {count(section.computed)} computed tokens "
+        f"{percent(section.loss_share)} were lost (dropped or aborted).{never_computed(section)}"
+    )
+    rows = [
+        Row(("requests", count(section.requests))),
+        Row(("steps", count(section.steps))),
+        Row(("computed tokens", count(section.computed))),
+        Row(("recomputed tokens", count(section.recomputed))),
+        Row(
+            ("prefix-cache hits without a stored row", count(section.unresolved)),
+            "bad" if section.unresolved else "",
+        ),
+        Row(("positions whose KV came from outside the run", count(section.external))),
+    ]
+    tables = [*_findings(section), Table("What was counted", ("quantity", "number"), rows)]
+    return Part("accounting", "Accounting", Sentence(lead), tables)
+
+
+def _findings(section: Accounting) -> list[Table]:
+    tones: dict[str, Tone] = {"error": "bad", "warning": "warn", "note": "dim"}
+    columns: Columns[Finding] = (
+        ("severity", lambda f: f.severity),
+        ("code", lambda f: f.code),
+        ("place", lambda f: f.place),
+        ("got", lambda f: f.got),
+        ("expected", lambda f: f.expected),
+    )
+    return table_of(
+        "Accounting mismatches", columns, section.findings, frozenset(range(5)),
+        tone=lambda f: tones[f.severity],
+    )  # fmt: skip
+
+
+def waterfall(audit: Audit) -> Picture | None:
+    """Return the steps from all positions to the stored rows."""
+    return waterfall_of(audit.accounting.waterfall)
+
+
+def waterfall_of(steps: Sequence[WaterfallStep]) -> Picture | None:
+    """Return the picture of steps, ``None`` without one."""
+    if not steps:
+        return None
+    shown, more = first(steps, _MAX_STEPS)
+    p = Picture(
+        "waterfall",
+        "Loss waterfall",
+        "From all positions of all requests to the stored rows; each bar takes away the positions "
+        "that it names.",
+        WIDTH,
+        76 + 30 * len(shown),
+        FigureData(
+            ("what became of them", "reason", "positions", "share of all positions"),
+            [(step.name, step.reason, step.n_positions, step.share) for step in shown],
+        ),
+    )
+    items = [("all", "all"), ("reused", "prefix-cache hit"), ("filtered", "filtered")]
+    legend(p, 170, 16, [*items, ("lost", "lost"), ("stored", "stored")])
+    whole = max(1, max(step.n_positions for step in steps))
+    f = Frame(170, 30, 500, 30 * len(shown), (0, whole), (0, 1))
+    axes(p, f, f"positions{', ' + more if more else ''}", "", x_text=short, y_marks=[])
+    left = next((s.n_positions for s in steps if s.name == "positions"), whole)
+    for n, step in enumerate(shown):
+        y = f.top + 30 * n
+        whole_bar = step.name in ("positions", "captured")
+        high = step.n_positions if whole_bar else left
+        low = 0 if whole_bar else left - step.n_positions
+        left = low if not whole_bar else left
+        words = _STEP_WORDS.get(step.name, step.name)
+        label = f"{words}: {step.reason}" if step.reason else words
+        said = f"{count(step.n_positions)} ({percent(step.share)})"
+        p.label(f.left - 10, y + 19, label, 154)
+        # A step too thin to see still shows as a line.
+        start, width = f.x(low), max(f.x(high) - f.x(low), 1.5 if step.n_positions else 0)
+        p.box(start, y + 6, width, 18, _KINDS.get(step.name, "lost"), f"{label}: {said}")
+        brief = f"{short(step.n_positions)} ({percent(step.share)})"
+        p.text(f.right + 10, y + 19, said, shorter=[brief])
+        if n + 1 < len(shown) and shown[n + 1].name != "captured":
+            edge = f.x(left)
+            p.line(edge, y + 24, edge, y + 36, "link")
+    return p
+
+
+_MAX_CLASSES, _MAX_BANDS = 12, 10
+_STATES = ("stored", "reused", "external", "lost", "filtered")
+_NAMES = {
+    "stored": "computed and stored",
+    "reused": "prefix-cache hit",
+    "external": "KV from outside",
+}
+_REST = "other classes"
+Counts = dict[str, int]
+
+
+def coverage_part(audit: Audit) -> Part | None:
+    """Return what the prefix cache and the losses left out."""
+    section = audit.coverage
+    if section is None:
+        return None
+    lead = f"{_reused(section)} Token classes: {section.classes_from}."
+    columns: Columns[CapturedShift] = (
+        ("distribution of", lambda s: s.variable),
+        ("total variation", lambda s: number(s.total_variation)),
+        ("with multiplicity weights", lambda s: number(s.weighted_total_variation)),
+        ("Jensen–Shannon distance", lambda s: number(s.jensen_shannon)),
+        ("with multiplicity weights", lambda s: number(s.weighted_jensen_shannon)),
+    )
+    caption = "Distance of the stored rows from the served tokens (0 equal, 1 disjoint)"
+    tables = table_of(caption, columns, section.shifts)
+    by_class: Columns[ClassLoss] = (
+        ("class", lambda one: one.token_class),
+        ("computed positions", lambda one: count(one.n)),
+        ("lost", lambda one: count(one.n_lost)),
+        ("share lost", lambda one: percent(one.rate)),
+    )
+    origin = "roles" if audit.options.classes is None else "classes from --classes"
+    caption = f"Loss rate of the {origin}, without intervals"
+    tables += table_of(caption, by_class, section.loss_by_class)
+    return Part("coverage", "Coverage", Sentence(lead), tables)
+
+
+def _reused(section: Coverage) -> str:
+    """Return how much the prefix cache served, and how often the same rows."""
+    share = f"{percent(section.reused_share)} of the served tokens were prefix-cache hits"
+    if not section.repeated_prefixes:
+        return f"{share}; no stored row was served more than once."
+    one = section.repeated_prefixes == 1
+    often = section.repeated_multiplicity
+    mean = "" if often is None else f", {number(often)} times on average"
+    return (
+        f"{share} and were not computed again. {counted(section.repeated_prefixes, 'stored row')} "
+        f"{'was' if one else 'were'} served more than once (at most "
+        f"{count(section.largest_multiplicity)} times{mean}): training without multiplicity "
+        f"weights sees {'it' if one else 'each of them'} once. Over all stored rows a row was "
+        f"served {number(section.mean_multiplicity)} times on average."
+    )
+
+
+def coverage_map(audit: Audit) -> Picture | None:
+    """Return token class × position band, each cell split by what became of its positions."""
+    return None if audit.coverage is None else map_of(audit.coverage.cells)
+
+
+def map_of(cells: Sequence[CoverageCell]) -> Picture | None:
+    """Return the map of cells, ``None`` without one."""
+    if not cells:
+        return None
+    bands = _bands(sorted({(cell.low, cell.high) for cell in cells}))
+    grid, kept = _grid(cells, bands)
+    p = Picture(
+        "coverage-map",
+        "Coverage map: token class by band of positions",
+        "Each cell is split by what became of its positions: computed and stored, prefix-cache "
+        "hit, KV from outside, lost, filtered. Below: the number of positions, and the share "
+        "stored of those stored, hit and lost: what training sees without weights.",
+        WIDTH,
+        90 + 52 * len(grid),
+        FigureData(
+            ("token class", "first position", "last position", *_STATES, "share stored"),
+            [
+                (name, low, high - 1, *counts.values(), share)
+                for name, columns in grid.items()
+                for (low, high), counts, share in zip(bands, columns, kept[name], strict=True)
+            ],
+        ),
+    )
+    left = 176.0
+    width = (WIDTH - 8 - left) / len(bands)
+    seen = [s for s in _STATES if s != "external" or any(cell.external for cell in cells)]
+    legend(p, left, 16, [(s, _NAMES.get(s, s)) for s in seen])
+    for column, (low, high) in enumerate(bands):
+        words = f"{low:,}–{high - 1:,}" if high - 1 > low else f"{low:,}"
+        low_line, high_line = split_range(words, width - 4)
+        middle = left + width * (column + 0.5) - 2
+        if high_line:
+            p.text(middle, 40, low_line, "middle", room=width - 4)
+        p.text(middle, 54, high_line or low_line, "middle", room=width - 4)
+    for row, (name, columns) in enumerate(grid.items()):
+        y = 66.0 + 52 * row
+        p.text(left - 10, y + 13, name, "end", room=164)
+        for column in range(len(bands)):
+            counts, share = columns[column], kept[name][column]
+            place = f"{clean(name, 30)}, positions {bands[column][0]}–{bands[column][1] - 1}"
+            _cell(p, left + width * column, y, width - 4, counts, share, place)
+    p.text(
+        (left + WIDTH) / 2, 66.0 + 52 * len(grid) + 14, "position in the request, tokens", "middle"
+    )
+    return p
+
+
+def _cell(
+    p: Picture, x: float, y: float, width: float, counts: Counts, kept: float | None, place: str
+) -> None:
+    total = sum(counts.values())
+    p.box(x, y, width, 16, "empty")
+    if not total:
+        p.text(x + width / 2, y + 29, "none", "middle", "dim")
+        return
+    start = x
+    for state in _STATES:
+        part = width * counts[state] / total
+        said = f"{count(counts[state])} of {count(total)} {_NAMES.get(state, state)}"
+        p.box(start, y, part, 16, state, f"{place}: {said}")
+        start += part
+    p.text(x + width / 2, y + 29, short(total), "middle", room=width)
+    if kept is not None:
+        p.text(x + width / 2, y + 42, percent(kept), "middle", "dim", room=width)
+
+
+def _bands(bands: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the bands, neighbours taken together until they fit."""
+    while len(bands) > _MAX_BANDS:
+        pairs = [bands[k : k + 2] for k in range(0, len(bands), 2)]
+        bands = [(pair[0][0], max(high for _, high in pair)) for pair in pairs]
+    return bands
+
+
+def _grid(
+    cells: Sequence[CoverageCell], bands: list[tuple[int, int]]
+) -> tuple[dict[str, list[Counts]], dict[str, list[float | None]]]:
+    """Return the counts, and the share stored, per class and band; rare classes as one."""
+    size: dict[str, int] = defaultdict(int)
+    for cell in cells:
+        size[cell.token_class] += sum(getattr(cell, state) for state in _STATES)
+    order = sorted(size, key=lambda name: (-size[name], name))
+    named = set(order if len(order) <= _MAX_CLASSES else order[: _MAX_CLASSES - 1])
+    grid: dict[str, list[Counts]] = {
+        name: [dict.fromkeys(_STATES, 0) for _ in bands]
+        for name in [
+            *(n for n in order if n in named),
+            *([_REST] if len(named) < len(order) else []),
+        ]
+    }
+    shares: dict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)
+    for cell in cells:
+        name = cell.token_class if cell.token_class in named else _REST
+        column = max(k for k, (low, _) in enumerate(bands) if low <= cell.low)
+        for state in _STATES:
+            grid[name][column][state] += getattr(cell, state)
+        if cell.stored_share is not None:
+            n = cell.stored + cell.reused + cell.lost
+            shares[name, column].append((cell.stored_share, n))
+    kept: dict[str, list[float | None]] = {
+        name: [_mean(shares[name, column]) for column in range(len(bands))] for name in grid
+    }
+    return grid, kept
+
+
+def _mean(parts: list[tuple[float, int]]) -> float | None:
+    total = sum(n for _, n in parts)
+    return sum(value * n for value, n in parts) / total if total else None

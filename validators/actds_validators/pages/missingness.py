@@ -1,0 +1,589 @@
+"""Section on missingness: how what was lost differs from what was computed.
+
+Forest plots, loss rate per stratum, the worst-case bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from actds.text import counted
+from actds_validators.audit.result import (
+    Audit,
+    Difference,
+    Estimate,
+    Limits,
+    Missingness,
+    Stratum,
+    StratumLoss,
+)
+from actds_validators.pages.svg import (
+    WIDTH,
+    Anchor,
+    FigureData,
+    Frame,
+    Picture,
+    axes,
+    shade,
+    shade_scale,
+    split_range,
+    text_width,
+    ticks,
+)
+from actds_validators.pages.words import (
+    GROUPS,
+    Columns,
+    Part,
+    Row,
+    Sentence,
+    Table,
+    clean,
+    count,
+    estimate,
+    first,
+    number,
+    or_dash,
+    p_value,
+    percent,
+    short,
+    signed,
+    table_of,
+)
+
+_MAX_STRATA = 10
+
+
+def missingness_part(audit: Audit) -> Part | None:
+    """Return how the lost tokens differ from all."""
+    section, limits = audit.missingness, audit.limits
+    if section is None:
+        return None
+    lead = (
+        "Standardised mean differences (SMD): the mean of the lost tokens minus the mean of all "
+        "computed tokens, in SD, with confidence intervals from a block jackknife. The bias of the "
+        "stored rows is the mean of the stored rows minus that of all, in SD; it is far smaller "
+        f"where little is lost. Up to {number(limits.negligible_bias)} SD it is negligible; with a "
+        f"rejected test, more than {number(limits.serious)} SD is serious."
+    )
+    whole = counted(section.whole_requests, "request")
+    said = f"{whole} lost every computed token. One request is one loss event, however long."
+    notes = [Sentence(said)] if section.whole_requests else []
+    tables = _worst(section) if section.n_strata else []
+    ordered, words = worst_first(section.differences), frozenset({0, 1, 4})
+    tables += table_of("Differences, the largest first", _DIFFERENCES, ordered, words)
+    return Part("missingness", "Missingness", Sentence(lead + _few(audit)), tables, notes)
+
+
+STRATA: Columns[StratumLoss] = (
+    ("stratum", lambda s: s.kind),
+    ("which", lambda s: s.label),
+    ("lost", lambda s: percent(s.rate)),
+    ("lost tokens", lambda s: count(s.n_lost)),
+    ("of", lambda s: count(s.n)),
+    ("run blocks", lambda s: count(s.n_blocks)),
+    ("adjusted p", lambda s: p_value(s.adjusted_p)),
+)
+_DIFFERENCES: Columns[Difference] = (
+    ("covariate", lambda d: d.covariate.label),
+    ("group", lambda d: d.covariate.group),
+    ("mean of all", lambda d: number(d.mean_all)),
+    ("mean of lost", lambda d: number(d.mean_lost)),
+    ("unit", lambda d: d.covariate.unit or "-"),
+    ("SMD [95 %]", lambda d: estimate(d.smd)),
+    ("total variation", lambda d: or_dash(d.total_variation, number)),
+    ("Jensen–Shannon distance", lambda d: or_dash(d.jensen_shannon, number)),
+)
+
+
+def _worst(section: Missingness) -> list[Table]:
+    """Return the strata with excess loss."""
+    caption = (
+        f"Strata (kinds of token) with excess loss, beyond chance: "
+        f"{count(len(section.worst_strata))} of {count(section.n_strata)} tested"
+    )
+    words = frozenset({0, 1})
+    if not section.worst_strata:
+        none = Row(("none", *[""] * (len(STRATA) - 1)), "good")
+        return [Table(caption, tuple(name for name, _ in STRATA), [none], words)]
+    worst = section.worst_strata
+    return table_of(caption, STRATA, worst, words, room=_MAX_STRATA, tone=lambda s: "bad")
+
+
+_MAX_PIXELS = 960  # pixels of rows: a picture of so many fits on a printed page
+
+
+@dataclass(frozen=True)
+class _Series:
+    """A mark in every row: a field of ``Difference``, what it is, its class."""
+
+    name: str
+    words: str
+    kind: str
+
+    def of(self, difference: Difference) -> Estimate | None:
+        found: Estimate | None = getattr(difference, self.name)
+        return found
+
+
+_LOST = _Series("smd", "lost against all", "lost")
+_STORED = _Series("before_weighting", "stored against all", "stored")
+_WEIGHTED = _Series("after_weighting", "stored, weighted, against all", "reused")
+
+
+def worst_first(differences: Sequence[Difference]) -> list[Difference]:
+    """Return the differences, the largest first."""
+    return sorted(differences, key=lambda d: -abs(d.smd.value))
+
+
+def _few(audit: Audit) -> str:
+    """Return a warning where the loss events are too few for the intervals, else nothing."""
+    if audit.mechanism is None or audit.mechanism.n_events >= audit.limits.min_events:
+        return ""
+    return (
+        f" All losses are {counted(audit.mechanism.n_events, 'independent event')}: "
+        f"with fewer than {count(audit.limits.min_events)} the intervals are too narrow."
+    )
+
+
+def _differences(audit: Audit) -> list[Difference]:
+    return audit.missingness.differences if audit.missingness else []
+
+
+def forest(audit: Audit, group: str) -> Picture | None:
+    """Return the SMDs of a group of covariates with their intervals.
+
+    The largest are drawn, as many as fit on a printed page.
+
+    Args:
+        group: of the covariates, a key of ``GROUPS``.
+    """
+    differences = [d for d in _differences(audit) if d.covariate.group == group]
+    if not differences:
+        return None
+    p, f, shown, more = _frame(
+        f"forest-{group}",
+        f"Standardised mean differences of the lost tokens: {GROUPS[group]}",
+        "One mark per covariate with its 95 % confidence interval. An arrow: the interval goes on. "
+        f"Each group of covariates has its own scale.{_few(audit)}",
+        worst_first(differences),
+        [_LOST],
+    )
+    p.text(12, 35, GROUPS[group], kind="bold")
+    p.text(f.right + 12, 35, "SMD", kind="dim")
+    _rows(p, f, shown, [_LOST], f"SMD, SD{more}")
+    return p
+
+
+def stored_bias(audit: Audit) -> Picture | None:
+    """Return the bias of the stored rows, before and after weighting, on a scale of its own.
+
+    The largest of all groups are drawn, the first group first.
+    """
+    limits = audit.limits
+    having = [d for d in _differences(audit) if d.before_weighting]
+    if not having:
+        return None
+    series = [s for s in (_STORED, _WEIGHTED) if any(s.of(d) for d in having)]
+    order = list(GROUPS)
+    p, f, shown, more = _frame(
+        "stored-bias",
+        "Bias of the stored rows, before and after weighting",
+        "Per covariate the mean of the stored rows, and of the weighted ones, minus that of all, "
+        "with its 95 % confidence interval; the thicker part is the 90 % interval of the "
+        f"equivalence test, which passes within ±{number(limits.negligible_bias)} SD. An arrow: "
+        f"the interval goes on. This plot has a scale of its own.{_few(audit)}",
+        sorted(having, key=lambda d: -max(abs(e.value) for s in series if (e := s.of(d)))),
+        series,
+    )
+    shown = sorted(shown, key=lambda d: order.index(d.covariate.group))
+    if limits.serious <= f.x_range[1]:
+        for edge in (-limits.serious, limits.serious):
+            said = f"serious: {number(edge)}"
+            p.line(f.x(edge), f.top, f.x(edge), f.bottom, "limit", said)
+        p.line(f.left + 4, 24, f.left + 4, 37, "limit")
+        p.text(f.left + 12, 35, f"serious, with a rejected test: ±{number(limits.serious)}")
+    else:
+        words = f"serious, with a rejected test: beyond ±{number(limits.serious)}, not in the plot"
+        p.text(f.left, 35, words, kind="dim")
+    p.text(f.right + 12, 35, "bias", kind="dim")
+    _rows(p, f, shown, series, f"bias, SD{more}")
+    return p
+
+
+def _frame(
+    name: str,
+    title: str,
+    description: str,
+    differences: list[Difference],
+    series: Sequence[_Series],
+) -> tuple[Picture, Frame, list[Difference], str]:
+    """Return a picture with its legend, its frame, the rows that it has room for, and the rest."""
+    line = 13.0 * len(series) + 11
+    shown, more = first(differences, int(_MAX_PIXELS / line))
+    height = line * len(shown)
+    data = FigureData(("covariate", "group", "mean of", "difference, SD", "low", "high", "level"))
+    p = Picture(name, title, description, WIDTH, 92 + height, data)
+    f = Frame(180, 44, 580, height, _reach(shown, series), (0, 1))
+    x = f.left
+    for one in series:
+        _mark(p, x + 6, 12, one.kind, "")
+        p.text(x + 18, 16, one.words)
+        x += 34 + text_width(one.words)
+    return p, f, shown, f"; {more}" if more else ""
+
+
+def _rows(
+    p: Picture, f: Frame, shown: Sequence[Difference], series: Sequence[_Series], label: str
+) -> None:
+    marks = [(value, short(value)) for value in ticks(*f.x_range, 6)]
+    for value, _ in marks:
+        p.line(f.x(value), f.top, f.x(value), f.bottom, "grid")
+    p.line(f.x(0), f.top, f.x(0), f.bottom, "axis")
+    axes(p, f, label, "", x_marks=marks, y_marks=[])
+    line = f.height / max(1, len(shown))
+    for row, d in enumerate(shown):
+        y = f.top + line * row
+        p.label(f.left - 10, y + line / 2 + 4, d.covariate.label, 166)
+        for k, one in enumerate(series):
+            found = one.of(d)
+            if found is not None:
+                inner = d.equivalence if one is _STORED else None
+                p.data.rows += [
+                    (d.covariate.label, d.covariate.group, one.words, e.value, e.low, e.high,
+                     e.confidence)
+                    for e in (found, inner)
+                    if e is not None
+                ]  # fmt: skip
+                at = y + 12 + 13 * k
+                _whisker(p, f, at, found, inner, one.kind, f"{d.covariate.label}, {one.words}")
+                p.text(f.right + 12, at + 4, signed(found.value, three=one is not _LOST))
+
+
+def _mark(p: Picture, x: float, y: float, kind: str, title: str) -> None:
+    draw = {"lost": p.square, "stored": p.dot, "reused": p.diamond}[kind]
+    draw(x, y, f"mark {kind}-mark", title)
+
+
+def _whisker(
+    p: Picture, f: Frame, y: float, value: Estimate, inner: Estimate | None, kind: str, place: str
+) -> None:
+    title = f"{place}: {estimate(value)}"
+    low, high = f.x_range
+    p.line(f.x(value.low), y, f.x(value.high), y, f"whisker {kind}-line")
+    if inner is not None:
+        p.line(f.x(inner.low), y, f.x(inner.high), y, f"thick {kind}-line")
+    for end, beyond, step in ((f.left, value.low < low, 6), (f.right, value.high > high, -6)):
+        if beyond:
+            p.polygon([(end, y), (end + step, y - 4), (end + step, y + 4)], f"mark {kind}-mark")
+    _mark(p, f.x(value.value), y, kind, title)
+
+
+def _reach(differences: Sequence[Difference], series: Sequence[_Series]) -> tuple[float, float]:
+    """Return a range that holds the marks; an interval of no information may leave it."""
+    drawn = [e for d in differences for s in series if (e := s.of(d))]
+    reach = max(1e-9, *(abs(e.value) for e in drawn)) * 1.15
+    ends = [abs(end) for e in drawn for end in (e.low, e.high)]
+    reach = max(reach, min(max(ends), 3 * reach))
+    return (-reach, reach)
+
+
+_MAX_COVARIATES, _MAX_CELLS = 18, 16
+_LEFT = 260.0
+_ENOUGH, _ENOUGH_SHARE = 1000, 0.01
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A covariate with the strata that there is room for, and their words.
+
+    Args:
+        strata: those of the most tokens, in their order.
+        names: of the strata, in two lines; the second is empty where one does.
+        shares: lost, all with the sign of per cent or all without.
+        least: tokens of which a stratum's share is shaded.
+    """
+
+    difference: Difference
+    strata: list[Stratum]
+    left_out: list[Stratum]
+    names: list[tuple[str, str]]
+    shares: list[str]
+    least: float
+
+    @property
+    def width(self) -> float:
+        """Return the width of a cell with its gap."""
+        return (WIDTH - 2 - _LEFT) / len(self.strata)
+
+    @property
+    def height(self) -> float:
+        """Return the height of a cell: of the lines of its words."""
+        n_lines = 2 + any(below for _, below in self.names) + any(map(self.is_few, self.strata))
+        return 10.0 + 14 * max(n_lines, 3 if self.left_out else 2)
+
+    def is_few(self, s: Stratum) -> bool:
+        """Return whether a stratum holds too few tokens for a shade."""
+        return s.n < self.least
+
+
+def heat_map(audit: Audit) -> Picture | None:
+    """Return the loss rate per stratum, one row per covariate, the largest difference first."""
+    having = [d for d in worst_first(_differences(audit)) if d.strata]
+    if not having:
+        return None
+    lines = [_line(d) for d in having[:_MAX_COVARIATES]]
+    while sum(line.height + 4 for line in lines) > _MAX_PIXELS:
+        lines.pop()
+    _, more = first(having, len(lines))
+    top, beyond = _scale(lines)
+    p = Picture(
+        "heat-map",
+        "Loss rate per stratum",
+        "One row per covariate; each cell names its stratum, in the unit of its row, and the share "
+        "of its computed tokens that was lost, in per cent. Darker cells lost less, lighter cells "
+        "more. The scale ends at the largest share of a stratum that holds at least "
+        f"{percent(_ENOUGH_SHARE)} of the tokens. Cells without a shade hold few tokens (under "
+        f"{percent(_ENOUGH_SHARE)}, and under {count(_ENOUGH)}), given below as n. The smallest "
+        "strata are left out.",
+        WIDTH,
+        54 + sum(line.height + 4 for line in lines) + (18 if more else 0),
+        FigureData(
+            ("covariate", "unit", "stratum", "computed tokens", "lost tokens", "share lost", "low",
+             "high"),
+            [
+                (line.difference.covariate.label, line.difference.covariate.unit, s.label, s.n,
+                 s.n_lost, s.rate.value, s.rate.low, s.rate.high)
+                for line in lines
+                for s in line.strata
+            ],
+        ),
+    )  # fmt: skip
+    shade_scale(p, _LEFT, top, beyond=beyond)
+    y, middle = 48.0, _LEFT - 10
+    for line in lines:
+        d = line.difference
+        p.text(middle, y + 15, d.covariate.label, "end", room=250)
+        p.text(middle, y + 30, _unit(d), "end", "dim", room=250)
+        if line.left_out:
+            p.text(middle, y + 45, _left_out(line), "end", "dim", room=250)
+        for column in range(len(line.strata)):
+            _stratum(p, _LEFT + line.width * column, y, line, column, top)
+        y += line.height + 4
+    if more:
+        p.text(WIDTH / 2, p.height - 8, more, "middle", "dim")
+    return p
+
+
+def _line(d: Difference) -> _Line:
+    """Return a row: the strata of the most tokens, and their words."""
+    order = sorted(range(len(d.strata)), key=lambda k: -d.strata[k].n)
+    strata = [d.strata[k] for k in sorted(order[:_MAX_CELLS])]
+    left_out = [d.strata[k] for k in order[_MAX_CELLS:]]
+    room = (WIDTH - 2 - _LEFT) / len(strata) - 6
+    names = [clean(s.label) for s in strata]
+    if any(text_width(name) > room for name in names):
+        unit = f" {d.covariate.unit}"
+        names = [name.removesuffix(unit).replace(" to ", "–") for name in names]
+    shares = [percent(s.rate.value) for s in strata]
+    if any(text_width(share) > room for share in shares):
+        shares = [share.removesuffix(" %") for share in shares]
+    least = min(_ENOUGH, _ENOUGH_SHARE * sum(s.n for s in d.strata))
+    return _Line(d, strata, left_out, [split_range(n, room) for n in names], shares, least)
+
+
+def _scale(lines: list[_Line]) -> tuple[float, bool]:
+    """Return where the shades end, and whether a shaded stratum lies beyond.
+
+    A stratum of a small part of the tokens may lie far off by chance: it would leave one shade to
+    all others.
+    """
+    shaded, large = [], []
+    for line in lines:
+        total = sum(s.n for s in line.difference.strata)
+        shaded += [s.rate.value for s in line.strata if not line.is_few(s)]
+        large += [s.rate.value for s in line.strata if s.n >= _ENOUGH_SHARE * total]
+    top = max(large or shaded, default=0.0)
+    return top, max(shaded, default=0.0) > top
+
+
+def _stratum(p: Picture, x: float, y: float, line: _Line, column: int, top: float) -> None:
+    s, (above, below), share = line.strata[column], line.names[column], line.shares[column]
+    few, step = line.is_few(s), shade(s.rate.value, top)
+    said = (
+        f"{clean(s.label, 50)}: {percent(s.rate.value)} of {count(s.n)} lost, interval "
+        f"{percent(s.rate.low)} to {percent(s.rate.high)}"
+    )
+    p.box(x, y, line.width - 2, line.height, "few" if few else f"shade{step}", said)
+    middle, ink, room = x + line.width / 2 - 1, "" if few else f"ink{step}", line.width - 6
+    written = [above, *([below] if below else []), share, *([f"n {count(s.n)}"] if few else [])]
+    # In the middle of the cell, whose height is that of the row's fullest one.
+    first_y = y + line.height / 2 + 4.5 - 7 * (len(written) - 1)
+    for k, words in enumerate(written):
+        p.text(middle, first_y + 14 * k, words, "middle", ink, room=room)
+
+
+def _left_out(line: _Line) -> str:
+    """Return how many strata are left out, and the most that one of them lost."""
+    left = line.left_out
+    most = max(s.rate.value for s in left)
+    return f"{len(left)} left out, lost {percent(most)}{' at most' if len(left) > 1 else ''}"
+
+
+def _unit(d: Difference) -> str:
+    """Return the group, and the unit of the strata where their names hold numbers."""
+    if not any(c.isdigit() for s in d.strata for c in s.label[:50]):
+        return d.covariate.group
+    # Lengths are compared on a logarithmic scale; their strata are named in tokens.
+    unit = d.covariate.unit.removeprefix("log2 ")
+    return f"{d.covariate.group}, {unit}" if unit else d.covariate.group
+
+
+Box = tuple[float, float, float, float]
+
+
+def bound_curve(audit: Audit) -> Picture | None:
+    """Return the worst-case bias of any mean against the share lost, with the dataset's point."""
+    if audit.missingness is None:
+        return None
+    bound, limits = audit.missingness.bound, audit.limits
+    p = Picture(
+        "bound",
+        "Worst-case bias of any mean over rows",
+        "The bound sqrt(loss / (1 - loss)), in SD, against the share lost; both axes are "
+        "logarithmic.",
+        WIDTH,
+        312,
+        FigureData(
+            ("what", "share lost", "worst-case bias, SD"),
+            [
+                ("this dataset", bound.loss_share, bound.bias),
+                ("negligible below", None, limits.negligible_bias),
+                ("heavy beyond", limits.max_loss, None),
+            ],
+        ),
+    )
+    pairs = [*((c.loss_share, c.bias) for c in bound.curve), (bound.loss_share, bound.bias)]
+    points = sorted((x, y) for x, y in pairs if x > 0 and y > 0)
+    p.data.rows += [("bound", x, y) for x, y in _thinned(points)]
+    xs = [x for x, _ in pairs if x > 0] + [1e-4, 0.5]
+    ys = [y for _, y in pairs if y > 0] + [limits.negligible_bias, 1.0]
+    f = Frame(90, 24, 740, 228, _log_range(xs), _log_range(ys))
+    axes(
+        p,
+        f,
+        "share of computed tokens lost",
+        "bias, SD",
+        x_marks=[(k, f"{100 * 10.0**k:g} %") for k in _decades(f.x_range)],
+        y_marks=[(k, f"{10.0**k:g}") for k in _decades(f.y_range)],
+        left=60,
+    )
+    p.path([(f.x(math.log10(x)), f.y(math.log10(y))) for x, y in _thinned(points)], "curve")
+    words_at, lines_at = _limit_lines(p, f, limits)
+    if bound.loss_share <= 0 or bound.bias <= 0:
+        p.text(f.left + 8, f.top + 32, "this dataset: no rows lost", kind="bold halo")
+        return p
+    said = (
+        f"this dataset: {percent(bound.loss_share)} lost",
+        f"bias at most {number(bound.bias)} SD",
+    )
+    x, y = f.x(math.log10(bound.loss_share)), f.y(math.log10(bound.bias))
+    p.dot(x, y, "mark lost-mark", ", ".join(said), 6)
+    width = max(text_width(words, bold=True) for words in said)
+    curve = [(f.x(math.log10(x)), f.y(math.log10(y))) for x, y in points]
+    pieces = [box for a, b in pairwise(curve) for box in _boxes(a, b)]
+    at, low, anchor = _place(f, (x, y), width, ((words_at, 4), (pieces, 2), (lines_at, 1)))
+    for n, words in enumerate(said):
+        p.text(at, low + 15 * n, words, anchor, "bold halo")
+    return p
+
+
+def _place(
+    f: Frame,
+    point: tuple[float, float],
+    width: float,
+    covered: Sequence[tuple[Sequence[Box], int]],
+) -> tuple[float, float, Anchor]:
+    """Return where two lines of text beside a point cover the least of what is drawn.
+
+    Args:
+        f: the area that they stay in.
+        covered: boxes of what is drawn, each kind with how much it matters.
+    """
+    x, y = point
+    sides: tuple[tuple[float, Anchor], ...] = ((x + 12, "start"), (x - 12, "end"))
+    best, least = (f.left + 8, f.top + 16, sides[0][1]), math.inf
+    for step in range(22, 128, 15):
+        for low in (y + step, y - step):
+            for at, anchor in sides:
+                box = _box(at, low, width, anchor)
+                if box[0] < f.left or box[2] > f.right or box[1] < 2 or box[3] > f.bottom - 2:
+                    continue
+                cost = sum(k * any(_meet(box, b) for b in boxes) for boxes, k in covered)
+                if cost < least:
+                    best, least = (at, low, anchor), cost
+    return best
+
+
+def _limit_lines(p: Picture, f: Frame, limits: Limits) -> tuple[list[Box], list[Box]]:
+    """Draw the limits with their words; return the boxes of the words and of the lines."""
+    y = f.y(math.log10(limits.negligible_bias))
+    p.line(f.left, y, f.right, y, "limit", "negligible below")
+    words = f"negligible below {number(limits.negligible_bias)}"
+    low = y + 15 if y + 18 < f.bottom else y - 6
+    p.text(f.right - 6, low, words, "end", "dim halo")
+    words_at = [_box(f.right - 6, low, text_width(words), "end", lines=1)]
+    lines_at = [(f.left, y, f.right, y)]
+    if limits.max_loss > 0:
+        x = f.x(math.log10(limits.max_loss))
+        p.line(x, f.top, x, f.bottom, "limit", "heavy loss beyond")
+        words = f"heavy beyond {percent(limits.max_loss)}"
+        # Low down, where the curve is not, unless the other words are there.
+        anchor: Anchor = "end" if x - f.left > text_width(words) + 12 else "start"
+        at = x - 6 if anchor == "end" else x + 6
+        heights = (f.bottom - 8, f.bottom - 24, f.bottom - 40)
+        boxes = [(_box(at, h, text_width(words), anchor, lines=1), h) for h in heights]
+        box, height = next((b for b in boxes if not _meet(b[0], words_at[0])), boxes[0])
+        p.text(at, height, words, anchor, "dim halo")
+        words_at.append(box)
+        lines_at.append((x, f.top, x, f.bottom))
+    return words_at, lines_at
+
+
+def _boxes(a: tuple[float, float], b: tuple[float, float], n: int = 12) -> list[Box]:
+    """Return boxes along a rising line, far smaller together than the box of the whole."""
+    (left, low), (right, high) = a, b
+    wide, tall = (right - left) / n, (high - low) / n
+    return [
+        (left + wide * k, low + tall * (k + 1), left + wide * (k + 1), low + tall * k)
+        for k in range(n)
+    ]
+
+
+def _box(x: float, y: float, width: float, anchor: Anchor, lines: int = 2) -> Box:
+    """Return the left, upper, right and lower edge of lines of text."""
+    left = x if anchor == "start" else x - width
+    return (left, y - 12, left + width, y + 4 + 15 * (lines - 1))
+
+
+def _meet(a: Box, b: Box) -> bool:
+    return a[0] <= b[2] and b[0] <= a[2] and a[1] <= b[3] and b[1] <= a[3]
+
+
+def _log_range(values: Sequence[float]) -> tuple[float, float]:
+    low = math.floor(math.log10(max(min(values), 1e-12)))
+    return (float(low), math.log10(max(values)) + 0.05)
+
+
+def _decades(around: tuple[float, float]) -> list[float]:
+    """Return whole powers of ten of a range, at most eight."""
+    low, high = math.ceil(around[0]), math.floor(around[1])
+    step = max(1, math.ceil((high - low + 1) / 8))
+    return [float(k) for k in range(low, high + 1, step)]
+
+
+def _thinned(points: list[tuple[float, float]], room: int = 200) -> list[tuple[float, float]]:
+    step = max(1, math.ceil(len(points) / room))
+    return [*points[:-1:step], *points[-1:]]
