@@ -7,7 +7,8 @@ again here, and no file is parsed in the process of the caller.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,9 @@ import pyarrow as pa
 
 from actds.apart import Apart, Reply, Request, cpu_seconds
 from actds.errors import ActdsError
-from actds.exchange.blocks import Block, ForeignHook, ForeignSet
-from actds.exchange.containers import READERS, leaves
-from actds.exchange.foreign import KINDS, files_of, open_set
-from actds.exchange.tensors import foreign
+from actds.exchange.arrow_sets import open_datasets, open_sae_lens
+from actds.exchange.containers import READERS, features_of, foreign, leaves, read_document
+from actds.exchange.foreign import Block, ForeignHook, ForeignSet, open_npy, open_tensors
 from actds.format.arrays import DTYPES
 from actds.text import storable
 
@@ -28,6 +28,17 @@ _SLACK_NBYTES, _TIMES = 256 << 20, 8
 MAX_CHANNELS = 2**20  # of the format
 MAX_LEFT_OUT, MAX_NAME = 1000, 200  # for a run record, which is bounded
 _FILES_A_SECOND, _OPEN_S = 20, 8
+_NUMBERS = re.compile(r"(\d+)").split
+Opener = Callable[[Path, list[Path], "str | None"], ForeignSet]
+KINDS: dict[str, tuple[str, Opener]] = {
+    "sae-lens": ("", open_sae_lens),
+    "datasets": ("", open_datasets),
+    "safetensors": (".safetensors", lambda *given: open_tensors("safetensors", *given)),
+    "pt": (".pt", lambda *given: open_tensors("pt", *given)),
+    "npy": (".npy", open_npy),
+    "npz": (".npz", lambda *given: open_tensors("npz", *given)),
+}
+"""What ``actds import --from`` knows: the suffix of its files, and what opens them."""
 reader = Apart(f"{__name__}:answer")
 
 
@@ -84,6 +95,72 @@ def _open(path: Path, kind: str | None, dtype: str | None) -> ForeignSet:
     return ForeignSet(kind, files, hooks, unknown, n_rows, blocks, tuple(left_out))
 
 
+def open_set(path: Path, kind: str, files: list[Path], dtype: str | None = None) -> ForeignSet:
+    """Return what a set holds, after a look at the form of each of its files.
+
+    Raises:
+        ActdsError: E019 it is no such set, truncated, or mixes widths or types; E011 ``.pt`` files
+            without torch.
+    """
+    return KINDS[kind][1](path, files, dtype)
+
+
+def files_of(path: Path, kind: str) -> list[Path]:
+    """Return the files of a kind, in the order of the numbers in their names.
+
+    Raises:
+        ActdsError: E019 the folder cannot be listed, has one file twice, or ``state.json`` of a
+            saved Arrow dataset names what is not there.
+    """
+    try:
+        return _files(path, kind)
+    except OSError as error:
+        if isinstance(error, ActdsError):
+            raise
+        raise foreign(path, error.strerror or str(error), "files that can be read") from None
+
+
+def _files(path: Path, kind: str) -> list[Path]:
+    if kind in ("sae-lens", "datasets"):
+        files = _arrow_files(path, kind)
+    elif path.is_file():
+        return [path] if path.suffix == KINDS[kind][0] else []
+    else:
+        files = [one for one in path.iterdir() if one.suffix == KINDS[kind][0] and one.is_file()]
+        files.sort(key=lambda one: [int(w) if w.isdigit() else w for w in _NUMBERS(one.name)])
+    seen: dict[tuple[int, int], Path] = {}
+    for file in files:
+        status = file.stat()
+        twin = seen.setdefault((status.st_dev, status.st_ino), file)
+        if twin is not file:
+            raise foreign(file, f"the same file as {twin.name}", "every file once")
+    return files
+
+
+def _arrow_files(path: Path, kind: str) -> list[Path]:
+    state = path / "state.json"
+    if not (state.is_file() and (path / "dataset_info.json").is_file()):
+        return []
+    features = features_of(path).values()
+    windows = any(isinstance(one, dict) and one.get("_type") == "Array2D" for one in features)
+    if windows != (kind == "sae-lens"):
+        return []
+    try:
+        document = read_document(state)
+        names = [str(one["filename"]) for one in document["_data_files"]]
+        there = {one.name for one in path.iterdir() if one.is_file()}
+    except (KeyError, TypeError):
+        raise foreign(state, "a document that cannot be read", "data files") from None
+    # Old versions of datasets saved a selection as an index beside the unselected rows.
+    if document.get("_indices_data_files"):
+        raise foreign(state, "a saved selection", "a dataset saved after flatten_indices()")
+    for name in names:
+        if name not in there:
+            got = f"no such file in the folder: {name[:80]!r}"
+            raise foreign(state, got, "every file that it names")
+    return [path / name for name in names]
+
+
 def arrays_of(kind: str, file: Path) -> list[tuple[str, str, tuple[int, ...]]]:
     """Return name, type and shape of each array of a file.
 
@@ -97,7 +174,7 @@ def arrays_of(kind: str, file: Path) -> list[tuple[str, str, tuple[int, ...]]]:
 
 
 def _files_left_out(path: Path, files: list[Path]) -> list[str]:
-    """Return the files of the folder that look like arrays, and are not of the set."""
+    """Names of files that look like arrays and are not of the set."""
     if path.is_file():
         return []
     suffixes = {suffix for suffix, _ in KINDS.values() if suffix} | {".pth", ".bin", ".parquet"}
@@ -128,7 +205,7 @@ def _request(what: str, path: Path, kind: str, files: list[Path], dtype: str | N
 
 
 def _block(path: Path, hooks: list[ForeignHook], words: dict[str, Any], body: pa.Buffer) -> Block:
-    """Return a block from its bytes: positions, tokens where there are any, bits of each hook."""
+    """Positions, tokens where there are any, then bits of each hook."""
     n, at = words["n"], 0
 
     def take(dtype: np.dtype[Any], *shape: int) -> np.ndarray[Any, Any]:
@@ -149,7 +226,7 @@ def _block(path: Path, hooks: list[ForeignHook], words: dict[str, Any], body: pa
 
 
 def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
-    """Answer what files hold: the handler in the other process."""
+    """The handler in the other process."""
     files, kind = [Path(file) for file in request["files"]], request["kind"]
     if request["what"] == "arrays":
         [file] = files

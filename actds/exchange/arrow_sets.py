@@ -13,7 +13,8 @@ import numpy as np
 import pyarrow as pa
 
 from actds.errors import ActdsError
-from actds.exchange.blocks import (
+from actds.exchange.containers import batches, features_of, foreign, schema_of
+from actds.exchange.foreign import (
     LABELS,
     NEVER_SAID,
     Array,
@@ -25,8 +26,6 @@ from actds.exchange.blocks import (
     cut_rows,
     stored_type,
 )
-from actds.exchange.containers import batches, features_of, schema_of
-from actds.exchange.tensors import foreign
 from actds.format.arrays import DTYPES
 
 
@@ -84,7 +83,7 @@ def _check_columns(file: Path, names: list[str]) -> None:
 
 
 def _flat(batch: pa.RecordBatch, hook: ForeignHook, dtype: str, size: int, file: Path) -> Array:
-    """Return the rows of a column of windows, after a look at the length of each."""
+    """Rows of a column of windows, each window of the size that the features say."""
     windows = _storage(batch.column(hook.called))
     lengths, rows = _lists(windows, hook.called, file)
     widths, flat = _lists(rows, hook.called, file)
@@ -100,7 +99,7 @@ def _storage(column: pa.Array) -> pa.Array:
 
 
 def _lists(column: pa.Array, name: str, file: Path) -> tuple[Array, pa.Array]:
-    """Return the lengths of the lists of a column, and their elements."""
+    """Lengths of the lists of a column, and their elements."""
     kind = column.type
     if not (
         pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
@@ -169,7 +168,7 @@ def open_datasets(path: Path, files: list[Path], dtype: str | None) -> ForeignSe
 
 
 def _nesting(kind: pa.DataType) -> tuple[int, str]:
-    """Return how deep lists are nested, and the type of their elements."""
+    """How deep lists are nested, and the type of their elements."""
     depth = 0
     while pa.types.is_list(kind) or pa.types.is_large_list(kind) or (
         pa.types.is_fixed_size_list(kind)
@@ -180,7 +179,7 @@ def _nesting(kind: pa.DataType) -> tuple[int, str]:
 
 
 def _widths(files: list[Path], names: list[str], depth: int) -> tuple[dict[str, int], int]:
-    """Return the channels of each hook and the rows of one, by the length of every list."""
+    """Channels of each hook and rows of the set, by the length of every list."""
     n_rows = 0
     widths: dict[str, set[int]] = {name: set() for name in names}
     for file in files:

@@ -6,9 +6,11 @@ believed that the file has no bytes for, and nothing is unpickled but tensors.
 
 from __future__ import annotations
 
+import json
 import math
+import struct
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,153 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actds.errors import ActdsError
-from actds.exchange.tensors import foreign, read_document, read_header
+from actds.format import canonical
+
+MAX_HEADER_NBYTES = 100_000_000  # that of the format
+_CODES = {
+    "bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+    "uint16": "U16", "uint32": "U32", "uint64": "U64",
+}  # fmt: skip
+_NAMES = {code: name for name, code in _CODES.items()}
+
+
+def foreign(place: object, got: str, expected: str) -> ActdsError:
+    return ActdsError("E019", str(place), got=got, expected=expected)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """dtype: torch's name of the type, for others the format's own code; offset in bytes."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    def map(self) -> npt.NDArray[Any]:
+        """Values, mapped; bfloat16 as bit patterns in ``uint16``."""
+        kind = np.dtype(np.uint16 if self.dtype == "bfloat16" else self.dtype)
+        if 0 in self.shape:
+            return np.empty(self.shape, kind)
+        return np.memmap(self.path, kind.newbyteorder("<"), "r", self.offset, self.shape)
+
+
+@dataclass(frozen=True)
+class NewTensor:
+    """dtype: torch's name of the type; pieces are cut along axis 0, bfloat16 as bit patterns."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Iterable[npt.NDArray[Any]]
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, NewTensor], metadata: Mapping[str, str]
+) -> None:
+    """Write a file of tensors, a piece at a time."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    at = 0
+    for name, one in tensors.items():
+        end = at + math.prod(one.shape) * itemsize(one.dtype)
+        header[name] = {
+            "dtype": _CODES[one.dtype], "shape": list(one.shape), "data_offsets": [at, end],
+        }  # fmt: skip
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for one in tensors.values():
+            for piece in one.pieces:
+                file.write(np.ascontiguousarray(piece).data)
+
+
+def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return the tensors of a file and the words of its header; no values are read.
+
+    Raises:
+        ActdsError: E019 it is truncated, or no such file.
+    """
+    nbytes = path.stat().st_size
+    if not path.is_file():
+        raise foreign(path, "no regular file", "a safetensors file")
+    with path.open("rb") as file:
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        if not 2 <= length <= min(MAX_HEADER_NBYTES, nbytes - 8):
+            raise foreign(path, f"{nbytes} bytes", f"a header of {length} bytes, and tensors")
+        text = file.read(length)
+    try:
+        header = json.loads(text, object_pairs_hook=_once)
+        metadata = header.pop("__metadata__", {})
+        if not all(isinstance(word, str) for word in metadata.values()):
+            raise TypeError("metadata that are no words")
+        found = {
+            name: StoredTensor(
+                path,
+                _NAMES.get(entry["dtype"], entry["dtype"]),
+                tuple(int(size) for size in entry["shape"]),
+                8 + length + int(entry["data_offsets"][0]),
+            )
+            for name, entry in header.items()
+        }
+        ends = {name: 8 + length + int(header[name]["data_offsets"][1]) for name in header}
+    except (
+        ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError,
+    ):  # fmt: skip
+        raise foreign(path, "a header that cannot be read", "a safetensors file") from None
+    for name, tensor in found.items():
+        if ends[name] > nbytes:
+            raise foreign(f"{path} {name}", f"{nbytes} bytes", f"{ends[name]}: it is truncated")
+        known = tensor.dtype in _CODES
+        size = math.prod(tensor.shape) * (itemsize(tensor.dtype) if known else 0)
+        if (
+            min(tensor.shape, default=1) < 0
+            or tensor.offset < 8 + length
+            or (known and ends[name] - tensor.offset != size)
+        ):
+            got = f"{ends[name] - tensor.offset} bytes of {tensor.dtype} {tensor.shape}"
+            raise foreign(f"{path} {name}", got, f"{size} bytes")
+    at = 8 + length
+    for name, tensor in sorted(found.items(), key=lambda one: (one[1].offset, ends[one[0]])):
+        if tensor.offset != at:
+            got = f"a tensor from byte {tensor.offset}"
+            raise foreign(f"{path} {name}", got, f"from {at}: tensors one after the other")
+        at = ends[name]
+    if at != nbytes:
+        raise foreign(path, f"{nbytes} bytes", f"{at}, where its tensors end")
+    return found, metadata
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse a name that an object has twice: of two arrays one would be left out in silence."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        raise ValueError("a name twice")
+    return members
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """Return the object of a small JSON file that a stranger made.
+
+    Raises:
+        ActdsError: E019 it is no regular file, larger than 16 MiB, or no JSON object.
+    """
+    try:
+        document = json.loads(canonical.read_bounded(path), object_pairs_hook=_once)
+    except OSError as error:
+        raise foreign(path, error.strerror or str(error), "a JSON object") from None
+    except (ValueError, RecursionError):
+        raise foreign(path, "a document that cannot be read", "a JSON object") from None
+    if not isinstance(document, dict):
+        raise foreign(path, "a document that cannot be read", "a JSON object")
+    return document
+
+
+def itemsize(dtype: str) -> int:
+    return 2 if dtype == "bfloat16" else int(np.dtype(dtype).itemsize)
+
 
 Array = npt.NDArray[Any]
 ANY = -1
@@ -150,7 +298,7 @@ def _check_length(place: object, dtype: np.dtype[Any], shape: tuple[int, ...], n
 
 
 def _name(dtype: np.dtype[Any]) -> str:
-    """Return the name of a type; its whole description where it is of another byte order."""
+    """The name of a type; its whole description where it is of another byte order."""
     return dtype.name if dtype.isnative and dtype.kind in "biuf" else str(dtype)
 
 
@@ -225,7 +373,7 @@ def _npz_reader(
 
 
 def schema_of(file: Path) -> pa.Schema:
-    """Return the schema of an Arrow stream or file; raises as ``batches``."""
+    """Raises as ``batches``."""
     with _opened(file) as (schema, _):
         return schema
 
@@ -275,7 +423,6 @@ def _check_end(file: Path) -> None:
 
 
 def _of_arrow(file: Path) -> dict[str, Leaf]:
-    """Return the columns of an Arrow stream or file, with the sizes that their types say."""
     schema = schema_of(file)
     n_rows = sum(batch.num_rows for batch in batches(file))
     features = features_of(file.parent)
@@ -287,18 +434,14 @@ def _of_arrow(file: Path) -> dict[str, Leaf]:
 
 
 def features_of(folder: Path) -> dict[str, Any]:
-    """Return what ``datasets`` says of the columns; empty where it says nothing.
-
-    Raises:
-        ActdsError: E019 ``dataset_info.json`` is there and cannot be read.
-    """
+    """What ``datasets`` says of the columns; empty where it says nothing."""
     path = folder / "dataset_info.json"
     found = read_document(path).get("features") if path.exists() else None
     return found if isinstance(found, dict) else {}
 
 
 def _column(kind: pa.DataType, n_rows: int, feature: Any) -> tuple[str, tuple[int, ...]]:
-    """Return the type of a column's values and its shape, as far as somebody says it."""
+    """Type of a column's values, and its shape as far as somebody says it."""
     given = feature.get("shape") if isinstance(feature, dict) else None
     sizes = [n if isinstance(n, int) else ANY for n in given] if isinstance(given, list) else []
     if isinstance(kind, pa.BaseExtensionType):  # of a library that is imported here

@@ -10,22 +10,109 @@ import re
 import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from actds.errors import ActdsError
-from actds.exchange.apart import arrays_of, open_foreign, reader
-from actds.exchange.blocks import LABELS, ForeignSet, own_name
-from actds.exchange.containers import ANY
+from actds.exchange.apart import KINDS, arrays_of, files_of, open_foreign, reader
+from actds.exchange.containers import ANY, foreign, itemsize, read_document
 from actds.exchange.export import RECORD_FILE
-from actds.exchange.foreign import KINDS, files_of
+from actds.exchange.foreign import LABELS, ForeignSet, own_name
 from actds.exchange.importing import named_hook
-from actds.exchange.raw import RawFile, is_raw
-from actds.exchange.tensors import foreign
 from actds.format.arrays import widen
 from actds.store import layout, local_folder
+
+_RAW_SUFFIXES = (".dat", ".raw", ".mmap", ".memmap")
+_PICKLE_OR_ZIP = re.compile(rb"\x80[\x00-\x05]|PK\x03\x04")
+_DOCUMENTS = ("{0}.json", "{0}_meta.json", "{0}_metadata.json", "{0}_shape.json", "metadata.json",
+              "meta.json", "shape.json")  # fmt: skip
+_WIDTHS = ("d_model", "hidden_size", "d_in", "width", "dim")
+_MAX_WIDTH = 1 << 20
+_TYPES = {
+    "bfloat16": ("bfloat16", "bf16"), "float16": ("float16", "fp16", "f16", "f2", "half"),
+    "float32": ("float32", "fp32", "f32", "f4"), "float64": ("float64", "fp64", "f64", "f8"),
+}  # fmt: skip
+_WORD = re.compile("[a-z]+[0-9]*")
+_SHAPE = re.compile(r"(?<![0-9a-z])[0-9]{1,18}(?:x[0-9]{1,18})+(?![0-9a-z])")
+
+
+def is_raw(file: Path) -> bool:
+    """By its name, of ``.bin`` by its first bytes."""
+    if file.suffix != ".bin":
+        return file.suffix in _RAW_SUFFIXES
+    try:
+        with file.open("rb") as stream:
+            return not _PICKLE_OR_ZIP.match(stream.read(4))
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class RawFile:
+    """A raw file, the type of its values and the channels of a row; None where nothing says it."""
+
+    path: Path
+    dtype: str | None
+    d_model: int | None
+
+    @classmethod
+    def guess(cls, path: Path) -> RawFile:
+        """What the name of a file says, else a document beside it."""
+        nbytes, name = path.stat().st_size, path.stem.lower()
+        match = _SHAPE.search(name)
+        said = [(tuple(map(int, match[0].split("x"))) if match else (), _dtype(name))]
+        said += [_of_document(path.with_name(one.format(path.stem))) for one in _DOCUMENTS]
+        shapes = [shape for shape, _ in said if shape and 1 <= shape[-1] <= _MAX_WIDTH]
+        dtype = next((dtype for _, dtype in said if dtype), None)
+        for shape in shapes:
+            if dtype is None and nbytes in (4 * prod(shape), 8 * prod(shape)):
+                # Of two bytes there are two types.
+                dtype = "float32" if nbytes == 4 * prod(shape) else "float64"
+            if nbytes and nbytes % (shape[-1] * (itemsize(dtype) if dtype else 2)) == 0:
+                return cls(path, dtype, shape[-1])
+        return cls(path, dtype, None)
+
+    @property
+    def lacks(self) -> list[str]:
+        """What has to be put into the line by hand, in words."""
+        words = {"float32 its type": self.dtype, "D_MODEL the channels of a row": self.d_model}
+        return [one for one, known in words.items() if known is None]
+
+    @property
+    def line(self) -> str:
+        """The line of a shell that makes ``raw/NAME.npy`` of it."""
+        # NumPy has no bfloat16: an import takes two bytes without a name as --dtype says.
+        dtype = "uint16" if self.dtype == "bfloat16" else self.dtype or "float32"
+        array = f'np.memmap({str(self.path)!r}, "{dtype}", "r").reshape(-1, '
+        array += f"{self.d_model or 'D_MODEL'})"
+        return f"python -c {shlex.quote(f'import numpy as np; np.save({self._npy!r}, {array})')}"
+
+    @property
+    def _npy(self) -> str:
+        return f"raw/{self.path.stem}.npy"
+
+
+def _dtype(text: str) -> str | None:
+    words = set(_WORD.findall(text.lower()))
+    return next((dtype for dtype, names in _TYPES.items() if words & {*names}), None)
+
+
+def _of_document(path: Path) -> tuple[tuple[int, ...], str | None]:
+    """Shape (or the width alone) and type that a document says; nothing of none."""
+    try:
+        document = read_document(path)
+    except ActdsError:
+        return (), None
+    shape, dtype = document.get("shape"), document.get("dtype")
+    if not isinstance(shape, list):
+        shape = [document[name] for name in _WIDTHS if name in document][:1]
+    if not all(type(n) is int and n >= 1 for n in shape):
+        shape = []
+    return tuple(shape), _dtype(dtype) if isinstance(dtype, str) else None
+
 
 MAX_FAULTS = 20
 MAX_FOLDERS = 50
@@ -186,10 +273,7 @@ class Report:
 
 
 def doctor(
-    path: str | os.PathLike[str],
-    *,
-    hooks: str | Sequence[str] | None = None,
-    values: bool = False,
+    path: str | os.PathLike[str], *, hooks: str | Sequence[str] | None = None, values: bool = False
 ) -> Report:
     """Return what a set of activations made elsewhere holds, lacks, and how to import it.
 
@@ -276,7 +360,6 @@ def _elsewhere(folder: Path) -> Iterator[str]:
 
 
 def _examine(path: Path, kind: str, files: list[Path], names: list[str], values: bool) -> FoundSet:
-    """Return what the files of one form hold."""
     seen: dict[tuple[str, str, int | None, int], list[tuple[int, ...]]] = {}
     faults: list[str] = []
     for file in files:
@@ -331,7 +414,6 @@ def _rows(shape: tuple[int, ...]) -> int:
 
 
 def _count(found: ForeignSet) -> list[ValueCounts]:
-    """Return what is wrong with the rows of each hook, of all values of a set."""
     counts = [np.zeros(3 + len(_NARROW), np.int64) for _ in found.hooks]
     for block in found.blocks():
         for hook, total, bits in zip(found.hooks, counts, block.bits, strict=True):
@@ -349,7 +431,7 @@ def _count(found: ForeignSet) -> list[ValueCounts]:
 
 
 def _n_rows(arrays: list[FoundArray]) -> int:
-    """Return the rows of the largest array of those that may be a hook."""
+    """Rows of the largest array of those that may be a hook."""
     labels = {name for names in _COLUMNS.values() for name in names}
     counts = [one.n_rows for one in arrays if len(one.shape) > 1 and one.name not in labels]
     return max(counts, default=0)
@@ -361,7 +443,7 @@ def _common(shapes: list[tuple[int, ...]]) -> list[int | None]:
 
 
 def _of_raw(files: list[Path], names: list[str]) -> tuple[str, list[str]]:
-    """Return what raw files do not say, and lines that make an array of each, and import them."""
+    """What raw files do not say, and lines that make an array of each, and import them."""
     raw = [RawFile.guess(file) for file in files]
     words, least = "raw bytes say neither type nor width", max(raw, key=lambda one: len(one.lacks))
     if least.lacks:
@@ -378,7 +460,7 @@ def _of_raw(files: list[Path], names: list[str]) -> tuple[str, list[str]]:
 
 
 def _command(path: Path, names: list[str], called: list[str], more: list[str]) -> str:
-    """Return the command that imports a set; of hooks without a name it asks for one."""
+    """Of hooks without a name it asks for one."""
     if len(names) != len(called):
         numbers = [re.findall(r"[0-9]+", name) for name in called]
         names = [f"KIND.{int(n[0])}" if len(n) == 1 else "KIND.LAYER" for n in numbers]
@@ -389,7 +471,7 @@ def _command(path: Path, names: list[str], called: list[str], more: list[str]) -
 def _importable(
     path: Path, kind: str, names: list[str]
 ) -> tuple[ForeignSet | None, str | None, str | None]:
-    """Return the set as an import would open it, the command, or why there is none."""
+    """The set as an import would open it, the command, or why there is none."""
     if kind not in KINDS:
         words = "actds import does not read this form: save each hook's rows as one .npy file"
         return None, None, words
@@ -423,7 +505,7 @@ def _has(path: Path, kind: str) -> bool:
 
 
 def _lacks(path: Path, opened: ForeignSet | None, names: set[str]) -> list[Lack]:
-    """Return what a set does not say: by what an import would mark, else by names of arrays."""
+    """What a set does not say: by what an import would mark, else by names of arrays."""
     if opened is not None:
         unknown = set(opened.unknown)
     else:
@@ -441,10 +523,9 @@ def _lacks(path: Path, opened: ForeignSet | None, names: set[str]) -> list[Lack]
 
 
 def lacks_of_columns(unknown: Collection[str]) -> list[Lack]:
-    """Return what nobody can know without these columns of the token table."""
+    """What nobody can know without these columns of the token table."""
     return [Lack(_WORDS[one], _UNKNOWABLE[one]) for one in _UNKNOWABLE if one in unknown]
 
 
 def lacks_of_every_set() -> list[Lack]:
-    """Return what no set made elsewhere says."""
     return [Lack(missing, words) for missing, words in _NEVER.items()]

@@ -16,100 +16,161 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from actds.errors import ActdsError
-from actds.exchange.arrow_sets import open_datasets, open_sae_lens
-from actds.exchange.blocks import (
-    LABELS,
-    NEVER_SAID,
-    Array,
-    Block,
-    ForeignHook,
-    ForeignSet,
-    SequenceRows,
-    check_labels,
-    cut_rows,
-    own_name,
-    stored_type,
-)
-from actds.exchange.containers import READERS, Leaf, features_of, map_npy
-from actds.exchange.tensors import foreign, read_document
+from actds.exchange.containers import READERS, Leaf, foreign, map_npy
 from actds.format.arrays import DTYPES
 
-_NUMBERS = re.compile(r"(\d+)").split
+Array = npt.NDArray[Any]
+BLOCK_ROWS, BLOCK_NBYTES = 4096, 1 << 26
+"""Rows of a sequence that are read at a time, and their bytes, unless one row has more."""
+NEVER_SAID = ("attempt", "chunk", "flags", "phase", "step")
+"""Columns of the token table that no such set has."""
+LABELS = {
+    "token_id": ("token_ids", "input_ids", "token_id", "tokens"),
+    "position": ("positions", "position_ids", "position"),
+}
+"""Names under which arrays that label rows are known, by what they label."""
+_TLENS = re.compile(
+    r"blocks\.(\d+)\.(?:hook_(resid_pre|resid_mid|resid_post|attn_out|mlp_out)"
+    r"|attn\.hook_([qkvz]))"
+)
+"""Names of TransformerLens: what stands there is what the format means by the same kind."""
 
 
-def open_set(path: Path, kind: str, files: list[Path], dtype: str | None = None) -> ForeignSet:
-    """Return what a set holds, after a look at the form of each of its files.
+@dataclass(frozen=True)
+class ForeignHook:
+    """The rows of one place in the model.
 
     Args:
-        path: a file, or a folder of them.
+        called: what the set calls it; empty where it gives no name.
+        d_model: channels of a row.
+        dtype: type of the values as they are imported.
+    """
+
+    called: str
+    d_model: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of one sequence.
+
+    Args:
+        sequence: number of the sequence, from 0.
+        position: positions of the rows, ``(n,)``.
+        token_ids: their tokens, ``(n,)``; None where the set has none.
+        bits: bit patterns of the rows of each hook, ``(n, d_model)``.
+    """
+
+    sequence: int
+    position: Array
+    token_ids: Array | None
+    bits: list[Array]
+
+
+@dataclass(frozen=True)
+class ForeignSet:
+    """A set that was opened.
+
+    Args:
         kind: one of ``KINDS``.
-        files: its files, as ``files_of`` has them.
-        dtype: type of two-byte values without a name, and of values that the format has no type
-            for, which are rounded.
+        files: its files, in the order of their rows.
+        hooks: its hooks.
+        unknown: columns of the token table of which it says nothing.
+        n_rows: rows of a hook.
+        blocks: reads its rows.
+        left_out: what else is there, which is not imported.
+    """
+
+    kind: str
+    files: list[Path]
+    hooks: list[ForeignHook]
+    unknown: tuple[str, ...]
+    n_rows: int
+    blocks: Callable[[], Iterator[Block]]
+    left_out: tuple[str, ...] = field(default=())
+
+
+def own_name(hook: ForeignHook) -> str:
+    """The name KIND.LAYER of what TransformerLens names, else what the set calls it."""
+    match = _TLENS.fullmatch(hook.called)
+    return f"{match[2] or match[3]}.{int(match[1])}" if match else hook.called
+
+
+@dataclass(frozen=True)
+class SequenceRows:
+    """One sequence of rows of a file, not yet read: ``(n, d_model)`` of each hook."""
+
+    rows: list[Array]
+    dtypes: list[str]
+    token_ids: Array | None
+    position: Array | None
+    first: int = 0
+
+
+def check_labels(file: Path, one: SequenceRows) -> None:
+    """Refuse labels that are no numbers of 32 bits, or not one per row."""
+    n = len(one.rows[0])
+    for name, values in (("token_ids", one.token_ids), ("positions", one.position)):
+        if values is None:
+            continue
+        if values.shape != (n,) or values.dtype.kind not in "iu":
+            got = f"{name} of {values.dtype} {values.shape}"
+            raise foreign(file, got, f"integers ({n},), one per row")
+        if n and not (int(values.min()) >= 0 and int(values.max()) < 2**32):
+            raise foreign(file, f"{name} to {values.max()}", "numbers from 0 below 2^32")
+    if one.position is not None and (np.diff(one.position.astype(np.int64)) <= 0).any():
+        raise foreign(file, "positions that do not ascend", "each position once")
+
+
+def cut_rows(
+    file: Path, number: int, one: SequenceRows, dtypes: list[str], tokens: bool
+) -> Iterator[Block]:
+    """Yield the rows of a sequence in blocks, in the types that they are imported in."""
+    row_nbytes = sum(rows.shape[1] * rows.itemsize for rows in one.rows)
+    step = max(1, min(BLOCK_ROWS, BLOCK_NBYTES // max(row_nbytes, 1)))
+    for start in range(0, len(one.rows[0]), step):
+        stop = min(start + step, len(one.rows[0]))
+        given = one.position
+        where = one.first + np.arange(start, stop) if given is None else given[start:stop]
+        ids = one.token_ids[start:stop] if tokens and one.token_ids is not None else None
+        bits = [
+            _bits(file, rows[start:stop], dtype, stored)
+            for rows, dtype, stored in zip(one.rows, one.dtypes, dtypes, strict=True)
+        ]
+        yield Block(number, where, ids, bits)
+
+
+def _bits(file: Path, values: Array, dtype: str, stored: str) -> Array:
+    """Return rows as the bit patterns of a type, rounded where it is not their own.
 
     Raises:
-        ActdsError: E019 it is no such set, truncated, or mixes widths or types; E011 ``.pt`` files
-            without torch.
+        ActdsError: E019 a finite value that the type cannot hold.
     """
-    return KINDS[kind][1](path, files, dtype)
+    if dtype == stored:
+        bits: Array = np.ascontiguousarray(values).view(DTYPES[stored].bits)
+        return bits
+    with np.errstate(over="ignore"):
+        narrow = values.astype(DTYPES[stored].native)
+    lost = np.isfinite(values) & ~np.isfinite(narrow.astype(np.float32))
+    if lost.any():
+        got = f"{int(lost.sum()):,} values as {values[lost][0]:g}, which {stored} cannot hold"
+        raise foreign(file, got, "a wider type: dtype=")
+    cast: Array = narrow.view(DTYPES[stored].bits)
+    return cast
 
 
-def files_of(path: Path, kind: str) -> list[Path]:
-    """Return the files of a kind, in the order of the numbers in their names.
-
-    Raises:
-        ActdsError: E019 the folder cannot be listed, has one file twice, or ``state.json`` of a
-            saved Arrow dataset names what is not there.
-    """
-    try:
-        return _files(path, kind)
-    except OSError as error:
-        if isinstance(error, ActdsError):
-            raise
-        raise foreign(path, error.strerror or str(error), "files that can be read") from None
-
-
-def _files(path: Path, kind: str) -> list[Path]:
-    if kind in ("sae-lens", "datasets"):
-        files = _arrow_files(path, kind)
-    elif path.is_file():
-        return [path] if path.suffix == KINDS[kind][0] else []
-    else:
-        files = [one for one in path.iterdir() if one.suffix == KINDS[kind][0] and one.is_file()]
-        files.sort(key=lambda one: [int(w) if w.isdigit() else w for w in _NUMBERS(one.name)])
-    seen: dict[tuple[int, int], Path] = {}
-    for file in files:
-        status = file.stat()
-        twin = seen.setdefault((status.st_dev, status.st_ino), file)
-        if twin is not file:
-            raise foreign(file, f"the same file as {twin.name}", "every file once")
-    return files
-
-
-def _arrow_files(path: Path, kind: str) -> list[Path]:
-    state = path / "state.json"
-    if not (state.is_file() and (path / "dataset_info.json").is_file()):
-        return []
-    features = features_of(path).values()
-    windows = any(isinstance(one, dict) and one.get("_type") == "Array2D" for one in features)
-    if windows != (kind == "sae-lens"):
-        return []
-    try:
-        document = read_document(state)
-        names = [str(one["filename"]) for one in document["_data_files"]]
-        there = {one.name for one in path.iterdir() if one.is_file()}
-    except (KeyError, TypeError):
-        raise foreign(state, "a document that cannot be read", "data files") from None
-    # Old versions of datasets saved a selection as an index beside the unselected rows.
-    if document.get("_indices_data_files"):
-        raise foreign(state, "a saved selection", "a dataset saved after flatten_indices()")
-    for name in names:
-        if name not in there:
-            got = f"no such file in the folder: {name[:80]!r}"
-            raise foreign(state, got, "every file that it names")
-    return [path / name for name in names]
+def stored_type(place: object, dtype: str, wanted: str | None) -> str:
+    """The type in which values are imported: their own, or for float64 what is wanted."""
+    if dtype in DTYPES:
+        return dtype
+    if dtype == "float64" and wanted in DTYPES:
+        return wanted
+    expected = f"one of {', '.join(DTYPES)}, unrounded"
+    more = ', or dtype="float32", which rounds' if dtype == "float64" else ""
+    raise foreign(place, f"values of {dtype}", expected + more)
 
 
 @dataclass(frozen=True)
@@ -132,7 +193,7 @@ class _Held:
 def _open_sequences(
     kind: str, files: list[Path], load: Callable[[Path], _Held], dtype: str | None
 ) -> ForeignSet:
-    """Return a set of files that each hold one sequence or several."""
+    """Files that each hold one sequence or several."""
     forms: dict[tuple[tuple[str, int, str], ...], Path] = {}
     unknown, left_out, n_rows = set(NEVER_SAID), set(), 0
     for file in files:
@@ -175,8 +236,8 @@ def _form(form: Sequence[tuple[str, int, str]]) -> str:
 # Tensors by name: what vLLM, speculators and people save.
 
 
-def _open_tensors(kind: str, path: Path, files: list[Path], dtype: str | None) -> ForeignSet:
-    """Open ``.pt``, ``.npz`` and ``.safetensors`` files."""
+def open_tensors(kind: str, path: Path, files: list[Path], dtype: str | None) -> ForeignSet:
+    """``.pt``, ``.npz`` and ``.safetensors`` files: what vLLM, speculators and people save."""
 
     def load(file: Path) -> _Held:
         node = READERS[kind](file)
@@ -193,7 +254,7 @@ def _open_tensors(kind: str, path: Path, files: list[Path], dtype: str | None) -
 
 
 def _hidden_states(kind: str, file: Path, node: dict[str, Any]) -> _Held:
-    """Return rows of ``hidden_states (n, n_hooks, d_model)``, or of a list of hooks."""
+    """Rows of ``hidden_states (n, n_hooks, d_model)``, or of a list of hooks."""
     states, ids, position = node.pop("hidden_states"), _label(file, node, "token_id"), None
     if kind == "safetensors":
         position = _label(file, node, "position")
@@ -226,7 +287,7 @@ def _known_type(place: object, dtype: str) -> str:
 
 
 def _label(file: Path, node: dict[str, Any], label: str) -> Array | None:
-    """Take the array that labels rows out of what a file holds, and return it, ``(n,)``."""
+    """Take the array that labels rows, ``(n,)``, out of what a file holds."""
     name = next((name for name in LABELS[label] if name in node), None)
     if name is None:
         return None
@@ -271,7 +332,7 @@ def _by_name(file: Path, node: dict[str, Any]) -> _Held:
 
 
 def _is_rows(node: Any) -> bool:
-    """Return whether something may be rows: floats of 2 to 4 axes, or a list of such."""
+    """Floats of 2 to 4 axes, or a list of such."""
     if isinstance(node, Leaf):
         return node.dtype in (*DTYPES, "float64") and len(node.shape) in (2, 3, 4)
     leaves = _all_leaves(node)
@@ -283,7 +344,7 @@ def _is_rows(node: Any) -> bool:
 def _sequences_of(
     file: Path, rows: dict[str, Any], ordered: bool, rest: dict[str, Any] | None = None
 ) -> _Held:
-    """Return the sequences of arrays that have the same rows: of hooks side by side."""
+    """Of hooks side by side: the arrays have the same rows."""
     parts = {name: _parts(file, name, node) for name, node in rows.items()}
     shapes = {name: [len(one) for one in found] for name, (found, _) in parts.items()}
     first = next(iter(shapes.values()), [])
@@ -308,7 +369,7 @@ def _sequences_of(
 
 
 def _parts(file: Path, name: str, node: Any) -> tuple[list[Array], str]:
-    """Return the rows ``(n, d_model)`` of each sequence, and their type."""
+    """Rows ``(n, d_model)`` of each sequence, and their type."""
     if isinstance(node, Leaf):
         _known_type(f"{file} {name}".strip(), node.dtype)
         if len(node.shape) not in (2, 3, 4) or (len(node.shape) == 4 and not name):
@@ -356,8 +417,8 @@ def _labels_of(
     return values
 
 
-def _open_npy(path: Path, files: list[Path], dtype: str | None) -> ForeignSet:
-    """Open arrays ``(rows, d_model)`` or ``(sequences, rows, d_model)``, a hook each."""
+def open_npy(path: Path, files: list[Path], dtype: str | None) -> ForeignSet:
+    """Arrays ``(rows, d_model)`` or ``(sequences, rows, d_model)``, a hook each."""
     arrays = {file: map_npy(file) for file in files}
     shape = next(iter(arrays.values())).shape[:-1]
     names, parts, dtypes, kept = [], [], [], []
@@ -388,21 +449,9 @@ def _open_npy(path: Path, files: list[Path], dtype: str | None) -> ForeignSet:
 
 
 def _npy_type(file: Path, name: str, dtype: str | None) -> str:
-    """Return the type of an array's values; two bytes without a name are what the caller says."""
+    """Two bytes without a name are what the caller says."""
     if name in ("|V2", "uint16"):
         if dtype in ("bfloat16", "float16"):
             return dtype
         raise foreign(file, f"values of {name}", 'a name for them: dtype="bfloat16"')
     return name
-
-
-Opener = Callable[[Path, list[Path], "str | None"], ForeignSet]
-KINDS: dict[str, tuple[str, Opener]] = {
-    "sae-lens": ("", open_sae_lens),
-    "datasets": ("", open_datasets),
-    "safetensors": (".safetensors", lambda *given: _open_tensors("safetensors", *given)),
-    "pt": (".pt", lambda *given: _open_tensors("pt", *given)),
-    "npy": (".npy", _open_npy),
-    "npz": (".npz", lambda *given: _open_tensors("npz", *given)),
-}
-"""What ``actds import --from`` knows: the suffix of its files, and what opens them."""

@@ -20,11 +20,10 @@ from actds.dataset.commit import ShardRows, commit_shard
 from actds.dataset.ledger import Chain
 from actds.errors import ActdsError
 from actds.exchange.apart import open_foreign, reader
-from actds.exchange.blocks import Block, ForeignHook, ForeignSet, own_name
-from actds.exchange.export import RECORD_FILE
-from actds.exchange.rows import BLOCK_NBYTES
-from actds.exchange.tensors import foreign as bad_set
-from actds.exchange.tensors import read_document
+from actds.exchange.containers import foreign as bad_set
+from actds.exchange.containers import read_document
+from actds.exchange.export import BLOCK_NBYTES, RECORD_FILE
+from actds.exchange.foreign import Block, ForeignHook, ForeignSet, own_name
 from actds.format import schema
 from actds.format.arrays import DTYPES
 from actds.format.schema import (
@@ -155,7 +154,6 @@ def import_foreign(
 
 
 def _name_hooks(found: ForeignSet, given: str | Sequence[str] | None, path: Path) -> list[Hook]:
-    """Return the hooks as the caller names them, or as the set does."""
     if given is None:
         called = [own_name(hook) for hook in found.hooks]
     else:
@@ -181,7 +179,7 @@ def _name_hooks(found: ForeignSet, given: str | Sequence[str] | None, path: Path
 
 
 def named_hook(name: str, one: ForeignHook) -> Hook | None:
-    """Return a hook under a name ``KIND.LAYER``; None where the name is none."""
+    """None where the name is not ``KIND.LAYER``."""
     match = _OWN.fullmatch(name)
     if match is None:
         return None
@@ -198,7 +196,7 @@ def named_hook(name: str, one: ForeignHook) -> Hook | None:
 
 
 def _shards(found: ForeignSet, hooks: list[Hook]) -> Iterator[tuple[ShardRows, int]]:
-    """Yield the rows of shards of bounded size, each with the number of its last sequence."""
+    """Rows of shards of bounded size, each with the number of its last sequence."""
     row_nbytes = sum(hook.d_model * DTYPES[hook.dtype].itemsize for hook in hooks)
     most = max(1, BLOCK_NBYTES // row_nbytes)
     held: list[Block] = []
@@ -250,7 +248,7 @@ def _joined(held: list[Block], hooks: list[Hook]) -> ShardRows:
 def _fields(
     found: ForeignSet, path: Path, hooks_given: bool, hooks: list[Hook], declare: Mapping[str, Any]
 ) -> dict[str, ProvenanceField]:
-    """Return the fields of the run record: all unknown but for what is seen and declared."""
+    """All unknown but for what is seen and declared."""
     reason = f"imported from a set ({found.kind}) that does not say it"
     fields = {
         name: ProvenanceField(value=None, origin="unknown", reason=reason)
@@ -293,7 +291,7 @@ def _fields(
 
 
 def _digest(files: list[Path]) -> str:
-    """Return the SHA-256 over the sorted ``name sha256`` lines of files, as of model weights."""
+    """SHA-256 over the sorted ``name sha256`` lines of files, as of model weights."""
     lines = []
     for path in files:
         with path.open("rb") as file:

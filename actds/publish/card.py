@@ -7,21 +7,131 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 
 from actds.dataset.info import Facts, describe, missing, odd_values
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError, Finding
 from actds.format import canonical
-from actds.format.schema import REQUIRED_PROVENANCE
-from actds.format.tables import DISPOSITIONS
-from actds.publish.croissant import croissant
+from actds.format.schema import REQUIRED_PROVENANCE, FileEntry
+from actds.format.tables import DISPOSITIONS, SCHEMAS, TableName
 from actds.publish.methods import methods
 from actds.store import layout, open_store
 from actds.text import counted, format_nbytes, printable, share
+
+_CONTEXT: dict[str, Any] = {
+    "@language": "en",
+    "@vocab": "https://schema.org/",
+    "sc": "https://schema.org/",
+    "cr": "http://mlcommons.org/croissant/",
+    "rai": "http://mlcommons.org/croissant/RAI/",
+    "dct": "http://purl.org/dc/terms/",
+    "conformsTo": "dct:conformsTo",
+    "data": {"@id": "cr:data", "@type": "@json"},
+    "dataType": {"@id": "cr:dataType", "@type": "@vocab"},
+    "examples": {"@id": "cr:examples", "@type": "@json"},
+} | {
+    name: f"cr:{name}"
+    for name in (
+        *("citeAs", "column", "equivalentProperty", "extract", "field", "fileObject", "fileSet"),
+        *("fileProperty", "format", "includes", "isLiveDataset", "jsonPath", "key", "md5"),
+        *("parentField", "path", "recordSet", "references", "regex", "repeated", "replace"),
+        *("samplingRate", "separator", "source", "subField", "transform"),
+    )
+}
+_PARQUET = "application/x-parquet"
+
+
+def croissant(
+    catalog: Catalog, name: str, description: str, licence: str, tables: Mapping[str, list[str]]
+) -> bytes:
+    """Return ``croissant.json`` of a sealed dataset."""
+    seal = catalog.seal
+    n, sealed_ns = (0, catalog.genesis.created_ns) if seal is None else (seal.n, seal.sealed_ns)
+    document = {
+        "@context": _CONTEXT,
+        "@type": "sc:Dataset",
+        "conformsTo": "http://mlcommons.org/croissant/1.0",
+        "name": name,
+        "description": description,
+        "license": licence,
+        "version": f"{n}.0.0",
+        "datePublished": _date(sealed_ns),
+        "distribution": [
+            # zarr's own metadata is pinned by the manifests; listed, it would be most of the list.
+            *(
+                _file(path, entry)
+                for path, entry in sorted(catalog.files.items())
+                if not path.endswith("zarr.json")
+            ),
+            *(_file_set(table, includes) for table, includes in tables.items()),
+        ],
+        "recordSet": [_record_set(table) for table in tables],
+    }
+    return (json.dumps(document, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
+
+
+def _date(time_ns: int) -> str:
+    try:
+        return datetime.fromtimestamp(time_ns // 10**9, UTC).strftime("%Y-%m-%d")
+    except (OverflowError, ValueError):
+        return "1970-01-01"
+
+
+def _file(path: str, entry: FileEntry) -> dict[str, Any]:
+    return {
+        "@type": "cr:FileObject",
+        "@id": path,
+        "name": path,
+        "contentUrl": path,
+        "contentSize": f"{entry.nbytes} B",
+        "encodingFormat": _PARQUET if path.endswith(".parquet") else "application/octet-stream",
+        "sha256": entry.sha256,
+    }
+
+
+def _file_set(table: str, includes: list[str]) -> dict[str, Any]:
+    return {
+        "@type": "cr:FileSet",
+        "@id": f"{table}-files",
+        "name": f"{table}-files",
+        "encodingFormat": _PARQUET,
+        "includes": includes,
+    }
+
+
+def _record_set(table: str) -> dict[str, Any]:
+    return {"@type": "cr:RecordSet", "@id": table, "name": table, "field": list(_fields(table))}
+
+
+def _fields(table: Any) -> Iterator[dict[str, Any]]:
+    known: TableName = table
+    for column in SCHEMAS[known]:
+        repeated = pa.types.is_list(column.type)
+        yield {
+            "@type": "cr:Field",
+            "@id": f"{table}/{column.name}",
+            "name": column.name,
+            "description": (column.metadata or {}).get(b"meaning", b"").decode(),
+            "dataType": _data_type(column.type.value_type if repeated else column.type),
+            **({"repeated": True} if repeated else {}),
+            "source": {"fileSet": {"@id": f"{table}-files"}, "extract": {"column": column.name}},
+        }
+
+
+def _data_type(kind: pa.DataType) -> str:
+    if pa.types.is_integer(kind):
+        return "sc:Integer"
+    if pa.types.is_floating(kind):
+        return "sc:Float"
+    return "sc:Boolean" if pa.types.is_boolean(kind) else "sc:Text"
+
 
 UNKNOWN = "unknown"
 """The licence of a dataset whose owner did not name one."""
@@ -76,7 +186,7 @@ _NUMERICS = (
 
 @dataclass(frozen=True)
 class AuditVerdict:
-    """What an audit concluded, as its JSON says it: the answer, and a line for every place."""
+    """What an audit's JSON says: the answer, and a line for every place."""
 
     level: str
     sentence: str
@@ -107,15 +217,7 @@ class _Audit(BaseModel):
 
 
 def read_verdict(file: str | os.PathLike[str], digest: str) -> AuditVerdict:
-    """Return the verdict of an audit of the dataset with this digest.
-
-    Args:
-        file: what ``actds audit --json`` wrote.
-        digest: digest of the dataset.
-
-    Raises:
-        ActdsError: E009 when it cannot be read, or is of another dataset or another seal.
-    """
+    """Return the verdict of an audit of the dataset with this digest."""
     place = f"audit {os.fspath(file)}"
     try:
         found = _Audit.model_validate_json(canonical.read_bounded(Path(file)))
@@ -173,19 +275,7 @@ def put_card(
     licence: str = UNKNOWN,
     verdict: AuditVerdict | None = None,
 ) -> None:
-    """Write the card of a sealed dataset over an older one.
-
-    Args:
-        catalog: the dataset.
-        names: which of README.md and croissant.json.
-        licence: identifier of the licence.
-        verdict: what an audit concluded.
-
-    Raises:
-        ActdsError: E009 a bad licence; E503 when the disk refuses.
-
-    Spec: 0.1 section 2.4.
-    """
+    """Write the card of a sealed dataset over an older one."""
     facts = _facts(catalog)
     tables = table_files(catalog)
     text = card_text(facts, tables, licence, verdict)
@@ -205,9 +295,6 @@ def compare_card(catalog: Catalog) -> Iterator[Finding]:
     """Yield a warning for each file of the card that says something else than a sealed dataset.
 
     Licence and verdict of an audit are the owner's to choose, and are taken as they stand there.
-
-    Args:
-        catalog: the dataset, sealed.
 
     Raises:
         ActdsError: E102 a file of more than 16 MiB; E107 no regular file; a table cannot be read.
@@ -256,19 +343,7 @@ def _difference(name: str, got: list[str], expected: list[str]) -> Iterator[Find
 def card_text(
     facts: Facts, tables: Mapping[str, list[str]], licence: str, verdict: AuditVerdict | None
 ) -> str:
-    """Return the text: front matter that previews the tables, and what a visitor asks first.
-
-    Args:
-        facts: those of the dataset.
-        tables: its tables, each with its files or a pattern of them.
-        licence: identifier of the licence.
-        verdict: what an audit concluded.
-
-    Raises:
-        ActdsError: E009 when the licence is no identifier.
-
-    Spec: 0.1 section 2.4.
-    """
+    """Front matter that previews the tables, and what a visitor asks first."""
     if not _LICENCE.fullmatch(licence):
         expected = "an identifier such as cc-by-4.0, or unknown"
         raise ActdsError("E009", "licence", got=repr(licence)[:80], expected=expected)
@@ -278,7 +353,7 @@ def card_text(
 
 
 def table_files(catalog: Catalog) -> dict[str, list[str]]:
-    """Return the tables that have rows, each with its files or a pattern of them."""
+    """The tables that have rows, each with its files or a pattern of them."""
     found = {"tokens": ["shards/*/tokens.parquet"]} if catalog.shards else {}
     for table in _PARTS:
         parts = [
@@ -306,7 +381,6 @@ def _front_matter(facts: Facts, licence: str, tables: Mapping[str, list[str]]) -
 
 
 def _size_category(n_rows: int) -> str:
-    """Return the hub's word for a number of rows."""
     return _SIZES[min(max(len(str(n_rows)) - 3, 0), len(_SIZES) - 1)]
 
 
@@ -375,7 +449,7 @@ def _provenance(facts: Facts) -> Iterator[str]:
 
 
 def _facts_table(facts: Facts, names: tuple[str, ...]) -> Iterator[str]:
-    """Yield a table of facts of the run records; runs that agree share one value."""
+    """Runs that agree share one value."""
     yield from ("", "| fact | value |", "| --- | --- |")
     for name in names:
         values = dict.fromkeys(_value(run.provenance, name, why=True) for run in facts.runs)
@@ -413,7 +487,7 @@ def _use(facts: Facts) -> Iterator[str]:
 
 
 def _value(provenance: dict[str, dict[str, object]], name: str, *, why: bool = False) -> str:
-    """Return a fact in words; an unknown one with its reason when ``why``."""
+    """An unknown fact with its reason when ``why``."""
     entry = provenance.get(name, {})
     value = entry.get("value")
     if value is None:
@@ -422,5 +496,5 @@ def _value(provenance: dict[str, dict[str, object]], name: str, *, why: bool = F
 
 
 def _escaped(text: str) -> str:
-    """Return text that Markdown and HTML take literally."""
+    """Text that Markdown and HTML take literally."""
     return _SPECIAL.sub(r"\\\1", printable(text)).replace("\\<", "&lt;").replace("\\>", "&gt;")

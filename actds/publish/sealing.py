@@ -15,7 +15,7 @@ from actds.format import canonical, schema, tables
 from actds.format.schema import FileEntry, Head, Seal
 from actds.publish.card import put_card
 from actds.store import Store, layout, open_store
-from actds.trust.sums import put_sums
+from actds.trust.pin import put_sums
 
 _ACCEPTED_BY = (
     "actds check says what can be said of its rows. To seal or use them all the same: "
@@ -29,11 +29,6 @@ def check_provenance(
     """Check that every run with data has a run record and a census.
 
     A provenance field that is null without a reason (E402) is found where the record is read.
-
-    Args:
-        catalog: the dataset.
-        findings: where E401 no run record and E403 no census are noted; raised when None.
-        imported: whether imported runs are accepted, whose E403 is then a note.
 
     Raises:
         NoProvenanceError: the first of them, without ``findings``.
@@ -65,7 +60,7 @@ def check_provenance(
 
 
 def _has_census_to_its_end(catalog: Catalog, run: str) -> bool:
-    """Return whether a census closed with its totals, or may close yet; a fence counts nothing."""
+    """It closed with its totals, or may close yet; a fence counts nothing."""
     mine = (one for one in catalog.chains.values() if (one.run, one.kind) == (run, "census"))
     return any(
         one.state in ("open", "broken")
@@ -75,13 +70,7 @@ def _has_census_to_its_end(catalog: Catalog, run: str) -> bool:
 
 
 def account_run(catalog: Catalog, run: str) -> Account:
-    """Return the account of a run; with hooks in disjoint shards, every hook has to agree.
-
-    Raises:
-        ActdsError: a table that cannot be read, see ``Catalog.table`` and ``Shard.tokens``.
-
-    Spec: 0.1 section 7.
-    """
+    """Return the account of a run; with hooks in disjoint shards, every hook has to agree."""
     census = Census(run, *(catalog.table(table, run) for table in (*CENSUS_TABLES, "drops")))
     accounts = [
         census.account(shard.tokens() for shard in shards) for _, shards in catalog.row_sets(run)
@@ -149,7 +138,6 @@ def seal(store: Store | str | Path, *, imported: bool = False, apart: bool = Fal
 
 
 def _put_beside(catalog: Catalog) -> None:
-    """Write what follows from the seal: SHA256SUMS, the card, ``croissant.json`` where it was."""
     put_sums(catalog)
     there = catalog.store.exists(layout.CROISSANT)
     put_card(catalog, layout.DERIVED if there else [layout.CARD])
@@ -171,7 +159,6 @@ def _heads(catalog: Catalog) -> dict[str, Head]:
 
 
 def _put_multiplicity(store: Store, n: int, table: pa.Table) -> FileEntry:
-    """Write the table that belongs to seal ``n``, and return its entry."""
     order = [("run", "ascending"), ("request", "ascending"), ("start", "ascending")]
     data = tables.to_parquet("multiplicity", table.sort_by(order))
     path = layout.multiplicity_path(n)

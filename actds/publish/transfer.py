@@ -9,28 +9,220 @@ the Hub names its files.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from actds.dataset.reading import Catalog, read_dataset
-from actds.errors import ActdsError
+from actds.errors import ActdsError, not_installed
 from actds.executor import Executor, ExecutorName, open_executor
 from actds.format.shard import data_files
 from actds.publish.card import put_card
-from actds.publish.repository import Repository, digest_of, is_file
-from actds.store import file_sha256, layout, local_folder, refuse_within_dataset
+from actds.store import check_path, file_sha256, layout, local_folder, refuse_within_dataset
 from actds.store.local import LocalStore, lock_dataset, refuse_links
-from actds.trust.pin import check_pin, parse_pin
-from actds.trust.sums import put_sums
+from actds.text import one_line
+from actds.trust.pin import check_pin, parse_pin, put_sums
+from actds.version import __version__
 
 if TYPE_CHECKING:
-    from huggingface_hub import RepoFile
+    from huggingface_hub import HfApi, RepoFile
+
+_URI = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@([\w./-]+))?/?", re.ASCII)
+_WAITS_S = (1.0, 4.0, 16.0)
+
+T = TypeVar("T")
+
+
+class Repository:
+    """One repository of the Hub; failures are errors with a code, and never hold the token.
+
+    Args:
+        uri: ``hf://datasets/OWNER/NAME``, or with ``@REVISION``.
+        token: access token, or None.
+
+    Raises:
+        ActdsError: E009 another URI; E011 without the package ``huggingface_hub``.
+    """
+
+    def __init__(self, uri: str, token: str | None) -> None:
+        found = _URI.fullmatch(uri)
+        if found is None:
+            raise ActdsError(
+                "E009", "URI", got=repr(uri)[:200], expected="hf://datasets/OWNER/NAME[@REVISION]"
+            )
+        try:
+            from huggingface_hub import HfApi, get_token
+        except ImportError:
+            raise not_installed("huggingface_hub", "hf") from None
+        self.repo, self._asked = found[1], found[2]
+        self.uri = f"hf://datasets/{self.repo}"
+        self._secret = token or get_token()
+        self.api: HfApi = HfApi(
+            # Read here: huggingface_hub takes it once, when it is imported.
+            endpoint=os.environ.get("HF_ENDPOINT") or None,
+            token=token,
+            library_name="actds",
+            library_version=__version__,
+        )
+
+    def create(self, private: bool) -> None:
+        self.ask(
+            self.uri,
+            lambda: self.api.create_repo(
+                self.repo, repo_type="dataset", private=private, exist_ok=True
+            ),
+        )
+
+    def revision(self) -> str:
+        info = self.ask(
+            self.uri,
+            lambda: self.api.repo_info(self.repo, repo_type="dataset", revision=self._asked),
+        )
+        return str(info.sha)
+
+    def files(self, revision: str | None = None) -> dict[str, RepoFile]:
+        """Files of a revision that may be a dataset's, by path."""
+
+        def listed() -> list[Any]:
+            tree = self.api.list_repo_tree(
+                self.repo, repo_type="dataset", revision=revision or self._asked, recursive=True
+            )
+            return [entry for entry in tree if hasattr(entry, "blob_id")]
+
+        return {entry.path: entry for entry in self.ask(self.uri, listed) if _is_path(entry.path)}
+
+    def commit(self, paths: list[str], folder: Path, message: str) -> None:
+        from huggingface_hub import CommitOperationAdd
+
+        def upload() -> None:
+            self.api.create_commit(
+                self.repo,
+                # Made anew for each try: a commit marks its operations as used.
+                [
+                    CommitOperationAdd(path_in_repo=path, path_or_fileobj=str(folder / path))
+                    for path in paths
+                ],
+                commit_message=message,
+                repo_type="dataset",
+                revision=self._asked,
+            )
+
+        self.ask(f"{self.uri}/{paths[0]}", upload)
+
+    def download(self, path: str, revision: str, folder: Path, *, again: bool) -> None:
+        """``again`` starts from its beginning, and from no cache."""
+        self.ask(
+            f"{self.uri}/{path}",
+            lambda: self.api.hf_hub_download(
+                self.repo,
+                path,
+                repo_type="dataset",
+                revision=revision,
+                local_dir=folder,
+                force_download=again,
+            ),
+        )
+
+    def ask(self, place: str, call: Callable[[], T]) -> T:
+        """Return what a call of ``huggingface_hub`` returns; a passing failure is tried again.
+
+        Raises:
+            ActdsError: E101 no such repository; E508 every other failure.
+        """
+        waits = iter(_WAITS_S)
+        while True:
+            try:
+                return call()
+            # Transports differ by version and by what is installed, and so do their exceptions.
+            except Exception as error:
+                failure = error
+            wait_s = next(waits, None)
+            if wait_s is None or not _may_pass(failure):
+                # Not chained: a traceback may show the headers, and with them the token.
+                raise self._error(place, failure) from None
+            time.sleep(wait_s)
+
+    def _error(self, place: str, failure: Exception) -> ActdsError:
+        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+        if isinstance(failure, RepositoryNotFoundError | RevisionNotFoundError):
+            return ActdsError(
+                "E101",
+                place,
+                got="no such repository or revision, or no access to it",
+                expected="a dataset",
+                next_step="Correct the name, or log in: hf auth login, or HF_TOKEN.",
+            )
+        words = one_line(_cause(failure), 400)
+        if self._secret:
+            words = words.replace(self._secret, "(token)")
+        login = "Log in with an account that may: hf auth login, or HF_TOKEN."
+        return ActdsError(
+            "E508",
+            place,
+            got=words,
+            expected="an answer of the Hub",
+            next_step=login if _status(failure) in (401, 403) else None,
+        )
+
+
+def _is_path(path: str) -> bool:
+    try:
+        check_path(path)
+    except ActdsError:
+        return False
+    return path not in ("", ".")
+
+
+def _may_pass(failure: Exception) -> bool:
+    """Whether the next try may fail otherwise, or not at all."""
+    status = _status(failure)
+    if status is None:
+        return not isinstance(failure, ValueError | TypeError)
+    return status >= 500 or status in (408, 429)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What has the Hub's words, else what an exception goes back to."""
+    while getattr(error, "response", None) is None and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _status(error: BaseException) -> int | None:
+    """HTTP status behind an exception, None when there was no answer."""
+    status = getattr(getattr(_cause(error), "response", None), "status_code", None)
+    return None if status is None else int(status)
+
+
+def is_file(there: RepoFile, local: Path, sha256: str | None = None) -> bool:
+    """Whether a file of the Hub is a local one, which is not read when its ``sha256`` is known."""
+    if there.size != local.stat().st_size:
+        return False
+    if there.lfs is not None:
+        return bool(there.lfs.sha256 == (sha256 or digest_of(local)))
+    return bool(there.blob_id == git_oid(local))
+
+
+def git_oid(local: Path) -> str:
+    return digest_of(local, hashlib.sha1(b"blob %d\0" % local.stat().st_size))
+
+
+def digest_of(local: Path, digest: Any = None) -> str:
+    """SHA-256 of a local file, or the digest of a hash that was begun."""
+    digest = hashlib.sha256() if digest is None else digest
+    with local.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return str(digest.hexdigest())
+
 
 PARTIAL = ".partial"
 """How the folder of a pull that is not complete ends."""
@@ -215,7 +407,7 @@ def pull(
 
 
 def _data(catalog: Catalog) -> dict[str, str | None]:
-    """Return what a dataset needs beside its documents, each with its digest."""
+    """What a dataset needs beside its documents, each with its digest."""
     replaced = {path for manifest in catalog.replaced for path in data_files(manifest)}
     pins = catalog.pins
     needed = (catalog.reached - replaced) | pins.keys()
@@ -230,7 +422,7 @@ def _forget_other_revisions(partial: Path, there: dict[str, RepoFile]) -> None:
 
 
 def _read_documents(partial: Path, pinned: str | None) -> Catalog:
-    """Return the catalogue of a folder whose data files are still to come."""
+    """The catalogue of a folder whose data files are still to come."""
     catalog = read_dataset(LocalStore(partial))
     for _, finding in catalog.findings:
         to_come = finding.code in ("E104", "E201") and finding.place in catalog.files
@@ -262,7 +454,7 @@ def _need_same_dataset(
 
 
 def _batches(paths: Iterable[str], store: LocalStore) -> Iterator[list[str]]:
-    """Yield lists of paths, each of one commit."""
+    """Lists of paths, each of one commit."""
     batch: list[str] = []
     nbytes = 0
     for path in paths:
@@ -277,14 +469,7 @@ def _batches(paths: Iterable[str], store: LocalStore) -> Iterator[list[str]]:
 
 
 class _Sending:
-    """The files of a push: which are there, those that leave, and whether they arrived.
-
-    Args:
-        hub: the repository.
-        store: the dataset.
-        pins: digests that documents pin.
-        progress: called after each commit.
-    """
+    """The files of a push: which are there, those that leave, and whether they arrived."""
 
     def __init__(
         self, hub: Repository, store: LocalStore, pins: dict[str, str], progress: Progress | None
@@ -293,12 +478,10 @@ class _Sending:
         self._done = self._todo = (0, 0)
 
     def is_there(self, path: str, there: dict[str, RepoFile]) -> bool:
-        """Return whether the Hub has a file, by its digest."""
         found = there.get(path)
         return found is not None and is_file(found, self._store.root / path, self._pins.get(path))
 
     def expect(self, paths: list[str]) -> None:
-        """Note what will be sent."""
         self._todo = (len(paths), sum(map(self._store.size, paths)))
 
     def send(self, paths: list[str], message: str, executor: Executor) -> None:
@@ -336,15 +519,7 @@ class _Sending:
 
 
 class _Fetching:
-    """The files of a pull, fetched by threads, each checked before it counts.
-
-    Args:
-        hub: the repository.
-        revision: the commit.
-        folder: where they go.
-        there: the files of that commit.
-        progress: called after each file.
-    """
+    """The files of a pull, fetched by threads, each checked before it counts."""
 
     def __init__(
         self,
@@ -407,7 +582,7 @@ class _Fetching:
         )
 
     def _is_whole(self, path: str, sha256: str | None) -> bool:
-        """Return whether a file has the digest that is pinned, or else the one the Hub names."""
+        """By the digest that is pinned, or else the one the Hub names."""
         local = self._folder / path
         return is_file(self._there[path], local) if sha256 is None else digest_of(local) == sha256
 

@@ -164,7 +164,7 @@ def _end_dead_tools(store: LocalStore) -> None:
 
 
 def _was_sealed(catalog: Catalog) -> bool:
-    """Return whether the last seal lacks nothing but the chains of tools that came after it."""
+    """Whether the last seal lacks nothing but chains of tools that came after it."""
     if catalog.seal is None:
         return False
     return all(
@@ -174,7 +174,6 @@ def _was_sealed(catalog: Catalog) -> bool:
 
 
 def _selected(catalog: Catalog, wanted: Sequence[str] | None) -> list[ShardManifest]:
-    """Return the raw shards that are asked for, in the dataset's order."""
     raw = [manifest for manifest in catalog.shards if manifest.compression == "raw"]
     if wanted is None:
         return raw
@@ -193,7 +192,6 @@ def _replace_run(
     note: Progress,
     executor: ExecutorName,
 ) -> None:
-    """Replace shards of one run under one tool chain."""
     chain = Chain.begin(
         store, catalog.genesis.dataset, raw[0].run, "tool", f"actds {__version__} recompress"
     )
@@ -220,8 +218,6 @@ def _replace_run(
 
 @dataclass(frozen=True)
 class _Work:
-    """One shard to be written anew, under a name of its own."""
-
     store: LocalStore
     chain: str
     name: str
@@ -242,7 +238,6 @@ def _written(work: list[_Work], executor: ExecutorName) -> Iterator[Iterator[Sha
 
 
 def _write(work: _Work) -> ShardManifest:
-    """Write the data files of a shard anew, compare, and return the manifest to commit."""
     store, old = work.store, Shard(work.store, work.old)
     entries: list[FileEntry] = []
 
@@ -281,7 +276,7 @@ def _write(work: _Work) -> ShardManifest:
 
 
 def _compare(old: Shard, new: Shard, hook: str) -> None:
-    """Compare every row of a hook, read back from both files."""
+    """Every row, read back from both files."""
     with old.array(hook) as before, new.array(hook) as after:
         step = before.rows_per_chunk * COMPARED_CHUNKS
         for start in range(0, before.n_rows, step):
@@ -309,7 +304,6 @@ def _remove_leftovers(store: LocalStore, catalog: Catalog) -> int:
 
 
 def _remove(store: LocalStore, path: str) -> None:
-    """Remove a file, and the folders that it leaves empty."""
     file = store.local_path(path)
     try:
         file.unlink()

@@ -176,18 +176,7 @@ def shuffle(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is done, as ``plan.json`` has it; two calls with the same first fields do the same.
-
-    Args:
-        digest: of the dataset.
-        seed: seed of the order.
-        codec: of the new arrays.
-        rows_per_shard: rows of a new shard.
-        rows_per_block: rows that are scattered together.
-        version: of the order.
-        dataset: random id of the copy.
-        created_ns: when it was begun.
-    """
+    """What is done, as ``plan.json`` has it; two calls with the same first fields do the same."""
 
     digest: str
     seed: int
@@ -199,16 +188,12 @@ class _Plan:
     created_ns: int = field(default_factory=time.time_ns)
 
     def chain(self, run: str, kind: ChainKind) -> str:
-        """Return the id of a chain of the copy: the manifests name it before it is written."""
+        """The manifests of the copy name a chain before it is written."""
         return f"{kind[0]}-{canonical.digest(f'{self.dataset}/{run}/{kind}'.encode())[:16]}"
 
 
 def _read_plan(partial: Path, wanted: _Plan) -> _Plan:
-    """Return the plan of an interrupted call, or the new one, which is then durable.
-
-    Raises:
-        ActdsError: E009 the interrupted call did something else; E102, E503.
-    """
+    """Of an interrupted call (E009 it did something else), or the new one, then durable."""
     store = LocalStore(partial)
     if not store.exists(_PLAN):
         store.put_new(_PLAN, [canonical.dump(asdict(wanted))])
@@ -231,7 +216,7 @@ def _read_plan(partial: Path, wanted: _Plan) -> _Plan:
 
 
 def _rows_in_memory(catalog: Catalog, memory_nbytes: int) -> int:
-    """Return how many rows of the widest hook fit in memory twice."""
+    """Rows of the widest hook that fit in memory twice."""
     widest = max(h.d_model * arrays.DTYPES[h.dtype].itemsize for h in catalog.genesis.hooks)
     return max(1, memory_nbytes // (2 * widest))
 
@@ -269,11 +254,6 @@ class _Shuffle:
         self._n_rows = sum(group.n_rows for group in self._groups)
 
     def run(self) -> None:
-        """Do what is not done yet, up to the seal.
-
-        Raises:
-            ActdsError: as ``shuffle``.
-        """
         self._check_space()
         self._store.remove_temporary()
         if not self._store.exists(layout.GENESIS):
@@ -300,11 +280,7 @@ class _Shuffle:
         seal(self._store, imported=True)  # as the dataset, whose seal took what was imported
 
     def _check_space(self) -> None:
-        """Refuse a disk that cannot hold the blocks and the copy.
-
-        Raises:
-            ActdsError: E503.
-        """
+        """E503 a disk that cannot hold the blocks and the copy."""
         row_nbytes = {
             h.name: h.d_model * arrays.DTYPES[h.dtype].itemsize for h in self._catalog.genesis.hooks
         }
@@ -341,7 +317,6 @@ class _Shuffle:
         self._store = store
 
     def _copy(self, store: Store, run: str) -> Iterator[tuple[Chain, str, ChainKind]]:
-        """Commit all of a run but the ends of its chains."""
         chains: dict[str, Chain] = {}
 
         def chain(kind: ChainKind) -> Chain:
@@ -394,8 +369,6 @@ class _Shuffle:
 
 @dataclass(frozen=True)
 class _Block:
-    """A block to be written."""
-
     blocks: Blocks
     start: int
     stop: int
@@ -404,8 +377,6 @@ class _Block:
 
 @dataclass(frozen=True)
 class _NewShard:
-    """A new shard to be written."""
-
     store: LocalStore
     plan: _Plan
     blocks: Blocks
@@ -415,7 +386,7 @@ class _NewShard:
 
 @contextmanager
 def _mapper(executor: ExecutorName) -> Iterator[_Map]:
-    """Yield what calls a function with every piece of work, and yields the rows of each."""
+    """What calls a function with every piece of work, and yields the rows of each."""
     if executor == "threads":
         # One after the other: each is held in memory as a whole.
         n_threads = os.cpu_count() or 1
@@ -430,7 +401,6 @@ def _threads(n: int) -> ThreadPoolExecutor:
 
 
 def _scatter(work: _Block) -> int:
-    """Write a block that is not there yet; return its rows."""
     with _threads(work.n_threads) as pool:
         work.blocks.write(work.start, work.stop, pool)
     return work.stop - work.start
@@ -487,7 +457,7 @@ def _write(work: _NewShard) -> int:
 
 
 def _put(new: NewShard, hook: Hook, rows: npt.NDArray[Any], raw: bool, pool: Executor) -> RowCounts:
-    """Write the array of a hook, and compare what can be read of it with the rows."""
+    """Compares what can be read of the array with the rows."""
     encoded = encoding.encode_array(rows, hook.dtype, raw=raw, pool=pool)
     new.put_array(hook.name, encoded)
     place = f"{layout.shard_dir(new.name)}/{layout.array_dir(hook.name)}/{arrays.SHARD_PATH}"
@@ -504,7 +474,7 @@ def _put(new: NewShard, hook: Hook, rows: npt.NDArray[Any], raw: bool, pool: Exe
 
 
 def _reason(catalog: Catalog, run: str, kind: ChainKind) -> CloseReason:
-    """Return how the chains of a kind of a run ended in the dataset."""
+    """How the chains of a kind of a run ended in the dataset."""
     ends = [s.close for s in catalog.chains.values() if s.run == run and s.kind == kind]
     reasons = {"interrupted" if end is None else end.reason for end in ends}
     return next((r for r in ("failed", "interrupted") if r in reasons), "finished")

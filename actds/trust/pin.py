@@ -3,21 +3,129 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from actds.dataset.reading import Catalog, no_such_seal
 from actds.errors import ActdsError
-from actds.format.schema import ReplaceBody, ShardBody
+from actds.format import canonical
+from actds.format.schema import ReplaceBody, RunBody, ShardBody
+from actds.format.shard import data_files
 from actds.store import layout
+
+
+def sums(catalog: Catalog) -> bytes:
+    """Return the list of a sealed dataset: one line per file, sorted by path.
+
+    A line is the digest, two blanks and the path. Of a replaced shard only the manifest is there.
+
+    Spec: 0.1 section 15.1.
+    """
+    found = {layout.GENESIS: catalog.genesis_sha256, **catalog.pins}
+    for n, digest in enumerate(catalog.seal_digests, start=1):
+        found[layout.seal_path(n)] = digest
+    for state in catalog.chains.values():
+        for record, following in zip(state.records, [*state.records[1:], None], strict=True):
+            digest = state.head if following is None else following.prev
+            found[layout.record_path(state.chain, record.seq)] = digest
+            body = record.typed_body()
+            if isinstance(body, RunBody):
+                found[layout.run_path(body.run)] = body.sha256
+            elif isinstance(body, ShardBody | ReplaceBody):
+                found[layout.manifest_path(body.shard)] = body.manifest_sha256
+    for manifest in catalog.replaced:
+        for path in data_files(manifest):
+            found.pop(path, None)
+    return "".join(f"{found[path]}  {path}\n" for path in sorted(found)).encode()
+
+
+def put_sums(catalog: Catalog) -> None:
+    catalog.store.replace(layout.SUMS, sums(catalog))
+
+
+def check_sums(catalog: Catalog) -> None:
+    """Check that the list, where there is one, says what the seal does.
+
+    Raises:
+        ActdsError: E806 it does not; E104 it cannot be read; E107 it is no regular file.
+    """
+    store = catalog.store
+    if not store.exists(layout.SUMS):
+        return
+    expected = sums(catalog)
+    # By the size first: another one is not read.
+    if store.size(layout.SUMS) != len(expected) or store.read(layout.SUMS) != expected:
+        raise ActdsError(
+            "E806", layout.SUMS, got="another list", expected=f"that of seal {len(catalog.seals)}"
+        )
+
+
+PAYLOAD_TYPE = "application/vnd.in-toto+json"
+STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
+PREDICATE_TYPE = "actds:seal/0.1"
+
+
+def statement(catalog: Catalog) -> bytes:
+    """Return the statement about the seal of a sealed dataset, canonical JSON.
+
+    Nothing in it is chosen by who signs: every signer of a seal signs the same bytes.
+
+    Spec: 0.1 section 15.2.
+    """
+    seal = catalog.seal
+    assert seal is not None and catalog.is_sealed, "callers refuse what is not sealed"
+    subjects = {
+        layout.seal_path(seal.n): catalog.digest,
+        layout.SUMS: canonical.digest(sums(catalog)),
+    }
+    return canonical.dump(
+        {
+            "_type": STATEMENT_TYPE,
+            "subject": [
+                {"name": name, "digest": {"sha256": digest}} for name, digest in subjects.items()
+            ],
+            "predicateType": PREDICATE_TYPE,
+            "predicate": {
+                "dataset": seal.dataset,
+                "genesis_sha256": seal.genesis_sha256,
+                "hooks": [hook.model_dump(mode="json") for hook in catalog.genesis.hooks],
+                "n": seal.n,
+                "sealed_ns": seal.sealed_ns,
+                "totals": seal.totals,
+                "version": seal.version,
+            },
+        }
+    )
+
+
+def check_statement(payload: bytes, expected: bytes, place: str) -> None:
+    """E803 what was signed is not the statement about this seal; E102 no canonical JSON."""
+    if payload == expected:
+        return
+    said, follows = canonical.parse(payload, f"{place} payload"), canonical.parse(expected, place)
+    where, got, wanted = _difference(said, follows, "payload")
+    raise ActdsError("E803", f"{place} {where}", got=_short(got), expected=_short(wanted))
+
+
+def _difference(said: Any, follows: Any, where: str) -> tuple[str, Any, Any]:
+    """Where two documents that differ do so first, and what is there in each."""
+    if isinstance(said, dict) and isinstance(follows, dict) and said.keys() == follows.keys():
+        names = [name for name in said if said[name] != follows[name]]
+        return _difference(said[names[0]], follows[names[0]], f"{where}.{names[0]}")
+    if isinstance(said, list) and isinstance(follows, list) and len(said) == len(follows):
+        places = [i for i, (a, b) in enumerate(zip(said, follows, strict=True)) if a != b]
+        return _difference(said[places[0]], follows[places[0]], f"{where}.{places[0]}")
+    return where, said, follows
+
+
+def _short(value: Any) -> str:
+    return canonical.dump(value).decode().strip()[:120]
+
 
 _PIN = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
 
 
 def parse_pin(text: str, place: str = "seal") -> str:
-    """Return the digest that ``sha256:HEX`` names; the name of the algorithm may be left out.
-
-    Raises:
-        ActdsError: E009 another form.
-    """
+    """The digest that ``sha256:HEX`` names; E009 another form. The algorithm may be left out."""
     found = _PIN.fullmatch(text)
     if found is None:
         raise ActdsError("E009", place, got=repr(text)[:100], expected="sha256: and 64 hex digits")
@@ -32,10 +140,6 @@ def check_pin(catalog: Catalog, seal: str) -> int:
     contradicts its ledger, a broken chain) is in its findings and not judged here. A record that
     replaces a shard leaves every sealed file's digest as it was, and yet lets other rows be read in
     its place: no digest says that they are the same.
-
-    Args:
-        catalog: the dataset as it is.
-        seal: digest of the pinned seal.
 
     Raises:
         ActdsError: E804 it is none of the dataset's; E805 rows that it covers were replaced.

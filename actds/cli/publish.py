@@ -1,13 +1,109 @@
-"""The commands sign and verify: who vouches for the seal of a dataset."""
+"""The commands card, push, pull, sign and verify: a dataset for others."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from actds.cli.options import executor_option, json_option
 from actds.cli.output import envelope, print_json
+from actds.executor import ExecutorName
+
+if TYPE_CHECKING:
+    from actds.publish.transfer import Transfer
+
+
+@click.command("card")
+@click.argument("path", metavar="PATH")
+@click.option("--licence", default="unknown", show_default=True, metavar="ID", help="Its licence.")
+@click.option(
+    "--audit", metavar="FILE", help="Show the verdict of this audit (actds audit --json FILE)."
+)
+def card_command(path: str, licence: str, audit: str | None) -> None:
+    """Write the card of a sealed dataset: README.md and croissant.json.
+
+    PATH is the dataset's folder or its s3:// URI. Each seal writes a card without licence and
+    verdict, and croissant.json where there is one.
+
+    \b
+    Examples:
+      actds card acts --licence cc-by-4.0
+      actds card acts --audit audit.json
+    """
+    from actds.publish.card import card
+
+    for name in card(path, licence=licence, audit=audit):
+        click.echo(f"wrote {name}", err=True)
+
+
+@click.command("push")
+@click.argument("path", metavar="PATH")
+@click.argument("uri", metavar="URI")
+@click.option("--public", is_flag=True, help="Make a public repository, where none is there yet.")
+@executor_option("Where files are compared with their digests before they leave.")
+@json_option("Print what was done (actds.push 1).")
+def push_command(path: str, uri: str, public: bool, executor: ExecutorName, as_json: bool) -> None:
+    """Upload a sealed dataset to the Hugging Face Hub.
+
+    PATH is the dataset's folder, URI is hf://datasets/OWNER/NAME. Every file is checked against
+    its digest before it leaves and after it arrived, and the seal is the last to go. Run it again
+    to continue a push that was cut, or to add what is new. The token is that of HF_TOKEN or of
+    hf auth login.
+
+    \b
+    Examples:
+      actds push acts hf://datasets/someone/acts
+      actds push acts hf://datasets/someone/acts --public
+    """
+    from actds.publish.transfer import push
+
+    done = push(path, uri, private=not public, progress=_transfer_line, executor=executor)
+    _print_transfer("push", done, as_json)
+
+
+@click.command("pull")
+@click.argument("uri", metavar="URI")
+@click.argument("out", metavar="OUT")
+@click.option("--seal", metavar="SHA256", help="Refuse a dataset that does not extend this seal.")
+@json_option("Print what was done (actds.pull 1).")
+def pull_command(uri: str, out: str, seal: str | None, as_json: bool) -> None:
+    """Download a dataset from the Hugging Face Hub.
+
+    URI is hf://datasets/OWNER/NAME, or with @REVISION. Every file is checked against its digest as
+    it arrives. OUT appears when all of them are there; until then they are in OUT.partial, and the
+    same command continues.
+
+    \b
+    Examples:
+      actds pull hf://datasets/someone/acts acts
+      actds pull hf://datasets/someone/acts@v1 acts
+    """
+    from actds.publish.transfer import pull
+
+    _print_transfer("pull", pull(uri, out, seal=seal, progress=_transfer_line), as_json)
+
+
+def _transfer_line(n_done: int, n_files: int, done_nbytes: int, nbytes: int) -> None:
+    from actds.text import format_nbytes
+
+    # Some twenty lines, however many files there are.
+    if n_done == n_files or n_done % max(n_files // 20, 1) == 0:
+        sizes = f"{format_nbytes(done_nbytes)} of {format_nbytes(nbytes)}"
+        click.echo(f"{n_done:,} of {n_files:,} files, {sizes}", err=True)
+
+
+def _print_transfer(name: str, done: Transfer, as_json: bool) -> None:
+    from actds.text import counted, format_nbytes
+
+    if as_json:
+        print_json(envelope(name, asdict(done)))
+        return
+    moved = f"{counted(done.n_moved, 'file')} moved, {format_nbytes(done.moved_nbytes)}"
+    click.echo(f"{counted(done.n_files, 'file')} checked, {moved}")
+    click.echo(f"{done.path} {done.uri}@{done.revision}")
+    click.echo(f"digest {done.digest}")
 
 
 @click.command("sign")
@@ -16,7 +112,7 @@ from actds.cli.output import envelope, print_json
 @click.option(
     "--keyless", is_flag=True, help="Sign with an OIDC identity instead, through Sigstore."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print what was signed (actds.sign 1).")
+@json_option("Print what was signed (actds.sign 1).")
 def sign_command(path: str, key: str | None, keyless: bool, as_json: bool) -> None:
     """Sign the seal of a dataset.
 
@@ -65,7 +161,7 @@ def sign_command(path: str, key: str | None, keyless: bool, as_json: bool) -> No
 @click.option("--trusted-root", metavar="FILE", help="Root of another instance of Sigstore.")
 @click.option("--offline", is_flag=True, help="Take the root of Sigstore that is on this machine.")
 @click.option("--seal", metavar="SHA256", help="The seal of this digest, not the present one.")
-@click.option("--json", "as_json", is_flag=True, help="Print who signed (actds.verify 1).")
+@json_option("Print who signed (actds.verify 1).")
 def verify_command(path: str, keys: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Check who signed the seal of a dataset.
 
