@@ -12,12 +12,18 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from actds.errors import ActdsError
-from actds.exchange.containers import batches, features_of, foreign, schema_of
+from actds.exchange.containers import (
+    Array,
+    batches,
+    features_of,
+    foreign,
+    is_list,
+    schema_of,
+    type_name,
+)
 from actds.exchange.foreign import (
     LABELS,
     NEVER_SAID,
-    Array,
     Block,
     ForeignHook,
     ForeignSet,
@@ -36,22 +42,21 @@ def open_sae_lens(path: Path, files: list[Path], dtype: str | None) -> ForeignSe
         two = {n: f for n, f in features.items() if f.get("_type") == "Array2D"}
         sizes = {int(f["shape"][0]) for f in two.values()}
         types = [str(f["dtype"]) for f in two.values()]
-        hooks = [
-            ForeignHook(name, int(f["shape"][1]), stored_type(info, str(f["dtype"]), dtype))
-            for name, f in two.items()
-        ]
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        if isinstance(error, ActdsError):
-            raise
+        widths = [int(f["shape"][1]) for f in two.values()]
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
         raise foreign(info, "features that cannot be read", "windows of activations") from None
+    kept = [stored_type(info, name, dtype) for name in types]
+    hooks = [ForeignHook(*hook) for hook in zip(two, widths, kept, strict=True)]
     if len(sizes) != 1 or not hooks or min(sizes) < 1 or min(h.d_model for h in hooks) < 1:
         got = f"windows of {', '.join(map(str, sorted(sizes))) or 'no hook'}"
         raise foreign(info, got, "Array2D features of one context size")
     size, tokens = sizes.pop(), "token_ids" in features
     names = [hook.called for hook in hooks] + (["token_ids"] if tokens else [])
     for file in files:
-        _check_columns(file, names)
-    kept = [hook.dtype for hook in hooks]
+        columns = schema_of(file).names
+        if missing := [name for name in names if name not in columns]:
+            got = f"columns {', '.join(columns)}"[:200]
+            raise foreign(file, got, f"also {', '.join(missing)}")
 
     def blocks() -> Iterator[Block]:
         number = 0
@@ -61,9 +66,9 @@ def open_sae_lens(path: Path, files: list[Path], dtype: str | None) -> ForeignSe
                 ids = _tokens(batch, size, file) if tokens else None
                 for n in range(batch.num_rows):
                     cut = slice(n * size, (n + 1) * size)
-                    own = None if ids is None else ids[cut]
-                    one = SequenceRows([rows[cut] for rows in values], types, own, None)
-                    yield from cut_rows(file, number, one, kept, tokens)
+                    labels = None if ids is None else ids[cut]
+                    rows = SequenceRows([flat[cut] for flat in values], types, labels, None)
+                    yield from cut_rows(file, number, rows, kept, tokens)
                     number += 1
 
     unknown = {*NEVER_SAID, "position"} | (set() if tokens else {"token_id"})
@@ -74,17 +79,10 @@ def open_sae_lens(path: Path, files: list[Path], dtype: str | None) -> ForeignSe
     return ForeignSet("sae-lens", files, hooks, tuple(sorted(unknown)), n_rows, blocks, other)
 
 
-def _check_columns(file: Path, names: list[str]) -> None:
-    schema = schema_of(file)
-    missing = [name for name in names if name not in schema.names]
-    if missing:
-        got = f"columns {', '.join(schema.names)}"[:200]
-        raise foreign(file, got, f"also {', '.join(missing)}")
-
-
 def _flat(batch: pa.RecordBatch, hook: ForeignHook, dtype: str, size: int, file: Path) -> Array:
     """Rows of a column of windows, each window of the size that the features say."""
-    windows = _storage(batch.column(hook.called))
+    column = batch.column(hook.called)
+    windows = column.storage if isinstance(column, pa.ExtensionArray) else column
     lengths, rows = _lists(windows, hook.called, file)
     widths, flat = _lists(rows, hook.called, file)
     if set(widths.tolist()) - {hook.d_model} or set(lengths.tolist()) - {size}:
@@ -94,26 +92,22 @@ def _flat(batch: pa.RecordBatch, hook: ForeignHook, dtype: str, size: int, file:
     return _values(flat, hook.called, dtype, file).reshape(-1, hook.d_model)
 
 
-def _storage(column: pa.Array) -> pa.Array:
-    return column.storage if isinstance(column, pa.ExtensionArray) else column
-
-
 def _lists(column: pa.Array, name: str, file: Path) -> tuple[Array, pa.Array]:
     """Lengths of the lists of a column, and their elements."""
-    kind = column.type
-    if not (
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    ):
-        raise foreign(file, f"{name} of {kind}"[:200], "lists of numbers")
-    if column.null_count:
-        raise foreign(file, f"{name} with {column.null_count} nulls", "no null")
+    if not is_list(column.type):
+        raise foreign(file, f"{name} of {column.type}"[:200], "lists of numbers")
+    _refuse_nulls(column, name, file)
     lengths: Array = column.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
     return lengths, column.flatten()
 
 
+def _refuse_nulls(column: pa.Array, name: str, file: Path) -> None:
+    if column.null_count:
+        raise foreign(file, f"{name} with {column.null_count} nulls", "no null")
+
+
 def _values(flat: pa.Array, name: str, dtype: str, file: Path) -> Array:
-    if flat.null_count:
-        raise foreign(file, f"{name} with {flat.null_count} nulls", "no null")
+    _refuse_nulls(flat, name, file)
     values: Array = flat.to_numpy(zero_copy_only=False)
     if values.dtype.name != dtype:
         raise foreign(file, f"{name} of {values.dtype}", dtype)
@@ -147,35 +141,31 @@ def open_datasets(path: Path, files: list[Path], dtype: str | None) -> ForeignSe
             raise foreign(file, "other columns", f"those of {files[0].name}")
     widths, n_rows = _widths(files, list(hooks), depth)
     stored = {n: stored_type(f"{path} {n}", k[1], dtype) for n, k in hooks.items()}
-    found = [ForeignHook(n, widths[n], stored[n]) for n in hooks]
     kept = list(stored.values())
 
     def blocks() -> Iterator[Block]:
         number, first = 0, 0
         for file in files:
             for batch in batches(file):
-                for one in _lines(file, batch, hooks, widths, label, depth):
-                    yield from cut_rows(
-                        file, number, replace(one, first=first), kept, label is not None
-                    )
+                for rows in _lines(file, batch, hooks, widths, label, depth):
+                    placed = replace(rows, first=first)
+                    yield from cut_rows(file, number, placed, kept, label is not None)
                     number += depth - 1
-                    first += len(one.rows[0]) if depth == 1 else 0
+                    first += len(rows.rows[0]) if depth == 1 else 0
 
     unknown = {*NEVER_SAID, "position"} | (set() if label else {"token_id"})
     unknown |= {"request"} if depth == 1 else set()
     other = tuple(sorted(set(schema.names) - set(hooks) - {label}))
-    return ForeignSet("datasets", files, found, tuple(sorted(unknown)), n_rows, blocks, other)
+    places = [ForeignHook(n, widths[n], stored[n]) for n in hooks]
+    return ForeignSet("datasets", files, places, tuple(sorted(unknown)), n_rows, blocks, other)
 
 
 def _nesting(kind: pa.DataType) -> tuple[int, str]:
     """How deep lists are nested, and the type of their elements."""
     depth = 0
-    while pa.types.is_list(kind) or pa.types.is_large_list(kind) or (
-        pa.types.is_fixed_size_list(kind)
-    ):  # fmt: skip
+    while is_list(kind):
         depth, kind = depth + 1, kind.value_type
-    names = {"float": "float32", "double": "float64", "halffloat": "float16"}
-    return depth, names.get(str(kind), str(kind))
+    return depth, type_name(kind)
 
 
 def _widths(files: list[Path], names: list[str], depth: int) -> tuple[dict[str, int], int]:
@@ -191,43 +181,47 @@ def _widths(files: list[Path], names: list[str], depth: int) -> tuple[dict[str, 
                 lengths = _lists(column, name, file)[0]
                 widths[name] |= set(np.unique(lengths).tolist())
             n_rows += len(lengths)
-    for name, found in widths.items():
-        if len(found) != 1 or 0 in found:
-            got = f"{name} in lists of {sorted(found)[:9]}"
+    for name, sizes in widths.items():
+        if len(sizes) != 1 or 0 in sizes:
+            got = f"{name} in lists of {sorted(sizes)[:9]}"
             raise foreign(files[0], got, "lists of one length")
-    return {name: found.pop() for name, found in widths.items()}, n_rows
+    return {name: sizes.pop() for name, sizes in widths.items()}, n_rows
 
 
 def _lines(
-    file: Path, batch: pa.RecordBatch, hooks: dict[str, tuple[int, str]], widths: dict[str, int],
-    label: str | None, depth: int,
-) -> Iterator[SequenceRows]:  # fmt: skip
-    """Yield the sequences of a batch: all its lines as one, or one each."""
+    file: Path,
+    batch: pa.RecordBatch,
+    hooks: dict[str, tuple[int, str]],
+    widths: dict[str, int],
+    label: str | None,
+    depth: int,
+) -> Iterator[SequenceRows]:
+    """The sequences of a batch: all its lines as one, or one each."""
     lengths: Array | None = None
-    rows: list[Array] = []
-    for name, (_, dtype) in hooks.items():
+
+    def column_of(name: str, expected: str) -> pa.Array:
+        nonlocal lengths
         column = batch.column(name)
         if depth == 2:
-            own, column = _lists(column, name, file)
-            if lengths is not None and (own != lengths).any():
-                raise foreign(file, f"{name} of other lengths", "those of the other columns")
-            lengths = own
-        flat = _lists(column, name, file)[1]
+            sizes, column = _lists(column, name, file)
+            if lengths is not None and (sizes != lengths).any():
+                raise foreign(file, f"{name} of other lengths", expected)
+            lengths = sizes
+        return column
+
+    rows: list[Array] = []
+    for name, (_, dtype) in hooks.items():
+        flat = _lists(column_of(name, "those of the other columns"), name, file)[1]
         rows.append(_values(flat, name, dtype, file).reshape(-1, widths[name]))
     ids: Array | None = None
     if label is not None:
-        column = batch.column(label)
-        if depth == 2:
-            own, column = _lists(column, label, file)
-            if lengths is not None and (own != lengths).any():
-                raise foreign(file, f"{label} of other lengths", "one per row")
-        if column.null_count:
-            raise foreign(file, f"{label} with {column.null_count} nulls", "no null")
+        column = column_of(label, "one per row")
+        _refuse_nulls(column, label, file)
         ids = column.to_numpy(zero_copy_only=False)
     ends = [len(rows[0])] if lengths is None else np.cumsum(lengths).tolist()
     dtypes = [dtype for _, dtype in hooks.values()]
     for start, stop in zip([0, *ends[:-1]], ends, strict=True):
-        one = None if ids is None else ids[start:stop]
-        sequence = SequenceRows([values[start:stop] for values in rows], dtypes, one, None)
+        labels = None if ids is None else ids[start:stop]
+        sequence = SequenceRows([values[start:stop] for values in rows], dtypes, labels, None)
         check_labels(file, sequence)
         yield sequence

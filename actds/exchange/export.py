@@ -21,6 +21,7 @@ from pydantic import BaseModel, Field
 
 from actds.errors import ActdsError, not_installed
 from actds.exchange.containers import NewTensor, write_tensors
+from actds.exchange.foreign import narrowed
 from actds.explore.dataset import ROW_NUMBERS, Dataset
 from actds.explore.dataset import open as open_dataset
 from actds.explore.lazy import open_array, rows_at_a_time
@@ -155,21 +156,14 @@ def lay_out(rows: OrderedRows, hook: Hook, path: Path, dtype: str) -> Bits:
 
 
 def cast(bits: Bits, stored: str, wanted: str, place: str) -> Bits:
-    """Return rows in another type: exact to float32, else rounded to the nearest value.
-
-    Raises:
-        ActdsError: E009 a finite value that the type cannot hold.
-    """
+    """Exact to float32, else rounded; E009 a finite value that the type cannot hold."""
     if wanted == stored:
         return bits
     values = widen(bits, stored)
-    with np.errstate(over="ignore"):
-        narrow = values.astype(DTYPES[wanted].native)
-    lost = np.isfinite(values) & ~np.isfinite(narrow.astype(np.float32))
+    cast_bits, lost = narrowed(values, wanted)
     if lost.any():
         got = f"{values[lost][0]:g} in {place}, which {wanted} cannot hold"
         raise ActdsError("E009", "dtype", got=got, expected="float32, or the stored type")
-    cast_bits: Bits = narrow.view(DTYPES[wanted].bits)
     return cast_bits
 
 
