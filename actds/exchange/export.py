@@ -1,4 +1,9 @@
-"""Export: rows of a dataset as files of another library, with what they are beside them."""
+"""Export: rows of a dataset as files of another library, with what they are beside them.
+
+The rows of a request lie in several shards, shuffled. Each shard is read once, from its start to
+its end, and every row is put at its place in a file on disk: memory holds the places, about 40
+bytes a row, and blocks of rows, whatever the size of the dataset.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +40,9 @@ from actds.store.folders import new_folder
 from actds.version import __version__
 
 Bits = npt.NDArray[Any]
+ROWS_FILE, RECORD_FILE = "rows.parquet", "actds_export.json"
+_ARROW = {"float16": pa.float16(), "float32": pa.float32()}
+_OF_RUNS = ("engine.", "model.", "numerics.", "capture.cast", "tokenizer.")
 ORDER = "run, request, position"
 BLOCK_NBYTES = 1 << 26
 """Bytes of rows that are held at a time."""
@@ -45,12 +53,11 @@ class OrderedRows:
     """The rows of a selection, by run, request and position.
 
     Args:
-        selection: the selection.
         taken: rows of each shard that are exported, ascending, ``(n,)`` each.
         places: place of each of these rows in the export.
         columns: provenance of the rows in the order of the export, ``(n_rows,)`` each; run is a
             number into ``runs``, phase one into ``PHASES``, role one into ``ROLES``, or -1.
-        runs: the runs, in the order in which they began.
+        runs: in the order in which they began.
         unknown: columns of which nothing is known, by run.
     """
 
@@ -77,21 +84,17 @@ class OrderedRows:
         The role follows where a run has any, null where it is not known. Columns are null for the
         rows of a run that does not say them, as in ``Dataset.tokens``.
         """
-        here = {name: column[start:stop] for name, column in self.columns.items()}
-        found: dict[str, pa.Array] = {}
-        for name, values in here.items():
-            silent = [
-                n for n, run in enumerate(self.runs) if name in self.unknown[run] - ROW_NUMBERS
-            ]
-            mask = np.isin(here["run"], silent) | (values == -1 if name == ROLE else False)
-            words = {
-                "run": self.runs, "phase": list(tables.PHASES), ROLE: list(tables.ROLES)
-            }.get(name)  # fmt: skip
-            array = pa.array(values, mask=mask)
-            if words is not None:
-                array = pa.DictionaryArray.from_arrays(array, words).dictionary_decode()
-            found[name] = array
-        return pa.table(found)
+        words = {"run": self.runs, "phase": list(tables.PHASES), ROLE: list(tables.ROLES)}
+        run, columns = self.columns["run"][start:stop], {}
+        for name, column in self.columns.items():
+            values = column[start:stop]
+            silent = [n for n, r in enumerate(self.runs) if name in self.unknown[r] - ROW_NUMBERS]
+            mask = np.isin(run, silent) | (values == -1 if name == ROLE else False)
+            columns[name] = pa.array(values, mask=mask)
+            if name in words:
+                coded = pa.DictionaryArray.from_arrays(columns[name], words[name])
+                columns[name] = coded.dictionary_decode()
+        return pa.table(columns)
 
 
 def order_rows(selection: Selection) -> OrderedRows:
@@ -125,11 +128,8 @@ def order_rows(selection: Selection) -> OrderedRows:
 
 
 def _file_type(dtype: str) -> np.dtype[Any]:
-    """Return the type of values in a ``.npy`` file; bfloat16 are two bytes that NumPy leaves alone.
-
-    NumPy has no bfloat16. Of ``V2`` it computes nothing, where it would take ``uint16`` for
-    numbers: ``view(ml_dtypes.bfloat16)`` makes values of both.
-    """
+    """NumPy has no bfloat16: of ``V2`` it computes nothing, where it would take ``uint16`` for
+    numbers; ``view(ml_dtypes.bfloat16)`` makes values of both."""
     return np.dtype("V2") if dtype == "bfloat16" else DTYPES[dtype].native
 
 
@@ -148,8 +148,7 @@ def lay_out(rows: OrderedRows, hook: Hook, path: Path, dtype: str) -> Bits:
                 low, high = np.searchsorted(taken, [start, start + step])
                 if low == high:
                     continue
-                block = reader.read(start, min(start + step, shard.n_rows))
-                block = block[taken[low:high] - start]
+                block = reader.read(start, min(start + step, shard.n_rows))[taken[low:high] - start]
                 out[places[low:high]] = cast(block, hook.dtype, dtype, f"{shard.name} {hook.name}")
     file.flush()
     return out
@@ -174,21 +173,14 @@ def blocks(n_rows: int, row_nbytes: int, multiple: int = 1) -> Iterator[tuple[in
         yield start, min(start + step, n_rows)
 
 
-ROWS_FILE = "rows.parquet"
-_ARROW = {"float16": pa.float16(), "float32": pa.float32()}
-
-
 @dataclass(frozen=True)
 class Source:
     """What is written.
 
     Args:
-        rows: the rows, in the order of the export.
-        hooks: the hooks.
         dtypes: type of the values of each hook as they are written.
         values: bit patterns of each hook, ``(n_rows, d_model)``, mapped from files.
         context_size: rows of a window, where the target has windows.
-        digest: digest of the dataset.
     """
 
     rows: OrderedRows
@@ -196,7 +188,15 @@ class Source:
     dtypes: dict[str, str]
     values: Mapping[str, Bits]
     context_size: int
-    digest: str
+
+    @property
+    def digest(self) -> str:
+        return self.rows.selection.dataset.digest
+
+    def native(self, hook: Hook, start: int, stop: int) -> npt.NDArray[Any]:
+        """Values of the rows ``[start, stop)``, one after the other, in NumPy's type."""
+        flat = self.values[hook.name][start:stop].reshape(-1)
+        return flat.view(DTYPES[self.dtypes[hook.name]].native)
 
     @property
     def row_nbytes(self) -> int:
@@ -208,7 +208,6 @@ class Target:
     """A form of files.
 
     Args:
-        words: what it is, for the help.
         write: writes the files into a folder; returns the sequence of each row for the table of
             rows, None where it has none.
         dtypes: types that it holds; the first stands for those that it does not.
@@ -218,7 +217,6 @@ class Target:
         with_rows: whether the files hold the provenance of their rows themselves.
     """
 
-    words: str
     write: Callable[[Source, Path], npt.NDArray[np.int64] | None]
     dtypes: tuple[str, ...]
     name: Callable[[Hook], str] = field(default=lambda hook: hook.name)
@@ -229,18 +227,24 @@ class Target:
 
 def write_rows(rows: OrderedRows, n_rows: int, sequence: Bits | None, path: Path) -> None:
     """Row i of the table is of row i of the files."""
-    writer: pq.ParquetWriter | None = None
-    try:
+
+    def parts() -> Iterator[pa.Table]:
         for start in range(0, n_rows, 1 << 20):
             stop = min(start + (1 << 20), n_rows)
             table = rows.provenance(start, stop)
             if sequence is not None:
                 table = table.append_column("sequence", pa.array(sequence[start:stop]))
-            writer = writer or pq.ParquetWriter(path, table.schema, compression="zstd")
-            writer.write_table(table)
-    finally:
-        if writer is not None:
-            writer.close()
+            yield table
+
+    _write_tables(path, parts())
+
+
+def _write_tables(path: Path, parts: Iterator[pa.Table]) -> None:
+    """Each part becomes one row group; there is at least one."""
+    first = next(parts)
+    with pq.ParquetWriter(path, first.schema, compression="zstd") as writer:
+        for part in chain([first], parts):
+            writer.write_table(part, row_group_size=part.num_rows)
 
 
 def _write_memmap(source: Source, folder: Path) -> None:
@@ -294,8 +298,8 @@ def _write_sae_lens(source: Source, folder: Path) -> npt.NDArray[np.int64]:
     size = source.context_size
     n_windows = source.rows.n_rows // size
     features: dict[str, Any] = {
-        tlens_name(hook): datasets.Array2D((size, hook.d_model), source.dtypes[hook.name])
-        for hook in source.hooks
+        tlens_name(h): datasets.Array2D((size, h.d_model), source.dtypes[h.name])
+        for h in source.hooks
     }
     tokens = not any("token_id" in names for names in source.rows.unknown.values())
     if tokens:
@@ -311,11 +315,9 @@ def _write_sae_lens(source: Source, folder: Path) -> npt.NDArray[np.int64]:
             writer.write_batch(pa.record_batch(columns, schema=schema))
     info = {"citation": "", "description": "", "homepage": "", "license": ""}
     info["features"] = datasets.Features(features).to_dict()
-    state: dict[str, Any] = {
-        "_data_files": [{"filename": name}], "_fingerprint": source.digest[:16],
-        "_format_columns": None, "_format_kwargs": {}, "_format_type": None,
-        "_output_all_columns": False, "_split": None,
-    }  # fmt: skip
+    state: dict[str, Any] = dict.fromkeys(("_format_columns", "_format_type", "_split"))
+    state |= {"_format_kwargs": {}, "_output_all_columns": False}
+    state |= {"_data_files": [{"filename": name}], "_fingerprint": source.digest[:16]}
     (folder / "dataset_info.json").write_text(json.dumps(info, indent=2))
     (folder / "state.json").write_text(json.dumps(state, indent=2))
     return np.arange(n_windows * size) // size
@@ -323,11 +325,10 @@ def _write_sae_lens(source: Source, folder: Path) -> npt.NDArray[np.int64]:
 
 def _windows(source: Source, hook: Hook, schema: pa.Schema, start: int, stop: int) -> pa.Array:
     """In the storage of ``datasets``' two-dimensional arrays."""
-    dtype, size = source.dtypes[hook.name], source.context_size
-    flat = source.values[hook.name][start:stop].reshape(-1).view(DTYPES[dtype].native)
+    size, flat = source.context_size, source.native(hook, start, stop)
     inner = np.arange(0, len(flat) + 1, hook.d_model, dtype=np.int32)
     outer = np.arange(0, stop - start + 1, size, dtype=np.int32)
-    rows = pa.ListArray.from_arrays(inner, pa.array(flat, _ARROW[dtype]))
+    rows = pa.ListArray.from_arrays(inner, pa.array(flat, _ARROW[source.dtypes[hook.name]]))
     kind = schema.field(tlens_name(hook)).type
     return pa.ExtensionArray.from_storage(kind, pa.ListArray.from_arrays(outer, rows))
 
@@ -335,49 +336,27 @@ def _windows(source: Source, hook: Hook, schema: pa.Schema, start: int, stop: in
 def _write_parquet(source: Source, folder: Path) -> None:
     """Write the rows with their provenance, one list per hook and row."""
     (folder / "data").mkdir()
-    path = folder / "data" / "train-00000-of-00001.parquet"
-    writer: pq.ParquetWriter | None = None
-    try:
+
+    def parts() -> Iterator[pa.Table]:
         for start, stop in blocks(source.rows.n_rows, source.row_nbytes):
             table = source.rows.provenance(start, stop)
             for hook in source.hooks:
-                dtype = source.dtypes[hook.name]
-                flat = source.values[hook.name][start:stop].reshape(-1).view(DTYPES[dtype].native)
-                column = pa.FixedSizeListArray.from_arrays(
-                    pa.array(flat, _ARROW[dtype]), hook.d_model
-                )
+                flat = pa.array(source.native(hook, start, stop), _ARROW[source.dtypes[hook.name]])
+                column = pa.FixedSizeListArray.from_arrays(flat, hook.d_model)
                 table = table.append_column(hook.name, column)
-            writer = writer or pq.ParquetWriter(path, table.schema, compression="zstd")
-            writer.write_table(table, row_group_size=max(1, BLOCK_NBYTES // source.row_nbytes))
-    finally:
-        if writer is not None:
-            writer.close()
+            yield table
+
+    _write_tables(folder / "data" / "train-00000-of-00001.parquet", parts())
 
 
-_ALL = ("float32", "float16", "bfloat16")
-_WITHOUT_BFLOAT16 = ("float32", "float16")
-
+_ALL, _WITHOUT_BFLOAT16 = ("float32", "float16", "bfloat16"), ("float32", "float16")
 TARGETS: dict[str, Target] = {
-    "sae-lens": Target(
-        "SAELens' cached activations: a saved Arrow dataset of windows",
-        _write_sae_lens,
-        _WITHOUT_BFLOAT16,
-        tlens_name,
-        windows=True,
-    ),
-    "safetensors": Target(
-        "one file per request, as speculators and vLLM write", _write_safetensors, _ALL
-    ),
-    "memmap": Target("one .npy file per hook, for numpy.load", _write_memmap, _ALL, in_place=True),
-    "parquet": Target(
-        "one Parquet file, for datasets", _write_parquet, _WITHOUT_BFLOAT16, with_rows=True
-    ),
+    "sae-lens": Target(_write_sae_lens, _WITHOUT_BFLOAT16, tlens_name, windows=True),
+    "safetensors": Target(_write_safetensors, _ALL),
+    "memmap": Target(_write_memmap, _ALL, in_place=True),
+    "parquet": Target(_write_parquet, _WITHOUT_BFLOAT16, with_rows=True),
 }
 """What ``actds export --to`` knows."""
-
-
-RECORD_FILE = "actds_export.json"
-_OF_RUNS = ("engine.", "model.", "numerics.", "capture.cast", "tokenizer.")
 
 
 class ExportedHook(BaseModel):
@@ -474,13 +453,14 @@ def export(
     Spec: 0.1 section 10.3.
     """
     target = _target(to, dtype, context_size)
-    dataset = path if isinstance(path, Dataset) else open_dataset(
-        os.fspath(path),
-        i_accept_unsealed=i_accept_unsealed,
-        i_accept_unprovenanced=i_accept_unprovenanced,
-    )  # fmt: skip
+    if not isinstance(path, Dataset):
+        path = open_dataset(
+            os.fspath(path),
+            i_accept_unsealed=i_accept_unsealed,
+            i_accept_unprovenanced=i_accept_unprovenanced,
+        )
     selection = select(
-        dataset, hooks, phase, where=where, exclude=exclude, split=split, held_out=held_out
+        path, hooks, phase, where=where, exclude=exclude, split=split, held_out=held_out
     )
     warn_where_none(selection.excluded, stacklevel=2)
     if target.windows and selection.n_kept < context_size:
@@ -488,25 +468,8 @@ def export(
         raise bad("context_size", got, "at most as many rows as are selected")
     with new_folder(os.fspath(out)) as folder:
         source, n_rows = _write(selection, target, dtype, context_size, folder)
-        record = ExportRecord(
-            actds=__version__,
-            to=to,
-            dataset=dataset.catalog.genesis.dataset,
-            digest=dataset.digest,
-            seal=dataset.seal.n if dataset.seal else None,
-            hooks=[_hook(hook, target, source.dtypes) for hook in source.hooks],
-            runs={run: _run(source.rows, run) for run in source.rows.runs},
-            phase=phase,
-            where=None if selection.filter.where is None else selection.filter.where.text,
-            exclude=list(selection.excluded),
-            split=split,
-            held_out=held_out,
-            order=ORDER,
-            n_rows=n_rows,
-            n_left_out=source.rows.n_rows - n_rows,
-            context_size=context_size if target.windows else None,
-            files=_entries(folder),
-        )
+        chosen = {"to": to, "phase": phase, "split": split, "held_out": held_out}
+        record = _record(source, target, n_rows, _entries(folder), chosen)
         (folder / RECORD_FILE).write_text(record.model_dump_json(indent=1) + "\n", "utf-8")
     return record
 
@@ -539,7 +502,7 @@ def _write(
         hook.name: lay_out(rows, hook, scratch / f"{hook.name}.npy", dtypes[hook.name])
         for hook in hooks
     }
-    source = Source(rows, hooks, dtypes, values, context_size, selection.dataset.digest)
+    source = Source(rows, hooks, dtypes, values, context_size)
     sequence = target.write(source, folder)
     if not target.in_place:
         shutil.rmtree(scratch)
@@ -549,13 +512,36 @@ def _write(
     return source, n_rows
 
 
-def _hook(hook: Hook, target: Target, dtypes: dict[str, str]) -> ExportedHook:
-    return ExportedHook(
-        name=hook.name,
-        column=target.name(hook),
-        d_model=hook.d_model,
-        stored=hook.dtype,
-        written=dtypes[hook.name],
+def _record(
+    source: Source, target: Target, n_rows: int, files: list[FileEntry], chosen: dict[str, Any]
+) -> ExportRecord:
+    """What was written, beside the arguments of ``export`` that chose it."""
+    selection = source.rows.selection
+    dataset, where = selection.dataset, selection.filter.where
+    return ExportRecord(
+        actds=__version__,
+        dataset=dataset.catalog.genesis.dataset,
+        digest=source.digest,
+        seal=dataset.seal.n if dataset.seal else None,
+        hooks=[
+            ExportedHook(
+                name=hook.name,
+                column=target.name(hook),
+                d_model=hook.d_model,
+                stored=hook.dtype,
+                written=source.dtypes[hook.name],
+            )
+            for hook in source.hooks
+        ],
+        runs={run: _run(source.rows, run) for run in source.rows.runs},
+        where=None if where is None else where.text,
+        exclude=list(selection.excluded),
+        order=ORDER,
+        n_rows=n_rows,
+        n_left_out=source.rows.n_rows - n_rows,
+        context_size=source.context_size if target.windows else None,
+        files=files,
+        **chosen,
     )
 
 
@@ -574,10 +560,10 @@ def _run(rows: OrderedRows, run: str) -> ExportedRun:
 
 
 def _entries(folder: Path) -> list[FileEntry]:
-    found = []
+    entries = []
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         name = path.relative_to(folder).as_posix()
-        found.append(FileEntry(path=name, nbytes=path.stat().st_size, sha256=sha256))
-    return found
+        entries.append(FileEntry(path=name, nbytes=path.stat().st_size, sha256=sha256))
+    return entries
