@@ -1,4 +1,8 @@
-"""The card of a dataset: README.md with front matter that hubs preview, and croissant.json."""
+"""The card of a dataset: README.md with front matter that hubs preview, and croissant.json.
+
+https://docs.mlcommons.org/croissant/docs/croissant-spec.html, version 1.0: the files with their
+digests, and the tables as record sets.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from actds.dataset.reading import Catalog
 from actds.errors import ActdsError, Finding
 from actds.format import canonical
 from actds.format.schema import REQUIRED_PROVENANCE, FileEntry
-from actds.format.tables import DISPOSITIONS, SCHEMAS, TableName
+from actds.format.tables import DISPOSITIONS, SCHEMAS
 from actds.publish.methods import methods
 from actds.store import layout, open_store
 from actds.text import counted, format_nbytes, printable, share
@@ -54,6 +58,7 @@ def croissant(
     """Return ``croissant.json`` of a sealed dataset."""
     seal = catalog.seal
     n, sealed_ns = (0, catalog.genesis.created_ns) if seal is None else (seal.n, seal.sealed_ns)
+    entries = sorted(catalog.files.items())
     document = {
         "@context": _CONTEXT,
         "@type": "sc:Dataset",
@@ -63,16 +68,15 @@ def croissant(
         "license": licence,
         "version": f"{n}.0.0",
         "datePublished": _date(sealed_ns),
+        # zarr's own metadata is pinned by the manifests; listed, it would be most of the list.
         "distribution": [
-            # zarr's own metadata is pinned by the manifests; listed, it would be most of the list.
-            *(
-                _file(path, entry)
-                for path, entry in sorted(catalog.files.items())
-                if not path.endswith("zarr.json")
-            ),
+            *(_file(path, entry) for path, entry in entries if not path.endswith("zarr.json")),
             *(_file_set(table, includes) for table, includes in tables.items()),
         ],
-        "recordSet": [_record_set(table) for table in tables],
+        "recordSet": [
+            {"@type": "cr:RecordSet", "@id": table, "name": table, "field": list(_fields(table))}
+            for table in tables
+        ],
     }
     return (json.dumps(document, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
 
@@ -106,13 +110,8 @@ def _file_set(table: str, includes: list[str]) -> dict[str, Any]:
     }
 
 
-def _record_set(table: str) -> dict[str, Any]:
-    return {"@type": "cr:RecordSet", "@id": table, "name": table, "field": list(_fields(table))}
-
-
 def _fields(table: Any) -> Iterator[dict[str, Any]]:
-    known: TableName = table
-    for column in SCHEMAS[known]:
+    for column in SCHEMAS[table]:
         repeated = pa.types.is_list(column.type)
         yield {
             "@type": "cr:Field",
@@ -144,44 +143,27 @@ _VERDICT = re.compile(
 """What a card says of an audit: the answer, and a line for every place."""
 _LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,63}")
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~$&])")
-_SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B",
-          "1B<n<10B", "10B<n<100B", "100B<n<1T", "n>1T")  # fmt: skip
-_PARTS = ("requests", "steps", "spans", "roles", "origins", "sampled", "drops", "stalls",
-          "occupancy", "readouts", "canary")  # fmt: skip
-_SUMMARY = (
-    "model.name",
-    "model.architecture",
-    "model.weights_sha256",
-    "tokenizer.sha256",
-    "engine.name",
-    "engine.version",
-    "serving.mode",
-    "serving.prefix_caching",
-    "serving.chunked_prefill",
-    "capture.method",
-    "capture.overflow_policy",
-)
-_NUMERICS = (
-    "numerics.dtype",
-    "model.quantization",
-    "capture.cast",
-    "numerics.kv_cache_dtype",
-    "numerics.attention_backend",
-    "numerics.device",
-    "numerics.matmul_precision",
-    "numerics.deterministic",
-    "numerics.batch_invariant",
-    "numerics.tf32",
-    "numerics.reduced_precision_reduction",
-    "numerics.threads",
-    "numerics.split_kv",
-    "numerics.all_reduce",
-    "numerics.compiler_passes",
-    "serving.enforce_eager",
-    "serving.tensor_parallel",
-    "sampling.temperature",
-    "sampling.seed",
-)
+_SIZES = [
+    *("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B"),
+    *("1B<n<10B", "10B<n<100B", "100B<n<1T", "n>1T"),
+]
+_PARTS = [
+    *("requests", "steps", "spans", "roles", "origins", "sampled", "drops", "stalls"),
+    *("occupancy", "readouts", "canary"),
+]
+_SUMMARY = [
+    *("model.name", "model.architecture", "model.weights_sha256", "tokenizer.sha256"),
+    *("engine.name", "engine.version", "serving.mode", "serving.prefix_caching"),
+    *("serving.chunked_prefill", "capture.method", "capture.overflow_policy"),
+]
+_NUMERICS = [
+    *("numerics.dtype", "model.quantization", "capture.cast", "numerics.kv_cache_dtype"),
+    *("numerics.attention_backend", "numerics.device", "numerics.matmul_precision"),
+    *("numerics.deterministic", "numerics.batch_invariant", "numerics.tf32"),
+    *("numerics.reduced_precision_reduction", "numerics.threads", "numerics.split_kv"),
+    *("numerics.all_reduce", "numerics.compiler_passes", "serving.enforce_eager"),
+    *("serving.tensor_parallel", "sampling.temperature", "sampling.seed"),
+]
 
 
 @dataclass(frozen=True)
@@ -220,22 +202,18 @@ def read_verdict(file: str | os.PathLike[str], digest: str) -> AuditVerdict:
     """Return the verdict of an audit of the dataset with this digest."""
     place = f"audit {os.fspath(file)}"
     try:
-        found = _Audit.model_validate_json(canonical.read_bounded(Path(file)))
+        audit = _Audit.model_validate_json(canonical.read_bounded(Path(file)))
     except (OSError, ValidationError) as error:
         got = (error.strerror or "?") if isinstance(error, OSError) else "another document"
         raise ActdsError("E009", place, got=got, expected="what actds audit --json wrote") from None
-    if (found.format, found.digest) != ("actds.audit", digest):
-        raise ActdsError(
-            "E009",
-            place,
-            got=f"{found.format} of digest {found.digest}"[:200],
-            expected=f"actds.audit of {digest}",
-            next_step="Audit the dataset as it is now: actds audit PATH --json FILE.",
-        )
-    answer = found.answer
+    if (audit.format, audit.digest) != ("actds.audit", digest):
+        got, expected = f"{audit.format} of digest {audit.digest}"[:200], f"actds.audit of {digest}"
+        step = "Audit the dataset as it is now: actds audit PATH --json FILE."
+        raise ActdsError("E009", place, got=got, expected=expected, next_step=step)
+    answer = audit.answer
     lines = [
-        f"{one.name}: {one.level}{' (accepted)' if one.accepted else ''}, {one.headline}"
-        for one in found.places
+        f"{at.name}: {at.level}{' (accepted)' if at.accepted else ''}, {at.headline}"
+        for at in audit.places
     ]
     if answer.load is not None:
         lines.append(f"load it like this: {answer.load}")
@@ -301,43 +279,41 @@ def compare_card(catalog: Catalog) -> Iterator[Finding]:
 
     Spec: 0.1 section 2.4.
     """
-    there = {
+    texts = {
         name: catalog.store.read(name, _MAX_NBYTES).decode("utf-8", "replace")
         for name in layout.DERIVED
         if catalog.store.exists(name)
     }
-    if not there:
+    if not texts:
         return
     facts, tables = _facts(catalog), table_files(catalog)
-    if layout.CARD in there:
-        found = re.search(r"^license: (.*)$", there[layout.CARD], re.MULTILINE)
-        licence = _licence(found[1] if found else None)
-        got = _VERDICT.sub(f"## Audit\n\n{_NO_AUDIT}\n\n## Use", there[layout.CARD], count=1)
-        expected = card_text(facts, tables, licence, None)
-        yield from _difference(layout.CARD, got.split("\n"), expected.split("\n"))
-    if layout.CROISSANT in there:
+    if (text := texts.get(layout.CARD)) is not None:
+        match = re.search(r"^license: (.*)$", text, re.MULTILINE)
+        licence = _licence(match[1] if match else None)
+        got = _VERDICT.sub(f"## Audit\n\n{_NO_AUDIT}\n\n## Use", text, count=1)
+        yield from _difference(layout.CARD, got, card_text(facts, tables, licence, None), "\n")
+    if (text := texts.get(layout.CROISSANT)) is not None:
         try:
-            document = json.loads(there[layout.CROISSANT])
+            document = json.loads(text)
         except (ValueError, RecursionError):
             document = None
         named = document.get("license") if isinstance(document, dict) else None
         want = croissant(catalog, _title(facts), _sentence(facts), _licence(named), tables)
-        lines = (text.replace(",", ",\n").split("\n") for text in
-                 (there[layout.CROISSANT], want.decode()))  # fmt: skip
-        yield from _difference(layout.CROISSANT, *lines)
+        yield from _difference(layout.CROISSANT, text, want.decode(), ",")
 
 
 def _licence(named: object) -> str:
     return named if isinstance(named, str) and _LICENCE.fullmatch(named) else UNKNOWN
 
 
-def _difference(name: str, got: list[str], expected: list[str]) -> Iterator[Finding]:
-    pairs = enumerate(zip_longest(got, expected, fillvalue=""), 1)
-    number = next((n for n, (one, other) in pairs if one != other), None)
-    if number is not None:
-        one, other = ((side[number - 1 : number] or [""])[0] for side in (got, expected))
-        words = (f"{printable(one)[:120]!r}", f"{printable(other)[:120]!r}, as of the seal")
-        yield Finding("E110", f"{name} line {number}", *words, "warning")
+def _difference(name: str, got: str, expected: str, end: str) -> Iterator[Finding]:
+    """The first line that differs; ``end`` ends lines, too."""
+    sides = [text.replace(end, f"{end.strip()}\n").split("\n") for text in (got, expected)]
+    for number, (line, want) in enumerate(zip_longest(*sides, fillvalue=""), 1):
+        if line != want:
+            words = (f"{printable(line)[:120]!r}", f"{printable(want)[:120]!r}, as of the seal")
+            yield Finding("E110", f"{name} line {number}", *words, "warning")
+            return
 
 
 def card_text(
@@ -354,7 +330,7 @@ def card_text(
 
 def table_files(catalog: Catalog) -> dict[str, list[str]]:
     """The tables that have rows, each with its files or a pattern of them."""
-    found = {"tokens": ["shards/*/tokens.parquet"]} if catalog.shards else {}
+    files = {"tokens": ["shards/*/tokens.parquet"]} if catalog.shards else {}
     for table in _PARTS:
         parts = [
             part for (_, name), some in catalog.parts.items() if name == table for part in some
@@ -363,10 +339,10 @@ def table_files(catalog: Catalog) -> dict[str, list[str]]:
         filled = [part.file.path for part in parts if part.n_rows]
         if filled:
             pattern = layout.part_path(table, "*", 0).replace("000000", "*")
-            found[table] = [pattern] if len(filled) == len(parts) else filled
+            files[table] = [pattern] if len(filled) == len(parts) else filled
     if catalog.seal is not None and catalog.table("multiplicity").num_rows:
-        found["multiplicity"] = [catalog.seal.multiplicity.path]
-    return found
+        files["multiplicity"] = [catalog.seal.multiplicity.path]
+    return files
 
 
 def _front_matter(facts: Facts, licence: str, tables: Mapping[str, list[str]]) -> Iterator[str]:
@@ -434,10 +410,9 @@ def _precision(facts: Facts) -> Iterator[str]:
         "unless the run was deterministic."
     )
     yield f"Rows are stored as {types}{'.' if facts.is_imported else how}"
-    there = {name for run in facts.runs for name in run.provenance}
-    yield from _facts_table(
-        facts, tuple(n for n in _NUMERICS if n in there or n in REQUIRED_PROVENANCE)
-    )
+    known = {name for run in facts.runs for name in run.provenance}
+    names = [n for n in _NUMERICS if n in known or n in REQUIRED_PROVENANCE]
+    yield from _facts_table(facts, names)
     if not facts.is_imported:
         yield from ("", "In a methods section:", "", f"> {_escaped(methods(facts))}")
 
@@ -448,7 +423,7 @@ def _provenance(facts: Facts) -> Iterator[str]:
     yield from _facts_table(facts, _SUMMARY)
 
 
-def _facts_table(facts: Facts, names: tuple[str, ...]) -> Iterator[str]:
+def _facts_table(facts: Facts, names: list[str]) -> Iterator[str]:
     """Runs that agree share one value."""
     yield from ("", "| fact | value |", "| --- | --- |")
     for name in names:

@@ -86,8 +86,8 @@ def _documents(provenance: Mapping[str, Mapping[str, object]]) -> Mapping[str, o
     """What ``--continue`` said, a fact in JSON; empty where there were no documents."""
     words = _value(provenance, "prompts.continue")
     with suppress(ValueError):
-        found = json.loads(words) if isinstance(words, str) else None
-        return found if isinstance(found, dict) else {}
+        options = json.loads(words) if isinstance(words, str) else None
+        return options if isinstance(options, dict) else {}
     return {}
 
 
@@ -151,15 +151,15 @@ def _which(facts: Facts) -> str:
 
 def _switch(facts: Facts, name: str) -> str:
     words: dict[object, str] = {True: "on", False: "off"}
-    values = [run.provenance.get(name, {}).get("value") for run in facts.runs]
+    values = [_value(run.provenance, name) for run in facts.runs]
     return " / ".join(dict.fromkeys(words.get(v, "not on record") for v in values))
 
 
 def _of(facts: Facts, name: str, *, short: bool = False) -> str:
     """Values of a fact over the runs, in words."""
-    found = []
+    values = []
     for run in facts.runs:
-        value = run.provenance.get(name, {}).get("value")
+        value = _value(run.provenance, name)
         words = value if isinstance(value, str) else json.dumps(value)
-        found.append("unknown" if value is None else words[:_DIGITS] if short else words)
-    return " / ".join(dict.fromkeys(found)) or "unknown"
+        values.append("unknown" if value is None else words[:_DIGITS] if short else words)
+    return " / ".join(dict.fromkeys(values)) or "unknown"

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from actds.dataset.account import TOTALS, Account, Census
 from actds.dataset.reading import CENSUS_TABLES, Catalog, heads_root
-from actds.errors import ActdsError, Finding, Findings
+from actds.errors import ActdsError, Finding, Findings, Severity
 from actds.format import canonical, schema, tables
 from actds.format.schema import FileEntry, Head, Seal
 from actds.publish.card import put_card
@@ -36,23 +36,20 @@ def check_provenance(
     Spec: 0.1 section 6.
     """
     findings = Findings(strict=True) if findings is None else findings
-    found = {one.place.split(" ")[0] for _, one in findings if one.severity == "error"}
+    faulty = {f.place.split(" ")[0] for _, f in findings if f.severity == "error"}
     for run in catalog.runs_with_data:
         path = layout.run_path(run)
-        if run not in catalog.runs and path not in found:
+        if run not in catalog.runs and path not in faulty:
             expected = "one for every run with rows"
             findings.add("provenance", "E401", path, "no run record", expected)
         missing = [table for table in CENSUS_TABLES if not catalog.parts.get((run, table))]
         if missing and run not in catalog.incomplete:
-            finding = Finding(
-                "E403", f"census/{run}", f"no {', no '.join(missing)}",
-                "the tables requests, steps and spans",
-            )  # fmt: skip
+            got, expected = f"no {', no '.join(missing)}", "the tables requests, steps and spans"
+            finding = Finding("E403", f"census/{run}", got, expected)
             if catalog.is_imported(run):
-                finding = replace(
-                    finding, got="an imported run: nobody recorded how its rows were made",
-                    severity="note" if imported else "error", next_step=_ACCEPTED_BY,
-                )  # fmt: skip
+                got = "an imported run: nobody recorded how its rows were made"
+                severity: Severity = "note" if imported else "error"
+                finding = replace(finding, got=got, severity=severity, next_step=_ACCEPTED_BY)
             findings.take("provenance", finding)
         elif not missing and not _has_census_to_its_end(catalog, run):
             expected = "a census that was closed, with what it counted"
@@ -61,11 +58,13 @@ def check_provenance(
 
 def _has_census_to_its_end(catalog: Catalog, run: str) -> bool:
     """It closed with its totals, or may close yet; a fence counts nothing."""
-    mine = (one for one in catalog.chains.values() if (one.run, one.kind) == (run, "census"))
     return any(
-        one.state in ("open", "broken")
-        or (one.close is not None and (one.close.reason != "failed" or bool(one.close.totals)))
-        for one in mine
+        chain.state in ("open", "broken")
+        or (
+            chain.close is not None and (chain.close.reason != "failed" or bool(chain.close.totals))
+        )
+        for chain in catalog.chains.values()
+        if (chain.run, chain.kind) == (run, "census")
     )
 
 
@@ -75,7 +74,7 @@ def account_run(catalog: Catalog, run: str) -> Account:
     accounts = [
         census.account(shard.tokens() for shard in shards) for _, shards in catalog.row_sets(run)
     ]
-    findings = [finding for one in accounts for finding in one.findings]
+    findings = [finding for account in accounts for finding in account.findings]
     return Account(list(dict.fromkeys(findings)), accounts[0].totals, accounts[0].multiplicity)
 
 
@@ -139,8 +138,8 @@ def seal(store: Store | str | Path, *, imported: bool = False, apart: bool = Fal
 
 def _put_beside(catalog: Catalog) -> None:
     put_sums(catalog)
-    there = catalog.store.exists(layout.CROISSANT)
-    put_card(catalog, layout.DERIVED if there else [layout.CARD])
+    had_croissant = catalog.store.exists(layout.CROISSANT)
+    put_card(catalog, layout.DERIVED if had_croissant else [layout.CARD])
 
 
 def _heads(catalog: Catalog) -> dict[str, Head]:
@@ -148,12 +147,9 @@ def _heads(catalog: Catalog) -> dict[str, Head]:
     for chain, state in sorted(catalog.chains.items()):
         head = state.head_entry
         if head is None:
-            raise ActdsError(
-                "E305",
-                f"ledger/{chain}",
-                got=f"an open {state.kind} chain of run {state.run}",
-                expected="a close or fence record",
-            )
+            got = f"an open {state.kind} chain of run {state.run}"
+            expected = "a close or fence record"
+            raise ActdsError("E305", f"ledger/{chain}", got=got, expected=expected)
         heads[chain] = head
     return heads
 
