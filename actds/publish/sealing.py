@@ -58,13 +58,11 @@ def check_provenance(
 
 def _has_census_to_its_end(catalog: Catalog, run: str) -> bool:
     """It closed with its totals, or may close yet; a fence counts nothing."""
-    return any(
-        chain.state in ("open", "broken")
-        or (
-            chain.close is not None and (chain.close.reason != "failed" or bool(chain.close.totals))
-        )
-        for chain in catalog.chains.values()
-        if (chain.run, chain.kind) == (run, "census")
+    chains = catalog.chains.values()
+    census = [chain for chain in chains if (chain.run, chain.kind) == (run, "census")]
+    closes = [chain.close for chain in census if chain.close is not None]
+    return any(chain.state in ("open", "broken") for chain in census) or any(
+        close.reason != "failed" or close.totals for close in closes
     )
 
 

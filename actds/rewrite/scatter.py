@@ -48,12 +48,8 @@ def shard_cuts(words: Callable[[], Iterator[Keys]], n_rows: int, rows_per_shard:
 
     A row goes to the shard in whose range its random word is. The ranges are chosen so that every
     shard but the last has ``rows_per_shard`` rows, in memory that does not grow with the rows: the
-    words are counted in bins, and only those of the bins in which a shard ends are sorted.
-
-    Args:
-        words: draws the words of all rows, in parts; called twice.
-        n_rows: number of all rows.
-        rows_per_shard: rows of a shard.
+    words, drawn twice in parts, are counted in bins, and only those of the bins in which a shard
+    ends are sorted.
     """
     ranks = np.arange(rows_per_shard, n_rows, rows_per_shard)
     bins_log2 = min(_MAX_BINS_LOG2, n_rows.bit_length())
@@ -64,9 +60,9 @@ def shard_cuts(words: Callable[[], Iterator[Keys]], n_rows: int, rows_per_shard:
     bins = np.searchsorted(np.cumsum(counts), ranks, "right")
     ends = np.zeros(len(counts), np.bool_)
     ends[bins] = True
-    found = [part[ends[(part >> shift).astype(np.int64)]] for part in words()]
+    near = [part[ends[(part >> shift).astype(np.int64)]] for part in words()]
     below = np.cumsum(np.where(ends, 0, counts))[bins]
-    cuts: Keys = np.sort(np.concatenate(found))[ranks - below]
+    cuts: Keys = np.sort(np.concatenate(near))[ranks - below]
     return cuts
 
 
@@ -77,9 +73,6 @@ class RowGroup:
     Args:
         name: of its folder of blocks.
         key: words of the Philox key.
-        run: the run.
-        phase: the phase.
-        hooks: the hooks.
         shards: the shards of the dataset, in its order.
         first: number of its first new shard in the run.
         rows_per_shard: rows of a new shard.
@@ -134,11 +127,8 @@ class RowGroup:
             low = int(self.starts[number])
             if low >= stop:
                 return
-            yield (
-                self.shards[number],
-                max(start - low, 0),
-                min(stop - low, self.shards[number].n_rows),
-            )
+            shard = self.shards[number]
+            yield shard, max(start - low, 0), min(stop - low, shard.n_rows)
 
     def permutation_seed(self, shard: int) -> int:
         """Seed of the order within a new shard, below 2^63."""
@@ -151,7 +141,7 @@ def row_groups(catalog: Catalog, seed: int, rows_per_shard: int) -> list[RowGrou
     groups: list[RowGroup] = []
     for run in catalog.runs_with_data:
         shards, first = catalog.shards_of(run), 0
-        for phase, hooks in dict.fromkeys((one.phase, tuple(one.hooks)) for one in shards):
+        for phase, hooks in dict.fromkeys((s.phase, tuple(s.hooks)) for s in shards):
             # Without the hooks: those in shards of their own keep rows side by side.
             facts = {"digest": catalog.digest, "phase": phase, "run": run, "seed": seed}
             raw = hashlib.sha256(canonical.dump(facts | {"shuffle": SHUFFLE_VERSION})).digest()
@@ -172,12 +162,9 @@ def row_groups(catalog: Catalog, seed: int, rows_per_shard: int) -> list[RowGrou
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a group on a disk that all workers share.
+    """The blocks of a group, in a folder of their own, on a disk that all workers share.
 
-    Args:
-        folder: holds those of this group, and nothing else.
-        group: the group.
-        rows_per_block: rows of a block; a block of the widest hook is held in memory twice.
+    A block of the widest hook is held in memory twice.
     """
 
     folder: Path
@@ -249,13 +236,10 @@ class Blocks:
                 piece = np.fromfile(path, kind.bits, count=n, offset=first * row_nbytes)
                 sums = np.load(folder / f"{hook.name}.crc32c.npy", mmap_mode="r")
             if crc32c(piece.view(np.uint8)) != int(sums[number]):
-                raise ActdsError(
-                    "E503",
-                    str(path),
-                    got=f"other bytes in rows {first} to {last}",
-                    expected=f"crc32c {int(sums[number]):08x}, as written",
-                    next_step=f"Remove {folder} and call it again: the disk changed it.",
-                )
+                got = f"other bytes in rows {first} to {last}"
+                expected = f"crc32c {int(sums[number]):08x}, as written"
+                step = f"Remove {folder} and call it again: the disk changed it."
+                raise ActdsError("E503", str(path), got=got, expected=expected, next_step=step)
             out[place[at : at + last - first]] = piece.reshape(-1, hook.d_model)
             at += last - first
         return out

@@ -16,8 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +27,7 @@ from actds.dataset.commit import NewShard
 from actds.dataset.ledger import Chain
 from actds.dataset.reading import Catalog
 from actds.errors import CODES, ActdsError
-from actds.executor import ExecutorName, open_executor
+from actds.executor import ExecutorName
 from actds.format import arrays, canonical, encoding, schema, tables
 from actds.format.schema import (
     ChainKind,
@@ -51,6 +50,7 @@ from actds.format.shard import (
     row_set_sha256,
 )
 from actds.publish.sealing import account_run, seal
+from actds.rewrite.recompression import array_nbytes, mapped
 from actds.rewrite.scatter import SHUFFLE_VERSION, Blocks, on_disk, row_groups, sync
 from actds.store import Store, layout, open_store, refuse_within_dataset
 from actds.store.local import LocalStore, lock_dataset, refuse_links
@@ -70,16 +70,11 @@ class Shuffled:
     """What was done.
 
     Args:
-        path: the copy.
         source_digest: digest of the dataset that it was made from.
-        seed: seed of the order.
         codec: ``default`` or ``raw``.
         n_rows: rows of the copy; rows of hooks in shards of their own are counted for each.
-        n_shards: shards of the copy.
         nbytes_before: bytes of the arrays of the dataset.
         nbytes_after: bytes of the arrays of the copy.
-        seal: the seal of the copy.
-        digest: digest of the copy.
     """
 
     path: str
@@ -154,7 +149,7 @@ def shuffle(
     try:
         plan = _read_plan(partial, wanted)
         if not out.exists():  # it does when the last call died while it removed its files
-            with _mapper(executor) as run:
+            with mapped(executor) as run:
                 _Shuffle(catalog, partial, plan, run, progress).run()
             with on_disk(out):
                 (partial / _DATASET).rename(out)
@@ -198,21 +193,15 @@ def _read_plan(partial: Path, wanted: _Plan) -> _Plan:
     if not store.exists(_PLAN):
         store.put_new(_PLAN, [canonical.dump(asdict(wanted))])
         return wanted
-    found = canonical.parse(store.read(_PLAN), str(partial / _PLAN))
-    options = {
-        "digest": "source",
-        "seed": "seed",
-        "codec": "codec",
-        "rows_per_shard": "rows_per_shard",
-        "rows_per_block": "memory_nbytes",
-        "version": "version of the order",
-    }
-    for name, option in options.items():
-        if found[name] != getattr(wanted, name):
-            got, expected = getattr(wanted, name), f"{found[name]}, as the interrupted call had"
+    plan = canonical.parse(store.read(_PLAN), str(partial / _PLAN))
+    options = {"digest": "source", "rows_per_block": "memory_nbytes"}
+    options |= {name: name for name in ("seed", "codec", "rows_per_shard")}
+    for name, option in (options | {"version": "version of the order"}).items():
+        if plan[name] != getattr(wanted, name):
+            got, expected = getattr(wanted, name), f"{plan[name]}, as the interrupted call had"
             again = f"Call it as before, or remove {partial} to start anew."
             raise ActdsError("E009", option, got=str(got), expected=expected, next_step=again)
-    return _Plan(**found)
+    return _Plan(**plan)
 
 
 def _rows_in_memory(catalog: Catalog, memory_nbytes: int) -> int:
@@ -231,9 +220,8 @@ def _rows_that_fit(catalog: Catalog, rows_per_shard: int, memory_nbytes: int) ->
         arrays.chunk_rows(h.d_model, arrays.DTYPES[h.dtype].itemsize) for h in catalog.genesis.hooks
     )
     if fit < min(chunk, rows_per_shard):
-        raise _bad(
-            "memory_nbytes", f"room for {fit} rows", f"at least {min(chunk, rows_per_shard)}"
-        )
+        least = min(chunk, rows_per_shard)
+        raise _bad("memory_nbytes", f"room for {fit} rows", f"at least {least}")
     return fit // chunk * chunk
 
 
@@ -281,20 +269,17 @@ class _Shuffle:
 
     def _check_space(self) -> None:
         """E503 a disk that cannot hold the blocks and the copy."""
-        row_nbytes = {
-            h.name: h.d_model * arrays.DTYPES[h.dtype].itemsize for h in self._catalog.genesis.hooks
-        }
+        hooks = self._catalog.genesis.hooks
+        row_nbytes = {h.name: h.d_model * arrays.DTYPES[h.dtype].itemsize for h in hooks}
         rows = sum(g.n_rows * sum(row_nbytes[h.name] for h in g.hooks) for g in self._groups)
-        copy = rows if self._plan.codec == "raw" else min(rows, _array_nbytes(self._catalog))
-        there = sum(file.stat().st_size for file in self._partial.rglob("*") if file.is_file())
+        raw = self._plan.codec == "raw"
+        copy = rows if raw else min(rows, array_nbytes(*self._catalog.shards))
+        written = sum(file.stat().st_size for file in self._partial.rglob("*") if file.is_file())
         free = shutil.disk_usage(self._partial).free
-        if free + there < rows + copy:
-            raise ActdsError(
-                "E503",
-                str(self._partial),
-                got=f"{free:,} bytes free",
-                expected=f"{rows + copy - there:,} bytes for temporary files and the copy",
-            )
+        if free + written < rows + copy:
+            need = f"{rows + copy - written:,} bytes for temporary files and the copy"
+            got = f"{free:,} bytes free"
+            raise ActdsError("E503", str(self._partial), got=got, expected=need)
 
     def _work(self, stage: str, function: Callable[[Any], int], work: list[Any]) -> None:
         done = 0
@@ -345,8 +330,8 @@ class _Shuffle:
                 digest = canonical.digest(data)
                 shard = ShardBody(shard=name, manifest_sha256=digest, n_rows=n_rows)
                 chain("writer").append("shard", shard)
-        for kind, one in chains.items():
-            yield one, run, kind  # type: ignore[misc]
+        for kind, begun in chains.items():
+            yield begun, run, kind  # type: ignore[misc]
 
     def _run_record(self, run: str) -> RunRecord:
         record = self._catalog.runs[run]
@@ -362,9 +347,8 @@ class _Shuffle:
             name: ProvenanceField(value=value, origin="observed", reason=None)
             for name, value in facts.items()
         }
-        return record.model_copy(
-            update={"dataset": self._plan.dataset, "fields": record.fields | added}
-        )
+        update = {"dataset": self._plan.dataset, "fields": record.fields | added}
+        return record.model_copy(update=update)
 
 
 @dataclass(frozen=True)
@@ -382,18 +366,6 @@ class _NewShard:
     blocks: Blocks
     number: int
     n_threads: int = 1
-
-
-@contextmanager
-def _mapper(executor: ExecutorName) -> Iterator[_Map]:
-    """What calls a function with every piece of work, and yields the rows of each."""
-    if executor == "threads":
-        # One after the other: each is held in memory as a whole.
-        n_threads = os.cpu_count() or 1
-        yield lambda function, work: (function(replace(one, n_threads=n_threads)) for one in work)
-        return
-    with open_executor(executor) as on:
-        yield on.map
 
 
 def _threads(n: int) -> ThreadPoolExecutor:
@@ -500,16 +472,11 @@ def _result(catalog: Catalog, out: Path, plan: _Plan) -> Shuffled:
         codec=plan.codec,
         n_rows=sum(manifest.n_rows for manifest in copy.shards),
         n_shards=len(copy.shards),
-        nbytes_before=_array_nbytes(catalog),
-        nbytes_after=_array_nbytes(copy),
+        nbytes_before=array_nbytes(*catalog.shards),
+        nbytes_after=array_nbytes(*copy.shards),
         seal=copy.seal.n,
         digest=copy.digest,
     )
-
-
-def _array_nbytes(catalog: Catalog) -> int:
-    files = (entry for manifest in catalog.shards for entry in manifest.files)
-    return sum(entry.nbytes for entry in files if entry.path.endswith(f"/{arrays.SHARD_PATH}"))
 
 
 def _bad(place: str, got: str, expected: str) -> ActdsError:
