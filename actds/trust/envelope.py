@@ -1,4 +1,8 @@
-"""DSSE envelopes: reading them within bounds, and judging their signatures by a list of keys."""
+"""Ed25519 keys in PEM files, as ``openssl genpkey`` writes them, and the DSSE envelopes they sign.
+
+A key comes from who signs or who verifies, and never from the dataset. Envelopes are read within
+bounds, and their signatures judged by a list of keys.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +41,7 @@ _MAKE = "Make a pair with openssl genpkey -algorithm ed25519, and keep it outsid
 
 @dataclass(frozen=True)
 class TrustedKey:
-    """A public key that the consumer trusts.
-
-    Args:
-        keyid: SHA-256 of its DER form (SubjectPublicKeyInfo), hexadecimal.
-        file: where it was read.
-        key: the key.
-    """
+    """A public key of the consumer; ``keyid`` is the SHA-256 of its DER form (SPKI), in hex."""
 
     keyid: str
     file: str
@@ -59,9 +57,9 @@ def trusted_keys(files: Iterable[str | os.PathLike[str]], store: Store) -> list[
 
     Spec: 0.1 section 15.4.
     """
-    found: dict[str, TrustedKey] = {}
+    keys: dict[str, TrustedKey] = {}
     with needs_extra():
-        for file in (os.fspath(one) for one in files):
+        for file in (os.fspath(path) for path in files):
             data = _read(file, store)
             if b"PRIVATE KEY-----" in data:
                 step = f"Give the public key: openssl pkey -in {file} -pubout -out {file}.pub."
@@ -71,10 +69,10 @@ def trusted_keys(files: Iterable[str | os.PathLike[str]], store: Store) -> list[
                 raise _bad(file, "no PEM block of a public key", "BEGIN PUBLIC KEY")
             for block in blocks:
                 key = _trusted(block, file)
-                found.setdefault(key.keyid, key)
-    if len(found) > MAX_KEYS:
-        raise _bad("keys", f"{len(found)} keys", f"at most {MAX_KEYS}")
-    return list(found.values())
+                keys.setdefault(key.keyid, key)
+    if len(keys) > MAX_KEYS:
+        raise _bad("keys", f"{len(keys)} keys", f"at most {MAX_KEYS}")
+    return list(keys.values())
 
 
 def signer(file: str | os.PathLike[str], store: Store) -> CryptoSigner:
@@ -102,10 +100,9 @@ def signer(file: str | os.PathLike[str], store: Store) -> CryptoSigner:
         if is_encrypted and not password:
             step = f"Set {PASSWORD_VARIABLE}, or sign with a key that is not encrypted."
             raise _bad(file, "an encrypted key", f"its password in {PASSWORD_VARIABLE}", step)
+        secret = password.encode() if is_encrypted and password else None
         try:
-            key = load_pem_private_key(
-                data, password.encode() if is_encrypted and password else None
-            )
+            key = load_pem_private_key(data, secret)
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             expected = "the password of the key" if is_encrypted else "a private key in PEM"
             raise _bad(file, one_line(error, 120), expected) from None
@@ -135,8 +132,8 @@ def _trusted(block: bytes, file: str) -> TrustedKey:
         raise _bad(file, one_line(error, 120), "a public key in PEM") from None
     if not isinstance(key, Ed25519PublicKey):
         raise _bad(file, "a key of another algorithm", "an Ed25519 key")
-    found = _sslib_key(key)
-    return TrustedKey(found.keyid, file, found)
+    public = _sslib_key(key)
+    return TrustedKey(public.keyid, file, public)
 
 
 def _sslib_key(key: Ed25519PublicKey) -> SSlibKey:
@@ -248,8 +245,8 @@ def parse(data: bytes, place: str) -> Envelope:
         payload=_unb64(document.payload, f"{place} payload"),
         payload_type=document.payloadType,
         signatures=tuple(
-            (one.keyid, _unb64(one.sig, f"{place} signatures.{i}.sig"))
-            for i, one in enumerate(document.signatures)
+            (signature.keyid, _unb64(signature.sig, f"{place} signatures.{i}.sig"))
+            for i, signature in enumerate(document.signatures)
         ),
     )
 
@@ -287,16 +284,16 @@ def with_signature(
     """
     signatures = () if before is None else before.signatures
     envelope = Envelope(payload, PAYLOAD_TYPE, signatures)
-    own = TrustedKey(signer.public_key.keyid, "", signer.public_key)
-    if judge(envelope, [own]).accepted:
+    key = TrustedKey(signer.public_key.keyid, "", signer.public_key)
+    if judge(envelope, [key]).accepted:
         return None
     # A broken signature under the own id is replaced: it can only be a damaged one.
-    signatures = tuple(one for one in signatures if one[0] != own.keyid)
+    signatures = tuple((keyid, sig) for keyid, sig in signatures if keyid != key.keyid)
     if len(signatures) >= MAX_SIGNATURES:
         got, expected = f"{len(signatures)} signatures", f"at most {MAX_SIGNATURES}"
         raise ActdsError("E009", "key", got=got, expected=expected)
     sig = bytes.fromhex(signer.sign(_pae(envelope)).signature)
-    return Envelope(payload, PAYLOAD_TYPE, (*signatures, (own.keyid, sig)))
+    return Envelope(payload, PAYLOAD_TYPE, (*signatures, (key.keyid, sig)))
 
 
 def _pae(envelope: Envelope) -> bytes:

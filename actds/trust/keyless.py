@@ -114,7 +114,7 @@ def _no_token(got: str) -> ActdsError:
 
 
 def _failed(place: str, error: Exception, next_step: str | None = None) -> ActdsError:
-    said = one_line(error, 200)
+    words = one_line(error, 200)
     if error.__cause__ is not None:
-        said = f"{said}: {one_line(error.__cause__, 200)}"
-    return ActdsError("E807", place, got=said, expected="an answer", next_step=next_step)
+        words = f"{words}: {one_line(error.__cause__, 200)}"
+    return ActdsError("E807", place, got=words, expected="an answer", next_step=next_step)

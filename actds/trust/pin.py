@@ -1,8 +1,13 @@
-"""Pins: the digest of a seal that a consumer got from elsewhere, and keeps."""
+"""What a seal pins: the digest that a consumer keeps, SHA256SUMS, and the statement that is signed.
+
+All of it follows from the ledger alone: no data file is read for it. What may be written again
+beside the data (the card, signatures, the list itself) is in neither list nor statement.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from actds.dataset.reading import Catalog, no_such_seal
@@ -20,22 +25,22 @@ def sums(catalog: Catalog) -> bytes:
 
     Spec: 0.1 section 15.1.
     """
-    found = {layout.GENESIS: catalog.genesis_sha256, **catalog.pins}
+    digests = {layout.GENESIS: catalog.genesis_sha256, **catalog.pins}
     for n, digest in enumerate(catalog.seal_digests, start=1):
-        found[layout.seal_path(n)] = digest
+        digests[layout.seal_path(n)] = digest
     for state in catalog.chains.values():
         for record, following in zip(state.records, [*state.records[1:], None], strict=True):
             digest = state.head if following is None else following.prev
-            found[layout.record_path(state.chain, record.seq)] = digest
+            digests[layout.record_path(state.chain, record.seq)] = digest
             body = record.typed_body()
             if isinstance(body, RunBody):
-                found[layout.run_path(body.run)] = body.sha256
+                digests[layout.run_path(body.run)] = body.sha256
             elif isinstance(body, ShardBody | ReplaceBody):
-                found[layout.manifest_path(body.shard)] = body.manifest_sha256
+                digests[layout.manifest_path(body.shard)] = body.manifest_sha256
     for manifest in catalog.replaced:
         for path in data_files(manifest):
-            found.pop(path, None)
-    return "".join(f"{found[path]}  {path}\n" for path in sorted(found)).encode()
+            digests.pop(path, None)
+    return "".join(f"{digests[path]}  {path}\n" for path in sorted(digests)).encode()
 
 
 def put_sums(catalog: Catalog) -> None:
@@ -101,20 +106,22 @@ def check_statement(payload: bytes, expected: bytes, place: str) -> None:
     """E803 what was signed is not the statement about this seal; E102 no canonical JSON."""
     if payload == expected:
         return
-    said, follows = canonical.parse(payload, f"{place} payload"), canonical.parse(expected, place)
-    where, got, wanted = _difference(said, follows, "payload")
+    signed, follows = canonical.parse(payload, f"{place} payload"), canonical.parse(expected, place)
+    where, got, wanted = _difference(signed, follows, "payload")
     raise ActdsError("E803", f"{place} {where}", got=_short(got), expected=_short(wanted))
 
 
-def _difference(said: Any, follows: Any, where: str) -> tuple[str, Any, Any]:
+def _difference(got: Any, want: Any, where: str) -> tuple[str, Any, Any]:
     """Where two documents that differ do so first, and what is there in each."""
-    if isinstance(said, dict) and isinstance(follows, dict) and said.keys() == follows.keys():
-        names = [name for name in said if said[name] != follows[name]]
-        return _difference(said[names[0]], follows[names[0]], f"{where}.{names[0]}")
-    if isinstance(said, list) and isinstance(follows, list) and len(said) == len(follows):
-        places = [i for i, (a, b) in enumerate(zip(said, follows, strict=True)) if a != b]
-        return _difference(said[places[0]], follows[places[0]], f"{where}.{places[0]}")
-    return where, said, follows
+    keys: Iterable[Any] = ()
+    if isinstance(got, dict) and isinstance(want, dict) and got.keys() == want.keys():
+        keys = got
+    elif isinstance(got, list) and isinstance(want, list) and len(got) == len(want):
+        keys = range(len(got))
+    for key in keys:
+        if got[key] != want[key]:
+            return _difference(got[key], want[key], f"{where}.{key}")
+    return where, got, want
 
 
 def _short(value: Any) -> str:
@@ -126,10 +133,10 @@ _PIN = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
 
 def parse_pin(text: str, place: str = "seal") -> str:
     """The digest that ``sha256:HEX`` names; E009 another form. The algorithm may be left out."""
-    found = _PIN.fullmatch(text)
-    if found is None:
+    match = _PIN.fullmatch(text)
+    if match is None:
         raise ActdsError("E009", place, got=repr(text)[:100], expected="sha256: and 64 hex digits")
-    return found[1]
+    return match[1]
 
 
 def check_pin(catalog: Catalog, seal: str) -> int:
@@ -151,18 +158,13 @@ def check_pin(catalog: Catalog, seal: str) -> int:
     pinned = catalog.seals[catalog.seal_digests.index(seal)]
     covered: set[str] = set()
     for chain in pinned.heads.keys() & catalog.chains.keys():
-        for record in catalog.chains[chain].records:
-            body = record.typed_body()
-            if isinstance(body, ShardBody | ReplaceBody):
-                covered.add(body.shard)
+        bodies = (record.typed_body() for record in catalog.chains[chain].records)
+        covered |= {body.shard for body in bodies if isinstance(body, ShardBody | ReplaceBody)}
     for chain in catalog.chains.keys() - pinned.heads.keys():
         for record in catalog.chains[chain].records:
             body = record.typed_body()
             if isinstance(body, ReplaceBody) and body.replaced in covered:
-                raise ActdsError(
-                    "E805",
-                    layout.record_path(chain, record.seq),
-                    got=f"{body.shard} in place of shard {body.replaced}",
-                    expected=f"the shards of seal {pinned.n}",
-                )
+                place = layout.record_path(chain, record.seq)
+                got = f"{body.shard} in place of shard {body.replaced}"
+                raise ActdsError("E805", place, got=got, expected=f"the shards of seal {pinned.n}")
     return pinned.n

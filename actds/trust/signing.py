@@ -34,7 +34,6 @@ class Signed:
     """What a signature covers, and where it is.
 
     Args:
-        path: the dataset.
         seal: number of the seal.
         digest: its digest.
         file: path of the signature in the dataset.
@@ -169,8 +168,8 @@ def verify(
     """
     store = open_store(os.fspath(path))
     who = _identity(identity, issuer)
-    files = keys or ([] if who else _keys_of_environment())
-    trusted = trusted_keys(files, store)
+    named = [] if who else [os.environ.get(KEYS_VARIABLE)]
+    trusted = trusted_keys(keys or [file for file in named if file], store)
     if not trusted and who is None:
         expected = f"a public key, {KEYS_VARIABLE}, or an identity and its issuer"
         raise ActdsError("E009", "key", got="nobody to trust", expected=expected)
@@ -207,15 +206,9 @@ def _by_keys(
         raise _unsigned(catalog, file, layout.envelope_path)
     judgement = judge(envelope, trusted)
     if len(judgement.accepted) < need:
-        why = "; ".join(f"{one.keyid[:16] or 'no id'} {one.why}" for one in judgement.rejected)
-        raise ActdsError(
-            "E802",
-            file,
-            got=f"good signatures of {len(judgement.accepted)} trusted keys ({why or 'no other'})"[
-                :400
-            ],
-            expected=f"{need} of {len(trusted)}",
-        )
+        why = "; ".join(f"{r.keyid[:16] or 'no id'} {r.why}" for r in judgement.rejected)
+        got = f"good signatures of {len(judgement.accepted)} trusted keys ({why or 'no other'})"
+        raise ActdsError("E802", file, got=got[:400], expected=f"{need} of {len(trusted)}")
     check_statement(envelope.payload, expected, file)
     return judgement
 
@@ -270,11 +263,6 @@ def _identity(identity: str | None, issuer: str | None) -> Identity | None:
         got = "an identity without its issuer" if identity else "an issuer without an identity"
         raise ActdsError("E009", "identity", got=got, expected="both")
     return Identity(identity, issuer)
-
-
-def _keys_of_environment() -> list[str]:
-    named = os.environ.get(KEYS_VARIABLE)
-    return [named] if named else []
 
 
 @contextmanager
