@@ -44,11 +44,8 @@ class ActdsGroup(click.Group):
         return sorted({*super().list_commands(ctx), *plugins()})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        own = super().get_command(ctx, cmd_name)
-        if own is not None:
-            return own
         plugin = plugins().get(cmd_name)
-        return None if plugin is None else _load(plugin)
+        return super().get_command(ctx, cmd_name) or (_load(plugin) if plugin else None)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Those of other packages stay unloaded where they can."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MAX_ARRAYS = 12
 
 
-def _hook_option(help_text: str) -> Any:
+def _hook_option(help_text: str) -> Callable[[Any], Any]:
     return click.option("--hook", "hooks", multiple=True, metavar="KIND.LAYER", help=help_text)
 
 
@@ -146,8 +146,8 @@ def import_command(
     """
     from actds.exchange.importing import import_foreign
 
-    said = dict(_fact(one) for one in declare)
-    done = import_foreign(foreign, out, kind=kind, hooks=hooks or None, dtype=dtype, declare=said)
+    facts = dict(map(_fact, declare))
+    done = import_foreign(foreign, out, kind=kind, hooks=hooks or None, dtype=dtype, declare=facts)
     if as_json:
         print_json(envelope("import", asdict(done)))
         return
@@ -207,8 +207,8 @@ def _page(report: Report) -> Iterator[Line]:
         return
     if not report.sets:
         yield Line(f"{report.path}: no activations of a form that is known", "bad")
-    for one in report.sets:
-        yield from _set(report.path, one)
+    for foreign_set in report.sets:
+        yield from _set(report.path, foreign_set)
     if report.elsewhere:
         yield Line("")
         yield Line("folders below, which were not looked at:", "title")
@@ -217,31 +217,31 @@ def _page(report: Report) -> Iterator[Line]:
         yield Line(f"{counted(report.others, 'further file')} of no known form", "dim")
 
 
-def _set(path: str, one: FoundSet) -> Iterator[Line]:
-    size = f"{counted(one.n_files, 'file')}, {format_nbytes(one.nbytes)}"
-    yield Line(f"{path}: {one.kind}, {size}, {counted(one.n_rows, 'row')}", "title")
-    for array in one.arrays[:_MAX_ARRAYS]:
+def _set(path: str, found_set: FoundSet) -> Iterator[Line]:
+    size = f"{counted(found_set.n_files, 'file')}, {format_nbytes(found_set.nbytes)}"
+    yield Line(f"{path}: {found_set.kind}, {size}, {counted(found_set.n_rows, 'row')}", "title")
+    for array in found_set.arrays[:_MAX_ARRAYS]:
         shape = ", ".join("·" if n is None else f"{n:,}" for n in array.shape)
         number = "" if array.n == 1 else f", {array.n:,} times"
         yield Line(f"  {array.name or '(no name)'}  {array.dtype} ({shape}){number}")
-    more = len(one.arrays) - _MAX_ARRAYS
+    more = len(found_set.arrays) - _MAX_ARRAYS
     if more > 0:
         yield Line(f"  and {more:,} more; --json lists them all", "dim")
-    yield from (Line(f"  {fault}", "bad") for fault in one.faults)
+    yield from (Line(f"  {fault}", "bad") for fault in found_set.faults)
     yield Line("What it does not say, and what nobody can know without it", "title")
-    for lack in one.lacks:
+    for lack in found_set.lacks:
         yield Line(f"  {lack.missing}: {lack.unknowable}")
-    for counts in one.values or ():
+    for counts in found_set.values or ():
         yield _values(counts)
-    if one.refused is not None:
-        yield Line(f"It cannot be imported as it is: {one.refused}", "bad")
-    if one.recipe:
+    if found_set.refused is not None:
+        yield Line(f"It cannot be imported as it is: {found_set.refused}", "bad")
+    if found_set.recipe:
         yield Line("Bring it in; what it does not say stays marked unknown", "title")
         words = ["--declare model.name=NAME adds what you know"]
-        if "KIND." in one.recipe[-1]:
+        if "KIND." in found_set.recipe[-1]:
             words.insert(0, "KIND.LAYER: each place, in the set's order, as resid_post.10")
         yield from (Line(f"  {line}", "dim") for line in words)
-        yield from (Line(f"  {line}") for line in one.recipe)
+        yield from (Line(f"  {line}") for line in found_set.recipe)
 
 
 def _values(counts: ValueCounts) -> Line:

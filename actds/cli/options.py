@@ -24,12 +24,12 @@ def refuse_empty(command: click.Command, context: click.Context, words: Sequence
     Raises:
         ActdsError: E009 with the argument or option.
     """
-    own = click.Context(command, parent=context)
+    ctx = click.Context(command, parent=context)
     try:
-        given, _, _ = command.make_parser(own).parse_args(list(words))
+        given, _, _ = command.make_parser(ctx).parse_args(list(words))
     except click.UsageError:  # which the command says itself
         return
-    for param in command.get_params(own):
+    for param in command.get_params(ctx):
         values = given.get(param.name or "")
         takes_path = isinstance(param.type, click.Path) or _PATHS.search(param.metavar or "")
         if not isinstance(param, click.Argument) and not takes_path:
@@ -111,11 +111,9 @@ class _Words:
             return text
         return self._long.sub(lambda m: self._option(m[0]), text)
 
-    def _setting(self, found: re.Match[str]) -> str:
-        option = self._option(found["name"], off=found["flag"] == "False")
-        if found["flag"] is not None:
-            return option
-        return f"{option} {found['text'] or ''}"
+    def _setting(self, setting: re.Match[str]) -> str:
+        option = self._option(setting["name"], off=setting["flag"] == "False")
+        return option if setting["flag"] else f"{option} {setting['text'] or ''}"
 
     def _option(self, name: str, *, off: bool = False) -> str:
         return _shown(self._by_name[name], off=off)
@@ -177,10 +175,9 @@ class SettingsCommand(click.Command):
         """Arguments, the model's options, the command's own, --help."""
         if self._options is None:
             self._options = list(model_options(self._settings(), self._skip))
-        params = super().get_params(ctx)
-        arguments = [param for param in params if isinstance(param, click.Argument)]
-        own = [param for param in params if not isinstance(param, click.Argument)]
-        return [*arguments, *self._options, *own]
+        params = sorted(super().get_params(ctx), key=lambda p: not isinstance(p, click.Argument))
+        n_arguments = sum(isinstance(param, click.Argument) for param in params)
+        return [*params[:n_arguments], *self._options, *params[n_arguments:]]
 
 
 def model_options(model: type[BaseModel], skip: Collection[str] = ()) -> Iterator[click.Option]:
@@ -191,31 +188,28 @@ def model_options(model: type[BaseModel], skip: Collection[str] = ()) -> Iterato
     list or an object is an option that may be repeated.
     """
     schema = model.model_json_schema()
-    required, own = schema.get("required", ()), vars(model).get("__annotations__", {})
+    required, declared = schema.get("required", ()), vars(model).get("__annotations__", {})
     names = [name for name in schema["properties"] if name not in skip]
-    for name in sorted(names, key=lambda name: (name not in required, name not in own)):
+    for name in sorted(names, key=lambda name: (name not in required, name not in declared)):
         yield _option(name, schema["properties"][name], required=name in required)
 
 
-def _option(name: str, found: Mapping[str, Any], *, required: bool) -> click.Option:
-    kind = next(k for k in found.get("anyOf", [found]) if k.get("type") != "null")
-    flag, default = found.get("option", f"--{name.replace('_', '-')}"), found.get("default")
-    words = found["description"]
-    given: dict[str, Any] = {
-        "help": f"{words[0].upper()}{words[1:]}.",
-        "metavar": found.get("metavar"),
-    }
+def _option(name: str, field: Mapping[str, Any], *, required: bool) -> click.Option:
+    kind = next(k for k in field.get("anyOf", [field]) if k.get("type") != "null")
+    flag, default = field.get("option", f"--{name.replace('_', '-')}"), field.get("default")
+    words = field["description"]
+    given: dict[str, Any] = {"help": f"{words[0].upper()}{words[1:]}."}
+    given |= {"metavar": field.get("metavar")}
     if kind["type"] == "boolean":
         names = f"{flag}/--no-{flag[2:]}" if default else flag
-        return click.Option(
-            [names, name], is_flag=True, default=default, show_default=default, **given
-        )
+        given |= {"default": default, "show_default": default}
+        return click.Option([names, name], is_flag=True, **given)
     if kind["type"] in ("array", "object"):
         if kind.get("items", {}).get("type") == "integer":
             given["type"] = _type(kind["items"])
         return click.Option([flag, name], multiple=True, **given)
-    if "flag_value" in found:
-        given |= {"is_flag": False, "flag_value": found["flag_value"]}
+    if "flag_value" in field:
+        given |= {"is_flag": False, "flag_value": field["flag_value"]}
     if default is not None:
         given |= {"default": default, "show_default": True}
     return click.Option([flag, name], type=_type(kind), required=required, **given)

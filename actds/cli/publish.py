@@ -178,22 +178,22 @@ def verify_command(path: str, keys: tuple[str, ...], as_json: bool, **options: A
     from actds.text import printable
     from actds.trust.signing import verify
 
-    found = verify(path, keys, **options)
+    verified = verify(path, keys, **options)
     if as_json:
-        facts = asdict(found, dict_factory=_plain)
+        facts = asdict(verified, dict_factory=_plain)
         print_json(envelope("verify", facts))
         return
     looked = "ledger, documents and signatures were checked, no table and no array was read"
-    click.echo(f"seal {found.seal} sha256:{found.digest}: {looked}")
-    for key in found.keys:
+    click.echo(f"seal {verified.seal} sha256:{verified.digest}: {looked}")
+    for key in verified.keys:
         click.echo(f"signed by key {key.keyid} ({printable(key.file)})")
-    if found.identity is not None:
-        who = found.identity
+    if verified.identity is not None:
+        who = verified.identity
         click.echo(f"signed by {printable(who.identity)}, vouched for by {printable(who.issuer)}")
-    for one in found.rejected:
-        keyid = printable(one.keyid[:64]) or "without an id"
-        click.echo(f"not counted: signature {keyid}, {one.why}", err=True)
-    click.echo(f"every byte: actds validate PATH --seal sha256:{found.digest}", err=True)
+    for rejected in verified.rejected:
+        keyid = printable(rejected.keyid[:64]) or "without an id"
+        click.echo(f"not counted: signature {keyid}, {rejected.why}", err=True)
+    click.echo(f"every byte: actds validate PATH --seal sha256:{verified.digest}", err=True)
 
 
 def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -166,9 +166,10 @@ def _summary(model: type[BaseModel]) -> str:
 @click.command("seal")
 @click.argument("path", metavar="PATH")
 @click.option(
-    "--imported", is_flag=True,
+    "--imported",
+    is_flag=True,
     help="Seal imported runs, which have no census: the dataset stays unprovenanced (E403).",
-)  # fmt: skip
+)
 @json_option("Print the seal, a document of the dataset, as JSON.")
 def seal_command(path: str, imported: bool, as_json: bool) -> None:
     """Seal a dataset: account for every position, then fix its content.

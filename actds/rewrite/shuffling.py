@@ -161,9 +161,8 @@ def shuffle(
         if error.next_step != CODES["E503"].next_step:
             raise
         again = "Free space or fix the disk, then call it again: it continues."
-        raise ActdsError(
-            "E503", error.place, got=error.got, expected=error.expected, next_step=again
-        ) from error
+        place, got, expected = error.place, error.got, error.expected
+        raise ActdsError("E503", place, got=got, expected=expected, next_step=again) from error
     finally:
         os.close(lock)
     return _result(catalog, out, plan)
@@ -194,8 +193,8 @@ def _read_plan(partial: Path, wanted: _Plan) -> _Plan:
         store.put_new(_PLAN, [canonical.dump(asdict(wanted))])
         return wanted
     plan = canonical.parse(store.read(_PLAN), str(partial / _PLAN))
-    options = {"digest": "source", "rows_per_block": "memory_nbytes"}
-    options |= {name: name for name in ("seed", "codec", "rows_per_shard")}
+    options = {"digest": "source", "seed": "seed", "codec": "codec"}
+    options |= {"rows_per_shard": "rows_per_shard", "rows_per_block": "memory_nbytes"}
     for name, option in (options | {"version": "version of the order"}).items():
         if plan[name] != getattr(wanted, name):
             got, expected = getattr(wanted, name), f"{plan[name]}, as the interrupted call had"
@@ -216,11 +215,10 @@ def _rows_that_fit(catalog: Catalog, rows_per_shard: int, memory_nbytes: int) ->
     fit = _rows_in_memory(catalog, memory_nbytes)
     if fit >= rows_per_shard:
         return rows_per_shard
-    chunk = max(
-        arrays.chunk_rows(h.d_model, arrays.DTYPES[h.dtype].itemsize) for h in catalog.genesis.hooks
-    )
-    if fit < min(chunk, rows_per_shard):
-        least = min(chunk, rows_per_shard)
+    hooks = catalog.genesis.hooks
+    chunk = max(arrays.chunk_rows(h.d_model, arrays.DTYPES[h.dtype].itemsize) for h in hooks)
+    least = min(chunk, rows_per_shard)
+    if fit < least:
         raise _bad("memory_nbytes", f"room for {fit} rows", f"at least {least}")
     return fit // chunk * chunk
 
@@ -245,12 +243,9 @@ class _Shuffle:
         self._check_space()
         self._store.remove_temporary()
         if not self._store.exists(layout.GENESIS):
-            genesis = Genesis(
-                dataset=self._plan.dataset,
-                created_ns=self._plan.created_ns,
-                writer=_SOFTWARE,
-                hooks=self._catalog.genesis.hooks,
-            )
+            facts = {"dataset": self._plan.dataset, "created_ns": self._plan.created_ns}
+            hooks = self._catalog.genesis.hooks
+            genesis = Genesis.model_validate({**facts, "writer": _SOFTWARE, "hooks": hooks})
             self._store.put_new(layout.GENESIS, [schema.to_bytes(genesis)])
         blocks = [
             _Block(blocks, start, stop)
@@ -307,9 +302,8 @@ class _Shuffle:
         def chain(kind: ChainKind) -> Chain:
             if kind not in chains:
                 chain_id = self._plan.chain(run, kind)
-                chains[kind] = Chain.begin(
-                    store, self._plan.dataset, run, kind, _SOFTWARE, chain_id
-                )
+                dataset = self._plan.dataset
+                chains[kind] = Chain.begin(store, dataset, run, kind, _SOFTWARE, chain_id)
             return chains[kind]
 
         written = store.put_new(layout.run_path(run), [schema.to_bytes(self._run_record(run))])

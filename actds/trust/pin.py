@@ -59,9 +59,8 @@ def check_sums(catalog: Catalog) -> None:
     expected = sums(catalog)
     # By the size first: another one is not read.
     if store.size(layout.SUMS) != len(expected) or store.read(layout.SUMS) != expected:
-        raise ActdsError(
-            "E806", layout.SUMS, got="another list", expected=f"that of seal {len(catalog.seals)}"
-        )
+        seal = f"that of seal {len(catalog.seals)}"
+        raise ActdsError("E806", layout.SUMS, got="another list", expected=seal)
 
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
