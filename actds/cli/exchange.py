@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from actds.cli.options import FiniteRange, json_option
+from actds.cli.options import FiniteRange, default_option, json_option
 from actds.cli.output import envelope, print_json, print_lines
 from actds.text import Line, counted, format_nbytes, printable
 
@@ -57,13 +57,8 @@ def _hook_option(help_text: str) -> Callable[[Any], Any]:
     type=click.Choice(["float32", "float16", "bfloat16"]),
     help="Type of the values; the stored one, or float32 where the form has no bfloat16.",
 )
-@click.option(
-    "--context-size",
-    type=click.IntRange(1),
-    default=128,
-    show_default=True,
-    metavar="N",
-    help="Rows of a window of SAELens.",
+@default_option(
+    "--context-size", click.IntRange(1), 128, "Rows of a window of SAELens.", metavar="N"
 )
 @click.option("--imported", is_flag=True, help="Export an imported dataset, which has no census.")
 @json_option("Print actds_export.json (actds.export 1).")

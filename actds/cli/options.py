@@ -19,11 +19,7 @@ _PATHS = re.compile("PATH|FILE|FOLDER")
 
 
 def refuse_empty(command: click.Command, context: click.Context, words: Sequence[str]) -> None:
-    """Refuse an argument, or an option that takes a path, that is empty: Python reads it as ``.``.
-
-    Raises:
-        ActdsError: E009 with the argument or option.
-    """
+    """E009 an argument, or an option that takes a path, is empty: Python reads it as ``.``."""
     ctx = click.Context(command, parent=context)
     try:
         given, _, _ = command.make_parser(ctx).parse_args(list(words))
@@ -132,14 +128,15 @@ def json_option(help_text: str) -> Callable[[Any], Any]:
     return click.option("--json", "as_json", is_flag=True, help=help_text)
 
 
+def default_option(
+    name: str, kind: click.ParamType[Any], default: Any, help_text: str, **more: Any
+) -> Callable[[Any], Any]:
+    """An option whose default its help shows."""
+    return click.option(name, type=kind, default=default, show_default=True, help=help_text, **more)
+
+
 def executor_option(help_text: str) -> Callable[[Any], Any]:
-    return click.option(
-        "--executor",
-        type=click.Choice(EXECUTORS),
-        default="threads",
-        show_default=True,
-        help=help_text,
-    )
+    return default_option("--executor", click.Choice(EXECUTORS), "threads", help_text)
 
 
 class FiniteRange(click.FloatRange):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from actds.cli.options import executor_option, json_option
+from actds.cli.options import default_option, executor_option, json_option
 from actds.cli.output import envelope, print_json
 from actds.executor import ExecutorName
 
@@ -148,13 +148,8 @@ def sign_command(path: str, key: str | None, keyless: bool, as_json: bool) -> No
     metavar="FILE",
     help="PEM file of public keys that you trust; repeatable. ACTDS_TRUSTED_KEYS names one, too.",
 )
-@click.option(
-    "--need",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="How many of the keys must have signed.",
+@default_option(
+    "--need", click.IntRange(1), 1, "How many of the keys must have signed.", metavar="N"
 )
 @click.option("--identity", metavar="NAME", help="Who must have signed keyless: address or URI.")
 @click.option("--issuer", metavar="URL", help="Who must have vouched for the identity.")

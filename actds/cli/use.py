@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from actds.cli.options import executor_option, json_option
+from actds.cli.options import default_option, executor_option, json_option
 from actds.cli.output import ResultCommand, document_schema, envelope, print_json, print_lines
 from actds.errors import CODES, ActdsError, Code, code_entry
 from actds.executor import ExecutorName
@@ -242,22 +242,18 @@ def recompress_command(
 @click.command("shuffle")
 @click.argument("source", metavar="IN")
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the order."
-)
-@click.option(
+@default_option("--seed", click.IntRange(0), 0, "Seed of the order.")
+@default_option(
     "--codec",
-    type=click.Choice(["default", "raw"]),
-    default="default",
-    show_default=True,
-    help="Compress the arrays, or copy them: a raw dataset is larger and read faster.",
+    click.Choice(["default", "raw"]),
+    "default",
+    "Compress the arrays, or copy them: a raw dataset is larger and read faster.",
 )
-@click.option(
+@default_option(
     "--rows-per-shard",
-    type=click.IntRange(1),
-    default=1 << 16,
-    show_default=True,
-    help="Rows of a new shard, unless memory allows fewer.",
+    click.IntRange(1),
+    1 << 16,
+    "Rows of a new shard, unless memory allows fewer.",
 )
 @click.option(
     "--memory-mib",

@@ -71,9 +71,7 @@ class StoredTensor:
     def map(self) -> npt.NDArray[Any]:
         """Values, mapped; bfloat16 as bit patterns in ``uint16``."""
         kind = np.dtype(np.uint16 if self.dtype == "bfloat16" else self.dtype)
-        if 0 in self.shape:
-            return np.empty(self.shape, kind)
-        return np.memmap(self.path, kind.newbyteorder("<"), "r", self.offset, self.shape)
+        return _map(self.path, kind.newbyteorder("<"), self.shape, "C", self.offset)
 
 
 @dataclass(frozen=True)
@@ -106,11 +104,7 @@ def write_tensors(
 
 
 def read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return the tensors of a file and the words of its header; no values are read.
-
-    Raises:
-        ActdsError: E019 it is truncated, or no such file.
-    """
+    """Tensors of a file and words of its header; E019 it is truncated. No values are read."""
     nbytes = path.stat().st_size
     if not path.is_file():
         raise foreign(path, "no regular file", "a safetensors file")
@@ -164,11 +158,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """Return the object of a small JSON file that a stranger made.
-
-    Raises:
-        ActdsError: E019 it is no regular file, larger than 16 MiB, or no JSON object.
-    """
+    """The object of a stranger's JSON file; E019 it is none, no regular file, or over 16 MiB."""
     try:
         with reading(path, "a JSON object"):
             data = canonical.read_bounded(path)
@@ -202,13 +192,7 @@ class Leaf:
 
 
 def leaves(name: str, node: Any) -> Iterator[tuple[str, Leaf]]:
-    """Yield the arrays of a file with their names, one level of names after the other.
-
-    Args:
-        name: of the array, where the file holds one alone.
-        node: what a reader returned: a ``Leaf``, a dict or a list of such, or the name of the type
-            of something else.
-    """
+    """Arrays of what a reader returned, with their names; ``name`` is that of one without."""
     if isinstance(node, Leaf):
         yield name, node
     elif isinstance(node, dict):
@@ -366,11 +350,7 @@ def schema_of(file: Path) -> pa.Schema:
 
 
 def batches(file: Path) -> Iterator[pa.RecordBatch]:
-    """Yield the batches of an Arrow stream or file, each checked.
-
-    Raises:
-        ActdsError: E019 it is none, damaged, or cut.
-    """
+    """Batches of an Arrow stream or file, each checked; E019 it is none, damaged, or cut."""
     with _opened(file) as (_, every):
         for batch in every:
             batch.validate(full=True)

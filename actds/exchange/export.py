@@ -79,11 +79,7 @@ class OrderedRows:
         return np.concatenate([[0], new, [self.n_rows]]).astype(np.int64)
 
     def provenance(self, start: int, stop: int) -> pa.Table:
-        """Return run, request, position, token_id, phase and step of the rows ``[start, stop)``.
-
-        The role follows where a run has any, null where it is not known. Columns are null for the
-        rows of a run that does not say them, as in ``Dataset.tokens``.
-        """
+        """Null for the rows of a run that does not say a column, as in ``Dataset.tokens``."""
         words = {"run": self.runs, "phase": list(tables.PHASES), ROLE: list(tables.ROLES)}
         run, columns = self.columns["run"][start:stop], {}
         for name, column in self.columns.items():

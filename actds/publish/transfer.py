@@ -461,11 +461,7 @@ class _Fetching:
         self._done = self._total = 0
 
     def fetch(self, paths: dict[str, str | None]) -> None:
-        """Fetch files, each with the digest that a document pins, or None for the Hub's own.
-
-        Raises:
-            ActdsError: E104 a file is not there; E202 it has another digest, twice.
-        """
+        """Each has the digest that a document pins, or None; E104 it is not there, E202 other."""
         for path in paths:
             if path not in self._entries:
                 place = f"{self._hub.uri}/{path}"

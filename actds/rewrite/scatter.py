@@ -221,11 +221,7 @@ class Blocks:
             )
 
     def gather(self, number: int, hook: Hook, place: Ints) -> npt.NDArray[Any]:
-        """Return the rows of a hook of a new shard, bit patterns ``(n_rows, d_model)``.
-
-        Raises:
-            ActdsError: E503 the disk failed, or returned other bytes than it was given.
-        """
+        """Bits ``(n_rows, d_model)``; ``place`` is the new row of each line of ``tokens``."""
         kind = arrays.DTYPES[hook.dtype]
         out = np.empty((len(place), hook.d_model), kind.bits)
         at = 0

@@ -277,11 +277,7 @@ def judge(envelope: Envelope, keys: Sequence[TrustedKey]) -> Judgement:
 def with_signature(
     payload: bytes, before: Envelope | None, signer: CryptoSigner
 ) -> Envelope | None:
-    """Return an envelope with one more signature; None when the key has signed it already.
-
-    Raises:
-        ActdsError: E009 the envelope is full.
-    """
+    """With one more signature (E009 it is full); None when the key has signed it already."""
     signatures = () if before is None else before.signatures
     envelope = Envelope(payload, PAYLOAD_TYPE, signatures)
     key = TrustedKey(signer.public_key.keyid, "", signer.public_key)

@@ -48,11 +48,7 @@ def put_sums(catalog: Catalog) -> None:
 
 
 def check_sums(catalog: Catalog) -> None:
-    """Check that the list, where there is one, says what the seal does.
-
-    Raises:
-        ActdsError: E806 it does not; E104 it cannot be read; E107 it is no regular file.
-    """
+    """E806 the list, where there is one, is not that of the seal; E104, E107 no file."""
     store = catalog.store
     if not store.exists(layout.SUMS):
         return
