@@ -18,9 +18,16 @@ import pyarrow as pa
 
 from actds.apart import Apart, Reply, Request, cpu_seconds
 from actds.errors import ActdsError
-from actds.exchange.arrow_sets import open_datasets, open_sae_lens
 from actds.exchange.containers import READERS, features_of, foreign, leaves, read_document, reading
-from actds.exchange.foreign import Block, ForeignHook, ForeignSet, open_npy, open_tensors
+from actds.exchange.foreign import (
+    Block,
+    ForeignHook,
+    ForeignSet,
+    open_datasets,
+    open_npy,
+    open_sae_lens,
+    open_tensors,
+)
 from actds.format.arrays import DTYPES
 from actds.text import storable
 
