@@ -44,10 +44,11 @@ def _command(name: str, command: click.Command, parent: click.Context | None) ->
     )
     lines = [line.rstrip() for line in command.get_help(ctx).splitlines()]
     yield from ("", f"## {ctx.command_path}", "", "```text", *lines, "```")
-    for sub_name in command.list_commands(ctx) if isinstance(command, click.Group) else ():
-        sub = command.get_command(ctx, sub_name)
-        assert sub is not None, f"{sub_name} is listed"
-        yield from _command(sub_name, sub, ctx)
+    if isinstance(command, click.Group):
+        for sub_name in command.list_commands(ctx):
+            sub = command.get_command(ctx, sub_name)
+            assert sub is not None, f"{sub_name} is listed"
+            yield from _command(sub_name, sub, ctx)
 
 
 if __name__ == "__main__":
