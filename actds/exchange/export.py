@@ -170,7 +170,7 @@ def blocks(n_rows: int, row_nbytes: int, multiple: int = 1) -> Iterator[tuple[in
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     """What is written.
 
     Args:
@@ -213,7 +213,7 @@ class Target:
         with_rows: whether the files hold the provenance of their rows themselves.
     """
 
-    write: Callable[[Source, Path], npt.NDArray[np.int64] | None]
+    write: Callable[[ExportSource, Path], npt.NDArray[np.int64] | None]
     dtypes: tuple[str, ...]
     name: Callable[[Hook], str] = field(default=lambda hook: hook.name)
     in_place: bool = False
@@ -243,11 +243,11 @@ def _write_tables(path: Path, parts: Iterator[pa.Table]) -> None:
             writer.write_table(part, row_group_size=part.num_rows)
 
 
-def _write_memmap(source: Source, folder: Path) -> None:
+def _write_memmap(source: ExportSource, folder: Path) -> None:
     """The values were laid out in the folder."""
 
 
-def _write_safetensors(source: Source, folder: Path) -> npt.NDArray[np.int64]:
+def _write_safetensors(source: ExportSource, folder: Path) -> npt.NDArray[np.int64]:
     """Write one file per request, as speculators and vLLM's hidden states connector do."""
     kinds = {(hook.d_model, source.dtypes[hook.name]) for hook in source.hooks}
     if len(kinds) > 1:
@@ -272,7 +272,7 @@ def _write_safetensors(source: Source, folder: Path) -> npt.NDArray[np.int64]:
     return np.repeat(np.arange(len(starts) - 1), np.diff(starts))
 
 
-def _stacked(source: Source, start: int, stop: int) -> Iterator[Bits]:
+def _stacked(source: ExportSource, start: int, stop: int) -> Iterator[Bits]:
     """Rows ``[start, stop)`` of all hooks, ``(n, n_hooks, d_model)`` at a time."""
     for low, high in blocks(stop - start, source.row_nbytes):
         here = slice(start + low, start + high)
@@ -285,7 +285,7 @@ def tlens_name(hook: Hook) -> str:
     return f"blocks.{hook.layer}.hook_{hook.kind}" if hook.kind in streams else hook.name
 
 
-def _write_sae_lens(source: Source, folder: Path) -> npt.NDArray[np.int64]:
+def _write_sae_lens(source: ExportSource, folder: Path) -> npt.NDArray[np.int64]:
     """Write a saved Arrow dataset of windows ``(context_size, d_model)``, as SAELens caches it."""
     try:
         import datasets
@@ -319,7 +319,9 @@ def _write_sae_lens(source: Source, folder: Path) -> npt.NDArray[np.int64]:
     return np.arange(n_windows * size) // size
 
 
-def _windows(source: Source, hook: Hook, schema: pa.Schema, start: int, stop: int) -> pa.Array:
+def _windows(
+    source: ExportSource, hook: Hook, schema: pa.Schema, start: int, stop: int
+) -> pa.Array:
     """In the storage of ``datasets``' two-dimensional arrays."""
     size, flat = source.context_size, source.native(hook, start, stop)
     inner = np.arange(0, len(flat) + 1, hook.d_model, dtype=np.int32)
@@ -329,7 +331,7 @@ def _windows(source: Source, hook: Hook, schema: pa.Schema, start: int, stop: in
     return pa.ExtensionArray.from_storage(kind, pa.ListArray.from_arrays(outer, rows))
 
 
-def _write_parquet(source: Source, folder: Path) -> None:
+def _write_parquet(source: ExportSource, folder: Path) -> None:
     """Write the rows with their provenance, one list per hook and row."""
     (folder / "data").mkdir()
 
@@ -485,7 +487,7 @@ def _target(to: str, dtype: str | None, context_size: int) -> Target:
 
 def _write(
     selection: Selection, target: Target, dtype: str | None, context_size: int, folder: Path
-) -> tuple[Source, int]:
+) -> tuple[ExportSource, int]:
     rows = order_rows(selection)
     hooks = list(selection.hooks)
     dtypes = {
@@ -498,7 +500,7 @@ def _write(
         hook.name: lay_out(rows, hook, scratch / f"{hook.name}.npy", dtypes[hook.name])
         for hook in hooks
     }
-    source = Source(rows, hooks, dtypes, values, context_size)
+    source = ExportSource(rows, hooks, dtypes, values, context_size)
     sequence = target.write(source, folder)
     if not target.in_place:
         shutil.rmtree(scratch)
@@ -509,7 +511,11 @@ def _write(
 
 
 def _record(
-    source: Source, target: Target, n_rows: int, files: list[FileEntry], chosen: dict[str, Any]
+    source: ExportSource,
+    target: Target,
+    n_rows: int,
+    files: list[FileEntry],
+    chosen: dict[str, Any],
 ) -> ExportRecord:
     """What was written, beside the arguments of ``export`` that chose it."""
     selection = source.rows.selection

@@ -33,8 +33,9 @@ KEYS_VARIABLE = "ACTDS_TRUSTED_KEYS"
 """Environment variable that names a file of public keys, where none is given."""
 PASSWORD_VARIABLE = "ACTDS_KEY_PASSWORD"
 """Environment variable that holds the password of an encrypted private key."""
-MAX_KEYS = 64
-_MAX_NBYTES = 1 << 16
+MAX_ENVELOPE_NBYTES = 8 * 1024 * 1024
+MAX_KEYS = MAX_SIGNATURES = 64
+_MAX_NBYTES, _SIGNATURE_NBYTES = 1 << 16, 64  # of a key file; of Ed25519
 _PUBLIC = re.compile(rb"-----BEGIN PUBLIC KEY-----.*?-----END PUBLIC KEY-----", re.DOTALL)
 _MAKE = "Make a pair with openssl genpkey -algorithm ed25519, and keep it outside the dataset."
 
@@ -166,11 +167,6 @@ def _read(file: str, store: Store) -> bytes:
 
 def _bad(file: str, got: str, expected: str, next_step: str = _MAKE) -> ActdsError:
     return ActdsError("E021", file[:400], got=got, expected=expected, next_step=next_step)
-
-
-MAX_ENVELOPE_NBYTES = 8 * 1024 * 1024
-MAX_SIGNATURES = 64
-_SIGNATURE_NBYTES = 64  # of Ed25519
 
 
 class _Signature(BaseModel):
