@@ -10,7 +10,7 @@ datasets are the windows of SAELens, and lists of numbers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,9 @@ class ForeignHook:
     called: str
     d_model: int
     dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.called} {self.dtype} rows of {self.d_model}".strip()
 
 
 @dataclass(frozen=True)
@@ -182,22 +185,22 @@ def _open_sequences(
     kind: str, files: list[Path], load: Callable[[Path], _FileRows], dtype: str | None
 ) -> ForeignSet:
     """Files that each hold one sequence or several."""
-    forms: dict[tuple[tuple[str, int, str], ...], Path] = {}
+    forms: dict[tuple[ForeignHook, ...], Path] = {}
     unknown, left_out, n_rows = set(NEVER_SAID), set(), 0
     for file in files:
         opened = load(file)
         left_out |= opened.left_out
         unknown |= set() if opened.ordered or len(files) > 1 else {"request"}
         for sequence in opened.sequences:
+            places = zip(opened.names, sequence.rows, sequence.dtypes, strict=True)
             form = tuple(
-                (name, rows.shape[1], stored_type(file, stored, dtype))
-                for name, rows, stored in zip(
-                    opened.names, sequence.rows, sequence.dtypes, strict=True
-                )
+                ForeignHook(name, rows.shape[1], stored_type(file, stored, dtype))
+                for name, rows, stored in places
             )
             forms.setdefault(form, file)
             if len(forms) > 1:
-                got, expected = (f"{_form(f)} in {p}" for f, p in reversed(forms.items()))
+                words = (f"{', '.join(map(str, f))} in {path}" for f, path in forms.items())
+                expected, got = words
                 raise foreign(file, got, expected)
             unknown |= {"token_id"} if sequence.token_ids is None else set()
             unknown |= {"position"} if sequence.position is None else set()
@@ -205,7 +208,7 @@ def _open_sequences(
             n_rows += len(sequence.rows[0])
     if not forms:
         raise foreign(files[0], "no row", "activations")
-    hooks = [ForeignHook(name, width, kept) for name, width, kept in next(iter(forms))]
+    hooks = list(next(iter(forms)))
     dtypes = [hook.dtype for hook in hooks]
 
     def blocks() -> Iterator[Block]:
@@ -217,10 +220,6 @@ def _open_sequences(
 
     columns, other = tuple(sorted(unknown)), tuple(sorted(left_out))
     return ForeignSet(kind, files, hooks, columns, n_rows, blocks, other)
-
-
-def _form(form: Sequence[tuple[str, int, str]]) -> str:
-    return ", ".join(f"{name} {dtype} rows of {width}".strip() for name, width, dtype in form)
 
 
 def open_tensors(kind: str, path: Path, files: list[Path], dtype: str | None) -> ForeignSet:
@@ -411,11 +410,15 @@ def open_npy(path: Path, files: list[Path], dtype: str | None) -> ForeignSet:
             raise foreign(file, f"an array {leaf.shape}", "(rows, d_model), or sequences of it")
         if leaf.shape[:-1] != shape:
             raise foreign(file, f"an array {leaf.shape}", f"rows {shape}, as in {files[0].name}")
-        values = leaf.read()
+        values, name = leaf.read(), leaf.dtype
+        if name in ("|V2", "uint16"):  # two bytes without a name are what the caller says
+            if dtype not in ("bfloat16", "float16"):
+                raise foreign(file, f"values of {name}", 'a name for them: dtype="bfloat16"')
+            name = dtype
+        stored_type(file, name, dtype)
         names.append(file.stem)
         parts.append(values if values.ndim == 3 else values[None])
-        dtypes.append(_npy_type(file, leaf.dtype, dtype))
-        stored_type(file, dtypes[-1], dtype)
+        dtypes.append(name)
 
     def load(_: Path) -> _FileRows:
         numbers = range(len(parts[0]))
@@ -423,15 +426,6 @@ def open_npy(path: Path, files: list[Path], dtype: str | None) -> ForeignSet:
         return _FileRows(names, rows, ordered=len(shape) == 2)
 
     return replace(_open_sequences("npy", files[:1], load, dtype), files=files)
-
-
-def _npy_type(file: Path, name: str, dtype: str | None) -> str:
-    """Two bytes without a name are what the caller says."""
-    if name in ("|V2", "uint16"):
-        if dtype in ("bfloat16", "float16"):
-            return dtype
-        raise foreign(file, f"values of {name}", 'a name for them: dtype="bfloat16"')
-    return name
 
 
 def open_sae_lens(path: Path, files: list[Path], dtype: str | None) -> ForeignSet:
