@@ -19,8 +19,7 @@ from actds.executor import ExecutorName
 from actds.publish.card import compare_card
 from actds.publish.sealing import check_provenance
 from actds.store import Store, open_store
-from actds.trust.pin import check_pin, parse_pin
-from actds.trust.sums import check_sums
+from actds.trust.pin import check_pin, check_sums, parse_pin
 from actds.version import __version__
 from actds_validators.validate.accounting import RunAccount, check_accounting, check_canary
 from actds_validators.validate.files import Stamp, check_digests, check_indexes, check_structure
