@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,6 @@ from actds_validators.audit.data import CLASSES, places
 from actds_validators.audit.lookup import Rows
 from actds_validators.audit.result import Covariate
 from actds_validators.statistics.intervals import Blocks
-
-if TYPE_CHECKING:
-    from actds_validators.audit.passes import RowPass
 
 Numbers = Floats | Bools
 CONTENT = "content"
@@ -314,36 +311,27 @@ class Moments:
         return np.stack([np.bincount(block, weights=row, minlength=size) for row in ticked])
 
 
+@dataclass(frozen=True)
 class Sums:
-    """What rows add up to.
+    """What rows add up to; of two, the stored rows and the lost ones.
 
     Args:
-        groups: of `CONTENT` and the hooks, those that are summed.
+        moments: of each group of covariates that is summed: of `CONTENT` and the hooks.
+        bands: of each covariate in bins ``(2, n_blocks, n_bins)``.
+        cell_n: rows ``(2, n_blocks, n_cells)``.
+        cell_system: system covariates over the stored rows ``(n_system, n_blocks, n_cells)``.
+        strata: by the block in which the request began ``(2, n_strata, n_blocks)``: special tokens,
+            the classes and the ids.
+        tails: by the same block ``(2, 2, n_hooks, n_values, n_blocks)``, below and above.
     """
 
-    def __init__(self, one: RowPass, groups: Sequence[str]) -> None:
-        n_blocks, n_cells = one.lookup.n_blocks, one.cells.n_cells if one.cells else 0
-        labels = one.lookup.labels
-        self.moments = {
-            group: Moments(
-                one.n_numbers(group), 1 + (group != CONTENT), one.lookup.n_ticks, n_blocks, n_cells
-            )
-            for group in groups
-        }
-        self.cell_n = np.zeros((2, n_blocks, n_cells))
-        self.cell_system = np.zeros((len(one.lookup.system), n_blocks, n_cells))
-        self.classes = ClassCounts(labels.words if labels else ())
-        self.bands = {
-            d.name: np.zeros((2, n_blocks, d.bins.n))
-            for d in one.definitions
-            if d.bins and d.unit != "share" and CONTENT in groups
-        }
-        # By the block in which the request began: special tokens, the classes and the ids; and
-        # what lies in the tails, stored or lost, below or above.
-        n_strata = 1 + len(labels.words if labels else ()) + one.lookup.n_slots
-        self.strata = np.zeros((2, n_strata, n_blocks))
-        n_values = one.widths.n_values if one.scale else 0
-        self.tails = np.zeros((2, 2, len(one.hooks), n_values, n_blocks))
+    moments: dict[str, Moments]
+    classes: ClassCounts
+    bands: dict[str, Floats]
+    cell_n: Floats
+    cell_system: Floats
+    strata: Floats
+    tails: Floats
 
     def cut(self) -> Sums:
         """Return the same without the ticks that nothing fell into."""

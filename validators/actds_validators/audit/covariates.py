@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,6 @@ import pyarrow as pa
 from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.result import Covariate, Group
 from actds_validators.statistics.shift import ewma
-
-if TYPE_CHECKING:
-    from actds_validators.audit.lookup import Rows
 
 Source = Literal["step", "request", "token", "readout"]
 _GROUPS: dict[Source, Group] = {
@@ -280,16 +277,6 @@ def _of_step(name: str, label: str, unit: str, column: str) -> CovariateDef:
     return CovariateDef(name, label, unit, "step", _column(column), columns=(column,))
 
 
-def _prefill(rows: Rows) -> Bools:
-    return rows.prefill
-
-
-def _special(rows: Rows) -> Floats | Bools:
-    """Return whether tokens are special, NaN where the id is not on record."""
-    known = rows.token >= 0
-    return rows.special if known.all() else np.where(known, rows.special, np.nan)
-
-
 def _list(column: str) -> Callable[[pa.RecordBatch, int], Floats]:
     """Return what reads the first numbers of a column of lists, which may be of any length."""
 
@@ -341,7 +328,7 @@ _ALL = (
         "prefill, against decode",
         "share",
         "token",
-        _prefill,
+        lambda rows: rows.prefill,
         bins=halves("decode", "prefill"),
     ),
     CovariateDef(
@@ -349,7 +336,7 @@ _ALL = (
         "special token",
         "share",
         "token",
-        _special,
+        lambda rows: rows.special_or_unknown,
         bins=halves("ordinary", "special"),
         needs_ids=True,
     ),

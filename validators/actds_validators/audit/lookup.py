@@ -183,6 +183,12 @@ class Rows:
         return self.lookup.vocabulary.special(self.token)
 
     @cached_property
+    def special_or_unknown(self) -> Floats | Bools:
+        """Return whether each is a special token, NaN where its id is not on record."""
+        known = self.token >= 0
+        return self.special if known.all() else np.where(known, self.special, np.nan)
+
+    @cached_property
     def rarity(self) -> Floats:
         """Return the surprise of each token, NaN unknown."""
         return self.lookup.vocabulary.rarity(self.token)

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from actds.executor import Executor
 from actds.format.tables import TableName
 from actds_validators.arrays import Bools, Floats, Ints
-from actds_validators.audit.accumulate import CONTENT, ClassCounts, Sums
+from actds_validators.audit.accumulate import CONTENT, ClassCounts, Moments, Sums
 from actds_validators.audit.covariates import CovariateDef, Widths, position_band
 from actds_validators.audit.data import Part, column, explode, places
 from actds_validators.audit.lookup import CellEdges, Lookup, Rows
@@ -62,13 +62,35 @@ class RowPass:
             return []
         return [CONTENT, *(self.hooks if self.scale else ())]
 
-    def n_numbers(self, group: str) -> int:
-        """Return how many numbers of a row are a group's."""
-        return len(self.definitions) if group == CONTENT else self.widths.n_values
-
-    def sums(self) -> Sums:
-        """Return sums of nothing."""
-        return Sums(self, self.groups)
+    def sums(self, groups: Sequence[str] | None = None) -> Sums:
+        """Return sums of nothing, of all groups unless they are named."""
+        groups = self.groups if groups is None else groups
+        lookup, labels = self.lookup, self.lookup.labels.words if self.lookup.labels else ()
+        n_blocks, n_cells = lookup.n_blocks, self.cells.n_cells if self.cells else 0
+        n_values = self.widths.n_values if self.scale else 0
+        moments = {
+            group: Moments(
+                len(self.definitions) if group == CONTENT else n_values,
+                1 + (group != CONTENT),
+                lookup.n_ticks,
+                n_blocks,
+                n_cells,
+            )
+            for group in groups
+        }
+        return Sums(
+            moments,
+            ClassCounts(labels),
+            {
+                d.name: np.zeros((2, n_blocks, d.bins.n))
+                for d in self.definitions
+                if d.bins and d.unit != "share" and CONTENT in groups
+            },
+            np.zeros((2, n_blocks, n_cells)),
+            np.zeros((len(lookup.system), n_blocks, n_cells)),
+            np.zeros((2, 1 + len(labels) + lookup.n_slots, n_blocks)),
+            np.zeros((2, 2, len(self.hooks), n_values, n_blocks)),
+        )
 
     def pieces(self, parts: Mapping[TableName, Sequence[Part]]) -> list[Part | range]:
         """Return what the pass goes over: stored rows, lost positions, readouts."""
@@ -79,7 +101,7 @@ class RowPass:
         """Return the sums of stored rows, of a range of lost positions, or of readouts."""
         if isinstance(piece, Part) and piece.of == "readouts":
             return self._readouts(piece)
-        sums = Sums(self, self.groups[:1])
+        sums = self.sums(self.groups[:1])
         lost = isinstance(piece, range)
         for rows in self._lost(piece) if isinstance(piece, range) else self._stored(piece):
             label = _add_classes(sums.classes, rows, lost=lost)
@@ -137,7 +159,7 @@ class RowPass:
         A number that is not finite counts for nothing, as does one that a run does not have.
         """
         assert self.cells is not None and self.scale is not None
-        lookup, sums = self.lookup, Sums(self, self.hooks)
+        lookup, sums = self.lookup, self.sums(self.hooks)
         n_cells = sums.cell_n.shape[2]
         columns = ["request", "position", "token_id", "step", "hook", *self.widths.columns]
         for batch in part.batches(columns):
