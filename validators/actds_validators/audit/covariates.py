@@ -35,7 +35,9 @@ NO_BITS = N_BITS - 1
 """The band of a token whose rarity is unknown."""
 MAX_PROBES = 16
 """User's probes of a hook that are tested, the first ones."""
-LOAD = "load_8"
+LOADS = (8, 32, 128)
+"""Steps of the moving averages of the load."""
+LOAD = f"load_{LOADS[0]}"
 """The covariate that is the load, for cells of weights and plots."""
 
 
@@ -295,7 +297,7 @@ def _list(column: str) -> Callable[[pa.RecordBatch, int], Floats]:
 
 _ALL = (
     _of_step("batch_tokens", "tokens in the step", "tokens", "batch_tokens"),
-    *(_load(n) for n in (8, 32, 128)),
+    *(_load(n) for n in LOADS),
     _of_step("requests", "requests in the step", "requests", "n_requests"),
     _of_step("waiting", "requests waiting", "requests", "waiting"),
     _of_step("max_seq_len", "longest context of the step", "tokens", "max_seq_len"),

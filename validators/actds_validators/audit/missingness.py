@@ -24,6 +24,7 @@ from actds_validators.audit.covariates import COVARIATES, N_BANDS, defined
 from actds_validators.audit.data import RUN_LABELS, RunSource
 from actds_validators.audit.lookup import Lookup
 from actds_validators.audit.result import (
+    PROVEN,
     Bound,
     BoundPoint,
     Difference,
@@ -164,7 +165,7 @@ def differences(
                 smd=lost,
                 equivalence=estimate(
                     # Of losses in one block the stored rows have a jackknife, too narrow by far.
-                    at_least(stored, error, 0.9) if stored and interval else None
+                    at_least(stored, error, PROVEN) if stored and interval else None
                 ),
                 at_once=_at_once(stored, error, at_once) if interval and asked[k] else None,
                 before_weighting=estimate(stored)

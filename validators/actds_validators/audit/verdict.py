@@ -17,6 +17,7 @@ from actds_validators.audit.result import (
     EVENTS,
     LEAST,
     MIN_BLAMED,
+    PROVEN,
     Accounting,
     Coverage,
     Difference,
@@ -197,7 +198,7 @@ def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
         worst = _farthest(means)
         if worst is not None and worst.equivalence is not None:
             far = max(abs(worst.equivalence.low), abs(worst.equivalence.high))
-            of = f"{worst.covariate.label}, of {len(means)}; each 90 % by itself"
+            of = f"{worst.covariate.label}, of {len(means)}; each {100 * PROVEN:g} % by itself"
             found["difference"] = _held(
                 f"{EQUIVALENCE} ({of})", far, "below",
                 limits.negligible_bias, "SD",
