@@ -1,7 +1,4 @@
-"""Accounting: the tables of every run add up, to the position, and so does what quotes them.
-
-Canaries as well: no stored row belongs to another request, as far as replays say.
-"""
+"""Accounting: the tables of every run add up, to the position, and so does what quotes them."""
 
 from __future__ import annotations
 
@@ -15,12 +12,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.dataset.account import TOTALS, Account, Census
-from actds.dataset.columns import COLUMNS, MAX_FINDINGS_PER_CODE
+from actds.dataset.columns import COLUMNS
 from actds.dataset.ledger import ChainState
 from actds.dataset.reading import CENSUS_TABLES, Catalog
 from actds.errors import ActdsError, Finding
 from actds.format import tables
-from actds.format.positions import pair_key, position_key, split_key
+from actds.format.positions import pair_key, split_key
 from actds.format.schema import PartBody, Seal, ShardManifest
 from actds.format.shard import TOKENS, Shard, row_order, row_set_sha256
 from actds.store import layout
@@ -29,8 +26,6 @@ MIN_STEPS_TO_JUDGE_ORDER = 16
 """A random order of so many steps is sorted by chance less than once in 10**13 shards."""
 _READ_ALONE: tuple[tables.TableName, ...] = ("stalls", "occupancy", "roles", "origins", "sampled")
 """Tables that the account does not need; that they can be read is checked all the same."""
-CANARY_VERDICTS = ("same", "diverged", "foreign")
-CANARY_COLUMNS = ["request", "position", "hook", "verdict"]
 
 
 @dataclass(frozen=True)
@@ -402,31 +397,6 @@ def _entry(table: pa.Table, row: int) -> str:
     )
 
 
-def check_canary(catalog: Catalog) -> None:
-    """Check the canary table of every run that has one.
-
-    Args:
-        catalog: the dataset; notes E418 for a row of another request, E414 for a line that
-            names no stored row.
-
-    Spec: 0.1 section 7.9.
-    """
-    for run in catalog.runs_with_data:
-        paths = {body.file.path for body in catalog.parts.get((run, "canary"), [])}
-        if not paths or paths & catalog.unsound:
-            continue
-        try:
-            canary = read_parts(catalog, run, "canary", CANARY_COLUMNS)
-            spans = catalog.sound_table(run, "spans")
-        except ActdsError as error:
-            catalog.findings.take("integrity", error)
-            continue
-        _check_words(catalog, run, canary)
-        _check_foreign(catalog, run, canary)
-        if spans is not None and run not in catalog.incomplete:
-            _check_stored(catalog, run, canary, spans)
-
-
 def read_parts(catalog: Catalog, run: str, name: tables.TableName, columns: list[str]) -> pa.Table:
     """Return columns of a table; notes E203 for a part of another length than was committed.
 
@@ -445,68 +415,3 @@ def read_parts(catalog: Catalog, run: str, name: tables.TableName, columns: list
 def _check_n_rows(catalog: Catalog, path: str, got: int, expected: int) -> None:
     if got != expected:
         catalog.findings.add("integrity", "E203", path, f"{got} rows", f"{expected} rows")
-
-
-def _check_words(catalog: Catalog, run: str, canary: pa.Table) -> None:
-    hooks = [hook.name for hook in catalog.genesis.hooks]
-    for column, known in (("verdict", CANARY_VERDICTS), ("hook", hooks)):
-        unknown = sorted(set(pc.unique(canary[column]).to_pylist()) - set(known))
-        if unknown:
-            catalog.findings.add(
-                "accounting",
-                "E414",
-                f"canary/{run} {column}",
-                repr(unknown[0])[:80],
-                f"one of {', '.join(known)}",
-            )
-
-
-def _check_foreign(catalog: Catalog, run: str, canary: pa.Table) -> None:
-    """Note each request with a row of another one, at its first such row."""
-    foreign = canary.filter(pc.equal(canary["verdict"], "foreign")).sort_by(
-        [("request", "ascending"), ("position", "ascending")]
-    )
-    request = foreign["request"].to_numpy()
-    _, first, counts = np.unique(request, return_index=True, return_counts=True)
-    some = slice(0, MAX_FINDINGS_PER_CODE)
-    if len(first) > MAX_FINDINGS_PER_CODE:
-        got = f"{len(first) - MAX_FINDINGS_PER_CODE} further requests with such rows"
-        catalog.findings.add("accounting", "E418", f"canary/{run}", got, "none")
-    for at, count in zip(first[some].tolist(), counts[some].tolist(), strict=True):
-        row = foreign.slice(at, 1).to_pylist()[0]
-        more = f" (and {count - 1} more rows)" if count > 1 else ""
-        catalog.findings.add(
-            "accounting",
-            "E418",
-            f"canary/{run} request {row['request']} position {row['position']} "
-            f"hook {row['hook']}{more}",
-            "a row far from its replay",
-            "the row of the request that it is stored under",
-        )
-
-
-def _check_stored(catalog: Catalog, run: str, canary: pa.Table, spans: pa.Table) -> None:
-    """Note lines whose position has no row, neither its own nor a referenced one."""
-    own = pc.equal(spans["disposition"], "captured")
-    referenced = pc.and_(
-        pc.equal(spans["disposition"], "cache_ref"), pc.is_valid(spans["ref_request"])
-    )
-    stored = spans.filter(pc.or_(own, referenced))
-    start, stop = (position_key(stored["request"], stored[name]) for name in ("start", "stop"))
-    order = np.argsort(start, kind="stable")
-    start, stop = start[order], stop[order]
-    key = position_key(canary["request"], canary["position"])
-    at = np.searchsorted(start, key, side="right") - 1
-    missing = at < 0
-    missing[~missing] = key[~missing] >= stop[at[~missing]]
-    where = np.flatnonzero(missing)
-    if len(where):
-        row = canary.slice(int(where[0]), 1).to_pylist()[0]
-        more = f" (and {len(where) - 1} more rows)" if len(where) > 1 else ""
-        catalog.findings.add(
-            "accounting",
-            "E414",
-            f"canary/{run} request {row['request']} position {row['position']}{more}",
-            "a canary of a position without a row",
-            "a captured position, or a reference to one",
-        )

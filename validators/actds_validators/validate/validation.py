@@ -22,12 +22,10 @@ from actds.store import Store, open_store
 from actds.trust.pin import check_pin, parse_pin
 from actds.trust.sums import check_sums
 from actds.version import __version__
-from actds_validators.validate.accounting import RunAccount, check_accounting, check_canary
+from actds_validators.validate.accounting import RunAccount, check_accounting
 from actds_validators.validate.files import Stamp, check_digests, check_indexes, check_structure
-from actds_validators.validate.origins import check_origins
 from actds_validators.validate.readouts import RunReadouts, check_readouts
-from actds_validators.validate.roles import check_roles
-from actds_validators.validate.sampled import check_sampled
+from actds_validators.validate.side_tables import check_side_tables
 from actds_validators.validate.values import check_values, values_nbytes
 
 Level = Literal["quick", "standard", "full", "deep"]
@@ -250,10 +248,7 @@ def _check_all(
     if level != "quick":
         progress("all rows", sum(manifest.n_rows for manifest in catalog.shards))
         accounts += check_accounting(catalog, lambda amount: progress("rows", amount))
-        check_canary(catalog)
-        check_roles(catalog)
-        check_origins(catalog)
-        check_sampled(catalog)
+        check_side_tables(catalog)
         readouts = check_readouts(catalog, values=level == "deep")
     if level == "deep":
         progress("all values", sum(values_nbytes(catalog, m) for m in catalog.shards))
