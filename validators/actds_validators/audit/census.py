@@ -22,8 +22,8 @@ from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.covariates import LOAD, columns_of, defined
 from actds_validators.audit.data import Part, Read, RunSource, column, is_known, numbers, places
 from actds_validators.audit.result import Accounting, Finding, WaterfallStep
-from actds_validators.statistics.events import correlation_steps, count_events, effective_events
 from actds_validators.statistics.intervals import Blocks, blocks
+from actds_validators.statistics.series import correlation_steps, count_events, effective_events
 
 _COUNTED = ("step", "t_ns", "captured_tokens", "dropped_tokens")
 MAX_TICKS = 1 << 17

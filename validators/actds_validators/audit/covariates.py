@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.result import Covariate, Group
-from actds_validators.statistics.shift import ewma
+from actds_validators.statistics.series import ewma
 
 Source = Literal["step", "request", "token", "readout"]
 _GROUPS: dict[Source, Group] = {

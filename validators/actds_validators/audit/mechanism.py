@@ -38,12 +38,13 @@ from actds_validators.audit.result import (
     TracePoint,
 )
 from actds_validators.audit.within import WithinTest
-from actds_validators.statistics.association import block_score, change, naive_z
-from actds_validators.statistics.events import one_per_event
-from actds_validators.statistics.families import (
+from actds_validators.statistics.association import (
     JointDraws,
+    block_score,
+    change,
     draws_for,
     least_over_families,
+    naive_z,
     over_families,
 )
 from actds_validators.statistics.intervals import (
@@ -54,11 +55,12 @@ from actds_validators.statistics.intervals import (
     jackknife_many,
     loss_rate,
 )
-from actds_validators.statistics.shift import (
+from actds_validators.statistics.series import (
     circular_shift,
     isotonic,
     lag_correlation,
     load_groups,
+    one_per_event,
 )
 
 TIME = Covariate(name="time", label="time in the run", unit="s", group="system")

@@ -18,7 +18,6 @@ from actds.publish.sealing import check_provenance
 from actds.store import open_store
 from actds_validators.arrays import Floats, Ints
 from actds_validators.audit.accumulate import CONTENT, CovariateSums, PartialRows, Sums
-from actds_validators.audit.answer import conclude, unaccounted
 from actds_validators.audit.census import RunSteps, Series, accounting, make_series, read_steps
 from actds_validators.audit.covariates import (
     MAX_PROBES,
@@ -82,7 +81,7 @@ from actds_validators.audit.passes import (
     scale_of,
 )
 from actds_validators.audit.place import Answer, Place, PlaceName, SourceAccount
-from actds_validators.audit.places import Audited, places
+from actds_validators.audit.places import Audited, conclude, places, unaccounted
 from actds_validators.audit.result import (
     Audit,
     ClassesFile,
@@ -107,7 +106,7 @@ from actds_validators.audit.weights import (
 )
 from actds_validators.audit.within import LEAST_DRAWS, selections
 from actds_validators.audit.wording import blind_spots
-from actds_validators.statistics.families import draws_for
+from actds_validators.statistics.association import draws_for
 from actds_validators.statistics.intervals import Interval, jackknife_many, smd_of_stored
 
 Progress = Callable[[str], None]

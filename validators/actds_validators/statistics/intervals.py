@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from scipy import special  # type: ignore[import-untyped]
 
 from actds_validators.arrays import Floats, Ints
-from actds_validators.statistics.events import as_floats, correlation_steps, slices
+from actds_validators.statistics.series import as_floats, correlation_steps, slices
 
 BLOCK_TIMES = 10.0
 """Length of a block in correlation times of the loss: the interval is then 5 % too short at most
@@ -85,7 +85,7 @@ def blocks(
     """Return blocks of consecutive steps, long against the correlation time of the loss.
 
     A block has `BLOCK_TIMES` correlation times (Künsch 1989 and Politis & Romano 1994 on blocks of
-    dependent data; the time as in `events.correlation_steps`), at least ``n_steps / n_blocks_max``
+    dependent data; the time as in `correlation_steps`), at least ``n_steps / n_blocks_max``
     and at most ``n_steps / n_blocks_min`` steps. Each run is cut evenly into whole blocks, at least
     one: there may be more than ``n_blocks_max`` when there are more runs.
 
@@ -372,7 +372,7 @@ def error_of_draws(n: float, n_lost: float, n_events: float) -> float:
 
     Args:
         n: rows in all.
-        n_events: effective events (`events.effective_events`), above 0.
+        n_events: effective events (`effective_events`), above 0.
     """
     return n_lost / (n - n_lost) / math.sqrt(n_events)
 

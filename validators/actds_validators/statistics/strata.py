@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from actds_validators.arrays import Floats
-from actds_validators.statistics.events import as_floats
+from actds_validators.statistics.series import as_floats
 
 CUTS = (0.05, 0.2, 0.5, 0.9)
 """Shares of a block's tokens from which on the block counts as hit; each is tried."""

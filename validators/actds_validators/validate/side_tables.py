@@ -76,7 +76,7 @@ def _check_canary(catalog: Catalog, run: str, notes: Notes) -> None:
             notes.add("E414", f"canary/{run} {column}", got, expected)
     _check_foreign(catalog, run, canary)
     if spans:
-        _check_stored(canary, *spans, notes)
+        _check_stored(canary, spans[0], notes)
 
 
 def _check_foreign(catalog: Catalog, run: str, canary: pa.Table) -> None:
@@ -159,7 +159,7 @@ def _check_origins(catalog: Catalog, run: str, notes: Notes) -> None:
         return
     if found := _sound(catalog, run, "origins", "requests"):
         _check_names(found[0], notes)
-        _check_requests(*found, notes)
+        _check_requests(found[0], found[1], notes)
 
 
 def _check_names(origins: pa.Table, notes: Notes) -> None:
