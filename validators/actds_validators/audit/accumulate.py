@@ -33,7 +33,6 @@ class PartialRows:
     """Rows of the steps that lost a part, ``(n_rows,)`` each.
 
     Args:
-        step: place of the step of each.
         values: of each number, about the middle of the sums ``(n_numbers, n_rows)``; NaN where a
             row has none.
     """
@@ -89,7 +88,6 @@ class ClassCounts:
         """Count rows.
 
         Args:
-            special: whether each is a special token.
             served: how often the prefix cache served it; ``None`` for lost rows.
             label: place of its label, -1 without one; ``None`` when there are no labels.
         """
@@ -112,7 +110,6 @@ class ClassCounts:
             self.squares += float((weights * (2 + weights)).sum())
 
     def add(self, other: ClassCounts) -> None:
-        """Add the counts of other rows."""
         self.stored += other.stored
         self.reused += other.reused
         self.lost += other.lost
@@ -184,9 +181,7 @@ class Moments:
         """Add rows.
 
         Args:
-            rows: at least one.
             values: each number of the rows, NaN where one has none; booleans as they are.
-            lost: whether each is lost.
             cell: of each, ``block * n_cells + cell``.
         """
         lookup, n_cells = rows.lookup, self.cells.shape[3]
@@ -219,8 +214,7 @@ class Moments:
             self.within.append(PartialRows(own.step, own.request, own.position, lost[inside], some))
 
     def _powers(self, at: Ints, values: Sequence[Numbers], size: int) -> Floats:
-        """Return the sums of the powers 0 to 2 order, ``(1 + 2 order, n_numbers, size)``."""
-        found = np.empty((1 + 2 * self.order, len(values), size))
+        found = np.empty((1 + 2 * self.order, len(values), size))  # powers from 0 on
         found[0] = np.bincount(at, minlength=size)
         for k, x in enumerate(values):
             if x.dtype == bool:  # every power of 0 and 1 is the same
@@ -243,7 +237,6 @@ class Moments:
         self.within = [PartialRows.together(self.within)] if self.within else []
 
     def add(self, other: Moments) -> None:
-        """Add what was cut."""
         self.ticks[..., other.low : other.high] += other.ticks
         self.blocks += other.blocks
         self.lost += other.lost
@@ -259,9 +252,6 @@ class Moments:
         """Put the sums about the mean of all rows, and return how far that was.
 
         The powers of x - d follow from those of x: the middle need not be known before the pass.
-
-        Args:
-            block: of each tick.
         """
         n, x = self.ticks[:2].sum(axis=2)
         found = np.divide(x, n, out=np.zeros_like(x), where=n > 0)
@@ -340,7 +330,6 @@ class Sums:
         return self
 
     def add(self, other: Sums) -> None:
-        """Add what `cut` returned."""
         for group, moments in other.moments.items():
             self.moments[group].add(moments)
         for name, counts in other.bands.items():

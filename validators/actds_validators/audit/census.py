@@ -35,8 +35,6 @@ class RunSteps:
     """The steps of one run that computed a token, in order.
 
     Args:
-        step: number of each step, ``(n_steps,)``.
-        t_ns: when it was scheduled.
         covariates: values of the system covariates, ``(n_steps,)`` each.
     """
 
@@ -53,15 +51,11 @@ class Series:
     """All runs one after the other, as ticks of one or more steps.
 
     Args:
-        run: label of each tick, ``(n_ticks,)``.
         t_s: seconds since the first step of the first run, without the time between runs.
-        seconds: until the next tick; 0 for a run's last one.
         system: system covariate to sums ``(2, n_ticks)``: x and its square over the tokens; and
             of x over the lost ones, ``(3, n_ticks)`` in all.
         offsets: first tick of each run, and the number of ticks.
-        steps_per_tick: at most.
         effective_events: events of equal size that a mean over the lost tokens rests on.
-        n_partial_steps: steps that lost some of their tokens.
     """
 
     runs: tuple[str, ...]
@@ -83,12 +77,10 @@ class Series:
 
     @property
     def n_ticks(self) -> int:
-        """Return the length of the series."""
         return len(self.run)
 
     @property
     def share(self) -> Floats:
-        """Return the share lost of each tick."""
         return np.divide(
             self.lost, self.computed, out=np.zeros(self.n_ticks), where=self.computed > 0
         )
@@ -117,12 +109,7 @@ def read_steps(source: RunSource) -> RunSteps:
 
 
 def make_series(runs: list[RunSteps], n_blocks: int) -> Series | None:
-    """Return the series of some runs, ``None`` when no token was computed.
-
-    Args:
-        runs: the steps of each.
-        n_blocks: blocks of the jackknife at most.
-    """
+    """Return the series of some runs, ``None`` when no token was computed."""
     runs = [run for run in runs if len(run.step)]
     n_steps = sum(len(run.step) for run in runs)
     if not n_steps:
@@ -215,7 +202,6 @@ class _KeySums:
 
     @classmethod
     def of(cls, keys: Ints, sums: npt.NDArray[np.uint64]) -> _KeySums:
-        """Return the sums of equal keys together."""
         known, at = np.unique(keys, return_inverse=True)
         total = np.zeros((len(sums), len(known)), np.uint64)
         for one, values in zip(total, sums, strict=True):
@@ -224,7 +210,6 @@ class _KeySums:
 
     @classmethod
     def of_ranges(cls, keys: Ints, start: Ints, stop: Ints) -> _KeySums:
-        """Return the sums of half-open ranges of positions."""
         a, b = start.astype(np.uint64), stop.astype(np.uint64)
         return cls.of(keys, np.stack([b - a, b * b - a * a, b * b * b - a * a * a]))
 
@@ -236,14 +221,12 @@ class _KeySums:
 
     @classmethod
     def together(cls, parts: Sequence[_KeySums]) -> _KeySums:
-        """Return the sums of several, of one at least."""
         return cls.of(
             np.concatenate([one.keys for one in parts]),
             np.concatenate([one.sums for one in parts], axis=1),
         )
 
     def counts(self) -> _KeySums:
-        """Return the numbers of positions alone."""
         return _KeySums(self.keys, self.sums[:1])
 
     def differing(self, other: _KeySums) -> list[tuple[int, int, int]]:
@@ -258,7 +241,6 @@ class _KeySums:
 
 
 def _sum_rows(part: Part) -> tuple[_KeySums, _KeySums]:
-    """Return the sums of stored rows by request, and their numbers by step."""
     by_request = [_KeySums.of_ranges(*np.zeros((3, 0), np.int64))]
     by_step = [by_request[0].counts()]
     for batch in part.batches(["request", "step", "position"]):
@@ -294,9 +276,6 @@ def account_run(
     """Return positions by fate and reason, other counts, and what does not add up.
 
     The fate is the disposition, or ``never computed``.
-
-    Args:
-        read: how the parts of its rows are read.
     """
     table = source.table("spans", ["request", "start", "stop", "step", "disposition", "reason"])
     spans = numbers(table)
@@ -335,12 +314,6 @@ def _findings(
     steps: dict[str, npt.NDArray[Any]],
     read: Read,
 ) -> list[Finding]:
-    """Return what does not add up, at most `MAX_FINDINGS` of a kind.
-
-    Args:
-        steps: numbers of tokens by what became of them.
-        read: how the parts of the rows are read.
-    """
     run, parts = source.run, list(read(_sum_rows, source.parts["tokens"]))
     nothing = _KeySums.of_ranges(*np.zeros((3, 0), np.int64))
     rows = _KeySums.together([nothing, *(one for one, _ in parts)])
@@ -360,8 +333,6 @@ def _by_request(
     rows: _KeySums,
     drops: dict[str, npt.NDArray[Any]],
 ) -> list[Finding]:
-    """Return the requests whose positions are not those that the census says."""
-
     def ranges(disposition: str) -> _KeySums:
         mine = spans["disposition"] == disposition
         return _KeySums.of_ranges(*(spans[n][mine] for n in ("request", "start", "stop")))
@@ -389,8 +360,6 @@ def _by_step(
     rows: _KeySums,
     drops: dict[str, npt.NDArray[Any]],
 ) -> list[Finding]:
-    """Return the steps whose tokens are not as many as the census says."""
-
     def counted(n: npt.NDArray[Any]) -> _KeySums:
         return _KeySums.of_counts(steps["step"], n)
 
@@ -432,7 +401,6 @@ def _in_all(
 def _differing(
     code: str, place: str, got: _KeySums, wanted: _KeySums, expected: str
 ) -> list[Finding]:
-    """Return a finding for each of the first keys of which two sums differ."""
     return [
         _finding(code, f"{place} {key}", n, n_wanted, expected)
         for key, n, n_wanted in got.differing(wanted)
@@ -484,11 +452,7 @@ def _unresolved(source: RunSource) -> int:
 
 
 class _Below:
-    """Sums of how far positions of a request lie below another.
-
-    Args:
-        request: of each position.
-    """
+    """Sums of how far positions of a request lie below another."""
 
     def __init__(self, request: Ints, position: Ints) -> None:
         order = np.lexsort((position, request))
@@ -505,11 +469,6 @@ class _Below:
 
 
 def accounting(sources: list[RunSource], read: Read) -> Accounting:
-    """Return the section over all runs.
-
-    Args:
-        read: how the parts of their rows are read.
-    """
     spans: FateCounts = Counter()
     counts: Counter[str] = Counter()
     findings = []

@@ -42,7 +42,6 @@ LOAD = f"load_{LOADS[0]}"
 
 
 def position_band(position: Ints) -> Ints:
-    """Return the power of two of each position."""
     found: Ints = np.frexp(position + 1.0)[1].astype(np.int64) - 1
     return found
 
@@ -53,7 +52,6 @@ class Bins:
 
     Args:
         n: how many; values from ``n - 1`` on are in the last one.
-        label: of each, by its number.
         edges: low and high of each, in the covariate's own unit; ``None`` for classes.
     """
 
@@ -62,7 +60,6 @@ class Bins:
     edges: Callable[[int], tuple[float, float] | None] = lambda k: None
 
     def of(self, values: Floats | Bools) -> Ints:
-        """Return the bin of each value, all of them numbers from 0: the whole part."""
         found: Ints = np.minimum(values, self.n - 1).astype(np.int64)
         return found
 
@@ -85,7 +82,6 @@ _BITS = Bins(MAX_BITS + 1, _bits_label, lambda k: (float(k), float(k + 1)))
 
 
 def halves(no: str, yes: str) -> Bins:
-    """Return the two bins of a share."""
     return Bins(2, lambda k: (no, yes)[k])
 
 
@@ -134,15 +130,9 @@ class CovariateDef:
 
     @property
     def group(self) -> Group:
-        """Return what it describes."""
         return _GROUPS[self.source]
 
     def facts(self, hook: str = "", k: int | None = None) -> Covariate:
-        """Return it as the result has it.
-
-        Args:
-            k: which of its numbers, where there are several.
-        """
         name, label = (w if k is None else w.format(k) for w in (self.name, self.label))
         if hook:
             name, label = f"{hook} {name}", f"{label} at {hook}"
@@ -151,11 +141,7 @@ class CovariateDef:
 
 @dataclass(frozen=True)
 class Widths:
-    """Numbers of a readout that are looked at.
-
-    Args:
-        definitions: of source ``readout``.
-    """
+    """Numbers of a readout that are looked at."""
 
     n_projections: int
     n_probes: int
@@ -167,11 +153,9 @@ class Widths:
 
     @property
     def columns(self) -> list[str]:
-        """Return the columns that hold them."""
         return columns_of(one for one in self.definitions if self.size(one))
 
     def facts(self, hook: str) -> list[Covariate]:
-        """Return the covariates of a hook."""
         return [
             one.facts(hook, k if one.size else None)
             for one in self.definitions
@@ -180,12 +164,10 @@ class Widths:
 
     @property
     def words(self) -> list[str]:
-        """Return the names of the numbers."""
         return [one.name.format(k) for one in self.definitions for k in range(self.size(one))]
 
     @property
     def n_values(self) -> int:
-        """Return how many numbers that are."""
         return len(self.words)
 
     def read(self, batch: pa.RecordBatch) -> Floats:
@@ -211,25 +193,16 @@ def squares(of: Sequence[Covariate]) -> list[Covariate]:
 
 
 def columns_of(some: Any) -> list[str]:
-    """Return the columns that some covariates read, each once."""
     return list(dict.fromkeys(name for one in some for name in one.columns))
 
 
 def defined(*sources: Source) -> tuple[CovariateDef, ...]:
-    """Return the covariates of some sources, in the order of `COVARIATES`."""
     return tuple(one for one in COVARIATES.values() if one.source in sources)
 
 
 def content(
     prompt_sources: Sequence[str], *, has_ids: bool, has_entropy: bool = False
 ) -> tuple[CovariateDef, ...]:
-    """Return the content covariates.
-
-    Args:
-        prompt_sources: that get a covariate each.
-        has_ids: whether the ids of lost tokens are known.
-        has_entropy: whether the entropy after some tokens is known.
-    """
     found = [
         one
         for one in defined("request", "token")
@@ -239,7 +212,6 @@ def content(
 
 
 def from_source(word: str) -> CovariateDef:
-    """Return the covariate of whether a request came from a prompt source."""
     return CovariateDef(
         f"source:{word}",
         f"from {word}",

@@ -75,7 +75,6 @@ _Spans = dict[str, npt.NDArray[Any]]
 
 
 def _positions(spans: _Spans, chosen: Bools) -> Iterator[tuple[Ints, Ints]]:
-    """Yield the request and position of every position of the chosen spans, in pieces."""
     request, start, stop = (spans[name][chosen] for name in ("request", "start", "stop"))
     for which, position in explode(start, stop):
         yield request[which], position
@@ -177,7 +176,6 @@ def _labels_from(labels: ClassesFile | None, given: list[str]) -> list[str]:
 
 
 def _cells(counts: CoverageCounts) -> dict[tuple[str, int], list[int]]:
-    """Return stored, reused, lost, filtered and external positions by class and band, if any."""
     rows = counts.rows
     table = np.stack(
         [
@@ -269,7 +267,6 @@ class _Cells:
     Args:
         keys: ``pair_key`` of token id and position, rising.
         sums: ``(n_cells, 4)``.
-        whole: the same four over every stored row.
     """
 
     keys: Keys
@@ -278,7 +275,6 @@ class _Cells:
     whole: Floats
 
     def add(self, other: _Cells) -> None:
-        """Add the sums of other rows."""
         both = np.concatenate([self.keys, other.keys])
         self.keys, first, at = np.unique(both, return_index=True, return_inverse=True)
         sums = np.zeros((len(self.keys), 4))
@@ -341,10 +337,6 @@ def dominant_cell(
 
     Each stored row counts as often as it was served, about the mean that this gives. None where
     nothing was served again, or no readout says how large a row is.
-
-    Args:
-        runs: with the lookup of each.
-        executor: where the parts are read.
     """
     reused = any(len(lookup.servings) for _, lookup in runs)
     if not hooks or not reused:

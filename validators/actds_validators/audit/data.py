@@ -59,7 +59,6 @@ class Part:
     """Rows of a table: one file, or what is in memory instead.
 
     Args:
-        of: the table.
         path: Parquet file on a local disk; ``None`` for rows in memory.
     """
 
@@ -114,7 +113,6 @@ class RunSource:
     """One run: its tables in parts, a shard or a ledger entry each.
 
     Args:
-        hooks: hooks with readouts, in the order of their names.
         n_projections: projections per readout, of the longest of the first ten thousand.
         n_probes: user's probes per readout, likewise.
         labels: what the run record says that tells runs apart: of `RUN_LABELS`, those that are
@@ -129,27 +127,22 @@ class RunSource:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def n_rows(self, name: TableName) -> int:
-        """Return the number of rows of a table."""
         return sum(part.n_rows for part in self.parts[name])
 
     def table(self, name: TableName, columns: Sequence[str]) -> pa.Table:
-        """Return some columns of a table, all of its rows."""
         empty = tables.empty(name).select(list(columns))
         batches = [batch for part in self.parts[name] for batch in part.batches(list(columns))]
         found = [pa.Table.from_batches([batch]).cast(empty.schema) for batch in batches]
         return pa.concat_tables([empty, *found]).combine_chunks()
 
     def columns(self, name: TableName, columns: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-        """Return some columns of a table as numpy arrays, as `numbers` makes them."""
         return numbers(self.table(name, columns))
 
     def served_requests(self, columns: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-        """Return some columns of the requests that the engine was given, as numpy arrays."""
         found = self.table("requests", list(dict.fromkeys([*columns, "finish_reason"])))
         return numbers(found.filter(tables.is_served(found)).select(list(columns)))
 
     def spans(self, disposition: str, columns: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-        """Return columns of the spans of a disposition that hold a position."""
         found = self.table("spans", ["disposition", "start", "stop", *columns])
         kept = pc.and_(
             pc.equal(found["disposition"], disposition), pc.greater(found["stop"], found["start"])
@@ -217,7 +210,6 @@ def _local_part(catalog: Catalog, name: TableName, path: str) -> Part:
 def arrow_source(
     run: str, found: Mapping[str, pa.Table], labels: Mapping[str, str] | None = None
 ) -> RunSource:
-    """Return tables that are in memory; one that is missing is empty."""
     held = {name: found.get(name, tables.empty(name)) for name in RUN_TABLES}
     parts = {name: (Part(name, t.num_rows, table=t),) for name, t in held.items()}
     return _source(run, parts, labels or {})
@@ -250,13 +242,7 @@ BATCH_POSITIONS = 1 << 16
 
 
 class StepRanges:
-    """Half-open ranges of positions of a (step, request), disjoint within each.
-
-    Args:
-        step: place of the step of each range.
-        start: first position.
-        stop: position after the last.
-    """
+    """Half-open ranges of positions of a (step, request), disjoint within each."""
 
     def __init__(self, step: Ints, request: Ints, start: Ints, stop: Ints) -> None:
         self._n_requests = int(request.max()) + 1 if len(request) else 1
@@ -271,7 +257,6 @@ class StepRanges:
 
     @property
     def n_positions(self) -> int:
-        """Return the positions in all ranges."""
         return int((self.stop - self.start).sum())
 
     def find(self, step: Ints, request: Ints, position: Ints) -> Ints:
@@ -289,13 +274,7 @@ class StepRanges:
 
 
 def explode(start: Ints, stop: Ints, size: int = BATCH_POSITIONS) -> Iterator[tuple[Ints, Ints]]:
-    """Yield the positions of ranges, with the number of the range of each.
-
-    Args:
-        start: first position of each range.
-        stop: position after the last.
-        size: positions at a time at most.
-    """
+    """Yield the positions of ranges, with the number of the range of each."""
     ends = np.cumsum(stop - start)
     shift = start - (ends - (stop - start))
     for done in range(0, int(ends[-1]) if len(ends) else 0, size):
@@ -371,11 +350,6 @@ _labels = Apart(f"{__name__}:answer")
 
 
 def _parsed(path: Path, data: bytes) -> pa.Table:
-    """Return the table of a Parquet file that somebody gave, which is parsed apart.
-
-    Raises:
-        ActdsError: E009 it cannot be read, or ends its parser.
-    """
     limit = _SLACK_NBYTES + 2 * max_nbytes(len(data))
     request = Request(
         {}, [data], f"classes {path}", "E009", _FILE, limit, cpu_seconds(len(data))
@@ -465,7 +439,6 @@ class Labels:
     """The labels of one run, asked row by row.
 
     Args:
-        table: as `read_labels` returns it, of one run.
         words: names of all classes; a label's code is its place among them.
     """
 
@@ -493,12 +466,10 @@ class Labels:
 
 
 def class_words(labels: pa.Table) -> tuple[str, ...]:
-    """Return the names of all classes."""
     return tuple(sorted(labels["class"].unique().to_pylist()))
 
 
 def labels_of(labels: pa.Table, run: str) -> Labels:
-    """Return the labels of a run."""
     words = class_words(labels)
     if "run" in labels.column_names:
         labels = labels.filter(pc.equal(labels["run"], run))
@@ -570,7 +541,6 @@ def _refuse_ranges(path: Path, table: pa.Table) -> None:
 
 
 def _range(table: pa.Table, row: int) -> str:
-    """Return a range in words."""
     line = table.slice(row, 1).to_pylist()[0]
     run = f"run {line['run'][:80]}, " if "run" in line else ""
     return f"{run}request {line['request']}, positions {line['start']} to {line['stop']}"

@@ -47,11 +47,7 @@ MAX_VALUES = 1 << 24
 
 
 class Vocabulary:
-    """The token ids that were computed, over all runs.
-
-    Args:
-        counts: how often each was computed.
-    """
+    """The token ids that were computed, over all runs."""
 
     def __init__(self, ids: Ints, counts: Floats, special: Bools) -> None:
         self._index = Index(ids)
@@ -66,11 +62,9 @@ class Vocabulary:
         return len(self._index)
 
     def ids(self, at: Ints) -> Ints:
-        """Return the token ids at some places."""
         return self._index.numbers(at)
 
     def counts(self) -> Floats:
-        """Return how often each id was computed, in the order of the places."""
         return self._counts
 
     def places(self, token_id: npt.NDArray[np.integer]) -> Ints:
@@ -100,21 +94,15 @@ class Lookup:
         block: block of the jackknife, ``(n_steps,)``.
         load: load of the step as the cells see it, ``(n_steps,)`` float32.
         system: system covariates of the step, ``(n_steps,)`` each.
-        lossy: whether it lost a token, ``(n_steps,)``.
-        within: whether selection within it is looked at, ``(n_steps,)``.
         requests: places of the requests, of which the arrays below speak.
-        prompt_len: tokens of the prompt, ``(n_requests,)``.
         request_len: positions owed, ``(n_requests,)``.
         source_names: prompt source of each request, None unknown.
         of_request: content covariates of the requests by name, ``(n_requests,)`` each.
         request_block: block of the jackknife in which each request began, ``(n_requests,)``.
         token_slot: place of each token id among those of `strata` that are counted block by
             block, -1 another, ``(n_ids + 1,)``.
-        has_ids: whether the ids of lost tokens are known.
         lost_ids: token id of each dropped position, -1 where its readout is missing; empty
             without ids.
-        labels: token classes that somebody gave, if any.
-        sampled: entropies of what the model sampled, if the run says them.
     """
 
     run: str
@@ -153,7 +141,6 @@ class Lookup:
 
     @cached_property
     def n_slots(self) -> int:
-        """Return how many token ids are counted block by block."""
         return int(self.token_slot.max(initial=-1)) + 1
 
 
@@ -162,7 +149,6 @@ class Rows:
     """Rows with what the lookup knows of them; every array is a place in the lookup.
 
     Args:
-        step: place of the step of each row.
         token: place of the token id, -1 unknown.
     """
 
@@ -174,12 +160,10 @@ class Rows:
 
     @cached_property
     def prefill(self) -> Bools:
-        """Return whether each is of the prompt."""
         return self.position < self.lookup.prompt_len[self.request]
 
     @cached_property
     def special(self) -> Bools:
-        """Return whether each is a special token."""
         return self.lookup.vocabulary.special(self.token)
 
     @cached_property
@@ -190,7 +174,6 @@ class Rows:
 
     @cached_property
     def rarity(self) -> Floats:
-        """Return the surprise of each token, NaN unknown."""
         return self.lookup.vocabulary.rarity(self.token)
 
     @cached_property
@@ -199,7 +182,6 @@ class Rows:
         return self.lookup.entropy_after(self.request, self.position)
 
     def take(self, some: npt.NDArray[Any]) -> Rows:
-        """Return some of the rows."""
         arrays = self.step, self.request, self.position, self.token
         return Rows(self.lookup, *(held[some] for held in arrays))
 
@@ -232,12 +214,10 @@ class CellEdges:
 
     @property
     def n_entropies(self) -> int:
-        """Return the number of ranges of the entropy; they are the first complexities."""
         return len(self.entropy) + 1 if self.entropy else 0
 
     @property
     def words(self) -> str:
-        """Return what cuts the other way, in words."""
         return f"entropy, else {self.complexity}" if self.entropy else self.complexity
 
     @property
@@ -247,17 +227,10 @@ class CellEdges:
 
     @property
     def n_cells(self) -> int:
-        """Return the number of cells."""
         return self.shape[0] * self.shape[1]
 
     def of(self, lookup: Lookup, step: Ints, request: Ints, position: Ints, token: Ints) -> Ints:
-        """Return the cell of each row, ``load * n_complexities + complexity``.
-
-        Args:
-            request: places of the requests; used where there are entropies.
-            position: positions; used where the complexity is the position.
-            token: places of the token ids; used where it is the rarity.
-        """
+        """Return the cell of each row, ``load * n_complexities + complexity``."""
         # Once per step of the batch; rows of an unknown one (-1) get any: nobody counts them.
         low = max(0, int(step.min(initial=len(lookup.load) - 1)))
         loads = lookup.load[low : max(low, int(step.max(initial=0))) + 1]
@@ -289,15 +262,6 @@ def make_lookup(
     has_ids: bool,
     every: int,
 ) -> Lookup:
-    """Return the lookup of a run.
-
-    Args:
-        rows: of `read_rows`.
-        lost_ids: of the dropped positions, in the order of ``rows.losses``.
-        labels: token classes that somebody gave, if any.
-        token_slot: see `Lookup`.
-        every: of `thinning`.
-    """
     index = series.runs.index(steps.run)
     tick = series.offsets[index] + np.arange(len(steps.step)) // series.steps_per_tick
     block = series.blocks.labels[tick].astype(np.int64)
@@ -371,7 +335,6 @@ class WordCounts:
     """Token ids of a part.
 
     Args:
-        counts: how often each was computed.
         lost: numbers of dropped positions, as ``StepRanges.find`` has them.
     """
 
@@ -394,7 +357,6 @@ class WordPass:
     hook: str | None
 
     def __call__(self, part: Part) -> WordCounts:
-        """Return the ids of a part; from stored rows also which of them are special."""
         counts = _IdCounts()
         special: list[Ints] = []
         lost: list[Ints] = []
@@ -433,7 +395,6 @@ class _IdCounts:
         self._ids, self._counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def count(self, ids: Ints) -> None:
-        """Count ids, each as often as it is there."""
         low = ids[ids < MAX_DENSE]
         self._grow(np.bincount(low, minlength=len(self._dense)))
         if len(low) < len(ids):
@@ -450,7 +411,6 @@ class _IdCounts:
             self._add_sparse(ids[n:], counts[n:])
 
     def total(self) -> tuple[Ints, Ints]:
-        """Return the ids, rising, and how often each was counted."""
         low = np.flatnonzero(self._dense)
         return np.concatenate([low, self._ids]), np.concatenate([self._dense[low], self._counts])
 
@@ -472,20 +432,13 @@ def knows_ids(sources: list[RunSource]) -> bool:
 
 
 def knows_entropy(sources: list[RunSource]) -> bool:
-    """Return whether a run says the model's entropy over what it sampled."""
     return any(source.n_rows("sampled") for source in sources)
 
 
 def read_vocabulary(
     runs: list[tuple[RunSource, RunRows]], read: Read, *, has_ids: bool
 ) -> tuple[Vocabulary, list[Ints]]:
-    """Return the vocabulary of all runs, and the ids of each run's lost positions.
-
-    Args:
-        runs: with the rows of each.
-        read: of an executor: what a function returns of each part, in order.
-        has_ids: of `knows_ids`.
-    """
+    """Return the vocabulary of all runs, and the ids of each run's lost positions."""
     counts, special = _IdCounts(), _IdCounts()
     lost_ids = []
     for source, rows in runs:
@@ -521,8 +474,6 @@ class RunRows:
     """The requests of a run and the positions that it lost.
 
     Args:
-        steps: places of the steps that computed something.
-        requests: places of the requests, of which the arrays below speak.
         columns: of the requests, ``(n_requests,)`` each: tokens of the prompt, positions owed
             (``request_len``), prompt source (``None`` unknown), and what a covariate reads.
         first_step: place of the step in which each began, ``(n_requests,)``; the number of steps
@@ -560,7 +511,6 @@ def read_rows(source: RunSource, steps: RunSteps) -> RunRows:
 
 
 def _first_steps(source: RunSource, steps: Ints, requests: Index) -> Ints:
-    """Return the place of the step in which each request began."""
     found = source.columns("spans", ["request", "step"])
     there = is_known(found["step"])
     place = requests.of(found["request"][there])
@@ -571,7 +521,6 @@ def _first_steps(source: RunSource, steps: Ints, requests: Index) -> Ints:
 
 
 def _losses(source: RunSource, steps: Index, requests: Index) -> StepRanges:
-    """Return the dropped positions of known steps and requests."""
     found = source.columns("drops", ["step", "request", "start", "stop"])
     step, request = steps.of(found["step"]), requests.of(found["request"])
     known = (step >= 0) & (request >= 0) & (found["stop"] > found["start"])
@@ -584,9 +533,6 @@ class Recomputed:
     A row that a preemption made the engine compute again has several readouts, and an aborted one
     may have some. Of the requests that had either, only the readouts of stored and of dropped rows
     count, each at its own step. Nearly all requests may have: per position this is four bytes.
-
-    Args:
-        steps: places of the steps that computed something.
     """
 
     def __init__(

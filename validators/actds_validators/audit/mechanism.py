@@ -79,7 +79,6 @@ class Question:
     """The tests of one question, before they are adjusted over the questions.
 
     Args:
-        tests: each as it stands alone.
         n_draws: rearrangements of the losses behind it, the observed one among them.
         is_enumerated: whether there are no more than these.
     """
@@ -112,11 +111,7 @@ def _test(
 def asked_between(
     sums: list[CovariateSums], series: Series, limits: Limits, of_requests: float = 0.0
 ) -> list[Question]:
-    """Return the questions about time and steps: time, load, content and values of the steps.
-
-    Args:
-        of_requests: share of the lost tokens that belong to requests which lost at least half.
-    """
+    """Return the questions about time and steps: time, load, content and values of the steps."""
     along = _along_the_run(series, of_requests)
     found = _time(series, limits)
     for name, group in _OF_STEPS.items():
@@ -127,7 +122,6 @@ def asked_between(
 
 
 def asked_within(selections: Iterable[tuple[list[WithinTest], int]]) -> list[Question]:
-    """Return the questions about the tokens of one step: their content, their values."""
     found = []
     for chosen, n_draws in selections:
         of_values = chosen[0].covariate.group == "values"
@@ -148,11 +142,6 @@ def asked_within(selections: Iterable[tuple[list[WithinTest], int]]) -> list[Que
 
 
 def families(asked: list[Question], fdr: float) -> tuple[list[Association], list[Family]]:
-    """Return every test and every family, adjusted over the families.
-
-    Args:
-        asked: the questions, each with a test at least.
-    """
     adjusted, of_families = over_families([one.inside for one in asked])
     least = [one.inside.min() for one in asked]
     tests, found = [], []
@@ -184,11 +173,6 @@ def families(asked: list[Question], fdr: float) -> tuple[list[Association], list
 def mechanism(
     series: Series, asked: list[Question], intervals: list[Interval], limits: Limits
 ) -> Mechanism:
-    """Return the section.
-
-    Args:
-        intervals: of the differences, in the order of importance: the widest says what is found.
-    """
     error = max((i.error for i in intervals), default=0.0)
     tests, found = families(asked, limits.fdr)
     return Mechanism(
@@ -212,7 +196,6 @@ _OF_STEPS: dict[FamilyName, Group] = {
 
 
 def _whole(series: Series) -> bool:
-    """Return whether steps are lost whole."""
     return series.n_partial_steps <= MAX_PARTIAL * series.n_lost_steps
 
 
@@ -335,11 +318,7 @@ MAX_DEPTHS = 64
 
 
 def queues(sources: list[RunSource], series: Series, seed: int = 0) -> Queues:
-    """Return the section.
-
-    Args:
-        seed: of the random shifts behind the band of the lags, where there are several runs.
-    """
+    """Return the section."""
     lags, band = _lags(series, seed)
     return Queues(
         trace=_trace(series),
@@ -353,7 +332,6 @@ def queues(sources: list[RunSource], series: Series, seed: int = 0) -> Queues:
 
 
 def _stalls(sources: list[RunSource], series: Series) -> list[Stall]:
-    """Return the waits at each stage; marks are seconds on the time line of the series."""
     n: Counter[str] = Counter()
     waited_s: dict[str, float] = defaultdict(float)
     marks_s: dict[str, list[float]] = defaultdict(list)
@@ -377,7 +355,6 @@ def _stalls(sources: list[RunSource], series: Series) -> list[Stall]:
 
 
 def _occupancy(sources: list[RunSource]) -> list[Occupancy]:
-    """Return how long the queue of each stage stood at each depth."""
     spent_s: dict[str, dict[tuple[int, int], float]] = defaultdict(lambda: defaultdict(float))
     for source in sources:
         held = source.columns("occupancy", ["stage", "depth", "capacity", "duration_ns"])

@@ -56,7 +56,6 @@ CURVE = (0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1
 
 
 def estimate(interval: Interval | None) -> Estimate | None:
-    """Return an interval as the result has it."""
     if interval is None:
         return None
     return Estimate(
@@ -74,11 +73,7 @@ def rate_estimate(interval: Interval | None, rate: float) -> Estimate:
 
 
 def unbounded(value: float, n: float, effective: float) -> Estimate | None:
-    """Return a mean's distance whose jackknife says nothing, with the worst case about it.
-
-    Args:
-        n: rows in all.
-    """
+    """Return a mean's distance whose jackknife says nothing, with the worst case about it."""
     if not np.isfinite(value) or effective <= 0:
         return None
     far = farthest_mean(n, effective)
@@ -94,7 +89,6 @@ def system_sums(series: Series) -> list[CovariateSums]:
 
 
 def block_totals(blocks: Blocks, sums: list[CovariateSums]) -> Floats:
-    """Return n, sx, sxx, n_lost and lx over blocks, ``(5, n_covariates, n_blocks)``."""
     # One by one: all of them side by side would be the largest arrays of an audit.
     each = [
         difference_sums(blocks, s.n, s.sums[:1], s.sums[1:2], s.n_lost, s.sums[2:]) for s in sums
@@ -109,7 +103,6 @@ def of_all_lost(totals: Floats, sums: list[CovariateSums], read: float) -> Float
     nearer to all than they are. The squares of these tokens are taken for those of all.
 
     Args:
-        totals: of `block_totals`, of the covariates in ``sums``.
         read: share of the lost tokens that left readouts.
 
     Spec: 0.1 section 14.3.
@@ -132,10 +125,6 @@ def differences(
 
     Where the jackknife has no interval, as when one block holds all losses, that of the worst case
     stands in its place, with confidence 1, and there is none for the equivalence test.
-
-    Args:
-        totals: of `block_totals`.
-        bands: computed and lost tokens by bands, by covariate name, where there are any.
     """
     if not sums:
         return []
@@ -179,13 +168,11 @@ def differences(
 
 
 def _at_once(stored: Interval | None, error: float, each: float) -> Estimate | None:
-    """Return the interval of a bias that holds for all of them at once, with 95 %."""
     found = estimate(at_least(stored, error, each)) if stored else None
     return found.model_copy(update={"confidence": 0.95}) if found else None
 
 
 def strata(bands: Bands) -> list[Stratum]:
-    """Return the loss rate of each band, with its interval over blocks."""
     sums = np.stack([bands.n.T, bands.lost.T])
     rates = jackknife_many(sums, loss_rate)
     found = []
@@ -208,7 +195,6 @@ def strata(bands: Bands) -> list[Stratum]:
 
 
 def bound(loss_share: float) -> Bound:
-    """Return the worst case of a share of loss, and the curve it lies on."""
     share = min(loss_share, 1 - 1e-9)
     return Bound(
         loss_share=loss_share,
@@ -226,7 +212,6 @@ def missingness(
     has_entropy: bool,
     unread: tuple[int, int] = (0, 0),
 ) -> Missingness:
-    """Return the section: differences, the bound, and which questions could be asked."""
     asked = [
         "whether losses depend on the load, the batch and the time",
         "whether losses depend on position, length, phase and source",
@@ -279,7 +264,6 @@ class Strata:
     """Strata of one kind.
 
     Args:
-        labels: of each, in words.
         n: computed tokens ``(n_strata, n_blocks)``.
         n_tested: strata of the kind that could have been named, those that are not here as well.
         rate: share lost that chance would give each block, where it is not that of the block: of
@@ -299,10 +283,6 @@ def candidates(n: Floats, lost: Floats, limits: Limits) -> Ints:
 
     Where there are more, those whose loss is the least likely of independent tokens (a ranking, no
     test).
-
-    Args:
-        n: computed tokens of each stratum.
-        limits: the share that warns.
     """
     rate = lost.sum() / max(1.0, float(n.sum()))
     beyond = _beyond(n, lost, limits)
@@ -326,7 +306,6 @@ class _Groups:
     parts: list[tuple[Ints, Ints, Floats, Floats]] = field(default_factory=list)
 
     def add(self, group: Ints, block: Ints, n: Floats, lost: Floats) -> None:
-        """Add requests; those of no group have -1."""
         used = group >= 0
         pairs, at = np.unique(pair_key(group[used], block[used]), return_inverse=True)
         at = at.reshape(-1)
@@ -339,7 +318,6 @@ class _Groups:
         )
 
     def places(self, names: list[str | None]) -> Ints:
-        """Return the number of each name, new ones in their order, -1 without one."""
         return np.array(
             [-1 if w is None else self.names.setdefault(w, len(self.names)) for w in names],
             np.int64,
@@ -390,7 +368,6 @@ class SpanStrata:
         self._halved = 0.0
 
     def add(self, source: RunSource, lookup: Lookup) -> None:
-        """Add a run: its captured spans, and what it dropped."""
         losses = lookup.losses
         n = np.zeros((2, len(lookup.request_block)))
         for lost, (request, start, stop) in (
@@ -435,7 +412,6 @@ class SpanStrata:
 
     @property
     def rate(self) -> Floats:
-        """Return the share lost of the tokens of each block, ``(n_blocks,)``."""
         computed = self.total.sum(axis=0)
         found = np.zeros(self.n_blocks)
         np.divide(self.total[1], computed, out=found, where=computed > 0)
@@ -443,11 +419,9 @@ class SpanStrata:
 
     @property
     def share(self) -> float:
-        """Return the share lost of all tokens."""
         return float(self.total[1].sum()) / max(1.0, float(self.total.sum()))
 
     def strata(self, limits: Limits) -> Iterator[Strata]:
-        """Yield the strata of each kind."""
         for name, kind in (("start", "position"), ("end", "position from the end")):
             stored, lost = self._bands[name]
             yield _some(kind, [_range(k) for k in range(N_BANDS)], stored + lost, lost)
@@ -480,7 +454,6 @@ def _summed(at: Ints, weights: Floats, size: int) -> Floats:
 
 
 def _captured(source: RunSource, lookup: Lookup) -> tuple[Ints, Ints, Ints]:
-    """Return request (its place), start and stop of the captured spans."""
     found = source.spans("captured", ["request"])
     request = lookup.requests.of(found["request"])
     known = request >= 0
@@ -521,7 +494,6 @@ _OF_REQUESTS: dict[str, Callable[[RunSource, Lookup], list[str | None]]] = {
 
 
 def _some(kind: str, labels: list[str], n: Floats, lost: Floats) -> Strata:
-    """Return the strata that hold enough tokens."""
     used = np.flatnonzero(n.sum(axis=1) >= MIN_TOKENS)
     return Strata(kind, [labels[k] for k in used], n[used], lost[used], len(used))
 
@@ -535,11 +507,6 @@ def worst_strata(
     found: list[Strata], rate: Floats, share: float, limits: Limits
 ) -> list[StratumLoss]:
     """Return the strata that lost more than all by the limit and than chance, the worst first.
-
-    Args:
-        rate: share lost of each block's tokens.
-        share: share lost of all tokens.
-        limits: the share that warns.
 
     Spec: 0.1 section 14.6.
     """

@@ -75,7 +75,6 @@ def replaced(path: Path) -> Iterator[Path]:
 def unwritable(
     path: Path, got: str, next_step: str = "Free space, or give another path."
 ) -> ActdsError:
-    """Return the error of an output that cannot be written."""
     return ActdsError(
         "E503", str(path), got=got, expected="a file that can be written", next_step=next_step
     )

@@ -57,13 +57,11 @@ class RowPass:
 
     @property
     def groups(self) -> list[str]:
-        """Return the groups of covariates that are summed."""
         if self.cells is None:
             return []
         return [CONTENT, *(self.hooks if self.scale else ())]
 
     def sums(self, groups: Sequence[str] | None = None) -> Sums:
-        """Return sums of nothing, of all groups unless they are named."""
         groups = self.groups if groups is None else groups
         lookup, labels = self.lookup, self.lookup.labels.words if self.lookup.labels else ()
         n_blocks, n_cells = lookup.n_blocks, self.cells.n_cells if self.cells else 0
@@ -93,12 +91,10 @@ class RowPass:
         )
 
     def pieces(self, parts: Mapping[TableName, Sequence[Part]]) -> list[Part | range]:
-        """Return what the pass goes over: stored rows, lost positions, readouts."""
         readouts = parts["readouts"] if self.cells and self.scale else ()
         return [*parts["tokens"], *lost_pieces(self.lookup), *readouts]
 
     def __call__(self, piece: Part | range) -> Sums:
-        """Return the sums of stored rows, of a range of lost positions, or of readouts."""
         if isinstance(piece, Part) and piece.of == "readouts":
             return self._readouts(piece)
         sums = self.sums(self.groups[:1])
@@ -185,7 +181,6 @@ class RowPass:
 def accumulate(
     total: Sums, one: RowPass, parts: Mapping[TableName, Sequence[Part]], on: Executor
 ) -> None:
-    """Add the rows of a run to the sums of all runs."""
     for sums in on.map(one, one.pieces(parts)):
         total.add(sums)
 
@@ -234,7 +229,6 @@ def _add_classes(counts: ClassCounts, rows: Rows, *, lost: bool) -> Ints | None:
 
 
 def _add_system(sums: Sums, rows: Rows, cell: Ints) -> None:
-    """Add the system covariates of stored rows: once for all rows of a step and a cell."""
     lookup, (n_blocks, n_cells) = rows.lookup, sums.cell_system.shape[1:]
     pairs, which = places(rows.step * n_cells + cell)
     n, step = np.bincount(which), pairs // n_cells
@@ -247,7 +241,6 @@ def _add_system(sums: Sums, rows: Rows, cell: Ints) -> None:
 def _add_tails(
     sums: Sums, hook: int, rows: Rows, values: Floats, lost: Bools, scale: Scale
 ) -> None:
-    """Add what lies in the tails, by the block in which the request began."""
     block = rows.lookup.request_block[rows.request]
     for k, x in enumerate(values):
         middle = scale.middle[hook, k]
@@ -309,10 +302,6 @@ def scale_of(
     """Return the scale of the readouts in some parts, from an even sample of them.
 
     The sample knows nothing of the losses: it is of all computed rows.
-
-    Args:
-        parts: of the table ``readouts``, of all runs.
-        executor: where the parts are read.
     """
     some = [part for part in parts if part.n_rows]
     n_parts = len(some) if sum(part.n_rows for part in some) <= MAX_ROWS else MAX_PARTS

@@ -61,15 +61,7 @@ NO_ADAPTER = "request.adapter is None"
 
 @dataclass(frozen=True)
 class Audited:
-    """What the places are judged by.
-
-    Args:
-        path: as it was given.
-        records: of `source.read_records`.
-        source: what became of the records of the source.
-        coverage: the section, None when nothing is stored.
-        missingness: the section, None when nothing was lost.
-    """
+    """What the places are judged by."""
 
     catalog: Catalog
     path: str
@@ -82,7 +74,6 @@ class Audited:
     limits: Limits
 
     def replay(self) -> str:
-        """Return the command that computes the positions without a row."""
         return f"actds replay {shlex.quote(self.path)} MISSING --model FOLDER --only missing"
 
     def level_of(self, lost: float) -> Level:
@@ -92,13 +83,11 @@ class Audited:
         return "FAIL" if lost > self.limits.max_loss else "WARN"
 
     def limit_of_share(self) -> str:
-        """Return what a share is held against."""
         negligible, most = self.limits.negligible_bias, self.limits.max_loss
         return f"worst case of any mean at most {negligible:g} SD; no more than {most:.2%}"
 
 
 def places(audited: Audited) -> list[Place]:
-    """Return every place, in the order in which rows pass."""
     judges = (_source, _cache, _rules, _ends, _queues, _values, _identity)
     return [judge(audited) for judge in judges]
 
@@ -239,7 +228,6 @@ def _cache(audited: Audited) -> Place:
 
 
 def _shift(cells: Sequence[CoverageCell], by: str) -> float:
-    """Return the total variation of a field of the cells, stored against served."""
     sums = defaultdict[object, list[int]](lambda: [0, 0])
     for cell in cells:
         both = sums[getattr(cell, by)]
@@ -250,7 +238,6 @@ def _shift(cells: Sequence[CoverageCell], by: str) -> float:
 
 
 def _classes(cells: Sequence[CoverageCell], fate: str) -> Iterator[Worst]:
-    """Yield how many positions of each token class had a fate, of those stored or with it."""
     sums = defaultdict[str, list[int]](lambda: [0, 0])
     for cell in cells:
         n = getattr(cell, fate)
@@ -512,7 +499,6 @@ def _identity(audited: Audited) -> Place:
 
 
 def _brief(value: str) -> str:
-    """Return a value of the run record, of a digest its beginning."""
     return value[:12] if len(value) == 64 else value[:40]
 
 
@@ -525,7 +511,6 @@ def _minority(values: dict[str, str], rows: dict[str, int]) -> int:
 
 
 def _known(catalog: Catalog) -> set[str]:
-    """Return the facts that every run record knows."""
     each = [{n for n, f in record.fields.items() if f.value is not None}
             for record in catalog.runs.values()]  # fmt: skip
     return set.intersection(*each) if each else set()
@@ -572,10 +557,6 @@ def conclude(
     Yes where every place passes or is accepted; with a loader line where arguments make every
     other one pass; no where one fails; not known where something is not on record; else yes with
     limits. The place that decides is the most severe, and of equal ones that of the largest bias.
-
-    Args:
-        places: of `places.places`.
-        queues: the section, None without a step.
     """
     judged = [p.model_copy(update={"accepted": p.name in accepted}) for p in places]
     against = [p for p in judged if p.counts_as != "PASS"]
@@ -622,7 +603,6 @@ def _decision(against: Sequence[Place]) -> Decision:
 
 
 def _loader(places: Sequence[Place], path: str) -> str:
-    """Return the line of a loader with which every place passes."""
     arguments: dict[str, list[str]] = {}
     for place in places:
         for name, values in place.loaded.items():

@@ -137,7 +137,6 @@ class Accounting(Section):
 
     @property
     def is_sound(self) -> bool:
-        """Return whether everything adds up."""
         return all(finding.severity != "error" for finding in self.findings)
 
     @property

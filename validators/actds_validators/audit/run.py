@@ -117,8 +117,6 @@ class Sections(Evidence):
     """What the audit of some runs found: the evidence, and what no verdict rests on.
 
     Args:
-        queues: ``None`` without a step.
-        cells: of the weights, ``None`` when nothing was dropped.
         lookups: of each run, by name: what the weights file is made with.
     """
 
@@ -156,13 +154,6 @@ def audit_dataset(
     Args:
         weights: where to write the weights of the stored rows, if anywhere; not written when
             something does not add up.
-        classes: Parquet file of token classes by request and positions, as `labels.read_labels`;
-            None for the roles of the dataset.
-        executor: ``threads`` of this process, or ``ray``: the same numbers from either.
-
-    Raises:
-        ActdsError: E009 classes that cannot be used; E011 no Ray; E306 not sealed; E401, E403
-            without provenance; E202 a file that changed; what ``Catalog.read`` raises.
 
     Spec: 0.1 section 14.
     """
@@ -226,7 +217,6 @@ def _answered(
     limits: Limits,
     accept: Sequence[PlaceName],
 ) -> tuple[SourceAccount, list[Place], Answer]:
-    """Return what became of the source, every place, and the answer over them."""
     records = read_records(catalog)
     source = source_account(catalog, records)
     audited = Audited(
@@ -244,13 +234,6 @@ def audit_sources(
     executor: Executor | None = None,
     named: ClassesFile | None = None,
 ) -> Sections:
-    """Return the sections of some runs.
-
-    Args:
-        labels: table of `labels.read_labels` or `role_labels`, if there are token classes.
-        executor: where the rows are read; threads by default.
-        named: of `labels.match_labels`, with labels.
-    """
     on = executor or Threads(N_THREADS)
     progress("accounting")
     account = accounting(sources, on.map)
@@ -317,7 +300,6 @@ def audit_sources(
 
 
 def _covariate_sums(passed: Passed, sums: Sums, series: Series) -> list[CovariateSums]:
-    """Return every covariate over the series: of the steps, then of each group."""
     found = system_sums(series)
     for group, covariates in passed.covariates.items():
         middle = passed.middle(group)
@@ -326,7 +308,6 @@ def _covariate_sums(passed: Passed, sums: Sums, series: Series) -> list[Covariat
 
 
 def _intervals(everything: list[CovariateSums], totals: Floats) -> list[Interval]:
-    """Return the intervals of the stored rows' bias, of content and values."""
     asked = np.array([one.covariate.group != "system" for one in everything])
     return [i for i in jackknife_many(totals[:, asked], smd_of_stored) if i]
 
@@ -336,10 +317,7 @@ class Passed:
     """What the rows of all runs add up to.
 
     Args:
-        lookups: of each run, by its name.
-        widths: numbers of a readout that were looked at.
         scale: where the readouts lie; ``None`` where nothing was lost or no run has readouts.
-        sums: of all rows; ``None`` where nothing was lost.
         slots: token ids that were counted block by block, and how many there were to choose from.
         within: of each group of covariates, the rows of each run in steps that lost a part.
         away: of each hook, how far the means lie from where its rows were taken.
@@ -359,7 +337,6 @@ class Passed:
 
     @property
     def covariates(self) -> dict[str, list[Covariate]]:
-        """Return the covariates of each group that was summed, in the order of the sums."""
         found = {CONTENT: [one.facts() for one in self.definitions]}
         for hook in self.hooks if self.scale else ():
             numbers = self.widths.facts(hook)
@@ -367,7 +344,6 @@ class Passed:
         return found
 
     def middle(self, group: str) -> Floats:
-        """Return what the sums of a group are about."""
         if group == CONTENT or self.scale is None:
             return np.zeros(len(self.definitions))
         found: Floats = self.scale.middle[self.hooks.index(group)]
@@ -390,12 +366,7 @@ def pass_over(
     """Read the rows of all runs: the token ids first, for rarity is known when all are counted.
 
     Args:
-        steps: of each.
         edges: of the weights' cells; ``None`` where nothing was lost: then coverage is all.
-        executor: where the parts are read.
-        labels: table of `data.read_labels` or `role_labels`, if there are token classes.
-        has_ids: of `knows_ids`.
-        has_entropy: of `knows_entropy`.
     """
     runs = [
         (source, own, read_rows(source, own))
@@ -452,7 +423,6 @@ def _add_run(
     edges: CellEdges | None,
     executor: Executor,
 ) -> Sums:
-    """Add the rows and spans of a run, and return the sums of all up to it."""
     found.lookups[source.run] = lookup
     read_spans(source, lookup, found.covered)
     one = RowPass(lookup, found.definitions, edges, found.hooks, found.widths, found.scale)
@@ -519,7 +489,6 @@ def _after_weighting(
     passed: Passed,
     cells: Cells,
 ) -> list[Difference]:
-    """Return the differences with those of the weighted rows beside them."""
     if cells.weights is None or passed.sums is None:
         return found
     held = stored_cells(passed.sums, {group: passed.middle(group) for group in passed.covariates})
@@ -529,19 +498,16 @@ def _after_weighting(
 
 
 def _unseen(sources: list[RunSource]) -> list[str]:
-    """Return what an audit of some runs would not notice."""
     n_probes = max((source.n_probes for source in sources), default=0)
     hooks = _hooks(sources) if knows_ids(sources) else ()
     return blind_spots(hooks, _widths(sources), n_probes)
 
 
 def _hooks(sources: list[RunSource]) -> tuple[str, ...]:
-    """Return the hooks with readouts, in order."""
     return tuple(sorted({hook for source in sources for hook in source.hooks}))
 
 
 def _widths(sources: list[RunSource]) -> Widths:
-    """Return the numbers of a readout that are looked at."""
     return Widths(
         max((source.n_projections for source in sources), default=0),
         min(MAX_PROBES, max((source.n_probes for source in sources), default=0)),
@@ -550,7 +516,6 @@ def _widths(sources: list[RunSource]) -> Widths:
 
 
 def _strata(passed: Passed, limits: Limits) -> dict[str, object]:
-    """Return the fields of the missingness on the strata that lost most."""
     assert passed.spans is not None
     every = [*passed.spans.strata(limits), *_row_strata(passed)]
     return {
@@ -561,7 +526,6 @@ def _strata(passed: Passed, limits: Limits) -> dict[str, object]:
 
 
 def _within(passed: Passed, series: Series, limits: Limits) -> list[Question]:
-    """Return the questions about the tokens of one step, where steps lost a part."""
     if series.n_partial_steps < 2:
         return []
     began = [lookup.request_block for lookup in passed.lookups.values()]

@@ -55,7 +55,6 @@ def one_model(name: str) -> bool:
 
 
 def rows_of(catalog: Catalog) -> dict[str, int]:
-    """Return the stored rows of each run that has data."""
     return {
         run: sum({m.row_set_sha256: m.n_rows for m in catalog.shards_by_run[run]}.values())
         for run in catalog.runs_with_data
@@ -126,9 +125,6 @@ _MAX_REASONS = 20
 def source_account(catalog: Catalog, records: pa.Table) -> SourceAccount:
     """Return what became of the records of the sources.
 
-    Args:
-        records: of ``actds.dataset.sources.read_records``.
-
     Spec: 0.1 section 14.10.
     """
     begun = np.asarray(tables.is_served(records))
@@ -155,10 +151,6 @@ def groups_left_out(records: pa.Table, account: SourceAccount) -> Iterator[Worst
     """Yield how many records of each group no request was begun for.
 
     Groups are the prompt sources, the values of the user's label columns, and bands of lengths.
-
-    Args:
-        records: of ``actds.dataset.sources.read_records``.
-        account: of `source_account`.
     """
     left = ~np.asarray(tables.is_served(records))
     labels = {f"label {name}": column for name, column in label_table(records["labels"]).items()}
@@ -205,7 +197,6 @@ def _bands(length: Ints, begun: Bools) -> Iterator[LengthBand]:
 
 
 def _left_out(records: pa.Table, silent: int) -> list[LeftOut]:
-    """Return the records that no request was begun for by reason, the largest first."""
     held: dict[tuple[str, str], list[int]] = {}
     columns = (records[name].to_pylist() for name in ("finish_reason", "reason", "prompt_len"))
     for end, reason, n_tokens in zip(*columns, strict=True):

@@ -68,11 +68,7 @@ class Evidence:
 
     Args:
         missingness: the section, ``None`` when nothing was lost.
-        mechanism: the section, ``None`` when nothing was lost.
         blocks_long_enough: whether blocks are long against the bursts of losses.
-        weighting: the section, ``None`` when nothing was lost or stored.
-        coverage: the section, ``None`` when nothing is stored.
-        policies: overflow policies of the runs, as far as they are known.
     """
 
     accounting: Accounting
@@ -100,7 +96,6 @@ def judge(evidence: Evidence, limits: Limits) -> Verdict:
 
 
 def _with_strata(found: Verdict, missing: Missingness | None, limits: Limits) -> Verdict:
-    """Return the verdict with the worst stratum, which decides where it is the more severe."""
     if missing is None or not missing.worst_strata:
         return found
     worst = missing.worst_strata[0]
@@ -246,7 +241,6 @@ def _negligible(evidence: Evidence, bias: Number, numbers: dict[str, Number]) ->
 
 
 def _stored(account: Accounting) -> str:
-    """Return which of the computed tokens are stored where none was lost."""
     if not account.captured:
         return "no computed token was to be stored"
     others = [
@@ -299,7 +293,6 @@ _STEPS_BY_CONTENT = (
 def _caused(
     evidence: Evidence, cause: Cause, limits: Limits, numbers: dict[str, Number]
 ) -> Verdict:
-    """Return what is said of losses that depend on something: content, load or time."""
     mechanism, missing = evidence.mechanism, evidence.missingness
     assert mechanism is not None and missing is not None
     sentence, deciding, more = on_cause(cause, mechanism, missing), numbers["p"], []

@@ -59,7 +59,6 @@ class Cells:
     """The cells: load by complexity.
 
     Args:
-        n: computed tokens ``(n_loads, n_complexities)``.
         rates: share lost, shrunk; ``None`` before `weigh`.
         weights: of a stored row; ``None`` before `weigh` or when nothing is stored.
     """
@@ -83,7 +82,6 @@ def cell_edges(series: Series, *, has_ids: bool, has_entropy: bool = False) -> C
 
 
 def counted_cells(edges: CellEdges, series: Series, n: Floats) -> Cells:
-    """Return the cells with their tokens, of ``(2, n_blocks, n_cells)`` stored and lost ones."""
     return _counted(edges, float(series.load.max()), n.sum(axis=1))
 
 
@@ -108,7 +106,6 @@ def _counted(edges: CellEdges, load_max: float, n: Floats) -> Cells:
 
 
 def weigh(cells: Cells) -> Cells:
-    """Return the counted cells with their rates and weights."""
     rates = nested_rates(cells.n, cells.lost)
     if cells.edges.has_unknown:  # of any complexity: like their load
         rates[:, -1] = shrunken_rates(cells.n.sum(axis=1), cells.lost.sum(axis=1))
@@ -121,7 +118,6 @@ class StoredCells:
 
     Args:
         n: rows that have a value, ``(n_blocks, n_cells)``.
-        x: sum of their values.
     """
 
     n: Floats
@@ -129,11 +125,7 @@ class StoredCells:
 
 
 def stored_cells(sums: Sums, middles: Mapping[str, Floats]) -> list[StoredCells]:
-    """Return every covariate over the stored rows: of the steps, then of each group.
-
-    Args:
-        middles: what the sums of each group are about, ``(n_numbers,)``, in order.
-    """
+    """Return every covariate over the stored rows: of the steps, then of each group."""
     found = [StoredCells(sums.cell_n[0], x) for x in sums.cell_system]
     for group, middle in middles.items():
         n, *powers = sums.moments[group].cells
@@ -193,12 +185,6 @@ def _weighted(
 def weighting(
     cells: Cells, differences: Sequence[Difference], negligible: float
 ) -> Weighting | None:
-    """Return the section, ``None`` without weights.
-
-    Args:
-        differences: of the covariates, before and after weighting.
-        negligible: bias that does not matter, in standard deviations.
-    """
     if cells.weights is None or cells.rates is None:
         return None
     stored = cells.n - cells.lost
@@ -260,7 +246,6 @@ def _worse(differences: Sequence[Difference], negligible: float) -> list[Worse]:
 
 
 def _balance(differences: Sequence[Difference]) -> list[Balance]:
-    """Return the largest bias of each group of covariates, before and after weighting."""
     found = []
     for group in get_args(Group):
         pairs = [
@@ -331,7 +316,6 @@ def write_weights(
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[pq.ParquetWriter]:
-    """Yield a writer to a file that takes its name at the end."""
     with (
         replaced(path) as temporary,
         pq.ParquetWriter(
@@ -350,7 +334,6 @@ def _new_file(path: Path) -> Iterator[pq.ParquetWriter]:
 def _tables(
     catalog: Catalog, lookups: Mapping[str, Lookup], cells: Cells | None
 ) -> Iterator[pa.Table]:
-    """Yield the file piece by piece, sorted by shard and row."""
     shards = sorted(
         (Shard(catalog.store, one, parse=catalog.parse) for one in catalog.shards),
         key=lambda s: s.name,
@@ -361,7 +344,6 @@ def _tables(
 
 
 def _batches(shards: Iterator[Shard]) -> Iterator[list[Shard]]:
-    """Yield shards together, up to a row group of rows."""
     held: list[Shard] = []
     n_rows = 0
     for shard in shards:
@@ -376,7 +358,6 @@ def _batches(shards: Iterator[Shard]) -> Iterator[list[Shard]]:
 def _weights(
     lookup: Lookup | None, shards: list[Shard], cells: Cells | None
 ) -> npt.NDArray[np.float32]:
-    """Return the weights of the rows of shards, one shard behind the other."""
     n_rows = sum(shard.n_rows for shard in shards)
     if cells is None or cells.weights is None:
         return np.ones(n_rows, np.float32)

@@ -49,8 +49,6 @@ class RowsOfSteps:
     Args:
         step: number of the step of each, ``(n_rows,)``, another in each run.
         began: block of the jackknife in which the request began.
-        lost: whether each was lost.
-        orders: of each run, its rows in that order.
         keys: of each run, request and position of these.
     """
 
@@ -62,7 +60,6 @@ class RowsOfSteps:
     keys: list[Keys]
 
     def values(self, runs: Sequence[PartialRows]) -> Floats:
-        """Return numbers of the rows ``(n_numbers, n_rows)``, NaN where there is none."""
         found = []
         for order, keys, run in zip(self.orders, self.keys, runs, strict=True):
             there = position_key(run.request, run.position)
@@ -77,12 +74,6 @@ class RowsOfSteps:
 
 
 def all_rows(runs: Sequence[PartialRows], began: Sequence[Ints]) -> RowsOfSteps:
-    """Return the rows of all runs.
-
-    Args:
-        runs: of stored and lost rows, of each run.
-        began: block in which each request of a run began.
-    """
     orders = [np.lexsort((run.position, run.request, run.step)) for run in runs]
     some = list(enumerate(zip(runs, orders, strict=True)))
     return RowsOfSteps(
@@ -99,7 +90,6 @@ class _Numbers(Sequence[Floats]):
     """The numbers of the rows of a group, and of a hook their squared deviations after them.
 
     Args:
-        values: ``(n_numbers, n_rows)``.
         away: how far the mean of each lies from 0; ``None`` where squares are no covariates.
     """
 
@@ -202,15 +192,7 @@ def selections(
     n_draws: int,
     seed: int,
 ) -> Iterator[tuple[list[WithinTest], int]]:
-    """Yield the tests of content, then those of the values of all hooks, and their draws.
-
-    Args:
-        runs: of each group of covariates the rows of each run.
-        covariates: of each group; of a hook its numbers, then their squares.
-        away: how far the mean of each number of a hook lies from where the rows were taken.
-        began: of each run the block in which each of its requests began.
-        n_draws: draws at least.
-    """
+    """Yield the tests of content, then those of the values of all hooks, and their draws."""
     rows = all_rows(runs[CONTENT], began)
     if len(np.unique(rows.step)) < 2:
         return

@@ -59,12 +59,10 @@ class Cause:
 
     @property
     def content(self) -> list[Association]:
-        """Return the rejected tests of content and values."""
         return [t for t in self.rejected if t.covariate.group != "system"]
 
     @property
     def load(self) -> list[Association]:
-        """Return the rejected tests of the load."""
         return [t for t in self.rejected if t.covariate.group == "system" and t.name != "change"]
 
 
@@ -87,7 +85,6 @@ def cause_of(mechanism: Mechanism) -> Cause | None:
 
 
 def on_cause(cause: Cause | None, mechanism: Mechanism, missing: Missingness) -> str:
-    """Return what the losses depend on in a sentence or two, or that nothing was found."""
     if cause is None:
         if mechanism.n_events < MIN_BLAMED:
             return unproven(mechanism, MIN_BLAMED)
@@ -204,7 +201,6 @@ _PLACES = {
 
 
 def stratum_words(stratum: StratumLoss) -> str:
-    """Return the name of a stratum in a sentence."""
     if (stratum.kind, stratum.label) == ("position from the end", "0"):
         return "the last token of each request"
     words = _PLACES.get(stratum.kind, f"{stratum.kind} {{}}")
@@ -216,7 +212,6 @@ RUNS = ("run", "replica")
 
 
 def on_stratum(worst: StratumLoss) -> list[str]:
-    """Return what to do about the worst stratum."""
     if worst.kind not in RUNS:
         return [
             "Harvest again with --overflow block: no weight makes up for rows that are not there.",
@@ -231,7 +226,6 @@ def on_stratum(worst: StratumLoss) -> list[str]:
 
 
 def on_policies(policies: Sequence[str]) -> list[str]:
-    """Return what several overflow policies in one dataset mean, where there are several."""
     if len(policies) < 2:
         return []
     return [
@@ -241,7 +235,6 @@ def on_policies(policies: Sequence[str]) -> list[str]:
 
 
 def on_strata(found: list[StratumLoss], share: float) -> str:
-    """Return what the worst stratum lost, beside all."""
     worst = found[0]
     if worst.n_lost == worst.n:
         said = f"All {worst.n:,} rows of {stratum_words(worst)} were lost"
@@ -269,7 +262,6 @@ QUESTIONS: dict[str, str] = {
 
 
 def not_found(mechanism: Mechanism, limits: Limits) -> list[str]:
-    """Return the questions of which no answer could have been found, and what that would take."""
     return [
         f"{QUESTIONS[one.question]} could not have been found here: {one.n_draws:,} {one.drawn} "
         f"give an adjusted p of {one.least_adjusted_p:.2g} at least, the limit is {limits.fdr:g}"
@@ -294,7 +286,6 @@ def events_needed(mechanism: Mechanism, missing: Missingness, limits: Limits) ->
 
 
 def look_when(rejected: list[Association]) -> list[str]:
-    """Return what to do about a loss rate that changed in time, which no weight fixes."""
     if not any(t.name == "change" for t in rejected):
         return []
     return [
@@ -338,7 +329,6 @@ def asked(missing: Missingness, both: str = "and") -> str:
 
 
 def training(missing: Missingness) -> list[str]:
-    """Return the step to train, with what was not tested."""
     if any(d.covariate.group == "values" for d in missing.differences):
         return ["Train on it."]
     return [

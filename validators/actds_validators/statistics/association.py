@@ -39,9 +39,6 @@ def draws_for(n_families: int, fdr: float, least: int) -> int:
 
     The least p of n draws is ``1 / (n + 1)``, ``n_families / (n + 1)`` after adjustment over the
     families: that is to be a fifth of the rate, `MAX_DRAWS` at most.
-
-    Args:
-        least: draws at least.
     """
     return int(min(MAX_DRAWS, max(least, np.ceil(5 * n_families / fdr))))
 
@@ -93,7 +90,6 @@ class JointDraws:
 
     @property
     def n_draws(self) -> int:
-        """Return the draws, the observed one among them; 0 without a test."""
         return 0 if self._largest is None else len(self._largest)
 
     def adjusted(self) -> Floats:
@@ -118,9 +114,6 @@ def over_families(adjusted: Sequence[ArrayLike]) -> tuple[list[Floats], Floats]:
 
     Args:
         adjusted: of each family the p of its tests, adjusted within it; none is empty.
-
-    Raises:
-        ValueError: a p outside 0 to 1.
     """
     inside = [as_floats(p, "p") for p in adjusted]
     if not inside:
@@ -158,7 +151,6 @@ class Turns:
 
     Args:
         stratum: of each unit, ``(n_units,)``.
-        lost: whether it was lost, ``(n_units,)``.
     """
 
     CONTROLS, MAX_LOST, CHUNK = 7, 3000, 64
@@ -249,16 +241,8 @@ def block_score(
     1 for a covariate without variation.
 
     Args:
-        blocks: of `intervals.blocks`.
-        run: ``(n_steps,)``, label of the run.
-        n: ``(n_steps,)``, computed tokens.
-        lost: ``(n_steps,)``, lost tokens.
         value_sum: ``(n_steps,)`` or ``(n_covariates, n_steps)``, sums over the computed tokens.
         weight: tokens that the sums are over, as ``value_sum`` or ``(n_steps,)``; by default ``n``.
-
-    Raises:
-        ValueError: shapes that differ, a value that is not finite, negative counts, more lost than
-            computed.
     """
     share, values, weights = shares_and_sums(n, lost, value_sum, weight)
     parts = slices(run)
@@ -296,8 +280,6 @@ class Within:
         difference: mean of the lost less mean of the others, within steps, in the covariate's unit:
             the score over ``sum n rate (1 - rate)``.
         t: the score over its standard error, clustered by request and step.
-        p: two-sided, Student's t.
-        n_requests: requests with a token in a partially lost step.
         n_steps: partially lost steps that two requests or more shared.
     """
 
@@ -337,14 +319,6 @@ def within_cells(
 
     Args:
         step: ``(n_cells,)``, integer; each (step, request) once.
-        request: ``(n_cells,)``, integer.
-        n: ``(n_cells,)``, computed tokens.
-        sx: ``(n_cells,)``, sum of the covariate.
-        n_lost: ``(n_cells,)``, lost tokens.
-        lx: ``(n_cells,)``, sum of the covariate over the lost ones.
-
-    Raises:
-        ValueError: shapes that differ, a value that is not finite, more lost than computed.
     """
     count = as_floats(n, "n")
     total, gone, gone_x = (
@@ -413,8 +387,6 @@ class Change:
             deviations of its sum over the run: Kolmogorov's scale.
         p: by permutation of the blocks.
         at: the step after which the cumulative sum is farthest from 0.
-        before: share lost up to there.
-        after: share lost from there.
         long_enough: whether they are 10 correlation times long; if not, bursts spill over their
             ends and p is too small.
     """
@@ -446,15 +418,6 @@ def change(
     ten bursts it rejected in 0 to 1 % of harmless runs at 5 %.
 
     None with fewer than `_N_BLOCKS_MIN` blocks, when nothing or everything was lost.
-
-    Args:
-        n: ``(n_steps,)``, computed tokens, in time order.
-        lost: ``(n_steps,)``, lost tokens.
-        run: ``(n_steps,)``, label of the run.
-
-    Raises:
-        ValueError: shapes that differ, a value that is not finite, negative counts, more lost than
-            computed.
     """
     share = loss_share(n, lost)
     gone, computed = as_floats(lost, "lost"), as_floats(n, "n")
@@ -492,12 +455,6 @@ def long_run_variance(series: ArrayLike) -> float:
 
     Bartlett's kernel (Newey & West 1987) with Andrews' (1991) bandwidth for it,
     ``1.1447 (4 r² / (1 - r²)² n)^(1/3)``, r the first autocorrelation.
-
-    Args:
-        series: ``(n,)``.
-
-    Raises:
-        ValueError: a value that is not finite.
     """
     x = as_floats(series, "series")
     centred = x - x.mean() if len(x) else x
@@ -526,9 +483,6 @@ def naive_z(sums: ArrayLike) -> float | None:
 
     Args:
         sums: ``(5,)``: n, sx, sxx, n_lost, lx.
-
-    Raises:
-        ValueError: another shape or a value that is not finite.
     """
     n, sx, sxx, n_lost, lx = as_floats(sums, "sums", (5,)).tolist()
     if not 0 < n_lost < n:

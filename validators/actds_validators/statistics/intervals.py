@@ -29,11 +29,7 @@ Statistic = Callable[[Floats], Floats]
 
 @dataclass(frozen=True)
 class Interval:
-    """A number with its interval.
-
-    Args:
-        freedom: degrees of freedom of the Student interval.
-    """
+    """A number with its interval."""
 
     value: float
     low: float
@@ -44,11 +40,7 @@ class Interval:
     confidence: float
 
     def at(self, confidence: float) -> Interval:
-        """Return the same estimate with an interval of another confidence.
-
-        Raises:
-            ValueError: a confidence outside (0, 1).
-        """
+        """Return the same estimate with an interval of another confidence."""
         half = _half(self.error, self.freedom, confidence)
         return Interval(
             self.value, self.value - half, self.value + half,
@@ -63,7 +55,6 @@ class Blocks:
     Args:
         labels: ``(n_steps,)``, from 0, rising.
         steps: length of a block, in steps, before runs are cut evenly.
-        correlation_steps: correlation time of the loss, in steps.
         long_enough: whether a block is at least `BLOCK_TIMES` correlation times long; if not, the
             run is too short against its bursts and intervals are too narrow.
     """
@@ -90,13 +81,8 @@ def blocks(
     one: there may be more than ``n_blocks_max`` when there are more runs.
 
     Args:
-        run: ``(n_steps,)``, label of the run.
         loss_series: ``(n_steps,)``, the share lost of each step.
-        n_blocks_max: most blocks.
         n_blocks_min: least blocks, where there are as many steps.
-
-    Raises:
-        ValueError: no step, shapes that differ, or limits out of order.
     """
     loss = as_floats(loss_series, "loss_series", (n_steps,))
     if n_steps < 1 or not 1 <= n_blocks_min <= n_blocks_max:
@@ -121,11 +107,7 @@ def block_sums(values: ArrayLike, labels: Ints, n_blocks: int) -> Floats:
     """Return sums over blocks ``(..., n_blocks)`` of values ``(..., n_steps)``.
 
     Args:
-        values: per step, any leading axes.
         labels: ``(n_steps,)``, rising from 0 without a gap, as `blocks` returns them.
-
-    Raises:
-        ValueError: labels that do not rise from 0 to ``n_blocks - 1``.
     """
     found = np.asarray(values, np.float64)
     rises = np.diff(labels, prepend=-1, append=n_blocks)
@@ -150,10 +132,6 @@ def jackknife(sums: ArrayLike, statistic: Statistic, confidence: float = 0.95) -
     Args:
         sums: ``(k, n_blocks)``.
         statistic: of ``(k, ...)``, vectorised over what follows.
-
-    Raises:
-        ValueError: sums that are not finite or have another number of axes, or a confidence
-            outside (0, 1).
     """
     found = as_floats(sums, "sums")
     if found.ndim != 2:
@@ -168,10 +146,6 @@ def jackknife_many(
 
     Args:
         sums: ``(k, n_covariates, n_blocks)``.
-        statistic: of ``(k, ...)``, vectorised over what follows.
-
-    Raises:
-        ValueError: as `jackknife`.
     """
     _half(0.0, 1.0, confidence)
     value, without = replicates(sums, statistic)
@@ -185,10 +159,6 @@ def replicates(sums: ArrayLike, statistic: Statistic) -> tuple[Floats, Floats]:
 
     Args:
         sums: ``(k, n_covariates, n_blocks)``.
-        statistic: of ``(k, ...)``, vectorised over what follows.
-
-    Raises:
-        ValueError: sums that are not finite or have another number of axes.
     """
     found = as_floats(sums, "sums")
     if found.ndim != 3:
@@ -213,10 +183,6 @@ def joint_confidence(
     Args:
         without: ``(n_values, n_blocks)``, as for `from_replicates`; rows that are not finite do
             not count.
-        confidence: of all intervals at once.
-
-    Raises:
-        ValueError: another number of axes, or a confidence outside (0, 1).
     """
     found = np.asarray(without, np.float64)
     if found.ndim != 2 or not 0 < confidence < 1:
@@ -245,11 +211,7 @@ def from_replicates(
     the block. None as `jackknife` says.
 
     Args:
-        value: ``(n_covariates,)``.
         without: ``(n_covariates, n_blocks)``, at least two blocks.
-
-    Raises:
-        ValueError: shapes that do not go together, or a confidence outside (0, 1).
     """
     values, others = np.asarray(value, np.float64), np.asarray(without, np.float64)
     if others.ndim != 2 or others.shape[:1] != values.shape or others.shape[1] < 2:
@@ -298,9 +260,6 @@ def smd_of_stored(sums: Floats) -> Floats:
 
     Equals ``-π / (1 - π)`` times `smd`, π the share lost. NaN without a stored token or without
     variation; 0 when nothing was lost.
-
-    Args:
-        sums: ``(5, ...)``, as `smd`.
     """
     n, sx, sxx, n_lost, lx = sums
     mean = _ratio(sx, n)
@@ -319,15 +278,9 @@ def difference_sums(
     """Return the sums ``(5, n_covariates, n_blocks)`` that `smd` takes, over blocks.
 
     Args:
-        blocks: of `blocks`.
         n: ``(n_steps,)`` or ``(n_covariates, n_steps)``, computed tokens, or those with a value.
         sx: ``(n_covariates, n_steps)``, sums of the covariates.
-        sxx: ``(n_covariates, n_steps)``, sums of their squares.
         n_lost: ``(n_steps,)`` or ``(n_covariates, n_steps)``, lost tokens.
-        lx: ``(n_covariates, n_steps)``, sums over the lost ones.
-
-    Raises:
-        ValueError: shapes that do not go together.
     """
     parts = [block_sums(v, blocks.labels, blocks.n_blocks) for v in (n, sx, sxx, n_lost, lx)]
     shape = np.broadcast_shapes(*(np.atleast_2d(part).shape for part in parts))
@@ -371,18 +324,13 @@ def error_of_draws(n: float, n_lost: float, n_events: float) -> float:
     may agree by chance.
 
     Args:
-        n: rows in all.
         n_events: effective events (`effective_events`), above 0.
     """
     return n_lost / (n - n_lost) / math.sqrt(n_events)
 
 
 def at_least(interval: Interval, error: float, confidence: float) -> Interval:
-    """Return an interval of another confidence, with a standard error of at least so much.
-
-    Raises:
-        ValueError: a confidence outside (0, 1).
-    """
+    """Return an interval of another confidence, with a standard error of at least so much."""
     return replace(interval, error=max(interval.error, error)).at(confidence)
 
 
@@ -390,13 +338,6 @@ def detectable(error: float, power: float = 0.8, alpha: float = 0.05) -> float:
     """Return the smallest difference that a two-sided test finds with a probability of ``power``.
 
     ``(z_{1 - alpha/2} + z_power) error`` (Bloom 1995), 2.8 standard errors by default.
-
-    Args:
-        error: standard error of the estimate, at least 0.
-        power: between 0.5 and 1.
-
-    Raises:
-        ValueError: an argument out of its range.
     """
     if error < 0 or not 0.5 <= power < 1 or not 0 < alpha < 1:
         raise ValueError(f"error {error}, power {power}, alpha {alpha}; out of range")
@@ -408,12 +349,6 @@ def benjamini_hochberg(p: ArrayLike) -> Floats:
 
     ``adjusted_(i) = min_{j >= i} m p_(j) / j`` over the sorted p (Benjamini & Hochberg 1995), at
     most 1; valid for independent or positively dependent tests (Benjamini & Yekutieli 2001).
-
-    Args:
-        p: ``(m,)``, may be empty.
-
-    Raises:
-        ValueError: a p outside 0 to 1.
     """
     found = as_floats(p, "p")
     if found.ndim != 1 or np.any((found < 0) | (found > 1)):
@@ -435,12 +370,6 @@ def worst_case(loss_share: float) -> float:
     ``π (1 - π) (μ_s - μ_l)² <= σ²``. Together ``|μ_s - μ| <= σ sqrt(π / (1 - π))``, with equality
     when the function is constant on each group. Nothing is assumed on why rows were lost. (In
     deviations of the stored rows there is no such bound: those may all be equal.)
-
-    Args:
-        loss_share: π, at least 0 and below 1.
-
-    Raises:
-        ValueError: a share outside [0, 1).
     """
     if not 0 <= loss_share < 1:
         raise ValueError(f"loss share is {loss_share}; expected at least 0 and below 1")
@@ -456,11 +385,7 @@ def farthest_mean(n: float, effective: float) -> float:
     it is `worst_case`.
 
     Args:
-        n: rows in all.
         effective: effective rows of the mean, above 0 and at most n.
-
-    Raises:
-        ValueError: effective rows that are not.
     """
     if not 0 < effective <= n * (1 + 1e-9):
         raise ValueError(f"{effective} effective rows of {n}; expected above 0 and at most all")
@@ -471,12 +396,6 @@ def loss_that_allows(bias: float) -> float:
     """Return the share of loss up to which no mean is off by more than ``bias``.
 
     The inverse of `worst_case`: ``bias² / (1 + bias²)``.
-
-    Args:
-        bias: in standard deviations of all rows, at least 0.
-
-    Raises:
-        ValueError: a negative bias.
     """
     if not bias >= 0 or math.isinf(bias):
         raise ValueError(f"bias is {bias}; expected a number, at least 0")
@@ -489,7 +408,6 @@ Scale = Literal["linear", "log", "logit"]
 
 
 def to_scale(value: Floats | float, scale: Scale) -> Floats:
-    """Return values on a scale; those at an end of it are infinite."""
     function = {"linear": np.asarray, "log": np.log, "logit": special.logit}[scale]
     return np.asarray(function(np.asarray(value, np.float64)))
 
@@ -516,7 +434,6 @@ def ends(value: Floats, error: Floats, quantile: float, scale: Scale) -> tuple[F
 
 
 def slope(value: Floats | float, scale: Scale) -> Floats:
-    """Return the derivative of a scale."""
     if scale == "linear":
         return np.ones(np.shape(value))
     return np.asarray(1 / value if scale == "log" else 1 / (value * (1 - value)))

@@ -38,9 +38,7 @@ def some_rows(cluster: Whole, order: Ints, n_rows: int, rng: np.random.Generator
     """Return which rows to keep, ascending: of whole requests, unless fewer than 40 would fit.
 
     Args:
-        cluster: of each row ``(n,)``.
         order: numbers of the clusters; the first that fit are taken.
-        n_rows: rows at most.
         rng: chooses rows of clusters that are too long.
     """
     counts = np.bincount(cluster, minlength=len(order))

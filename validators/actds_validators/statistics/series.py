@@ -22,9 +22,6 @@ def slices(run: ArrayLike) -> list[slice]:
 
     Args:
         run: ``(n_steps,)``, any labels. One that comes back after another is a new stretch.
-
-    Raises:
-        ValueError: not one-dimensional.
     """
     labels = np.asarray(run)
     if labels.ndim != 1:
@@ -74,13 +71,6 @@ def correlation_steps(series: ArrayLike, run: ArrayLike) -> float:
 
     Autocovariances are taken within runs, about each run's own mean, and added over runs; the
     window is Sokal's (see `integrated_time`). 1 for a series without variation.
-
-    Args:
-        series: ``(n_steps,)``, for instance the share lost of each step.
-        run: ``(n_steps,)``, label of the run.
-
-    Raises:
-        ValueError: a value that is not finite, or shapes that differ.
     """
     x = as_floats(series, "series")
     parts = slices(run)
@@ -108,11 +98,7 @@ def count_events(lost: ArrayLike, run: ArrayLike, gap: int | None = None) -> int
 
     Args:
         lost: ``(n_steps,)``, lost tokens or the share lost; a step with more than 0 is a lost one.
-        run: ``(n_steps,)``, label of the run.
         gap: steps, at least 1; by default the correlation time of the series.
-
-    Raises:
-        ValueError: a gap below 1, a value that is not finite, or shapes that differ.
     """
     return len(_events(as_floats(lost, "lost"), run, gap))
 
@@ -122,14 +108,6 @@ def effective_events(lost: ArrayLike, run: ArrayLike, gap: int | None = None) ->
 
     ``(sum of sizes)² / sum of their squares`` (Kish 1965), 0 without an event: thirty events of
     which one has nearly all that was lost are worth little more than one.
-
-    Args:
-        lost: ``(n_steps,)``, lost tokens.
-        run: ``(n_steps,)``, label of the run.
-        gap: as for `count_events`.
-
-    Raises:
-        ValueError: as `count_events`.
     """
     x = as_floats(lost, "lost")
     sizes = np.array([x[at].sum() for at in _events(x, run, gap)])
@@ -137,16 +115,7 @@ def effective_events(lost: ArrayLike, run: ArrayLike, gap: int | None = None) ->
 
 
 def one_per_event(lost: ArrayLike, run: ArrayLike, gap: int | None = None) -> Floats:
-    """Return the series divided by its sum over each event, so that every event weighs 1.
-
-    Args:
-        lost: ``(n_steps,)``, as for `count_events`.
-        run: ``(n_steps,)``, label of the run.
-        gap: as for `count_events`.
-
-    Raises:
-        ValueError: as `count_events`.
-    """
+    """Return the series divided by its sum over each event, so that every event weighs 1."""
     x = as_floats(lost, "lost")
     found = np.zeros_like(x)
     for at in _events(x, run, gap):
@@ -155,7 +124,6 @@ def one_per_event(lost: ArrayLike, run: ArrayLike, gap: int | None = None) -> Fl
 
 
 def _events(x: Floats, run: ArrayLike, gap: int | None) -> list[Ints]:
-    """Return the lost steps of each event."""
     if gap is None:
         gap = math.ceil(correlation_steps(x, run))
     if gap < 1:
@@ -181,7 +149,6 @@ class Shift:
     Args:
         difference: ``(n_covariates,)``, mean of what the lost steps held less the mean of all,
             about each run's own mean, in the covariate's unit. What is ranked is its numerator.
-        p: ``(n_covariates,)``.
         n_effective: ``(n_covariates,)``, effectively independent shifts (`effective_shifts`). A
             p below ``1 / n_effective`` may come, but an effect that lasts as long as the
             correlation cannot count on one.
@@ -195,7 +162,6 @@ class Shift:
 
     @property
     def n_shifts(self) -> int:
-        """Return the shifts compared with, the observed one among them."""
         return int(self.sizes.shape[1])
 
 
@@ -237,16 +203,8 @@ def circular_shift(
     None when the share lost varies within no run: nothing lost, all lost, or one step a run.
 
     Args:
-        run: ``(n_steps,)``, label of the run.
-        n: ``(n_steps,)``, computed tokens.
-        lost: ``(n_steps,)``, lost tokens.
         value_sum: ``(n_steps,)`` or ``(n_covariates, n_steps)``, sums over the computed tokens.
         weight: tokens that the sums are over, as ``value_sum`` or ``(n_steps,)``; by default ``n``.
-        n_draws: tuples of shifts, where there are several runs.
-
-    Raises:
-        ValueError: shapes that differ, a value that is not finite, negative counts, more lost than
-            computed.
     """
     share, values, weights = shares_and_sums(n, lost, value_sum, weight)
     if weights.min(initial=0.0) < 0:
@@ -272,17 +230,7 @@ def circular_shift(
 def shares_and_sums(
     n: ArrayLike, lost: ArrayLike, value_sum: ArrayLike, weight: ArrayLike | None
 ) -> tuple[Floats, Floats, Floats]:
-    """Return share lost ``(n_steps,)``, sums and weights ``(n_covariates or 1, n_steps)``.
-
-    Args:
-        n: ``(n_steps,)``, computed tokens.
-        lost: ``(n_steps,)``, lost tokens.
-        value_sum: ``(n_steps,)`` or ``(n_covariates, n_steps)``.
-        weight: as ``value_sum`` or ``(n_steps,)``; ``n`` when ``None``.
-
-    Raises:
-        ValueError: as `loss_share`, or shapes that differ.
-    """
+    """Return share lost ``(n_steps,)``, sums and weights ``(n_covariates or 1, n_steps)``."""
     share = loss_share(n, lost)
     values = np.atleast_2d(as_floats(value_sum, "value_sum"))
     weights = np.atleast_2d(as_floats(n if weight is None else weight, "weight"))
@@ -294,12 +242,7 @@ def shares_and_sums(
 
 
 def loss_share(n: ArrayLike, lost: ArrayLike) -> Floats:
-    """Return the share lost of each step, 0 for a step without a token.
-
-    Raises:
-        ValueError: shapes that differ, a value that is not finite, negative counts, more lost than
-            computed.
-    """
+    """Return the share lost of each step, 0 for a step without a token."""
     computed = as_floats(n, "n")
     gone = as_floats(lost, "lost", computed.shape)
     if computed.ndim != 1 or np.any(gone < 0) or np.any(gone > computed):
@@ -320,10 +263,8 @@ def shifted_sums(
     The first shift is none.
 
     Args:
-        run: ``(n_steps,)``, label of the run.
         share: ``(n_steps,)``, what is moved.
         values: ``(n_values, n_steps)``, what stays.
-        n_draws: seeded random shifts beside the observed one, a tuple of one a run.
         seed: of the shifts; the same seed gives the same shifts for other values.
     """
     parts = slices(run)
@@ -345,11 +286,6 @@ def effective_shifts(run: ArrayLike, share: Floats, values: Floats) -> Floats:
     The sums of `shifted_sums` go together along the shift over about the correlation times of both
     series added: their autocovariance is the convolution of the two. The steps of a run over that
     time, multiplied over the runs in which the share varies.
-
-    Args:
-        run: ``(n_steps,)``, label of the run.
-        share: ``(n_steps,)``, what is moved.
-        values: ``(n_values, n_steps)``, what stays.
     """
     own = correlation_steps(share, run)
     times = np.array([own + correlation_steps(row, run) - 1 for row in values])
@@ -392,7 +328,6 @@ class LagCorrelation:
 
     Args:
         lags: ``(2 max_lag + 1,)``, steps that the loss comes after the load.
-        correlation: ``(2 max_lag + 1,)``.
         low: lower end of the band that holds ``confidence`` of the correlations at any one lag when
             load and loss have nothing to do with each other.
         n_shifts: shifts that the band rests on, the observed position among them.
@@ -416,11 +351,7 @@ def ewma(x: ArrayLike, run: ArrayLike, steps: float) -> Floats:
 
     Args:
         x: ``(n_steps,)`` or ``(k, n_steps)``.
-        run: ``(n_steps,)``, label of the run.
         steps: time constant, at least 1; 1 returns x.
-
-    Raises:
-        ValueError: shapes that differ, a value that is not finite, or less than one step.
     """
     from scipy.signal import lfilter  # type: ignore[import-untyped]  # slow to import
 
@@ -462,18 +393,6 @@ def lag_correlation(
     band if it lasts for much of the run: it errs to the side of showing nothing.
 
     One run: all its shifts. Several: ``n_draws`` seeded tuples of one shift a run.
-
-    Args:
-        load: ``(n_steps,)``.
-        loss_share: ``(n_steps,)``.
-        run: ``(n_steps,)``, label of the run.
-        max_lag: steps, at least 0.
-        confidence: of the band, at each lag.
-        n_draws: tuples of shifts, where there are several runs.
-
-    Raises:
-        ValueError: shapes that differ, a value that is not finite, a negative lag, or a confidence
-            outside (0, 1).
     """
     if not 0 < confidence < 1:
         raise ValueError(f"confidence is {confidence}; expected a number between 0 and 1")
@@ -519,9 +438,6 @@ def isotonic(values: ArrayLike, weights: ArrayLike) -> Floats:
     Args:
         values: ``(..., g)``.
         weights: ``(g,)`` or as values, above 0.
-
-    Raises:
-        ValueError: a value that is not finite, or a weight not above 0.
     """
     y = as_floats(values, "values")
     w = np.broadcast_to(as_floats(weights, "weights"), y.shape)
@@ -543,15 +459,7 @@ def isotonic(values: ArrayLike, weights: ArrayLike) -> Floats:
 
 
 def load_groups(load: ArrayLike, n_groups: int = 10) -> Ints:
-    """Return the quantile group of each step, from 0; equal edges fall together.
-
-    Args:
-        load: ``(n_steps,)``.
-        n_groups: most groups, at least 1; deciles by default.
-
-    Raises:
-        ValueError: no step, a load that is not finite, or less than one group.
-    """
+    """Return the quantile group of each step, from 0; equal edges fall together."""
     x = as_floats(load, "load")
     if not len(x) or n_groups < 1:
         raise ValueError(f"{len(x)} steps in {n_groups} groups; expected at least one of each")

@@ -41,9 +41,6 @@ def stratum_p(n: ArrayLike, lost: ArrayLike, rate: ArrayLike) -> Floats:
         n: ``(n_strata, n_blocks)``, computed tokens.
         lost: ``(n_strata, n_blocks)``, lost ones.
         rate: ``(n_blocks,)``, share lost of all tokens of the block.
-
-    Raises:
-        ValueError: shapes that differ, a value that is not finite, more lost than computed.
     """
     count = as_floats(n, "n")
     gone = as_floats(lost, "lost", count.shape)
@@ -64,12 +61,7 @@ def stratum_p(n: ArrayLike, lost: ArrayLike, rate: ArrayLike) -> Floats:
 
 
 def poisson_binomial_tail(chance: Floats, hits: ArrayLike) -> Floats:
-    """Return the tail of a Poisson binomial: so many successes or more.
-
-    Args:
-        chance: ``(n_strata, n_trials)``, of each trial.
-        hits: ``(n_strata,)``.
-    """
+    """Return the tail of a Poisson binomial: so many successes or more."""
     n_strata, n_trials = chance.shape
     exactly = np.zeros((n_strata, n_trials + 1))
     exactly[:, 0] = 1.0
@@ -84,15 +76,7 @@ def poisson_binomial_tail(chance: Floats, hits: ArrayLike) -> Floats:
 
 
 def total_variation(first: ArrayLike, second: ArrayLike) -> float | None:
-    """Return ``1/2 sum |p - q|``: 0 equal, 1 disjoint; None when a histogram is empty.
-
-    Args:
-        first: ``(n_bins,)``, weights, at least 0; normalised here.
-        second: as first.
-
-    Raises:
-        ValueError: shapes that differ, a negative weight or one that is not finite.
-    """
+    """Return ``1/2 sum |p - q|``: 0 equal, 1 disjoint; None when a histogram is empty."""
     pair = _normalised(first, second)
     return None if pair is None else min(1.0, float(np.abs(pair[0] - pair[1]).sum() / 2))
 
@@ -103,13 +87,6 @@ def jensen_shannon(first: ArrayLike, second: ArrayLike) -> float | None:
     ``sqrt(KL(p, m) / 2 + KL(q, m) / 2)`` with ``m = (p + q) / 2`` (Lin 1991; its root is a metric:
     Endres & Schindelin 2003). Between finite samples of one distribution it is above 0, by about
     ``sqrt((n_bins - 1) (1/n_1 + 1/n_2) / (8 ln 2))``.
-
-    Args:
-        first: ``(n_bins,)``, weights, at least 0; normalised here.
-        second: as first.
-
-    Raises:
-        ValueError: shapes that differ, a negative weight or one that is not finite.
     """
     pair = _normalised(first, second)
     if pair is None:
@@ -138,11 +115,7 @@ def effective_rows(weights: ArrayLike, rows: ArrayLike | None = None) -> float:
     0 without a weight above 0.
 
     Args:
-        weights: ``(k,)``, at least 0.
         rows: ``(k,)``, rows that have each weight; one each by default.
-
-    Raises:
-        ValueError: shapes that differ, a negative value or one that is not finite.
     """
     w = as_floats(weights, "weights")
     n = np.ones_like(w) if rows is None else as_floats(rows, "rows", w.shape)
@@ -167,10 +140,6 @@ def prior_strength(n: ArrayLike, n_lost: ArrayLike) -> float:
 
     Args:
         n: ``(..., g)``, computed tokens.
-        n_lost: ``(..., g)``, lost ones.
-
-    Raises:
-        ValueError: shapes that differ, a value that is not finite, more lost than computed.
     """
     count, gone = _counts(n, n_lost)
     if not count.ndim:
@@ -202,13 +171,8 @@ def shrunken_rates(
     token has the common rate.
 
     Args:
-        n: computed tokens of each cell, any shape.
         strength: tokens that the common rate counts for, at least 0, may be infinite.
         toward: the common rates, of a shape that fits; that of all cells by default.
-
-    Raises:
-        ValueError: no token at all, shapes that differ, a value that is not finite, more lost than
-            computed, a negative strength, or a rate outside [0, 1] to draw toward.
     """
     count, gone = _counts(n, n_lost)
     if count.sum() <= 0:
@@ -234,13 +198,6 @@ def nested_rates(n: ArrayLike, n_lost: ArrayLike) -> Floats:
 
     Two stages of `shrunken_rates`: what differs between rows is kept where cells alone are too
     small to show it.
-
-    Args:
-        n: ``(n_rows, n_cells)``, computed tokens.
-        n_lost: ``(n_rows, n_cells)``, lost ones.
-
-    Raises:
-        ValueError: as `shrunken_rates`.
     """
     count, gone = _counts(n, n_lost)
     if count.ndim != 2:
@@ -261,12 +218,7 @@ def inverse_probability(n: ArrayLike, n_lost: ArrayLike, rates: ArrayLike) -> Fl
     which is at least as precise as the true propensity (Hirano, Imbens & Ridder 2003).
 
     Args:
-        n: computed tokens of each cell, any shape.
         rates: share lost of each cell, below 1 where a row is stored.
-
-    Raises:
-        ValueError: shapes that differ, a value that is not finite, more lost than computed, or a
-            rate outside [0, 1) where a row is stored.
     """
     count, gone = _counts(n, n_lost)
     rate = as_floats(rates, "rates", count.shape)

@@ -33,8 +33,6 @@ class RunAccount:
     """The account of one run.
 
     Args:
-        run: the run.
-        account: what became of its positions.
         complete: whether every table could be read, so that totals may be compared.
         n_dropped: positions in the parts of the drop log, by the chain that committed them.
     """
@@ -53,9 +51,6 @@ def check_accounting(
     Args:
         catalog: the dataset; notes E203, E206, E404 to E415 and whatever a table is wrong in.
         progress: called with the rows of each token table that is done.
-
-    Returns:
-        The accounts, by run.
 
     Spec: 0.1 section 7.
     """
@@ -198,7 +193,6 @@ class _Tables:
 def check_shard_tokens(
     catalog: Catalog, manifest: ShardManifest, table: pa.Table, path: str
 ) -> None:
-    """Check a token table against what the manifest says about its rows."""
     place = layout.manifest_path(manifest.shard)
     if table.num_rows != manifest.n_rows:
         catalog.findings.add(
@@ -302,7 +296,6 @@ def _compare_close(
 
 
 def _census_totals(one: RunAccount) -> dict[str, int]:
-    """Return what a census counts: the whole run, also the one that continued a fenced one."""
     totals = one.account.totals
     counts = {"requests": totals["requests"], "scheduled_tokens": totals["scheduled"]}
     return counts | {name: totals[name] for name in tables.DISPOSITIONS}
@@ -328,7 +321,6 @@ def _compare_totals(
     expected: Mapping[str, int],
     required: Set[str],
 ) -> None:
-    """Compare the totals that stand in a document; note those that have to and do not."""
     for name, value in expected.items():
         if name in got and got[name] != value:
             catalog.findings.add(
@@ -343,11 +335,7 @@ def _compare_totals(
 
 
 def _check_seals(catalog: Catalog, accounts: list[RunAccount]) -> None:
-    """Check totals and multiplicity of every seal, against the runs whose chains it names.
-
-    Raises:
-        ActdsError: as reading a pinned table.
-    """
+    """Check totals and multiplicity of every seal, against the runs whose chains it names."""
     for seal in catalog.seals:
         named = {catalog.chains[chain].run for chain in seal.heads if chain in catalog.chains}
         mine = [one for one in accounts if one.run in named]
@@ -357,11 +345,7 @@ def _check_seals(catalog: Catalog, accounts: list[RunAccount]) -> None:
 
 
 def _check_multiplicity(catalog: Catalog, seal: Seal, accounts: list[RunAccount]) -> None:
-    """Check the multiplicity table of a seal against what the references imply.
-
-    Raises:
-        ActdsError: as reading a pinned table.
-    """
+    """Check the multiplicity table of a seal against what the references imply."""
     path = layout.multiplicity_path(seal.n)
     if path in catalog.unsound or path not in catalog.files:
         return
@@ -398,11 +382,7 @@ def _entry(table: pa.Table, row: int) -> str:
 
 
 def read_parts(catalog: Catalog, run: str, name: tables.TableName, columns: list[str]) -> pa.Table:
-    """Return columns of a table; notes E203 for a part of another length than was committed.
-
-    Raises:
-        ActdsError: as ``Catalog.read_table``.
-    """
+    """Return columns of a table; notes E203 for a part of another length than was committed."""
     parts = [tables.empty(name).select(columns)]
     for body in catalog.parts.get((run, name), []):
         path = body.file.path

@@ -95,7 +95,6 @@ def _is_regular(catalog: Catalog, path: str) -> bool:
 
 
 def check_group(catalog: Catalog, manifest: ShardManifest) -> None:
-    """Check the metadata of a shard's zarr group; notes E108."""
     path = f"{layout.shard_dir(manifest.shard)}/acts.zarr/zarr.json"
     if path in catalog.unsound:
         return
@@ -107,11 +106,7 @@ def check_group(catalog: Catalog, manifest: ShardManifest) -> None:
 
 
 def check_array(catalog: Catalog, manifest: ShardManifest, hook: str) -> None:
-    """Check the metadata of a hook's array in a shard; notes E108, E203.
-
-    Raises:
-        ActdsError: E108 it is no metadata of the spec.
-    """
+    """Check the metadata of a hook's array in a shard; notes E108, E203."""
     path = f"{layout.shard_dir(manifest.shard)}/{layout.array_dir(hook)}/zarr.json"
     if path in catalog.unsound:
         return
@@ -140,8 +135,6 @@ def check_array(catalog: Catalog, manifest: ShardManifest, hook: str) -> None:
 
 @dataclass(frozen=True)
 class _Digest:
-    """The digest of a file, or the error that there was instead."""
-
     sha256: str
     error: ActdsError | None = None
 
@@ -169,7 +162,6 @@ def check_digests(
     Args:
         catalog: the dataset; notes E202, and E104 for what cannot be read.
         progress: called with the bytes of files that are done.
-        executor: where the files are read.
         known: files whose digest was checked before, each as it was then: one that has not
             changed since is not read again.
 
@@ -213,12 +205,10 @@ def _compare_digest(catalog: Catalog, path: str, got: _Digest) -> None:
 
 
 def _digests(store: Store, paths: list[str]) -> list[_Digest]:
-    """Return the digest of each file."""
     return [_digest(store, path) for path in paths]
 
 
 def _digest(store: Store, path: str) -> _Digest:
-    """Return the digest of a file, or why it has none."""
     try:
         return _Digest(file_sha256(store, path))
     except ActdsError as error:

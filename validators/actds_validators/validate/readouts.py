@@ -42,11 +42,7 @@ VALUES = ["norm", "projections", "probes"]
 
 
 class HookReadouts:
-    """The readouts of one hook of a run, found by request, position and step.
-
-    Args:
-        table: their rows, at least the key columns and the tokens.
-    """
+    """The readouts of one hook of a run, found by request, position and step."""
 
     def __init__(self, table: pa.Table) -> None:
         self.table = table
@@ -63,15 +59,10 @@ class HookReadouts:
         return self.key_at(int(self._order[found[0]])) if len(found) else None
 
     def key_at(self, row: int) -> dict[str, int]:
-        """Return request, position and step of a row."""
         return {name: int(self.table[name][row].as_py()) for name in KEYS}
 
     def find(self, table: pa.Table) -> Ints:
-        """Return the row of each key, -1 where there is none.
-
-        Args:
-            table: columns request, position and step.
-        """
+        """Return the row of each key, -1 where there is none."""
         key = keys_of(table)
         step = table["step"].to_numpy().astype(np.int64)
         first = np.searchsorted(self._key, key, "left")
@@ -90,7 +81,6 @@ class HookReadouts:
         return HookReadouts(self.table.take(pa.array(found[found >= 0])))
 
     def values(self, rows: Ints) -> npt.NDArray[np.float32]:
-        """Return the readouts of rows, float32 ``(n, width)``."""
         taken = self.table.take(pa.array(rows))
         parts = [taken["norm"].to_numpy()[:, None]]
         for name in VALUES[1:]:
@@ -104,8 +94,6 @@ class RunReadouts:
     """The readouts of a run.
 
     Args:
-        hooks: by hook.
-        readouts: which they are.
         probes: the user's probes of each hook, ``(n_probes, d_model)``; empty when there are none,
             or values are not wanted.
     """
@@ -115,7 +103,6 @@ class RunReadouts:
     probes: dict[str, npt.NDArray[np.float32]]
 
     def of_rows(self, tokens: pa.Table, hooks: Iterable[str]) -> RunReadouts:
-        """Return those of some rows, given by request, position and step, at some hooks."""
         return replace(self, hooks={name: self.hooks[name].of_rows(tokens) for name in hooks})
 
     def packed(self, hook: str, d_model: int) -> npt.NDArray[np.float32]:
@@ -136,7 +123,6 @@ def check_readouts(catalog: Catalog, *, values: bool) -> dict[str, RunReadouts]:
     """Check row set and tokens of the readouts of every run; notes E416, E417.
 
     Args:
-        catalog: the dataset.
         values: whether the values will be compared with the rows.
 
     Returns:
@@ -179,13 +165,7 @@ def compare(
     """Compare the readouts of stored rows with those computed again; notes E417.
 
     Args:
-        findings: take what differs.
-        mine: the readouts of the rows' run.
-        hook: the rows' hook.
-        tokens: their token rows, in the same order.
         bits: their bit patterns ``(n, d_model)``.
-        dtype: type of the values.
-        place: what a finding names.
     """
     where = mine.hooks[hook].find(tokens)
     there = np.flatnonzero(where >= 0)  # those without are E416 already
@@ -245,11 +225,7 @@ def _read_readouts(catalog: Catalog, run: str, readouts: Readouts, *, values: bo
 
 
 def _check_widths(run: str, readouts: Readouts, hooks: Iterable[Hook], table: pa.Table) -> None:
-    """Check how many numbers a line has, before a matrix of so many columns is made.
-
-    Raises:
-        ActdsError: E103 more than a row is worth; E109 a line with another number.
-    """
+    """Check how many numbers a line has, before a matrix of so many columns is made."""
     widest = max(hook.d_model for hook in hooks)
     if widest * readouts.width > _MAX_MATRIX:
         got = f"{readouts.width} numbers for rows of {widest} channels"
@@ -272,11 +248,7 @@ def _probes(catalog: Catalog, run: str, readouts: Readouts) -> dict[str, npt.NDA
 
 
 def _check_rows_covered(catalog: Catalog, run: str, mine: RunReadouts) -> _Tokens:
-    """Every stored row has its readouts, at every hook, from the step that computed it.
-
-    Returns:
-        The tokens of the rows.
-    """
+    """Every stored row has its readouts, at every hook, from the step that computed it."""
     known: list[_Tokens] = [(np.empty(0, np.uint64), np.empty(0, np.int64))]
     for manifest in catalog.shards_by_run[run]:
         path = f"{layout.shard_dir(manifest.shard)}/{TOKENS}"
@@ -392,12 +364,6 @@ def _check_tokens(
 ) -> None:
     """Check the tokens that the readouts of a run name; notes E417.
 
-    Args:
-        catalog: the dataset.
-        run: whose readouts.
-        hooks: the readouts by hook.
-        known: the tokens of its rows.
-
     Spec: 0.1 section 7.8.
     """
     wrong = 0
@@ -423,7 +389,6 @@ def _check_tokens(
 
 
 def keys_of(table: pa.Table) -> Keys:
-    """Return the key of the position of each line."""
     return position_key(*(table[name].to_numpy() for name in KEYS[:2]))
 
 

@@ -284,14 +284,12 @@ def _check_missing(
 
 
 def _free(record: RunRecord, spans: pa.Table) -> Ints | None:
-    """Return the requests whose sampled tokens a rule may leave out, ``None`` for every one."""
     if record.fields["capture.sampling"].value not in (None, "all"):
         return None
     return ints(spans.filter(pc.equal(spans["disposition"], "filtered")), "request")
 
 
 def _check_tokens(catalog: Catalog, run: str, key: Keys, token: Ints, notes: Notes) -> None:
-    """Compare the tokens with those of the stored rows."""
     order = np.argsort(key, kind="stable")
     key, token = key[order], token[order]
     for manifest in catalog.shards_by_run[run]:
@@ -308,7 +306,6 @@ def _check_tokens(catalog: Catalog, run: str, key: Keys, token: Ints, notes: Not
 
 
 def _was_cut_off(catalog: Catalog, run: str) -> bool:
-    """Return whether a process of the harvest did not end in order."""
     chains = [chain for chain in catalog.chains.values() if chain.run == run]
     return any(
         chain.close is None or chain.close.reason != "finished"

@@ -77,8 +77,6 @@ _NOT_READ: dict[Level, str] = {
 
 @dataclass(frozen=True)
 class Check:
-    """One check: what it looked at, and whether it passed."""
-
     name: CheckName
     state: State
     detail: str
@@ -115,7 +113,6 @@ class Validation:
     catalog: Catalog | None = field(default=None, repr=False, compare=False)
 
     def found_by(self, name: CheckName) -> list[Finding]:
-        """Return what a check found, errors first."""
         if self.catalog is None:
             return self.findings if name == "structure" else []
         mine = {finding for check, finding in self.catalog.findings if check == name}
@@ -128,17 +125,14 @@ class Validation:
 
     @property
     def errors(self) -> list[Finding]:
-        """Return the findings that fail the validation."""
         return [finding for finding in self.findings if finding.severity == "error"]
 
     @property
     def warnings(self) -> list[Finding]:
-        """Return the findings that fail it only when asked to be strict."""
         return [finding for finding in self.findings if finding.severity == "warning"]
 
     @property
     def totals(self) -> dict[str, int]:
-        """Return the totals over all runs; empty below level ``standard``."""
         if not self.runs:
             return {}
         return {name: sum(run[name] for run in self.runs.values()) for name in TOTALS}
@@ -154,7 +148,6 @@ class Validation:
         return int(bool(self.errors or (strict and self.warnings)))
 
     def as_json(self, *, strict: bool = False) -> dict[str, Any]:
-        """Return the validation as ``actds validate --json`` prints it."""
         return {
             "actds": __version__,
             "path": self.path,
@@ -248,7 +241,6 @@ def _check_all(
     known: Mapping[str, Stamp],
     imported: bool,
 ) -> None:
-    """Run the checks of a level; ``accounts`` takes what became of the positions of each run."""
     if level != "quick":
         catalog.parse_apart()
     _check_ledger(catalog)
@@ -362,7 +354,6 @@ def _check(catalog: Catalog, name: CheckName, level: Level, accounts: list[RunAc
 
 
 def _detail(catalog: Catalog, name: CheckName, level: Level, accounts: list[RunAccount]) -> str:
-    """Return what a check looked at, in a few words."""
     match name:
         case "ledger":
             n_records = sum(len(chain.records) for chain in catalog.chains.values())
@@ -396,10 +387,7 @@ class Seen:
 
     Args:
         n_shards: shards that are committed and were looked at.
-        n_rows: their rows.
         nbytes: bytes that were read and hashed.
-        n_chains: chains of the ledger.
-        n_open: chains that are not ended.
         findings: what was found in this look, and in none before.
     """
 
@@ -413,8 +401,6 @@ class Seen:
 
 @dataclass
 class _Chain:
-    """How far a chain was read."""
-
     name: str
     head: str = GENESIS_PREV
     n_records: int = 0
@@ -429,14 +415,7 @@ class _Chain:
 
 @dataclass
 class Watch:
-    """Follows a dataset; each ``look`` validates what was committed since the one before.
-
-    Args:
-        path: the dataset.
-        level: how much is validated of each shard.
-        executor: as of ``validate``.
-        known: files whose digest was checked, each as it was then.
-    """
+    """Follows a dataset; each ``look`` validates what was committed since the one before."""
 
     path: str | Path
     level: Level = "full"
@@ -450,11 +429,7 @@ class Watch:
         self._n_shards = self._n_rows = self._nbytes = 0
 
     def look(self) -> Seen:
-        """Return what was seen, after validating what is new.
-
-        Raises:
-            ActdsError: E102, E103, E106 ``actds.json`` is no genesis.
-        """
+        """Return what was seen, after validating what is new."""
         findings: list[Finding] = []
         for chain, records in self._new_records(findings):
             findings += self._validate(chain, records)
@@ -525,7 +500,6 @@ class Watch:
         return record
 
     def _validate(self, chain: ChainState, records: list[LedgerRecord]) -> list[Finding]:
-        """Validate what some records committed; return what is wrong with it."""
         assert self._genesis is not None, "it was read before any record"
         catalog = read_records(self.store, self._genesis, chain, records)
         if self.level in ("full", "deep"):
@@ -586,15 +560,10 @@ def watch(
     more and nothing new came for ``idle_s``: then the validation says what is missing.
 
     Args:
-        path: the dataset; it need not be there yet.
-        level: how much to validate.
         interval_s: seconds between two looks.
         idle_s: seconds without anything new, and of a local dataset without a writer, after which
             the harvest is taken for ended. Of a remote dataset nobody knows whether it has one.
         seen: called after each look that found something new, and after the first.
-        progress: as of ``validate``, for the end.
-        executor: as of ``validate``.
-        seal: as of ``validate``.
 
     Raises:
         ActdsError: E102, E103, E106 ``actds.json`` is no genesis.

@@ -40,8 +40,6 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class _Item:
-    """One shard to look at: its catalogue, token rows, and their readouts if its run has any."""
-
     catalog: Catalog
     tokens: pa.Table
     readouts: RunReadouts | None
@@ -49,8 +47,6 @@ class _Item:
 
 @dataclass(frozen=True)
 class _Looked:
-    """What was found in one shard, and how many bytes of values were decoded."""
-
     found: list[tuple[CheckName, Finding]]
     nbytes: int
 
@@ -67,7 +63,6 @@ def check_values(
         catalog: the dataset; notes E204, E417 and E601 to E604.
         progress: called with the decoded bytes of each shard that is done.
         readouts: by run, to be compared with those computed again.
-        executor: where the shards are decoded.
 
     Spec: 0.1 sections 4.4 and 7.8.
     """
@@ -81,7 +76,6 @@ def check_values(
 
 
 def values_nbytes(catalog: Catalog, manifest: ShardManifest) -> int:
-    """Return the decoded bytes of all rows of a shard."""
     hooks = {hook.name: hook for hook in catalog.genesis.hooks}
     row = sum(hooks[n].d_model * arrays.DTYPES[hooks[n].dtype].itemsize for n in manifest.hooks)
     return manifest.n_rows * row
@@ -105,7 +99,6 @@ def _items(catalog: Catalog, readouts: Mapping[str, RunReadouts]) -> Iterator[_I
 
 
 def _look_at(item: _Item) -> _Looked:
-    """Return what is wrong with the rows of a shard."""
     findings = item.catalog.findings
     nbytes = 0
     with findings.noting("integrity"):
@@ -114,7 +107,6 @@ def _look_at(item: _Item) -> _Looked:
 
 
 def _check_shard(catalog: Catalog, tokens: pa.Table, readouts: RunReadouts | None) -> int:
-    """Look at every hook of a shard; return the bytes of values that were decoded."""
     [manifest] = catalog.shards
     folder = layout.shard_dir(manifest.shard)
     hashes: dict[str, Hashes] = {}
@@ -161,11 +153,7 @@ def _check_rows(
     hook: str,
     look: Callable[[int, npt.NDArray[Any]], None],
 ) -> Hashes:
-    """Return a hash of each row, after noting those that are not finite or zero, and their counts.
-
-    Raises:
-        ActdsError: E204 when a chunk is damaged.
-    """
+    """Return a hash of each row, after noting those that are not finite or zero."""
     hashes = np.empty(reader.n_rows, np.uint64)
     broken, zero, n_infinite = [], [], 0
     dtype = arrays.DTYPES[reader.dtype]
