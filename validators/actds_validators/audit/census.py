@@ -355,10 +355,7 @@ def _by_request(
 
 
 def _by_step(
-    run: str,
-    steps: dict[str, npt.NDArray[Any]],
-    rows: _KeySums,
-    drops: dict[str, npt.NDArray[Any]],
+    run: str, steps: dict[str, npt.NDArray[Any]], rows: _KeySums, drops: dict[str, npt.NDArray[Any]]
 ) -> list[Finding]:
     def counted(n: npt.NDArray[Any]) -> _KeySums:
         return _KeySums.of_counts(steps["step"], n)
@@ -382,10 +379,7 @@ def _by_step(
 
 
 def _in_all(
-    run: str,
-    spans: dict[str, npt.NDArray[Any]],
-    there: Bools,
-    steps: dict[str, npt.NDArray[Any]],
+    run: str, spans: dict[str, npt.NDArray[Any]], there: Bools, steps: dict[str, npt.NDArray[Any]]
 ) -> list[Finding]:
     """Return the fates without rows of which spans and steps do not hold as many positions."""
     length, found = spans["stop"] - spans["start"], []

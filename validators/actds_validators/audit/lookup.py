@@ -29,15 +29,7 @@ from actds_validators.audit.covariates import (
     columns_of,
     defined,
 )
-from actds_validators.audit.data import (
-    Labels,
-    Part,
-    Read,
-    RunSource,
-    StepRanges,
-    column,
-    is_known,
-)
+from actds_validators.audit.data import Labels, Part, Read, RunSource, StepRanges, column, is_known
 
 MAX_SOURCES = 8
 MAX_ROWS = 1 << 19

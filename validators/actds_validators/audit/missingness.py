@@ -59,10 +59,7 @@ def estimate(interval: Interval | None) -> Estimate | None:
     if interval is None:
         return None
     return Estimate(
-        value=interval.value,
-        low=interval.low,
-        high=interval.high,
-        confidence=interval.confidence,
+        value=interval.value, low=interval.low, high=interval.high, confidence=interval.confidence
     )
 
 

@@ -186,7 +186,7 @@ def _cache(audited: Audited) -> Place:
     account, coverage, limits = audited.account, audited.coverage, audited.limits
     hits, served = account.cache_ref, account.captured + account.cache_ref
     held: dict[str, Any] = {
-        "limit": f"classes and positions stored within {limits.max_shift:.0%} of what was served",
+        "limit": f"classes and positions stored within {limits.max_shift:.0%} of what was served"
     }
     if not hits or coverage is None:
         none = "no position was served from the prefix cache"

@@ -374,12 +374,7 @@ class Missingness(Section):
 
 
 FamilyName = Literal[
-    "time",
-    "load",
-    "content of steps",
-    "values of steps",
-    "content of tokens",
-    "values of tokens",
+    "time", "load", "content of steps", "values of steps", "content of tokens", "values of tokens"
 ]
 """A question to the losses; of tokens: among those of one step."""
 

@@ -72,14 +72,7 @@ from actds_validators.audit.missingness import (
     system_sums,
     worst_strata,
 )
-from actds_validators.audit.passes import (
-    TAIL,
-    ExecutorName,
-    RowPass,
-    Scale,
-    accumulate,
-    scale_of,
-)
+from actds_validators.audit.passes import TAIL, ExecutorName, RowPass, Scale, accumulate, scale_of
 from actds_validators.audit.place import Answer, Place, PlaceName, SourceAccount
 from actds_validators.audit.places import Audited, conclude, places, unaccounted
 from actds_validators.audit.result import (

@@ -135,10 +135,7 @@ def stored_cells(sums: Sums, middles: Mapping[str, Floats]) -> list[StoredCells]
 
 
 def after_weighting(
-    cells: Cells,
-    n: Floats,
-    stored: Sequence[StoredCells],
-    totals: Floats,
+    cells: Cells, n: Floats, stored: Sequence[StoredCells], totals: Floats
 ) -> list[Estimate | None]:
     """Return how far the weighted rows lie from all, one covariate after the other.
 

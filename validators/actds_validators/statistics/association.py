@@ -401,12 +401,7 @@ class Change:
 
 
 def change(
-    n: ArrayLike,
-    lost: ArrayLike,
-    run: ArrayLike,
-    *,
-    n_draws: int = 2000,
-    seed: int = 0,
+    n: ArrayLike, lost: ArrayLike, run: ArrayLike, *, n_draws: int = 2000, seed: int = 0
 ) -> Change | None:
     """Return whether the loss rate changed in time.
 

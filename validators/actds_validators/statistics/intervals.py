@@ -268,12 +268,7 @@ def smd_of_stored(sums: Floats) -> Floats:
 
 
 def difference_sums(
-    blocks: Blocks,
-    n: ArrayLike,
-    sx: ArrayLike,
-    sxx: ArrayLike,
-    n_lost: ArrayLike,
-    lx: ArrayLike,
+    blocks: Blocks, n: ArrayLike, sx: ArrayLike, sxx: ArrayLike, n_lost: ArrayLike, lx: ArrayLike
 ) -> Floats:
     """Return the sums ``(5, n_covariates, n_blocks)`` that `smd` takes, over blocks.
 

@@ -251,12 +251,7 @@ def loss_share(n: ArrayLike, lost: ArrayLike) -> Floats:
 
 
 def shifted_sums(
-    run: ArrayLike,
-    share: Floats,
-    values: Floats,
-    *,
-    n_draws: int = N_DRAWS,
-    seed: int = 0,
+    run: ArrayLike, share: Floats, values: Floats, *, n_draws: int = N_DRAWS, seed: int = 0
 ) -> Floats:
     """Return ``sum_s share[s+k] values[s]``, ``(n_values, n_shifts)``, each run shifted by itself.
 

@@ -159,10 +159,7 @@ def prior_strength(n: ArrayLike, n_lost: ArrayLike) -> float:
 
 
 def shrunken_rates(
-    n: ArrayLike,
-    n_lost: ArrayLike,
-    strength: float | None = None,
-    toward: ArrayLike | None = None,
+    n: ArrayLike, n_lost: ArrayLike, strength: float | None = None, toward: ArrayLike | None = None
 ) -> Floats:
     """Return the loss rate of each cell, drawn to a common rate.
 

@@ -283,10 +283,7 @@ def _check_close_totals(catalog: Catalog, one: RunAccount) -> None:
 
 
 def _compare_close(
-    catalog: Catalog,
-    chain: ChainState,
-    expected: dict[str, int],
-    required: Mapping[str, Set[str]],
+    catalog: Catalog, chain: ChainState, expected: dict[str, int], required: Mapping[str, Set[str]]
 ) -> None:
     """Compare the totals of a close, of which some have to be there for some reasons of the end."""
     if chain.close is not None:

@@ -200,11 +200,7 @@ def hash_rows(bits: npt.NDArray[Any]) -> Hashes:
 
 
 def _check_repeats(
-    catalog: Catalog,
-    reader: arrays.ArrayReader,
-    tokens: pa.Table,
-    hashes: Hashes,
-    place: str,
+    catalog: Catalog, reader: arrays.ArrayReader, tokens: pa.Table, hashes: Hashes, place: str
 ) -> None:
     """Note rows of different tokens that are bitwise equal; the bits decide, not the hash."""
     order = np.argsort(hashes, kind="stable")
@@ -273,13 +269,7 @@ def _who(tokens: pa.Table, row: int) -> str:
 
 
 def _note(
-    catalog: Catalog,
-    code: str,
-    place: str,
-    rows: Ints,
-    tokens: pa.Table,
-    got: str,
-    expected: str,
+    catalog: Catalog, code: str, place: str, rows: Ints, tokens: pa.Table, got: str, expected: str
 ) -> None:
     if not len(rows):
         return
