@@ -344,14 +344,20 @@ def _by_request(
     return [
         *_differing("E404", f"census/{run}/spans request", every, owed, partition),
         *_differing(
-            "E406", f"shards (run {run}) rows of request", rows, ranges("captured"),
+            "E406",
+            f"shards (run {run}) rows of request",
+            rows,
+            ranges("captured"),
             "the census' captured positions",
         ),
         *_differing(
-            "E408", f"losses/{run} drops of request", dropped, ranges("dropped"),
+            "E408",
+            f"losses/{run} drops of request",
+            dropped,
+            ranges("dropped"),
             "the census' dropped positions",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _by_step(
@@ -364,18 +370,27 @@ def _by_step(
     became = np.sum([steps[name] for name in _FATES.values()], axis=0)
     return [
         *_differing(
-            "E412", f"shards (run {run}) rows of step", rows, counted(steps["captured_tokens"]),
+            "E412",
+            f"shards (run {run}) rows of step",
+            rows,
+            counted(steps["captured_tokens"]),
             "the census' captured_tokens",
         ),
         *_differing(
-            "E408", f"losses/{run} drops of step", dropped, counted(steps["dropped_tokens"]),
+            "E408",
+            f"losses/{run} drops of step",
+            dropped,
+            counted(steps["dropped_tokens"]),
             "the census' dropped_tokens",
         ),
         *_differing(
-            "E409", f"census/{run}/steps step", counted(steps["batch_tokens"]), counted(became),
+            "E409",
+            f"census/{run}/steps step",
+            counted(steps["batch_tokens"]),
+            counted(became),
             "the sum of what became of them",
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _in_all(

@@ -193,11 +193,15 @@ def catalog_source(catalog: Catalog, run: str) -> RunSource:
         parts[name] = tuple(Part(name, table.num_rows, table=table) for table in held)
     record = catalog.runs.get(run)
     known = record.fields if record else {}
-    return _source(run, parts, {
-        kind: str(known[name].value)
-        for kind, name in RUN_LABELS.items()
-        if name in known and known[name].value is not None
-    })  # fmt: skip
+    return _source(
+        run,
+        parts,
+        {
+            kind: str(known[name].value)
+            for kind, name in RUN_LABELS.items()
+            if name in known and known[name].value is not None
+        },
+    )
 
 
 def _local_part(catalog: Catalog, name: TableName, path: str) -> Part:
@@ -351,9 +355,7 @@ _labels = Apart(f"{__name__}:answer")
 
 def _parsed(path: Path, data: bytes) -> pa.Table:
     limit = _SLACK_NBYTES + 2 * max_nbytes(len(data))
-    request = Request(
-        {}, [data], f"classes {path}", "E009", _FILE, limit, cpu_seconds(len(data))
-    )  # fmt: skip
+    request = Request({}, [data], f"classes {path}", "E009", _FILE, limit, cpu_seconds(len(data)))
     _labels.deaths.clear()
     try:
         [(_, body)] = _labels.ask(request)

@@ -103,9 +103,17 @@ def _test(
 ) -> Association:
     """Return a test as it stands alone: `families` adjusts it."""
     return Association(
-        name=name, covariate=covariate, statistic=statistic, p=p, adjusted_p=p, rejected=False,
-        n_units=n_units, unit=unit, naive_p=naive_p, note=note,
-    )  # fmt: skip
+        name=name,
+        covariate=covariate,
+        statistic=statistic,
+        p=p,
+        adjusted_p=p,
+        rejected=False,
+        n_units=n_units,
+        unit=unit,
+        naive_p=naive_p,
+        note=note,
+    )
 
 
 def asked_between(

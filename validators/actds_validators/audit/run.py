@@ -212,10 +212,7 @@ def _answered(
 ) -> tuple[SourceAccount, list[Place], Answer]:
     records = read_records(catalog)
     source = source_account(catalog, records)
-    audited = Audited(
-        catalog, path, records, source, found.accounting, found.coverage, found.missingness,
-        verdict, limits,
-    )  # fmt: skip
+    audited = Audited(catalog, path, records, source, found, verdict, limits)
     return source, *conclude(places(audited), accept, path, found.queues)
 
 
@@ -242,9 +239,17 @@ def audit_sources(
         cell_edges(series, has_ids=has_ids, has_entropy=has_entropy) if series.lost.any() else None
     )
     passed = pass_over(
-        sources, steps, series, edges, on, labels, progress, limits,
-        has_ids=has_ids, has_entropy=has_entropy,
-    )  # fmt: skip
+        sources,
+        steps,
+        series,
+        edges,
+        on,
+        labels,
+        progress,
+        limits,
+        has_ids=has_ids,
+        has_entropy=has_entropy,
+    )
     own = [source for source in sources if source.run in series.runs]
     seen = coverage(passed.covered, named)
     if seen is not None:
@@ -254,9 +259,12 @@ def audit_sources(
     waits = queues(own, series, limits.seed)
     policies = {source.labels.get("overflow policy") for source in sources} - {None}
     found = Sections(
-        account, coverage=seen, queues=waits, lookups=passed.lookups,
+        account,
+        coverage=seen,
+        queues=waits,
+        lookups=passed.lookups,
         policies=tuple(sorted(map(str, policies))),
-    )  # fmt: skip
+    )
     if edges is None or passed.sums is None:
         return found
     progress("differences")
@@ -395,9 +403,18 @@ def pass_over(
     for (source, own, rows), ids in zip(runs, lost_ids, strict=True):
         classes = None if labels is None else labels_of(labels, source.run)
         lookup = make_lookup(
-            source, own, series, rows, vocabulary, ids, found.definitions, classes, token_slot,
-            has_ids=has_ids, every=every,
-        )  # fmt: skip
+            source,
+            own,
+            series,
+            rows,
+            vocabulary,
+            ids,
+            found.definitions,
+            classes,
+            token_slot,
+            has_ids=has_ids,
+            every=every,
+        )
         progress(f"rows of {source.run}")
         total = _add_run(found, total, source, lookup, edges, executor)
     if total is not None:

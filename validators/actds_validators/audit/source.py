@@ -27,25 +27,41 @@ from actds_validators.audit.covariates import N_BANDS, position_band
 from actds_validators.audit.place import LeftOut, LengthBand, SourceAccount, Worst
 from actds_validators.statistics.strata import total_variation
 
-MODEL = (
-    "model.weights_sha256", "model.config_sha256", "model.quantization", "tokenizer.sha256",
-)  # fmt: skip
+MODEL = ("model.weights_sha256", "model.config_sha256", "model.quantization", "tokenizer.sha256")
 """Facts in which runs of one model agree."""
 LOADED = "model.parameters_sha256"
 """The weights in the memory of an engine; also of one whose weights came from no file."""
 LAYOUT = (
-    "engine.name", "engine.version", "engine.runner", "model.quantization",
-    "machine.processor", "machine.torch", "numerics.device", "numerics.dtype",
-    "serving.tensor_parallel", "serving.pipeline_parallel",
-)  # fmt: skip
+    "engine.name",
+    "engine.version",
+    "engine.runner",
+    "model.quantization",
+    "machine.processor",
+    "machine.torch",
+    "numerics.device",
+    "numerics.dtype",
+    "serving.tensor_parallel",
+    "serving.pipeline_parallel",
+)
 """Facts on which the form of weights in memory depends: runs that differ in one say nothing."""
 SETTINGS = (
-    "capture.overflow_policy", "capture.cast", "capture.sampling", "engine.name",
-    "engine.version", "engine.runner", "serving.mode", "serving.prefix_caching",
-    "serving.chunked_prefill", "serving.enforce_eager", "serving.compilation_mode",
-    "serving.cudagraph_mode", "serving.speculative_method", "serving.tensor_parallel",
-    "sampling.temperature", "sampling.max_tokens",
-)  # fmt: skip
+    "capture.overflow_policy",
+    "capture.cast",
+    "capture.sampling",
+    "engine.name",
+    "engine.version",
+    "engine.runner",
+    "serving.mode",
+    "serving.prefix_caching",
+    "serving.chunked_prefill",
+    "serving.enforce_eager",
+    "serving.compilation_mode",
+    "serving.cudagraph_mode",
+    "serving.speculative_method",
+    "serving.tensor_parallel",
+    "sampling.temperature",
+    "sampling.max_tokens",
+)
 """Facts in which runs of one set of settings agree, beside all of the numerics."""
 
 
@@ -132,8 +148,10 @@ def source_account(catalog: Catalog, records: pa.Table) -> SourceAccount:
     n_read = _n_read(catalog)
     silent = 0 if n_read is None else max(0, n_read - len(begun))
     bands = list(_bands(length, begun))
-    tokens, served = (np.array([getattr(b, name) for b in bands], np.float64)
-                      for name in ("tokens", "served_tokens"))  # fmt: skip
+    tokens, served = (
+        np.array([getattr(b, name) for b in bands], np.float64)
+        for name in ("tokens", "served_tokens")
+    )
     return SourceAccount(
         records=None if n_read is None else max(n_read, len(begun)),
         served=int(begun.sum()),
@@ -185,15 +203,22 @@ def _bands(length: Ints, begun: Bools) -> Iterator[LengthBand]:
 
     tokens = length.astype(np.float64)
     columns = zip(
-        counted(known), counted(known & begun), counted(known, tokens),
-        counted(known & begun, tokens), strict=True,
-    )  # fmt: skip
+        counted(known),
+        counted(known & begun),
+        counted(known, tokens),
+        counted(known & begun, tokens),
+        strict=True,
+    )
     for band, (records, served, n, n_served) in enumerate(columns):
         if records:
             yield LengthBand(
-                low=2**band - 1, high=2 ** (band + 1) - 2, records=records, served=served,
-                tokens=n, served_tokens=n_served,
-            )  # fmt: skip
+                low=2**band - 1,
+                high=2 ** (band + 1) - 2,
+                records=records,
+                served=served,
+                tokens=n,
+                served_tokens=n_served,
+            )
 
 
 def _left_out(records: pa.Table, silent: int) -> list[LeftOut]:
@@ -206,10 +231,12 @@ def _left_out(records: pa.Table, silent: int) -> list[LeftOut]:
     found = [
         LeftOut(
             what="skipped" if end == "skipped" else "never begun",
-            reason=reason, n=n, n_tokens=n_tokens or None,
+            reason=reason,
+            n=n,
+            n_tokens=n_tokens or None,
         )
         for (end, reason), (n, n_tokens) in held.items()
-    ]  # fmt: skip
+    ]
     if silent:
         found.append(LeftOut(what="not on record", reason=NOT_ON_RECORD, n=silent, n_tokens=None))
     return sorted(found, key=lambda one: (-(one.n_tokens or 0), -one.n))[:_MAX_REASONS]

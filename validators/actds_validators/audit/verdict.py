@@ -169,9 +169,13 @@ def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
     )
     allowed = loss_that_allows(limits.negligible_bias)
     found["bias"] = _held(
-        BOUND, bound(share).bias, "at most", limits.negligible_bias,
-        "SD", ok=share <= allowed,  # of a root at its limit the last digit is off
-    )  # fmt: skip
+        BOUND,
+        bound(share).bias,
+        "at most",
+        limits.negligible_bias,
+        "SD",
+        ok=share <= allowed,  # of a root at its limit the last digit is off
+    )
     if evidence.mechanism is not None:
         m = evidence.mechanism
         found["events"] = _held(EVENTS, m.n_events, "at least", limits.min_events)
@@ -179,9 +183,8 @@ def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
         found["p"] = _held("smallest adjusted p of all tests", smallest, "above", limits.fdr, "p")
         if m.detectable is not None:
             found["detectable"] = _held(
-                DETECTABLE, m.detectable, "at most",
-                limits.negligible_bias, "SD",
-            )  # fmt: skip
+                DETECTABLE, m.detectable, "at most", limits.negligible_bias, "SD"
+            )
         least = max((f.least_adjusted_p for f in m.families), default=0.0)
         found["least"] = _held(LEAST, least, "at most", limits.fdr, "p")
     if evidence.missingness is not None:
@@ -195,9 +198,8 @@ def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
             far = max(abs(worst.equivalence.low), abs(worst.equivalence.high))
             of = f"{worst.covariate.label}, of {len(means)}; each {100 * PROVEN:g} % by itself"
             found["difference"] = _held(
-                f"{EQUIVALENCE} ({of})", far, "below",
-                limits.negligible_bias, "SD",
-            )  # fmt: skip
+                f"{EQUIVALENCE} ({of})", far, "below", limits.negligible_bias, "SD"
+            )
     return found
 
 
@@ -303,9 +305,12 @@ def _caused(
         farthest = max(of, key=_stored_off, default=None)
         worst = _stored_off(farthest) if farthest else 0.0
         effect = _held(
-            "largest bias, content or values with a rejected test", worst, "at most",
-            limits.serious, "SD",
-        )  # fmt: skip
+            "largest bias, content or values with a rejected test",
+            worst,
+            "at most",
+            limits.serious,
+            "SD",
+        )
         numbers = {**numbers, "effect": effect}
         is_serious = not effect.ok
         deciding = effect if is_serious else deciding

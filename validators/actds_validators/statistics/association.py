@@ -250,9 +250,11 @@ def block_score(
     for part in parts:
         total = weights[:, part].sum(axis=1, keepdims=True)
         rate = np.divide(
-            weights[:, part] @ share[part][:, np.newaxis], total,
-            out=np.zeros_like(total), where=total > 0,
-        )  # fmt: skip
+            weights[:, part] @ share[part][:, np.newaxis],
+            total,
+            out=np.zeros_like(total),
+            where=total > 0,
+        )
         score[:, part] *= share[part] - rate
     sums = block_sums(score, blocks.labels, blocks.n_blocks)
     return np.array([_two_sided(row) for row in sums])
@@ -360,9 +362,9 @@ def within_cells(
     t = float(score.sum()) / (largest * math.sqrt(squares + max(both, 0.0)))
     fourth = float(((v / largest) ** 4).sum())
     freedom = max(1.0, min(g - 1.0, int(partial.sum()) - 1.0, 3 * squares**2 / fourth - 1))
-    information = float((in_step * (in_step_lost / in_step) * (1 - in_step_lost / in_step))[
-        partial
-    ].sum())  # fmt: skip
+    information = float(
+        (in_step * (in_step_lost / in_step) * (1 - in_step_lost / in_step))[partial].sum()
+    )
     return Within(
         difference=float(score.sum()) / information,
         t=t,

@@ -43,9 +43,14 @@ class Interval:
         """Return the same estimate with an interval of another confidence."""
         half = _half(self.error, self.freedom, confidence)
         return Interval(
-            self.value, self.value - half, self.value + half,
-            self.error, self.n_blocks, self.freedom, confidence,
-        )  # fmt: skip
+            self.value,
+            self.value - half,
+            self.value + half,
+            self.error,
+            self.n_blocks,
+            self.freedom,
+            confidence,
+        )
 
 
 @dataclass(frozen=True)
