@@ -7,8 +7,9 @@ object: a further covariate is one more entry of `COVARIATES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -42,8 +43,7 @@ LOAD = f"load_{LOADS[0]}"
 
 
 def position_band(position: Ints) -> Ints:
-    found: Ints = np.frexp(position + 1.0)[1].astype(np.int64) - 1
-    return found
+    return np.frexp(position + 1.0)[1].astype(np.int64) - 1
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,7 @@ class Bins:
     edges: Callable[[int], tuple[float, float] | None] = lambda k: None
 
     def of(self, values: Floats | Bools) -> Ints:
-        found: Ints = np.minimum(values, self.n - 1).astype(np.int64)
-        return found
+        return np.asarray(np.minimum(values, self.n - 1), np.int64)
 
 
 def _length_edges(k: int) -> tuple[float, float]:
@@ -125,8 +124,8 @@ class CovariateDef:
 
     def typed(self, values: npt.ArrayLike) -> Floats | Bools:
         """Return values as they are summed: of a share booleans if all are known, else floats."""
-        found = np.asarray(values)
-        return found if found.dtype == bool else found.astype(np.float64)
+        array = np.asarray(values)
+        return array if array.dtype == bool else array.astype(np.float64)
 
     @property
     def group(self) -> Group:
@@ -147,24 +146,24 @@ class Widths:
     n_probes: int
     definitions: tuple[CovariateDef, ...]
 
-    def size(self, one: CovariateDef) -> int:
+    def size(self, covariate: CovariateDef) -> int:
         """Return how many numbers of a readout are one covariate's."""
-        return int(getattr(self, one.size)) if one.size else 1
+        return int(getattr(self, covariate.size)) if covariate.size else 1
 
     @property
     def columns(self) -> list[str]:
-        return columns_of(one for one in self.definitions if self.size(one))
+        return columns_of(d for d in self.definitions if self.size(d))
 
     def facts(self, hook: str) -> list[Covariate]:
         return [
-            one.facts(hook, k if one.size else None)
-            for one in self.definitions
-            for k in range(self.size(one))
+            d.facts(hook, k if d.size else None)
+            for d in self.definitions
+            for k in range(self.size(d))
         ]
 
     @property
     def words(self) -> list[str]:
-        return [one.name.format(k) for one in self.definitions for k in range(self.size(one))]
+        return [d.name.format(k) for d in self.definitions for k in range(self.size(d))]
 
     @property
     def n_values(self) -> int:
@@ -172,43 +171,43 @@ class Widths:
 
     def read(self, batch: pa.RecordBatch) -> Floats:
         """Return the numbers of readouts ``(n_values, n_rows)``; NaN where there is none."""
-        some = [one for one in self.definitions if self.size(one)]
-        numbers = [np.atleast_2d(one.values(batch, self.size(one))) for one in some]
-        found: Floats = np.concatenate(numbers).astype(np.float64, copy=False)
-        found[~np.isfinite(found)] = np.nan
-        return found
+        sizes = [(d, self.size(d)) for d in self.definitions if self.size(d)]
+        numbers = np.concatenate([np.atleast_2d(d.values(batch, size)) for d, size in sizes])
+        values = numbers.astype(np.float64, copy=False)
+        values[~np.isfinite(values)] = np.nan
+        return values
 
 
 def squares(of: Sequence[Covariate]) -> list[Covariate]:
     """Return the squared deviations of some covariates, which are covariates as well."""
     return [
         Covariate(
-            name=f"{one.name} squared",
-            label=f"squared deviation of {one.label}",
-            unit=f"{one.unit}, squared",
-            group=one.group,
+            name=f"{c.name} squared",
+            label=f"squared deviation of {c.label}",
+            unit=f"{c.unit}, squared",
+            group=c.group,
         )
-        for one in of
+        for c in of
     ]
 
 
-def columns_of(some: Any) -> list[str]:
-    return list(dict.fromkeys(name for one in some for name in one.columns))
+def columns_of(definitions: Iterable[CovariateDef]) -> list[str]:
+    return list(dict.fromkeys(name for d in definitions for name in d.columns))
 
 
 def defined(*sources: Source) -> tuple[CovariateDef, ...]:
-    return tuple(one for one in COVARIATES.values() if one.source in sources)
+    return tuple(d for d in COVARIATES.values() if d.source in sources)
 
 
 def content(
     prompt_sources: Sequence[str], *, has_ids: bool, has_entropy: bool = False
 ) -> tuple[CovariateDef, ...]:
-    found = [
-        one
-        for one in defined("request", "token")
-        if (has_ids or not one.needs_ids) and (has_entropy or not one.needs_entropy)
-    ]
-    return (*found, *(from_source(word) for word in prompt_sources))
+    known = (
+        d
+        for d in defined("request", "token")
+        if (has_ids or not d.needs_ids) and (has_entropy or not d.needs_entropy)
+    )
+    return (*known, *map(from_source, prompt_sources))
 
 
 def from_source(word: str) -> CovariateDef:
@@ -220,14 +219,6 @@ def from_source(word: str) -> CovariateDef:
         lambda requests: requests["source"] == word,
         bins=halves("other sources", word),
     )
-
-
-def _column(name: str) -> Callable[[dict[str, Any]], Floats]:
-    return lambda found: np.asarray(found[name], np.float64)
-
-
-def _log2(name: str) -> Callable[[dict[str, Any]], Floats]:
-    return lambda found: np.log2(found[name] + 1.0)
 
 
 def _load(n_steps: int) -> CovariateDef:
@@ -248,21 +239,38 @@ def _load(n_steps: int) -> CovariateDef:
 
 
 def _of_step(name: str, label: str, unit: str, column: str) -> CovariateDef:
-    return CovariateDef(name, label, unit, "step", _column(column), columns=(column,))
+    return CovariateDef(
+        name, label, unit, "step", lambda steps: np.asarray(steps[column], np.float64), (column,)
+    )
+
+
+def _length(name: str, label: str) -> CovariateDef:
+    return CovariateDef(
+        name,
+        label,
+        "log2 tokens",
+        "request",
+        lambda requests: np.log2(requests[name] + 1.0),
+        bins=_LENGTHS,
+    )
+
+
+_token = partial(CovariateDef, source="token")
+_readout = partial(CovariateDef, unit="activation units", source="readout")
 
 
 def _list(column: str) -> Callable[[pa.RecordBatch, int], Floats]:
     """Return what reads the first numbers of a column of lists, which may be of any length."""
 
     def read(batch: pa.RecordBatch, n: int) -> Floats:
-        found = np.full((n, batch.num_rows), np.nan)
+        numbers = np.full((n, batch.num_rows), np.nan)
         lists = batch[column]
         flat, ends = lists.values.to_numpy(zero_copy_only=False), lists.offsets.to_numpy()
         for k in range(n):
             at = ends[:-1] + k
-            there = np.flatnonzero(at < ends[1:])
-            found[k, there] = flat[at[there]]
-        return found
+            known = np.flatnonzero(at < ends[1:])
+            numbers[k, known] = flat[at[known]]
+        return numbers
 
     return read
 
@@ -273,91 +281,62 @@ _ALL = (
     _of_step("requests", "requests in the step", "requests", "n_requests"),
     _of_step("waiting", "requests waiting", "requests", "waiting"),
     _of_step("max_seq_len", "longest context of the step", "tokens", "max_seq_len"),
-    CovariateDef(
+    _token(
         "position",
         "position in the request",
         "log2 tokens",
-        "token",
-        lambda rows: np.log2(rows.position + 1.0),
+        values=lambda rows: np.log2(rows.position + 1.0),
         bins=_LENGTHS,
     ),
-    CovariateDef(
-        "prompt_len",
-        "prompt length of the request",
-        "log2 tokens",
-        "request",
-        _log2("prompt_len"),
-        bins=_LENGTHS,
-    ),
-    CovariateDef(
-        "request_len",
-        "length of the request",
-        "log2 tokens",
-        "request",
-        _log2("request_len"),
-        bins=_LENGTHS,
-    ),
-    CovariateDef(
+    _length("prompt_len", "prompt length of the request"),
+    _length("request_len", "length of the request"),
+    _token(
         "prefill",
         "prefill, against decode",
         "share",
-        "token",
-        lambda rows: rows.prefill,
+        values=lambda rows: rows.prefill,
         bins=halves("decode", "prefill"),
     ),
-    CovariateDef(
+    _token(
         "special",
         "special token",
         "share",
-        "token",
-        lambda rows: rows.special_or_unknown,
+        values=lambda rows: rows.special_or_unknown,
         bins=halves("ordinary", "special"),
         needs_ids=True,
     ),
-    CovariateDef(
+    _token(
         "rarity",
         "rarity of the token",
         "bits",
-        "token",
-        lambda rows: rows.rarity,
+        values=lambda rows: rows.rarity,
         bins=_BITS,
         needs_ids=True,
     ),
-    CovariateDef(
+    _token(
         "entropy",
         "entropy over the next token",
         "bits",
-        "token",
-        lambda rows: rows.entropy,
+        values=lambda rows: rows.entropy,
         bins=_BITS,
         needs_entropy=True,
     ),
-    CovariateDef(
+    _readout(
         "norm",
         "norm",
-        "activation units",
-        "readout",
-        lambda batch, n: batch["norm"].to_numpy(zero_copy_only=False),
         columns=("norm",),
+        values=lambda batch, n: batch["norm"].to_numpy(zero_copy_only=False),
     ),
-    CovariateDef(
-        "projection {}",
-        "projection {}",
-        "activation units",
-        "readout",
-        _list("projections"),
-        columns=("projections",),
-        size="n_projections",
-    ),
-    CovariateDef(
-        "probe {}",
-        "probe {}",
-        "activation units",
-        "readout",
-        _list("probes"),
-        columns=("probes",),
-        size="n_probes",
+    *(
+        _readout(
+            f"{word} {{}}",
+            f"{word} {{}}",
+            columns=(f"{word}s",),
+            size=f"n_{word}s",
+            values=_list(f"{word}s"),
+        )
+        for word in ("projection", "probe")
     ),
 )
-COVARIATES: dict[str, CovariateDef] = {one.name: one for one in _ALL}
+COVARIATES: dict[str, CovariateDef] = {covariate.name: covariate for covariate in _ALL}
 """Every covariate by its name, in the order of the result; prompt sources add one each."""

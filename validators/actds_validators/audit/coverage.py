@@ -93,7 +93,7 @@ def _by_class(spans: _Spans, chosen: Bools, lookup: Lookup, counts: CoverageCoun
         nothing = np.zeros(len(known), np.int64)
         kept.count(
             special=nothing > 0,
-            prefill=(position < lookup.prompt_len[place])[known],
+            prefill=(position < lookup.columns["prompt_len"][place])[known],
             served=None,
             label=label,
             band=position_band(position)[known],
@@ -318,7 +318,7 @@ class _DominancePass:
                 x, at, id_ = norm[mine], position[mine], token[mine]
                 served = lookup.servings.of(lookup.requests.numbers(request[mine]), at)
                 w = 1.0 + served
-                special = lookup.vocabulary.special(lookup.vocabulary.places(id_))
+                special = lookup.vocabulary.special[lookup.vocabulary.index.of(id_)]
                 some = np.flatnonzero((at == 0) | special | (x > SINK_NORM * self.median[number]))
                 four = np.stack([np.ones(len(x)), w, w * x, w * x * x], axis=1)
                 keys, first, of = np.unique(

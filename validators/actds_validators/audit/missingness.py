@@ -374,10 +374,10 @@ class SpanStrata:
             length = (stop - start).astype(np.float64)
             n[lost] = np.bincount(request, weights=length, minlength=n.shape[1])
             block = lookup.request_block[request]
-            own = lookup.request_len[request]
+            length_of = lookup.columns["request_len"][request]
             self._add_bands("start", lost, start, stop, block)
-            self._add_bands("end", lost, own - stop, own - start, block)
-            prompt = lookup.prompt_len[request]
+            self._add_bands("end", lost, length_of - stop, length_of - start, block)
+            prompt = lookup.columns["prompt_len"][request]
             prefill = np.clip(np.minimum(stop, prompt) - start, 0, None).astype(np.float64)
             for phase, weights in ((1, prefill), (0, length - prefill)):
                 self._phases[lost, phase] += np.bincount(
@@ -484,7 +484,7 @@ def _labels(source: RunSource, lookup: Lookup) -> Iterator[tuple[str, list[str |
 
 
 _OF_REQUESTS: dict[str, Callable[[RunSource, Lookup], list[str | None]]] = {
-    "source": lambda source, lookup: lookup.source_names,
+    "source": lambda source, lookup: lookup.columns["source"].tolist(),
     "first prompt block": _prefixes,
 }
 """Kinds of strata of requests: the name of each request's, ``None`` where it has none."""

@@ -119,7 +119,7 @@ class RowPass:
             token = np.full(len(step), -1, np.int64)
             if self.lookup.has_ids:
                 ids = self.lookup.lost_ids[losses.find(step, request, position)]
-                token = self.lookup.vocabulary.places(ids)
+                token = self.lookup.vocabulary.index.of(ids)
             yield Rows(self.lookup, step, request, position, token)
 
     def _rows(self, batch: pa.RecordBatch) -> tuple[Rows, Bools]:
@@ -128,12 +128,12 @@ class RowPass:
         step = lookup.steps.of(column(batch, "step"))
         request = lookup.requests.of(column(batch, "request"))
         position, token = column(batch, "position"), column(batch, "token_id")
-        rows = Rows(lookup, step, request, position, lookup.vocabulary.places(token))
+        rows = Rows(lookup, step, request, position, lookup.vocabulary.index.of(token))
         return rows, (step >= 0) & (request >= 0)
 
     def _add(self, sums: Sums, rows: Rows, cells: CellEdges, lost: int) -> None:
         lookup, (n_blocks, n_cells) = self.lookup, sums.cell_n.shape[1:]
-        cell = cells.of(lookup, rows.step, rows.request, rows.position, rows.token)
+        cell = cells.of(rows)
         block = lookup.block[rows.step]
         at = block * n_cells + cell
         sums.cell_n[lost] += np.bincount(at, minlength=n_blocks * n_cells).reshape(n_blocks, -1)
@@ -166,8 +166,7 @@ class RowPass:
             at = np.flatnonzero(kept & lookup.lossy[rows.step])
             some = rows.take(at)
             lost[at] = lookup.losses.find(some.step, some.request, some.position) >= 0
-            cell = self.cells.of(lookup, rows.step, rows.request, rows.position, rows.token)
-            cell += lookup.block[rows.step] * n_cells
+            cell = self.cells.of(rows) + lookup.block[rows.step] * n_cells
             for number, hook in enumerate(self.hooks):
                 mine = np.flatnonzero(kept & pc.equal(batch["hook"], hook).to_numpy(False))
                 if len(mine):
@@ -223,7 +222,7 @@ def _add_classes(counts: ClassCounts, rows: Rows, *, lost: bool) -> Ints | None:
         served=None if lost else lookup.servings.of(number, rows.position),
         label=label,
         band=position_band(rows.position),
-        bits=lookup.vocabulary.bits(rows.token),
+        bits=lookup.vocabulary.bits[rows.token],
     )
     return label
 

@@ -348,7 +348,7 @@ def _ends(audited: Audited) -> Place:
             "went to no client, and are no loss."
         )
     to_do = [f"Compute them: {audited.replay()}. If they are not wanted: --accept ends."]
-    facts = {"headline": headline, "sentence": sentence, "to_do": to_do}
+    facts: dict[str, Any] = {"headline": headline, "sentence": sentence, "to_do": to_do}
     level = "INCONCLUSIVE" if level == "WARN" else level
     return _place(audited, "ends", n, of, "positions", level=level, **facts)
 
@@ -613,8 +613,8 @@ def _loader(places: Sequence[Place], path: str) -> str:
         elif len(values) == 1:
             words.append(f'{name}="{values[0]}"')
         else:
-            listed = ", ".join(f'"{value}"' for value in values)
-            words.append(f"{name}=({listed})")
+            quoted = ", ".join(f'"{value}"' for value in values)
+            words.append(f"{name}=({quoted})")
     return f"actds.Loader({', '.join(words)})"
 
 

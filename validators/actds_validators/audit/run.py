@@ -395,7 +395,7 @@ def pass_over(
             progress("sampling readouts")
             readouts = [part for source in own_sources for part in source.parts["readouts"]]
             found.scale = scale_of(readouts, found.hooks, found.widths, executor)
-    token_slot = np.full(len(vocabulary) + 1, -1, np.int64)
+    token_slot = np.full(len(vocabulary.counts) + 1, -1, np.int64)
     token_slot[found.slots[0]] = np.arange(len(found.slots[0]))
     n_numbers = len(found.definitions) + len(found.hooks) * found.widths.n_values
     every = thinning([own for _, own, _ in runs], n_numbers)
@@ -465,7 +465,7 @@ def _row_strata(found: Passed) -> Iterator[Strata]:
     computed = stored + lost
     if lookup.has_ids:
         yield Strata("special tokens", ["all of them"], computed[:1], lost[:1], 1)
-        ids = [str(i) for i in lookup.vocabulary.ids(chosen).tolist()]
+        ids = [str(i) for i in lookup.vocabulary.index.numbers(chosen).tolist()]
         first = 1 + len(classes)
         yield Strata("token id", ids, computed[first:], lost[first:], n_ids)
     if classes:
@@ -484,11 +484,11 @@ def _row_strata(found: Passed) -> Iterator[Strata]:
 
 def _slots(vocabulary: Vocabulary, lost_ids: list[Ints], limits: Limits) -> tuple[Ints, int]:
     """Return the places of the ids to count block by block, and how many were chosen from."""
-    lost = np.zeros(len(vocabulary))
+    lost = np.zeros(len(vocabulary.counts))
     for ids in lost_ids:
-        places = vocabulary.places(ids[ids >= 0])
-        lost += np.bincount(places[places >= 0], minlength=len(vocabulary))
-    n = np.maximum(vocabulary.counts(), lost)  # of a run without readouts the stored ones
+        places = vocabulary.index.of(ids[ids >= 0])
+        lost += np.bincount(places[places >= 0], minlength=len(vocabulary.counts))
+    n = np.maximum(vocabulary.counts, lost)  # of a run without readouts the stored ones
     return candidates(n, lost, limits), int((n >= MIN_TOKENS).sum())
 
 

@@ -27,7 +27,7 @@ from actds.store import refuse_within_dataset
 from actds_validators.arrays import Floats
 from actds_validators.audit.accumulate import Sums
 from actds_validators.audit.census import Series
-from actds_validators.audit.lookup import CellEdges, Lookup
+from actds_validators.audit.lookup import CellEdges, Lookup, Rows
 from actds_validators.audit.missingness import estimate, unbounded
 from actds_validators.audit.outputs import replaced
 from actds_validators.audit.result import (
@@ -370,9 +370,9 @@ def _weights(
             got=f"{int((step >= 0).sum())} of {n_rows} rows whose step computed something",
             expected="every row",
         )
-    token = lookup.vocabulary.places(numbers["token_id"])
+    token = lookup.vocabulary.index.of(numbers["token_id"])
     request = lookup.requests.of(numbers["request"])
-    cell = cells.edges.of(lookup, step, request, numbers["position"], token)
+    cell = cells.edges.of(Rows(lookup, step, request, numbers["position"], token))
     return cells.weights.reshape(-1)[cell].astype(np.float32)
 
 
