@@ -8,8 +8,9 @@ object: a further covariate is one more entry of `COVARIATES`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -43,7 +44,7 @@ LOAD = f"load_{LOADS[0]}"
 
 
 def position_band(position: Ints) -> Ints:
-    return np.frexp(position + 1.0)[1].astype(np.int64) - 1
+    return np.asarray(np.frexp(position + 1.0)[1] - 1, np.int64)
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ class Widths:
         """Return the numbers of readouts ``(n_values, n_rows)``; NaN where there is none."""
         sizes = [(d, self.size(d)) for d in self.definitions if self.size(d)]
         numbers = np.concatenate([np.atleast_2d(d.values(batch, size)) for d, size in sizes])
-        values = numbers.astype(np.float64, copy=False)
+        values: Floats = numbers.astype(np.float64, copy=False)
         values[~np.isfinite(values)] = np.nan
         return values
 
@@ -255,7 +256,13 @@ def _length(name: str, label: str) -> CovariateDef:
     )
 
 
-_token = partial(CovariateDef, source="token")
+def _token(
+    name: str, label: str, unit: str, bins: Bins, of_rows: str = "", *, needs_ids: bool = False
+) -> CovariateDef:
+    values = attrgetter(of_rows or name)
+    return CovariateDef(name, label, unit, "token", values, bins=bins, needs_ids=needs_ids)
+
+
 _readout = partial(CovariateDef, unit="activation units", source="readout")
 
 
@@ -281,46 +288,20 @@ _ALL = (
     _of_step("requests", "requests in the step", "requests", "n_requests"),
     _of_step("waiting", "requests waiting", "requests", "waiting"),
     _of_step("max_seq_len", "longest context of the step", "tokens", "max_seq_len"),
-    _token(
-        "position",
-        "position in the request",
-        "log2 tokens",
-        values=lambda rows: np.log2(rows.position + 1.0),
-        bins=_LENGTHS,
-    ),
+    _token("position", "position in the request", "log2 tokens", _LENGTHS, "log_position"),
     _length("prompt_len", "prompt length of the request"),
     _length("request_len", "length of the request"),
-    _token(
-        "prefill",
-        "prefill, against decode",
-        "share",
-        values=lambda rows: rows.prefill,
-        bins=halves("decode", "prefill"),
-    ),
+    _token("prefill", "prefill, against decode", "share", halves("decode", "prefill")),
     _token(
         "special",
         "special token",
         "share",
-        values=lambda rows: rows.special_or_unknown,
-        bins=halves("ordinary", "special"),
+        halves("ordinary", "special"),
+        "is_special",
         needs_ids=True,
     ),
-    _token(
-        "rarity",
-        "rarity of the token",
-        "bits",
-        values=lambda rows: rows.rarity,
-        bins=_BITS,
-        needs_ids=True,
-    ),
-    _token(
-        "entropy",
-        "entropy over the next token",
-        "bits",
-        values=lambda rows: rows.entropy,
-        bins=_BITS,
-        needs_entropy=True,
-    ),
+    _token("rarity", "rarity of the token", "bits", _BITS, needs_ids=True),
+    replace(_token("entropy", "entropy over the next token", "bits", _BITS), needs_entropy=True),
     _readout(
         "norm",
         "norm",

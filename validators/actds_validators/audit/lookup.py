@@ -140,8 +140,12 @@ class Rows:
     def special(self) -> Bools:
         return self.lookup.vocabulary.special[self.token]
 
-    @cached_property
-    def special_or_unknown(self) -> Floats | Bools:
+    @property
+    def log_position(self) -> Floats:
+        return np.asarray(np.log2(self.position + 1.0), np.float64)
+
+    @property
+    def is_special(self) -> Floats | Bools:
         """Return whether each is a special token, NaN where its id is not on record."""
         known = self.token >= 0
         return self.special if known.all() else np.where(known, self.special, np.nan)
