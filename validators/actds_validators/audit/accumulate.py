@@ -102,8 +102,8 @@ class ClassCounts:
         target += np.bincount(at, minlength=target.size).reshape(target.shape)
         if served is not None and len(again := np.flatnonzero(served)):
             weights = served[again].astype(np.float64)
-            found = np.bincount(at[again], weights=weights, minlength=target.size)
-            self.reused += found.reshape(target.shape).astype(np.int64)
+            again_served = np.bincount(at[again], weights=weights, minlength=target.size)
+            self.reused += again_served.reshape(target.shape).astype(np.int64)
             self.repeated += len(again)
             self.largest = max(self.largest, int(served.max()))
             self.inverses -= float((weights / (1 + weights)).sum())
@@ -198,10 +198,10 @@ class Moments:
         first, beyond = sums[: 1 + self.order], sums[1 + self.order :]
         _add_runs(self.ticks, of_tick, first)
         _add_runs(self.blocks, block, beyond)
-        gone = groups % 2 == 1
-        _add_runs(self.lost, block[gone], first[..., gone])
+        is_lost = groups % 2 == 1
+        _add_runs(self.lost, block[is_lost], first[..., is_lost])
         of_cell += block * n_cells
-        stored = np.flatnonzero(~gone)
+        stored = np.flatnonzero(~is_lost)
         stored = stored[np.argsort(of_cell[stored], kind="stable")]
         cells = self.cells.reshape(*self.cells.shape[:2], -1)
         _add_runs(cells, of_cell[stored], first[..., stored])
@@ -210,25 +210,27 @@ class Moments:
             # Readouts are 32 bits wide where they are stored.
             kind = np.float32 if self.order == 2 else np.float64
             some = np.stack([np.asarray(x[inside], kind) for x in values])
-            own = rows.take(inside)
-            self.within.append(PartialRows(own.step, own.request, own.position, lost[inside], some))
+            inner = rows.take(inside)
+            self.within.append(
+                PartialRows(inner.step, inner.request, inner.position, lost[inside], some)
+            )
 
     def _powers(self, at: Ints, values: Sequence[Numbers], size: int) -> Floats:
-        found = np.empty((1 + 2 * self.order, len(values), size))  # powers from 0 on
-        found[0] = np.bincount(at, minlength=size)
+        sums = np.empty((1 + 2 * self.order, len(values), size))  # powers from 0 on
+        sums[0] = np.bincount(at, minlength=size)
         for k, x in enumerate(values):
             if x.dtype == bool:  # every power of 0 and 1 is the same
-                found[1:, k] = np.bincount(at, weights=x, minlength=size)
+                sums[1:, k] = np.bincount(at, weights=x, minlength=size)
                 continue
-            known, own = np.isfinite(x), at
+            known, place = np.isfinite(x), at
             if not known.all():
-                own, x = at[known], x[known]
-                found[0, k] = np.bincount(own, minlength=size)
+                place, x = at[known], x[known]
+                sums[0, k] = np.bincount(place, minlength=size)
             power = x
             for p in range(1, 1 + 2 * self.order):
                 power = x if p == 1 else power * x
-                found[p, k] = np.bincount(own, weights=power, minlength=size)
-        return found
+                sums[p, k] = np.bincount(place, weights=power, minlength=size)
+        return sums
 
     def cut(self) -> None:
         """Leave out the ticks that nothing fell into: `add` knows where they are."""
@@ -254,18 +256,18 @@ class Moments:
         The powers of x - d follow from those of x: the middle need not be known before the pass.
         """
         n, x = self.ticks[:2].sum(axis=2)
-        found = np.divide(x, n, out=np.zeros_like(x), where=n > 0)
-        d = found[:, np.newaxis]
+        middle = np.divide(x, n, out=np.zeros_like(x), where=n > 0)
+        d = middle[:, np.newaxis]
         n, x, xx = (self._by_block(power, block) for power in self.ticks)
         x3, x4 = self.blocks
         x4 += -4 * d * x3 + 6 * d**2 * xx - 4 * d**3 * x + d**4 * n
         x3 += -3 * d * xx + 3 * d**2 * x - d**3 * n
         for sums in (self.ticks, self.lost, self.cells):
-            count, one, square = sums
-            for k, away in enumerate(found):  # in place: these are the largest arrays
-                square[k] += -2 * away * one[k] + away**2 * count[k]
-                one[k] -= away * count[k]
-        return np.asarray(found, np.float64)
+            count, total, square = sums
+            for k, shift in enumerate(middle):  # in place: these are the largest arrays
+                square[k] += -2 * shift * total[k] + shift**2 * count[k]
+                total[k] -= shift * count[k]
+        return np.asarray(middle, np.float64)
 
     def covariate_sums(
         self, covariates: Sequence[Covariate], middle: Floats, blocks: Blocks
@@ -276,7 +278,7 @@ class Moments:
             middle: about which the sums are, ``(n_numbers,)``; the means are put back.
         """
         first = np.searchsorted(blocks.labels, np.arange(blocks.n_blocks))
-        found = []
+        every = []
         for number, covariate in enumerate(covariates):
             k, is_square = number % len(middle), number >= len(middle)
             power, c = 1 + is_square, 0.0 if is_square else middle[k]
@@ -284,8 +286,8 @@ class Moments:
             twice = self.blocks[-1, k]
             if self.order == 2 and not is_square:
                 twice = np.bincount(blocks.labels, weights=self.ticks[2, k])
-            three, gone = np.zeros((3, len(n))), np.zeros(len(n))
-            gone[first] = n_lost
+            three, of_lost = np.zeros((3, len(n))), np.zeros(len(n))
+            of_lost[first] = n_lost
             three[0], three[1, first] = x, twice
             three[2, first] = self.lost[power, k]
             if c:
@@ -293,8 +295,8 @@ class Moments:
                 three[0] += c * n
                 three[1, first] += 2 * c * by_block[1] + c * c * by_block[0]
                 three[2, first] += c * n_lost
-            found.append(CovariateSums(covariate, n, three, gone))
-        return found
+            every.append(CovariateSums(covariate, n, three, of_lost))
+        return every
 
     def _by_block(self, ticked: Floats, block: Ints) -> Floats:
         size = self.blocks.shape[2]
@@ -340,23 +342,25 @@ class Sums:
 
     def bands_of(self, definitions: Sequence[CovariateDef]) -> dict[str, Bands]:
         """Return computed and lost tokens by bins, by covariate; bins of no token are left out."""
-        found = {}
+        bands = {}
         moments = self.moments[CONTENT]
-        for k, one in enumerate(definitions):
-            if one.bins is None:
+        for k, covariate in enumerate(definitions):
+            if covariate.bins is None:
                 continue
-            if one.unit == "share":  # the sums tell: how many there are, and of how many it is 1
+            if (
+                covariate.unit == "share"
+            ):  # the sums tell: how many there are, and of how many it is 1
                 parts = moments.cells[:, k].sum(axis=2), moments.lost[:, k]
                 stored, lost = (np.stack([n - yes, yes], axis=1) for n, yes in parts)
             else:
-                stored, lost = self.bands[one.name]
+                stored, lost = self.bands[covariate.name]
             computed = stored + lost
             numbers = np.flatnonzero(computed.sum(axis=0)).tolist()
             if numbers:
-                found[one.name] = Bands(
-                    [one.bins.label(k) for k in numbers],
+                bands[covariate.name] = Bands(
+                    [covariate.bins.label(k) for k in numbers],
                     computed[:, numbers],
                     lost[:, numbers],
-                    [one.bins.edges(k) for k in numbers],
+                    [covariate.bins.edges(k) for k in numbers],
                 )
-        return found
+        return bands

@@ -90,18 +90,21 @@ def read_steps(source: RunSource) -> RunSteps:
     """Return the steps of a run that computed something new; the load counts the others, too."""
     definitions = defined("step")
     more = [name for name in columns_of(definitions) if name not in _COUNTED]
-    found = source.columns("steps", [*_COUNTED, *more])
-    order = np.argsort(found["step"], kind="stable")
-    found = {name: values[order] for name, values in found.items()}
-    lost = found["dropped_tokens"].astype(np.float64)
-    computed = found["captured_tokens"] + lost
-    floats = {name: np.asarray(found[name], np.float64) for name in columns_of(definitions)}
-    covariates = {one.name: np.asarray(one.values(floats), np.float64) for one in definitions}
+    columns = source.columns("steps", [*_COUNTED, *more])
+    order = np.argsort(columns["step"], kind="stable")
+    columns = {name: values[order] for name, values in columns.items()}
+    lost = columns["dropped_tokens"].astype(np.float64)
+    computed = columns["captured_tokens"] + lost
+    floats = {name: np.asarray(columns[name], np.float64) for name in columns_of(definitions)}
+    covariates = {
+        covariate.name: np.asarray(covariate.values(floats), np.float64)
+        for covariate in definitions
+    }
     kept = computed > 0
     return RunSteps(
         source.run,
-        found["step"][kept],
-        found["t_ns"][kept],
+        columns["step"][kept],
+        columns["t_ns"][kept],
         computed[kept],
         lost[kept],
         {name: values[kept] for name, values in covariates.items()},
@@ -162,8 +165,8 @@ def _events(lost: Floats, share: Floats, labels: Ints) -> tuple[int, float]:
     if np.count_nonzero(lost) <= len(lost) / 2:
         gap = math.ceil(time)
         return count_events(lost, labels, gap), effective_events(lost, labels, gap)
-    found = max(1, int(len(lost) / time))
-    return found, float(found)
+    n_events = max(1, int(len(lost) / time))
+    return n_events, float(n_events)
 
 
 def _sums(run: RunSteps, x: Floats) -> Floats:
@@ -204,8 +207,8 @@ class _KeySums:
     def of(cls, keys: Ints, sums: npt.NDArray[np.uint64]) -> _KeySums:
         known, at = np.unique(keys, return_inverse=True)
         total = np.zeros((len(sums), len(known)), np.uint64)
-        for one, values in zip(total, sums, strict=True):
-            np.add.at(one, at.reshape(-1), values)
+        for row, values in zip(total, sums, strict=True):
+            np.add.at(row, at.reshape(-1), values)
         return cls(known, total)
 
     @classmethod
@@ -222,8 +225,8 @@ class _KeySums:
     @classmethod
     def together(cls, parts: Sequence[_KeySums]) -> _KeySums:
         return cls.of(
-            np.concatenate([one.keys for one in parts]),
-            np.concatenate([one.sums for one in parts], axis=1),
+            np.concatenate([part.keys for part in parts]),
+            np.concatenate([part.sums for part in parts], axis=1),
         )
 
     def counts(self) -> _KeySums:
@@ -232,11 +235,11 @@ class _KeySums:
     def differing(self, other: _KeySums) -> list[tuple[int, int, int]]:
         """Return key and both numbers of positions where the sums differ, the first ones."""
         keys = np.union1d(self.keys, other.keys)
-        both = np.zeros((2, len(self.sums), len(keys)), np.uint64)
-        for side, one in enumerate((self, other)):
-            both[side][:, np.searchsorted(keys, one.keys)] = one.sums
-        wrong = np.flatnonzero((both[0] != both[1]).any(axis=0))[:MAX_FINDINGS]
-        n = both[:, 0].astype(np.int64)
+        sides = np.zeros((2, len(self.sums), len(keys)), np.uint64)
+        for side, part in enumerate((self, other)):
+            sides[side][:, np.searchsorted(keys, part.keys)] = part.sums
+        wrong = np.flatnonzero((sides[0] != sides[1]).any(axis=0))[:MAX_FINDINGS]
+        n = sides[:, 0].astype(np.int64)
         return [(int(keys[k]), int(n[0, k]), int(n[1, k])) for k in wrong]
 
 
@@ -247,8 +250,8 @@ def _sum_rows(part: Part) -> tuple[_KeySums, _KeySums]:
         request, step = column(batch, "request"), column(batch, "step")
         p = column(batch, "position").astype(np.uint64)
         keys, at = places(request)
-        n, one, two = (_exact(at, values, len(keys)) for values in (None, p, p * p))
-        sums = np.stack([n, 2 * one + n, 3 * two + 3 * one + n])
+        n, first, two = (_exact(at, values, len(keys)) for values in (None, p, p * p))
+        sums = np.stack([n, 2 * first + n, 3 * two + 3 * first + n])
         by_request.append(_KeySums(keys, sums))
         keys, at = places(step)
         by_step.append(_KeySums(keys, _exact(at, None, len(keys))[np.newaxis]))
@@ -280,9 +283,9 @@ def account_run(
     table = source.table("spans", ["request", "start", "stop", "step", "disposition", "reason"])
     spans = numbers(table)
     length = spans["stop"] - spans["start"]
-    there = is_known(spans["step"])
+    is_computed = is_known(spans["step"])
     # Section 7.2: an aborted position without a step is owed, and no step computed it.
-    never = (spans["disposition"] == "aborted") & ~there
+    never = (spans["disposition"] == "aborted") & ~is_computed
     fates = fate_counts(table)
     steps = source.columns("steps", ["step", "batch_tokens", *_FATES.values()])
     counts = Counter(
@@ -292,7 +295,7 @@ def account_run(
         unresolved=_unresolved(source) - fates["cache_ref", tables.EXTERNAL],
         never_computed_requests=len(np.unique(spans["request"][never & (length > 0)])),
     )
-    return fates, counts, _findings(source, spans, there, steps, read)
+    return fates, counts, _findings(source, spans, is_computed, steps, read)
 
 
 _FATES = {
@@ -310,34 +313,34 @@ _FATES = {
 def _findings(
     source: RunSource,
     spans: dict[str, npt.NDArray[Any]],
-    there: Bools,
+    is_computed: Bools,
     steps: dict[str, npt.NDArray[Any]],
     read: Read,
 ) -> list[Finding]:
     run, parts = source.run, list(read(_sum_rows, source.parts["tokens"]))
     nothing = _KeySums.of_ranges(*np.zeros((3, 0), np.int64))
-    rows = _KeySums.together([nothing, *(one for one, _ in parts)])
-    by_step = _KeySums.together([nothing.counts(), *(one for _, one in parts)])
+    rows = _KeySums.together([nothing, *(requests for requests, _ in parts)])
+    by_step = _KeySums.together([nothing.counts(), *(requests for _, requests in parts)])
     drops = source.columns("drops", ["request", "step", "start", "stop"])
     return [
-        *_by_request(source, spans, there, rows, drops),
+        *_by_request(source, spans, is_computed, rows, drops),
         *_by_step(run, steps, by_step, drops),
-        *_in_all(run, spans, there, steps),
+        *_in_all(run, spans, is_computed, steps),
     ]
 
 
 def _by_request(
     source: RunSource,
     spans: dict[str, npt.NDArray[Any]],
-    there: Bools,
+    is_computed: Bools,
     rows: _KeySums,
     drops: dict[str, npt.NDArray[Any]],
 ) -> list[Finding]:
     def ranges(disposition: str) -> _KeySums:
-        mine = spans["disposition"] == disposition
-        return _KeySums.of_ranges(*(spans[n][mine] for n in ("request", "start", "stop")))
+        chosen = spans["disposition"] == disposition
+        return _KeySums.of_ranges(*(spans[n][chosen] for n in ("request", "start", "stop")))
 
-    run, owed = source.run, _owed(source, spans, there)
+    run, owed = source.run, _owed(source, spans, is_computed)
     every = _KeySums.of_ranges(spans["request"], spans["start"], spans["stop"])
     dropped = _KeySums.of_ranges(drops["request"], drops["start"], drops["stop"])
     partition = "spans that partition the request's positions"
@@ -394,17 +397,20 @@ def _by_step(
 
 
 def _in_all(
-    run: str, spans: dict[str, npt.NDArray[Any]], there: Bools, steps: dict[str, npt.NDArray[Any]]
+    run: str,
+    spans: dict[str, npt.NDArray[Any]],
+    is_computed: Bools,
+    steps: dict[str, npt.NDArray[Any]],
 ) -> list[Finding]:
     """Return the fates without rows of which spans and steps do not hold as many positions."""
-    length, found = spans["stop"] - spans["start"], []
+    length, findings = spans["stop"] - spans["start"], []
     for word in ("aborted", "filtered", "undelivered"):
-        got = int(length[(spans["disposition"] == word) & there].sum())
+        got = int(length[(spans["disposition"] == word) & is_computed].sum())
         wanted = int(steps[_FATES[word]].sum())
         if got != wanted:
             place = f"census/{run}/spans {word} in all: steps"
-            found.append(_finding("E409", place, got, wanted, f"the census' {word}_tokens"))
-    return found
+            findings.append(_finding("E409", place, got, wanted, f"the census' {word}_tokens"))
+    return findings
 
 
 def _differing(
@@ -426,38 +432,40 @@ def _finding(code: str, place: str, got: int, wanted: int, expected: str) -> Fin
     )
 
 
-def _owed(source: RunSource, spans: dict[str, npt.NDArray[Any]], there: Bools) -> _KeySums:
+def _owed(source: RunSource, spans: dict[str, npt.NDArray[Any]], is_computed: Bools) -> _KeySums:
     """Return the positions that each request owes, from 0 on.
 
     Section 7.1: a request that an engine computed past its end owes that as well.
     """
-    found = source.columns("requests", ["request", "prompt_len", "generated_len", "finish_reason"])
-    known, at = np.unique(found["request"], return_inverse=True)
+    requests = source.columns(
+        "requests", ["request", "prompt_len", "generated_len", "finish_reason"]
+    )
+    known, at = np.unique(requests["request"], return_inverse=True)
     reached = np.zeros(len(known) + 1, np.int64)
-    place = Index(known).of(spans["request"][there])
-    np.maximum.at(reached, place, spans["stop"][there])  # the last for requests of no line
+    place = Index(known).of(spans["request"][is_computed])
+    np.maximum.at(reached, place, spans["stop"][is_computed])  # the last for requests of no line
     reached[-1] = 0
-    n = found["prompt_len"] + np.maximum(found["generated_len"], 1) - 1
+    n = requests["prompt_len"] + np.maximum(requests["generated_len"], 1) - 1
     n = np.maximum(n, reached[at.reshape(-1)])
-    n[np.isin(found["finish_reason"].astype(str), tables.UNSERVED)] = 0
+    n[np.isin(requests["finish_reason"].astype(str), tables.UNSERVED)] = 0
     some = n > 0
-    return _KeySums.of_ranges(found["request"][some], np.zeros_like(n[some]), n[some])
+    return _KeySums.of_ranges(requests["request"][some], np.zeros_like(n[some]), n[some])
 
 
 def _unresolved(source: RunSource) -> int:
     """Return the referenced positions that no captured span holds."""
     served, kept = source.spans("cache_ref", ["ref_request"]), source.spans("captured", ["request"])
     origin = served["ref_request"]
-    there = is_known(origin)
+    known = is_known(origin)
     total = int((served["stop"] - served["start"]).sum())
-    request = origin[there].astype(np.int64)
+    request = origin[known].astype(np.int64)
     begins, ends = (_Below(kept["request"], kept[name]) for name in ("start", "stop"))
     # Of the captured positions those below x, less those that ended before it.
-    held = [
-        begins.reach(request, served[name][there]) - ends.reach(request, served[name][there])
+    below = [
+        begins.reach(request, served[name][known]) - ends.reach(request, served[name][known])
         for name in ("start", "stop")
     ]
-    return total - int((held[1] - held[0]).sum())
+    return total - int((below[1] - below[0]).sum())
 
 
 class _Below:
@@ -473,8 +481,8 @@ class _Below:
         """Return the sum of ``to - position`` over the positions of the request below it."""
         last = np.searchsorted(self._keys, position_key(request, to))
         first = np.searchsorted(self._request, request)
-        found: Ints = (last - first) * to - (self._sums[last] - self._sums[first])
-        return found
+        reached: Ints = (last - first) * to - (self._sums[last] - self._sums[first])
+        return reached
 
 
 def accounting(sources: list[RunSource], read: Read) -> Accounting:
@@ -482,9 +490,9 @@ def accounting(sources: list[RunSource], read: Read) -> Accounting:
     counts: Counter[str] = Counter()
     findings = []
     for source in sources:
-        fates, others, wrong = account_run(source, read)
+        fates, more, wrong = account_run(source, read)
         spans += fates
-        counts += others
+        counts += more
         findings += wrong
     total = sum(spans.values())
     by = Counter[str]()

@@ -76,8 +76,8 @@ _Spans = dict[str, npt.NDArray[Any]]
 
 def _positions(spans: _Spans, chosen: Bools) -> Iterator[tuple[Ints, Ints]]:
     request, start, stop = (spans[name][chosen] for name in ("request", "start", "stop"))
-    for which, position in explode(start, stop):
-        yield request[which], position
+    for of_span, position in explode(start, stop):
+        yield request[of_span], position
 
 
 def _by_class(spans: _Spans, chosen: Bools, lookup: Lookup, counts: CoverageCounts) -> Ints:
@@ -186,16 +186,16 @@ def _cells(counts: CoverageCounts) -> dict[tuple[str, int], list[int]]:
             counts.external,
         ]
     )
-    found: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0, 0, 0, 0])
+    cells: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0, 0, 0, 0])
     for word, band in np.argwhere(table.any(axis=0)).tolist():
-        cell = found[rows.words[word], band]
+        cell = cells[rows.words[word], band]
         for k, n in enumerate(table[:, word, band].tolist()):
             cell[k] += n
     # A reference to a row that is not stored has no class: nothing says which token it was.
     nowhere = counts.referenced - rows.reused.sum(axis=(0, 2))
     for band in np.flatnonzero(nowhere).tolist():
-        found[NOWHERE, band][1] += int(nowhere[band])
-    return dict(found)
+        cells[NOWHERE, band][1] += int(nowhere[band])
+    return dict(cells)
 
 
 def _loss_by_class(cells: dict[tuple[str, int], list[int]], given: list[str]) -> list[ClassLoss]:
@@ -206,27 +206,27 @@ def _loss_by_class(cells: dict[tuple[str, int], list[int]], given: list[str]) ->
     """
     if not given:
         return []
-    found: dict[str, list[int]] = {name: [0, 0] for name in (*given, OTHERS)}
+    by_class: dict[str, list[int]] = {name: [0, 0] for name in (*given, OTHERS)}
     for (word, _band), (stored, _reused, lost, *_) in cells.items():
-        counts = found[word if word in given else OTHERS]
+        counts = by_class[word if word in given else OTHERS]
         counts[0] += stored + lost
         counts[1] += lost
     return [
         ClassLoss(token_class=name, n=n, n_lost=n_lost, rate=n_lost / n)
-        for name, (n, n_lost) in found.items()
+        for name, (n, n_lost) in by_class.items()
         if n
     ]
 
 
 def _by(cells: dict[tuple[str, int], list[int]], axis: int) -> Floats:
     """Return stored, weighted and existing positions ``(3, n)`` by class (0) or band (1)."""
-    found: dict[str | int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    sums: dict[str | int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for key, (stored, reused, lost, *_) in sorted(cells.items()):
         known = key[0] != NOWHERE
-        found[key[axis]][0] += stored
-        found[key[axis]][1] += stored + (reused if known else 0)
-        found[key[axis]][2] += stored + reused + lost
-    return np.array(list(found.values()), np.float64).T
+        sums[key[axis]][0] += stored
+        sums[key[axis]][1] += stored + (reused if known else 0)
+        sums[key[axis]][2] += stored + reused + lost
+    return np.array(list(sums.values()), np.float64).T
 
 
 def _by_rarity(rows: ClassCounts) -> Floats:
@@ -275,8 +275,8 @@ class _Cells:
     whole: Floats
 
     def add(self, other: _Cells) -> None:
-        both = np.concatenate([self.keys, other.keys])
-        self.keys, first, at = np.unique(both, return_index=True, return_inverse=True)
+        every = np.concatenate([self.keys, other.keys])
+        self.keys, first, at = np.unique(every, return_index=True, return_inverse=True)
         sums = np.zeros((len(self.keys), 4))
         np.add.at(sums, at.reshape(-1), np.concatenate([self.sums, other.sums]))
         self.sums, self.whole = sums, self.whole + other.whole
@@ -304,7 +304,7 @@ class _DominancePass:
     median: Floats
 
     def __call__(self, part: Part) -> list[_Cells]:
-        lookup, found = self.lookup, [_no_cells() for _ in self.hooks]
+        lookup, totals = self.lookup, [_no_cells() for _ in self.hooks]
         for batch in part.batches(["request", "position", "token_id", "step", "hook", "norm"]):
             step = lookup.steps.of(column(batch, "step"))
             request = lookup.requests.of(column(batch, "request"))
@@ -314,9 +314,9 @@ class _DominancePass:
             kept &= lookup.recomputed.count(step, request, position)
             kept[kept] &= lookup.losses.find(step[kept], request[kept], position[kept]) < 0
             for number, hook in enumerate(self.hooks):
-                mine = np.flatnonzero(kept & pc.equal(batch["hook"], hook).to_numpy(False))
-                x, at, id_ = norm[mine], position[mine], token[mine]
-                served = lookup.servings.of(lookup.requests.numbers(request[mine]), at)
+                rows = np.flatnonzero(kept & pc.equal(batch["hook"], hook).to_numpy(False))
+                x, at, id_ = norm[rows], position[rows], token[rows]
+                served = lookup.servings.of(lookup.requests.numbers(request[rows]), at)
                 w = 1.0 + served
                 special = lookup.vocabulary.special[lookup.vocabulary.index.of(id_)]
                 some = np.flatnonzero((at == 0) | special | (x > SINK_NORM * self.median[number]))
@@ -326,8 +326,8 @@ class _DominancePass:
                 )
                 sums = np.zeros((len(keys), 4))
                 np.add.at(sums, of.reshape(-1), four[some])
-                found[number].add(_Cells(keys, sums, special[some][first], four.sum(axis=0)))
-        return found
+                totals[number].add(_Cells(keys, sums, special[some][first], four.sum(axis=0)))
+        return totals
 
 
 def dominant_cell(
@@ -345,16 +345,16 @@ def dominant_cell(
     median = scale_of(parts, hooks, Widths(0, 0, (COVARIATES["norm"],)), executor).median[:, 0]
     total = [_no_cells() for _ in hooks]
     for source, lookup in runs:
-        one = _DominancePass(lookup, hooks, median)
-        for cells in executor.map(one, source.parts["readouts"]):
-            for mine, more in zip(total, cells, strict=True):
-                mine.add(more)
-    found = [
+        sums = _DominancePass(lookup, hooks, median)
+        for cells in executor.map(sums, source.parts["readouts"]):
+            for of_hook, more in zip(total, cells, strict=True):
+                of_hook.add(more)
+    largest = [
         cell
         for hook, cells, middle in zip(hooks, total, median.tolist(), strict=True)
         if (cell := _largest(hook, cells, middle)) is not None
     ]
-    return max(found, key=lambda cell: cell.share, default=None)
+    return max(largest, key=lambda cell: cell.share, default=None)
 
 
 def _largest(hook: str, cells: _Cells, median: float) -> Dominant | None:

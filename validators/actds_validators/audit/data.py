@@ -85,8 +85,8 @@ def column(batch: pa.RecordBatch, name: str) -> Ints:
     if batch[name].null_count:
         n = batch[name].null_count
         raise ActdsError("E109", name, got=f"{n} nulls", expected="no null")
-    found: Ints = batch[name].to_numpy(zero_copy_only=False).astype(np.int64)
-    return found
+    values: Ints = batch[name].to_numpy(zero_copy_only=False).astype(np.int64)
+    return values
 
 
 def places(keys: Ints) -> tuple[Ints, Ints]:
@@ -96,12 +96,12 @@ def places(keys: Ints) -> tuple[Ints, Ints]:
     if size > DENSE * len(keys):
         known, at = np.unique(keys, return_inverse=True)
         return known, at.reshape(-1)
-    there = np.zeros(size, bool)
-    there[keys - low] = True
-    known = np.flatnonzero(there)
+    is_used = np.zeros(size, bool)
+    is_used[keys - low] = True
+    known = np.flatnonzero(is_used)
     if len(known) == size:
         return known + low, keys - low
-    return known + low, (np.cumsum(there) - 1)[keys - low]
+    return known + low, (np.cumsum(is_used) - 1)[keys - low]
 
 
 RUN_LABELS = {"replica": "serving.replica", "overflow policy": "capture.overflow_policy"}
@@ -132,22 +132,22 @@ class RunSource:
     def table(self, name: TableName, columns: Sequence[str]) -> pa.Table:
         empty = tables.empty(name).select(list(columns))
         batches = [batch for part in self.parts[name] for batch in part.batches(list(columns))]
-        found = [pa.Table.from_batches([batch]).cast(empty.schema) for batch in batches]
-        return pa.concat_tables([empty, *found]).combine_chunks()
+        parts = [pa.Table.from_batches([batch]).cast(empty.schema) for batch in batches]
+        return pa.concat_tables([empty, *parts]).combine_chunks()
 
     def columns(self, name: TableName, columns: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
         return numbers(self.table(name, columns))
 
     def served_requests(self, columns: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-        found = self.table("requests", list(dict.fromkeys([*columns, "finish_reason"])))
-        return numbers(found.filter(tables.is_served(found)).select(list(columns)))
+        table = self.table("requests", list(dict.fromkeys([*columns, "finish_reason"])))
+        return numbers(table.filter(tables.is_served(table)).select(list(columns)))
 
     def spans(self, disposition: str, columns: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-        found = self.table("spans", ["disposition", "start", "stop", *columns])
+        table = self.table("spans", ["disposition", "start", "stop", *columns])
         kept = pc.and_(
-            pc.equal(found["disposition"], disposition), pc.greater(found["stop"], found["start"])
+            pc.equal(table["disposition"], disposition), pc.greater(table["stop"], table["start"])
         )
-        return numbers(found.filter(kept).drop_columns("disposition"))
+        return numbers(table.filter(kept).drop_columns("disposition"))
 
 
 def numbers(table: pa.Table) -> dict[str, npt.NDArray[Any]]:
@@ -155,13 +155,13 @@ def numbers(table: pa.Table) -> dict[str, npt.NDArray[Any]]:
 
     Strings and binary are objects, null is None.
     """
-    found: dict[str, npt.NDArray[Any]] = {}
+    arrays: dict[str, npt.NDArray[Any]] = {}
     for name in table.column_names:
         column = table[name]
         if pa.types.is_integer(column.type):
             column = column.cast(pa.float64() if column.null_count else pa.int64(), safe=False)
-        found[name] = column.to_numpy()
-    return found
+        arrays[name] = column.to_numpy()
+    return arrays
 
 
 def is_known(values: npt.NDArray[Any]) -> Bools:
@@ -189,8 +189,8 @@ def catalog_source(catalog: Catalog, run: str) -> RunSource:
         if isinstance(catalog.store, LocalStore) and entries:
             parts[name] = tuple(_local_part(catalog, name, path) for path in entries)
             continue
-        held = [s.tokens() for s in shards] if name == "tokens" else [catalog.table(name, run)]
-        parts[name] = tuple(Part(name, table.num_rows, table=table) for table in held)
+        read = [s.tokens() for s in shards] if name == "tokens" else [catalog.table(name, run)]
+        parts[name] = tuple(Part(name, table.num_rows, table=table) for table in read)
     record = catalog.runs.get(run)
     known = record.fields if record else {}
     return _source(
@@ -212,10 +212,10 @@ def _local_part(catalog: Catalog, name: TableName, path: str) -> Part:
 
 
 def arrow_source(
-    run: str, found: Mapping[str, pa.Table], labels: Mapping[str, str] | None = None
+    run: str, given: Mapping[str, pa.Table], labels: Mapping[str, str] | None = None
 ) -> RunSource:
-    held = {name: found.get(name, tables.empty(name)) for name in RUN_TABLES}
-    parts = {name: (Part(name, t.num_rows, table=t),) for name, t in held.items()}
+    every = {name: given.get(name, tables.empty(name)) for name in RUN_TABLES}
+    parts = {name: (Part(name, t.num_rows, table=t),) for name, t in every.items()}
     return _source(run, parts, labels or {})
 
 
@@ -284,11 +284,11 @@ def explode(start: Ints, stop: Ints, size: int = BATCH_POSITIONS) -> Iterator[tu
     for done in range(0, int(ends[-1]) if len(ends) else 0, size):
         at = np.arange(done, min(done + size, int(ends[-1])))
         first, last = np.searchsorted(ends, at[[0, -1]], side="right")
-        which = np.repeat(
+        of_range = np.repeat(
             np.arange(first, last + 1),
             np.diff(np.minimum(ends[first : last + 1], at[-1] + 1), prepend=done),
         )
-        yield which, at + shift[which]
+        yield of_range, at + shift[of_range]
 
 
 CLASSES = ("special", "shared prefix", "prompt", "generated")
@@ -395,12 +395,12 @@ def match_labels(labels: LabelFile, sources: list[RunSource]) -> ClassesFile:
     n_labelled = n_positions = 0
     for source in sources:
         given = source.served_requests(["request", "prompt_len", "generated_len"])
-        own = given["prompt_len"] + np.maximum(given["generated_len"], 1) - 1
+        n_owed = given["prompt_len"] + np.maximum(given["generated_len"], 1) - 1
         known, first = np.unique(given["request"], return_index=True)
-        found = {"request": known, "n": own[first]}
-        n_positions += int(found["n"].sum())
-        at = Index(found["request"]).of(table["request"].to_numpy())
-        length = np.append(found["n"].astype(np.int64), 0)[at]
+        positions = {"request": known, "n": n_owed[first]}
+        n_positions += int(positions["n"].sum())
+        at = Index(positions["request"]).of(table["request"].to_numpy())
+        length = np.append(positions["n"].astype(np.int64), 0)[at]
         here = start < length
         if "run" in table.column_names:
             here &= pc.equal(table["run"], source.run).to_numpy()
@@ -428,12 +428,12 @@ def role_labels(sources: Sequence[RunSource]) -> pa.Table | None:
 
     Spec: 0.1 section 6.3.
     """
-    found = []
+    every = []
     for source in sources:
         roles = source.table("roles", ["request", "start", "stop", "role"])
         run = pa.array([source.run] * roles.num_rows, pa.string())
-        found.append(roles.rename_columns([*LABEL_COLUMNS]).append_column("run", run))
-    table = pa.concat_tables(found)
+        every.append(roles.rename_columns([*LABEL_COLUMNS]).append_column("run", run))
+    table = pa.concat_tables(every)
     return table if table.num_rows else None
 
 
@@ -505,10 +505,10 @@ def _column(path: Path, given: pa.Table, name: str, kind: pa.DataType) -> pa.Chu
         beyond = pc.or_(pc.less(wide, 0), pc.greater(wide, top))
         refuse(beyond, lambda value: f"is {value}", expected)
     if name == "class":
-        own = (*CLASSES, NOWHERE)
-        taken = pc.is_in(column.cast(kind), pa.array(own, kind))
+        reserved = (*CLASSES, NOWHERE)
+        taken = pc.is_in(column.cast(kind), pa.array(reserved, kind))
         got = "is {!r}, a class of the tables".format
-        refuse(taken, got, f"another name than {', '.join(own)}")
+        refuse(taken, got, f"another name than {', '.join(reserved)}")
     return column.cast(kind)
 
 
@@ -537,8 +537,8 @@ def _refuse_ranges(path: Path, table: pa.Table) -> None:
     over = np.flatnonzero(same & (start[after] < stop[before]))
     if len(over):
         pairs = np.sort(np.stack([before[over], after[over]]), axis=0)
-        one, other = pairs[:, np.argmin(pairs[1])].tolist()
-        got = f"row {other}: {_range(table, other)} overlaps row {one}: {_range(table, one)}"
+        first, other = pairs[:, np.argmin(pairs[1])].tolist()
+        got = f"row {other}: {_range(table, other)} overlaps row {first}: {_range(table, first)}"
         raise _bad(path, got, "ranges of one request that do not overlap")
 
 

@@ -121,71 +121,73 @@ def asked_between(
 ) -> list[Question]:
     """Return the questions about time and steps: time, load, content and values of the steps."""
     along = _along_the_run(series, of_requests)
-    found = _time(series, limits)
+    questions = _time(series, limits)
     for name, group in _OF_STEPS.items():
-        some = [one for one in sums if one.covariate.group == group]
-        asked = _steps(name, some, series, limits, along=along)
-        found += [asked] if asked else []
-    return found
+        some = [x for x in sums if x.covariate.group == group]
+        question = _steps(name, some, series, limits, along=along)
+        questions += [question] if question else []
+    return questions
 
 
 def asked_within(selections: Iterable[tuple[list[WithinTest], int]]) -> list[Question]:
-    found = []
+    questions = []
     for chosen, n_draws in selections:
         of_values = chosen[0].covariate.group == "values"
         tests = [
-            _test("within", one.covariate, one.scores.t, one.p, one.scores.n_requests, "requests")
-            for one in chosen
+            _test(
+                "within", test.covariate, test.scores.t, test.p, test.scores.n_requests, "requests"
+            )
+            for test in chosen
         ]
-        found.append(
+        questions.append(
             Question(
                 "values of tokens" if of_values else "content of tokens",
                 tests,
-                np.array([one.inside for one in chosen]),
+                np.array([test.inside for test in chosen]),
                 n_draws,
                 "draws of the lost tokens of each step",
             )
         )
-    return found
+    return questions
 
 
-def families(asked: list[Question], fdr: float) -> tuple[list[Association], list[Family]]:
-    adjusted, of_families = over_families([one.inside for one in asked])
-    least = [one.inside.min() for one in asked]
-    tests, found = [], []
-    for k, (one, inside) in enumerate(zip(asked, adjusted, strict=True)):
+def families(questions: list[Question], fdr: float) -> tuple[list[Association], list[Family]]:
+    adjusted, of_families = over_families([question.inside for question in questions])
+    least = [question.inside.min() for question in questions]
+    tests, listed = [], []
+    for k, (question, inside) in enumerate(zip(questions, adjusted, strict=True)):
         tests += [
             test.model_copy(
-                update={"adjusted_p": float(q), "rejected": bool(q <= fdr), "family": one.name}
+                update={"adjusted_p": float(q), "rejected": bool(q <= fdr), "family": question.name}
             )
-            for test, q in zip(one.tests, inside, strict=True)
+            for test, q in zip(question.tests, inside, strict=True)
         ]
-        possible = least_over_families(least, k, 1 / one.n_draws)
-        found.append(
+        possible = least_over_families(least, k, 1 / question.n_draws)
+        listed.append(
             Family(
-                question=one.name,
-                n_tests=len(one.tests),
+                question=question.name,
+                n_tests=len(question.tests),
                 p=float(least[k]),
                 adjusted_p=float(of_families[k]),
-                n_draws=one.n_draws,
-                drawn=one.drawn,
-                least_p=1 / one.n_draws,
+                n_draws=question.n_draws,
+                drawn=question.drawn,
+                least_p=1 / question.n_draws,
                 least_adjusted_p=possible,
                 could_be_found=possible <= fdr,
-                needed=math.ceil(len(asked) / fdr) if one.is_enumerated else None,
+                needed=math.ceil(len(questions) / fdr) if question.is_enumerated else None,
             )
         )
-    return tests, found
+    return tests, listed
 
 
 def mechanism(
-    series: Series, asked: list[Question], intervals: list[Interval], limits: Limits
+    series: Series, questions: list[Question], intervals: list[Interval], limits: Limits
 ) -> Mechanism:
     error = max((i.error for i in intervals), default=0.0)
-    tests, found = families(asked, limits.fdr)
+    tests, of_families = families(questions, limits.fdr)
     return Mechanism(
         tests=tests,
-        families=found,
+        families=of_families,
         n_events=series.n_events,
         n_steps=series.n_steps,
         n_lost_steps=series.n_lost_steps,
@@ -245,29 +247,33 @@ def _steps(
     """
     one_run = len(series.runs) == 1
     n_draws = draws_for(N_FAMILIES, limits.fdr, LEAST_SHIFTS)
-    joint, found, of_blocks = JointDraws(), [], []
+    joint, tests, of_blocks = JointDraws(), [], []
     of_events = _event_losses(series) if name == "load" else None
-    loads = {one.name for one in defined("step") if one.is_load}
-    each = [("shift", one, series.lost) for one in sums]
+    loads = {covariate.name for covariate in defined("step") if covariate.is_load}
+    each = [("shift", covariate, series.lost) for covariate in sums]
     if of_events is not None:
-        each += [("event", one, of_events) for one in sums if one.covariate.name in loads]
-    for kind, one, lost in each:
-        result = _shift(kind, one, series, lost, n_draws, limits.seed, along=along)
+        each += [
+            ("event", covariate, of_events)
+            for covariate in sums
+            if covariate.covariate.name in loads
+        ]
+    for kind, covariate, lost in each:
+        result = _shift(kind, covariate, series, lost, n_draws, limits.seed, along=along)
         if result is not None:
             test, sizes, p = result
-            found.append(test)
+            tests.append(test)
             of_blocks.append(p)
             joint.add(sizes)
-    if not found:
+    if not tests:
         return None
     inside = np.maximum(joint.adjusted(), benjamini_hochberg(of_blocks))
     drawn = "circular shifts of the losses"
-    return Question(name, found, inside, joint.n_draws, drawn, is_enumerated=one_run)
+    return Question(name, tests, inside, joint.n_draws, drawn, is_enumerated=one_run)
 
 
 def _shift(
     name: str,
-    one: CovariateSums,
+    covariate: CovariateSums,
     series: Series,
     lost: Floats,
     n_draws: int,
@@ -276,27 +282,29 @@ def _shift(
     along: bool,
 ) -> tuple[Association, Floats, float] | None:
     """Return a test of a covariate, what its shifts give, and its p over blocks."""
-    n, n_lost = one.n.sum(), one.n_lost.sum()
-    x, xx, lost_x = one.sums.sum(axis=1)
+    n, n_lost = covariate.n.sum(), covariate.n_lost.sum()
+    x, xx, lost_x = covariate.sums.sum(axis=1)
     variance = xx / max(n, 1) - (x / max(n, 1)) ** 2
     if n <= 0 or variance <= 1e-12 * max(1.0, xx / n):
         return None
-    held, weight = one.sums[0], one.n
-    if one.covariate.group == "system":  # of the step: one value, however many tokens share it
-        held, weight = held / series.computed, np.ones(series.n_ticks)
-        variance = float(held.var())
+    values, weight = covariate.sums[0], covariate.n
+    if (
+        covariate.covariate.group == "system"
+    ):  # of the step: one value, however many tokens share it
+        values, weight = values / series.computed, np.ones(series.n_ticks)
+        variance = float(values.var())
     shifts = circular_shift(
-        series.run, series.computed, lost, held, weight=weight, n_draws=n_draws, seed=seed
+        series.run, series.computed, lost, values, weight=weight, n_draws=n_draws, seed=seed
     )
     if shifts is None:
         return None
     of_blocks = 0.0
     if not along:
-        p = block_score(series.blocks, series.run, series.computed, lost, held, weight=weight)
+        p = block_score(series.blocks, series.run, series.computed, lost, values, weight=weight)
         of_blocks = float(p[0])
     test = _test(
         name,
-        one.covariate,
+        covariate.covariate,
         float(shifts.difference[0]) / float(np.sqrt(variance)),
         max(float(shifts.p[0]), of_blocks),
         max(1, int(shifts.n_effective[0])),
@@ -308,13 +316,15 @@ def _shift(
 
 def _time(series: Series, limits: Limits) -> list[Question]:
     n_draws = draws_for(N_FAMILIES, limits.fdr, LEAST_SHIFTS)
-    found = change(series.computed, series.lost, series.run, n_draws=n_draws, seed=limits.seed)
-    if found is None or not found.long_enough:
+    changed = change(series.computed, series.lost, series.run, n_draws=n_draws, seed=limits.seed)
+    if changed is None or not changed.long_enough:
         return []
-    at = float(series.t_s[min(found.at, series.n_ticks - 1)])
-    note = f"{found.before:.2%} lost before {at:.0f} s, {found.after:.2%} after"
-    test = _test("change", TIME, found.statistic, found.p, found.n_blocks, "blocks", note=note)
-    return [Question("time", [test], np.array([found.p]), n_draws + 1, "permutations of blocks")]
+    at = float(series.t_s[min(changed.at, series.n_ticks - 1)])
+    note = f"{changed.before:.2%} lost before {at:.0f} s, {changed.after:.2%} after"
+    test = _test(
+        "change", TIME, changed.statistic, changed.p, changed.n_blocks, "blocks", note=note
+    )
+    return [Question("time", [test], np.array([changed.p]), n_draws + 1, "permutations of blocks")]
 
 
 N_BINS = 240
@@ -346,9 +356,9 @@ def _stalls(sources: list[RunSource], series: Series) -> list[Stall]:
     for source in sources:
         stalls = source.columns("stalls", ["stage", "t_ns", "duration_ns"])
         for stage in sorted(set(stalls["stage"])):
-            own = stalls["stage"] == stage
-            n[stage] += int(own.sum())
-            waited_s[stage] += int(stalls["duration_ns"][own].sum()) / 1e9
+            of_stage = stalls["stage"] == stage
+            n[stage] += int(of_stage.sum())
+            waited_s[stage] += int(stalls["duration_ns"][of_stage].sum()) / 1e9
         begin = int(series.offsets[series.runs.index(source.run)])
         steps = source.columns("steps", ["t_ns", "captured_tokens", "dropped_tokens"])
         first = int(steps["t_ns"][steps["captured_tokens"] + steps["dropped_tokens"] > 0].min())
@@ -365,8 +375,8 @@ def _stalls(sources: list[RunSource], series: Series) -> list[Stall]:
 def _occupancy(sources: list[RunSource]) -> list[Occupancy]:
     spent_s: dict[str, dict[tuple[int, int], float]] = defaultdict(lambda: defaultdict(float))
     for source in sources:
-        held = source.columns("occupancy", ["stage", "depth", "capacity", "duration_ns"])
-        lines = list(zip(*(column.tolist() for column in held.values()), strict=True))
+        occupancy = source.columns("occupancy", ["stage", "depth", "capacity", "duration_ns"])
+        lines = list(zip(*(column.tolist() for column in occupancy.values()), strict=True))
         capacity: dict[tuple[str, int], int] = {}
         lasted: Counter[tuple[str, int]] = Counter()
         for stage, depth, room, ns in lines:
@@ -404,19 +414,19 @@ def _trace(series: Series) -> list[TracePoint]:
 
 def _lags(series: Series, seed: int) -> tuple[list[Lag], LagBand | None]:
     reach = min(MAX_LAG, max(0, series.n_ticks // 4))
-    found = lag_correlation(series.computed, series.share, series.run, reach, seed=seed)
-    if found is None:
+    lagged = lag_correlation(series.computed, series.share, series.run, reach, seed=seed)
+    if lagged is None:
         return [], None
     lags = [
         Lag(steps=int(lag) * series.steps_per_tick, correlation=float(value))
-        for lag, value in zip(found.lags, found.correlation, strict=True)
+        for lag, value in zip(lagged.lags, lagged.correlation, strict=True)
     ]
     return lags, LagBand(
-        low=found.low,
-        high=found.high,
-        confidence=found.confidence,
-        n_shifts=found.n_shifts,
-        n_effective=found.n_effective,
+        low=lagged.low,
+        high=lagged.high,
+        confidence=lagged.confidence,
+        n_shifts=lagged.n_shifts,
+        n_effective=lagged.n_effective,
     )
 
 
@@ -433,13 +443,13 @@ def _loss_by_step(series: Series) -> list[LossCurve]:
     """
     if not series.lost.any():
         return []
-    found = []
+    curves = []
     for name in STEP_CURVES:
         direction, points = _curve(series, series.system[name][0] / series.computed)
-        found.append(
+        curves.append(
             LossCurve(covariate=COVARIATES[name].facts(), direction=direction, points=points)
         )
-    return found
+    return curves
 
 
 def _curve(series: Series, value: Floats) -> tuple[Direction, list[Loss]]:

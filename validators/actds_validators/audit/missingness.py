@@ -65,8 +65,8 @@ def estimate(interval: Interval | None) -> Estimate | None:
 
 def rate_estimate(interval: Interval | None, rate: float) -> Estimate:
     """Return a share lost with its interval within 0 and 1: all of it where there is none."""
-    found = estimate(interval) or Estimate(value=rate, low=0.0, high=1.0)
-    return Estimate(value=found.value, low=max(0.0, found.low), high=min(1.0, found.high))
+    share = estimate(interval) or Estimate(value=rate, low=0.0, high=1.0)
+    return Estimate(value=share.value, low=max(0.0, share.low), high=min(1.0, share.high))
 
 
 def unbounded(value: float, n: float, effective: float) -> Estimate | None:
@@ -80,8 +80,10 @@ def unbounded(value: float, n: float, effective: float) -> Estimate | None:
 def system_sums(series: Series) -> list[CovariateSums]:
     """Return the covariates of the serving system, which need no token."""
     return [
-        CovariateSums(one.facts(), series.computed, series.system[one.name], series.lost)
-        for one in defined("step")
+        CovariateSums(
+            covariate.facts(), series.computed, series.system[covariate.name], series.lost
+        )
+        for covariate in defined("step")
     ]
 
 
@@ -106,13 +108,16 @@ def of_all_lost(totals: Floats, sums: list[CovariateSums], read: float) -> Float
     """
     if not 0 < read < 1:
         return totals
-    by_id = {name for name, one in COVARIATES.items() if one.needs_ids}
-    needs = [one.covariate.group == "values" or one.covariate.name in by_id for one in sums]
+    by_id = {name for name, covariate in COVARIATES.items() if covariate.needs_ids}
+    needs = [
+        covariate.covariate.group == "values" or covariate.covariate.name in by_id
+        for covariate in sums
+    ]
     more = np.where(needs, 1 / read - 1, 0.0)[:, np.newaxis]
     n, _, sxx, n_lost, lx = totals
     square = sxx.sum(axis=1, keepdims=True) / np.maximum(n.sum(axis=1, keepdims=True), 1)
-    found: Floats = totals + more * np.stack([n_lost, lx, n_lost * square, n_lost, lx])
-    return found
+    completed: Floats = totals + more * np.stack([n_lost, lx, n_lost * square, n_lost, lx])
+    return completed
 
 
 def differences(
@@ -125,15 +130,15 @@ def differences(
     """
     if not sums:
         return []
-    found = []
+    every = []
     lost_against_all = jackknife_many(totals, smd)
     value, without = replicates(totals, smd_of_stored)
     stored_against_all = (
         from_replicates(value, without) if without.shape[1] > 1 else [None] * len(sums)
     )
-    asked = [one.covariate.group != "system" for one in sums]
-    at_once = joint_confidence(without[asked])
-    for k, one in enumerate(sums):
+    is_tested = [covariate.covariate.group != "system" for covariate in sums]
+    at_once = joint_confidence(without[is_tested])
+    for k, covariate in enumerate(sums):
         n, sx, sxx, n_lost, lx = whole = totals[:, k].sum(axis=1)
         interval = lost_against_all[k]
         lost = estimate(interval) or unbounded(float(smd(whole)), n, n_lost)
@@ -141,10 +146,10 @@ def differences(
             continue
         stored = stored_against_all[k]
         error = error_of_draws(n, n_lost, n_events) if stored and interval else 0.0
-        banded = bands.get(one.covariate.name)
-        found.append(
+        banded = bands.get(covariate.covariate.name)
+        every.append(
             Difference(
-                covariate=one.covariate,
+                covariate=covariate.covariate,
                 mean_all=sx / n,
                 sd_all=float(np.sqrt(max(0.0, sxx / n - (sx / n) ** 2))),
                 mean_lost=lx / n_lost,
@@ -153,7 +158,7 @@ def differences(
                     # Of losses in one block the stored rows have a jackknife, too narrow by far.
                     at_least(stored, error, PROVEN) if stored and interval else None
                 ),
-                at_once=_at_once(stored, error, at_once) if interval and asked[k] else None,
+                at_once=_at_once(stored, error, at_once) if interval and is_tested[k] else None,
                 before_weighting=estimate(stored)
                 or unbounded(float(smd_of_stored(whole)), n, n - n_lost),
                 total_variation=_distance(total_variation, banded),
@@ -161,24 +166,24 @@ def differences(
                 strata=strata(banded) if banded else [],
             )
         )
-    return found
+    return every
 
 
 def _at_once(stored: Interval | None, error: float, each: float) -> Estimate | None:
-    found = estimate(at_least(stored, error, each)) if stored else None
-    return found.model_copy(update={"confidence": 0.95}) if found else None
+    interval = estimate(at_least(stored, error, each)) if stored else None
+    return interval.model_copy(update={"confidence": 0.95}) if interval else None
 
 
 def strata(bands: Bands) -> list[Stratum]:
     sums = np.stack([bands.n.T, bands.lost.T])
     rates = jackknife_many(sums, loss_rate)
-    found = []
+    losses = []
     for k, label in enumerate(bands.labels):
         n, n_lost = float(bands.n[:, k].sum()), float(bands.lost[:, k].sum())
         if not n:
             continue
         edges = bands.edges[k] if bands.edges else None
-        found.append(
+        losses.append(
             Stratum(
                 label=label,
                 low=edges[0] if edges else None,
@@ -188,7 +193,7 @@ def strata(bands: Bands) -> list[Stratum]:
                 rate=rate_estimate(rates[k], n_lost / n),
             )
         )
-    return found
+    return losses
 
 
 def bound(loss_share: float) -> Bound:
@@ -201,7 +206,7 @@ def bound(loss_share: float) -> Bound:
 
 
 def missingness(
-    found: list[Difference],
+    differing: list[Difference],
     loss_share: float,
     *,
     has_values: bool,
@@ -209,7 +214,7 @@ def missingness(
     has_entropy: bool,
     unread: tuple[int, int] = (0, 0),
 ) -> Missingness:
-    asked = [
+    could = [
         "whether losses depend on the load, the batch and the time",
         "whether losses depend on position, length, phase and source",
     ]
@@ -217,11 +222,11 @@ def missingness(
     ids = "whether losses depend on the tokens themselves (rarity, special tokens)"
     values = "whether losses depend on the values of the rows, which is what MNAR means"
     if has_ids:
-        asked.append(ids)
+        could.append(ids)
     else:
         not_asked.append(f"{ids}: the ids of lost tokens are known only with readouts")
     if has_values:
-        asked.append(values)
+        could.append(values)
     else:
         not_asked.append(f"{values}: the run has no readouts of lost rows")
     if unread[0] and (has_ids or has_values):
@@ -231,11 +236,11 @@ def missingness(
         )
     entropy = "whether losses depend on the model's entropy over the next token"
     if has_entropy:
-        asked.append(entropy)
+        could.append(entropy)
     else:
         not_asked.append(f"{entropy}: the run was not harvested with --entropy")
     return Missingness(
-        differences=found, bound=bound(loss_share), could_ask=asked, could_not_ask=not_asked
+        differences=differing, bound=bound(loss_share), could_ask=could, could_not_ask=not_asked
     )
 
 
@@ -286,8 +291,8 @@ def candidates(n: Floats, lost: Floats, limits: Limits) -> Ints:
     beyond = beyond[lost[beyond] > 0]
     if len(beyond) <= MAX_CANDIDATES:
         return beyond
-    gone, expected = lost[beyond], n[beyond] * rate
-    surprise = gone * np.log(gone / expected) - gone + expected
+    observed, expected = lost[beyond], n[beyond] * rate
+    surprise = observed * np.log(observed / expected) - observed + expected
     return np.sort(beyond[np.argsort(-surprise, kind="stable")[:MAX_CANDIDATES]])
 
 
@@ -330,21 +335,21 @@ class _Groups:
         # One that was there in too few blocks could not have been named.
         blocks = np.bincount(np.unique(group * n_blocks + block) // n_blocks, minlength=size)
         testable = (total >= MIN_TOKENS) & (blocks >= 3)
-        gone = _summed(group, lost, size)
+        total_lost = _summed(group, lost, size)
         if rate is not None:
-            testable |= (total >= MIN_TOKENS) & (gone == total)
-        chosen = candidates(np.where(testable, total, 0.0), gone, limits)
+            testable |= (total >= MIN_TOKENS) & (total_lost == total)
+        chosen = candidates(np.where(testable, total, 0.0), total_lost, limits)
         place = np.full(size, -1)
         place[chosen] = np.arange(len(chosen))
-        mine = place[group] >= 0
-        at = place[group[mine]] * n_blocks + block[mine]
+        is_chosen = place[group] >= 0
+        at = place[group[is_chosen]] * n_blocks + block[is_chosen]
         shape = len(chosen), n_blocks
         words = list(self.names)
         return Strata(
             kind,
             [words[k] for k in chosen],
-            _summed(at, n[mine], shape[0] * n_blocks).reshape(shape),
-            _summed(at, lost[mine], shape[0] * n_blocks).reshape(shape),
+            _summed(at, n[is_chosen], shape[0] * n_blocks).reshape(shape),
+            _summed(at, lost[is_chosen], shape[0] * n_blocks).reshape(shape),
             int(testable.sum()),
             rate,
         )
@@ -410,9 +415,9 @@ class SpanStrata:
     @property
     def rate(self) -> Floats:
         computed = self.total.sum(axis=0)
-        found = np.zeros(self.n_blocks)
-        np.divide(self.total[1], computed, out=found, where=computed > 0)
-        return found
+        rate = np.zeros(self.n_blocks)
+        np.divide(self.total[1], computed, out=rate, where=computed > 0)
+        return rate
 
     @property
     def share(self) -> float:
@@ -451,15 +456,15 @@ def _summed(at: Ints, weights: Floats, size: int) -> Floats:
 
 
 def _captured(source: RunSource, lookup: Lookup) -> tuple[Ints, Ints, Ints]:
-    found = source.spans("captured", ["request"])
-    request = lookup.requests.of(found["request"])
+    spans = source.spans("captured", ["request"])
+    request = lookup.requests.of(spans["request"])
     known = request >= 0
-    return request[known], found["start"][known], found["stop"][known]
+    return request[known], spans["start"][known], spans["stop"][known]
 
 
 def _prefixes(source: RunSource, lookup: Lookup) -> list[str | None]:
     """Return, for each request, what names the first block of its prompt; None without one."""
-    found: list[str | None] = [None] * len(lookup.request_block)
+    names: list[str | None] = [None] * len(lookup.request_block)
     table = source.table("requests", ["request", "block_digests"])
     table = table.filter(pc.greater(pc.list_value_length(table["block_digests"]), 0))
     firsts = pc.list_element(table["block_digests"], 0).to_pylist()
@@ -467,8 +472,8 @@ def _prefixes(source: RunSource, lookup: Lookup) -> list[str | None]:
     places = lookup.requests.of(table["request"].to_numpy()).tolist()
     for place, digest in zip(places, firsts, strict=True):
         if n[digest] > 1 and place >= 0:
-            found[place] = f"{digest.hex()[:16]}…"
-    return found
+            names[place] = f"{digest.hex()[:16]}…"
+    return names
 
 
 def _labels(source: RunSource, lookup: Lookup) -> Iterator[tuple[str, list[str | None]]]:
@@ -501,24 +506,24 @@ def _range(band: int) -> str:
 
 
 def worst_strata(
-    found: list[Strata], rate: Floats, share: float, limits: Limits
+    every: list[Strata], rate: Floats, share: float, limits: Limits
 ) -> list[StratumLoss]:
     """Return the strata that lost more than all by the limit and than chance, the worst first.
 
     Spec: 0.1 section 14.6.
     """
     named = []
-    for strata in found:
+    for strata in every:
         n, lost = strata.n.sum(axis=1), strata.lost.sum(axis=1)
         beyond = _beyond(n, lost, limits)
         beyond = beyond[lost[beyond] >= (share + limits.worst_stratum_warn) * n[beyond]]
         if not len(beyond) or not strata.n_tested:
             continue
-        own = rate if strata.rate is None else strata.rate
-        p = stratum_p(strata.n[beyond], strata.lost[beyond], own)
-        for k, one in zip(beyond, np.minimum(1.0, p * strata.n_tested), strict=True):
+        expected = rate if strata.rate is None else strata.rate
+        p = stratum_p(strata.n[beyond], strata.lost[beyond], expected)
+        for k, adjusted in zip(beyond, np.minimum(1.0, p * strata.n_tested), strict=True):
             # A run that stored nothing at all needs no test to be named.
-            if one <= LEVEL or (strata.rate is not None and lost[k] == n[k]):
+            if adjusted <= LEVEL or (strata.rate is not None and lost[k] == n[k]):
                 named.append(
                     StratumLoss(
                         kind=strata.kind,
@@ -527,7 +532,7 @@ def worst_strata(
                         n_lost=int(lost[k]),
                         rate=float(lost[k] / n[k]),
                         n_blocks=int((strata.lost[k] > 0).sum()),
-                        adjusted_p=float(one),
+                        adjusted_p=float(adjusted),
                     )
                 )
     return sorted(named, key=lambda s: (-s.rate, -s.n_lost, s.kind, s.label))[:MAX_NAMED]

@@ -80,10 +80,10 @@ def unwritable(
     )
 
 
-def _is_same(one: Path, other: Path) -> bool:
-    if os.path.realpath(one) == os.path.realpath(other):
+def _is_same(first: Path, other: Path) -> bool:
+    if os.path.realpath(first) == os.path.realpath(other):
         return True
     try:
-        return os.path.samefile(one, other)
+        return os.path.samefile(first, other)
     except OSError:  # one of them is not there yet
         return False

@@ -114,8 +114,8 @@ class RowPass:
     def _lost(self, piece: range) -> Iterator[Rows]:
         losses = self.lookup.losses
         some = slice(piece.start, piece.stop)
-        for which, position in explode(losses.start[some], losses.stop[some]):
-            step, request = losses.step[some][which], losses.request[some][which]
+        for of_range, position in explode(losses.start[some], losses.stop[some]):
+            step, request = losses.step[some][of_range], losses.request[some][of_range]
             token = np.full(len(step), -1, np.int64)
             if self.lookup.has_ids:
                 ids = self.lookup.lost_ids[losses.find(step, request, position)]
@@ -139,14 +139,14 @@ class RowPass:
         sums.cell_n[lost] += np.bincount(at, minlength=n_blocks * n_cells).reshape(n_blocks, -1)
         if not lost:
             _add_system(sums, rows, cell)
-        values = [rows.values(one) for one in self.definitions]
-        for x, one in zip(values, self.definitions, strict=True):
-            if one.bins is not None and one.name in sums.bands:
-                known, size, own = np.isfinite(x), one.bins.n, block
+        values = [rows.values(covariate) for covariate in self.definitions]
+        for x, covariate in zip(values, self.definitions, strict=True):
+            if covariate.bins is not None and covariate.name in sums.bands:
+                known, size, at_block = np.isfinite(x), covariate.bins.n, block
                 if not known.all():
-                    x, own = x[known], block[known]
-                n = np.bincount(own * size + one.bins.of(x), minlength=n_blocks * size)
-                sums.bands[one.name][lost] += n.reshape(n_blocks, -1)
+                    x, at_block = x[known], block[known]
+                n = np.bincount(at_block * size + covariate.bins.of(x), minlength=n_blocks * size)
+                sums.bands[covariate.name][lost] += n.reshape(n_blocks, -1)
         sums.moments[CONTENT].count(rows, values, np.full(len(at), bool(lost)), at)
 
     def _readouts(self, part: Part) -> Sums:
@@ -168,19 +168,19 @@ class RowPass:
             lost[at] = lookup.losses.find(some.step, some.request, some.position) >= 0
             cell = self.cells.of(rows) + lookup.block[rows.step] * n_cells
             for number, hook in enumerate(self.hooks):
-                mine = np.flatnonzero(kept & pc.equal(batch["hook"], hook).to_numpy(False))
-                if len(mine):
-                    own = values[:, mine] - self.scale.middle[number][:, np.newaxis]
-                    some = rows.take(mine)
-                    sums.moments[hook].count(some, own, lost[mine], cell[mine])
-                    _add_tails(sums, number, some, own, lost[mine], self.scale)
+                of_hook = np.flatnonzero(kept & pc.equal(batch["hook"], hook).to_numpy(False))
+                if len(of_hook):
+                    values_of_hook = values[:, of_hook] - self.scale.middle[number][:, np.newaxis]
+                    some = rows.take(of_hook)
+                    sums.moments[hook].count(some, values_of_hook, lost[of_hook], cell[of_hook])
+                    _add_tails(sums, number, some, values_of_hook, lost[of_hook], self.scale)
         return sums.cut()
 
 
 def accumulate(
-    total: Sums, one: RowPass, parts: Mapping[TableName, Sequence[Part]], on: Executor
+    total: Sums, row_pass: RowPass, parts: Mapping[TableName, Sequence[Part]], on: Executor
 ) -> None:
-    for sums in on.map(one, one.pieces(parts)):
+    for sums in on.map(row_pass, row_pass.pieces(parts)):
         total.add(sums)
 
 
@@ -229,8 +229,8 @@ def _add_classes(counts: ClassCounts, rows: Rows, *, lost: bool) -> Ints | None:
 
 def _add_system(sums: Sums, rows: Rows, cell: Ints) -> None:
     lookup, (n_blocks, n_cells) = rows.lookup, sums.cell_system.shape[1:]
-    pairs, which = places(rows.step * n_cells + cell)
-    n, step = np.bincount(which), pairs // n_cells
+    pairs, of_pair = places(rows.step * n_cells + cell)
+    n, step = np.bincount(of_pair), pairs // n_cells
     at = lookup.block[step] * n_cells + pairs % n_cells
     for k, values in enumerate(lookup.system.values()):
         total = np.bincount(at, weights=n * values[step], minlength=n_blocks * n_cells)
@@ -247,10 +247,10 @@ def _add_tails(
         for side, tail in enumerate(tails):
             at = np.flatnonzero(tail)
             if len(at):
-                gone = lost[at]
-                for which, some in enumerate((at[~gone], at[gone])):
+                is_lost = lost[at]
+                for fate, some in enumerate((at[~is_lost], at[is_lost])):
                     n = np.bincount(block[some], minlength=rows.lookup.n_blocks)
-                    sums.tails[which, side, hook, k] += n
+                    sums.tails[fate, side, hook, k] += n
 
 
 # where the readouts lie -----------------------------------------------------------------------
@@ -281,18 +281,18 @@ class _SamplePass:
     every: int
 
     def __call__(self, part: Part) -> list[npt.NDArray[np.float32]]:
-        found: list[list[npt.NDArray[np.float32]]] = [[] for _ in self.hooks]
+        samples: list[list[npt.NDArray[np.float32]]] = [[] for _ in self.hooks]
         seen = [0] * len(self.hooks)
         for batch in part.batches(["hook", *self.widths.columns]):
             for number, hook in enumerate(self.hooks):
-                mine = np.flatnonzero(pc.equal(batch["hook"], hook).to_numpy(False))
-                chosen = mine[-seen[number] % self.every :: self.every]
-                seen[number] += len(mine)
+                at = np.flatnonzero(pc.equal(batch["hook"], hook).to_numpy(False))
+                chosen = at[-seen[number] % self.every :: self.every]
+                seen[number] += len(at)
                 if len(chosen):
                     some = self.widths.read(batch.take(pa.array(chosen)))
-                    found[number].append(some.astype(np.float32))
+                    samples[number].append(some.astype(np.float32))
         empty = np.zeros((self.widths.n_values, 0), np.float32)
-        return [np.concatenate([empty, *of_hook], axis=1) for of_hook in found]
+        return [np.concatenate([empty, *of_hook], axis=1) for of_hook in samples]
 
 
 def scale_of(

@@ -84,7 +84,7 @@ def differing_facts(catalog: Catalog) -> dict[str, dict[str, str]]:
     """
     records = {run: catalog.runs[run].fields for run in catalog.runs_with_data}
     numerics = sorted({n for f in records.values() for n in f if n.startswith("numerics.")})
-    found = {}
+    differing = {}
     for name in (*MODEL, LOADED, *numerics, *SETTINGS):
         values = {
             run: str(fields[name].value)
@@ -96,8 +96,8 @@ def differing_facts(catalog: Catalog) -> dict[str, dict[str, str]]:
             fields = records[run]
             alike[name == LOADED and tuple(repr(fields.get(n)) for n in LAYOUT)].add(value)
         if any(len(some) > 1 for some in alike.values()):
-            found[name] = values
-    return found
+            differing[name] = values
+    return differing
 
 
 def of_unknown_weights(catalog: Catalog) -> list[str]:
@@ -121,7 +121,7 @@ def rows_by_adapter(catalog: Catalog) -> dict[str | None, int]:
     }
     if all(t["adapter_sha256"].null_count == t.num_rows for t in requests_of.values()):
         return {}  # no need to read the spans, which are long
-    found = defaultdict[str | None, int](int)
+    n_rows = defaultdict[str | None, int](int)
     for run, requests in requests_of.items():
         spans = catalog.table("spans", run)
         spans = spans.filter(pc.equal(spans["disposition"], "captured"))
@@ -129,8 +129,8 @@ def rows_by_adapter(catalog: Catalog) -> dict[str | None, int]:
         rows = spans.select(["request", "n"]).join(requests, "request")
         for line in rows.group_by("adapter_sha256").aggregate([("n", "sum")]).to_pylist():
             name = line["adapter_sha256"]
-            found[None if name is None else name[:12]] += line["n_sum"]
-    return dict(found)
+            n_rows[None if name is None else name[:12]] += line["n_sum"]
+    return dict(n_rows)
 
 
 NOT_ON_RECORD = "no line of the requests table says what became of them"
@@ -222,24 +222,26 @@ def _bands(length: Ints, begun: Bools) -> Iterator[LengthBand]:
 
 
 def _left_out(records: pa.Table, silent: int) -> list[LeftOut]:
-    held: dict[tuple[str, str], list[int]] = {}
+    sums_of: dict[tuple[str, str], list[int]] = {}
     columns = (records[name].to_pylist() for name in ("finish_reason", "reason", "prompt_len"))
     for end, reason, n_tokens in zip(*columns, strict=True):
-        sums = held.setdefault((end, _kind(reason)), [0, 0])
+        sums = sums_of.setdefault((end, _kind(reason)), [0, 0])
         sums[0] += 1
         sums[1] += n_tokens
-    found = [
+    records_out = [
         LeftOut(
             what="skipped" if end == "skipped" else "never begun",
             reason=reason,
             n=n,
             n_tokens=n_tokens or None,
         )
-        for (end, reason), (n, n_tokens) in held.items()
+        for (end, reason), (n, n_tokens) in sums_of.items()
     ]
     if silent:
-        found.append(LeftOut(what="not on record", reason=NOT_ON_RECORD, n=silent, n_tokens=None))
-    return sorted(found, key=lambda one: (-(one.n_tokens or 0), -one.n))[:_MAX_REASONS]
+        records_out.append(
+            LeftOut(what="not on record", reason=NOT_ON_RECORD, n=silent, n_tokens=None)
+        )
+    return sorted(records_out, key=lambda left: (-(left.n_tokens or 0), -left.n))[:_MAX_REASONS]
 
 
 def _kind(reason: str | None) -> str:

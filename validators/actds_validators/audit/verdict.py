@@ -87,35 +87,35 @@ def judge(evidence: Evidence, limits: Limits) -> Verdict:
 
     Spec: 0.1 section 14.6.
     """
-    found = _judged(evidence, limits)
-    if found.kind == "unaccounted":
-        return found
-    found = _with_strata(found, evidence.missingness, limits)
-    steps = [*found.next_steps, *on_policies(evidence.policies)]
-    return found.model_copy(update={"next_steps": steps})
+    verdict = _judged(evidence, limits)
+    if verdict.kind == "unaccounted":
+        return verdict
+    verdict = _with_strata(verdict, evidence.missingness, limits)
+    steps = [*verdict.next_steps, *on_policies(evidence.policies)]
+    return verdict.model_copy(update={"next_steps": steps})
 
 
-def _with_strata(found: Verdict, missing: Missingness | None, limits: Limits) -> Verdict:
+def _with_strata(verdict: Verdict, missing: Missingness | None, limits: Limits) -> Verdict:
     if missing is None or not missing.worst_strata:
-        return found
+        return verdict
     worst = missing.worst_strata[0]
     level: Level = "FAIL" if worst.rate >= limits.worst_stratum_fail else "WARN"
-    said = on_strata(missing.worst_strata, missing.bound.loss_share)
-    if _SEVERITY[level] <= _SEVERITY[found.level]:
-        steps = [*(on_stratum(worst) if worst.kind in RUNS else []), *found.next_steps]
-        return found.model_copy(
-            update={"sentence": f"{found.sentence} {said}", "next_steps": steps}
+    sentence = on_strata(missing.worst_strata, missing.bound.loss_share)
+    if _SEVERITY[level] <= _SEVERITY[verdict.level]:
+        steps = [*(on_stratum(worst) if worst.kind in RUNS else []), *verdict.next_steps]
+        return verdict.model_copy(
+            update={"sentence": f"{verdict.sentence} {sentence}", "next_steps": steps}
         )
     limit = limits.worst_stratum_fail if level == "FAIL" else limits.worst_stratum_warn
     deciding = _held(f"share lost of {stratum_words(worst)}", worst.rate, "below", limit, "share")
-    warned = found.level == "WARN"  # what a milder verdict says of nothing is no longer so
+    warned = verdict.level == "WARN"  # what a milder verdict says of nothing is no longer so
     return Verdict(
         level=level,
         kind="worst-stratum",
-        sentence=f"{said} {found.sentence}" if warned else said,
+        sentence=f"{sentence} {verdict.sentence}" if warned else sentence,
         deciding=deciding,
-        numbers=[*(n for n in found.numbers if n.name != STRATUM), deciding],
-        next_steps=[*on_stratum(worst), *(found.next_steps if warned else [])],
+        numbers=[*(n for n in verdict.numbers if n.name != STRATUM), deciding],
+        next_steps=[*on_stratum(worst), *(verdict.next_steps if warned else [])],
     )
 
 
@@ -160,15 +160,15 @@ def _judged(evidence: Evidence, limits: Limits) -> Verdict:
 
 
 def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
-    found = {}
+    numbers = {}
     n_errors = sum(f.severity == "error" for f in evidence.accounting.findings)
-    found["unexplained"] = _held("accounting mismatches", n_errors, "at most", 0)
+    numbers["unexplained"] = _held("accounting mismatches", n_errors, "at most", 0)
     share = evidence.accounting.loss_share
-    found["loss"] = _held(
+    numbers["loss"] = _held(
         "share of computed tokens lost", share, "at most", limits.max_loss, "share"
     )
     allowed = loss_that_allows(limits.negligible_bias)
-    found["bias"] = _held(
+    numbers["bias"] = _held(
         BOUND,
         bound(share).bias,
         "at most",
@@ -178,18 +178,18 @@ def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
     )
     if evidence.mechanism is not None:
         m = evidence.mechanism
-        found["events"] = _held(EVENTS, m.n_events, "at least", limits.min_events)
+        numbers["events"] = _held(EVENTS, m.n_events, "at least", limits.min_events)
         smallest = min((t.adjusted_p for t in m.tests), default=1.0)
-        found["p"] = _held("smallest adjusted p of all tests", smallest, "above", limits.fdr, "p")
+        numbers["p"] = _held("smallest adjusted p of all tests", smallest, "above", limits.fdr, "p")
         if m.detectable is not None:
-            found["detectable"] = _held(
+            numbers["detectable"] = _held(
                 DETECTABLE, m.detectable, "at most", limits.negligible_bias, "SD"
             )
         least = max((f.least_adjusted_p for f in m.families), default=0.0)
-        found["least"] = _held(LEAST, least, "at most", limits.fdr, "p")
+        numbers["least"] = _held(LEAST, least, "at most", limits.fdr, "p")
     if evidence.missingness is not None:
         strata = evidence.missingness.worst_strata
-        found["stratum"] = _held(
+        numbers["stratum"] = _held(
             STRATUM, strata[0].rate if strata else 0.0, "below", limits.worst_stratum_warn, "share"
         )
         means = [d for d in evidence.missingness.differences if d.covariate.group != "system"]
@@ -197,10 +197,10 @@ def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
         if worst is not None and worst.equivalence is not None:
             far = max(abs(worst.equivalence.low), abs(worst.equivalence.high))
             of = f"{worst.covariate.label}, of {len(means)}; each {100 * PROVEN:g} % by itself"
-            found["difference"] = _held(
+            numbers["difference"] = _held(
                 f"{EQUIVALENCE} ({of})", far, "below", limits.negligible_bias, "SD"
             )
-    return found
+    return numbers
 
 
 def _held(
@@ -245,7 +245,7 @@ def _negligible(evidence: Evidence, bias: Number, numbers: dict[str, Number]) ->
 def _stored(account: Accounting) -> str:
     if not account.captured:
         return "no computed token was to be stored"
-    others = [
+    excepted = [
         f"{n:,} {words}"
         for n, words in (
             (account.filtered, "that a rule left out"),
@@ -253,7 +253,7 @@ def _stored(account: Accounting) -> str:
         )
         if n
     ]
-    rest = f", but for {' and '.join(others)}" if others else ""
+    rest = f", but for {' and '.join(excepted)}" if excepted else ""
     return f"every computed token is stored{rest}"
 
 
@@ -402,11 +402,11 @@ def _too_little(
     )
 
 
-def _span(found: Estimate) -> str:
+def _span(interval: Estimate) -> str:
     """Return the interval of a bias in words, of its size: the sign is that of a mean."""
-    ends = sorted((abs(found.low), abs(found.high)))
-    low = 0.0 if found.low <= 0 <= found.high else ends[0]
-    return f"{100 * found.confidence:g} % interval for all at once {low:.3f} to {ends[1]:.3f}"
+    ends = sorted((abs(interval.low), abs(interval.high)))
+    low = 0.0 if interval.low <= 0 <= interval.high else ends[0]
+    return f"{100 * interval.confidence:g} % interval for all at once {low:.3f} to {ends[1]:.3f}"
 
 
 def _farthest(means: list[Difference]) -> Difference | None:

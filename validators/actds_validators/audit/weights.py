@@ -126,12 +126,12 @@ class StoredCells:
 
 def stored_cells(sums: Sums, middles: Mapping[str, Floats]) -> list[StoredCells]:
     """Return every covariate over the stored rows: of the steps, then of each group."""
-    found = [StoredCells(sums.cell_n[0], x) for x in sums.cell_system]
+    covariates = [StoredCells(sums.cell_n[0], x) for x in sums.cell_system]
     for group, middle in middles.items():
         n, *powers = sums.moments[group].cells
-        found += [StoredCells(n[k], powers[0][k] + c * n[k]) for k, c in enumerate(middle)]
-        found += [StoredCells(n[k], x) for square in powers[1:] for k, x in enumerate(square)]
-    return found
+        covariates += [StoredCells(n[k], powers[0][k] + c * n[k]) for k, c in enumerate(middle)]
+        covariates += [StoredCells(n[k], x) for square in powers[1:] for k, x in enumerate(square)]
+    return covariates
 
 
 def after_weighting(
@@ -159,14 +159,14 @@ def after_weighting(
     values = smd(np.stack([*sums, *_weighted(stored, lambda s: s.sum(axis=0) @ w)]))
     intervals: list[Interval | None] = [None] * len(stored)
     if replicates:
-        held = np.stack([np.asarray(one).reshape(-1) for one in without])
+        weights = np.stack([np.asarray(x).reshape(-1) for x in without])
         left = sums[:, :, np.newaxis] - totals[:3]
-        parts = _weighted(stored, lambda s: ((s.sum(axis=0) - s) * held).sum(axis=1))
+        parts = _weighted(stored, lambda s: ((s.sum(axis=0) - s) * weights).sum(axis=1))
         intervals = from_replicates(values, smd(np.stack([*left, *parts])))
     return [
         estimate(interval)
-        or unbounded(float(value), float(n_all), effective_rows(w, one.n.sum(axis=0)))
-        for interval, value, n_all, one in zip(intervals, values, sums[0], stored, strict=True)
+        or unbounded(float(value), float(n_all), effective_rows(w, x.n.sum(axis=0)))
+        for interval, value, n_all, x in zip(intervals, values, sums[0], stored, strict=True)
     ]
 
 
@@ -174,8 +174,8 @@ def _weighted(
     stored: Sequence[StoredCells], weigh_sums: Callable[[Floats], Floats]
 ) -> tuple[Floats, Floats]:
     return (
-        np.stack([weigh_sums(one.n) for one in stored]),
-        np.stack([weigh_sums(one.x) for one in stored]),
+        np.stack([weigh_sums(covariate.n) for covariate in stored]),
+        np.stack([weigh_sums(covariate.x) for covariate in stored]),
     )
 
 
@@ -200,12 +200,12 @@ def weighting(
         for j in range(cells.n.shape[1])
         if cells.n[i, j]
     ]
-    held = cells.weights[stored > 0]
+    of_stored = cells.weights[stored > 0]
     empty = int(((stored == 0) & (cells.n > 0)).sum())
     claim = "MAR-consistent after weighting if losses depend on load and complexity alone"
     if empty:
         claim = f"{empty} cells lost every row: no weight can make up for them"
-    elif np.ptp(held) < 1e-9:
+    elif np.ptp(of_stored) < 1e-9:
         claim = "every weight is 1: no load and no complexity lost more than chance"
     return Weighting(
         n_cells=len(listed),
@@ -228,7 +228,7 @@ def _worse(differences: Sequence[Difference], negligible: float) -> list[Worse]:
     The bias before and after is of the same rows: most of its noise is in both, and what an
     interval of either allows would hide a bias that grew by a quarter.
     """
-    found = [
+    changes = [
         Worse(
             label=d.covariate.label,
             group=d.covariate.group,
@@ -238,12 +238,16 @@ def _worse(differences: Sequence[Difference], negligible: float) -> list[Worse]:
         for d in differences
         if d.before_weighting and d.after_weighting
     ]
-    grown = [one for one in found if one.after > max(negligible, one.before + negligible / 10)]
-    return sorted(grown, key=lambda one: one.before - one.after)
+    grown = [
+        change
+        for change in changes
+        if change.after > max(negligible, change.before + negligible / 10)
+    ]
+    return sorted(grown, key=lambda change: change.before - change.after)
 
 
 def _balance(differences: Sequence[Difference]) -> list[Balance]:
-    found = []
+    balance = []
     for group in get_args(Group):
         pairs = [
             (abs(d.before_weighting.value), abs(d.after_weighting.value))
@@ -252,8 +256,8 @@ def _balance(differences: Sequence[Difference]) -> list[Balance]:
         ]
         if pairs:
             before, after = (max(side) for side in zip(*pairs, strict=True))
-            found.append(Balance(group=group, before=before, after=after))
-    return found
+            balance.append(Balance(group=group, before=before, after=after))
+    return balance
 
 
 def _label(cells: Cells, j: int) -> str:
@@ -332,7 +336,7 @@ def _tables(
     catalog: Catalog, lookups: Mapping[str, Lookup], cells: Cells | None
 ) -> Iterator[pa.Table]:
     shards = sorted(
-        (Shard(catalog.store, one, parse=catalog.parse) for one in catalog.shards),
+        (Shard(catalog.store, manifest, parse=catalog.parse) for manifest in catalog.shards),
         key=lambda s: s.name,
     )
     for run, group in groupby(shards, key=lambda shard: shard.run):
@@ -341,15 +345,15 @@ def _tables(
 
 
 def _batches(shards: Iterator[Shard]) -> Iterator[list[Shard]]:
-    held: list[Shard] = []
+    batch: list[Shard] = []
     n_rows = 0
     for shard in shards:
-        if held and n_rows + shard.n_rows > GROUP_ROWS:
-            yield held
-            held, n_rows = [], 0
-        held.append(shard)
+        if batch and n_rows + shard.n_rows > GROUP_ROWS:
+            yield batch
+            batch, n_rows = [], 0
+        batch.append(shard)
         n_rows += shard.n_rows
-    yield held
+    yield batch
 
 
 def _weights(
@@ -386,14 +390,14 @@ def _table(shards: list[Shard], weights: npt.NDArray[np.float32]) -> pa.Table:
 
 def _in_groups(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
     """Yield tables joined to row groups that are full, all but the last."""
-    held: list[pa.Table] = []
+    waiting: list[pa.Table] = []
     n_rows = 0
     for table in tables:
-        held.append(table)
+        waiting.append(table)
         n_rows += table.num_rows
         if n_rows >= GROUP_ROWS:
-            joined, rest = pa.concat_tables(held), n_rows % GROUP_ROWS
+            joined, rest = pa.concat_tables(waiting), n_rows % GROUP_ROWS
             yield joined.slice(0, n_rows - rest)
-            held, n_rows = [joined.slice(n_rows - rest)], rest
+            waiting, n_rows = [joined.slice(n_rows - rest)], rest
     if n_rows:
-        yield pa.concat_tables(held)
+        yield pa.concat_tables(waiting)

@@ -120,12 +120,12 @@ def over_families(adjusted: Sequence[ArrayLike]) -> tuple[list[Floats], Floats]:
         return [], np.zeros(0)
     families = benjamini_hochberg([p.min() for p in inside])
     selected, n = np.sort(families), np.arange(1, len(families) + 1)
-    found = []
+    tests = []
     for p, of_family in zip(inside, families, strict=True):
         # At q = selected[r - 1] there are r families at least.
-        asked = np.maximum(np.maximum(selected, of_family), len(n) * p[:, np.newaxis] / n)
-        found.append(np.minimum(asked.min(axis=1), 1.0))
-    return found, families
+        least = np.maximum(np.maximum(selected, of_family), len(n) * p[:, np.newaxis] / n)
+        tests.append(np.minimum(least.min(axis=1), 1.0))
+    return tests, families
 
 
 def least_over_families(families: ArrayLike, number: int, least: float) -> float:
@@ -165,13 +165,13 @@ class Turns:
         rank = np.arange(len(order)) - np.searchsorted(at[order], at[order], side="left")
         kept = order[rank < (1 + self.CONTROLS) * n_lost[at[order]]]
         kept = kept[np.lexsort((random.random(len(kept)), at[kept]))]
-        self.units, gone = taken[kept], np.flatnonzero(lost[taken[kept]])
+        self.units, lost_at = taken[kept], np.flatnonzero(lost[taken[kept]])
         self.stratum, first, size = _runs(at[kept])
-        which = self.stratum[gone]
+        of_lost = self.stratum[lost_at]
         turn = (random.random((n_draws, len(size)), np.float32) * size).astype(np.int32)
         turn = np.concatenate([np.zeros((1, len(size)), np.int32), np.minimum(turn, size - 1)])
-        place = gone.astype(np.int32) + turn[:, which]
-        place -= np.where(place >= (first + size)[which], size[which], 0)
+        place = lost_at.astype(np.int32) + turn[:, of_lost]
+        place -= np.where(place >= (first + size)[of_lost], size[of_lost], 0)
         self._place, self._size = place, size
 
     def sums(self, values: Floats) -> Floats:
@@ -182,14 +182,14 @@ class Turns:
         """
         middle = np.stack([np.bincount(self.stratum, row, len(self._size)) for row in values])
         x = (values - (middle / self._size)[:, self.stratum]).T
-        found = np.empty((x.shape[1], len(self._place)))
+        sums = np.empty((x.shape[1], len(self._place)))
         # An eighth of the units at least is lost: a dense product is faster than a sparse one.
         for k in range(0, len(self._place), self.CHUNK):
             some = self._place[k : k + self.CHUNK]
             drawn = np.zeros((len(some), len(x)))
             np.put_along_axis(drawn, some, 1.0, axis=1)
-            found[:, k : k + self.CHUNK] = (drawn @ x).T
-        return found
+            sums[:, k : k + self.CHUNK] = (drawn @ x).T
+        return sums
 
 
 def _some_strata(stratum: Ints, lost: Bools, most: int) -> Ints:
@@ -323,29 +323,29 @@ def within_cells(
         step: ``(n_cells,)``, integer; each (step, request) once.
     """
     count = as_floats(n, "n")
-    total, gone, gone_x = (
+    total, missing, gone_x = (
         as_floats(v, name, count.shape) for v, name in ((sx, "sx"), (n_lost, "n_lost"), (lx, "lx"))
     )
     steps, requests = np.asarray(step, np.int64), np.asarray(request, np.int64)
     if steps.shape != count.shape or requests.shape != count.shape:
         raise ValueError(f"n has shape {count.shape}, step {steps.shape}, request {requests.shape}")
-    if np.any(gone < 0) or np.any(gone > count):
+    if np.any(missing < 0) or np.any(missing > count):
         raise ValueError("lost tokens must lie between 0 and the computed tokens of each cell")
     used = count > 0
     if not used.any():
         return None
     _, at = np.unique(steps[used], return_inverse=True)
     who, by = np.unique(requests[used], return_inverse=True)
-    count, total, gone, gone_x = count[used], total[used], gone[used], gone_x[used]
+    count, total, missing, gone_x = count[used], total[used], missing[used], gone_x[used]
     shared = np.bincount(at)
-    in_step, in_step_lost = np.bincount(at, weights=count), np.bincount(at, weights=gone)
+    in_step, in_step_lost = np.bincount(at, weights=count), np.bincount(at, weights=missing)
     partial = (in_step_lost > 0) & (in_step_lost < in_step) & (shared > 1)
     keep = partial[at]
     if not keep.any():
         return None
     rate = (in_step_lost / in_step)[at]
     mean = (np.bincount(at, weights=total) / in_step)[at]
-    score = gone_x - mean * gone - rate * (total - mean * count)
+    score = gone_x - mean * missing - rate * (total - mean * count)
     # Rounding of sums of large values is no variation.
     noise = 1e-12 * (np.abs(gone_x) + np.abs(mean) * count)
     score = np.where(keep & (np.abs(score) > noise), score, 0.0)
@@ -358,8 +358,8 @@ def within_cells(
     if g < 2 or largest == 0:
         return None
     squares = float(((v / largest) ** 2).sum())
-    both = float((by_step**2).sum() - ((score * spread) ** 2).sum()) / largest**2
-    t = float(score.sum()) / (largest * math.sqrt(squares + max(both, 0.0)))
+    by_steps = float((by_step**2).sum() - ((score * spread) ** 2).sum()) / largest**2
+    t = float(score.sum()) / (largest * math.sqrt(squares + max(by_steps, 0.0)))
     fourth = float(((v / largest) ** 4).sum())
     freedom = max(1.0, min(g - 1.0, int(partial.sum()) - 1.0, 3 * squares**2 / fourth - 1))
     information = float(
@@ -417,14 +417,14 @@ def change(
     None with fewer than `_N_BLOCKS_MIN` blocks, when nothing or everything was lost.
     """
     share = loss_share(n, lost)
-    gone, computed = as_floats(lost, "lost"), as_floats(n, "n")
-    total, total_lost = computed.sum(), gone.sum()
+    lost_tokens, computed = as_floats(lost, "lost"), as_floats(n, "n")
+    total, total_lost = computed.sum(), lost_tokens.sum()
     if len(share) < _N_BLOCKS_MIN or total_lost <= 0 or total_lost >= total:
         return None
     cut = blocks(len(share), run, share, _N_BLOCKS_MAX, _N_BLOCKS_MIN)
-    held = computed > 0
-    away = np.where(held, share - share[held].mean(), 0.0)
-    steps = block_sums(away, cut.labels, cut.n_blocks)
+    used = computed > 0
+    about = np.where(used, share - share[used].mean(), 0.0)
+    steps = block_sums(about, cut.labels, cut.n_blocks)
     path = np.abs(np.cumsum(steps))[:-1]
     observed = float(path.max())
     if observed <= 1e-9 * float(np.abs(steps).sum()):
@@ -440,8 +440,8 @@ def change(
         statistic=statistic,
         p=p,
         at=end,
-        before=_share(gone[:end], computed[:end]),
-        after=_share(gone[end:], computed[end:]),
+        before=_share(lost_tokens[:end], computed[:end]),
+        after=_share(lost_tokens[end:], computed[end:]),
         n_blocks=cut.n_blocks,
         long_enough=cut.long_enough,
     )
@@ -461,10 +461,10 @@ def long_run_variance(series: ArrayLike) -> float:
         return 0.0
     first = min(0.97, abs(float(centred[1:] @ centred[:-1]) / energy))
     width = 1.1447 * (4 * first**2 / (1 - first**2) ** 2 * n) ** (1 / 3)
-    found = energy / n
+    variance = energy / n
     for lag in range(1, min(n - 1, math.floor(width)) + 1):
-        found += 2 * (1 - lag / (width + 1)) * float(centred[lag:] @ centred[:-lag]) / n
-    return max(found, 0.0)
+        variance += 2 * (1 - lag / (width + 1)) * float(centred[lag:] @ centred[:-lag]) / n
+    return max(variance, 0.0)
 
 
 def _share(lost: Floats, n: Floats) -> float:

@@ -114,12 +114,12 @@ def block_sums(values: ArrayLike, labels: Ints, n_blocks: int) -> Floats:
     Args:
         labels: ``(n_steps,)``, rising from 0 without a gap, as `blocks` returns them.
     """
-    found = np.asarray(values, np.float64)
+    array = np.asarray(values, np.float64)
     rises = np.diff(labels, prepend=-1, append=n_blocks)
     if not np.isin(rises[:-1], (0, 1)).all() or rises[0] != 1 or rises[-1] != 1:
         raise ValueError(f"block labels do not rise from 0 to {n_blocks - 1}")
     starts = np.flatnonzero(rises[:-1])
-    return np.asarray(np.add.reduceat(found, starts, axis=-1), np.float64)
+    return np.asarray(np.add.reduceat(array, starts, axis=-1), np.float64)
 
 
 def jackknife(sums: ArrayLike, statistic: Statistic, confidence: float = 0.95) -> Interval | None:
@@ -138,10 +138,10 @@ def jackknife(sums: ArrayLike, statistic: Statistic, confidence: float = 0.95) -
         sums: ``(k, n_blocks)``.
         statistic: of ``(k, ...)``, vectorised over what follows.
     """
-    found = as_floats(sums, "sums")
-    if found.ndim != 2:
-        raise ValueError(f"sums have shape {found.shape}; expected (k, n_blocks)")
-    return jackknife_many(found[:, np.newaxis], statistic, confidence)[0]
+    array = as_floats(sums, "sums")
+    if array.ndim != 2:
+        raise ValueError(f"sums have shape {array.shape}; expected (k, n_blocks)")
+    return jackknife_many(array[:, np.newaxis], statistic, confidence)[0]
 
 
 def jackknife_many(
@@ -165,11 +165,11 @@ def replicates(sums: ArrayLike, statistic: Statistic) -> tuple[Floats, Floats]:
     Args:
         sums: ``(k, n_covariates, n_blocks)``.
     """
-    found = as_floats(sums, "sums")
-    if found.ndim != 3:
-        raise ValueError(f"sums have shape {found.shape}; expected (k, n_covariates, n_blocks)")
-    total = found.sum(axis=2)
-    return statistic(total), statistic(total[:, :, np.newaxis] - found)
+    array = as_floats(sums, "sums")
+    if array.ndim != 3:
+        raise ValueError(f"sums have shape {array.shape}; expected (k, n_covariates, n_blocks)")
+    total = array.sum(axis=2)
+    return statistic(total), statistic(total[:, :, np.newaxis] - array)
 
 
 def joint_confidence(
@@ -189,16 +189,16 @@ def joint_confidence(
         without: ``(n_values, n_blocks)``, as for `from_replicates`; rows that are not finite do
             not count.
     """
-    found = np.asarray(without, np.float64)
-    if found.ndim != 2 or not 0 < confidence < 1:
-        raise ValueError(f"values have shape {found.shape}, confidence is {confidence}")
-    found = found[np.isfinite(found).all(axis=1)]
-    away = found - found.mean(axis=1, keepdims=True)
-    size = np.sqrt((away**2).sum(axis=1, keepdims=True))
-    kept = size[:, 0] > 1e-12 * np.abs(found).max(axis=1, initial=0.0)
+    array = np.asarray(without, np.float64)
+    if array.ndim != 2 or not 0 < confidence < 1:
+        raise ValueError(f"values have shape {array.shape}, confidence is {confidence}")
+    array = array[np.isfinite(array).all(axis=1)]
+    about = array - array.mean(axis=1, keepdims=True)
+    size = np.sqrt((about**2).sum(axis=1, keepdims=True))
+    kept = size[:, 0] > 1e-12 * np.abs(array).max(axis=1, initial=0.0)
     if np.count_nonzero(kept) < 2:
         return confidence
-    unit = (away[kept] / size[kept]).T
+    unit = (about[kept] / size[kept]).T
     random, largest = np.random.default_rng(seed), []
     for _ in range(0, n_draws, _DRAWS_AT_ONCE):
         drawn = random.standard_normal((_DRAWS_AT_ONCE, len(unit))) @ unit
@@ -218,24 +218,25 @@ def from_replicates(
     Args:
         without: ``(n_covariates, n_blocks)``, at least two blocks.
     """
-    values, others = np.asarray(value, np.float64), np.asarray(without, np.float64)
-    if others.ndim != 2 or others.shape[:1] != values.shape or others.shape[1] < 2:
+    values, replicated = np.asarray(value, np.float64), np.asarray(without, np.float64)
+    if replicated.ndim != 2 or replicated.shape[:1] != values.shape or replicated.shape[1] < 2:
         raise ValueError(
-            f"values have shape {values.shape} and {others.shape}; expected (n,) and (n, n_blocks)"
+            f"values have shape {values.shape} and {replicated.shape}; expected (n,) and "
+            "(n, n_blocks)"
         )
     _half(0.0, 1.0, confidence)
-    n = others.shape[1]
-    good = np.isfinite(values) & np.isfinite(others).all(axis=1)
+    n = replicated.shape[1]
+    good = np.isfinite(values) & np.isfinite(replicated).all(axis=1)
     results: list[Interval | None] = []
     for c in range(len(values)):
         if not good[c]:
             results.append(None)
             continue
-        away = others[c] - others[c].mean()
-        squares = float(away @ away)
+        about = replicated[c] - replicated[c].mean()
+        squares = float(about @ about)
         error = math.sqrt((n - 1) / n * squares)
-        fourth = float(((away / np.abs(away).max()) ** 4).sum()) if squares > 0 else 0.0
-        spread = squares / float(np.abs(away).max()) ** 2 if squares > 0 else 0.0
+        fourth = float(((about / np.abs(about).max()) ** 4).sum()) if squares > 0 else 0.0
+        spread = squares / float(np.abs(about).max()) ** 2 if squares > 0 else 0.0
         freedom = max(1.0, min(n - 1.0, 3 * spread**2 / fourth - 1)) if fourth > 0 else n - 1.0
         half = _half(error, freedom, confidence)
         at = float(values[c])
@@ -296,16 +297,16 @@ def _deviation(n: Floats, mean: Floats, sxx: Floats) -> Floats:
     square = _ratio(sxx, n)
     variance = square - mean**2
     with np.errstate(invalid="ignore"):
-        found = variance > 1e-10 * square
-    return np.asarray(np.sqrt(np.where(found, variance, 0.0)), np.float64)
+        varies = variance > 1e-10 * square
+    return np.asarray(np.sqrt(np.where(varies, variance, 0.0)), np.float64)
 
 
 def _ratio(top: ArrayLike, bottom: ArrayLike) -> Floats:
     """Return top / bottom, NaN where bottom is not above rounding."""
     a, b = np.broadcast_arrays(np.asarray(top, np.float64), np.asarray(bottom, np.float64))
-    found = np.full(b.shape, np.nan)
-    np.divide(a, b, out=found, where=b > 1e-12)
-    return found
+    ratio = np.full(b.shape, np.nan)
+    np.divide(a, b, out=ratio, where=b > 1e-12)
+    return ratio
 
 
 def _half(error: float, freedom: float, confidence: float) -> float:
@@ -350,12 +351,12 @@ def benjamini_hochberg(p: ArrayLike) -> Floats:
     ``adjusted_(i) = min_{j >= i} m p_(j) / j`` over the sorted p (Benjamini & Hochberg 1995), at
     most 1; valid for independent or positively dependent tests (Benjamini & Yekutieli 2001).
     """
-    found = as_floats(p, "p")
-    if found.ndim != 1 or np.any((found < 0) | (found > 1)):
+    values = as_floats(p, "p")
+    if values.ndim != 1 or np.any((values < 0) | (values > 1)):
         raise ValueError("p-values must lie between 0 and 1, in one axis")
-    m = len(found)
-    order = np.argsort(found)
-    raw = found[order] * m / np.arange(1, m + 1)
+    m = len(values)
+    order = np.argsort(values)
+    raw = values[order] * m / np.arange(1, m + 1)
     adjusted = np.empty(m)
     adjusted[order] = np.minimum(np.minimum.accumulate(raw[::-1])[::-1], 1.0)
     return adjusted
@@ -429,7 +430,7 @@ def ends(value: Floats, error: Floats, quantile: float, scale: Scale) -> tuple[F
     fine = np.isfinite(low) & np.isfinite(high)
     step = np.where(error > 0, quantile * error, 0.0)
     linear = (np.clip(value + by, least, most) for by in (-step, step))
-    low, high = (np.where(fine, own, by) for own, by in zip((low, high), linear, strict=True))
+    low, high = (np.where(fine, curved, by) for curved, by in zip((low, high), linear, strict=True))
     return low, high
 
 

@@ -39,12 +39,12 @@ def as_floats(values: ArrayLike, name: str, shape: tuple[int, ...] | None = None
     Raises:
         ValueError: a value is not finite, or the shape is not the expected one.
     """
-    found = np.asarray(values, dtype=np.float64)
-    if shape is not None and found.shape != shape:
-        raise ValueError(f"{name} has shape {found.shape}; expected {shape}")
-    if not np.isfinite(found).all():
+    array = np.asarray(values, dtype=np.float64)
+    if shape is not None and array.shape != shape:
+        raise ValueError(f"{name} has shape {array.shape}; expected {shape}")
+    if not np.isfinite(array).all():
         raise ValueError(f"{name} has a value that is not finite")
-    return found
+    return array
 
 
 _WINDOW = 5.0
@@ -117,10 +117,10 @@ def effective_events(lost: ArrayLike, run: ArrayLike, gap: int | None = None) ->
 def one_per_event(lost: ArrayLike, run: ArrayLike, gap: int | None = None) -> Floats:
     """Return the series divided by its sum over each event, so that every event weighs 1."""
     x = as_floats(lost, "lost")
-    found = np.zeros_like(x)
+    weights = np.zeros_like(x)
     for at in _events(x, run, gap):
-        found[at] = x[at] / x[at].sum()
-    return found
+        weights[at] = x[at] / x[at].sum()
+    return weights
 
 
 def _events(x: Floats, run: ArrayLike, gap: int | None) -> list[Ints]:
@@ -128,12 +128,12 @@ def _events(x: Floats, run: ArrayLike, gap: int | None) -> list[Ints]:
         gap = math.ceil(correlation_steps(x, run))
     if gap < 1:
         raise ValueError(f"gap is {gap}; expected at least 1 step")
-    found: list[Ints] = []
+    events: list[Ints] = []
     for part in slices(run):
         at = part.start + np.flatnonzero(x[part] > 0)
         if len(at):
-            found += np.split(at, np.flatnonzero(np.diff(at) > gap) + 1)
-    return found
+            events += np.split(at, np.flatnonzero(np.diff(at) > gap) + 1)
+    return events
 
 
 N_DRAWS = 2000
@@ -212,17 +212,17 @@ def circular_shift(
     parts = slices(run)
     if all(np.ptp(share[part]) == 0 for part in parts):
         return None
-    away = about_mean(values, weights, parts)
-    found = shifted_sums(run, share, away, n_draws=n_draws, seed=seed)
+    about = about_mean(values, weights, parts)
+    sums = shifted_sums(run, share, about, n_draws=n_draws, seed=seed)
     mass = np.broadcast_to(weights @ share, len(values))
-    size = np.abs(found)
+    size = np.abs(sums)
     # Sums by Fourier transform: equal ones differ by rounding.
     reached = size >= size[:, :1] - 1e-9 * size.max(axis=1, keepdims=True)
     n_shifts = size.shape[1]
     return Shift(
-        difference=np.divide(found[:, 0], mass, out=np.zeros(len(values)), where=mass > 0),
+        difference=np.divide(sums[:, 0], mass, out=np.zeros(len(values)), where=mass > 0),
         p=reached.sum(axis=1) / n_shifts,
-        n_effective=np.minimum(effective_shifts(run, share, away), n_shifts),
+        n_effective=np.minimum(effective_shifts(run, share, about), n_shifts),
         sizes=size,
     )
 
@@ -244,10 +244,10 @@ def shares_and_sums(
 def loss_share(n: ArrayLike, lost: ArrayLike) -> Floats:
     """Return the share lost of each step, 0 for a step without a token."""
     computed = as_floats(n, "n")
-    gone = as_floats(lost, "lost", computed.shape)
-    if computed.ndim != 1 or np.any(gone < 0) or np.any(gone > computed):
+    lost_tokens = as_floats(lost, "lost", computed.shape)
+    if computed.ndim != 1 or np.any(lost_tokens < 0) or np.any(lost_tokens > computed):
         raise ValueError("lost tokens must lie between 0 and the computed tokens of each step")
-    return np.divide(gone, computed, out=np.zeros_like(gone), where=computed > 0)
+    return np.divide(lost_tokens, computed, out=np.zeros_like(lost_tokens), where=computed > 0)
 
 
 def shifted_sums(
@@ -282,14 +282,16 @@ def effective_shifts(run: ArrayLike, share: Floats, values: Floats) -> Floats:
     series added: their autocovariance is the convolution of the two. The steps of a run over that
     time, multiplied over the runs in which the share varies.
     """
-    own = correlation_steps(share, run)
-    times = np.array([own + correlation_steps(row, run) - 1 for row in values])
-    found = np.ones(len(values))
+    time = correlation_steps(share, run)
+    times = np.array([time + correlation_steps(row, run) - 1 for row in values])
+    n_effective = np.ones(len(values))
     for part in slices(run):
         if np.ptp(share[part]) > 0:
             # The cap only keeps the product of many runs finite.
-            found = np.minimum(found * np.maximum(1.0, (part.stop - part.start) / times), 1e15)
-    return found
+            n_effective = np.minimum(
+                n_effective * np.maximum(1.0, (part.stop - part.start) / times), 1e15
+            )
+    return n_effective
 
 
 def _all_shifts(share: Floats, values: Floats) -> Floats:
@@ -304,17 +306,17 @@ def _all_shifts(share: Floats, values: Floats) -> Floats:
 
 def about_mean(values: Floats, weights: Floats, parts: list[slice]) -> Floats:
     """Return the sums about each run's own mean, exactly 0 for a covariate without variation."""
-    found = np.zeros_like(values)
+    about = np.zeros_like(values)
     for part in parts:
         total = np.broadcast_to(weights[:, part].sum(axis=1), len(values))
         mean = np.divide(
             values[:, part].sum(axis=1), total, out=np.zeros(len(values)), where=total > 0
         )
-        away = values[:, part] - mean[:, np.newaxis] * weights[:, part]
+        part_about = values[:, part] - mean[:, np.newaxis] * weights[:, part]
         scale = np.abs(values[:, part]).max(axis=1, initial=0.0)
-        away[np.abs(away).max(axis=1, initial=0.0) <= 1e-12 * scale] = 0.0
-        found[:, part] = away
-    return found
+        part_about[np.abs(part_about).max(axis=1, initial=0.0) <= 1e-12 * scale] = 0.0
+        about[:, part] = part_about
+    return about
 
 
 @dataclass(frozen=True)
@@ -353,10 +355,10 @@ def ewma(x: ArrayLike, run: ArrayLike, steps: float) -> Floats:
     values = as_floats(x, "x")
     if steps < 1 or values.shape[-1] != len(np.asarray(run)):
         raise ValueError(f"x has shape {values.shape}, {len(np.asarray(run))} labels, {steps=}")
-    found = np.empty_like(values)
+    level = np.empty_like(values)
     for part in slices(run):
-        found[..., part] = lfilter([1 / steps], [1, 1 / steps - 1], values[..., part])
-    return found
+        level[..., part] = lfilter([1 / steps], [1, 1 / steps - 1], values[..., part])
+    return level
 
 
 def lag_correlation(
@@ -398,10 +400,10 @@ def lag_correlation(
     sums = np.zeros(2 * max_lag + 1)
     squares = np.zeros(2)
     scale = np.array([float(x @ x), float(y @ y)])
-    away = np.empty((2, len(x)))
+    about = np.empty((2, len(x)))
     for part in slices(run):
         a, b = x[part] - x[part].mean(), y[part] - y[part].mean()
-        away[:, part] = a, b
+        about[:, part] = a, b
         n, reach = len(a), min(max_lag, len(a) - 1)
         size = next_fast_len(2 * n - 1, real=True)
         crossed = np.fft.irfft(np.conj(np.fft.rfft(a, size)) * np.fft.rfft(b, size), size)
@@ -410,7 +412,7 @@ def lag_correlation(
     if np.any(squares <= 1e-18 * scale):
         return None
     size = np.sqrt(squares[0] * squares[1])
-    shifted = np.sort(shifted_sums(run, away[1], away[:1], n_draws=n_draws, seed=seed)[0]) / size
+    shifted = np.sort(shifted_sums(run, about[1], about[:1], n_draws=n_draws, seed=seed)[0]) / size
     n_out = int((1 - confidence) / 2 * len(shifted))
     return LagCorrelation(
         lags=np.arange(-max_lag, max_lag + 1),
@@ -419,7 +421,7 @@ def lag_correlation(
         high=min(1.0, float(shifted[-1 - n_out])),
         confidence=confidence,
         n_shifts=len(shifted),
-        n_effective=min(len(shifted), float(effective_shifts(run, away[1], away[:1])[0])),
+        n_effective=min(len(shifted), float(effective_shifts(run, about[1], about[:1])[0])),
     )
 
 
@@ -460,5 +462,5 @@ def load_groups(load: ArrayLike, n_groups: int = 10) -> Ints:
         raise ValueError(f"{len(x)} steps in {n_groups} groups; expected at least one of each")
     edges = np.unique(np.quantile(x, np.linspace(0, 1, n_groups + 1)[1:-1]))
     # A group is (edge, next edge]; renumbered, for an edge may be the least or the greatest value.
-    found = np.searchsorted(edges, x, side="left")
-    return np.unique(found, return_inverse=True)[1].astype(np.int64)
+    group = np.searchsorted(edges, x, side="left")
+    return np.unique(group, return_inverse=True)[1].astype(np.int64)

@@ -58,11 +58,11 @@ def check_accounting(
     for run in catalog.runs_with_data:
         if all(catalog.parts.get((run, table)) for table in CENSUS_TABLES):
             accounts.append(_check_run(catalog, run, progress))
-    for one in accounts:
-        if one.complete:
-            _check_close_totals(catalog, one)
-    every_run = [one.run for one in accounts] == catalog.runs_with_data
-    if catalog.is_sealed and every_run and all(one.complete for one in accounts):
+    for account in accounts:
+        if account.complete:
+            _check_close_totals(catalog, account)
+    every_run = [account.run for account in accounts] == catalog.runs_with_data
+    if catalog.is_sealed and every_run and all(account.complete for account in accounts):
         with catalog.findings.noting("accounting"):
             _check_seals(catalog, accounts)
     return accounts
@@ -76,30 +76,30 @@ def _check_run(catalog: Catalog, run: str, progress: Callable[[int], None]) -> R
     accounts = []
     row_sets = catalog.row_sets(run)
     for hooks, shards in row_sets:
-        one = census.account(reader.tokens(shards))
+        account = census.account(reader.tokens(shards))
         suffix = f" (hooks {', '.join(hooks)})" if len(row_sets) > 1 else ""
-        findings = [_named(finding, suffix) for finding in one.findings]
-        accounts.append(replace(one, findings=findings))
+        findings = [_named(finding, suffix) for finding in account.findings]
+        accounts.append(replace(account, findings=findings))
     complete = not reader.broken and run not in catalog.incomplete
     if complete:
         reader.check_flags()
         # With a table missing, what then lacks a row is no second fault.
-        found = dict.fromkeys(finding for one in accounts for finding in one.findings)
-        for finding in found:
+        noted = dict.fromkeys(finding for account in accounts for finding in account.findings)
+        for finding in noted:
             catalog.findings.take("accounting", finding)
     return RunAccount(run, accounts[0], complete, _dropped_by_chain(catalog, run, reader.n_dropped))
 
 
 def _dropped_by_chain(catalog: Catalog, run: str, n_dropped: dict[str, int]) -> dict[str, int]:
     """Return how many positions each chain of a run logged as dropped, from those of each part."""
-    found: dict[str, int] = {}
-    for chain in (one for one in catalog.chains.values() if n_dropped and one.run == run):
+    dropped: dict[str, int] = {}
+    for chain in (state for state in catalog.chains.values() if n_dropped and state.run == run):
         for record in (record for record in chain.records if record.type == "part"):
             body = record.typed_body()
             assert isinstance(body, PartBody)
             if body.file.path in n_dropped:
-                found[chain.chain] = found.get(chain.chain, 0) + n_dropped[body.file.path]
-    return found
+                dropped[chain.chain] = dropped.get(chain.chain, 0) + n_dropped[body.file.path]
+    return dropped
 
 
 def _named(finding: Finding, suffix: str) -> Finding:
@@ -256,7 +256,7 @@ def _is_sorted(values: npt.NDArray[np.uint64]) -> bool:
     return bool((values[1:] >= values[:-1]).all())
 
 
-def _check_close_totals(catalog: Catalog, one: RunAccount) -> None:
+def _check_close_totals(catalog: Catalog, account: RunAccount) -> None:
     """Check what the chains of a run say that they counted, whatever their number.
 
     Losses of a writer that was fenced are known as far as it logged them: a warning (E421).
@@ -264,13 +264,13 @@ def _check_close_totals(catalog: Catalog, one: RunAccount) -> None:
     Spec: 0.1 sections 8.2 and 8.3.
     """
     required: dict[str, Set[str]]
-    for chain in (chain for chain in catalog.chains.values() if chain.run == one.run):
+    for chain in (chain for chain in catalog.chains.values() if chain.run == account.run):
         if chain.kind == "census":
-            expected = _census_totals(one)
+            expected = _census_totals(account)
             required = {"finished": expected.keys(), "interrupted": expected.keys()}
             _compare_close(catalog, chain, expected, required)
         elif chain.kind == "writer":
-            expected = _writer_totals(catalog, one, chain)
+            expected = _writer_totals(catalog, account, chain)
             # A writer that was cut off has not seen every step.
             always = expected.keys() - {"recomputed_tokens"}
             required = {"finished": expected.keys(), "interrupted": always}
@@ -292,22 +292,22 @@ def _compare_close(
         _compare_totals(catalog, place, chain.close.totals, expected, names)
 
 
-def _census_totals(one: RunAccount) -> dict[str, int]:
-    totals = one.account.totals
+def _census_totals(account: RunAccount) -> dict[str, int]:
+    totals = account.account.totals
     counts = {"requests": totals["requests"], "scheduled_tokens": totals["scheduled"]}
     return counts | {name: totals[name] for name in tables.DISPOSITIONS}
 
 
-def _writer_totals(catalog: Catalog, one: RunAccount, chain: ChainState) -> dict[str, int]:
+def _writer_totals(catalog: Catalog, account: RunAccount, chain: ChainState) -> dict[str, int]:
     """Return what a writer counts: rows and drops that it committed, and what it saw recomputed."""
     of_hooks: Counter[str] = Counter()
-    for manifest in (*catalog.shards_by_run[one.run], *catalog.replaced):
+    for manifest in (*catalog.shards_by_run[account.run], *catalog.replaced):
         if manifest.chain == chain.chain:
             of_hooks.update(dict.fromkeys(manifest.hooks, manifest.n_rows))
     return {
         "rows": max(of_hooks.values(), default=0),
-        "dropped_tokens": one.n_dropped.get(chain.chain, 0),
-        "recomputed_tokens": one.account.totals["recomputed"],
+        "dropped_tokens": account.n_dropped.get(chain.chain, 0),
+        "recomputed_tokens": account.account.totals["recomputed"],
     }
 
 
@@ -335,10 +335,10 @@ def _check_seals(catalog: Catalog, accounts: list[RunAccount]) -> None:
     """Check totals and multiplicity of every seal, against the runs whose chains it names."""
     for seal in catalog.seals:
         named = {catalog.chains[chain].run for chain in seal.heads if chain in catalog.chains}
-        mine = [one for one in accounts if one.run in named]
-        totals = {name: sum(one.account.totals[name] for one in mine) for name in TOTALS}
+        sealed = [account for account in accounts if account.run in named]
+        totals = {name: sum(account.account.totals[name] for account in sealed) for name in TOTALS}
         _compare_totals(catalog, layout.seal_path(seal.n), seal.totals, totals, totals.keys())
-        _check_multiplicity(catalog, seal, mine)
+        _check_multiplicity(catalog, seal, sealed)
 
 
 def _check_multiplicity(catalog: Catalog, seal: Seal, accounts: list[RunAccount]) -> None:
@@ -348,7 +348,7 @@ def _check_multiplicity(catalog: Catalog, seal: Seal, accounts: list[RunAccount]
         return
     stored = catalog.read_table("multiplicity", path)
     implied = pa.concat_tables(
-        [tables.empty("multiplicity"), *(one.account.multiplicity for one in accounts)]
+        [tables.empty("multiplicity"), *(account.account.multiplicity for account in accounts)]
     )
     order = [("run", "ascending"), ("request", "ascending"), ("start", "ascending")]
     implied = implied.sort_by(order)
@@ -360,7 +360,8 @@ def _check_multiplicity(catalog: Catalog, seal: Seal, accounts: list[RunAccount]
     )
     n = min(stored.num_rows, implied.num_rows)
     differ = [
-        np.flatnonzero(one[:n] != other[:n]) for one, other in zip(got, expected, strict=True)
+        np.flatnonzero(account[:n] != other[:n])
+        for account, other in zip(got, expected, strict=True)
     ]
     row = min((int(where[0]) for where in differ if len(where)), default=n)
     catalog.findings.add(

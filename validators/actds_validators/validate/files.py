@@ -117,8 +117,8 @@ def check_array(catalog: Catalog, manifest: ShardManifest, hook: str) -> None:
         catalog.findings.take("integrity", error)
         return
     shape = arrays.parse_metadata(data, path)
-    told = next(entry for entry in catalog.genesis.hooks if entry.name == hook)
-    got, expected = (shape.dtype.name, shape.d_model), (told.dtype, told.d_model)
+    declared = next(entry for entry in catalog.genesis.hooks if entry.name == hook)
+    got, expected = (shape.dtype.name, shape.d_model), (declared.dtype, declared.d_model)
     if got != expected:
         catalog.findings.add(
             "structure",
@@ -174,9 +174,9 @@ def check_digests(
     n_workers = max(min(8, os.cpu_count() or 1), catalog.store.n_readers)
     with open_executor(executor, n_workers if executor == "threads" else None) as on:
         digests = on.map(partial(_digests, catalog.store), batches)
-        for batch, found in zip(batches, digests, strict=True):
+        for batch, of_batch in zip(batches, digests, strict=True):
             progress(sum(catalog.files[path].nbytes for path in batch))
-            for path, got in zip(batch, found, strict=True):
+            for path, got in zip(batch, of_batch, strict=True):
                 _compare_digest(catalog, path, got)
 
 

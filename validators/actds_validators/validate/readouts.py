@@ -55,8 +55,8 @@ class HookReadouts:
     def first_twin(self) -> dict[str, int] | None:
         """Return the key of a row that stands twice, ``None`` when all are different."""
         twin = (self._key[1:] == self._key[:-1]) & (self._step[1:] == self._step[:-1])
-        found = np.flatnonzero(twin)
-        return self.key_at(int(self._order[found[0]])) if len(found) else None
+        repeated = np.flatnonzero(twin)
+        return self.key_at(int(self._order[repeated[0]])) if len(repeated) else None
 
     def key_at(self, row: int) -> dict[str, int]:
         return {name: int(self.table[name][row].as_py()) for name in KEYS}
@@ -67,18 +67,18 @@ class HookReadouts:
         step = table["step"].to_numpy().astype(np.int64)
         first = np.searchsorted(self._key, key, "left")
         last = np.searchsorted(self._key, key, "right")
-        found = np.full(len(key), -1, np.int64)
+        rows = np.full(len(key), -1, np.int64)
         # A position was computed more than once only after a preemption.
         for attempt in range(int((last - first).max(initial=0))):
             at = np.minimum(first + attempt, len(self._key) - 1)
             hit = (first + attempt < last) & (self._step[at] == step)
-            found[hit] = self._order[at[hit]]
-        return found
+            rows[hit] = self._order[at[hit]]
+        return rows
 
     def of_rows(self, tokens: pa.Table) -> HookReadouts:
         """Return those of some rows; of a row without any there is none."""
-        found = self.find(tokens)
-        return HookReadouts(self.table.take(pa.array(found[found >= 0])))
+        rows = self.find(tokens)
+        return HookReadouts(self.table.take(pa.array(rows[rows >= 0])))
 
     def values(self, rows: Ints) -> npt.NDArray[np.float32]:
         taken = self.table.take(pa.array(rows))
@@ -110,8 +110,8 @@ class RunReadouts:
         if hook not in self._packed:
             self._packed.clear()
             probes = self.probes.get(hook)
-            one = None if probes is None else probes[None]
-            self._packed[hook] = matrix(self.readouts, one, 1, d_model)[0]
+            of_hook = None if probes is None else probes[None]
+            self._packed[hook] = matrix(self.readouts, of_hook, 1, d_model)[0]
         return self._packed[hook]
 
     @cached_property
@@ -130,7 +130,7 @@ def check_readouts(catalog: Catalog, *, values: bool) -> dict[str, RunReadouts]:
 
     Spec: 0.1 section 7.8.
     """
-    found: dict[str, RunReadouts] = {}
+    by_run: dict[str, RunReadouts] = {}
     for run in sorted(catalog.runs.keys() & set(catalog.runs_with_data)):
         record = catalog.runs[run]
         if run in catalog.incomplete:
@@ -145,17 +145,17 @@ def check_readouts(catalog: Catalog, *, values: bool) -> dict[str, RunReadouts]:
                         "accounting", "E416", place, "none", "the readouts there are"
                     )
                 continue
-            found[run] = _read_readouts(catalog, run, readouts, values=values)
-            known = _check_rows_covered(catalog, run, found[run])
-            _check_losses_covered(catalog, run, found[run])
-            _check_computed(catalog, run, found[run])
-            _check_tokens(catalog, run, found[run].hooks, known)
-    return found
+            by_run[run] = _read_readouts(catalog, run, readouts, values=values)
+            known = _check_rows_covered(catalog, run, by_run[run])
+            _check_losses_covered(catalog, run, by_run[run])
+            _check_computed(catalog, run, by_run[run])
+            _check_tokens(catalog, run, by_run[run].hooks, known)
+    return by_run
 
 
 def compare(
     findings: Findings,
-    mine: RunReadouts,
+    of_run: RunReadouts,
     hook: str,
     tokens: pa.Table,
     bits: npt.NDArray[Any],
@@ -167,13 +167,13 @@ def compare(
     Args:
         bits: their bit patterns ``(n, d_model)``.
     """
-    where = mine.hooks[hook].find(tokens)
-    there = np.flatnonzero(where >= 0)  # those without are E416 already
-    rows = arrays.as_ml_dtypes(bits[there], dtype).astype(np.float32)
+    where = of_run.hooks[hook].find(tokens)
+    known = np.flatnonzero(where >= 0)  # those without are E416 already
+    rows = arrays.as_ml_dtypes(bits[known], dtype).astype(np.float32)
     finite = np.isfinite(rows).all(axis=1)
-    there, rows = there[finite], rows[finite]
-    stored = mine.hooks[hook].values(where[there])
-    packed = mine.packed(hook, bits.shape[1])
+    known, rows = known[finite], rows[finite]
+    stored = of_run.hooks[hook].values(where[known])
+    packed = of_run.packed(hook, bits.shape[1])
     want = compute(rows, packed)
     scale = np.concatenate([[1.0], np.linalg.norm(packed, axis=0)])
     norms = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))[:, None]
@@ -189,7 +189,7 @@ def compare(
         return
     row = int(wrong[0])
     column = int(np.argmax(np.abs(stored[row] - want[row]) / scale))
-    key = {name: tokens[name][int(there[row])].as_py() for name in ("request", "position")}
+    key = {name: tokens[name][int(known[row])].as_py() for name in ("request", "position")}
     findings.add(
         "values",
         "E417",
@@ -247,7 +247,7 @@ def _probes(catalog: Catalog, run: str, readouts: Readouts) -> dict[str, npt.NDA
     return {hook.name: probes[n] for n, hook in enumerate(hooks)}
 
 
-def _check_rows_covered(catalog: Catalog, run: str, mine: RunReadouts) -> _Tokens:
+def _check_rows_covered(catalog: Catalog, run: str, of_run: RunReadouts) -> _Tokens:
     """Every stored row has its readouts, at every hook, from the step that computed it."""
     known: list[_Tokens] = [(np.empty(0, np.uint64), np.empty(0, np.int64))]
     for manifest in catalog.shards_by_run[run]:
@@ -257,25 +257,25 @@ def _check_rows_covered(catalog: Catalog, run: str, mine: RunReadouts) -> _Token
         tokens = catalog.read_table("tokens", path, [*KEYS, TOKEN])
         known.append(_tokens(tokens))
         for hook in manifest.hooks:
-            missing = np.flatnonzero(mine.hooks[hook].find(tokens) < 0)
+            missing = np.flatnonzero(of_run.hooks[hook].find(tokens) < 0)
             _note_missing(catalog, f"readouts/{run} {hook}", tokens, missing, path)
     return _joined(known)
 
 
-def _check_losses_covered(catalog: Catalog, run: str, mine: RunReadouts) -> None:
+def _check_losses_covered(catalog: Catalog, run: str, of_run: RunReadouts) -> None:
     """Every row that an overflow policy gave up left its readouts, but for those without room."""
     drops = catalog.sound_table(run, "drops")
     if drops is None:
         return
     unread = pc.equal(drops["drop_reason"], tables.READOUTS_FULL)
-    _check_unread(catalog, run, mine, drops.filter(unread))
+    _check_unread(catalog, run, of_run, drops.filter(unread))
     free = pc.is_in(drops["drop_reason"], pa.array([tables.READOUTS_FULL, tables.FAILED_LOAD]))
     drops = drops.filter(pc.invert(free))
     start, stop = (drops[name].to_numpy().astype(np.int64) for name in ("start", "stop"))
     length = stop - start
     if not len(length) or (length < 0).any():
         return
-    n_lines = max((readouts.table.num_rows for readouts in mine.hooks.values()), default=0)
+    n_lines = max((readouts.table.num_rows for readouts in of_run.hooks.values()), default=0)
     if int(length.sum()) > n_lines:  # before as many keys are made, of which a drop can claim 2^32
         got, expected = f"{n_lines} lines of a hook", f"one for each of {length.sum()} positions"
         catalog.findings.add("accounting", "E416", f"readouts/{run}", got, expected)
@@ -288,12 +288,12 @@ def _check_losses_covered(catalog: Catalog, run: str, mine: RunReadouts) -> None
             "step": np.repeat(drops["step"].to_numpy(), length),
         }
     )
-    for hook, readouts in mine.hooks.items():
+    for hook, readouts in of_run.hooks.items():
         missing = np.flatnonzero(readouts.find(lost) < 0)
         _note_missing(catalog, f"readouts/{run} {hook}", lost, missing, f"losses/{run}")
 
 
-def _check_unread(catalog: Catalog, run: str, mine: RunReadouts, drops: pa.Table) -> None:
+def _check_unread(catalog: Catalog, run: str, of_run: RunReadouts, drops: pa.Table) -> None:
     """No drop says that there was no room for readouts which are there."""
     start, stop = (drops[name].to_numpy().astype(np.int64) for name in ("start", "stop"))
     if not len(start) or (stop < start).any():
@@ -305,7 +305,7 @@ def _check_unread(catalog: Catalog, run: str, mine: RunReadouts, drops: pa.Table
         (key + (stop - start).astype(np.uint64))[order],
         drops["step"].to_numpy()[order],
     )
-    for hook, readouts in mine.hooks.items():
+    for hook, readouts in of_run.hooks.items():
         lines = keys_of(readouts.table)
         at = np.searchsorted(key, lines, "right") - 1
         inside = (at >= 0) & (lines < end[at]) & (readouts.table["step"].to_numpy() == step[at])
@@ -315,7 +315,7 @@ def _check_unread(catalog: Catalog, run: str, mine: RunReadouts, drops: pa.Table
             catalog.findings.add("accounting", "E416", f"readouts/{run} {hook}", got, expected)
 
 
-def _check_computed(catalog: Catalog, run: str, mine: RunReadouts) -> None:
+def _check_computed(catalog: Catalog, run: str, of_run: RunReadouts) -> None:
     """No readout stands twice, or belongs to a step or a position that nobody computed."""
     steps_read = catalog.sound_table(run, "steps")
     spans_read = catalog.sound_table(run, "spans")
@@ -327,7 +327,7 @@ def _check_computed(catalog: Catalog, run: str, mine: RunReadouts) -> None:
     computed = np.zeros(len(request) + 1, np.int64)  # the last is of requests that it does not have
     np.maximum.at(computed, number, spans["stop"].to_numpy().astype(np.int64))
     requests = Index(request)
-    for hook, readouts in mine.hooks.items():
+    for hook, readouts in of_run.hooks.items():
         place = f"readouts/{run} {hook}"
         twin = readouts.first_twin
         if twin is not None:
@@ -369,9 +369,9 @@ def _check_tokens(
     wrong = 0
     for hook, lines in hooks.items():
         keys, ids = _tokens(lines.table)
-        both = _joined([known, (keys, ids)])
-        at = np.searchsorted(both[0], keys)
-        differ = np.flatnonzero(both[1][at] != ids)
+        every = _joined([known, (keys, ids)])
+        at = np.searchsorted(every[0], keys)
+        differ = np.flatnonzero(every[1][at] != ids)
         if len(differ):
             wrong += 1
             request, position = split_key(keys[differ[0]])
@@ -381,9 +381,9 @@ def _check_tokens(
                 f"readouts/{run} {hook} request {request} position {position} token_id "
                 f"(and {len(differ) - 1} more lines)",
                 str(int(ids[differ[0]])),
-                f"{int(both[1][at[differ[0]]])}, as its row or another line says",
+                f"{int(every[1][at[differ[0]]])}, as its row or another line says",
             )
-        known = both
+        known = every
     if not wrong:
         _check_digests(catalog, run, known)
 
@@ -412,11 +412,11 @@ def _check_digests(catalog: Catalog, run: str, known: _Tokens) -> None:
         if digest is None or not 0 < length <= len(keys):
             continue
         first, last = np.searchsorted(keys, position_key(request, [0, length]))
-        mine = references.get(request, [])
-        if last - first + sum(stop - start for start, stop, _ in mine) < length:
+        referenced = references.get(request, [])
+        if last - first + sum(stop - start for start, stop, _ in referenced) < length:
             continue  # some are not known
         whose = np.full(length, request, np.int64)
-        for start, stop, of in mine:
+        for start, stop, of in referenced:
             whose[start:stop] = of
         wanted = position_key(whose, np.arange(length))
         at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)

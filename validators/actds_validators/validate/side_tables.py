@@ -58,8 +58,8 @@ def _sound(catalog: Catalog, run: str, *names: TableName) -> list[pa.Table]:
     """Return tables of a run; none where one is unsound, or what it should hold is not known."""
     if run in catalog.incomplete:
         return []
-    found = [catalog.sound_table(run, name) for name in names]
-    return [] if any(table is None for table in found) else found
+    read = [catalog.sound_table(run, name) for name in names]
+    return [] if any(table is None for table in read) else read
 
 
 def _check_canary(catalog: Catalog, run: str, notes: Notes) -> None:
@@ -104,11 +104,11 @@ def _check_foreign(catalog: Catalog, run: str, canary: pa.Table) -> None:
 
 def _check_stored(canary: pa.Table, spans: pa.Table, notes: Notes) -> None:
     """Note lines whose position has no row, neither its own nor a referenced one."""
-    own = pc.equal(spans["disposition"], "captured")
+    captured = pc.equal(spans["disposition"], "captured")
     referenced = pc.and_(
         pc.equal(spans["disposition"], "cache_ref"), pc.is_valid(spans["ref_request"])
     )
-    stored = spans.filter(pc.or_(own, referenced))
+    stored = spans.filter(pc.or_(captured, referenced))
     start, stop = (position_key(stored["request"], stored[name]) for name in ("start", "stop"))
     order = np.argsort(start, kind="stable")
     start, stop = start[order], stop[order]
@@ -129,10 +129,10 @@ def _check_stored(canary: pa.Table, spans: pa.Table, notes: Notes) -> None:
 
 
 def _check_roles(catalog: Catalog, run: str, notes: Notes) -> None:
-    found = _sound(catalog, run, "roles", "spans") if catalog.parts.get((run, "roles")) else []
-    if not found:
+    read = _sound(catalog, run, "roles", "spans") if catalog.parts.get((run, "roles")) else []
+    if not read:
         return
-    roles, spans = found
+    roles, spans = read
     check_words(roles, "role", tables.ROLES, f"census/{run}/roles", notes)
     empty = pc.greater_equal(roles["start"], roles["stop"])
     names = ("request", "start", "stop")
@@ -157,9 +157,9 @@ def _keys(table: pa.Table) -> tuple[Keys, Keys]:
 def _check_origins(catalog: Catalog, run: str, notes: Notes) -> None:
     if not catalog.parts.get((run, "origins")):
         return
-    if found := _sound(catalog, run, "origins", "requests"):
-        _check_names(found[0], notes)
-        _check_requests(found[0], found[1], notes)
+    if read := _sound(catalog, run, "origins", "requests"):
+        _check_names(read[0], notes)
+        _check_requests(read[0], read[1], notes)
 
 
 def _check_names(origins: pa.Table, notes: Notes) -> None:
@@ -172,15 +172,15 @@ def _check_names(origins: pa.Table, notes: Notes) -> None:
 
 def _check_requests(origins: pa.Table, requests: pa.Table, notes: Notes) -> None:
     named, n_given = (origins[name].to_numpy().astype(np.int64) for name in ("request", "n_given"))
-    there = requests["request"].to_numpy().astype(np.int64)
+    numbers = requests["request"].to_numpy().astype(np.int64)
     served = ~np.isin(requests["finish_reason"].to_pylist(), tables.UNSERVED)
     room = np.where(served, requests["prompt_len"].to_numpy().astype(np.int64), 2**32)
-    order = np.argsort(there, kind="stable")
-    at = np.minimum(np.searchsorted(there[order], named), max(len(there) - 1, 0))
-    known = there[order][at] == named if len(there) else np.zeros(len(named), bool)
+    order = np.argsort(numbers, kind="stable")
+    at = np.minimum(np.searchsorted(numbers[order], named), max(len(numbers) - 1, 0))
+    known = numbers[order][at] == named if len(numbers) else np.zeros(len(named), bool)
     first = np.zeros(len(named), bool)
     first[np.unique(named, return_index=True)[1]] = True
-    beyond = known & (n_given > room[order][at]) if len(there) else ~known
+    beyond = known & (n_given > room[order][at]) if len(numbers) else ~known
     for wrong, got, expected in (
         (~known, "an origin", "none: the run has no such request"),
         (known & ~first, "two origins", "one at most"),
@@ -202,10 +202,10 @@ def _check_sampled(catalog: Catalog, run: str, notes: Notes) -> None:
         return
     if not is_recorded and not catalog.parts.get((run, "sampled")):
         return
-    found = _sound(catalog, run, "sampled", "requests", "steps", "spans")
-    if not found:
+    read = _sound(catalog, run, "sampled", "requests", "steps", "spans")
+    if not read:
         return
-    sampled, requests, steps, spans = found
+    sampled, requests, steps, spans = read
     if is_recorded:
         key, is_owed = _check_lines(sampled, requests, steps, notes)
         _check_values(sampled, notes)
@@ -222,13 +222,13 @@ def _check_lines(
     """Return the key of each line, and which are the first of a token that was sampled."""
     named, position, step = (ints(sampled, name) for name in ("request", "position", "step"))
     order = np.argsort(ints(requests, "request"), kind="stable")
-    there, first, n = (
+    numbers, first, n = (
         ints(requests, name)[order] for name in ("request", "prompt_len", "generated_len")
     )
-    known = np.isin(named, there)
-    at = np.where(known, np.searchsorted(there, named), 0)
+    known = np.isin(named, numbers)
+    at = np.where(known, np.searchsorted(numbers, named), 0)
     within = known.copy()
-    if len(there):
+    if len(numbers):
         within &= (position >= first[at]) & (position < first[at] + n[at])
     key = position_key(sampled["request"], sampled["position"])
     once = np.zeros(len(key), bool)
@@ -263,24 +263,24 @@ def _check_missing(
         free: numbers of those that may have none at all, ``None`` for every one.
     """
     ended = np.asarray(requests["finish_reason"].to_pylist()) != "unfinished"
-    there, n = (ints(requests, name)[ended] for name in ("request", "generated_len"))
+    numbers, n = (ints(requests, name)[ended] for name in ("request", "generated_len"))
     with_lines, n_lines = np.unique(owed >> np.uint64(32), return_counts=True)
-    found = np.zeros(len(there), np.int64)
+    n_of = np.zeros(len(numbers), np.int64)
     if len(with_lines):
-        at = np.minimum(np.searchsorted(with_lines, there), len(with_lines) - 1)
-        found = np.where(with_lines[at] == there, n_lines[at], 0)
-    may_lack = np.ones(len(there), bool) if free is None else np.isin(there, free)
-    short = np.flatnonzero((found < n) & ~((found == 0) & may_lack))
+        at = np.minimum(np.searchsorted(with_lines, numbers), len(with_lines) - 1)
+        n_of = np.where(with_lines[at] == numbers, n_lines[at], 0)
+    may_lack = np.ones(len(numbers), bool) if free is None else np.isin(numbers, free)
+    short = np.flatnonzero((n_of < n) & ~((n_of == 0) & may_lack))
     if not len(short):
         return
     if _was_cut_off(catalog, notes.run):
-        got = f"{(n - found)[short].sum()} sampled tokens of {len(short)} requests without a line"
+        got = f"{(n - n_of)[short].sum()} sampled tokens of {len(short)} requests without a line"
         place = f"census/{notes.run}/sampled"
         notes.add("E423", place, got, "a line for each", "warning")
         return
     for row in notes.each("E423", short):
-        place = f"census/{notes.run}/sampled request {there[row]}"
-        notes.add("E423", place, f"{found[row]} lines", f"{n[row]}, one per sampled token")
+        place = f"census/{notes.run}/sampled request {numbers[row]}"
+        notes.add("E423", place, f"{n_of[row]} lines", f"{n[row]}, one per sampled token")
 
 
 def _free(record: RunRecord, spans: pa.Table) -> Ints | None:
@@ -297,10 +297,10 @@ def _check_tokens(catalog: Catalog, run: str, key: Keys, token: Ints, notes: Not
         if path in catalog.unsound or not len(key):
             continue
         rows = catalog.read_table("tokens", path, ["request", "position", "token_id"])
-        mine = position_key(rows["request"], rows["position"])
-        at = np.minimum(np.searchsorted(key, mine), len(key) - 1)
+        of_rows = position_key(rows["request"], rows["position"])
+        at = np.minimum(np.searchsorted(key, of_rows), len(key) - 1)
         fed = ints(rows, "token_id")
-        for row in notes.each("E423", np.flatnonzero((key[at] == mine) & (token[at] != fed))):
+        for row in notes.each("E423", np.flatnonzero((key[at] == of_rows) & (token[at] != fed))):
             place = _place(notes, *(rows[name][row].as_py() for name in ("request", "position")))
             notes.add("E423", place, f"token {token[at[row]]}", f"{fed[row]}, as in {path}")
 

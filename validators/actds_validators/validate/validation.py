@@ -115,8 +115,8 @@ class Validation:
     def found_by(self, name: CheckName) -> list[Finding]:
         if self.catalog is None:
             return self.findings if name == "structure" else []
-        mine = {finding for check, finding in self.catalog.findings if check == name}
-        return [finding for finding in self.findings if finding in mine]
+        of_check = {finding for check, finding in self.catalog.findings if check == name}
+        return [finding for finding in self.findings if finding in of_check]
 
     @property
     def not_read(self) -> str:
@@ -292,7 +292,7 @@ def _check_card(catalog: Catalog) -> None:
 
     Spec: 0.1 section 2.4.
     """
-    if catalog.is_sealed and not any(one.severity == "error" for _, one in catalog.findings):
+    if catalog.is_sealed and not any(noted.severity == "error" for _, noted in catalog.findings):
         with catalog.findings.noting("structure"):
             for finding in compare_card(catalog):
                 catalog.findings.take("structure", finding)
@@ -305,7 +305,7 @@ def _check_list(catalog: Catalog) -> None:
 
     Spec: 0.1 section 15.1.
     """
-    if catalog.is_sealed and not any(one.severity == "error" for _, one in catalog.findings):
+    if catalog.is_sealed and not any(noted.severity == "error" for _, noted in catalog.findings):
         try:
             check_sums(catalog)
         except ActdsError as error:
@@ -323,9 +323,9 @@ def _unreadable(store: Store, level: Level, error: ActdsError, began: float) -> 
 
 def _result(catalog: Catalog, level: Level, accounts: list[RunAccount], began: float) -> Validation:
     order = {"error": 0, "warning": 1, "note": 2}
-    found = [finding for _, finding in catalog.findings]
+    noted = [finding for _, finding in catalog.findings]
     findings = sorted(
-        dict.fromkeys(found), key=lambda finding: (order[finding.severity], finding.code)
+        dict.fromkeys(noted), key=lambda finding: (order[finding.severity], finding.code)
     )
     seal = catalog.seal if catalog.is_sealed else None
     return Validation(
@@ -336,7 +336,7 @@ def _result(catalog: Catalog, level: Level, accounts: list[RunAccount], began: f
         digest=catalog.seal_sha256 if seal else None,
         checks=[_check(catalog, name, level, accounts) for name in CHECKS],
         findings=findings,
-        runs={one.run: one.account.totals for one in accounts},
+        runs={account.run: account.account.totals for account in accounts},
         duration_s=time.monotonic() - began,
         catalog=catalog,
     )
@@ -348,7 +348,7 @@ def _check(catalog: Catalog, name: CheckName, level: Level, accounts: list[RunAc
     failed = any(
         check == name and finding.severity == "error" for check, finding in catalog.findings
     )
-    unjudged = name == "accounting" and any(not one.complete for one in accounts)
+    unjudged = name == "accounting" and any(not account.complete for account in accounts)
     state: State = "failed" if failed or unjudged else "passed"
     return Check(name, state, _detail(catalog, name, level, accounts))
 
@@ -372,8 +372,8 @@ def _detail(catalog: Catalog, name: CheckName, level: Level, accounts: list[RunA
 
 
 def _accounted(catalog: Catalog, accounts: list[RunAccount]) -> str:
-    judged = [one for one in accounts if one.complete]
-    rows = sum(one.account.totals["rows"] for one in judged)
+    judged = [account for account in accounts if account.complete]
+    rows = sum(account.account.totals["rows"] for account in judged)
     runs = catalog.runs_with_data
     text = f"runs {len(judged)} of {len(runs)}, rows {rows:,} against the census"
     imported = sum(map(catalog.is_imported, runs))
@@ -471,7 +471,7 @@ class Watch:
             if not self.store.exists(layout.GENESIS):
                 return []
             self._genesis = read_genesis(self.store)
-        found = []
+        news = []
         for name in chain_names(self.store):
             chain = self._chains.setdefault(name, _Chain(name))
             if chain.ended or chain.broken:
@@ -485,8 +485,8 @@ class Watch:
                 findings.append(Finding.from_error(error))
             state = _state(chain, records)
             if records and state is not None:
-                found.append((state, records))
-        return found
+                news.append((state, records))
+        return news
 
     def _next(self, chain: _Chain) -> LedgerRecord:
         assert self._genesis is not None, "it was read before any record"
@@ -507,9 +507,9 @@ class Watch:
             stamps = {path: stamp(self.store, path) for path in catalog.files}
             check_digests(catalog, self._count, self.executor)
             self.known |= {
-                path: one
-                for path, one in stamps.items()
-                if one is not None and path not in catalog.unsound
+                path: now
+                for path, now in stamps.items()
+                if now is not None and path not in catalog.unsound
             }
             check_indexes(catalog)
         for manifest in catalog.shards:

@@ -47,7 +47,7 @@ class _Item:
 
 @dataclass(frozen=True)
 class _Looked:
-    found: list[tuple[CheckName, Finding]]
+    noted: list[tuple[CheckName, Finding]]
     nbytes: int
 
 
@@ -70,7 +70,7 @@ def check_values(
     n_workers = min(8, os.cpu_count() or 1) if executor == "threads" else None
     with open_executor(executor, n_workers) as on:
         for looked in on.map(_look_at, _items(catalog, readouts)):
-            for check, finding in looked.found:
+            for check, finding in looked.noted:
                 catalog.findings.take(check, finding)
             progress(looked.nbytes)
 
@@ -93,9 +93,9 @@ def _items(catalog: Catalog, readouts: Mapping[str, RunReadouts]) -> Iterator[_I
             continue
         if tokens.num_rows != manifest.n_rows:
             continue  # E203, told by the check of accounting
-        mine = readouts.get(manifest.run)
-        mine = mine and mine.of_rows(tokens, manifest.hooks)
-        yield _Item(catalog.of_shard(manifest), tokens, mine)
+        of_run = readouts.get(manifest.run)
+        of_run = of_run and of_run.of_rows(tokens, manifest.hooks)
+        yield _Item(catalog.of_shard(manifest), tokens, of_run)
 
 
 def _look_at(item: _Item) -> _Looked:
@@ -215,26 +215,26 @@ def _check_repeats(
     twins = np.flatnonzero(equal)
     if not len(twins):
         return
-    one, other = int(left[twins[0]]), int(right[twins[0]])
+    first, other = int(left[twins[0]]), int(right[twins[0]])
     _note(
         catalog,
         "E603",
         place,
         right[some][twins],
         tokens,
-        f"the bits of row {one}, {_who(tokens, one)} of token {token[one]}",
+        f"the bits of row {first}, {_who(tokens, first)} of token {token[first]}",
         f"a row of its own for token {token[other]}",
     )
 
 
-def may_equal(one: str, other: str) -> bool:
+def may_equal(hook: str, other: str) -> bool:
     """Return whether two hooks are one place, or have equal rows where a model has no norm.
 
     A single position attends to itself alone: its heads' outputs are its values.
 
     Spec: 0.1 section 3.1.
     """
-    (first, _, a), (second, _, b) = sorted(name.rpartition(".") for name in (one, other))
+    (first, _, a), (second, _, b) = sorted(name.rpartition(".") for name in (hook, other))
     if (first, second) == ("resid_post", "resid_pre"):
         return a.isdecimal() and b.isdecimal() and int(b) == int(a) + 1
     pairs = {("embed", "resid_pre"), ("mlp_in", "resid_mid"), ("v", "z")}
@@ -250,15 +250,17 @@ def _check_hooks_apart(
         return
     every = np.stack([hashes[hook] for hook in hooks])
     left = _MAX_TWIN_HOOKS
-    for i, one in enumerate(hooks):
+    for i, first in enumerate(hooks):
         same = (every[i + 1 :] == every[i]) & (every[i] != 0)
         for j in np.flatnonzero(same.any(axis=1)):
             other = hooks[i + 1 + j]
-            if may_equal(one, other):
+            if may_equal(first, other):
                 continue
             place = f"shards/{manifest.shard} hook {other}"
             rows = np.flatnonzero(same[j])
-            _note(catalog, "E603", place, rows, tokens, f"the bits of hook {one}", "another state")
+            _note(
+                catalog, "E603", place, rows, tokens, f"the bits of hook {first}", "another state"
+            )
             left -= 1
             if not left:
                 return
