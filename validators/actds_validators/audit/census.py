@@ -250,8 +250,8 @@ def _sum_rows(part: Part) -> tuple[_KeySums, _KeySums]:
         request, step = column(batch, "request"), column(batch, "step")
         p = column(batch, "position").astype(np.uint64)
         keys, at = places(request)
-        n, first, two = (_exact(at, values, len(keys)) for values in (None, p, p * p))
-        sums = np.stack([n, 2 * first + n, 3 * two + 3 * first + n])
+        n, first, second = (_exact(at, values, len(keys)) for values in (None, p, p * p))
+        sums = np.stack([n, 2 * first + n, 3 * second + 3 * first + n])
         by_request.append(_KeySums(keys, sums))
         keys, at = places(step)
         by_step.append(_KeySums(keys, _exact(at, None, len(keys))[np.newaxis]))
@@ -317,109 +317,53 @@ def _findings(
     steps: dict[str, npt.NDArray[Any]],
     read: Read,
 ) -> list[Finding]:
-    run, parts = source.run, list(read(_sum_rows, source.parts["tokens"]))
-    nothing = _KeySums.of_ranges(*np.zeros((3, 0), np.int64))
-    rows = _KeySums.together([nothing, *(requests for requests, _ in parts)])
-    by_step = _KeySums.together([nothing.counts(), *(requests for _, requests in parts)])
-    drops = source.columns("drops", ["request", "step", "start", "stop"])
-    return [
-        *_by_request(source, spans, is_computed, rows, drops),
-        *_by_step(run, steps, by_step, drops),
-        *_in_all(run, spans, is_computed, steps),
-    ]
+    """Return where positions by request, or numbers of tokens by step and in all, are not equal."""
 
-
-def _by_request(
-    source: RunSource,
-    spans: dict[str, npt.NDArray[Any]],
-    is_computed: Bools,
-    rows: _KeySums,
-    drops: dict[str, npt.NDArray[Any]],
-) -> list[Finding]:
     def ranges(disposition: str) -> _KeySums:
         chosen = spans["disposition"] == disposition
         return _KeySums.of_ranges(*(spans[n][chosen] for n in ("request", "start", "stop")))
 
-    run, owed = source.run, _owed(source, spans, is_computed)
+    def counted(*names: str) -> _KeySums:
+        return _KeySums.of_counts(steps["step"], np.sum([steps[name] for name in names], axis=0))
+
+    parts = list(read(_sum_rows, source.parts["tokens"]))
+    nothing = _KeySums.of_ranges(*np.zeros((3, 0), np.int64))
+    rows = _KeySums.together([nothing, *(by_request for by_request, _ in parts)])
+    n_rows = _KeySums.together([nothing.counts(), *(by_step for _, by_step in parts)])
+    drops = source.columns("drops", ["request", "step", "start", "stop"])
     every = _KeySums.of_ranges(spans["request"], spans["start"], spans["stop"])
     dropped = _KeySums.of_ranges(drops["request"], drops["start"], drops["stop"])
+    n_dropped = _KeySums.of_counts(drops["step"], drops["stop"] - drops["start"])
+    owed, batch, became = (
+        _owed(source, spans, is_computed),
+        counted("batch_tokens"),
+        _FATES.values(),
+    )
+    census, of_census = f"census/{source.run}", "the census'"
+    shards, losses = f"shards (run {source.run}) rows of", f"losses/{source.run} drops of"
+    captured, lost = counted("captured_tokens"), counted("dropped_tokens")
     partition = "spans that partition the request's positions"
-    return [
-        *_differing("E404", f"census/{run}/spans request", every, owed, partition),
-        *_differing(
-            "E406",
-            f"shards (run {run}) rows of request",
-            rows,
-            ranges("captured"),
-            "the census' captured positions",
-        ),
-        *_differing(
-            "E408",
-            f"losses/{run} drops of request",
-            dropped,
-            ranges("dropped"),
-            "the census' dropped positions",
-        ),
-    ]
-
-
-def _by_step(
-    run: str, steps: dict[str, npt.NDArray[Any]], rows: _KeySums, drops: dict[str, npt.NDArray[Any]]
-) -> list[Finding]:
-    def counted(n: npt.NDArray[Any]) -> _KeySums:
-        return _KeySums.of_counts(steps["step"], n)
-
-    dropped = _KeySums.of_counts(drops["step"], drops["stop"] - drops["start"])
-    became = np.sum([steps[name] for name in _FATES.values()], axis=0)
-    return [
-        *_differing(
-            "E412",
-            f"shards (run {run}) rows of step",
-            rows,
-            counted(steps["captured_tokens"]),
-            "the census' captured_tokens",
-        ),
-        *_differing(
-            "E408",
-            f"losses/{run} drops of step",
-            dropped,
-            counted(steps["dropped_tokens"]),
-            "the census' dropped_tokens",
-        ),
-        *_differing(
-            "E409",
-            f"census/{run}/steps step",
-            counted(steps["batch_tokens"]),
-            counted(became),
-            "the sum of what became of them",
-        ),
-    ]
-
-
-def _in_all(
-    run: str,
-    spans: dict[str, npt.NDArray[Any]],
-    is_computed: Bools,
-    steps: dict[str, npt.NDArray[Any]],
-) -> list[Finding]:
-    """Return the fates without rows of which spans and steps do not hold as many positions."""
-    length, findings = spans["stop"] - spans["start"], []
-    for word in ("aborted", "filtered", "undelivered"):
-        got = int(length[(spans["disposition"] == word) & is_computed].sum())
-        wanted = int(steps[_FATES[word]].sum())
-        if got != wanted:
-            place = f"census/{run}/spans {word} in all: steps"
-            findings.append(_finding("E409", place, got, wanted, f"the census' {word}_tokens"))
-    return findings
-
-
-def _differing(
-    code: str, place: str, got: _KeySums, wanted: _KeySums, expected: str
-) -> list[Finding]:
-    return [
+    compared = (
+        ("E404", f"{census}/spans request", every, owed, partition),
+        ("E406", f"{shards} request", rows, ranges("captured"), f"{of_census} captured positions"),
+        ("E408", f"{losses} request", dropped, ranges("dropped"), f"{of_census} dropped positions"),
+        ("E412", f"{shards} step", n_rows, captured, f"{of_census} captured_tokens"),
+        ("E408", f"{losses} step", n_dropped, lost, f"{of_census} dropped_tokens"),
+        ("E409", f"{census}/steps step", batch, counted(*became), "the sum of what became of them"),
+    )
+    findings = [
         _finding(code, f"{place} {key}", n, n_wanted, expected)
+        for code, place, got, wanted, expected in compared
         for key, n, n_wanted in got.differing(wanted)
     ]
+    length = spans["stop"] - spans["start"]
+    for word in ("aborted", "filtered", "undelivered"):  # of these no row tells the step
+        n = int(length[(spans["disposition"] == word) & is_computed].sum())
+        n_wanted = int(steps[_FATES[word]].sum())
+        if n != n_wanted:
+            place = f"{census}/spans {word} in all: steps"
+            findings.append(_finding("E409", place, n, n_wanted, f"{of_census} {word}_tokens"))
+    return findings
 
 
 def _finding(code: str, place: str, got: int, wanted: int, expected: str) -> Finding:
