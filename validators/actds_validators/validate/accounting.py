@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -195,39 +196,29 @@ def check_shard_tokens(
 ) -> None:
     place = layout.manifest_path(manifest.shard)
     if table.num_rows != manifest.n_rows:
-        catalog.findings.add(
-            "integrity",
-            "E203",
-            path,
+        got, expected = (
             f"{table.num_rows} token rows",
             f"{manifest.n_rows} rows, as in the manifest",
         )
+        catalog.findings.add("integrity", "E203", path, got, expected)
         catalog.incomplete.add(manifest.run)
         return
+    note = partial(catalog.findings.add, "accounting")
     wrong = np.flatnonzero(pc.not_equal(table["phase"], manifest.phase).to_numpy())
     if len(wrong):
-        catalog.findings.add(
-            "accounting",
-            "E414",
-            f"{path} row {wrong[0]} phase",
-            f"{table['phase'][int(wrong[0])].as_py()!r:.20} in {len(wrong)} rows",
-            f"{manifest.phase}, the phase of the shard",
-        )
+        got = f"{table['phase'][int(wrong[0])].as_py()!r:.20} in {len(wrong)} rows"
+        expected = f"{manifest.phase}, the phase of the shard"
+        note("E414", f"{path} row {wrong[0]} phase", got, expected)
     step = table["step"].to_numpy()
-    got = (int(step.min()), int(step.max()))
-    if got != (manifest.first_step, manifest.last_step):
-        catalog.findings.add(
-            "accounting",
-            "E415",
-            f"{place} first_step, last_step",
-            f"{manifest.first_step}, {manifest.last_step}",
-            f"{got[0]}, {got[1]}, as in the token table",
-        )
+    got, expected = (
+        f"{first}, {last}"
+        for first, last in ((manifest.first_step, manifest.last_step), (step.min(), step.max()))
+    )
+    if got != expected:
+        note("E415", f"{place} first_step, last_step", got, f"{expected}, as in the token table")
     digest = row_set_sha256(table["request"].to_numpy(), table["position"].to_numpy())
     if digest != manifest.row_set_sha256:
-        catalog.findings.add(
-            "accounting", "E415", f"{place} row_set_sha256", manifest.row_set_sha256, digest
-        )
+        note("E415", f"{place} row_set_sha256", manifest.row_set_sha256, digest)
     _check_order(catalog, manifest, step, place)
 
 
@@ -243,13 +234,9 @@ def _check_order(
     before = np.empty_like(step)
     before[row_order(len(step), manifest.permutation_seed)] = step
     if _is_sorted(step) and not _is_sorted(before):
-        catalog.findings.add(
-            "accounting",
-            "E415",
-            f"{place} order",
-            "rows in the order of their steps",
-            f"the permutation of seed {manifest.permutation_seed}",
-        )
+        expected = f"the permutation of seed {manifest.permutation_seed}"
+        got = "rows in the order of their steps"
+        catalog.findings.add("accounting", "E415", f"{place} order", got, expected)
 
 
 def _is_sorted(values: npt.NDArray[np.uint64]) -> bool:
@@ -318,17 +305,12 @@ def _compare_totals(
     expected: Mapping[str, int],
     required: Set[str],
 ) -> None:
+    note = partial(catalog.findings.add, "accounting", "E415")
     for name, value in expected.items():
         if name in got and got[name] != value:
-            catalog.findings.add(
-                "accounting",
-                "E415",
-                f"{place} totals {name}",
-                str(got[name]),
-                f"{value}, as in the tables",
-            )
+            note(f"{place} totals {name}", str(got[name]), f"{value}, as in the tables")
         elif name not in got and name in required:
-            catalog.findings.add("accounting", "E415", f"{place} totals", f"no {name}", f"{value}")
+            note(f"{place} totals", f"no {name}", f"{value}")
 
 
 def _check_seals(catalog: Catalog, accounts: list[RunAccount]) -> None:
@@ -364,9 +346,8 @@ def _check_multiplicity(catalog: Catalog, seal: Seal, accounts: list[RunAccount]
         for account, other in zip(got, expected, strict=True)
     ]
     row = min((int(where[0]) for where in differ if len(where)), default=n)
-    catalog.findings.add(
-        "accounting", "E413", f"{path} row {row}", _entry(stored, row), _entry(implied, row)
-    )
+    entries = _entry(stored, row), _entry(implied, row)
+    catalog.findings.add("accounting", "E413", f"{path} row {row}", *entries)
 
 
 def _entry(table: pa.Table, row: int) -> str:

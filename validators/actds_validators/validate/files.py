@@ -17,16 +17,6 @@ from actds.format import arrays
 from actds.format.schema import ShardManifest
 from actds.store import Store, file_sha256, layout, local_folder
 
-__all__ = [
-    "Stamp",
-    "check_array",
-    "check_digests",
-    "check_group",
-    "check_indexes",
-    "check_structure",
-    "stamp",
-]
-
 MAX_UNREACHABLE = 20
 BATCH_NBYTES, BATCH_FILES = 1 << 24, 64
 """After how much a batch of files to hash is full; a larger file is a batch of its own."""
@@ -60,7 +50,7 @@ def _check_unreachable(catalog: Catalog) -> None:
         with catalog.findings.noting("structure"):
             catalog.store.exists(path)  # E107 when it is a link or a folder
     committed = {layout.shard_dir(manifest.shard) for manifest in catalog.shards}
-    stray: list[str] = []
+    stray, note = list[str](), partial(catalog.findings.add, "structure")
     for path in catalog.store.list():
         if path in known:
             continue
@@ -68,22 +58,18 @@ def _check_unreachable(catalog: Catalog) -> None:
         folder = "/".join(path.split("/")[:2])
         if not _is_regular(catalog, path):
             got = "a link, or no regular file"
-            catalog.findings.add("structure", "E107", shown, got, "regular files only")
+            note("E107", shown, got, "regular files only")
         elif layout.is_of_the_hub(path) or folder in catalog.opaque:
             continue  # its document is the finding; what it would name is not known
         elif folder in committed:
-            catalog.findings.add(
-                "structure", "E105", shown, "a file", "no file: the manifest lacks it"
-            )
+            note("E105", shown, "a file", "no file: the manifest lacks it")
         else:
             stray.append(shown)
     for shown in stray[:MAX_UNREACHABLE]:
-        catalog.findings.add(
-            "structure", "E105", shown, "a file", "no file: nothing names it", "warning"
-        )
+        note("E105", shown, "a file", "no file: nothing names it", "warning")
     if len(stray) > MAX_UNREACHABLE:
         more = f"{len(stray) - MAX_UNREACHABLE} further files"
-        catalog.findings.add("structure", "E105", ".", more, "none: nothing names them", "warning")
+        note("E105", ".", more, "none: nothing names them", "warning")
 
 
 def _is_regular(catalog: Catalog, path: str) -> bool:
@@ -100,9 +86,8 @@ def check_group(catalog: Catalog, manifest: ShardManifest) -> None:
         return
     with catalog.findings.noting("integrity"):
         if catalog.file(path) != arrays.group_metadata():
-            catalog.findings.add(
-                "structure", "E108", path, "other metadata", "the fixed group metadata"
-            )
+            got, expected = "other metadata", "the fixed group metadata"
+            catalog.findings.add("structure", "E108", path, got, expected)
 
 
 def check_array(catalog: Catalog, manifest: ShardManifest, hook: str) -> None:
@@ -120,13 +105,8 @@ def check_array(catalog: Catalog, manifest: ShardManifest, hook: str) -> None:
     declared = next(entry for entry in catalog.genesis.hooks if entry.name == hook)
     got, expected = (shape.dtype.name, shape.d_model), (declared.dtype, declared.d_model)
     if got != expected:
-        catalog.findings.add(
-            "structure",
-            "E108",
-            path,
-            f"{got[0]} of {got[1]} channels",
-            f"{expected[0]} of {expected[1]}, as in {layout.GENESIS}",
-        )
+        words = f"{expected[0]} of {expected[1]}, as in {layout.GENESIS}"
+        catalog.findings.add("structure", "E108", path, f"{got[0]} of {got[1]} channels", words)
     if shape.n_rows != manifest.n_rows:
         catalog.findings.add(
             "integrity", "E203", path, f"{shape.n_rows} rows", f"{manifest.n_rows}, as the manifest"

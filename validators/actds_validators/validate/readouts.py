@@ -141,9 +141,8 @@ def check_readouts(catalog: Catalog, *, values: bool) -> dict[str, RunReadouts]:
             parts = catalog.parts.get((run, "readouts"), [])
             if readouts is None:
                 if parts:
-                    catalog.findings.add(
-                        "accounting", "E416", place, "none", "the readouts there are"
-                    )
+                    expected = "the readouts there are"
+                    catalog.findings.add("accounting", "E416", place, "none", expected)
                 continue
             by_run[run] = _read_readouts(catalog, run, readouts, values=values)
             known = _check_rows_covered(catalog, run, by_run[run])
@@ -190,14 +189,10 @@ def compare(
     row = int(wrong[0])
     column = int(np.argmax(np.abs(stored[row] - want[row]) / scale))
     key = {name: tokens[name][int(known[row])].as_py() for name in ("request", "position")}
-    findings.add(
-        "values",
-        "E417",
-        f"{place} request {key['request']} position {key['position']} readout {column} "
-        f"(and {len(wrong) - 1} more rows)",
-        f"{stored[row, column]:.6g}",
-        f"{want[row, column]:.6g}, computed from the row",
-    )
+    row_place = f"{place} request {key['request']} position {key['position']} readout {column}"
+    place = f"{row_place} (and {len(wrong) - 1} more rows)"
+    got, expected = f"{stored[row, column]:.6g}", f"{want[row, column]:.6g}, computed from the row"
+    findings.add("values", "E417", place, got, expected)
 
 
 def _read_readouts(catalog: Catalog, run: str, readouts: Readouts, *, values: bool) -> RunReadouts:
@@ -340,9 +335,8 @@ def _check_computed(catalog: Catalog, run: str, of_run: RunReadouts) -> None:
         if len(where):
             key = _words(readouts.key_at(int(where[0])))
             got = f"{key} and {len(where) - 1} more"
-            catalog.findings.add(
-                "accounting", "E416", place, got, "rows that the census says were computed"
-            )
+            expected = "rows that the census says were computed"
+            catalog.findings.add("accounting", "E416", place, got, expected)
 
 
 def _note_missing(
@@ -375,14 +369,10 @@ def _check_tokens(
         if len(differ):
             wrong += 1
             request, position = split_key(keys[differ[0]])
-            catalog.findings.add(
-                "accounting",
-                "E417",
-                f"readouts/{run} {hook} request {request} position {position} token_id "
-                f"(and {len(differ) - 1} more lines)",
-                str(int(ids[differ[0]])),
-                f"{int(every[1][at[differ[0]]])}, as its row or another line says",
-            )
+            place = f"readouts/{run} {hook} request {request} position {position} token_id"
+            place += f" (and {len(differ) - 1} more lines)"
+            expected = f"{int(every[1][at[differ[0]]])}, as its row or another line says"
+            catalog.findings.add("accounting", "E417", place, str(int(ids[differ[0]])), expected)
         known = every
     if not wrong:
         _check_digests(catalog, run, known)
@@ -424,13 +414,9 @@ def _check_digests(catalog: Catalog, run: str, known: _Tokens) -> None:
             continue
         got = hashlib.sha256(ids[at].astype("<u4").tobytes()).hexdigest()
         if got != digest:
-            catalog.findings.add(
-                "accounting",
-                "E417",
-                f"readouts/{run} request {request} token_id",
-                f"ids of digest {got[:16]}...",
-                f"{digest[:16]}..., the census' token_digest",
-            )
+            place, expected = f"readouts/{run} request {request} token_id", f"{digest[:16]}..."
+            got, expected = f"ids of digest {got[:16]}...", f"{expected}, the census' token_digest"
+            catalog.findings.add("accounting", "E417", place, got, expected)
             wrong += 1
             if wrong == MAX_FINDINGS_PER_CODE:
                 return

@@ -41,9 +41,6 @@ from actds_validators.validate.readouts import RunReadouts, check_readouts
 from actds_validators.validate.side_tables import check_side_tables
 from actds_validators.validate.values import check_values, values_nbytes
 
-__all__ = ["Seen", "Watch", "watch"]
-
-
 Level = Literal["quick", "standard", "full", "deep"]
 State = Literal["passed", "failed", "skipped"]
 Progress = Callable[[str, int], None]
