@@ -10,6 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -91,29 +92,8 @@ class Question:
     is_enumerated: bool = False
 
 
-def _test(
-    name: str,
-    covariate: Covariate,
-    statistic: float,
-    p: float,
-    n_units: int,
-    unit: str,
-    naive_p: float | None = None,
-    note: str = "",
-) -> Association:
-    """Return a test as it stands alone: `families` adjusts it."""
-    return Association(
-        name=name,
-        covariate=covariate,
-        statistic=statistic,
-        p=p,
-        adjusted_p=p,
-        rejected=False,
-        n_units=n_units,
-        unit=unit,
-        naive_p=naive_p,
-        note=note,
-    )
+_test = partial(Association, adjusted_p=1.0, rejected=False)
+"""A test as it stands alone: `families` adjusts it."""
 
 
 def asked_between(
@@ -135,19 +115,19 @@ def asked_within(selections: Iterable[tuple[list[WithinTest], int]]) -> list[Que
         of_values = chosen[0].covariate.group == "values"
         tests = [
             _test(
-                "within", test.covariate, test.scores.t, test.p, test.scores.n_requests, "requests"
+                name="within",
+                covariate=test.covariate,
+                statistic=test.scores.t,
+                p=test.p,
+                n_units=test.scores.n_requests,
+                unit="requests",
             )
             for test in chosen
         ]
-        questions.append(
-            Question(
-                "values of tokens" if of_values else "content of tokens",
-                tests,
-                np.array([test.inside for test in chosen]),
-                n_draws,
-                "draws of the lost tokens of each step",
-            )
-        )
+        name: FamilyName = "values of tokens" if of_values else "content of tokens"
+        inside = np.array([test.inside for test in chosen])
+        drawn = "draws of the lost tokens of each step"
+        questions.append(Question(name, tests, inside, n_draws, drawn))
     return questions
 
 
@@ -249,16 +229,12 @@ def _steps(
     n_draws = draws_for(N_FAMILIES, limits.fdr, LEAST_SHIFTS)
     joint, tests, of_blocks = JointDraws(), [], []
     of_events = _event_losses(series) if name == "load" else None
-    loads = {covariate.name for covariate in defined("step") if covariate.is_load}
-    each = [("shift", covariate, series.lost) for covariate in sums]
+    loads = {definition.name for definition in defined("step") if definition.is_load}
+    each = [("shift", summed, series.lost) for summed in sums]
     if of_events is not None:
-        each += [
-            ("event", covariate, of_events)
-            for covariate in sums
-            if covariate.covariate.name in loads
-        ]
-    for kind, covariate, lost in each:
-        result = _shift(kind, covariate, series, lost, n_draws, limits.seed, along=along)
+        each += [("event", summed, of_events) for summed in sums if summed.covariate.name in loads]
+    for kind, summed, lost in each:
+        result = _shift(kind, summed, series, lost, n_draws, limits.seed, along=along)
         if result is not None:
             test, sizes, p = result
             tests.append(test)
@@ -273,7 +249,7 @@ def _steps(
 
 def _shift(
     name: str,
-    covariate: CovariateSums,
+    summed: CovariateSums,
     series: Series,
     lost: Floats,
     n_draws: int,
@@ -282,15 +258,13 @@ def _shift(
     along: bool,
 ) -> tuple[Association, Floats, float] | None:
     """Return a test of a covariate, what its shifts give, and its p over blocks."""
-    n, n_lost = covariate.n.sum(), covariate.n_lost.sum()
-    x, xx, lost_x = covariate.sums.sum(axis=1)
+    n, n_lost = summed.n.sum(), summed.n_lost.sum()
+    x, xx, lost_x = summed.sums.sum(axis=1)
     variance = xx / max(n, 1) - (x / max(n, 1)) ** 2
     if n <= 0 or variance <= 1e-12 * max(1.0, xx / n):
         return None
-    values, weight = covariate.sums[0], covariate.n
-    if (
-        covariate.covariate.group == "system"
-    ):  # of the step: one value, however many tokens share it
+    values, weight = summed.sums[0], summed.n
+    if summed.covariate.group == "system":  # one value, however many tokens share the step
         values, weight = values / series.computed, np.ones(series.n_ticks)
         variance = float(values.var())
     shifts = circular_shift(
@@ -303,13 +277,13 @@ def _shift(
         p = block_score(series.blocks, series.run, series.computed, lost, values, weight=weight)
         of_blocks = float(p[0])
     test = _test(
-        name,
-        covariate.covariate,
-        float(shifts.difference[0]) / float(np.sqrt(variance)),
-        max(float(shifts.p[0]), of_blocks),
-        max(1, int(shifts.n_effective[0])),
-        "shifts",
-        naive_z([n, x, xx, n_lost, lost_x]) if name == "shift" else None,
+        name=name,
+        covariate=summed.covariate,
+        statistic=float(shifts.difference[0]) / float(np.sqrt(variance)),
+        p=max(float(shifts.p[0]), of_blocks),
+        n_units=max(1, int(shifts.n_effective[0])),
+        unit="shifts",
+        naive_p=naive_z([n, x, xx, n_lost, lost_x]) if name == "shift" else None,
     )
     return test, shifts.sizes, of_blocks
 
@@ -322,7 +296,13 @@ def _time(series: Series, limits: Limits) -> list[Question]:
     at = float(series.t_s[min(changed.at, series.n_ticks - 1)])
     note = f"{changed.before:.2%} lost before {at:.0f} s, {changed.after:.2%} after"
     test = _test(
-        "change", TIME, changed.statistic, changed.p, changed.n_blocks, "blocks", note=note
+        name="change",
+        covariate=TIME,
+        statistic=changed.statistic,
+        p=changed.p,
+        n_units=changed.n_blocks,
+        unit="blocks",
+        note=note,
     )
     return [Question("time", [test], np.array([changed.p]), n_draws + 1, "permutations of blocks")]
 

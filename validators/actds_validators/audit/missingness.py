@@ -110,8 +110,7 @@ def of_all_lost(totals: Floats, sums: list[CovariateSums], read: float) -> Float
         return totals
     by_id = {name for name, covariate in COVARIATES.items() if covariate.needs_ids}
     needs = [
-        covariate.covariate.group == "values" or covariate.covariate.name in by_id
-        for covariate in sums
+        summed.covariate.group == "values" or summed.covariate.name in by_id for summed in sums
     ]
     more = np.where(needs, 1 / read - 1, 0.0)[:, np.newaxis]
     n, _, sxx, n_lost, lx = totals
@@ -136,9 +135,9 @@ def differences(
     stored_against_all = (
         from_replicates(value, without) if without.shape[1] > 1 else [None] * len(sums)
     )
-    is_tested = [covariate.covariate.group != "system" for covariate in sums]
+    is_tested = [summed.covariate.group != "system" for summed in sums]
     at_once = joint_confidence(without[is_tested])
-    for k, covariate in enumerate(sums):
+    for k, summed in enumerate(sums):
         n, sx, sxx, n_lost, lx = whole = totals[:, k].sum(axis=1)
         interval = lost_against_all[k]
         lost = estimate(interval) or unbounded(float(smd(whole)), n, n_lost)
@@ -146,10 +145,10 @@ def differences(
             continue
         stored = stored_against_all[k]
         error = error_of_draws(n, n_lost, n_events) if stored and interval else 0.0
-        banded = bands.get(covariate.covariate.name)
+        banded = bands.get(summed.covariate.name)
         every.append(
             Difference(
-                covariate=covariate.covariate,
+                covariate=summed.covariate,
                 mean_all=sx / n,
                 sd_all=float(np.sqrt(max(0.0, sxx / n - (sx / n) ** 2))),
                 mean_lost=lx / n_lost,

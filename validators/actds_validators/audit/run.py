@@ -238,18 +238,7 @@ def audit_sources(
     edges = (
         cell_edges(series, has_ids=has_ids, has_entropy=has_entropy) if series.lost.any() else None
     )
-    passed = pass_over(
-        sources,
-        steps,
-        series,
-        edges,
-        on,
-        labels,
-        progress,
-        limits,
-        has_ids=has_ids,
-        has_entropy=has_entropy,
-    )
+    passed = pass_over(sources, steps, series, edges, on, labels, progress, limits)
     used = [source for source in sources if source.run in series.runs]
     seen = coverage(passed.covered, named)
     if seen is not None:
@@ -258,12 +247,9 @@ def audit_sources(
         seen = seen.model_copy(update={"dominant": cell})
     waits = queues(used, series, limits.seed)
     policies = {source.labels.get("overflow policy") for source in sources} - {None}
+    words = tuple(sorted(map(str, policies)))
     sections = Sections(
-        account,
-        coverage=seen,
-        queues=waits,
-        lookups=passed.lookups,
-        policies=tuple(sorted(map(str, policies))),
+        account, coverage=seen, queues=waits, lookups=passed.lookups, policies=words
     )
     if edges is None or passed.sums is None:
         return sections
@@ -309,7 +295,7 @@ def _covariate_sums(passed: Passed, sums: Sums, series: Series) -> list[Covariat
 
 
 def _intervals(everything: list[CovariateSums], totals: Floats) -> list[Interval]:
-    is_tested = np.array([covariate.covariate.group != "system" for covariate in everything])
+    is_tested = np.array([summed.covariate.group != "system" for summed in everything])
     return [i for i in jackknife_many(totals[:, is_tested], smd_of_stored) if i]
 
 
@@ -360,9 +346,6 @@ def pass_over(
     labels: pa.Table | None = None,
     progress: Progress = lambda what: None,
     limits: Limits | None = None,
-    *,
-    has_ids: bool,
-    has_entropy: bool = False,
 ) -> Passed:
     """Read the rows of all runs: the token ids first, for rarity is known when all are counted.
 
@@ -375,6 +358,7 @@ def pass_over(
         if of_run.run in series.runs
     ]
     own_sources = [source for source, _, _ in runs]
+    has_ids, has_entropy = knows_ids(sources), knows_entropy(sources)
     progress("counting token ids")
     counted = [(source, rows) for source, _, rows in runs]
     vocabulary, lost_ids = read_vocabulary(counted, executor.map, has_ids=has_ids)
@@ -503,9 +487,7 @@ def _after_weighting(
         return differing
     stored = stored_cells(passed.sums, {group: passed.middle(group) for group in passed.covariates})
     estimates = after_weighting(cells, passed.sums.cell_n, stored, totals)
-    after = dict(
-        zip((covariate.covariate.name for covariate in everything), estimates, strict=True)
-    )
+    after = dict(zip((summed.covariate.name for summed in everything), estimates, strict=True))
     return [
         d.model_copy(update={"after_weighting": after.get(d.covariate.name)}) for d in differing
     ]
