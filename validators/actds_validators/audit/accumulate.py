@@ -45,7 +45,6 @@ class PartialRows:
 
     @classmethod
     def together(cls, parts: Sequence[PartialRows], n_numbers: int = 0) -> PartialRows:
-        """Return the rows of several, in their order; of none rows of so many numbers."""
         if not parts:
             nothing = np.zeros(0, np.int64)
             return cls(nothing, nothing, nothing, nothing > 0, np.zeros((n_numbers, 0)))
@@ -326,7 +325,6 @@ class Sums:
     tails: Floats
 
     def cut(self) -> Sums:
-        """Return the same without the ticks that nothing fell into."""
         for moments in self.moments.values():
             moments.cut()
         return self
@@ -341,7 +339,6 @@ class Sums:
         self.classes.add(other.classes)
 
     def bands_of(self, definitions: Sequence[CovariateDef]) -> dict[str, Bands]:
-        """Return computed and lost tokens by bins, by covariate; bins of no token are left out."""
         bands = {}
         moments = self.moments[CONTENT]
         for k, covariate in enumerate(definitions):

@@ -218,7 +218,6 @@ class _KeySums:
 
     @classmethod
     def of_counts(cls, keys: Ints, n: npt.NDArray[Any]) -> _KeySums:
-        """Return numbers of positions, whichever they are; none where that is 0."""
         some = n != 0
         return cls.of(keys[some], n[some].astype(np.int64).astype(np.uint64)[np.newaxis])
 
@@ -397,7 +396,6 @@ def _owed(source: RunSource, spans: dict[str, npt.NDArray[Any]], is_computed: Bo
 
 
 def _unresolved(source: RunSource) -> int:
-    """Return the referenced positions that no captured span holds."""
     served, kept = source.spans("cache_ref", ["ref_request"]), source.spans("captured", ["request"])
     origin = served["ref_request"]
     known = is_known(origin)

@@ -148,7 +148,6 @@ class Widths:
     definitions: tuple[CovariateDef, ...]
 
     def size(self, covariate: CovariateDef) -> int:
-        """Return how many numbers of a readout are one covariate's."""
         return int(getattr(self, covariate.size)) if covariate.size else 1
 
     @property
@@ -171,7 +170,6 @@ class Widths:
         return len(self.words)
 
     def read(self, batch: pa.RecordBatch) -> Floats:
-        """Return the numbers of readouts ``(n_values, n_rows)``; NaN where there is none."""
         sizes = [(d, self.size(d)) for d in self.definitions if self.size(d)]
         numbers = np.concatenate([np.atleast_2d(d.values(batch, size)) for d, size in sizes])
         values: Floats = numbers.astype(np.float64, copy=False)
@@ -180,7 +178,6 @@ class Widths:
 
 
 def squares(of: Sequence[Covariate]) -> list[Covariate]:
-    """Return the squared deviations of some covariates, which are covariates as well."""
     return [
         Covariate(
             name=f"{c.name} squared",
@@ -267,8 +264,6 @@ _readout = partial(CovariateDef, unit="activation units", source="readout")
 
 
 def _list(column: str) -> Callable[[pa.RecordBatch, int], Floats]:
-    """Return what reads the first numbers of a column of lists, which may be of any length."""
-
     def read(batch: pa.RecordBatch, n: int) -> Floats:
         numbers = np.full((n, batch.num_rows), np.nan)
         lists = batch[column]

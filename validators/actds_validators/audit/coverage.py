@@ -48,8 +48,6 @@ CLASSES_FROM = (
 
 
 class CoverageCounts:
-    """Positions by class and band: of rows, and of spans that left none."""
-
     def __init__(self, labels: tuple[str, ...] = ()) -> None:
         self.rows = ClassCounts(labels)
         self.aborted = np.zeros((len(self.rows.words), N_BANDS), np.int64)
@@ -59,7 +57,6 @@ class CoverageCounts:
 
 
 def read_spans(source: RunSource, lookup: Lookup, counts: CoverageCounts) -> None:
-    """Add the positions of a run that were referenced, computed and aborted, or filtered."""
     hits = source.spans("cache_ref", ["request", "ref_request", "reason"])
     for _, position in _positions(hits, is_known(hits["ref_request"])):
         counts.referenced += np.bincount(position_band(position), minlength=N_BANDS)
@@ -165,7 +162,6 @@ def _once_bias(rows: ClassCounts, served: int) -> float:
 
 
 def _labels_from(labels: ClassesFile | None, given: list[str]) -> list[str]:
-    """Return where classes that are not the tables' own come from, in words; nothing for none."""
     if labels is None:
         return ["the roles of chats, where they are known; of the other positions"] if given else []
     return [
@@ -219,7 +215,6 @@ def _loss_by_class(cells: dict[tuple[str, int], list[int]], given: list[str]) ->
 
 
 def _by(cells: dict[tuple[str, int], list[int]], axis: int) -> Floats:
-    """Return stored, weighted and existing positions ``(3, n)`` by class (0) or band (1)."""
     sums: dict[str | int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for key, (stored, reused, lost, *_) in sorted(cells.items()):
         known = key[0] != NOWHERE
@@ -230,7 +225,6 @@ def _by(cells: dict[tuple[str, int], list[int]], axis: int) -> Floats:
 
 
 def _by_rarity(rows: ClassCounts) -> Floats:
-    """Return stored, weighted and existing positions ``(3, n)`` by known rarity."""
     stored, reused, lost = (
         counts.sum(axis=(0, 1))[: N_BITS - 1] for counts in (rows.stored, rows.reused, rows.lost)
     )

@@ -68,7 +68,6 @@ class Part:
     table: pa.Table | None = None
 
     def batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        """Yield some columns of the rows, in order, a few ten thousand rows at a time."""
         if self.path is not None:
             with pq.ParquetFile(self.path) as file:
                 yield from file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False)
@@ -165,7 +164,6 @@ def numbers(table: pa.Table) -> dict[str, npt.NDArray[Any]]:
 
 
 def is_known(values: npt.NDArray[Any]) -> Bools:
-    """Return which numbers of `numbers` are no null."""
     return ~np.isnan(values.astype(np.float64))
 
 
@@ -233,7 +231,6 @@ def _source(
 
 
 def longest(parts: tuple[Part, ...], name: str) -> int:
-    """Return the longest list of a column among the first readouts; they should all be as long."""
     for part in parts:
         for batch in part.batches([name]):
             if batch.num_rows:
@@ -365,7 +362,6 @@ def _parsed(path: Path, data: bytes) -> pa.Table:
 
 
 def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
-    """Answer with the table of a file: the handler in the other process."""
     given = pq.read_table(pa.BufferReader(body), use_threads=False, pre_buffer=False)
     given.validate(full=True)
     names = [name for name in (*LABEL_COLUMNS, "run") if name in given.column_names]
@@ -520,7 +516,6 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _refuse_ranges(path: Path, table: pa.Table) -> None:
-    """Raise E009 for a range that is empty, or that overlaps another of its request."""
     request, start, stop = (
         table[name].to_numpy().astype(np.int64) for name in ("request", "start", "stop")
     )

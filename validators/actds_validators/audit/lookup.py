@@ -192,7 +192,6 @@ class CellEdges:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return the number of loads and of complexities; the last is that of unknown tokens."""
         return len(self.load) + 1, self.n_entropies + len(self.edges) + 1 + self.has_unknown
 
     @property
@@ -205,7 +204,6 @@ class CellEdges:
 
     @property
     def has_unknown(self) -> bool:
-        """Return whether a token may have no complexity: a rarity needs its id."""
         return self.complexity == "rarity"
 
     @property
@@ -366,7 +364,6 @@ class _IdCounts:
             self._add_sparse(*np.unique(ids[ids >= MAX_DENSE], return_counts=True))
 
     def add(self, ids: Ints, counts: Ints) -> None:
-        """Add counts of ids, rising."""
         n = int(np.searchsorted(ids, MAX_DENSE))
         if n:
             dense = np.zeros(max(len(self._dense), int(ids[n - 1]) + 1), np.int64)
@@ -423,7 +420,6 @@ def read_vocabulary(
 
 
 def prompt_sources(sources: list[RunSource]) -> tuple[str, ...]:
-    """Return the prompt sources, the most used first; none when there is only one."""
     n: Counter[str] = Counter()
     for source in sources:
         names = source.served_requests(["source"])["source"]
@@ -506,7 +502,6 @@ class Recomputed:
             self._step[-1] = -1
 
     def count(self, step: Ints, request: Ints, position: Ints) -> Bools:
-        """Return whether each readout counts; those of an unknown step or request do not."""
         counts = (step >= 0) & (request >= 0)
         odd = np.flatnonzero(self._is_odd[request] & counts)
         at = odd[self._step[self._places(request[odd], position[odd])] != step[odd]]

@@ -64,7 +64,6 @@ def estimate(interval: Interval | None) -> Estimate | None:
 
 
 def rate_estimate(interval: Interval | None, rate: float) -> Estimate:
-    """Return a share lost with its interval within 0 and 1: all of it where there is none."""
     share = estimate(interval) or Estimate(value=rate, low=0.0, high=1.0)
     return Estimate(value=share.value, low=max(0.0, share.low), high=min(1.0, share.high))
 
@@ -78,7 +77,6 @@ def unbounded(value: float, n: float, effective: float) -> Estimate | None:
 
 
 def system_sums(series: Series) -> list[CovariateSums]:
-    """Return the covariates of the serving system, which need no token."""
     return [
         CovariateSums(
             covariate.facts(), series.computed, series.system[covariate.name], series.lost
@@ -355,8 +353,6 @@ class _Groups:
 
 
 class SpanStrata:
-    """What the spans and drops of all runs say: by request, phase and position."""
-
     def __init__(self, n_blocks: int) -> None:
         self.n_blocks = n_blocks
         self._bands = {name: np.zeros((2, N_BANDS, n_blocks)) for name in ("start", "end")}
@@ -437,7 +433,6 @@ class SpanStrata:
                 yield groups.strata(kind, self.n_blocks, limits, common)
 
     def _add_bands(self, name: str, lost: int, start: Ints, stop: Ints, block: Ints) -> None:
-        """Add ranges to bands of powers of two; what lies below 0 is in none."""
         for band in range(N_BANDS):
             low, high = 2**band - 1, 2 ** (band + 1) - 1
             inside = np.minimum(stop, high) - np.maximum(start, low)
@@ -462,7 +457,6 @@ def _captured(source: RunSource, lookup: Lookup) -> tuple[Ints, Ints, Ints]:
 
 
 def _prefixes(source: RunSource, lookup: Lookup) -> list[str | None]:
-    """Return, for each request, what names the first block of its prompt; None without one."""
     names: list[str | None] = [None] * len(lookup.request_block)
     table = source.table("requests", ["request", "block_digests"])
     table = table.filter(pc.greater(pc.list_value_length(table["block_digests"]), 0))
@@ -476,7 +470,6 @@ def _prefixes(source: RunSource, lookup: Lookup) -> list[str | None]:
 
 
 def _labels(source: RunSource, lookup: Lookup) -> Iterator[tuple[str, list[str | None]]]:
-    """Yield each of the user's labels with its value in every request, None without one."""
     table = source.table("requests", ["request", "labels"])
     places = lookup.requests.of(table["request"].to_numpy()).tolist()
     for name, column in label_table(table["labels"]).items():

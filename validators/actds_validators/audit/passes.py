@@ -123,7 +123,6 @@ class RowPass:
             yield Rows(self.lookup, step, request, position, token)
 
     def _rows(self, batch: pa.RecordBatch) -> tuple[Rows, Bools]:
-        """Return the rows of a batch, and whether their step and request are known."""
         lookup = self.lookup
         step = lookup.steps.of(column(batch, "step"))
         request = lookup.requests.of(column(batch, "request"))
@@ -185,7 +184,6 @@ def accumulate(
 
 
 def lost_pieces(lookup: Lookup, size: int = 1 << 18) -> list[range]:
-    """Return the lost positions in pieces for `RowPass`, of about so many positions each."""
     lengths = lookup.losses.stop - lookup.losses.start
     if not len(lengths):
         return []
@@ -195,7 +193,6 @@ def lost_pieces(lookup: Lookup, size: int = 1 << 18) -> list[range]:
 
 
 def _add_strata(sums: Sums, rows: Rows, label: Ints | None, lost: int) -> None:
-    """Add to the strata that only a token tells: special, classes, ids."""
     lookup, n_blocks = rows.lookup, sums.strata.shape[2]
     slots = [(np.zeros(len(rows.step), np.int64), rows.special)]
     if label is not None:
@@ -212,7 +209,6 @@ def _add_strata(sums: Sums, rows: Rows, label: Ints | None, lost: int) -> None:
 
 
 def _add_classes(counts: ClassCounts, rows: Rows, *, lost: bool) -> Ints | None:
-    """Count rows for the coverage map, and return the places of their labels, if there are any."""
     lookup = rows.lookup
     number = lookup.requests.numbers(rows.request)
     label = lookup.labels.of(number, rows.position) if lookup.labels else None
@@ -274,8 +270,6 @@ class Scale:
 
 @dataclass(frozen=True)
 class _SamplePass:
-    """Takes every n-th readout of a part, for each hook."""
-
     hooks: tuple[str, ...]
     widths: Widths
     every: int

@@ -100,7 +100,6 @@ def places(audited: Audited) -> list[Place]:
 
 
 def worst_bias(lost: float) -> float:
-    """Return the largest bias of any mean by a share of all rows that is left out."""
     return worst_case(min(lost, 1 - 1e-9))
 
 
@@ -499,7 +498,6 @@ def _brief(value: str) -> str:
 
 
 def _minority(values: dict[str, str], rows: dict[str, int]) -> int:
-    """Return the rows of the runs that have another value than most rows have."""
     sums = defaultdict[str, int](int)
     for run, value in values.items():
         sums[value] += rows[run]
@@ -535,7 +533,6 @@ _LEVELS: dict[Decision, Level] = {
 
 
 def unaccounted(verdict: Verdict) -> Answer:
-    """Return the answer where rows, losses and census disagree: no place can be judged."""
     return Answer(
         decision="no",
         level="FAIL",
@@ -584,7 +581,6 @@ def conclude(
 
 
 def _first(place: Place) -> tuple[int, bool, float]:
-    """Return what places are sorted by: the level, then the bias, the largest if not known."""
     bias = math.inf if place.bias is None else place.bias
     return -LEVELS.index(place.counts_as), bool(place.loaded), -bias
 
@@ -619,7 +615,6 @@ def _loader(places: Sequence[Place], path: str) -> str:
 
 
 def _near_misses(places: Sequence[Place], queues: Queues | None) -> Iterator[str]:
-    """Yield what held up the engine and cost no row."""
     if queues is None or not queues.trace or any(p.name == "queues" and p.n for p in places):
         return
     lasted = queues.trace[-1].t_s + queues.trace[-1].seconds

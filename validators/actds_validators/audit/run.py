@@ -439,7 +439,6 @@ def _centre(passed: Passed, total: Sums, block: Ints) -> None:
 
 
 def _row_strata(passed: Passed) -> Iterator[Strata]:
-    """Yield the strata that the rows tell: special tokens, classes, ids, tails of the values."""
     if passed.sums is None or not passed.lookups:
         return
     lookup = next(iter(passed.lookups.values()))
@@ -467,7 +466,6 @@ def _row_strata(passed: Passed) -> Iterator[Strata]:
 
 
 def _slots(vocabulary: Vocabulary, lost_ids: list[Ints], limits: Limits) -> tuple[Ints, int]:
-    """Return the places of the ids to count block by block, and how many were chosen from."""
     lost = np.zeros(len(vocabulary.counts))
     for ids in lost_ids:
         places = vocabulary.index.of(ids[ids >= 0])

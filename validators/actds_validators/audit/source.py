@@ -66,7 +66,6 @@ SETTINGS = (
 
 
 def one_model(name: str) -> bool:
-    """Return whether runs that differ in a fact are of different models."""
     return name in MODEL or name == LOADED
 
 
@@ -187,7 +186,6 @@ def groups_left_out(records: pa.Table, account: SourceAccount) -> Iterator[Worst
 
 
 def _n_read(catalog: Catalog) -> int | None:
-    """Return the records of all sources; None where no run over one says how many it read."""
     read = list(records_read(catalog).values())
     return None if None in read else sum(n for n in read if n is not None)
 
@@ -245,7 +243,6 @@ def _left_out(records: pa.Table, silent: int) -> list[LeftOut]:
 
 
 def _kind(reason: str | None) -> str:
-    """Return a reason without what it says of its one record."""
     code = _CODE.match(reason or "")
     if code is not None and code[0] in CODES:
         return f"{CODES[code[0]].title} ({code[0]})"
@@ -253,7 +250,6 @@ def _kind(reason: str | None) -> str:
 
 
 def _interrupted(catalog: Catalog) -> Iterator[str]:
-    """Yield the runs whose census ended otherwise than as finished, each with how."""
     for state in catalog.chains.values():
         if state.kind != "census" or not state.records:
             continue

@@ -260,7 +260,6 @@ def _stored(account: Accounting) -> str:
 def _heavy(
     evidence: Evidence, cause: Cause | None, loss: Number, numbers: dict[str, Number]
 ) -> Verdict:
-    """Return what is said of much loss: that it is much, and what it depends on all the same."""
     mechanism, missing = evidence.mechanism, evidence.missingness
     why = f" {on_cause(cause, mechanism, missing)}" if mechanism and missing else ""
     return Verdict(

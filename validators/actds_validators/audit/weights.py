@@ -72,7 +72,6 @@ class Cells:
 
 
 def cell_edges(series: Series, *, has_ids: bool, has_entropy: bool = False) -> CellEdges:
-    """Return the edges of a series' cells: deciles of the load over tokens."""
     order = np.argsort(series.load, kind="stable")
     reached = np.cumsum(series.computed[order]) / series.computed.sum()
     at = np.searchsorted(reached, np.arange(1, N_LOADS) / N_LOADS)
@@ -389,7 +388,6 @@ def _table(shards: list[Shard], weights: npt.NDArray[np.float32]) -> pa.Table:
 
 
 def _in_groups(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """Yield tables joined to row groups that are full, all but the last."""
     waiting: list[pa.Table] = []
     n_rows = 0
     for table in tables:

@@ -137,7 +137,6 @@ class Units:
         self.pairs = split_key(pairs)
 
     def about_step(self, x: Floats) -> Floats:
-        """Return a number of the rows about the mean of their step, 0 where a row has none."""
         known = ~np.isnan(x)
         at = self.step[known]
         mean = np.bincount(at, x[known]) / np.maximum(np.bincount(at), 1)
@@ -162,7 +161,6 @@ class Units:
         return self.turns.sums(np.stack(of_units))
 
     def scores(self, x: Floats) -> Within | None:
-        """Return the test of clustered scores of one number, ``(n_rows,)``."""
         known = ~np.isnan(x)
         n = len(self.pairs[0])
         sums = []

@@ -110,7 +110,6 @@ def _groups(tests: list[Association]) -> str:
 
 
 def _inside(mechanism: Mechanism) -> str:
-    """Return what is known of the tokens of one step where no such test is rejected."""
     if any(t.name == "within" for t in mechanism.tests):
         return "No test among the tokens of one step, which have the same load, is rejected."
     return "Content cannot be separated from load: no step could be tested by its own tokens."
@@ -182,7 +181,6 @@ def unproven(mechanism: Mechanism, least: int) -> str:
 
 
 def lost(account: Accounting) -> str:
-    """Return the share lost in words, with the largest cause where there are several."""
     words = f"{account.loss_share:.2%} of the computed tokens were lost"
     causes = [w for w in account.waterfall if w.name in ("dropped", "aborted")]
     if len(causes) > 1:
@@ -328,7 +326,6 @@ def remedy(weighting: Weighting | None, words: str) -> list[str]:
 
 
 def asked(missing: Missingness, joint: str = "and") -> str:
-    """Return what was tested beside the system; ``both`` joins content and readouts."""
     has_values = any(d.covariate.group == "values" for d in missing.differences)
     other = f"{joint} readout" if has_values else "that was tested"
     return f"content covariate {other}"

@@ -93,7 +93,6 @@ class JointDraws:
         return 0 if self._largest is None else len(self._largest)
 
     def adjusted(self) -> Floats:
-        """Return the adjusted p of each test, ``(n_tests,)``, in the order that they came."""
         if self._largest is None:
             return np.zeros(0)
         observed, ordered = np.concatenate(self._observed), np.sort(self._largest)
@@ -193,7 +192,6 @@ class Turns:
 
 
 def _some_strata(stratum: Ints, lost: Bools, most: int) -> Ints:
-    """Return the units of strata that lost a part, evenly spaced where they lost too many."""
     known, at, n_lost = _counted(stratum, lost)
     partial = np.flatnonzero((n_lost > 0) & (n_lost < np.bincount(at, minlength=len(known))))
     every = max(1, int(np.ceil(n_lost[partial].sum() / most)))
@@ -203,14 +201,12 @@ def _some_strata(stratum: Ints, lost: Bools, most: int) -> Ints:
 
 
 def _counted(stratum: Ints, lost: Bools) -> tuple[Ints, Ints, Ints]:
-    """Return the strata, the number of each unit's, and the lost units of each."""
     known, at = np.unique(stratum, return_inverse=True)
     at = at.reshape(-1)
     return known, at, np.bincount(at, lost, len(known)).astype(np.int64)
 
 
 def _runs(rising: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the number of each run of equal values, where each begins, and its length."""
     _, first, at, size = np.unique(
         rising, return_index=True, return_inverse=True, return_counts=True
     )

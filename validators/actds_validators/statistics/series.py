@@ -305,7 +305,6 @@ def _all_shifts(share: Floats, values: Floats) -> Floats:
 
 
 def about_mean(values: Floats, weights: Floats, parts: list[slice]) -> Floats:
-    """Return the sums about each run's own mean, exactly 0 for a covariate without variation."""
     about = np.zeros_like(values)
     for part in parts:
         total = np.broadcast_to(weights[:, part].sum(axis=1), len(values))

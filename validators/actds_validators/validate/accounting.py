@@ -109,8 +109,6 @@ def _named(finding: Finding, suffix: str) -> Finding:
 
 
 class _Tables:
-    """Reads the tables of a run once each: hashed, then parsed, then judged by themselves."""
-
     def __init__(self, catalog: Catalog, run: str, progress: Callable[[int], None]) -> None:
         self.catalog = catalog
         self.run = run
@@ -124,7 +122,6 @@ class _Tables:
         self._n_more = 0
 
     def table(self, name: tables.TableName) -> pa.Table:
-        """Return what accounting reads of a table, without the parts that cannot be read."""
         kept = COLUMNS.get(name, [])
         parts = [tables.empty(name).select(kept)]
         for body in self.catalog.parts.get((self.run, name), []):
@@ -139,7 +136,6 @@ class _Tables:
         return pa.concat_tables(parts)
 
     def tokens(self, shards: list[Shard]) -> Iterator[pa.Table]:
-        """Yield the token table of each shard, without those that cannot be read."""
         for manifest in (shard.manifest for shard in shards):
             path = f"{layout.shard_dir(manifest.shard)}/{TOKENS}"
             table = self._read("tokens", path)
@@ -225,7 +221,6 @@ def check_shard_tokens(
 def _check_order(
     catalog: Catalog, manifest: ShardManifest, step: npt.NDArray[np.uint64], place: str
 ) -> None:
-    """Check that a sequence is one, and that what is permuted does not stand in its old order."""
     if manifest.order == "sequence" and not _is_sorted(step):
         expected = "rows in the order of their steps"
         catalog.findings.add("accounting", "E415", f"{place} order", "sequence", expected)
@@ -272,7 +267,6 @@ def _check_close_totals(catalog: Catalog, account: RunAccount) -> None:
 def _compare_close(
     catalog: Catalog, chain: ChainState, expected: dict[str, int], required: Mapping[str, Set[str]]
 ) -> None:
-    """Compare the totals of a close, of which some have to be there for some reasons of the end."""
     if chain.close is not None:
         place = layout.record_path(chain.chain, len(chain.records) - 1)
         names = required.get(chain.close.reason, set())
@@ -286,7 +280,6 @@ def _census_totals(account: RunAccount) -> dict[str, int]:
 
 
 def _writer_totals(catalog: Catalog, account: RunAccount, chain: ChainState) -> dict[str, int]:
-    """Return what a writer counts: rows and drops that it committed, and what it saw recomputed."""
     of_hooks: Counter[str] = Counter()
     for manifest in (*catalog.shards_by_run[account.run], *catalog.replaced):
         if manifest.chain == chain.chain:

@@ -120,7 +120,6 @@ class _Digest:
 
 
 def stamp(store: Store, path: str) -> Stamp | None:
-    """Return what changes when a file does; None where the store has no such thing."""
     folder = local_folder(store.uri)
     if folder is None:
         return None
@@ -161,7 +160,6 @@ def check_digests(
 
 
 def _batches(catalog: Catalog, paths: list[str]) -> Iterator[list[str]]:
-    """Yield paths in batches that are worth a trip to another process."""
     batch, nbytes = list[str](), 0
     for path in paths:
         batch.append(path)

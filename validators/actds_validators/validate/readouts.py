@@ -53,7 +53,6 @@ class HookReadouts:
 
     @property
     def first_twin(self) -> dict[str, int] | None:
-        """Return the key of a row that stands twice, ``None`` when all are different."""
         twin = (self._key[1:] == self._key[:-1]) & (self._step[1:] == self._step[:-1])
         repeated = np.flatnonzero(twin)
         return self.key_at(int(self._order[repeated[0]])) if len(repeated) else None
@@ -76,7 +75,6 @@ class HookReadouts:
         return rows
 
     def of_rows(self, tokens: pa.Table) -> HookReadouts:
-        """Return those of some rows; of a row without any there is none."""
         rows = self.find(tokens)
         return HookReadouts(self.table.take(pa.array(rows[rows >= 0])))
 
@@ -383,7 +381,6 @@ def keys_of(table: pa.Table) -> Keys:
 
 
 def _check_digests(catalog: Catalog, run: str, known: _Tokens) -> None:
-    """Compare the tokens of every request of which all are known with the census' digest."""
     requests_read = catalog.sound_table(run, "requests")
     spans_read = catalog.sound_table(run, "spans")
     if requests_read is None or spans_read is None:
@@ -427,6 +424,5 @@ def _tokens(table: pa.Table) -> _Tokens:
 
 
 def _joined(parts: list[_Tokens]) -> _Tokens:
-    """Return the keys of all parts, each once and sorted, with the token that is named first."""
     keys, first = np.unique(np.concatenate([part[0] for part in parts]), return_index=True)
     return keys, np.concatenate([part[1] for part in parts])[first]

@@ -55,7 +55,6 @@ def check_side_tables(catalog: Catalog) -> None:
 
 
 def _sound(catalog: Catalog, run: str, *names: TableName) -> list[pa.Table]:
-    """Return tables of a run; none where one is unsound, or what it should hold is not known."""
     if run in catalog.incomplete:
         return []
     read = [catalog.sound_table(run, name) for name in names]
@@ -80,7 +79,6 @@ def _check_canary(catalog: Catalog, run: str, notes: Notes) -> None:
 
 
 def _check_foreign(catalog: Catalog, run: str, canary: pa.Table) -> None:
-    """Note each request with a row of another one, at its first such row."""
     foreign = canary.filter(pc.equal(canary["verdict"], "foreign")).sort_by(
         [("request", "ascending"), ("position", "ascending")]
     )
@@ -103,7 +101,6 @@ def _check_foreign(catalog: Catalog, run: str, canary: pa.Table) -> None:
 
 
 def _check_stored(canary: pa.Table, spans: pa.Table, notes: Notes) -> None:
-    """Note lines whose position has no row, neither its own nor a referenced one."""
     captured = pc.equal(spans["disposition"], "captured")
     referenced = pc.and_(
         pc.equal(spans["disposition"], "cache_ref"), pc.is_valid(spans["ref_request"])
@@ -219,7 +216,6 @@ def _check_sampled(catalog: Catalog, run: str, notes: Notes) -> None:
 def _check_lines(
     sampled: pa.Table, requests: pa.Table, steps: pa.Table, notes: Notes
 ) -> tuple[Keys, Bools]:
-    """Return the key of each line, and which are the first of a token that was sampled."""
     named, position, step = (ints(sampled, name) for name in ("request", "position", "step"))
     order = np.argsort(ints(requests, "request"), kind="stable")
     numbers, first, n = (

@@ -117,7 +117,6 @@ class Validation:
 
     @property
     def not_read(self) -> str:
-        """Return what the level did not look at, in words; empty when it read every byte."""
         return _NOT_READ[self.level]
 
     @property
@@ -263,7 +262,6 @@ def _check_all(
 
 
 def _unexpected(error: BaseException) -> ActdsError:
-    """Return an exception that no check foresaw as an error with a code."""
     got = f"{type(error).__name__}: {error}"[:400]
     return ActdsError("E901", "actds", got=got, expected="a check that ends")
 
@@ -436,7 +434,6 @@ class Watch:
 
     @property
     def is_sealed(self) -> bool:
-        """Return whether every chain has ended and there is a seal that names each of them."""
         chains = self._chains.values()
         if not chains or not all(chain.ended for chain in chains):
             return False
@@ -463,7 +460,6 @@ class Watch:
         return False
 
     def _new_records(self, findings: list[Finding]) -> list[tuple[ChainState, list[LedgerRecord]]]:
-        """Return the records since the last look, by chain."""
         if self._genesis is None:
             if not self.store.exists(layout.GENESIS):
                 return []

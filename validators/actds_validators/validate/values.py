@@ -153,7 +153,6 @@ def _check_rows(
     hook: str,
     look: Callable[[int, npt.NDArray[Any]], None],
 ) -> Hashes:
-    """Return a hash of each row, after noting those that are not finite or zero."""
     hashes = np.empty(reader.n_rows, np.uint64)
     broken, zero, n_infinite = [], [], 0
     dtype = arrays.DTYPES[reader.dtype]
