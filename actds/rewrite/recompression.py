@@ -156,7 +156,7 @@ def _end_dead_tools(store: LocalStore) -> None:
     catalog = Catalog.read(store)
     owners = find_owners(store, catalog.chains.values())
     owners.require_gone()
-    for chain, who in owners.gone.items():
+    for chain, who in owners.ended.items():
         if catalog.chains[chain].kind == "tool":
             fence(store, catalog.genesis.dataset, chain, f"{who}, and had not closed it")
     remove_stale(store)
