@@ -236,18 +236,18 @@ def _shift(name: str, triple: Floats) -> CapturedShift | None:
     stored, weighted, existing = triple
     if not stored.sum():
         return None
+    total, jensen, weighted_total, weighted_jensen = (
+        measure(side, existing) or 0.0  # None only of an empty histogram
+        for side in (stored, weighted)
+        for measure in (total_variation, jensen_shannon)
+    )
     return CapturedShift(
         variable=name,
-        total_variation=_known(total_variation(stored, existing)),
-        jensen_shannon=_known(jensen_shannon(stored, existing)),
-        weighted_total_variation=_known(total_variation(weighted, existing)),
-        weighted_jensen_shannon=_known(jensen_shannon(weighted, existing)),
+        total_variation=total,
+        jensen_shannon=jensen,
+        weighted_total_variation=weighted_total,
+        weighted_jensen_shannon=weighted_jensen,
     )
-
-
-def _known(distance: float | None) -> float:
-    assert distance is not None  # both histograms hold something
-    return distance
 
 
 MAX_CELLS = 1 << 16

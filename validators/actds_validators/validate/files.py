@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -113,12 +112,6 @@ def check_array(catalog: Catalog, manifest: ShardManifest, hook: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Digest:
-    sha256: str
-    error: ActdsError | None = None
-
-
 def stamp(store: Store, path: str) -> Stamp | None:
     folder = local_folder(store.uri)
     if folder is None:
@@ -171,29 +164,29 @@ def _batches(catalog: Catalog, paths: list[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _compare_digest(catalog: Catalog, path: str, got: _Digest) -> None:
-    entry, error = catalog.files[path], got.error
-    if error is not None:
-        catalog.findings.add("integrity", error.code, path, error.got, error.expected)
-    elif got.sha256 != entry.sha256:
-        catalog.findings.add("integrity", "E202", path, f"sha256 {got.sha256}", entry.sha256)
-    else:
+def _compare_digest(catalog: Catalog, path: str, got: str | ActdsError) -> None:
+    expected = catalog.files[path].sha256
+    if got == expected:
         return
+    if isinstance(got, ActdsError):
+        catalog.findings.add("integrity", got.code, path, got.got, got.expected)
+    else:
+        catalog.findings.add("integrity", "E202", path, f"sha256 {got}", expected)
     catalog.unsound.add(path)
 
 
-def _digests(store: Store, paths: list[str]) -> list[_Digest]:
+def _digests(store: Store, paths: list[str]) -> list[str | ActdsError]:
     return [_digest(store, path) for path in paths]
 
 
-def _digest(store: Store, path: str) -> _Digest:
+def _digest(store: Store, path: str) -> str | ActdsError:
     try:
-        return _Digest(file_sha256(store, path))
+        return file_sha256(store, path)
     except ActdsError as error:
-        return _Digest("", error)
+        return error
     except (OSError, EOFError) as error:
         got = getattr(error, "strerror", None) or str(error)
-        return _Digest("", ActdsError("E104", path, got=got, expected="a readable file"))
+        return ActdsError("E104", path, got=got, expected="a readable file")
 
 
 def check_indexes(catalog: Catalog) -> None:

@@ -123,20 +123,8 @@ def _check_shard(catalog: Catalog, tokens: pa.Table, readouts: RunReadouts | Non
             if reader.n_rows != manifest.n_rows:
                 continue  # E203, told by the check of structure
             place = f"shards/{manifest.shard} hook {hook}"
-
-            def look(
-                start: int,
-                bits: npt.NDArray[Any],
-                hook: str = hook,
-                dtype: str = reader.dtype,
-                place: str = place,
-            ) -> None:
-                if readouts is not None:
-                    rows = tokens.slice(start, len(bits))
-                    compare(catalog.findings, readouts, hook, rows, bits, dtype, place)
-
             try:
-                hashes[hook] = _check_rows(catalog, reader, tokens, hook, look)
+                hashes[hook] = _check_rows(catalog, reader, tokens, hook, readouts)
             except ActdsError as error:
                 catalog.findings.take("integrity", error)
                 continue
@@ -151,8 +139,10 @@ def _check_rows(
     reader: arrays.ArrayReader,
     tokens: pa.Table,
     hook: str,
-    look: Callable[[int, npt.NDArray[Any]], None],
+    readouts: RunReadouts | None,
 ) -> Hashes:
+    [manifest] = catalog.shards
+    place = f"shards/{manifest.shard} hook {hook}"
     hashes = np.empty(reader.n_rows, np.uint64)
     broken, zero, n_infinite = [], [], 0
     dtype = arrays.DTYPES[reader.dtype]
@@ -171,11 +161,11 @@ def _check_rows(
             broken.append(at + odd)
             zero.append(at + np.flatnonzero(~(bits & dtype.magnitude).any(axis=1)))
             hashes[at : at + len(bits)] = hash_rows(bits)
-            look(at, bits)
+            if readouts is not None:
+                rows = tokens.slice(at, len(bits))
+                compare(catalog.findings, readouts, hook, rows, bits, reader.dtype, place)
     reader.check_padding()
     broken_rows, zero_rows = np.concatenate(broken), np.concatenate(zero)
-    [manifest] = catalog.shards
-    place = f"shards/{manifest.shard} hook {hook}"
     _note(catalog, "E601", place, broken_rows, tokens, "NaN or infinity", "finite values")
     _note(catalog, "E602", place, zero_rows, tokens, "only zeros", "a computed state")
     counts = RowCounts(not_finite=broken_rows.size, zero=zero_rows.size, infinite=n_infinite)
