@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from actds.dataset.fates import NEVER, FateCounts, fate_counts
 from actds.format import tables
-from actds.format.positions import Index, position_key
+from actds.format.positions import Index, position_key, union
 from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.covariates import LOAD, columns_of, defined
 from actds_validators.audit.data import Part, Read, RunSource, column, is_known, numbers, places
@@ -396,35 +396,15 @@ def _owed(source: RunSource, spans: dict[str, npt.NDArray[Any]], is_computed: Bo
 
 
 def _unresolved(source: RunSource) -> int:
+    """Return how many referenced positions no captured span holds."""
     served, kept = source.spans("cache_ref", ["ref_request"]), source.spans("captured", ["request"])
-    origin = served["ref_request"]
-    known = is_known(origin)
-    total = int((served["stop"] - served["start"]).sum())
-    request = origin[known].astype(np.int64)
-    begins, ends = (_Below(kept["request"], kept[name]) for name in ("start", "stop"))
-    # Of the captured positions those below x, less those that ended before it.
-    below = [
-        begins.reach(request, served[name][known]) - ends.reach(request, served[name][known])
-        for name in ("start", "stop")
-    ]
-    return total - int((below[1] - below[0]).sum())
-
-
-class _Below:
-    """Sums of how far positions of a request lie below another."""
-
-    def __init__(self, request: Ints, position: Ints) -> None:
-        order = np.lexsort((position, request))
-        self._request, self._position = request[order], position[order]
-        self._keys = position_key(self._request, self._position)
-        self._sums = np.append(0, np.cumsum(self._position))
-
-    def reach(self, request: Ints, to: Ints) -> Ints:
-        """Return the sum of ``to - position`` over the positions of the request below it."""
-        last = np.searchsorted(self._keys, position_key(request, to))
-        first = np.searchsorted(self._request, request)
-        reached: Ints = (last - first) * to - (self._sums[last] - self._sums[first])
-        return reached
+    stored = union(*(position_key(kept["request"], kept[name]) for name in ("start", "stop")))
+    known = is_known(served["ref_request"])
+    request = served["ref_request"][known].astype(np.int64)
+    before, up_to = (
+        stored.n_below(position_key(request, served[name][known])) for name in ("start", "stop")
+    )
+    return int((served["stop"] - served["start"]).sum() - (up_to - before).sum())
 
 
 def accounting(sources: list[RunSource], read: Read) -> Accounting:

@@ -442,25 +442,18 @@ class Labels:
 
     def __init__(self, table: pa.Table, words: tuple[str, ...]) -> None:
         self.words = words
-        request, start, stop = (
-            table[name].to_numpy().astype(np.int64) for name in ("request", "start", "stop")
-        )
-        keys = position_key(request, start)
-        order = np.argsort(keys, kind="stable")
-        self._keys = keys[order]
-        self._request, self._stop = request[order], stop[order]
-        code = {word: k for k, word in enumerate(words)}
-        codes = [code[word] for word in table["class"].to_pylist()]
-        self._code = np.array(codes, np.int64)[order]
+        start, stop = (position_key(table["request"], table[name]) for name in ("start", "stop"))
+        order = np.argsort(start, kind="stable")
+        self._start, self._stop = start[order], stop[order]
+        self._code = pc.index_in(table["class"], pa.array(words)).to_numpy()[order].astype(np.int64)
 
     def of(self, request: Ints, position: Ints) -> Ints:
         """Return the code of the class of each position, -1 for one without a label."""
-        if not len(self._keys):
+        if not len(self._start):
             return np.full(len(request), -1, np.int64)
-        at = np.searchsorted(self._keys, position_key(request, position), side="right") - 1
-        labelled, at = at >= 0, np.maximum(at, 0)
-        labelled &= (self._request[at] == request) & (position < self._stop[at])
-        return np.where(labelled, self._code[at], -1)
+        keys = position_key(request, position)
+        at = np.searchsorted(self._start, keys, side="right") - 1
+        return np.where((at >= 0) & (keys < self._stop[at]), self._code[at], -1)
 
 
 def class_words(labels: pa.Table) -> tuple[str, ...]:

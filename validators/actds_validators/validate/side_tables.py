@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from actds.dataset.columns import MAX_FINDINGS_PER_CODE, Notes, check_words, ints
 from actds.dataset.reading import Catalog
 from actds.format import tables
-from actds.format.positions import Keys, difference, overlap, position_key, union
+from actds.format.positions import Keys, depth, difference, overlap, position_key, union
 from actds.format.schema import RunRecord
 from actds.format.shard import TOKENS
 from actds.format.tables import TableName
@@ -107,22 +107,14 @@ def _check_stored(canary: pa.Table, spans: pa.Table, notes: Notes) -> None:
     )
     stored = spans.filter(pc.or_(captured, referenced))
     start, stop = (position_key(stored["request"], stored[name]) for name in ("start", "stop"))
-    order = np.argsort(start, kind="stable")
-    start, stop = start[order], stop[order]
     key = position_key(canary["request"], canary["position"])
-    at = np.searchsorted(start, key, side="right") - 1
-    missing = at < 0
-    missing[~missing] = key[~missing] >= stop[at[~missing]]
-    where = np.flatnonzero(missing)
+    where = np.flatnonzero(depth(start, stop, key) == 0)
     if len(where):
         row = canary.slice(int(where[0]), 1).to_pylist()[0]
         more = f" (and {len(where) - 1} more rows)" if len(where) > 1 else ""
-        notes.add(
-            "E414",
-            f"canary/{notes.run} request {row['request']} position {row['position']}{more}",
-            "a canary of a position without a row",
-            "a captured position, or a reference to one",
-        )
+        place = f"canary/{notes.run} request {row['request']} position {row['position']}{more}"
+        expected = "a captured position, or a reference to one"
+        notes.add("E414", place, "a canary of a position without a row", expected)
 
 
 def _check_roles(catalog: Catalog, run: str, notes: Notes) -> None:
