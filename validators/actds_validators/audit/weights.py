@@ -8,9 +8,7 @@ load and complexity, and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import get_args
 
@@ -306,7 +304,18 @@ def write_weights(
         "claim": claim,
     }
     n_rows = 0
-    with _new_file(path) as file:
+    options = {"compression": "zstd", "store_schema": False, "write_page_checksum": True}
+    encodings = {"row": "DELTA_BINARY_PACKED"}
+    with (
+        replaced(path) as temporary,
+        pq.ParquetWriter(
+            temporary,
+            SCHEMA,
+            use_dictionary=["shard", "weight"],
+            column_encoding=encodings,
+            **options,
+        ) as file,
+    ):
         file.add_key_value_metadata({f"actds.{key}": value for key, value in words.items()})
         for table in _in_groups(_tables(catalog, lookups, cells)):
             file.write_table(table, row_group_size=GROUP_ROWS)
@@ -314,77 +323,29 @@ def write_weights(
     return n_rows
 
 
-@contextmanager
-def _new_file(path: Path) -> Iterator[pq.ParquetWriter]:
-    with (
-        replaced(path) as temporary,
-        pq.ParquetWriter(
-            temporary,
-            SCHEMA,
-            compression="zstd",
-            store_schema=False,
-            write_page_checksum=True,
-            use_dictionary=["shard", "weight"],
-            column_encoding={"row": "DELTA_BINARY_PACKED"},
-        ) as writer,
-    ):
-        yield writer
-
-
 def _tables(
     catalog: Catalog, lookups: Mapping[str, Lookup], cells: Cells | None
 ) -> Iterator[pa.Table]:
-    shards = sorted(
-        (Shard(catalog.store, manifest, parse=catalog.parse) for manifest in catalog.shards),
-        key=lambda s: s.name,
-    )
-    for run, group in groupby(shards, key=lambda shard: shard.run):
-        for some in _batches(group):
-            yield _table(some, _weights(lookups.get(run), some, cells))
+    for manifest in sorted(catalog.shards, key=lambda manifest: manifest.shard):
+        shard = Shard(catalog.store, manifest, parse=catalog.parse)
+        weights = _weights(lookups.get(shard.run), shard, cells)
+        rows = np.arange(shard.n_rows, dtype=np.uint32)
+        yield pa.table([pa.repeat(shard.name, shard.n_rows), rows, weights], schema=SCHEMA)
 
 
-def _batches(shards: Iterator[Shard]) -> Iterator[list[Shard]]:
-    batch: list[Shard] = []
-    n_rows = 0
-    for shard in shards:
-        if batch and n_rows + shard.n_rows > GROUP_ROWS:
-            yield batch
-            batch, n_rows = [], 0
-        batch.append(shard)
-        n_rows += shard.n_rows
-    yield batch
-
-
-def _weights(
-    lookup: Lookup | None, shards: list[Shard], cells: Cells | None
-) -> npt.NDArray[np.float32]:
-    n_rows = sum(shard.n_rows for shard in shards)
+def _weights(lookup: Lookup | None, shard: Shard, cells: Cells | None) -> npt.NDArray[np.float32]:
     if cells is None or cells.weights is None:
-        return np.ones(n_rows, np.float32)
-    tokens = pa.concat_tables(
-        [shard.tokens(["step", "request", "position", "token_id"]) for shard in shards]
-    ).combine_chunks()
+        return np.ones(shard.n_rows, np.float32)
+    tokens = shard.tokens(["step", "request", "position", "token_id"])
     numbers = {name: tokens[name].to_numpy().astype(np.int64) for name in tokens.column_names}
-    step = lookup.steps.of(numbers["step"]) if lookup else np.full(n_rows, -1, np.int64)
+    step = lookup.steps.of(numbers["step"]) if lookup else np.full(shard.n_rows, -1, np.int64)
     if lookup is None or step.min(initial=0) < 0:
-        raise ActdsError(
-            "E412",
-            f"shards/{shards[0].name} to {shards[-1].name}",
-            got=f"{int((step >= 0).sum())} of {n_rows} rows whose step computed something",
-            expected="every row",
-        )
+        got = f"{int((step >= 0).sum())} of {shard.n_rows} rows whose step computed something"
+        raise ActdsError("E412", f"shards/{shard.name}", got=got, expected="every row")
     token = lookup.vocabulary.index.of(numbers["token_id"])
     request = lookup.requests.of(numbers["request"])
     cell = cells.edges.of(Rows(lookup, step, request, numbers["position"], token))
     return cells.weights.reshape(-1)[cell].astype(np.float32)
-
-
-def _table(shards: list[Shard], weights: npt.NDArray[np.float32]) -> pa.Table:
-    sizes = [shard.n_rows for shard in shards]
-    names = pa.array([shard.name for shard in shards], pa.string())
-    number = np.repeat(np.arange(len(shards)), sizes)
-    row = np.concatenate([np.arange(n, dtype=np.uint32) for n in sizes])
-    return pa.table([names.take(pa.array(number)), row, weights], schema=SCHEMA)
 
 
 def _in_groups(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
