@@ -8,8 +8,8 @@ wherever its tokens were computed.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -358,10 +358,8 @@ class SpanStrata:
         self._bands = {name: np.zeros((2, N_BANDS, n_blocks)) for name in ("start", "end")}
         self._phases = np.zeros((2, 2, n_blocks))
         self.total = np.zeros((2, n_blocks))
-        self._requests = {kind: _Groups() for kind in _OF_REQUESTS}
-        self._labels: dict[str, _Groups] = {}
-        self._runs = {kind: _Groups() for kind in ("run", *RUN_LABELS)}
-        self.whole: list[int] = [0, 0]
+        self._groups = defaultdict[str, _Groups](_Groups)
+        self.n_whole = 0
         self._halved = 0.0
 
     def add(self, source: RunSource, lookup: Lookup) -> None:
@@ -389,18 +387,18 @@ class SpanStrata:
             )
         computed = n.sum(axis=0)
         self._halved += float(n[1][2 * n[1] >= computed].sum())
-        self.whole[0] += int(((n[1] > 0) & (n[0] == 0)).sum())
-        self.whole[1] += int((computed > 0).sum())
-        for kind, groups in self._requests.items():
-            names = _OF_REQUESTS[kind](source, lookup)
-            groups.add(groups.places(names), lookup.request_block, computed, n[1])
-        for label, values in _labels(source, lookup):
-            groups = self._labels.setdefault(f"label {label}", _Groups())
-            groups.add(groups.places(values), lookup.request_block, computed, n[1])
-        for kind, groups in self._runs.items():
-            name = source.run if kind == "run" else source.labels.get(kind)
-            of_run = np.repeat(groups.places([name]), len(computed))
-            groups.add(of_run, lookup.request_block, computed, n[1])
+        self.n_whole += int(((n[1] > 0) & (n[0] == 0)).sum())
+        named: Iterable[tuple[str, list[str | None]]] = (
+            ("source", lookup.columns["source"].tolist()),
+            ("first prompt block", _prefixes(source, lookup)),
+            *((f"label {label}", values) for label, values in _labels(source, lookup)),
+            *((kind, [source.labels.get(kind)]) for kind in RUN_LABELS),
+            ("run", [source.run]),
+        )
+        for kind, names in named:  # of every request, or one for all
+            groups = self._groups[kind]
+            place = np.broadcast_to(groups.places(names), computed.shape)
+            groups.add(place, lookup.request_block, computed, n[1])
 
     @property
     def of_requests(self) -> float:
@@ -424,13 +422,14 @@ class SpanStrata:
             yield _some(kind, [_range(k) for k in range(N_BANDS)], stored + lost, lost)
         stored, lost = self._phases
         yield _some("phase", list(PHASES), stored + lost, lost)
-        for kind, groups in (self._requests | self._labels).items():
-            yield groups.strata(kind, self.n_blocks, limits, None)
         common = np.full(self.n_blocks, self.share)
-        for kind, groups in self._runs.items():
-            named = kind == "run" and len(self._runs["replica"].names) == len(groups.names)
-            if len(groups.names) > 1 and not named:  # a replica is a run, by a better name
-                yield groups.strata(kind, self.n_blocks, limits, common)
+        sizes = {kind: len(groups.names) for kind, groups in self._groups.items()}
+        for kind, groups in self._groups.items():
+            of_runs = kind == "run" or kind in RUN_LABELS
+            # A replica is a run, by a better name.
+            named = kind == "run" and sizes["replica"] == sizes["run"]
+            if not of_runs or (sizes[kind] > 1 and not named):
+                yield groups.strata(kind, self.n_blocks, limits, common if of_runs else None)
 
     def _add_bands(self, name: str, lost: int, start: Ints, stop: Ints, block: Ints) -> None:
         for band in range(N_BANDS):
@@ -478,13 +477,6 @@ def _labels(source: RunSource, lookup: Lookup) -> Iterator[tuple[str, list[str |
             if place >= 0 and value is not None:
                 values[place] = label_text(json.loads(value))
         yield name, values
-
-
-_OF_REQUESTS: dict[str, Callable[[RunSource, Lookup], list[str | None]]] = {
-    "source": lambda source, lookup: lookup.columns["source"].tolist(),
-    "first prompt block": _prefixes,
-}
-"""Kinds of strata of requests: the name of each request's, ``None`` where it has none."""
 
 
 def _some(kind: str, labels: list[str], n: Floats, lost: Floats) -> Strata:

@@ -515,7 +515,7 @@ def _strata(passed: Passed, limits: Limits) -> dict[str, object]:
     return {
         "worst_strata": worst_strata(every, passed.spans.rate, passed.spans.share, limits),
         "n_strata": sum(strata.n_tested for strata in every),
-        "whole_requests": passed.spans.whole[0],
+        "whole_requests": passed.spans.n_whole,
     }
 
 
