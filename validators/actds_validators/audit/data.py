@@ -393,10 +393,9 @@ def match_labels(labels: LabelFile, sources: list[RunSource]) -> ClassesFile:
         given = source.served_requests(["request", "prompt_len", "generated_len"])
         n_owed = given["prompt_len"] + np.maximum(given["generated_len"], 1) - 1
         known, first = np.unique(given["request"], return_index=True)
-        positions = {"request": known, "n": n_owed[first]}
-        n_positions += int(positions["n"].sum())
-        at = Index(positions["request"]).of(table["request"].to_numpy())
-        length = np.append(positions["n"].astype(np.int64), 0)[at]
+        n_positions += int(n_owed[first].sum())
+        at = Index(known).of(table["request"].to_numpy())
+        length = np.append(n_owed[first].astype(np.int64), 0)[at]
         here = start < length
         if "run" in table.column_names:
             here &= pc.equal(table["run"], source.run).to_numpy()

@@ -516,19 +516,12 @@ NEAR_MISS_S = 60.0
 """Seconds that the writer may have held up the engine, in all, before it is told."""
 NEAR_MISS_SHARE = 0.05
 """The same as a share of the time of the run."""
-_WORDS: dict[Decision, str] = {
-    "yes": "Yes: train on it",
-    "yes, loaded like this": "Yes, loaded like this",
-    "yes, with limits": "Yes, with these limits",
-    "not known": "Not known",
-    "no": "No",
-}
-_LEVELS: dict[Decision, Level] = {
-    "yes": "PASS",
-    "yes, loaded like this": "WARN",
-    "yes, with limits": "WARN",
-    "not known": "INCONCLUSIVE",
-    "no": "FAIL",
+_ANSWERS: dict[Decision, tuple[Level, str]] = {
+    "yes": ("PASS", "Yes: train on it"),
+    "yes, loaded like this": ("WARN", "Yes, loaded like this"),
+    "yes, with limits": ("WARN", "Yes, with these limits"),
+    "not known": ("INCONCLUSIVE", "Not known"),
+    "no": ("FAIL", "No"),
 }
 
 
@@ -560,7 +553,7 @@ def conclude(
     first = against[0] if against else None
     load = _loader(against, path) if against and all(p.loaded for p in against) else None
     waived = [p for p in judged if p.accepted and p.level != "PASS"]
-    words = _WORDS[decision]
+    level, words = _ANSWERS[decision]
     if first is not None:
         words = f"{words}: {first.headline}"
     elif waived:
@@ -569,7 +562,7 @@ def conclude(
     steps = [step for p in against for step in p.to_do]
     return judged, Answer(
         decision=decision,
-        level=_LEVELS[decision],
+        level=level,
         words=words,
         place=first.name if first is not None else None,
         sentence=sentences[0],
