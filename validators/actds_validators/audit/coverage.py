@@ -27,7 +27,7 @@ from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.accumulate import ClassCounts
 from actds_validators.audit.covariates import COVARIATES, N_BANDS, N_BITS, Widths, position_band
 from actds_validators.audit.data import CLASSES, NOWHERE, Part, RunSource, column, explode, is_known
-from actds_validators.audit.lookup import Lookup
+from actds_validators.audit.lookup import Lookup, Rows
 from actds_validators.audit.passes import scale_of
 from actds_validators.audit.result import (
     CapturedShift,
@@ -300,19 +300,18 @@ class _DominancePass:
     def __call__(self, part: Part) -> list[_Cells]:
         lookup, totals = self.lookup, [_no_cells() for _ in self.hooks]
         for batch in part.batches(["request", "position", "token_id", "step", "hook", "norm"]):
-            step = lookup.steps.of(column(batch, "step"))
-            request = lookup.requests.of(column(batch, "request"))
-            position, token = column(batch, "position"), column(batch, "token_id")
+            rows, kept = Rows.read(lookup, batch)
             norm = batch["norm"].to_numpy(zero_copy_only=False).astype(np.float64)
-            kept = (step >= 0) & (request >= 0) & np.isfinite(norm)
-            kept &= lookup.recomputed.count(step, request, position)
-            kept[kept] &= lookup.losses.find(step[kept], request[kept], position[kept]) < 0
+            kept &= np.isfinite(norm)
+            kept &= lookup.recomputed.count(rows.step, rows.request, rows.position)
+            stored = rows.take(kept)
+            kept[kept] &= lookup.losses.find(stored.step, stored.request, stored.position) < 0
             for number, hook in enumerate(self.hooks):
-                rows = np.flatnonzero(kept & pc.equal(batch["hook"], hook).to_numpy(False))
-                x, at, id_ = norm[rows], position[rows], token[rows]
-                served = lookup.servings.of(lookup.requests.numbers(request[rows]), at)
-                w = 1.0 + served
-                special = lookup.vocabulary.special[lookup.vocabulary.index.of(id_)]
+                of_hook = np.flatnonzero(kept & pc.equal(batch["hook"], hook).to_numpy(False))
+                stored, x = rows.take(of_hook), norm[of_hook]
+                at, id_ = stored.position, column(batch, "token_id")[of_hook]
+                w = 1.0 + lookup.servings.of(lookup.requests.numbers(stored.request), at)
+                special = stored.special
                 some = np.flatnonzero((at == 0) | special | (x > SINK_NORM * self.median[number]))
                 four = np.stack([np.ones(len(x)), w, w * x, w * x * x], axis=1)
                 keys, first, of = np.unique(

@@ -75,7 +75,7 @@ class Part:
             yield from self.table.select(columns).to_batches(max_chunksize=BATCH_ROWS)
 
 
-def column(batch: pa.RecordBatch, name: str) -> Ints:
+def column(batch: pa.RecordBatch | pa.Table, name: str) -> Ints:
     """Return a column of whole numbers.
 
     Raises:
@@ -444,7 +444,8 @@ class Labels:
         start, stop = (position_key(table["request"], table[name]) for name in ("start", "stop"))
         order = np.argsort(start, kind="stable")
         self._start, self._stop = start[order], stop[order]
-        self._code = pc.index_in(table["class"], pa.array(words)).to_numpy()[order].astype(np.int64)
+        code = pc.index_in(table["class"], pa.array(words, table["class"].type))
+        self._code = code.to_numpy()[order].astype(np.int64)
 
     def of(self, request: Ints, position: Ints) -> Ints:
         """Return the code of the class of each position, -1 for one without a label."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.dataset.multiplicity import Servings
@@ -131,6 +132,15 @@ class Rows:
     request: Ints
     position: Ints
     token: Ints
+
+    @classmethod
+    def read(cls, lookup: Lookup, batch: pa.RecordBatch | pa.Table) -> tuple[Rows, Bools]:
+        """Return the rows of a batch, and whether their step and request are known."""
+        step = lookup.steps.of(column(batch, "step"))
+        request = lookup.requests.of(column(batch, "request"))
+        token = lookup.vocabulary.index.of(column(batch, "token_id"))
+        rows = cls(lookup, step, request, column(batch, "position"), token)
+        return rows, (step >= 0) & (request >= 0)
 
     @cached_property
     def prefill(self) -> Bools:

@@ -20,7 +20,7 @@ from actds.format.tables import TableName
 from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.accumulate import CONTENT, ClassCounts, Moments, Sums
 from actds_validators.audit.covariates import CovariateDef, Widths, position_band
-from actds_validators.audit.data import Part, column, explode, places
+from actds_validators.audit.data import Part, explode, places
 from actds_validators.audit.lookup import CellEdges, Lookup, Rows
 
 ExecutorName = Literal["threads", "ray"]
@@ -108,7 +108,7 @@ class RowPass:
 
     def _stored(self, part: Part) -> Iterator[Rows]:
         for batch in part.batches(["request", "position", "token_id", "step"]):
-            rows, known = self._rows(batch)
+            rows, known = Rows.read(self.lookup, batch)
             yield rows if known.all() else rows.take(known)
 
     def _lost(self, piece: range) -> Iterator[Rows]:
@@ -121,14 +121,6 @@ class RowPass:
                 ids = self.lookup.lost_ids[losses.find(step, request, position)]
                 token = self.lookup.vocabulary.index.of(ids)
             yield Rows(self.lookup, step, request, position, token)
-
-    def _rows(self, batch: pa.RecordBatch) -> tuple[Rows, Bools]:
-        lookup = self.lookup
-        step = lookup.steps.of(column(batch, "step"))
-        request = lookup.requests.of(column(batch, "request"))
-        position, token = column(batch, "position"), column(batch, "token_id")
-        rows = Rows(lookup, step, request, position, lookup.vocabulary.index.of(token))
-        return rows, (step >= 0) & (request >= 0)
 
     def _add(self, sums: Sums, rows: Rows, cells: CellEdges, lost: int) -> None:
         lookup, (n_blocks, n_cells) = self.lookup, sums.cell_n.shape[1:]
@@ -158,7 +150,7 @@ class RowPass:
         n_cells = sums.cell_n.shape[2]
         columns = ["request", "position", "token_id", "step", "hook", *self.widths.columns]
         for batch in part.batches(columns):
-            rows, kept = self._rows(batch)
+            rows, kept = Rows.read(lookup, batch)
             values = self.widths.read(batch)
             kept &= lookup.recomputed.count(rows.step, rows.request, rows.position)
             lost = np.zeros(len(kept), bool)

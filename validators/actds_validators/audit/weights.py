@@ -337,15 +337,12 @@ def _weights(lookup: Lookup | None, shard: Shard, cells: Cells | None) -> npt.ND
     if cells is None or cells.weights is None:
         return np.ones(shard.n_rows, np.float32)
     tokens = shard.tokens(["step", "request", "position", "token_id"])
-    numbers = {name: tokens[name].to_numpy().astype(np.int64) for name in tokens.column_names}
-    step = lookup.steps.of(numbers["step"]) if lookup else np.full(shard.n_rows, -1, np.int64)
-    if lookup is None or step.min(initial=0) < 0:
-        got = f"{int((step >= 0).sum())} of {shard.n_rows} rows whose step computed something"
+    rows = Rows.read(lookup, tokens)[0] if lookup else None
+    n_known = int((rows.step >= 0).sum()) if rows else 0
+    if rows is None or n_known < shard.n_rows:
+        got = f"{n_known} of {shard.n_rows} rows whose step computed something"
         raise ActdsError("E412", f"shards/{shard.name}", got=got, expected="every row")
-    token = lookup.vocabulary.index.of(numbers["token_id"])
-    request = lookup.requests.of(numbers["request"])
-    cell = cells.edges.of(Rows(lookup, step, request, numbers["position"], token))
-    return cells.weights.reshape(-1)[cell].astype(np.float32)
+    return cells.weights.reshape(-1)[cells.edges.of(rows)].astype(np.float32)
 
 
 def _in_groups(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:

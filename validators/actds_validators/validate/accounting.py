@@ -353,6 +353,19 @@ def _entry(table: pa.Table, row: int) -> str:
     )
 
 
+def sound_tables(catalog: Catalog, run: str, *names: tables.TableName) -> list[pa.Table]:
+    """Return tables of a run; none where one is unsound, or what it should hold is not known.
+
+    Raises:
+        ActdsError: as ``Catalog.read_table``.
+    """
+    if run in catalog.incomplete:
+        return []
+    read = [catalog.sound_table(run, name) for name in names]
+    sound = [table for table in read if table is not None]
+    return sound if len(sound) == len(names) else []
+
+
 def read_parts(catalog: Catalog, run: str, name: tables.TableName, columns: list[str]) -> pa.Table:
     """Return columns of a table; notes E203 for a part of another length than was committed."""
     parts = [tables.empty(name).select(columns)]

@@ -26,7 +26,7 @@ from actds.format.readouts import Readouts, compute, load_probes, matrix, readou
 from actds.format.schema import Hook
 from actds.format.shard import TOKENS
 from actds.store import layout
-from actds_validators.validate.accounting import read_parts
+from actds_validators.validate.accounting import read_parts, sound_tables
 
 Ints = npt.NDArray[np.int64]
 TOLERANCE = 1e-4
@@ -199,9 +199,8 @@ def _read_readouts(catalog: Catalog, run: str, readouts: Readouts, *, values: bo
     hooks = {hook.name: hook for hook in catalog.genesis.hooks}
     unknown = sorted(set(pc.unique(table["hook"]).to_pylist()) - set(hooks))
     if unknown:
-        catalog.findings.add(
-            "accounting", "E416", f"readouts/{run}", f"hook {unknown[0]}", "a known hook"
-        )
+        got, expected = f"hook {unknown[0]}", "a known hook"
+        catalog.findings.add("accounting", "E416", f"readouts/{run}", got, expected)
     if values:
         _check_widths(run, readouts, hooks.values(), table)
     probes = _probes(catalog, run, readouts) if values else {}
@@ -293,11 +292,8 @@ def _check_unread(catalog: Catalog, run: str, of_run: RunReadouts, drops: pa.Tab
         return
     key = position_key(drops["request"].to_numpy(), start)
     order = np.argsort(key, kind="stable")
-    key, end, step = (
-        key[order],
-        (key + (stop - start).astype(np.uint64))[order],
-        drops["step"].to_numpy()[order],
-    )
+    end, step = (key + (stop - start).astype(np.uint64))[order], drops["step"].to_numpy()[order]
+    key = key[order]
     for hook, readouts in of_run.hooks.items():
         lines = keys_of(readouts.table)
         at = np.searchsorted(key, lines, "right") - 1
@@ -310,12 +306,11 @@ def _check_unread(catalog: Catalog, run: str, of_run: RunReadouts, drops: pa.Tab
 
 def _check_computed(catalog: Catalog, run: str, of_run: RunReadouts) -> None:
     """No readout stands twice, or belongs to a step or a position that nobody computed."""
-    steps_read = catalog.sound_table(run, "steps")
-    spans_read = catalog.sound_table(run, "spans")
-    if steps_read is None or spans_read is None:
+    read = sound_tables(catalog, run, "steps", "spans")
+    if not read:
         return
-    steps = steps_read["step"].to_numpy()
-    spans = spans_read.filter(pc.is_valid(spans_read["step"]))
+    steps = read[0]["step"].to_numpy()
+    spans = read[1].filter(pc.is_valid(read[1]["step"]))
     request, number = np.unique(spans["request"].to_numpy(), return_inverse=True)
     computed = np.zeros(len(request) + 1, np.int64)  # the last is of requests that it does not have
     np.maximum.at(computed, number, spans["stop"].to_numpy().astype(np.int64))
@@ -381,18 +376,17 @@ def keys_of(table: pa.Table) -> Keys:
 
 
 def _check_digests(catalog: Catalog, run: str, known: _Tokens) -> None:
-    requests_read = catalog.sound_table(run, "requests")
-    spans_read = catalog.sound_table(run, "spans")
-    if requests_read is None or spans_read is None:
+    read = sound_tables(catalog, run, "requests", "spans")
+    if not read:
         return
     keys, ids = known
-    spans = spans_read.filter(pc.is_valid(spans_read["ref_request"]))
+    requests, spans = read[0], read[1].filter(pc.is_valid(read[1]["ref_request"]))
     references: dict[int, list[tuple[int, int, int]]] = {}
     names = ("request", "start", "stop", "ref_request")
     for request, *span in zip(*(spans[name].to_pylist() for name in names), strict=True):
         references.setdefault(request, []).append((span[0], span[1], span[2]))
     names = ("request", "prompt_len", "generated_len", "token_digest")
-    columns = (requests_read[name].to_pylist() for name in names)
+    columns = (requests[name].to_pylist() for name in names)
     wrong = 0
     for request, prompt_len, generated_len, digest in zip(*columns, strict=True):
         length = prompt_len + max(generated_len - 1, 0)

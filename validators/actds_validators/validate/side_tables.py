@@ -17,10 +17,9 @@ from actds.format import tables
 from actds.format.positions import Keys, depth, difference, overlap, position_key, union
 from actds.format.schema import RunRecord
 from actds.format.shard import TOKENS
-from actds.format.tables import TableName
 from actds.store import layout
 from actds_validators.arrays import Bools, Ints
-from actds_validators.validate.accounting import read_parts
+from actds_validators.validate.accounting import read_parts, sound_tables
 
 ENTROPY = "capture.entropy"
 VERDICTS = ("same", "diverged", "foreign")
@@ -54,19 +53,12 @@ def check_side_tables(catalog: Catalog) -> None:
                 catalog.findings.take("accounting", finding)
 
 
-def _sound(catalog: Catalog, run: str, *names: TableName) -> list[pa.Table]:
-    if run in catalog.incomplete:
-        return []
-    read = [catalog.sound_table(run, name) for name in names]
-    return [] if any(table is None for table in read) else read
-
-
 def _check_canary(catalog: Catalog, run: str, notes: Notes) -> None:
     paths = {body.file.path for body in catalog.parts.get((run, "canary"), [])}
     if not paths or paths & catalog.unsound:
         return
     canary = read_parts(catalog, run, "canary", ["request", "position", "hook", "verdict"])
-    spans = _sound(catalog, run, "spans")
+    spans = sound_tables(catalog, run, "spans")
     hooks = [hook.name for hook in catalog.genesis.hooks]
     for column, known in (("verdict", VERDICTS), ("hook", hooks)):
         unknown = sorted(set(pc.unique(canary[column]).to_pylist()) - set(known))
@@ -118,7 +110,7 @@ def _check_stored(canary: pa.Table, spans: pa.Table, notes: Notes) -> None:
 
 
 def _check_roles(catalog: Catalog, run: str, notes: Notes) -> None:
-    read = _sound(catalog, run, "roles", "spans") if catalog.parts.get((run, "roles")) else []
+    read = sound_tables(catalog, run, "roles", "spans") if catalog.parts.get((run, "roles")) else []
     if not read:
         return
     roles, spans = read
@@ -146,7 +138,7 @@ def _keys(table: pa.Table) -> tuple[Keys, Keys]:
 def _check_origins(catalog: Catalog, run: str, notes: Notes) -> None:
     if not catalog.parts.get((run, "origins")):
         return
-    if read := _sound(catalog, run, "origins", "requests"):
+    if read := sound_tables(catalog, run, "origins", "requests"):
         _check_names(read[0], notes)
         _check_requests(read[0], read[1], notes)
 
@@ -191,7 +183,7 @@ def _check_sampled(catalog: Catalog, run: str, notes: Notes) -> None:
         return
     if not is_recorded and not catalog.parts.get((run, "sampled")):
         return
-    read = _sound(catalog, run, "sampled", "requests", "steps", "spans")
+    read = sound_tables(catalog, run, "sampled", "requests", "steps", "spans")
     if not read:
         return
     sampled, requests, steps, spans = read

@@ -553,6 +553,7 @@ def watch(
     more and nothing new came for ``idle_s``: then the validation says what is missing.
 
     Args:
+        path: the dataset; it need not be there yet.
         interval_s: seconds between two looks.
         idle_s: seconds without anything new, and of a local dataset without a writer, after which
             the harvest is taken for ended. Of a remote dataset nobody knows whether it has one.
