@@ -16,13 +16,13 @@ import numpy.typing as npt
 
 from actds.errors import ActdsError
 from actds.exchange.containers import read_header
-from actds_studies.dictionaries.refusal import refused
 from actds_studies.dictionaries.tensors import (
     file_sha256,
     is_npz,
     of_names,
     read_npz,
     read_safetensors,
+    refused,
 )
 
 MAX_PROBES = 1024

@@ -144,9 +144,9 @@ def _print(found: list[Passage], form: str) -> None:
         else:
             print_json(envelope("validations", {"datasets": [one.as_json() for one in found]}))
     else:
-        from actds_validators.gate import formats
+        from actds_validators.gate.gate import github, junit, sarif
 
-        write = {"junit": formats.junit, "sarif": formats.sarif, "github": formats.github}[form]
+        write = {"junit": junit, "sarif": sarif, "github": github}[form]
         click.echo(write(found), nl=False)
 
 
