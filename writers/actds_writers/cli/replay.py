@@ -40,9 +40,9 @@ def replay(
     to its source and says which tokens had been sampled. Requests whose tokens are not all known
     are skipped and counted.
     """
+    from actds_writers.cli.terminal import Terminal
     from actds_writers.engine_protocol import parse_words
     from actds_writers.harvest.replay import replay as run
-    from actds_writers.monitor.terminal import Terminal
 
     terminal = Terminal(out, quiet=quiet)
     try:

@@ -46,9 +46,9 @@ def write(out: str, quiet: bool, engine_args: tuple[str, ...], **settings: Any) 
     Serves every prompt, stores the activations of every token that the engine computes, and
     accounts for every token. Ctrl-C drains, commits and seals; --resume continues.
     """
+    from actds_writers.cli.terminal import Terminal
     from actds_writers.engine_protocol import parse_words
     from actds_writers.harvest.run import write as run
-    from actds_writers.monitor.terminal import Terminal
 
     terminal = Terminal(out, quiet=quiet)
     try:

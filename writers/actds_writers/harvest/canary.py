@@ -34,8 +34,7 @@ from actds.text import counted
 from actds_writers.config import WriteSettings
 from actds_writers.engine_protocol import Finished, find_engine
 from actds_writers.harvest.compare import Compared, compare, pairs_of
-from actds_writers.harvest.prepare import Plan, request_key
-from actds_writers.harvest.sequences import as_requests
+from actds_writers.harvest.prepare import Plan, as_requests, request_key
 
 SPARE = 16
 """Extra requests whose tokens are kept, in case some are aborted."""
@@ -263,7 +262,7 @@ def _run(
 ) -> dict[str, int] | None:
     """Run the replaying process; return the tokens it sampled, ``None`` if interrupted."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "actds_writers.harvest.canary_replay"],
+        [sys.executable, "-m", "actds_writers.harvest.run"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,  # a Ctrl-C reaches the command, which forwards it

@@ -23,12 +23,9 @@ from actds_writers.harvest.prepare import (
     request_key,
 )
 from actds_writers.harvest.processes import Pipeline
+from actds_writers.harvest.result import Observer
 from actds_writers.ipc.messages import ClientFacts, PromptFact
-from actds_writers.monitor.progress import (
-    Observer,
-    Snapshot,
-    take_snapshot,
-)
+from actds_writers.monitor.progress import Snapshot, take_snapshot
 from actds_writers.prompts.encoding import Encoded
 from actds_writers.prompts.roles import sampled_labels
 from actds_writers.roles import packed

@@ -22,14 +22,15 @@ from actds_writers.harvest.stress import StressResult, stress
 from actds_writers.ipc.messages import HookSpec
 from actds_writers.model_folder import model_config
 from actds_writers.policies import POLICIES
-from actds_writers.sizing.disk import DiskRates, shared_with
 from actds_writers.sizing.machine import (
     DEFAULTS,
     Capacity,
+    DiskRates,
     Machine,
     capacity,
     machine,
     measure,
+    shared_with,
     usual_threads,
 )
 from actds_writers.sizing.needs import (

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow.compute as pc
 
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
+from actds.explore.sequences import TokenSequence
 from actds.format import canonical
 from actds.format.readouts import NONE
 from actds.format.schema import RunRecord
@@ -29,9 +31,8 @@ from actds_writers.capture.probes import plan_readouts
 from actds_writers.config import WriteSettings
 from actds_writers.engine_protocol import EngineOptions
 from actds_writers.harvest.recover import recover_runs, require_accounted
-from actds_writers.ipc.messages import Fact, PromptFact
+from actds_writers.ipc.messages import Fact, PromptFact, Replayed
 from actds_writers.model_folder import ModelFiles, generation_eos, model_config
-from actds_writers.parameters import in_words
 from actds_writers.prompts.encoding import (
     Continuation,
     Encoded,
@@ -42,11 +43,67 @@ from actds_writers.prompts.encoding import (
     n_second_bos,
     special_tokens,
 )
-from actds_writers.prompts.records import OnBroken, PromptSet, read_prompts
+from actds_writers.prompts.records import OnBroken, Prompt, PromptSet, read_prompts
 from actds_writers.prompts.roles import ThinkingMarks
-from actds_writers.provenance import capture_facts, model_facts, observed
+from actds_writers.provenance import capture_facts, in_words, model_facts, observed
+from actds_writers.roles import LETTERS, UNKNOWN, packed
 from actds_writers.shards.assembly import SpecialTokens
 from actds_writers.sizing.needs import Geometry, rows_per_shard
+
+NO_ROLES = "a request without roles in the source"
+
+
+def as_requests(
+    sequences: Iterable[TokenSequence],
+    source: Catalog,
+    skip: Callable[[TokenSequence], str | None] = lambda one: one.unknown,
+) -> tuple[list[Encoded], list[PromptFact]]:
+    """Return sequences as prompts in their order, and what the tables say of each.
+
+    Args:
+        sequences: the sequences.
+        source: the dataset of their requests.
+        skip: returns the reason to skip one, ``None`` to serve it.
+    """
+    encoded, client = [], []
+    for index, one in enumerate(sequences):
+        encoded.append(_as_prompt(index, one, PurePosixPath(source.store.uri).name, skip(one)))
+        client.append(_fact_of(index, one, source, encoded[-1]))
+    return encoded, client
+
+
+def _as_prompt(index: int, one: TokenSequence, name: str, skip: str | None) -> Encoded:
+    labels = "".join(LETTERS[role] if role else UNKNOWN for role in one.role)
+    known = bool(labels.strip(UNKNOWN)) and skip is None
+    return Encoded(
+        Prompt(index, name, index, None, None, one.line["external_id"]),
+        [] if skip else one.token_id.tolist(),
+        max_tokens=1,
+        skip=skip,
+        roles=packed(labels) if known else "",
+        roles_unknown=None if known else NO_ROLES,
+    )
+
+
+def _fact_of(index: int, one: TokenSequence, source: Catalog, encoded: Encoded) -> PromptFact:
+    return PromptFact(
+        request_key(index),
+        one.line["external_id"],
+        one.line["source"],
+        one.line["source_row"],
+        encoded.skip,
+        encoded.roles,
+        Replayed(
+            source.genesis.dataset,
+            source.digest,
+            one.run,
+            one.request,
+            one.n_given,
+        ),
+        len(one.token_id),
+        one.line["labels"] and sys.intern(one.line["labels"]),
+    )
+
 
 UNKNOWN_LIMIT = 2**31
 SECOND_BOS = "prompts.second_bos"

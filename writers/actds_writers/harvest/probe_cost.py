@@ -6,10 +6,13 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
@@ -18,175 +21,238 @@ from actds.format.schema import DType
 from actds.text import counted, format_nbytes
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import MIB, ProbeSettings, keywords_of
-from actds_writers.engine_protocol import find_engine
+from actds_writers.engine_protocol import EngineKind, find_engine
 from actds_writers.ipc.messages import HookSpec
 from actds_writers.model_folder import model_config
 from actds_writers.sizing.needs import Geometry, Sizes, memory_bound
-from actds_writers.sizing.probe_fit import (
-    RING_MIB,
-    SHARD_NBYTES,
-    Arm,
-    Clock,
-    Interval,
-    ProbeFit,
-    Timed,
-    Timing,
-    TimingTask,
-    Way,
-    counts_timed,
-    fit,
-)
-from actds_writers.sizing.weights import Weights, read_weights
+from actds_writers.sizing.weights import Attention, ProbeArithmetic, read_weights
 
-PROBE_ITEMSIZE = 4
-"""Probes and scores are float32, whatever the rows are."""
+Way = Literal["none", "again", "packed", "naive"]
+"""``none``: the engine alone. ``again``: the same, once more, which shows what noise is.
+``packed``: as ``actds write --probes`` runs them. ``naive``: a Python hook, with a product and a
+copy for each probe."""
+Clock = Literal["wall", "cpu"]
+RING_MIB, SHARD_NBYTES = 32, 64 << 20
+"""Sizes of the harvests of packed probes."""
+ONE_PERCENT = 0.01
+LEVEL = 0.95
+N_RESAMPLES = 2000
+
+Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Attention:
-    """Attention of a generated token over the positions before it.
+@dataclass(frozen=True, order=True)
+class Arm:
+    """A way to run probes, and how many at each hook."""
 
-    Args:
-        flops: operations of queries with keys and of weights with values, all layers.
-        kv_nbytes: bytes of keys and values that are read for it.
-        unknown: why both are not known, and then 0; ``None`` where they are.
-    """
-
-    flops: float
-    kv_nbytes: float
-    unknown: str | None = None
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any], context: int, itemsize: int) -> Attention:
-        """Return the attention at a context.
-
-        Args:
-            context: positions that a token attends to, its own included.
-            itemsize: bytes of a key's or value's number.
-        """
-        heads = config.get("num_attention_heads")
-        odd = [name for name in config if name.startswith(("mamba", "ssm_", "kv_lora", "linear_"))]
-        if not isinstance(heads, int) or odd:
-            return cls(0.0, 0.0, f"config.json has {odd[0] if odd else 'no num_attention_heads'}")
-        n_layers = int(config["num_hidden_layers"])
-        kinds = config.get("layer_types") or ["full_attention"] * n_layers
-        window = config.get("sliding_window")
-        if config.get("use_sliding_window") is False or not isinstance(window, int):
-            window = None
-        if window is not None and "layer_types" not in config and window < context:
-            return cls(0.0, 0.0, "a sliding window, and no layer_types")
-        if set(kinds) - {"full_attention", "sliding_attention"}:
-            return cls(0.0, 0.0, f"layers of {', '.join(sorted(set(kinds)))}")
-        width = config.get("head_dim") or int(config["hidden_size"]) // heads
-        kv_heads = config.get("num_key_value_heads") or heads
-        positions = sum(
-            min(context, window) if kind == "sliding_attention" and window else context
-            for kind in kinds
-        )
-        return cls(4.0 * heads * width * positions, 2.0 * kv_heads * width * positions * itemsize)
+    way: Way
+    n_probes: int = 0
 
 
 @dataclass(frozen=True)
-class StepBytes:
-    """Bytes of a decode step of ``batch`` requests.
+class TimingTask:
+    """What an engine is asked to time.
 
     Args:
-        weights: weights of the model that are read.
-        kv: keys and values that are read.
-        probes: weights of the probes.
-        scores: what the probes say, from the device to the host.
+        hooks: where the probes read, with the width of each.
+        arms: in any order; rounds shuffle them.
+        batches: requests that decode together.
+        n_rounds: times that each arm is timed at each batch.
+        folder: existing folder for datasets, which whoever asks removes.
     """
 
+    model: Path
+    engine_args: Mapping[str, Any]
+    hooks: tuple[HookSpec, ...]
+    arms: tuple[Arm, ...]
+    batches: tuple[int, ...]
+    n_rounds: int
+    folder: Path
+    seed: int = 0
+
+    @property
+    def is_eager(self) -> bool:
+        """Return whether the options ask for an engine without compiled graphs."""
+        return self.engine_args.get("enforce_eager") is True
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The median decode step of one arm in one round.
+
+    Args:
+        wall: seconds from the engine's call to its return.
+        cpu: CPU seconds of the engine's process meanwhile, which other programs do not lengthen;
+            where the model runs on a GPU, they say little.
+    """
+
+    arm: Arm
     batch: int
-    weights: float
-    kv: float
-    probes: int
-    scores: int
-
-    @property
-    def ratio(self) -> float:
-        """Return bytes of probes and scores over those of the forward pass."""
-        return (self.probes + self.scores) / (self.weights + self.kv)
+    round: int
+    wall: float
+    cpu: float
 
 
 @dataclass(frozen=True)
-class ProbeArithmetic:
-    """What probes cost on paper.
+class Timing:
+    """What an engine timed.
 
     Args:
-        n_probes: at each hook.
-        context: positions that a generated token attends to.
-        widths: channels of each hook.
-        steps: bytes, by batch.
+        facts: what ran, by name: versions, device, mode, threads.
     """
 
-    n_probes: int
-    context: int
-    widths: tuple[int, ...]
-    weights: Weights
-    attention: Attention
-    steps: tuple[StepBytes, ...]
+    timed: tuple[Timed, ...]
+    facts: dict[str, str] = field(default_factory=dict)
 
-    @classmethod
-    def of(
-        cls,
-        n_probes: int,
-        widths: Sequence[int],
-        weights: Weights,
-        attention: Attention,
-        context: int,
-        batches: Sequence[int],
-    ) -> ProbeArithmetic:
-        """Return the cost at some batches."""
-        steps = tuple(
-            StepBytes(
-                batch=batch,
-                weights=weights.step_nbytes(batch),
-                kv=batch * attention.kv_nbytes,
-                probes=PROBE_ITEMSIZE * n_probes * sum(widths),
-                scores=PROBE_ITEMSIZE * n_probes * len(widths) * batch,
-            )
-            for batch in batches
-        )
-        return cls(n_probes, context, tuple(widths), weights, attention, steps)
 
-    @property
-    def forward_flops(self) -> float:
-        """Return the operations of a generated token, without probes."""
-        return 2 * self.weights.n_active + self.attention.flops
+@dataclass(frozen=True)
+class Interval:
+    """A value, and the ends of its 95 % interval."""
 
-    @property
-    def probe_flops(self) -> int:
-        """Return the operations of all probes on a generated token."""
-        return 2 * self.n_probes * sum(self.widths)
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class ProbeFit:
+    """The line of one way at one batch, by one clock.
+
+    Args:
+        batch: requests that decode together.
+        step_s: median step of the engine alone.
+        ratios: median of ``T(N) / T(0) - 1`` over the rounds, by N.
+        s: fixed cost, in steps.
+        m: cost of a probe at each hook, in steps.
+        noise: what the engine alone costs more than itself.
+    """
+
+    way: Way
+    clock: Clock
+    batch: int
+    n_rounds: int
+    step_s: float
+    ratios: dict[int, float]
+    s: Interval
+    m: Interval
+    noise: Interval
 
     @property
-    def ratio(self) -> float:
-        """Return operations of the probes over those of the forward pass: the floor."""
-        return self.probe_flops / self.forward_flops
+    def floor(self) -> float:
+        """Return the share of a step below which nothing was measured."""
+        return max(abs(self.noise.low), abs(self.noise.high))
+
+    @property
+    def is_measured(self) -> bool:
+        """Return whether the cost of a probe differs from 0, and that of the most from noise."""
+        return self.m.low > 0 and self.m.value * max(self.ratios) > self.floor
+
+    def n_for(self, share: float, fixed: float = 0.0) -> float | None:
+        """Return the N that costs a share of a step above ``fixed``.
+
+        ``None`` where the cost of a probe was not measured, or ``fixed`` exceeds the share.
+        """
+        if not self.is_measured or fixed >= share:
+            return None
+        return (share - fixed) / self.m.value
+
+    def words(self) -> str:
+        """Return which N costs 1 % of a step, as a sentence."""
+        if not self.is_measured:
+            largest = max(self.ratios)
+            below = max(self.floor, self.m.high * largest)
+            return f"not measurable: {counted(largest, 'probe')} cost less than {below:.1%}"
+        more = self.n_for(ONE_PERCENT)
+        assert more is not None
+        said = f"1 % more: {more:,.0f} probes"
+        whole = self.n_for(ONE_PERCENT, self.s.value)
+        if whole is not None:
+            return f"1 % in all: {whole:,.0f} probes; {said}"
+        surely = "s alone exceeds it" if self.s.low > ONE_PERCENT else "s alone may exceed it"
+        return f"1 % in all: none, {surely}; {said}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as JSON; what is not known is null."""
-        known = self.attention.unknown is None
+        """Return the line as JSON; an N that there is not is null."""
         return {
-            "n_probes": self.n_probes,
-            "n_hooks": len(self.widths),
-            "context": self.context,
-            "n_params": self.weights.n_params,
-            "n_active": self.weights.n_active,
-            "n_experts": self.weights.n_experts,
-            "experts_per_token": self.weights.top_k,
-            "forward_flops": self.forward_flops,
-            "attention_flops": self.attention.flops if known else None,
-            "attention_unknown": self.attention.unknown,
-            "probe_flops": self.probe_flops,
-            "ratio": self.ratio,
-            "ratio_of_one_probe": self.ratio / max(1, self.n_probes * len(self.widths)),
-            "steps": [
-                {**vars(step), "kv": step.kv if known else None, "ratio": step.ratio}
-                for step in self.steps
-            ],
+            "way": self.way,
+            "clock": self.clock,
+            "batch": self.batch,
+            "n_rounds": self.n_rounds,
+            "step_s": self.step_s,
+            "ratios": [{"n_probes": n, "ratio": ratio} for n, ratio in sorted(self.ratios.items())],
+            "s": vars(self.s),
+            "m": vars(self.m),
+            "noise": vars(self.noise),
+            "is_measured": self.is_measured,
+            "n_for_1_percent": self.n_for(ONE_PERCENT, self.s.value),
+            "n_for_1_percent_more": self.n_for(ONE_PERCENT),
+            "words": self.words(),
         }
+
+
+def counts_timed(n_probes: int, *, restarts: bool) -> tuple[int, ...]:
+    """Return the N to time: 0, powers of 4 and the N asked for; three where each is an engine."""
+    if restarts:
+        return tuple(sorted({0, n_probes // 8, n_probes}))
+    return tuple(sorted({n for n in (0, 1, 16, 64, 256) if n < n_probes} | {n_probes}))
+
+
+def fit(
+    timed: Iterable[Timed], way: Way, batch: int, clock: Clock = "wall", *, seed: int = 0
+) -> ProbeFit:
+    """Return the line of least squares through the medians over the rounds.
+
+    Intervals are percentiles of lines through resampled rounds: a round has every arm, so what
+    slows the machine for a while slows all of them. ``T(0)`` is the mean of the engine alone, which
+    each round has twice.
+
+    Args:
+        timed: rounds that have both and every N of the way; others are left out.
+
+    Raises:
+        ValueError: fewer than two N, or no whole round.
+    """
+    rounds: dict[int, dict[Arm, float]] = {}
+    for one in timed:
+        if one.batch == batch:
+            rounds.setdefault(one.round, {})[one.arm] = getattr(one, clock)
+    counts = sorted({arm.n_probes for found in rounds.values() for arm in found if arm.way == way})
+    wanted = [Arm("none"), Arm("again"), *(Arm(way, n) for n in counts)]
+    whole = [found for found in rounds.values() if all(arm in found for arm in wanted)]
+    if len(counts) < 2 or not whole:
+        raise ValueError(f"{way}: {len(counts)} N in {len(whole)} whole rounds")
+    seconds = np.array([[found[arm] for arm in wanted] for found in whole])
+    alone = seconds[:, :2].mean(axis=1)
+    ratios = seconds[:, 2:] / alone[:, None] - 1
+    again = seconds[:, 1] / seconds[:, 0] - 1
+    n = np.array(counts, np.float64)
+    drawn = np.random.default_rng(seed).integers(len(whole), size=(N_RESAMPLES, len(whole)))
+    s, m = _least_squares(n, np.median(ratios, axis=0))
+    all_s, all_m = _least_squares(n, np.median(ratios[drawn], axis=1))
+    return ProbeFit(
+        way=way,
+        clock=clock,
+        batch=batch,
+        n_rounds=len(whole),
+        step_s=float(np.median(alone)),
+        ratios=dict(zip(counts, np.median(ratios, axis=0).tolist(), strict=True)),
+        s=_interval(float(s), all_s),
+        m=_interval(float(m), all_m),
+        noise=_interval(float(np.median(again)), np.median(again[drawn], axis=1)),
+    )
+
+
+def _least_squares(n: Floats, y: Floats) -> tuple[Floats, Floats]:
+    """Return intercept and slope of least squares, of ``y`` ``(..., len(n))``."""
+    centred = n - n.mean()
+    slope = (y * centred).sum(axis=-1) / (centred**2).sum()
+    return y.mean(axis=-1) - slope * n.mean(), slope
+
+
+def _interval(value: float, resampled: Floats) -> Interval:
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(resampled, (tail, 1 - tail))
+    return Interval(value, float(low), float(high))
 
 
 WIDTH = 48
@@ -392,14 +458,34 @@ def probe_cost(*, said: Callable[[str], None] = lambda line: None, **settings: A
     )
     if asked.measure is None:
         return ProbeCost(asked, hooks, arithmetic)
-    task = _task(asked, hooks, batches)
+    task, timer = _task(asked, hooks, batches), _timer(kind)
     _require_memory(task)
     place = Path(tempfile.mkdtemp(prefix=".actds-probes-", dir=asked.measure))
     try:
-        timing = kind.time_probes(TimingTask(**{**vars(task), "folder": place}), said)
+        timing = timer.time_probes(replace(task, folder=place), said)
     finally:
         shutil.rmtree(place, ignore_errors=True)
     return fitted(asked, hooks, arithmetic, timing)
+
+
+class TimesProbes(Protocol):
+    """What an ``EngineKind`` has besides, if decode steps of its engine can be timed."""
+
+    def time_probes(self, task: TimingTask, progress: Callable[[str], None]) -> Timing:
+        """Return the decode steps of every arm, batch and round.
+
+        Raises:
+            ActdsError: E009, E012 an option with which steps cannot be timed; E504 an engine that
+                does not start or dies.
+        """
+
+
+def _timer(kind: EngineKind) -> TimesProbes:
+    if not hasattr(kind, "time_probes"):
+        got = f"{kind.name}: its steps are not timed"
+        raise ActdsError("E012", "engine", got=got, expected="vllm")
+    timer: TimesProbes = kind
+    return timer
 
 
 def _task(

@@ -30,12 +30,11 @@ from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import ReplaySettings, WriteSettings, keywords_of
 from actds_writers.engine_protocol import OPTION, EngineOptions, find_engine
 from actds_writers.harvest.compare import compare, pairs_of
-from actds_writers.harvest.prepare import Served, files_facts, roles_field
-from actds_writers.harvest.run import HarvestResult, harvest
-from actds_writers.harvest.sequences import as_requests
+from actds_writers.harvest.prepare import Served, as_requests, files_facts, roles_field
+from actds_writers.harvest.result import HarvestResult, Observer
+from actds_writers.harvest.run import harvest
 from actds_writers.ipc.messages import Fact
 from actds_writers.model_folder import ModelFiles, file_sha256, model_config, model_name
-from actds_writers.monitor.progress import Observer
 from actds_writers.prompts.encoding import Encoded, load_tokenizer
 from actds_writers.provenance import observed
 

@@ -26,7 +26,8 @@ from actds_writers.config import WriteSettings
 from actds_writers.engine_protocol import find_engine
 from actds_writers.harvest.one_engine import Ended, Run
 from actds_writers.harvest.prepare import Plan, request_key
-from actds_writers.monitor.progress import Observer, Snapshot, summed
+from actds_writers.harvest.result import Observer
+from actds_writers.monitor.progress import Snapshot, summed
 
 MODULE = "actds_writers.harvest.replicas"
 READY = "interrupts are heeded"

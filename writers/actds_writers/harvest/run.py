@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import pyarrow.compute as pc
 
@@ -22,7 +24,7 @@ from actds.store import open_store
 from actds.text import counted
 from actds_writers.config import WriteSettings, keywords_of
 from actds_writers.engine_protocol import Finished, find_engine
-from actds_writers.harvest.canary import Outcome, Share
+from actds_writers.harvest.canary import Share
 from actds_writers.harvest.one_engine import Ended, Feed, Run
 from actds_writers.harvest.prepare import (
     SECOND_BOS,
@@ -40,43 +42,8 @@ from actds_writers.harvest.prepare import (
 )
 from actds_writers.harvest.recover import recover_runs, require_accounted
 from actds_writers.harvest.replicas import harvest_replicas, shares
-from actds_writers.monitor.progress import (
-    Observer,
-    Snapshot,
-    Totals,
-    format_summary,
-)
-
-
-@dataclass(frozen=True)
-class HarvestResult:
-    """The result of a harvest.
-
-    Args:
-        path: the dataset, as given.
-        run: id of the run, ``None`` when every prompt was finished before; of the first one when
-            there are data-parallel replicas.
-        reason: ``interrupted`` by Ctrl-C or SIGTERM: committed, sealed, and can be resumed.
-        totals: counts of every request and position of the run, of all replicas together;
-            ``None`` without one.
-        canary: result of the canary replay, ``None`` without one.
-    """
-
-    path: str
-    run: str | None
-    reason: Literal["finished", "interrupted"]
-    seal: Seal
-    totals: Totals | None = None
-    canary: Outcome | None = None
-    runs: tuple[str, ...] = ()
-    """Ids of the runs: one, or that of each data-parallel replica."""
-
-    @property
-    def summary(self) -> str:
-        """Return the result as text."""
-        if self.totals is None:
-            return f"Every prompt is finished; {self.path} is sealed."
-        return format_summary(self.totals)
+from actds_writers.harvest.result import HarvestResult, Observer, Totals
+from actds_writers.monitor.progress import Snapshot
 
 
 @keywords_of(WriteSettings)
@@ -390,3 +357,30 @@ def _totals_of(
         values=RowCounts.by_hook(shard.values for shard in shards),
         cast=recorded_cast(catalog.runs.get(run)),
     )
+
+
+def replay_canaries() -> int:
+    """Replay canaries, in a process where the engine has no state of the harvest's.
+
+    Reads settings and plan; writes the sampled tokens by key, or the error, pickled.
+    """
+    settings, plan = pickle.load(sys.stdin.buffer)
+    answer = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # an engine may print
+    sampled: dict[str, int] = {}
+
+    def heard(finished: Finished) -> None:
+        sampled[finished.key] = finished.token_ids[-1]
+
+    with answer:
+        try:
+            result = harvest_plan(settings, plan, heard)
+        except ActdsError as error:
+            pickle.dump(error, answer)
+            return 1
+        pickle.dump(sampled, answer)
+    return 0 if result.reason == "finished" else 2
+
+
+if __name__ == "__main__":
+    sys.exit(replay_canaries())

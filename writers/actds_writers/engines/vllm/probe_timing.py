@@ -34,15 +34,14 @@ from actds_writers.capture.probes import plan_readouts
 from actds_writers.capture.taps import StreamForm, Tap
 from actds_writers.config import WriterSettings, WriteSettings
 from actds_writers.engine_protocol import OPTION
-from actds_writers.engines import vllm as engines
 from actds_writers.engines.vllm import plugin
 from actds_writers.engines.vllm.dispatch import Dispatch
 from actds_writers.engines.vllm.options import DRAFTS, VllmOptions
 from actds_writers.engines.vllm.worker import loaded_model
 from actds_writers.harvest.prepare import Plan, hold, make_plan
+from actds_writers.harvest.probe_cost import RING_MIB, SHARD_NBYTES, Arm, Timed, Timing, TimingTask
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.sizing.needs import Geometry, rows_per_shard
-from actds_writers.sizing.probe_fit import RING_MIB, SHARD_NBYTES, Arm, Timed, Timing, TimingTask
 
 PROMPT_TOKENS, N_STEPS, N_UNTIMED = 16, 16, 4
 """Of a request: the prompt, the generated tokens, and how many of their steps are not timed: the
@@ -56,25 +55,25 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs",
 )
 
-Said = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Session:
     """What one engine times.
 
     Args:
+        start: starts the engine, with a link or without: the class ``VllmEngine``.
         eager: whether arms are put in and taken out; else there is one, in the graph.
         first_round: number of its first round.
     """
 
+    start: Callable[..., Any]
     task: TimingTask
     eager: bool
     first_round: int = 0
 
 
-def step_arguments(task: TimingTask) -> dict[str, Any]:
-    """Return the engine's options: the user's, with what the timing needs where they say nothing.
+def with_step_options(task: TimingTask) -> TimingTask:
+    """Return the task with the options that the timing needs where the user's say nothing.
 
     Raises:
         ActdsError: E009 or E012 for an option with which steps cannot be timed.
@@ -103,55 +102,51 @@ def step_arguments(task: TimingTask) -> dict[str, Any]:
         "distributed_executor_backend": "uni",
     }
     sampling = {**given.get("sampling_params", {}), "ignore_eos": True}
-    return {**usual, **given, "sampling_params": sampling}
+    return replace(task, engine_args={**usual, **given, "sampling_params": sampling})
 
 
-def time_probes(task: TimingTask, said: Said) -> Timing:
+def time_probes(
+    task: TimingTask, start: Callable[..., Any], progress: Callable[[str], None]
+) -> Timing:
     """Return the decode steps of every arm, batch and round.
 
-    Args:
-        said: hears of progress.
-
     Raises:
-        ActdsError: as ``step_arguments``; E504 when an engine does not start or dies.
+        ActdsError: E504 when an engine does not start or dies.
     """
-    arguments = step_arguments(task)
-    engines.VLLM.checked(arguments)
-    task = replace(task, engine_args=arguments)
     timed: list[Timed] = []
     facts: dict[str, str] = {}
-    for session in sessions(task):
+    for session in sessions(task, start):
         beside = session.eager and not task.is_eager  # for naive hooks
         if not session.eager:
             (arm,) = session.task.arms
-            said(f"round {session.first_round + 1}: an engine for {arm.way} {arm.n_probes}")
+            progress(f"round {session.first_round + 1}: an engine for {arm.way} {arm.n_probes}")
         for message in _run(session):
             if isinstance(message, Timed):
                 timed.append(message)
             elif isinstance(message, str):
-                said(message)
+                progress(message)
             elif not beside:
                 facts = message
     return Timing(tuple(timed), facts)
 
 
-def sessions(task: TimingTask) -> Iterator[Session]:
+def sessions(task: TimingTask, start: Callable[..., Any]) -> Iterator[Session]:
     """Yield the engines to run, one after the other."""
     if task.is_eager:
-        yield Session(task, eager=True)
+        yield Session(start, task, eager=True)
         return
     naive = tuple(arm for arm in task.arms if arm.way == "naive")
-    apart: list[tuple[Arm, ...]] = [(arm,) for arm in task.arms if arm.way != "naive"]
+    separate: list[tuple[Arm, ...]] = [(arm,) for arm in task.arms if arm.way != "naive"]
     eager_args = {**task.engine_args, "enforce_eager": True}
     for number in range(task.n_rounds):
-        order = [*apart, naive] if naive else list(apart)
+        order = [*separate, naive] if naive else list(separate)
         random.Random(number).shuffle(order)
         for arms in order:
-            one = replace(task, arms=arms, n_rounds=1)
+            part = replace(task, arms=arms, n_rounds=1)
             if arms is naive:
-                yield Session(replace(one, engine_args=eager_args), True, number)
+                yield Session(start, replace(part, engine_args=eager_args), True, number)
             else:
-                yield Session(one, False, number)
+                yield Session(start, part, False, number)
 
 
 def _run(session: Session) -> Iterator[Any]:
@@ -205,7 +200,7 @@ class _Bench:
             (arm,) = session.task.arms
             if arm.way == "packed":
                 link = self._pipeline(arm).link
-        self.engine = engines.VllmEngine(
+        self.engine = session.start(
             session.task.model, self._options, link, temperature=0.0, seed=session.task.seed
         )
         stack.callback(self._end)

@@ -11,20 +11,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from actds.store import local_folder
 from actds.text import format_seconds, printable, shortened
-from actds_writers.monitor.progress import (
-    SUMMARY_LABEL_WIDTH,
-    Observer,
-    Progress,
-    Snapshot,
-    is_screen,
-)
-
-if TYPE_CHECKING:
-    from actds_writers.harvest.run import HarvestResult
+from actds_writers.harvest.result import SUMMARY_LABEL_WIDTH, HarvestResult, Observer
+from actds_writers.monitor.progress import Progress, Snapshot, is_screen
 
 TAIL_LINES = 40
 _INTERVAL_S = 0.5
