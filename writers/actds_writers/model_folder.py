@@ -39,7 +39,6 @@ class ModelFiles:
 
     @classmethod
     def of(cls, folder: Path) -> ModelFiles:
-        """Return the files of a model that are all in one folder."""
         return cls(folder, folder, folder, folder)
 
 
@@ -50,7 +49,6 @@ def find_model(model: str | Path, revision: str | None = None, place: str = "mod
 
     Args:
         revision: branch, tag or commit of the repository, by default ``main``.
-        place: what an error names.
 
     Raises:
         ActdsError: E005 a repository, or a revision of it, that is not in the cache; a revision of
@@ -90,15 +88,14 @@ def local_folder_of(model: str, revision: str | None = None) -> Path:
 
 def repository_of(folder: Path) -> str | None:
     """Return ``org/name`` for a folder of the hub cache, ``None`` for any other."""
-    found = _SNAPSHOT.search(folder.as_posix()) or _SNAPSHOT.search(folder.resolve().as_posix())
-    return f"{found[1]}/{found[2]}" if found else None
+    match = _SNAPSHOT.search(folder.as_posix()) or _SNAPSHOT.search(folder.resolve().as_posix())
+    return f"{match[1]}/{match[2]}" if match else None
 
 
 def model_name(model: str | Path, served: str | None = None) -> str:
     """Return what a model is called: no path above the last segment.
 
     Args:
-        model: its folder, or ``org/name``.
         served: the name under which it is served, if there is one of its own.
     """
     name = str(model) if served is None or served == str(model) else served
@@ -150,8 +147,8 @@ def _renamed(model: Path) -> dict[str, int]:
     except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}  # no transformers, a family that it does not know, or a broken file
     names = ("num_hidden_layers", "hidden_size", "max_position_embeddings")
-    found = {name: getattr(config, name, None) for name in names}
-    return {name: value for name, value in found.items() if isinstance(value, int)}
+    sizes = {name: getattr(config, name, None) for name in names}
+    return {name: value for name, value in sizes.items() if isinstance(value, int)}
 
 
 def generation_eos(model: Path) -> list[int]:
@@ -187,6 +184,5 @@ def missing_weights(model: Path) -> str | None:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

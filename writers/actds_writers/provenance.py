@@ -60,10 +60,10 @@ def _plain(value: Any) -> Any:
         value = {name: getattr(value, name) for name in public}
     if isinstance(value, Mapping):
         # A member that is off is left out: the versions of an engine have different ones.
-        members = {str(key): _plain(one) for key, one in value.items()}
-        return {key: one for key, one in members.items() if one not in (None, False)}
+        members = {str(key): _plain(member) for key, member in value.items()}
+        return {key: member for key, member in members.items() if member not in (None, False)}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(member) for member in value]
     if isinstance(value, Set):
         return sorted(map(_plain, value))
     return str(value)
@@ -77,11 +77,7 @@ BATCH_INVARIANT = (
 
 
 def torch_numerics(device_type: str) -> dict[str, Callable[[], bool | int | str]]:
-    """Return what reads the settings of torch in this process, by field of the run record.
-
-    Args:
-        device_type: of the device that computes, as ``cpu`` or ``cuda``.
-    """
+    """Return what reads the settings of torch in this process, by field of the run record."""
     import torch
 
     readers: dict[str, Callable[[], bool | int | str]] = {
@@ -106,14 +102,13 @@ def _tf32(device_type: str) -> bool:
     from torch import backends
 
     backend: Any = backends.cuda if device_type == "cuda" else backends.mkldnn
-    found = str(backend.matmul.fp32_precision)
-    if found == "none":
-        found = str(backends.fp32_precision)  # type: ignore[attr-defined]
-    return found == "tf32"
+    precision = str(backend.matmul.fp32_precision)
+    if precision == "none":
+        precision = str(backends.fp32_precision)  # type: ignore[attr-defined]
+    return precision == "tf32"
 
 
 def _reduced_precision() -> str:
-    """Return the types whose products may be summed in less than float32."""
     from torch.backends.cuda import matmul
 
     allowed = {
@@ -153,7 +148,6 @@ def engine_facts(
 
     Args:
         readers: of the engine's own fields; they override the common ones.
-        folder: of ``config.json``.
         client_pid: process that started the engine.
     """
     import torch
@@ -203,7 +197,6 @@ def model_facts(files: ModelFiles, *, weights: bool = True, no_tokenizer: str) -
     """Return the digests of a model's files.
 
     Args:
-        weights: whether to hash the weight files.
         no_tokenizer: the reason when there is no ``tokenizer.json``.
     """
     digest, why = None, "weights_digest is false"

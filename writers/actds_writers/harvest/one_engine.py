@@ -39,14 +39,7 @@ CAUSE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended.
-
-    Args:
-        failure: what stopped it.
-        totals: of writer and census, ``None`` when they could not be had.
-        outcome: of the canary replay, ``None`` without one.
-        replay_failure: what stopped the replay.
-    """
+    """How a run ended."""
 
     run: str | None
     interrupted: bool
@@ -57,7 +50,6 @@ class Ended:
 
     @classmethod
     def failed(cls, failure: ActdsError) -> Ended:
-        """Return the end of a run of which nothing else is known."""
         return cls(None, False, failure)
 
 
@@ -65,9 +57,6 @@ class Feed:
     """Hands the requests of a plan to an engine, and keeps the outcome of each.
 
     A subclass may override ``serve`` to hand them over at other times.
-
-    Args:
-        poll: called between steps; raises the failure of a process of the harvest.
     """
 
     def __init__(self, plan: Plan, poll: Callable[[], None]) -> None:
@@ -98,7 +87,6 @@ class Feed:
             self.step(engine)
 
     def add(self, engine: Engine, encoded: Encoded) -> None:
-        """Add a prompt, or note why the engine refuses it."""
         key, limit = request_key(encoded.prompt.index), engine.max_model_len
         room = limit - len(encoded.token_ids)
         if room < 1:
@@ -137,17 +125,12 @@ class Feed:
             self._roles[finished.key] = encoded.roles + packed(labels)
 
     def abort(self, engine: Engine, keys: set[str]) -> None:
-        """Abort running requests."""
         engine.abort(sorted(keys))
         self.n_finished += len(keys)
         self.live = self.live - keys
 
     def facts(self, unbegun: str) -> ClientFacts:
-        """Return the facts of every prompt.
-
-        Args:
-            unbegun: why those that were not handed over were not.
-        """
+        """Return the facts of every prompt."""
 
         def outcome(prompt: PromptFact) -> PromptFact:
             words = self.refused.get(prompt.key, prompt.skip)
@@ -157,18 +140,12 @@ class Feed:
 
 
 def _unbegun(failure: ActdsError | None, reason: CloseReason) -> str:
-    """Return why prompts were not handed to the engine."""
     words = f"{reason} ({failure.code})" if failure else f"was {reason}"
     return f"the harvest {words} before it was served"
 
 
 class Run:
-    """One run, from its processes to their end.
-
-    Args:
-        feed: the class that hands requests to the engine.
-        replica: number of the engine among data-parallel replicas, and how many there are.
-    """
+    """One run, from its processes to their end."""
 
     def __init__(
         self,
@@ -249,7 +226,6 @@ class Run:
         return failure, "failed" if failure else "interrupted" if self._interrupts else "finished"
 
     def _replay(self, canary: Canary) -> Outcome | None:
-        """Replay the canaries and commit their table, before the seal."""
         run, software = self._writer.run, self._writer.software
         outcome = canary.replay(run, software, lambda: self._interrupts, self._observer.said)
         if outcome is None:
@@ -294,11 +270,7 @@ class Run:
             )
 
     def _drain(self) -> None:
-        """Wait until every request has left the scheduler and the writer has every step.
-
-        Raises:
-            ActdsError: the failure of a process.
-        """
+        """Wait until every request has left the scheduler and the writer has every step."""
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
         while time.monotonic() < deadline:
             self._pipeline.poll()

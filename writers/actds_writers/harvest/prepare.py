@@ -56,28 +56,24 @@ NO_ROLES = "a request without roles in the source"
 def as_requests(
     sequences: Iterable[TokenSequence],
     source: Catalog,
-    skip: Callable[[TokenSequence], str | None] = lambda one: one.unknown,
+    skip: Callable[[TokenSequence], str | None] = lambda sequence: sequence.unknown,
 ) -> tuple[list[Encoded], list[PromptFact]]:
-    """Return sequences as prompts in their order, and what the tables say of each.
-
-    Args:
-        sequences: the sequences.
-        source: the dataset of their requests.
-        skip: returns the reason to skip one, ``None`` to serve it.
-    """
+    """Return sequences as prompts in their order, and what the tables say of each."""
     encoded, client = [], []
-    for index, one in enumerate(sequences):
-        encoded.append(_as_prompt(index, one, PurePosixPath(source.store.uri).name, skip(one)))
-        client.append(_fact_of(index, one, source, encoded[-1]))
+    for index, sequence in enumerate(sequences):
+        encoded.append(
+            _as_prompt(index, sequence, PurePosixPath(source.store.uri).name, skip(sequence))
+        )
+        client.append(_fact_of(index, sequence, source, encoded[-1]))
     return encoded, client
 
 
-def _as_prompt(index: int, one: TokenSequence, name: str, skip: str | None) -> Encoded:
-    labels = "".join(LETTERS[role] if role else UNKNOWN for role in one.role)
+def _as_prompt(index: int, sequence: TokenSequence, name: str, skip: str | None) -> Encoded:
+    labels = "".join(LETTERS[role] if role else UNKNOWN for role in sequence.role)
     known = bool(labels.strip(UNKNOWN)) and skip is None
     return Encoded(
-        Prompt(index, name, index, None, None, one.line["external_id"]),
-        [] if skip else one.token_id.tolist(),
+        Prompt(index, name, index, None, None, sequence.line["external_id"]),
+        [] if skip else sequence.token_id.tolist(),
         max_tokens=1,
         skip=skip,
         roles=packed(labels) if known else "",
@@ -85,23 +81,23 @@ def _as_prompt(index: int, one: TokenSequence, name: str, skip: str | None) -> E
     )
 
 
-def _fact_of(index: int, one: TokenSequence, source: Catalog, encoded: Encoded) -> PromptFact:
+def _fact_of(index: int, sequence: TokenSequence, source: Catalog, encoded: Encoded) -> PromptFact:
     return PromptFact(
         request_key(index),
-        one.line["external_id"],
-        one.line["source"],
-        one.line["source_row"],
+        sequence.line["external_id"],
+        sequence.line["source"],
+        sequence.line["source_row"],
         encoded.skip,
         encoded.roles,
         Replayed(
             source.genesis.dataset,
             source.digest,
-            one.run,
-            one.request,
-            one.n_given,
+            sequence.run,
+            sequence.request,
+            sequence.n_given,
         ),
-        len(one.token_id),
-        one.line["labels"] and sys.intern(one.line["labels"]),
+        len(sequence.token_id),
+        sequence.line["labels"] and sys.intern(sequence.line["labels"]),
     )
 
 
@@ -127,16 +123,7 @@ MUST_AGREE = (
 
 @dataclass(frozen=True)
 class Plan:
-    """A run that is ready to start.
-
-    Args:
-        hooks: ``(kind, layer)`` of each hook.
-        encoded: every prompt with its tokens, or the reason to skip it.
-        client: source of every request.
-        readouts: value of ``capture.readouts``.
-        probes: the user's probes as the bytes of their file, ``None`` without.
-        thinking: the tokens between which the model thinks.
-    """
+    """A run that is ready to start."""
 
     engine: EngineOptions
     hooks: tuple[tuple[str, int], ...]
@@ -152,14 +139,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Served:
-    """What a run serves, whatever it was read from.
-
-    Args:
-        tokenizer: the model's.
-        encoded: every prompt with its tokens, or the reason to skip it.
-        client: what the tables say of each request.
-        facts: of the prompts and of the model's files.
-    """
+    """What a run serves, whatever it was read from."""
 
     tokenizer: Tokenizer
     encoded: Sequence[Encoded]
@@ -254,18 +234,16 @@ def serve_prompts(settings: WriteSettings, engine: EngineOptions, limit: int) ->
     )
 
 
-def _known_limit(asked: object, config: dict[str, Any]) -> int:
-    """Return the limit of positions per request, as far as known before the engine starts."""
-    if isinstance(asked, int) and asked > 0:
-        return asked
-    own = config.get("max_position_embeddings")
-    if asked is None and isinstance(own, int) and not config.get("rope_scaling"):
-        return own
+def _known_limit(given: object, config: dict[str, Any]) -> int:
+    if isinstance(given, int) and given > 0:
+        return given
+    positions = config.get("max_position_embeddings")
+    if given is None and isinstance(positions, int) and not config.get("rope_scaling"):
+        return positions
     return UNKNOWN_LIMIT
 
 
 def request_key(index: int) -> str:
-    """Return the id under which a prompt is added to the engine."""
     return f"p{index}"
 
 
@@ -305,15 +283,14 @@ def _serving_facts(settings: WriteSettings, engine: EngineOptions) -> list[Fact]
 
 
 def _continue_field(settings: WriteSettings) -> str:
-    """Return how documents were continued as JSON, ``none`` for prompts."""
     if settings.continue_at is None:
         return NONE
-    said = {
+    value = {
         "by": settings.continued_by,
         "max_tokens": settings.max_tokens,
         "n_prompt": settings.continue_at,
     }
-    return canonical.dump(said).decode().strip()
+    return canonical.dump(value).decode().strip()
 
 
 def _label_field(prompts: PromptSet) -> str:
@@ -323,7 +300,6 @@ def _label_field(prompts: PromptSet) -> str:
 
 
 def _prompt_facts(prompts: PromptSet, encoded: list[Encoded]) -> list[Fact]:
-    """Return the provenance of prompts."""
     source = prompts.source
     n_skipped = len(prompts.skips) + sum(e.skip is not None for e in encoded)
     return [
@@ -337,7 +313,6 @@ def _prompt_facts(prompts: PromptSet, encoded: list[Encoded]) -> list[Fact]:
 
 
 def files_facts(files: ModelFiles) -> list[Fact]:
-    """Return the digests of a model's files."""
     return model_facts(files, no_tokenizer="the folder has no tokenizer.json")
 
 
@@ -362,7 +337,6 @@ def is_taken(out: str | Path) -> bool:
 
 
 def has_dataset(out: str | Path) -> bool:
-    """Return whether there is a dataset; raises as ``is_taken``."""
     folder = local_folder(out)
     if folder is None:
         return open_store(out, write=True).exists(layout.GENESIS)
@@ -413,7 +387,6 @@ replayed, by run and number."""
 
 
 def identity(prompt: PromptFact) -> Identity:
-    """Return what a prompt is, over the runs of a dataset."""
     if prompt.origin is not None:
         return prompt.origin.run, prompt.origin.request
     return prompt.source_row
@@ -426,11 +399,6 @@ def finished_rows(
 
     A request counts as finished when it ended by itself and none of its positions is aborted;
     dropped positions stay dropped. Nothing is changed when the plan is not that of the dataset.
-
-    Args:
-        folder: the dataset; the caller holds its lock.
-        plan: what is to be served.
-        say: takes a line for the user before a wait.
 
     Raises:
         ActdsError: E010 when the dataset was made from another model or other prompts, or a
@@ -465,7 +433,6 @@ def _finished_of(catalog: Catalog, run: str) -> set[Identity]:
 
 
 def _compare(catalog: Catalog, plan: Plan) -> None:
-    """Raise where the runs of a dataset differ from a plan."""
     hooks = {(hook.kind, hook.layer) for hook in catalog.genesis.hooks}
     if hooks != set(plan.hooks):
         wanted = ", ".join(f"{kind}.{layer}" for kind, layer in plan.hooks)

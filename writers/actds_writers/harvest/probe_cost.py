@@ -54,10 +54,7 @@ class TimingTask:
     """What an engine is asked to time.
 
     Args:
-        hooks: where the probes read, with the width of each.
         arms: in any order; rounds shuffle them.
-        batches: requests that decode together.
-        n_rounds: times that each arm is timed at each batch.
         folder: existing folder for datasets, which whoever asks removes.
     """
 
@@ -72,7 +69,6 @@ class TimingTask:
 
     @property
     def is_eager(self) -> bool:
-        """Return whether the options ask for an engine without compiled graphs."""
         return self.engine_args.get("enforce_eager") is True
 
 
@@ -95,11 +91,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Timing:
-    """What an engine timed.
-
-    Args:
-        facts: what ran, by name: versions, device, mode, threads.
-    """
+    """What an engine timed."""
 
     timed: tuple[Timed, ...]
     facts: dict[str, str] = field(default_factory=dict)
@@ -107,8 +99,6 @@ class Timing:
 
 @dataclass(frozen=True)
 class Interval:
-    """A value, and the ends of its 95 % interval."""
-
     value: float
     low: float
     high: float
@@ -119,12 +109,10 @@ class ProbeFit:
     """The line of one way at one batch, by one clock.
 
     Args:
-        batch: requests that decode together.
         step_s: median step of the engine alone.
         ratios: median of ``T(N) / T(0) - 1`` over the rounds, by N.
         s: fixed cost, in steps.
         m: cost of a probe at each hook, in steps.
-        noise: what the engine alone costs more than itself.
     """
 
     way: Way
@@ -139,7 +127,6 @@ class ProbeFit:
 
     @property
     def floor(self) -> float:
-        """Return the share of a step below which nothing was measured."""
         return max(abs(self.noise.low), abs(self.noise.high))
 
     @property
@@ -157,19 +144,18 @@ class ProbeFit:
         return (share - fixed) / self.m.value
 
     def words(self) -> str:
-        """Return which N costs 1 % of a step, as a sentence."""
         if not self.is_measured:
             largest = max(self.ratios)
             below = max(self.floor, self.m.high * largest)
             return f"not measurable: {counted(largest, 'probe')} cost less than {below:.1%}"
         more = self.n_for(ONE_PERCENT)
         assert more is not None
-        said = f"1 % more: {more:,.0f} probes"
+        beyond = f"1 % more: {more:,.0f} probes"
         whole = self.n_for(ONE_PERCENT, self.s.value)
         if whole is not None:
-            return f"1 % in all: {whole:,.0f} probes; {said}"
+            return f"1 % in all: {whole:,.0f} probes; {beyond}"
         surely = "s alone exceeds it" if self.s.low > ONE_PERCENT else "s alone may exceed it"
-        return f"1 % in all: none, {surely}; {said}"
+        return f"1 % in all: none, {surely}; {beyond}"
 
     def as_json(self) -> dict[str, Any]:
         """Return the line as JSON; an N that there is not is null."""
@@ -208,20 +194,19 @@ def fit(
 
     Args:
         timed: rounds that have both and every N of the way; others are left out.
-
-    Raises:
-        ValueError: fewer than two N, or no whole round.
     """
     rounds: dict[int, dict[Arm, float]] = {}
-    for one in timed:
-        if one.batch == batch:
-            rounds.setdefault(one.round, {})[one.arm] = getattr(one, clock)
-    counts = sorted({arm.n_probes for found in rounds.values() for arm in found if arm.way == way})
+    for step in timed:
+        if step.batch == batch:
+            rounds.setdefault(step.round, {})[step.arm] = getattr(step, clock)
+    counts = sorted(
+        {arm.n_probes for by_arm in rounds.values() for arm in by_arm if arm.way == way}
+    )
     wanted = [Arm("none"), Arm("again"), *(Arm(way, n) for n in counts)]
-    whole = [found for found in rounds.values() if all(arm in found for arm in wanted)]
+    whole = [by_arm for by_arm in rounds.values() if all(arm in by_arm for arm in wanted)]
     if len(counts) < 2 or not whole:
         raise ValueError(f"{way}: {len(counts)} N in {len(whole)} whole rounds")
-    seconds = np.array([[found[arm] for arm in wanted] for found in whole])
+    seconds = np.array([[by_arm[arm] for arm in wanted] for by_arm in whole])
     alone = seconds[:, :2].mean(axis=1)
     ratios = seconds[:, 2:] / alone[:, None] - 1
     again = seconds[:, 1] / seconds[:, 0] - 1
@@ -269,9 +254,6 @@ def log_bars(bars: Sequence[Bar], width: int = WIDTH) -> list[str]:
     """Return the axis, then a line for each bar; no line without a value above 0.
 
     The axis has whole decades, from the one below the smallest value to the one above the largest.
-
-    Args:
-        width: characters of the axis.
     """
     values = [bar.percent for bar in bars if bar.percent is not None and bar.percent > 0]
     if not values:
@@ -312,13 +294,7 @@ N_NAIVE_COUNTS = (0, 16)
 
 @dataclass(frozen=True)
 class ProbeCost:
-    """What probes cost.
-
-    Args:
-        arithmetic: operations and bytes.
-        fits: lines through measured steps, by way, clock and batch; empty without a measurement.
-        facts: what ran.
-    """
+    """What probes cost."""
 
     settings: ProbeSettings
     hooks: tuple[HookSpec, ...]
@@ -327,7 +303,6 @@ class ProbeCost:
     facts: dict[str, str] | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the facts as JSON; what was not measured is null."""
         measured = None
         if self.facts is not None:
             measured = {
@@ -338,7 +313,6 @@ class ProbeCost:
         return {"probes": {**self.arithmetic.as_json(), "hooks": hooks, "measured": measured}}
 
     def lines(self) -> list[str]:
-        """Return the text, line by line."""
         return [
             *self._paper(),
             *self._clock(),
@@ -358,14 +332,14 @@ class ProbeCost:
         per_hook = (
             f"{counted(paper.n_probes, 'probe')} at each of {counted(len(self.hooks), 'hook')}"
         )
-        one = paper.ratio / (paper.n_probes * len(self.hooks))
+        of_one = paper.ratio / (paper.n_probes * len(self.hooks))
         lines = [
             _line("probes", f"{per_hook}, float32, in one product with the rows"),
             _line("forward", f"{_flops(paper.forward_flops)} a generated token"),
             _line("", f"{weights.n_active:,.0f} of {weights.n_params:,} weights{experts}; "
                   f"{attention}"),
             _line("floor", f"{_flops(paper.probe_flops)} = {paper.ratio:.3%} of it; "
-                  f"one probe {one:.1e}"),
+                  f"one probe {of_one:.1e}"),
         ]  # fmt: skip
         for step in paper.steps:
             moved = f"{format_nbytes(step.weights)} weights + {format_nbytes(step.kv)} KV"
@@ -387,18 +361,18 @@ class ProbeCost:
                   f"positions {ran['positions']}"),
             _line("", "T(N) / T(0) = 1 + s + m N, with 95 % intervals"),
         ]  # fmt: skip
-        for clock, batch in dict.fromkeys((one.clock, one.batch) for one in self.fits):
-            mine = [one for one in self.fits if (one.clock, one.batch) == (clock, batch)]
+        for clock, batch in dict.fromkeys((line.clock, line.batch) for line in self.fits):
+            fits = [line for line in self.fits if (line.clock, line.batch) == (clock, batch)]
             lines += [
                 "",
-                f"batch {batch}, {_CLOCKS[clock]}: step {1e3 * mine[0].step_s:.3g} ms, "
-                f"{counted(mine[0].n_rounds, 'round')}; twice the engine alone differs by "
-                f"{_percent(mine[0].noise)}",
+                f"batch {batch}, {_CLOCKS[clock]}: step {1e3 * fits[0].step_s:.3g} ms, "
+                f"{counted(fits[0].n_rounds, 'round')}; twice the engine alone differs by "
+                f"{_percent(fits[0].noise)}",
             ]
-            for one in mine:
+            for line in fits:
                 lines += [
-                    _line(one.way, f"s = {_percent(one.s)}   m = {_percent(one.m, 3)}"),
-                    _line("", one.words()),
+                    _line(line.way, f"s = {_percent(line.s)}   m = {_percent(line.m, 3)}"),
+                    _line("", line.words()),
                 ]
         return lines
 
@@ -406,14 +380,14 @@ class ProbeCost:
         paper = self.arithmetic
         bars = [Bar("operations", 100 * paper.ratio)]
         bars += [Bar(f"bytes, batch {step.batch}", 100 * step.ratio) for step in paper.steps]
-        for one in self.fits:
-            measured = one.ratios.get(paper.n_probes)
+        for line in self.fits:
+            measured = line.ratios.get(paper.n_probes)
             words = "" if measured is not None else ", by its line"
             if measured is None:
-                measured = one.s.value + one.m.value * paper.n_probes
-            if abs(measured) < one.floor:
+                measured = line.s.value + line.m.value * paper.n_probes
+            if abs(measured) < line.floor:
                 words += ", in the noise"
-            label = f"{one.way}, batch {one.batch}, {_CLOCKS[one.clock]}{words}"
+            label = f"{line.way}, batch {line.batch}, {_CLOCKS[line.clock]}{words}"
             bars.append(Bar(label, 100 * measured))
         return bars
 
@@ -422,11 +396,12 @@ _CLOCKS: dict[Clock, str] = {"wall": "by the clock", "cpu": "CPU time"}
 
 
 @keywords_of(ProbeSettings)
-def probe_cost(*, said: Callable[[str], None] = lambda line: None, **settings: Any) -> ProbeCost:
+def probe_cost(
+    *, progress: Callable[[str], None] = lambda line: None, **settings: Any
+) -> ProbeCost:
     """Return what linear probes cost a generated token, on paper and, if asked, by the clock.
 
     Args:
-        said: hears of progress.
         settings: the fields of ``ProbeSettings``, options of ``actds plan``.
 
     Raises:
@@ -439,33 +414,33 @@ def probe_cost(*, said: Callable[[str], None] = lambda line: None, **settings: A
         >>> f"{found.arithmetic.ratio:.1e}"
         '3.4e-04'
     """
-    asked = ProbeSettings.of(settings)
-    kind = find_engine(asked.engine)
-    kind.options(asked.engine_args)
-    config = model_config(asked.model)
-    own = config.get("dtype") or config.get("torch_dtype")
-    computed: DType = own if own in DTYPES else "bfloat16"
-    places = parse_hooks(asked.hooks, int(config["num_hidden_layers"]))
+    question = ProbeSettings.of(settings)
+    kind = find_engine(question.engine)
+    kind.options(question.engine_args)
+    config = model_config(question.model)
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    computed: DType = dtype if dtype in DTYPES else "bfloat16"
+    places = parse_hooks(question.hooks, int(config["num_hidden_layers"]))
     hooks = hook_specs(places, config, computed)
-    batches = tuple(dict.fromkeys(asked.batches)) or (1,)
+    batches = tuple(dict.fromkeys(question.batches)) or (1,)
     arithmetic = ProbeArithmetic.of(
-        asked.probes,
+        question.probes,
         [hook.d_model for hook in hooks],
-        read_weights(asked.model),
-        Attention.of(config, asked.context, DTYPES[computed].itemsize),
-        asked.context,
+        read_weights(question.model),
+        Attention.of(config, question.context, DTYPES[computed].itemsize),
+        question.context,
         batches,
     )
-    if asked.measure is None:
-        return ProbeCost(asked, hooks, arithmetic)
-    task, timer = _task(asked, hooks, batches), _timer(kind)
+    if question.measure is None:
+        return ProbeCost(question, hooks, arithmetic)
+    task, timer = _task(question, hooks, batches), _timer(kind)
     _require_memory(task)
-    place = Path(tempfile.mkdtemp(prefix=".actds-probes-", dir=asked.measure))
+    place = Path(tempfile.mkdtemp(prefix=".actds-probes-", dir=question.measure))
     try:
-        timing = timer.time_probes(replace(task, folder=place), said)
+        timing = timer.time_probes(replace(task, folder=place), progress)
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    return fitted(asked, hooks, arithmetic, timing)
+    return fitted(question, hooks, arithmetic, timing)
 
 
 class TimesProbes(Protocol):
@@ -489,39 +464,34 @@ def _timer(kind: EngineKind) -> TimesProbes:
 
 
 def _task(
-    asked: ProbeSettings, hooks: tuple[HookSpec, ...], batches: tuple[int, ...]
+    settings: ProbeSettings, hooks: tuple[HookSpec, ...], batches: tuple[int, ...]
 ) -> TimingTask:
-    """Return what is to be timed.
-
-    Raises:
-        ActdsError: E009 no folder, or more probes than a dataset stores; E015 hooks of several
-            widths.
-    """
-    assert asked.measure is not None
-    if not asked.measure.is_dir():
-        got, expected = f"{asked.measure}: no such folder", "a folder for datasets"
+    """Return what is to be timed."""
+    assert settings.measure is not None
+    if not settings.measure.is_dir():
+        got, expected = f"{settings.measure}: no such folder", "a folder for datasets"
         raise ActdsError("E009", "measure", got=got, expected=expected)
-    if asked.probes > MAX_WIDTH:
+    if settings.probes > MAX_WIDTH:
         expected = f"at most {MAX_WIDTH:,} a hook, which a dataset can store"
-        raise ActdsError("E009", "probes", got=f"{asked.probes:,}", expected=expected)
+        raise ActdsError("E009", "probes", got=f"{settings.probes:,}", expected=expected)
     widths = sorted({hook.d_model for hook in hooks})
     if len(widths) > 1:
         got = f"hooks of {' and '.join(map(str, widths))} channels"
         raise ActdsError("E015", "hooks", got=got, expected="hooks of one width")
-    largest = max(1, min(asked.probes, MAX_NAIVE // len(hooks)))
+    largest = max(1, min(settings.probes, MAX_NAIVE // len(hooks)))
     naive = sorted({n for n in N_NAIVE_COUNTS if n < largest} | {largest})
-    eager = asked.engine_args.get("enforce_eager") is True
+    eager = settings.engine_args.get("enforce_eager") is True
     arms = [Arm("none"), Arm("again")]
-    arms += [Arm("packed", n) for n in counts_timed(asked.probes, restarts=not eager)]
+    arms += [Arm("packed", n) for n in counts_timed(settings.probes, restarts=not eager)]
     arms += [Arm("naive", n) for n in naive]
     return TimingTask(
-        model=asked.model,
-        engine_args=asked.engine_args,
+        model=settings.model,
+        engine_args=settings.engine_args,
         hooks=hooks,
         arms=tuple(arms),
         batches=batches,
-        n_rounds=asked.rounds,
-        folder=asked.measure,
+        n_rounds=settings.rounds,
+        folder=settings.measure,
     )
 
 
@@ -544,7 +514,6 @@ def _require_memory(task: TimingTask) -> None:
 
 
 def free_nbytes() -> int:
-    """Return the main memory that programs can still have."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if "MemAvailable" in line)
@@ -553,19 +522,18 @@ def free_nbytes() -> int:
 
 
 def fitted(
-    asked: ProbeSettings,
+    settings: ProbeSettings,
     hooks: tuple[HookSpec, ...],
     arithmetic: ProbeArithmetic,
     timing: Timing,
 ) -> ProbeCost:
-    """Return the cost with a line for each way, clock and batch of a timing."""
     # On a GPU the engine's process waits for it, and its CPU time is not what a step takes.
     clocks: tuple[Clock, ...] = ("wall", "cpu") if timing.facts["device"] == "cpu" else ("wall",)
     timed: Sequence[Timed] = timing.timed
     ways: tuple[Way, ...] = ("packed", "naive")
     at = [(clock, step.batch) for clock in clocks for step in arithmetic.steps]
     return ProbeCost(
-        asked,
+        settings,
         hooks,
         arithmetic,
         tuple(fit(timed, way, batch, clock) for clock, batch in at for way in ways),
@@ -582,5 +550,5 @@ def _flops(flops: float) -> str:
     return f"{flops / 1000**power:.3g} {('', 'k', 'M', 'G', 'T')[power]}FLOP"
 
 
-def _percent(found: Interval, digits: int = 1) -> str:
-    return f"{found.value:+.{digits}%} [{found.low:+.{digits}%}, {found.high:+.{digits}%}]"
+def _percent(interval: Interval, digits: int = 1) -> str:
+    return f"{interval.value:+.{digits}%} [{interval.low:+.{digits}%}, {interval.high:+.{digits}%}]"

@@ -42,7 +42,6 @@ class HarvestResult:
 
     @property
     def summary(self) -> str:
-        """Return the result as text."""
         if self.totals is None:
             return f"Every prompt is finished; {self.path} is sealed."
         return format_summary(self.totals)
@@ -85,13 +84,9 @@ class Totals:
     """Counts of every request and every position of a run.
 
     Args:
-        path: the dataset, as given.
         elapsed_s: seconds from start to seal.
-        requests: number of requests by finish reason, skipped ones included.
         skipped_tokens: tokens of the prompts of the skipped ones.
-        scheduled: tokens computed by the engine.
         recomputed: of these, computed again after a preemption.
-        captured: positions with a row.
         cache_ref: prefix-cache hits: positions that another request computed.
         dropped: positions lost to an overflow policy.
         aborted: positions cut off by an end, computed or not.
@@ -103,9 +98,6 @@ class Totals:
         external: of the hits, those on KV that came from outside the run.
         row_nbytes: bytes of the rows over all hooks, before compression.
         stored_nbytes: bytes of their files.
-        seal: digest of the seal, None when the dataset is not sealed.
-        values: by hook, how many rows are not finite or zero.
-        cast: what cast the rows, None for nothing.
     """
 
     path: str
@@ -134,7 +126,6 @@ class Totals:
     cast: str | None = None
 
     def plus(self, other: Totals) -> Totals:
-        """Return the counts of two runs of a dataset together."""
         added = {name: getattr(self, name) + getattr(other, name) for name in _ADDED}
         requests = Counter(self.requests) + Counter(other.requests)
         values = RowCounts.by_hook([self.values, other.values])

@@ -107,13 +107,7 @@ def harvest(
     served_by: ServedBy | None = None,
     alone: bool = False,
 ) -> HarvestResult:
-    """Harvest into a new or a resumed dataset, with one run for each engine; raises as ``write``.
-
-    Args:
-        feed: the class that hands requests to the engine, ``Feed`` by default.
-        served_by: where the requests come from, by default the prompts of the settings.
-        alone: serve one request at a time, without a prefix cache.
-    """
+    """Harvest into a new or a resumed dataset; raises as ``write``."""
     began, observer = time.monotonic(), observer or Observer()
     kind = find_engine(settings.engine)
     engine = kind.checked(settings.engine_args)
@@ -166,11 +160,7 @@ def harvest_plan(
     heard: Callable[[Finished], None] | None = None,
     feed: type[Feed] | None = None,
 ) -> HarvestResult:
-    """Harvest a plan into a new dataset, reporting finished requests; raises as ``write``.
-
-    Args:
-        feed: the class that hands requests to the engine, ``Feed`` by default.
-    """
+    """Harvest a plan into a new dataset, reporting finished requests; raises as ``write``."""
     lock = hold(settings.out)
     try:
         began, observer = time.monotonic(), Observer()
@@ -227,7 +217,6 @@ def _check_out(settings: WriteSettings) -> None:
 
 
 def _check_metrics(settings: WriteSettings) -> None:
-    """Raise for a metrics port that cannot be used, before the engine starts."""
     if settings.metrics_port is not None:
         from actds_writers.monitor.metrics import serve_metrics
 
@@ -236,7 +225,6 @@ def _check_metrics(settings: WriteSettings) -> None:
 
 
 def _without(plan: Plan, done: set[Identity]) -> Plan:
-    """Return the plan without the prompts that an earlier run finished."""
     client = tuple(prompt for prompt in plan.client if identity(prompt) not in done)
     keys = {prompt.key for prompt in client}
     encoded = tuple(e for e in plan.encoded if request_key(e.prompt.index) in keys)
@@ -305,9 +293,9 @@ def _totals(out: str, runs: Sequence[Ended], elapsed_s: float, sealed: Seal) -> 
     whole: Totals | None = None
     for ended in runs:
         assert ended.totals is not None and ended.run is not None
-        own = _totals_of(catalog, ended.run, ended.totals, row_nbytes)
-        own.check()
-        whole = own if whole is None else whole.plus(own)
+        totals = _totals_of(catalog, ended.run, ended.totals, row_nbytes)
+        totals.check()
+        whole = totals if whole is None else whole.plus(totals)
     assert whole is not None
     lines = [ended.outcome.line() for ended in runs if ended.outcome is not None]
     return replace(
@@ -324,7 +312,6 @@ def _totals(out: str, runs: Sequence[Ended], elapsed_s: float, sealed: Seal) -> 
 def _totals_of(
     catalog: Catalog, run: str, ended: dict[str, dict[str, int]], row_nbytes: int
 ) -> Totals:
-    """Return the counts of every request and position of a run."""
     shards = [shard for shard in catalog.shards if shard.run == run]
     requests = catalog.table("requests", run)
     reasons = requests["finish_reason"].value_counts().to_pylist()

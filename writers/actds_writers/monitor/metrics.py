@@ -25,13 +25,10 @@ except ImportError:
 
 
 class SnapshotCollector(Collector):
-    """Collects the present snapshot at every scrape."""
-
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
         self._snapshot = snapshot
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric, with one snapshot for all of them."""
         now = self._snapshot()
         yield from _tokens(now)
         yield from _stages(now)
@@ -50,11 +47,9 @@ class MetricsServer:
 
     @property
     def port(self) -> int:
-        """Return the port, also when a free one was requested."""
         return int(self._server.server_port)
 
     def close(self) -> None:
-        """Stop the server and release its port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -73,8 +68,6 @@ def serve_metrics(host: str, port: int, snapshot: Callable[[], Snapshot]) -> Met
 
     Args:
         host: address to listen on; there is no authentication.
-        port: port, 0 for a free one.
-        snapshot: returns the present counters; called on the server's threads.
 
     Raises:
         ActdsError: E009 when the address cannot be used.

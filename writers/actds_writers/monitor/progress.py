@@ -36,14 +36,9 @@ class Stage:
     """One of the three stages, or the lane of the readouts.
 
     Args:
-        name: ``staging``, ``ring``, ``pool`` or ``readouts``.
         nbytes: bytes that have left it: copied by the hooks, taken out of the ring, committed;
             taken out of the lane.
-        depth: entries in its queue, None when not known yet.
-        capacity: capacity of the queue in entries, None when not known yet.
         fill: how full the queue is, 0 to 1, by bytes where entries differ in size.
-        n_stalls: times the stage before it waited.
-        stall_s: total time of these waits.
     """
 
     name: str
@@ -60,19 +55,10 @@ class Snapshot:
     """The counters of a harvest at one moment, all of them totals since its start.
 
     Args:
-        requests_done: requests that have ended, without skipped ones.
         requests_total: requests to serve; None when not known, as in serving.
-        scheduled_tokens: tokens computed by the engine.
-        recomputed_tokens: of these, computed before.
         cached_tokens: prompt tokens reused from the prefix cache.
         queried_tokens: prompt tokens looked up there.
-        rows: rows that reached the writer.
-        lane: the lane of the readouts, None without readouts or before its first message.
-        backlog_nbytes: bytes waiting to be encoded.
-        memory_nbytes: bound on the memory of all stages, None when not known.
         last_commit_age_s: None before the first commit.
-        writer_silent_s: seconds since the writer's last message, None before the first.
-        cast: what casts the rows, None for nothing.
     """
 
     elapsed_s: float
@@ -98,12 +84,10 @@ class Snapshot:
 
     @property
     def dropped_tokens(self) -> int:
-        """Return the rows lost to an overflow policy, for any reason."""
         return sum(self.dropped.values())
 
     @property
     def cache_hit_share(self) -> float | None:
-        """Return prefix-cache hits per prompt token looked up, None before the first."""
         return self.cached_tokens / self.queried_tokens if self.queried_tokens else None
 
 
@@ -193,30 +177,42 @@ def summed(snapshots: Sequence[Snapshot]) -> Snapshot:
         "backlog_nbytes",
     )
     dropped: Counter[str] = Counter()
-    for one in snapshots:
-        dropped.update(one.dropped)
-    staging, ring, pool = (_stages([one.stages[i] for one in snapshots]) for i in range(3))
-    lanes = [one.lane for one in snapshots if one.lane is not None]
-    totals = [one.requests_total for one in snapshots if one.requests_total is not None]
+    for snapshot in snapshots:
+        dropped.update(snapshot.dropped)
+    staging, ring, pool = (
+        _stages([snapshot.stages[i] for snapshot in snapshots]) for i in range(3)
+    )
+    lanes = [snapshot.lane for snapshot in snapshots if snapshot.lane is not None]
+    totals = [
+        snapshot.requests_total for snapshot in snapshots if snapshot.requests_total is not None
+    ]
     return replace(
         first,
-        elapsed_s=max(one.elapsed_s for one in snapshots),
+        elapsed_s=max(snapshot.elapsed_s for snapshot in snapshots),
         requests_total=sum(totals) if len(totals) == n else None,
-        row_nbytes=max(one.row_nbytes for one in snapshots),
+        row_nbytes=max(snapshot.row_nbytes for snapshot in snapshots),
         dropped=dict(dropped),
         stages=(staging, ring, pool),
         lane=_stages(lanes) if lanes else None,
-        commits=_commits_of([one.commits for one in snapshots]),
-        memory_nbytes=_sum_of([one.memory_nbytes for one in snapshots]),
+        commits=_commits_of([snapshot.commits for snapshot in snapshots]),
+        memory_nbytes=_sum_of([snapshot.memory_nbytes for snapshot in snapshots]),
         last_commit_age_s=min(
-            (one.last_commit_age_s for one in snapshots if one.last_commit_age_s is not None),
+            (
+                snapshot.last_commit_age_s
+                for snapshot in snapshots
+                if snapshot.last_commit_age_s is not None
+            ),
             default=None,
         ),
         writer_silent_s=max(
-            (one.writer_silent_s for one in snapshots if one.writer_silent_s is not None),
+            (
+                snapshot.writer_silent_s
+                for snapshot in snapshots
+                if snapshot.writer_silent_s is not None
+            ),
             default=None,
         ),
-        **{name: sum(getattr(one, name) for one in snapshots) for name in names},
+        **{name: sum(getattr(snapshot, name) for snapshot in snapshots) for name in names},
     )
 
 
@@ -235,15 +231,17 @@ def _stages(stages: Sequence[Stage]) -> Stage:
 def _commits_of(commits: Sequence[CommitTotals]) -> CommitTotals:
     """Return the commits of several writers; of their quantiles the largest."""
     names = ("n_shards", "n_raw_shards", "n_rows", "nbytes_in", "nbytes_out", "seconds")
-    buckets = [one.buckets for one in commits if one.buckets]
+    buckets = [commit.buckets for commit in commits if commit.buckets]
     return replace(
         commits[0],
         buckets=tuple(map(sum, zip(*buckets, strict=True))),
-        p50_s=max((one.p50_s for one in commits if one.p50_s is not None), default=None),
-        p99_s=max((one.p99_s for one in commits if one.p99_s is not None), default=None),
-        last_ns=max((one.last_ns for one in commits if one.last_ns is not None), default=None),
-        values=RowCounts.by_hook(one.values for one in commits),
-        **{name: sum(getattr(one, name) for one in commits) for name in names},
+        p50_s=max((commit.p50_s for commit in commits if commit.p50_s is not None), default=None),
+        p99_s=max((commit.p99_s for commit in commits if commit.p99_s is not None), default=None),
+        last_ns=max(
+            (commit.last_ns for commit in commits if commit.last_ns is not None), default=None
+        ),
+        values=RowCounts.by_hook(commit.values for commit in commits),
+        **{name: sum(getattr(commit, name) for commit in commits) for name in names},
     )
 
 
@@ -263,11 +261,7 @@ LEAVES = {"staging": "captured", "ring": "taken", "pool": "committed", LANE: "ta
 
 
 def eta_s(now: Snapshot, started: Snapshot | None) -> float | None:
-    """Return the estimated seconds until the last request ends, None without an estimate.
-
-    Args:
-        started: the counters when the engine began to step.
-    """
+    """Return the estimated seconds until the last request ends, None without an estimate."""
     if now.requests_total is None or started is None:
         return None
     done = now.requests_done - started.requests_done
@@ -397,7 +391,6 @@ def _commits(now: Snapshot) -> str:
 
 
 def _values(now: Snapshot) -> list[str]:
-    """Return which durable rows are not finite or zero, the worst hooks first."""
     c = now.commits
     counts = [HookValues.of_run(hook, c.n_rows, n, now.cast) for hook, n in c.values.items()]
     return list(islice(values_in_words(counts), MAX_VALUES))
@@ -441,7 +434,6 @@ class Display:
             self._live.start()
 
     def show(self, now: Snapshot) -> None:
-        """Show a snapshot, with the rates of the last seconds."""
         if self._started is None and now.scheduled_tokens:
             self._started = now
         self._history.append(now)
@@ -470,14 +462,7 @@ def is_screen(stream: TextIO) -> bool:
 
 
 class Progress:
-    """Shows a harvest while the block runs.
-
-    Args:
-        snapshot: returns the present counters; called on the display's thread.
-        stream: where to write, stderr by default.
-        terminal: whether the stream is a terminal; detected by default.
-        interval_s: seconds between two views; by default 0.5 on a terminal and 5 elsewhere.
-    """
+    """Shows a harvest while the block runs."""
 
     def __init__(
         self,
@@ -504,14 +489,12 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Show the last counters."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join(LEAVE_TIMEOUT_S)
 
     @property
     def is_showing(self) -> bool:
-        """Return whether the display still runs."""
         return self._thread is not None and self._thread.is_alive()
 
     def _run(self) -> None:

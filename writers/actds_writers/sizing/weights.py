@@ -39,12 +39,10 @@ class Tensor(NamedTuple):
 
     @property
     def n(self) -> int:
-        """Return how many numbers it has."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Return its bytes."""
         return self.n * _BITS[self.dtype] // 8
 
 
@@ -55,9 +53,6 @@ class Weights:
     Args:
         n_params: numbers in all files, without layers that only draft.
         n_multiplied: numbers that every token is multiplied with, without experts.
-        n_routed: numbers of all experts.
-        nbytes: bytes that every step reads, without experts.
-        routed_nbytes: bytes of all experts.
         n_experts: experts of a layer, 0 for a dense model.
         top_k: experts of a layer that a token passes.
     """
@@ -72,7 +67,6 @@ class Weights:
 
     @property
     def n_active(self) -> float:
-        """Return the numbers that a token is multiplied with."""
         return self.n_multiplied + self._share(1) * self.n_routed
 
     def step_nbytes(self, batch: int) -> float:
@@ -80,7 +74,6 @@ class Weights:
         return self.nbytes + self._share(batch) * self.routed_nbytes
 
     def _share(self, n_tokens: int) -> float:
-        """Return the share of the experts that some tokens pass."""
         return 1 - (1 - self.top_k / self.n_experts) ** n_tokens if self.n_experts else 0.0
 
 
@@ -98,24 +91,24 @@ def read_weights(model: Path) -> Weights:
     if config.get("quantization_config"):
         raise _unknown(model, "quantized weights, whose files hold packed numbers")
     n_layers = int(config["num_hidden_layers"])
-    found = [
+    tensors = [
         tensor
         for tensor in _tensors(model)
         if (layer := _LAYER.search(tensor.name)) is None or int(layer[1]) < n_layers
     ]
-    if not found:
+    if not tensors:
         raise _unknown(model, "no *.safetensors")
-    odd = sorted({tensor.dtype for tensor in found if len(tensor.shape) > 1} - set(_BITS))
+    odd = sorted({tensor.dtype for tensor in tensors if len(tensor.shape) > 1} - set(_BITS))
     if odd:
         raise _unknown(model, f"weights of {', '.join(odd)}")
-    found = [tensor for tensor in found if tensor.dtype in _BITS]
-    routed = [tensor for tensor in found if _EXPERT.search(tensor.name)]
+    tensors = [tensor for tensor in tensors if tensor.dtype in _BITS]
+    routed = [tensor for tensor in tensors if _EXPERT.search(tensor.name)]
     n_experts, top_k = _experts(model, config, routed)
-    shared = [tensor for tensor in found if not _EXPERT.search(tensor.name)]
+    shared = [tensor for tensor in tensors if not _EXPERT.search(tensor.name)]
     has_head = any(_HEAD.search(tensor.name) for tensor in shared)
     passed = [tensor for tensor in shared if not _is_looked_up(tensor.name, has_head=has_head)]
     return Weights(
-        n_params=sum(tensor.n for tensor in found),
+        n_params=sum(tensor.n for tensor in tensors),
         n_multiplied=sum(map(_multiplied, passed)),
         n_routed=sum(map(_multiplied, routed)),
         nbytes=sum(tensor.nbytes for tensor in passed),
@@ -195,12 +188,7 @@ class Attention:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], context: int, itemsize: int) -> Attention:
-        """Return the attention at a context.
-
-        Args:
-            context: positions that a token attends to, its own included.
-            itemsize: bytes of a key's or value's number.
-        """
+        """Return the attention at a context."""
         heads = config.get("num_attention_heads")
         odd = [name for name in config if name.startswith(("mamba", "ssm_", "kv_lora", "linear_"))]
         if not isinstance(heads, int) or odd:
@@ -225,14 +213,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes of a decode step of ``batch`` requests.
-
-    Args:
-        weights: weights of the model that are read.
-        kv: keys and values that are read.
-        probes: weights of the probes.
-        scores: what the probes say, from the device to the host.
-    """
+    """Bytes of a decode step of ``batch`` requests."""
 
     batch: int
     weights: float
@@ -242,20 +223,12 @@ class StepBytes:
 
     @property
     def ratio(self) -> float:
-        """Return bytes of probes and scores over those of the forward pass."""
         return (self.probes + self.scores) / (self.weights + self.kv)
 
 
 @dataclass(frozen=True)
 class ProbeArithmetic:
-    """What probes cost on paper.
-
-    Args:
-        n_probes: at each hook.
-        context: positions that a generated token attends to.
-        widths: channels of each hook.
-        steps: bytes, by batch.
-    """
+    """What probes cost on paper."""
 
     n_probes: int
     context: int
@@ -274,7 +247,6 @@ class ProbeArithmetic:
         context: int,
         batches: Sequence[int],
     ) -> ProbeArithmetic:
-        """Return the cost at some batches."""
         steps = tuple(
             StepBytes(
                 batch=batch,
@@ -289,12 +261,10 @@ class ProbeArithmetic:
 
     @property
     def forward_flops(self) -> float:
-        """Return the operations of a generated token, without probes."""
         return 2 * self.weights.n_active + self.attention.flops
 
     @property
     def probe_flops(self) -> int:
-        """Return the operations of all probes on a generated token."""
         return 2 * self.n_probes * sum(self.widths)
 
     @property
@@ -303,7 +273,6 @@ class ProbeArithmetic:
         return self.probe_flops / self.forward_flops
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as JSON; what is not known is null."""
         known = self.attention.unknown is None
         return {
             "n_probes": self.n_probes,

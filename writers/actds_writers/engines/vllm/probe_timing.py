@@ -108,11 +108,6 @@ def with_step_options(task: TimingTask) -> TimingTask:
 def time_probes(
     task: TimingTask, start: Callable[..., Any], progress: Callable[[str], None]
 ) -> Timing:
-    """Return the decode steps of every arm, batch and round.
-
-    Raises:
-        ActdsError: E504 when an engine does not start or dies.
-    """
     timed: list[Timed] = []
     facts: dict[str, str] = {}
     for session in sessions(task, start):
@@ -131,7 +126,6 @@ def time_probes(
 
 
 def sessions(task: TimingTask, start: Callable[..., Any]) -> Iterator[Session]:
-    """Yield the engines to run, one after the other."""
     if task.is_eager:
         yield Session(start, task, eager=True)
         return
@@ -150,11 +144,7 @@ def sessions(task: TimingTask, start: Callable[..., Any]) -> Iterator[Session]:
 
 
 def _run(session: Session) -> Iterator[Any]:
-    """Yield what the process of a session reports.
-
-    Raises:
-        ActdsError: what ended it.
-    """
+    """Yield what the process of a session reports."""
     process = subprocess.Popen(
         [sys.executable, "-m", "actds_writers.engines.vllm.probe_timing"],
         stdin=subprocess.PIPE,
@@ -211,7 +201,6 @@ class _Bench:
             self._install()
 
     def put_in(self, arm: Arm) -> None:
-        """Let the engine run as in an arm; it has no request."""
         if arm in self._states:
             self._states[arm].restore()
             plugin.hand_to(self.core, self._sides.get(arm, (None, None)))
@@ -241,7 +230,6 @@ class _Bench:
         return statistics.median(wall), statistics.median(cpu)
 
     def facts(self) -> dict[str, str]:
-        """Return what ran, by name."""
         import vllm
 
         runner = plugin.worker_of(self.core).model_runner
@@ -267,7 +255,6 @@ class _Bench:
         )
 
     def _install(self) -> None:
-        """Make the state of the model in every arm; leave the engine alone."""
         from actds_writers.engines.vllm.check import check_hooks
         from actds_writers.engines.vllm.verified import VERIFIED
 
@@ -298,7 +285,6 @@ class _Bench:
         plugin.hand_to(self.core, (None, None))
 
     def _pipeline(self, arm: Arm) -> Pipeline:
-        """Return writer and census of an arm, with its probes."""
         out = self._task.folder / f"acts-{arm.n_probes}-{time.monotonic_ns()}"
         places = ";".join(f"{hook.kind}:{hook.layer}" for hook in self._task.hooks)
         prompt = self._task.folder / "prompt.txt"
@@ -338,11 +324,7 @@ class _Bench:
         return pipeline
 
     def _drain(self, arm: Arm) -> None:
-        """Wait until the writer of an arm has nothing to do, so that no other arm pays for it.
-
-        Raises:
-            ActdsError: the failure of a process.
-        """
+        """Wait until the writer of an arm has nothing to do, so that no other arm pays for it."""
         pipeline = self._pipelines.get(arm)
         if pipeline is None:
             return
@@ -356,7 +338,6 @@ class _Bench:
             time.sleep(0.01)
 
     def _end(self) -> None:
-        """End the engine, then the harvests."""
         self.engine.shutdown()
         for pipeline in self._pipelines.values():
             pipeline.finish("finished")
@@ -365,12 +346,11 @@ class _Bench:
 class ModelState:
     """The hooks of a model's modules, and what capture has set on them."""
 
-    def __init__(self, found: dict[torch.nn.Module, dict[str, Any]]) -> None:
-        self._found = found
+    def __init__(self, modules: dict[torch.nn.Module, dict[str, Any]]) -> None:
+        self._found = modules
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> ModelState:
-        """Return the state of now."""
         return cls(
             {
                 module: {
@@ -383,12 +363,11 @@ class ModelState:
         )
 
     def restore(self) -> None:
-        """Put the model into this state again."""
-        for module, own in self._found.items():
+        for module, attributes in self._found.items():
             now = vars(module)
-            for name in [name for name in now if _is_ours(name) and name not in own]:
+            for name in [name for name in now if _is_ours(name) and name not in attributes]:
                 del now[name]
-            for name, value in own.items():
+            for name, value in attributes.items():
                 if name in _HOOKS:
                     now[name].clear()
                     now[name].update(value)
@@ -409,8 +388,10 @@ def add_naive(taps: Sequence[Tap], probes: np.ndarray, device: torch.device) -> 
     Returns the scores of the last forward, by hook: ``n_probes`` tensors ``(n_rows,)`` each.
     """
     scores: list[list[Any]] = [[] for _ in taps]
-    for tap, own, found in zip(taps, torch.from_numpy(probes).to(device), scores, strict=True):
-        vectors = list(own)
+    for tap, directions, of_tap in zip(
+        taps, torch.from_numpy(probes).to(device), scores, strict=True
+    ):
+        vectors = list(directions)
 
         def hook(
             _module: Any,
@@ -420,11 +401,11 @@ def add_naive(taps: Sequence[Tap], probes: np.ndarray, device: torch.device) -> 
             *,
             tap: Tap = tap,
             vectors: list[torch.Tensor] = vectors,
-            found: list[Any] = found,
+            of_tap: list[Any] = of_tap,
         ) -> None:
             hidden, residual = tap.read(args, kwargs, output)
             rows = (hidden if residual is None else hidden + residual).float()
-            found[:] = [(rows @ vector).cpu() for vector in vectors]
+            of_tap[:] = [(rows @ vector).cpu() for vector in vectors]
 
         watch_tap(tap, hook)
     return scores
