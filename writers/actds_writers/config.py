@@ -311,10 +311,8 @@ class ReplaySettings(ModelSettings, HarvestSettings):
         """Return the settings of the harvest: one token is sampled, which is never fed."""
         shared = {name: getattr(self, name) for name in HarvestSettings.model_fields}
         shared |= {name: getattr(self, name) for name in ("model", "engine", "engine_args")}
-        return WriteSettings.of(
-            {**shared, "hooks": hooks, "prompts": self.source, "resume": self.resume,
-             "max_tokens": 1, "temperature": 0.0}
-        )  # fmt: skip
+        shared |= {"hooks": hooks, "prompts": self.source, "resume": self.resume}
+        return WriteSettings.of({**shared, "max_tokens": 1, "temperature": 0.0})
 
 
 class LiveSettings(SamplingRules, HarvestSettings):

@@ -10,12 +10,15 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from actds.errors import ActdsError
+from actds.format.arrays import DTYPES
 from actds.format.canonical import read_bounded
+from actds.format.schema import DType
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+")
@@ -132,6 +135,12 @@ def model_config(model: Path) -> dict[str, Any]:
                 "E005", f"{model} config.json", got=f"no {field}", expected="a decoder model"
             )
     return text
+
+
+def computed_dtype(config: Mapping[str, Any], default: DType = "bfloat16") -> DType:
+    """Return the type that a configuration says the model computes in."""
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return dtype if dtype in DTYPES else default
 
 
 def _is_size(value: object) -> bool:

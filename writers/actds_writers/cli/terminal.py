@@ -11,7 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
+
+import click
 
 from actds.store import local_folder
 from actds.text import format_seconds, printable, shortened
@@ -80,6 +82,23 @@ class Terminal(Observer):
             for line in _tail(self._log):
                 self.said(line)
             self.said(f"These are the last lines of {printable(str(self._log))}")
+
+
+def run_shown(run: Callable[..., HarvestResult], out: str, *, quiet: bool, **settings: Any) -> None:
+    """Run ``actds.write`` or ``actds.replay`` on a terminal; exits with 1 when interrupted."""
+    terminal = Terminal(out, quiet=quiet)
+    try:
+        result = run(observer=terminal, out=out, **settings)
+    except BaseException:
+        terminal.failed()
+        raise
+    if result.reason == "interrupted":
+        click.echo(
+            "Interrupted. Everything committed is sealed. Continue with the same command and "
+            "--resume.",
+            err=True,
+        )
+        click.get_current_context().exit(1)
 
 
 def _copy(stream: TextIO) -> TextIO:

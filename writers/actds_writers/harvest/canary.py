@@ -163,12 +163,10 @@ class Canary:
                 tokens = [*encoded.token_ids, *self._sampled[name]]
                 fed = tokens[:-1]
                 last[request_key(len(sequences))] = tokens[-1]
-                sequences.append(
-                    TokenSequence(
-                        run, line["request"], line, np.array(fed, np.int64), [None] * len(fed),
-                        n_given=len(encoded.token_ids), unknown=None,
-                    )
-                )  # fmt: skip
+                roles: list[str | None] = [None] * len(fed)
+                ids, n_given = np.array(fed, np.int64), len(encoded.token_ids)
+                sequence = TokenSequence(run, line["request"], line, ids, roles, n_given, None)
+                sequences.append(sequence)
             if len(sequences) == self._wanted:
                 break
         return sequences, last

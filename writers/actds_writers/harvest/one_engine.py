@@ -144,6 +144,19 @@ def _unbegun(failure: ActdsError | None, reason: CloseReason) -> str:
     return f"the harvest {words} before it was served"
 
 
+@contextmanager
+def interrupts_handled(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle Ctrl-C and SIGTERM; only the main thread can, on another one nothing changes."""
+    is_main = threading.current_thread() is threading.main_thread()
+    signals = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+    before = {number: signal.signal(number, handle) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class Run:
     """One run, from its processes to their end."""
 
@@ -315,10 +328,7 @@ class Run:
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Let the first Ctrl-C or SIGTERM end the run in order, the second one at once.
-
-        Only the main thread can set signal handlers; on another one they are unchanged.
-        """
+        """Let the first Ctrl-C or SIGTERM end the run in order, the second one at once."""
 
         def note(signum: int, _frame: FrameType | None) -> None:
             self._interrupts += 1
@@ -328,11 +338,5 @@ class Run:
             name = signal.Signals(signum).name
             self._observer.said(f"\n{name}: draining; repeat to stop at once.")
 
-        ours = threading.current_thread() is threading.main_thread()
-        signals = (signal.SIGINT, signal.SIGTERM) if ours else ()
-        before = {s: signal.signal(s, note) for s in signals}
-        try:
+        with interrupts_handled(note):
             yield
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)

@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from actds.errors import ActdsError
-from actds.format.arrays import DTYPES
-from actds.format.schema import DType
 from actds.store import open_store
 from actds.text import counted, format_nbytes, format_seconds
 from actds_writers.capture.hooks import hook_specs, parse_hooks
@@ -20,7 +18,7 @@ from actds_writers.config import MIB, PlanSettings, keywords_of
 from actds_writers.engine_protocol import find_engine
 from actds_writers.harvest.stress import StressResult, stress
 from actds_writers.ipc.messages import HookSpec
-from actds_writers.model_folder import model_config
+from actds_writers.model_folder import computed_dtype, model_config
 from actds_writers.policies import POLICIES
 from actds_writers.sizing.machine import (
     DEFAULTS,
@@ -106,15 +104,15 @@ class PlanResult:
             f"{name} {rate.gbps:.3g} ({rate.origin})" for name, rate in self.machine.rates.items()
         )
         rates = f"{rates} GB/s"
+        parts = f"{load.prefill:,.0f} prefill + {load.decode:,.0f} decode"
         lines = [
             _line("row", f"{g.row_nbytes:,} bytes per token: {_hooks(g)}"),
-            _line("load", f"{load.mean:,.0f} tokens/s = {load.prefill:,.0f} prefill + "
-                  f"{load.decode:,.0f} decode"),
+            _line("load", f"{load.mean:,.0f} tokens/s = {parts}"),
             _line("bursts", bursts),
             "",
             f"{'stage':<{LABEL}}{'what':<22}{'bytes/token':>11}{'mean':>12}{'burst':>12}"
             f"{'tokens/s':>12}",
-        ]  # fmt: skip
+        ]
         for stage in needs.stages:
             limit = "-" if math.isinf(stage.max_tokens) else _tokens(stage.max_tokens)
             lines.append(
@@ -139,10 +137,8 @@ class PlanResult:
         in_flight, memory = needs.sizes.in_flight, needs.memory
         if in_flight > 1:
             staged = staged_steps(in_flight)
-            lines += [
-                _line("staging", f"{staged} of the largest steps, on each stage: rows of "
-                      f"{in_flight} may wait for results"),
-            ]  # fmt: skip
+            words = f"{staged} of the largest steps, on each stage"
+            lines.append(_line("staging", f"{words}: rows of {in_flight} may wait for results"))
         several = len(self.stages) > 1
         for (number, layers), part, bound in zip(
             self.stages, needs.parts, needs.by_stage, strict=True
@@ -154,10 +150,8 @@ class PlanResult:
                 lines.append(_line("" if number != self.stages[0][0] else "stages", words))
         n = needs.n_replicas
         if n > 1:
-            lines.append(
-                _line("engines", f"{n}, each with 1/{n} of the load and the memory above: "
-                      f"{format_nbytes(n * memory.nbytes)} in all")
-            )  # fmt: skip
+            words = f"{n}, each with 1/{n} of the load and the memory above"
+            lines.append(_line("engines", f"{words}: {format_nbytes(n * memory.nbytes)} in all"))
         return lines
 
     def _measured_lines(self) -> list[str]:
@@ -341,14 +335,11 @@ def _hook_specs(settings: PlanSettings) -> tuple[tuple[HookSpec, ...], int]:
     """Return the hooks and the number of layers, from a model folder or from numbers."""
     given = {"hidden_size": settings.d_model, "num_hidden_layers": settings.layers}
     config: dict[str, Any] = dict(given)
-    computed: DType = "bfloat16"
     if settings.model is not None:
         config = {
             **model_config(settings.model),
             **{k: v for k, v in given.items() if v is not None},
         }
-        dtype = config.get("dtype") or config.get("torch_dtype")
-        computed = dtype if dtype in DTYPES else computed
     if None in (config["hidden_size"], config["num_hidden_layers"]):
         raise ActdsError(
             "E009",
@@ -357,7 +348,9 @@ def _hook_specs(settings: PlanSettings) -> tuple[tuple[HookSpec, ...], int]:
             expected="model, or d_model and layers",
         )
     places = parse_hooks(settings.hooks, config["num_hidden_layers"])
-    return hook_specs(places, config, computed, settings.dtype), config["num_hidden_layers"]
+    return hook_specs(places, config, computed_dtype(config), settings.dtype), config[
+        "num_hidden_layers"
+    ]
 
 
 def _load(settings: PlanSettings) -> tuple[Load, Overhead, Profile | None]:
@@ -447,38 +440,40 @@ def _folded(command: list[str]) -> list[str]:
 def _needs(needs: Capacity, overhead: Overhead, n_tokens: int) -> list[str]:
     stored, memory, load = needs.stored, needs.memory, needs.load
     parts = " + ".join(f"{value:,.1f} {name}" for name, value in stored.items() if value >= 0.05)
+    whole = f"{format_nbytes(needs.stored_nbytes * n_tokens)} for {n_tokens:,} tokens"
     lines = [
         _line("disk", f"{needs.stored_nbytes:,.0f} bytes per token = {parts}"),
-        _line("", f"{format_nbytes(needs.stored_nbytes * n_tokens)} for {n_tokens:,} tokens, "
-              f"{format_nbytes(needs.stored_nbytes * load.mean)}/s"),
+        _line("", f"{whole}, {format_nbytes(needs.stored_nbytes * load.mean)}/s"),
         _line("", f"rows at {overhead.ratio:.3g}x"),
         _line("", overhead.source),
-    ]  # fmt: skip
+    ]
     if math.isinf(needs.ring_nbytes):
         lines.append(_line("ring", "no size is large enough"))
     else:
+        bursts = f"{format_nbytes(needs.ring_burst_nbytes)} for the bursts"
+        stall = f"{format_nbytes(needs.ring_stall_nbytes)} for a stall of {needs.stall_s:g} s"
         lines += [
-            _line("ring", f"{format_nbytes(needs.ring_burst_nbytes)} for the bursts, "
-                  f"{format_nbytes(needs.ring_stall_nbytes)} for a stall of {needs.stall_s:g} s"),
+            _line("ring", f"{bursts}, {stall}"),
             _line("", f"{needs.ring_nbytes / MIB:,.0f} MiB for both at once, plus a quarter"),
-        ]  # fmt: skip
+        ]
+    nbytes = {
+        "device": memory.device_nbytes,
+        "shared": memory.shared_nbytes,
+        "worker": memory.identified,
+        "writer": memory.writer_nbytes,
+    }
+    summands = " + ".join(f"{format_nbytes(n)} {name}" for name, n in nbytes.items())
+    census = format_nbytes(_census_nbytes(load, n_tokens))
     lines += [
-        _line("memory", f"{format_nbytes(memory.nbytes)} at most = "
-              f"{format_nbytes(memory.device_nbytes)} device + "
-              f"{format_nbytes(memory.shared_nbytes)} shared + "
-              f"{format_nbytes(memory.identified)} worker + "
-              f"{format_nbytes(memory.writer_nbytes)} writer"),
+        _line("memory", f"{format_nbytes(memory.nbytes)} at most = {summands}"),
         _line("", f"{format_nbytes(memory.pinned_nbytes)} of it page-locked, beside a GPU"),
-        _line("", f"{format_nbytes(_census_nbytes(load, n_tokens))} more for the census, "
-              "growing with the run"),
-    ]  # fmt: skip
+        _line("", f"{census} more for the census, growing with the run"),
+    ]
     slow = min((r for r in (load.prefill, load.decode) if r > 0), default=0.0)
     if slow:
-        seconds = needs.sizes.rows_per_shard / slow
-        lines.append(
-            _line("at risk", f"up to {needs.sizes.rows_per_shard:,} rows per phase, not durable "
-                  f"for up to {format_seconds(seconds)}")
-        )  # fmt: skip
+        seconds = format_seconds(needs.sizes.rows_per_shard / slow)
+        words = f"up to {needs.sizes.rows_per_shard:,} rows per phase"
+        lines.append(_line("at risk", f"{words}, not durable for up to {seconds}"))
     return lines
 
 

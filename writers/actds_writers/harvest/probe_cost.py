@@ -17,13 +17,12 @@ import numpy.typing as npt
 from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
 from actds.format.readouts import DEFAULT_PROJECTIONS, MAX_WIDTH
-from actds.format.schema import DType
 from actds.text import counted, format_nbytes
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import MIB, ProbeSettings, keywords_of
 from actds_writers.engine_protocol import EngineKind, find_engine
 from actds_writers.ipc.messages import HookSpec
-from actds_writers.model_folder import model_config
+from actds_writers.model_folder import computed_dtype, model_config
 from actds_writers.sizing.needs import Geometry, Sizes, memory_bound
 from actds_writers.sizing.weights import Attention, ProbeArithmetic, read_weights
 
@@ -333,21 +332,19 @@ class ProbeCost:
             f"{counted(paper.n_probes, 'probe')} at each of {counted(len(self.hooks), 'hook')}"
         )
         of_one = paper.ratio / (paper.n_probes * len(self.hooks))
+        active = f"{weights.n_active:,.0f} of {weights.n_params:,}"
+        floor = f"{_flops(paper.probe_flops)} = {paper.ratio:.3%}"
         lines = [
             _line("probes", f"{per_hook}, float32, in one product with the rows"),
             _line("forward", f"{_flops(paper.forward_flops)} a generated token"),
-            _line("", f"{weights.n_active:,.0f} of {weights.n_params:,} weights{experts}; "
-                  f"{attention}"),
-            _line("floor", f"{_flops(paper.probe_flops)} = {paper.ratio:.3%} of it; "
-                  f"one probe {of_one:.1e}"),
-        ]  # fmt: skip
+            _line("", f"{active} weights{experts}; {attention}"),
+            _line("floor", f"{floor} of it; one probe {of_one:.1e}"),
+        ]
         for step in paper.steps:
             moved = f"{format_nbytes(step.weights)} weights + {format_nbytes(step.kv)} KV"
-            lines.append(
-                _line("bytes" if step is paper.steps[0] else "", f"batch {step.batch}: {moved}; "
-                      f"{format_nbytes(step.probes)} probes + {format_nbytes(step.scores)} scores: "
-                      f"{step.ratio:.3%}")
-            )  # fmt: skip
+            more = f"{format_nbytes(step.probes)} probes + {format_nbytes(step.scores)} scores"
+            words = f"batch {step.batch}: {moved}; {more}: {step.ratio:.3%}"
+            lines.append(_line("bytes" if step is paper.steps[0] else "", words))
         return lines
 
     def _clock(self) -> list[str]:
@@ -355,12 +352,12 @@ class ProbeCost:
             return [_line("clock", "not measured")]
         ran = self.facts
         graphs = "" if ran["cudagraphs"] == "none" else f", CUDA graphs {ran['cudagraphs']}"
+        machine = f"{ran['engine']}, {ran['device']}, {ran['mode']}{graphs}, {ran['dtype']}, "
+        machine += f"threads: {ran['threads']} of {ran['cores']} cores"
         lines = [
-            _line("measured", f"{ran['engine']}, {ran['device']}, {ran['mode']}{graphs}, "
-                  f"{ran['dtype']}, threads: {ran['threads']} of {ran['cores']} cores; "
-                  f"positions {ran['positions']}"),
+            _line("measured", f"{machine}; positions {ran['positions']}"),
             _line("", "T(N) / T(0) = 1 + s + m N, with 95 % intervals"),
-        ]  # fmt: skip
+        ]
         for clock, batch in dict.fromkeys((line.clock, line.batch) for line in self.fits):
             fits = [line for line in self.fits if (line.clock, line.batch) == (clock, batch)]
             lines += [
@@ -418,8 +415,7 @@ def probe_cost(
     kind = find_engine(question.engine)
     kind.options(question.engine_args)
     config = model_config(question.model)
-    dtype = config.get("dtype") or config.get("torch_dtype")
-    computed: DType = dtype if dtype in DTYPES else "bfloat16"
+    computed = computed_dtype(config)
     places = parse_hooks(question.hooks, int(config["num_hidden_layers"]))
     hooks = hook_specs(places, config, computed)
     batches = tuple(dict.fromkeys(question.batches)) or (1,)

@@ -171,10 +171,9 @@ def require_accounted(runs: list[RunFound]) -> None:
     """Raise E312 when a run cannot be accounted for, E403 when one was imported."""
     imported = [run.run for run in runs if run.outcome == "imported"]
     if imported:
-        raise ActdsError(
-            "E403", f"census/{imported[0]}", got="an imported run", expected="harvested runs alone",
-            next_step="Harvest into a dataset of its own.",
-        )  # fmt: skip
+        place, step = f"census/{imported[0]}", "Harvest into a dataset of its own."
+        got, expected = "an imported run", "harvested runs alone"
+        raise ActdsError("E403", place, got=got, expected=expected, next_step=step)
     error = _unaccountable(runs)
     if error is not None:
         raise error

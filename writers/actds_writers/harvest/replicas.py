@@ -24,7 +24,7 @@ from types import FrameType
 from actds.errors import ActdsError
 from actds_writers.config import WriteSettings
 from actds_writers.engine_protocol import find_engine
-from actds_writers.harvest.one_engine import Ended, Run
+from actds_writers.harvest.one_engine import Ended, Run, interrupts_handled
 from actds_writers.harvest.prepare import Plan, request_key
 from actds_writers.harvest.result import Observer
 from actds_writers.monitor.progress import Snapshot, summed
@@ -196,14 +196,8 @@ def _interrupts_passed_on(
         if n_interrupts == 1:
             observer.said(f"\n{signal.Signals(signum).name}: draining; repeat to stop at once.")
 
-    ours = threading.current_thread() is threading.main_thread()
-    signals = (signal.SIGINT, signal.SIGTERM) if ours else ()
-    before = {s: signal.signal(s, note) for s in signals}
-    try:
+    with interrupts_handled(note):
         yield lambda: n_interrupts
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 class _Relay(Observer):

@@ -93,12 +93,12 @@ class StressResult:
         if self.peak_tokens_per_s is not None:
             rate += f", {self.peak_tokens_per_s:,.0f} in the busiest second"
         memory = "not known" if self.peak_nbytes is None else format_nbytes(self.peak_nbytes)
+        prompts = f"{median:,} tokens (median), {p99:,} (p99), {longest:,} (longest)"
         lines = [
-            ("stress", f"{self.n_requests:,} requests of random tokens; prompts {median:,} tokens "
-                       f"(median), {p99:,} (p99), {longest:,} (longest)"),
+            ("stress", f"{self.n_requests:,} requests of random tokens; prompts {prompts}"),
             ("", f"{self.n_tokens:,} tokens in {format_seconds(self.seconds)}: {rate}"),
             ("", f"peak memory {memory}, all processes with the model"),
-        ]  # fmt: skip
+        ]
         if self.device_nbytes is not None:
             words = f"peak on the GPUs {format_nbytes(self.device_nbytes)}, with model and KV cache"
             lines.append(("", words))

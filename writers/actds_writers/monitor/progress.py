@@ -91,6 +91,16 @@ class Snapshot:
         return self.cached_tokens / self.queried_tokens if self.queried_tokens else None
 
 
+_CENSUS_COUNTS = (
+    "waiting",
+    "running",
+    "scheduled_tokens",
+    "recomputed_tokens",
+    "cached_tokens",
+    "queried_tokens",
+)
+
+
 def take_snapshot(
     written: WriterProgress | None,
     counted: CensusProgress | None,
@@ -118,12 +128,7 @@ def take_snapshot(
         elapsed_s=elapsed_s,
         requests_done=requests_done,
         requests_total=requests_total,
-        waiting=c.waiting,
-        running=c.running,
-        scheduled_tokens=c.scheduled_tokens,
-        recomputed_tokens=c.recomputed_tokens,
-        cached_tokens=c.cached_tokens,
-        queried_tokens=c.queried_tokens,
+        **{name: getattr(c, name) for name in _CENSUS_COUNTS},
         rows=w.n_rows,
         row_nbytes=w.row_nbytes,
         dropped=dict(c.dropped),
@@ -165,17 +170,7 @@ def summed(snapshots: Sequence[Snapshot]) -> Snapshot:
     first, n = snapshots[0], len(snapshots)
     if n == 1:
         return first
-    names = (
-        "requests_done",
-        "waiting",
-        "running",
-        "scheduled_tokens",
-        "recomputed_tokens",
-        "cached_tokens",
-        "queried_tokens",
-        "rows",
-        "backlog_nbytes",
-    )
+    names = ("requests_done", *_CENSUS_COUNTS, "rows", "backlog_nbytes")
     dropped: Counter[str] = Counter()
     for snapshot in snapshots:
         dropped.update(snapshot.dropped)
