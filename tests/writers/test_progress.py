@@ -14,17 +14,16 @@ from rich.console import Console
 from actds.errors import ActdsError
 from actds.format.schema import RowCounts
 from actds.text import format_nbytes, format_seconds
+from actds_writers.harvest.result import Totals, format_summary
 from actds_writers.ipc.messages import CensusProgress, CommitTotals, StageState, WriterProgress
 from actds_writers.monitor.progress import (
     WIDTH,
     Progress,
     Snapshot,
     Stage,
-    Totals,
     eta_s,
     format_line,
     format_screen,
-    format_summary,
     take_snapshot,
 )
 

@@ -48,8 +48,18 @@ from actds_writers.ipc.queues import QueuePage
 from actds_writers.shards.assembly import TOKEN_COLUMNS, SpecialTokens
 from actds_writers.shards.writer import PHASES, SPARE_BUFFERS, Writer
 from actds_writers.sizing import needs as sizing
-from actds_writers.sizing.disk import DiskRates, shared_with, until_sustained
-from actds_writers.sizing.machine import DEFAULTS, MIB, Machine, Rate, capacity, machine, measure
+from actds_writers.sizing.machine import (
+    DEFAULTS,
+    MIB,
+    DiskRates,
+    Machine,
+    Rate,
+    capacity,
+    machine,
+    measure,
+    shared_with,
+    until_sustained,
+)
 from actds_writers.sizing.needs import (
     MEASURED,
     Burst,

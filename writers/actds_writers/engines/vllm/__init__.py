@@ -44,8 +44,8 @@ from actds_writers.engines.vllm.options import (
     refuse_options,
     refuse_unread,
 )
+from actds_writers.harvest.probe_cost import Timing, TimingTask
 from actds_writers.ipc.link import ENVIRONMENT, Link
-from actds_writers.sizing.probe_fit import Timing, TimingTask
 
 _REFUSAL = "VLLMClientError"
 """Class of vLLM's errors that are a request's fault; older ones are a ``ValueError``."""
@@ -380,11 +380,13 @@ class Vllm(EngineKind):
         changes = {"enable_prefix_caching": False, **dict.fromkeys(given)}
         return super().alone(options).model_copy(update=changes)
 
-    def time_probes(self, task: TimingTask, said: Callable[[str], None]) -> Timing:
-        """Return decode steps with and without probes; raises as ``EngineKind.time_probes``."""
+    def time_probes(self, task: TimingTask, progress: Callable[[str], None]) -> Timing:
+        """Return decode steps with and without probes, as ``harvest.probe_cost.TimesProbes``."""
         from actds_writers.engines.vllm import probe_timing
 
-        return probe_timing.time_probes(task, said)
+        task = probe_timing.with_step_options(task)
+        self.checked(task.engine_args)
+        return probe_timing.time_probes(task, VllmEngine, progress)
 
     def adapter_sha256(self, options: EngineOptions) -> str | None:
         """Return the digest of the LoRA adapter that the options name."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from actds_writers.parameters import in_words
+from actds_writers.provenance import in_words
 
 ALWAYS = ("max_tokens", "min_p", "seed", "temperature", "top_k", "top_p")
 """Parameters that are recorded whatever their value; others where they are not the default."""

@@ -40,9 +40,7 @@ from actds_writers.engines.vllm.verified import VERIFIED, is_verified
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact, IntArray
 from actds_writers.model_folder import ModelFiles, local_folder_of, model_name
-from actds_writers.numerics import batch_invariant
-from actds_writers.parameters import in_words
-from actds_writers.provenance import Readers, engine_facts
+from actds_writers.provenance import Readers, batch_invariant, engine_facts, in_words
 from actds_writers.sampling import EVERYTHING, LeftOut
 from actds_writers.sizing.needs import PADDING_ROWS
 
