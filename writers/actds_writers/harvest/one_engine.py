@@ -284,11 +284,13 @@ class Run:
 
     def _drain(self) -> None:
         """Wait until every request has left the scheduler and the writer has every step."""
+        # Each sample of a prompt is a request of the scheduler.
+        n_requests = self.feed.n_finished * self._plan.engine.n_samples
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
         while time.monotonic() < deadline:
             self._pipeline.poll()
             counted = self._pipeline.counted
-            ended = counted is not None and counted.n_finished >= self.feed.n_finished
+            ended = counted is not None and counted.n_finished >= n_requests
             if counted and ended and self._pipeline.has_reached(counted.last_step):
                 return
             time.sleep(0.02)

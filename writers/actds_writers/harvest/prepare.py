@@ -26,8 +26,7 @@ from actds.format.readouts import NONE
 from actds.format.schema import RunRecord
 from actds.store import layout, local_folder, open_for_writing, open_store, refuse_within_dataset
 from actds.store.local import lock_dataset
-from actds_writers.capture.hooks import hook_specs, parse_hooks
-from actds_writers.capture.probes import plan_readouts
+from actds_writers.capture.hooks import hook_specs, parse_hooks, plan_readouts
 from actds_writers.config import WriteSettings
 from actds_writers.engine_protocol import EngineOptions
 from actds_writers.harvest.recover import recover_runs, require_accounted

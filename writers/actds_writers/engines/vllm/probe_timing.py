@@ -29,15 +29,14 @@ import numpy as np
 import torch
 
 from actds.errors import ActdsError
+from actds_writers.capture.hooks import plan_readouts
 from actds_writers.capture.op import find_taps, watch_tap
-from actds_writers.capture.probes import plan_readouts
 from actds_writers.capture.taps import StreamForm, Tap
 from actds_writers.config import WriterSettings, WriteSettings
 from actds_writers.engine_protocol import OPTION
 from actds_writers.engines.vllm import plugin
-from actds_writers.engines.vllm.dispatch import Dispatch
 from actds_writers.engines.vllm.options import DRAFTS, VllmOptions
-from actds_writers.engines.vllm.worker import loaded_model
+from actds_writers.engines.vllm.runner import Dispatch, loaded_model
 from actds_writers.harvest.prepare import Plan, hold, make_plan
 from actds_writers.harvest.probe_cost import RING_MIB, SHARD_NBYTES, Arm, Timed, Timing, TimingTask
 from actds_writers.harvest.processes import Pipeline
@@ -256,7 +255,7 @@ class _Bench:
 
     def _install(self) -> None:
         from actds_writers.engines.vllm.check import check_hooks
-        from actds_writers.engines.vllm.verified import VERIFIED
+        from actds_writers.engines.vllm.versions import VERIFIED
 
         worker = plugin.worker_of(self.core)
         model = loaded_model(worker.model_runner)
