@@ -26,7 +26,7 @@ import pyarrow as pa
 
 from actds.apart import Apart, Reply, Request, cpu_seconds
 from actds.errors import ActdsError, not_installed
-from actds.exchange.tensors import read_header
+from actds.exchange.containers import read_header
 from actds_studies.dictionaries.refusal import refused
 from actds_validators.arrays import Array
 
