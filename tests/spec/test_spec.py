@@ -20,6 +20,9 @@ from actds.format import arrays, canonical, codec, tables
 from actds.format.arrays import MAX_CHUNK_NBYTES
 from actds.format.shard import row_set_sha256
 from actds.store.local import LocalFile
+from actds_studies.regimes.entropies import AGREE
+from actds_studies.stability import judge
+from actds_studies.stability.result import Limits as StabilityLimits
 from actds_testing.places import ROOT
 from actds_validators.audit.covariates import LOADS, MAX_PROBES
 from actds_validators.audit.missingness import LEVEL, MIN_TOKENS
@@ -190,6 +193,18 @@ AUDIT_SAYS = {
         f"({_listed(ENTROPY_EDGES)} bits)",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        ("stability", f"less than `--limit` ({StabilityLimits().limit:g} of matched cosine)"),
+        ("stability", f"each arm is tested at {_percent(judge.LEVEL)}"),
+        ("regimes", f"by more than {AGREE:g} nats in the median"),
+    ],
+)
+def test_numbers_of_the_studies_in_the_guides_are_those_of_the_code(page: str, words: str) -> None:
+    assert words in " ".join((ROOT / "docs" / f"{page}.md").read_text("utf-8").split())
 
 
 @pytest.mark.parametrize("page", AUDIT_SAYS)

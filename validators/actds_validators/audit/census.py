@@ -20,7 +20,15 @@ from actds.format import tables
 from actds.format.positions import Index, position_key, union
 from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.covariates import LOAD, columns_of, defined
-from actds_validators.audit.data import Part, Read, RunSource, column, is_known, numbers, places
+from actds_validators.audit.data import (
+    Read,
+    RunSource,
+    TablePart,
+    column,
+    is_known,
+    numbers,
+    places,
+)
 from actds_validators.audit.result import Accounting, Finding, WaterfallStep
 from actds_validators.statistics.intervals import Blocks, blocks
 from actds_validators.statistics.series import correlation_steps, count_events, effective_events
@@ -242,7 +250,7 @@ class _KeySums:
         return [(int(keys[k]), int(n[0, k]), int(n[1, k])) for k in wrong]
 
 
-def _sum_rows(part: Part) -> tuple[_KeySums, _KeySums]:
+def _sum_rows(part: TablePart) -> tuple[_KeySums, _KeySums]:
     by_request = [_KeySums.of_ranges(*np.zeros((3, 0), np.int64))]
     by_step = [by_request[0].counts()]
     for batch in part.batches(["request", "step", "position"]):

@@ -26,7 +26,15 @@ from actds.loader.filters import SINK_NORM
 from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.accumulate import ClassCounts
 from actds_validators.audit.covariates import COVARIATES, N_BANDS, N_BITS, Widths, position_band
-from actds_validators.audit.data import CLASSES, NOWHERE, Part, RunSource, column, explode, is_known
+from actds_validators.audit.data import (
+    CLASSES,
+    NOWHERE,
+    RunSource,
+    TablePart,
+    column,
+    explode,
+    is_known,
+)
 from actds_validators.audit.lookup import Lookup, Rows
 from actds_validators.audit.passes import scale_of
 from actds_validators.audit.result import (
@@ -297,7 +305,7 @@ class _DominancePass:
     hooks: tuple[str, ...]
     median: Floats
 
-    def __call__(self, part: Part) -> list[_Cells]:
+    def __call__(self, part: TablePart) -> list[_Cells]:
         lookup, totals = self.lookup, [_no_cells() for _ in self.hooks]
         for batch in part.batches(["request", "position", "token_id", "step", "hook", "norm"]):
             rows, kept = Rows.read(lookup, batch)

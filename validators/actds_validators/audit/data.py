@@ -50,12 +50,12 @@ RUN_TABLES: tuple[TableName, ...] = (
     "readouts",
     "sampled",
 )
-Read = Callable[[Callable[["Part"], Any], Sequence["Part"]], Iterator[Any]]
+Read = Callable[[Callable[["TablePart"], Any], Sequence["TablePart"]], Iterator[Any]]
 """How a function is called with every part: `map`, or that of an executor."""
 
 
 @dataclass(frozen=True)
-class Part:
+class TablePart:
     """Rows of a table: one file, or what is in memory instead.
 
     Args:
@@ -119,7 +119,7 @@ class RunSource:
     """
 
     run: str
-    parts: Mapping[TableName, tuple[Part, ...]]
+    parts: Mapping[TableName, tuple[TablePart, ...]]
     hooks: tuple[str, ...] = ()
     n_projections: int = 0
     n_probes: int = 0
@@ -176,7 +176,7 @@ def catalog_source(catalog: Catalog, run: str) -> RunSource:
         ActdsError: E202 a file that changed; E109 and E206 no table of the spec; what
             ``Catalog.table`` raises.
     """
-    parts: dict[TableName, tuple[Part, ...]] = {}
+    parts: dict[TableName, tuple[TablePart, ...]] = {}
     row_sets = catalog.row_sets(run)
     shards = row_sets[0][1] if row_sets else []
     of_shards = [f"{layout.shard_dir(shard.name)}/{TOKENS}" for shard in shards]
@@ -188,7 +188,7 @@ def catalog_source(catalog: Catalog, run: str) -> RunSource:
             parts[name] = tuple(_local_part(catalog, name, path) for path in entries)
             continue
         read = [s.tokens() for s in shards] if name == "tokens" else [catalog.table(name, run)]
-        parts[name] = tuple(Part(name, table.num_rows, table=table) for table in read)
+        parts[name] = tuple(TablePart(name, table.num_rows, table=table) for table in read)
     record = catalog.runs.get(run)
     known = record.fields if record else {}
     return _source(
@@ -202,23 +202,23 @@ def catalog_source(catalog: Catalog, run: str) -> RunSource:
     )
 
 
-def _local_part(catalog: Catalog, name: TableName, path: str) -> Part:
+def _local_part(catalog: Catalog, name: TableName, path: str) -> TablePart:
     """Return a file of a local disk, which was read whole once, apart: it is what it says."""
     n_rows = catalog.read_table(name, path).num_rows
     local = os.path.abspath(catalog.store.local_path(path))  # a worker may run in another folder
-    return Part(name, n_rows, path=local)
+    return TablePart(name, n_rows, path=local)
 
 
 def arrow_source(
     run: str, given: Mapping[str, pa.Table], labels: Mapping[str, str] | None = None
 ) -> RunSource:
     every = {name: given.get(name, tables.empty(name)) for name in RUN_TABLES}
-    parts = {name: (Part(name, t.num_rows, table=t),) for name, t in every.items()}
+    parts = {name: (TablePart(name, t.num_rows, table=t),) for name, t in every.items()}
     return _source(run, parts, labels or {})
 
 
 def _source(
-    run: str, parts: Mapping[TableName, tuple[Part, ...]], labels: Mapping[str, str]
+    run: str, parts: Mapping[TableName, tuple[TablePart, ...]], labels: Mapping[str, str]
 ) -> RunSource:
     hooks: set[str] = set()
     for part in parts["readouts"]:
@@ -230,7 +230,7 @@ def _source(
     return RunSource(run, parts, tuple(sorted(hooks)), n_projections, n_probes, labels)
 
 
-def longest(parts: tuple[Part, ...], name: str) -> int:
+def longest(parts: tuple[TablePart, ...], name: str) -> int:
     for part in parts:
         for batch in part.batches([name]):
             if batch.num_rows:

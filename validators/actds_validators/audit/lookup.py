@@ -6,7 +6,6 @@ Small tables against which rows are read; they travel to every worker of the pas
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -30,7 +29,15 @@ from actds_validators.audit.covariates import (
     columns_of,
     defined,
 )
-from actds_validators.audit.data import Labels, Part, Read, RunSource, StepRanges, column, is_known
+from actds_validators.audit.data import (
+    Labels,
+    Read,
+    RunSource,
+    StepRanges,
+    TablePart,
+    column,
+    is_known,
+)
 
 MAX_SOURCES = 8
 MAX_ROWS = 1 << 19
@@ -238,20 +245,31 @@ class CellEdges:
         return np.asarray(load * self.shape[1] + other, np.int64)
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What the lookups of all runs have in common.
+
+    Args:
+        every: of the steps that lost a part, every so many-th is looked into.
+    """
+
+    series: Series
+    vocabulary: Vocabulary
+    definitions: tuple[CovariateDef, ...]
+    token_slot: Ints
+    has_ids: bool
+    every: int
+
+
 def make_lookup(
     source: RunSource,
     steps: RunSteps,
-    series: Series,
     rows: RunRows,
-    vocabulary: Vocabulary,
+    shared: Shared,
     lost_ids: Ints,
-    definitions: Sequence[CovariateDef],
     labels: Labels | None,
-    token_slot: Ints,
-    *,
-    has_ids: bool,
-    every: int,
 ) -> Lookup:
+    series = shared.series
     index = series.runs.index(steps.run)
     tick = series.offsets[index] + np.arange(len(steps.step)) // series.steps_per_tick
     block = series.blocks.labels[tick].astype(np.int64)
@@ -259,7 +277,7 @@ def make_lookup(
     if source.n_rows("sampled"):
         sampled = Sampled(source.table("sampled", ["request", "position", "entropy"]))
     within = np.zeros(len(steps.step), bool)
-    within[np.flatnonzero(_partial(steps))[::every]] = True
+    within[np.flatnonzero(_partial(steps))[:: shared.every]] = True
     served = source.spans("cache_ref", ["ref_request"])
     known = is_known(served["ref_request"])
     referenced = (served[name][known] for name in ("ref_request", "start", "stop"))
@@ -274,13 +292,13 @@ def make_lookup(
         within=within,
         of_request={
             covariate.name: covariate.typed(covariate.values(rows.columns))
-            for covariate in definitions
+            for covariate in shared.definitions
             if covariate.source == "request"
         },
         request_block=block[np.minimum(rows.first_step, len(block) - 1)],
-        token_slot=token_slot,
-        vocabulary=vocabulary,
-        has_ids=has_ids,
+        token_slot=shared.token_slot,
+        vocabulary=shared.vocabulary,
+        has_ids=shared.has_ids,
         lost_ids=lost_ids,
         servings=Servings(*(column.astype(np.int64) for column in referenced)),
         labels=labels,
@@ -329,7 +347,7 @@ class WordPass:
     rows: RunRows
     hook: str | None
 
-    def __call__(self, part: Part) -> WordCounts:
+    def __call__(self, part: TablePart) -> WordCounts:
         counts = _IdCounts()
         special: list[Ints] = []
         lost: list[Ints] = []

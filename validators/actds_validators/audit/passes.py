@@ -20,7 +20,7 @@ from actds.format.tables import TableName
 from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.accumulate import CONTENT, ClassCounts, Moments, Sums
 from actds_validators.audit.covariates import CovariateDef, Widths, position_band
-from actds_validators.audit.data import Part, explode, places
+from actds_validators.audit.data import TablePart, explode, places
 from actds_validators.audit.lookup import CellEdges, Lookup, Rows
 
 ExecutorName = Literal["threads", "ray"]
@@ -90,12 +90,12 @@ class RowPass:
             np.zeros((2, 2, len(self.hooks), n_values, n_blocks)),
         )
 
-    def pieces(self, parts: Mapping[TableName, Sequence[Part]]) -> list[Part | range]:
+    def pieces(self, parts: Mapping[TableName, Sequence[TablePart]]) -> list[TablePart | range]:
         readouts = parts["readouts"] if self.cells and self.scale else ()
         return [*parts["tokens"], *lost_pieces(self.lookup), *readouts]
 
-    def __call__(self, piece: Part | range) -> Sums:
-        if isinstance(piece, Part) and piece.of == "readouts":
+    def __call__(self, piece: TablePart | range) -> Sums:
+        if isinstance(piece, TablePart) and piece.of == "readouts":
             return self._readouts(piece)
         sums = self.sums(self.groups[:1])
         lost = isinstance(piece, range)
@@ -106,7 +106,7 @@ class RowPass:
                 self._add(sums, rows, self.cells, int(lost))
         return sums.cut()
 
-    def _stored(self, part: Part) -> Iterator[Rows]:
+    def _stored(self, part: TablePart) -> Iterator[Rows]:
         for batch in part.batches(["request", "position", "token_id", "step"]):
             rows, known = Rows.read(self.lookup, batch)
             yield rows if known.all() else rows.take(known)
@@ -140,7 +140,7 @@ class RowPass:
                 sums.bands[covariate.name][lost] += n.reshape(n_blocks, -1)
         sums.moments[CONTENT].count(rows, values, np.full(len(at), bool(lost)), at)
 
-    def _readouts(self, part: Part) -> Sums:
+    def _readouts(self, part: TablePart) -> Sums:
         """Return the sums of a part of ``readouts``.
 
         A number that is not finite counts for nothing, as does one that a run does not have.
@@ -169,7 +169,7 @@ class RowPass:
 
 
 def accumulate(
-    total: Sums, row_pass: RowPass, parts: Mapping[TableName, Sequence[Part]], on: Executor
+    total: Sums, row_pass: RowPass, parts: Mapping[TableName, Sequence[TablePart]], on: Executor
 ) -> None:
     for sums in on.map(row_pass, row_pass.pieces(parts)):
         total.add(sums)
@@ -266,7 +266,7 @@ class _SamplePass:
     widths: Widths
     every: int
 
-    def __call__(self, part: Part) -> list[npt.NDArray[np.float32]]:
+    def __call__(self, part: TablePart) -> list[npt.NDArray[np.float32]]:
         samples: list[list[npt.NDArray[np.float32]]] = [[] for _ in self.hooks]
         seen = [0] * len(self.hooks)
         for batch in part.batches(["hook", *self.widths.columns]):
@@ -282,7 +282,7 @@ class _SamplePass:
 
 
 def scale_of(
-    parts: Sequence[Part], hooks: tuple[str, ...], widths: Widths, executor: Executor
+    parts: Sequence[TablePart], hooks: tuple[str, ...], widths: Widths, executor: Executor
 ) -> Scale:
     """Return the scale of the readouts in some parts, from an even sample of them.
 

@@ -43,6 +43,7 @@ from actds_validators.audit.lookup import (
     MAX_SOURCES,
     CellEdges,
     Lookup,
+    Shared,
     Vocabulary,
     knows_entropy,
     knows_ids,
@@ -383,22 +384,11 @@ def pass_over(
     token_slot[passed.slots[0]] = np.arange(len(passed.slots[0]))
     n_numbers = len(passed.definitions) + len(passed.hooks) * passed.widths.n_values
     every = thinning([of_run for _, of_run, _ in runs], n_numbers)
+    shared = Shared(series, vocabulary, passed.definitions, token_slot, has_ids, every)
     total: Sums | None = None
     for (source, of_run, rows), ids in zip(runs, lost_ids, strict=True):
         classes = None if labels is None else labels_of(labels, source.run)
-        lookup = make_lookup(
-            source,
-            of_run,
-            series,
-            rows,
-            vocabulary,
-            ids,
-            passed.definitions,
-            classes,
-            token_slot,
-            has_ids=has_ids,
-            every=every,
-        )
+        lookup = make_lookup(source, of_run, rows, shared, ids, classes)
         progress(f"rows of {source.run}")
         total = _add_run(passed, total, source, lookup, edges, executor)
     if total is not None:
