@@ -87,9 +87,8 @@ def read(runs: list[Tables], executor: Executor, n_parts: int) -> Read:
         steps = [read_steps(source) for source in sources]
         series = make_series(steps, 50)
         assert series is not None
-        has_ids = knows_ids(sources)
-        edges = cell_edges(series, has_ids=has_ids)
-        passed = pass_over(sources, steps, series, edges, executor, has_ids=has_ids)
+        edges = cell_edges(series, has_ids=knows_ids(sources))
+        passed = pass_over(sources, steps, series, edges, executor)
         calls: list[tuple[Any, list[Any]]] = []
         for source, own in zip(sources, steps, strict=True):
             known, tokens = passed.lookups[source.run], list(source.parts["tokens"])

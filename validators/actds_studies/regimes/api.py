@@ -18,15 +18,14 @@ from actds.loader.where import parse_expression
 from actds.text import storable
 from actds_studies.dictionaries import load_dictionary
 from actds_studies.dictionaries.places import same_place
-from actds_studies.dictionaries.refusal import refused
+from actds_studies.dictionaries.tensors import refused
 from actds_studies.regimes.arms import Arm
 from actds_studies.regimes.asking import parse_arms, parse_contrasts
 from actds_studies.regimes.probe_file import ProbeFile, read_probes
 from actds_studies.regimes.result import DatasetResult, Limits, Regimes, Used
 from actds_validators.about import began, recorded
 from actds_validators.arrays import Bools
-from actds_validators.extras import need_extra
-from actds_validators.sections import settings_of
+from actds_validators.sections import need_extra, settings_of
 
 if TYPE_CHECKING:
     from actds_studies.dictionaries import Dictionary

@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
-from actds.exchange.tensors import read_header
-from actds_studies.dictionaries.refusal import refused
+from actds.exchange.containers import read_header
 from actds_studies.dictionaries.tensors import (
     file_sha256,
     is_npz,
     of_names,
     read_npz,
     read_safetensors,
+    refused,
 )
 
 MAX_PROBES = 1024

@@ -153,7 +153,7 @@ def recover_runs(
     for reserved in folder.glob(f"{RESERVE}*") if folder else ():
         if reserved.name.removeprefix(RESERVE) not in owners.living:
             reserved.unlink()
-    for chain, who in owners.gone.items():
+    for chain, who in owners.ended.items():
         fence(store, genesis.dataset, chain, f"{who}, and had not closed it")
     remove_stale(store, owners.living)
     catalog = Catalog.read(store, apart=True)
