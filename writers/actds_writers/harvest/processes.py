@@ -209,7 +209,7 @@ class Pipeline:
     def finish(
         self, reason: CloseReason, *, unknown_weights: bool = False
     ) -> dict[str, dict[str, int]]:
-        """End the run after the engine has ended; return the totals of ``writer`` and ``census``."""
+        """End the run after its engine; return the totals of ``writer`` and ``census``."""
         for name in self.processes:
             self._send(name, Finish(reason, unknown_weights))
         deadline = time.monotonic() + FINISH_TIMEOUT_S
