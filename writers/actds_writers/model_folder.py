@@ -26,14 +26,7 @@ _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+")
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The folders that have the files of a model: mostly one.
-
-    Args:
-        weights: ``*.safetensors``.
-        config: ``config.json``.
-        tokenizer: ``tokenizer.json``.
-        generation: ``generation_config.json``, if there is one.
-    """
+    """The folders that have the files of a model: mostly one."""
 
     weights: Path
     config: Path
@@ -96,11 +89,7 @@ def repository_of(folder: Path) -> str | None:
 
 
 def model_name(model: str | Path, served: str | None = None) -> str:
-    """Return what a model is called: no path above the last segment.
-
-    Args:
-        served: the name under which it is served, if there is one of its own.
-    """
+    """Return what a model is called: no path above the last segment."""
     name = str(model) if served is None or served == str(model) else served
     if (repository := repository_of(Path(name))) is not None:
         return repository

@@ -144,12 +144,7 @@ Readers = Mapping[str, Callable[[], Value]]
 def engine_facts(
     readers: Readers, *, model: Any, folder: Path, device: Any, client_pid: int
 ) -> tuple[Fact, ...]:
-    """Return the facts that an engine can observe once it is set up.
-
-    Args:
-        readers: of the engine's own fields; they override the common ones.
-        client_pid: process that started the engine.
-    """
+    """Return the facts that an engine can observe once it is set up."""
     import torch
 
     from actds_writers.capture.taps import decoder_layers
@@ -175,12 +170,7 @@ def engine_facts(
 def capture_facts(
     settings: HarvestSettings, rows_per_shard: int, readouts: str, sampling: str
 ) -> list[Fact]:
-    """Return the facts of the capture that the settings determine.
-
-    Args:
-        rows_per_shard: chosen by memory where the settings leave it open.
-        readouts: value of ``capture.readouts``.
-    """
+    """Return the facts of the capture that the settings determine."""
     declared: dict[str, bool | int | str] = {
         "capture.method": "forward hook with one custom op per decoder layer",
         "capture.overflow_policy": settings.overflow,
@@ -194,11 +184,7 @@ def capture_facts(
 
 
 def model_facts(files: ModelFiles, *, weights: bool = True, no_tokenizer: str) -> list[Fact]:
-    """Return the digests of a model's files.
-
-    Args:
-        no_tokenizer: the reason when there is no ``tokenizer.json``.
-    """
+    """Return the digests of a model's files."""
     digest, why = None, "weights_digest is false"
     if not files.weights.is_dir():
         why = "the repository was not in the local hub cache when the engine started"

@@ -83,7 +83,6 @@ class Compared:
     """Positions of a harvest and of its replay, and how far their rows are apart.
 
     Args:
-        n_rows: positions of which both have a row, compared at every common hook.
         n_unreplayed: positions with a row in the harvest and none in the replay.
         n_foreign: positions with a row of another request or position at any hook.
     """

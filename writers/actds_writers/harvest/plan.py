@@ -215,11 +215,7 @@ class PlanResult:
             },
             "memory": {
                 **asdict(memory),
-                "device_nbytes": memory.device_nbytes,
-                "shared_nbytes": memory.shared_nbytes,
-                "pinned_nbytes": memory.pinned_nbytes,
-                "writer_nbytes": memory.writer_nbytes,
-                "nbytes": memory.nbytes,
+                **{name: getattr(memory, name) for name in _MEMORY_SUMS},
                 "census_nbytes": _census_nbytes(needs.load, n_tokens),
             },
             "engines": {
@@ -248,6 +244,9 @@ class PlanResult:
             ],
             "options": self.command,
         }
+
+
+_MEMORY_SUMS = ("device_nbytes", "shared_nbytes", "pinned_nbytes", "writer_nbytes", "nbytes")
 
 
 @keywords_of(PlanSettings)

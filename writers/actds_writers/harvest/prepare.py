@@ -160,7 +160,6 @@ def make_plan(
 
     Args:
         n_replicas: engines that share the machine's memory.
-        served_by: where the requests come from, by default the prompts of the settings.
 
     Raises:
         ActdsError: E001 to E003, E005, E007, E009, E015; and as ``served_by``.
@@ -196,14 +195,7 @@ def make_plan(
 
 
 def serve_prompts(settings: WriteSettings, engine: EngineOptions, limit: int) -> Served:
-    """Return the prompts of the settings, encoded.
-
-    Args:
-        limit: positions of a request at most, as far as known before the engine starts.
-
-    Raises:
-        ActdsError: E001 to E003, E005, E009.
-    """
+    """Return the prompts of the settings, encoded."""
     on_broken: OnBroken = "skip" if settings.skip_broken else "error"
     prompts = read_prompts(settings.prompts, on_broken, settings.label_columns)
     files = engine.files(settings.model)
@@ -324,11 +316,7 @@ def roles_field(encoded: Sequence[Encoded]) -> str:
 
 
 def is_taken(out: str | Path) -> bool:
-    """Return whether the location is in use.
-
-    Raises:
-        ActdsError: E009, E011 for a location of unknown kind; E104 when a store does not answer.
-    """
+    """Return whether the location is in use."""
     folder = local_folder(out)
     if folder is None:
         return bool(open_store(out, write=True).list())
@@ -346,9 +334,6 @@ def hold(out: str | Path, *, shared: bool = False) -> int:
     """Lock a dataset, creating its folder if necessary; return the descriptor of the lock.
 
     An object store has no lock; instead, this checks that the store does not overwrite.
-
-    Args:
-        shared: let other engines hold the lock too, as in ``lock_dataset``.
 
     Raises:
         ActdsError: E009 when it is inside another dataset; E010 when another run writes it; E016

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -159,15 +159,8 @@ class ProbeFit:
     def as_json(self) -> dict[str, Any]:
         """Return the line as JSON; an N that there is not is null."""
         return {
-            "way": self.way,
-            "clock": self.clock,
-            "batch": self.batch,
-            "n_rounds": self.n_rounds,
-            "step_s": self.step_s,
+            **asdict(self),
             "ratios": [{"n_probes": n, "ratio": ratio} for n, ratio in sorted(self.ratios.items())],
-            "s": vars(self.s),
-            "m": vars(self.m),
-            "noise": vars(self.noise),
             "is_measured": self.is_measured,
             "n_for_1_percent": self.n_for(ONE_PERCENT, self.s.value),
             "n_for_1_percent_more": self.n_for(ONE_PERCENT),
@@ -304,10 +297,7 @@ class ProbeCost:
     def as_json(self) -> dict[str, Any]:
         measured = None
         if self.facts is not None:
-            measured = {
-                "ran": self.facts,
-                "fits": [fit.as_json() for fit in self.fits],
-            }
+            measured = {"ran": self.facts, "fits": [fit.as_json() for fit in self.fits]}
         hooks = [hook.name for hook in self.hooks]
         return {"probes": {**self.arithmetic.as_json(), "hooks": hooks, "measured": measured}}
 
@@ -322,9 +312,8 @@ class ProbeCost:
 
     def _paper(self) -> list[str]:
         paper, weights = self.arithmetic, self.arithmetic.weights
-        experts = ""
-        if weights.n_experts:
-            experts = f", {weights.top_k} of {weights.n_experts} experts"
+        routed = f", {weights.top_k} of {weights.n_experts} experts"
+        experts = routed if weights.n_experts else ""
         attention = f"attention over {counted(paper.context, 'position')}"
         if paper.attention.unknown is not None:
             attention = f"attention not counted: {paper.attention.unknown}"

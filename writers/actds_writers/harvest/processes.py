@@ -39,9 +39,6 @@ from actds_writers.sizing.needs import LANE_NBYTES
 class Detached:
     """A module running as a daemon, with the interface of ``subprocess.Popen``.
 
-    Args:
-        module: module with a ``__main__``.
-
     Its exit code cannot be known, and is reported as 0.
     """
 
@@ -108,10 +105,6 @@ class Pipeline:
         lane_nbytes: size of the readouts' lane; at least two steps.
 
     Use as a context manager: leaving it ends the processes and removes the ring.
-
-    Raises:
-        ActdsError: E503 when there is no shared memory for ring and lane; two large steps may need
-            more, which the worker asks for.
     """
 
     def __init__(
@@ -216,14 +209,7 @@ class Pipeline:
     def finish(
         self, reason: CloseReason, *, unknown_weights: bool = False
     ) -> dict[str, dict[str, int]]:
-        """End the run after the engine has ended; return the totals of ``writer`` and ``census``.
-
-        Args:
-            unknown_weights: as in ``Finish``.
-
-        Raises:
-            ActdsError: the failure of a process; E506 when one does not answer.
-        """
+        """End the run after its engine; return the totals of ``writer`` and ``census``."""
         for name in self.processes:
             self._send(name, Finish(reason, unknown_weights))
         deadline = time.monotonic() + FINISH_TIMEOUT_S

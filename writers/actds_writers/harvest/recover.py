@@ -140,10 +140,6 @@ def recover_runs(
         beside_others: recover the runs whose processes are known to be gone, and leave those that
             may live as they are, before this is refused.
 
-    Raises:
-        ActdsError: E010 a process that still writes; E312 a broken journal; E503; any error of
-            the ledger or a file.
-
     Spec: 0.1 section 9.7.
     """
     genesis = read_genesis(store)

@@ -277,11 +277,6 @@ class Replays:
             raise ActdsError("E009", "hooks", got=settings.hooks, expected=expected)
 
     def _require_model(self, model: ModelFiles, files: Sequence[Fact]) -> None:
-        """Refuse another model than that of the source.
-
-        Raises:
-            ActdsError: E022 with the digest that differs.
-        """
         given = {fact.name: fact.value for fact in files}
         given["model.config_sha256"] = file_sha256(model.config / "config.json")
         unknown: Counter[str] = Counter()

@@ -282,11 +282,7 @@ def _seal_what_there_is(out: str, observer: Observer) -> None:
 
 
 def _totals(out: str, runs: Sequence[Ended], elapsed_s: float, sealed: Seal) -> Totals:
-    """Return the counts of every request and position of all runs together.
-
-    Raises:
-        ActdsError: E409 when those of a run differ from what its engine computed.
-    """
+    """Return the counts of every request and position of all runs together."""
     catalog = Catalog.read(open_store(out))
     hooks = catalog.genesis.hooks
     row_nbytes = sum(hook.d_model * DTYPES[hook.dtype].itemsize for hook in hooks)
@@ -330,10 +326,10 @@ def _totals_of(
         cache_ref=census["cache_ref"],
         dropped=census["dropped"],
         aborted=census["aborted"],
-        aborted_uncomputed=pc.sum(pc.subtract(owed["stop"], owed["start"])).as_py() or 0,
         filtered=census["filtered"],
         undelivered=census["undelivered"],
         rejected=census["rejected"],
+        aborted_uncomputed=pc.sum(pc.subtract(owed["stop"], owed["start"])).as_py() or 0,
         skipped_tokens=pc.sum(skipped["prompt_len"]).as_py() or 0,
         unresolved=0,
         n_hooks=len(catalog.genesis.hooks),

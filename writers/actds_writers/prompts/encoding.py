@@ -36,10 +36,6 @@ class Continuation:
     Both authors fill the same positions, so that two harvests of the same documents differ in
     nothing else: the model samples at most ``max_tokens``, the last of which is never fed, or the
     document's own next ``max_tokens - 1`` tokens are given with the prompt.
-
-    Args:
-        n_prompt: tokens of each document that are the prompt.
-        by: ``model`` or ``document``.
     """
 
     n_prompt: int
@@ -81,8 +77,6 @@ class Encoded:
         token_ids: its tokens with special tokens, also when it is skipped; empty when it could not
             be encoded.
         max_tokens: maximum of generated tokens, limited by the model's context.
-        roles: of its positions, packed; empty when they are not known.
-        roles_unknown: why they are not, else None.
         thinks: whether the prompt ends within a thought, which the model goes on with.
     """
 
@@ -96,12 +90,7 @@ class Encoded:
 
 
 def load_tokenizer(model: Path) -> Tokenizer:
-    """Return the tokenizer of a model folder; downloads nothing and runs no code of it.
-
-    Raises:
-        ActdsError: E005 when the folder has no readable tokenizer, E011 when
-            transformers is not installed.
-    """
+    """Return the tokenizer of a model folder; downloads nothing and runs no code of it."""
     try:
         from transformers import AutoTokenizer
     except ImportError:
@@ -246,9 +235,6 @@ def chat_roles(
     Args:
         apply: called with messages and tools, applies the template as it was for ``rendered``;
             further arguments are those of ``apply_chat_template``.
-
-    Raises:
-        Unlabelled: they cannot be known.
     """
     text = rendered.text
     labels = character_labels(
@@ -290,11 +276,7 @@ def n_second_bos(encoded: Iterable[Encoded], bos: int | None) -> int:
 
 
 def special_tokens(tokenizer: Tokenizer, generation_eos: Iterable[int] = ()) -> SpecialTokens:
-    """Return the ids by which rows are flagged; BOS and EOS count as special too.
-
-    Args:
-        generation_eos: further end-of-sequence ids, from ``generation_config.json``.
-    """
+    """Return the ids by which rows are flagged; BOS and EOS count as special too."""
     added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token for token, entry in added.items() if getattr(entry, "special", False)}
     special.update(tokenizer.all_special_ids)

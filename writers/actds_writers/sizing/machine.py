@@ -82,9 +82,6 @@ def measure_disk(folder: Path, seconds: float, nbytes: int) -> DiskRates:
     Args:
         seconds: how long to write at most; less when the rate has fallen and is steady again.
         nbytes: bytes of a file, as a shard has.
-
-    Raises:
-        ActdsError: E503 when the disk refuses.
     """
     data = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8).data
     place = Path(tempfile.mkdtemp(prefix=".actds-measure-", dir=folder))
@@ -262,13 +259,6 @@ def measure(
     """Return the rates of this machine in GB/s, and those of its disk; leaves nothing behind.
 
     The rate of the disk is the sustained one.
-
-    Args:
-        seconds: how long to write to the disk at most.
-        nbytes: bytes of the rows that are copied, encoded and written at once.
-
-    Raises:
-        ActdsError: E009 when the folder does not exist, E503 when the disk refuses.
     """
     if not folder.is_dir():
         raise ActdsError(
@@ -334,12 +324,7 @@ RING_HEADROOM = 1.25
 
 @dataclass(frozen=True)
 class StageNeed:
-    """A stage and its load.
-
-    Args:
-        nbytes_per_token: bytes that pass it per computed token.
-        max_tokens: tokens per second at which it saturates; infinite when not modelled.
-    """
+    """A stage and its load."""
 
     name: str
     what: str
@@ -412,7 +397,6 @@ def capacity(
 
     Args:
         sizes: sizes to check; a ring of 0 for the one that burst and stall need.
-        parts: what each pipeline stage has of a token; one has all when empty.
     """
     parts = tuple(parts) or (geometry,)
     stored = stored_nbytes_per_token(geometry, overhead, load, sizes.rows_per_shard)

@@ -129,12 +129,9 @@ class WorkerMemory:
 
     Args:
         hooks: buffers and directions of the hooks, on the device.
-        staging: staging ring, on the device.
         narrow: identity and readouts of waiting steps, on the device.
         gathered: rows of a step that are stored, on a GPU, where a rule or a rejected draft leaves
             out others of it.
-        ring: host ring, shared memory.
-        lane: readouts' lane, shared memory.
         identified: identity and readouts of one step, in host memory.
     """
 
@@ -282,7 +279,6 @@ class Overhead:
         readout: bytes of the readouts per row and hook, in addition to 4 per value.
         shard: bytes of manifest and ledger record per shard.
         shard_hook: bytes of metadata and manifest entries per shard and hook.
-        source: where the figures come from.
     """
 
     ratio: float
@@ -317,12 +313,7 @@ class Burst:
 
 @dataclass(frozen=True)
 class Load:
-    """The load: tokens per second that the engine computes.
-
-    Args:
-        prefill: mean of prompt tokens, without prefix-cache hits.
-        decode: mean of generated tokens.
-    """
+    """The load: tokens per second that the engine computes."""
 
     prefill: float
     decode: float
@@ -448,11 +439,7 @@ class Profile:
 
 
 def windows(runs: Iterable[tuple[npt.ArrayLike, npt.ArrayLike]], seconds: float) -> Windows | None:
-    """Return the rates over whole windows, ``None`` with fewer than two.
-
-    Args:
-        runs: wall clock in nanoseconds and tokens of each step, by run.
-    """
+    """Return the rates over whole windows, ``None`` with fewer than two."""
     rates: list[np.ndarray] = []
     for t_ns, n_tokens in runs:
         t = np.asarray(t_ns, np.int64)
@@ -476,11 +463,7 @@ def windows(runs: Iterable[tuple[npt.ArrayLike, npt.ArrayLike]], seconds: float)
 
 
 def read_profile(store: Store) -> Profile:
-    """Return the profile of a dataset.
-
-    Raises:
-        ActdsError: E009 when it has too few steps; as ``Catalog.read``.
-    """
+    """Return the profile of a dataset."""
     catalog = Catalog.read(store)
     steps = [catalog.table("steps", run) for run in catalog.run_ids]
     series = [(s["t_ns"].to_numpy(), s["batch_tokens"].to_numpy()) for s in steps]
