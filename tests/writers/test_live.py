@@ -371,9 +371,7 @@ def test_refuses_an_engine_whose_steps_cannot_be_accounted_for(
         serving.refuse(drafting, check=True)
     with pytest.raises(ActdsError, match=r"E012 .*speculative_config: dflash.*eagle3"):
         WorkerCapture.refuse(drafting)  # whatever method actds write was given
-    drafting.speculative_config = SimpleNamespace(
-        method="eagle", enable_adaptive_verification=True
-    )
+    drafting.speculative_config = SimpleNamespace(method="eagle", enable_adaptive_verification=True)
     with pytest.raises(ActdsError, match=r"E012 .*speculative_config\.enable_adaptive_verif"):
         WorkerCapture.refuse(drafting)  # only the device knows which drafts a step verifies
     with_adapters = engine_config()
