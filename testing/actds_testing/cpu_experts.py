@@ -56,7 +56,8 @@ def _complete(module: ModuleType) -> None:
         sums = given.clone(memory_format=torch.contiguous_format)
         torch.distributed.all_reduce(sums, group=self.device_group)
         sizes = sizes or [len(given) // self.world_size] * self.world_size
-        return sums.split(sizes)[self.rank_in_group].clone()
+        begin = sum(sizes[: self.rank_in_group])
+        return sums[begin : begin + sizes[self.rank_in_group]].clone()
 
     communicator = module.CpuCommunicator
     communicator.all_gatherv, communicator.reduce_scatterv = all_gatherv, reduce_scatterv

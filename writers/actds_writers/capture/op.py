@@ -279,7 +279,8 @@ def install_tap(tap: Tap, spec: HookSpec, number: int, buffers: tuple[torch.Tens
     watch_tap(tap, hook)
 
 
-@torch.compiler.assume_constant_result  # a compiler calls it, and does not trace the error
+# A compiler calls it, and does not trace the error.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _require_channels(hook: str, n_channels: int, d_model: int) -> bool:
     if n_channels != d_model:
         raise ActdsError(
