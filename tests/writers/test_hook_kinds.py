@@ -136,6 +136,9 @@ def test_rows_of_another_width_are_refused() -> None:
     capture.install(model, [spec], max_rows=4, device=torch.device("cpu"), form="first")
     with pytest.raises(ActdsError, match=r"E007 hook resid_post.0: rows of 4 channels; expected 8"):
         model.layers[0](torch.randn(2, 8))
+    compiled = torch.compile(model.layers[0], backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"E007 hook resid_post.0: rows of 4 channels; expected 8"):
+        compiled(torch.randn(2, 8))
 
 
 def test_only_kinds_of_heads_are_gathered_from_ranks(llama: Any) -> None:

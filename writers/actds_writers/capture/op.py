@@ -251,16 +251,23 @@ def install_tap(tap: Tap, spec: HookSpec, number: int, buffers: Sequence[torch.T
         module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
     ) -> None:
         hidden, residual = read(args, kwargs, output)
-        if hidden.shape[-1] != spec.d_model:
-            raise ActdsError(
-                "E007",
-                f"hook {spec.name}",
-                got=f"rows of {hidden.shape[-1]} channels",
-                expected=f"{spec.d_model}, as the model's configuration says",
-            )
+        _require_channels(spec.name, hidden.shape[-1], spec.d_model)
         op(hidden, residual, *[getattr(module, name) for name in names])
 
     watch_tap(tap, hook)
+
+
+# A compiler calls it, and does not trace the error.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _require_channels(hook: str, n_channels: int, d_model: int) -> bool:
+    if n_channels != d_model:
+        raise ActdsError(
+            "E007",
+            f"hook {hook}",
+            got=f"rows of {n_channels} channels",
+            expected=f"{d_model}, as the model's configuration says",
+        )
+    return True
 
 
 def watch_tap(tap: Tap, hook: Callable[..., None]) -> None:

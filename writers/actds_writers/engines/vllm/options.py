@@ -156,7 +156,9 @@ _MICROBATCH = "a step is run in parts, and the capture buffer holds only the las
 
 REFUSED: Mapping[str, Refused] = {
     "data_parallel_size": Refused(
-        (None, 1), "replicas of a mixture of experts share its experts and step together"
+        (None, 1),
+        "replicas of a mixture of experts share its experts and step together, and actds write "
+        "starts engines that do not know of each other; capture a server that has them",
     ),
     "data_parallel_rank": Refused((None,), _REPLICAS),
     "data_parallel_size_local": Refused((None,), _REPLICAS),

@@ -286,11 +286,13 @@ def start(config: Any, document: Any) -> LiveRun:
 def _replica(config: Any) -> tuple[int, int]:
     """Return this engine's number among replicas, and how many there are, 0 if not known.
 
-    vLLM sets the size of a dense replica to 1; that there are others shows in the name of its
-    process only.
+    vLLM tells it replicas of a mixture of experts. The size of a dense one it sets to 1; that there
+    are others shows in the name of its process only.
     """
     several = multiprocessing.current_process().name.startswith("EngineCore_DP")
-    return int(config.parallel_config.data_parallel_index), 0 if several else 1
+    parallel = config.parallel_config
+    size = int(parallel.data_parallel_size)
+    return int(parallel.data_parallel_index), 0 if several and size == 1 else size
 
 
 def refuse(config: Any, *, check: bool) -> None:
@@ -301,8 +303,6 @@ def refuse(config: Any, *, check: bool) -> None:
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
     worker, backend = str(parallel.worker_cls), parallel.distributed_executor_backend
     options: dict[str, object] = {
-        # A replica of a dense model is its own engine here, with this at 1.
-        "data_parallel_size": parallel.data_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
         "decode_context_parallel_size": parallel.decode_context_parallel_size,

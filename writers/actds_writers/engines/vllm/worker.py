@@ -48,6 +48,7 @@ from actds_writers.sampling import EVERYTHING, LeftOut
 from actds_writers.sizing.needs import PADDING_ROWS
 
 STARTUP_PLAN = "VLLM_ENABLE_STARTUP_PLAN"
+_ADAPTIVE = "enable_adaptive_verification"
 
 
 class WorkerCapture(WorkerSide):
@@ -215,10 +216,12 @@ class WorkerCapture(WorkerSide):
 
     @staticmethod
     def refuse(config: Any) -> None:
-        refuse_options({"speculative_config": getattr(config.speculative_config, "method", None)})
+        drafts = config.speculative_config
+        refuse_options({"speculative_config": getattr(drafts, "method", None)})
         passes = config.compilation_config.pass_config
         refused = {
-            "data_parallel_size": config.parallel_config.data_parallel_size > 1,
+            # The device alone knows how many drafts of which request are in a step.
+            f"speculative_config.{_ADAPTIVE}": bool(getattr(drafts, _ADAPTIVE, False)),
             # Sequence parallelism, until 0.31: each rank has the residual stream of some rows.
             "compilation_config.pass_config.enable_sp": bool(getattr(passes, "enable_sp", False)),
             # The size of a KV cache that was measured without capture leaves no room for it.
