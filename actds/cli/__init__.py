@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from difflib import get_close_matches
@@ -27,6 +27,7 @@ from actds.cli.output import ResultCommand, document_schema, envelope, print_jso
 from actds.cli.trust import sign_command, verify_command
 from actds.errors import CODES, ActdsError, Code, code_entry
 from actds.executor import EXECUTORS, ExecutorName
+from actds.text import Line
 from actds.version import __version__
 
 if TYPE_CHECKING:
@@ -286,17 +287,22 @@ def schema_command(name: str | None, folder: Path | None) -> None:
 
     NAME is a document of a dataset (genesis, run, shard, ledger, seal), the result of a command
     (audit, regimes, stability: what they write with --json) or a file that one reads
-    (policy, of actds validate).
+    (policy, of actds validate). limits lists what --limit NAME=VALUE may set, by command, with
+    its default.
 
     \b
     Examples:
       actds schema
       actds schema seal
+      actds schema limits
       actds schema --write schemas
     """
+    if name == "limits" and folder is None:
+        print_lines(_limits())
+        return
     schemas = _schemas(name)
     if name is not None and name not in schemas:
-        known = ", ".join(_schemas())
+        known = f"{', '.join(_schemas())}, or limits"
         raise ActdsError("E009", "NAME", got=f"no document {name!r}", expected=f"one of {known}")
     if folder is not None:
         from actds.store import refuse_within_dataset
@@ -336,6 +342,17 @@ def _schemas(name: str | None = None) -> dict[str, tuple[str, Callable[[], dict[
             model = command.result()
             found[command_name] = _summary(model), partial(document_schema, model, "serialization")
     return found
+
+
+def _limits() -> Iterator[Line]:
+    """Yield what ``--limit`` may set: by command the name, its default and what it is."""
+    for name, plugin in sorted(plugins().items()):
+        command = _load(plugin)
+        thresholds = command.thresholds() if isinstance(command, ResultCommand) else {}
+        if thresholds:
+            yield Line(name, "title")
+        for limit, (default, words) in thresholds.items():
+            yield Line(f"  {limit:<20}{default:<8}{words}")
 
 
 def _summary(model: type[BaseModel]) -> str:

@@ -913,7 +913,7 @@ def test_a_run_without_requests_takes_no_part(tmp_path: Path) -> None:
 
 def test_one_seed_is_refused(sets: dict[str, Path]) -> None:
     assert run(sets["A"], "--seeds", "1").exit_code == 2
-    with pytest.raises(ActdsError, match="E009 seeds: 1"):
+    with pytest.raises(ActdsError, match="E009 limits seeds: 1"):
         stability(str(sets["A"]), limits={"seeds": 1})
 
 

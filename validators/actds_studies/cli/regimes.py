@@ -111,7 +111,7 @@ def regimes(
     html: Path | None,
     json_out: Path | None,
     fail_on: str,
-    **limits: Any,
+    limits: dict[str, Any],
 ) -> None:
     """Say whether the way it was served changes what is measured.
 

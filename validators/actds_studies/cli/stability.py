@@ -60,7 +60,7 @@ def stability(
     html: Path | None,
     json_out: Path | None,
     fail_on: str,
-    **limits: Any,
+    limits: dict[str, Any],
 ) -> None:
     """Say whether the harvest changes a dictionary more than another seed does.
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from actds_validators.sections import Document, Section, Share
+from actds_validators.sections import Document, LimitsSection, Section, Share
 
 Outcome = Literal["carries over", "shifts", "undecided"]
 About = Literal["computation", "authorship", "both", "text"]
@@ -26,7 +26,7 @@ Separated = Literal[
 """What shifts, as far as the contrasts separate authorship from computation."""
 
 
-class Limits(Section):
+class Limits(LimitsSection):
     """The settings: up to where a difference counts as none, and how it is tested."""
 
     fdr: float = Field(default=0.05, gt=0, lt=1, description="false discovery rate of all tests")
