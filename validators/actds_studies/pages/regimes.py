@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from actds.text import counted
 from actds_studies.pages import regimes_charts as charts
-from actds_studies.regimes.conclusions import judged
+from actds_studies.regimes.conclusions import judged, leading
 from actds_studies.regimes.result import (
     About,
     ArmResult,
     ContrastResult,
     Outcome,
     Quantiles,
-    Regimes,
+    StudyResult,
     Used,
     Value,
 )
 from actds_studies.regimes.strata import MIN_REQUESTS, MIN_ROWS
-from actds_studies.regimes.wording import big, element_of
+from actds_studies.regimes.wording import ADDED, big, element_of
 from actds_validators.audit.place import Level
 from actds_validators.pages.answer import AnswerPage, Shown
 from actds_validators.pages.head import day
@@ -62,15 +62,19 @@ _MAX_INTRODUCED, _MAX_HOOKS = 4, 6
 _MAX_VERDICTS, _MAX_VALUES, _MAX_TABLES, _MAX_SHORT = 60, 16, 12, 12
 
 
-def page(result: Regimes, command: str) -> AnswerPage:
-    """Return what the page says.
+def page(
+    result: StudyResult,
+    command: str,
+    question: str = "Does the way it was served change what you measure?",
+) -> AnswerPage:
+    """Return what the page of a study says.
 
     Args:
         command: that made it, as it was typed.
     """
     return AnswerPage(
-        subject="regimes",
-        question="Does the way it was served change what you measure?",
+        subject=result.schema_.removeprefix("actds.").partition("/")[0],
+        question=question,
         level=LEVELS[result.answer.outcome],
         answer=result.answer.words,
         boxes=facts(result),
@@ -87,13 +91,13 @@ def page(result: Regimes, command: str) -> AnswerPage:
     )
 
 
-def _sections(result: Regimes) -> list[Shown]:
+def _sections(result: StudyResult) -> list[Shown]:
     figures = [p for p in (charts.step_gaps(result), charts.positions(result)) if p is not None]
     scatter, rungs = charts.rates(result), charts.ladder(result)
     sections = [
         Shown(_verdicts(result)),
         Shown(_short(result)),
-        *([Shown(_where(), figures)] if figures else []),
+        *([Shown(_where(result), figures)] if figures else []),
         *([Shown(_features(), scatter)] if scatter else []),
         *([Shown(_numerics(result), [rungs])] if rungs is not None else []),
         Shown(_compared(result)),
@@ -103,7 +107,7 @@ def _sections(result: Regimes) -> list[Shown]:
     return [section for section in sections if section.part.lead]
 
 
-def facts(result: Regimes) -> list[Fact]:
+def facts(result: StudyResult) -> list[Fact]:
     """Return how large it is, and whether it is authorship or computation."""
     answer = result.answer
     is_known = answer.separated not in ("not separated", "undecided")
@@ -126,7 +130,7 @@ def names_of(contrast: ContrastResult) -> tuple[str, str]:
     return contrast.first.name, contrast.second.name
 
 
-def introduction(result: Regimes) -> str:
+def introduction(result: StudyResult) -> str:
     """Return what the arms are, and how a contrast is named, in words."""
     known = _arms(result)
     words = [f"{name} is {arm.rows}" for name, arm in list(known.items())[:_MAX_INTRODUCED]]
@@ -138,11 +142,11 @@ def introduction(result: Regimes) -> str:
     return f"{'; '.join(words)}. {name}"
 
 
-def _arms(result: Regimes) -> dict[str, ArmResult]:
+def _arms(result: StudyResult) -> dict[str, ArmResult]:
     return {arm.name: arm for one in result.contrasts for arm in (one.first, one.second)}
 
 
-def parts(result: Regimes) -> list[str]:
+def parts(result: StudyResult) -> list[str]:
     """Return per hook how a dictionary's gap divides into authorship and computation."""
     by_hook: dict[str, list[str]] = {}
     for part in result.answer.parts:
@@ -153,7 +157,7 @@ def parts(result: Regimes) -> list[str]:
     return [f"{hook}, variance unexplained: {', '.join(words)}." for hook, words in by_hook.items()]
 
 
-def about(result: Regimes, command: str) -> list[tuple[str, str]]:
+def about(result: StudyResult, command: str) -> list[tuple[str, str]]:
     """Return what was compared: arms, models, hooks, dates, engines, command."""
     facts = [
         (name, f"{arm.words}: {count(arm.n_rows)} rows of {counted(arm.n_requests, 'request')}")
@@ -203,7 +207,7 @@ def number(value: float | None) -> str:
     return "-" if value is None else short(value)
 
 
-def _verdicts(result: Regimes) -> Part:
+def _verdicts(result: StudyResult) -> Part:
     pairs = list(judged(result.contrasts))
     some, more = first(pairs, _MAX_VERDICTS)
     rows = [
@@ -225,7 +229,7 @@ def _verdicts(result: Regimes) -> Part:
     return Part("verdicts", "Verdicts", Sentence(lead), [table])
 
 
-def _short(result: Regimes) -> Part:
+def _short(result: StudyResult) -> Part:
     notes = [
         Sentence(f"{contrast.name} at {verdict.hook}, {verdict.instrument}: {words}.")
         for contrast, verdict in judged(result.contrasts)
@@ -239,11 +243,15 @@ def _short(result: Regimes) -> Part:
     return Part("short", "What is short", Sentence(lead), [], notes)
 
 
-def _where() -> Part:
+def _where(result: StudyResult) -> Part:
+    leads = dict.fromkeys(leading(contrast) for contrast in result.contrasts)
+    added = [measure for instrument, measure in leads if instrument in ADDED]
     lead = (
-        "The leading measure is the fraction of variance that the dictionary leaves unexplained "
-        "(FVU), in the second arm less the reference; without a dictionary it is the mean of the "
-        "channel that lies farthest."
+        f"The leading measure is {added[0]}, of the second arm against the first."
+        if added
+        else "The leading measure is the fraction of variance that the dictionary leaves "
+        "unexplained (FVU), in the second arm less the reference; without a dictionary it is the "
+        "mean of the channel that lies farthest."
     )
     return Part("where", "Where the gap is", Sentence(lead))
 
@@ -266,7 +274,7 @@ _QUANTILES: Columns[tuple[ContrastResult, Quantiles]] = (
 )
 
 
-def _numerics(result: Regimes) -> Part:
+def _numerics(result: StudyResult) -> Part:
     lines = [
         (contrast, one)
         for contrast in result.contrasts
@@ -281,7 +289,7 @@ def _numerics(result: Regimes) -> Part:
     return Part("numerics", "Numerics", Sentence(lead), tables)
 
 
-def _compared(result: Regimes) -> Part:
+def _compared(result: StudyResult) -> Part:
     rows = []
     for contrast in result.contrasts:
         for arm in (contrast.first, contrast.second):
@@ -326,7 +334,7 @@ def _measure(value: Value) -> str:
     return f"{value.measure}{f', {of}' if of else ''}"
 
 
-def _values(result: Regimes) -> Part:
+def _values(result: StudyResult) -> Part:
     order = {"shifts": 0, "undecided": 1, "carries over": 2, None: 3}
     tables: list[Table] = []
     n = 0
@@ -347,7 +355,7 @@ def _values(result: Regimes) -> Part:
     return Part("values", "Every value", Sentence(lead), tables)
 
 
-def _how(result: Regimes) -> Part:
+def _how(result: StudyResult) -> Part:
     notes = [
         Sentence(words)
         for words in (

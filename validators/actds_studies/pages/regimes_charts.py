@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from actds_studies.regimes.conclusions import leading
-from actds_studies.regimes.result import ContrastResult, Element, Quantiles, Regimes, Value
+from actds_studies.regimes.result import ContrastResult, Element, Quantiles, StudyResult, Value
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend, shade, span
 from actds_validators.pages.words import short
 
@@ -27,7 +27,7 @@ def gap(contrast: ContrastResult, axis: str) -> list[Value]:
     ]
 
 
-def step_gaps(result: Regimes) -> Picture | None:
+def step_gaps(result: StudyResult) -> Picture | None:
     """Return the leading measure by decode step, a panel per contrast, with floor and limit."""
     panels = [(one, values) for one in result.contrasts if (values := gap(one, "decode step"))]
     if not panels:
@@ -123,7 +123,7 @@ def _point(p: Picture, f: Frame, one: Value, x: float) -> None:
     p.text(x + 9, f.y(one.value) - 6, short(one.value), kind="halo")
 
 
-def positions(result: Regimes) -> Picture | None:
+def positions(result: StudyResult) -> Picture | None:
     """Return hooks by position: the leading measure over its limit, as shades; a block each."""
     blocks: dict[str, list[tuple[str, dict[str, Value]]]] = {}
     for contrast in result.contrasts:
@@ -185,7 +185,7 @@ def _cell(p: Picture, one: Value | None, x: float, y: float, width: float) -> No
     p.text(x + width / 2 - 1, y + 15, words, "middle", f"ink{step}", room=width - 6)
 
 
-def rates(result: Regimes) -> list[Picture]:
+def rates(result: StudyResult) -> list[Picture]:
     """Return the rates of features in one arm against the other, a picture per contrast.
 
     There is room for few: contrasts in which they shift come first.
@@ -245,7 +245,7 @@ def _farthest(p: Picture, far: Sequence[Element], x: float, y: float) -> None:
         p.text(x, y + 22 * k, f"feature {one.name}: {math.exp(one.value):.2g} × as often")
 
 
-def ladder(result: Regimes) -> Picture | None:
+def ladder(result: StudyResult) -> Picture | None:
     """Return how far equal tokens lie apart, a rung per contrast: 50, 90, 99 and 100 %."""
     rungs = [
         (f"{contrast.name} at {contrast.hook}", one)

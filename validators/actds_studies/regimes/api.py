@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
-from actds.explore.dataset import Dataset, open_apart
+from actds.explore.dataset import Dataset
 from actds.format.tables import UNSERVED
 from actds.loader.selection import RowValues
 from actds.loader.where import parse_expression
@@ -20,10 +20,10 @@ from actds_studies.dictionaries import load_dictionary
 from actds_studies.dictionaries.places import same_place
 from actds_studies.dictionaries.refusal import refused
 from actds_studies.regimes.arms import Arm
-from actds_studies.regimes.asking import parse_arms, parse_contrasts
+from actds_studies.regimes.asking import dataset_results, open_arms
 from actds_studies.regimes.probe_file import ProbeFile, read_probes
-from actds_studies.regimes.result import DatasetResult, Limits, Regimes, Used
-from actds_validators.about import began, recorded
+from actds_studies.regimes.result import Limits, Regimes, Used
+from actds_validators.about import recorded
 from actds_validators.arrays import Bools
 from actds_validators.extras import need_extra
 from actds_validators.sections import settings_of
@@ -91,15 +91,7 @@ def regimes(
 
     chosen = settings_of(Limits, limits)
     model = None if model is None else os.fspath(model)
-    if held_out is not None and not 0 < held_out < 1:
-        raise ActdsError("E009", "held_out", got=f"{held_out}", expected="a share from 0 to 1")
-    opened = _open_arms(arms, held_out)
-    pairs = parse_contrasts(list(opened), contrasts)
-    if floor is not None:
-        alike = parse_contrasts(list(opened), [floor], "floor")
-        pairs = list(dict.fromkeys([*alike, *pairs]))
-    compared = {name: opened[name] for name in opened if any(name in pair for pair in pairs)}
-    shared = _shared_hooks(list(compared.values()), hooks)
+    compared, pairs, shared = open_arms(arms, contrasts, hooks, held_out, floor)
     dictionaries = _dictionaries(sae, shared, list(compared.values()), model)
     compared = _whole_where_unseen(compared, list(dictionaries.values()))
     linear = _probes(probes, shared, list(compared.values()))
@@ -125,51 +117,8 @@ def regimes(
     found = compare(asked, chosen, progress, floor=floor, entropies=entropies)
     used = [_dictionary_used(hook, one, compared, found) for hook, one in dictionaries.items()]
     used += [_probes_used(hook, one) for hook, one in linear.items()]
-    datasets = {arm.dataset.digest: arm.dataset for arm in compared.values()}
-    results = [_dataset_result(dataset, shared) for dataset in datasets.values()]
-    return found.model_copy(update={"used": used, "datasets": results})
-
-
-def _open_arms(words: Sequence[str | os.PathLike[str]], held_out: float | None) -> dict[str, Arm]:
-    """Return the arms by name; a dataset that several name is opened once."""
-    asked = parse_arms(words)
-    paths: dict[str, Dataset] = {}
-    datasets: dict[str, Dataset] = {}
-    for one in asked:
-        if one.path not in paths:
-            dataset = open_apart(one.path)
-            paths[one.path] = datasets.setdefault(dataset.digest, dataset)
-    return {
-        one.name: Arm(
-            one.name,
-            paths[one.path],
-            one.phase,
-            one.where,
-            one.exclude,
-            None if held_out is None else "held_out",
-            held_out or 0.0,
-        )
-        for one in asked
-    }
-
-
-def _shared_hooks(arms: Sequence[Arm], hooks: Sequence[str]) -> list[str]:
-    """Return the hooks to compare, in the order of the first arm's dataset.
-
-    Raises:
-        ActdsError: E014 a hook that an arm lacks, or none that all have.
-    """
-    shared = [
-        hook for hook in arms[0].dataset.hooks if all(hook in arm.dataset.hooks for arm in arms)
-    ]
-    for hook in hooks:
-        if hook not in shared:
-            expected = f"one of {', '.join(shared)}" if shared else "a hook that all arms have"
-            raise ActdsError("E014", "hooks", got=hook[:80], expected=expected)
-    if not shared:
-        names = "; ".join(f"{arm.name}: {', '.join(arm.dataset.hooks)}" for arm in arms)
-        raise ActdsError("E014", "hooks", got=names[:200], expected="a hook that all arms have")
-    return [hook for hook in shared if not hooks or hook in hooks]
+    datasets = dataset_results(compared.values(), shared)
+    return found.model_copy(update={"used": used, "datasets": datasets})
 
 
 def _hook_and_path(
@@ -238,22 +187,6 @@ def _model_of(arms: Sequence[Arm]) -> str | None:
     """Return the model of the arms' runs; None where they name none, or several."""
     names = {name for arm in arms for name in recorded(arm.dataset.catalog, "model.name")}
     return names.pop() if len(names) == 1 else None
-
-
-def _dataset_result(dataset: Dataset, hooks: Sequence[str]) -> DatasetResult:
-    catalog = dataset.catalog
-    return DatasetResult(
-        path=storable(dataset.path),
-        digest=dataset.digest,
-        models=list(recorded(catalog, "model.name")),
-        engines=list(recorded(catalog, "engine.name", "engine.version")),
-        hooks=[
-            f"{hook.name} ({hook.d_model:,} × {hook.dtype})"
-            for hook in catalog.genesis.hooks
-            if hook.name in hooks
-        ],
-        started_ns=began(catalog),
-    )
 
 
 def _refuse_fitted(path: str, one: Dictionary, arms: Sequence[Arm]) -> None:

@@ -21,7 +21,14 @@ from actds_studies.regimes.result import (
     Verdict,
 )
 from actds_studies.regimes.strata import ALL
-from actds_studies.regimes.wording import beyond, in_floor, in_words, limits_of, rows_of
+from actds_studies.regimes.wording import (
+    ADDED,
+    beyond,
+    in_floor,
+    in_words,
+    limits_of,
+    rows_of,
+)
 
 LEADS = (("dictionary", "FVU over the reference's variance"), ("moments", "mean"))
 """Instrument and measure that charts and sentences follow, where they are there."""
@@ -267,9 +274,9 @@ def _ends(ended: Sequence[Verdict]) -> str:
 
 
 def leading(contrast: ContrastResult) -> tuple[str, str]:
-    """Return the instrument and measure that charts follow: a dictionary's fit where it can."""
-    measured = {(value.instrument, value.measure) for value in contrast.values}
-    return next((lead for lead in LEADS if lead in measured), LEADS[-1])
+    """Return the instrument and measure that charts follow: a dictionary's fit, else the first."""
+    measured = dict.fromkeys((value.instrument, value.measure) for value in contrast.values)
+    return next((lead for lead in LEADS if lead in measured), next(iter(measured), LEADS[-1]))
 
 
 def _parts(contrasts: Sequence[ContrastResult]) -> list[GapPart]:
@@ -309,7 +316,8 @@ def _next_steps(contrasts: Sequence[ContrastResult], separated: Separated) -> li
     known = {"both"} if {"computation", "authorship"} <= abouts else set()
     for contrast, verdict in pairs:
         if verdict.outcome == "shifts" and contrast.about not in known:
-            words = _WHAT[verdict.instrument].format(
+            added = ADDED.get(verdict.instrument)
+            words = (added.advice if added else _WHAT[verdict.instrument]).format(
                 first=contrast.first.name, other=contrast.second.name
             )
             hooks = [

@@ -17,7 +17,7 @@ import numpy as np
 from scipy import special  # type: ignore[import-untyped]
 
 from actds.text import counted
-from actds_studies.regimes.result import Element, Limits, Outcome, Value
+from actds_studies.regimes.result import Element, Outcome, StudyLimits, Value
 from actds_studies.regimes.strata import ALL, MIN_REQUESTS, MIN_ROWS, Stratum
 from actds_studies.regimes.sums import COUNT, GroupSums, Made, Totals
 from actds_studies.regimes.wording import beyond
@@ -105,7 +105,7 @@ def judge(
     stratum: Stratum,
     measure: Measure,
     sums: tuple[Totals, Totals],
-    limits: Limits,
+    limits: StudyLimits,
 ) -> Judged:
     """Return what a measure finds in a stratum.
 
@@ -312,7 +312,9 @@ def _told(score: Floats, size: Floats, limit: float | None) -> int:
     return int(np.argmax(np.where(beyond_it, score, -1.0) if beyond_it.any() else score))
 
 
-def _elements(measure: Measure, first: Totals, second: Totals, limits: Limits) -> dict[str, object]:
+def _elements(
+    measure: Measure, first: Totals, second: Totals, limits: StudyLimits
+) -> dict[str, object]:
     """Return the fields of a difference, of a size or of what is only described."""
     value = np.atleast_1d(measure.statistic(first.total(), second.total()))
     without = np.atleast_2d(measure.statistic(first.without(), second.without()))
@@ -414,7 +416,7 @@ def _kept(measure: Measure, first: Totals, second: Totals) -> list[Element]:
 
 
 def _direction(
-    measure: Measure, first: Totals, second: Totals, limits: Limits
+    measure: Measure, first: Totals, second: Totals, limits: StudyLimits
 ) -> dict[str, object]:
     """Return the fields of turned directions.
 
@@ -503,7 +505,9 @@ def detectable_turn(gram: Floats) -> Floats:
     return _angle(beyond_it + 2 * spread * z**2 + z * root)
 
 
-def _chord_floor(measure: Measure, first: Totals, element: int, limits: Limits) -> float | None:
+def _chord_floor(
+    measure: Measure, first: Totals, element: int, limits: StudyLimits
+) -> float | None:
     """Return the 95 % quantile of the angle between halves of the reference, without its noise.
 
     By the same estimate: the groups of the halves are taken in pairs.
@@ -527,7 +531,9 @@ def _of_groups(total: Totals, which: Ints) -> Totals:
     return replace(total, groups=Made(groups, lambda name: groups[name][which]))
 
 
-def _overlap(measure: Measure, first: Totals, second: Totals, limits: Limits) -> dict[str, object]:
+def _overlap(
+    measure: Measure, first: Totals, second: Totals, limits: StudyLimits
+) -> dict[str, object]:
     """Return the fields of an overlap: at equal n beside its floor, tested by exchange.
 
     An overlap of two samples falls with their size by itself. So half of the first arm's groups
@@ -578,7 +584,7 @@ def _overlap(measure: Measure, first: Totals, second: Totals, limits: Limits) ->
     return changes
 
 
-def _floor(measure: Measure, first: Totals, element: int, limits: Limits) -> float | None:
+def _floor(measure: Measure, first: Totals, element: int, limits: StudyLimits) -> float | None:
     """Return the 95 % quantile of the measure's size between halves of the reference."""
     n = len(next(iter(first.groups.values())))
     if n < 4:
@@ -618,7 +624,7 @@ def _short(
     return f"about {needed:,} requests are needed {why}, {n:,} are there"
 
 
-def decide(judged: Sequence[Judged], limits: Limits) -> list[Value]:
+def decide(judged: Sequence[Judged], limits: StudyLimits) -> list[Value]:
     """Return the values with adjusted p and verdict: one family of tests over all of them.
 
     A value carries over when it is shown to lie within its limit. It shifts when it is not, the

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from typing_extensions import TypeVar
 
 from actds.errors import ActdsError
 from actds.explore.lazy import LazyArray
@@ -34,6 +36,8 @@ from actds_studies.regimes.result import (
     Limits,
     Quantiles,
     Regimes,
+    StudyLimits,
+    StudyResult,
     Value,
 )
 from actds_studies.regimes.strata import ALL
@@ -49,6 +53,7 @@ N_OPEN = 8
 COARSE = (ALL, "decode step")
 """Axes in which sums over every feature are kept."""
 AnyInstrument = Instrument | PairInstrument
+Result = TypeVar("Result", bound=StudyResult, default=Regimes)
 
 
 @dataclass(frozen=True)
@@ -85,12 +90,13 @@ class Measured:
 
 def compare(
     asked: Sequence[Asked],
-    limits: Limits | None = None,
+    limits: StudyLimits | None = None,
     progress: Callable[[str], None] = lambda what: None,
     *,
     floor: str | None = None,
     entropies: Entropies | None = None,
-) -> Regimes:
+    kind: type[Result] = Regimes,  # type: ignore[assignment]
+) -> Result:
     """Return what contrasts find; all their tests are one family.
 
     Args:
@@ -100,6 +106,7 @@ def compare(
         floor: name of the contrast of arms that were served alike, whose distances are the floor
             of the others'.
         entropies: computes those that were not recorded; None without.
+        kind: of the result.
 
     Raises:
         ActdsError: E014 arms that cannot be compared; what reading raises.
@@ -128,7 +135,8 @@ def compare(
         for one in results
     ]
     n_tests = sum(value.p is not None for result in results for value in result.values)
-    return Regimes(limits=limits, answer=answer_of(results), n_tests=n_tests, contrasts=results)
+    facts: dict[str, Any] = {"limits": limits, "answer": answer_of(results), "n_tests": n_tests}
+    return kind(contrasts=results, **facts)
 
 
 def _rows_of(arm: Arm, hook: str) -> LazyArray:
@@ -205,7 +213,7 @@ def _with_counts(result: ContrastResult, found: Measured) -> ContrastResult:
     return result.model_copy(update=more)
 
 
-def conclude(measured: Sequence[Measured], limits: Limits) -> list[list[Value]]:
+def conclude(measured: Sequence[Measured], limits: StudyLimits) -> list[list[Value]]:
     """Return the values of each contrast with their outcomes, one family over all."""
     values = decide([one for found in measured for one in found.judged], limits)
     told, start = [], 0
@@ -219,7 +227,7 @@ def measure(
     plan: Contrast,
     arrays: tuple[RowReader, RowReader],
     instruments: Sequence[AnyInstrument],
-    limits: Limits,
+    limits: StudyLimits,
     hook: str,
 ) -> Measured:
     """Measure two arms: one pass over each, one over the pairs where an instrument asks for them.
@@ -372,7 +380,7 @@ def _judged(
     measures: Sequence[Measure],
     plan: Contrast,
     sums: tuple[Sums, Sums],
-    limits: Limits,
+    limits: StudyLimits,
     hook: str,
 ) -> list[Judged]:
     """Return what measures find in every stratum that both arms have."""

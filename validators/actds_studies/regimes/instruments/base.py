@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
 from actds_studies.regimes.inference import Measure
-from actds_studies.regimes.result import Limits
 from actds_studies.regimes.sums import COUNT, GroupSums, Part
 from actds_validators.arrays import Floats, Ints, Rows
 
@@ -90,11 +89,12 @@ class Instrument(Protocol):
         """
         ...
 
-    def measures(self, reference: GroupSums, limits: Limits) -> list[Measure]:
+    def measures(self, reference: GroupSums, limits: Any) -> list[Measure]:
         """Return what is measured.
 
         Args:
             reference: sums ``(k,)`` over all rows of the reference.
+            limits: the ``StudyLimits`` of the study, its measures' limits by their names.
         """
         ...
 
@@ -113,7 +113,7 @@ class PairInstrument(Protocol):
         """Return by name what quantiles are told of, ``(n,)`` each."""
         ...
 
-    def pair_measures(self, limits: Limits) -> list[Measure]:
+    def pair_measures(self, limits: Any) -> list[Measure]:
         """Return what is measured of the pairs; statistics get the same sums twice."""
         ...
 
