@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from actds_studies.regimes.inference import Measure
-from actds_studies.regimes.instruments.base import difference, mean_of
+from actds_studies.regimes.instruments import difference, mean_of
 from actds_studies.regimes.result import StudyLimits
 from actds_studies.regimes.sums import GroupSums, Part
 from actds_studies.regimes.wording import Words

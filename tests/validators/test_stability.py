@@ -26,10 +26,9 @@ from actds_studies.dictionaries import Dictionary, load_dictionary
 from actds_studies.dictionaries.dictionary import Source
 from actds_studies.pages.stability import facts, page, words_of_art
 from actds_studies.regimes.asking import MIXTURE_KEYS, ArmWords, parse_arms, parse_named
-from actds_studies.stability import order
+from actds_studies.stability import arms as order
 from actds_studies.stability.api import stability
-from actds_studies.stability.arms import Arm, chosen, most, open_arm, scored_apart
-from actds_studies.stability.cross import Errors, Scored, cross_values, rare_tokens
+from actds_studies.stability.arms import Arm, chosen, most, name_hash, open_arm, scored_apart
 from actds_studies.stability.fit import Trainer, TrainingRows
 from actds_studies.stability.judge import MIN_SEEDS, answer, compare, sign_test, verdicts
 from actds_studies.stability.matching import (
@@ -43,7 +42,6 @@ from actds_studies.stability.matching import (
     match_directions,
     parts_of,
 )
-from actds_studies.stability.order import name_hash
 from actds_studies.stability.result import (
     Features,
     Likeness,
@@ -51,6 +49,7 @@ from actds_studies.stability.result import (
     PairResult,
     Stability,
 )
+from actds_studies.stability.rows import Errors, Scored, cross_values, rare_tokens
 from actds_testing.cli_tree import printed
 from actds_testing.places import SCHEMAS
 from actds_testing.planted import directions, planted_dataset, rotated

@@ -203,7 +203,6 @@ def arms(contrast: ContrastResult) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a number of a table, a dash for none."""
     return "-" if value is None else short(value)
 
 

@@ -205,7 +205,6 @@ def _mean(of: Sequence[Features]) -> Features:
 
 
 def mean_of(values: Sequence[float]) -> float:
-    """Return the mean of one or more values."""
     return sum(values) / len(values)
 
 

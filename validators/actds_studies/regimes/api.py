@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
+from actds.exchange.tensors import read_header
 from actds.explore.dataset import Dataset
 from actds.format.tables import UNSERVED
 from actds.loader.selection import RowValues
@@ -19,9 +22,15 @@ from actds.text import storable
 from actds_studies.dictionaries import load_dictionary
 from actds_studies.dictionaries.places import same_place
 from actds_studies.dictionaries.refusal import refused
+from actds_studies.dictionaries.tensors import (
+    file_sha256,
+    is_npz,
+    of_names,
+    read_npz,
+    read_safetensors,
+)
 from actds_studies.regimes.arms import Arm
 from actds_studies.regimes.asking import dataset_results, open_arms
-from actds_studies.regimes.probe_file import ProbeFile, read_probes
 from actds_studies.regimes.result import Limits, Regimes, Used
 from actds_validators.about import recorded
 from actds_validators.arrays import Bools
@@ -33,6 +42,102 @@ if TYPE_CHECKING:
     from actds_studies.regimes.contrast import Pairing
     from actds_studies.regimes.run import AnyInstrument
     from actds_validators.arrays import Rows
+
+MAX_PROBES = 1024
+MAX_NAME = 80
+_MAX_WEIGHT = float(np.finfo(np.float32).max)
+_EXPECTED = "a .safetensors or .npz file with weights (n_probes, d_model)"
+_NEXT_STEP = (
+    "Save float weights (n_probes, d_model), and bias (n_probes,), with safetensors or numpy.savez."
+)
+
+
+@dataclass(frozen=True)
+class ProbeFile:
+    """Linear probes of a file.
+
+    Args:
+        weights: float64 ``(n_probes, d_model)``.
+        bias: float64 ``(n_probes,)``.
+        names: of the probes; their numbers where the file has none.
+        hook: that they are for; None where the file does not say.
+    """
+
+    path: str
+    sha256: str
+    weights: npt.NDArray[np.float64]
+    bias: npt.NDArray[np.float64]
+    names: tuple[str, ...]
+    hook: str | None
+
+
+def read_probes(path: str | Path) -> ProbeFile:
+    """Return the probes of a file; nothing in it is run.
+
+    ``.safetensors`` with the tensors ``weights`` ``(n_probes, d_model)`` and, where wanted,
+    ``bias`` ``(n_probes,)``; its metadata may say ``hook``, and ``names`` as a JSON list. Or
+    ``.npz`` with the same two arrays.
+
+    Raises:
+        ActdsError: E015 no such file, another format, a pickle, other shapes, more than 1,024
+            probes, values that are not finite, or names of another number.
+    """
+    path = Path(path)
+    try:
+        if not path.is_file():
+            raise refused(path, "no such file", _EXPECTED, _NEXT_STEP)
+        if is_npz(path):
+            tensors, said = read_npz(path), {}
+        elif path.suffix == ".safetensors":
+            tensors, said = read_safetensors(path), read_header(path)[1]
+        else:
+            got = f"a {path.suffix or 'bare'} file"
+            raise refused(path, got, _EXPECTED, f"Nothing in it was run. {_NEXT_STEP}")
+        found = of_names(path, tensors, ("weights",), ("bias",))
+    except OSError as error:
+        if isinstance(error, ActdsError):
+            raise
+        raise refused(path, error.strerror or error, _EXPECTED, _NEXT_STEP) from None
+    weights = found["weights"].astype(np.float64)
+    if weights.ndim != 2 or not 1 <= len(weights) <= MAX_PROBES or not weights.shape[1]:
+        expected = f"(n_probes, d_model), at most {MAX_PROBES:,} probes"
+        raise refused(f"{path} weights", str(weights.shape), expected, _NEXT_STEP)
+    n = len(weights)
+    bias = found["bias"].astype(np.float64) if "bias" in found else np.zeros(n)
+    if bias.shape != (n,):
+        raise refused(f"{path} bias", str(bias.shape), f"({n},)", _NEXT_STEP)
+    for name, array in (("weights", weights), ("bias", bias)):
+        if not np.isfinite(array).all():
+            raise refused(f"{path} {name}", "NaN or infinity", "finite numbers", _NEXT_STEP)
+        # Products with rows, and their squares, have to be finite as well.
+        if np.abs(array).max() > _MAX_WEIGHT:
+            got = f"{np.abs(array).max():g}"
+            raise refused(f"{path} {name}", got, f"at most {_MAX_WEIGHT:g}", _NEXT_STEP)
+    names = _names(path, said.get("names"), n)
+    return ProbeFile(str(path), file_sha256(path), weights, bias, names, said.get("hook"))
+
+
+def _names(path: Path, text: str | None, n: int) -> tuple[str, ...]:
+    if text is None:
+        return tuple(str(k) for k in range(n))
+    try:
+        names = json.loads(text)
+    except (ValueError, RecursionError):
+        names = None
+    if (
+        not isinstance(names, list)
+        or not all(isinstance(name, str) and _is_name(name) for name in names)
+        or len(set(names)) != n
+        or len(names) != n
+    ):
+        expected = f"a JSON list of {n} different names of up to {MAX_NAME} characters"
+        raise refused(f"{path} names", text[:80], expected, _NEXT_STEP)
+    return tuple(names)
+
+
+def _is_name(text: str) -> bool:
+    return 1 <= len(text) <= MAX_NAME and not any("\ud800" <= c <= "\udfff" for c in text)
+
 
 MAX_LABELLED = 32
 """Probes of which ROC areas are compared: counts in bins, by group and stratum."""
@@ -136,11 +241,7 @@ def _hook_and_path(
 
 
 def _of_hook(place: str, hook: str | None, hooks: Sequence[str]) -> str:
-    """Return which of the hooks a file is for: its own word, or the only hook there is.
-
-    Raises:
-        ActdsError: E015 it is for another hook, or it cannot be known for which.
-    """
+    """Return which of the hooks a file is for: its own word, or the only hook there is."""
     if hook is None and len(hooks) == 1:
         return hooks[0]
     if hook is None:
@@ -158,12 +259,6 @@ def _dictionaries(
     arms: Sequence[Arm],
     model: str | None,
 ) -> dict[str, Dictionary]:
-    """Return the dictionaries by hook.
-
-    Raises:
-        ActdsError: E009 two of one hook; E015 one that does not fit, or was fitted on the rows that
-            it would be scored on.
-    """
     name = model or _model_of(arms)
     found: dict[str, Dictionary] = {}
     for text in words:
@@ -190,11 +285,6 @@ def _model_of(arms: Sequence[Arm]) -> str | None:
 
 
 def _refuse_fitted(path: str, one: Dictionary, arms: Sequence[Arm]) -> None:
-    """Refuse a dictionary that was fitted on requests that it would be scored on.
-
-    Raises:
-        ActdsError: E015.
-    """
     for arm in arms:
         if arm.dataset.digest not in one.source.trained_on:
             continue
@@ -303,11 +393,7 @@ def _finite(rows: Rows) -> Rows:
 
 
 def _labels(arm: Arm, hook: str, label: str) -> npt.NDArray[np.int8]:
-    """Return the label of each row of an arm's array ``(n_rows,)``: 1, 0, or -1 for unknown.
-
-    Raises:
-        ActdsError: E014 no expression, or one of a column that the dataset does not have.
-    """
+    """Return the label of each row of an arm's array ``(n_rows,)``: 1, 0, or -1 for unknown."""
     expressions = (
         parse_expression(label, "label"),
         parse_expression(f"not ({label})", "label"),
@@ -321,11 +407,7 @@ def _labels(arm: Arm, hook: str, label: str) -> npt.NDArray[np.int8]:
 
 
 def _check_labels(label: str | None, linear: Mapping[str, ProbeFile]) -> None:
-    """Refuse labels without probes, or of more probes than there is memory for.
-
-    Raises:
-        ActdsError: E009.
-    """
+    """Refuse labels without probes, or of more probes than there is memory for."""
     if label is None:
         return
     if not linear:
@@ -344,12 +426,11 @@ def _instruments(
     label: str | None,
 ) -> list[AnyInstrument]:
     """Return instruments that nothing else uses: they keep what they learn of a reference."""
-    from actds_studies.regimes.instruments.base import Remembered
+    from actds_studies.regimes.equal_tokens import Numerics
+    from actds_studies.regimes.instruments import Remembered
     from actds_studies.regimes.instruments.moments import Moments
-    from actds_studies.regimes.instruments.numerics import Numerics
-    from actds_studies.regimes.instruments.overlap import Overlap
     from actds_studies.regimes.instruments.probes import Probes
-    from actds_studies.regimes.instruments.reconstruction import Reconstruction
+    from actds_studies.regimes.instruments.reconstruction import Overlap, Reconstruction
 
     found: list[AnyInstrument] = []
     if hook not in dictionaries:

@@ -200,11 +200,7 @@ def _open(words: Sequence[Words], held_out: float | None) -> dict[str, Arm]:
 
 
 def _shared_hooks(arms: Sequence[Arm], hooks: Sequence[str]) -> list[str]:
-    """Return the hooks to compare, in the order of the first arm's dataset.
-
-    Raises:
-        ActdsError: E014 a hook that an arm lacks, or none that all have.
-    """
+    """Return the hooks to compare, in the order of the first arm's dataset."""
     shared = [
         hook for hook in arms[0].dataset.hooks if all(hook in arm.dataset.hooks for arm in arms)
     ]
@@ -219,7 +215,6 @@ def _shared_hooks(arms: Sequence[Arm], hooks: Sequence[str]) -> list[str]:
 
 
 def dataset_results(arms: Iterable[Arm], hooks: Sequence[str]) -> list[DatasetResult]:
-    """Return the datasets of arms, each once."""
     datasets = {arm.dataset.digest: arm.dataset for arm in arms}
     return [_dataset_result(dataset, hooks) for dataset in datasets.values()]
 

@@ -141,7 +141,6 @@ def _stratum(value: Value) -> str:
 
 
 def judged(contrasts: Sequence[ContrastResult]) -> Iterator[tuple[ContrastResult, Verdict]]:
-    """Yield every verdict with its contrast, those that shift first."""
     pairs = [(contrast, verdict) for contrast in contrasts for verdict in contrast.verdicts]
     yield from sorted(pairs, key=lambda pair: _ORDER.index(pair[1].outcome))
 
@@ -265,7 +264,6 @@ def _instruments(by: dict[About, list[Verdict]], outcome: Outcome) -> set[str]:
 
 
 def _ends(ended: Sequence[Verdict]) -> str:
-    """Return how verdicts end together, and which instruments shift."""
     outcome = outcome_of(ended)
     if outcome != "shifts":
         return "is undecided" if outcome == "undecided" else outcome
@@ -280,7 +278,6 @@ def leading(contrast: ContrastResult) -> tuple[str, str]:
 
 
 def _parts(contrasts: Sequence[ContrastResult]) -> list[GapPart]:
-    """Return the parts of the dictionary's gap at hooks where both of them were compared."""
     by_hook: dict[str, dict[str, GapPart]] = {}
     for contrast in contrasts:
         if contrast.about not in ("computation", "authorship"):

@@ -17,9 +17,8 @@ from scipy.sparse.csgraph import connected_components  # type: ignore[import-unt
 
 from actds.errors import ActdsError
 from actds.format.positions import Keys, pair_key, position_key, split_key
-from actds_studies.regimes.arms import Arm, ArmRows, need_requests, read_arm
+from actds_studies.regimes.arms import Arm, ArmRows, match, need_requests, read_arm
 from actds_studies.regimes.entropies import Entropies
-from actds_studies.regimes.requests import match
 from actds_studies.regimes.strata import (
     ALL,
     MIN_REQUESTS,
@@ -469,7 +468,6 @@ def _unpaired(
 
 
 def _cells(first: ArmRows, second: ArmRows) -> tuple[Ints, Ints]:
-    """Return for the rows of either arm a number of token id and fine band of positions."""
     keys = [
         position_key(rows.token_id, fine_bands(rows.position)).astype(np.uint64)
         for rows in (first, second)

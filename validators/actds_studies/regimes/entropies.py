@@ -150,11 +150,7 @@ class Unembedding:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """Return the configuration of a model, the text part of a multimodal one.
-
-    Raises:
-        ActdsError: E014 it is no object in JSON.
-    """
+    """Return the configuration of a model, the text part of a multimodal one."""
     try:
         config = read_document(folder / "config.json")
         return dict(config) | dict(config.get("text_config") or {})
@@ -164,7 +160,6 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _is_final_norm(name: str) -> bool:
-    """Return whether a tensor is the weight of a norm that belongs to no layer."""
     *parts, last = name.split(".")
     in_layer = any(part.isdigit() for part in parts)
     return last == "weight" and not in_layer and bool(parts) and parts[-1] in _NORMS
@@ -254,11 +249,7 @@ class Entropies:
     def _agreeing(
         self, folder: Path, kind: str, rows: Rows, entropy: Floats
     ) -> Callable[[Rows], Rows]:
-        """Return the form that gives the recorded entropies.
-
-        Raises:
-            ActdsError: E014 none does.
-        """
+        """Return the form that gives the recorded entropies."""
         away = [
             (float(np.median(np.abs(self._model.entropies(form(rows))[0] - entropy))), n, form)
             for n, form in enumerate(self._model.forms(kind))
@@ -297,7 +288,6 @@ def _same_shards(dataset: Dataset, first: str, second: str) -> bool:
 
 
 def _recorded(arm: Arm, last: str, hook: str) -> tuple[Rows, Floats]:
-    """Return some rows of the last layer after which an arm recorded the entropy, and these."""
     rows = read_arm(arm, hook)
     if rows.sampled is None:
         return np.empty((0, 0), np.float32), np.empty(0)

@@ -163,7 +163,6 @@ def _too_few(sums: tuple[Totals, Totals]) -> str | None:
 
 
 def _with_rows(sums: tuple[Totals, Totals]) -> tuple[Totals, Totals]:
-    """Return the sums of those groups that have rows in either arm."""
     there = sums[0].groups[COUNT][:, 0] + sums[1].groups[COUNT][:, 0] > 0
     one, other = (
         replace(total, groups={name: values[there] for name, values in total.groups.items()})
@@ -675,7 +674,6 @@ def _apart(value: float, limit: float) -> str:
 
 
 def _angle(chord: Floats) -> Floats:
-    """Return the angle in degrees of squared chords of the unit sphere."""
     half = np.sqrt(np.clip(chord, 0.0, 4.0)) / 2
     return np.asarray(np.degrees(2 * np.arcsin(np.minimum(half, 1.0))))
 

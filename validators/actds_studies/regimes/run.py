@@ -19,6 +19,7 @@ from actds_studies.regimes.entropies import Entropies
 from actds_studies.regimes.equal_tokens import (
     PARTING,
     Histogram,
+    Numerics,
     beside_contrast,
     beside_floor,
     parting_parts,
@@ -26,9 +27,8 @@ from actds_studies.regimes.equal_tokens import (
     repeat_floor,
 )
 from actds_studies.regimes.inference import Judged, Measure, decide, judge
-from actds_studies.regimes.instruments.base import Instrument, PairInstrument
+from actds_studies.regimes.instruments import Instrument, PairInstrument
 from actds_studies.regimes.instruments.moments import ALL_ROWS, SINKS
-from actds_studies.regimes.instruments.numerics import Numerics
 from actds_studies.regimes.instruments.probes import Probes
 from actds_studies.regimes.result import (
     ArmResult,
@@ -182,11 +182,7 @@ def _planned(one: Asked, seed: int, entropies: Entropies | None) -> tuple[Contra
 
 
 def _refuse_same(one: Asked, plan: Contrast) -> None:
-    """Refuse rows that would be compared with themselves.
-
-    Raises:
-        ActdsError: E014.
-    """
+    """Refuse rows that would be compared with themselves."""
     if one.first.dataset.digest != one.second.dataset.digest:
         return
     first, second = plan.first.row, plan.second.row
@@ -280,7 +276,6 @@ def _sample(array: RowReader, side: Side) -> Rows:
 
 
 def _width(instruments: Sequence[object]) -> int:
-    """Return the most numbers that an instrument makes of a row."""
     return max((int(getattr(one, "width", 0)) for one in instruments), default=0)
 
 
@@ -303,7 +298,6 @@ def _pass(
     coarse: Ints,
     sink: float,
 ) -> tuple[Sums, int, int]:
-    """Return the sums of an arm, and how many rows were sinks and how many broken."""
     sums = Sums(side, len(plan.strata), plan.n_groups, coarse)
     n_sinks = n_broken = 0
     if not instruments:
@@ -383,7 +377,6 @@ def _judged(
     limits: StudyLimits,
     hook: str,
 ) -> list[Judged]:
-    """Return what measures find in every stratum that both arms have."""
     found = []
     for n, stratum in enumerate(plan.strata):
         totals = sums[0].totals(n), sums[1].totals(n)

@@ -31,9 +31,7 @@ class RowReader(Protocol):
     """Rows that are read when they are indexed: ``LazyArray``, or a numpy array."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Return rows and channels."""
-        ...
+    def shape(self) -> tuple[int, ...]: ...
 
     def __getitem__(self, index: Ints) -> Rows:
         """Return the rows of numbers ``(n,)`` as float32 ``(n, d_model)``."""

@@ -46,8 +46,7 @@ def stability(
     need_torch()
     from actds_studies.stability.arms import open_arm, refuse_same, scored_apart
     from actds_studies.stability.rows import plan
-    from actds_studies.stability.run import measure
-    from actds_studies.stability.save import refuse_out
+    from actds_studies.stability.run import measure, refuse_out
 
     chosen = settings_of(Limits, limits)
     asked = parse_named(arms, MIXTURE_KEYS)
@@ -68,11 +67,6 @@ def stability(
 
 
 def _hook_of(arms: list[tuple[str, Dataset]], hook: str | None) -> str:
-    """Return the hook to train on.
-
-    Raises:
-        ActdsError: E014 an arm lacks it or has another width, or several to choose from.
-    """
     first, dataset = arms[0]
     shared = [name for name in dataset.hooks if all(name in other.hooks for _, other in arms)]
     if hook is None and len(shared) == 1:

@@ -1,15 +1,19 @@
 """An arm: the rows of a dataset that its dictionaries are trained on, and those that score them.
 
-Tables are read, and no activation. Position 0 and BOS are left out: their rows are sinks.
+Tables are read, and no activation. Position 0 and BOS are left out: their rows are sinks. The order
+of rows is a function of what a row is (request, position, which of several there) and of a seed:
+rows that two arms share come in the same order in both.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
+import numpy.typing as npt
 
 from actds.dataset.multiplicity import resolved_references
 from actds.errors import ActdsError
@@ -21,11 +25,67 @@ from actds.loader.arguments import split_weights
 from actds.loader.filters import need_known
 from actds.loader.selection import Selection, held_out_requests, select
 from actds.text import storable
-from actds_studies.regimes.arms import APART
+from actds_studies.regimes.arms import APART, Requests
 from actds_studies.regimes.asking import ArmWords
-from actds_studies.regimes.requests import Requests
-from actds_studies.stability.order import copies, name_hash, row_keys
 from actds_validators.arrays import Bools, Floats, Ints
+
+_POSITION, _COPY = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
+
+
+def name_hash(*names: object) -> int:
+    """Return a number of 64 bits for names."""
+    text = "\0".join("" if name is None else f"={name}" for name in names)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def row_keys(request: Keys, position: Ints, copy: Ints) -> Keys:
+    """Return a number for each row, alike in every dataset that has it ``(n,)``.
+
+    Args:
+        request: hash of each row's request ``(n,)``.
+        position: position in the request ``(n,)``.
+        copy: which of several rows there it is ``(n,)``.
+    """
+    return _mixed(
+        request ^ _mixed(position.astype(np.uint64) * _POSITION + copy.astype(np.uint64) * _COPY)
+    )
+
+
+def copies(request: Keys, position: Ints, prefix: Keys) -> Ints:
+    """Return for each row how many of its request and position come before it ``(n,)``.
+
+    Args:
+        request: hash of each row's request ``(n,)``.
+        position: position in the request ``(n,)``.
+        prefix: hash of the tokens up to it ``(n,)``, which orders those at one place.
+    """
+    order = np.lexsort((prefix, position, request))
+    one, place = request[order], position[order]
+    first = np.ones(len(order), np.bool_)
+    first[1:] = (one[1:] != one[:-1]) | (place[1:] != place[:-1])
+    starts = np.flatnonzero(first)
+    found = np.empty(len(order), np.int64)
+    found[order] = np.arange(len(order)) - np.repeat(starts, np.diff([*starts, len(order)]))
+    return found
+
+
+def epoch_order(keys: Keys, seed: int, epoch: int) -> Ints:
+    """Return the order of rows in an epoch, a permutation ``(n,)``.
+
+    Args:
+        keys: the number of each row ``(n,)``.
+        epoch: from 0.
+    """
+    salt = np.uint64(name_hash("order", seed, epoch))
+    return np.argsort(_mixed(keys ^ salt), kind="stable").astype(np.int64)
+
+
+def _mixed(x: npt.NDArray[np.uint64]) -> Keys:
+    """Return a number that looks random for each number (the finalizer of SplitMix64)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(x ^ (x >> np.uint64(31)), np.uint64)
 
 
 @dataclass(frozen=True)
@@ -271,7 +331,6 @@ def _unseen(entries: Entries, seen: Keys) -> Entries:
 
 
 def most(parts: Sequence[Entries], shares: Sequence[float]) -> int:
-    """Return how many rows the parts have in these shares."""
     n = min(int(len(e) / share + 1e-9) for e, share in zip(parts, shares, strict=True))
     while n and any(
         count > len(e) for count, e in zip(_split(n, shares), parts, strict=True)
@@ -298,7 +357,6 @@ def _split(n: int, shares: Sequence[float]) -> list[int]:
 
 
 def words_of(words: ArmWords) -> str:
-    """Return what selects the rows of an arm, in words."""
     said = [storable(words.path)]
     said += [f"phase {words.phase}"] if words.phase else []
     said += [", ".join(f"{share:.0%} {phase}" for phase, share in words.mix)] if words.mix else []

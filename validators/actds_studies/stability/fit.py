@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError, not_installed
-from actds_studies.stability.order import epoch_order
+from actds_studies.stability.arms import epoch_order
 from actds_validators.arrays import Bools, Floats
 
 if TYPE_CHECKING:

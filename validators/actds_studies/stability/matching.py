@@ -47,7 +47,6 @@ class Matched:
 
     @property
     def mean(self) -> float:
-        """Return the mean cosine."""
         return float(self.cosine.sum()) / self.n if self.n else 0.0
 
     def share(self, least: float) -> float:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from actds_studies.regimes.inference import Measure
-from actds_studies.regimes.instruments.base import difference, mean_of
+from actds_studies.regimes.instruments import difference, mean_of
 from actds_studies.regimes.result import Limits
 from actds_studies.regimes.sums import GroupSums, Part
 from actds_validators.arrays import Floats, Ints, Rows
@@ -56,7 +56,6 @@ class Moments:
         yield Part("far", (np.abs(value) > OUTLIER_SD).astype(np.float32))
 
     def measures(self, reference: GroupSums, limits: Limits) -> list[Measure]:
-        """Return the differences of the moments."""
         spread = np.sqrt(central_moments(reference)[1])
         varies = spread > 1e-6
         scale = np.where(varies, spread, np.nan)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from actds.errors import ActdsError
 from actds_studies.regimes.inference import Measure
-from actds_studies.regimes.instruments.base import difference, mean_of
+from actds_studies.regimes.instruments import difference, mean_of
 from actds_studies.regimes.result import Limits
 from actds_studies.regimes.sums import GroupSums, Part
 from actds_validators.arrays import Floats, Ints, Rows, Whole
