@@ -80,10 +80,7 @@ class Study:
             "limits": (limits, Field()),
         }
         return create_model(
-            f"{self.name.capitalize()}Result",
-            __base__=StudyResult,
-            __doc__=self.summary,
-            **fields,
+            f"{self.name.capitalize()}Result", __base__=StudyResult, __doc__=self.summary, **fields
         )
 
     def run(

@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from actds_studies.study import exit_code, result_options
-from actds_validators.cli.results import (
-    COMMAND,
-    LimitsCommand,
-    Outputs,
-    no_dash,
-    told,
-)
+from actds_validators.cli.results import COMMAND, LimitsCommand, Outputs, no_dash, told
 
 if TYPE_CHECKING:
     from actds_studies.stability.result import Stability

@@ -143,7 +143,9 @@ def introduction(result: StudyResult) -> str:
 
 
 def _arms(result: StudyResult) -> dict[str, ArmResult]:
-    return {arm.name: arm for one in result.contrasts for arm in (one.first, one.second)}
+    return {
+        arm.name: arm for contrast in result.contrasts for arm in (contrast.first, contrast.second)
+    }
 
 
 def parts(result: StudyResult) -> list[str]:
@@ -164,11 +166,11 @@ def about(result: StudyResult, command: str) -> list[tuple[str, str]]:
         for name, arm in _arms(result).items()
     ]
     datasets = result.datasets
-    models = dict.fromkeys(name for one in datasets for name in one.models)
-    hooks = list(dict.fromkeys(name for one in datasets for name in one.hooks))
+    models = dict.fromkeys(name for dataset in datasets for name in dataset.models)
+    hooks = list(dict.fromkeys(name for dataset in datasets for name in dataset.hooks))
     more = [f"and {len(hooks) - _MAX_HOOKS} more"] if len(hooks) > _MAX_HOOKS else []
-    engines = list(dict.fromkeys(name for one in datasets for name in one.engines))
-    days = dict.fromkeys(day(ns) for ns in _ends([one.started_ns for one in datasets]))
+    engines = list(dict.fromkeys(name for dataset in datasets for name in dataset.engines))
+    days = dict.fromkeys(day(ns) for ns in _ends([dataset.started_ns for dataset in datasets]))
     facts += [
         ("Model", ", ".join(list(models)[:3]) or "not recorded"),
         ("Hooks", ", ".join(hooks[:_MAX_HOOKS] + more) or "not recorded"),
@@ -275,10 +277,10 @@ _QUANTILES: Columns[tuple[ContrastResult, Quantiles]] = (
 
 def _numerics(result: StudyResult) -> Part:
     lines = [
-        (contrast, one)
+        (contrast, quantile)
         for contrast in result.contrasts
-        for one in contrast.quantiles
-        if one.axis in ("all", "decode step")
+        for quantile in contrast.quantiles
+        if quantile.axis in ("all", "decode step")
     ]
     lead = (
         "How far the rows of equal tokens lie apart. This is arithmetic alone: the same token "
@@ -303,28 +305,28 @@ def _compared(result: StudyResult) -> Part:
     head = ("contrast", "hook", "arm", "rows", "of decode steps", "requests", "compared")
     tables = [Table("Arms", head, some, frozenset({0, 1, 2}), more)]
     columns: Columns[Used] = (
-        ("hook", lambda one: one.hook),
-        ("what", lambda one: one.kind),
-        ("sha256", lambda one: one.sha256[:16]),
-        ("of", lambda one: one.path),
+        ("hook", lambda row: row.hook),
+        ("what", lambda row: row.kind),
+        ("sha256", lambda row: row.sha256[:16]),
+        ("of", lambda row: row.path),
     )
     tables += table_of("Dictionaries and probes", columns, result.used, frozenset(range(4)),
-                       note=lambda one: one.words)  # fmt: skip
+                       note=lambda row: row.words)  # fmt: skip
     notes = [Sentence(arms(contrast)) for contrast in result.contrasts[:24]]
     lead = "Which rows were compared, how they were paired, and what was left out."
     return Part("compared", "What was compared", Sentence(lead), tables, notes)
 
 
 _VALUES: Columns[Value] = (
-    ("rows", lambda one: "all" if one.axis == "all" else f"{one.axis} {one.stratum}"),
-    ("measure", lambda one: _measure(one)),
-    ("value", lambda one: number(one.value)),
-    ("unit", lambda one: one.unit),
-    ("95 % interval", lambda one: f"{number(one.low)} to {number(one.high)}"),
-    ("floor", lambda one: number(one.floor)),
-    ("limit", lambda one: number(one.limit)),
-    ("adjusted p", lambda one: or_dash(one.adjusted_p, p_value)),
-    ("verdict", lambda one: one.outcome or "described"),
+    ("rows", lambda row: "all" if row.axis == "all" else f"{row.axis} {row.stratum}"),
+    ("measure", lambda row: _measure(row)),
+    ("value", lambda row: number(row.value)),
+    ("unit", lambda row: row.unit),
+    ("95 % interval", lambda row: f"{number(row.low)} to {number(row.high)}"),
+    ("floor", lambda row: number(row.floor)),
+    ("limit", lambda row: number(row.limit)),
+    ("adjusted p", lambda row: or_dash(row.adjusted_p, p_value)),
+    ("verdict", lambda row: row.outcome or "described"),
 )
 
 
@@ -340,12 +342,12 @@ def _values(result: StudyResult) -> Part:
     for contrast in result.contrasts:
         values = [value for value in contrast.values if value.value is not None]
         n += len(values)
-        values.sort(key=lambda one: (order[one.outcome], one.axis != "all"))
+        values.sort(key=lambda row: (order[row.outcome], row.axis != "all"))
         if len(tables) < _MAX_TABLES:
             tables += table_of(
                 f"{contrast.name} at {contrast.hook}", _VALUES, values, frozenset({0, 1, 3, 8}),
-                room=_MAX_VALUES, tone=lambda one: "warn" if one.outcome == "shifts" else "",
-                note=lambda one: one.note if one.kind == "direction" else "",
+                room=_MAX_VALUES, tone=lambda row: "warn" if row.outcome == "shifts" else "",
+                note=lambda row: row.note if row.kind == "direction" else "",
             )  # fmt: skip
     lead = (
         f"{counted(n, 'value')} in all strata, those that shift first. Of many elements, as "

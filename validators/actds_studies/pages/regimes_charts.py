@@ -72,11 +72,11 @@ def _gaps(axis: str, shown: Sequence[tuple[str, str, Value]]) -> FigureData:
 def _range(values: Sequence[Value]) -> tuple[float, float]:
     ends = [
         v
-        for one in values
-        for v in (one.value, one.low, one.high, one.floor, one.limit)
+        for value in values
+        for v in (value.value, value.low, value.high, value.floor, value.limit)
         if v is not None
     ]
-    ends += [-v for one in values for v in (one.floor, one.limit) if v is not None]
+    ends += [-v for value in values for v in (value.floor, value.limit) if v is not None]
     return span(ends)
 
 
@@ -86,12 +86,12 @@ def _panel(
     f = Frame(f.left, f.top, f.width, f.height, (-0.5, len(names) - 0.5), f.y_range)
     title = f"{contrast.name} at {contrast.hook}: {leading(contrast)[1]}"
     p.text(f.left, f.top - 12, title, kind="bold")
-    for one in values:
-        at = names.index(one.stratum)
-        if one.floor is not None:
+    for value in values:
+        at = names.index(value.stratum)
+        if value.floor is not None:
             left, right = f.x(at - 0.42), f.x(at + 0.42)
-            top, bottom = f.y(one.floor), f.y(-one.floor)
-            p.box(left, top, right - left, bottom - top, "band", f"floor {short(one.floor)}")
+            top, bottom = f.y(value.floor), f.y(-value.floor)
+            p.box(left, top, right - left, bottom - top, "band", f"floor {short(value.floor)}")
     marks = [(float(n), name.replace(" to ", "–")) for n, name in enumerate(names)]
     unit = values[0].unit.replace("standard deviations of the reference", "SD")
     axes(p, f, "decode step: generated tokens, the first is 1", unit, x_marks=marks, left=78)
@@ -100,8 +100,8 @@ def _panel(
         limit = values[0].limit
         if limit is not None:
             p.line(f.left, f.y(side * limit), f.right, f.y(side * limit), "limit")
-    for one in values:
-        _point(p, f, one, f.x(names.index(one.stratum)))
+    for value in values:
+        _point(p, f, value, f.x(names.index(value.stratum)))
 
 
 _KINDS = {
@@ -248,10 +248,10 @@ def _farthest(p: Picture, far: Sequence[Element], x: float, y: float) -> None:
 def ladder(result: StudyResult) -> Picture | None:
     """Return how far equal tokens lie apart, a rung per contrast: 50, 90, 99 and 100 %."""
     rungs = [
-        (f"{contrast.name} at {contrast.hook}", one)
+        (f"{contrast.name} at {contrast.hook}", quantile)
         for contrast in result.contrasts
-        for one in contrast.quantiles
-        if one.axis == "all" and one.measure == "relative L2"
+        for quantile in contrast.quantiles
+        if quantile.axis == "all" and quantile.measure == "relative L2"
     ]
     if not rungs:
         return None
@@ -272,20 +272,22 @@ def ladder(result: StudyResult) -> Picture | None:
         f.bottom + 48,
         FigureData(
             ("contrast and hook", *(f"relative L2, {name}" for name in _NAMES), "pairs"),
-            [(words, *_four(one), one.n_pairs) for words, one in shown],
+            [(words, *_four(quantile), quantile.n_pairs) for words, quantile in shown],
         ),
     )
     marks = [(float(k), f"1e{k}" if k else "1") for k in range(low, int(f.x_range[1]) + 1)]
     marks += [(float(left), "0")] if left < low else []
     axes(p, f, "relative L2 distance", "", x_marks=marks, y_marks=[])
-    for n, (words, one) in enumerate(shown):
+    for n, (words, quantile) in enumerate(shown):
         y = f.top + 34 * n + 17
         p.label(f.left - 8, y + 4, words, 206)
-        if one.p100 == 0:
-            p.text(f.left + 8, y + 4, f"equal to the bit: {one.n_pairs:,} pairs")
+        if quantile.p100 == 0:
+            p.text(f.left + 8, y + 4, f"equal to the bit: {quantile.n_pairs:,} pairs")
             continue
-        at = [f.x(math.log10(v)) if v > 0 else f.left for v in _four(one)]
-        said = ", ".join(f"{name} {short(v)}" for name, v in zip(_NAMES, _four(one), strict=True))
+        at = [f.x(math.log10(v)) if v > 0 else f.left for v in _four(quantile)]
+        said = ", ".join(
+            f"{name} {short(v)}" for name, v in zip(_NAMES, _four(quantile), strict=True)
+        )
         p.line(at[0], y, at[3], y, "stored-line whisker")
         for x in at[1:3]:
             p.line(x, y - 7, x, y + 7, "stored-line whisker")

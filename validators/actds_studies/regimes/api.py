@@ -247,10 +247,10 @@ def _of_hook(place: str, hook: str | None, hooks: Sequence[str]) -> str:
     if hook is None:
         next_step = f"Name the hook: {hooks[0]}={place}"
         raise refused(place, "no word of its hook", "a hook", next_step)
-    found = next((one for one in hooks if same_place(one, hook)), None)
-    if found is None:
+    same = next((one for one in hooks if same_place(one, hook)), None)
+    if same is None:
         raise refused(place, f"of {hook}", f"one of {', '.join(hooks)}")
-    return found
+    return same
 
 
 def _dictionaries(
@@ -260,7 +260,7 @@ def _dictionaries(
     model: str | None,
 ) -> dict[str, Dictionary]:
     name = model or _model_of(arms)
-    found: dict[str, Dictionary] = {}
+    result: dict[str, Dictionary] = {}
     for text in words:
         hook, path = _hook_and_path(text, hooks, "sae")
         width = None if hook is None else arms[0].dataset.hooks[hook].d_model
@@ -271,11 +271,11 @@ def _dictionaries(
         if one.d_model != width:
             expected = f"{width:,}, as {hook} has"
             raise refused(path, f"a dictionary of {one.d_model:,} channels", expected)
-        if hook in found:
+        if hook in result:
             raise ActdsError("E009", "sae", got=f"two for {hook}", expected="one to a hook")
         _refuse_fitted(path, one, arms)
-        found[hook] = one
-    return found
+        result[hook] = one
+    return result
 
 
 def _model_of(arms: Sequence[Arm]) -> str | None:
@@ -311,30 +311,32 @@ def _whole_where_unseen(
     document that the model and its author continued it would take the two sides apart, and leave a
     quarter of the pairs.
     """
-    fitted = {digest for one in dictionaries for digest in one.source.trained_on}
+    fitted = {digest for dictionary in dictionaries for digest in dictionary.source.trained_on}
     known = {arm.dataset.digest: arm for arm in arms.values() if arm.dataset.digest in fitted}
     if not known:
         return dict(arms)
     seen = set().union(*(_sequences(arm.dataset) for arm in known.values()))
-    found = {}
+    result = {}
     for name, arm in arms.items():
-        others = tuple(one for digest, one in known.items() if digest != arm.dataset.digest)
-        found[name] = replace(arm, fitted=others)
+        others = tuple(
+            dictionary for digest, dictionary in known.items() if digest != arm.dataset.digest
+        )
+        result[name] = replace(arm, fitted=others)
         if None not in (own := _sequences(arm.dataset)) and own.isdisjoint(seen):
-            found[name] = replace(found[name], split=None, held_out=0.0)
-    return found
+            result[name] = replace(result[name], split=None, held_out=0.0)
+    return result
 
 
 def _sequences(dataset: Dataset) -> set[str | None]:
     """Return the digests of the token sequences of a dataset, None for one that is not known."""
     lines = dataset.requests(run=False).select(["token_digest", "finish_reason"]).to_pylist()
-    return {one["token_digest"] for one in lines if one["finish_reason"] not in UNSERVED}
+    return {line["token_digest"] for line in lines if line["finish_reason"] not in UNSERVED}
 
 
 def _probes(
     words: Sequence[str | os.PathLike[str]], hooks: Sequence[str], arms: Sequence[Arm]
 ) -> dict[str, ProbeFile]:
-    found: dict[str, ProbeFile] = {}
+    result: dict[str, ProbeFile] = {}
     for text in words:
         hook, path = _hook_and_path(text, hooks, "probes")
         one = read_probes(path)
@@ -345,10 +347,10 @@ def _probes(
         if one.weights.shape[1] != width:
             got = f"probes of {one.weights.shape[1]:,} channels"
             raise refused(path, got, f"{width:,}, as {hook} has")
-        if hook in found:
+        if hook in result:
             raise ActdsError("E009", "probes", got=f"two for {hook}", expected="one to a hook")
-        found[hook] = one
-    return found
+        result[hook] = one
+    return result
 
 
 class _Finite:
@@ -394,14 +396,14 @@ def _finite(rows: Rows) -> Rows:
 
 def _labels(arm: Arm, hook: str, label: str) -> npt.NDArray[np.int8]:
     """Return the label of each row of an arm's array ``(n_rows,)``: 1, 0, or -1 for unknown."""
-    expressions = (
-        parse_expression(label, "label"),
-        parse_expression(f"not ({label})", "label"),
-    )
+    expressions = (parse_expression(label, "label"), parse_expression(f"not ({label})", "label"))
     values = RowValues(arm.dataset, [arm.dataset.hooks[hook]])
     parts = [np.empty(0, np.int8)]
     for shard in arm.dataset.shards_of(hook):
-        true, false = (one.mask(values.of(shard, one.columns), shard.n_rows) for one in expressions)
+        true, false = (
+            expression.mask(values.of(shard, expression.columns), shard.n_rows)
+            for expression in expressions
+        )
         parts.append(np.where(true, 1, np.where(false, 0, -1)).astype(np.int8))
     return np.concatenate(parts)
 
@@ -432,18 +434,18 @@ def _instruments(
     from actds_studies.regimes.instruments.probes import Probes
     from actds_studies.regimes.instruments.reconstruction import Overlap, Reconstruction
 
-    found: list[AnyInstrument] = []
+    instruments: list[AnyInstrument] = []
     if hook not in dictionaries:
-        found += [Moments(), Numerics()]
+        instruments += [Moments(), Numerics()]
     else:
         one = Remembered(_Finite(dictionaries[hook]))
-        found += [Reconstruction(one), Overlap(one), Moments(), Numerics(one)]
+        instruments += [Reconstruction(one), Overlap(one), Moments(), Numerics(one)]
     if probes is not None:
         labels = None
         if label is not None:
             labels = _labels(arms[0], hook, label), _labels(arms[1], hook, label)
-        found.append(Probes(probes.weights, probes.bias, probes.names, labels))
-    return found
+        instruments.append(Probes(probes.weights, probes.bias, probes.names, labels))
+    return instruments
 
 
 def _dictionary_used(hook: str, one: Dictionary, arms: Mapping[str, Arm], found: Regimes) -> Used:

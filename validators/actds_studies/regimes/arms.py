@@ -76,18 +76,14 @@ class Requests:
         return slice(int(low), int(high))
 
 
-def match(
-    first: Requests,
-    second: Requests,
-    eligible: tuple[Bools, Bools],
-) -> Ints:
+def match(first: Requests, second: Requests, eligible: tuple[Bools, Bools]) -> Ints:
     """Return for each request of the second the same prompt's of the first, -1 if none.
 
     Equal token digests come first, with the same id and source where there are several; then
     the same id, source and source row; then the same id and source row. What is not unique by
     name is not matched by it: tokens decide later which positions are the same.
     """
-    found = np.full(len(second), -1, np.int64)
+    numbers = np.full(len(second), -1, np.int64)
     free = [np.flatnonzero(eligible[0]).tolist(), np.flatnonzero(eligible[1]).tolist()]
     for by_tokens, keys in (
         (True, ("token_digest", "external_id", "source", "source_row")),
@@ -103,26 +99,26 @@ def match(
             ours = here.get(key, [])
             if not by_tokens and (len(ours) > 1 or len(theirs) > 1):
                 continue
-            for one, other in zip(ours, theirs, strict=False):
-                found[other] = one
-        taken = set(found.tolist())
+            for our, other in zip(ours, theirs, strict=False):
+                numbers[other] = our
+        taken = set(numbers.tolist())
         free = [
             [row for row in free[0] if row not in taken],
-            [row for row in free[1] if found[row] < 0],
+            [row for row in free[1] if numbers[row] < 0],
         ]
-    return found
+    return numbers
 
 
 def _by_key(
     requests: Requests, rows: list[int], names: tuple[str, ...]
 ) -> dict[Hashable, list[int]]:
     columns = [getattr(requests, name) for name in names]
-    found: dict[Hashable, list[int]] = defaultdict(list)
+    result: dict[Hashable, list[int]] = defaultdict(list)
     for row in rows:
         key = tuple(column[row] for column in columns)
         if key[0] is not None:
-            found[key].append(row)
-    return found
+            result[key].append(row)
+    return result
 
 
 APART = ("bos", "first_position")
@@ -383,18 +379,18 @@ def _trained(arm: Arm, hook: str, shards: Sequence[Shard], hashes: Keys) -> Bool
     these, of whatever phase, or of a dataset that it was fitted on. None where there are none.
     """
     known = list(arm.fitted)
-    found = np.zeros(len(hashes), np.bool_)
+    result = np.zeros(len(hashes), np.bool_)
     if arm.split == "held_out":
         known.append(arm)
         own = _fitted(arm, hook)
-        found = np.concatenate([own[shard.name] for shard in shards])
+        result = np.concatenate([own[shard.name] for shard in shards])
     if not known:
         return None
     for one in known:
         rows = np.concatenate(list(_fitted(one, hook).values()))
         seen = prefix_hashes(one.dataset, one.dataset.shards_of(hook))[rows]
-        found |= np.isin(hashes, np.unique(seen[seen != 0]))
-    return found
+        result |= np.isin(hashes, np.unique(seen[seen != 0]))
+    return result
 
 
 def _fitted(arm: Arm, hook: str) -> dict[str, Bools]:
@@ -422,13 +418,13 @@ def _given(dataset: Dataset, requests: Requests) -> Ints:
     A replay has the whole sequence as its prompt, and so has a document that was given with its own
     continuation: that length says nothing of where its source, or the model, would have sampled.
     """
-    found = np.full(len(requests), -1, np.int64)
+    numbers = np.full(len(requests), -1, np.int64)
     lines = dataset.origins(run=True)
     for run in dataset.catalog.run_ids:
-        found[requests.of_run(run)] = _continued_at(dataset, run)
+        numbers[requests.of_run(run)] = _continued_at(dataset, run)
         own = lines.filter(pc.equal(lines["run"], run))
-        found[requests.index(run, own["request"].to_numpy())] = own["n_given"].to_numpy()
-    return found
+        numbers[requests.index(run, own["request"].to_numpy())] = own["n_given"].to_numpy()
+    return numbers
 
 
 def _continued_at(dataset: Dataset, run: str) -> int:
@@ -528,5 +524,5 @@ def _whole(column: pa.Array, name: str) -> Ints:
         indices = coded.indices.fill_null(len(known)).to_numpy(zero_copy_only=False)
         coded_rows: Ints = np.array([*known, -1], np.int64)[indices]
         return coded_rows
-    found: Ints = column.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
-    return found
+    numbers: Ints = column.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+    return numbers

@@ -108,14 +108,14 @@ def parse_contrasts(
     """
     if not asked:
         return [(names[0], other) for other in names[1:]]
-    found = []
+    result = []
     for words in dict.fromkeys(asked):
         parts = words.split("-")
         if len(parts) != 2 or parts[0] == parts[1] or not set(parts) <= set(names):
             expected = f"two of {', '.join(names)}, as {names[1]}-{names[0]}"
             raise ActdsError("E009", argument, got=words[:80], expected=expected)
-        found.append((parts[1], parts[0]))
-    return found
+        result.append((parts[1], parts[0]))
+    return result
 
 
 def _parse(text: str, letter: str, keys: Sequence[str]) -> ArmWords:

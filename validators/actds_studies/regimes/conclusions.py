@@ -21,14 +21,7 @@ from actds_studies.regimes.result import (
     Verdict,
 )
 from actds_studies.regimes.strata import ALL
-from actds_studies.regimes.wording import (
-    ADDED,
-    beyond,
-    in_floor,
-    in_words,
-    limits_of,
-    rows_of,
-)
+from actds_studies.regimes.wording import ADDED, beyond, in_floor, in_words, limits_of, rows_of
 
 LEADS = (("dictionary", "FVU over the reference's variance"), ("moments", "mean"))
 """Instrument and measure that charts and sentences follow, where they are there."""
@@ -207,9 +200,7 @@ def _largest(contrasts: Sequence[ContrastResult]) -> Largest | None:
         f"({times}{limits_of(value, names)})."
     )
     return Largest(
-        contrast=contrast.name,
-        value=value.model_copy(update={"elements": []}),
-        sentence=sentence,
+        contrast=contrast.name, value=value.model_copy(update={"elements": []}), sentence=sentence
     )
 
 

@@ -143,8 +143,8 @@ def contrast(
             entropies.filled(first.dataset, hook, rows[0]),
             entropies.filled(second.dataset, hook, rows[1]),
         )
-    for arm, own in zip((first, second), rows, strict=True):
-        need_requests(arm, hook, own, MIN_REQUESTS)
+    for arm, arm_rows in zip((first, second), rows, strict=True):
+        need_requests(arm, hook, arm_rows, MIN_REQUESTS)
     told = plan(
         *rows,
         same_dataset=same_requests(first, second, rows),
@@ -236,7 +236,7 @@ def _chosen(first: ArmRows, second: ArmRows, by_token: Pairs, by_position: Pairs
 
 def same_requests(first: Arm, second: Arm, rows: tuple[ArmRows, ArmRows]) -> bool:
     """Return whether two arms number the same requests: they are of one dataset and share a run."""
-    runs = (own.requests.runs_of(own.request) for own in rows)
+    runs = (arm_rows.requests.runs_of(arm_rows.request) for arm_rows in rows)
     return first.dataset is second.dataset and not set.isdisjoint(*runs)
 
 
@@ -292,9 +292,9 @@ def _alike(first: ArmRows, second: ArmRows, pairs: Pairs) -> Bools:
     # A digest ends before a last token that was fed and whose successor was not sampled.
     by_digest &= first.position[one] < first.requests.n_fed[first.request[one]]
     known = (prefix != 0) & (others != 0)
-    found: Bools = np.where(known, prefix == others, by_digest)
-    found &= first.token_id[one] == second.token_id[other]
-    return found
+    mask: Bools = np.where(known, prefix == others, by_digest)
+    mask &= first.token_id[one] == second.token_id[other]
+    return mask
 
 
 def _pairs_by_position(first: ArmRows, second: ArmRows, matched: Ints, same_dataset: bool) -> Pairs:
@@ -335,10 +335,7 @@ def _clusters(first: ArmRows, second: ArmRows, matched: Ints, pairs: Pairs) -> t
     n = len(first.requests)
     with_origin = np.flatnonzero(matched >= 0)
     tied = split_key(np.unique(pair_key(first.request[pairs[0]], second.request[pairs[1]])))
-    edges = [
-        np.stack([matched[with_origin], n + with_origin]),
-        np.stack([tied[0], n + tied[1]]),
-    ]
+    edges = [np.stack([matched[with_origin], n + with_origin]), np.stack([tied[0], n + tied[1]])]
     one, other = np.concatenate(edges, axis=1)
     size = n + len(second.requests)
     graph = coo_array((np.ones(len(one), np.int8), (one, other)), shape=(size, size))

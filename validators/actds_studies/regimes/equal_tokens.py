@@ -84,7 +84,7 @@ class Numerics:
         def cosine(pairs: GroupSums, _: GroupSums) -> Floats:
             return mean_of(pairs, "cosine distance")
 
-        found = [
+        measures = [
             Measure(
                 "equal to the bit",
                 equal,
@@ -106,7 +106,7 @@ class Numerics:
             ),
         ]
         if self._dictionary is None:
-            return found
+            return measures
 
         def drift(pairs: GroupSums, _: GroupSums) -> Floats:
             return ratio(pairs["drift"], pairs["error"])
@@ -115,7 +115,7 @@ class Numerics:
             return ratio(pairs["switched"], pairs["active"])
 
         return [
-            *found,
+            *measures,
             Measure(
                 "drift over the dictionary's error",
                 drift,
@@ -169,7 +169,7 @@ def repeat_floor(
     """
     parts: list[tuple[Floats, Floats]] = []
     for repeats, array in zip(told.repeats, arrays, strict=True):
-        one, other = (_read(array, which) for which in repeats)
+        one, other = (_read(array, repeat) for repeat in repeats)
         fine = np.isfinite(one).all(axis=1) & np.isfinite(other).all(axis=1)
         fine &= (one != 0).any(axis=1) & (other != 0).any(axis=1)
         parts.append((relative_l2(one[fine], other[fine]), cosine_distance(one[fine], other[fine])))
@@ -192,15 +192,15 @@ def beside_floor(judged: list[Judged], floor: RepeatFloor | None) -> list[Judged
     """Return values with the floor of numerics, over all rows."""
     if floor is None:
         return judged
-    found = []
+    measured = []
     for one in judged:
         value = one.value
         known = floor.values.get(value.measure) if value.instrument == "numerics" else None
         if known is not None and value.axis == ALL and value.value is not None:
             changes = {"floor": known, "note": f"floor: {floor.words}"}
             one = replace(one, value=value.model_copy(update=changes))
-        found.append(one)
-    return found
+        measured.append(one)
+    return measured
 
 
 def beside_contrast(results: Sequence[ContrastResult], name: str) -> list[ContrastResult]:
@@ -210,29 +210,31 @@ def beside_contrast(results: Sequence[ContrastResult], name: str) -> list[Contra
         ActdsError: E014 it is not paired by token.
     """
     known: dict[tuple[str, ...], Value] = {}
-    for one in results:
-        if one.name == name and one.pairing != "token":
-            got = f"{name} at {one.hook} is paired by {one.pairing}"
+    for result in results:
+        if result.name == name and result.pairing != "token":
+            got = f"{name} at {result.hook} is paired by {result.pairing}"
             expected = "a contrast of the same tokens, as of a replay made twice"
             raise ActdsError("E014", "floor", got=got, expected=expected)
-        if one.name == name:
-            known |= {_place(value): value for value in one.values}
+        if result.name == name:
+            known |= {_place(value): value for value in result.values}
     return [
-        one if one.name == name else one.model_copy(update={"values": _beside(one, known, name)})
-        for one in results
+        result
+        if result.name == name
+        else result.model_copy(update={"values": _beside(result, known, name)})
+        for result in results
     ]
 
 
 def _beside(one: ContrastResult, known: Mapping[tuple[str, ...], Value], name: str) -> list[Value]:
-    found = []
+    values = []
     for value in one.values:
         floor = known.get(_place(value))
         is_of_pairs = value.instrument in _OF_PAIRS and value.kind in ("size", "described")
         if is_of_pairs and one.pairing == "token" and floor is not None and value.value is not None:
             changes = {"floor": floor.value, "note": f"floor: {name}"}
             value = value.model_copy(update=changes)
-        found.append(value)
-    return found
+        values.append(value)
+    return values
 
 
 def _place(value: Value) -> tuple[str, ...]:

@@ -320,10 +320,7 @@ def _elements(
     if without.shape[1:] != value.shape:
         without = without.reshape(-1, *value.shape)
     good: Bools = np.asarray(np.isfinite(value) & np.isfinite(without).all(axis=0))
-    changes: dict[str, object] = {
-        "n_elements": int(good.sum()),
-        "n_untested": int((~good).sum()),
-    }
+    changes: dict[str, object] = {"n_elements": int(good.sum()), "n_untested": int((~good).sum())}
     if not good.any():
         return changes
     where = np.flatnonzero(good)

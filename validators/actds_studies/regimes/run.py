@@ -150,12 +150,7 @@ def _planned(one: Asked, seed: int, entropies: Entropies | None) -> tuple[Contra
     What the tables say of each row is not kept: there may be many contrasts.
     """
     plan, first, second = contrast(
-        one.first,
-        one.second,
-        one.hook,
-        pairing=one.pairing,
-        seed=seed,
-        entropies=entropies,
+        one.first, one.second, one.hook, pairing=one.pairing, seed=seed, entropies=entropies
     )
     _refuse_same(one, plan)
     for instrument in one.instruments:
@@ -260,12 +255,7 @@ def measure(
             if plan.parted is not None and told.name == Numerics.name:
                 measures = [*measures, PARTING]
             judged += _judged(told.name, measures, plan, (pair_sums, pair_sums), limits, hook)
-    return Measured(
-        judged,
-        quantiles,
-        (passes[0][1], passes[1][1]),
-        (passes[0][2], passes[1][2]),
-    )
+    return Measured(judged, quantiles, (passes[0][1], passes[1][1]), (passes[0][2], passes[1][2]))
 
 
 def _sample(array: RowReader, side: Side) -> Rows:
@@ -276,7 +266,7 @@ def _sample(array: RowReader, side: Side) -> Rows:
 
 
 def _width(instruments: Sequence[object]) -> int:
-    return max((int(getattr(one, "width", 0)) for one in instruments), default=0)
+    return max((int(getattr(instrument, "width", 0)) for instrument in instruments), default=0)
 
 
 def _usable(rows: Rows) -> Bools:
@@ -377,18 +367,18 @@ def _judged(
     limits: StudyLimits,
     hook: str,
 ) -> list[Judged]:
-    found = []
+    measured = []
     for n, stratum in enumerate(plan.strata):
         totals = sums[0].totals(n), sums[1].totals(n)
         if stratum.axis != ALL and not all(total.n_rows for total in totals):
             continue
-        for one in measures:
-            if one.coarse and stratum.axis not in COARSE:
+        for measure in measures:
+            if measure.coarse and stratum.axis not in COARSE:
                 continue
-            if one.rare and stratum.axis != ALL:  # too few rows to exclude a small rate
-                one = replace(one, kind="described")
-            found.append(judge(name, hook, stratum, one, totals, limits))
-    return found
+            if measure.rare and stratum.axis != ALL:  # too few rows to exclude a small rate
+                measure = replace(measure, kind="described")
+            measured.append(judge(name, hook, stratum, measure, totals, limits))
+    return measured
 
 
 def _left_out(plan: Contrast, entropies: Entropies | None, *arms: tuple[str, ArmRows]) -> list[str]:

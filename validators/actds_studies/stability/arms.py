@@ -64,9 +64,9 @@ def copies(request: Keys, position: Ints, prefix: Keys) -> Ints:
     first = np.ones(len(order), np.bool_)
     first[1:] = (one[1:] != one[:-1]) | (place[1:] != place[:-1])
     starts = np.flatnonzero(first)
-    found = np.empty(len(order), np.int64)
-    found[order] = np.arange(len(order)) - np.repeat(starts, np.diff([*starts, len(order)]))
-    return found
+    numbers = np.empty(len(order), np.int64)
+    numbers[order] = np.arange(len(order)) - np.repeat(starts, np.diff([*starts, len(order)]))
+    return numbers
 
 
 def epoch_order(keys: Keys, seed: int, epoch: int) -> Ints:
@@ -296,13 +296,7 @@ def scored_apart(arms: Sequence[Arm]) -> list[Arm]:
     train = [tuple(e.take(~np.isin(e.request, held)) for e in arm.train) for arm in arms]
     seen = np.unique(np.concatenate([e.prefix for parts in train for e in parts]))
     return [
-        Arm(
-            arm.words,
-            arm.dataset,
-            arm.shares,
-            parts,
-            tuple(_unseen(e, seen) for e in arm.scored),
-        )
+        Arm(arm.words, arm.dataset, arm.shares, parts, tuple(_unseen(e, seen) for e in arm.scored))
         for arm, parts in zip(arms, train, strict=True)
     ]
 
@@ -362,5 +356,5 @@ def words_of(words: ArmWords) -> str:
     said += [", ".join(f"{share:.0%} {phase}" for phase, share in words.mix)] if words.mix else []
     said += [words.where] if words.where else []
     said += [f"without {name}" for name in words.exclude]
-    said += [f"weights {one}" for one in words.weights]
+    said += [f"weights {weight}" for weight in words.weights]
     return ", ".join(said)

@@ -66,10 +66,10 @@ def compare(
             can show nothing.
     """
     by: dict[tuple[str, str], dict[int, Likeness]] = {}
-    for one in pairs:
-        by.setdefault((one.arm, one.kind), {})[one.seeds[0]] = one.likeness
+    for pair in pairs:
+        by.setdefault((pair.arm, pair.kind), {})[pair.seeds[0]] = pair.likeness
     found = []
-    for arm in dict.fromkeys(one.arm for one in pairs if one.arm != reference):
+    for arm in dict.fromkeys(pair.arm for pair in pairs if pair.arm != reference):
         for floor in get_args(Floor):
             kind = "same start" if floor == "other order" else floor
             for measure in get_args(Measure):
@@ -110,14 +110,14 @@ def _value(likeness: Likeness, measure: Measure) -> float | None:
 
 
 def _decided(found: Sequence[Comparison], chance: float, limits: Limits) -> list[Comparison]:
-    told = list(found)
+    comparisons = list(found)
     for floor in get_args(Floor):
         tests = [n for n, one in enumerate(found) if one.floor == floor and one.p is not None]
         adjusted = benjamini_hochberg([found[n].p or 0.0 for n in tests])
         for n, p in zip(tests, adjusted.tolist(), strict=True):
             outcome = _outcome(found[n], p, chance, limits)
-            told[n] = found[n].model_copy(update={"adjusted_p": p, "outcome": outcome})
-    return told
+            comparisons[n] = found[n].model_copy(update={"adjusted_p": p, "outcome": outcome})
+    return comparisons
 
 
 def _outcome(one: Comparison, adjusted_p: float, chance: float, limits: Limits) -> Outcome:
@@ -139,7 +139,7 @@ def verdicts(
 ) -> list[Verdict]:
     """Return what is found on each arm, in words."""
     by = {(one.arm, one.floor): one for one in comparisons if one.measure == _TESTED}
-    found = []
+    verdicts = []
     arms = list(dict.fromkeys(one.arm for one in comparisons))
     for arm in arms:
         seed, order = by[arm, "other seed"], by[arm, "other order"]
@@ -150,7 +150,7 @@ def verdicts(
             f"({_below(seed)}); from the same start {order.of_arm:.3f}, where another order of the "
             f"same rows has {order.of_floor:.3f} ({_below(order)})."
         )
-        found.append(
+        verdicts.append(
             Verdict(
                 arm=arm,
                 outcome=seed.outcome,
@@ -163,7 +163,7 @@ def verdicts(
                 ],
             )
         )
-    return found
+    return verdicts
 
 
 def answer(

@@ -89,10 +89,10 @@ def rare_tokens(token_id: Ints) -> tuple[Rare, Ints]:
 
 def groups_of(arms: Sequence[Entries]) -> list[Ints]:
     """Return the group of requests of each row of each arm; a request has one in all of them."""
-    requests = np.unique(np.concatenate([one.request for one in arms]))
-    fewest = min(len(np.unique(one.request)) for one in arms)
+    requests = np.unique(np.concatenate([arm.request for arm in arms]))
+    fewest = min(len(np.unique(arm.request)) for arm in arms)
     n = max(1, min(MAX_GROUPS, fewest))
-    return [np.searchsorted(requests, one.request) % n for one in arms]
+    return [np.searchsorted(requests, arm.request) % n for arm in arms]
 
 
 def errors_of(dictionary: Dictionary, rows: npt.NDArray[np.float32]) -> tuple[Errors, csr_array]:
@@ -125,8 +125,8 @@ def _value(
     own = _spreads(scored, mask, n_groups)
     unexplained = np.stack(
         [
-            _left_out(np.bincount(scored.group[mask], one.squared[mask], n_groups))
-            for one in errors
+            _left_out(np.bincount(scored.group[mask], error.squared[mask], n_groups))
+            for error in errors
         ]
     )  # fmt: skip
     count = _left_out(np.bincount(scored.group[mask], minlength=n_groups))
@@ -151,7 +151,7 @@ def _value(
         seeds_low=float(by_seed[:, 0].min()) if known else None,
         seeds_high=float(by_seed[:, 0].max()) if known else None,
         fvu_reference=float(of_reference[0]) if np.isfinite(of_reference[0]) else None,
-        l0=float(np.mean([one.active[mask].mean() for one in errors])),
+        l0=float(np.mean([error.active[mask].mean() for error in errors])),
     )
 
 
@@ -290,13 +290,13 @@ def gather(arms: Sequence[Arm], hook: str, n_rows: int) -> Gathered:
         ActdsError: E014 an arm without a row that counts; what reading raises.
     """
     entries = [chosen(arm.train, arm.shares, n_rows) for arm in arms]
-    values = [_read(arm, hook, one.row) for arm, one in zip(arms, entries, strict=True)]
+    values = [_read(arm, hook, entry.row) for arm, entry in zip(arms, entries, strict=True)]
     norms = [_norms(rows) for rows in values]
     finite = norms[0][np.isfinite(norms[0])]
     limit = SINK_NORM * float(np.median(finite)) if len(finite) else 0.0
     kept = [own <= limit for own in norms]
-    for arm, fine, one in zip(arms, kept, entries, strict=True):
-        if not limit or not (fine & (one.weight > 0)).any():
+    for arm, fine, entry in zip(arms, kept, entries, strict=True):
+        if not limit or not (fine & (entry.weight > 0)).any():
             got = "no finite row with a weight"
             raise ActdsError("E014", f"arm {arm.name} at {hook}", got=got, expected="some")
     counted = kept[0] & (entries[0].weight > 0)
@@ -306,16 +306,16 @@ def gather(arms: Sequence[Arm], hook: str, n_rows: int) -> Gathered:
     scale = float(values[0].shape[1] ** 0.5 / norms[0][counted].mean())
     rare, frequent = rare_tokens(entries[0].token_id)
     scored = [_scored_rows(arm, hook, limit) for arm in arms]
-    groups = groups_of([one for one, _ in scored])
+    groups = groups_of([entry for entry, _ in scored])
     held = [
         Held(
             arm,
-            one,
-            TrainingRows(own, one.key, np.where(fine, one.weight, 0.0)),
+            entry,
+            TrainingRows(own, entry.key, np.where(fine, entry.weight, 0.0)),
             Scored(rows, told, group, ~np.isin(told.token_id, frequent)),
             int((~fine).sum()),
         )
-        for arm, one, own, fine, (told, rows), group in zip(
+        for arm, entry, own, fine, (told, rows), group in zip(
             arms, entries, values, kept, scored, groups, strict=True
         )
     ]

@@ -234,7 +234,7 @@ def _pairs(
 ) -> list[PairResult]:
     """Return how alike pairs are: each seed with itself, and with the next one."""
     k = len(seeds)
-    found = []
+    pair_results = []
     for at, seed in enumerate(seeds):
         one, after = made[0, seed, seed], seeds[(at + 1) % k]
         told: list[tuple[int, PairKind, int, int]] = [
@@ -243,14 +243,14 @@ def _pairs(
         ]
         for n in range(1, len(arms)):
             told += [(n, "same start", seed, seed), (n, "other seed", after, after)]
-        found += [
+        pair_results += [
             PairResult(
                 arm=arms[n].name, kind=kind, seeds=(seed, start),
                 likeness=_likeness(one, made[n, start, order]),
             )
             for n, kind, start, order in told
         ]  # fmt: skip
-    return found
+    return pair_results
 
 
 def _likeness(first: _One, second: _One) -> Likeness:
@@ -267,25 +267,25 @@ def _likeness(first: _One, second: _One) -> Likeness:
 
 def _arm_results(rows: Gathered, hook: str) -> list[ArmResult]:
     reference = rows.arms[0].entries.key
-    known = [about(held.arm.dataset.catalog, "") for held in rows.arms]
+    known = [about(arm.arm.dataset.catalog, "") for arm in rows.arms]
     return [
         ArmResult(
-            name=held.arm.name,
-            words=words_of(held.arm.words),
-            digest=held.arm.dataset.digest,
+            name=arm.arm.name,
+            words=words_of(arm.arm.words),
+            digest=arm.arm.dataset.digest,
             models=list(of.models),
             engines=list(of.engines),
             started_ns=of.started_ns,
-            dtype=held.arm.dataset.hooks[hook].dtype,
-            n_there=most(held.arm.train, held.arm.shares),
-            n_rows=len(held.entries),
+            dtype=arm.arm.dataset.hooks[hook].dtype,
+            n_there=most(arm.arm.train, arm.arm.shares),
+            n_rows=len(arm.entries),
             shares={
-                phase: int((held.entries.phase == n).sum()) for n, phase in enumerate(PHASES)
+                phase: int((arm.entries.phase == n).sum()) for n, phase in enumerate(PHASES)
             },
-            n_common=int(np.isin(held.entries.key, reference).sum()),
-            n_sinks=held.n_sinks,
-            n_scored=len(held.scored.entries),
-            n_requests=len(np.unique(held.scored.entries.request)),
+            n_common=int(np.isin(arm.entries.key, reference).sum()),
+            n_sinks=arm.n_sinks,
+            n_scored=len(arm.scored.entries),
+            n_requests=len(np.unique(arm.scored.entries.request)),
         )
-        for held, of in zip(rows.arms, known, strict=True)
+        for arm, of in zip(rows.arms, known, strict=True)
     ]  # fmt: skip

@@ -114,7 +114,7 @@ class Probes:
         def score(sums: GroupSums) -> Floats:
             return np.asarray(mean_of(sums, "score") / scale)
 
-        found = [
+        measures = [
             difference(
                 "score",
                 score,
@@ -133,7 +133,7 @@ class Probes:
                 )
                 return area(one, other)
 
-            found.append(
+            measures.append(
                 difference(
                     "ROC area",
                     areas,
@@ -143,7 +143,7 @@ class Probes:
                     labels=self._names,
                 )
             )
-        return found
+        return measures
 
     def _scores(self, rows: Rows) -> Floats:
         return np.asarray(rows.astype(np.float64) @ self._weights.T + self._bias)

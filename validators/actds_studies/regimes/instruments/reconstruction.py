@@ -54,7 +54,7 @@ class Overlap:
     def measures(self, reference: GroupSums, limits: Limits) -> list[Measure]:
         """Return the overlaps of the most frequent features, and of the order of all of them."""
         n_features = reference[_EVENTS].shape[-1]
-        found = [
+        measures = [
             Measure(
                 f"top {k} features, Jaccard",
                 partial(_of_rates, function=partial(top_jaccard, k=k)),
@@ -69,7 +69,7 @@ class Overlap:
         for name, function in (("Spearman", spearman), ("Kendall", kendall)):
             if name == "Spearman" or n_features <= _MAX_KENDALL:
                 measure = partial(_of_rates, function=function)
-                found.append(
+                measures.append(
                     Measure(
                         f"order of features by rate, {name}",
                         measure,
@@ -79,7 +79,7 @@ class Overlap:
                         coarse=True,
                     )
                 )
-        return found
+        return measures
 
     def pair_parts(self, first: Rows, second: Rows) -> Iterator[Part]:
         yield Part("jaccard", 1 - self.pair_values(first, second)[_DIFFER])
@@ -100,12 +100,7 @@ class Overlap:
 
         return [
             Measure(
-                _DIFFER,
-                lost,
-                "1 - Jaccard, mean over pairs",
-                "size",
-                limits.overlap,
-                scale="logit",
+                _DIFFER, lost, "1 - Jaccard, mean over pairs", "size", limits.overlap, scale="logit"
             )
         ]
 
@@ -132,9 +127,9 @@ def _most(rates: Floats, k: int) -> Bools:
     if len(rates) <= k:
         return np.ones(len(rates), np.bool_)
     edge = np.partition(rates, -k)[-k]  # a whole sort takes ten times as long
-    found: Bools = np.asarray(rates > edge)
-    found[np.flatnonzero(rates == edge)[: k - int(found.sum())]] = True
-    return found
+    mask: Bools = np.asarray(rates > edge)
+    mask[np.flatnonzero(rates == edge)[: k - int(mask.sum())]] = True
+    return mask
 
 
 def spearman(one: Floats, other: Floats) -> float:
