@@ -139,9 +139,14 @@ class Study:
         @result_options("Write the report as one HTML page.", WORST)
         @click.pass_context
         def run(
-            ctx: click.Context, /, arms: tuple[str, ...], html: Path | None, json_out: Path | None,
-            fail_on: str, **options: Any,
-        ) -> None:  # fmt: skip
+            ctx: click.Context,
+            /,
+            arms: tuple[str, ...],
+            html: Path | None,
+            json_out: Path | None,
+            fail_on: str,
+            **options: Any,
+        ) -> None:
             outputs = Outputs(html, json_out)
             result = self.run(*arms, **options, progress=told())
             finish(result, self.page(result, ctx.meta[COMMAND]), outputs, fail_on)
@@ -163,29 +168,39 @@ def compare_options(function: Command) -> Command:
         (
             click.argument("arms", metavar="A [B ...]", nargs=-1, required=True),
             click.option(
-                "--contrast", "contrasts", multiple=True, metavar="G-R",
+                "--contrast",
+                "contrasts",
+                multiple=True,
+                metavar="G-R",
                 help="Compare arm G with the reference R; repeatable. Every later arm with the "
                 "first if none.",
             ),
             click.option(
-                "--floor", metavar="again-R",
+                "--floor",
+                metavar="again-R",
                 help="Compare arms that were served alike, as a replay made twice: the floor of "
                 "numerics.",
             ),
             click.option(
-                "--hook", "hooks", multiple=True, metavar="NAME",
+                "--hook",
+                "hooks",
+                multiple=True,
+                metavar="NAME",
                 help="Hook to compare; repeatable. All that the arms share if none.",
             ),
             click.option(
-                "--held-out", type=FiniteRange(0, 1, min_open=True, max_open=True), metavar="SHARE",
+                "--held-out",
+                type=FiniteRange(0, 1, min_open=True, max_open=True),
+                metavar="SHARE",
                 help='Compare what a loader with split="train" and this share leaves out.',
             ),
             click.option(
-                "--pairing", type=click.Choice(PAIRINGS),
+                "--pairing",
+                type=click.Choice(PAIRINGS),
                 help="How rows belong together. The closest that there is if not given.",
             ),
         )
-    ):  # fmt: skip
+    ):
         function = option(function)
     return function
 
@@ -201,9 +216,12 @@ def result_options(html: str, worst: Sequence[str]) -> Callable[[Command], Comma
 
     def add(function: Command) -> Command:
         fail_on = click.option(
-            "--fail-on", type=click.Choice([*words, "never"]), default=words[0], show_default=True,
+            "--fail-on",
+            type=click.Choice([*words, "never"]),
+            default=words[0],
+            show_default=True,
             help="Exit 1 when a verdict ends so, or worse.",
-        )  # fmt: skip
+        )
         return html_option(html)(json_option()(fail_on(function)))
 
     return add

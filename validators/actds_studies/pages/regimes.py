@@ -120,7 +120,7 @@ def facts(result: StudyResult) -> list[Fact]:
         if not values:
             return [Fact("Largest shift", "not known", "nothing could be tested", False), separated]
         return [Fact("Largest shift", "none found", note), separated]
-    contrast = next(one for one in result.contrasts if one.name == answer.largest.contrast)
+    contrast = next(c for c in result.contrasts if c.name == answer.largest.contrast)
     figure = big(answer.largest.value, names_of(contrast))
     return [Fact("Largest shift", figure, answer.largest.sentence), separated]
 
@@ -213,13 +213,16 @@ def _verdicts(result: StudyResult) -> Part:
     some, more = first(pairs, _MAX_VERDICTS)
     rows = [
         Row(
-            (f"{contrast.name} at {verdict.hook}", verdict.instrument,
-             f"{LOOKS[LEVELS[verdict.outcome]].mark} {verdict.outcome}"),
+            (
+                f"{contrast.name} at {verdict.hook}",
+                verdict.instrument,
+                f"{LOOKS[LEVELS[verdict.outcome]].mark} {verdict.outcome}",
+            ),
             LOOKS[LEVELS[verdict.outcome]].tone,
             verdict.sentence,
         )
         for contrast, verdict in some
-    ]  # fmt: skip
+    ]
     head = ("contrast", "instrument", "verdict")
     lead = (
         "An instrument shifts when a test finds a difference that lies beyond its limit, carries "
@@ -298,8 +301,15 @@ def _compared(result: StudyResult) -> Part:
             decode = "-" if arm.n_decode is None else percent(arm.n_decode / max(arm.n_rows, 1))
             further = f"left out: {apart}; {count(arm.n_repeats)} repeated prefixes; "
             further += f"{count(arm.n_sinks)} sinks; {count(arm.n_broken)} not finite or zero"
-            cells = (contrast.name, contrast.hook, arm.name, count(arm.n_rows), decode,
-                     count(arm.n_requests), count(arm.n_compared))  # fmt: skip
+            cells = (
+                contrast.name,
+                contrast.hook,
+                arm.name,
+                count(arm.n_rows),
+                decode,
+                count(arm.n_requests),
+                count(arm.n_compared),
+            )
             rows.append(Row(cells, "", f"{arm.words}; {further}"))
     some, more = first(rows)
     head = ("contrast", "hook", "arm", "rows", "of decode steps", "requests", "compared")
@@ -310,8 +320,13 @@ def _compared(result: StudyResult) -> Part:
         ("sha256", lambda row: row.sha256[:16]),
         ("of", lambda row: row.path),
     )
-    tables += table_of("Dictionaries and probes", columns, result.used, frozenset(range(4)),
-                       note=lambda row: row.words)  # fmt: skip
+    tables += table_of(
+        "Dictionaries and probes",
+        columns,
+        result.used,
+        frozenset(range(4)),
+        note=lambda row: row.words,
+    )
     notes = [Sentence(arms(contrast)) for contrast in result.contrasts[:24]]
     lead = "Which rows were compared, how they were paired, and what was left out."
     return Part("compared", "What was compared", Sentence(lead), tables, notes)
@@ -345,10 +360,14 @@ def _values(result: StudyResult) -> Part:
         values.sort(key=lambda row: (order[row.outcome], row.axis != "all"))
         if len(tables) < _MAX_TABLES:
             tables += table_of(
-                f"{contrast.name} at {contrast.hook}", _VALUES, values, frozenset({0, 1, 3, 8}),
-                room=_MAX_VALUES, tone=lambda row: "warn" if row.outcome == "shifts" else "",
+                f"{contrast.name} at {contrast.hook}",
+                _VALUES,
+                values,
+                frozenset({0, 1, 3, 8}),
+                room=_MAX_VALUES,
+                tone=lambda row: "warn" if row.outcome == "shifts" else "",
                 note=lambda row: row.note if row.kind == "direction" else "",
-            )  # fmt: skip
+            )
     lead = (
         f"{counted(n, 'value')} in all strata, those that shift first. Of many elements, as "
         "channels, the farthest is shown, and all of them are tested together."
@@ -374,5 +393,10 @@ def _how(result: StudyResult) -> Part:
             NOT_ASKED,
         )
     ]
-    return Part("how", "How to read this", Sentence("What the numbers are, and what they are not."),
-                [], notes)  # fmt: skip
+    return Part(
+        "how",
+        "How to read this",
+        Sentence("What the numbers are, and what they are not."),
+        [],
+        notes,
+    )

@@ -29,7 +29,7 @@ def gap(contrast: ContrastResult, axis: str) -> list[Value]:
 
 def step_gaps(result: StudyResult) -> Picture | None:
     """Return the leading measure by decode step, a panel per contrast, with floor and limit."""
-    panels = [(one, values) for one in result.contrasts if (values := gap(one, "decode step"))]
+    panels = [(c, values) for c in result.contrasts if (values := gap(c, "decode step"))]
     if not panels:
         return None
     shown = panels[:_MAX_PANELS]
@@ -45,28 +45,57 @@ def step_gaps(result: StudyResult) -> Picture | None:
         tops[-1] + height + 44,
         _gaps("decode step", [(c.name, c.hook, v) for c, values in shown for v in values]),
     )
-    legend(p, 150, 20, [("lost", "shifts"), ("stored", "carries over"), ("floor", "undecided"),
-                        ("band", "floor")])  # fmt: skip
+    legend(
+        p,
+        150,
+        20,
+        [("lost", "shifts"), ("stored", "carries over"), ("floor", "undecided"), ("band", "floor")],
+    )
     names = list(dict.fromkeys(v.stratum for _, values in shown for v in values))
     for (contrast, values), top in zip(shown, tops, strict=True):
         # One scale for a hook: its contrasts are parts of one another.
         alike = [
-            own for c, own in shown if (c.hook, leading(c)) == (contrast.hook, leading(contrast))
+            near for c, near in shown if (c.hook, leading(c)) == (contrast.hook, leading(contrast))
         ]
-        around = _range([value for own in alike for value in own])
+        around = _range([value for near in alike for value in near])
         _panel(p, contrast, values, names, Frame(150, top, 600, height, (0, 1), around))
     return p
 
 
 def _gaps(axis: str, shown: Sequence[tuple[str, str, Value]]) -> FigureData:
     """Return the values of a measure in the strata of an axis, as CSV has them."""
-    header = ("contrast", "hook", "measure", "unit", axis, "value", "low", "high", "floor", "limit",
-              "verdict")  # fmt: skip
-    return FigureData(header, [
-        (contrast, hook, one.measure, one.unit, one.stratum, one.value, one.low, one.high,
-         one.floor, one.limit, one.outcome)
-        for contrast, hook, one in shown
-    ])  # fmt: skip
+    header = (
+        "contrast",
+        "hook",
+        "measure",
+        "unit",
+        axis,
+        "value",
+        "low",
+        "high",
+        "floor",
+        "limit",
+        "verdict",
+    )
+    return FigureData(
+        header,
+        [
+            (
+                contrast,
+                hook,
+                value.measure,
+                value.unit,
+                value.stratum,
+                value.value,
+                value.low,
+                value.high,
+                value.floor,
+                value.limit,
+                value.outcome,
+            )
+            for contrast, hook, value in shown
+        ],
+    )
 
 
 def _range(values: Sequence[Value]) -> tuple[float, float]:
@@ -112,15 +141,15 @@ _KINDS = {
 }
 
 
-def _point(p: Picture, f: Frame, one: Value, x: float) -> None:
-    assert one.value is not None
-    mark, whisker = _KINDS[one.outcome]
-    said = f"{short(one.value)}, {one.outcome or 'described'}"
-    if one.low is not None and one.high is not None:
-        p.line(x, f.y(one.low), x, f.y(one.high), whisker)
-        said += f", {short(one.low)} to {short(one.high)}"
-    p.dot(x, f.y(one.value), mark, f"step {one.stratum}: {said}", 5)
-    p.text(x + 9, f.y(one.value) - 6, short(one.value), kind="halo")
+def _point(p: Picture, f: Frame, value: Value, x: float) -> None:
+    assert value.value is not None
+    mark, whisker = _KINDS[value.outcome]
+    words = f"{short(value.value)}, {value.outcome or 'described'}"
+    if value.low is not None and value.high is not None:
+        p.line(x, f.y(value.low), x, f.y(value.high), whisker)
+        words += f", {short(value.low)} to {short(value.high)}"
+    p.dot(x, f.y(value.value), mark, f"step {value.stratum}: {words}", 5)
+    p.text(x + 9, f.y(value.value) - 6, short(value.value), kind="halo")
 
 
 def positions(result: StudyResult) -> Picture | None:
@@ -133,11 +162,11 @@ def positions(result: StudyResult) -> Picture | None:
     if not blocks:
         return None
     blocks = {name: rows[:_MAX_HOOKS] for name, rows in list(blocks.items())[:_MAX_PANELS]}
-    there = dict.fromkeys(
+    bands_known = dict.fromkeys(
         v.stratum for c in result.contrasts for v in c.values if v.axis == "position"
     )
     seen = {band for rows in blocks.values() for _, values in rows for band in values}
-    bands = [band for band in there if band in seen][:_MAX_BANDS]
+    bands = [band for band in bands_known if band in seen][:_MAX_BANDS]
     cell, left, y = min(72.0, 660 / len(bands)), 150.0, 56.0
     height = y + sum(56 + 26 * len(rows) for rows in blocks.values())
     p = Picture(
@@ -148,14 +177,17 @@ def positions(result: StudyResult) -> Picture | None:
         "Empty: no estimate there.",
         WIDTH,
         height,
-        _gaps("position", [
-            (name, hook, values[band])
-            for name, rows in blocks.items()
-            for hook, values in rows
-            for band in bands
-            if band in values
-        ]),
-    )  # fmt: skip
+        _gaps(
+            "position",
+            [
+                (name, hook, values[band])
+                for name, rows in blocks.items()
+                for hook, values in rows
+                for band in bands
+                if band in values
+            ],
+        ),
+    )
     p.text(left, 20, "0")
     for step in range(7):
         p.box(left + 20 + 26 * step, 9, 26, 13, f"shade{step}")
@@ -174,14 +206,14 @@ def positions(result: StudyResult) -> Picture | None:
     return p
 
 
-def _cell(p: Picture, one: Value | None, x: float, y: float, width: float) -> None:
-    if one is None or one.value is None:
+def _cell(p: Picture, value: Value | None, x: float, y: float, width: float) -> None:
+    if value is None or value.value is None:
         p.box(x, y, width - 2, 22, "few")
         return
-    step = shade(abs(one.value) / (one.limit or 1.0), _TOP)
-    said = f"positions {one.stratum}: {short(one.value)}, {one.outcome or 'described'}"
+    step = shade(abs(value.value) / (value.limit or 1.0), _TOP)
+    said = f"positions {value.stratum}: {short(value.value)}, {value.outcome or 'described'}"
     p.box(x, y, width - 2, 22, f"shade{step}", said)
-    words = short(one.value, 2)
+    words = short(value.value, 2)
     p.text(x + width / 2 - 1, y + 15, words, "middle", f"ink{step}", room=width - 6)
 
 
@@ -190,13 +222,13 @@ def rates(result: StudyResult) -> list[Picture]:
 
     There is room for few: contrasts in which they shift come first.
     """
-    found = [
+    points = [
         (contrast, value)
         for contrast in result.contrasts
         if (value := next((v for v in contrast.values if v.elements), None)) is not None
     ]
-    found.sort(key=lambda pair: pair[1].outcome != "shifts")
-    return [_scatter(*pair, n) for n, pair in enumerate(found[:_MAX_SCATTERS])]
+    points.sort(key=lambda pair: pair[1].outcome != "shifts")
+    return [_scatter(*pair, n) for n, pair in enumerate(points[:_MAX_SCATTERS])]
 
 
 def _scatter(contrast: ContrastResult, value: Value, n: int) -> Picture:
@@ -218,31 +250,43 @@ def _scatter(contrast: ContrastResult, value: Value, n: int) -> Picture:
         WIDTH,
         430,
         FigureData(
-            ("feature", f"rate in {contrast.first.name}", f"rate in {contrast.second.name}",
-             "ln of the ratio", "standard error"),
-            [(one.name, *(one.arms or ()), one.value, one.error) for one, _, _ in points],
+            (
+                "feature",
+                f"rate in {contrast.first.name}",
+                f"rate in {contrast.second.name}",
+                "ln of the ratio",
+                "standard error",
+            ),
+            [(e.name, *(e.arms or ()), e.value, e.error) for e, _, _ in points],
         ),
-    )  # fmt: skip
+    )
     f = Frame(150, 30, 340, 340, around, around)
     marks = [(float(k), f"1e{k}" if k else "1") for k in range(around[0], around[1] + 1)]
-    axes(p, f, f"rate in {contrast.first.name}", f"rate in {contrast.second.name}",
-         x_marks=marks, y_marks=marks, left=58)  # fmt: skip
+    axes(
+        p,
+        f,
+        f"rate in {contrast.first.name}",
+        f"rate in {contrast.second.name}",
+        x_marks=marks,
+        y_marks=marks,
+        left=58,
+    )
     p.line(f.x(around[0]), f.y(around[0]), f.x(around[1]), f.y(around[1]), "axis")
     limit = value.limit or 0.0
     far: list[Element] = []
     for element, x, y in points:
         is_far = abs(element.value) - 1.96 * element.error > limit
         far += [element] if is_far else []
-        said = f"feature {element.name}: ln of the ratio {short(element.value)}"
-        p.dot(f.x(x), f.y(y), "lost-mark mark" if is_far else "few", said, 4 if is_far else 3)
+        words = f"feature {element.name}: ln of the ratio {short(element.value)}"
+        p.dot(f.x(x), f.y(y), "lost-mark mark" if is_far else "few", words, 4 if is_far else 3)
     _farthest(p, far, f.right + 40, f.top + 12)
     return p
 
 
 def _farthest(p: Picture, far: Sequence[Element], x: float, y: float) -> None:
     p.text(x, y, "beyond the limit" if far else "none beyond the limit", kind="bold")
-    for k, one in enumerate(sorted(far, key=lambda e: -abs(e.value))[:12], 1):
-        p.text(x, y + 22 * k, f"feature {one.name}: {math.exp(one.value):.2g} × as often")
+    for k, value in enumerate(sorted(far, key=lambda e: -abs(e.value))[:12], 1):
+        p.text(x, y + 22 * k, f"feature {value.name}: {math.exp(value.value):.2g} × as often")
 
 
 def ladder(result: StudyResult) -> Picture | None:
@@ -298,5 +342,5 @@ def ladder(result: StudyResult) -> Picture | None:
 _NAMES = ("50 %", "90 %", "99 %", "100 %")
 
 
-def _four(one: Quantiles) -> tuple[float, float, float, float]:
-    return one.p50, one.p90, one.p99, one.p100
+def _four(quantiles: Quantiles) -> tuple[float, float, float, float]:
+    return quantiles.p50, quantiles.p90, quantiles.p99, quantiles.p100

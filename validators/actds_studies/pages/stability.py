@@ -102,7 +102,7 @@ def facts(result: Stability) -> list[Fact]:
     reference, chance = result.arms[0].name, result.chance
     scale = f"1 is the same dictionary, {chance:.3f} is chance"
     what = "matched cosine, the mean cosine of decoder directions paired one to one"
-    by = {(one.name, one.kind): one for one in means(result)}
+    by = {(largest.name, largest.kind): largest for largest in means(result)}
     floor = by[reference, "other seed"]
     if result.answer.largest is None:
         likeness = f"Likeness of two seeds of {reference}"
@@ -111,26 +111,27 @@ def facts(result: Stability) -> list[Fact]:
             Fact(likeness, f"{floor.matched:.3f}", f"{what}: {scale}"),
             _kept(title, floor.features, None, reference),
         ]
-    one = result.answer.largest
-    away = f"{one.of_arm - one.of_floor:+.3f}"
-    side = f"{away[1:]} {'below' if away[0] == '-' else 'above'}"
+    largest = result.answer.largest
+    distance = f"{largest.of_arm - largest.of_floor:+.3f}"
+    side = f"{distance[1:]} {'below' if distance[0] == '-' else 'above'}"
+    side = "equal to" if distance[1:] == "0.000" else side
     note = (
-        f"{what}, at another seed: {scale}. It is {'equal to' if away[1:] == '0.000' else side} "
-        f"that of two seeds of {reference}, {one.of_floor:.3f} (lower in {one.n_below} of "
-        f"{counted(len(one.differences), 'seed')}); lower is less alike"
+        f"{what}, at another seed: {scale}. It is {side} "
+        f"that of two seeds of {reference}, {largest.of_floor:.3f} (lower in {largest.n_below} of "
+        f"{counted(len(largest.differences), 'seed')}); lower is less alike"
     )
     kept = _kept(
-        f"Features of {reference} kept in {one.arm}",
-        by[one.arm, "other seed"].features,
+        f"Features of {reference} kept in {largest.arm}",
+        by[largest.arm, "other seed"].features,
         floor.features,
         reference,
     )
-    start, order = by[one.arm, "same start"].features, by[reference, "other order"].features
+    start, order = by[largest.arm, "same start"].features, by[reference, "other order"].features
     if start is not None and order is not None:
         more = f"from the same start {percent(start.kept)} are kept"
         more += f" (of two dictionaries of {reference} {percent(order.kept)})"
         kept = replace(kept, note=f"{kept.note}; {more}")
-    return [Fact(f"Likeness of {one.arm} to {reference}", f"{one.of_arm:.3f}", note), kept]
+    return [Fact(f"Likeness of {largest.arm} to {reference}", f"{largest.of_arm:.3f}", note), kept]
 
 
 def _kept(title: str, features: Features | None, floor: Features | None, reference: str) -> Fact:
@@ -179,9 +180,8 @@ class Means:
 def means(result: Stability) -> list[Means]:
     """Return the means of every kind of pair, each floor before the arms that it is for."""
     kinds = dict.fromkeys(
-        (pair.arm, pair.kind)
-        for pair in sorted(result.pairs, key=lambda p: _PAIRS.index(p.kind))
-    )  # fmt: skip
+        (pair.arm, pair.kind) for pair in sorted(result.pairs, key=lambda p: _PAIRS.index(p.kind))
+    )
     means = []
     for name, kind in kinds:
         of = [p.likeness for p in result.pairs if (p.arm, p.kind) == (name, kind)]
@@ -193,13 +193,15 @@ def means(result: Stability) -> list[Means]:
 
 def _mean(of: Sequence[Features]) -> Features:
     return Features(
-        n=round(mean_of([one.n for one in of])),
-        **{name: mean_of([getattr(one, name) for one in of]) for name in FATES},
+        n=round(mean_of([features.n for features in of])),
+        **{name: mean_of([getattr(features, name) for features in of]) for name in FATES},
         split_into=[
-            mean_of(shares) for shares in zip(*(one.split_into for one in of), strict=True)
+            mean_of(shares)
+            for shares in zip(*(features.split_into for features in of), strict=True)
         ],
         merged_from=[
-            mean_of(shares) for shares in zip(*(one.merged_from for one in of), strict=True)
+            mean_of(shares)
+            for shares in zip(*(features.merged_from for features in of), strict=True)
         ],
     )
 
@@ -236,10 +238,10 @@ def value(measure: Measure, number: float) -> str:
     return f"{number:.3f}" if measure in _COSINES else percent(number)
 
 
-def against(one: Comparison) -> str:
+def against(comparison: Comparison) -> str:
     """Return the mean difference of an arm and its floor, of shares in percentage points."""
-    mean = mean_of(one.differences)
-    return f"{mean:+.3f}" if one.measure in _COSINES else f"{100 * mean:+.3g} points"
+    mean = mean_of(comparison.differences)
+    return f"{mean:+.3f}" if comparison.measure in _COSINES else f"{100 * mean:+.3g} points"
 
 
 def _verdicts(result: Stability) -> Part:
@@ -255,8 +257,13 @@ def _verdicts(result: Stability) -> Part:
         )
         for verdict in result.verdicts
     ]
-    table = Table("Every arm beside the reference", ("arm", "another order", "another seed"), rows,
-                  frozenset(range(3)), narrow=True)  # fmt: skip
+    table = Table(
+        "Every arm beside the reference",
+        ("arm", "another order", "another seed"),
+        rows,
+        frozenset(range(3)),
+        narrow=True,
+    )
     notes = [
         Sentence(f"{verdict.arm}, {words}.")
         for verdict in result.verdicts
@@ -414,8 +421,13 @@ def _cross(result: Stability) -> Part:
         f"{counted(result.rare.most, 'time')} in the reference's rows: "
         f"{percent(result.rare.share)} of them."
     )
-    tables = table_of("Dictionaries of each arm on rows of each arm", _CROSS, result.cross,
-                      frozenset({0, 1, 2}), room=_MAX_CROSS)  # fmt: skip
+    tables = table_of(
+        "Dictionaries of each arm on rows of each arm",
+        _CROSS,
+        result.cross,
+        frozenset({0, 1, 2}),
+        room=_MAX_CROSS,
+    )
     return Part("cross", "Cross-reconstruction", Sentence(lead), tables)
 
 
@@ -462,5 +474,10 @@ def _how(result: Stability) -> Part:
         "The tests of all arms against one floor are a family (Benjamini and Hochberg).",
         "A verdict is about this trainer, these settings, these requests and this model.",
     ]
-    return Part("how", "How to read this", Sentence("What the numbers are, and what they are not."),
-                [], [Sentence(words) for words in notes])  # fmt: skip
+    return Part(
+        "how",
+        "How to read this",
+        Sentence("What the numbers are, and what they are not."),
+        [],
+        [Sentence(words) for words in notes],
+    )

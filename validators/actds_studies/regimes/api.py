@@ -87,23 +87,23 @@ def read_probes(path: str | Path) -> ProbeFile:
         if not path.is_file():
             raise refused(path, "no such file", _EXPECTED, _NEXT_STEP)
         if is_npz(path):
-            tensors, said = read_npz(path), {}
+            tensors, metadata = read_npz(path), {}
         elif path.suffix == ".safetensors":
-            tensors, said = read_safetensors(path), read_header(path)[1]
+            tensors, metadata = read_safetensors(path), read_header(path)[1]
         else:
             got = f"a {path.suffix or 'bare'} file"
             raise refused(path, got, _EXPECTED, f"Nothing in it was run. {_NEXT_STEP}")
-        found = of_names(path, tensors, ("weights",), ("bias",))
+        arrays = of_names(path, tensors, ("weights",), ("bias",))
     except OSError as error:
         if isinstance(error, ActdsError):
             raise
         raise refused(path, error.strerror or error, _EXPECTED, _NEXT_STEP) from None
-    weights = found["weights"].astype(np.float64)
+    weights = arrays["weights"].astype(np.float64)
     if weights.ndim != 2 or not 1 <= len(weights) <= MAX_PROBES or not weights.shape[1]:
         expected = f"(n_probes, d_model), at most {MAX_PROBES:,} probes"
         raise refused(f"{path} weights", str(weights.shape), expected, _NEXT_STEP)
     n = len(weights)
-    bias = found["bias"].astype(np.float64) if "bias" in found else np.zeros(n)
+    bias = arrays["bias"].astype(np.float64) if "bias" in arrays else np.zeros(n)
     if bias.shape != (n,):
         raise refused(f"{path} bias", str(bias.shape), f"({n},)", _NEXT_STEP)
     for name, array in (("weights", weights), ("bias", bias)):
@@ -113,8 +113,8 @@ def read_probes(path: str | Path) -> ProbeFile:
         if np.abs(array).max() > _MAX_WEIGHT:
             got = f"{np.abs(array).max():g}"
             raise refused(f"{path} {name}", got, f"at most {_MAX_WEIGHT:g}", _NEXT_STEP)
-    names = _names(path, said.get("names"), n)
-    return ProbeFile(str(path), file_sha256(path), weights, bias, names, said.get("hook"))
+    names = _names(path, metadata.get("names"), n)
+    return ProbeFile(str(path), file_sha256(path), weights, bias, names, metadata.get("hook"))
 
 
 def _names(path: Path, text: str | None, n: int) -> tuple[str, ...]:
@@ -201,7 +201,7 @@ def regimes(
     compared = _whole_where_unseen(compared, list(dictionaries.values()))
     linear = _probes(probes, shared, list(compared.values()))
     _check_labels(label, linear)
-    asked = [
+    requested = [
         Asked(
             f"{other}-{first}",
             compared[first],
@@ -219,11 +219,14 @@ def regimes(
     entropies = None
     if folder is not None:
         entropies = Entropies(folder, list(compared.values()), shared[0], progress)
-    found = compare(asked, chosen, progress, floor=floor, entropies=entropies)
-    used = [_dictionary_used(hook, one, compared, found) for hook, one in dictionaries.items()]
-    used += [_probes_used(hook, one) for hook, one in linear.items()]
+    result = compare(requested, chosen, progress, floor=floor, entropies=entropies)
+    used = [
+        _dictionary_used(hook, dictionary, compared, result)
+        for hook, dictionary in dictionaries.items()
+    ]
+    used += [_probes_used(hook, dictionary) for hook, dictionary in linear.items()]
     datasets = dataset_results(compared.values(), shared)
-    return found.model_copy(update={"used": used, "datasets": datasets})
+    return result.model_copy(update={"used": used, "datasets": datasets})
 
 
 def _hook_and_path(
@@ -247,7 +250,7 @@ def _of_hook(place: str, hook: str | None, hooks: Sequence[str]) -> str:
     if hook is None:
         next_step = f"Name the hook: {hooks[0]}={place}"
         raise refused(place, "no word of its hook", "a hook", next_step)
-    same = next((one for one in hooks if same_place(one, hook)), None)
+    same = next((name for name in hooks if same_place(name, hook)), None)
     if same is None:
         raise refused(place, f"of {hook}", f"one of {', '.join(hooks)}")
     return same
@@ -264,17 +267,17 @@ def _dictionaries(
     for text in words:
         hook, path = _hook_and_path(text, hooks, "sae")
         width = None if hook is None else arms[0].dataset.hooks[hook].d_model
-        one = load_dictionary(path, hook, width, model=name)
+        dictionary = load_dictionary(path, hook, width, model=name)
         if hook is None:
-            hook = _of_hook(path, one.hook, hooks)
+            hook = _of_hook(path, dictionary.hook, hooks)
             width = arms[0].dataset.hooks[hook].d_model
-        if one.d_model != width:
+        if dictionary.d_model != width:
             expected = f"{width:,}, as {hook} has"
-            raise refused(path, f"a dictionary of {one.d_model:,} channels", expected)
+            raise refused(path, f"a dictionary of {dictionary.d_model:,} channels", expected)
         if hook in result:
             raise ActdsError("E009", "sae", got=f"two for {hook}", expected="one to a hook")
-        _refuse_fitted(path, one, arms)
-        result[hook] = one
+        _refuse_fitted(path, dictionary, arms)
+        result[hook] = dictionary
     return result
 
 
@@ -284,11 +287,11 @@ def _model_of(arms: Sequence[Arm]) -> str | None:
     return names.pop() if len(names) == 1 else None
 
 
-def _refuse_fitted(path: str, one: Dictionary, arms: Sequence[Arm]) -> None:
+def _refuse_fitted(path: str, dictionary: Dictionary, arms: Sequence[Arm]) -> None:
     for arm in arms:
-        if arm.dataset.digest not in one.source.trained_on:
+        if arm.dataset.digest not in dictionary.source.trained_on:
             continue
-        kept = one.source.held_out
+        kept = dictionary.source.held_out
         if kept is not None and arm.split == "held_out" and arm.held_out <= kept:
             continue
         if kept is None:
@@ -318,11 +321,11 @@ def _whole_where_unseen(
     seen = set().union(*(_sequences(arm.dataset) for arm in known.values()))
     result = {}
     for name, arm in arms.items():
-        others = tuple(
+        elsewhere = tuple(
             dictionary for digest, dictionary in known.items() if digest != arm.dataset.digest
         )
-        result[name] = replace(arm, fitted=others)
-        if None not in (own := _sequences(arm.dataset)) and own.isdisjoint(seen):
+        result[name] = replace(arm, fitted=elsewhere)
+        if None not in (sequences := _sequences(arm.dataset)) and sequences.isdisjoint(seen):
             result[name] = replace(result[name], split=None, held_out=0.0)
     return result
 
@@ -339,17 +342,17 @@ def _probes(
     result: dict[str, ProbeFile] = {}
     for text in words:
         hook, path = _hook_and_path(text, hooks, "probes")
-        one = read_probes(path)
-        if hook is not None and one.hook is not None and not same_place(hook, one.hook):
-            raise refused(path, f"probes of {one.hook}", hook)
-        hook = hook or _of_hook(path, one.hook, hooks)
+        probes = read_probes(path)
+        if hook is not None and probes.hook is not None and not same_place(hook, probes.hook):
+            raise refused(path, f"probes of {probes.hook}", hook)
+        hook = hook or _of_hook(path, probes.hook, hooks)
         width = arms[0].dataset.hooks[hook].d_model
-        if one.weights.shape[1] != width:
-            got = f"probes of {one.weights.shape[1]:,} channels"
+        if probes.weights.shape[1] != width:
+            got = f"probes of {probes.weights.shape[1]:,} channels"
             raise refused(path, got, f"{width:,}, as {hook} has")
         if hook in result:
             raise ActdsError("E009", "probes", got=f"two for {hook}", expected="one to a hook")
-        result[hook] = one
+        result[hook] = probes
     return result
 
 
@@ -373,15 +376,15 @@ class _Finite:
 
     def decode(self, features: Rows, rows: Rows | None = None) -> Rows:
         """Return the rows ``(n, d_model)`` of features ``(n, n_features)``."""
-        told = None if rows is None else _finite(rows)
+        finite_rows = None if rows is None else _finite(rows)
         with np.errstate(over="ignore", invalid="ignore"):
-            return self._checked("rows", self._dictionary.decode(features, told))
+            return self._checked("rows", self._dictionary.decode(features, finite_rows))
 
-    def _checked(self, what: str, found: Rows) -> Rows:
-        if not np.isfinite(found.sum(dtype=np.float64)):
+    def _checked(self, what: str, values: Rows) -> Rows:
+        if not np.isfinite(values.sum(dtype=np.float64)):
             got = f"{what} that are not finite in float32"
             raise refused(self._dictionary.source.path, got, "finite ones of finite rows")
-        return found
+        return values
 
     def frame(self, rows: Rows) -> tuple[Rows, Rows]:
         """Return what a normalization takes off each row and divides it by, each ``(n, 1)``."""
@@ -414,7 +417,7 @@ def _check_labels(label: str | None, linear: Mapping[str, ProbeFile]) -> None:
         return
     if not linear:
         raise ActdsError("E009", "label", got="no probes", expected="probes as well")
-    most = max(len(one.names) for one in linear.values())
+    most = max(len(file.names) for file in linear.values())
     if most > MAX_LABELLED:
         expected = f"at most {MAX_LABELLED}: each takes 9 MB"
         raise ActdsError("E009", "label", got=f"{most:,} probes", expected=expected)
@@ -438,8 +441,13 @@ def _instruments(
     if hook not in dictionaries:
         instruments += [Moments(), Numerics()]
     else:
-        one = Remembered(_Finite(dictionaries[hook]))
-        instruments += [Reconstruction(one), Overlap(one), Moments(), Numerics(one)]
+        dictionary = Remembered(_Finite(dictionaries[hook]))
+        instruments += [
+            Reconstruction(dictionary),
+            Overlap(dictionary),
+            Moments(),
+            Numerics(dictionary),
+        ]
     if probes is not None:
         labels = None
         if label is not None:
@@ -448,28 +456,35 @@ def _instruments(
     return instruments
 
 
-def _dictionary_used(hook: str, one: Dictionary, arms: Mapping[str, Arm], found: Regimes) -> Used:
-    source = one.source
-    words = [f"{one.kind}, {one.n_features:,} features, {source.format}"]
-    if one.normalization != "none":
-        words.append(f"{one.normalization} of each row, by that row's own numbers")
+def _dictionary_used(
+    hook: str, dictionary: Dictionary, arms: Mapping[str, Arm], result: Regimes
+) -> Used:
+    source = dictionary.source
+    words = [f"{dictionary.kind}, {dictionary.n_features:,} features, {source.format}"]
+    if dictionary.normalization != "none":
+        words.append(f"{dictionary.normalization} of each row, by that row's own numbers")
     if source.hook_from != "file":
         who = {"path": "the names of its folders say", "caller": "only the command says"}
         words.append(f"that it is for this hook {who.get(source.hook_from or '', 'nothing says')}")
     if source.model is None:
         words.append("it does not say which model it was trained on")
     if source.prepend_bos and not any(
-        arm.n_apart.get("bos") for c in found.contrasts for arm in (c.first, c.second)
+        arm.n_apart.get("bos") for c in result.contrasts for arm in (c.first, c.second)
     ):
         words.append("it was trained on sequences with BOS, and no request has one")
     return Used(
-        hook=hook, kind="dictionary", path=storable(source.path), sha256=source.sha256,
+        hook=hook,
+        kind="dictionary",
+        path=storable(source.path),
+        sha256=source.sha256,
         words="; ".join(words),
-    )  # fmt: skip
+    )
 
 
-def _probes_used(hook: str, one: ProbeFile) -> Used:
-    words = f"{len(one.names):,} probes"
-    if one.hook is None:
+def _probes_used(hook: str, probes: ProbeFile) -> Used:
+    words = f"{len(probes.names):,} probes"
+    if probes.hook is None:
         words += "; that they are for this hook only the command says"
-    return Used(hook=hook, kind="probes", path=storable(one.path), sha256=one.sha256, words=words)
+    return Used(
+        hook=hook, kind="probes", path=storable(probes.path), sha256=probes.sha256, words=words
+    )

@@ -91,11 +91,11 @@ def match(first: Requests, second: Requests, eligible: tuple[Bools, Bools]) -> I
         (False, ("external_id", "source", "source_row")),
         (False, ("external_id", "source_row")),
     ):
-        here, there = (
+        here, second_by_key = (
             _by_key(requests, rows, keys)
             for requests, rows in zip((first, second), free, strict=True)
         )
-        for key, theirs in there.items():
+        for key, theirs in second_by_key.items():
             ours = here.get(key, [])
             if not by_tokens and (len(ours) > 1 or len(theirs) > 1):
                 continue
@@ -183,11 +183,11 @@ class Arm:
     @property
     def words(self) -> str:
         """Return what selects its rows, in words."""
-        said = [storable(self.dataset.path)]
-        said += [f"phase {self.phase}"] if self.phase else []
-        said += [self.where] if self.where else []
-        said += [f"{self.split} ({self.held_out:g} held out)"] if self.split else []
-        return ", ".join(said)
+        words = [storable(self.dataset.path)]
+        words += [f"phase {self.phase}"] if self.phase else []
+        words += [self.where] if self.where else []
+        words += [f"{self.split} ({self.held_out:g} held out)"] if self.split else []
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -253,12 +253,12 @@ class ArmRows:
     def n_requests(self) -> int:
         return len(np.unique(self.request))
 
-    def take(self, which: Whole) -> ArmRows:
+    def take(self, kept: Whole) -> ArmRows:
         """Return some of the rows; what was left out stays as it is."""
-        columns = {name: getattr(self, name)[which] for name in (*_OF_ROWS[:-1], "prefix")}
+        columns = {name: getattr(self, name)[kept] for name in (*_OF_ROWS[:-1], "prefix")}
         after = self.sampled
         if after is not None:
-            after = Sampled(after.token_id[which], after.entropy[which], after.margin[which])
+            after = Sampled(after.token_id[kept], after.entropy[kept], after.margin[kept])
         return replace(self, sampled=after, **columns)
 
 
@@ -309,29 +309,31 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
             apart[TRAINED] += int(seen.sum())
             kept = kept[~seen]
         table = chosen.filter.values.of(shard, _COLUMNS)
-        told = {name: _whole(table[name], name)[kept] for name in _COLUMNS}
-        request = requests.index(shard.run, told["request"])
-        n_given = np.where(given[request] >= 0, given[request], told["request.prompt_len"])
-        step = np.where(n_given >= 0, told["position"] - n_given + 1, np.iinfo(np.int32).min)
-        own = {
+        columns_known = {name: _whole(table[name], name)[kept] for name in _COLUMNS}
+        request = requests.index(shard.run, columns_known["request"])
+        n_given = np.where(given[request] >= 0, given[request], columns_known["request.prompt_len"])
+        step = np.where(
+            n_given >= 0, columns_known["position"] - n_given + 1, np.iinfo(np.int32).min
+        )
+        values_of = {
             "row": place[shard.name] + kept,
             "request": request,
-            "position": told["position"],
-            "token_id": told["token_id"],
+            "position": columns_known["position"],
+            "token_id": columns_known["token_id"],
             "decode_step": step,
-            "chunk": told["chunk"],
-            "kernel_mode": told["step.kernel_mode"],
-            "role": told["role"],
-            "phase": told["phase"],
+            "chunk": columns_known["chunk"],
+            "kernel_mode": columns_known["step.kernel_mode"],
+            "role": columns_known["role"],
+            "phase": columns_known["phase"],
         }
-        for name, values in own.items():
+        for name, values in values_of.items():
             parts[name].append(narrow(values))
         if is_sampled:
             after = chosen.filter.values.of(shard, list(_SAMPLED))
             for name, dtype in _SAMPLED.items():
                 nothing = -1 if dtype is np.int64 else np.nan
-                found = after[name].fill_null(nothing).to_numpy(zero_copy_only=False)
-                values = found.astype(dtype)[kept]
+                filled = after[name].fill_null(nothing).to_numpy(zero_copy_only=False)
+                values = filled.astype(dtype)[kept]
                 sampled[name].append(narrow(values) if dtype is np.int64 else values)
         prefix.append(hashes[at : at + shard.n_rows][kept])
         at += shard.n_rows
@@ -382,13 +384,13 @@ def _trained(arm: Arm, hook: str, shards: Sequence[Shard], hashes: Keys) -> Bool
     result = np.zeros(len(hashes), np.bool_)
     if arm.split == "held_out":
         known.append(arm)
-        own = _fitted(arm, hook)
-        result = np.concatenate([own[shard.name] for shard in shards])
+        fitted = _fitted(arm, hook)
+        result = np.concatenate([fitted[shard.name] for shard in shards])
     if not known:
         return None
-    for one in known:
-        rows = np.concatenate(list(_fitted(one, hook).values()))
-        seen = prefix_hashes(one.dataset, one.dataset.shards_of(hook))[rows]
+    for side in known:
+        rows = np.concatenate(list(_fitted(side, hook).values()))
+        seen = prefix_hashes(side.dataset, side.dataset.shards_of(hook))[rows]
         result |= np.isin(hashes, np.unique(seen[seen != 0]))
     return result
 
@@ -402,9 +404,9 @@ def _fitted(arm: Arm, hook: str) -> dict[str, Bools]:
     parts: dict[str, Bools] = {}
     for shard in arm.dataset.shards_of(hook):
         if shard.run not in sides:
-            number, held = held_out_requests(arm.dataset, shard.run, arm.held_out)
+            number, is_held = held_out_requests(arm.dataset, shard.run, arm.held_out)
             spans = arm.dataset.catalog.table("spans", shard.run)
-            sides[shard.run] = number[~held], served_again(spans, number[~held])
+            sides[shard.run] = number[~is_held], served_again(spans, number[~is_held])
         fitted, served = sides[shard.run]
         tokens = shard.tokens(["request", "position"])
         request, position = (tokens[name].to_numpy() for name in ("request", "position"))
@@ -422,8 +424,8 @@ def _given(dataset: Dataset, requests: Requests) -> Ints:
     lines = dataset.origins(run=True)
     for run in dataset.catalog.run_ids:
         numbers[requests.of_run(run)] = _continued_at(dataset, run)
-        own = lines.filter(pc.equal(lines["run"], run))
-        numbers[requests.index(run, own["request"].to_numpy())] = own["n_given"].to_numpy()
+        origins = lines.filter(pc.equal(lines["run"], run))
+        numbers[requests.index(run, origins["request"].to_numpy())] = origins["n_given"].to_numpy()
     return numbers
 
 
@@ -436,8 +438,8 @@ def _continued_at(dataset: Dataset, run: str) -> int:
     if field is None or field.value in (None, NONE):
         return -1
     place, text = f"runs/{run} prompts.continue", str(field.value)
-    said = canonical.parse(f"{text}\n".encode(), place)
-    n_prompt = said.get("n_prompt") if isinstance(said, dict) else None
+    document = canonical.parse(f"{text}\n".encode(), place)
+    n_prompt = document.get("n_prompt") if isinstance(document, dict) else None
     if type(n_prompt) is not int or n_prompt < 1:
         raise ActdsError("E103", place, got=text[:200], expected="none, or n_prompt and more")
     return n_prompt

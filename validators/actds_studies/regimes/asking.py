@@ -96,7 +96,7 @@ def parse_named(words: Sequence[Words], keys: Sequence[str] = SELECTION_KEYS) ->
 
 
 def parse_contrasts(
-    names: Sequence[str], asked: Sequence[str], argument: str = "contrasts"
+    names: Sequence[str], requested: Sequence[str], argument: str = "contrasts"
 ) -> list[tuple[str, str]]:
     """Return the contrasts as (reference, other): ``G-R`` compares G with the reference R.
 
@@ -106,10 +106,10 @@ def parse_contrasts(
     Raises:
         ActdsError: E009 no such arm, or not two of them.
     """
-    if not asked:
+    if not requested:
         return [(names[0], other) for other in names[1:]]
     result = []
-    for words in dict.fromkeys(asked):
+    for words in dict.fromkeys(requested):
         parts = words.split("-")
         if len(parts) != 2 or parts[0] == parts[1] or not set(parts) <= set(names):
             expected = f"two of {', '.join(names)}, as {names[1]}-{names[0]}"
@@ -178,24 +178,24 @@ def open_arms(
 
 def _open(words: Sequence[Words], held_out: float | None) -> dict[str, Arm]:
     """Return the arms by name; a dataset that several name is opened once."""
-    asked = parse_arms(words)
+    requested = parse_arms(words)
     paths: dict[str, Dataset] = {}
     datasets: dict[str, Dataset] = {}
-    for one in asked:
-        if one.path not in paths:
-            dataset = open_apart(one.path)
-            paths[one.path] = datasets.setdefault(dataset.digest, dataset)
+    for arm in requested:
+        if arm.path not in paths:
+            dataset = open_apart(arm.path)
+            paths[arm.path] = datasets.setdefault(dataset.digest, dataset)
     return {
-        one.name: Arm(
-            one.name,
-            paths[one.path],
-            one.phase,
-            one.where,
-            one.exclude,
+        arm.name: Arm(
+            arm.name,
+            paths[arm.path],
+            arm.phase,
+            arm.where,
+            arm.exclude,
             None if held_out is None else "held_out",
             held_out or 0.0,
         )
-        for one in asked
+        for arm in requested
     }
 
 

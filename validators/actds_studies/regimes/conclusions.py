@@ -50,8 +50,8 @@ def about(pairing: str, decode: tuple[float | None, float | None]) -> About:
     """
     if pairing == "token":
         return "computation"
-    one, other = decode
-    if one is None or other is None or abs(one - other) > _ALIKE:
+    reference, other = decode
+    if reference is None or other is None or abs(reference - other) > _ALIKE:
         return "both"
     return "authorship" if pairing == "position" else "text"
 
@@ -73,7 +73,7 @@ def verdicts(
     groups: dict[tuple[str, str], list[Value]] = {}
     for value in values:
         groups.setdefault((value.instrument, value.hook), []).append(value)
-    return [_verdict(*key, own, names) for key, own in groups.items()]
+    return [_verdict(*key, group, names) for key, group in groups.items()]
 
 
 def _verdict(instrument: str, hook: str, values: list[Value], names: tuple[str, str]) -> Verdict:
@@ -210,9 +210,9 @@ def _separated(contrasts: Sequence[ContrastResult]) -> tuple[Separated, str]:
     for contrast in contrasts:
         by.setdefault(contrast.about, []).extend(contrast.verdicts)
     outcomes = {about: outcome_of(ended) for about, ended in by.items()}
-    asked: tuple[Literal["computation", "authorship"], ...] = ("computation", "authorship")
-    ends = [f"{name} {_ends(by[name])}" for name in asked if name in by]
-    shifting = [name for name in asked if outcomes.get(name) == "shifts"]
+    abouts: tuple[Literal["computation", "authorship"], ...] = ("computation", "authorship")
+    ends = [f"{name} {_ends(by[name])}" for name in abouts if name in by]
+    shifting = [name for name in abouts if outcomes.get(name) == "shifts"]
     reason = "; ".join(ends)
     rest = _beside(by)
     if shifting == ["computation"] and "authorship" not in by and rest:

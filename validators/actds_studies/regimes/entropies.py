@@ -33,9 +33,12 @@ MIN_CHECKED, N_CHECKED = 32, 256
 _N_ROWS, _N_TOKENS = 2048, 8192  # of a block of logits, 64 MiB
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _EMBEDDINGS = (
-    "embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight",
+    "embed_tokens.weight",
+    "wte.weight",
+    "embed_in.weight",
+    "word_embeddings.weight",
     "tok_embeddings.weight",
-)  # fmt: skip
+)
 _FLOATS = ("float32", "bfloat16", "float16")
 _NORMS = ("norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm", "final_norm")
 
@@ -86,8 +89,14 @@ class Unembedding:
             return []
         weight = self._read(names[0]).astype(np.float32)
         bias = self._stored.get(names[0].removesuffix("weight") + "bias")
-        eps = next((float(v) for k, v in self._config.items()
-                    if k.endswith(("norm_eps", "norm_epsilon")) and v), 1e-5)  # fmt: skip
+        eps = next(
+            (
+                float(v)
+                for k, v in self._config.items()
+                if k.endswith(("norm_eps", "norm_epsilon")) and v
+            ),
+            1e-5,
+        )
         if bias is not None:
             offset = self._read(names[0].removesuffix("weight") + "bias").astype(np.float32)
             return [partial(_layer_norm, weight=weight, bias=offset, eps=eps)]
@@ -250,11 +259,11 @@ class Entropies:
         self, folder: Path, kind: str, rows: Rows, entropy: Floats
     ) -> Callable[[Rows], Rows]:
         """Return the form that gives the recorded entropies."""
-        away = [
+        distances = [
             (float(np.median(np.abs(self._model.entropies(form(rows))[0] - entropy))), n, form)
             for n, form in enumerate(self._model.forms(kind))
         ]
-        best = min(away, default=None)
+        best = min(distances, default=None)
         if best is None or not best[0] <= AGREE:
             differ = "of an unknown final norm" if best is None else f"{best[0]:.2g} nats apart"
             raise ActdsError(

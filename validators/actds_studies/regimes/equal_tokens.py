@@ -138,8 +138,8 @@ class Numerics:
 def ratio(top: Floats, bottom: Floats) -> Floats:
     """Return top / bottom, 0 where both are 0 and NaN where only bottom is."""
     some = bottom > 0
-    found = np.divide(top, bottom, out=np.full(np.shape(top), np.nan), where=some)
-    return np.where(~some & (top == 0), 0.0, found)
+    shares = np.divide(top, bottom, out=np.full(np.shape(top), np.nan), where=some)
+    return np.where(~some & (top == 0), 0.0, shares)
 
 
 _MIN_TOKENS = 20
@@ -160,7 +160,7 @@ class RepeatFloor:
 
 
 def repeat_floor(
-    arms: tuple[Arm, Arm], told: Contrast, arrays: tuple[RowReader, RowReader], hook: str
+    arms: tuple[Arm, Arm], plan: Contrast, arrays: tuple[RowReader, RowReader], hook: str
 ) -> RepeatFloor | None:
     """Return the floor of two arms, None where under 20 tokens were computed twice.
 
@@ -168,11 +168,13 @@ def repeat_floor(
         arrays: the hook's rows of either, by number.
     """
     parts: list[tuple[Floats, Floats]] = []
-    for repeats, array in zip(told.repeats, arrays, strict=True):
-        one, other = (_read(array, repeat) for repeat in repeats)
-        fine = np.isfinite(one).all(axis=1) & np.isfinite(other).all(axis=1)
-        fine &= (one != 0).any(axis=1) & (other != 0).any(axis=1)
-        parts.append((relative_l2(one[fine], other[fine]), cosine_distance(one[fine], other[fine])))
+    for repeats, array in zip(plan.repeats, arrays, strict=True):
+        first, other = (_read(array, repeat) for repeat in repeats)
+        fine = np.isfinite(first).all(axis=1) & np.isfinite(other).all(axis=1)
+        fine &= (first != 0).any(axis=1) & (other != 0).any(axis=1)
+        parts.append(
+            (relative_l2(first[fine], other[fine]), cosine_distance(first[fine], other[fine]))
+        )
     n = sum(len(relative) for relative, _ in parts)
     if n >= _MIN_TOKENS:
         return _floor(parts, f"{n:,} tokens that one arm computed twice, in two requests")
@@ -193,13 +195,13 @@ def beside_floor(judged: list[Judged], floor: RepeatFloor | None) -> list[Judged
     if floor is None:
         return judged
     measured = []
-    for one in judged:
-        value = one.value
+    for judged_value in judged:
+        value = judged_value.value
         known = floor.values.get(value.measure) if value.instrument == "numerics" else None
         if known is not None and value.axis == ALL and value.value is not None:
             changes = {"floor": known, "note": f"floor: {floor.words}"}
-            one = replace(one, value=value.model_copy(update=changes))
-        measured.append(one)
+            judged_value = replace(judged_value, value=value.model_copy(update=changes))
+        measured.append(judged_value)
     return measured
 
 
@@ -225,12 +227,19 @@ def beside_contrast(results: Sequence[ContrastResult], name: str) -> list[Contra
     ]
 
 
-def _beside(one: ContrastResult, known: Mapping[tuple[str, ...], Value], name: str) -> list[Value]:
+def _beside(
+    contrast: ContrastResult, known: Mapping[tuple[str, ...], Value], name: str
+) -> list[Value]:
     values = []
-    for value in one.values:
+    for value in contrast.values:
         floor = known.get(_place(value))
         is_of_pairs = value.instrument in _OF_PAIRS and value.kind in ("size", "described")
-        if is_of_pairs and one.pairing == "token" and floor is not None and value.value is not None:
+        if (
+            is_of_pairs
+            and contrast.pairing == "token"
+            and floor is not None
+            and value.value is not None
+        ):
             changes = {"floor": floor.value, "note": f"floor: {name}"}
             value = value.model_copy(update=changes)
         values.append(value)
@@ -241,8 +250,8 @@ def _place(value: Value) -> tuple[str, ...]:
     return value.hook, value.instrument, value.measure, value.axis, value.stratum
 
 
-def _read(array: RowReader, which: Whole) -> Rows:
-    known, place = np.unique(which, return_inverse=True)
+def _read(array: RowReader, rows: Whole) -> Rows:
+    known, place = np.unique(rows, return_inverse=True)
     return np.asarray(array[known])[place.reshape(-1)]
 
 
@@ -286,9 +295,9 @@ class Histogram:
         place = np.floor(np.log10(positive / LOWEST) * PER_DECADE).astype(np.int64) + 1
         place = np.clip(place, 0, n_bins - 1)
         for stratum in strata:
-            mine = stratum >= 0
-            np.add.at(self._counts[name], (stratum[mine], place[mine]), 1)
-            np.maximum.at(self._largest[name], stratum[mine], values[mine])
+            present = stratum >= 0
+            np.add.at(self._counts[name], (stratum[present], place[present]), 1)
+            np.maximum.at(self._largest[name], stratum[present], values[present])
 
     def count(self, name: str, stratum: int) -> int:
         """Return how many values a stratum has."""

@@ -60,9 +60,9 @@ def copies(request: Keys, position: Ints, prefix: Keys) -> Ints:
         prefix: hash of the tokens up to it ``(n,)``, which orders those at one place.
     """
     order = np.lexsort((prefix, position, request))
-    one, place = request[order], position[order]
+    ordered, place = request[order], position[order]
     first = np.ones(len(order), np.bool_)
-    first[1:] = (one[1:] != one[:-1]) | (place[1:] != place[:-1])
+    first[1:] = (ordered[1:] != ordered[:-1]) | (place[1:] != place[:-1])
     starts = np.flatnonzero(first)
     numbers = np.empty(len(order), np.int64)
     numbers[order] = np.arange(len(order)) - np.repeat(starts, np.diff([*starts, len(order)]))
@@ -113,9 +113,9 @@ class Entries:
     def __len__(self) -> int:
         return len(self.row)
 
-    def take(self, which: Ints | Bools) -> Entries:
+    def take(self, kept: Ints | Bools) -> Entries:
         """Return some of the rows."""
-        return Entries(*(getattr(self, name)[which] for name in self.__dataclass_fields__))
+        return Entries(*(getattr(self, name)[kept] for name in self.__dataclass_fields__))
 
     @classmethod
     def joined(cls, parts: Sequence[Entries]) -> Entries:
@@ -167,13 +167,17 @@ def open_arm(words: ArmWords, dataset: Dataset, hook: str, held_out: float) -> A
     try:
         chosen = [
             select(
-                dataset, hook, phase, where=words.where,
-                exclude=tuple(dict.fromkeys((*APART, *words.exclude))), weights=weight,
+                dataset,
+                hook,
+                phase,
+                where=words.where,
+                exclude=tuple(dict.fromkeys((*APART, *words.exclude))),
+                weights=weight,
             )
             for phase, _ in parts
-        ]  # fmt: skip
-        train = tuple(servings.entries(one, held=False, again=True) for one in chosen)
-        scored = tuple(servings.entries(one, held=True, again=False) for one in chosen)
+        ]
+        train = tuple(servings.entries(selection, held=False, again=True) for selection in chosen)
+        scored = tuple(servings.entries(selection, held=True, again=False) for selection in chosen)
     except ActdsError as error:
         if error.code != "E014":
             raise
@@ -212,14 +216,14 @@ class _Servings:
             keep[rows] = True if count is None else count > 0
             if weights is not None:
                 weight[rows] = weights[n]
-        told = self.entries_of
-        which = np.flatnonzero(keep[told.row] & (self.held == held))
-        which = which if again else which[which < self.n_rows]
-        if not len(which):
+        entries = self.entries_of
+        kept = np.flatnonzero(keep[entries.row] & (self.held == held))
+        kept = kept if again else kept[kept < self.n_rows]
+        if not len(kept):
             got = f"no request in {'held_out' if held else 'train'}"
             raise ActdsError("E014", "arm", got=got, expected="a share that leaves one")
-        found = replace(told.take(which), weight=weight[told.row[which]])
-        return found.take(np.argsort(found.key, kind="stable"))
+        chosen_entries = replace(entries.take(kept), weight=weight[entries.row[kept]])
+        return chosen_entries.take(np.argsort(chosen_entries.key, kind="stable"))
 
 
 def _servings(dataset: Dataset, hook: str, name: str, held_out: float, again: bool) -> _Servings:
@@ -230,12 +234,9 @@ def _servings(dataset: Dataset, hook: str, name: str, held_out: float, again: bo
     """
     requests = Requests(dataset)
     named = np.array(
-        [
-            name_hash(*one)
-            for one in zip(requests.external_id, requests.source_row, strict=True)
-        ],
+        [name_hash(*one) for one in zip(requests.external_id, requests.source_row, strict=True)],
         np.uint64,
-    )  # fmt: skip
+    )
     shards = dataset.shards_of(hook)
     parts: list[list[Ints]] = []
     for shard in shards:
@@ -254,12 +255,12 @@ def _servings(dataset: Dataset, hook: str, name: str, held_out: float, again: bo
     position, prefix = position[row], prefix_hashes(dataset, shards)[row]
     key = row_keys(named[request], position, copies(named[request], position, prefix))
     weight = np.ones(len(row))
-    told = Entries(key, row, named[request], token[row], phase_of[row], prefix, weight)
-    held = np.zeros(len(requests), np.bool_)
+    entries = Entries(key, row, named[request], token[row], phase_of[row], prefix, weight)
+    is_held = np.zeros(len(requests), np.bool_)
     for run in dataset.catalog.run_ids:
         number, apart = held_out_requests(dataset, run, held_out)
-        held[requests.index(run, number)] = apart
-    return _Servings(told, held[request], n_rows)
+        is_held[requests.index(run, number)] = apart
+    return _Servings(entries, is_held[request], n_rows)
 
 
 def _served_again(dataset: Dataset, requests: Requests, rows: Keys) -> tuple[Ints, Ints]:
@@ -270,7 +271,7 @@ def _served_again(dataset: Dataset, requests: Requests, rows: Keys) -> tuple[Int
     """
     order = np.argsort(rows, kind="stable")
     ordered = rows[order]
-    found: list[tuple[Ints, Ints]] = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+    parts: list[tuple[Ints, Ints]] = [(np.empty(0, np.int64), np.empty(0, np.int64))]
     for run in dataset.catalog.run_ids:
         lines = resolved_references(dataset.catalog.table("spans", run))
         start, stop = (lines[c].to_numpy().astype(np.int64) for c in ("start", "stop"))
@@ -281,8 +282,8 @@ def _served_again(dataset: Dataset, requests: Requests, rows: Keys) -> tuple[Int
         wanted = position_key(np.repeat(of, length), position)
         at = np.searchsorted(ordered, wanted)
         stored = ordered.take(at, mode="clip") == wanted
-        found.append((order[at[stored]], np.repeat(to, length)[stored]))
-    row, request = (np.concatenate(part) for part in zip(*found, strict=True))
+        parts.append((order[at[stored]], np.repeat(to, length)[stored]))
+    row, request = (np.concatenate(part) for part in zip(*parts, strict=True))
     return row, request
 
 
@@ -292,8 +293,8 @@ def scored_apart(arms: Sequence[Arm]) -> list[Arm]:
     A request that one arm holds out is trained on in none. Of the held-out rows each prefix stays
     once, and those stay away whose prefix a request to train on has as well, as a system prompt.
     """
-    held = np.unique(np.concatenate([e.request for arm in arms for e in arm.scored]))
-    train = [tuple(e.take(~np.isin(e.request, held)) for e in arm.train) for arm in arms]
+    held_requests = np.unique(np.concatenate([e.request for arm in arms for e in arm.scored]))
+    train = [tuple(e.take(~np.isin(e.request, held_requests)) for e in arm.train) for arm in arms]
     seen = np.unique(np.concatenate([e.prefix for parts in train for e in parts]))
     return [
         Arm(arm.words, arm.dataset, arm.shares, parts, tuple(_unseen(e, seen) for e in arm.scored))
@@ -309,8 +310,8 @@ def refuse_same(arms: Sequence[Arm]) -> None:
     """
     for first, second in combinations(arms, 2):
         if (first.dataset.digest, first.shares) == (second.dataset.digest, second.shares) and all(
-            np.array_equal(one.row, other.row) and np.array_equal(one.weight, other.weight)
-            for one, other in zip(first.train, second.train, strict=True)
+            np.array_equal(ours.row, other.row) and np.array_equal(ours.weight, other.weight)
+            for ours, other in zip(first.train, second.train, strict=True)
         ):
             place = f"arms {first.name} and {second.name}"
             raise ActdsError("E014", place, got="the same rows", expected="rows that differ")
@@ -326,9 +327,7 @@ def _unseen(entries: Entries, seen: Keys) -> Entries:
 
 def most(parts: Sequence[Entries], shares: Sequence[float]) -> int:
     n = min(int(len(e) / share + 1e-9) for e, share in zip(parts, shares, strict=True))
-    while n and any(
-        count > len(e) for count, e in zip(_split(n, shares), parts, strict=True)
-    ):  # fmt: skip
+    while n and any(count > len(e) for count, e in zip(_split(n, shares), parts, strict=True)):
         n -= 1
     return n
 
@@ -351,10 +350,10 @@ def _split(n: int, shares: Sequence[float]) -> list[int]:
 
 
 def words_of(words: ArmWords) -> str:
-    said = [storable(words.path)]
-    said += [f"phase {words.phase}"] if words.phase else []
-    said += [", ".join(f"{share:.0%} {phase}" for phase, share in words.mix)] if words.mix else []
-    said += [words.where] if words.where else []
-    said += [f"without {name}" for name in words.exclude]
-    said += [f"weights {weight}" for weight in words.weights]
-    return ", ".join(said)
+    parts = [storable(words.path)]
+    parts += [f"phase {words.phase}"] if words.phase else []
+    parts += [", ".join(f"{share:.0%} {phase}" for phase, share in words.mix)] if words.mix else []
+    parts += [words.where] if words.where else []
+    parts += [f"without {name}" for name in words.exclude]
+    parts += [f"weights {weight}" for weight in words.weights]
+    return ", ".join(parts)

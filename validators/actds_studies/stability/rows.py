@@ -48,13 +48,13 @@ class Scored:
     def strata(self) -> dict[ScoredRows, Bools]:
         """Return the rows of each stratum that has any."""
         phase = self.entries.phase
-        found: dict[ScoredRows, Bools] = {
+        masks: dict[ScoredRows, Bools] = {
             "all": np.ones(len(phase), np.bool_),
             "prefill": phase == PHASES.index("prefill"),
             "decode": phase == PHASES.index("decode"),
             "rare tokens": self.rare,
         }
-        return {name: mask for name, mask in found.items() if mask.any()}
+        return {name: mask for name, mask in masks.items() if mask.any()}
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ def groups_of(arms: Sequence[Entries]) -> list[Ints]:
 def errors_of(dictionary: Dictionary, rows: npt.NDArray[np.float32]) -> tuple[Errors, csr_array]:
     """Return what a dictionary does to rows, and their features ``(n, n_features)``."""
     features = dictionary.encode_sparse(rows)
-    away = dictionary.decode(features) - rows
-    squared = np.einsum("nd,nd->n", away, away, dtype=np.float64)
+    error = dictionary.decode(features) - rows
+    squared = np.einsum("nd,nd->n", error, error, dtype=np.float64)
     return Errors(squared, np.diff(features.indptr).astype(np.int64)), features
 
 
@@ -119,19 +119,25 @@ def cross_values(
 
 
 def _value(
-    trained_on: str, rows_of: str, name: ScoredRows, mask: Bools, errors: Sequence[Errors],
-    scored: Scored, against: Floats, n_groups: int,
-) -> CrossValue:  # fmt: skip
-    own = _spreads(scored, mask, n_groups)
+    trained_on: str,
+    rows_of: str,
+    name: ScoredRows,
+    mask: Bools,
+    errors: Sequence[Errors],
+    scored: Scored,
+    against: Floats,
+    n_groups: int,
+) -> CrossValue:
+    spread = _spreads(scored, mask, n_groups)
     unexplained = np.stack(
         [
             _left_out(np.bincount(scored.group[mask], error.squared[mask], n_groups))
             for error in errors
         ]
-    )  # fmt: skip
+    )
     count = _left_out(np.bincount(scored.group[mask], minlength=n_groups))
     with np.errstate(divide="ignore", invalid="ignore"):
-        by_seed = unexplained / own
+        by_seed = unexplained / spread
         of_reference = (unexplained / (count * against)).mean(axis=0)
     fvu = by_seed.mean(axis=0)
     n_requests = len(np.unique(scored.entries.request[mask]))
@@ -233,8 +239,8 @@ def plan(arms: Sequence[Arm], hook: str, limits: Limits) -> Plan:
     if n_features < limits.k:
         got = f"{n_features:,} features, {limits.k:,} of them active"
         raise ActdsError("E009", "features", got=got, expected=f"{limits.k:,} at least, as k")
-    there = {arm.name: most(arm.train, arm.shares) for arm in arms}
-    name, least = min(there.items(), key=lambda pair: pair[1])
+    available = {arm.name: most(arm.train, arm.shares) for arm in arms}
+    name, least = min(available.items(), key=lambda pair: pair[1])
     n_rows = least if limits.rows is None else limits.rows
     if n_rows > least:
         got, expected = f"{n_rows:,}", f"at most the {least:,} rows of arm {name}"
@@ -294,32 +300,32 @@ def gather(arms: Sequence[Arm], hook: str, n_rows: int) -> Gathered:
     norms = [_norms(rows) for rows in values]
     finite = norms[0][np.isfinite(norms[0])]
     limit = SINK_NORM * float(np.median(finite)) if len(finite) else 0.0
-    kept = [own <= limit for own in norms]
+    kept = [rows_of <= limit for rows_of in norms]
     for arm, fine, entry in zip(arms, kept, entries, strict=True):
         if not limit or not (fine & (entry.weight > 0)).any():
             got = "no finite row with a weight"
             raise ActdsError("E014", f"arm {arm.name} at {hook}", got=got, expected="some")
     counted = kept[0] & (entries[0].weight > 0)
-    for own, fine in zip(values, kept, strict=True):
-        own[~fine] = 0
+    for rows_of, fine in zip(values, kept, strict=True):
+        rows_of[~fine] = 0
     centre = _mean(values[0], counted)
     scale = float(values[0].shape[1] ** 0.5 / norms[0][counted].mean())
     rare, frequent = rare_tokens(entries[0].token_id)
     scored = [_scored_rows(arm, hook, limit) for arm in arms]
     groups = groups_of([entry for entry, _ in scored])
-    held = [
+    arms_held = [
         Held(
             arm,
             entry,
-            TrainingRows(own, entry.key, np.where(fine, entry.weight, 0.0)),
+            TrainingRows(rows_of, entry.key, np.where(fine, entry.weight, 0.0)),
             Scored(rows, told, group, ~np.isin(told.token_id, frequent)),
             int((~fine).sum()),
         )
-        for arm, entry, own, fine, (told, rows), group in zip(
+        for arm, entry, rows_of, fine, (told, rows), group in zip(
             arms, entries, values, kept, scored, groups, strict=True
         )
     ]
-    return Gathered(tuple(held), scale, centre, rare)
+    return Gathered(tuple(arms_held), scale, centre, rare)
 
 
 def _scored_rows(arm: Arm, hook: str, limit: float) -> tuple[Entries, npt.NDArray[np.float32]]:
@@ -338,16 +344,16 @@ def _read(arm: Arm, hook: str, rows: Ints) -> torch.Tensor:
     import torch
 
     wanted, place = np.unique(rows, return_inverse=True)
-    found = arm.dataset.array(hook).torch(wanted)
-    return found[torch.from_numpy(place.reshape(-1))]
+    stored = arm.dataset.array(hook).torch(wanted)
+    return stored[torch.from_numpy(place.reshape(-1))]
 
 
 def _norms(rows: torch.Tensor) -> Floats:
     """Return the length of each row, infinite for one that is not finite ``(n,)``."""
-    found = np.empty(len(rows))
+    norms = np.empty(len(rows))
     for at in range(0, len(rows), _BLOCK):
-        found[at : at + _BLOCK] = rows[at : at + _BLOCK].float().norm(dim=1).numpy()
-    return np.where(np.isfinite(found), found, np.inf)
+        norms[at : at + _BLOCK] = rows[at : at + _BLOCK].float().norm(dim=1).numpy()
+    return np.where(np.isfinite(norms), norms, np.inf)
 
 
 def _mean(rows: torch.Tensor, counted: Bools) -> Floats:

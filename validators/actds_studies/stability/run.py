@@ -154,16 +154,21 @@ def measure(
     progress(f"reading {planned.n_rows:,} rows of each arm")
     rows = gather(arms, hook, planned.n_rows)
     trainer = Trainer(
-        planned.n_features, limits.k, limits.batch, limits.epochs, limits.learning_rate,
-        rows.scale, rows.centre,
-    )  # fmt: skip
+        planned.n_features,
+        limits.k,
+        limits.batch,
+        limits.epochs,
+        limits.learning_rate,
+        rows.scale,
+        rows.centre,
+    )
     seeds = list(range(limits.seed, limits.seed + limits.seeds))
     # Those of another order, with the starts of the reference's own.
-    asked = [(n, seed, seed) for n in range(len(arms)) for seed in seeds]
-    asked += [(0, seed, seed + limits.seeds) for seed in seeds]
+    plans = [(n, seed, seed) for n in range(len(arms)) for seed in seeds]
+    plans += [(0, seed, seed + limits.seeds) for seed in seeds]
     made: dict[tuple[int, int, int], _One] = {}
-    for done, (n, seed, order) in enumerate(asked, 1):
-        progress(f"dictionary {done} of {len(asked)}, arm {arms[n].name}, seed {seed}")
+    for done, (n, seed, order) in enumerate(plans, 1):
+        progress(f"dictionary {done} of {len(plans)}, arm {arms[n].name}, seed {seed}")
         fitted = trainer.fit(rows.arms[n].train, seed, order)
         made[n, seed, order] = _one(rows, n, hook, seed, order, fitted, limits, out)
     progress("matching")
@@ -176,10 +181,13 @@ def measure(
         for n, trained_on in enumerate(arms)
         for m, rows_of in enumerate(arms)
         for value in cross_values(
-            trained_on.name, rows_of.name, [made[n, s, s].errors[m] for s in seeds],
-            rows.arms[m].scored, rows.arms[0].scored,
+            trained_on.name,
+            rows_of.name,
+            [made[n, s, s].errors[m] for s in seeds],
+            rows.arms[m].scored,
+            rows.arms[0].scored,
         )
-    ]  # fmt: skip
+    ]
     return Stability(
         limits=limits,
         hook=hook,
@@ -197,14 +205,20 @@ def measure(
         comparisons=comparisons,
         pairs=pairs,
         cross=cross,
-        dictionaries=[one.trained for one in made.values()],
+        dictionaries=[made_one.trained for made_one in made.values()],
     )
 
 
 def _one(
-    rows: Gathered, n: int, hook: str, seed: int, order: int, fitted: Fitted, limits: Limits,
+    rows: Gathered,
+    n: int,
+    hook: str,
+    seed: int,
+    order: int,
+    fitted: Fitted,
+    limits: Limits,
     out: Path | None,
-) -> _One:  # fmt: skip
+) -> _One:
     from scipy.sparse import vstack
 
     arm = rows.arms[n].arm
@@ -216,17 +230,27 @@ def _one(
         digest.update(np.ascontiguousarray(array).tobytes())
     source = Source("saelens", str(folder or f"{arm.name} {name}"), digest.hexdigest(), hook)
     dictionary = Dictionary("topk", *arrays, source, k=limits.k)
-    told = Trained(
-        arm=arm.name, seed=seed, order=order, fvu=fitted.fvu, n_alive=int(fitted.alive.sum()),
-        sha256=digest.hexdigest(), path=None if folder is None else storable(str(folder)),
-    )  # fmt: skip
+    trained = Trained(
+        arm=arm.name,
+        seed=seed,
+        order=order,
+        fvu=fitted.fvu,
+        n_alive=int(fitted.alive.sum()),
+        sha256=digest.hexdigest(),
+        path=None if folder is None else storable(str(folder)),
+    )
     if folder is not None:
-        facts = {"arm": words_of(arm.words), "seed": seed, "order": order,
-                 "rows": len(rows.arms[n].entries), "epochs": limits.epochs}  # fmt: skip
+        facts = {
+            "arm": words_of(arm.words),
+            "seed": seed,
+            "order": order,
+            "rows": len(rows.arms[n].entries),
+            "epochs": limits.epochs,
+        }
         save(folder, dictionary, arm, hook, limits.held_out, facts)
     found = [errors_of(dictionary, held.scored.rows) for held in rows.arms]
-    features = vstack([own for _, own in found], format="csr")
-    return _One(told, dictionary, fitted.alive, [errors for errors, _ in found], features)
+    features = vstack([features_of_arm for _, features_of_arm in found], format="csr")
+    return _One(trained, dictionary, fitted.alive, [errors for errors, _ in found], features)
 
 
 def _pairs(
@@ -236,20 +260,22 @@ def _pairs(
     k = len(seeds)
     pair_results = []
     for at, seed in enumerate(seeds):
-        one, after = made[0, seed, seed], seeds[(at + 1) % k]
-        told: list[tuple[int, PairKind, int, int]] = [
+        first, after = made[0, seed, seed], seeds[(at + 1) % k]
+        kinds: list[tuple[int, PairKind, int, int]] = [
             (0, "other order", seed, seed + k),
             (0, "other seed", after, after),
         ]
         for n in range(1, len(arms)):
-            told += [(n, "same start", seed, seed), (n, "other seed", after, after)]
+            kinds += [(n, "same start", seed, seed), (n, "other seed", after, after)]
         pair_results += [
             PairResult(
-                arm=arms[n].name, kind=kind, seeds=(seed, start),
-                likeness=_likeness(one, made[n, start, order]),
+                arm=arms[n].name,
+                kind=kind,
+                seeds=(seed, start),
+                likeness=_likeness(first, made[n, start, order]),
             )
-            for n, kind, start, order in told
-        ]  # fmt: skip
+            for n, kind, start, order in kinds
+        ]
     return pair_results
 
 
@@ -279,13 +305,11 @@ def _arm_results(rows: Gathered, hook: str) -> list[ArmResult]:
             dtype=arm.arm.dataset.hooks[hook].dtype,
             n_there=most(arm.arm.train, arm.arm.shares),
             n_rows=len(arm.entries),
-            shares={
-                phase: int((arm.entries.phase == n).sum()) for n, phase in enumerate(PHASES)
-            },
+            shares={phase: int((arm.entries.phase == n).sum()) for n, phase in enumerate(PHASES)},
             n_common=int(np.isin(arm.entries.key, reference).sum()),
             n_sinks=arm.n_sinks,
             n_scored=len(arm.scored.entries),
             n_requests=len(np.unique(arm.scored.entries.request)),
         )
         for arm, of in zip(rows.arms, known, strict=True)
-    ]  # fmt: skip
+    ]

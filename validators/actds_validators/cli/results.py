@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -34,8 +34,7 @@ class LimitsCommand(ResultCommand):
     def limits(self) -> type[LimitsSection]:
         """Return the model of the limits."""
         assert self.result is not None
-        limits: Any = self.result().model_fields["limits"].annotation
-        return limits
+        return cast("type[LimitsSection]", self.result().model_fields["limits"].annotation)
 
     def thresholds(self) -> dict[str, tuple[str, str]]:
         """Return what ``--limit`` may set, by name: its default, and what it is."""

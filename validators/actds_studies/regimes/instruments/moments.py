@@ -143,10 +143,12 @@ def normal_divergence(sums: GroupSums, other: GroupSums) -> Floats:
     """Return the divergence of one normal distribution from another ``(..., d)``, in nats."""
     mean, variance, *_ = central_moments(sums)
     centre, spread, *_ = central_moments(other)
-    there = (variance > 0) & (spread > 0)
-    one, base = (np.where(there, v, np.nan) for v in (variance, spread))
-    found = 0.5 * (np.log(base / one) + (one + (mean - centre) ** 2) / base - 1)
-    return np.asarray(np.maximum(found, 0.0))  # what is below is rounding
+    known = (variance > 0) & (spread > 0)
+    spread_here, base = (np.where(known, v, np.nan) for v in (variance, spread))
+    divergence = 0.5 * (
+        np.log(base / spread_here) + (spread_here + (mean - centre) ** 2) / base - 1
+    )
+    return np.asarray(np.maximum(divergence, 0.0))  # what is below is rounding
 
 
 def _log(value: Floats) -> Floats:

@@ -98,10 +98,10 @@ class Probes:
         label = self._labels[side][row]
         for value in (0, 1):
             counts = np.zeros((len(rows), len(self._names) * N_BINS), np.float32)
-            mine = np.flatnonzero(label == value)
+            labelled = np.flatnonzero(label == value)
             for k, edges in enumerate(self._edges):
-                at = np.searchsorted(edges, scores[mine, k], side="right")
-                counts[mine, k * N_BINS + at] = 1.0
+                at = np.searchsorted(edges, scores[labelled, k], side="right")
+                counts[labelled, k * N_BINS + at] = 1.0
             yield Part(f"label {value}", counts)
 
     def measures(self, reference: GroupSums, limits: Limits) -> list[Measure]:
@@ -127,11 +127,11 @@ class Probes:
         if self._labels is not None:
 
             def areas(sums: GroupSums) -> Floats:
-                one, other = (
+                first, other = (
                     sums[f"label {v}"].reshape(*sums[f"label {v}"].shape[:-1], n, N_BINS)
                     for v in (0, 1)
                 )
-                return area(one, other)
+                return area(first, other)
 
             measures.append(
                 difference(

@@ -110,8 +110,8 @@ def jaccard_of_rows(
     other: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
 ) -> Floats:
     """Return the Jaccard index of each row's two sets ``(n,)``, 1 where both are empty."""
-    both, either = (active & other).sum(axis=1), (active | other).sum(axis=1)
-    return np.where(either > 0, both / np.maximum(either, 1), 1.0)
+    shared, either = (active & other).sum(axis=1), (active | other).sum(axis=1)
+    return np.where(either > 0, shared / np.maximum(either, 1), 1.0)
 
 
 def top_jaccard(one: Floats, other: Floats, k: int) -> float:
@@ -132,17 +132,17 @@ def _most(rates: Floats, k: int) -> Bools:
     return mask
 
 
-def spearman(one: Floats, other: Floats) -> float:
+def spearman(first: Floats, second: Floats) -> float:
     """Return the rank correlation of rates ``(n_features,)``, equal rates at their mean rank."""
-    left, right = (stats.rankdata(v) for v in (one, other))
+    left, right = (stats.rankdata(v) for v in (first, second))
     left, right = left - left.mean(), right - right.mean()
     size = float(np.sqrt((left @ left) * (right @ right)))
     return float(left @ right) / size if size > 0 else float("nan")
 
 
-def kendall(one: Floats, other: Floats) -> float:
+def kendall(first: Floats, second: Floats) -> float:
     """Return Kendall's tau-b of rates ``(n_features,)``."""
-    return float(stats.kendalltau(one, other).statistic)
+    return float(stats.kendalltau(first, second).statistic)
 
 
 def _of_rates(first: GroupSums, second: GroupSums, function: object) -> Floats:
@@ -220,10 +220,10 @@ class Reconstruction:
         active = events(features)
         yield Part("l0", active.sum(axis=1))
         yield Part(ACTIVE, active, coarse=True)
-        mine = features[:, self._turned].astype(np.float64)
-        yield Part("turned n", (mine > 0).astype(np.float32), coarse=True)
-        yield Part("turned aa", mine**2 * self._dictionary.frame(rows)[1], coarse=True)
-        yield Part("turned", mine, coarse=True, right=rest)
+        turned = features[:, self._turned].astype(np.float64)
+        yield Part("turned n", (turned > 0).astype(np.float32), coarse=True)
+        yield Part("turned aa", turned**2 * self._dictionary.frame(rows)[1], coarse=True)
+        yield Part("turned", turned, coarse=True, right=rest)
 
     def measures(self, reference: GroupSums, limits: Limits) -> list[Measure]:
         """Return the differences of fit, of the features' rates and of their directions."""
@@ -235,8 +235,8 @@ class Reconstruction:
             return np.asarray(mean_of(sums, "error") / (whole if whole > 0 else np.nan))
 
         def over_own(sums: GroupSums) -> Floats:
-            own = variance_of(sums)
-            return np.asarray(mean_of(sums, "error") / np.where(own > 0, own, np.nan))
+            variance = variance_of(sums)
+            return np.asarray(mean_of(sums, "error") / np.where(variance > 0, variance, np.nan))
 
         def log_l0(sums: GroupSums) -> Floats:
             return _log(mean_of(sums, "l0"))
@@ -253,7 +253,7 @@ class Reconstruction:
             return np.where(enough[..., None], direction(second) - direction(first), np.nan)
 
         ratio, gap = "ln of the ratio", "difference"
-        found = [
+        values = [
             difference(
                 "FVU over the reference's variance",
                 over_reference,
@@ -281,7 +281,7 @@ class Reconstruction:
             ),
         ]
         if n_turned:
-            found.append(
+            values.append(
                 Measure(
                     "turn of features",
                     turn,
@@ -295,14 +295,14 @@ class Reconstruction:
                     note="the noise's own angle is taken off",
                 )
             )
-        return found
+        return values
 
 
 def variance_of(sums: GroupSums) -> Floats:
     """Return the mean squared distance of rows from their mean ``(..., 1)``."""
     mean = mean_of(sums, "x")
-    found = mean_of(sums, "xx") - np.square(mean).sum(axis=-1, keepdims=True)
-    return np.asarray(np.maximum(found, 0.0))
+    values = mean_of(sums, "xx") - np.square(mean).sum(axis=-1, keepdims=True)
+    return np.asarray(np.maximum(values, 0.0))
 
 
 def log_rates(first: GroupSums, second: GroupSums) -> Floats:
