@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from actds_studies.cli.study import command_of
 from actds_studies.regimes.inference import Measure
 from actds_studies.regimes.instruments import difference, mean_of
 from actds_studies.regimes.result import StudyLimits
@@ -80,4 +81,4 @@ NORMS = Study(
         "spread": (0.1, "difference of standard deviations over means"),
     },
 )
-command = NORMS.command()
+command = command_of(NORMS)

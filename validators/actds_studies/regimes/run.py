@@ -219,11 +219,11 @@ def _with_counts(result: ContrastResult, measured: Measured) -> ContrastResult:
 
 def conclude(measured: Sequence[Measured], limits: StudyLimits) -> list[list[Value]]:
     """Return the values of each contrast with their outcomes, one family over all."""
-    values = decide([judged for contrast in measured for judged in contrast.judged], limits)
+    values = decide([judged for each in measured for judged in each.judged], limits)
     values_of, start = [], 0
-    for contrast in measured:
-        values_of.append(values[start : start + len(contrast.judged)])
-        start += len(contrast.judged)
+    for each in measured:
+        values_of.append(values[start : start + len(each.judged)])
+        start += len(each.judged)
     return values_of
 
 
