@@ -21,7 +21,8 @@ from actds_studies.dictionaries.dictionary import Source
 from actds_studies.regimes import inference, run
 from actds_studies.regimes.contrast import Contrast, Layer, Side, plan
 from actds_studies.regimes.equal_tokens import Histogram, Numerics
-from actds_studies.regimes.instruments import Remembered, overlap, probes
+from actds_studies.regimes.instruments import Remembered, probes
+from actds_studies.regimes.instruments import reconstruction as overlap
 from actds_studies.regimes.instruments.moments import (
     Moments,
     central_moments,

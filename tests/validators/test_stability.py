@@ -676,7 +676,10 @@ def test_written_dictionaries_are_read_again_with_what_they_have_not_seen(
 @pytest.mark.standard
 def test_the_command_writes_what_it_finds(sets: dict[str, Path], tmp_path: Path) -> None:
     file, out = tmp_path / "page.html", tmp_path / "result.json"
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in QUICK.items()]
+    options = [
+        f"--limit={name}={value}" if name == "limit" else f"--{name.replace('_', '-')}={value}"
+        for name, value in QUICK.items()
+    ]
     told = run(f"A={sets['A']}", f"C={sets['C']}", *options, "--html", file, "--json", out)
     assert told.exit_code == 0, told.output
     assert told.stdout.startswith("? Undecided whether C changes the dictionary more than another")
