@@ -76,7 +76,7 @@ class Study:
         progress: Callable[[str], None] = lambda what: None,
     ) -> StudyResult:
         """Compare arms; arguments and errors are those of `actds.regimes`."""
-        from actds_validators.extras import need_extra
+        from actds_validators.sections import need_extra
 
         need_extra()
         from actds_studies.regimes.asking import dataset_results, open_arms

@@ -1,15 +1,24 @@
-"""What the documents of results are made of."""
+"""What the documents of results are made of, and the extra that making one needs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import Annotated, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from actds.errors import ActdsError
+from actds.errors import ActdsError, not_installed
+
+
+def need_extra(*more: str) -> None:
+    """Raise E011 when a package of the extra ``audit``, or one that is named, is not installed."""
+    for name in ("scipy", *more):
+        if find_spec(name) is None:
+            raise not_installed(name, "audit", "actds audit")
+
 
 Settings = TypeVar("Settings", bound=BaseModel)
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -15,16 +15,16 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from actds_studies.dictionaries.dictionary import Dictionary, Kind, Normalization, Source
-from actds_studies.dictionaries.places import places_of
-from actds_studies.dictionaries.refusal import read_config, refused
+from actds_studies.dictionaries.places import Wanted, places_of, recorded
 from actds_studies.dictionaries.tensors import (
     Tensors,
     file_sha256,
     of_names,
+    read_config,
     read_safetensors,
+    refused,
     vector,
 )
-from actds_studies.dictionaries.wanted import Wanted, recorded
 
 CONFIG = "cfg.json"
 WEIGHTS = "sae_weights.safetensors"

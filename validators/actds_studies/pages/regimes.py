@@ -18,8 +18,7 @@ from actds_studies.regimes.result import (
 from actds_studies.regimes.strata import MIN_REQUESTS, MIN_ROWS
 from actds_studies.regimes.wording import ADDED, big, element_of
 from actds_validators.audit.place import Level
-from actds_validators.pages.answer import AnswerPage, Shown
-from actds_validators.pages.head import day
+from actds_validators.pages.answer import AnswerPage, Shown, day
 from actds_validators.pages.words import (
     LOOKS,
     Columns,

@@ -17,8 +17,7 @@ from actds_studies.stability.result import (
     Trained,
 )
 from actds_validators.audit.place import Level
-from actds_validators.pages.answer import AnswerPage, Shown
-from actds_validators.pages.head import by_arm, harvested, models
+from actds_validators.pages.answer import AnswerPage, Shown, by_arm, harvested, models
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend
 from actds_validators.pages.words import (
     LOOKS,

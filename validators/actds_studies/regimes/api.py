@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
-from actds.exchange.tensors import read_header
+from actds.exchange.containers import read_header
 from actds.explore.dataset import Dataset
 from actds.format.tables import UNSERVED
 from actds.loader.selection import RowValues
@@ -21,21 +21,20 @@ from actds.loader.where import parse_expression
 from actds.text import storable
 from actds_studies.dictionaries import load_dictionary
 from actds_studies.dictionaries.places import same_place
-from actds_studies.dictionaries.refusal import refused
 from actds_studies.dictionaries.tensors import (
     file_sha256,
     is_npz,
     of_names,
     read_npz,
     read_safetensors,
+    refused,
 )
 from actds_studies.regimes.arms import Arm
 from actds_studies.regimes.asking import dataset_results, open_arms
 from actds_studies.regimes.result import Limits, Regimes, Used
 from actds_validators.about import recorded
 from actds_validators.arrays import Bools
-from actds_validators.extras import need_extra
-from actds_validators.sections import settings_of
+from actds_validators.sections import need_extra, settings_of
 
 if TYPE_CHECKING:
     from actds_studies.dictionaries import Dictionary

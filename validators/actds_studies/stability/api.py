@@ -11,8 +11,7 @@ from actds.explore.dataset import Dataset, open_apart
 from actds_studies.regimes.asking import MIXTURE_KEYS, parse_named
 from actds_studies.stability.fit import need_torch
 from actds_studies.stability.result import Limits, Stability
-from actds_validators.extras import need_extra
-from actds_validators.sections import settings_of
+from actds_validators.sections import need_extra, settings_of
 
 
 def stability(

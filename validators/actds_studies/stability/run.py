@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from actds.exchange.tensors import NewTensor, write_tensors
+from actds.exchange.containers import NewTensor, write_tensors
 from actds.format.tables import PHASES
 from actds.store import refuse_within_dataset
 from actds.text import storable

@@ -103,8 +103,7 @@ def audit(
         html, json_out, {"--weights": weights}, {"--classes": [classes] if classes else []}
     )
     from actds_validators.about import about as describe
-    from actds_validators.pages import html as page
-    from actds_validators.pages import terminal
+    from actds_validators.pages.report import render, render_lines
 
     found = run_audit(
         path, limits=limits, weights=weights, classes=classes, accept=accept, executor=executor,
@@ -114,8 +113,8 @@ def audit(
     about = describe(found.catalog, ctx.meta[COMMAND])
     outputs.write(
         json.dumps(result.as_json(), indent=2, sort_keys=True),
-        lambda: page.render(result, about),
-        lambda: terminal.render(result, about),
+        lambda: render(result, about),
+        lambda: render_lines(result, about),
     )
     if result.accounting.is_sound:
         outputs.say({"weights": weights})

@@ -23,8 +23,7 @@ from actds_validators.cli.results import (
 from actds_validators.cli.validate import counting, finding_lines, verdict_line
 
 if TYPE_CHECKING:
-    from actds_validators.check import CheckResult
-    from actds_validators.imported import ImportedRows
+    from actds_validators.check import CheckResult, ImportedRows
     from actds_validators.pages.index import Entry
 
 _MAX_FINDINGS, _MAX_STEPS = 2, 3
@@ -73,9 +72,9 @@ def check(
     """
     from actds_validators.audit.outputs import refuse_outputs
     from actds_validators.check import check as run
-    from actds_validators.extras import need_extra
     from actds_validators.pages.index import page_beside
     from actds_validators.pages.index import render as render_index
+    from actds_validators.sections import need_extra
 
     need_extra(*(["jinja2"] if html else []))
     refuse_outputs({"--html": html}, {})
@@ -130,10 +129,10 @@ def _entry(found: CheckResult, report: Path | None) -> Entry:
 
 def _report(found: CheckResult, command: str) -> str:
     from actds_validators.about import about
-    from actds_validators.pages import html
+    from actds_validators.pages.report import render
 
     assert found.audit is not None, "there is a result to report"
-    return html.render(found.audit.result, about(found.audit.catalog, command))
+    return render(found.audit.result, about(found.audit.catalog, command))
 
 
 def page(found: CheckResult, html: Path | None = None, *, strict: bool = False) -> Iterator[Line]:
@@ -163,10 +162,10 @@ def _page(found: CheckResult, html: Path | None, strict: bool) -> Iterator[Line]
         yield Line(f"More: actds validate {path}", "dim")
         return
     from actds_validators.about import about
-    from actds_validators.pages import terminal
+    from actds_validators.pages.report import first_screen
 
     result = found.audit.result
-    answer, *rest = terminal.first_screen(result, about(found.audit.catalog, ""))
+    answer, *rest = first_screen(result, about(found.audit.catalog, ""))
     yield answer
     yield valid
     yield from finding_lines(found.validation, _MAX_FINDINGS)

@@ -146,7 +146,7 @@ class Outputs:
         inputs: Mapping[str, Sequence[Path]] | None = None,
     ) -> None:
         from actds_validators.audit.outputs import refuse_outputs
-        from actds_validators.extras import need_extra
+        from actds_validators.sections import need_extra
 
         need_extra(*(["jinja2"] if html else []))
         self.on_terminal = json_out is None or str(json_out) != "-"

@@ -144,9 +144,9 @@ def _print(found: list[Passage], form: str) -> None:
         else:
             print_json(envelope("validations", {"datasets": [one.as_json() for one in found]}))
     else:
-        from actds_validators.gate import formats
+        from actds_validators.gate.gate import github, junit, sarif
 
-        write = {"junit": formats.junit, "sarif": formats.sarif, "github": formats.github}[form]
+        write = {"junit": junit, "sarif": sarif, "github": github}[form]
         click.echo(write(found), nl=False)
 
 
@@ -159,7 +159,7 @@ def _follow(
     seal: str | None,
 ) -> Validation:
     """Return the validation at the end of a harvest; what is seen meanwhile goes to stderr."""
-    from actds_validators.validate.watch import Seen, watch
+    from actds_validators.validate.validation import Seen, watch
 
     def say(seen: Seen) -> None:
         state = f"{seen.n_open} of {counted(seen.n_chains, 'chain')} open"

@@ -12,14 +12,44 @@ from fnmatch import fnmatchcase
 
 from actds.dataset.fates import fate_counts, n_computed
 from actds.dataset.reading import Catalog
-from actds.errors import Finding
+from actds.errors import CODES, ActdsError, Finding
 from actds.format.schema import OpenBody, ProvenanceField, RunRecord
 from actds_validators.audit.place import LEVELS, TITLES
 from actds_validators.audit.result import Audit
-from actds_validators.gate.policy import LossRules, Policy
-from actds_validators.gate.signature import check_signature
+from actds_validators.gate.policy import LossRules, Policy, SignatureRules
 
-__all__ = ["refusals"]
+__all__ = ["check_signature", "refusals"]
+
+
+def check_signature(rules: SignatureRules, catalog: Catalog) -> Iterator[Finding]:
+    """Yield why the seal of a dataset is not signed as the rules ask.
+
+    Args:
+        rules: those of the policy.
+        catalog: the dataset.
+
+    Raises:
+        ActdsError: E009 there is nobody to trust; E021 a key that cannot be used; E011 a package
+            is not installed.
+
+    Spec: 0.1 section 15.4.
+    """
+    if not rules.required and rules.keys is None and rules.identity is None:
+        return
+    from actds.trust.signing import verify
+
+    try:
+        verify(
+            catalog.store.uri, rules.keys or (), need=rules.need,
+            identity=rules.identity, issuer=rules.issuer,
+        )  # fmt: skip
+    except ActdsError as error:
+        if CODES[error.code].family != "trust":
+            raise
+        rule = "signature.keys" if rules.keys is not None else "signature.required"
+        rule = rule if rules.identity is None else "signature.identity"
+        yield Finding("E701", rule, f"{error.code} {error.got}"[:400], error.expected[:400])
+
 
 _NS_PER_DAY = 86_400_000_000_000
 _AHEAD_DAYS = 300 / 86_400

@@ -12,9 +12,8 @@ from actds.text import counted
 from actds_validators.about import About
 from actds_validators.audit.place import LEVELS, TITLES, Level
 from actds_validators.audit.result import Audit
-from actds_validators.pages.answer import AnswerPage, Shown
-from actds_validators.pages.head import dataset_facts
-from actds_validators.pages.places import lines
+from actds_validators.pages.answer import AnswerPage, Shown, dataset_facts
+from actds_validators.pages.summary import lines
 from actds_validators.pages.words import (
     LOOKS,
     Fact,

@@ -6,13 +6,20 @@ With the sections that follow from the verdict alone: checks, limits of the evid
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from actds.text import format_nbytes
+from actds.text import Line, format_nbytes
 from actds_validators.about import About
+from actds_validators.audit.place import TITLES, LeftOut, LengthBand, Place, SourceAccount
 from actds_validators.audit.result import Audit, Limits, Number, Options
-from actds_validators.pages.head import dataset_facts
+from actds_validators.pages.answer import dataset_facts
+from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend
 from actds_validators.pages.words import (
+    LOOKS,
+    Columns,
     Fact,
+    Look,
     Part,
     Row,
     Sentence,
@@ -24,9 +31,243 @@ from actds_validators.pages.words import (
     limit_of,
     measured,
     number,
+    or_dash,
+    percent,
     seconds,
+    short,
     state_of,
+    table_of,
 )
+
+_STATES: dict[str, tuple[str, Look]] = {
+    "PASS": ("passes", LOOKS["PASS"]),
+    "loaded": ("passes, loaded as said", Look("✓", "warn", "warn")),
+    "accepted": ("accepted", Look("-", "dim", "dim")),
+    "WARN": ("has limits", LOOKS["WARN"]),
+    "INCONCLUSIVE": ("not known", LOOKS["INCONCLUSIVE"]),
+    "FAIL": ("fails", LOOKS["FAIL"]),
+}
+"""Of each state of a place its words, and its look."""
+_FILLS = {
+    "source": "all", "cache": "reused", "rules": "filtered", "ends": "ended", "queues": "lost",
+    "values": "floor", "identity": "none",
+}  # fmt: skip
+_BAR_PX = 26
+_MAX_LENGTHS = 14
+"""Bands of a chart, those of most tokens: it has to fit on a printed page."""
+
+
+@dataclass(frozen=True)
+class PlaceLine:
+    """A place as a line of a page: its name, what it did, and how it is judged."""
+
+    title: str
+    headline: str
+    bias: str
+    state: str
+    look: Look
+    fill: str
+    decides: bool
+
+
+def lines(audit: Audit) -> list[PlaceLine]:
+    """Return every place as a line, in the order in which rows pass."""
+    return [
+        PlaceLine(
+            TITLES[place.name], place.headline, _bias(place), *_STATES[_state(place)],
+            f"i-{_FILLS[place.name]}", place.name == audit.answer.place,
+        )
+        for place in audit.places[: len(TITLES)]
+    ]  # fmt: skip
+
+
+def _state(place: Place) -> str:
+    if place.level == "PASS":
+        return "PASS"
+    return "accepted" if place.accepted else "loaded" if place.loaded else place.level
+
+
+def _bias(place: Place) -> str:
+    if place.bias is None:
+        return "not known"
+    if place.level == "PASS" and not place.n:
+        return ""
+    sign = "up to " if place.bias_is == "at most" else "about "
+    return f"{sign}{number(float(f'{place.bias:.2g}'))} SD"
+
+
+def terminal_lines(audit: Audit) -> Iterator[Line]:
+    """Yield a line for each place: what went there, and how far off a mean can be by it."""
+    each = lines(audit)
+    width = max((len(line.title) for line in each), default=0)
+    for line in each:
+        bias = f": a mean is off by {line.bias}" if line.bias not in ("", "not known") else ""
+        more = {"passes, loaded as said": "; passes, loaded as said", "accepted": "; accepted"}
+        text = f"  {line.look.mark} {line.title.ljust(width)}  {line.headline}{bias}"
+        yield Line(text + more.get(line.state, ""), line.look.style)
+
+
+def bar(audit: Audit) -> Picture | None:
+    """Return all that the source and its answers would have given, divided by where it went.
+
+    None where the accounting does not add up. In positions: a record that was never served counts
+    as many as its prompt has tokens, one of unknown length as many as the mean.
+    """
+    parts = _parts(audit)
+    whole = sum(n for _, n in parts)
+    if not audit.places or not whole:
+        return None
+    said = ", ".join(f"{name} {percent(n / whole)}" for name, n in parts if n)
+    picture = Picture(
+        "places", "Where rows went between the source and a batch", f"Of {count(whole)} positions: "
+        f"{said}.", WIDTH, _BAR_PX, FigureData(("place", "positions"), list(parts)),
+    )  # fmt: skip
+    x = 0.0
+    for name, n in parts:
+        width = WIDTH * n / whole
+        # What is too thin to see still shows as a line.
+        drawn = max(width, 2.0) if n else 0.0
+        kind = _FILLS.get(name, "stored")
+        words = TITLES.get(name, name)  # type: ignore[call-overload]
+        picture.box(min(x, WIDTH - drawn), 2, drawn, _BAR_PX - 4, kind, f"{words}: {count(n)}")
+        x += width
+    return picture
+
+
+def _parts(audit: Audit) -> list[tuple[str, int]]:
+    account, source = audit.accounting, audit.source
+    never = 0
+    if source is not None and source.records is not None:
+        never = source.tokens - source.served_tokens
+        measured = source.records - source.unmeasured
+        if measured > 0:
+            never += round(source.unmeasured * source.tokens / measured)
+    bad = sum(p.n or 0 for p in audit.places if p.name == "values")
+    return [
+        ("source", never),
+        ("cache", account.cache_ref),
+        ("rules", account.filtered),
+        ("ends", account.aborted + account.never_computed + account.undelivered),
+        ("queues", account.dropped),
+        ("values", bad),
+        ("stored", max(0, account.captured - bad)),
+    ]
+
+
+def places_part(audit: Audit) -> Part | None:
+    """Return the table of all places."""
+    if not audit.places:
+        return None
+    rows = []
+    for place, line in zip(audit.places, lines(audit), strict=False):
+        worst = place.worst
+        of_whom = "-"
+        if worst is not None:
+            of_whom = f"{worst.kind} {worst.label}: {percent(worst.n / worst.of)}"
+        went = or_dash(place.n, count)
+        if place.n is not None and place.of:
+            went = f"{count(place.n)} of {count(place.of)} {place.unit}"
+        state = f"{line.look.mark} {line.state}" + (", decided" if line.decides else "")
+        cells = (line.title, went, of_whom, line.bias or "-", state)
+        note = f"{place.sentence} Limit: {place.limit}."
+        rows.append(Row(cells, line.look.tone, note))
+    table = Table(
+        "Places between the source and a batch", ("place", "went there", "of whom most",
+        "bias of a mean", ""), rows, frozenset({0, 1, 2, 3, 4}),
+    )  # fmt: skip
+    lead = (
+        "Every place where rows go between the source and a training batch, in the order in which "
+        "they pass. A bias is that of a mean over rows, in standard deviations: up to, for any "
+        "mean there is; about, as estimated."
+    )
+    return Part("places", "Seven places", Sentence(lead), [table])
+
+
+def source_part(audit: Audit) -> Part | None:
+    """Return what became of the records of the source, by reason and by length."""
+    source = audit.source
+    if source is None or source.records is None:
+        return None
+    left_out: Columns[LeftOut] = (
+        ("records", lambda one: f"{one.what}: {one.reason}"),
+        ("number", lambda one: count(one.n)),
+        ("prompt tokens", lambda one: or_dash(one.n_tokens, count)),
+    )
+    bands: Columns[LengthBand] = (
+        ("tokens of the prompt", _band),
+        ("records", lambda one: count(one.records)),
+        ("served", lambda one: count(one.served)),
+        ("share served", lambda one: percent(one.served / one.records)),
+        ("share of the source's tokens", lambda one: percent(one.tokens / source.tokens)),
+        ("share of the served tokens", lambda one: _share(one, source)),
+    )
+    tables = table_of("Records that were never served", left_out, source.left_out)
+    tables += table_of("Lengths of the prompts, source and served", bands, source.lengths)
+    ended = (
+        f" Ended before their source: {', '.join(source.interrupted[:5])}."
+        if source.interrupted
+        else ""
+    )
+    shift = ""
+    if source.length_shift is not None:
+        shift = (
+            f" The length of the prompt that a token is of: served against source, total variation "
+            f"{number(source.length_shift)}."
+        )
+    lead = (
+        f"{count(source.records)} records were read, {count(source.served)} served: "
+        f"{count(source.served_tokens)} of {count(source.tokens)} prompt tokens.{shift}{ended}"
+    )
+    return Part("source", "Source", Sentence(lead), tables)
+
+
+def _band(band: LengthBand) -> str:
+    return f"{band.low:,} to {band.high:,}" if band.high > band.low else f"{band.low:,}"
+
+
+def _share(band: LengthBand, source: SourceAccount) -> str:
+    return percent(band.served_tokens / source.served_tokens) if source.served_tokens else "-"
+
+
+def lengths(audit: Audit) -> Picture | None:
+    """Return the share of prompt tokens by length of the prompt: of the source, and as served."""
+    source = audit.source
+    if source is None or not source.lengths or not source.served_tokens:
+        return None
+    largest = sorted(source.lengths, key=lambda band: -band.tokens)[:_MAX_LENGTHS]
+    bands, room = sorted(largest, key=lambda band: band.low), 26.0
+    picture = Picture(
+        "lengths",
+        "Length of the prompt that a token is of, source and served",
+        "Share of all prompt tokens in prompts of a length; a difference of the two bars is what "
+        "skipping changed.",
+        WIDTH,
+        74 + 2 * room * len(bands),
+        FigureData(
+            ("tokens at least", "tokens at most", "tokens of the source", "served tokens"),
+            [(b.low, b.high, b.tokens, b.served_tokens) for b in bands],
+        ),
+    )
+    legend(picture, 170, 16, [("all", "source"), ("stored", "served")])
+    shares = [
+        (band, band.tokens / source.tokens, band.served_tokens / source.served_tokens)
+        for band in bands
+    ]
+    most = max(max(a, b) for _, a, b in shares)
+    frame = Frame(170, 30, 560, 2 * room * len(shares), (0, most), (0, 1))
+    axes(picture, frame, "share of prompt tokens", "", x_text=lambda x: short(100 * x) + " %",
+         y_marks=[])  # fmt: skip
+    for k, (band, of_source, of_served) in enumerate(shares):
+        top = frame.top + 2 * room * k
+        picture.label(frame.left - 10, top + room, f"{_band(band)} tokens", 154)
+        for row, (value, kind, name) in enumerate(
+            ((of_source, "all", "source"), (of_served, "stored", "served"))
+        ):
+            width = frame.x(value) - frame.left
+            words = f"{name}, {_band(band)} tokens: {percent(value)}"
+            picture.box(frame.left, top + 4 + row * 22, width, 18, kind, words)
+            picture.text(frame.left + width + 6, top + 18 + row * 22, percent(value))
+    return picture
 
 
 def biases(audit: Audit) -> list[Fact]:
