@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from actds.cli.options import default_option, executor_option, json_option
 from actds.cli.output import ResultCommand, document_schema, envelope, print_json, print_lines
 from actds.errors import CODES, ActdsError, Code, code_entry
 from actds.executor import ExecutorName
+from actds.text import Line
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -101,17 +102,22 @@ def schema_command(name: str | None, folder: Path | None) -> None:
 
     NAME is a document of a dataset (genesis, run, shard, ledger, seal), the result of a command
     (audit, regimes, stability: what they write with --json) or a file that one reads
-    (policy, of actds validate).
+    (policy, of actds validate). limits lists what --limit NAME=VALUE may set, by command, with
+    its default.
 
     \b
     Examples:
       actds schema
       actds schema seal
+      actds schema limits
       actds schema --write schemas
     """
+    if name == "limits" and folder is None:
+        print_lines(_limits())
+        return
     schemas = _schemas(name)
     if name is not None and name not in schemas:
-        known = ", ".join(_schemas())
+        known = f"{', '.join(_schemas())}, or limits"
         raise ActdsError("E009", "NAME", got=f"no document {name!r}", expected=f"one of {known}")
     if folder is not None:
         from actds.store import refuse_within_dataset
@@ -142,13 +148,7 @@ def _schemas(name: str | None = None) -> dict[str, tuple[str, Callable[[], dict[
     }
     if name in schemas:
         return schemas
-    root = click.get_current_context().find_root()
-    group = root.command
-    assert isinstance(group, click.Group)
-    for command_name in group.list_commands(root):
-        command = group.get_command(root, command_name)
-        if not isinstance(command, ResultCommand):
-            continue
+    for command_name, command in _result_commands():
         for document, read in command.reads.items():
             if name in (None, document):
                 schemas[document] = _summary(read()), partial(document_schema, read(), "validation")
@@ -157,6 +157,26 @@ def _schemas(name: str | None = None) -> dict[str, tuple[str, Callable[[], dict[
             make = partial(document_schema, model, "serialization")
             schemas[command_name] = _summary(model), make
     return schemas
+
+
+def _result_commands() -> Iterator[tuple[str, ResultCommand]]:
+    root = click.get_current_context().find_root()
+    group = root.command
+    assert isinstance(group, click.Group)
+    for name in group.list_commands(root):
+        command = group.get_command(root, name)
+        if isinstance(command, ResultCommand):
+            yield name, command
+
+
+def _limits() -> Iterator[Line]:
+    """Yield what ``--limit`` may set: by command the name, its default and what it is."""
+    for name, command in _result_commands():
+        thresholds = command.thresholds()
+        if thresholds:
+            yield Line(name, "title")
+        for limit, (default, words) in thresholds.items():
+            yield Line(f"  {limit:<20}{default:<8}{words}")
 
 
 def _summary(model: type[BaseModel]) -> str:

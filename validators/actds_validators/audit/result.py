@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from actds.format import tables
 from actds_validators.audit.place import Answer, Place, PlaceName, SourceAccount
 from actds_validators.audit.place import Level as Level
-from actds_validators.sections import Section, Share
+from actds_validators.sections import LimitsSection, Section, Share
 
 BOUND = "worst-case bias of any mean"
 """Name of the number that holds for any losses: above its limit the tests decide."""
@@ -62,7 +62,7 @@ class Number(Section):
         return self
 
 
-class Limits(Section):
+class Limits(LimitsSection):
     """The settings of an audit; defaults are those of the spec, section 14.7."""
 
     negligible_bias: float = Field(

@@ -85,7 +85,7 @@ def audit(
     fail_on: str,
     strict: bool,
     executor: ExecutorName,
-    **limits: Any,
+    limits: dict[str, Any],
 ) -> None:
     """Estimate what a dataset lost, and whether it matters.
 
