@@ -136,13 +136,13 @@ class Outputs:
 
 def files_of(words: Iterable[str]) -> list[Path]:
     """Return the files that ``[HOOK=]PATH`` may mean: PATH, and the files of a folder."""
-    found = []
+    files = []
     for text in words:
         for path in (Path(text), Path(text.partition("=")[2] or text)):
             # os.path answers for a name that is too long as well.
             is_folder = os.path.isdir(path)
-            found += [path / name for name in os.listdir(path)] if is_folder else [path]
-    return found
+            files += [path / name for name in os.listdir(path)] if is_folder else [path]
+    return files
 
 
 def keep_little() -> None:

@@ -115,39 +115,39 @@ def validate(
     if watch and len(paths) > 1:
         raise click.UsageError("--watch follows one dataset")
     rules = None if policy is None else read_policy(policy)
-    found = []
+    passages = []
     for path in paths:
         seen = None
         if watch:
             chosen = level or (rules.level if rules is not None else "full")
             seen = _follow(path, chosen, interval, idle, executor, seal)
         with counting() as progress:
-            found.append(
+            passages.append(
                 judge(
                     path, level=level, policy=rules, strict=strict, progress=progress,
                     executor=executor, seal=seal, validation=seen,
                 )
             )  # fmt: skip
-    _print(found, form)
-    sys.exit(next(code for code in _SEVEREST if any(one.exit_code == code for one in found)))
+    _print(passages, form)
+    sys.exit(next(code for code in _SEVEREST if any(p.exit_code == code for p in passages)))
 
 
-def _print(found: list[Passage], form: str) -> None:
+def _print(passages: list[Passage], form: str) -> None:
     if form == "text":
-        for number, one in enumerate(found):
+        for number, passage in enumerate(passages):
             if number:
                 click.echo()
-            print_lines(passage_page(one))
+            print_lines(passage_page(passage))
     elif form == "json":
-        if len(found) == 1:
-            print_json(envelope("validate", found[0].as_json()))
+        if len(passages) == 1:
+            print_json(envelope("validate", passages[0].as_json()))
         else:
-            print_json(envelope("validations", {"datasets": [one.as_json() for one in found]}))
+            print_json(envelope("validations", {"datasets": [p.as_json() for p in passages]}))
     else:
         from actds_validators.gate.gate import github, junit, sarif
 
         write = {"junit": junit, "sarif": sarif, "github": github}[form]
-        click.echo(write(found), nl=False)
+        click.echo(write(passages), nl=False)
 
 
 def _follow(

@@ -77,7 +77,7 @@ def refusals(
         The findings; ``place`` is the rule, and the run that it is about.
     """
     now = time.time_ns() if now_ns is None else now_ns
-    found = [
+    refused = [
         *_hooks(policy, catalog),
         *_writers(policy, catalog),
         *check_signature(policy.signature, catalog),
@@ -86,12 +86,12 @@ def refusals(
         record = catalog.runs.get(run)
         if record is None:
             continue  # E401, a finding of the validation
-        found += _provenance(policy, run, record)
-        found += _numerics(policy, run, record)
-        found += _harvest(policy, catalog, run, record, now)
-        found += _prefix_cache(policy, run, record, runs.get(run))
-        found += _losses(policy.losses, run, catalog if run in runs else None)
-    return [*found, *_audit(policy, audit)]
+        refused += _provenance(policy, run, record)
+        refused += _numerics(policy, run, record)
+        refused += _harvest(policy, catalog, run, record, now)
+        refused += _prefix_cache(policy, run, record, runs.get(run))
+        refused += _losses(policy.losses, run, catalog if run in runs else None)
+    return [*refused, *_audit(policy, audit)]
 
 
 def _audit(policy: Policy, audit: Audit | None) -> Iterator[Finding]:

@@ -163,7 +163,6 @@ def cleaned(lines: Iterable[Line]) -> Iterator[Line]:
 
 
 def titled(title: str) -> Iterator[Line]:
-    """Yield a title below an empty line."""
     yield Line("")
     yield Line(title, "title")
 
@@ -171,7 +170,6 @@ def titled(title: str) -> Iterator[Line]:
 def listed(
     title: str, items: Sequence[str], style: Style = "plain", room: int = MAX_LIST
 ) -> Iterator[Line]:
-    """Yield a title with lines below it, and nothing without an item."""
     if items:
         yield from titled(title)
     yield from (Line(f"  {words}", style) for words in items[:room])
@@ -180,7 +178,6 @@ def listed(
 
 
 def captioned(tables: Iterable[Table]) -> Iterator[Line]:
-    """Yield tables, each below its caption."""
     for table in tables:
         yield from titled(table.caption)
         yield from table_lines(table)

@@ -69,8 +69,8 @@ def missingness_part(audit: Audit) -> Part | None:
         f"rejected test, more than {number(limits.serious)} SD is serious."
     )
     whole = counted(section.whole_requests, "request")
-    said = f"{whole} lost every computed token. One request is one loss event, however long."
-    notes = [Sentence(said)] if section.whole_requests else []
+    note = f"{whole} lost every computed token. One request is one loss event, however long."
+    notes = [Sentence(note)] if section.whole_requests else []
     tables = _worst(section) if section.n_strata else []
     ordered, words = worst_first(section.differences), frozenset({0, 1, 4})
     tables += table_of("Differences, the largest first", _DIFFERENCES, ordered, words)
@@ -124,8 +124,8 @@ class _Series:
     kind: str
 
     def of(self, difference: Difference) -> Estimate | None:
-        found: Estimate | None = getattr(difference, self.name)
-        return found
+        value: Estimate | None = getattr(difference, self.name)
+        return value
 
 
 _LOST = _Series("smd", "lost against all", "lost")
@@ -134,7 +134,6 @@ _WEIGHTED = _Series("after_weighting", "stored, weighted, against all", "reused"
 
 
 def worst_first(differences: Sequence[Difference]) -> list[Difference]:
-    """Return the differences, the largest first."""
     return sorted(differences, key=lambda d: -abs(d.smd.value))
 
 
@@ -201,8 +200,8 @@ def stored_bias(audit: Audit) -> Picture | None:
     shown = sorted(shown, key=lambda d: order.index(d.covariate.group))
     if limits.serious <= f.x_range[1]:
         for edge in (-limits.serious, limits.serious):
-            said = f"serious: {number(edge)}"
-            p.line(f.x(edge), f.top, f.x(edge), f.bottom, "limit", said)
+            title = f"serious: {number(edge)}"
+            p.line(f.x(edge), f.top, f.x(edge), f.bottom, "limit", title)
         p.line(f.left + 4, 24, f.left + 4, 37, "limit")
         p.text(f.left + 12, 35, f"serious, with a rejected test: ±{number(limits.serious)}")
     else:
@@ -228,10 +227,10 @@ def _frame(
     p = Picture(name, title, description, WIDTH, 92 + height, data)
     f = Frame(180, 44, 580, height, _reach(shown, series), (0, 1))
     x = f.left
-    for one in series:
-        _mark(p, x + 6, 12, one.kind, "")
-        p.text(x + 18, 16, one.words)
-        x += 34 + text_width(one.words)
+    for mark in series:
+        _mark(p, x + 6, 12, mark.kind, "")
+        p.text(x + 18, 16, mark.words)
+        x += 34 + text_width(mark.words)
     return p, f, shown, f"; {more}" if more else ""
 
 
@@ -247,19 +246,19 @@ def _rows(
     for row, d in enumerate(shown):
         y = f.top + line * row
         p.label(f.left - 10, y + line / 2 + 4, d.covariate.label, 166)
-        for k, one in enumerate(series):
-            found = one.of(d)
-            if found is not None:
-                inner = d.equivalence if one is _STORED else None
+        for k, mark in enumerate(series):
+            outer = mark.of(d)
+            if outer is not None:
+                inner = d.equivalence if mark is _STORED else None
                 p.data.rows += [
-                    (d.covariate.label, d.covariate.group, one.words, e.value, e.low, e.high,
+                    (d.covariate.label, d.covariate.group, mark.words, e.value, e.low, e.high,
                      e.confidence)
-                    for e in (found, inner)
+                    for e in (outer, inner)
                     if e is not None
                 ]  # fmt: skip
                 at = y + 12 + 13 * k
-                _whisker(p, f, at, found, inner, one.kind, f"{d.covariate.label}, {one.words}")
-                p.text(f.right + 12, at + 4, signed(found.value, three=one is not _LOST))
+                _whisker(p, f, at, outer, inner, mark.kind, f"{d.covariate.label}, {mark.words}")
+                p.text(f.right + 12, at + 4, signed(outer.value, three=mark is not _LOST))
 
 
 def _mark(p: Picture, x: float, y: float, kind: str, title: str) -> None:
@@ -412,11 +411,11 @@ def _scale(lines: list[_Line]) -> tuple[float, bool]:
 def _stratum(p: Picture, x: float, y: float, line: _Line, column: int, top: float) -> None:
     s, (above, below), share = line.strata[column], line.names[column], line.shares[column]
     few, step = line.is_few(s), shade(s.rate.value, top)
-    said = (
+    title = (
         f"{clean(s.label, 50)}: {percent(s.rate.value)} of {count(s.n)} lost, interval "
         f"{percent(s.rate.low)} to {percent(s.rate.high)}"
     )
-    p.box(x, y, line.width - 2, line.height, "few" if few else f"shade{step}", said)
+    p.box(x, y, line.width - 2, line.height, "few" if few else f"shade{step}", title)
     middle, ink, room = x + line.width / 2 - 1, "" if few else f"ink{step}", line.width - 6
     written = [above, *([below] if below else []), share, *([f"n {count(s.n)}"] if few else [])]
     # In the middle of the cell, whose height is that of the row's fullest one.
@@ -485,17 +484,17 @@ def bound_curve(audit: Audit) -> Picture | None:
     if bound.loss_share <= 0 or bound.bias <= 0:
         p.text(f.left + 8, f.top + 32, "this dataset: no rows lost", kind="bold halo")
         return p
-    said = (
+    label = (
         f"this dataset: {percent(bound.loss_share)} lost",
         f"bias at most {number(bound.bias)} SD",
     )
     x, y = f.x(math.log10(bound.loss_share)), f.y(math.log10(bound.bias))
-    p.dot(x, y, "mark lost-mark", ", ".join(said), 6)
-    width = max(text_width(words, bold=True) for words in said)
+    p.dot(x, y, "mark lost-mark", ", ".join(label), 6)
+    width = max(text_width(words, bold=True) for words in label)
     curve = [(f.x(math.log10(x)), f.y(math.log10(y))) for x, y in points]
     pieces = [box for a, b in pairwise(curve) for box in _boxes(a, b)]
     at, low, anchor = _place(f, (x, y), width, ((words_at, 4), (pieces, 2), (lines_at, 1)))
-    for n, words in enumerate(said):
+    for n, words in enumerate(label):
         p.text(at, low + 15 * n, words, anchor, "bold halo")
     return p
 

@@ -290,16 +290,16 @@ def _losses(audit: Audit) -> Iterator[Line]:
 def _accounting(audit: Audit) -> Iterator[Line]:
     section = audit.accounting
     names = ("dropped", "aborted", "never computed", "filtered", "undelivered")
-    gone = [step for step in section.waterfall if step.name in names and step.n_positions]
-    for step in gone[:_MAX_ROWS]:
+    steps = [step for step in section.waterfall if step.name in names and step.n_positions]
+    for step in steps[:_MAX_ROWS]:
         why = step.reason or "no reason given"
         is_lost = step.name in ("dropped", "aborted")
         share = step.n_positions / section.computed if is_lost else step.share
         of = "of the computed" if is_lost else "of all"
-        said = f"{count(step.n_positions)} {step.name} ({percent(share)} {of}): {why}"
-        yield Line(f"  {said}", "warn" if is_lost else "plain")
-    if len(gone) > _MAX_ROWS:
-        yield Line(f"  and {len(gone) - _MAX_ROWS:,} more; --json lists them all", "dim")
+        line = f"{count(step.n_positions)} {step.name} ({percent(share)} {of}): {why}"
+        yield Line(f"  {line}", "warn" if is_lost else "plain")
+    if len(steps) > _MAX_ROWS:
+        yield Line(f"  and {len(steps) - _MAX_ROWS:,} more; --json lists them all", "dim")
     if section.never_computed:
         yield Line(f" {never_computed(section)}", "plain")
     if section.unresolved:
@@ -309,9 +309,9 @@ def _accounting(audit: Audit) -> Iterator[Line]:
         served = counted(section.external, "position")
         yield Line(f"  {served} served from KV that came from outside the run", "plain")
     for finding in section.findings[:_MAX_ROWS]:
-        said = f"{finding.got}; expected {finding.expected}"
+        line = f"{finding.got}; expected {finding.expected}"
         style: Style = "bad" if finding.severity == "error" else "warn"
-        yield Line(f"  {finding.severity} {finding.code} {finding.place}: {said}", style)
+        yield Line(f"  {finding.severity} {finding.code} {finding.place}: {line}", style)
     more = len(section.findings) - _MAX_ROWS
     if more > 0:
         yield Line(f"  and {more:,} more findings; --json lists them all", "warn")

@@ -169,7 +169,6 @@ class Picture:
         self._add("text", attributes, text=fit(words, room))
 
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: str, title: str = "") -> None:
-        """Draw a line."""
         at = (("x1", x1), ("y1", y1), ("x2", x2), ("y2", y2), ("class", kind))
         self._add("line", at, title=title)
 
@@ -183,7 +182,6 @@ class Picture:
         self._add("rect", at, title=title)
 
     def dot(self, x: float, y: float, kind: str, title: str = "", radius: float = 4) -> None:
-        """Draw a dot."""
         at = (("cx", x), ("cy", y), ("r", radius), ("class", kind))
         self._add("circle", at, title=title)
 
@@ -278,7 +276,6 @@ class Frame:
 
     @property
     def right(self) -> float:
-        """Return the right edge."""
         return self.left + self.width
 
     @property
