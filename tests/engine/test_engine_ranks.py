@@ -63,11 +63,11 @@ def shifted(runner, scheduled):
 worker.identify = shifted
 """
 NO_SECOND_STAGE = """
-from actds_writers.engines.vllm import ranks
-captures = ranks.captures
+from actds_writers.engines.vllm import runner
+captures = runner.captures
 def first_alone(worker, model, link):
-    return captures(worker, model, link) and ranks.stage_of(worker) == 0
-ranks.captures = first_alone
+    return captures(worker, model, link) and runner.stage_of(worker) == 0
+runner.captures = first_alone
 """
 
 

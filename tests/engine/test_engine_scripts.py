@@ -22,7 +22,7 @@ NOTEBOOK = """
 import asyncio, json, sys, threading
 
 import actds
-from actds_writers.monitor.progress import Observer
+from actds_writers.harvest.result import Observer
 
 model, prompts, *outs = sys.argv[1:]
 ASKED = dict(

@@ -18,6 +18,7 @@ from actds.dataset.reading import Catalog, unknown_columns
 from actds.exchange.doctor import Lack, lacks_of_columns, lacks_of_every_set
 from actds.explore.dataset import Dataset
 from actds.format.arrays import DTYPES
+from actds_validators.audit.result import Limits
 from actds_validators.validate.values import hash_rows
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from actds_validators.audit.run import AuditResult
     from actds_validators.validate.validation import Progress, Validation
 
-MAX_ZERO = 0.05
+MAX_ZERO = Limits().max_loss
 """Share of the rows of a hook that may be all zero, as in the audit's place of values."""
 _BLOCK_NBYTES = 1 << 24
 _NOTHING_RECORDED = "nobody recorded how these rows were made"

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ValidationError
 
 from actds.apart import Apart, Reply, Request, cpu_seconds
 from actds.errors import ActdsError, not_installed
-from actds.exchange.tensors import read_header
+from actds.exchange.containers import read_header
 from actds_validators.arrays import Array
 
 MAX_JSON_NBYTES = 1 << 22

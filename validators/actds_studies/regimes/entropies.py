@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
-from actds.exchange.tensors import read_document, read_header
+from actds.exchange.containers import read_document, read_header
 from actds.explore.dataset import Dataset
 from actds.format.schema import Hook
 from actds_studies.regimes.arms import Arm, ArmRows, Sampled, read_arm

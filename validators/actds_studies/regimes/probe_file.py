@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
-from actds.exchange.tensors import read_header
+from actds.exchange.containers import read_header
 from actds_studies.dictionaries.tensors import (
     file_sha256,
     is_npz,

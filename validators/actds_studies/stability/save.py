@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from actds.exchange.tensors import NewTensor, write_tensors
+from actds.exchange.containers import NewTensor, write_tensors
 from actds.store import refuse_within_dataset
 from actds.text import storable
 from actds.version import __version__

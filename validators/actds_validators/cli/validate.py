@@ -159,7 +159,7 @@ def _follow(
     seal: str | None,
 ) -> Validation:
     """Return the validation at the end of a harvest; what is seen meanwhile goes to stderr."""
-    from actds_validators.validate.watch import Seen, watch
+    from actds_validators.validate.validation import Seen, watch
 
     def say(seen: Seen) -> None:
         state = f"{seen.n_open} of {counted(seen.n_chains, 'chain')} open"

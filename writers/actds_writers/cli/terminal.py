@@ -11,20 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import Any, TextIO
+
+import click
 
 from actds.store import local_folder
 from actds.text import format_seconds, printable, shortened
-from actds_writers.monitor.progress import (
-    SUMMARY_LABEL_WIDTH,
-    Observer,
-    Progress,
-    Snapshot,
-    is_screen,
-)
-
-if TYPE_CHECKING:
-    from actds_writers.harvest.run import HarvestResult
+from actds_writers.harvest.result import SUMMARY_LABEL_WIDTH, HarvestResult, Observer
+from actds_writers.monitor.progress import Progress, Snapshot, is_screen
 
 TAIL_LINES = 40
 _INTERVAL_S = 0.5
@@ -38,9 +32,7 @@ class Terminal(Observer):
     file where ``OUT`` is no local path; elsewhere it stays on stderr.
 
     Args:
-        out: the dataset.
         quiet: show no progress; the summary is still printed.
-        stream: where to show it, stderr by default.
     """
 
     def __init__(self, out: str, *, quiet: bool = False, stream: TextIO | None = None) -> None:
@@ -50,20 +42,17 @@ class Terminal(Observer):
         self._start: Starting | None = None
 
     def said(self, line: str) -> None:
-        """Print a message on stderr."""
         if self._start is not None:
             self._start.say(line)
         else:
             print(line, file=self._stream, flush=True)
 
     def doing(self, words: str) -> None:
-        """Print what is being done on stderr."""
         if not self._quiet:
             self.said(f"{shortened(printable(words))} ...")
 
     @contextmanager
     def starting(self, words: str) -> Iterator[None]:
-        """Show for how long the engine has been starting."""
         if self._quiet or not is_screen(self._stream):
             self.said(f"{words} ...")
             yield
@@ -80,23 +69,36 @@ class Terminal(Observer):
             self._start = None
 
     def harvesting(self, snapshot: Callable[[], Snapshot]) -> AbstractContextManager[object]:
-        """Show counters while requests are served."""
         return Progress(snapshot, self._stream, quiet=self._quiet)
 
     def ended(self, result: HarvestResult) -> None:
-        """Print the summary on stdout."""
         print(result.summary, flush=True)
 
     def compared(self, label: str, words: str) -> None:
-        """Print a further line of the summary on stdout."""
         print(f"{label:<{SUMMARY_LABEL_WIDTH}}{words}", flush=True)
 
     def failed(self) -> None:
-        """Show the end of what the engine printed, where it was not seen."""
         if self._log is not None:
             for line in _tail(self._log):
                 self.said(line)
             self.said(f"These are the last lines of {printable(str(self._log))}")
+
+
+def run_shown(run: Callable[..., HarvestResult], out: str, *, quiet: bool, **settings: Any) -> None:
+    """Run ``actds.write`` or ``actds.replay`` on a terminal; exits with 1 when interrupted."""
+    terminal = Terminal(out, quiet=quiet)
+    try:
+        result = run(observer=terminal, out=out, **settings)
+    except BaseException:
+        terminal.failed()
+        raise
+    if result.reason == "interrupted":
+        click.echo(
+            "Interrupted. Everything committed is sealed. Continue with the same command and "
+            "--resume.",
+            err=True,
+        )
+        click.get_current_context().exit(1)
 
 
 def _copy(stream: TextIO) -> TextIO:
@@ -122,8 +124,6 @@ class Starting:
     file, from their start to their end. Has thread ``actds-starting``.
 
     Args:
-        words: what is starting.
-        log: the file.
         screen: where to show it: no stream on a descriptor that goes to the log.
     """
 
@@ -144,7 +144,6 @@ class Starting:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give both descriptors back."""
         self._ended.set()
         self._thread.join(_INTERVAL_S)
         _flush()
@@ -154,7 +153,6 @@ class Starting:
         self.say(f"{self._words}: {format_seconds(time.monotonic() - self._began)}")
 
     def say(self, line: str) -> None:
-        """Write a line on the terminal."""
         with suppress(OSError, ValueError):
             self._screen.write(f"{_CLEAR}{line}\n")
             self._screen.flush()

@@ -1,20 +1,140 @@
-"""Whether losses lie where a covariate is high or low, against losses moved along the run.
+"""Losses along a run: how many independent events, and whether they lie where a covariate is high.
 
-A full queue is the work of many steps, so the load is a moving average: the tokens of the same
-step miss it.
+That is held against losses moved along the run. A full queue is the work of many steps, so the
+load is a moving average: the tokens of the same step miss it.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.fft import next_fast_len  # type: ignore[import-untyped]
-from scipy.signal import lfilter  # type: ignore[import-untyped]
 
 from actds_validators.arrays import Floats, Ints
-from actds_validators.statistics.events import as_floats, correlation_steps, slices
+
+
+def slices(run: ArrayLike) -> list[slice]:
+    """Return the stretches of equal labels, in order.
+
+    Args:
+        run: ``(n_steps,)``, any labels. One that comes back after another is a new stretch.
+    """
+    labels = np.asarray(run)
+    if labels.ndim != 1:
+        raise ValueError(f"run labels have shape {labels.shape}; expected (n_steps,)")
+    if not len(labels):
+        return []
+    cuts = np.flatnonzero(labels[1:] != labels[:-1]) + 1
+    edges = [0, *cuts.tolist(), len(labels)]
+    return [slice(a, b) for a, b in pairwise(edges)]
+
+
+def as_floats(values: ArrayLike, name: str, shape: tuple[int, ...] | None = None) -> Floats:
+    """Return values as float64, checked.
+
+    Raises:
+        ValueError: a value is not finite, or the shape is not the expected one.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    if shape is not None and array.shape != shape:
+        raise ValueError(f"{name} has shape {array.shape}; expected {shape}")
+    if not np.isfinite(array).all():
+        raise ValueError(f"{name} has a value that is not finite")
+    return array
+
+
+_WINDOW = 5.0
+"""Sokal's c: the sum stops at the first lag of at least c correlation times."""
+
+
+def integrated_time(correlation: Floats) -> float:
+    """Return the integrated autocorrelation time of an autocorrelation function, at least 1.
+
+    ``1 + 2 sum_{h=1}^{M} rho(h)``, M the smallest with ``M >= 5 tau(M)`` (A. Sokal, Monte Carlo
+    Methods in Statistical Mechanics, 1989, section 3): n values of such a series tell as much of
+    their mean as n / tau independent ones.
+
+    Args:
+        correlation: ``(n_lags,)``, from lag 0, which is 1.
+    """
+    sums = 2 * np.cumsum(correlation) - 1
+    stop = np.flatnonzero(np.arange(len(sums)) >= _WINDOW * np.maximum(sums, 1.0))
+    return max(1.0, float(sums[stop[0]] if len(stop) else sums.max()))
+
+
+def correlation_steps(series: ArrayLike, run: ArrayLike) -> float:
+    """Return the integrated autocorrelation time of a series, in steps, at least 1.
+
+    Autocovariances are taken within runs, about each run's own mean, and added over runs; the
+    window is Sokal's (see `integrated_time`). 1 for a series without variation.
+    """
+    x = as_floats(series, "series")
+    parts = slices(run)
+    if x.shape != np.asarray(run).shape:
+        raise ValueError(f"series has shape {x.shape}, run labels {np.asarray(run).shape}")
+    longest = max((part.stop - part.start for part in parts), default=0)
+    covariance = np.zeros(longest)
+    for part in parts:
+        centred = x[part] - x[part].mean()
+        n = len(centred)
+        size = next_fast_len(2 * n - 1, real=True)
+        power = np.abs(np.fft.rfft(centred, size)) ** 2
+        covariance[:n] += np.fft.irfft(power, size)[:n]
+    if longest < 2 or covariance[0] <= 1e-18 * max(1.0, float(x @ x)):
+        return 1.0
+    return integrated_time(covariance / covariance[0])
+
+
+def count_events(lost: ArrayLike, run: ArrayLike, gap: int | None = None) -> int:
+    """Return the number of independent loss events.
+
+    Lost steps of one run that lie at most ``gap`` steps apart are one event, as clusters of
+    exceedances are declustered in the theory of extremes (runs declustering, Smith & Weissman
+    1994).
+
+    Args:
+        lost: ``(n_steps,)``, lost tokens or the share lost; a step with more than 0 is a lost one.
+        gap: steps, at least 1; by default the correlation time of the series.
+    """
+    return len(_events(as_floats(lost, "lost"), run, gap))
+
+
+def effective_events(lost: ArrayLike, run: ArrayLike, gap: int | None = None) -> float:
+    """Return how many events of equal size a mean over the lost tokens rests on.
+
+    ``(sum of sizes)² / sum of their squares`` (Kish 1965), 0 without an event: thirty events of
+    which one has nearly all that was lost are worth little more than one.
+    """
+    x = as_floats(lost, "lost")
+    sizes = np.array([x[at].sum() for at in _events(x, run, gap)])
+    return float(sizes.sum() ** 2 / (sizes @ sizes)) if len(sizes) else 0.0
+
+
+def one_per_event(lost: ArrayLike, run: ArrayLike, gap: int | None = None) -> Floats:
+    """Return the series divided by its sum over each event, so that every event weighs 1."""
+    x = as_floats(lost, "lost")
+    weights = np.zeros_like(x)
+    for at in _events(x, run, gap):
+        weights[at] = x[at] / x[at].sum()
+    return weights
+
+
+def _events(x: Floats, run: ArrayLike, gap: int | None) -> list[Ints]:
+    if gap is None:
+        gap = math.ceil(correlation_steps(x, run))
+    if gap < 1:
+        raise ValueError(f"gap is {gap}; expected at least 1 step")
+    events: list[Ints] = []
+    for part in slices(run):
+        at = part.start + np.flatnonzero(x[part] > 0)
+        if len(at):
+            events += np.split(at, np.flatnonzero(np.diff(at) > gap) + 1)
+    return events
+
 
 N_DRAWS = 2000
 """Random tuples of shifts, where there are several runs."""
@@ -29,7 +149,6 @@ class Shift:
     Args:
         difference: ``(n_covariates,)``, mean of what the lost steps held less the mean of all,
             about each run's own mean, in the covariate's unit. What is ranked is its numerator.
-        p: ``(n_covariates,)``.
         n_effective: ``(n_covariates,)``, effectively independent shifts (`effective_shifts`). A
             p below ``1 / n_effective`` may come, but an effect that lasts as long as the
             correlation cannot count on one.
@@ -43,7 +162,6 @@ class Shift:
 
     @property
     def n_shifts(self) -> int:
-        """Return the shifts compared with, the observed one among them."""
         return int(self.sizes.shape[1])
 
 
@@ -85,16 +203,8 @@ def circular_shift(
     None when the share lost varies within no run: nothing lost, all lost, or one step a run.
 
     Args:
-        run: ``(n_steps,)``, label of the run.
-        n: ``(n_steps,)``, computed tokens.
-        lost: ``(n_steps,)``, lost tokens.
         value_sum: ``(n_steps,)`` or ``(n_covariates, n_steps)``, sums over the computed tokens.
         weight: tokens that the sums are over, as ``value_sum`` or ``(n_steps,)``; by default ``n``.
-        n_draws: tuples of shifts, where there are several runs.
-
-    Raises:
-        ValueError: shapes that differ, a value that is not finite, negative counts, more lost than
-            computed.
     """
     share, values, weights = shares_and_sums(n, lost, value_sum, weight)
     if weights.min(initial=0.0) < 0:
@@ -102,17 +212,17 @@ def circular_shift(
     parts = slices(run)
     if all(np.ptp(share[part]) == 0 for part in parts):
         return None
-    away = about_mean(values, weights, parts)
-    found = shifted_sums(run, share, away, n_draws=n_draws, seed=seed)
+    about = about_mean(values, weights, parts)
+    sums = shifted_sums(run, share, about, n_draws=n_draws, seed=seed)
     mass = np.broadcast_to(weights @ share, len(values))
-    size = np.abs(found)
+    size = np.abs(sums)
     # Sums by Fourier transform: equal ones differ by rounding.
     reached = size >= size[:, :1] - 1e-9 * size.max(axis=1, keepdims=True)
     n_shifts = size.shape[1]
     return Shift(
-        difference=np.divide(found[:, 0], mass, out=np.zeros(len(values)), where=mass > 0),
+        difference=np.divide(sums[:, 0], mass, out=np.zeros(len(values)), where=mass > 0),
         p=reached.sum(axis=1) / n_shifts,
-        n_effective=np.minimum(effective_shifts(run, share, away), n_shifts),
+        n_effective=np.minimum(effective_shifts(run, share, about), n_shifts),
         sizes=size,
     )
 
@@ -120,17 +230,7 @@ def circular_shift(
 def shares_and_sums(
     n: ArrayLike, lost: ArrayLike, value_sum: ArrayLike, weight: ArrayLike | None
 ) -> tuple[Floats, Floats, Floats]:
-    """Return share lost ``(n_steps,)``, sums and weights ``(n_covariates or 1, n_steps)``.
-
-    Args:
-        n: ``(n_steps,)``, computed tokens.
-        lost: ``(n_steps,)``, lost tokens.
-        value_sum: ``(n_steps,)`` or ``(n_covariates, n_steps)``.
-        weight: as ``value_sum`` or ``(n_steps,)``; ``n`` when ``None``.
-
-    Raises:
-        ValueError: as `loss_share`, or shapes that differ.
-    """
+    """Return share lost ``(n_steps,)``, sums and weights ``(n_covariates or 1, n_steps)``."""
     share = loss_share(n, lost)
     values = np.atleast_2d(as_floats(value_sum, "value_sum"))
     weights = np.atleast_2d(as_floats(n if weight is None else weight, "weight"))
@@ -142,36 +242,24 @@ def shares_and_sums(
 
 
 def loss_share(n: ArrayLike, lost: ArrayLike) -> Floats:
-    """Return the share lost of each step, 0 for a step without a token.
-
-    Raises:
-        ValueError: shapes that differ, a value that is not finite, negative counts, more lost than
-            computed.
-    """
+    """Return the share lost of each step, 0 for a step without a token."""
     computed = as_floats(n, "n")
-    gone = as_floats(lost, "lost", computed.shape)
-    if computed.ndim != 1 or np.any(gone < 0) or np.any(gone > computed):
+    lost_tokens = as_floats(lost, "lost", computed.shape)
+    if computed.ndim != 1 or np.any(lost_tokens < 0) or np.any(lost_tokens > computed):
         raise ValueError("lost tokens must lie between 0 and the computed tokens of each step")
-    return np.divide(gone, computed, out=np.zeros_like(gone), where=computed > 0)
+    return np.divide(lost_tokens, computed, out=np.zeros_like(lost_tokens), where=computed > 0)
 
 
 def shifted_sums(
-    run: ArrayLike,
-    share: Floats,
-    values: Floats,
-    *,
-    n_draws: int = N_DRAWS,
-    seed: int = 0,
+    run: ArrayLike, share: Floats, values: Floats, *, n_draws: int = N_DRAWS, seed: int = 0
 ) -> Floats:
     """Return ``sum_s share[s+k] values[s]``, ``(n_values, n_shifts)``, each run shifted by itself.
 
     The first shift is none.
 
     Args:
-        run: ``(n_steps,)``, label of the run.
         share: ``(n_steps,)``, what is moved.
         values: ``(n_values, n_steps)``, what stays.
-        n_draws: seeded random shifts beside the observed one, a tuple of one a run.
         seed: of the shifts; the same seed gives the same shifts for other values.
     """
     parts = slices(run)
@@ -193,20 +281,17 @@ def effective_shifts(run: ArrayLike, share: Floats, values: Floats) -> Floats:
     The sums of `shifted_sums` go together along the shift over about the correlation times of both
     series added: their autocovariance is the convolution of the two. The steps of a run over that
     time, multiplied over the runs in which the share varies.
-
-    Args:
-        run: ``(n_steps,)``, label of the run.
-        share: ``(n_steps,)``, what is moved.
-        values: ``(n_values, n_steps)``, what stays.
     """
-    own = correlation_steps(share, run)
-    times = np.array([own + correlation_steps(row, run) - 1 for row in values])
-    found = np.ones(len(values))
+    time = correlation_steps(share, run)
+    times = np.array([time + correlation_steps(row, run) - 1 for row in values])
+    n_effective = np.ones(len(values))
     for part in slices(run):
         if np.ptp(share[part]) > 0:
             # The cap only keeps the product of many runs finite.
-            found = np.minimum(found * np.maximum(1.0, (part.stop - part.start) / times), 1e15)
-    return found
+            n_effective = np.minimum(
+                n_effective * np.maximum(1.0, (part.stop - part.start) / times), 1e15
+            )
+    return n_effective
 
 
 def _all_shifts(share: Floats, values: Floats) -> Floats:
@@ -220,18 +305,17 @@ def _all_shifts(share: Floats, values: Floats) -> Floats:
 
 
 def about_mean(values: Floats, weights: Floats, parts: list[slice]) -> Floats:
-    """Return the sums about each run's own mean, exactly 0 for a covariate without variation."""
-    found = np.zeros_like(values)
+    about = np.zeros_like(values)
     for part in parts:
         total = np.broadcast_to(weights[:, part].sum(axis=1), len(values))
         mean = np.divide(
             values[:, part].sum(axis=1), total, out=np.zeros(len(values)), where=total > 0
         )
-        away = values[:, part] - mean[:, np.newaxis] * weights[:, part]
+        part_about = values[:, part] - mean[:, np.newaxis] * weights[:, part]
         scale = np.abs(values[:, part]).max(axis=1, initial=0.0)
-        away[np.abs(away).max(axis=1, initial=0.0) <= 1e-12 * scale] = 0.0
-        found[:, part] = away
-    return found
+        part_about[np.abs(part_about).max(axis=1, initial=0.0) <= 1e-12 * scale] = 0.0
+        about[:, part] = part_about
+    return about
 
 
 @dataclass(frozen=True)
@@ -240,11 +324,10 @@ class LagCorrelation:
 
     Args:
         lags: ``(2 max_lag + 1,)``, steps that the loss comes after the load.
-        correlation: ``(2 max_lag + 1,)``.
         low: lower end of the band that holds ``confidence`` of the correlations at any one lag when
             load and loss have nothing to do with each other.
         n_shifts: shifts that the band rests on, the observed position among them.
-        n_effective: effectively independent ones of them (`shift.effective_shifts`).
+        n_effective: effectively independent ones of them (`effective_shifts`).
     """
 
     lags: Ints
@@ -264,19 +347,17 @@ def ewma(x: ArrayLike, run: ArrayLike, steps: float) -> Floats:
 
     Args:
         x: ``(n_steps,)`` or ``(k, n_steps)``.
-        run: ``(n_steps,)``, label of the run.
         steps: time constant, at least 1; 1 returns x.
-
-    Raises:
-        ValueError: shapes that differ, a value that is not finite, or less than one step.
     """
+    from scipy.signal import lfilter  # type: ignore[import-untyped]  # slow to import
+
     values = as_floats(x, "x")
     if steps < 1 or values.shape[-1] != len(np.asarray(run)):
         raise ValueError(f"x has shape {values.shape}, {len(np.asarray(run))} labels, {steps=}")
-    found = np.empty_like(values)
+    level = np.empty_like(values)
     for part in slices(run):
-        found[..., part] = lfilter([1 / steps], [1, 1 / steps - 1], values[..., part])
-    return found
+        level[..., part] = lfilter([1 / steps], [1, 1 / steps - 1], values[..., part])
+    return level
 
 
 def lag_correlation(
@@ -296,7 +377,7 @@ def lag_correlation(
     does not vary.
 
     The band is what correlations look like when the loss lies anywhere: the losses of each run are
-    moved along it in a circle, as in `shift.circular_shift`, and at most half of
+    moved along it in a circle, as in `circular_shift`, and at most half of
     ``1 - confidence`` of the shifts lie outside at either end. Both series keep their own
     correlation in time. ``±2 / sqrt(n)`` would not do: the variance of the correlation of two
     unrelated series is ``sum_j rho_a(j) rho_b(j) / n`` (Bartlett 1955; Box & Jenkins 1970, section
@@ -308,18 +389,6 @@ def lag_correlation(
     band if it lasts for much of the run: it errs to the side of showing nothing.
 
     One run: all its shifts. Several: ``n_draws`` seeded tuples of one shift a run.
-
-    Args:
-        load: ``(n_steps,)``.
-        loss_share: ``(n_steps,)``.
-        run: ``(n_steps,)``, label of the run.
-        max_lag: steps, at least 0.
-        confidence: of the band, at each lag.
-        n_draws: tuples of shifts, where there are several runs.
-
-    Raises:
-        ValueError: shapes that differ, a value that is not finite, a negative lag, or a confidence
-            outside (0, 1).
     """
     if not 0 < confidence < 1:
         raise ValueError(f"confidence is {confidence}; expected a number between 0 and 1")
@@ -330,10 +399,10 @@ def lag_correlation(
     sums = np.zeros(2 * max_lag + 1)
     squares = np.zeros(2)
     scale = np.array([float(x @ x), float(y @ y)])
-    away = np.empty((2, len(x)))
+    about = np.empty((2, len(x)))
     for part in slices(run):
         a, b = x[part] - x[part].mean(), y[part] - y[part].mean()
-        away[:, part] = a, b
+        about[:, part] = a, b
         n, reach = len(a), min(max_lag, len(a) - 1)
         size = next_fast_len(2 * n - 1, real=True)
         crossed = np.fft.irfft(np.conj(np.fft.rfft(a, size)) * np.fft.rfft(b, size), size)
@@ -342,7 +411,7 @@ def lag_correlation(
     if np.any(squares <= 1e-18 * scale):
         return None
     size = np.sqrt(squares[0] * squares[1])
-    shifted = np.sort(shifted_sums(run, away[1], away[:1], n_draws=n_draws, seed=seed)[0]) / size
+    shifted = np.sort(shifted_sums(run, about[1], about[:1], n_draws=n_draws, seed=seed)[0]) / size
     n_out = int((1 - confidence) / 2 * len(shifted))
     return LagCorrelation(
         lags=np.arange(-max_lag, max_lag + 1),
@@ -351,7 +420,7 @@ def lag_correlation(
         high=min(1.0, float(shifted[-1 - n_out])),
         confidence=confidence,
         n_shifts=len(shifted),
-        n_effective=min(len(shifted), float(effective_shifts(run, away[1], away[:1])[0])),
+        n_effective=min(len(shifted), float(effective_shifts(run, about[1], about[:1])[0])),
     )
 
 
@@ -365,9 +434,6 @@ def isotonic(values: ArrayLike, weights: ArrayLike) -> Floats:
     Args:
         values: ``(..., g)``.
         weights: ``(g,)`` or as values, above 0.
-
-    Raises:
-        ValueError: a value that is not finite, or a weight not above 0.
     """
     y = as_floats(values, "values")
     w = np.broadcast_to(as_floats(weights, "weights"), y.shape)
@@ -389,19 +455,11 @@ def isotonic(values: ArrayLike, weights: ArrayLike) -> Floats:
 
 
 def load_groups(load: ArrayLike, n_groups: int = 10) -> Ints:
-    """Return the quantile group of each step, from 0; equal edges fall together.
-
-    Args:
-        load: ``(n_steps,)``.
-        n_groups: most groups, at least 1; deciles by default.
-
-    Raises:
-        ValueError: no step, a load that is not finite, or less than one group.
-    """
+    """Return the quantile group of each step, from 0; equal edges fall together."""
     x = as_floats(load, "load")
     if not len(x) or n_groups < 1:
         raise ValueError(f"{len(x)} steps in {n_groups} groups; expected at least one of each")
     edges = np.unique(np.quantile(x, np.linspace(0, 1, n_groups + 1)[1:-1]))
     # A group is (edge, next edge]; renumbered, for an edge may be the least or the greatest value.
-    found = np.searchsorted(edges, x, side="left")
-    return np.unique(found, return_inverse=True)[1].astype(np.int64)
+    group = np.searchsorted(edges, x, side="left")
+    return np.unique(group, return_inverse=True)[1].astype(np.int64)

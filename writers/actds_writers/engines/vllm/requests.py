@@ -1,8 +1,12 @@
-"""Roles of a server's chats: labelled where it renders them, carried to the scheduler side.
+"""What the front end of a vLLM engine makes of requests: parameters, stop strings, chats' roles.
 
-A server's front end knows the messages, its engine only token ids. The labels travel among the
-request's ``extra_args``, from which the scheduler side takes them before anything else reads these.
-Serving comes first: a chat that cannot be labelled, or not in time, is served without roles.
+The scheduler has a request's parameters as the front end made them of what the client asked for,
+of its own defaults and of the model's generation config. Stop strings the front end finds where it
+makes text of tokens, and aborts the request, to the scheduler as any other abort: so the tokens are
+read here as there, by its own detokenizer. The messages of a chat it alone knows: their roles
+travel among the request's ``extra_args``, from which the scheduler side takes them before anything
+else reads these. Serving comes first: a chat that cannot be labelled, or not in time, is served
+without roles.
 """
 
 from __future__ import annotations
@@ -17,7 +21,71 @@ from typing import Any
 
 from actds_writers.prompts.encoding import NO_OFFSETS, Rendered, chat_roles
 from actds_writers.prompts.roles import ThinkingMarks, Unlabelled, sampled_labels
+from actds_writers.provenance import in_words
 from actds_writers.roles import count, packed
+
+
+class StopStrings:
+    def __init__(self, tokenizer: Any, request: Any) -> None:
+        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+        self._detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
+        self._n_read = 0
+        self.n_delivered: int | None = None
+        """Sampled tokens up to the one that completes a stop string, once there is one."""
+
+    def read(self, request: Any) -> bool:
+        tokens = list(request.output_token_ids[self._n_read : request.num_output_tokens])
+        self._n_read += len(tokens)
+        if self.n_delivered is not None or not tokens:
+            return False
+        # With the token that ended it the front end gets no text.
+        stopped = request.is_finished() and str(request.get_finished_reason()) == "stop"
+        if not self._detokenizer.update(tokens, stopped):
+            return False
+        self.n_delivered = self._detokenizer.num_output_tokens()
+        return True
+
+
+def tokenizer_of(scheduler: Any) -> Any:
+    """Return the tokenizer of the front end of a scheduler, ``None`` where it has none."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    model = scheduler.vllm_config.model_config
+    return None if model.skip_tokenizer_init else cached_tokenizer_from_config(model)
+
+
+ALWAYS = ("max_tokens", "min_p", "seed", "temperature", "top_k", "top_p")
+"""Parameters that are recorded whatever their value; others where they are not the default."""
+FLOATS = ("min_p", "temperature", "top_p")
+OF_THE_OUTPUT = frozenset(
+    ("output_kind", "stream_interval", "skip_clone", "output_text_buffer_length", "flat_logprobs")
+)
+"""Parameters that say how tokens are handed out, and not which ones are sampled."""
+
+
+def recorded(params: Any) -> dict[str, object] | None:
+    if params is None:
+        return None
+    default = _default(type(params))  # type: ignore[arg-type]
+    given: dict[str, Any] = {name: getattr(params, name) for name in ALWAYS}
+    given |= {name: float(given[name]) for name in FLOATS}
+    if (eos := getattr(params, "_eos_token_id", None)) is not None:
+        given["eos_token_id"] = eos  # the tokenizer's; those of the generation config stop, too
+    for name in params.__struct_fields__:
+        value, usual = getattr(params, name), getattr(default, name, None)
+        if name.startswith("_") or name in given or name in OF_THE_OUTPUT or value == usual:
+            continue
+        # The front end puts an empty value, or False, for one that is not given.
+        if usual or not (value is False or value in ([], {})):
+            given[name] = value
+    return {name: in_words(value) for name, value in given.items()}
+
+
+@functools.cache
+def _default(kind: Any) -> Any:
+    return kind()
+
 
 KEY = "actds.roles"
 TIMEOUT_S = 1.0
@@ -34,21 +102,15 @@ class ChatRoles:
     marks: ThinkingMarks
 
     def sampled(self, token_ids: Sequence[int]) -> str:
-        """Return the roles of sampled tokens, packed."""
         return packed(sampled_labels(token_ids, self.marks, thinks=self.thinks))
 
     def to_argument(self) -> dict[str, Any]:
-        """Return them as a value of ``extra_args``."""
         begin, end = sorted(self.marks.begin), sorted(self.marks.end)
         return {"prompt": self.prompt, "thinks": self.thinks, "begin": begin, "end": end}
 
 
 def take_roles(params: Any, prompt_len: int) -> ChatRoles | None:
-    """Return the roles that came with a request, and remove them from its parameters.
-
-    Args:
-        params: its ``SamplingParams``, or ``None``.
-    """
+    """Return the roles that came with a request, and remove them from its ``SamplingParams``."""
     extra = getattr(params, "extra_args", None) or {}
     if KEY not in extra:
         return None
@@ -56,8 +118,8 @@ def take_roles(params: Any, prompt_len: int) -> ChatRoles | None:
     try:
         value = extra[KEY]
         marks = ThinkingMarks(frozenset(value["begin"]), frozenset(value["end"]))
-        found = ChatRoles(value["prompt"], bool(value["thinks"]), marks)
-        return found if count(found.prompt) == prompt_len else None
+        roles = ChatRoles(value["prompt"], bool(value["thinks"]), marks)
+        return roles if count(roles.prompt) == prompt_len else None
     # A client may have put anything there, where the front end is of another version.
     except (KeyError, TypeError, ValueError):
         return None
@@ -78,11 +140,7 @@ class _Unapplied:
 
 
 class ChatLabeller:
-    """Labels the chats of one front end, on a thread of its own.
-
-    Args:
-        renderer: the front end's, an ``HfRenderer``.
-    """
+    """Labels the chats of one front end's ``HfRenderer``, on a thread of its own."""
 
     def __init__(self, renderer: Any) -> None:
         # Renders on copies, so that several threads may use it.
@@ -94,19 +152,14 @@ class ChatLabeller:
         self._has_failed = False
 
     async def label(self, chat: Any, prompt: Any, offsets: Any, params: Any) -> None:
-        """Put the roles of a chat into its prompt; does nothing where they are not known.
-
-        Args:
-            prompt: an ``EngineInput``.
-            chat, offsets, params: as for ``roles``.
-        """
+        """Put the roles of a chat into its prompt, an ``EngineInput``, where they are known."""
         if self._stuck is not None and self._stuck.running():
             return
         call = None
         try:
             call = self._thread.submit(self.roles, chat, prompt, offsets, params)
-            found = await asyncio.wait_for(asyncio.wrap_future(call), TIMEOUT_S)
-            prompt[KEY] = found.to_argument()
+            roles = await asyncio.wait_for(asyncio.wrap_future(call), TIMEOUT_S)
+            prompt[KEY] = roles.to_argument()
         except Unlabelled:
             pass
         except Exception as error:  # the request is served without
@@ -117,15 +170,12 @@ class ChatLabeller:
             self._has_failed = True
 
     def roles(self, chat: Any, prompt: Any, offsets: Any, params: Any) -> ChatRoles:
-        """Return the roles of a chat.
+        """Return the roles of a chat; raises ``Unlabelled`` where they cannot be known.
 
         Args:
             chat: messages, as they are given to the template.
             offsets: where each token stands in the text, ``None`` if that is not known.
             params: the ``ChatParams`` with which it was rendered.
-
-        Raises:
-            Unlabelled: they cannot be known.
         """
         from vllm.renderers.hf import safe_apply_chat_template
 
@@ -146,16 +196,11 @@ class ChatLabeller:
 
         ids = list(prompt["prompt_token_ids"])
         rendered = Rendered(prompt["prompt"], ids, offsets, given["chat_template"])
-        found = chat_roles(given["conversation"], given["tools"], rendered, self._marks, apply)
-        return ChatRoles(*found, self._marks)
+        labels = chat_roles(given["conversation"], given["tools"], rendered, self._marks, apply)
+        return ChatRoles(*labels, self._marks)
 
 
 def label_chats(processor: Any) -> None:
-    """Label the chats that a front end renders from now on.
-
-    Args:
-        processor: its ``InputProcessor``, which makes requests of rendered prompts.
-    """
     from vllm.renderers.hf import HfRenderer
     from vllm.renderers.params import TokenizeParams
 
@@ -170,15 +215,15 @@ def label_chats(processor: Any) -> None:
     async def rendering(
         conversations: Any, chat_params: Any, tok_params: Any = None, **options: Any
     ) -> Any:
-        asked = tok_params or renderer.default_chat_tok_params
-        placing = replace(asked, return_token_offsets=True)
+        given = tok_params or renderer.default_chat_tok_params
+        placing = replace(given, return_token_offsets=True)
         chats, prompts = await render(conversations, chat_params, placing, **options)
         for chat, prompt in zip(chats, prompts, strict=True):
             offsets = prompt.get("prompt_token_offsets")
-            if not asked.return_token_offsets:
+            if not given.return_token_offsets:
                 prompt.pop("prompt_token_offsets", None)
             # What a cut prompt begins with may be within a thought.
-            if asked.truncate_prompt_tokens is None:
+            if given.truncate_prompt_tokens is None:
                 await labeller.label(chat, prompt, offsets, chat_params)
         return chats, prompts
 
