@@ -37,10 +37,6 @@ class ImportedHook:
     """The rows of a hook.
 
     Args:
-        name: the hook.
-        dtype: stored type.
-        d_model: channels.
-        n_rows: rows.
         n_not_finite: rows with a value that is NaN or infinite.
         n_zero: rows of zeros alone.
         n_repeated: rows that are bitwise copies of an earlier one; zeros are none.

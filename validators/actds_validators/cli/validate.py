@@ -203,7 +203,6 @@ def counting() -> Iterator[Progress]:
 
 @contextmanager
 def _bars() -> Iterator[Callable[[dict[str, int], dict[str, int]], None]]:
-    """Yield what draws how much is done of how much."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
@@ -297,7 +296,6 @@ def _level(validation: Validation) -> str:
 
 
 def finding_lines(validation: Validation, room: int = MAX_FINDINGS) -> Iterator[Line]:
-    """Yield the first findings, errors first, each code with its next step once."""
     if not validation.findings:
         return
     yield Line("")

@@ -34,8 +34,7 @@ class Passage:
     """What the gate says of one dataset.
 
     Args:
-        validation: the validation.
-        policy: the policy; None where only the spec was asked.
+        policy: None where only the spec was asked.
         refused: the rules that it does not comply with; empty of a dataset that is not valid.
         verdict: level of the audit's answer; None where the policy does not ask for one.
         strict: whether warnings are findings.
@@ -86,14 +85,10 @@ def judge(
     """Return what the gate says of a dataset.
 
     Args:
-        path: the dataset.
         level: how much is validated; that of the policy when None, ``full`` without one.
-        policy: what is refused beyond the spec.
         strict: whether warnings are findings; a policy may ask for it as well.
-        progress: as of ``validate``.
+        progress: as of ``validate``, like executor and seal.
         auditing: as ``progress`` of ``audit``, which runs where the policy asks for it.
-        executor: as of ``validate``.
-        seal: as of ``validate``.
         validation: the validation, where there is one already.
 
     Raises:

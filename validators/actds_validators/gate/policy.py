@@ -26,8 +26,6 @@ from actds.format.schema import REQUIRED_PROVENANCE, DType
 from actds_validators.audit.place import PlaceName
 from actds_validators.validate.validation import Level
 
-__all__ = ["Policy", "read_policy"]
-
 MAX_NBYTES = 1 << 20
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?%")
 
@@ -256,7 +254,6 @@ def _parsed(document: Mapping[str, Any], place: str, text: str) -> Policy:
 
 
 def _known(section: tuple[int | str, ...]) -> list[str]:
-    """Return the names that a section, or the policy itself, has."""
     model: type[BaseModel] = Policy
     for part in section:
         kind = model.model_fields[str(part)].annotation

@@ -18,15 +18,9 @@ from actds_validators.audit.place import LEVELS, TITLES
 from actds_validators.audit.result import Audit
 from actds_validators.gate.policy import LossRules, Policy, SignatureRules
 
-__all__ = ["check_signature", "refusals"]
-
 
 def check_signature(rules: SignatureRules, catalog: Catalog) -> Iterator[Finding]:
     """Yield why the seal of a dataset is not signed as the rules ask.
-
-    Args:
-        rules: those of the policy.
-        catalog: the dataset.
 
     Raises:
         ActdsError: E009 there is nobody to trust; E021 a key that cannot be used; E011 a package
@@ -67,8 +61,6 @@ def refusals(
     """Return the rules that a dataset does not comply with, each as a finding E701.
 
     Args:
-        policy: the policy.
-        catalog: the dataset's ledger and documents.
         runs: totals by run, from the accounting; empty where it was not done.
         audit: what the audit says; None where it was not asked.
         now_ns: the wall clock; that of this machine when None.
@@ -234,8 +226,6 @@ def _losses(rules: LossRules, run: str, accounted: Catalog | None) -> Iterator[F
     """Yield the shares above their limits, of the same positions as in the audit.
 
     Args:
-        rules: the limits.
-        run: which.
         accounted: the dataset, ``None`` where the positions of the run were not accounted for.
     """
     names = [

@@ -46,7 +46,6 @@ _MAX_STEPS = 20
 
 
 def balance(section: Accounting) -> str:
-    """Return the sum of all positions in words."""
     never = f"{count(section.never_computed)} never computed + " if section.never_computed else ""
     late = f" + {count(section.undelivered)} undelivered" if section.undelivered else ""
     return (
@@ -72,7 +71,6 @@ def never_computed(section: Accounting) -> str:
 
 
 def accounting_part(audit: Audit) -> Part:
-    """Return what became of every position."""
     section = audit.accounting
     lead = (
         f"{balance(section)}. Of {count(section.computed)} computed tokens "
@@ -109,7 +107,6 @@ def _findings(section: Accounting) -> list[Table]:
 
 
 def waterfall(audit: Audit) -> Picture | None:
-    """Return the steps from all positions to the stored rows."""
     return waterfall_of(audit.accounting.waterfall)
 
 
@@ -169,7 +166,6 @@ Counts = dict[str, int]
 
 
 def coverage_part(audit: Audit) -> Part | None:
-    """Return what the prefix cache and the losses left out."""
     section = audit.coverage
     if section is None:
         return None
@@ -196,7 +192,6 @@ def coverage_part(audit: Audit) -> Part | None:
 
 
 def _reused(section: Coverage) -> str:
-    """Return how much the prefix cache served, and how often the same rows."""
     share = f"{percent(section.reused_share)} of the served tokens were prefix-cache hits"
     if not section.repeated_prefixes:
         return f"{share}; no stored row was served more than once."
@@ -213,7 +208,6 @@ def _reused(section: Coverage) -> str:
 
 
 def coverage_map(audit: Audit) -> Picture | None:
-    """Return token class × position band, each cell split by what became of its positions."""
     return None if audit.coverage is None else map_of(audit.coverage.cells)
 
 

@@ -42,12 +42,10 @@ def dataset_facts(known: About, rows: str) -> list[tuple[str, str]]:
 
 
 def models(names: Sequence[str]) -> str:
-    """Return the models of a dataset in words."""
     return ", ".join(names[:3]) or "not recorded"
 
 
 def harvested(started_ns: int, engines: Sequence[str]) -> str:
-    """Return when a dataset was made, and with what."""
     return " with ".join([day(started_ns), *engines[:2]])
 
 

@@ -93,7 +93,6 @@ def render(entries: Sequence[Entry], command: str) -> str:
 
 
 def _counts(entries: Sequence[Entry]) -> list[Fact]:
-    """Return how many datasets are valid, and the place that decides most often."""
     audits = [entry.audit for entry in entries if entry.audit is not None]
     places = Counter(TITLES[a.answer.place] for a in audits if a.answer.place is not None)
     note = "what is not valid, or imported, is not audited"

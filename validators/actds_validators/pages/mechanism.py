@@ -53,7 +53,6 @@ from actds_validators.pages.words import (
 
 
 def smallest_first(tests: list[Association]) -> list[Association]:
-    """Return the tests, rejected ones first, then by adjusted p."""
     return sorted(tests, key=lambda t: (not t.rejected, t.adjusted_p, t.p))
 
 
@@ -80,7 +79,6 @@ TESTS: Columns[Association] = (
 
 
 def mechanism_part(audit: Audit) -> Part | None:
-    """Return the family of tests."""
     section, limits = audit.mechanism, audit.limits
     if section is None:
         return None
@@ -122,7 +120,6 @@ def mechanism_part(audit: Audit) -> Part | None:
 
 
 def _on_tests(section: Mechanism) -> list[Sentence]:
-    """Return what a reader of the tests has to know."""
     notes = [_on_content(section.tests)] if section.tests else []
     if section.detectable is not None:
         notes.append(
@@ -160,7 +157,6 @@ _MAX_POINTS, _MAX_LAGS, _MAX_STAGES, _MAX_DEPTHS = 12, 201, 6, 32
 
 
 def queues_part(audit: Audit) -> Part | None:
-    """Return when rows were lost and how full the queues were."""
     section = audit.queues
     if section is None:
         return None
@@ -182,7 +178,6 @@ def queues_part(audit: Audit) -> Part | None:
 
 
 def loss_against_load(audit: Audit) -> Picture | None:
-    """Return the share lost per decile of load with intervals, and the isotonic fit."""
     if audit.queues is None or not audit.queues.loss_by_load:
         return None
     points = audit.queues.loss_by_load
@@ -191,7 +186,6 @@ def loss_against_load(audit: Audit) -> Picture | None:
 
 
 def loss_against_step(audit: Audit) -> Picture | None:
-    """Return the same against the size of the batch and its longest context."""
     if audit.queues is None or not audit.queues.loss_by_step:
         return None
     curves = [
@@ -307,7 +301,6 @@ def _depth(entries: int) -> str:
 
 
 def lag_plot(audit: Audit) -> Picture | None:
-    """Return the correlation of the load with the loss some steps later, over the chance band."""
     if audit.queues is None or not audit.queues.lags:
         return None
     band = audit.queues.lag_band
@@ -367,7 +360,6 @@ class _Bin:
 
 
 def capture_trace(audit: Audit) -> Picture | None:
-    """Return tokens per second, the share stored and the load along the run, and the stalls."""
     if audit.queues is None or not audit.queues.trace:
         return None
     bins = _bins(audit.queues.trace)
@@ -465,7 +457,6 @@ def _bins(trace: list[TracePoint]) -> list[_Bin]:
 
 
 def lowest(trace: list[TracePoint]) -> str:
-    """Return the smallest share stored of a bin of the trace, in words."""
     shares = [1 - b.lost / b.computed for b in _bins(trace) if b.computed]
     return percent(min(shares)) if shares else "-"
 
@@ -475,7 +466,6 @@ _LEFT = 172.0  # of the cells
 
 
 def weights_part(audit: Audit) -> Part | None:
-    """Return what inverse-probability weights change and cost."""
     section = audit.weighting
     if section is None:
         return None
@@ -501,7 +491,6 @@ def weights_part(audit: Audit) -> Part | None:
 
 
 def weight_map(audit: Audit) -> Picture | None:
-    """Return load × complexity, each cell with its shrunk loss rate and its weight."""
     if audit.weighting is None or not audit.weighting.cells:
         return None
     section = audit.weighting

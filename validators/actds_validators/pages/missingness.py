@@ -57,7 +57,6 @@ _MAX_STRATA = 10
 
 
 def missingness_part(audit: Audit) -> Part | None:
-    """Return how the lost tokens differ from all."""
     section, limits = audit.missingness, audit.limits
     if section is None:
         return None
@@ -99,7 +98,6 @@ _DIFFERENCES: Columns[Difference] = (
 
 
 def _worst(section: Missingness) -> list[Table]:
-    """Return the strata with excess loss."""
     caption = (
         f"Strata (kinds of token) with excess loss, beyond chance: "
         f"{count(len(section.worst_strata))} of {count(section.n_strata)} tested"
@@ -314,7 +312,6 @@ class _Line:
 
     @property
     def width(self) -> float:
-        """Return the width of a cell with its gap."""
         return (WIDTH - 2 - _LEFT) / len(self.strata)
 
     @property
@@ -329,7 +326,6 @@ class _Line:
 
 
 def heat_map(audit: Audit) -> Picture | None:
-    """Return the loss rate per stratum, one row per covariate, the largest difference first."""
     having = [d for d in worst_first(_differences(audit)) if d.strata]
     if not having:
         return None
@@ -425,14 +421,12 @@ def _stratum(p: Picture, x: float, y: float, line: _Line, column: int, top: floa
 
 
 def _left_out(line: _Line) -> str:
-    """Return how many strata are left out, and the most that one of them lost."""
     left = line.left_out
     most = max(s.rate.value for s in left)
     return f"{len(left)} left out, lost {percent(most)}{' at most' if len(left) > 1 else ''}"
 
 
 def _unit(d: Difference) -> str:
-    """Return the group, and the unit of the strata where their names hold numbers."""
     if not any(c.isdigit() for s in d.strata for c in s.label[:50]):
         return d.covariate.group
     # Lengths are compared on a logarithmic scale; their strata are named in tokens.
@@ -444,7 +438,6 @@ Box = tuple[float, float, float, float]
 
 
 def bound_curve(audit: Audit) -> Picture | None:
-    """Return the worst-case bias of any mean against the share lost, with the dataset's point."""
     if audit.missingness is None:
         return None
     bound, limits = audit.missingness.bound, audit.limits
@@ -577,7 +570,6 @@ def _log_range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _decades(around: tuple[float, float]) -> list[float]:
-    """Return whole powers of ten of a range, at most eight."""
     low, high = math.ceil(around[0]), math.floor(around[1])
     step = max(1, math.ceil((high - low + 1) / 8))
     return [float(k) for k in range(low, high + 1, step)]

@@ -230,11 +230,7 @@ _MAX_ROWS = 25
 
 
 def render_lines(audit: Audit, about: About | None = None) -> Iterator[Line]:
-    """Return the page, line by line; no line holds a control character.
-
-    Args:
-        about: what the dataset is; ``None`` where only the result is at hand.
-    """
+    """Return the page, line by line; no line holds a control character."""
     return cleaned(_page(audit, about))
 
 
@@ -260,7 +256,6 @@ def _page(audit: Audit, about: About | None) -> Iterator[Line]:
 
 
 def first_screen(audit: Audit, about: About | None) -> Iterator[Line]:
-    """Yield whether to train on the dataset, what each place did to it, and what it is."""
     answer = audit.answer
     yield Line(f"{LOOKS[answer.level].mark} {answer.words}", LOOKS[answer.level].style)
     yield from terminal_lines(audit)
@@ -333,7 +328,6 @@ def _differences(differences: Sequence[Difference]) -> Iterator[Line]:
 
 
 def _strata(section: Missingness) -> Iterator[Line]:
-    """Yield the strata with excess loss, and the requests that lost everything."""
     title = f"Strata (kinds of token) with excess loss, of {count(section.n_strata)} tested"
     yield from captioned(
         table_of(title, STRATA, section.worst_strata, frozenset({0, 1}), room=MAX_LIST,

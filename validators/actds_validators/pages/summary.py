@@ -182,7 +182,6 @@ def places_part(audit: Audit) -> Part | None:
 
 
 def source_part(audit: Audit) -> Part | None:
-    """Return what became of the records of the source, by reason and by length."""
     source = audit.source
     if source is None or source.records is None:
         return None
@@ -269,7 +268,6 @@ def lengths(audit: Audit) -> Picture | None:
 
 
 def biases(audit: Audit) -> list[Fact]:
-    """Return the worst-case bias of any mean, and the largest that was estimated."""
     return [_worst_case(audit), _estimated(audit)]
 
 
@@ -291,7 +289,6 @@ def _worst_case(audit: Audit) -> Fact:
 
 
 def _chosen(audit: Audit) -> str:
-    """Return that rows which a rule left out are in no loss rate, where there are some."""
     n = audit.accounting.filtered
     return f"; {n:,} positions that a rule left out are not compared" if n else ""
 
@@ -336,7 +333,6 @@ def facts(audit: Audit, known: About | None) -> list[tuple[str, str]]:
 
 
 def check_part(audit: Audit) -> Part:
-    """Return the table of every number with its limit."""
     verdict = audit.verdict
     numbers = [verdict.deciding, *(n for n in verdict.numbers if n != verdict.deciding)]
     some, more = first(numbers)
@@ -402,7 +398,6 @@ def settings_part(audit: Audit) -> Part:
 
 
 def _options(options: Options) -> list[Row]:
-    """Return what was asked for, beside the limits."""
     rows = [Row(("executor", options.engine))]
     classes = options.classes
     if classes is None:

@@ -186,15 +186,12 @@ class Picture:
         self._add("circle", at, title=title)
 
     def square(self, x: float, y: float, kind: str, title: str = "") -> None:
-        """Draw a square mark."""
         self.box(x - 4, y - 4, 8, 8, kind, title)
 
     def diamond(self, x: float, y: float, kind: str, title: str = "") -> None:
-        """Draw a diamond mark."""
         self.polygon([(x, y - 5.5), (x + 5.5, y), (x, y + 5.5), (x - 5.5, y)], kind, title)
 
     def path(self, points: Sequence[Point], kind: str, title: str = "") -> None:
-        """Draw a line through points."""
         if len(points) > 1:
             self._add("polyline", (("class", kind),), tuple(points), title=title)
 
@@ -203,7 +200,6 @@ class Picture:
         self._add("path", (("class", kind),), tuple(points))
 
     def polygon(self, points: Sequence[Point], kind: str, title: str = "") -> None:
-        """Draw an area."""
         self._add("polygon", (("class", kind),), tuple(points), title=title)
 
     def _add(
@@ -280,7 +276,6 @@ class Frame:
 
     @property
     def bottom(self) -> float:
-        """Return the lower edge."""
         return self.top + self.height
 
     def x(self, value: float) -> float:

@@ -130,7 +130,6 @@ def p_value(p: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return a time with a unit that fits."""
     if value == 0:
         return "0 s"
     if value < 1:
@@ -184,7 +183,6 @@ def limit_of(judged: Number) -> str:
 
 
 def against(judged: Number) -> str:
-    """Return the limit of a number, in words."""
     return "no limit" if judged.limit is None else f"limit {limit_of(judged)}"
 
 
