@@ -29,14 +29,7 @@ from actds_validators.audit.result import CoverageCell, WaterfallStep
 from actds_validators.pages.accounting import map_of, waterfall_of
 from actds_validators.pages.answer import Shown, dataset_facts, render_page
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend, span, ticks
-from actds_validators.pages.words import (
-    Part,
-    Sentence,
-    number,
-    percent,
-    short,
-    table_of,
-)
+from actds_validators.pages.words import Part, Sentence, number, percent, short, table_of
 
 if TYPE_CHECKING:
     from actds.explore.context import Tokenizer

@@ -57,11 +57,7 @@ def _policy() -> type[Policy]:
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="As --format json.")
 @click.option("--strict", is_flag=True, help="Fail on warnings as well.")
-@click.option(
-    "--seal",
-    metavar="SHA256",
-    help="Refuse a dataset that does not extend this seal.",
-)
+@click.option("--seal", metavar="SHA256", help="Refuse a dataset that does not extend this seal.")
 @click.option(
     "--executor", type=click.Choice(EXECUTORS), default="threads", show_default=True,
     help="Where files are hashed and rows decoded.",
@@ -151,12 +147,7 @@ def _print(passages: list[Passage], form: str) -> None:
 
 
 def _follow(
-    path: str,
-    level: Level,
-    interval: float,
-    idle: float,
-    executor: ExecutorName,
-    seal: str | None,
+    path: str, level: Level, interval: float, idle: float, executor: ExecutorName, seal: str | None
 ) -> Validation:
     """Return the validation at the end of a harvest; what is seen meanwhile goes to stderr."""
     from actds_validators.validate.validation import Seen, watch

@@ -264,7 +264,7 @@ def sarif(passages: Sequence[Passage]) -> str:
                     {
                         "executionSuccessful": all(
                             passage.exit_code != UNREADABLE for passage in passages
-                        ),
+                        )
                     }
                 ],
                 "results": [_result(passage, finding, number) for passage, finding in findings],

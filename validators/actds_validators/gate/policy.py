@@ -81,8 +81,7 @@ class ProvenanceRules(_Section):
         default=[], description="fields that have to be observed, not declared and not unknown"
     )
     imported: bool = Field(
-        default=False,
-        description="whether imported runs are accepted, which have no census (E403)",
+        default=False, description="whether imported runs are accepted, which have no census (E403)"
     )
 
 

@@ -14,15 +14,7 @@ from actds_validators.audit.place import LEVELS, TITLES, Level
 from actds_validators.audit.result import Audit
 from actds_validators.pages.answer import AnswerPage, Shown, dataset_facts
 from actds_validators.pages.summary import lines
-from actds_validators.pages.words import (
-    LOOKS,
-    Fact,
-    Part,
-    Row,
-    Sentence,
-    Table,
-    count,
-)
+from actds_validators.pages.words import LOOKS, Fact, Part, Row, Sentence, Table, count
 
 _WORDS: dict[Level, str] = {
     "PASS": "yes",

@@ -493,10 +493,7 @@ def bound_curve(audit: Audit) -> Picture | None:
 
 
 def _place(
-    f: Frame,
-    point: tuple[float, float],
-    width: float,
-    covered: Sequence[tuple[Sequence[Box], int]],
+    f: Frame, point: tuple[float, float], width: float, covered: Sequence[tuple[Sequence[Box], int]]
 ) -> tuple[float, float, Anchor]:
     """Return where two lines of text beside a point cover the least of what is drawn.
 
