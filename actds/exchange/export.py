@@ -417,7 +417,7 @@ def export(
 ) -> ExportRecord:
     """Write rows of a dataset as files that another library reads.
 
-    The rows are sorted by run, request and position. Beside the files stands
+    The rows are sorted by run, request and position. Beside the files is
     ``actds_export.json``, which is also what is returned, and ``rows.parquet``, whose line i says
     run, request, position, token_id, phase and step of row i (``parquet`` has these columns
     itself). The folder appears whole or not at all. Files hold the stored values exactly; where a

@@ -217,7 +217,7 @@ def push(
 ) -> Transfer:
     """Upload a sealed dataset to the Hugging Face Hub.
 
-    Every file is held against its digest before it leaves, and against the digest that the Hub
+    Every file is compared with its digest before it leaves, and against the digest that the Hub
     names after. The highest seal and the card are the last commit, so what is on the Hub before
     that is refused as unsealed. Files that are there already are not sent again: a push that was
     cut is continued by the next one, and a dataset that went on sends what is new.
@@ -228,7 +228,7 @@ def push(
         private: make a private repository, where none is there yet.
         token: access token; that of ``HF_TOKEN`` or of the login when None.
         progress: called as it goes on.
-        executor: where files are held against their digests before they leave; they are sent from
+        executor: where files are compared with their digests before they leave; they are sent from
             here.
 
     Raises:
@@ -291,8 +291,8 @@ def pull(
     """Download a dataset from the Hugging Face Hub into a folder that is whole or not there.
 
     Ledger, manifests and seals come first and are read as any dataset's are; they name the data
-    files with their digests, and each is held against its own as it arrives. Until all are there
-    they stand in ``OUT.partial``, from which the next call continues.
+    files with their digests, and each is compared with its own as it arrives. Until all are there
+    they are in ``OUT.partial``, from which the next call continues.
 
     Args:
         uri: ``hf://datasets/OWNER/NAME``, or with ``@REVISION``, a branch, tag or commit.

@@ -37,10 +37,6 @@ class ImportedHook:
     """The rows of a hook.
 
     Args:
-        name: the hook.
-        dtype: stored type.
-        d_model: channels.
-        n_rows: rows.
         n_not_finite: rows with a value that is NaN or infinite.
         n_zero: rows of zeros alone.
         n_repeated: rows that are bitwise copies of an earlier one; zeros are none.
@@ -109,7 +105,7 @@ def imported_rows(
     Args:
         catalog: of a dataset of which nothing but seal and census may be missing.
         accepted: whether imported rows are taken, by name.
-        progress: told what is being done.
+        progress: called with what is being done.
 
     Raises:
         ActdsError: E204 a chunk is damaged.
@@ -126,9 +122,9 @@ def imported_rows(
     odd = [
         *values_in_words(counts),
         *(
-            f"{one.n_repeated:,} of {one.n_rows:,} rows of {one.name} are copies of another row"
-            for one in hooks
-            if one.n_repeated
+            f"{hook.n_repeated:,} of {hook.n_rows:,} rows of {hook.name} are copies of another row"
+            for hook in hooks
+            if hook.n_repeated
         ),
     ]
     return ImportedRows(accepted, catalog.is_sealed, hooks, odd, list(_lacks(catalog, runs)))
@@ -259,7 +255,7 @@ def check(
 
     need_extra()  # before minutes of hashing
     validation = validate(path, "full", validating, imported=i_accept_unprovenanced)
-    if validation.catalog and {one.code for one in validation.errors} <= {"E306", "E403"}:
+    if validation.catalog and {finding.code for finding in validation.errors} <= {"E306", "E403"}:
         rows = imported_rows(validation.catalog, accepted=i_accept_unprovenanced, progress=auditing)
         if rows is not None:
             return CheckResult(validation, None, rows)

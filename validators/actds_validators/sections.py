@@ -39,7 +39,6 @@ class Document(Section):
     """A whole result, which JSON holds and gives back."""
 
     def to_json(self) -> str:
-        """Return the result as JSON."""
         return self.model_dump_json(by_alias=True, indent=1)
 
     @classmethod

@@ -92,18 +92,18 @@ def _of_path(path: Path, wanted: Wanted) -> Dictionary:
 
 def _of_folder(path: Path, wanted: Wanted) -> Dictionary:
     names = (saelens.WEIGHTS, PARAMETERS, dictionary_learning.WEIGHTS)
-    found = [name for name in names if (path / name).is_file()]
-    if len(found) > 1:
-        raise refused(path, f"{' and '.join(found)}", "the path of one of them")
-    if not found:
+    present = [name for name in names if (path / name).is_file()]
+    if len(present) > 1:
+        raise refused(path, f"{' and '.join(present)}", "the path of one of them")
+    if not present:
         for name in names:
             if os.path.lexists(path / name):
                 raise refused(path / name, "no regular file", "a file of weights")
-        inside = sorted(one.name for one in path.iterdir())[:8]
+        inside = sorted(file.name for file in path.iterdir())[:8]
         raise refused(path, f"a folder with {', '.join(inside) or 'nothing'}", _EXPECTED)
-    if found == [saelens.WEIGHTS]:
+    if present == [saelens.WEIGHTS]:
         return saelens.read_saelens(path, wanted)
-    if found == [PARAMETERS]:
+    if present == [PARAMETERS]:
         return read_gemma_scope(path / PARAMETERS, wanted)
     return dictionary_learning.read_dictionary_learning(path / dictionary_learning.WEIGHTS, wanted)
 
@@ -120,11 +120,11 @@ def read_gemma_scope(path: Path, wanted: Wanted) -> Dictionary:
     places = () if called is None else places_of(called, model)
     hook, hook_from = wanted.hook_of(path, called, places, "path")
     wanted.refuse_other_layer(path, layer)
-    found = {_name(name): array for name, array in read_npz(path).items()}
-    factor = found.pop("scaling_factor", None)
+    stored = {_name(name): array for name, array in read_npz(path).items()}
+    factor = stored.pop("scaling_factor", None)
     if factor is not None and not np.allclose(factor, 1):
         raise refused(f"{path} scaling_factor", "factors other than 1", "none, as SAELens 6 has")
-    arrays = of_names(path, found, _NAMES)
+    arrays = of_names(path, stored, _NAMES)
     if arrays["W_enc"].ndim != 2:
         raise refused(f"{path} W_enc", str(arrays["W_enc"].shape), "(d_model, n_features)")
     d_model, n_features = arrays["W_enc"].shape

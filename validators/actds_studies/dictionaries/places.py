@@ -67,7 +67,7 @@ class Wanted:
             return self.hook, None if self.hook is None else "caller"
         if self.hook is None:
             return (places[0], said_by) if places else (None, None)
-        if any(same_place(self.hook, one) for one in places):
+        if any(same_place(self.hook, candidate) for candidate in places):
             return self.hook, said_by
         got = f"a dictionary of {called}"
         if places and places[0] != called:
@@ -120,15 +120,15 @@ def recorded(place: object, config: Any) -> Recorded:
         how = config.get("normalize")
         got = f"trained on rows that the loader normalized ({how})"
         raise refused(place, got, "weights for rows as they are", NEXT_STEP)
-    sets = [one for one in _list(config.get("datasets")) if isinstance(one, dict)]
-    digests = [config.get("digest"), *(one.get("digest") for one in sets)]
-    hooks = [one for one in _list(config.get("hooks")) if isinstance(one, str)]
+    sets = [entry for entry in _list(config.get("datasets")) if isinstance(entry, dict)]
+    digests = [config.get("digest"), *(entry.get("digest") for entry in sets)]
+    hooks = [entry for entry in _list(config.get("hooks")) if isinstance(entry, str)]
     only = hooks[0] if len(hooks) == 1 else None
-    known = tuple(dict.fromkeys(one for one in digests if isinstance(one, str)))
-    models = [one for one in _list(config.get("models")) if isinstance(one, dict)]
-    names = {one.get("name") for one in models}
+    known = tuple(dict.fromkeys(entry for entry in digests if isinstance(entry, str)))
+    models = [entry for entry in _list(config.get("models")) if isinstance(entry, dict)]
+    names = {entry.get("name") for entry in models}
     name = names.pop() if len(names) == 1 else None
-    weights = {text for one in models if isinstance(text := one.get("weights_sha256"), str)}
+    weights = {text for entry in models if isinstance(text := entry.get("weights_sha256"), str)}
     model = name if isinstance(name, str) else None
     return Recorded(known, only, _held_out(config), model, tuple(sorted(weights)))
 

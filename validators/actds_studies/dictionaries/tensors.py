@@ -70,10 +70,10 @@ def read_config(path: Path, model: type[_Config]) -> _Config:
     if len(text) > MAX_JSON_NBYTES:
         raise refused(path, f"more than {MAX_JSON_NBYTES:,} bytes", "a configuration in JSON")
     try:
-        found = model.model_validate_json(text)
+        config = model.model_validate_json(text)
         # The last of two is no more what is meant than the first.
         json.loads(text, object_pairs_hook=_unique)
-        return found
+        return config
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(map(str, first["loc"]))
@@ -131,17 +131,17 @@ def read_safetensors(path: Path) -> Tensors:
     """
     try:
         stored, _ = read_header(path)
-        for name, one in stored.items():
-            if one.dtype not in (*_FLOATS, "bfloat16", *_INTEGERS):
-                raise refused(f"{path} {name}", one.dtype, "floats of 16, 32 or 64 bits")
-        found = {name: one.map() for name, one in stored.items()}
+        for name, tensor in stored.items():
+            if tensor.dtype not in (*_FLOATS, "bfloat16", *_INTEGERS):
+                raise refused(f"{path} {name}", tensor.dtype, "floats of 16, 32 or 64 bits")
+        mapped = {name: tensor.map() for name, tensor in stored.items()}
     except (OSError, ValueError, OverflowError) as error:
         if isinstance(error, ActdsError):
             raise refused(error.place, error.got, error.expected) from None
         raise refused(path, error, "a whole safetensors file") from None
     return {
         name: array.view(ml_dtypes.bfloat16) if stored[name].dtype == "bfloat16" else array
-        for name, array in found.items()
+        for name, array in mapped.items()
     }
 
 
@@ -195,7 +195,7 @@ def _torch(path: Path) -> Tensors:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pickles that it reads or refuses
             # Mapped: a storage that claims more than the file has cannot become a tensor.
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise refused(
             path,
@@ -208,11 +208,11 @@ def _torch(path: Path) -> Tensors:
         if isinstance(error, ActdsError):
             raise
         raise refused(path, f"unreadable: {error}", "a whole file of torch.save") from None
-    if not isinstance(found, Mapping) or not found:
-        raise refused(path, f"a {type(found).__name__}", "a dict of tensors by name")
+    if not isinstance(loaded, Mapping) or not loaded:
+        raise refused(path, f"a {type(loaded).__name__}", "a dict of tensors by name")
     nbytes = path.stat().st_size
     arrays = {}
-    for name, tensor in found.items():
+    for name, tensor in loaded.items():
         place = f"{path} {name}"
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise refused(place, f"a {type(tensor).__name__}", "a dict of tensors by name")

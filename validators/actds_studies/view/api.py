@@ -29,14 +29,7 @@ from actds_validators.audit.result import CoverageCell, WaterfallStep
 from actds_validators.pages.accounting import map_of, waterfall_of
 from actds_validators.pages.answer import Shown, dataset_facts, render_page
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend, span, ticks
-from actds_validators.pages.words import (
-    Part,
-    Sentence,
-    number,
-    percent,
-    short,
-    table_of,
-)
+from actds_validators.pages.words import Part, Sentence, number, percent, short, table_of
 
 if TYPE_CHECKING:
     from actds.explore.context import Tokenizer
@@ -92,7 +85,7 @@ def _render(
     hook: str,
     profiles: Sequence[NormProfile],
     stats: dict[str, Stats],
-    found: Fates,
+    outcomes: Fates,
     scores: Sequence[Score],
     requests: Sequence[ShownRequest],
     *,
@@ -109,7 +102,7 @@ def _render(
     sections = [
         Shown(_hooks_part(dataset, stats)),
         Shown(_norms_part(profiles), [p for n in profiles if (p := _norms(n)) is not None]),
-        Shown(_fates_part(found), _fates_pictures(found)),
+        Shown(_fates_part(outcomes), _fates_pictures(outcomes)),
     ]
     return render_page(
         "view.html.j2",
@@ -180,10 +173,10 @@ def _norms_part(profiles: Sequence[NormProfile]) -> Part:
 
 def _norms(profile: NormProfile) -> Picture | None:
     """Return the median norm by band of positions with its 10 and 90 %, on a logarithmic axis."""
-    there = np.isfinite(profile.quantiles).all(axis=0) & (profile.quantiles > 0).all(axis=0)
-    if not there.any():
+    usable = np.isfinite(profile.quantiles).all(axis=0) & (profile.quantiles > 0).all(axis=0)
+    if not usable.any():
         return None
-    norms, low = profile.quantiles[:, there], profile.low[there]
+    norms, low = profile.quantiles[:, usable], profile.low[usable]
     logs = np.log10(norms)
     n = len(low)
     p = Picture(
@@ -208,47 +201,47 @@ def _norms(profile: NormProfile) -> Picture | None:
     lower = [(f.x(k), f.y(logs[0, k])) for k in range(n)]
     p.polygon([*upper, *reversed(lower)], "band")
     p.path([(f.x(k), f.y(logs[1, k])) for k in range(n)], "curve")
-    bands = zip(low.tolist(), profile.high[there].tolist(), profile.count[there], strict=True)
+    bands = zip(low.tolist(), profile.high[usable].tolist(), profile.count[usable], strict=True)
     for k, (start, stop, count) in enumerate(bands):
         three = norms[:, k].tolist()
         p.data.rows.append((start, stop - 1, *three, count))
-        said = ", ".join(map(short, three))
+        words = ", ".join(map(short, three))
         where = f"position {start:,}" + (f" to {stop - 1:,}" if stop - start > 1 else "")
-        p.dot(f.x(k), f.y(logs[1, k]), "mark stored-mark", f"{where}: {said} ({count:,} rows)", 3)
+        p.dot(f.x(k), f.y(logs[1, k]), "mark stored-mark", f"{where}: {words} ({count:,} rows)", 3)
     return p
 
 
-def _fates_part(found: Fates) -> Part:
-    total = max(found.total, 1)
-    by = dict(zip(DISPOSITIONS, found.count.sum(axis=(0, 2)).tolist(), strict=True))
-    said = ", ".join(
+def _fates_part(outcomes: Fates) -> Part:
+    total = max(outcomes.total, 1)
+    by = dict(zip(DISPOSITIONS, outcomes.count.sum(axis=(0, 2)).tolist(), strict=True))
+    shares = ", ".join(
         f"{n:,} {_FATE_WORDS[name]} ({percent(n / total)})"
         for name, n in by.items()
         if n or name != "undelivered"  # of engines that schedule ahead or draft
     )
-    reasons = sorted(found.reasons.items(), key=lambda item: -item[1])
+    reasons = sorted(outcomes.reasons.items(), key=lambda item: -item[1])
     without = ("dropped", "aborted", NEVER, "filtered", "undelivered")
     losses = [(key, n) for key, n in reasons if key[0] in without]
     tables = table_of(
         "Positions without a row",
         (
-            ("what became of them", lambda one: one[0][0]),
-            ("reason", lambda one: one[0][1] or "none given"),
-            ("positions", lambda one: f"{one[1]:,}"),
-            ("of all", lambda one: percent(one[1] / total)),
+            ("what became of them", lambda loss: loss[0][0]),
+            ("reason", lambda loss: loss[0][1] or "none given"),
+            ("positions", lambda loss: f"{loss[1]:,}"),
+            ("of all", lambda loss: percent(loss[1] / total)),
         ),
         losses,
         frozenset({0, 1}),
     )
-    lead = f"{found.total:,} positions: {said}."
+    lead = f"{outcomes.total:,} positions: {shares}."
     return Part("coverage", "Coverage and losses", Sentence(lead), tables)
 
 
-def _fates_pictures(found: Fates) -> list[Picture]:
-    total = found.total
+def _fates_pictures(outcomes: Fates) -> list[Picture]:
+    total = outcomes.total
     steps = [WaterfallStep(name="positions", n_positions=total, share=1.0 if total else 0.0)]
     for name in ("cache_ref", "filtered", "undelivered", NEVER, "aborted", "dropped", "captured"):
-        for (kind, reason), n in sorted(found.reasons.items(), key=lambda item: str(item[0])):
+        for (kind, reason), n in sorted(outcomes.reasons.items(), key=lambda item: str(item[0])):
             if kind == name and n:
                 steps.append(
                     WaterfallStep(name=name, reason=reason, n_positions=n, share=n / total)
@@ -256,10 +249,10 @@ def _fates_pictures(found: Fates) -> list[Picture]:
     cells = []
     for phase, name in enumerate(_CLASSES):
         for band, (low, high) in enumerate(
-            zip(found.low.tolist(), found.high.tolist(), strict=True)
+            zip(outcomes.low.tolist(), outcomes.high.tolist(), strict=True)
         ):
-            stored, reused, dropped, aborted, filtered, _ = found.count[phase, :, band].tolist()
-            external = int(found.external[phase, band])
+            stored, reused, dropped, aborted, filtered, _ = outcomes.count[phase, :, band].tolist()
+            external = int(outcomes.external[phase, band])
             reused, lost = reused - external, dropped + aborted
             seen = stored + reused + lost
             if seen or filtered or external:
@@ -296,10 +289,10 @@ def _ends(requests: Sequence[ShownRequest], k: int) -> tuple[float, float]:
         return 0.0, 0.0
     values = np.concatenate([request.scores for request in requests], axis=1)
     norms, values = values[0], values[k]
-    there = np.isfinite(norms) & np.isfinite(values)
-    if not there.any():
+    finite = np.isfinite(norms) & np.isfinite(values)
+    if not finite.any():
         return 0.0, 0.0
-    usual = there & (norms <= SINK_NORM * np.median(norms[there]))
+    usual = finite & (norms <= SINK_NORM * np.median(norms[finite]))
     low, high = np.quantile(values[usual], (_CUT, 1 - _CUT)).tolist()
     # A feature that hardly ever fires: its few values are what is looked for.
     return (low, high) if high > low else (low, float(values[usual].max()))
@@ -310,12 +303,12 @@ def _text(
 ) -> Text:
     rows, n = shown.rows, len(shown.rows)
     owed = rows.disposition
-    said = ", ".join(
+    counts = ", ".join(
         f"{count:,} {words}"
         for kind, words in _FATE_WORDS.items()
         if (count := int((owed == kind).sum()))
     )
-    facts = f"{n:,} positions: {said or 'none'}; prompt of {shown.prompt_len:,} tokens."
+    facts = f"{n:,} positions: {counts or 'none'}; prompt of {shown.prompt_len:,} tokens."
     if shown.source is not None:
         facts += f" Source: {shown.source}."
     if rows.labels:
@@ -337,7 +330,7 @@ def _piece(
     fate, owner, row = str(rows.disposition[position]), rows.owner[position], rows.row[position]
     generated = position >= shown.prompt_len
     kinds = ["t", f"is-{fate}", "gen" if generated else "", "special" if shown.special[k] else ""]
-    said = [
+    known = [
         f"position {position:,}",
         f"token {rows.token_id[position]}" if rows.token_id[position] >= 0 else "token not known",
         str(rows.role[position]) or _CLASSES[generated],
@@ -348,14 +341,14 @@ def _piece(
     for number_of, score in enumerate(scores):
         value = float(shown.scores[number_of, k])
         if row >= 0:
-            said.append(f"{score.name} {short(value, 4) if math.isfinite(value) else value}")
+            known.append(f"{score.name} {short(value, 4) if math.isfinite(value) else value}")
         if math.isfinite(value):
             kinds.append(f"{'abcd'[number_of]}{_shade(value, *ends[number_of])}")
     text = shown.pieces[k]
     return Piece(
         text.replace("\n", "↵") or "∅",
         " ".join(filter(None, kinds)),
-        Sentence(", ".join(said)),
+        Sentence(", ".join(known)),
         breaks="\n" in text,
     )
 
@@ -466,13 +459,13 @@ def view(
     if probe is not None:
         scores += read_probe(probe, d_model, features)
     elif sae is not None:
-        names = {one["name"] for one in dataset.models}
-        own = next(iter(names)) if len(names) == 1 else None
-        scores += read_sae(sae, d_model, features, chosen, model or own)
+        names = {request["name"] for request in dataset.models}
+        recorded = next(iter(names)) if len(names) == 1 else None
+        scores += read_sae(sae, d_model, features, chosen, model or recorded)
     elif features:
         raise ActdsError("E009", "features", got="no file", expected="sae=FILE or probe=FILE")
     words = read_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
-    wanted = [(None, one) if isinstance(one, int) else one for one in requests]
+    wanted = [(None, request) if isinstance(request, int) else request for request in requests]
     shown = list(
         read_requests(
             dataset, chosen, wanted or sample(dataset), scores, words, start, n_tokens

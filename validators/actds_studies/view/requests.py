@@ -63,15 +63,15 @@ def read_probe(path: str | Path, d_model: int, chosen: Sequence[int] = ()) -> li
     if is_npz(path):
         raise _bad(path, "several arrays", "an .npy file of one")
     try:
-        found = map_npy(path).read()
+        array = map_npy(path).read()
     except OSError as error:
         raise _bad(path, error.strerror or str(error), "an .npy file of floats") from None
     except ActdsError as error:
         raise _bad(path, error.got, "an .npy file of floats") from None
-    probes = found[None] if found.ndim == 1 else found
+    probes = array[None] if array.ndim == 1 else array
     if probes.ndim != 2 or probes.shape[1] != d_model or probes.dtype.kind != "f":
         expected = f"floats ({d_model},) or (n_probes, {d_model})"
-        raise _bad(path, f"{found.dtype} {found.shape}", expected)
+        raise _bad(path, f"{array.dtype} {array.shape}", expected)
     return [
         Score(f"probe {n}", f"product with row {n} of {path.name}", _product(path, probes[n]))
         for n in _chosen(path, chosen or range(min(len(probes), MAX_SCORES - 1)), len(probes))
@@ -132,13 +132,13 @@ def _is_whole(path: Path) -> bool:
     return path.name == saelens.WEIGHTS and path.with_name(saelens.CONFIG).exists()
 
 
-def _of_dictionary(path: Path, one: Dictionary, chosen: Sequence[int]) -> list[Score]:
-    _need_some(path, chosen, one.n_features)
+def _of_dictionary(path: Path, dictionary: Dictionary, chosen: Sequence[int]) -> list[Score]:
+    _need_some(path, chosen, dictionary.n_features)
     last: list[tuple[Array, Any]] = []
 
     def features(rows: Array) -> Any:
         if not last or last[0][0] is not rows:
-            last[:] = [(rows, one.encode_sparse(rows).tocsc())]
+            last[:] = [(rows, dictionary.encode_sparse(rows).tocsc())]
         return last[0][1]
 
     def activation(k: int) -> Callable[[Array], Array]:
@@ -146,7 +146,7 @@ def _of_dictionary(path: Path, one: Dictionary, chosen: Sequence[int]) -> list[S
 
     return [
         Score(f"feature {k}", f"activation of feature {k} of {path.name}", activation(k))
-        for k in _chosen(path, chosen, one.n_features)
+        for k in _chosen(path, chosen, dictionary.n_features)
     ]
 
 
@@ -247,15 +247,15 @@ def sample(dataset: Dataset) -> list[tuple[str, int]]:
         served = requests.filter(is_served(requests))
         everyone += [(run, number) for number in served["request"].to_pylist()]
         spans = dataset.catalog.table("spans", run)
-        gone = pc.is_in(spans["disposition"], pa.array(["dropped", "aborted"]))
-        spans = spans.filter(gone)
+        is_lost = pc.is_in(spans["disposition"], pa.array(["dropped", "aborted"]))
+        spans = spans.filter(is_lost)
         length = pc.subtract(spans["stop"], spans["start"]).to_numpy()
         lost = np.bincount(spans["request"].to_numpy(), weights=length)
         losers += [(-int(lost[k]), run, int(k)) for k in np.argsort(-lost, kind="stable")[:N_LOST]]
     n = min(N_EVEN, len(everyone))
-    found = [everyone[k * len(everyone) // n] for k in range(n)]
-    found += [(run, number) for n_lost, run, number in sorted(losers)[:N_LOST] if n_lost]
-    return list(dict.fromkeys(found))
+    chosen = [everyone[k * len(everyone) // n] for k in range(n)]
+    chosen += [(run, number) for n_lost, run, number in sorted(losers)[:N_LOST] if n_lost]
+    return list(dict.fromkeys(chosen))
 
 
 def read_requests(
@@ -286,10 +286,10 @@ def read_requests(
             return
         rows = dataset.request(number, run=run, hook=hook)
         stop = min(len(rows), start + min(n_tokens, room))
-        there = slice(min(start, stop), stop)
+        shown = slice(min(start, stop), stop)
         requests = dataset.catalog.table("requests", rows.run)
         line = requests.filter(pc.equal(requests["request"], number)).to_pylist()[0]
-        row = rows.row[there]
+        row = rows.row[shown]
         stored = np.flatnonzero(row >= 0)
         values = np.full((len(scores), len(row)), np.nan)
         special = np.zeros(len(row), bool)
@@ -298,11 +298,11 @@ def read_requests(
             for k, score in enumerate(scores):
                 values[k, stored] = score.of(acts)
             special[stored] = flags.of(row[stored]) & _SPECIAL != 0
-        ids = rows.token_id[there].tolist()
+        ids = rows.token_id[shown].tolist()
         pieces = (
             ["?" if token < 0 else f"{token} " for token in ids]
             if tokenizer is None
-            else rows.pieces(tokenizer, there.start, there.stop)
+            else rows.pieces(tokenizer, shown.start, shown.stop)
         )
         room -= len(pieces)
         yield ShownRequest(
@@ -311,7 +311,7 @@ def read_requests(
             line["source"],
             ": ".join(filter(None, (line["finish_reason"], line["reason"]))),
             line["prompt_len"],
-            there.start,
+            shown.start,
             pieces,
             special,
             values,
@@ -328,12 +328,12 @@ class _Flags:
 
     def of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
         """Return the flags of rows, uint16 ``(n,)``."""
-        found = np.zeros(len(rows), np.uint16)
+        flags = np.zeros(len(rows), np.uint16)
         numbers = np.searchsorted(self._starts, rows, side="right") - 1
         for number in np.unique(numbers).tolist():
             here = numbers == number
-            found[here] = self._flags(number)[rows[here] - self._starts[number]]
-        return found
+            flags[here] = self._flags(number)[rows[here] - self._starts[number]]
+        return flags
 
     def _flags(self, number: int) -> npt.NDArray[np.uint16]:
         if self._kept[0] != number:
@@ -373,7 +373,6 @@ class _WholeText:
         self._file = [os.path.abspath(path), status.st_size, status.st_mtime_ns]
 
     def decode(self, token_ids: list[int]) -> str:
-        """Return the text of tokens."""
         request = Request(
             {"file": self._file, "token_ids": token_ids},
             [],
@@ -397,11 +396,11 @@ def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
     token_ids, decode = request["token_ids"], _read(*request["file"]).decode
 
     def text(ids: list[int]) -> str:
-        found: str = decode(ids, skip_special_tokens=False)
-        if len(found) > _MAX_CHARACTERS * max(len(ids), 1):
-            got = f"{len(found):,} characters of {len(ids)} tokens"
+        decoded: str = decode(ids, skip_special_tokens=False)
+        if len(decoded) > _MAX_CHARACTERS * max(len(ids), 1):
+            got = f"{len(decoded):,} characters of {len(ids)} tokens"
             raise ActdsError("E009", "tokenizer", got=got, expected="the text of tokens")
-        return found
+        return decoded
 
     words = text(token_ids)
     # Some decoders take the space off a text that begins with one: not after another token.

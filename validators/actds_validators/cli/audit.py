@@ -105,12 +105,12 @@ def audit(
     from actds_validators.about import about as describe
     from actds_validators.pages.report import render, render_lines
 
-    found = run_audit(
+    audited = run_audit(
         path, limits=limits, weights=weights, classes=classes, accept=accept, executor=executor,
         progress=told(),
     )  # fmt: skip
-    result = found.result
-    about = describe(found.catalog, ctx.meta[COMMAND])
+    result = audited.result
+    about = describe(audited.catalog, ctx.meta[COMMAND])
     outputs.write(
         json.dumps(result.as_json(), indent=2, sort_keys=True),
         lambda: render(result, about),

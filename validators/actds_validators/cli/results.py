@@ -131,7 +131,7 @@ class Outputs:
     Args:
         html: file of the page, if any.
         json_out: file of the JSON, ``-`` for the terminal, if any.
-        others: other files that the command writes, by option.
+        further: other files that the command writes, by option.
 
     Raises:
         ActdsError: E009 two options with one file; E011 a package that is not installed; E503 a
@@ -142,7 +142,7 @@ class Outputs:
         self,
         html: Path | None,
         json_out: Path | None,
-        others: Mapping[str, Path | None] | None = None,
+        further: Mapping[str, Path | None] | None = None,
         inputs: Mapping[str, Sequence[Path]] | None = None,
     ) -> None:
         from actds_validators.audit.outputs import refuse_outputs
@@ -151,7 +151,7 @@ class Outputs:
         need_extra(*(["jinja2"] if html else []))
         self.on_terminal = json_out is None or str(json_out) != "-"
         self._html, self._json = html, json_out if self.on_terminal else None
-        files = {"--html": html, "--json": self._json, **(others or {})}
+        files = {"--html": html, "--json": self._json, **(further or {})}
         refuse_outputs(files, dict(inputs or {}))
         need_folders(*files.values())
         keep_little()
@@ -183,13 +183,13 @@ class Outputs:
 
 def files_of(words: Iterable[str]) -> list[Path]:
     """Return the files that ``[HOOK=]PATH`` may mean: PATH, and the files of a folder."""
-    found = []
+    files = []
     for text in words:
         for path in (Path(text), Path(text.partition("=")[2] or text)):
             # os.path answers for a name that is too long as well.
             is_folder = os.path.isdir(path)
-            found += [path / name for name in os.listdir(path)] if is_folder else [path]
-    return found
+            files += [path / name for name in os.listdir(path)] if is_folder else [path]
+    return files
 
 
 def keep_little() -> None:

@@ -34,8 +34,7 @@ class Passage:
     """What the gate says of one dataset.
 
     Args:
-        validation: the validation.
-        policy: the policy; None where only the spec was asked.
+        policy: None where only the spec was asked.
         refused: the rules that it does not comply with; empty of a dataset that is not valid.
         verdict: level of the audit's answer; None where the policy does not ask for one.
         strict: whether warnings are findings.
@@ -55,8 +54,8 @@ class Passage:
     @property
     def reasons(self) -> list[Finding]:
         """Return everything that is against it, findings of the validation first."""
-        found = self.validation.errors + (self.validation.warnings if self.strict else [])
-        return [*found, *self.refused]
+        findings = self.validation.errors + (self.validation.warnings if self.strict else [])
+        return [*findings, *self.refused]
 
     def as_json(self) -> dict[str, Any]:
         """Return the facts as ``actds validate --json`` prints them."""
@@ -66,7 +65,7 @@ class Passage:
             facts["policy"] = {
                 "name": self.policy.name,
                 "verdict": self.verdict,
-                "refused": [one.as_json() for one in self.refused],
+                "refused": [finding.as_json() for finding in self.refused],
             }
         return facts
 
@@ -86,14 +85,10 @@ def judge(
     """Return what the gate says of a dataset.
 
     Args:
-        path: the dataset.
         level: how much is validated; that of the policy when None, ``full`` without one.
-        policy: what is refused beyond the spec.
         strict: whether warnings are findings; a policy may ask for it as well.
-        progress: as of ``validate``.
+        progress: as of ``validate``, like executor and seal.
         auditing: as ``progress`` of ``audit``, which runs where the policy asks for it.
-        executor: as of ``validate``.
-        seal: as of ``validate``.
         validation: the validation, where there is one already.
 
     Raises:
@@ -110,18 +105,18 @@ def judge(
     strict = strict or (policy is not None and not policy.warnings)
     chosen: Level = level or (policy.level if policy is not None else "full")
     imported = policy is not None and policy.provenance.imported
-    found = validation or validate(path, chosen, progress, executor, seal, imported=imported)
-    catalog = found.catalog
-    if policy is None or catalog is None or found.exit_code(strict=strict):
-        return Passage(found, policy, strict=strict)
+    validated = validation or validate(path, chosen, progress, executor, seal, imported=imported)
+    catalog = validated.catalog
+    if policy is None or catalog is None or validated.exit_code(strict=strict):
+        return Passage(validated, policy, strict=strict)
     result = None
     if asks and not any(map(catalog.is_imported, catalog.runs_with_data)):
         from actds_validators.audit.api import audit
 
         result = audit(path, accept=policy.audit.accept, progress=auditing).result
-    refused = refusals(policy, catalog, found.runs, result)
+    refused = refusals(policy, catalog, validated.runs, result)
     verdict = None if result is None else result.answer.level
-    return Passage(found, policy, refused, verdict, strict)
+    return Passage(validated, policy, refused, verdict, strict)
 
 
 def require(
@@ -188,14 +183,14 @@ def junit(passages: Sequence[Passage]) -> str:
     """Return JUnit XML: a suite per dataset, a case per check and one for the policy."""
     root = ET.Element("testsuites", name="actds validate")
     totals = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
-    for one in passages:
-        suite = _suite(one)
+    for passage in passages:
+        suite = _suite(passage)
         root.append(suite)
         for name in totals:
             totals[name] += int(suite.get(name, "0"))
     for name, value in totals.items():
         root.set(name, str(value))
-    root.set("time", f"{sum(one.validation.duration_s for one in passages):.3f}")
+    root.set("time", f"{sum(passage.validation.duration_s for passage in passages):.3f}")
     ET.indent(root)
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
@@ -205,7 +200,7 @@ def _suite(passage: Passage) -> ET.Element:
     suite = ET.Element("testsuite", name=printable(validation.path))
     counts = {"tests": 0, "failures": 0, "errors": 0, "skipped": 0}
 
-    def case(name: str, found: list[Finding], state: str, detail: str = "") -> None:
+    def case(name: str, findings: list[Finding], state: str, detail: str = "") -> None:
         counts["tests"] += 1
         # The whole time belongs to the suite: checks share what they read.
         element = ET.SubElement(
@@ -217,24 +212,24 @@ def _suite(passage: Passage) -> ET.Element:
         elif state in ("failed", "unreadable"):
             counts["failures" if state == "failed" else "errors"] += 1
             tag = "failure" if state == "failed" else "error"
-            lines = [printable(one.line()) for one in found]
+            lines = [printable(finding.line()) for finding in findings]
             message = lines[0] if len(lines) == 1 else counted(len(lines), "finding")
             failure = ET.SubElement(
-                element, tag, type=found[0].code if found else "", message=message
+                element, tag, type=findings[0].code if findings else "", message=message
             )
             failure.text = "\n".join(lines)
-        elif found:
+        elif findings:
             ET.SubElement(element, "system-out").text = "\n".join(
-                f"{one.severity} {printable(one.line())}" for one in found
+                f"{finding.severity} {printable(finding.line())}" for finding in findings
             )
 
     unreadable = passage.exit_code == UNREADABLE
     for check in validation.checks:
-        found = validation.found_by(check.name)
+        matches = validation.found_by(check.name)
         state: str = "unreadable" if unreadable and check.state == "failed" else check.state
-        if state == "passed" and passage.strict and any(f.severity == "warning" for f in found):
+        if state == "passed" and passage.strict and any(f.severity == "warning" for f in matches):
             state = "failed"
-        case(check.name, found, state, check.detail)
+        case(check.name, matches, state, check.detail)
     if passage.policy is not None:
         name = f"policy {printable(passage.policy.name)}".strip()
         if validation.exit_code(strict=passage.strict):
@@ -249,8 +244,8 @@ def _suite(passage: Passage) -> ET.Element:
 
 def sarif(passages: Sequence[Passage]) -> str:
     """Return a SARIF 2.1.0 log: one run of the tool, a result per finding."""
-    found = [(one, finding) for one in passages for finding in _all(one)]
-    codes = sorted({finding.code for _, finding in found})
+    findings = [(passage, finding) for passage in passages for finding in _all(passage)]
+    codes = sorted({finding.code for _, finding in findings})
     number = {code: n for n, code in enumerate(codes)}
     log = {
         "$schema": _SARIF,
@@ -267,10 +262,12 @@ def sarif(passages: Sequence[Passage]) -> str:
                 "columnKind": "utf16CodeUnits",
                 "invocations": [
                     {
-                        "executionSuccessful": all(one.exit_code != UNREADABLE for one in passages),
+                        "executionSuccessful": all(
+                            passage.exit_code != UNREADABLE for passage in passages
+                        )
                     }
                 ],
-                "results": [_result(one, finding, number) for one, finding in found],
+                "results": [_result(passage, finding, number) for passage, finding in findings],
             }
         ],
     }
@@ -323,18 +320,18 @@ def _file(passage: Passage, finding: Finding) -> str:
 def github(passages: Sequence[Passage]) -> str:
     """Return workflow commands of GitHub Actions: an annotation per finding, the verdict last."""
     lines = []
-    for one in passages:
-        for finding in _all(one):
+    for passage in passages:
+        for finding in _all(passage):
             level = _GITHUB_LEVELS[finding.severity]
-            if one.strict and level == "warning":
+            if passage.strict and level == "warning":
                 level = "error"
             title = f"{finding.code} {CODES[finding.code].title}"
-            place = f"file={_property(_file(one, finding))},title={_property(title)}"
+            place = f"file={_property(_file(passage, finding))},title={_property(title)}"
             text = f"{finding.place}: {finding.got}; expected {finding.expected}."
             lines.append(f"::{level} {place}::{_message(f'{text} Next: {finding.next_step}')}")
-    for one in passages:
-        state = "passes" if one.exit_code == 0 else f"exit {one.exit_code}"
-        lines.append(printable(f"{one.validation.path}: {state}"))
+    for passage in passages:
+        state = "passes" if passage.exit_code == 0 else f"exit {passage.exit_code}"
+        lines.append(printable(f"{passage.validation.path}: {state}"))
     return "\n".join(lines) + "\n"
 
 

@@ -18,15 +18,9 @@ from actds_validators.audit.place import LEVELS, TITLES
 from actds_validators.audit.result import Audit
 from actds_validators.gate.policy import LossRules, Policy, SignatureRules
 
-__all__ = ["check_signature", "refusals"]
-
 
 def check_signature(rules: SignatureRules, catalog: Catalog) -> Iterator[Finding]:
     """Yield why the seal of a dataset is not signed as the rules ask.
-
-    Args:
-        rules: those of the policy.
-        catalog: the dataset.
 
     Raises:
         ActdsError: E009 there is nobody to trust; E021 a key that cannot be used; E011 a package
@@ -67,8 +61,6 @@ def refusals(
     """Return the rules that a dataset does not comply with, each as a finding E701.
 
     Args:
-        policy: the policy.
-        catalog: the dataset's ledger and documents.
         runs: totals by run, from the accounting; empty where it was not done.
         audit: what the audit says; None where it was not asked.
         now_ns: the wall clock; that of this machine when None.
@@ -77,7 +69,7 @@ def refusals(
         The findings; ``place`` is the rule, and the run that it is about.
     """
     now = time.time_ns() if now_ns is None else now_ns
-    found = [
+    refused = [
         *_hooks(policy, catalog),
         *_writers(policy, catalog),
         *check_signature(policy.signature, catalog),
@@ -86,12 +78,12 @@ def refusals(
         record = catalog.runs.get(run)
         if record is None:
             continue  # E401, a finding of the validation
-        found += _provenance(policy, run, record)
-        found += _numerics(policy, run, record)
-        found += _harvest(policy, catalog, run, record, now)
-        found += _prefix_cache(policy, run, record, runs.get(run))
-        found += _losses(policy.losses, run, catalog if run in runs else None)
-    return [*found, *_audit(policy, audit)]
+        refused += _provenance(policy, run, record)
+        refused += _numerics(policy, run, record)
+        refused += _harvest(policy, catalog, run, record, now)
+        refused += _prefix_cache(policy, run, record, runs.get(run))
+        refused += _losses(policy.losses, run, catalog if run in runs else None)
+    return [*refused, *_audit(policy, audit)]
 
 
 def _audit(policy: Policy, audit: Audit | None) -> Iterator[Finding]:
@@ -234,8 +226,6 @@ def _losses(rules: LossRules, run: str, accounted: Catalog | None) -> Iterator[F
     """Yield the shares above their limits, of the same positions as in the audit.
 
     Args:
-        rules: the limits.
-        run: which.
         accounted: the dataset, ``None`` where the positions of the run were not accounted for.
     """
     names = [

@@ -42,12 +42,10 @@ def dataset_facts(known: About, rows: str) -> list[tuple[str, str]]:
 
 
 def models(names: Sequence[str]) -> str:
-    """Return the models of a dataset in words."""
     return ", ".join(names[:3]) or "not recorded"
 
 
 def harvested(started_ns: int, engines: Sequence[str]) -> str:
-    """Return when a dataset was made, and with what."""
     return " with ".join([day(started_ns), *engines[:2]])
 
 
@@ -163,7 +161,6 @@ def cleaned(lines: Iterable[Line]) -> Iterator[Line]:
 
 
 def titled(title: str) -> Iterator[Line]:
-    """Yield a title below an empty line."""
     yield Line("")
     yield Line(title, "title")
 
@@ -171,7 +168,6 @@ def titled(title: str) -> Iterator[Line]:
 def listed(
     title: str, items: Sequence[str], style: Style = "plain", room: int = MAX_LIST
 ) -> Iterator[Line]:
-    """Yield a title with lines below it, and nothing without an item."""
     if items:
         yield from titled(title)
     yield from (Line(f"  {words}", style) for words in items[:room])
@@ -180,7 +176,6 @@ def listed(
 
 
 def captioned(tables: Iterable[Table]) -> Iterator[Line]:
-    """Yield tables, each below its caption."""
     for table in tables:
         yield from titled(table.caption)
         yield from table_lines(table)

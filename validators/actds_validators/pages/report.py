@@ -230,11 +230,7 @@ _MAX_ROWS = 25
 
 
 def render_lines(audit: Audit, about: About | None = None) -> Iterator[Line]:
-    """Return the page, line by line; no line holds a control character.
-
-    Args:
-        about: what the dataset is; ``None`` where only the result is at hand.
-    """
+    """Return the page, line by line; no line holds a control character."""
     return cleaned(_page(audit, about))
 
 
@@ -260,7 +256,6 @@ def _page(audit: Audit, about: About | None) -> Iterator[Line]:
 
 
 def first_screen(audit: Audit, about: About | None) -> Iterator[Line]:
-    """Yield whether to train on the dataset, what each place did to it, and what it is."""
     answer = audit.answer
     yield Line(f"{LOOKS[answer.level].mark} {answer.words}", LOOKS[answer.level].style)
     yield from terminal_lines(audit)
@@ -290,16 +285,16 @@ def _losses(audit: Audit) -> Iterator[Line]:
 def _accounting(audit: Audit) -> Iterator[Line]:
     section = audit.accounting
     names = ("dropped", "aborted", "never computed", "filtered", "undelivered")
-    gone = [step for step in section.waterfall if step.name in names and step.n_positions]
-    for step in gone[:_MAX_ROWS]:
+    steps = [step for step in section.waterfall if step.name in names and step.n_positions]
+    for step in steps[:_MAX_ROWS]:
         why = step.reason or "no reason given"
         is_lost = step.name in ("dropped", "aborted")
         share = step.n_positions / section.computed if is_lost else step.share
         of = "of the computed" if is_lost else "of all"
-        said = f"{count(step.n_positions)} {step.name} ({percent(share)} {of}): {why}"
-        yield Line(f"  {said}", "warn" if is_lost else "plain")
-    if len(gone) > _MAX_ROWS:
-        yield Line(f"  and {len(gone) - _MAX_ROWS:,} more; --json lists them all", "dim")
+        line = f"{count(step.n_positions)} {step.name} ({percent(share)} {of}): {why}"
+        yield Line(f"  {line}", "warn" if is_lost else "plain")
+    if len(steps) > _MAX_ROWS:
+        yield Line(f"  and {len(steps) - _MAX_ROWS:,} more; --json lists them all", "dim")
     if section.never_computed:
         yield Line(f" {never_computed(section)}", "plain")
     if section.unresolved:
@@ -309,9 +304,9 @@ def _accounting(audit: Audit) -> Iterator[Line]:
         served = counted(section.external, "position")
         yield Line(f"  {served} served from KV that came from outside the run", "plain")
     for finding in section.findings[:_MAX_ROWS]:
-        said = f"{finding.got}; expected {finding.expected}"
+        line = f"{finding.got}; expected {finding.expected}"
         style: Style = "bad" if finding.severity == "error" else "warn"
-        yield Line(f"  {finding.severity} {finding.code} {finding.place}: {said}", style)
+        yield Line(f"  {finding.severity} {finding.code} {finding.place}: {line}", style)
     more = len(section.findings) - _MAX_ROWS
     if more > 0:
         yield Line(f"  and {more:,} more findings; --json lists them all", "warn")
@@ -333,7 +328,6 @@ def _differences(differences: Sequence[Difference]) -> Iterator[Line]:
 
 
 def _strata(section: Missingness) -> Iterator[Line]:
-    """Yield the strata with excess loss, and the requests that lost everything."""
     title = f"Strata (kinds of token) with excess loss, of {count(section.n_strata)} tested"
     yield from captioned(
         table_of(title, STRATA, section.worst_strata, frozenset({0, 1}), room=MAX_LIST,

@@ -71,7 +71,6 @@ class PlaceLine:
 
 
 def lines(audit: Audit) -> list[PlaceLine]:
-    """Return every place as a line, in the order in which rows pass."""
     return [
         PlaceLine(
             TITLES[place.name], place.headline, _bias(place), *_STATES[_state(place)],
@@ -117,10 +116,10 @@ def bar(audit: Audit) -> Picture | None:
     whole = sum(n for _, n in parts)
     if not audit.places or not whole:
         return None
-    said = ", ".join(f"{name} {percent(n / whole)}" for name, n in parts if n)
+    summary = ", ".join(f"{name} {percent(n / whole)}" for name, n in parts if n)
     picture = Picture(
         "places", "Where rows went between the source and a batch", f"Of {count(whole)} positions: "
-        f"{said}.", WIDTH, _BAR_PX, FigureData(("place", "positions"), list(parts)),
+        f"{summary}.", WIDTH, _BAR_PX, FigureData(("place", "positions"), list(parts)),
     )  # fmt: skip
     x = 0.0
     for name, n in parts:
@@ -155,7 +154,6 @@ def _parts(audit: Audit) -> list[tuple[str, int]]:
 
 
 def places_part(audit: Audit) -> Part | None:
-    """Return the table of all places."""
     if not audit.places:
         return None
     rows = []
@@ -184,22 +182,21 @@ def places_part(audit: Audit) -> Part | None:
 
 
 def source_part(audit: Audit) -> Part | None:
-    """Return what became of the records of the source, by reason and by length."""
     source = audit.source
     if source is None or source.records is None:
         return None
     left_out: Columns[LeftOut] = (
-        ("records", lambda one: f"{one.what}: {one.reason}"),
-        ("number", lambda one: count(one.n)),
-        ("prompt tokens", lambda one: or_dash(one.n_tokens, count)),
+        ("records", lambda item: f"{item.what}: {item.reason}"),
+        ("number", lambda item: count(item.n)),
+        ("prompt tokens", lambda item: or_dash(item.n_tokens, count)),
     )
     bands: Columns[LengthBand] = (
         ("tokens of the prompt", _band),
-        ("records", lambda one: count(one.records)),
-        ("served", lambda one: count(one.served)),
-        ("share served", lambda one: percent(one.served / one.records)),
-        ("share of the source's tokens", lambda one: percent(one.tokens / source.tokens)),
-        ("share of the served tokens", lambda one: _share(one, source)),
+        ("records", lambda item: count(item.records)),
+        ("served", lambda item: count(item.served)),
+        ("share served", lambda item: percent(item.served / item.records)),
+        ("share of the source's tokens", lambda item: percent(item.tokens / source.tokens)),
+        ("share of the served tokens", lambda item: _share(item, source)),
     )
     tables = table_of("Records that were never served", left_out, source.left_out)
     tables += table_of("Lengths of the prompts, source and served", bands, source.lengths)
@@ -271,7 +268,6 @@ def lengths(audit: Audit) -> Picture | None:
 
 
 def biases(audit: Audit) -> list[Fact]:
-    """Return the worst-case bias of any mean, and the largest that was estimated."""
     return [_worst_case(audit), _estimated(audit)]
 
 
@@ -293,7 +289,6 @@ def _worst_case(audit: Audit) -> Fact:
 
 
 def _chosen(audit: Audit) -> str:
-    """Return that rows which a rule left out are in no loss rate, where there are some."""
     n = audit.accounting.filtered
     return f"; {n:,} positions that a rule left out are not compared" if n else ""
 
@@ -304,21 +299,21 @@ def _estimated(audit: Audit) -> Fact:
         return Fact(title, "not estimated", "the accounting does not match", is_known=False)
     if not audit.accounting.loss_share:
         return Fact(title, "0 SD", "no rows were lost" + _chosen(audit))
-    asked = [
+    compared = [
         (d.covariate.label, d.before_weighting, d.at_once)
         for d in (audit.missingness.differences if audit.missingness else ())
         if d.before_weighting and d.covariate.group != "system"
     ]
-    if not asked:
+    if not compared:
         return Fact(title, "not estimated", "no mean could be compared", is_known=False)
-    label, found, at_once = max(asked, key=lambda one: abs(one[1].value))
+    label, largest, at_once = max(compared, key=lambda entry: abs(entry[1].value))
     tested = "the tested mean"
-    if len(asked) > 1:
-        tested = f"largest of {count(len(asked))} tested means"
+    if len(compared) > 1:
+        tested = f"largest of {count(len(compared))} tested means"
         tested += ", for all of which the interval holds at once" if at_once else ""
-    shown = at_once or found
+    shown = at_once or largest
     span = f"{100 * shown.confidence:g} % CI {interval(shown)}"
-    return Fact(title, f"{_three(found.value)} SD", f"{label}; {span}; {tested}")
+    return Fact(title, f"{_three(largest.value)} SD", f"{label}; {span}; {tested}")
 
 
 def _three(value: float) -> str:
@@ -338,7 +333,6 @@ def facts(audit: Audit, known: About | None) -> list[tuple[str, str]]:
 
 
 def check_part(audit: Audit) -> Part:
-    """Return the table of every number with its limit."""
     verdict = audit.verdict
     numbers = [verdict.deciding, *(n for n in verdict.numbers if n != verdict.deciding)]
     some, more = first(numbers)
@@ -376,7 +370,6 @@ def evidence_part(audit: Audit) -> Part | None:
 
 
 def settings_part(audit: Audit) -> Part:
-    """Return the settings and digests."""
     lead = "What was audited, with which settings; the same settings and seed give these numbers."
     peak = "not measured" if audit.peak_nbytes is None else format_nbytes(audit.peak_nbytes)
     runs, more = first(audit.runs, 20)
@@ -405,7 +398,6 @@ def settings_part(audit: Audit) -> Part:
 
 
 def _options(options: Options) -> list[Row]:
-    """Return what was asked for, beside the limits."""
     rows = [Row(("executor", options.engine))]
     classes = options.classes
     if classes is None:
