@@ -34,7 +34,6 @@ from actds.loader.arguments import (
     provenance_columns,
     split_weights,
 )
-from actds.loader.batches import Batch, BatchSpec, Part, n_batches
 from actds.loader.filters import bad
 from actds.loader.mixture import (
     Choice,
@@ -48,7 +47,7 @@ from actds.loader.mixture import (
 )
 from actds.loader.once import are_replays, read_once
 from actds.loader.order import ORDER_VERSION, Geometry, order_key
-from actds.loader.pipeline import Pipeline
+from actds.loader.pipeline import Batch, BatchSpec, Part, Pipeline
 from actds.loader.selection import PROVENANCE_COLUMNS, ROLE, warn_where_none
 from actds.loader.transform import Normalize, Transform
 from actds.version import __version__
@@ -251,8 +250,8 @@ class Loader:
         self._spec = _batch_spec(self._rows, geometry, seed, mine, columns, self._transform.pinned)
         self._seed, self._rank, self._world = seed, rank, world
         self._epochs, self._threads, self._drop_last = epochs, threads, drop_last
-        first = self._spec.epoch(0).order
-        self._n_batches, self._n_left = n_batches(first, drop_last), first.n_left
+        first = self._spec.epoch(0)
+        self._n_batches, self._n_left = first.n_batches(drop_last), first.n_left
         self._n_entries = sum(order.n_entries for order in first.orders)
         if not self._n_batches:
             raise bad("batch", str(batch), f"at most the {self._n_entries} rows of the selection")
