@@ -4,20 +4,77 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.compute as pc
 
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
+from actds.explore.lazy import LazyArray
 from actds.format.labels import Label, label_words, parse_labels
+from actds.format.positions import Intervals, Keys, difference, position_key, union
 from actds.format.shard import Shard
 from actds.format.tables import TableName
 
-if TYPE_CHECKING:
-    from actds.explore.dataset import Dataset
-    from actds.explore.lazy import LazyArray
+_LOST = pa.array(["dropped", "aborted"])
+
+
+def covered(catalog: Catalog, run: str) -> Intervals:
+    """Return the positions of a run that have a row, their own or that of a prefix-cache hit.
+
+    Spec: 0.1 sections 7.2 and 7.4.
+    """
+    start, _, length = rows_of_positions(catalog, run)
+    return union(start, start + length)
+
+
+def lacking(catalog: Catalog, run: str) -> Intervals:
+    """Return the positions of a run that ought to have a row, and have none.
+
+    These were computed and lost, or served from a prefix cache or from KV from outside without a
+    stored row of them. Positions that a rule left out, or that were never computed, are not.
+
+    Spec: 0.1 sections 7.2 and 7.4.
+    """
+    spans = catalog.table("spans", run)
+    lost = pc.and_(pc.is_in(spans["disposition"], _LOST), pc.is_valid(spans["step"]))
+    owed = spans.filter(pc.or_(lost, pc.equal(spans["disposition"], "cache_ref")))
+    start = _keys(owed, "request")
+    return difference(union(start, start + _lengths(owed)), covered(catalog, run))
+
+
+def rows_of_positions(catalog: Catalog, run: str) -> tuple[Keys, Keys, Keys]:
+    """Return ranges of positions that have a row, and where these rows are, ``(n,)`` each.
+
+    Returns:
+        The first position of each range, that of its rows, and its length: the two differ for
+        prefix-cache hits.
+    """
+    spans = catalog.table("spans", run)
+    kinds = spans["disposition"]
+    own = spans.filter(pc.equal(kinds, "captured"))
+    hits = spans.filter(pc.and_(pc.equal(kinds, "cache_ref"), pc.is_valid(spans["ref_request"])))
+    start = np.concatenate([_keys(own, "request"), _keys(hits, "request")])
+    rows = np.concatenate([_keys(own, "request"), _keys(hits, "ref_request")])
+    length = np.concatenate([_lengths(own), _lengths(hits)])
+    captured = union(rows[: own.num_rows], rows[: own.num_rows] + length[: own.num_rows])
+    # A hit may name rows that were lost.
+    which, first, after = captured.cut(rows, rows + length)
+    return start[which] + (first - rows[which]), first, after - first
+
+
+def _keys(spans: pa.Table, request: str) -> Keys:
+    """Return the key of the first position of each span, under one of its two requests."""
+    return position_key(spans[request].to_numpy(), spans["start"].to_numpy())
+
+
+def _lengths(spans: pa.Table) -> Keys:
+    length: Keys = pc.subtract(spans["stop"], spans["start"]).to_numpy().astype(np.uint64)
+    return length
+
 
 Ints = npt.NDArray[np.int64]
 _MAX_ROWS = 1 << 24  # rows of token tables that stay in memory
@@ -116,17 +173,13 @@ class RowPlaces:
     that hold rows of the request are read, and the most recent ones stay in memory.
 
     Args:
-        dataset: the dataset.
-        hook: the hook, whose rows are numbered as in ``Dataset.array``.
-
-    Raises:
-        ActdsError: E014 no such hook.
+        catalog: the tables.
+        array: the rows of the hook.
     """
 
-    def __init__(self, dataset: Dataset, hook: str) -> None:
-        self._dataset, self._hook = dataset, hook
-        self._shards = dataset.shards_of(hook)
-        self.array = dataset.array(hook)
+    def __init__(self, catalog: Catalog, array: LazyArray) -> None:
+        self._catalog, self.array = catalog, array
+        self._shards = array.shards
         self._starts = np.cumsum([0, *(shard.n_rows for shard in self._shards)])
         self._ranges: list[tuple[int, int]] | None = None
         self._kept: OrderedDict[int, tuple[Ints, Ints, Ints]] = OrderedDict()
@@ -191,7 +244,7 @@ class RowPlaces:
 
     def _table(self, run: str, name: TableName) -> Any:
         if (run, name) not in self._tables:
-            table = self._dataset.catalog.table(name, run)
+            table = self._catalog.table(name, run)
             columns = ["request", "labels"] if name == "requests" else table.column_names
             self._tables[run, name] = table.select(columns)
         return self._tables[run, name]
@@ -256,7 +309,7 @@ class RowPlaces:
     def _fill(self, run: str, owner: Ints, token_id: Ints) -> None:
         """Take tokens of positions without a row from the readouts, which lost rows have, too."""
         missing = np.flatnonzero((token_id < 0) & (owner >= 0))
-        if not missing.size or (run, "readouts") not in self._dataset.catalog.parts:
+        if not missing.size or (run, "readouts") not in self._catalog.parts:
             return
         table = self._table(run, "readouts")
         table = table.filter(

@@ -16,6 +16,7 @@ from actds.executor import ExecutorName, open_executor
 from actds.explore import show
 from actds.explore.context import Context, RequestRows, RowPlaces, Tokenizer
 from actds.explore.lazy import LazyArray
+from actds.explore.show import fates, norm_profile
 from actds.explore.stats import Stats, cache_folder, stats_of_rows
 from actds.format import tables
 from actds.format.row_weights import RowWeights, read_row_weights
@@ -23,8 +24,9 @@ from actds.format.schema import Hook, Phase, RunRecord, Seal
 from actds.format.shard import Shard
 from actds.format.tables import TableName
 from actds.publish.sealing import check_provenance
-from actds.store import Store, open_store, refuse_within_dataset
+from actds.store import Store, layout, open_store, refuse_within_dataset
 from actds.store.cache import Cache
+from actds.text import counted, format_nbytes
 from actds.trust.pin import parse_pin
 
 if TYPE_CHECKING:
@@ -163,7 +165,36 @@ class Dataset:
         return f"<actds.Dataset {self.path}: {self.n_rows} rows, hooks {', '.join(self.hooks)}>"
 
     def _repr_html_(self) -> str:
-        return show.dataset_html(self)
+        models = {model["name"] for model in self.models if model["name"] is not None}
+        rows = {phase: 0 for phase in self.phases}
+        for shard in self.shards:
+            if shard.phase in rows:
+                rows[shard.phase] += shard.n_rows
+        seal = self.seal
+        facts = {
+            "path": self.path,
+            "state": "not sealed" if seal is None else f"seal {seal.n}, {self.digest[:16]}",
+            "model": ", ".join(sorted(models)) or "not recorded",
+            "runs": f"{counted(len(self.runs), 'run')}, {counted(len(self.shards), 'shard')}",
+            "phases": ", ".join(f"{n:,} {phase}" for phase, n in rows.items()) or "no row",
+        }
+        lines = [
+            (
+                name,
+                f"{len(self.array(name)):,}",
+                f"{hook.d_model:,}",
+                hook.dtype,
+                format_nbytes(self._stored_nbytes(name)),
+            )
+            for name, hook in self.hooks.items()
+        ]
+        head = ("hook", "rows", "channels", "type", "stored")
+        return show.page("actds.Dataset", facts, head, lines)
+
+    def _stored_nbytes(self, hook: str) -> int:
+        folder = f"{layout.array_dir(hook)}/"
+        files = (file for shard in self.shards_of(hook) for file in shard.manifest.files)
+        return sum(file.nbytes for file in files if file.path.startswith(folder))
 
     def plot_norms(self, hooks: str | Iterable[str] | None = None) -> Figure:
         """Return a figure of matplotlib: norms of rows by position, of all hooks or some.
@@ -173,7 +204,8 @@ class Dataset:
         Raises:
             ActdsError: E011 matplotlib is not installed; E014 no such hook.
         """
-        return show.plot_norms(self, hooks)
+        names = [hooks] if isinstance(hooks, str) else self.hooks if hooks is None else hooks
+        return show.plot_norms([norm_profile(self.catalog, self.array(name)) for name in names])
 
     def plot_coverage(self) -> Figure:
         """Return a figure of matplotlib: what became of the positions, by phase and position.
@@ -181,7 +213,7 @@ class Dataset:
         Raises:
             ActdsError: E011 matplotlib is not installed.
         """
-        return show.plot_coverage(self)
+        return show.plot_coverage(fates(self.catalog))
 
     @property
     def seal(self) -> Seal | None:
@@ -456,7 +488,7 @@ class Dataset:
     def _places(self, hook: str | None) -> RowPlaces:
         name = hook or next(iter(self.hooks))
         if name not in self._row_places:
-            self._row_places[name] = RowPlaces(self, name)
+            self._row_places[name] = RowPlaces(self.catalog, self.array(name))
         return self._row_places[name]
 
     def _only_run(self, run: str | None) -> str:

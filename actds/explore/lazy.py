@@ -141,7 +141,7 @@ class LazyArray:
 
     def __init__(self, hook: Hook, shards: list[Shard], n_open: int | None = None) -> None:
         self.hook = hook
-        self._shards = shards
+        self.shards = shards
         self._starts = np.cumsum([0, *(shard.n_rows for shard in shards)], dtype=np.int64)
         self.files = OpenArrays(shards, n_open)
 
@@ -235,7 +235,7 @@ class LazyArray:
             raise IndexError(f"rows [{start}, {stop}) of {len(self)}")
         out = np.empty((stop - start, self.hook.d_model), arrays.DTYPES[self.hook.dtype].bits)
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
-        for number in range(first, len(self._shards)):
+        for number in range(first, len(self.shards)):
             begin, end = int(self._starts[number]), int(self._starts[number + 1])
             if begin >= stop:
                 break

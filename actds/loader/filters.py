@@ -121,6 +121,10 @@ BUILT_IN = frozenset(FILTERS)
 """The names of this package: what others register under a name may change."""
 
 
+def is_by_norm(name: str) -> bool:
+    return not _NORM_COLUMNS.isdisjoint(FILTERS[name].columns)
+
+
 class Exclusion:
     """Which rows are left out, by name.
 
@@ -148,7 +152,7 @@ class Exclusion:
                 raise bad("exclude", repr(name)[:80], f"some of {', '.join(FILTERS)}")
         self.names = tuple(name for name in FILTERS if name in names)
         self._filters = [FILTERS[name] for name in self.names]
-        self._by_norm = [one for one in self._filters if _NORM_COLUMNS.intersection(one.columns)]
+        self._by_norm = [FILTERS[name] for name in self.names if is_by_norm(name)]
         self._hooks = hooks
         self._finite: dict[str, Mask] = {}
         self._found: dict[tuple[str, str], Mask] = {}

@@ -24,7 +24,6 @@ from actds.format.row_weights import RowWeights
 from actds.format.schema import Hook
 from actds.format.shard import Shard
 from actds.format.tables import SCHEMAS
-from actds.loader.arguments import provenance_columns
 from actds.loader.filters import bad
 from actds.loader.selection import (
     PROVENANCE_COLUMNS,
@@ -32,6 +31,7 @@ from actds.loader.selection import (
     WEIGHT,
     RowFilter,
     Selection,
+    provenance_columns,
     select,
     warn_where_none,
 )
@@ -117,7 +117,7 @@ def load_dataset(
     if selection.loss_weight is not None:
         raise bad("weights", f"no file {os.fspath(weights or '')!r}", "the path of a weights file")
     names = _select_columns(selection, columns)
-    warn_where_none(selection.excluded, stacklevel=2)
+    warn_where_none(selection.excluded, [selection], stacklevel=2)
     if not streaming:
         from actds.loader.hf_arrow import map_style
 

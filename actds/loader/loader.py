@@ -24,8 +24,25 @@ from actds.format.arrays import DTYPES, chunk_rows
 from actds.format.roles import Roles
 from actds.format.schema import Hook
 from actds.format.shard import Shard
-from actds.loader.arguments import (
+from actds.loader.filters import bad
+from actds.loader.mixture import (
+    Choice,
+    Mixture,
+    Side,
+    Source,
+    are_replays,
+    batch_hooks,
+    open_partners,
+    open_sources,
+    read_once,
+    statistics,
+)
+from actds.loader.order import ORDER_VERSION, Geometry, order_key
+from actds.loader.pipeline import Batch, BatchSpec, Part, Pipeline
+from actds.loader.selection import (
     MULTIPLICITY,
+    PROVENANCE_COLUMNS,
+    ROLE,
     check_int,
     check_lanes,
     check_numbers,
@@ -33,22 +50,8 @@ from actds.loader.arguments import (
     check_worker,
     provenance_columns,
     split_weights,
+    warn_where_none,
 )
-from actds.loader.filters import bad
-from actds.loader.mixture import (
-    Choice,
-    Mixture,
-    Side,
-    Source,
-    batch_hooks,
-    open_partners,
-    open_sources,
-    statistics,
-)
-from actds.loader.once import are_replays, read_once
-from actds.loader.order import ORDER_VERSION, Geometry, order_key
-from actds.loader.pipeline import Batch, BatchSpec, Part, Pipeline
-from actds.loader.selection import PROVENANCE_COLUMNS, ROLE, warn_where_none
 from actds.loader.transform import Normalize, Transform
 from actds.version import __version__
 
@@ -58,6 +61,12 @@ if TYPE_CHECKING:
 _LANES = 8
 _STATE_VERSION = 2
 _MIN_WINDOW_ROWS = 1 << 16
+_NOT_SELECTION = {
+    *("format", "actds", "dataset", "digest", "datasets", "sealed", "runs", "hooks", "dtype"),
+    *("excluded", "rows_per_epoch", "dropped_per_epoch", "order", "lanes", "window_rows", "batch"),
+    *("drop_last", "epochs", "rank", "world", "seed"),
+}
+"""What a loader's ``config`` says beside its selection of rows."""
 _WINDOW_NBYTES = 1 << 27  # of the widest hook, unless that is fewer rows than the least
 
 
@@ -230,7 +239,7 @@ class Loader:
         if drop_last is None:
             whole = once or (epochs == 1 and are_replays(datasets))
             drop_last = len(self._rows.parts) > 1 or not whole
-        warn_where_none(self._rows.excluded, stacklevel=2)
+        warn_where_none(self._rows.excluded, self._rows.selections, stacklevel=2)
         shards = [shard for one in self._rows.selections for shard in one.shards]
         columns = _columns(provenance, shards)
         if isinstance(normalize, str):
@@ -337,7 +346,28 @@ class Loader:
         )
 
     def _repr_html_(self) -> str:
-        return show.loader_html(self)
+        config, progress = self.config, self.progress
+        chosen = ", ".join(
+            f"{key}: {', '.join(map(str, value)) if isinstance(value, list) else value}"
+            for key, value in config.items()
+            if key not in _NOT_SELECTION
+            and not key.endswith("sha256")
+            and value not in (None, [], False, 0)
+        )
+        n_stored = sum(dataset.n_rows for dataset in self.datasets)
+        facts = {
+            "datasets": ", ".join(dataset.path for dataset in self.datasets),
+            "hooks": f"{', '.join(config['hooks'])} as {config['dtype']}",
+            "rows": f"{self.n_rows:,} of {n_stored:,}",
+            "selection": chosen or "every row",
+            "left out": ", ".join(f"{n:,} {name}" for name, n in self.excluded.items()) or "none",
+            "batches": f"{self._n_batches:,} of {config['batch']:,} rows an epoch"
+            + (f", which leaves out {self.n_dropped:,} rows" if self.n_dropped else ""),
+            "epochs": "without end" if self._epochs is None else str(self._epochs),
+            "now": f"epoch {progress.epoch}, batch {progress.step:,} of {self._n_batches:,}",
+            "rank": f"{config['rank']} of {config['world']}, seed {config['seed']}",
+        }
+        return show.page("actds.Loader", facts)
 
     @property
     def config(self) -> dict[str, Any]:

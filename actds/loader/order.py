@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import gcd
 
@@ -100,7 +100,7 @@ class Pieces:
     visit: Ints
     n_visits: Ints
     n_entries: Ints
-    counts: Counts | None = None
+    counts: Counts | None = field(default=None, kw_only=True)
 
     @classmethod
     def of_shards(
@@ -138,7 +138,9 @@ class Pieces:
             ):
                 column.append(value[some].astype(np.int64))
         empty = np.empty(0, np.int64)
-        return cls(*(np.concatenate(column) if column else empty for column in columns), counts)
+        return cls(
+            *(np.concatenate(column) if column else empty for column in columns), counts=counts
+        )
 
     def rows(self, piece: int) -> Ints:
         """Return the row of the shard of each entry of a piece, ascending."""

@@ -93,7 +93,7 @@ def view(
     if find_spec("jinja2") is None:
         raise not_installed("jinja2", "audit", "actds view")
     from actds.explore.dataset import Dataset, open_apart
-    from actds.explore.overview import fates, norm_profile
+    from actds.explore.show import fates, norm_profile
     from actds_studies.view import page
     from actds_studies.view.requests import read_requests, read_tokenizer, sample
     from actds_studies.view.scores import NORM, read_probe, read_sae
@@ -129,9 +129,12 @@ def view(
         page.render(
             dataset,
             chosen,
-            [norm_profile(dataset, name) for name in list(dataset.hooks)[: page.N_HOOKS]],
+            [
+                norm_profile(dataset.catalog, dataset.array(name))
+                for name in list(dataset.hooks)[: page.N_HOOKS]
+            ],
             {name: dataset.stats(name) for name in dataset.hooks} if stats else {},
-            fates(dataset),
+            fates(dataset.catalog),
             scores,
             shown,
             has_text=words is not None,

@@ -10,7 +10,7 @@ import numpy as np
 
 from actds.dataset.fates import NEVER
 from actds.explore.dataset import Dataset
-from actds.explore.overview import Fates, NormProfile
+from actds.explore.show import Fates, NormProfile
 from actds.explore.stats import Stats
 from actds.format.labels import label_words
 from actds.format.tables import DISPOSITIONS
