@@ -55,15 +55,18 @@ def rows_of_positions(catalog: Catalog, run: str) -> tuple[Keys, Keys, Keys]:
     """
     spans = catalog.table("spans", run)
     kinds = spans["disposition"]
-    own = spans.filter(pc.equal(kinds, "captured"))
+    captured_spans = spans.filter(pc.equal(kinds, "captured"))
     hits = spans.filter(pc.and_(pc.equal(kinds, "cache_ref"), pc.is_valid(spans["ref_request"])))
-    start = np.concatenate([_keys(own, "request"), _keys(hits, "request")])
-    rows = np.concatenate([_keys(own, "request"), _keys(hits, "ref_request")])
-    length = np.concatenate([_lengths(own), _lengths(hits)])
-    captured = union(rows[: own.num_rows], rows[: own.num_rows] + length[: own.num_rows])
+    start = np.concatenate([_keys(captured_spans, "request"), _keys(hits, "request")])
+    rows = np.concatenate([_keys(captured_spans, "request"), _keys(hits, "ref_request")])
+    length = np.concatenate([_lengths(captured_spans), _lengths(hits)])
+    captured = union(
+        rows[: captured_spans.num_rows],
+        rows[: captured_spans.num_rows] + length[: captured_spans.num_rows],
+    )
     # A hit may name rows that were lost.
-    which, first, after = captured.cut(rows, rows + length)
-    return start[which] + (first - rows[which]), first, after - first
+    number, first, after = captured.cut(rows, rows + length)
+    return start[number] + (first - rows[number]), first, after - first
 
 
 def _keys(spans: pa.Table, request: str) -> Keys:
@@ -186,11 +189,7 @@ class RowPlaces:
         self._tables: dict[tuple[str, str], Any] = {}
 
     def where(self, row: int) -> tuple[str, int, int]:
-        """Return run, request and position of a row.
-
-        Raises:
-            IndexError: there is no such row.
-        """
+        """Return run, request and position of a row."""
         if not -len(self.array) <= row < len(self.array):
             raise IndexError(f"row {row} of {len(self.array)}")
         row %= len(self.array)
@@ -200,19 +199,15 @@ class RowPlaces:
         return shard.run, line["request"], line["position"]
 
     def request(self, run: str, request: int) -> RequestRows:
-        """Return the positions of a request, with the rows of those who served its prefix.
-
-        Raises:
-            ActdsError: E014 no such request.
-        """
+        """Return the positions of a request, with the rows of those who served its prefix."""
         labels = self._labels(run, request)
         owner, disposition = self._owners(run, request)
         n = len(owner)
         token_id, row = np.full(n, -1, np.int64), np.full(n, -1, np.int64)
-        for one in np.unique(owner[owner >= 0]).tolist():
-            position, token, place = self._rows(run, one)
-            mine = (position < n) & (owner[np.minimum(position, n - 1)] == one)
-            token_id[position[mine]], row[position[mine]] = token[mine], place[mine]
+        for server in np.unique(owner[owner >= 0]).tolist():
+            position, token, place = self._rows(run, server)
+            served = (position < n) & (owner[np.minimum(position, n - 1)] == server)
+            token_id[position[served]], row[position[served]] = token[served], place[served]
         self._fill(run, owner, token_id)
         role = self._roles(run, request, n)
         places = (token_id, row, owner, disposition, role)
@@ -223,10 +218,10 @@ class RowPlaces:
     ) -> Context:
         """Return the tokens from ``before`` positions before a row to ``after`` after it."""
         run, request, position = self.where(row)
-        found = self.request(run, request)
-        start, stop = max(0, position - before), min(len(found), position + after + 1)
-        pieces = None if tokenizer is None else tuple(found.pieces(tokenizer, start, stop))
-        return Context(run, request, position, start, found.token_id[start:stop], pieces)
+        rows = self.request(run, request)
+        start, stop = max(0, position - before), min(len(rows), position + after + 1)
+        pieces = None if tokenizer is None else tuple(rows.pieces(tokenizer, start, stop))
+        return Context(run, request, position, start, rows.token_id[start:stop], pieces)
 
     def _labels(self, run: str, request: int) -> dict[str, Label]:
         """Return the labels of a request; raises E014 for one that the run does not have."""
@@ -257,23 +252,22 @@ class RowPlaces:
         owner = np.full(n, -1, np.int64)
         disposition = np.full(n, "", dtype="<U11")
         for span in lines:
-            kind, there = span["disposition"], slice(span["start"], span["stop"])
-            disposition[there] = kind
+            kind, places = span["disposition"], slice(span["start"], span["stop"])
+            disposition[places] = kind
             if kind != "cache_ref":
-                owner[there] = request
+                owner[places] = request
             elif span["ref_request"] is not None:
-                owner[there] = span["ref_request"]
+                owner[places] = span["ref_request"]
         return owner, disposition
 
     def _roles(self, run: str, request: int, n: int) -> npt.NDArray[np.str_]:
         roles = self._table(run, "roles")
-        found = np.full(n, "", dtype="<U11")
+        role = np.full(n, "", dtype="<U11")
         for line in roles.filter(pc.equal(roles["request"], request)).to_pylist():
-            found[line["start"] : line["stop"]] = line["role"]
-        return found
+            role[line["start"] : line["stop"]] = line["role"]
+        return role
 
     def _rows(self, run: str, request: int) -> tuple[Ints, Ints, Ints]:
-        """Return position, token and row number of a request's stored rows."""
         parts: list[tuple[Ints, Ints, Ints]] = []
         for number, (low, high) in enumerate(self._request_ranges()):
             if self._shards[number].run != run or not low <= request <= high:
@@ -293,7 +287,6 @@ class RowPlaces:
         return self._ranges
 
     def _columns(self, number: int) -> tuple[Ints, Ints, Ints]:
-        """Return request, position and token of a shard's rows."""
         if number in self._kept:
             self._kept.move_to_end(number)
             return self._kept[number]
@@ -325,6 +318,5 @@ class RowPlaces:
 
 
 def _range(shard: Shard) -> tuple[int, int]:
-    """Return the least and the greatest request of a shard's rows."""
     request = shard.tokens(["request"])["request"].to_numpy()
     return (int(request.min()), int(request.max())) if len(request) else (0, -1)

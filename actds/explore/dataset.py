@@ -232,14 +232,14 @@ class Dataset:
     def models(self) -> tuple[dict[str, str | None], ...]:
         """Return ``name`` and ``weights_sha256`` of the models of its runs; None for unknown."""
         names = ("name", "weights_sha256")
-        found: list[dict[str, str | None]] = []
+        models: list[dict[str, str | None]] = []
         for record in self.runs.values():
             fields = (record.fields.get(f"model.{name}") for name in names)
             values = (None if field is None or field.value is None else str(field.value)
                       for field in fields)  # fmt: skip
-            if (model := dict(zip(names, values, strict=True))) not in found:
-                found.append(model)
-        return tuple(found)
+            if (model := dict(zip(names, values, strict=True))) not in models:
+                models.append(model)
+        return tuple(models)
 
     @property
     def result_key(self) -> str:
@@ -252,8 +252,8 @@ class Dataset:
     @property
     def phases(self) -> tuple[Phase, ...]:
         """Return the phases that have rows, of ``prefill`` and ``decode``."""
-        there = {shard.phase for shard in self.shards if "phase" not in shard.unknown}
-        return cast("tuple[Phase, ...]", tuple(p for p in tables.PHASES if p in there))
+        present = {shard.phase for shard in self.shards if "phase" not in shard.unknown}
+        return cast("tuple[Phase, ...]", tuple(p for p in tables.PHASES if p in present))
 
     @property
     def n_rows(self) -> int:
@@ -517,7 +517,7 @@ class Dataset:
 
     def _table(self, name: TableName, run: bool | None) -> pa.Table:
         run = self._with_run(name, run)
-        parts = [(one, self.catalog.table(name, one)) for one in self.catalog.run_ids]
+        parts = [(run_id, self.catalog.table(name, run_id)) for run_id in self.catalog.run_ids]
         return _joined(tables.empty(name), parts, run)
 
     def _with_run(self, name: TableName, run: bool | None) -> bool:
@@ -542,7 +542,6 @@ class Dataset:
 
 
 def _with_nulls(table: pa.Table, unknown: frozenset[str]) -> pa.Table:
-    """Return a table with null in the columns of which nothing is known."""
     for name in sorted((unknown - ROW_NUMBERS).intersection(table.column_names)):
         field = table.schema.field(name).with_nullable(True)
         nulls = pa.nulls(table.num_rows, field.type)
@@ -551,7 +550,6 @@ def _with_nulls(table: pa.Table, unknown: frozenset[str]) -> pa.Table:
 
 
 def _joined(empty: pa.Table, parts: list[tuple[str, pa.Table]], run: bool) -> pa.Table:
-    """Return tables one after the other, with the run of each in front when asked."""
     joined = pa.concat_tables([empty, *(table for _, table in parts)])
     if not run:
         return joined

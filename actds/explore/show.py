@@ -101,17 +101,17 @@ def norm_profile(catalog: Catalog, array: LazyArray) -> NormProfile:
     edges = _edges(int(position.max()) if len(position) else 0)
     band = np.searchsorted(edges, position, side="right") - 1
     order = np.argsort(band, kind="stable")
-    there, starts, count = np.unique(band[order], return_index=True, return_counts=True)
-    parts = np.split(norm[order].astype(np.float64), starts[1:]) if len(there) else []
+    bands, starts, count = np.unique(band[order], return_index=True, return_counts=True)
+    parts = np.split(norm[order].astype(np.float64), starts[1:]) if len(bands) else []
     finite = [part[np.isfinite(part)] for part in parts]
     nothing = np.full(len(QUANTILES), np.nan)
     columns = [np.quantile(part, QUANTILES) if len(part) else nothing for part in finite]
     return NormProfile(
         array.hook.name,
-        edges[there],
-        edges[there + 1],
+        edges[bands],
+        edges[bands + 1],
         count.astype(np.int64),
-        np.array(columns).T.reshape(len(QUANTILES), len(there)),
+        np.array(columns).T.reshape(len(QUANTILES), len(bands)),
         source,
         len(norm),
     )
@@ -137,9 +137,12 @@ def _from_readouts(catalog: Catalog, hook: str) -> tuple[Ints, Floats]:
     for k in range(n_files):
         part = files[k * len(files) // n_files]
         table = catalog.read_table("readouts", part.file.path, ["position", "hook", "norm"])
-        mine = table.filter(table["hook"].to_numpy(zero_copy_only=False) == hook)
+        of_hook = table.filter(table["hook"].to_numpy(zero_copy_only=False) == hook)
         found.append(
-            (mine["position"].to_numpy().astype(np.int64), mine["norm"].to_numpy().astype(float))
+            (
+                of_hook["position"].to_numpy().astype(np.int64),
+                of_hook["norm"].to_numpy().astype(float),
+            )
         )
     return _joined(found)
 
@@ -149,7 +152,7 @@ def _from_rows(array: LazyArray) -> tuple[Ints, Floats]:
     shards = array.shards
     starts = np.cumsum([0, *(shard.n_rows for shard in shards)])
     n_shards = min(len(shards), _MAX_SHARDS)
-    found: list[tuple[Ints, Floats]] = []
+    parts: list[tuple[Ints, Floats]] = []
     for k in range(n_shards):
         number = k * len(shards) // n_shards
         shard = shards[number]
@@ -157,8 +160,8 @@ def _from_rows(array: LazyArray) -> tuple[Ints, Floats]:
         for block in _blocks(shard.n_rows, SAMPLED_ROWS // n_shards):
             rows = array[int(starts[number]) + block.start : int(starts[number]) + block.stop]
             norm = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
-            found.append((position[block], norm))
-    return _joined(found)
+            parts.append((position[block], norm))
+    return _joined(parts)
 
 
 def _blocks(n_rows: int, room: int) -> Iterator[slice]:
@@ -172,15 +175,14 @@ def _blocks(n_rows: int, room: int) -> Iterator[slice]:
         yield slice(start, min(start + BLOCK_ROWS, n_rows))
 
 
-def _joined(found: list[tuple[Ints, Floats]]) -> tuple[Ints, Floats]:
-    if not found:
+def _joined(parts: list[tuple[Ints, Floats]]) -> tuple[Ints, Floats]:
+    if not parts:
         return np.empty(0, np.int64), np.empty(0)
-    position, norm = (np.concatenate(column) for column in zip(*found, strict=True))
+    position, norm = (np.concatenate(column) for column in zip(*parts, strict=True))
     return position, norm
 
 
 def fates(catalog: Catalog) -> Fates:
-    """Return what became of the positions of all requests, from spans and requests."""
     high = 2 ** np.arange(1, _N_BANDS + 1, dtype=np.int64) - 1
     low = np.concatenate([[0], high[:-1]])
     count = np.zeros((len(PHASES), len(DISPOSITIONS), _N_BANDS), np.int64)
@@ -196,9 +198,9 @@ def fates(catalog: Catalog) -> Fates:
         split = np.clip(prompt[request] if len(prompt) else stop, start, stop)
         kinds = np.array(spans["disposition"].to_pylist(), dtype=object)
         for k, disposition in enumerate(DISPOSITIONS):
-            mine = kinds == disposition
+            of_kind = kinds == disposition
             for phase, (a, b) in enumerate(((start, split), (split, stop))):
-                count[phase, k] += _overlap(a[mine], b[mine], low, high)
+                count[phase, k] += _overlap(a[of_kind], b[of_kind], low, high)
         outside = np.array(spans["reason"].to_pylist(), dtype=object) == EXTERNAL
         for phase, (a, b) in enumerate(((start, split), (split, stop))):
             external[phase] += _overlap(a[outside], b[outside], low, high)
@@ -208,14 +210,12 @@ def fates(catalog: Catalog) -> Fates:
 
 
 def _prompt_len(request: npt.NDArray[np.uint32], prompt_len: npt.NDArray[np.uint32]) -> Ints:
-    """Return the prompt tokens by request number; 0 for a number without a request."""
-    found = np.zeros(int(request.max()) + 1 if len(request) else 0, np.int64)
-    found[request] = prompt_len
-    return found
+    lengths = np.zeros(int(request.max()) + 1 if len(request) else 0, np.int64)
+    lengths[request] = prompt_len
+    return lengths
 
 
 def _overlap(start: Ints, stop: Ints, low: Ints, high: Ints) -> Ints:
-    """Return how many positions of all spans lie in each band."""
     return np.array(
         [
             np.clip(np.minimum(stop, b) - np.maximum(start, a), 0, None).sum()
@@ -318,11 +318,7 @@ def _plain(words: str) -> str:
 
 
 def _figure() -> tuple[Figure, Axes]:
-    """Return an empty figure, which no window and no other plot knows.
-
-    Raises:
-        ActdsError: E011 matplotlib is not installed.
-    """
+    """Return an empty figure, which no window and no other plot knows."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -145,7 +145,6 @@ def load_dataset(
 
 
 def _select_columns(selection: Selection, columns: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the provenance columns that are asked for, the usual ones when None."""
     unknown = {name for shard in selection.shards for name in shard.unknown}
     usual = tuple(name for name in PROVENANCE_COLUMNS if name not in unknown)
     names = usual if columns is None else tuple(columns)
@@ -166,7 +165,6 @@ def _select_columns(selection: Selection, columns: Sequence[str] | None) -> tupl
 def _shard_columns(
     shard: Shard, names: Sequence[str], row_filter: RowFilter
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Return provenance columns of a shard as numpy arrays, each of shape (n_rows,)."""
     table = row_filter.values.provenance(shard, names)
     columns = {name: table[name].to_numpy() for name in names}
     # Words of numpy where every row has one; a role can be None.

@@ -222,7 +222,7 @@ class Loader:
         served, weight = split_weights(weights)
         unsealed, unprovenanced = i_accept_unsealed, i_accept_unprovenanced
         datasets, shares = open_sources(source, unsealed, unprovenanced, seal)
-        others = open_partners(paired, unsealed, unprovenanced)
+        partners = open_partners(paired, unsealed, unprovenanced)
         choice = Choice(
             hooks, phase, where, exclude, split, held_out, mix, served, weight, frequency
         )
@@ -230,7 +230,7 @@ class Loader:
         self._served = served
 
         def rows(choice: Choice) -> Mixture:
-            chosen = choice.rows(datasets, shares, others)
+            chosen = choice.rows(datasets, shares, partners)
             return read_once(chosen, served=served) if once else chosen
 
         self._rows = rows(choice)
@@ -240,14 +240,14 @@ class Loader:
             whole = once or (epochs == 1 and are_replays(datasets))
             drop_last = len(self._rows.parts) > 1 or not whole
         warn_where_none(self._rows.excluded, self._rows.selections, stacklevel=2)
-        shards = [shard for one in self._rows.selections for shard in one.shards]
+        shards = [shard for selection in self._rows.selections for shard in selection.shards]
         columns = _columns(provenance, shards)
         if isinstance(normalize, str):
             # Both sides of a split are scaled alike, and neither by rows that are left out.
-            both = rows(choice.of_both_sides()) if split else self._rows
-            found = statistics(both, served)
+            of_stats = rows(choice.of_both_sides()) if split else self._rows
+            stats = statistics(of_stats, served)
         self._transform = Transform(
-            batch_hooks(self._rows), lambda name: found[name], normalize, dtype, device
+            batch_hooks(self._rows), lambda name: stats[name], normalize, dtype, device
         )
         self._normalize = normalize if isinstance(normalize, str) else normalize and "stats"
         window_rows = _window_rows(datasets) if window_rows is None else window_rows
@@ -255,8 +255,10 @@ class Loader:
         geometry = Geometry(
             batch, lanes, window_rows, piece_rows, phase, MULTIPLICITY if served else None
         )
-        mine = range(rank * (lanes // world), (rank + 1) * (lanes // world))
-        self._spec = _batch_spec(self._rows, geometry, seed, mine, columns, self._transform.pinned)
+        own_lanes = range(rank * (lanes // world), (rank + 1) * (lanes // world))
+        self._spec = _batch_spec(
+            self._rows, geometry, seed, own_lanes, columns, self._transform.pinned
+        )
         self._seed, self._rank, self._world = seed, rank, world
         self._epochs, self._threads, self._drop_last = epochs, threads, drop_last
         first = self._spec.epoch(0)
@@ -337,7 +339,7 @@ class Loader:
             f"rows ({rows.n_kept / rows.n_stored:.1%})"
             + (f" where {where}" if where is not None and not rows.names else "")
             + "".join(
-                f", {sum(one.n_kept for one in part):,} {name}"
+                f", {sum(selection.n_kept for selection in part):,} {name}"
                 for name, part in zip(rows.names, rows.parts, strict=False)
             )
             + "".join(f", without {n:,} {name}" for name, n in rows.excluded.items())
@@ -418,21 +420,13 @@ class Loader:
         }
 
     def __len__(self) -> int:
-        """Return the batches of a pass.
-
-        Raises:
-            TypeError: ``epochs`` is None.
-        """
+        """Return the batches of a pass."""
         if self._epochs is None:
             raise TypeError("a loader with epochs=None never ends")
         return self._epochs * self._n_batches
 
     def __getitem__(self, index: object) -> Any:
-        """Refuse: batches come in an order, and a DataLoader that asks for them by number errs.
-
-        Raises:
-            ActdsError: E014 always.
-        """
+        """Refuse: batches come in an order, and a DataLoader that asks for them by number errs."""
         raise ActdsError(
             "E014",
             "loader",
@@ -475,10 +469,10 @@ class Loader:
         if self._pipeline is None:
             self._start()
         assert self._pipeline is not None
-        asked = time.perf_counter()
-        self._began = self._began or asked
+        began = time.perf_counter()
+        self._began = self._began or began
         batch = self._pipeline.next()
-        self._waited += time.perf_counter() - asked
+        self._waited += time.perf_counter() - began
         if batch is None:
             # The pipeline ends before the pass only when another thread closed the loader.
             raise ValueError("the loader was closed in the middle of a pass")
@@ -576,8 +570,8 @@ class Loader:
         """
         if not isinstance(state, Mapping) or not state:
             raise bad("state", repr(state)[:80], "what state_dict() returned")
-        mine = self._identity()
-        for key, value in mine.items():
+        identity = self._identity()
+        for key, value in identity.items():
             if state.get(key) != value:
                 raise bad(f"state {key}", repr(state.get(key))[:200], repr(value)[:200])
         epoch, step = state.get("epoch"), state.get("step")
@@ -696,7 +690,6 @@ def _window_rows(datasets: Sequence[Dataset]) -> int:
 
 
 def _piece_rows(datasets: Sequence[Dataset], most: int) -> int:
-    """Return the rows of a piece, the same whichever hooks are read."""
     hooks = [hook for dataset in datasets for hook in dataset.hooks.values()]
     return rows_together((chunk_rows(h.d_model, DTYPES[h.dtype].itemsize) for h in hooks), most)
 
@@ -709,7 +702,6 @@ def _batch_spec(
     provenance: tuple[str, ...],
     pinned: bool,
 ) -> BatchSpec:
-    """Return what batches are made of, with the weights of all rows in memory."""
     shards: list[Shard] = []
     weights: list[Any] = []
     parts = []
@@ -737,22 +729,20 @@ def _batch_spec(
     )  # fmt: skip
 
 
-def _columns(asked: bool | Sequence[str], shards: Sequence[Shard]) -> tuple[str, ...]:
-    """Return the columns that come beside a batch."""
-    if isinstance(asked, bool):
-        asked = PROVENANCE_COLUMNS if asked else ()
-    names = (asked,) if isinstance(asked, str) else tuple(asked)
+def _columns(wanted: bool | Sequence[str], shards: Sequence[Shard]) -> tuple[str, ...]:
+    if isinstance(wanted, bool):
+        wanted = PROVENANCE_COLUMNS if wanted else ()
+    names = (wanted,) if isinstance(wanted, str) else tuple(wanted)
     return provenance_columns("provenance", names, PROVENANCE_COLUMNS, shards)
 
 
 def _roles(rows: Mixture) -> dict[str, Roles]:
-    """Return the roles of every run.
-
-    Raises:
-        ActdsError: E014 when no run has any.
-    """
-    found = {shard.run: one.dataset.catalog for one in rows.selections for shard in one.shards}
-    tables = {run: catalog.table("roles", run) for run, catalog in found.items()}
+    catalogs = {
+        shard.run: selection.dataset.catalog
+        for selection in rows.selections
+        for shard in selection.shards
+    }
+    tables = {run: catalog.table("roles", run) for run, catalog in catalogs.items()}
     if not any(table.num_rows for table in tables.values()):
         raise bad("provenance", "'role', and no run has roles", "a harvest of chats")
     return {run: Roles(table) for run, table in tables.items()}

@@ -89,8 +89,8 @@ def mixing_report(loader: Loader, n_batches: int = 64, *, epoch: int = 0) -> Mix
     if n_batches < 1:
         raise bad("n_batches", "no full batch", "at least one")
     keys = _row_keys(spec)
-    found = [_met(batch) for batch in _batches(spec, rows, keys, n_batches)]
-    partners, adjacent = np.array(found).T
+    counted = [_met(batch) for batch in _batches(spec, rows, keys, n_batches)]
+    partners, adjacent = np.array(counted).T
     ideal_partners, ideal_adjacent = _ideal(spec, rows, keys, n_batches)
     error = float(partners.std(ddof=1)) / np.sqrt(n_batches) if n_batches > 1 else float("nan")
     return MixingReport(
@@ -121,9 +121,8 @@ def _row_keys(spec: BatchSpec) -> list[Keys]:
 
 
 def _n_requests(spec: BatchSpec, run: tuple[str, str]) -> int:
-    """Return a number above those of the requests of a run."""
-    mine = (shard for shard in spec.shards if (shard.manifest.dataset, shard.run) == run)
-    return 1 + max(int(shard.tokens(["request"])["request"].to_numpy().max()) for shard in mine)
+    of_run = (shard for shard in spec.shards if (shard.manifest.dataset, shard.run) == run)
+    return 1 + max(int(shard.tokens(["request"])["request"].to_numpy().max()) for shard in of_run)
 
 
 def _batches(spec: BatchSpec, rows: Epoch, keys: list[Keys], n_batches: int) -> Iterator[Keys]:
@@ -146,7 +145,6 @@ def _batches(spec: BatchSpec, rows: Epoch, keys: list[Keys], n_batches: int) -> 
 def _served(
     spec: BatchSpec, rows: Epoch, keys: list[Keys], part: int, lane: int, n_entries: int
 ) -> Keys:
-    """Return the keys of the first entries that a lane gives of a part."""
     order, shards = rows.orders[part], spec.parts[part].shards
     windows: list[Keys] = [np.empty(0, np.uint64)]
     n_found, index = 0, 0
@@ -176,9 +174,9 @@ def _met(batch: Keys) -> tuple[float, float]:
 def _ideal(spec: BatchSpec, rows: Epoch, keys: list[Keys], n_batches: int) -> tuple[float, float]:
     """Return partners and neighbours of a row in a batch, if every order were equally likely."""
     parts = range(len(spec.parts))
-    mine = [_entries(spec, rows, keys, part) for part in parts]
-    place = np.unique(np.concatenate([key for key, _ in mine]))
-    times = [np.bincount(np.searchsorted(place, k), n, len(place)) for k, n in mine]
+    entries = [_entries(spec, rows, keys, part) for part in parts]
+    place = np.unique(np.concatenate([key for key, _ in entries]))
+    times = [np.bincount(np.searchsorted(place, k), n, len(place)) for k, n in entries]
     request = np.cumsum(np.diff(place >> _REQUEST, prepend=place[:1] >> _REQUEST) > 0)
     sizes = [np.bincount(request, n) for n in times]
     beside = np.diff(place) == 1
@@ -199,10 +197,9 @@ def _ideal(spec: BatchSpec, rows: Epoch, keys: list[Keys], n_batches: int) -> tu
 
 
 def _entries(spec: BatchSpec, rows: Epoch, keys: list[Keys], part: int) -> tuple[Keys, Floats]:
-    """Return the rows of a part, ``(n_rows,)``, and how often each comes in the epoch."""
-    found, times = [], []
+    numbers, times = [], []
     counts = rows.orders[part].pieces.counts or [None] * len(spec.parts[part].shards)
     for number, count in zip(spec.parts[part].shards, counts, strict=True):
-        found.append(keys[number])
+        numbers.append(keys[number])
         times.append(np.ones(len(keys[number])) if count is None else count.astype(np.float64))
-    return np.concatenate(found), np.concatenate(times)
+    return np.concatenate(numbers), np.concatenate(times)

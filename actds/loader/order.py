@@ -281,7 +281,6 @@ class EpochOrder:
         return int(self._lane_start[lane + 1] - self._lane_start[lane])
 
     def _lane_pieces(self, lane: int) -> tuple[int, int]:
-        """Return the range of permuted pieces that a lane touches."""
         first = int(np.searchsorted(self._start, self._lane_start[lane], "right")) - 1
         stop = int(np.searchsorted(self._start, self._lane_start[lane + 1], "left"))
         return first, max(first, stop)
@@ -318,13 +317,7 @@ class EpochOrder:
 
 
 class Epoch:
-    """The batches of an epoch: how many there are, and what each takes from lanes and parts.
-
-    Args:
-        orders: the order of each part.
-        shares: the share of each part, as integers; what they add up to is the period.
-        geometry: the shape of the order.
-    """
+    """The batches of an epoch: how many there are, and what each takes from lanes and parts."""
 
     def __init__(
         self, orders: Sequence[EpochOrder], shares: Sequence[int], geometry: Geometry
@@ -367,12 +360,10 @@ class Epoch:
 
     @property
     def n_left(self) -> int:
-        """Return the entries that no full batch takes."""
         total = sum(order.n_entries for order in self.orders)
         return total - self.n_full_batches * self._geometry.batch
 
     def before(self, part: int, lane: int, step: int) -> int:
-        """Return the entries that a lane gives of a part before a step."""
         if len(self.orders) == 1:
             return step * self._geometry.lane_batch
         periods, rest = divmod(step, len(self._taken) - 1)

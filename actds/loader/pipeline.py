@@ -116,7 +116,6 @@ class BatchSpec:
 
     @property
     def widths(self) -> dict[str, Hook]:
-        """Return the hooks of a batch by what it calls them."""
         return {hook.name: hook for hook in self.hooks} | {p.name: p.hook for p in self.paired}
 
     @property
@@ -195,7 +194,6 @@ class BatchMemory:
         self._closed = False
 
     def take(self) -> int:
-        """Return the number of memory that is free now."""
         try:
             return self._free.pop()
         except IndexError:
@@ -312,7 +310,6 @@ class _Tokens:
         self._n_token_rows = 0
 
     def get(self, shard: int) -> Columns:
-        """Return the token columns of one shard."""
         with self._lock:
             columns = self._tokens.get(shard)
             if columns is not None:
@@ -367,7 +364,6 @@ class _LoadedWindow:
     reads: list[Future[None]] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Wait until every row is there, or raise what a read met."""
         for read in self.reads:
             read.result()
         self.reads.clear()
@@ -418,7 +414,6 @@ class _Lane:
                 self._drop_window()
 
     def end_epoch(self, epoch: int) -> None:
-        """Leave out what is left of an epoch."""
         while self._loaded and self._loaded[0].epoch == epoch:
             self._loaded[0].wait()
             self._drop_window()
@@ -602,7 +597,6 @@ class Pipeline:
         return self._memory.targets(numbers), places
 
     def _number(self, epoch: int, step: int) -> int:
-        """Return the number of a batch's memory."""
         if (epoch, step) not in self._numbers:
             self._numbers[epoch, step] = self._memory.take()
         return self._numbers[epoch, step]
