@@ -235,8 +235,10 @@ class Dataset:
         models: list[dict[str, str | None]] = []
         for record in self.runs.values():
             fields = (record.fields.get(f"model.{name}") for name in names)
-            values = (None if field is None or field.value is None else str(field.value)
-                      for field in fields)  # fmt: skip
+            values = (
+                None if field is None or field.value is None else str(field.value)
+                for field in fields
+            )
             if (model := dict(zip(names, values, strict=True))) not in models:
                 models.append(model)
         return tuple(models)
@@ -294,9 +296,13 @@ class Dataset:
         counts = [None] * len(shards)
         with open_executor(executor) as on:
             return stats_of_rows(
-                self.hooks[hook], shards, counts,
-                key=self.result_key, cache=cache_folder(), executor=on,
-            )  # fmt: skip
+                self.hooks[hook],
+                shards,
+                counts,
+                key=self.result_key,
+                cache=cache_folder(),
+                executor=on,
+            )
 
     def row_weights(self, path: str | os.PathLike[str]) -> RowWeights:
         """Read a weights file of this dataset, and check all of it.

@@ -126,8 +126,9 @@ def _edges(last: int) -> Ints:
 
 def _from_readouts(catalog: Catalog, hook: str) -> tuple[Ints, Floats]:
     """Return position and norm of readouts of a hook, from files spread evenly over the runs."""
-    files = [part for (_, name), parts in catalog.parts.items() if name == "readouts"
-             for part in parts]  # fmt: skip
+    files = [
+        part for (_, name), parts in catalog.parts.items() if name == "readouts" for part in parts
+    ]
     n_files = len(files)
     # A file holds every hook; each file counts as the mean one does.
     n_lines = sum(part.n_rows for part in files) // max(len(catalog.genesis.hooks), 1)

@@ -111,9 +111,15 @@ def load_dataset(
         i_accept_unprovenanced=accept[1],
     )
     selection = select(
-        dataset, hooks, phase, exclude=exclude, where=where, split=split, held_out=held_out,
+        dataset,
+        hooks,
+        phase,
+        exclude=exclude,
+        where=where,
+        split=split,
+        held_out=held_out,
         weights=weights,
-    )  # fmt: skip
+    )
     if selection.loss_weight is not None:
         raise bad("weights", f"no file {os.fspath(weights or '')!r}", "the path of a weights file")
     names = _select_columns(selection, columns)
@@ -235,9 +241,13 @@ def _open(source: Source) -> tuple[Dataset, RowWeights | None, RowFilter]:
             )
     hooks = [dataset.hooks[name] for name in source.hooks]
     row_filter = RowFilter(
-        dataset, hooks, exclude=source.exclude, where=source.where, split=source.split,
+        dataset,
+        hooks,
+        exclude=source.exclude,
+        where=source.where,
+        split=source.split,
         held_out=source.held_out,
-    )  # fmt: skip
+    )
     return dataset, weights, row_filter
 
 

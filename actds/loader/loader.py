@@ -214,9 +214,15 @@ class Loader:
     ) -> None:
         check_torch()
         check_numbers(
-            batch=batch, window_rows=window_rows, seed=seed, world=world, rank=rank,
-            epochs=epochs, threads=threads, lanes=lanes,
-        )  # fmt: skip
+            batch=batch,
+            window_rows=window_rows,
+            seed=seed,
+            world=world,
+            rank=rank,
+            epochs=epochs,
+            threads=threads,
+            lanes=lanes,
+        )
         lanes = gcd(batch, _LANES) if lanes is None else lanes
         check_lanes(batch, lanes, rank, world)
         served, weight = split_weights(weights)
@@ -326,9 +332,14 @@ class Loader:
         """Return how far the epoch is, and how fast the batches come to this rank."""
         seconds = time.perf_counter() - self._began if self._n_given else 0.0
         return Progress(
-            self._epoch, self._step, self._n_batches, self._n_given, seconds, self._waited,
+            self._epoch,
+            self._step,
+            self._n_batches,
+            self._n_given,
+            seconds,
+            self._waited,
             self.n_dropped,
-        )  # fmt: skip
+        )
 
     def __repr__(self) -> str:
         rows = self._rows
@@ -724,9 +735,18 @@ def _batch_spec(
         span = range(first, len(shards))
         parts.append(Part(span, counts, frequencies or None, n_entries, share, key))
     return BatchSpec(
-        rows.hooks, shards, rows.runs, parts, geometry, lanes, provenance, weights or None, pinned,
-        rows.partners, _roles(rows) if ROLE in provenance else {},
-    )  # fmt: skip
+        rows.hooks,
+        shards,
+        rows.runs,
+        parts,
+        geometry,
+        lanes,
+        provenance,
+        weights or None,
+        pinned,
+        rows.partners,
+        _roles(rows) if ROLE in provenance else {},
+    )
 
 
 def _columns(wanted: bool | Sequence[str], shards: Sequence[Shard]) -> tuple[str, ...]:

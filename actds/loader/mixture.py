@@ -301,10 +301,17 @@ class Choice:
     ) -> Mixture:
         def chosen(dataset: Dataset, phase: str | None, where: str | None) -> Selection:
             return select(
-                dataset, self.hooks, phase, where=where, exclude=self.exclude, split=self.split,
-                held_out=self.held_out, multiplicity=self.served, weights=self.weight,
+                dataset,
+                self.hooks,
+                phase,
+                where=where,
+                exclude=self.exclude,
+                split=self.split,
+                held_out=self.held_out,
+                multiplicity=self.served,
+                weights=self.weight,
                 frequency=self.frequency,
-            )  # fmt: skip
+            )
 
         rows = make_mixture(datasets, shares, self.mix, self.phase, self.where, chosen)
         return with_partners(rows, others) if others else rows
@@ -396,10 +403,12 @@ def _with_finite_rows(pair: Partners, counts: Sequence[Counts | None] | None) ->
     found = [finite_rows(shard, pair.hook) for shard in pair.shards]
     if all(mask is None for mask in found):
         return pair
-    finite = np.concatenate([
-        np.ones(shard.n_rows, np.bool_) if mask is None else mask
-        for shard, mask in zip(pair.shards, found, strict=True)
-    ])  # fmt: skip
+    finite = np.concatenate(
+        [
+            np.ones(shard.n_rows, np.bool_) if mask is None else mask
+            for shard, mask in zip(pair.shards, found, strict=True)
+        ]
+    )
     return replace(pair, rows=[np.where(finite[rows], rows, -1) for rows in pair.rows])
 
 

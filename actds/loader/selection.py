@@ -592,9 +592,14 @@ def select(
     rate = None if frequency is None else parse_expression(frequency, "frequency", Kind.NUMBER)
     row_weights = None if file is None else dataset.row_weights(file)
     row_filter = RowFilter(
-        dataset, chosen,
-        exclude=exclude, where=where, split=split, held_out=held_out, served=multiplicity,
-    )  # fmt: skip
+        dataset,
+        chosen,
+        exclude=exclude,
+        where=where,
+        split=split,
+        held_out=held_out,
+        served=multiplicity,
+    )
     excluded = dict.fromkeys(row_filter.exclusion.names, 0)
     counts, n_kept = [], 0
     for shard in shards:

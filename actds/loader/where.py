@@ -322,10 +322,11 @@ class _Compiler:
             known = f"{', '.join(sorted(COLUMNS))}, and labels.NAME"
             near = _near(name)
             raise self.refuse(
-                node, f"no column {name!r}",
+                node,
+                f"no column {name!r}",
                 f"one of {', '.join(near)}" if near else "a column",
                 f"Columns: {known}.",
-            )  # fmt: skip
+            )
         self.names.add(name)
         return operator.itemgetter(name), column_of(name).kind
 
