@@ -312,10 +312,10 @@ def _limit(nbytes: int, cpu_s: int) -> None:
     """Bound what this process holds, and the CPU time that it took, by a share for one request."""
     _set(resource.RLIMIT_CPU, int(time.process_time()) + 1 + cpu_s)
     try:
-        held = int(Path("/proc/self/statm").read_text("ascii").split()[5]) * resource.getpagesize()
+        data_pages = int(Path("/proc/self/statm").read_text("ascii").split()[5])
     except OSError:
         return
-    _set(resource.RLIMIT_DATA, held + nbytes)
+    _set(resource.RLIMIT_DATA, data_pages * resource.getpagesize() + nbytes)
 
 
 def _set(what: int, soft: int) -> None:

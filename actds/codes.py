@@ -307,7 +307,7 @@ CODES: dict[str, Code] = {
     "E301": Code(
         "ledger",
         "gap in a chain",
-        "A chain lacks a record, or a record has the wrong number.",
+        "A chain lacks a record, or another record than its first opens it.",
         "Restore the record; committed data may be missing.",
     ),
     "E302": Code(

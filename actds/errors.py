@@ -156,7 +156,7 @@ class RefusedError(ActdsError):
         self.reasons = tuple(reasons)
         if reasons:
             first, _, rest = str(self).partition("\n")
-            self.args = ("\n".join([first, *(f"  {one.line()}" for one in reasons), rest]),)
+            self.args = ("\n".join([first, *(f"  {reason.line()}" for reason in reasons), rest]),)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how to rebuild the error with its reasons in another process."""

@@ -150,11 +150,11 @@ def _ray() -> Iterator[Any]:
         import ray
     except ImportError as error:
         raise not_installed("ray", "ray", "executor ray") from error
-    mine = not ray.is_initialized()
-    if mine:
+    started_here = not ray.is_initialized()
+    if started_here:
         ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
         yield ray
     finally:
-        if mine:
+        if started_here:
             ray.shutdown()

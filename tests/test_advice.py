@@ -12,7 +12,7 @@ import pytest
 
 import actds
 from actds.cli import cli
-from actds.cli.arguments import as_typed
+from actds.cli.options import as_typed
 from actds.errors import CODES, ActdsError
 from actds_testing.cli_tree import leaves
 from actds_testing.places import DOCS, EXAMPLES, ROOT
@@ -48,15 +48,13 @@ REPORTS = {
     "validators/actds_validators/gate/policy.py": ("write",),
     "validators/actds_studies/regimes/run.py": ("regimes", "write"),
     "validators/actds_validators/pages/accounting.py": ("audit",),
-    "validators/actds_validators/pages/markup.py": ("audit",),
     "validators/actds_validators/pages/mechanism.py": ("audit",),
-    "validators/actds_validators/pages/answer.py": ("regimes", "stability"),
-    "validators/actds_validators/pages/lines.py": ("audit",),
+    "validators/actds_validators/pages/answer.py": ("audit", "regimes", "stability"),
     "validators/actds_studies/pages/regimes.py": ("regimes",),
-    "validators/actds_validators/pages/terminal.py": ("audit",),
+    "validators/actds_validators/pages/report.py": ("audit",),
     "validators/actds_validators/pages/words.py": ("audit",),
     "validators/actds_studies/stability/judge.py": ("stability",),
-    "validators/actds_studies/view/page.py": ("view",),
+    "validators/actds_studies/view/api.py": ("view",),
 }
 
 

@@ -5,36 +5,21 @@ Everything heavy is imported inside the command that needs it, so that ``actds -
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from actds.cli.arguments import as_typed, of_word, refuse_empty
-from actds.cli.doctor import doctor_command
-from actds.cli.exchange import export_command, import_command
-from actds.cli.output import ResultCommand, document_schema, envelope, print_json, print_lines
-from actds.cli.trust import sign_command, verify_command
-from actds.errors import CODES, ActdsError, Code, code_entry
-from actds.executor import EXECUTORS, ExecutorName
+from actds.cli import exchange, publish, use
+from actds.cli.options import as_typed, of_word, refuse_empty
+from actds.errors import ActdsError
 from actds.version import __version__
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from actds.publish.transfer import Transfer
-
-__all__ = ["cli", "main"]
 
 ENTRY_POINTS = "actds.commands"
 _WORDS = "actds.words"
@@ -56,19 +41,14 @@ class ActdsGroup(click.Group):
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all commands, sorted."""
         return sorted({*super().list_commands(ctx), *plugins()})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command, loading its module when another package adds it."""
-        own = super().get_command(ctx, cmd_name)
-        if own is not None:
-            return own
         plugin = plugins().get(cmd_name)
-        return None if plugin is None else _load(plugin)
+        return super().get_command(ctx, cmd_name) or (_load(plugin) if plugin else None)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the commands in groups; those of other packages stay unloaded where they can."""
+        """Those of other packages stay unloaded where they can."""
         names = self.list_commands(ctx)
         longest = max(map(len, names))
         room = formatter.width - 6 - longest
@@ -100,11 +80,7 @@ class ActdsGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the arguments begin with; a mistyped one gets a suggestion.
-
-        Raises:
-            ActdsError: E009 a path or name of the command that is empty.
-        """
+        """A mistyped command gets a suggestion; E009 a path or name that is empty."""
         try:
             name, command, rest = super().resolve_command(ctx, args)
         except click.UsageError as error:
@@ -157,7 +133,7 @@ def plugins() -> dict[str, EntryPoint]:
 
 
 def _load(entry: EntryPoint) -> click.Command:
-    """Return the command of an entry point, or one that fails with the reason."""
+    """The command of an entry point, or one that fails with the reason."""
     try:
         command = entry.load()
     except ImportError as error:
@@ -205,421 +181,10 @@ def cli(debug: bool) -> None:
     """
 
 
-@cli.command()
-@click.argument("path", metavar="PATH")
-@click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON (actds.info 1).")
-def info(path: str, as_json: bool) -> None:
-    """Show what a dataset is, where it came from, and what it lacks.
-
-    PATH is the dataset's folder or its s3:// URI; it need not be sealed. The facts are those of
-    the dataset's documents; actds validate checks them against the data.
-
-    \b
-    Examples:
-      actds info acts
-      actds info s3://bucket/acts
-      actds info acts --json
-    """
-    from actds.dataset.info import describe, page
-    from actds.dataset.reading import Catalog
-    from actds.store import open_store
-
-    facts = describe(Catalog.read(open_store(path), apart=True))
-    if as_json:
-        print_json(envelope("info", asdict(facts)))
-    else:
-        print_lines(page(facts))
-
-
-@cli.command()
-@click.argument("code", required=False, metavar="[CODE]")
-@click.option("--json", "as_json", is_flag=True, help="Print as JSON (actds.explain 1).")
-def explain(code: str | None, as_json: bool) -> None:
-    """Explain an error code, or list all codes.
-
-    CODE is a code such as E203, in upper or lower case.
-
-    \b
-    Examples:
-      actds explain E203
-      actds explain
-      actds explain --json
-    """
-    if code is None:
-        if as_json:
-            print_json(_codes(CODES))
-            return
-        family = ""
-        for name, entry in CODES.items():
-            if entry.family != family:
-                family = entry.family
-                click.echo(family)
-            click.echo(f"  {name}  {entry.title}")
-        return
-    name = code.upper()
-    entry = code_entry(name)
-    if as_json:
-        print_json(_codes({name: entry}))
-        return
-    click.echo(f"{name}: {entry.title} ({entry.family})")
-    click.echo(f"  {entry.meaning}")
-    click.echo(f"  Next: {entry.next_step}")
-    click.echo(f"  Spec: 0.1 section {entry.clause}. Exit code: {entry.exit_code}.")
-    click.echo(f"  Python: actds.errors.{entry.error}.")
-
-
-def _codes(codes: dict[str, Code]) -> dict[str, Any]:
-    return envelope("explain", {"codes": {name: asdict(entry) for name, entry in codes.items()}})
-
-
-@cli.command("schema")
-@click.argument("name", required=False, metavar="[NAME]")
-@click.option(
-    "--write",
-    "folder",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Write every schema to DIR/NAME.json.",
-    metavar="DIR",
-)
-def schema_command(name: str | None, folder: Path | None) -> None:
-    """Print the JSON Schema of a document, or list the documents.
-
-    NAME is a document of a dataset (genesis, run, shard, ledger, seal), the result of a command
-    (audit, regimes, stability: what they write with --json) or a file that one reads
-    (policy, of actds validate).
-
-    \b
-    Examples:
-      actds schema
-      actds schema seal
-      actds schema --write schemas
-    """
-    schemas = _schemas(name)
-    if name is not None and name not in schemas:
-        known = ", ".join(_schemas())
-        raise ActdsError("E009", "NAME", got=f"no document {name!r}", expected=f"one of {known}")
-    if folder is not None:
-        from actds.store import refuse_within_dataset
-        from actds.text import printable
-
-        refuse_within_dataset(folder, "--write")
-        folder.mkdir(parents=True, exist_ok=True)
-        for one, (_, make) in schemas.items():
-            text = json.dumps(make(), indent=2, sort_keys=True)
-            (folder / f"{one}.json").write_text(text + "\n", encoding="utf-8")
-            click.echo(f"wrote {printable(str(folder / f'{one}.json'))}", err=True)
-    elif name is not None:
-        print_json(schemas[name][1]())
-    else:
-        for one, (words, _) in schemas.items():
-            click.echo(f"{one:8}{words}")
-
-
-def _schemas(name: str | None = None) -> dict[str, tuple[str, Callable[[], dict[str, Any]]]]:
-    """Return the first line on each document, and what makes its schema; of one or of all."""
-    from actds.format.schema import DOCUMENTS, json_schema
-
-    found: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {}
-    for one, document in DOCUMENTS.items():
-        if name in (None, one):
-            found[one] = _summary(document), partial(json_schema, one)
-    if name in found:
-        return found
-    for command_name, plugin in sorted(plugins().items()):
-        command = _load(plugin)
-        if not isinstance(command, ResultCommand):
-            continue
-        for one, read in command.reads.items():
-            if name in (None, one):
-                found[one] = _summary(read()), partial(document_schema, read(), "validation")
-        if command.result is not None and name in (None, command_name):
-            model = command.result()
-            found[command_name] = _summary(model), partial(document_schema, model, "serialization")
-    return found
-
-
-def _summary(model: type[BaseModel]) -> str:
-    return (model.__doc__ or "").splitlines()[0]
-
-
-@cli.command("seal")
-@click.argument("path", metavar="PATH")
-@click.option(
-    "--imported", is_flag=True,
-    help="Seal imported runs, which have no census: the dataset stays unprovenanced (E403).",
-)  # fmt: skip
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print the seal, a document of the dataset, as JSON."
-)
-def seal_command(path: str, imported: bool, as_json: bool) -> None:
-    """Seal a dataset: account for every position, then fix its content.
-
-    PATH is the dataset's folder or its s3:// URI. Every chain must be closed or fenced. A dataset
-    that did not change since its seal keeps it.
-
-    \b
-    Examples:
-      actds seal acts
-      actds seal acts --json
-    """
-    from actds.dataset.account import TOTALS
-    from actds.format import canonical
-    from actds.format.schema import to_bytes
-    from actds.publish.sealing import seal
-
-    document = seal(path, imported=imported)
-    if as_json:
-        print_json(document.model_dump(mode="json"))
-        return
-    totals = ", ".join(f"{name} {document.totals.get(name, 0):,}" for name in TOTALS)
-    click.echo(f"seal {document.n} {canonical.digest(to_bytes(document))}")
-    click.echo(totals)
-
-
-@cli.command("recompress")
-@click.argument("path", metavar="PATH")
-@click.option("--shard", "shards", multiple=True, metavar="ID", help="Only this shard; repeatable.")
-@click.option("--keep", is_flag=True, help="Leave the files of the replaced shards in place.")
-@click.option(
-    "--executor", type=click.Choice(EXECUTORS), default="threads", show_default=True,
-    help="Where the shards are written anew.",
-)  # fmt: skip
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print what was done as JSON (actds.recompress 1)."
-)
-def recompress_command(
-    path: str, shards: tuple[str, ...], keep: bool, executor: ExecutorName, as_json: bool
-) -> None:
-    """Compress the shards that a harvest under pressure wrote raw.
-
-    PATH is the dataset's folder. Every row is compared bit by bit before a new shard replaces a
-    raw one. A sealed dataset is sealed again, so its digest changes; then the raw files are
-    removed. A run that was interrupted is finished by the next one.
-
-    \b
-    Examples:
-      actds recompress acts
-      actds recompress acts --keep
-      actds recompress acts --shard w-1a2b-000003
-    """
-    from actds.format.schema import ShardManifest
-    from actds.rewrite.recompression import recompress
-    from actds.text import format_nbytes
-
-    def report(old: ShardManifest, new: ShardManifest) -> None:
-        click.echo(f"{old.shard} -> {new.shard}: {old.n_rows:,} rows", err=True)
-
-    done = recompress(path, shards or None, keep=keep, progress=report, executor=executor)
-    if as_json:
-        print_json(envelope("recompress", asdict(done)))
-        return
-    if done.shards:
-        before, after = format_nbytes(done.nbytes_before), format_nbytes(done.nbytes_after)
-        ratio = done.nbytes_before / done.nbytes_after
-        click.echo(f"{len(done.shards)} raw shards: {before} now {after} ({ratio:.3f}x)")
-    else:
-        click.echo("no raw shard to compress")
-    click.echo(f"files removed {done.n_removed}, kept {done.n_kept}")
-    state = "not sealed" if done.seal is None else f"seal {done.seal}"
-    click.echo(f"{state} {done.digest}")
-
-
-@cli.command("shuffle")
-@click.argument("source", metavar="IN")
-@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
-@click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the order."
-)
-@click.option(
-    "--codec",
-    type=click.Choice(["default", "raw"]),
-    default="default",
-    show_default=True,
-    help="Compress the arrays, or copy them: a raw dataset is larger and read faster.",
-)
-@click.option(
-    "--rows-per-shard",
-    type=click.IntRange(1),
-    default=1 << 16,
-    show_default=True,
-    help="Rows of a new shard, unless memory allows fewer.",
-)
-@click.option(
-    "--memory-mib",
-    "memory_nbytes",
-    type=click.IntRange(1),
-    default=2048,
-    show_default=True,
-    callback=lambda _ctx, _param, mib: mib << 20,
-    help="Memory for rows, about, of each worker.",
-)
-@click.option(
-    "--executor", type=click.Choice(EXECUTORS), default="threads", show_default=True,
-    help="Where the rows are moved: several workers see IN and OUT at the same paths.",
-)  # fmt: skip
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print what was done as JSON (actds.shuffle 1)."
-)
-def shuffle_command(
-    source: str,
-    out: Path,
-    seed: int,
-    codec: str,
-    rows_per_shard: int,
-    memory_nbytes: int,
-    executor: ExecutorName,
-    as_json: bool,
-) -> None:
-    """Copy a sealed dataset with its rows in one random order, for training.
-
-    IN is the dataset's folder or its s3:// URI. OUT is a new folder: a sealed dataset with the
-    same rows and the same account, whose run records name the digest of IN. The rows of each run
-    and phase are permuted over all its shards; every order is equally likely, and follows from
-    the digest of IN and the seed.
-
-    The work is done in OUT.partial, which needs room for the uncompressed rows and the copy. A
-    call that was interrupted is continued by the same call.
-
-    \b
-    Examples:
-      actds shuffle acts acts-shuffled
-      actds shuffle acts acts-shuffled --codec raw --seed 1
-    """
-    from dataclasses import asdict
-
-    from actds.rewrite.shuffling import shuffle
-    from actds.text import counted, format_nbytes
-
-    shown = {"scatter": 0, "write": 0}
-
-    def report(stage: str, n_done: int, n_all: int) -> None:
-        percent = 100 * n_done // n_all
-        if percent >= shown[stage] + 5 or n_done == n_all:
-            shown[stage] = percent
-            click.echo(f"{stage}: {n_done:,} of {n_all:,} rows", err=True)
-
-    done = shuffle(
-        source,
-        out,
-        seed=seed,
-        codec=codec,  # type: ignore[arg-type]
-        rows_per_shard=rows_per_shard,
-        memory_nbytes=memory_nbytes,
-        executor=executor,
-        progress=report,
-    )
-    if as_json:
-        print_json(envelope("shuffle", asdict(done)))
-        return
-    before, after = format_nbytes(done.nbytes_before), format_nbytes(done.nbytes_after)
-    click.echo(f"{done.n_rows:,} rows in {counted(done.n_shards, 'shard')}: {before}, now {after}")
-    click.echo(f"copy of {done.source_digest}, seed {done.seed}")
-    click.echo(f"seal {done.seal} {done.digest}")
-
-
-cli.add_command(export_command)
-cli.add_command(import_command)
-cli.add_command(sign_command)
-cli.add_command(verify_command)
-cli.add_command(doctor_command)
-
-
-@cli.command("card")
-@click.argument("path", metavar="PATH")
-@click.option("--licence", default="unknown", show_default=True, metavar="ID", help="Its licence.")
-@click.option(
-    "--audit", metavar="FILE", help="Show the verdict of this audit (actds audit --json FILE)."
-)
-def card_command(path: str, licence: str, audit: str | None) -> None:
-    """Write the card of a sealed dataset: README.md and croissant.json.
-
-    PATH is the dataset's folder or its s3:// URI. Each seal writes a card without licence and
-    verdict, and croissant.json where there is one.
-
-    \b
-    Examples:
-      actds card acts --licence cc-by-4.0
-      actds card acts --audit audit.json
-    """
-    from actds.publish.card import card
-
-    for name in card(path, licence=licence, audit=audit):
-        click.echo(f"wrote {name}", err=True)
-
-
-@cli.command("push")
-@click.argument("path", metavar="PATH")
-@click.argument("uri", metavar="URI")
-@click.option("--public", is_flag=True, help="Make a public repository, where none is there yet.")
-@click.option(
-    "--executor", type=click.Choice(EXECUTORS), default="threads", show_default=True,
-    help="Where files are compared with their digests before they leave.",
-)  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print what was done (actds.push 1).")
-def push_command(path: str, uri: str, public: bool, executor: ExecutorName, as_json: bool) -> None:
-    """Upload a sealed dataset to the Hugging Face Hub.
-
-    PATH is the dataset's folder, URI is hf://datasets/OWNER/NAME. Every file is checked against
-    its digest before it leaves and after it arrived, and the seal is the last to go. Run it again
-    to continue a push that was cut, or to add what is new. The token is that of HF_TOKEN or of
-    hf auth login.
-
-    \b
-    Examples:
-      actds push acts hf://datasets/someone/acts
-      actds push acts hf://datasets/someone/acts --public
-    """
-    from actds.publish.transfer import push
-
-    done = push(path, uri, private=not public, progress=_transfer_line, executor=executor)
-    _print_transfer("push", done, as_json)
-
-
-@cli.command("pull")
-@click.argument("uri", metavar="URI")
-@click.argument("out", metavar="OUT")
-@click.option(
-    "--seal",
-    metavar="SHA256",
-    help="Refuse a dataset that does not extend this seal.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print what was done (actds.pull 1).")
-def pull_command(uri: str, out: str, seal: str | None, as_json: bool) -> None:
-    """Download a dataset from the Hugging Face Hub.
-
-    URI is hf://datasets/OWNER/NAME, or with @REVISION. Every file is checked against its digest as
-    it arrives. OUT appears when all of them are there; until then they are in OUT.partial, and the
-    same command continues.
-
-    \b
-    Examples:
-      actds pull hf://datasets/someone/acts acts
-      actds pull hf://datasets/someone/acts@v1 acts
-    """
-    from actds.publish.transfer import pull
-
-    _print_transfer("pull", pull(uri, out, seal=seal, progress=_transfer_line), as_json)
-
-
-def _transfer_line(n_done: int, n_files: int, done_nbytes: int, nbytes: int) -> None:
-    from actds.text import format_nbytes
-
-    # Some twenty lines, however many files there are.
-    if n_done == n_files or n_done % max(n_files // 20, 1) == 0:
-        sizes = f"{format_nbytes(done_nbytes)} of {format_nbytes(nbytes)}"
-        click.echo(f"{n_done:,} of {n_files:,} files, {sizes}", err=True)
-
-
-def _print_transfer(name: str, done: Transfer, as_json: bool) -> None:
-    from actds.text import counted, format_nbytes
-
-    if as_json:
-        print_json(envelope(name, asdict(done)))
-        return
-    moved = f"{counted(done.n_moved, 'file')} moved, {format_nbytes(done.moved_nbytes)}"
-    click.echo(f"{counted(done.n_files, 'file')} checked, {moved}")
-    click.echo(f"{done.path} {done.uri}@{done.revision}")
-    click.echo(f"digest {done.digest}")
+for _module in (use, exchange, publish):
+    for _command in vars(_module).values():
+        if isinstance(_command, click.Command):
+            cli.add_command(_command)
 
 
 _WITHOUT_PANDAS = ("info", "recompress", "seal", "shuffle", "validate")
@@ -630,7 +195,6 @@ class _NoPandas:
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> None:
-        """Refuse pandas, and leave every other module to the finders that follow."""
         if name == "pandas":
             raise ModuleNotFoundError("this command does without pandas", name=name)
 

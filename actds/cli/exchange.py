@@ -1,15 +1,28 @@
-"""The commands export and import: files of other libraries."""
+"""The commands export, import and doctor: files of other libraries."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from actds.cli.options import FiniteRange
-from actds.cli.output import envelope, print_json
+from actds.cli.options import FiniteRange, default_option, json_option
+from actds.cli.output import envelope, print_json, print_lines
+from actds.text import Line, counted, format_nbytes, printable
+
+if TYPE_CHECKING:
+    from actds.exchange.doctor import FoundSet, Report, ValueCounts
+
+_MAX_ARRAYS = 12
+
+
+def _hook_option(help_text: str) -> Callable[[Any], Any]:
+    return click.option("--hook", "hooks", multiple=True, metavar="KIND.LAYER", help=help_text)
 
 
 @click.command("export")
@@ -44,16 +57,11 @@ from actds.cli.output import envelope, print_json
     type=click.Choice(["float32", "float16", "bfloat16"]),
     help="Type of the values; the stored one, or float32 where the form has no bfloat16.",
 )
-@click.option(
-    "--context-size",
-    type=click.IntRange(1),
-    default=128,
-    show_default=True,
-    metavar="N",
-    help="Rows of a window of SAELens.",
+@default_option(
+    "--context-size", click.IntRange(1), 128, "Rows of a window of SAELens.", metavar="N"
 )
 @click.option("--imported", is_flag=True, help="Export an imported dataset, which has no census.")
-@click.option("--json", "as_json", is_flag=True, help="Print actds_export.json (actds.export 1).")
+@json_option("Print actds_export.json (actds.export 1).")
 def export_command(
     path: str, out: str, hooks: str | None, imported: bool, as_json: bool, **options: Any
 ) -> None:
@@ -95,13 +103,7 @@ def export_command(
     type=click.Choice(["sae-lens", "datasets", "safetensors", "pt", "npy", "npz"]),
     help="Form of the set; by the names of its files without it.",
 )
-@click.option(
-    "--hook",
-    "hooks",
-    multiple=True,
-    metavar="KIND.LAYER",
-    help="Place of the model, in the order of the set; repeatable.",
-)
+@_hook_option("Place of the model, in the order of the set; repeatable.")
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float16", "float32"]),
@@ -113,7 +115,7 @@ def export_command(
     metavar="NAME=VALUE",
     help="A fact of the run record, for example model.name=Qwen3-8B; repeatable.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print what was done (actds.import 1).")
+@json_option("Print what was done (actds.import 1).")
 def import_command(
     foreign: str,
     out: str,
@@ -137,12 +139,10 @@ def import_command(
       actds import hidden_states acts --hook resid_post.1 --hook resid_post.17
       actds import rows.npy acts --hook resid_post.10 --declare model.name=Qwen3-8B
     """
-    from dataclasses import asdict
-
     from actds.exchange.importing import import_foreign
 
-    said = dict(_fact(one) for one in declare)
-    done = import_foreign(foreign, out, kind=kind, hooks=hooks or None, dtype=dtype, declare=said)
+    facts = dict(map(_fact, declare))
+    done = import_foreign(foreign, out, kind=kind, hooks=hooks or None, dtype=dtype, declare=facts)
     if as_json:
         print_json(envelope("import", asdict(done)))
         return
@@ -163,3 +163,85 @@ def _fact(text: str) -> tuple[str, Any]:
     except ValueError:
         return name, value
     return name, parsed if isinstance(parsed, bool | int) else value
+
+
+@click.command("doctor")
+@click.argument("path", metavar="PATH")
+@_hook_option("Place of the model, for the command, in the order of the set; repeatable.")
+@click.option("--values", is_flag=True, help="Read all values: count NaN, infinity, zero rows.")
+@json_option("Print the facts as JSON (actds.doctor 1).")
+def doctor_command(path: str, hooks: tuple[str, ...], values: bool, as_json: bool) -> None:
+    """Say what a set of activations made elsewhere holds, and what it can never answer.
+
+    PATH is a file or a folder: a cache of SAELens, hidden states of vLLM or speculators, .pt, .npy
+    or .npz files, Parquet, a saved Hugging Face dataset. Only headers are read without --values,
+    nothing is written, and of .pt files only tensors are opened. It ends with the command that
+    imports the set. Exit codes: 0 it can be imported, or is a dataset of actds; 1 it cannot; 2 no
+    such path.
+
+    \b
+    Examples:
+      actds doctor cache
+      actds doctor rows.pt --hook resid_post.10 --values
+      actds doctor hidden_states --json
+    """
+    from actds.exchange.doctor import doctor
+
+    report = doctor(path, hooks=hooks or None, values=values)
+    if as_json:
+        print_json(envelope("doctor", {**asdict(report), "can_import": report.can_import}))
+    else:
+        print_lines(Line(printable(line.text), line.style) for line in _page(report))
+    sys.exit(0 if report.can_import or report.is_dataset else 1)
+
+
+def _page(report: Report) -> Iterator[Line]:
+    if report.is_dataset:
+        yield Line(f"{report.path} is a dataset of actds", "good")
+        yield Line(f"  Next: actds validate {shlex.quote(report.path)}", "dim")
+        return
+    if not report.sets:
+        yield Line(f"{report.path}: no activations of a form that is known", "bad")
+    for foreign_set in report.sets:
+        yield from _set(report.path, foreign_set)
+    if report.elsewhere:
+        yield Line("")
+        yield Line("folders below, which were not looked at:", "title")
+        yield from (Line(f"  {name}") for name in report.elsewhere)
+    if report.others:
+        yield Line(f"{counted(report.others, 'further file')} of no known form", "dim")
+
+
+def _set(path: str, found_set: FoundSet) -> Iterator[Line]:
+    size = f"{counted(found_set.n_files, 'file')}, {format_nbytes(found_set.nbytes)}"
+    yield Line(f"{path}: {found_set.kind}, {size}, {counted(found_set.n_rows, 'row')}", "title")
+    for array in found_set.arrays[:_MAX_ARRAYS]:
+        shape = ", ".join("·" if n is None else f"{n:,}" for n in array.shape)
+        number = "" if array.n == 1 else f", {array.n:,} times"
+        yield Line(f"  {array.name or '(no name)'}  {array.dtype} ({shape}){number}")
+    more = len(found_set.arrays) - _MAX_ARRAYS
+    if more > 0:
+        yield Line(f"  and {more:,} more; --json lists them all", "dim")
+    yield from (Line(f"  {fault}", "bad") for fault in found_set.faults)
+    yield Line("What it does not say, and what nobody can know without it", "title")
+    for lack in found_set.lacks:
+        yield Line(f"  {lack.missing}: {lack.unknowable}")
+    for counts in found_set.values or ():
+        yield _values(counts)
+    if found_set.refused is not None:
+        yield Line(f"It cannot be imported as it is: {found_set.refused}", "bad")
+    if found_set.recipe:
+        yield Line("Bring it in; what it does not say stays marked unknown", "title")
+        words = ["--declare model.name=NAME adds what you know"]
+        if "KIND." in found_set.recipe[-1]:
+            words.insert(0, "KIND.LAYER: each place, in the set's order, as resid_post.10")
+        yield from (Line(f"  {line}", "dim") for line in words)
+        yield from (Line(f"  {line}") for line in found_set.recipe)
+
+
+def _values(counts: ValueCounts) -> Line:
+    wrong = {"NaN or infinite": counts.not_finite, "all zeros": counts.zero}
+    wrong |= {f"beyond {dtype}": n for dtype, n in counts.overflow.items()}
+    words = ", ".join(f"{n:,} {what}" for what, n in wrong.items() if n) or "none of them wrong"
+    text = f"  {counts.hook or '(no name)'}: {counted(counts.n_rows, 'row')}, {words}"
+    return Line(text, "bad" if counts.not_finite or counts.zero else "plain")

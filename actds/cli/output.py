@@ -19,27 +19,16 @@ _COLOURS = {"title": "bold", "good": "green", "bad": "bold red", "warn": "yellow
 
 
 def envelope(name: str, facts: Mapping[str, Any], version: str = "1") -> dict[str, Any]:
-    """Return the one form of what ``--json`` prints: its format, its version, then the facts.
-
-    Args:
-        name: of the command; the format is ``actds.NAME``.
-        facts: what the command found or did, at the top level of the document.
-        version: of the document, raised when a field changes its meaning or goes.
-    """
+    """Return the one form of what ``--json`` prints: its format, its version, then the facts."""
     return {"format": f"actds.{name}", "version": version, **facts}
 
 
 def print_json(document: Mapping[str, Any]) -> None:
-    """Print a document on stdout, the only thing that a command with ``--json`` prints there.
-
-    Args:
-        document: an ``envelope``, or a document of the format, which begins with the same fields.
-    """
+    """Print a document on stdout, the only thing that a command with ``--json`` prints there."""
     click.echo(json.dumps(document, indent=2, sort_keys=True))
 
 
 def print_lines(lines: Iterable[Line]) -> None:
-    """Print the lines of a page, in colour on a terminal."""
     if not sys.stdout.isatty():
         for line in lines:
             click.echo(line.text)
@@ -53,12 +42,7 @@ def print_lines(lines: Iterable[Line]) -> None:
 
 
 class ResultCommand(click.Command):
-    """A command that prints or reads documents whose schemas ``actds schema`` knows.
-
-    Args:
-        result: returns the model of what ``--json`` prints, known by the command's name.
-        reads: returns the model of each document that it reads, by the document's name.
-    """
+    """A command that prints or reads documents whose schemas ``actds schema`` knows."""
 
     def __init__(
         self,
@@ -71,16 +55,14 @@ class ResultCommand(click.Command):
         self.result = result
         self.reads = reads
 
+    def thresholds(self) -> dict[str, tuple[str, str]]:
+        """Return what ``--limit`` may set, by name: its default, and what it is."""
+        return {}
+
 
 def document_schema(
     model: type[BaseModel], mode: Literal["validation", "serialization"]
 ) -> dict[str, Any]:
-    """Return the JSON Schema of a document.
-
-    Args:
-        model: its model.
-        mode: ``validation`` of one that is read, ``serialization`` of one that is printed, in
-            which every field is always there.
-    """
+    """Return the JSON Schema of a document."""
     schema = model.model_json_schema(by_alias=True, mode=mode)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

@@ -318,8 +318,8 @@ def _span_steps(spans: Spans, steps: Steps, notes: Notes) -> None:
             place = notes.place("census", "spans", spans.request[i], spans.start[i])
             notes.add("E412", f"{place} step", got, expected)
     for disposition in _STEP_DISPOSITIONS:
-        mine, counts = named & spans.of(disposition), getattr(steps, disposition)
-        beginning = steps.sums(spans.step[mine], np.ones(int(mine.sum()), np.int64))
+        chosen, counts = named & spans.of(disposition), getattr(steps, disposition)
+        beginning = steps.sums(spans.step[chosen], np.ones(int(chosen.sum()), np.int64))
         for i in notes.each("E412", np.flatnonzero(beginning > counts)):
             notes.add(
                 "E412",
@@ -342,18 +342,18 @@ def _past_the_end(requests: Requests, spans: Spans, notes: Notes) -> None:
     if not len(requests.number):
         return
     at = requests.index(spans.request)
-    own = np.where(at >= 0, requests.own_len[at], _NO_END)
-    own[~requests.ended[at] | (at < 0)] = _NO_END
+    own_end = np.where(at >= 0, requests.own_len[at], _NO_END)
+    own_end[~requests.ended[at] | (at < 0)] = _NO_END
     late = spans.of("undelivered")
     delivered = (spans.step >= 0) & ~late & ~spans.of("filtered")
     for wrong, got, expected in (
-        (late & (spans.start < own), "undelivered", "another disposition before the end"),
-        (delivered & (spans.stop > own), "another disposition", "undelivered past the end"),
+        (late & (spans.start < own_end), "undelivered", "another disposition before the end"),
+        (delivered & (spans.stop > own_end), "another disposition", "undelivered past the end"),
     ):
         for i in notes.each("E419", np.flatnonzero(wrong)):
             place = notes.place("census", "spans", *spans.at(i))
             word = "" if late[i] else f": {tables.DISPOSITIONS[spans.disposition[i]]}"
-            notes.add("E419", place, f"{got}{word}", f"{expected}, position {own[i]}")
+            notes.add("E419", place, f"{got}{word}", f"{expected}, position {own_end[i]}")
 
 
 def _cached_counts(requests: Requests, spans: Spans, notes: Notes) -> None:
@@ -364,9 +364,9 @@ def _cached_counts(requests: Requests, spans: Spans, notes: Notes) -> None:
     zero = position_key(requests.number, 0)
     at = np.searchsorted(hits.start, zero)
     leading = np.zeros(len(zero), np.int64)
-    found = at < len(hits)
-    found[found] = hits.start[at[found]] == zero[found]
-    leading[found] = (hits.stop[at[found]] - zero[found]).astype(np.int64)
+    is_hit = at < len(hits)
+    is_hit[is_hit] = hits.start[at[is_hit]] == zero[is_hit]
+    leading[is_hit] = (hits.stop[at[is_hit]] - zero[is_hit]).astype(np.int64)
     for i in notes.each("E411", np.flatnonzero(leading != requests.cached)):
         notes.add(
             "E411",
@@ -418,8 +418,8 @@ def _references(spans: Spans, requests: Requests, captured: Intervals, notes: No
         notes.add("E410", place, "no reference", "a request with rows there", "warning")
     named = np.flatnonzero(spans.of("cache_ref") & (spans.ref_request >= 0))
     start, stop = spans.referenced(named)
-    held = captured.n_below(stop) - captured.n_below(start)
-    missing = (stop - start).astype(np.int64) - held
+    n_captured = captured.n_below(stop) - captured.n_below(start)
+    missing = (stop - start).astype(np.int64) - n_captured
     for i in notes.each("E410", np.flatnonzero(missing), "warning"):
         span = named[i]
         place = notes.place("census", "spans", *spans.at(span))
@@ -488,9 +488,9 @@ def _token_digests(rows: Rows, requests: Requests, spans: Spans, notes: Notes) -
     begin = np.searchsorted(rows.keys, position_key(requests.number, 0))
     end = np.searchsorted(rows.keys, position_key(requests.number, requests.own_len))
     length = requests.own_len
-    asked = (length > 0) & pc.is_valid(requests.token_digest).to_numpy()
-    whole = asked & (end - begin == length)
-    partly = np.flatnonzero(asked & ~whole)
+    digested = (length > 0) & pc.is_valid(requests.token_digest).to_numpy()
+    whole = digested & (end - begin == length)
+    partly = np.flatnonzero(digested & ~whole)
     references = np.flatnonzero(spans.of("cache_ref") & (spans.ref_request >= 0))
     first, last = (
         np.searchsorted(spans.request[references], requests.number[partly], side=side)
@@ -503,12 +503,12 @@ def _token_digests(rows: Rows, requests: Requests, spans: Spans, notes: Notes) -
     known = whole.copy()
     known[partly] = (n_known >= length[partly]) & (room >= 0)
     for i, digest in _digests(requests, np.flatnonzero(known)):
-        own = slice(int(begin[i]), int(end[i]))
-        ids: npt.NDArray[np.uint32] | None = rows.token_id[own]
+        of_request = slice(int(begin[i]), int(end[i]))
+        ids: npt.NDArray[np.uint32] | None = rows.token_id[of_request]
         if not whole[i]:
             nth = int(np.searchsorted(partly, i))
-            mine = references[first[nth] : last[nth]]
-            ids = _with_references(rows, own, int(length[i]), spans, mine)
+            referenced = references[first[nth] : last[nth]]
+            ids = _with_references(rows, of_request, int(length[i]), spans, referenced)
         if ids is None:
             continue
         got = hashlib.sha256(np.ascontiguousarray(ids, "<u4").data).hexdigest()
@@ -525,22 +525,22 @@ def _token_digests(rows: Rows, requests: Requests, spans: Spans, notes: Notes) -
         notes.add("E414", f"shards (run {notes.run}) token_id", got, expected, "warning")
 
 
-def _digests(requests: Requests, which: Ints) -> Iterator[tuple[int, str]]:
+def _digests(requests: Requests, at: Ints) -> Iterator[tuple[int, str]]:
     """Yield some requests with their digests, some thousands of which are held at a time."""
-    for first in range(0, len(which), _DIGESTS):
-        some = which[first : first + _DIGESTS]
+    for first in range(0, len(at), _DIGESTS):
+        some = at[first : first + _DIGESTS]
         texts = requests.token_digest.take(pa.array(some)).to_pylist()
         yield from zip(some.tolist(), texts, strict=True)
 
 
 def _with_references(
-    rows: Rows, own: slice, length: int, spans: Spans, references: Ints
+    rows: Rows, of_request: slice, length: int, spans: Spans, references: Ints
 ) -> npt.NDArray[np.uint32] | None:
     """Return the ids of a request from its rows and those it refers to; None when some lack."""
     ids = np.zeros(length, np.uint32)
-    held = np.zeros(length, bool)
-    position = split_key(rows.keys[own])[1]
-    ids[position], held[position] = rows.token_id[own], True
+    filled = np.zeros(length, bool)
+    position = split_key(rows.keys[of_request])[1]
+    ids[position], filled[position] = rows.token_id[of_request], True
     starts, stops = spans.referenced(references)
     for start, stop, a, b in zip(
         starts, stops, spans.start[references], spans.stop[references], strict=True
@@ -548,5 +548,5 @@ def _with_references(
         at, to = (int(x) for x in np.searchsorted(rows.keys, [start, stop]))
         if to - at != b - a or b > length:
             return None
-        ids[a:b], held[a:b] = rows.token_id[at:to], True
-    return ids if held.all() else None
+        ids[a:b], filled[a:b] = rows.token_id[at:to], True
+    return ids if filled.all() else None

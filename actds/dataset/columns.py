@@ -239,13 +239,22 @@ class Steps(_Numbered):
 
 COLUMNS: dict[tables.TableName, list[str]] = {
     "requests": [
-        "request", "prompt_len", "generated_len", "labels", "finish_reason", "reason",
-        "cached_tokens", "engine_cached_tokens", "n_preemptions", "token_digest", "adapter",
+        "request",
+        "prompt_len",
+        "generated_len",
+        "labels",
+        "finish_reason",
+        "reason",
+        "cached_tokens",
+        "engine_cached_tokens",
+        "n_preemptions",
+        "token_digest",
+        "adapter",
     ],
     "steps": ["step", *(f"{field.name}_tokens" for field in fields(Steps)[1:])],
     "spans": ["request", "start", "stop", "disposition", "reason", "step", "ref_request"],
     "drops": ["drop", "step", "drop_reason", "request", "start", "stop", "n_tokens"],
-}  # fmt: skip
+}
 """What an account reads of each table: of a request less than a third of its bytes."""
 
 
@@ -307,19 +316,19 @@ class Spans(_Ranges):
 
     def of(self, disposition: str) -> Bools:
         """Return which spans have a disposition."""
-        which: Bools = self.disposition == tables.DISPOSITIONS.index(disposition)
-        return which
+        mask: Bools = self.disposition == tables.DISPOSITIONS.index(disposition)
+        return mask
 
     @property
     def external(self) -> Bools:
         """Return which spans were served from KV that came from outside the run."""
-        which: Bools = self.of("cache_ref") & (self.reason == tables.EXTERNAL)
-        return which
+        mask: Bools = self.of("cache_ref") & (self.reason == tables.EXTERNAL)
+        return mask
 
-    def referenced(self, which: Bools | Ints) -> tuple[Keys, Keys]:
+    def referenced(self, chosen: Bools | Ints) -> tuple[Keys, Keys]:
         """Return the keys that cache references name: first, and after the last."""
-        request = self.ref_request[which]
-        return position_key(request, self.start[which]), position_key(request, self.stop[which])
+        request = self.ref_request[chosen]
+        return position_key(request, self.start[chosen]), position_key(request, self.stop[chosen])
 
 
 def read_spans(table: pa.Table, notes: Notes) -> Spans:

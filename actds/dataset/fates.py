@@ -27,14 +27,14 @@ def fate_counts(spans: pa.Table) -> FateCounts:
     length = pc.cast(pc.subtract(spans["stop"], spans["start"]), pa.int64())
     columns = [spans["disposition"], spans["reason"], pc.is_null(spans["step"]), length]
     names = ["disposition", "reason", "unseen"]
-    found: FateCounts = Counter()
+    counts: FateCounts = Counter()
     table = pa.table(columns, [*names, "length"]).group_by(names).aggregate([("length", "sum")])
     for row in table.to_pylist():
         never = row["disposition"] == "aborted" and row["unseen"]
-        found[NEVER if never else row["disposition"], row["reason"]] += row["length_sum"]
-    return found
+        counts[NEVER if never else row["disposition"], row["reason"]] += row["length_sum"]
+    return counts
 
 
-def n_computed(found: FateCounts) -> int:
+def n_computed(counts: FateCounts) -> int:
     """Return the positions that a step computed and that could have been stored."""
-    return sum(n for (fate, _), n in found.items() if fate in COMPUTED)
+    return sum(n for (fate, _), n in counts.items() if fate in COMPUTED)

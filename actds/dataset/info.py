@@ -180,7 +180,7 @@ def _hooks(catalog: Catalog) -> list[HookFacts]:
         holding = [manifest for manifest in catalog.shards if hook.name in manifest.hooks]
         n_rows = sum(manifest.n_rows for manifest in holding)
         nbytes = n_rows * hook.d_model * arrays.DTYPES[hook.dtype].itemsize
-        stored = sum(e.nbytes for one in holding for e in one.files if e.path == path)
+        stored = sum(f.nbytes for shard in holding for f in shard.files if f.path == path)
         counts = [manifest.values[hook.name] for manifest in holding]
         n_overflowed, casts = overflowed(catalog, hook.name)
         facts.append(
@@ -189,8 +189,8 @@ def _hooks(catalog: Catalog) -> list[HookFacts]:
                 n_rows=n_rows,
                 nbytes=nbytes,
                 stored_nbytes=stored,
-                n_not_finite=sum(one.not_finite for one in counts),
-                n_zero=sum(one.zero for one in counts),
+                n_not_finite=sum(n.not_finite for n in counts),
+                n_zero=sum(n.zero for n in counts),
                 n_overflowed=n_overflowed,
                 casts=casts,
             )
@@ -250,12 +250,12 @@ def values_in_words(values: Iterable[HookValues]) -> Iterator[str]:
     """Yield which rows are not finite or zero, most first; nothing where there are none."""
     broken: dict[tuple[int, int, str], list[str]] = {}
     zero: dict[tuple[int, int, str], list[str]] = {}
-    for one in values:
+    for hook in values:
         words = "are not finite (NaN or infinity)"
-        if one.overflowed:
-            words += f"; {one.overflowed:,} overflowed in the cast {' or '.join(one.casts)}"
-        broken.setdefault((one.not_finite, one.n_rows, words), []).append(one.hook)
-        zero.setdefault((one.zero, one.n_rows, "are zero in every channel"), []).append(one.hook)
+        if hook.overflowed:
+            words += f"; {hook.overflowed:,} overflowed in the cast {' or '.join(hook.casts)}"
+        broken.setdefault((hook.not_finite, hook.n_rows, words), []).append(hook.hook)
+        zero.setdefault((hook.zero, hook.n_rows, "are zero in every channel"), []).append(hook.hook)
     for hooks in (broken, zero):
         for (n, n_rows, words), names in sorted(hooks.items(), reverse=True):
             if n:
@@ -318,7 +318,7 @@ def _census(catalog: Catalog, run: str) -> dict[str, Any]:
         LossFacts(*fate, n)
         for fate, n in sorted(fates.items(), key=lambda item: (item[0][0], item[0][1] or ""))
     ]
-    referenced = sum(one.n_positions for one in lines if one.disposition == "cache_ref")
+    referenced = sum(loss.n_positions for loss in lines if loss.disposition == "cache_ref")
     served = requests.filter(tables.is_served(requests))
     return {
         "n_requests": requests.num_rows,
@@ -331,7 +331,7 @@ def _census(catalog: Catalog, run: str) -> dict[str, Any]:
         "n_computed": n_computed(fates),
         "finish_reasons": _counts(requests["finish_reason"]),
         "n_cache_ref": referenced,
-        "losses": [one for one in lines if one.disposition not in ("captured", "cache_ref")],
+        "losses": [loss for loss in lines if loss.disposition not in ("captured", "cache_ref")],
     }
 
 
@@ -339,8 +339,9 @@ _OF_REQUESTS = ["prompt_len", "generated_len", "cached_tokens", "n_preemptions",
 
 
 def _counts(column: pa.ChunkedArray) -> dict[str, int]:
-    counted = ((str(one["values"]), one["counts"]) for one in pc.value_counts(column).to_pylist())
-    return dict(sorted(counted, key=lambda item: (-item[1], item[0])))
+    entries = pc.value_counts(column).to_pylist()
+    counts = ((str(entry["values"]), entry["counts"]) for entry in entries)
+    return dict(sorted(counts, key=lambda item: (-item[1], item[0])))
 
 
 def _sum(table: pa.Table, column: str) -> int:
@@ -385,7 +386,7 @@ def _page_lines(facts: Facts) -> Iterator[Line]:
     if facts.labels:
         yield Line("")
         yield Line("Labels of the prompts", "title")
-        yield from (Line(f"  {one.words()}") for one in facts.labels)
+        yield from (Line(f"  {label.words()}") for label in facts.labels)
     for run in facts.runs:
         yield from _page_run(run)
     yield Line("")
@@ -476,10 +477,10 @@ def missing(facts: Facts) -> Iterator[Line]:
             yield Line(f"  {lost} {loss.disposition} ({part}): {reason}")
         yield from _unknown_facts(run)
     for source in facts.sources:
-        for one in source.unserved:
-            n = f"{counted(one.n_records, 'prompt')} {one.finish_reason}"
-            first = "" if one.n_records == 1 else "; the first"
-            yield Line(f"  {n} ({counted(one.n_tokens, 'token')}){first}: {one.reason}")
+        for group in source.unserved:
+            n = f"{counted(group.n_records, 'prompt')} {group.finish_reason}"
+            first = "" if group.n_records == 1 else "; the first"
+            yield Line(f"  {n} ({counted(group.n_tokens, 'token')}){first}: {group.reason}")
         if source.n_unlisted:
             n = f"{counted(source.n_unlisted, 'record')} of {source.source}"
             yield Line(f"  {n} in no request: no run began that was to serve them")

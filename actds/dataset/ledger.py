@@ -308,8 +308,8 @@ def read_broken_chain(store: Store, dataset: str, chain: str) -> ChainState:
 
 def chain_names(store: Store) -> list[str]:
     """Return the names of the folders that hold chains, sorted; a name may be a bad one."""
-    found = (path.split("/") for path in store.list("ledger"))
-    return sorted({parts[1] for parts in found if len(parts) > 2})
+    paths = (path.split("/") for path in store.list("ledger"))
+    return sorted({parts[1] for parts in paths if len(parts) > 2})
 
 
 def read_ledger(store: Store, dataset: str) -> dict[str, ChainState]:

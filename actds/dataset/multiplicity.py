@@ -57,10 +57,10 @@ class Servings:
         """Return how often each position was served again, 0 for one that never was."""
         served = np.zeros(len(request), np.int64)
         if len(self._keys):
-            asked = np.flatnonzero(self._requests.of(request) >= 0)
-            keys = position_key(request[asked], position[asked])
+            known = np.flatnonzero(self._requests.of(request) >= 0)
+            keys = position_key(request[known], position[known])
             at = np.searchsorted(self._keys, keys, side="right") - 1
-            served[asked] = np.where(at >= 0, self._level[np.maximum(at, 0)], 0)
+            served[known] = np.where(at >= 0, self._level[np.maximum(at, 0)], 0)
         return served
 
 
@@ -131,15 +131,15 @@ def multiplicity(run: str, captured: Intervals, start: Keys, stop: Keys) -> pa.T
     change = np.flatnonzero(np.diff(references, prepend=0))
     begin, count = points[change], references[change]
     end = np.append(begin[1:], np.uint64(0))
-    held = count > 0
-    request, first = split_key(begin[held])
+    served = count > 0
+    request, first = split_key(begin[served])
     return tables.build(
         "multiplicity",
         {
             "run": [run] * len(first),
             "request": request,
             "start": first,
-            "stop": split_key(end[held])[1],
-            "count": count[held] + 1,
+            "stop": split_key(end[served])[1],
+            "count": count[served] + 1,
         },
     )

@@ -28,7 +28,7 @@ class Owners:
         living: by run, the refusal to touch what a process may still write.
     """
 
-    gone: dict[str, str] = field(default_factory=dict)
+    ended: dict[str, str] = field(default_factory=dict)
     living: dict[str, BusyError] = field(default_factory=dict)
 
     def require_gone(self) -> None:
@@ -72,13 +72,13 @@ def find_owners(
             if owner.lives(state.chain):
                 owners.living[state.run] = _busy(state, owner)
             else:
-                owners.gone[state.chain] = f"{owner} is gone"
+                owners.ended[state.chain] = f"{owner} is gone"
         elif owner is None and is_local:
-            owners.gone[state.chain] = "its process is gone"
+            owners.ended[state.chain] = "its process is gone"
         else:
             unseen.append(_Unseen(state, owner, _signs(store, state)))
     if unseen and not owners.living and silence_s:
-        runs = ", ".join(sorted({one.state.run for one in unseen}))
+        runs = ", ".join(sorted({chain.state.run for chain in unseen}))
         say(f"Watching run {runs} for {silence_s:.0f} s: its processes may be at work elsewhere.")
     _watch(store, unseen, 0 if owners.living else silence_s, owners)
     return owners
@@ -98,15 +98,17 @@ def _watch(store: Store, unseen: list[_Unseen], silence_s: float, owners: Owners
     deadline = time.monotonic() + silence_s
     while unseen and not owners.living and (left := deadline - time.monotonic()) > 0:
         time.sleep(min(_POLL_S, left))
-        for one in unseen:
-            if _signs(store, one.state) != one.signs:
-                owners.living[one.state.run] = _busy(one.state, one.owner)
-    for one in unseen:
+        for candidate in unseen:
+            if _signs(store, candidate.state) != candidate.signs:
+                owners.living[candidate.state.run] = _busy(candidate.state, candidate.owner)
+    for candidate in unseen:
         if owners.living or not silence_s:
-            owners.living.setdefault(one.state.run, _busy(one.state, one.owner))
+            owners.living.setdefault(candidate.state.run, _busy(candidate.state, candidate.owner))
         else:
-            who = one.owner or "its process"
-            owners.gone[one.state.chain] = f"{who} gave no sign of life for {silence_s:.0f} s"
+            who = candidate.owner or "its process"
+            owners.ended[candidate.state.chain] = (
+                f"{who} gave no sign of life for {silence_s:.0f} s"
+            )
 
 
 def _signs(store: Store, state: ChainState) -> tuple[bytes, int]:

@@ -136,8 +136,8 @@ class Catalog:
 
     def parse_apart(self) -> None:
         """Have tables parsed in a process with bounds: a stranger may have made them."""
-        there = self.files.keys() - self.unsound
-        self.parse = TablesApart(sum(self.files[path].nbytes for path in there)).from_parquet
+        readable = self.files.keys() - self.unsound
+        self.parse = TablesApart(sum(self.files[path].nbytes for path in readable)).from_parquet
 
     @property
     def seal(self) -> Seal | None:
@@ -152,12 +152,12 @@ class Catalog:
     @property
     def pins(self) -> dict[str, str]:
         """Return the digest of every data file that a document pins, by path in the dataset."""
-        found = {path: entry.sha256 for path, entry in self.files.items()}
+        digests = {path: entry.sha256 for path, entry in self.files.items()}
         for run, record in self.runs.items():
             readouts = readouts_of(record)
             if readouts is not None and readouts.probes_sha256 is not None:
-                found[layout.probes_path(run)] = readouts.probes_sha256
-        return found
+                digests[layout.probes_path(run)] = readouts.probes_sha256
+        return digests
 
     @property
     def is_sealed(self) -> bool:
@@ -232,10 +232,10 @@ class Catalog:
     @cached_property
     def shards_by_run(self) -> dict[str, list[ShardManifest]]:
         """The manifests of each run that has any, in the order of their commits."""
-        found = defaultdict[str, list[ShardManifest]](list)
+        manifests = defaultdict[str, list[ShardManifest]](list)
         for manifest in self.shards:
-            found[manifest.run].append(manifest)
-        return found
+            manifests[manifest.run].append(manifest)
+        return manifests
 
     def shards_of(self, run: str) -> list[Shard]:
         """Return the shards of a run, in the order of their commits."""
@@ -262,10 +262,12 @@ class Catalog:
         hooks, and then every hook has to account for every row by itself.
         """
         shards = self.shards_of(run)
-        held = [frozenset(shard.hooks) for shard in shards]
+        hook_sets = [frozenset(shard.hooks) for shard in shards]
         sets: dict[tuple[str, ...], tuple[list[str], list[Shard]]] = {}
         for hook in self.genesis.hooks:
-            holding = [shard for shard, its in zip(shards, held, strict=True) if hook.name in its]
+            holding = [
+                shard for shard, hooks in zip(shards, hook_sets, strict=True) if hook.name in hooks
+            ]
             key = tuple(shard.name for shard in holding)
             sets.setdefault(key, ([], holding))[0].append(hook.name)
         return list(sets.values())
@@ -289,7 +291,7 @@ class Catalog:
         if name == "multiplicity":
             return self._multiplicity(run)
         wanted = self.run_ids if run is None else [run]
-        parts = [part for one in wanted for part in self.parts.get((one, name), [])]
+        parts = [part for run_id in wanted for part in self.parts.get((run_id, name), [])]
         none = tables.empty(name)
         none = none if columns is None else none.select(columns)
         return pa.concat_tables([none, *(self._part(name, part, columns) for part in parts)])
@@ -435,24 +437,24 @@ def _find_seal(store: Store, seal: str) -> Seal:
     Raises:
         ActdsError: E804 there is none; E102 to E106 it cannot be read.
     """
-    found: list[str] = []
-    while store.exists(path := layout.seal_path(len(found) + 1)):
+    digests: list[str] = []
+    while store.exists(path := layout.seal_path(len(digests) + 1)):
         data = store.read(path, canonical.MAX_DOCUMENT_NBYTES)
-        found.append(canonical.digest(data))
-        if found[-1] == seal:
+        digests.append(canonical.digest(data))
+        if digests[-1] == seal:
             document = schema.parse(Seal, data, path)
-            if document.n != len(found):
-                raise ActdsError("E307", path, got=f"seal {document.n}", expected=f"{len(found)}")
+            if document.n != len(digests):
+                raise ActdsError("E307", path, got=f"seal {document.n}", expected=f"{len(digests)}")
             return document
-    raise no_such_seal(found, seal)
+    raise no_such_seal(digests, seal)
 
 
-def no_such_seal(found: list[str], seal: str) -> ActdsError:
+def no_such_seal(digests: list[str], seal: str) -> ActdsError:
     """Return the error for a dataset whose seals have these digests, and not the pinned one.
 
     Spec: 0.1 section 15.5.
     """
-    got = f"{len(found)} seals, the last sha256:{found[-1]}" if found else "no seal"
+    got = f"{len(digests)} seals, the last sha256:{digests[-1]}" if digests else "no seal"
     return ActdsError("E804", "seal", got=got, expected=f"sha256:{seal} among them")
 
 
@@ -476,7 +478,7 @@ def read_records(
     reader = _Reader(catalog, None)
     for record in records:
         reader.take(chain, record)
-    catalog.shards += [one.manifest for one in reader.replacements]
+    catalog.shards += [replacement.manifest for replacement in reader.replacements]
     for manifest in catalog.shards:
         catalog.files.update(data_files(manifest))
     reader.check_sizes()
@@ -716,28 +718,28 @@ class _Reader:
         replaces a shard whose manifest cannot be read is valid, for the manifest is the finding.
         """
         catalog = self.catalog
-        unread = {layout.shard_dir(one.body.replaced) for one in self.replacements} & catalog.opaque
         judged, rest = list[_Replacement](), list[_Replacement]()
-        for one in self.replacements:
-            (rest if layout.shard_dir(one.body.replaced) in unread else judged).append(one)
+        for replacement in self.replacements:
+            is_unread = layout.shard_dir(replacement.body.replaced) in catalog.opaque
+            (rest if is_unread else judged).append(replacement)
         _resolve(catalog, judged)
-        catalog.shards += [one.manifest for one in rest]
+        catalog.shards += [replacement.manifest for replacement in rest]
         for manifest in catalog.shards:
             catalog.files.update(data_files(manifest))
 
     def read_seals(self) -> None:
         catalog = self.catalog
         if self.pinned is not None:
-            found = self.pinned.n
+            n_seals = self.pinned.n
         else:
-            found = sum(1 for path in self.store.list("seal") if _SEAL_NAME.fullmatch(path))
+            n_seals = sum(1 for path in self.store.list("seal") if _SEAL_NAME.fullmatch(path))
         previous: str | None = None
-        for n in range(1, found + 1):
+        for n in range(1, n_seals + 1):
             path = layout.seal_path(n)
             with catalog.findings.noting("ledger"):
                 catalog.reached.add(path)
                 if not self.store.exists(path):
-                    raise ActdsError("E307", path, got="no seal", expected=f"seals 1 to {found}")
+                    raise ActdsError("E307", path, got="no seal", expected=f"seals 1 to {n_seals}")
                 data = self.store.read(path, canonical.MAX_DOCUMENT_NBYTES)
                 seal = schema.parse(Seal, data, path, self.genesis.version)
                 self._check_seal(seal, n, previous, path)
@@ -815,41 +817,41 @@ def _resolve(catalog: Catalog, replacements: list[_Replacement]) -> None:
     waiting, n_before = list(replacements), -1
     while waiting and len(waiting) != n_before:
         n_before, later = len(waiting), list[_Replacement]()
-        for one in waiting:
-            index = at.get(one.body.replaced)
+        for replacement in waiting:
+            index = at.get(replacement.body.replaced)
             if index is None:
-                later.append(one)
+                later.append(replacement)
                 continue
             try:
-                _check_replacement(one, shards[index])
+                _check_replacement(replacement, shards[index])
             except ActdsError as error:
                 catalog.findings.take("ledger", error)
                 continue
             replaced.append(shards[index])
-            shards[index] = one.manifest
-            at[one.manifest.shard] = index
+            shards[index] = replacement.manifest
+            at[replacement.manifest.shard] = index
         waiting = later
-    for one in waiting:
-        got = f"shard {one.body.replaced}, which is not committed"
-        catalog.findings.take("ledger", _misfit(one, got, "a committed shard"))
+    for replacement in waiting:
+        got = f"shard {replacement.body.replaced}, which is not committed"
+        catalog.findings.take("ledger", _misfit(replacement, got, "a committed shard"))
 
 
-def _check_replacement(one: _Replacement, old: ShardManifest) -> None:
+def _check_replacement(new: _Replacement, old: ShardManifest) -> None:
     """Check that a shard is current and that another one holds the same rows in the same order."""
-    if old.shard != one.body.replaced:
-        raise _misfit(one, f"shard {one.body.replaced}, replaced already", "a current shard")
+    if old.shard != new.body.replaced:
+        raise _misfit(new, f"shard {new.body.replaced}, replaced already", "a current shard")
     for name in _SAME_IN_REPLACEMENT:
-        got, expected = getattr(one.manifest, name), getattr(old, name)
+        got, expected = getattr(new.manifest, name), getattr(old, name)
         if got != expected:
-            raise _misfit(one, f"{name} {got}", f"{expected}, as of shard {old.shard}")
-    got_tokens, tokens = _tokens(one.manifest), _tokens(old)
+            raise _misfit(new, f"{name} {got}", f"{expected}, as of shard {old.shard}")
+    got_tokens, tokens = _tokens(new.manifest), _tokens(old)
     if got_tokens != tokens:
-        raise _misfit(one, f"other bytes in {TOKENS}", f"those of shard {old.shard}")
+        raise _misfit(new, f"other bytes in {TOKENS}", f"those of shard {old.shard}")
 
 
 def _tokens(manifest: ShardManifest) -> list[FileEntry]:
     return [entry for entry in manifest.files if entry.path == TOKENS]
 
 
-def _misfit(one: _Replacement, got: str, expected: str) -> ActdsError:
-    return ActdsError("E311", one.place, got=got[:400], expected=expected[:400])
+def _misfit(replacement: _Replacement, got: str, expected: str) -> ActdsError:
+    return ActdsError("E311", replacement.place, got=got[:400], expected=expected[:400])

@@ -61,13 +61,13 @@ class SourceFacts:
         """Return the sum of the records in words."""
         parts = [f"{self.n_served:,} served"]
         for reason in tables.UNSERVED:
-            some = [one for one in self.unserved if one.finish_reason == reason]
-            if some:
-                n, tokens = (sum(getattr(one, name) for one in some)
-                             for name in ("n_records", "n_tokens"))  # fmt: skip
+            groups = [group for group in self.unserved if group.finish_reason == reason]
+            if groups:
+                n = sum(group.n_records for group in groups)
+                tokens = sum(group.n_tokens for group in groups)
                 parts.append(f"{n:,} {reason} ({counted(tokens, 'token')})")
         parts += [f"{self.n_unlisted:,} in no request"] if self.n_unlisted else []
-        total = sum(one.n_records for one in self.unserved) + self.n_served + self.n_unlisted
+        total = sum(group.n_records for group in self.unserved) + self.n_served + self.n_unlisted
         return f"{self.source}: {counted(total, 'record')} = {' + '.join(parts)}"
 
 
@@ -98,8 +98,7 @@ class LabelFacts:
     def words(self) -> str:
         """Return the values in words."""
         values = f"{counted(self.n_values, 'value')} in {counted(self.n_records, 'record')}"
-        some = [f"{label_text(one.value)} ({one.n_records:,})"
-                for one in self.largest]  # fmt: skip
+        some = [f"{label_text(count.value)} ({count.n_records:,})" for count in self.largest]
         more = self.n_values - len(some)
         return f"{self.name}: {values}: {', '.join([*some, *([f'{more:,} more'] if more else [])])}"
 
@@ -145,15 +144,15 @@ def _record_keys(
     codes = pc.fill_null(names.indices, len(names.dictionary)).to_numpy()
     named = (f"{digest} {name}" for name in names.dictionary.to_pylist())
     known = np.array([*map(number, named), number(None)])
-    own = requests["request"].to_numpy().astype(np.int64)
+    of_run = requests["request"].to_numpy().astype(np.int64)
     key = np.stack([known[codes], pc.fill_null(requests["source_row"], -1).to_numpy()])
     origins = catalog.table("origins", run, ["request", "source_run", "source_request"])
-    order = np.argsort(own)
-    place = order[np.searchsorted(own, origins["request"].to_numpy(), sorter=order)]
+    order = np.argsort(of_run)
+    place = order[np.searchsorted(of_run, origins["request"].to_numpy(), sorter=order)]
     key[0, place] = [number(f"run {name}") for name in origins["source_run"].to_pylist()]
     key[1, place] = origins["source_request"].to_numpy()
     alone = key[1] < 0
-    key[:, alone] = np.stack([np.full(alone.sum(), number(f"alone in {run}")), own[alone]])
+    key[:, alone] = np.stack([np.full(alone.sum(), number(f"alone in {run}")), of_run[alone]])
     return key
 
 
@@ -169,12 +168,12 @@ def label_facts(records: pa.Table) -> list[LabelFacts]:
     for line in pc.value_counts(records["labels"].drop_null()).to_pylist():
         for name, value in parse_labels(line["values"], "requests labels").items():
             counts[name][json.dumps(value)] += line["counts"]
-    found = []
+    facts = []
     for name, values in sorted(counts.items()):
         ranked = sorted(values.items(), key=lambda item: (-item[1], item[0]))
         largest = [LabelCount(json.loads(text), n) for text, n in ranked[:N_LARGEST]]
-        found.append(LabelFacts(name, values.total(), len(values), largest))
-    return found
+        facts.append(LabelFacts(name, values.total(), len(values), largest))
+    return facts
 
 
 def source_facts(catalog: Catalog, records: pa.Table) -> list[SourceFacts]:
@@ -193,17 +192,17 @@ def source_facts(catalog: Catalog, records: pa.Table) -> list[SourceFacts]:
     for (source, _), n in records_read(catalog).items():
         if n is not None:
             n_records[source] = n_records.get(source, 0) + n
-    found = []
+    facts = []
     for source in pc.unique(named).to_pylist():
-        own = records.filter(pc.is_null(named) if source is None else pc.equal(named, source))
-        served = tables.is_served(own)
-        unserved = _unserved(own.filter(pc.invert(served)))
+        lines = records.filter(pc.is_null(named) if source is None else pc.equal(named, source))
+        served = tables.is_served(lines)
+        unserved = _unserved(lines.filter(pc.invert(served)))
         n_read = n_records.get(source)
         if source is not None or unserved:
             n_served = pc.sum(served).as_py()
-            n_unlisted = max(0, (n_read or 0) - own.num_rows)
-            found.append(SourceFacts(source, n_read, n_served, n_unlisted, unserved))
-    return found
+            n_unlisted = max(0, (n_read or 0) - lines.num_rows)
+            facts.append(SourceFacts(source, n_read, n_served, n_unlisted, unserved))
+    return facts
 
 
 def records_read(catalog: Catalog) -> dict[Source, int | None]:
@@ -233,11 +232,11 @@ def _prompts(catalog: Catalog, run: str) -> tuple[Source, int | None]:
 
 
 def _unserved(lines: pa.Table) -> list[UnservedFacts]:
-    found: dict[tuple[str, str], tuple[int, int, str]] = {}
+    groups: dict[tuple[str, str], tuple[int, int, str]] = {}
     columns = (lines[name].to_pylist() for name in ("finish_reason", "prompt_len", "reason"))
     for finish_reason, n_tokens, reason in zip(*columns, strict=True):
         words = reason or "no reason given"
         key = finish_reason, words.partition(" ")[0]
-        n, total, first = found.get(key, (0, 0, words))
-        found[key] = n + 1, total + n_tokens, first
-    return [UnservedFacts(finish_reason, *one) for (finish_reason, _), one in found.items()]
+        n, total, first = groups.get(key, (0, 0, words))
+        groups[key] = n + 1, total + n_tokens, first
+    return [UnservedFacts(finish_reason, *sums) for (finish_reason, _), sums in groups.items()]

@@ -221,10 +221,10 @@ class WriteThreads:
 
     def _next(self) -> Task | None:
         """Take what is to be done next."""
-        found = self._find()
-        if found is None:
+        measured = self._find()
+        if measured is None:
             return None
-        what, array = found
+        what, array = measured
         if what == "write":
             array.is_writing = True
             return partial(self._write, array, array.ready(array.n_written))

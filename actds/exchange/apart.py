@@ -7,19 +7,27 @@ again here, and no file is parsed in the process of the caller.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 
 from actds.apart import Apart, Reply, Request, cpu_seconds
 from actds.errors import ActdsError
-from actds.exchange.blocks import Block, ForeignHook, ForeignSet
-from actds.exchange.containers import READERS, leaves
-from actds.exchange.foreign import KINDS, files_of, open_set
-from actds.exchange.tensors import foreign
+from actds.exchange.containers import READERS, features_of, foreign, leaves, read_document, reading
+from actds.exchange.foreign import (
+    Block,
+    ForeignHook,
+    ForeignSet,
+    open_datasets,
+    open_npy,
+    open_sae_lens,
+    open_tensors,
+)
 from actds.format.arrays import DTYPES
 from actds.text import storable
 
@@ -28,6 +36,17 @@ _SLACK_NBYTES, _TIMES = 256 << 20, 8
 MAX_CHANNELS = 2**20  # of the format
 MAX_LEFT_OUT, MAX_NAME = 1000, 200  # for a run record, which is bounded
 _FILES_A_SECOND, _OPEN_S = 20, 8
+_NUMBERS = re.compile(r"(\d+)").split
+Opener = Callable[[Path, list[Path], "str | None"], ForeignSet]
+KINDS: dict[str, tuple[str, Opener]] = {
+    "sae-lens": ("", open_sae_lens),
+    "datasets": ("", open_datasets),
+    "safetensors": (".safetensors", lambda *given: open_tensors("safetensors", *given)),
+    "pt": (".pt", lambda *given: open_tensors("pt", *given)),
+    "npy": (".npy", open_npy),
+    "npz": (".npz", lambda *given: open_tensors("npz", *given)),
+}
+"""What ``actds import --from`` knows: the suffix of its files, and what opens them."""
 reader = Apart(f"{__name__}:answer")
 
 
@@ -37,38 +56,20 @@ def open_foreign(path: Path, kind: str | None = None, dtype: str | None = None) 
     Args:
         path: a file, or a folder of them.
         kind: one of ``KINDS``; None looks at the names of the files.
-        dtype: as ``open_set``.
+        dtype: type of two-byte values without a name, and of values that the format has no type
+            for, which are rounded.
 
     Raises:
-        ActdsError: as ``open_set``, E019 also for a file that ends its parser; E009 an unknown
-            kind.
+        ActdsError: E009 an unknown kind; E019 it is no such set, truncated, mixes widths or types,
+            or ends its parser; E011 ``.pt`` files without torch.
     """
     if kind is not None and kind not in KINDS:
         expected = f"one of {', '.join(KINDS)}"
         raise ActdsError("E009", "kind", got=repr(kind)[:80], expected=expected)
-    try:
-        return _open(path, kind, dtype)
-    except OSError as error:
-        if isinstance(error, ActdsError):
-            raise
-        words = error.strerror or str(error)
-        raise foreign(path, words, "a file, or a folder of files") from None
-
-
-def _open(path: Path, kind: str | None, dtype: str | None) -> ForeignSet:
-    names = ", ".join(KINDS)
-    if not path.exists():
-        raise foreign(path, "no such path", "a file, or a folder of files")
-    found = {k: files for k in KINDS if kind in (None, k) and (files := files_of(path, k))}
-    if kind is not None and path.is_file():  # whatever its name
-        found = {kind: [path]}
-    if len(found) > 1:
-        expected = f'one kind, for example kind="{next(iter(found))}"'
-        raise foreign(path, f"files of {' and '.join(found)}", expected)
-    if not found:
-        raise foreign(path, f"no file of {kind or names}", "a set of activations")
-    [(kind, files)] = found.items()
-    [(words, _)] = reader.ask(_request("open", path, kind, files, dtype))
+    with reading(path, "a file, or a folder of files"):
+        kind, files = _kind_and_files(path, kind)
+        [(words, _)] = reader.ask(_request("open", path, kind, files, dtype))
+        left_out = (*words["left_out"], *_files_left_out(path, files))
     hooks = [ForeignHook(*hook) for hook in words["hooks"]]
     for hook in hooks:
         if not 1 <= hook.d_model <= MAX_CHANNELS:
@@ -79,56 +80,111 @@ def _open(path: Path, kind: str | None, dtype: str | None) -> ForeignSet:
         for words, body in reader.ask(_request("blocks", path, kind, files, dtype)):
             yield _block(path, hooks, words, body)
 
-    left_out = [*words["left_out"], *_files_left_out(path, files)]
-    unknown, n_rows = tuple(words["unknown"]), words["n_rows"]
-    return ForeignSet(kind, files, hooks, unknown, n_rows, blocks, tuple(left_out))
+    return ForeignSet(
+        kind, files, hooks, tuple(words["unknown"]), words["n_rows"], blocks, left_out
+    )
+
+
+def _kind_and_files(path: Path, kind: str | None) -> tuple[str, list[Path]]:
+    if not path.exists():
+        raise foreign(path, "no such path", "a file, or a folder of files")
+    if kind is not None and path.is_file():  # whatever its name
+        return kind, [path]
+    sets = {k: files for k in KINDS if kind in (None, k) and (files := files_of(path, k))}
+    if len(sets) > 1:
+        expected = f'one kind, for example kind="{next(iter(sets))}"'
+        raise foreign(path, f"files of {' and '.join(sets)}", expected)
+    if not sets:
+        raise foreign(path, f"no file of {kind or ', '.join(KINDS)}", "a set of activations")
+    return sets.popitem()
+
+
+def files_of(path: Path, kind: str) -> list[Path]:
+    """Return the files of a kind, in the order of the numbers in their names.
+
+    Raises:
+        ActdsError: E019 the folder cannot be listed, has one file twice, or ``state.json`` of a
+            saved Arrow dataset names what is not there.
+    """
+    suffix = KINDS[kind][0]
+    with reading(path, "files that can be read"):
+        if not suffix:
+            files = _arrow_files(path, kind)
+        elif path.is_file():
+            return [path] if path.suffix == suffix else []
+        else:
+            files = [file for file in path.iterdir() if file.suffix == suffix and file.is_file()]
+            files.sort(key=lambda f: [int(w) if w.isdigit() else w for w in _NUMBERS(f.name)])
+        seen: dict[tuple[int, int], Path] = {}
+        for file in files:
+            status = file.stat()
+            twin = seen.setdefault((status.st_dev, status.st_ino), file)
+            if twin is not file:
+                raise foreign(file, f"the same file as {twin.name}", "every file once")
+    return files
+
+
+def _arrow_files(path: Path, kind: str) -> list[Path]:
+    state = path / "state.json"
+    if not (state.is_file() and (path / "dataset_info.json").is_file()):
+        return []
+    features = features_of(path).values()
+    windows = any(isinstance(entry, dict) and entry.get("_type") == "Array2D" for entry in features)
+    if windows != (kind == "sae-lens"):
+        return []
+    document = read_document(state)
+    try:
+        names = [str(entry["filename"]) for entry in document["_data_files"]]
+    except (KeyError, TypeError):
+        raise foreign(state, "a document that cannot be read", "data files") from None
+    # Old versions of datasets saved a selection as an index beside the unselected rows.
+    if document.get("_indices_data_files"):
+        raise foreign(state, "a saved selection", "a dataset saved after flatten_indices()")
+    present = {file.name for file in path.iterdir() if file.is_file()}
+    for name in names:
+        if name not in present:
+            got = f"no such file in the folder: {name[:80]!r}"
+            raise foreign(state, got, "every file that it names")
+    return [path / name for name in names]
 
 
 def arrays_of(kind: str, file: Path) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Return name, type and shape of each array of a file.
-
-    Raises:
-        ActdsError: E019 it cannot be read, or ends its parser; E011 ``.pt`` without torch.
-    """
-    found: list[tuple[str, str, tuple[int, ...]]] = []
-    for words, _ in reader.ask(_request("arrays", file, kind, [file], None)):
-        found += [(name, dtype, tuple(shape)) for name, dtype, shape in words["arrays"]]
-    return found
+    """Return name, type and shape of each array of a file; raises as ``open_foreign``."""
+    [(words, _)] = reader.ask(_request("arrays", file, kind, [file], None))
+    return [(name, dtype, tuple(shape)) for name, dtype, shape in words["arrays"]]
 
 
 def _files_left_out(path: Path, files: list[Path]) -> list[str]:
-    """Return the files of the folder that look like arrays, and are not of the set."""
+    """Names of files that look like arrays and are not of the set."""
     if path.is_file():
         return []
     suffixes = {suffix for suffix, _ in KINDS.values() if suffix} | {".pth", ".bin", ".parquet"}
-    others = {
-        storable(one.name) for one in path.iterdir() if one.suffix in suffixes and one.is_file()
-    }
-    found = sorted(others - {storable(file.name) for file in files})
-    more = len(found) - MAX_LEFT_OUT
-    return [*found[:MAX_LEFT_OUT], *([f"and {more} more files"] if more > 0 else [])]
+    rest = {storable(f.name) for f in path.iterdir() if f.suffix in suffixes and f.is_file()}
+    return _bounded(sorted(rest - {storable(file.name) for file in files}), " files")
+
+
+def _bounded(names: list[str], noun: str = "") -> list[str]:
+    more = len(names) - MAX_LEFT_OUT
+    return [*names[:MAX_LEFT_OUT], f"and {more} more{noun}"] if more > 0 else names
 
 
 def _request(what: str, path: Path, kind: str, files: list[Path], dtype: str | None) -> Request:
     sizes = [file.stat().st_size for file in files]
-    words = {
-        "what": what, "path": os.path.abspath(path), "kind": kind, "dtype": dtype,
-        "files": [os.path.abspath(file) for file in files],
-    }  # fmt: skip
+    words = {"what": what, "path": os.path.abspath(path), "kind": kind, "dtype": dtype}
     return Request(
-        words,
-        [],
-        str(path),
-        "E019",
-        "a set of arrays that can be read",
-        _SLACK_NBYTES + _TIMES * max(sizes, default=0),
-        cpu_seconds(sum(sizes)) + _OPEN_S + len(files) // _FILES_A_SECOND,
-        ("torch",) if kind == "pt" else (),
+        words={**words, "files": [os.path.abspath(file) for file in files]},
+        parts=[],
+        place=str(path),
+        code="E019",
+        expected="a set of arrays that can be read",
+        nbytes=_SLACK_NBYTES + _TIMES * max(sizes, default=0),
+        cpu_s=cpu_seconds(sum(sizes)) + _OPEN_S + len(files) // _FILES_A_SECOND,
+        imports=("torch",) if kind == "pt" else (),
     )
 
 
 def _block(path: Path, hooks: list[ForeignHook], words: dict[str, Any], body: pa.Buffer) -> Block:
-    """Return a block from its bytes: positions, tokens where there are any, bits of each hook."""
+    """Positions, tokens where there are any, then bits of each hook."""
     n, at = words["n"], 0
 
     def take(dtype: np.dtype[Any], *shape: int) -> np.ndarray[Any, Any]:
@@ -149,21 +205,18 @@ def _block(path: Path, hooks: list[ForeignHook], words: dict[str, Any], body: pa
 
 
 def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
-    """Answer what files hold: the handler in the other process."""
+    """The handler in the other process."""
     files, kind = [Path(file) for file in request["files"]], request["kind"]
     if request["what"] == "arrays":
         [file] = files
         node = READERS[kind](file)
         name = "" if isinstance(node, dict | list) else file.stem
-        found = [(name, leaf.dtype, leaf.shape) for name, leaf in leaves(name, node)]
-        yield Reply({"arrays": found})
+        yield Reply({"arrays": [(at, leaf.dtype, leaf.shape) for at, leaf in leaves(name, node)]})
         return
-    opened = open_set(Path(request["path"]), kind, files, request["dtype"])
+    opened = KINDS[kind][1](Path(request["path"]), files, request["dtype"])
     if request["what"] == "open":
         hooks = [(storable(hook.called), hook.d_model, hook.dtype) for hook in opened.hooks]
-        left_out = [storable(name)[:MAX_NAME] for name in opened.left_out[:MAX_LEFT_OUT]]
-        if len(opened.left_out) > MAX_LEFT_OUT:
-            left_out.append(f"and {len(opened.left_out) - MAX_LEFT_OUT} more")
+        left_out = _bounded([storable(name)[:MAX_NAME] for name in opened.left_out])
         words = {"hooks": hooks, "n_rows": opened.n_rows}
         yield Reply({**words, "unknown": opened.unknown, "left_out": left_out})
         return
@@ -171,12 +224,9 @@ def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
         ids = [] if block.token_ids is None else [block.token_ids.astype("<i8")]
         parts = [block.position.astype("<i8"), *ids, *block.bits]
         words = {"sequence": block.sequence, "n": len(block.position), "tokens": bool(ids)}
-        yield Reply(words, sum(part.nbytes for part in parts), _writer(parts))
+        yield Reply(words, sum(part.nbytes for part in parts), partial(_write, parts))
 
 
-def _writer(parts: list[Any]) -> Any:
-    def write(sink: Any) -> None:
-        for part in parts:
-            sink.write(np.ascontiguousarray(part).data)
-
-    return write
+def _write(parts: list[Any], sink: BinaryIO) -> None:
+    for part in parts:
+        sink.write(np.ascontiguousarray(part).data)

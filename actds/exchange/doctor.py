@@ -9,33 +9,43 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from actds.errors import ActdsError
-from actds.exchange.apart import arrays_of, open_foreign, reader
-from actds.exchange.blocks import LABELS, ForeignSet, own_name
-from actds.exchange.containers import ANY
+from actds.exchange.apart import KINDS, arrays_of, files_of, open_foreign, reader
+from actds.exchange.containers import ANY, foreign, itemsize, read_document, reading
 from actds.exchange.export import RECORD_FILE
-from actds.exchange.foreign import KINDS, files_of
+from actds.exchange.foreign import LABELS, ForeignSet, own_name
 from actds.exchange.importing import named_hook
-from actds.exchange.raw import RawFile, is_raw
-from actds.exchange.tensors import foreign
 from actds.format.arrays import widen
 from actds.store import layout, local_folder
 
 MAX_FAULTS = 20
 MAX_FOLDERS = 50
-_SUFFIXES = {
-    "sae-lens": ".arrow", "safetensors": ".safetensors", "pt": ".pt", "npy": ".npy",
-    "npz": ".npz", "parquet": ".parquet", "datasets": ".arrow", "raw": ".dat",
-}  # fmt: skip
+_SUFFIXES = {kind: suffix or ".arrow" for kind, (suffix, _) in KINDS.items()}
+_SUFFIXES |= {"parquet": ".parquet", "raw": ".dat"}
 """Forms, and the suffix of their files; those of ``KINDS`` can be imported."""
 _ALSO_PT = (".pth", ".bin")
-
+_RAW_SUFFIXES = (".dat", ".raw", ".mmap", ".memmap")
+_PICKLE_OR_ZIP = re.compile(rb"\x80[\x00-\x05]|PK\x03\x04")
+_DOCUMENTS = "{0}.json {0}_meta.json {0}_metadata.json {0}_shape.json metadata.json meta.json"
+_DOCUMENTS += " shape.json"
+_WIDTHS = ("d_model", "hidden_size", "d_in", "width", "dim")
+_MAX_WIDTH = 1 << 20
+_TYPES = {
+    "bfloat16": "bfloat16 bf16",
+    "float16": "float16 fp16 f16 f2 half",
+    "float32": "float32 fp32 f32 f4",
+    "float64": "float64 fp64 f64 f8",
+}
+_WORD = re.compile("[a-z]+[0-9]*")
+_SHAPE = re.compile(r"(?<![0-9a-z])[0-9]{1,18}(?:x[0-9]{1,18})+(?![0-9a-z])")
 _NARROW = {"float16": 65520.0, "bfloat16": 2.0**128 * (1 - 2.0**-9)}
 """The smallest magnitudes that a narrower type rounds to infinity."""
 _COLUMNS = {
@@ -47,10 +57,13 @@ _COLUMNS = {
 }
 """Names under which arrays that label rows are known, by what they label."""
 _WORDS = {
-    "token_id": "token ids", "position": "positions", "request": "request ids",
-    "phase": "the phase (prefill or decode)", "step": "scheduler steps",
+    "token_id": "token ids",
+    "position": "positions",
+    "request": "request ids",
+    "phase": "the phase (prefill or decode)",
+    "step": "scheduler steps",
     "flags": "flags of special tokens and padding",
-}  # fmt: skip
+}
 _UNKNOWABLE = {
     "token_id": "which token a row belongs to: no filter or class by token, no text beside a "
     "feature, and repeated prefixes cannot be seen",
@@ -87,7 +100,6 @@ class FoundArray:
 
     Args:
         name: as the files call it; of ``.npy`` files the name of the file.
-        dtype: type of the values, as the files say it.
         shape: of one; None stands for an axis that differs from file to file.
         n: how many there are.
         n_rows: their rows in all: every axis but the last, as far as it is known, multiplied.
@@ -110,15 +122,7 @@ class Lack:
 
 @dataclass(frozen=True)
 class ValueCounts:
-    """Rows of a hook whose values are not numbers to train on.
-
-    Args:
-        hook: its name, or what the set calls it.
-        n_rows: rows that were read.
-        not_finite: rows with a value that is NaN or infinite.
-        zero: rows of zeros alone.
-        overflow: rows with a finite value that a narrower type cannot hold, by the type.
-    """
+    """Rows of a hook that are not finite, all zeros, or too large for a narrower type."""
 
     hook: str
     n_rows: int
@@ -133,18 +137,13 @@ class FoundSet:
 
     Args:
         kind: the form: one that ``actds import --from`` takes, or ``parquet``, or ``raw``.
-        n_files: how many files it has.
-        nbytes: their size.
-        arrays: what is in them.
-        hooks: places of the model: name, channels and type of each; empty where it cannot be
-            imported.
+        hooks: name, channels and type of each; empty where it cannot be imported.
         n_rows: rows of a hook.
         faults: what is wrong with files, one line each.
-        lacks: what it does not say.
         command: what would import it; None where nothing can.
         refused: why it cannot be imported as it is; None where it can.
         recipe: lines of a shell that bring it in: the command, or what comes before it as well.
-        values: what is wrong with rows of each hook; None where nobody asked, or nothing opens it.
+        values: None where nobody asked, or nothing opens it.
     """
 
     kind: str
@@ -166,9 +165,8 @@ class Report:
     """What the doctor says.
 
     Args:
-        path: as it was given.
         is_dataset: it is a dataset of this format already.
-        sets: what was found, a set per form of files.
+        sets: a set per form of files.
         elsewhere: folders below with such files, which were not looked at.
         others: files of no known form.
     """
@@ -181,15 +179,11 @@ class Report:
 
     @property
     def can_import(self) -> bool:
-        """Return whether there is a command that imports some of it."""
-        return any(one.command for one in self.sets)
+        return any(foreign_set.command for foreign_set in self.sets)
 
 
 def doctor(
-    path: str | os.PathLike[str],
-    *,
-    hooks: str | Sequence[str] | None = None,
-    values: bool = False,
+    path: str | os.PathLike[str], *, hooks: str | Sequence[str] | None = None, values: bool = False
 ) -> Report:
     """Return what a set of activations made elsewhere holds, lacks, and how to import it.
 
@@ -213,25 +207,22 @@ def doctor(
         raise foreign(folder, "no such path", "a file, or a folder of files")
     if (folder / layout.GENESIS).is_file():
         return Report(str(path), True)
-    try:
+    with reading(folder, "a readable folder"):
         entries = [folder] if folder.is_file() else sorted(_entries(folder))
-    except OSError as error:
-        raise foreign(folder, error.strerror or str(error), "a readable folder") from None
     reader.deaths.clear()
     files = [entry for entry in entries if entry.is_file()]
     kinds = _kinds(folder, files)
     names = [hooks] if isinstance(hooks, str) else list(hooks or ())
-    sets = [_examine(folder, kind, mine, names, values) for kind, mine in kinds.items()]
-    known = {file for mine in kinds.values() for file in mine}
+    sets = [_examine(folder, kind, members, names, values) for kind, members in kinds.items()]
+    known = {file for members in kinds.values() for file in members}
     elsewhere = [] if folder.is_file() else list(_elsewhere(folder))
-    others = [
-        entry
-        for entry in entries
-        if entry not in known
+    n_others = sum(
+        entry not in known
         and entry.suffix not in (".json", ".lock")
         and not layout.is_of_the_hub(entry.name)
-    ]
-    return Report(str(path), False, sets, elsewhere, len(others))
+        for entry in entries
+    )
+    return Report(str(path), False, sets, elsewhere, n_others)
 
 
 def _entries(folder: Path) -> Iterator[Path]:
@@ -244,17 +235,15 @@ def _entries(folder: Path) -> Iterator[Path]:
 
 def _kinds(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
     """Return the files by form; a saved Arrow dataset is SAELens' where its columns say so."""
-    found: dict[str, list[Path]] = {}
-    raw = [file for file in files if is_raw(file)]
-    files = [file for file in files if file not in {*raw}]
-    for kind, suffix in _SUFFIXES.items():
-        mine = [f for f in files if f.suffix == suffix or (kind == "pt" and f.suffix in _ALSO_PT)]
-        if mine and kind not in ("sae-lens", "datasets", "raw"):
-            found[kind] = mine
-    arrow = [file for file in files if file.suffix == ".arrow"]
-    if arrow:
-        found["sae-lens" if _has(folder, "sae-lens") else "datasets"] = arrow
-    return {**found, "raw": raw} if raw else found
+    raw = [file for file in files if _is_raw(file)]
+    by_suffix: dict[str, list[Path]] = {}
+    for file in (file for file in files if file not in {*raw}):
+        suffix = ".pt" if file.suffix in _ALSO_PT else file.suffix
+        by_suffix.setdefault(suffix, []).append(file)
+    kinds = {k: by_suffix[x] for k, x in _SUFFIXES.items() if x in by_suffix and x != ".arrow"}
+    if ".arrow" in by_suffix:
+        kinds["sae-lens" if _has(folder, "sae-lens") else "datasets"] = by_suffix[".arrow"]
+    return {**kinds, "raw": raw} if raw else kinds
 
 
 def _elsewhere(folder: Path) -> Iterator[str]:
@@ -262,35 +251,38 @@ def _elsewhere(folder: Path) -> Iterator[str]:
     n = 0
     for root, folders, names in os.walk(folder):
         folders.sort()
-        here = Path(root)
-        if len(here.relative_to(folder).parts) >= 3:
+        place = Path(root).relative_to(folder)
+        if len(place.parts) >= 3:
             folders.clear()
-        if here == folder:
-            continue
         suffixes = {Path(name).suffix for name in names}
-        if layout.GENESIS in names or suffixes & {*_SUFFIXES.values(), *_ALSO_PT}:
-            yield str(here.relative_to(folder))
+        known = layout.GENESIS in names or suffixes & {*_SUFFIXES.values(), *_ALSO_PT}
+        if place.parts and known:
+            yield str(place)
             n += 1
         if n == MAX_FOLDERS:
             return
 
 
 def _examine(path: Path, kind: str, files: list[Path], names: list[str], values: bool) -> FoundSet:
-    """Return what the files of one form hold."""
     seen: dict[tuple[str, str, int | None, int], list[tuple[int, ...]]] = {}
     faults: list[str] = []
-    for file in files:
+
+    @contextmanager
+    def noting(file: Path) -> Iterator[None]:
         try:
-            for name, dtype, shape in () if kind == "raw" else arrays_of(kind, file):
-                width = shape[-1] if len(shape) > 1 else None
-                seen.setdefault((name, dtype, width, len(shape)), []).append(shape)
+            with reading(file, "a readable file"):
+                yield
         except ActdsError as error:
             faults.append(str(error).splitlines()[0])
-        except OSError as error:
-            faults.append(str(foreign(file, error.strerror or str(error), "a readable file")))
+
+    for file in () if kind == "raw" else files:
+        with noting(file):
+            for name, dtype, shape in arrays_of(kind, file):
+                width = shape[-1] if len(shape) > 1 else None
+                seen.setdefault((name, dtype, width, len(shape)), []).append(shape)
     arrays = [
         FoundArray(name, dtype, _common(shapes), len(shapes), sum(map(_rows, shapes)))
-        for (name, dtype, _, _), shapes in sorted(seen.items(), key=lambda one: one[0][:2])
+        for (name, dtype, _, _), shapes in sorted(seen.items(), key=lambda item: item[0][:2])
     ]
     opened, command, refused = _importable(path, kind, names)
     recipe = [command] if command else []
@@ -298,60 +290,52 @@ def _examine(path: Path, kind: str, files: list[Path], names: list[str], values:
         refused, recipe = _of_raw(files, names)
     counts = None
     if values and opened is not None:
-        try:
+        with noting(path):
             counts = _count(opened)
-        except ActdsError as error:
-            faults.append(str(error).splitlines()[0])
-    hooks = [] if opened is None else [
-        {"name": own_name(hook) or None, "d_model": hook.d_model, "dtype": hook.dtype}
-        for hook in opened.hooks
-    ]  # fmt: skip
+    more = len(faults) - MAX_FAULTS
     return FoundSet(
         kind=kind,
         n_files=len(files),
         nbytes=sum(file.stat().st_size for file in files),
         arrays=arrays,
-        hooks=hooks,
-        n_rows=_n_rows(arrays) if opened is None else opened.n_rows,
-        faults=[*faults[:MAX_FAULTS],
-                *([f"and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else [])],
+        hooks=[
+            {"name": own_name(hook) or None, "d_model": hook.d_model, "dtype": hook.dtype}
+            for hook in (opened.hooks if opened else ())
+        ],
+        n_rows=opened.n_rows if opened else _n_rows(arrays),
+        faults=[*faults[:MAX_FAULTS], *([f"and {more} more"] if more > 0 else [])],
         lacks=_lacks(path, opened, {array.name for array in arrays}),
         command=command,
         refused=refused,
         recipe=recipe,
         values=counts,
-    )  # fmt: skip
+    )
 
 
 def _rows(shape: tuple[int, ...]) -> int:
-    n = 1
-    for size in shape[:-1] if len(shape) > 1 else shape:
-        n *= 1 if size == ANY else size
-    return n
+    return prod(n for n in (shape[:-1] if len(shape) > 1 else shape) if n != ANY)
 
 
-def _count(found: ForeignSet) -> list[ValueCounts]:
-    """Return what is wrong with the rows of each hook, of all values of a set."""
-    counts = [np.zeros(3 + len(_NARROW), np.int64) for _ in found.hooks]
-    for block in found.blocks():
-        for hook, total, bits in zip(found.hooks, counts, block.bits, strict=True):
+def _count(opened: ForeignSet) -> list[ValueCounts]:
+    counts = [np.zeros(3 + len(_NARROW), np.int64) for _ in opened.hooks]
+    for block in opened.blocks():
+        for hook, total, bits in zip(opened.hooks, counts, block.bits, strict=True):
             rows = widen(bits, hook.dtype)
             is_finite, is_zero = np.isfinite(rows), (rows == 0).all(axis=1)
             total[:3] += len(rows), (~is_finite.all(axis=1)).sum(), is_zero.sum()
             largest = np.abs(np.where(is_finite, rows, 0)).max(axis=1)
             total[3:] += [(largest >= limit).sum() for limit in _NARROW.values()]
-    found_counts = []
-    for hook, total in zip(found.hooks, counts, strict=True):
-        n_rows, not_finite, zero, *over = total.tolist()
-        overflow = dict(zip(_NARROW, over, strict=True))
-        found_counts.append(ValueCounts(own_name(hook), n_rows, not_finite, zero, overflow))
-    return found_counts
+    totals = zip(opened.hooks, [total.tolist() for total in counts], strict=True)
+    return [
+        ValueCounts(own_name(hook), n_rows, odd, zero, dict(zip(_NARROW, over, strict=True)))
+        for hook, (n_rows, odd, zero, *over) in totals
+    ]
 
 
 def _n_rows(arrays: list[FoundArray]) -> int:
-    """Return the rows of the largest array of those that may be a hook."""
+    """Rows of the largest array of those that may be a hook."""
     labels = {name for names in _COLUMNS.values() for name in names}
-    counts = [one.n_rows for one in arrays if len(one.shape) > 1 and one.name not in labels]
+    counts = [x.n_rows for x in arrays if len(x.shape) > 1 and x.name not in labels]
     return max(counts, default=0)
 
 
@@ -361,24 +345,27 @@ def _common(shapes: list[tuple[int, ...]]) -> list[int | None]:
 
 
 def _of_raw(files: list[Path], names: list[str]) -> tuple[str, list[str]]:
-    """Return what raw files do not say, and lines that make an array of each, and import them."""
-    raw = [RawFile.guess(file) for file in files]
-    words, least = "raw bytes say neither type nor width", max(raw, key=lambda one: len(one.lacks))
+    """What raw files do not say, and lines that make an array of each, and import them."""
+    raw = [_RawFile.guess(file) for file in files]
+    words, least = (
+        "raw bytes say neither type nor width",
+        max(raw, key=lambda file: len(file.lacks)),
+    )
     if least.lacks:
         nbytes = f"{least.path.stat().st_size:,} bytes are rows x channels x bytes of a value"
         words += f": put for {' and for '.join(least.lacks)} ({least.path.name}: {nbytes})"
     else:
-        guesses = sorted({f"{one.dtype} with {one.d_model:,} channels" for one in raw})
+        guesses = sorted({f"{file.dtype} with {file.d_model:,} channels" for file in raw})
         words += f": by names and documents beside them they are {', '.join(guesses)}"
     odd = {"bfloat16": "bfloat16", "float64": "float32"}
-    stored = sorted({odd[one.dtype] for one in raw if one.dtype in odd})
+    stored = sorted({odd[file.dtype] for file in raw if file.dtype in odd})
     more = [word for dtype in stored[:1] for word in ("--dtype", dtype)]
     command = _command(Path("raw"), names, [""] * len(files), more)
-    return words, ["mkdir raw", *(one.line for one in raw), command]
+    return words, ["mkdir raw", *(file.line for file in raw), command]
 
 
 def _command(path: Path, names: list[str], called: list[str], more: list[str]) -> str:
-    """Return the command that imports a set; of hooks without a name it asks for one."""
+    """Of hooks without a name it asks for one."""
     if len(names) != len(called):
         numbers = [re.findall(r"[0-9]+", name) for name in called]
         names = [f"KIND.{int(n[0])}" if len(n) == 1 else "KIND.LAYER" for n in numbers]
@@ -389,7 +376,7 @@ def _command(path: Path, names: list[str], called: list[str], more: list[str]) -
 def _importable(
     path: Path, kind: str, names: list[str]
 ) -> tuple[ForeignSet | None, str | None, str | None]:
-    """Return the set as an import would open it, the command, or why there is none."""
+    """The set as an import would open it, the command, or why there is none."""
     if kind not in KINDS:
         words = "actds import does not read this form: save each hook's rows as one .npy file"
         return None, None, words
@@ -398,21 +385,24 @@ def _importable(
         if not files_of(path, kind) and not (kind == "pt" and path.is_file()):
             return None, None, f"actds import reads {_SUFFIXES[kind]} files: rename them"
         try:
-            found = open_foreign(path, kind)
+            opened = open_foreign(path, kind)
         except ActdsError as error:
             # Two bytes without a name: of those who save such arrays nearly all mean bfloat16.
             match = re.search('dtype="(bfloat16|float32)"', error.expected)
             if match is None:
                 raise
-            found = open_foreign(path, kind, match[1])
+            opened = open_foreign(path, kind, match[1])
             more = ["--dtype", match[1]]
     except ActdsError as error:
         return None, None, str(error).splitlines()[0]
     if [k for k in KINDS if _has(path, k)] != [kind]:
         more = ["--from", kind, *more]
-    unnamed = any(named_hook(own_name(hook), hook) is None for hook in found.hooks)
-    called = [hook.called for hook in found.hooks] if unnamed else []
-    return found, _command(path, names if unnamed else [], called, more), None
+    called = [] if _are_named(opened) else [hook.called for hook in opened.hooks]
+    return opened, _command(path, names if called else [], called, more), None
+
+
+def _are_named(opened: ForeignSet) -> bool:
+    return all(named_hook(own_name(hook), hook) for hook in opened.hooks)
 
 
 def _has(path: Path, kind: str) -> bool:
@@ -423,14 +413,10 @@ def _has(path: Path, kind: str) -> bool:
 
 
 def _lacks(path: Path, opened: ForeignSet | None, names: set[str]) -> list[Lack]:
-    """Return what a set does not say: by what an import would mark, else by names of arrays."""
-    if opened is not None:
-        unknown = set(opened.unknown)
-    else:
-        unknown = {column for column in _UNKNOWABLE if not names & set(_COLUMNS.get(column, ()))}
-    lacks = lacks_of_columns(unknown)
-    hooks = [] if opened is None else opened.hooks
-    if opened is None or any(named_hook(own_name(hook), hook) is None for hook in hooks):
+    """What a set does not say: by what an import would mark, else by names of arrays."""
+    unnamed = {column for column in _UNKNOWABLE if not names & {*_COLUMNS.get(column, ())}}
+    lacks = lacks_of_columns(unnamed if opened is None else opened.unknown)
+    if opened is None or not _are_named(opened):
         place = "which layer and which place of it the rows are of, and whether two sets agree"
         lacks.append(Lack("names of hooks", place))
     folder = path if path.is_dir() else path.parent
@@ -441,10 +427,82 @@ def _lacks(path: Path, opened: ForeignSet | None, names: set[str]) -> list[Lack]
 
 
 def lacks_of_columns(unknown: Collection[str]) -> list[Lack]:
-    """Return what nobody can know without these columns of the token table."""
-    return [Lack(_WORDS[one], _UNKNOWABLE[one]) for one in _UNKNOWABLE if one in unknown]
+    """What nobody can know without these columns of the token table."""
+    return [Lack(_WORDS[name], words) for name, words in _UNKNOWABLE.items() if name in unknown]
 
 
 def lacks_of_every_set() -> list[Lack]:
-    """Return what no set made elsewhere says."""
     return [Lack(missing, words) for missing, words in _NEVER.items()]
+
+
+def _is_raw(file: Path) -> bool:
+    """By its name, of ``.bin`` by its first bytes."""
+    if file.suffix != ".bin":
+        return file.suffix in _RAW_SUFFIXES
+    try:
+        with file.open("rb") as stream:
+            return not _PICKLE_OR_ZIP.match(stream.read(4))
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class _RawFile:
+    """A raw file, the type of its values and the channels of a row; None where nothing says it."""
+
+    path: Path
+    dtype: str | None
+    d_model: int | None
+
+    @classmethod
+    def guess(cls, path: Path) -> _RawFile:
+        """What the name of a file says, else a document beside it."""
+        nbytes, name = path.stat().st_size, path.stem.lower()
+        match = _SHAPE.search(name)
+        hints = [(tuple(map(int, match[0].split("x"))) if match else (), _dtype(name))]
+        beside = (path.with_name(other.format(path.stem)) for other in _DOCUMENTS.split())
+        hints += map(_of_document, beside)
+        shapes = [shape for shape, _ in hints if shape and 1 <= shape[-1] <= _MAX_WIDTH]
+        dtype = next((dtype for _, dtype in hints if dtype), None)
+        for shape in shapes:
+            if dtype is None and nbytes in (4 * prod(shape), 8 * prod(shape)):
+                # Of two bytes there are two types.
+                dtype = "float32" if nbytes == 4 * prod(shape) else "float64"
+            if nbytes and nbytes % (shape[-1] * (itemsize(dtype) if dtype else 2)) == 0:
+                return cls(path, dtype, shape[-1])
+        return cls(path, dtype, None)
+
+    @property
+    def lacks(self) -> list[str]:
+        """What has to be put into the line by hand, in words."""
+        words = {"float32 its type": self.dtype, "D_MODEL the channels of a row": self.d_model}
+        return [name for name, known in words.items() if known is None]
+
+    @property
+    def line(self) -> str:
+        """The line of a shell that makes ``raw/NAME.npy`` of it."""
+        # NumPy has no bfloat16: an import takes two bytes without a name as --dtype says.
+        dtype = "uint16" if self.dtype == "bfloat16" else self.dtype or "float32"
+        array = f'np.memmap({str(self.path)!r}, "{dtype}", "r").reshape(-1, '
+        array += f"{self.d_model or 'D_MODEL'})"
+        save = f"import numpy as np; np.save({f'raw/{self.path.stem}.npy'!r}, {array})"
+        return f"python -c {shlex.quote(save)}"
+
+
+def _dtype(text: str) -> str | None:
+    words = set(_WORD.findall(text.lower()))
+    return next((dtype for dtype, names in _TYPES.items() if words & {*names.split()}), None)
+
+
+def _of_document(path: Path) -> tuple[tuple[int, ...], str | None]:
+    """Shape (or the width alone) and type that a document says; nothing of none."""
+    try:
+        document = read_document(path)
+    except ActdsError:
+        return (), None
+    shape, dtype = document.get("shape"), document.get("dtype")
+    if not isinstance(shape, list):
+        shape = [document[name] for name in _WIDTHS if name in document][:1]
+    if not all(type(n) is int and n >= 1 for n in shape):
+        shape = []
+    return tuple(shape), _dtype(dtype) if isinstance(dtype, str) else None

@@ -1,4 +1,9 @@
-"""Export: rows of a dataset as files of another library, with what they are beside them."""
+"""Export: rows of a dataset as files of another library, with what they are beside them.
+
+The rows of a request lie in several shards, shuffled. Each shard is read once, from its start to
+its end, and every row is put at its place in a file on disk: memory holds the places, about 40
+bytes a row, and blocks of rows, whatever the size of the dataset.
+"""
 
 from __future__ import annotations
 
@@ -8,45 +13,170 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pydantic import BaseModel, Field
 
 from actds.errors import ActdsError, not_installed
-from actds.exchange.rows import BLOCK_NBYTES, ORDER, OrderedRows, blocks, lay_out, order_rows
-from actds.exchange.tensors import NewTensor, write_tensors
-from actds.explore.dataset import Dataset
+from actds.exchange.containers import NewTensor, write_tensors
+from actds.exchange.foreign import narrowed
+from actds.explore.dataset import ROW_NUMBERS, Dataset
 from actds.explore.dataset import open as open_dataset
-from actds.format import canonical, schema
-from actds.format.arrays import DTYPES
+from actds.explore.lazy import open_array, rows_at_a_time
+from actds.format import canonical, schema, tables
+from actds.format.arrays import DTYPES, widen
+from actds.format.roles import Roles
 from actds.format.schema import FileEntry, Hook
 from actds.loader.filters import bad
-from actds.loader.selection import Selection, select, warn_where_none
+from actds.loader.selection import PROVENANCE_COLUMNS, ROLE, Selection, select, warn_where_none
 from actds.store.folders import new_folder
 from actds.version import __version__
 
 Bits = npt.NDArray[Any]
-ROWS_FILE = "rows.parquet"
+ROWS_FILE, RECORD_FILE = "rows.parquet", "actds_export.json"
 _ARROW = {"float16": pa.float16(), "float32": pa.float32()}
+_OF_RUNS = ("engine.", "model.", "numerics.", "capture.cast", "tokenizer.")
+ORDER = "run, request, position"
+BLOCK_NBYTES = 1 << 26
+"""Bytes of rows that are held at a time."""
 
 
 @dataclass(frozen=True)
-class Source:
+class OrderedRows:
+    """The rows of a selection, by run, request and position.
+
+    Args:
+        taken: rows of each shard that are exported, ascending, ``(n,)`` each.
+        places: place of each of these rows in the export.
+        columns: provenance of the rows in the order of the export, ``(n_rows,)`` each; run is a
+            number into ``runs``, phase one into ``PHASES``, role one into ``ROLES``, or -1.
+        runs: in the order in which they began.
+        unknown: columns of which nothing is known, by run.
+    """
+
+    selection: Selection
+    taken: list[npt.NDArray[np.int64]]
+    places: list[npt.NDArray[np.int64]]
+    columns: dict[str, npt.NDArray[Any]]
+    runs: list[str]
+    unknown: dict[str, frozenset[str]]
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.columns["request"])
+
+    def requests(self) -> npt.NDArray[np.int64]:
+        """Where each request begins, and the number of rows: ``(n_requests + 1,)``."""
+        run, request = self.columns["run"], self.columns["request"]
+        new = np.flatnonzero((np.diff(run) != 0) | (np.diff(request.astype(np.int64)) != 0)) + 1
+        return np.concatenate([[0], new, [self.n_rows]]).astype(np.int64)
+
+    def provenance(self, start: int, stop: int) -> pa.Table:
+        """Null for the rows of a run that does not say a column, as in ``Dataset.tokens``."""
+        words = {"run": self.runs, "phase": list(tables.PHASES), ROLE: list(tables.ROLES)}
+        run, columns = self.columns["run"][start:stop], {}
+        for name, column in self.columns.items():
+            values = column[start:stop]
+            silent = [n for n, r in enumerate(self.runs) if name in self.unknown[r] - ROW_NUMBERS]
+            mask = np.isin(run, silent) | (values == -1 if name == ROLE else False)
+            columns[name] = pa.array(values, mask=mask)
+            if name in words:
+                coded = pa.DictionaryArray.from_arrays(columns[name], words[name])
+                columns[name] = coded.dictionary_decode()
+        return pa.table(columns)
+
+
+def order_rows(selection: Selection) -> OrderedRows:
+    """Return the rows of a selection in the order of an export."""
+    runs = [run for run in selection.dataset.catalog.run_ids if run in selection.runs]
+    names = ["request", "position", "token_id", "step"]
+    roles = {run: selection.dataset.catalog.table("roles", run) for run in runs}
+    parts: list[dict[str, npt.NDArray[Any]]] = []
+    taken = []
+    for shard, count in zip(selection.shards, selection.counts, strict=True):
+        rows = np.arange(shard.n_rows) if count is None else np.flatnonzero(count)
+        table = shard.tokens(names)
+        part = {name: table[name].to_numpy()[rows] for name in names}
+        part["run"] = np.full(len(rows), runs.index(shard.run), np.int32)
+        part["phase"] = np.full(len(rows), tables.PHASES.index(shard.phase), np.int8)
+        if any(table.num_rows for table in roles.values()):
+            role = Roles(roles[shard.run]).of(part["request"], part["position"])
+            code = pc.index_in(role, pa.array(tables.ROLES, pa.string()))
+            part[ROLE] = pc.fill_null(code, -1).to_numpy().astype(np.int8)
+        taken.append(rows)
+        parts.append(part)
+    joined = {name: np.concatenate([part.pop(name) for part in parts]) for name in list(parts[0])}
+    order = np.lexsort((joined["position"], joined["request"], joined["run"]))
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    names = [name for name in (*PROVENANCE_COLUMNS, ROLE) if name in joined]
+    columns = {name: joined.pop(name)[order] for name in names}
+    ends = np.cumsum([len(rows) for rows in taken])[:-1]
+    unknown = {shard.run: shard.unknown for shard in selection.shards}
+    return OrderedRows(selection, taken, np.split(place, ends), columns, runs, unknown)
+
+
+def _file_type(dtype: str) -> np.dtype[Any]:
+    """NumPy has no bfloat16: of ``V2`` it computes nothing, where it would take ``uint16`` for
+    numbers; ``view(ml_dtypes.bfloat16)`` makes values of both."""
+    return np.dtype("V2") if dtype == "bfloat16" else DTYPES[dtype].native
+
+
+def lay_out(rows: OrderedRows, hook: Hook, path: Path, dtype: str) -> Bits:
+    """Write the rows of a hook in the order of an export as a ``.npy`` file."""
+    shape = (rows.n_rows, hook.d_model)
+    file = np.lib.format.open_memmap(path, "w+", _file_type(dtype), shape)  # type: ignore[no-untyped-call]
+    with path.open("rb+") as opened:
+        # A mapped page that the disk has no room for would end the process.
+        os.posix_fallocate(opened.fileno(), 0, path.stat().st_size)
+    out: Bits = file.view(DTYPES[dtype].bits)
+    for shard, taken, places in zip(rows.selection.shards, rows.taken, rows.places, strict=True):
+        with open_array(shard, hook) as reader:
+            step = rows_at_a_time({hook.name: reader})
+            for start in range(0, shard.n_rows, step):
+                low, high = np.searchsorted(taken, [start, start + step])
+                if low == high:
+                    continue
+                block = reader.read(start, min(start + step, shard.n_rows))[taken[low:high] - start]
+                out[places[low:high]] = cast(block, hook.dtype, dtype, f"{shard.name} {hook.name}")
+    file.flush()
+    return out
+
+
+def cast(bits: Bits, stored: str, wanted: str, place: str) -> Bits:
+    """Exact to float32, else rounded; E009 a finite value that the type cannot hold."""
+    if wanted == stored:
+        return bits
+    values = widen(bits, stored)
+    cast_bits, lost = narrowed(values, wanted)
+    if lost.any():
+        got = f"{values[lost][0]:g} in {place}, which {wanted} cannot hold"
+        raise ActdsError("E009", "dtype", got=got, expected="float32, or the stored type")
+    return cast_bits
+
+
+def blocks(n_rows: int, row_nbytes: int, multiple: int = 1) -> Iterator[tuple[int, int]]:
+    """Yield ranges of rows that are held at a time, of a multiple of rows but for the last."""
+    step = max(1, BLOCK_NBYTES // (row_nbytes * multiple)) * multiple
+    for start in range(0, n_rows, step):
+        yield start, min(start + step, n_rows)
+
+
+@dataclass(frozen=True)
+class ExportSource:
     """What is written.
 
     Args:
-        rows: the rows, in the order of the export.
-        hooks: the hooks.
         dtypes: type of the values of each hook as they are written.
         values: bit patterns of each hook, ``(n_rows, d_model)``, mapped from files.
         context_size: rows of a window, where the target has windows.
-        digest: digest of the dataset.
     """
 
     rows: OrderedRows
@@ -54,11 +184,18 @@ class Source:
     dtypes: dict[str, str]
     values: Mapping[str, Bits]
     context_size: int
-    digest: str
+
+    @property
+    def digest(self) -> str:
+        return self.rows.selection.dataset.digest
+
+    def native(self, hook: Hook, start: int, stop: int) -> npt.NDArray[Any]:
+        """Values of the rows ``[start, stop)``, one after the other, in NumPy's type."""
+        flat = self.values[hook.name][start:stop].reshape(-1)
+        return flat.view(DTYPES[self.dtypes[hook.name]].native)
 
     @property
     def row_nbytes(self) -> int:
-        """Return the bytes of one row of all hooks."""
         return sum(h.d_model * DTYPES[self.dtypes[h.name]].itemsize for h in self.hooks)
 
 
@@ -67,7 +204,6 @@ class Target:
     """A form of files.
 
     Args:
-        words: what it is, for the help.
         write: writes the files into a folder; returns the sequence of each row for the table of
             rows, None where it has none.
         dtypes: types that it holds; the first stands for those that it does not.
@@ -77,8 +213,7 @@ class Target:
         with_rows: whether the files hold the provenance of their rows themselves.
     """
 
-    words: str
-    write: Callable[[Source, Path], npt.NDArray[np.int64] | None]
+    write: Callable[[ExportSource, Path], npt.NDArray[np.int64] | None]
     dtypes: tuple[str, ...]
     name: Callable[[Hook], str] = field(default=lambda hook: hook.name)
     in_place: bool = False
@@ -87,26 +222,32 @@ class Target:
 
 
 def write_rows(rows: OrderedRows, n_rows: int, sequence: Bits | None, path: Path) -> None:
-    """Write the provenance of the rows that were exported, row i of row i."""
-    writer: pq.ParquetWriter | None = None
-    try:
+    """Row i of the table is of row i of the files."""
+
+    def parts() -> Iterator[pa.Table]:
         for start in range(0, n_rows, 1 << 20):
             stop = min(start + (1 << 20), n_rows)
             table = rows.provenance(start, stop)
             if sequence is not None:
                 table = table.append_column("sequence", pa.array(sequence[start:stop]))
-            writer = writer or pq.ParquetWriter(path, table.schema, compression="zstd")
-            writer.write_table(table)
-    finally:
-        if writer is not None:
-            writer.close()
+            yield table
+
+    _write_tables(path, parts())
 
 
-def _write_memmap(source: Source, folder: Path) -> None:
-    """Do nothing: the values were laid out in the folder."""
+def _write_tables(path: Path, parts: Iterator[pa.Table]) -> None:
+    """Each part becomes one row group; there is at least one."""
+    first = next(parts)
+    with pq.ParquetWriter(path, first.schema, compression="zstd") as writer:
+        for part in chain([first], parts):
+            writer.write_table(part, row_group_size=part.num_rows)
 
 
-def _write_safetensors(source: Source, folder: Path) -> npt.NDArray[np.int64]:
+def _write_memmap(source: ExportSource, folder: Path) -> None:
+    """The values were laid out in the folder."""
+
+
+def _write_safetensors(source: ExportSource, folder: Path) -> npt.NDArray[np.int64]:
     """Write one file per request, as speculators and vLLM's hidden states connector do."""
     kinds = {(hook.d_model, source.dtypes[hook.name]) for hook in source.hooks}
     if len(kinds) > 1:
@@ -131,20 +272,20 @@ def _write_safetensors(source: Source, folder: Path) -> npt.NDArray[np.int64]:
     return np.repeat(np.arange(len(starts) - 1), np.diff(starts))
 
 
-def _stacked(source: Source, start: int, stop: int) -> Iterator[Bits]:
-    """Yield the rows ``[start, stop)`` of all hooks, ``(n, n_hooks, d_model)`` at a time."""
+def _stacked(source: ExportSource, start: int, stop: int) -> Iterator[Bits]:
+    """Rows ``[start, stop)`` of all hooks, ``(n, n_hooks, d_model)`` at a time."""
     for low, high in blocks(stop - start, source.row_nbytes):
         here = slice(start + low, start + high)
         yield np.stack([source.values[hook.name][here] for hook in source.hooks], axis=1)
 
 
 def tlens_name(hook: Hook) -> str:
-    """Return what TransformerLens, and so SAELens, calls a hook."""
+    """What TransformerLens, and so SAELens, calls a hook."""
     streams = ("resid_pre", "resid_mid", "resid_post")
     return f"blocks.{hook.layer}.hook_{hook.kind}" if hook.kind in streams else hook.name
 
 
-def _write_sae_lens(source: Source, folder: Path) -> npt.NDArray[np.int64]:
+def _write_sae_lens(source: ExportSource, folder: Path) -> npt.NDArray[np.int64]:
     """Write a saved Arrow dataset of windows ``(context_size, d_model)``, as SAELens caches it."""
     try:
         import datasets
@@ -153,18 +294,15 @@ def _write_sae_lens(source: Source, folder: Path) -> npt.NDArray[np.int64]:
     size = source.context_size
     n_windows = source.rows.n_rows // size
     features: dict[str, Any] = {
-        tlens_name(hook): datasets.Array2D((size, hook.d_model), source.dtypes[hook.name])
-        for hook in source.hooks
+        tlens_name(h): datasets.Array2D((size, h.d_model), source.dtypes[h.name])
+        for h in source.hooks
     }
     tokens = not any("token_id" in names for names in source.rows.unknown.values())
     if tokens:
         features["token_ids"] = datasets.Sequence(datasets.Value("int32"), length=size)
     schema = datasets.Features(features).arrow_schema
     name = "data-00000-of-00001.arrow"
-    with (
-        pa.OSFile(str(folder / name), "wb") as sink,
-        pa.ipc.new_stream(sink, schema) as writer,
-    ):
+    with pa.OSFile(str(folder / name), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         for start, stop in blocks(n_windows * size, source.row_nbytes, size):
             columns = [_windows(source, hook, schema, start, stop) for hook in source.hooks]
             if tokens:
@@ -173,73 +311,50 @@ def _write_sae_lens(source: Source, folder: Path) -> npt.NDArray[np.int64]:
             writer.write_batch(pa.record_batch(columns, schema=schema))
     info = {"citation": "", "description": "", "homepage": "", "license": ""}
     info["features"] = datasets.Features(features).to_dict()
-    state: dict[str, Any] = {
-        "_data_files": [{"filename": name}], "_fingerprint": source.digest[:16],
-        "_format_columns": None, "_format_kwargs": {}, "_format_type": None,
-        "_output_all_columns": False, "_split": None,
-    }  # fmt: skip
+    state: dict[str, Any] = dict.fromkeys(("_format_columns", "_format_type", "_split"))
+    state |= {"_format_kwargs": {}, "_output_all_columns": False}
+    state |= {"_data_files": [{"filename": name}], "_fingerprint": source.digest[:16]}
     (folder / "dataset_info.json").write_text(json.dumps(info, indent=2))
     (folder / "state.json").write_text(json.dumps(state, indent=2))
     return np.arange(n_windows * size) // size
 
 
-def _windows(source: Source, hook: Hook, schema: pa.Schema, start: int, stop: int) -> pa.Array:
-    """Return the windows of a hook in the storage of ``datasets``' two-dimensional arrays."""
-    dtype, size = source.dtypes[hook.name], source.context_size
-    flat = source.values[hook.name][start:stop].reshape(-1).view(DTYPES[dtype].native)
+def _windows(
+    source: ExportSource, hook: Hook, schema: pa.Schema, start: int, stop: int
+) -> pa.Array:
+    """In the storage of ``datasets``' two-dimensional arrays."""
+    size, flat = source.context_size, source.native(hook, start, stop)
     inner = np.arange(0, len(flat) + 1, hook.d_model, dtype=np.int32)
     outer = np.arange(0, stop - start + 1, size, dtype=np.int32)
-    rows = pa.ListArray.from_arrays(inner, pa.array(flat, _ARROW[dtype]))
+    rows = pa.ListArray.from_arrays(inner, pa.array(flat, _ARROW[source.dtypes[hook.name]]))
     kind = schema.field(tlens_name(hook)).type
     return pa.ExtensionArray.from_storage(kind, pa.ListArray.from_arrays(outer, rows))
 
 
-def _write_parquet(source: Source, folder: Path) -> None:
+def _write_parquet(source: ExportSource, folder: Path) -> None:
     """Write the rows with their provenance, one list per hook and row."""
     (folder / "data").mkdir()
-    path = folder / "data" / "train-00000-of-00001.parquet"
-    writer: pq.ParquetWriter | None = None
-    try:
+
+    def parts() -> Iterator[pa.Table]:
         for start, stop in blocks(source.rows.n_rows, source.row_nbytes):
             table = source.rows.provenance(start, stop)
             for hook in source.hooks:
-                dtype = source.dtypes[hook.name]
-                flat = source.values[hook.name][start:stop].reshape(-1).view(DTYPES[dtype].native)
-                column = pa.FixedSizeListArray.from_arrays(
-                    pa.array(flat, _ARROW[dtype]), hook.d_model
-                )
+                flat = pa.array(source.native(hook, start, stop), _ARROW[source.dtypes[hook.name]])
+                column = pa.FixedSizeListArray.from_arrays(flat, hook.d_model)
                 table = table.append_column(hook.name, column)
-            writer = writer or pq.ParquetWriter(path, table.schema, compression="zstd")
-            writer.write_table(table, row_group_size=max(1, BLOCK_NBYTES // source.row_nbytes))
-    finally:
-        if writer is not None:
-            writer.close()
+            yield table
+
+    _write_tables(folder / "data" / "train-00000-of-00001.parquet", parts())
 
 
-_ALL = ("float32", "float16", "bfloat16")
-_WITHOUT_BFLOAT16 = ("float32", "float16")
-
+_ALL, _WITHOUT_BFLOAT16 = ("float32", "float16", "bfloat16"), ("float32", "float16")
 TARGETS: dict[str, Target] = {
-    "sae-lens": Target(
-        "SAELens' cached activations: a saved Arrow dataset of windows",
-        _write_sae_lens,
-        _WITHOUT_BFLOAT16,
-        tlens_name,
-        windows=True,
-    ),
-    "safetensors": Target(
-        "one file per request, as speculators and vLLM write", _write_safetensors, _ALL
-    ),
-    "memmap": Target("one .npy file per hook, for numpy.load", _write_memmap, _ALL, in_place=True),
-    "parquet": Target(
-        "one Parquet file, for datasets", _write_parquet, _WITHOUT_BFLOAT16, with_rows=True
-    ),
+    "sae-lens": Target(_write_sae_lens, _WITHOUT_BFLOAT16, tlens_name, windows=True),
+    "safetensors": Target(_write_safetensors, _ALL),
+    "memmap": Target(_write_memmap, _ALL, in_place=True),
+    "parquet": Target(_write_parquet, _WITHOUT_BFLOAT16, with_rows=True),
 }
 """What ``actds export --to`` knows."""
-
-
-RECORD_FILE = "actds_export.json"
-_OF_RUNS = ("engine.", "model.", "numerics.", "capture.cast", "tokenizer.")
 
 
 class ExportedHook(BaseModel):
@@ -302,7 +417,7 @@ def export(
 ) -> ExportRecord:
     """Write rows of a dataset as files that another library reads.
 
-    The rows are sorted by run, request and position. Beside the files stands
+    The rows are sorted by run, request and position. Beside the files is
     ``actds_export.json``, which is also what is returned, and ``rows.parquet``, whose line i says
     run, request, position, token_id, phase and step of row i (``parquet`` has these columns
     itself). The folder appears whole or not at all. Files hold the stored values exactly; where a
@@ -336,13 +451,14 @@ def export(
     Spec: 0.1 section 10.3.
     """
     target = _target(to, dtype, context_size)
-    dataset = path if isinstance(path, Dataset) else open_dataset(
-        os.fspath(path),
-        i_accept_unsealed=i_accept_unsealed,
-        i_accept_unprovenanced=i_accept_unprovenanced,
-    )  # fmt: skip
+    if not isinstance(path, Dataset):
+        path = open_dataset(
+            os.fspath(path),
+            i_accept_unsealed=i_accept_unsealed,
+            i_accept_unprovenanced=i_accept_unprovenanced,
+        )
     selection = select(
-        dataset, hooks, phase, where=where, exclude=exclude, split=split, held_out=held_out
+        path, hooks, phase, where=where, exclude=exclude, split=split, held_out=held_out
     )
     warn_where_none(selection.excluded, [selection], stacklevel=2)
     if target.windows and selection.n_kept < context_size:
@@ -350,25 +466,8 @@ def export(
         raise bad("context_size", got, "at most as many rows as are selected")
     with new_folder(os.fspath(out)) as folder:
         source, n_rows = _write(selection, target, dtype, context_size, folder)
-        record = ExportRecord(
-            actds=__version__,
-            to=to,
-            dataset=dataset.catalog.genesis.dataset,
-            digest=dataset.digest,
-            seal=dataset.seal.n if dataset.seal else None,
-            hooks=[_hook(hook, target, source.dtypes) for hook in source.hooks],
-            runs={run: _run(source.rows, run) for run in source.rows.runs},
-            phase=phase,
-            where=None if selection.filter.where is None else selection.filter.where.text,
-            exclude=list(selection.excluded),
-            split=split,
-            held_out=held_out,
-            order=ORDER,
-            n_rows=n_rows,
-            n_left_out=source.rows.n_rows - n_rows,
-            context_size=context_size if target.windows else None,
-            files=_entries(folder),
-        )
+        chosen = {"to": to, "phase": phase, "split": split, "held_out": held_out}
+        record = _record(source, target, n_rows, _entries(folder), chosen)
         (folder / RECORD_FILE).write_text(record.model_dump_json(indent=1) + "\n", "utf-8")
     return record
 
@@ -388,8 +487,7 @@ def _target(to: str, dtype: str | None, context_size: int) -> Target:
 
 def _write(
     selection: Selection, target: Target, dtype: str | None, context_size: int, folder: Path
-) -> tuple[Source, int]:
-    """Write all files but the record; return what was written and how many rows."""
+) -> tuple[ExportSource, int]:
     rows = order_rows(selection)
     hooks = list(selection.hooks)
     dtypes = {
@@ -402,7 +500,7 @@ def _write(
         hook.name: lay_out(rows, hook, scratch / f"{hook.name}.npy", dtypes[hook.name])
         for hook in hooks
     }
-    source = Source(rows, hooks, dtypes, values, context_size, selection.dataset.digest)
+    source = ExportSource(rows, hooks, dtypes, values, context_size)
     sequence = target.write(source, folder)
     if not target.in_place:
         shutil.rmtree(scratch)
@@ -412,13 +510,40 @@ def _write(
     return source, n_rows
 
 
-def _hook(hook: Hook, target: Target, dtypes: dict[str, str]) -> ExportedHook:
-    return ExportedHook(
-        name=hook.name,
-        column=target.name(hook),
-        d_model=hook.d_model,
-        stored=hook.dtype,
-        written=dtypes[hook.name],
+def _record(
+    source: ExportSource,
+    target: Target,
+    n_rows: int,
+    files: list[FileEntry],
+    chosen: dict[str, Any],
+) -> ExportRecord:
+    """What was written, beside the arguments of ``export`` that chose it."""
+    selection = source.rows.selection
+    dataset, where = selection.dataset, selection.filter.where
+    return ExportRecord(
+        actds=__version__,
+        dataset=dataset.catalog.genesis.dataset,
+        digest=source.digest,
+        seal=dataset.seal.n if dataset.seal else None,
+        hooks=[
+            ExportedHook(
+                name=hook.name,
+                column=target.name(hook),
+                d_model=hook.d_model,
+                stored=hook.dtype,
+                written=source.dtypes[hook.name],
+            )
+            for hook in source.hooks
+        ],
+        runs={run: _run(source.rows, run) for run in source.rows.runs},
+        where=None if where is None else where.text,
+        exclude=list(selection.excluded),
+        order=ORDER,
+        n_rows=n_rows,
+        n_left_out=source.rows.n_rows - n_rows,
+        context_size=source.context_size if target.windows else None,
+        files=files,
+        **chosen,
     )
 
 
@@ -437,10 +562,10 @@ def _run(rows: OrderedRows, run: str) -> ExportedRun:
 
 
 def _entries(folder: Path) -> list[FileEntry]:
-    found = []
+    entries = []
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         name = path.relative_to(folder).as_posix()
-        found.append(FileEntry(path=name, nbytes=path.stat().st_size, sha256=sha256))
-    return found
+        entries.append(FileEntry(path=name, nbytes=path.stat().st_size, sha256=sha256))
+    return entries

@@ -13,18 +13,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import ValidationError
 
 from actds.dataset.commit import ShardRows, commit_shard
 from actds.dataset.ledger import Chain
 from actds.errors import ActdsError
 from actds.exchange.apart import open_foreign, reader
-from actds.exchange.blocks import Block, ForeignHook, ForeignSet, own_name
-from actds.exchange.export import RECORD_FILE
-from actds.exchange.rows import BLOCK_NBYTES
-from actds.exchange.tensors import foreign as bad_set
-from actds.exchange.tensors import read_document
+from actds.exchange.containers import foreign as bad_set
+from actds.exchange.containers import read_document
+from actds.exchange.export import BLOCK_NBYTES, RECORD_FILE
+from actds.exchange.foreign import Block, ForeignHook, ForeignSet, own_name
 from actds.format import schema
 from actds.format.arrays import DTYPES
 from actds.format.schema import (
@@ -48,13 +46,9 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Imported:
-    """What was imported.
+    """What was imported, and under which run.
 
     Args:
-        kind: the form of the set.
-        run: the run of the rows.
-        hooks: hooks of the dataset.
-        n_rows: rows.
         n_sequences: sequences of the set, which are the requests of the run.
         unknown: columns of the token table of which the set says nothing.
         left_out: what the set holds beside activations, tokens and positions.
@@ -109,110 +103,103 @@ def import_foreign(
     """
     path = Path(foreign)
     reader.deaths.clear()
-    found = open_foreign(path, kind, dtype)
-    named = _name_hooks(found, hooks, path)
+    opened = open_foreign(path, kind, dtype)
+    named = _name_hooks(opened, hooks, path)
     run = layout.new_id("r")
-    record = _fields(found, path, hooks is not None, named, declare or {})
+    fields = _fields(opened, path, named if hooks is not None else [], declare or {})
     with new_folder(os.fspath(out)) as folder:
         store = LocalStore(folder)
-        software = f"actds {__version__} import"
-        try:
-            genesis = Genesis(
-                dataset=secrets.token_hex(16),
-                created_ns=time.time_ns(),
-                writer=software,
-                hooks=named,
-            )
-        except ValidationError:
-            raise bad_set(path, f"{len(named)} hooks", "as many as a dataset may have") from None
-        store.put_new(layout.GENESIS, [schema.to_bytes(genesis)])
-        chain = Chain.begin(store, genesis.dataset, run, "writer", software)
-        began = RunRecord(
-            dataset=genesis.dataset, run=run, started_ns=genesis.created_ns, fields=record
-        )
-        written = store.put_new(layout.run_path(run), [schema.to_bytes(began)])
-        chain.append("run", RunBody(run=run, sha256=written.sha256))
+        chain = _begin(store, run, named, fields, path)
         n_rows, n_sequences = 0, 0
-        for number, (rows, last) in enumerate(_shards(found, named)):
+        for number, (rows, last) in enumerate(_shards(opened, named)):
             shard = f"{run}-{number:06d}"
             commit_shard(store, chain, rows, shard=shard, run=run, order="permuted", seed=number)
             n_rows, n_sequences = n_rows + len(rows.tokens["request"]), last + 1
             progress(n_rows)
-        if not n_rows or n_rows != found.n_rows:
-            got, expected = f"{n_rows} rows", f"{found.n_rows}, as when it was opened"
-            raise bad_set(path, got if n_rows else "no row", expected if n_rows else "activations")
-        totals = {"rows": n_rows, "dropped_tokens": 0, "recomputed_tokens": 0}
-        chain.close("finished", totals)
+        if not n_rows:
+            raise bad_set(path, "no row", "activations")
+        if n_rows != opened.n_rows:
+            raise bad_set(path, f"{n_rows} rows", f"{opened.n_rows}, as when it was opened")
+        chain.close("finished", {"rows": n_rows, "dropped_tokens": 0, "recomputed_tokens": 0})
     return Imported(
-        kind=found.kind,
+        kind=opened.kind,
         run=run,
         hooks=[hook.name for hook in named],
         n_rows=n_rows,
         n_sequences=n_sequences,
-        unknown=list(found.unknown),
-        left_out=list(found.left_out),
+        unknown=list(opened.unknown),
+        left_out=list(opened.left_out),
     )
 
 
-def _name_hooks(found: ForeignSet, given: str | Sequence[str] | None, path: Path) -> list[Hook]:
-    """Return the hooks as the caller names them, or as the set does."""
+def _begin(
+    store: LocalStore, run: str, hooks: list[Hook], fields: dict[str, ProvenanceField], path: Path
+) -> Chain:
+    """Write genesis and run record; return the chain that names them."""
+    software, dataset, now = f"actds {__version__} import", secrets.token_hex(16), time.time_ns()
+    try:
+        genesis = Genesis(dataset=dataset, created_ns=now, writer=software, hooks=hooks)
+    except ValidationError:
+        raise bad_set(path, f"{len(hooks)} hooks", "as many as a dataset may have") from None
+    store.put_new(layout.GENESIS, [schema.to_bytes(genesis)])
+    chain = Chain.begin(store, dataset, run, "writer", software)
+    record = RunRecord(dataset=dataset, run=run, started_ns=now, fields=fields)
+    written = store.put_new(layout.run_path(run), [schema.to_bytes(record)])
+    chain.append("run", RunBody(run=run, sha256=written.sha256))
+    return chain
+
+
+def _name_hooks(opened: ForeignSet, given: str | Sequence[str] | None, path: Path) -> list[Hook]:
+    step = 'Name each with hooks="KIND.LAYER", in the order of the set.'
     if given is None:
-        called = [own_name(hook) for hook in found.hooks]
+        called = [own_name(hook) for hook in opened.hooks]
     else:
         called = [given] if isinstance(given, str) else list(given)
-    if len(called) != len(found.hooks):
-        raise ActdsError(
-            "E007", str(path), got=f"{len(called)} names", expected=f"{len(found.hooks)} hooks",
-            next_step='Name each with hooks="KIND.LAYER", in the order of the set.',
-        )  # fmt: skip
+    if len(called) != len(opened.hooks):
+        got, expected = f"{len(called)} names", f"{len(opened.hooks)} hooks"
+        raise ActdsError("E007", str(path), got=got, expected=expected, next_step=step)
     hooks = []
-    for name, one in zip(called, found.hooks, strict=True):
-        hook = named_hook(name, one)
+    for name, place in zip(called, opened.hooks, strict=True):
+        hook = named_hook(name, place)
         if hook is None:
             got = f"the hook {name!r}" if name else "a hook without a name"
-            raise ActdsError(
-                "E007", str(path), got=got, expected="KIND.LAYER, for example resid_post.10",
-                next_step='Say with hooks="KIND.LAYER" which place of the model the rows are of.',
-            )  # fmt: skip
+            expected = "KIND.LAYER, for example resid_post.10"
+            step = 'Say with hooks="KIND.LAYER" which place of the model the rows are of.'
+            raise ActdsError("E007", str(path), got=got, expected=expected, next_step=step)
         hooks.append(hook)
     if len({hook.name for hook in hooks}) < len(hooks):
         raise ActdsError("E007", str(path), got=", ".join(called), expected="different hooks")
     return hooks
 
 
-def named_hook(name: str, one: ForeignHook) -> Hook | None:
-    """Return a hook under a name ``KIND.LAYER``; None where the name is none."""
+def named_hook(name: str, place: ForeignHook) -> Hook | None:
+    """None where the name is not ``KIND.LAYER``."""
     match = _OWN.fullmatch(name)
     if match is None:
         return None
+    facts = {"name": name, "kind": match[1], "layer": int(match[2])}
     try:
-        return Hook(
-            name=name,
-            kind=match[1],
-            layer=int(match[2]),
-            d_model=one.d_model,
-            dtype=one.dtype,  # type: ignore[arg-type]  # one of the format's
-        )
+        return Hook.model_validate({**facts, "d_model": place.d_model, "dtype": place.dtype})
     except ValidationError:
         return None
 
 
-def _shards(found: ForeignSet, hooks: list[Hook]) -> Iterator[tuple[ShardRows, int]]:
-    """Yield the rows of shards of bounded size, each with the number of its last sequence."""
+def _shards(opened: ForeignSet, hooks: list[Hook]) -> Iterator[tuple[ShardRows, int]]:
+    """Rows of shards of bounded size, each with the number of its last sequence."""
     row_nbytes = sum(hook.d_model * DTYPES[hook.dtype].itemsize for hook in hooks)
     most = max(1, BLOCK_NBYTES // row_nbytes)
-    held: list[Block] = []
-    n_held = 0
-    for block in found.blocks():
+    pieces: list[Block] = []
+    n_rows = 0
+    for block in opened.blocks():
         for start in range(0, len(block.position), most):
             piece = _slice(block, start, start + most)
-            if n_held + len(piece.position) > most:
-                yield _joined(held, hooks), held[-1].sequence
-                held, n_held = [], 0
-            held.append(piece)
-            n_held += len(piece.position)
-    if held:
-        yield _joined(held, hooks), held[-1].sequence
+            if n_rows + len(piece.position) > most:
+                yield _joined(pieces, hooks), pieces[-1].sequence
+                pieces, n_rows = [], 0
+            pieces.append(piece)
+            n_rows += len(piece.position)
+    if pieces:
+        yield _joined(pieces, hooks), pieces[-1].sequence
 
 
 def _slice(block: Block, start: int, stop: int) -> Block:
@@ -221,24 +208,18 @@ def _slice(block: Block, start: int, stop: int) -> Block:
     return Block(block.sequence, block.position[start:stop], ids, bits)
 
 
-def _joined(held: list[Block], hooks: list[Hook]) -> ShardRows:
-    lengths = [len(block.position) for block in held]
-    n_rows = sum(lengths)
-    nothing = {
-        "token_id": np.uint32, "step": np.uint64, "attempt": np.uint16, "chunk": np.uint32,
-        "flags": np.uint16,
-    }  # fmt: skip
-    tokens: dict[str, npt.NDArray[Any]] = {n: np.zeros(n_rows, t) for n, t in nothing.items()}
-    tokens["request"] = np.repeat([block.sequence for block in held], lengths).astype(np.uint32)
-    tokens["position"] = np.concatenate([block.position for block in held]).astype(np.uint32)
-    ids = [block.token_ids for block in held if block.token_ids is not None]
+def _joined(pieces: list[Block], hooks: list[Hook]) -> ShardRows:
+    lengths = [len(block.position) for block in pieces]
+    columns = {"token_id": "u4", "step": "u8", "attempt": "u2", "chunk": "u4", "flags": "u2"}
+    tokens = {name: np.zeros(sum(lengths), dtype) for name, dtype in columns.items()}
+    tokens["request"] = np.repeat([block.sequence for block in pieces], lengths).astype("u4")
+    tokens["position"] = np.concatenate([block.position for block in pieces]).astype("u4")
+    ids = [block.token_ids for block in pieces if block.token_ids is not None]
     if ids:
-        tokens["token_id"] = np.concatenate(ids).astype(np.uint32)
+        tokens["token_id"] = np.concatenate(ids).astype("u4")
+    bits = {h.name: np.concatenate([b.bits[n] for b in pieces]) for n, h in enumerate(hooks)}
     return ShardRows(
-        hooks={
-            hook.name: np.concatenate([block.bits[n] for block in held])
-            for n, hook in enumerate(hooks)
-        },
+        hooks=bits,
         dtypes={hook.name: hook.dtype for hook in hooks},
         tokens=tokens,
         phase="prefill",
@@ -248,52 +229,43 @@ def _joined(held: list[Block], hooks: list[Hook]) -> ShardRows:
 
 
 def _fields(
-    found: ForeignSet, path: Path, hooks_given: bool, hooks: list[Hook], declare: Mapping[str, Any]
+    opened: ForeignSet, path: Path, named: list[Hook], declare: Mapping[str, Any]
 ) -> dict[str, ProvenanceField]:
-    """Return the fields of the run record: all unknown but for what is seen and declared."""
-    reason = f"imported from a set ({found.kind}) that does not say it"
-    fields = {
-        name: ProvenanceField(value=None, origin="unknown", reason=reason)
-        for name in REQUIRED_PROVENANCE
-    }
+    """All unknown but for what is seen and declared; the caller ``named`` these hooks."""
+    reason = f"imported from a set ({opened.kind}) that does not say it"
+    unknown = ProvenanceField(value=None, origin="unknown", reason=reason)
+    fields = dict.fromkeys(REQUIRED_PROVENANCE, unknown)
     observed: dict[str, Any] = {
         "capture.order": "permuted",
-        "import.kind": found.kind,
+        "import.kind": opened.kind,
         "import.source": storable(path.absolute().name),
-        "import.sha256": _digest(found.files),
-        "import.n_files": len(found.files),
-        "import.left_out": list(found.left_out),
-        UNKNOWN_FIELD: list(found.unknown),
+        "import.sha256": _digest(opened.files),
+        "import.n_files": len(opened.files),
+        "import.left_out": list(opened.left_out),
+        "import.hooks_called": [hook.called or "none" for hook in opened.hooks],
+        UNKNOWN_FIELD: list(opened.unknown),
     }
     exported = (path if path.is_dir() else path.parent) / RECORD_FILE
-    if exported.is_file():
-        digest = read_document(exported).get("digest")
-        declare = {"import.dataset_digest": digest, **declare} if digest else declare
-    called = [hook.called or "none" for hook in found.hooks]
-    observed["import.hooks_called"] = called
-    if hooks_given:
-        declare = {"import.hooks": [hook.name for hook in hooks], **declare}
-    origins: tuple[tuple[Literal["observed", "declared"], Mapping[str, Any]], ...] = (
-        ("observed", observed),
-        ("declared", declare),
-    )
-    for origin, facts in origins:
-        for name, value in facts.items():
-            known = name in REQUIRED_PROVENANCE or name.startswith("import.")
-            try:
-                if not known:
-                    raise ValueError(name)
-                fields[name] = ProvenanceField(value=value, origin=origin, reason=None)
-            except (ValidationError, ValueError):
-                raise ActdsError(
-                    "E009", "declare", got=f"{name} = {value!r}"[:200],
-                    expected="a name of the run record, and a boolean, integer or string",
-                ) from None  # fmt: skip
+    if exported.is_file() and (digest := read_document(exported).get("digest")):
+        declare = {"import.dataset_digest": digest, **declare}
+    if named:
+        declare = {"import.hooks": [hook.name for hook in named], **declare}
+    for name, value in (*observed.items(), *declare.items()):
+        origin = "observed" if name in observed and name not in declare else "declared"
+        try:
+            if name not in REQUIRED_PROVENANCE and not name.startswith("import."):
+                raise ValueError(name)
+            facts = {"value": value, "origin": origin, "reason": None}
+            fields[name] = ProvenanceField.model_validate(facts)
+        except ValueError:
+            got = f"{name} = {value!r}"[:200]
+            expected = "a name of the run record, and a boolean, integer or string"
+            raise ActdsError("E009", "declare", got=got, expected=expected) from None
     return fields
 
 
 def _digest(files: list[Path]) -> str:
-    """Return the SHA-256 over the sorted ``name sha256`` lines of files, as of model weights."""
+    """SHA-256 over the sorted ``name sha256`` lines of files, as of model weights."""
     lines = []
     for path in files:
         with path.open("rb") as file:

@@ -347,7 +347,7 @@ def _keep(path: Path, values: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _save(path, values)
     except OSError as error:
-        warnings.warn(f"statistics are not kept in {path}: {error}", UserWarning, stacklevel=4)
+        warnings.warn(f"statistics are not stored in {path}: {error}", UserWarning, stacklevel=4)
 
 
 def _save(path: Path, values: dict[str, Any]) -> None:

@@ -65,14 +65,14 @@ class TablesApart:
             ActdsError: as ``tables.from_parquet``; E206 also for a file that ends its parser, that
                 makes the dataset's tables too large, or that comes after three such files.
         """
-        held = self._nbytes.get(place, 0)
-        limit = self._room - self._total + held
+        nbytes_before = self._nbytes.get(place, 0)
+        limit = self._room - self._total + nbytes_before
         from actds.format import tables  # the other process has no need of it
 
         words = {"place": place, "columns": columns, "kept": kept, "limit": limit}
         nbytes, table = _read(data, words, tables.bare_schema(name))
-        self._nbytes[place] = max(held, nbytes)
-        self._total += self._nbytes[place] - held
+        self._nbytes[place] = max(nbytes_before, nbytes)
+        self._total += self._nbytes[place] - nbytes_before
         return table
 
 

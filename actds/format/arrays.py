@@ -251,10 +251,10 @@ def parse_metadata(data: bytes, place: str) -> Layout:
 def _first_difference(got: dict[str, Any], expected: dict[str, Any]) -> tuple[str, str]:
     for key in sorted(got.keys() | expected.keys()):
         if key not in got or key not in expected or got[key] != expected[key]:
-            found, wanted = (
+            has, wanted = (
                 json.dumps(side[key])[:400] if key in side else "absent" for side in (got, expected)
             )
-            return f"{key} {found}", f"{key} {wanted}"
+            return f"{key} {has}", f"{key} {wanted}"
     raise AssertionError("the documents are equal")
 
 
@@ -560,8 +560,8 @@ class ArrayReader:
         if data_nbytes < self.n_chunks * (_FRAME_OVERHEAD_NBYTES + _CRC_NBYTES):
             raise self._damaged(f"{size} bytes", f"room for {self.n_chunks} chunks and an index")
         if self.nbytes > _MIN_DECODED_NBYTES + _MAX_RATIO * size:
-            found = f"{self.nbytes} bytes of rows in a file of {size}"
-            raise self._damaged(found, f"at most {_MAX_RATIO} for one")
+            decoded = f"{self.nbytes} bytes of rows in a file of {size}"
+            raise self._damaged(decoded, f"at most {_MAX_RATIO} for one")
         tail = self._pread(data_nbytes, index_nbytes + _CRC_NBYTES)
         index, got, expected = _checksums(tail)
         if got != expected:

@@ -149,7 +149,7 @@ def _counts(rows: Bits, kind: DType, tops: Bytes | None) -> tuple[int, int, int]
     of_rows = (rows & kind.magnitude).max(axis=1)
     # A NaN is larger than infinity: bits of the mantissa are set.
     of_values = of_rows >= kind.exponent, of_rows == 0, of_rows == kind.exponent
-    not_finite, zero, infinite = (int(which.sum()) for which in of_values)
+    not_finite, zero, infinite = (int(chosen.sum()) for chosen in of_values)
     return not_finite, zero, infinite
 
 

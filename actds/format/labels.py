@@ -39,15 +39,15 @@ def parse_labels(text: str, place: str) -> dict[str, Label]:
     Raises:
         ActdsError: E102 no canonical JSON; E103 no labels.
     """
-    found = canonical.parse(f"{text}\n".encode(), place)
-    if not isinstance(found, dict) or not 1 <= len(found) <= MAX_LABELS:
+    parsed = canonical.parse(f"{text}\n".encode(), place)
+    if not isinstance(parsed, dict) or not 1 <= len(parsed) <= MAX_LABELS:
         raise ActdsError("E103", place, got=text[:80], expected=_EXPECTED)
-    for name, value in found.items():
+    for name, value in parsed.items():
         is_label = isinstance(value, str | int) and len(str(value)) <= MAX_LENGTH
         if not is_label or not 1 <= len(name) <= MAX_LENGTH:
             got = f"{name!r:.80}: {value!r:.80}"
             raise ActdsError("E103", place, got=got, expected=_EXPECTED)
-    return found
+    return parsed
 
 
 def label_text(value: Label) -> str:
@@ -74,14 +74,14 @@ def label_table(column: pa.ChunkedArray) -> dict[str, pa.DictionaryArray]:
     texts = pc.dictionary_encode(column).unify_dictionaries().combine_chunks()
     each = [parse_labels(text, "labels") for text in texts.dictionary.to_pylist()]
     at = texts.indices.fill_null(len(each)).to_numpy()
-    found = {}
+    columns = {}
     for name in sorted({name for labels in each for name in labels}):
         values = [_as_json(labels, name) for labels in each] + [None]
         codes = pc.dictionary_encode(pa.array(values, pa.string()))
-        found[name] = pa.DictionaryArray.from_arrays(
+        columns[name] = pa.DictionaryArray.from_arrays(
             codes.indices.take(pa.array(at)), codes.dictionary
         )
-    return found
+    return columns
 
 
 def _as_json(labels: Mapping[str, Label], name: str) -> str | None:

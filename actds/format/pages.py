@@ -61,16 +61,16 @@ class _Reader:
     def struct(self, depth: int) -> Struct:
         if depth > _MAX_DEPTH:
             raise ThriftError(f"more than {_MAX_DEPTH} structs inside one another")
-        found: Struct = {}
+        fields: Struct = {}
         number = 0
         while head := self.byte():
             number = number + (head >> 4) if head >> 4 else self.integer()
-            if number in found:
+            if number in fields:
                 raise ThriftError(f"field {number} twice")
             kind = head & 15
             # Most values are integers: a footer has hundreds, and is read for each small table.
-            found[number] = self.integer() if kind in _INTEGERS else self.value(kind, depth)
-        return found
+            fields[number] = self.integer() if kind in _INTEGERS else self.value(kind, depth)
+        return fields
 
     def value(self, kind: int, depth: int) -> Any:
         if kind in _INTEGERS:
@@ -255,20 +255,20 @@ def check_statistics(footer: Footer, table: pa.Table, place: str) -> None:
                 _check_column(group[name], column[12], f"{place} {name}")
 
 
-def _check_column(values: pa.ChunkedArray, told: Struct, place: str) -> None:
-    nulls = told.get(3)
+def _check_column(values: pa.ChunkedArray, footer: Struct, place: str) -> None:
+    nulls = footer.get(3)
     is_list = pa.types.is_list(values.type)
     if nulls is not None and not is_list and nulls != values.null_count:
         _lie(place, f"null_count {nulls}", f"{values.null_count}")
     # The old pair of fields has the order of signed numbers, and stands beside the new pair.
     for old, new, what in ((1, 5, "max"), (2, 6, "min")):
-        if old in told and told[old] != told.get(new, told[old]):
+        if old in footer and footer[old] != footer.get(new, footer[old]):
             _lie(place, f"two values of {what}", "one")
     flat = pc.list_flatten(values) if is_list else values
     kind = flat.type
     bounds = pc.min_max(flat.cast(pa.binary()) if pa.types.is_string(kind) else flat).as_py()
     for new, old, exact, what in ((5, 1, 7, "max"), (6, 2, 8, "min")):
-        raw = told.get(new, told.get(old))
+        raw = footer.get(new, footer.get(old))
         real = bounds[what]
         if raw is None or real is None or real != real:
             continue
@@ -276,7 +276,7 @@ def _check_column(values: pa.ChunkedArray, told: Struct, place: str) -> None:
         if claimed is None:
             _lie(place, f"{what} of {len(raw)} bytes", f"a value of {kind}")
         wide = claimed >= real if what == "max" else claimed <= real
-        if not wide or (told.get(exact) is True and claimed != real):
+        if not wide or (footer.get(exact) is True and claimed != real):
             _lie(place, f"{what} {claimed!r:.60}", f"{real!r:.60}, of the values")
 
 

@@ -81,13 +81,13 @@ class Intervals:
         """
         low = np.searchsorted(self.stop, start, side="right")
         n = np.maximum(np.searchsorted(self.start, stop, side="left") - low, 0)
-        which: Ints = np.repeat(np.arange(len(start)), n)
-        nth = np.arange(len(which)) - np.repeat(np.cumsum(n) - n, n)
-        at = low[which] + nth
+        of_range: Ints = np.repeat(np.arange(len(start)), n)
+        nth = np.arange(len(of_range)) - np.repeat(np.cumsum(n) - n, n)
+        at = low[of_range] + nth
         return (
-            which,
-            np.maximum(self.start[at], start[which]),
-            np.minimum(self.stop[at], stop[which]),
+            of_range,
+            np.maximum(self.start[at], start[of_range]),
+            np.minimum(self.stop[at], stop[of_range]),
         )
 
 
@@ -162,8 +162,8 @@ def difference(left: Intervals, right: Intervals) -> Intervals:
     if np.array_equal(left.start, right.start) and np.array_equal(left.stop, right.stop):
         return Intervals(left.start[:0], left.stop[:0])
     points = breakpoints(left.start, left.stop, right.start, right.stop)
-    held = depth(left.start, left.stop, points) > 0
-    return select(points, held & (depth(right.start, right.stop, points) == 0))
+    covered = depth(left.start, left.stop, points) > 0
+    return select(points, covered & (depth(right.start, right.stop, points) == 0))
 
 
 class Index:
@@ -191,16 +191,16 @@ class Index:
 
     def of(self, numbers: npt.NDArray[np.integer]) -> Ints:
         """Return the place of each number, -1 where it is not in the list."""
-        asked = numbers.astype(np.int64)
+        values = numbers.astype(np.int64)
         if not len(self._values):
-            return np.full(len(asked), -1, np.int64)
+            return np.full(len(values), -1, np.int64)
         if self._span == len(self._values):  # no hole at all
-            at: Ints = asked - self._low
+            at: Ints = values - self._low
             at[(at < 0) | (at >= self._span)] = -1
             return at
         if self._table is not None:
-            at = asked - self._low
+            at = values - self._low
             inside = (at >= 0) & (at < self._span)
             return np.where(inside, self._table[np.where(inside, at, 0)], -1).astype(np.int64)
-        at = np.minimum(np.searchsorted(self._values, asked), len(self._values) - 1)
-        return np.where(self._values[at] == asked, at, -1).astype(np.int64)
+        at = np.minimum(np.searchsorted(self._values, values), len(self._values) - 1)
+        return np.where(self._values[at] == values, at, -1).astype(np.int64)

@@ -64,11 +64,11 @@ class RowWeights:
         Raises:
             ActdsError: E018 when the file has changed since it was checked.
         """
-        found: dict[str, Weights] = {}
+        files: dict[str, Weights] = {}
         with _parquet(self.path) as file:
             if not np.array_equal(_groups(file), self.groups):
                 raise _bad(self.path, "another file than before", "the file that was checked")
-            group, held = -1, np.empty(0, np.float32)
+            group, loaded = -1, np.empty(0, np.float32)
             for shard in sorted(shards):
                 weights, at = np.empty(self.n_rows[shard], np.float32), 0
                 while at < len(weights):
@@ -76,12 +76,12 @@ class RowWeights:
                     wanted = int(np.searchsorted(self.groups, row, side="right")) - 1
                     if wanted != group:
                         table = file.read_row_group(wanted, columns=["weight"])
-                        group, held = wanted, _values(self.path, table["weight"])
-                    part = held[row - self.groups[group] :][: len(weights) - at]
+                        group, loaded = wanted, _values(self.path, table["weight"])
+                    part = loaded[row - self.groups[group] :][: len(weights) - at]
                     weights[at : at + len(part)] = part
                     at += len(part)
-                found[shard] = weights
-        return found
+                files[shard] = weights
+        return files
 
 
 def read_row_weights(

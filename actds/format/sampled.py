@@ -23,8 +23,8 @@ class Sampled:
         key = position_key(table["request"], table["position"])
         order = np.argsort(key, kind="stable")
         self._key = key[order]
-        others = [name for name in table.column_names if name not in ("request", "position")]
-        self._lines = table.select(others).combine_chunks().take(pa.array(order))
+        columns = [name for name in table.column_names if name not in ("request", "position")]
+        self._lines = table.select(columns).combine_chunks().take(pa.array(order))
 
     def __len__(self) -> int:
         return len(self._key)

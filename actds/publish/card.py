@@ -1,4 +1,8 @@
-"""The card of a dataset: README.md with front matter that hubs preview, and croissant.json."""
+"""The card of a dataset: README.md with front matter that hubs preview, and croissant.json.
+
+https://docs.mlcommons.org/croissant/docs/croissant-spec.html, version 1.0: the files with their
+digests, and the tables as record sets.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,126 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 
 from actds.dataset.info import Facts, describe, missing, odd_values
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError, Finding
 from actds.format import canonical
-from actds.format.schema import REQUIRED_PROVENANCE
-from actds.format.tables import DISPOSITIONS
-from actds.publish.croissant import croissant
+from actds.format.schema import REQUIRED_PROVENANCE, FileEntry
+from actds.format.tables import DISPOSITIONS, SCHEMAS
 from actds.publish.methods import methods
 from actds.store import layout, open_store
 from actds.text import counted, format_nbytes, printable, share
+
+_CONTEXT: dict[str, Any] = {
+    "@language": "en",
+    "@vocab": "https://schema.org/",
+    "sc": "https://schema.org/",
+    "cr": "http://mlcommons.org/croissant/",
+    "rai": "http://mlcommons.org/croissant/RAI/",
+    "dct": "http://purl.org/dc/terms/",
+    "conformsTo": "dct:conformsTo",
+    "data": {"@id": "cr:data", "@type": "@json"},
+    "dataType": {"@id": "cr:dataType", "@type": "@vocab"},
+    "examples": {"@id": "cr:examples", "@type": "@json"},
+} | {
+    name: f"cr:{name}"
+    for name in (
+        *("citeAs", "column", "equivalentProperty", "extract", "field", "fileObject", "fileSet"),
+        *("fileProperty", "format", "includes", "isLiveDataset", "jsonPath", "key", "md5"),
+        *("parentField", "path", "recordSet", "references", "regex", "repeated", "replace"),
+        *("samplingRate", "separator", "source", "subField", "transform"),
+    )
+}
+_PARQUET = "application/x-parquet"
+
+
+def croissant(
+    catalog: Catalog, name: str, description: str, licence: str, tables: Mapping[str, list[str]]
+) -> bytes:
+    """Return ``croissant.json`` of a sealed dataset."""
+    seal = catalog.seal
+    n, sealed_ns = (0, catalog.genesis.created_ns) if seal is None else (seal.n, seal.sealed_ns)
+    entries = sorted(catalog.files.items())
+    document = {
+        "@context": _CONTEXT,
+        "@type": "sc:Dataset",
+        "conformsTo": "http://mlcommons.org/croissant/1.0",
+        "name": name,
+        "description": description,
+        "license": licence,
+        "version": f"{n}.0.0",
+        "datePublished": _date(sealed_ns),
+        # zarr's own metadata is pinned by the manifests; listed, it would be most of the list.
+        "distribution": [
+            *(_file(path, entry) for path, entry in entries if not path.endswith("zarr.json")),
+            *(_file_set(table, includes) for table, includes in tables.items()),
+        ],
+        "recordSet": [
+            {"@type": "cr:RecordSet", "@id": table, "name": table, "field": list(_fields(table))}
+            for table in tables
+        ],
+    }
+    return (json.dumps(document, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
+
+
+def _date(time_ns: int) -> str:
+    try:
+        return datetime.fromtimestamp(time_ns // 10**9, UTC).strftime("%Y-%m-%d")
+    except (OverflowError, ValueError):
+        return "1970-01-01"
+
+
+def _file(path: str, entry: FileEntry) -> dict[str, Any]:
+    return {
+        "@type": "cr:FileObject",
+        "@id": path,
+        "name": path,
+        "contentUrl": path,
+        "contentSize": f"{entry.nbytes} B",
+        "encodingFormat": _PARQUET if path.endswith(".parquet") else "application/octet-stream",
+        "sha256": entry.sha256,
+    }
+
+
+def _file_set(table: str, includes: list[str]) -> dict[str, Any]:
+    return {
+        "@type": "cr:FileSet",
+        "@id": f"{table}-files",
+        "name": f"{table}-files",
+        "encodingFormat": _PARQUET,
+        "includes": includes,
+    }
+
+
+def _fields(table: Any) -> Iterator[dict[str, Any]]:
+    for column in SCHEMAS[table]:
+        repeated = pa.types.is_list(column.type)
+        yield {
+            "@type": "cr:Field",
+            "@id": f"{table}/{column.name}",
+            "name": column.name,
+            "description": (column.metadata or {}).get(b"meaning", b"").decode(),
+            "dataType": _data_type(column.type.value_type if repeated else column.type),
+            **({"repeated": True} if repeated else {}),
+            "source": {"fileSet": {"@id": f"{table}-files"}, "extract": {"column": column.name}},
+        }
+
+
+def _data_type(kind: pa.DataType) -> str:
+    if pa.types.is_integer(kind):
+        return "sc:Integer"
+    if pa.types.is_floating(kind):
+        return "sc:Float"
+    return "sc:Boolean" if pa.types.is_boolean(kind) else "sc:Text"
+
 
 UNKNOWN = "unknown"
 """The licence of a dataset whose owner did not name one."""
@@ -34,49 +143,32 @@ _VERDICT = re.compile(
 """What a card says of an audit: the answer, and a line for every place."""
 _LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]{0,63}")
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>()#+!|~$&])")
-_SIZES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B",
-          "1B<n<10B", "10B<n<100B", "100B<n<1T", "n>1T")  # fmt: skip
-_PARTS = ("requests", "steps", "spans", "roles", "origins", "sampled", "drops", "stalls",
-          "occupancy", "readouts", "canary")  # fmt: skip
-_SUMMARY = (
-    "model.name",
-    "model.architecture",
-    "model.weights_sha256",
-    "tokenizer.sha256",
-    "engine.name",
-    "engine.version",
-    "serving.mode",
-    "serving.prefix_caching",
-    "serving.chunked_prefill",
-    "capture.method",
-    "capture.overflow_policy",
-)
-_NUMERICS = (
-    "numerics.dtype",
-    "model.quantization",
-    "capture.cast",
-    "numerics.kv_cache_dtype",
-    "numerics.attention_backend",
-    "numerics.device",
-    "numerics.matmul_precision",
-    "numerics.deterministic",
-    "numerics.batch_invariant",
-    "numerics.tf32",
-    "numerics.reduced_precision_reduction",
-    "numerics.threads",
-    "numerics.split_kv",
-    "numerics.all_reduce",
-    "numerics.compiler_passes",
-    "serving.enforce_eager",
-    "serving.tensor_parallel",
-    "sampling.temperature",
-    "sampling.seed",
-)
+_SIZES = [
+    *("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B"),
+    *("1B<n<10B", "10B<n<100B", "100B<n<1T", "n>1T"),
+]
+_PARTS = [
+    *("requests", "steps", "spans", "roles", "origins", "sampled", "drops", "stalls"),
+    *("occupancy", "readouts", "canary"),
+]
+_SUMMARY = [
+    *("model.name", "model.architecture", "model.weights_sha256", "tokenizer.sha256"),
+    *("engine.name", "engine.version", "serving.mode", "serving.prefix_caching"),
+    *("serving.chunked_prefill", "capture.method", "capture.overflow_policy"),
+]
+_NUMERICS = [
+    *("numerics.dtype", "model.quantization", "capture.cast", "numerics.kv_cache_dtype"),
+    *("numerics.attention_backend", "numerics.device", "numerics.matmul_precision"),
+    *("numerics.deterministic", "numerics.batch_invariant", "numerics.tf32"),
+    *("numerics.reduced_precision_reduction", "numerics.threads", "numerics.split_kv"),
+    *("numerics.all_reduce", "numerics.compiler_passes", "serving.enforce_eager"),
+    *("serving.tensor_parallel", "sampling.temperature", "sampling.seed"),
+]
 
 
 @dataclass(frozen=True)
 class AuditVerdict:
-    """What an audit concluded, as its JSON says it: the answer, and a line for every place."""
+    """What an audit's JSON says: the answer, and a line for every place."""
 
     level: str
     sentence: str
@@ -107,33 +199,21 @@ class _Audit(BaseModel):
 
 
 def read_verdict(file: str | os.PathLike[str], digest: str) -> AuditVerdict:
-    """Return the verdict of an audit of the dataset with this digest.
-
-    Args:
-        file: what ``actds audit --json`` wrote.
-        digest: digest of the dataset.
-
-    Raises:
-        ActdsError: E009 when it cannot be read, or is of another dataset or another seal.
-    """
+    """Return the verdict of an audit of the dataset with this digest."""
     place = f"audit {os.fspath(file)}"
     try:
-        found = _Audit.model_validate_json(canonical.read_bounded(Path(file)))
+        audit = _Audit.model_validate_json(canonical.read_bounded(Path(file)))
     except (OSError, ValidationError) as error:
         got = (error.strerror or "?") if isinstance(error, OSError) else "another document"
         raise ActdsError("E009", place, got=got, expected="what actds audit --json wrote") from None
-    if (found.format, found.digest) != ("actds.audit", digest):
-        raise ActdsError(
-            "E009",
-            place,
-            got=f"{found.format} of digest {found.digest}"[:200],
-            expected=f"actds.audit of {digest}",
-            next_step="Audit the dataset as it is now: actds audit PATH --json FILE.",
-        )
-    answer = found.answer
+    if (audit.format, audit.digest) != ("actds.audit", digest):
+        got, expected = f"{audit.format} of digest {audit.digest}"[:200], f"actds.audit of {digest}"
+        step = "Audit the dataset as it is now: actds audit PATH --json FILE."
+        raise ActdsError("E009", place, got=got, expected=expected, next_step=step)
+    answer = audit.answer
     lines = [
-        f"{one.name}: {one.level}{' (accepted)' if one.accepted else ''}, {one.headline}"
-        for one in found.places
+        f"{at.name}: {at.level}{' (accepted)' if at.accepted else ''}, {at.headline}"
+        for at in audit.places
     ]
     if answer.load is not None:
         lines.append(f"load it like this: {answer.load}")
@@ -173,19 +253,7 @@ def put_card(
     licence: str = UNKNOWN,
     verdict: AuditVerdict | None = None,
 ) -> None:
-    """Write the card of a sealed dataset over an older one.
-
-    Args:
-        catalog: the dataset.
-        names: which of README.md and croissant.json.
-        licence: identifier of the licence.
-        verdict: what an audit concluded.
-
-    Raises:
-        ActdsError: E009 a bad licence; E503 when the disk refuses.
-
-    Spec: 0.1 section 2.4.
-    """
+    """Write the card of a sealed dataset over an older one."""
     facts = _facts(catalog)
     tables = table_files(catalog)
     text = card_text(facts, tables, licence, verdict)
@@ -206,69 +274,52 @@ def compare_card(catalog: Catalog) -> Iterator[Finding]:
 
     Licence and verdict of an audit are the owner's to choose, and are taken as they stand there.
 
-    Args:
-        catalog: the dataset, sealed.
-
     Raises:
         ActdsError: E102 a file of more than 16 MiB; E107 no regular file; a table cannot be read.
 
     Spec: 0.1 section 2.4.
     """
-    there = {
+    texts = {
         name: catalog.store.read(name, _MAX_NBYTES).decode("utf-8", "replace")
         for name in layout.DERIVED
         if catalog.store.exists(name)
     }
-    if not there:
+    if not texts:
         return
     facts, tables = _facts(catalog), table_files(catalog)
-    if layout.CARD in there:
-        found = re.search(r"^license: (.*)$", there[layout.CARD], re.MULTILINE)
-        licence = _licence(found[1] if found else None)
-        got = _VERDICT.sub(f"## Audit\n\n{_NO_AUDIT}\n\n## Use", there[layout.CARD], count=1)
-        expected = card_text(facts, tables, licence, None)
-        yield from _difference(layout.CARD, got.split("\n"), expected.split("\n"))
-    if layout.CROISSANT in there:
+    if (text := texts.get(layout.CARD)) is not None:
+        match = re.search(r"^license: (.*)$", text, re.MULTILINE)
+        licence = _licence(match[1] if match else None)
+        got = _VERDICT.sub(f"## Audit\n\n{_NO_AUDIT}\n\n## Use", text, count=1)
+        yield from _difference(layout.CARD, got, card_text(facts, tables, licence, None), "\n")
+    if (text := texts.get(layout.CROISSANT)) is not None:
         try:
-            document = json.loads(there[layout.CROISSANT])
+            document = json.loads(text)
         except (ValueError, RecursionError):
             document = None
         named = document.get("license") if isinstance(document, dict) else None
         want = croissant(catalog, _title(facts), _sentence(facts), _licence(named), tables)
-        lines = (text.replace(",", ",\n").split("\n") for text in
-                 (there[layout.CROISSANT], want.decode()))  # fmt: skip
-        yield from _difference(layout.CROISSANT, *lines)
+        yield from _difference(layout.CROISSANT, text, want.decode(), ",")
 
 
 def _licence(named: object) -> str:
     return named if isinstance(named, str) and _LICENCE.fullmatch(named) else UNKNOWN
 
 
-def _difference(name: str, got: list[str], expected: list[str]) -> Iterator[Finding]:
-    pairs = enumerate(zip_longest(got, expected, fillvalue=""), 1)
-    number = next((n for n, (one, other) in pairs if one != other), None)
-    if number is not None:
-        one, other = ((side[number - 1 : number] or [""])[0] for side in (got, expected))
-        words = (f"{printable(one)[:120]!r}", f"{printable(other)[:120]!r}, as of the seal")
-        yield Finding("E110", f"{name} line {number}", *words, "warning")
+def _difference(name: str, got: str, expected: str, end: str) -> Iterator[Finding]:
+    """The first line that differs; ``end`` ends lines, too."""
+    sides = [text.replace(end, f"{end.strip()}\n").split("\n") for text in (got, expected)]
+    for number, (line, want) in enumerate(zip_longest(*sides, fillvalue=""), 1):
+        if line != want:
+            words = (f"{printable(line)[:120]!r}", f"{printable(want)[:120]!r}, as of the seal")
+            yield Finding("E110", f"{name} line {number}", *words, "warning")
+            return
 
 
 def card_text(
     facts: Facts, tables: Mapping[str, list[str]], licence: str, verdict: AuditVerdict | None
 ) -> str:
-    """Return the text: front matter that previews the tables, and what a visitor asks first.
-
-    Args:
-        facts: those of the dataset.
-        tables: its tables, each with its files or a pattern of them.
-        licence: identifier of the licence.
-        verdict: what an audit concluded.
-
-    Raises:
-        ActdsError: E009 when the licence is no identifier.
-
-    Spec: 0.1 section 2.4.
-    """
+    """Front matter that previews the tables, and what a visitor asks first."""
     if not _LICENCE.fullmatch(licence):
         expected = "an identifier such as cc-by-4.0, or unknown"
         raise ActdsError("E009", "licence", got=repr(licence)[:80], expected=expected)
@@ -278,8 +329,8 @@ def card_text(
 
 
 def table_files(catalog: Catalog) -> dict[str, list[str]]:
-    """Return the tables that have rows, each with its files or a pattern of them."""
-    found = {"tokens": ["shards/*/tokens.parquet"]} if catalog.shards else {}
+    """The tables that have rows, each with its files or a pattern of them."""
+    files = {"tokens": ["shards/*/tokens.parquet"]} if catalog.shards else {}
     for table in _PARTS:
         parts = [
             part for (_, name), some in catalog.parts.items() if name == table for part in some
@@ -288,10 +339,10 @@ def table_files(catalog: Catalog) -> dict[str, list[str]]:
         filled = [part.file.path for part in parts if part.n_rows]
         if filled:
             pattern = layout.part_path(table, "*", 0).replace("000000", "*")
-            found[table] = [pattern] if len(filled) == len(parts) else filled
+            files[table] = [pattern] if len(filled) == len(parts) else filled
     if catalog.seal is not None and catalog.table("multiplicity").num_rows:
-        found["multiplicity"] = [catalog.seal.multiplicity.path]
-    return found
+        files["multiplicity"] = [catalog.seal.multiplicity.path]
+    return files
 
 
 def _front_matter(facts: Facts, licence: str, tables: Mapping[str, list[str]]) -> Iterator[str]:
@@ -306,7 +357,6 @@ def _front_matter(facts: Facts, licence: str, tables: Mapping[str, list[str]]) -
 
 
 def _size_category(n_rows: int) -> str:
-    """Return the hub's word for a number of rows."""
     return _SIZES[min(max(len(str(n_rows)) - 3, 0), len(_SIZES) - 1)]
 
 
@@ -360,10 +410,9 @@ def _precision(facts: Facts) -> Iterator[str]:
         "unless the run was deterministic."
     )
     yield f"Rows are stored as {types}{'.' if facts.is_imported else how}"
-    there = {name for run in facts.runs for name in run.provenance}
-    yield from _facts_table(
-        facts, tuple(n for n in _NUMERICS if n in there or n in REQUIRED_PROVENANCE)
-    )
+    known = {name for run in facts.runs for name in run.provenance}
+    names = [n for n in _NUMERICS if n in known or n in REQUIRED_PROVENANCE]
+    yield from _facts_table(facts, names)
     if not facts.is_imported:
         yield from ("", "In a methods section:", "", f"> {_escaped(methods(facts))}")
 
@@ -374,8 +423,8 @@ def _provenance(facts: Facts) -> Iterator[str]:
     yield from _facts_table(facts, _SUMMARY)
 
 
-def _facts_table(facts: Facts, names: tuple[str, ...]) -> Iterator[str]:
-    """Yield a table of facts of the run records; runs that agree share one value."""
+def _facts_table(facts: Facts, names: list[str]) -> Iterator[str]:
+    """Runs that agree share one value."""
     yield from ("", "| fact | value |", "| --- | --- |")
     for name in names:
         values = dict.fromkeys(_value(run.provenance, name, why=True) for run in facts.runs)
@@ -413,7 +462,7 @@ def _use(facts: Facts) -> Iterator[str]:
 
 
 def _value(provenance: dict[str, dict[str, object]], name: str, *, why: bool = False) -> str:
-    """Return a fact in words; an unknown one with its reason when ``why``."""
+    """An unknown fact with its reason when ``why``."""
     entry = provenance.get(name, {})
     value = entry.get("value")
     if value is None:
@@ -422,5 +471,5 @@ def _value(provenance: dict[str, dict[str, object]], name: str, *, why: bool = F
 
 
 def _escaped(text: str) -> str:
-    """Return text that Markdown and HTML take literally."""
+    """Text that Markdown and HTML take literally."""
     return _SPECIAL.sub(r"\\\1", printable(text)).replace("\\<", "&lt;").replace("\\>", "&gt;")

@@ -46,7 +46,7 @@ def _what(facts: Facts) -> str:
 
 
 def _authors(facts: Facts) -> list[str]:
-    """Return whose tokens were fed, of the runs that say it: a replay's, or those of documents."""
+    """Whose tokens were fed, of the runs that say it: a replay's, or those of documents."""
     return [
         words for words in dict.fromkeys(_author(run.provenance) for run in facts.runs) if words
     ]
@@ -78,16 +78,16 @@ def _is_replay(provenance: Mapping[str, Mapping[str, object]]) -> bool:
 
 
 def _samples(provenance: Mapping[str, Mapping[str, object]]) -> bool:
-    """Return whether a run has rows of tokens that it sampled itself."""
+    """Whether a run has rows of tokens that it sampled itself."""
     return not (_documents(provenance).get("by") == "document" or _is_replay(provenance))
 
 
 def _documents(provenance: Mapping[str, Mapping[str, object]]) -> Mapping[str, object]:
-    """Return what ``--continue`` was told, a fact in JSON; empty where there were no documents."""
+    """What ``--continue`` said, a fact in JSON; empty where there were no documents."""
     words = _value(provenance, "prompts.continue")
     with suppress(ValueError):
-        found = json.loads(words) if isinstance(words, str) else None
-        return found if isinstance(found, dict) else {}
+        options = json.loads(words) if isinstance(words, str) else None
+        return options if isinstance(options, dict) else {}
     return {}
 
 
@@ -150,17 +150,16 @@ def _which(facts: Facts) -> str:
 
 
 def _switch(facts: Facts, name: str) -> str:
-    """Return whether something was on, over the runs."""
     words: dict[object, str] = {True: "on", False: "off"}
-    values = [run.provenance.get(name, {}).get("value") for run in facts.runs]
+    values = [_value(run.provenance, name) for run in facts.runs]
     return " / ".join(dict.fromkeys(words.get(v, "not on record") for v in values))
 
 
 def _of(facts: Facts, name: str, *, short: bool = False) -> str:
-    """Return the values of a fact over the runs, in words."""
-    found = []
+    """Values of a fact over the runs, in words."""
+    values = []
     for run in facts.runs:
-        value = run.provenance.get(name, {}).get("value")
+        value = _value(run.provenance, name)
         words = value if isinstance(value, str) else json.dumps(value)
-        found.append("unknown" if value is None else words[:_DIGITS] if short else words)
-    return " / ".join(dict.fromkeys(found)) or "unknown"
+        values.append("unknown" if value is None else words[:_DIGITS] if short else words)
+    return " / ".join(dict.fromkeys(values)) or "unknown"

@@ -10,12 +10,12 @@ import pyarrow as pa
 
 from actds.dataset.account import TOTALS, Account, Census
 from actds.dataset.reading import CENSUS_TABLES, Catalog, heads_root
-from actds.errors import ActdsError, Finding, Findings
+from actds.errors import ActdsError, Finding, Findings, Severity
 from actds.format import canonical, schema, tables
 from actds.format.schema import FileEntry, Head, Seal
 from actds.publish.card import put_card
 from actds.store import Store, layout, open_store
-from actds.trust.sums import put_sums
+from actds.trust.pin import put_sums
 
 _ACCEPTED_BY = (
     "actds check says what can be said of its rows. To seal or use them all the same: "
@@ -30,34 +30,26 @@ def check_provenance(
 
     A provenance field that is null without a reason (E402) is found where the record is read.
 
-    Args:
-        catalog: the dataset.
-        findings: where E401 no run record and E403 no census are noted; raised when None.
-        imported: whether imported runs are accepted, whose E403 is then a note.
-
     Raises:
         NoProvenanceError: the first of them, without ``findings``.
 
     Spec: 0.1 section 6.
     """
     findings = Findings(strict=True) if findings is None else findings
-    found = {one.place.split(" ")[0] for _, one in findings if one.severity == "error"}
+    faulty = {f.place.split(" ")[0] for _, f in findings if f.severity == "error"}
     for run in catalog.runs_with_data:
         path = layout.run_path(run)
-        if run not in catalog.runs and path not in found:
+        if run not in catalog.runs and path not in faulty:
             expected = "one for every run with rows"
             findings.add("provenance", "E401", path, "no run record", expected)
         missing = [table for table in CENSUS_TABLES if not catalog.parts.get((run, table))]
         if missing and run not in catalog.incomplete:
-            finding = Finding(
-                "E403", f"census/{run}", f"no {', no '.join(missing)}",
-                "the tables requests, steps and spans",
-            )  # fmt: skip
+            got, expected = f"no {', no '.join(missing)}", "the tables requests, steps and spans"
+            finding = Finding("E403", f"census/{run}", got, expected)
             if catalog.is_imported(run):
-                finding = replace(
-                    finding, got="an imported run: nobody recorded how its rows were made",
-                    severity="note" if imported else "error", next_step=_ACCEPTED_BY,
-                )  # fmt: skip
+                got = "an imported run: nobody recorded how its rows were made"
+                severity: Severity = "note" if imported else "error"
+                finding = replace(finding, got=got, severity=severity, next_step=_ACCEPTED_BY)
             findings.take("provenance", finding)
         elif not missing and not _has_census_to_its_end(catalog, run):
             expected = "a census that was closed, with what it counted"
@@ -65,28 +57,22 @@ def check_provenance(
 
 
 def _has_census_to_its_end(catalog: Catalog, run: str) -> bool:
-    """Return whether a census closed with its totals, or may close yet; a fence counts nothing."""
-    mine = (one for one in catalog.chains.values() if (one.run, one.kind) == (run, "census"))
-    return any(
-        one.state in ("open", "broken")
-        or (one.close is not None and (one.close.reason != "failed" or bool(one.close.totals)))
-        for one in mine
+    """It closed with its totals, or may close yet; a fence counts nothing."""
+    chains = catalog.chains.values()
+    census = [chain for chain in chains if (chain.run, chain.kind) == (run, "census")]
+    closes = [chain.close for chain in census if chain.close is not None]
+    return any(chain.state in ("open", "broken") for chain in census) or any(
+        close.reason != "failed" or close.totals for close in closes
     )
 
 
 def account_run(catalog: Catalog, run: str) -> Account:
-    """Return the account of a run; with hooks in disjoint shards, every hook has to agree.
-
-    Raises:
-        ActdsError: a table that cannot be read, see ``Catalog.table`` and ``Shard.tokens``.
-
-    Spec: 0.1 section 7.
-    """
+    """Return the account of a run; with hooks in disjoint shards, every hook has to agree."""
     census = Census(run, *(catalog.table(table, run) for table in (*CENSUS_TABLES, "drops")))
     accounts = [
         census.account(shard.tokens() for shard in shards) for _, shards in catalog.row_sets(run)
     ]
-    findings = [finding for one in accounts for finding in one.findings]
+    findings = [finding for account in accounts for finding in account.findings]
     return Account(list(dict.fromkeys(findings)), accounts[0].totals, accounts[0].multiplicity)
 
 
@@ -149,10 +135,9 @@ def seal(store: Store | str | Path, *, imported: bool = False, apart: bool = Fal
 
 
 def _put_beside(catalog: Catalog) -> None:
-    """Write what follows from the seal: SHA256SUMS, the card, ``croissant.json`` where it was."""
     put_sums(catalog)
-    there = catalog.store.exists(layout.CROISSANT)
-    put_card(catalog, layout.DERIVED if there else [layout.CARD])
+    had_croissant = catalog.store.exists(layout.CROISSANT)
+    put_card(catalog, layout.DERIVED if had_croissant else [layout.CARD])
 
 
 def _heads(catalog: Catalog) -> dict[str, Head]:
@@ -160,18 +145,14 @@ def _heads(catalog: Catalog) -> dict[str, Head]:
     for chain, state in sorted(catalog.chains.items()):
         head = state.head_entry
         if head is None:
-            raise ActdsError(
-                "E305",
-                f"ledger/{chain}",
-                got=f"an open {state.kind} chain of run {state.run}",
-                expected="a close or fence record",
-            )
+            got = f"an open {state.kind} chain of run {state.run}"
+            expected = "a close or fence record"
+            raise ActdsError("E305", f"ledger/{chain}", got=got, expected=expected)
         heads[chain] = head
     return heads
 
 
 def _put_multiplicity(store: Store, n: int, table: pa.Table) -> FileEntry:
-    """Write the table that belongs to seal ``n``, and return its entry."""
     order = [("run", "ascending"), ("request", "ascending"), ("start", "ascending")]
     data = tables.to_parquet("multiplicity", table.sort_by(order))
     path = layout.multiplicity_path(n)

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,10 +25,10 @@ from actds.dataset.reading import Catalog, need_dataset
 from actds.errors import ActdsError
 from actds.executor import ExecutorName, open_executor
 from actds.format import arrays, encoding
-from actds.format.schema import FileEntry, ShardManifest
+from actds.format.schema import ShardManifest
 from actds.format.shard import GROUP_METADATA, TOKENS, Shard, files_root
 from actds.publish.sealing import seal
-from actds.store import Buffer, Store, layout, open_store
+from actds.store import Store, layout, open_store
 from actds.store.local import LocalStore, lock_dataset
 from actds.version import __version__
 
@@ -46,7 +47,6 @@ class Recompressed:
         n_removed: files of replaced shards, and of attempts that were killed, now removed.
         n_kept: files of replaced shards that are still there.
         seal: the seal that covers it; None when the dataset was not sealed before either.
-        digest: digest of the dataset now.
     """
 
     shards: dict[str, str]
@@ -91,13 +91,11 @@ def recompress(
     store = open_store(path)
     if not isinstance(store, LocalStore):
         # Without a lock two calls at once would replace one shard twice, and that is for good.
-        raise ActdsError(
-            "E009",
-            store.uri,
-            got="an object store, which has no lock",
-            expected="a local folder",
-            next_step="Recompress a local copy before it is uploaded.",
+        got, step = (
+            "an object store, which has no lock",
+            "Recompress a local copy before it is uploaded.",
         )
+        raise ActdsError("E009", store.uri, got=got, expected="a local folder", next_step=step)
     need_dataset(store)
     lock = lock_dataset(store.root)
     try:
@@ -142,8 +140,8 @@ def _recompress(
             _remove(store, name)
     return Recompressed(
         shards={old.shard: new.shard for old, new in done},
-        nbytes_before=sum(_array_nbytes(old) for old, _ in done),
-        nbytes_after=sum(_array_nbytes(new) for _, new in done),
+        nbytes_before=array_nbytes(*(old for old, _ in done)),
+        nbytes_after=array_nbytes(*(new for _, new in done)),
         n_removed=n_removed + (0 if keep else len(removable)),
         n_kept=len(removable) if keep else 0,
         seal=sealed.n if sealed else None,
@@ -156,7 +154,7 @@ def _end_dead_tools(store: LocalStore) -> None:
     catalog = Catalog.read(store)
     owners = find_owners(store, catalog.chains.values())
     owners.require_gone()
-    for chain, who in owners.gone.items():
+    for chain, who in owners.ended.items():
         if catalog.chains[chain].kind == "tool":
             fence(store, catalog.genesis.dataset, chain, f"{who}, and had not closed it")
     remove_stale(store)
@@ -164,7 +162,7 @@ def _end_dead_tools(store: LocalStore) -> None:
 
 
 def _was_sealed(catalog: Catalog) -> bool:
-    """Return whether the last seal lacks nothing but the chains of tools that came after it."""
+    """Whether the last seal lacks nothing but chains of tools that came after it."""
     if catalog.seal is None:
         return False
     return all(
@@ -174,7 +172,6 @@ def _was_sealed(catalog: Catalog) -> bool:
 
 
 def _selected(catalog: Catalog, wanted: Sequence[str] | None) -> list[ShardManifest]:
-    """Return the raw shards that are asked for, in the dataset's order."""
     raw = [manifest for manifest in catalog.shards if manifest.compression == "raw"]
     if wanted is None:
         return raw
@@ -193,20 +190,17 @@ def _replace_run(
     note: Progress,
     executor: ExecutorName,
 ) -> None:
-    """Replace shards of one run under one tool chain."""
-    chain = Chain.begin(
-        store, catalog.genesis.dataset, raw[0].run, "tool", f"actds {__version__} recompress"
-    )
+    software = f"actds {__version__} recompress"
+    chain = Chain.begin(store, catalog.genesis.dataset, raw[0].run, "tool", software)
     totals = {"shards": 0, "rows": 0}
     try:
-        work = [
-            _Work(store, chain.chain, f"{chain.chain}-{number:06d}", old)
-            for number, old in enumerate(raw)
-        ]
-        with _written(work, executor) as written:
+        names = (f"{chain.chain}-{number:06d}" for number in range(len(raw)))
+        work = [_Work(store, chain.chain, name, old) for name, old in zip(names, raw, strict=True)]
+        with mapped(executor) as each:
+            manifests = each(_write, work)
             for old in raw:
                 with chain.fatal():
-                    new = next(written)
+                    new = next(manifests)
                 NewShard(store, chain, new.shard).commit(new, replaced=old.shard)
                 note(old, new)
                 totals["shards"] += 1
@@ -220,8 +214,6 @@ def _replace_run(
 
 @dataclass(frozen=True)
 class _Work:
-    """One shard to be written anew, under a name of its own."""
-
     store: LocalStore
     chain: str
     name: str
@@ -230,69 +222,51 @@ class _Work:
 
 
 @contextmanager
-def _written(work: list[_Work], executor: ExecutorName) -> Iterator[Iterator[ShardManifest]]:
-    """Yield the manifests of the new shards, in order, each when its files are durable."""
+def mapped(executor: ExecutorName) -> Iterator[Callable[..., Iterator[Any]]]:
+    """What calls a function with every piece of work, in order; a piece has its ``n_threads``."""
     if executor == "threads":
-        # Not several shards at a time: each is held in memory as a whole.
-        n_threads = os.cpu_count() or 1
-        yield (_write(replace(one, n_threads=n_threads)) for one in work)
+        # One after the other: each is held in memory as a whole.
+        n = os.cpu_count() or 1
+        yield lambda function, work: (function(replace(piece, n_threads=n)) for piece in work)
         return
     with open_executor(executor) as on:
-        yield on.map(_write, work)
+        yield on.map
 
 
 def _write(work: _Work) -> ShardManifest:
-    """Write the data files of a shard anew, compare, and return the manifest to commit."""
     store, old = work.store, Shard(work.store, work.old)
-    entries: list[FileEntry] = []
-
-    def put(path: str, parts: Sequence[Buffer]) -> None:
-        done = store.put_new(f"{layout.shard_dir(work.name)}/{path}", parts)
-        entries.append(FileEntry(path=path, nbytes=done.nbytes, sha256=done.sha256))
-
-    put(GROUP_METADATA, [arrays.group_metadata()])
+    new = NewShard(store, Chain(store, work.old.dataset, work.chain), work.name)
+    new.put(GROUP_METADATA, [arrays.group_metadata()])
     with ThreadPoolExecutor(work.n_threads, thread_name_prefix="actds-encode") as pool:
         for hook in old.hooks:
-            folder = layout.array_dir(hook)
             # A new array over changed bytes would hide the change.
-            old.check(f"{folder}/{arrays.SHARD_PATH}")
+            old.check(f"{layout.array_dir(hook)}/{arrays.SHARD_PATH}")
             with old.array(hook) as reader:
                 encoded = encoding.encode_array(reader.read_all(pool), reader.dtype, pool=pool)
             if encoded.counts != work.old.values[hook]:
                 place = f"{layout.manifest_path(old.name)} values {hook}"
                 got, expected = str(work.old.values[hook]), str(encoded.counts)
                 raise ActdsError("E604", place, got=got, expected=expected)
-            put(f"{folder}/zarr.json", [encoded.metadata])
-            put(f"{folder}/{arrays.SHARD_PATH}", encoded.parts)
-    put(TOKENS, [old.read(TOKENS)])
-    files = sorted(entries, key=lambda entry: entry.path)
-    manifest = old.manifest.model_copy(
-        update={
-            "chain": work.chain,
-            "shard": work.name,
-            "compression": "normal",
-            "files": files,
-            "root": files_root(files),
-        }
-    )
+            new.put_array(hook, encoded)
+    new.put(TOKENS, [old.read(TOKENS)])
+    facts = {"chain": work.chain, "shard": work.name, "compression": "normal"}
+    files = {"files": new.files, "root": files_root(new.files)}
+    manifest = old.manifest.model_copy(update=facts | files)
     for hook in old.hooks:
         _compare(old, Shard(store, manifest), hook)
     return manifest
 
 
 def _compare(old: Shard, new: Shard, hook: str) -> None:
-    """Compare every row of a hook, read back from both files."""
+    """Every row, read back from both files."""
     with old.array(hook) as before, new.array(hook) as after:
         step = before.rows_per_chunk * COMPARED_CHUNKS
         for start in range(0, before.n_rows, step):
             stop = min(start + step, before.n_rows)
             if not np.array_equal(before.read(start, stop), after.read(start, stop)):
-                raise ActdsError(
-                    "E204",
-                    f"{layout.shard_dir(new.name)}/{layout.array_dir(hook)}",
-                    got=f"other bits in rows {start} to {stop}",
-                    expected=f"those of {layout.shard_dir(old.name)}",
-                )
+                place = f"{layout.shard_dir(new.name)}/{layout.array_dir(hook)}"
+                got, expected = f"other bits in rows {start} to {stop}", layout.shard_dir(old.name)
+                raise ActdsError("E204", place, got=got, expected=f"those of {expected}")
 
 
 def _remove_leftovers(store: LocalStore, catalog: Catalog) -> int:
@@ -309,7 +283,6 @@ def _remove_leftovers(store: LocalStore, catalog: Catalog) -> int:
 
 
 def _remove(store: LocalStore, path: str) -> None:
-    """Remove a file, and the folders that it leaves empty."""
     file = store.local_path(path)
     try:
         file.unlink()
@@ -318,10 +291,10 @@ def _remove(store: LocalStore, path: str) -> None:
                 break
             (store.root / folder).rmdir()
     except OSError as error:
-        raise ActdsError(
-            "E503", path, got=error.strerror or str(error), expected="a removed file"
-        ) from error
+        got = error.strerror or str(error)
+        raise ActdsError("E503", path, got=got, expected="a removed file") from error
 
 
-def _array_nbytes(manifest: ShardManifest) -> int:
-    return sum(e.nbytes for e in manifest.files if e.path.endswith(f"/{arrays.SHARD_PATH}"))
+def array_nbytes(*manifests: ShardManifest) -> int:
+    files = (entry for manifest in manifests for entry in manifest.files)
+    return sum(entry.nbytes for entry in files if entry.path.endswith(f"/{arrays.SHARD_PATH}"))

@@ -48,12 +48,8 @@ def shard_cuts(words: Callable[[], Iterator[Keys]], n_rows: int, rows_per_shard:
 
     A row goes to the shard in whose range its random word is. The ranges are chosen so that every
     shard but the last has ``rows_per_shard`` rows, in memory that does not grow with the rows: the
-    words are counted in bins, and only those of the bins in which a shard ends are sorted.
-
-    Args:
-        words: draws the words of all rows, in parts; called twice.
-        n_rows: number of all rows.
-        rows_per_shard: rows of a shard.
+    words, drawn twice in parts, are counted in bins, and only those of the bins in which a shard
+    ends are sorted.
     """
     ranks = np.arange(rows_per_shard, n_rows, rows_per_shard)
     bins_log2 = min(_MAX_BINS_LOG2, n_rows.bit_length())
@@ -64,9 +60,9 @@ def shard_cuts(words: Callable[[], Iterator[Keys]], n_rows: int, rows_per_shard:
     bins = np.searchsorted(np.cumsum(counts), ranks, "right")
     ends = np.zeros(len(counts), np.bool_)
     ends[bins] = True
-    found = [part[ends[(part >> shift).astype(np.int64)]] for part in words()]
+    near = [part[ends[(part >> shift).astype(np.int64)]] for part in words()]
     below = np.cumsum(np.where(ends, 0, counts))[bins]
-    cuts: Keys = np.sort(np.concatenate(found))[ranks - below]
+    cuts: Keys = np.sort(np.concatenate(near))[ranks - below]
     return cuts
 
 
@@ -77,9 +73,6 @@ class RowGroup:
     Args:
         name: of its folder of blocks.
         key: words of the Philox key.
-        run: the run.
-        phase: the phase.
-        hooks: the hooks.
         shards: the shards of the dataset, in its order.
         first: number of its first new shard in the run.
         rows_per_shard: rows of a new shard.
@@ -96,21 +89,18 @@ class RowGroup:
 
     @cached_property
     def starts(self) -> Ints:
-        """Return the first row of each shard of the dataset, and the number of all rows."""
+        """First row of each shard of the dataset, and the number of all rows."""
         return np.cumsum([0, *(shard.n_rows for shard in self.shards)])
 
     @property
     def n_rows(self) -> int:
-        """Return the number of rows."""
         return int(self.starts[-1])
 
     @property
     def n_shards(self) -> int:
-        """Return the number of new shards."""
         return -(-self.n_rows // self.rows_per_shard)
 
     def words(self, start: int, stop: int) -> Keys:
-        """Return the random words of rows."""
         # Raw words of Philox: numpy promises that they never change, and no more than that.
         low = start // _DRAWN_TOGETHER
         counter = np.array([low, 0, 0, 0], np.uint64)
@@ -120,8 +110,6 @@ class RowGroup:
 
     @cached_property
     def cuts(self) -> Keys:
-        """Return the first word of each new shard but the first."""
-
         def words() -> Iterator[Keys]:
             for start in range(0, self.n_rows, _WORDS_AT_A_TIME):
                 yield self.words(start, min(start + _WORDS_AT_A_TIME, self.n_rows))
@@ -129,34 +117,31 @@ class RowGroup:
         return shard_cuts(words, self.n_rows, self.rows_per_shard)
 
     def target(self, start: int, stop: int) -> Ints:
-        """Return the new shard of each row, from 0."""
+        """The new shard of each row, from 0."""
         return np.searchsorted(self.cuts, self.words(start, stop), "right")
 
     def segments(self, start: int, stop: int) -> Iterator[tuple[Shard, int, int]]:
-        """Yield the parts of shards that rows of the group are."""
+        """The parts of shards that rows of the group are."""
         first = int(np.searchsorted(self.starts, start, "right")) - 1
         for number in range(first, len(self.shards)):
             low = int(self.starts[number])
             if low >= stop:
                 return
-            yield (
-                self.shards[number],
-                max(start - low, 0),
-                min(stop - low, self.shards[number].n_rows),
-            )
+            shard = self.shards[number]
+            yield shard, max(start - low, 0), min(stop - low, shard.n_rows)
 
     def permutation_seed(self, shard: int) -> int:
-        """Return the seed of the order within a new shard, below 2^63."""
+        """Seed of the order within a new shard, below 2^63."""
         text = canonical.dump({"key": list(map(str, self.key)), "shard": shard})
         return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
 
 
 def row_groups(catalog: Catalog, seed: int, rows_per_shard: int) -> list[RowGroup]:
-    """Return the groups of a dataset; their order, names and keys follow from digest and seed."""
+    """Their order, names and keys follow from digest and seed."""
     groups: list[RowGroup] = []
     for run in catalog.runs_with_data:
         shards, first = catalog.shards_of(run), 0
-        for phase, hooks in dict.fromkeys((one.phase, tuple(one.hooks)) for one in shards):
+        for phase, hooks in dict.fromkeys((s.phase, tuple(s.hooks)) for s in shards):
             # Without the hooks: those in shards of their own keep rows side by side.
             facts = {"digest": catalog.digest, "phase": phase, "run": run, "seed": seed}
             raw = hashlib.sha256(canonical.dump(facts | {"shuffle": SHUFFLE_VERSION})).digest()
@@ -177,12 +162,9 @@ def row_groups(catalog: Catalog, seed: int, rows_per_shard: int) -> list[RowGrou
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a group on a disk that all workers share.
+    """The blocks of a group, in a folder of their own, on a disk that all workers share.
 
-    Args:
-        folder: holds those of this group, and nothing else.
-        group: the group.
-        rows_per_block: rows of a block; a block of the widest hook is held in memory twice.
+    A block of the widest hook is held in memory twice.
     """
 
     folder: Path
@@ -190,21 +172,12 @@ class Blocks:
     rows_per_block: int
 
     def bounds(self) -> list[tuple[int, int]]:
-        """Return the rows of each block, ``[start, stop)``."""
+        """Rows of each block, ``[start, stop)``."""
         n_rows, step = self.group.n_rows, self.rows_per_block
         return [(start, min(start + step, n_rows)) for start in range(0, n_rows, step)]
 
     def write(self, start: int, stop: int, pool: Executor) -> None:
-        """Write a block, unless it is there.
-
-        Args:
-            start: its first row.
-            stop: the row after its last.
-            pool: threads that read.
-
-        Raises:
-            ActdsError: E503 no space left, or a failed write; and what reading a shard raises.
-        """
+        """Write a block, unless it is there."""
         folder = self.folder / f"{start // self.rows_per_block:06d}"
         if not folder.exists():
             self._write(folder, start, stop, pool)
@@ -241,27 +214,14 @@ class Blocks:
             sync(folder.parent)
 
     def tokens(self, number: int) -> pa.Table:
-        """Return the lines of the token table of a new shard, in the order of the blocks.
-
-        Raises:
-            ActdsError: E503 the disk failed.
-        """
+        """Lines of the token table of a new shard, in the order of the blocks."""
         with on_disk(self.folder):
             return pa.concat_tables(
                 [_token_piece(folder, a, b) for folder, a, b in self._pieces(number)]
             )
 
     def gather(self, number: int, hook: Hook, place: Ints) -> npt.NDArray[Any]:
-        """Return the rows of a hook of a new shard, bit patterns ``(n_rows, d_model)``.
-
-        Args:
-            number: of the new shard in its group.
-            hook: the hook.
-            place: row of the new shard of each line that ``tokens`` returns, ``(n_rows,)``.
-
-        Raises:
-            ActdsError: E503 the disk failed, or returned other bytes than it was given.
-        """
+        """Bits ``(n_rows, d_model)``; ``place`` is the new row of each line of ``tokens``."""
         kind = arrays.DTYPES[hook.dtype]
         out = np.empty((len(place), hook.d_model), kind.bits)
         at = 0
@@ -272,19 +232,16 @@ class Blocks:
                 piece = np.fromfile(path, kind.bits, count=n, offset=first * row_nbytes)
                 sums = np.load(folder / f"{hook.name}.crc32c.npy", mmap_mode="r")
             if crc32c(piece.view(np.uint8)) != int(sums[number]):
-                raise ActdsError(
-                    "E503",
-                    str(path),
-                    got=f"other bytes in rows {first} to {last}",
-                    expected=f"crc32c {int(sums[number]):08x}, as written",
-                    next_step=f"Remove {folder} and call it again: the disk changed it.",
-                )
+                got = f"other bytes in rows {first} to {last}"
+                expected = f"crc32c {int(sums[number]):08x}, as written"
+                step = f"Remove {folder} and call it again: the disk changed it."
+                raise ActdsError("E503", str(path), got=got, expected=expected, next_step=step)
             out[place[at : at + last - first]] = piece.reshape(-1, hook.d_model)
             at += last - first
         return out
 
     def _pieces(self, number: int) -> list[tuple[Path, int, int]]:
-        """Return the pieces of a new shard: folder, first row and row after the last."""
+        """Pieces of a new shard: folder, first row and row after the last."""
         pieces = []
         for folder in sorted(self.folder.glob("[0-9]*[0-9]")):
             offsets = np.load(folder / "offsets.npy", mmap_mode="r")
@@ -293,7 +250,7 @@ class Blocks:
 
 
 def _read(segments: list[tuple[Shard, int, int]], hook: Hook, n_rows: int, pool: Executor) -> Any:
-    """Return the rows of a hook in segments one after the other, ``(n_rows, d_model)``."""
+    """Rows of a hook in segments one after the other, ``(n_rows, d_model)``."""
     out = np.empty((n_rows, hook.d_model), arrays.DTYPES[hook.dtype].bits)
     at = 0
     for shard, first, last in segments:
@@ -315,7 +272,7 @@ def _token_piece(folder: Path, first: int, last: int) -> pa.Table:
 
 
 def _check_digests(shard: Shard) -> None:
-    """Check the digests of a shard's arrays: a new one over changed bytes would hide the change."""
+    """A new array over changed bytes would hide the change."""
     for entry in shard.manifest.files:
         if not entry.path.endswith(f"/{arrays.SHARD_PATH}"):
             continue
@@ -326,7 +283,6 @@ def _check_digests(shard: Shard) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file or a folder durable; may raise OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -336,11 +292,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def on_disk(path: Path) -> Iterator[None]:
-    """Run a block of reads and writes of temporary files.
-
-    Raises:
-        ActdsError: E503 when the disk refuses one.
-    """
+    """Reads and writes of temporary files: E503 when the disk refuses one."""
     try:
         yield
     except ActdsError:

@@ -16,8 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +27,7 @@ from actds.dataset.commit import NewShard
 from actds.dataset.ledger import Chain
 from actds.dataset.reading import Catalog
 from actds.errors import CODES, ActdsError
-from actds.executor import ExecutorName, open_executor
+from actds.executor import ExecutorName
 from actds.format import arrays, canonical, encoding, schema, tables
 from actds.format.schema import (
     ChainKind,
@@ -51,6 +50,7 @@ from actds.format.shard import (
     row_set_sha256,
 )
 from actds.publish.sealing import account_run, seal
+from actds.rewrite.recompression import array_nbytes, mapped
 from actds.rewrite.scatter import SHUFFLE_VERSION, Blocks, on_disk, row_groups, sync
 from actds.store import Store, layout, open_store, refuse_within_dataset
 from actds.store.local import LocalStore, lock_dataset, refuse_links
@@ -70,16 +70,11 @@ class Shuffled:
     """What was done.
 
     Args:
-        path: the copy.
         source_digest: digest of the dataset that it was made from.
-        seed: seed of the order.
         codec: ``default`` or ``raw``.
         n_rows: rows of the copy; rows of hooks in shards of their own are counted for each.
-        n_shards: shards of the copy.
         nbytes_before: bytes of the arrays of the dataset.
         nbytes_after: bytes of the arrays of the copy.
-        seal: the seal of the copy.
-        digest: digest of the copy.
     """
 
     path: str
@@ -154,7 +149,7 @@ def shuffle(
     try:
         plan = _read_plan(partial, wanted)
         if not out.exists():  # it does when the last call died while it removed its files
-            with _mapper(executor) as run:
+            with mapped(executor) as run:
                 _Shuffle(catalog, partial, plan, run, progress).run()
             with on_disk(out):
                 (partial / _DATASET).rename(out)
@@ -166,9 +161,8 @@ def shuffle(
         if error.next_step != CODES["E503"].next_step:
             raise
         again = "Free space or fix the disk, then call it again: it continues."
-        raise ActdsError(
-            "E503", error.place, got=error.got, expected=error.expected, next_step=again
-        ) from error
+        place, got, expected = error.place, error.got, error.expected
+        raise ActdsError("E503", place, got=got, expected=expected, next_step=again) from error
     finally:
         os.close(lock)
     return _result(catalog, out, plan)
@@ -176,18 +170,7 @@ def shuffle(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is done, as ``plan.json`` has it; two calls with the same first fields do the same.
-
-    Args:
-        digest: of the dataset.
-        seed: seed of the order.
-        codec: of the new arrays.
-        rows_per_shard: rows of a new shard.
-        rows_per_block: rows that are scattered together.
-        version: of the order.
-        dataset: random id of the copy.
-        created_ns: when it was begun.
-    """
+    """What is done, as ``plan.json`` has it; two calls with the same first fields do the same."""
 
     digest: str
     seed: int
@@ -199,39 +182,29 @@ class _Plan:
     created_ns: int = field(default_factory=time.time_ns)
 
     def chain(self, run: str, kind: ChainKind) -> str:
-        """Return the id of a chain of the copy: the manifests name it before it is written."""
+        """The manifests of the copy name a chain before it is written."""
         return f"{kind[0]}-{canonical.digest(f'{self.dataset}/{run}/{kind}'.encode())[:16]}"
 
 
 def _read_plan(partial: Path, wanted: _Plan) -> _Plan:
-    """Return the plan of an interrupted call, or the new one, which is then durable.
-
-    Raises:
-        ActdsError: E009 the interrupted call did something else; E102, E503.
-    """
+    """Of an interrupted call (E009 it did something else), or the new one, then durable."""
     store = LocalStore(partial)
     if not store.exists(_PLAN):
         store.put_new(_PLAN, [canonical.dump(asdict(wanted))])
         return wanted
-    found = canonical.parse(store.read(_PLAN), str(partial / _PLAN))
-    options = {
-        "digest": "source",
-        "seed": "seed",
-        "codec": "codec",
-        "rows_per_shard": "rows_per_shard",
-        "rows_per_block": "memory_nbytes",
-        "version": "version of the order",
-    }
-    for name, option in options.items():
-        if found[name] != getattr(wanted, name):
-            got, expected = getattr(wanted, name), f"{found[name]}, as the interrupted call had"
+    plan = canonical.parse(store.read(_PLAN), str(partial / _PLAN))
+    options = {"digest": "source", "seed": "seed", "codec": "codec"}
+    options |= {"rows_per_shard": "rows_per_shard", "rows_per_block": "memory_nbytes"}
+    for name, option in (options | {"version": "version of the order"}).items():
+        if plan[name] != getattr(wanted, name):
+            got, expected = getattr(wanted, name), f"{plan[name]}, as the interrupted call had"
             again = f"Call it as before, or remove {partial} to start anew."
             raise ActdsError("E009", option, got=str(got), expected=expected, next_step=again)
-    return _Plan(**found)
+    return _Plan(**plan)
 
 
 def _rows_in_memory(catalog: Catalog, memory_nbytes: int) -> int:
-    """Return how many rows of the widest hook fit in memory twice."""
+    """Rows of the widest hook that fit in memory twice."""
     widest = max(h.d_model * arrays.DTYPES[h.dtype].itemsize for h in catalog.genesis.hooks)
     return max(1, memory_nbytes // (2 * widest))
 
@@ -242,13 +215,11 @@ def _rows_that_fit(catalog: Catalog, rows_per_shard: int, memory_nbytes: int) ->
     fit = _rows_in_memory(catalog, memory_nbytes)
     if fit >= rows_per_shard:
         return rows_per_shard
-    chunk = max(
-        arrays.chunk_rows(h.d_model, arrays.DTYPES[h.dtype].itemsize) for h in catalog.genesis.hooks
-    )
-    if fit < min(chunk, rows_per_shard):
-        raise _bad(
-            "memory_nbytes", f"room for {fit} rows", f"at least {min(chunk, rows_per_shard)}"
-        )
+    hooks = catalog.genesis.hooks
+    chunk = max(arrays.chunk_rows(h.d_model, arrays.DTYPES[h.dtype].itemsize) for h in hooks)
+    least = min(chunk, rows_per_shard)
+    if fit < least:
+        raise _bad("memory_nbytes", f"room for {fit} rows", f"at least {least}")
     return fit // chunk * chunk
 
 
@@ -269,20 +240,12 @@ class _Shuffle:
         self._n_rows = sum(group.n_rows for group in self._groups)
 
     def run(self) -> None:
-        """Do what is not done yet, up to the seal.
-
-        Raises:
-            ActdsError: as ``shuffle``.
-        """
         self._check_space()
         self._store.remove_temporary()
         if not self._store.exists(layout.GENESIS):
-            genesis = Genesis(
-                dataset=self._plan.dataset,
-                created_ns=self._plan.created_ns,
-                writer=_SOFTWARE,
-                hooks=self._catalog.genesis.hooks,
-            )
+            facts = {"dataset": self._plan.dataset, "created_ns": self._plan.created_ns}
+            hooks = self._catalog.genesis.hooks
+            genesis = Genesis.model_validate({**facts, "writer": _SOFTWARE, "hooks": hooks})
             self._store.put_new(layout.GENESIS, [schema.to_bytes(genesis)])
         blocks = [
             _Block(blocks, start, stop)
@@ -300,25 +263,18 @@ class _Shuffle:
         seal(self._store, imported=True)  # as the dataset, whose seal took what was imported
 
     def _check_space(self) -> None:
-        """Refuse a disk that cannot hold the blocks and the copy.
-
-        Raises:
-            ActdsError: E503.
-        """
-        row_nbytes = {
-            h.name: h.d_model * arrays.DTYPES[h.dtype].itemsize for h in self._catalog.genesis.hooks
-        }
+        """E503 a disk that cannot hold the blocks and the copy."""
+        hooks = self._catalog.genesis.hooks
+        row_nbytes = {h.name: h.d_model * arrays.DTYPES[h.dtype].itemsize for h in hooks}
         rows = sum(g.n_rows * sum(row_nbytes[h.name] for h in g.hooks) for g in self._groups)
-        copy = rows if self._plan.codec == "raw" else min(rows, _array_nbytes(self._catalog))
-        there = sum(file.stat().st_size for file in self._partial.rglob("*") if file.is_file())
+        raw = self._plan.codec == "raw"
+        copy = rows if raw else min(rows, array_nbytes(*self._catalog.shards))
+        written = sum(file.stat().st_size for file in self._partial.rglob("*") if file.is_file())
         free = shutil.disk_usage(self._partial).free
-        if free + there < rows + copy:
-            raise ActdsError(
-                "E503",
-                str(self._partial),
-                got=f"{free:,} bytes free",
-                expected=f"{rows + copy - there:,} bytes for temporary files and the copy",
-            )
+        if free + written < rows + copy:
+            need = f"{rows + copy - written:,} bytes for temporary files and the copy"
+            got = f"{free:,} bytes free"
+            raise ActdsError("E503", str(self._partial), got=got, expected=need)
 
     def _work(self, stage: str, function: Callable[[Any], int], work: list[Any]) -> None:
         done = 0
@@ -341,15 +297,13 @@ class _Shuffle:
         self._store = store
 
     def _copy(self, store: Store, run: str) -> Iterator[tuple[Chain, str, ChainKind]]:
-        """Commit all of a run but the ends of its chains."""
         chains: dict[str, Chain] = {}
 
         def chain(kind: ChainKind) -> Chain:
             if kind not in chains:
                 chain_id = self._plan.chain(run, kind)
-                chains[kind] = Chain.begin(
-                    store, self._plan.dataset, run, kind, _SOFTWARE, chain_id
-                )
+                dataset = self._plan.dataset
+                chains[kind] = Chain.begin(store, dataset, run, kind, _SOFTWARE, chain_id)
             return chains[kind]
 
         written = store.put_new(layout.run_path(run), [schema.to_bytes(self._run_record(run))])
@@ -370,8 +324,8 @@ class _Shuffle:
                 digest = canonical.digest(data)
                 shard = ShardBody(shard=name, manifest_sha256=digest, n_rows=n_rows)
                 chain("writer").append("shard", shard)
-        for kind, one in chains.items():
-            yield one, run, kind  # type: ignore[misc]
+        for kind, begun in chains.items():
+            yield begun, run, kind  # type: ignore[misc]
 
     def _run_record(self, run: str) -> RunRecord:
         record = self._catalog.runs[run]
@@ -387,15 +341,12 @@ class _Shuffle:
             name: ProvenanceField(value=value, origin="observed", reason=None)
             for name, value in facts.items()
         }
-        return record.model_copy(
-            update={"dataset": self._plan.dataset, "fields": record.fields | added}
-        )
+        update = {"dataset": self._plan.dataset, "fields": record.fields | added}
+        return record.model_copy(update=update)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """A block to be written."""
-
     blocks: Blocks
     start: int
     stop: int
@@ -404,8 +355,6 @@ class _Block:
 
 @dataclass(frozen=True)
 class _NewShard:
-    """A new shard to be written."""
-
     store: LocalStore
     plan: _Plan
     blocks: Blocks
@@ -413,24 +362,11 @@ class _NewShard:
     n_threads: int = 1
 
 
-@contextmanager
-def _mapper(executor: ExecutorName) -> Iterator[_Map]:
-    """Yield what calls a function with every piece of work, and yields the rows of each."""
-    if executor == "threads":
-        # One after the other: each is held in memory as a whole.
-        n_threads = os.cpu_count() or 1
-        yield lambda function, work: (function(replace(one, n_threads=n_threads)) for one in work)
-        return
-    with open_executor(executor) as on:
-        yield on.map
-
-
 def _threads(n: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(n, thread_name_prefix="actds-shuffle")
 
 
 def _scatter(work: _Block) -> int:
-    """Write a block that is not there yet; return its rows."""
     with _threads(work.n_threads) as pool:
         work.blocks.write(work.start, work.stop, pool)
     return work.stop - work.start
@@ -487,7 +423,7 @@ def _write(work: _NewShard) -> int:
 
 
 def _put(new: NewShard, hook: Hook, rows: npt.NDArray[Any], raw: bool, pool: Executor) -> RowCounts:
-    """Write the array of a hook, and compare what can be read of it with the rows."""
+    """Compares what can be read of the array with the rows."""
     encoded = encoding.encode_array(rows, hook.dtype, raw=raw, pool=pool)
     new.put_array(hook.name, encoded)
     place = f"{layout.shard_dir(new.name)}/{layout.array_dir(hook.name)}/{arrays.SHARD_PATH}"
@@ -504,7 +440,7 @@ def _put(new: NewShard, hook: Hook, rows: npt.NDArray[Any], raw: bool, pool: Exe
 
 
 def _reason(catalog: Catalog, run: str, kind: ChainKind) -> CloseReason:
-    """Return how the chains of a kind of a run ended in the dataset."""
+    """How the chains of a kind of a run ended in the dataset."""
     ends = [s.close for s in catalog.chains.values() if s.run == run and s.kind == kind]
     reasons = {"interrupted" if end is None else end.reason for end in ends}
     return next((r for r in ("failed", "interrupted") if r in reasons), "finished")
@@ -530,16 +466,11 @@ def _result(catalog: Catalog, out: Path, plan: _Plan) -> Shuffled:
         codec=plan.codec,
         n_rows=sum(manifest.n_rows for manifest in copy.shards),
         n_shards=len(copy.shards),
-        nbytes_before=_array_nbytes(catalog),
-        nbytes_after=_array_nbytes(copy),
+        nbytes_before=array_nbytes(*catalog.shards),
+        nbytes_after=array_nbytes(*copy.shards),
         seal=copy.seal.n,
         digest=copy.digest,
     )
-
-
-def _array_nbytes(catalog: Catalog) -> int:
-    files = (entry for manifest in catalog.shards for entry in manifest.files)
-    return sum(entry.nbytes for entry in files if entry.path.endswith(f"/{arrays.SHARD_PATH}"))
 
 
 def _bad(place: str, got: str, expected: str) -> ActdsError:

@@ -105,13 +105,13 @@ def refuse_within_dataset(out: str | Path, option: str = "OUT") -> None:
     expected = "a path outside any dataset"
     # A link in a dataset is refused as well, wherever it leads.
     real = Path(os.path.realpath(folder))
-    own = Path(os.path.realpath(folder.parent), folder.name)
-    for place in dict.fromkeys((own, real)):
+    as_named = Path(os.path.realpath(folder.parent), folder.name)
+    for place in dict.fromkeys((as_named, real)):
         for around in place.parents:
             if os.path.lexists(around / layout.GENESIS):
                 got = f"inside the dataset {around}"
                 raise ActdsError("E009", f"{option} {out}", got=got, expected=expected)
-    if layout.GENESIS in (own.name, real.name):
+    if layout.GENESIS in (as_named.name, real.name):
         got = f"{layout.GENESIS}, by which a folder is taken for a dataset"
         raise ActdsError("E009", f"{option} {out}", got=got, expected=expected)
 

@@ -143,8 +143,8 @@ def _entries(folder: Path) -> Iterator[tuple[int, int, str]]:
         for name in names:
             path = os.path.join(where, name)
             with contextlib.suppress(FileNotFoundError):
-                found = os.stat(path)
-                yield found.st_mtime_ns, found.st_size, path
+                status = os.stat(path)
+                yield status.st_mtime_ns, status.st_size, path
 
 
 def _crc(data: bytes | memoryview) -> bytes:

@@ -159,8 +159,8 @@ def _speaks_plain_http(scheme: Scheme) -> bool:
 
 def status_of(error: BaseException) -> int | None:
     """Return the HTTP status of an error, None when there was no answer."""
-    found = _STATUS.search(str(error))
-    return int(found[1]) if found else None
+    status = _STATUS.search(str(error))
+    return int(status[1]) if status else None
 
 
 def reason_of(error: BaseException) -> str:

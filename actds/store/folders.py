@@ -32,10 +32,8 @@ def new_folder(out: str | Path) -> Iterator[Path]:
     refuse_within_dataset(target)
     target = target.absolute()
     if target.exists() or target.is_symlink():
-        raise ActdsError(
-            "E008", str(out), got="something of this name", expected="no such path yet",
-            next_step="Choose a new path.",
-        )  # fmt: skip
+        got, expected, step = "something of this name", "no such path yet", "Choose a new path."
+        raise ActdsError("E008", str(out), got=got, expected=expected, next_step=step)
     draft = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
     try:
         draft.mkdir(parents=True)

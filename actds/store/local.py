@@ -316,10 +316,10 @@ class LocalStore(Store):
 
     def size(self, path: str) -> int:
         """Return a file's size in bytes."""
-        found = self._stat(path)
-        if found is None:
+        status = self._stat(path)
+        if status is None:
             raise ActdsError("E104", path, got="no such file", expected="a file")
-        return found.st_size
+        return status.st_size
 
     def list(self, prefix: str = "") -> list[str]:
         """Return the paths of all files below a folder, sorted; of no folder, none.
@@ -376,14 +376,15 @@ class LocalStore(Store):
     def _stat(self, path: str) -> os.stat_result | None:
         local = self._checked(path)
         try:
-            found = os.lstat(local)
+            status = os.lstat(local)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise _unreadable(path, error) from error
-        if not stat.S_ISREG(found.st_mode):
-            raise _not_regular(path, "a link" if stat.S_ISLNK(found.st_mode) else "no regular file")
-        return found
+        if not stat.S_ISREG(status.st_mode):
+            kind = "a link" if stat.S_ISLNK(status.st_mode) else "no regular file"
+            raise _not_regular(path, kind)
+        return status
 
     def _make_folder(self, folder: Path) -> None:
         """Make a folder and what is above it, each name durable before a file needs it.
@@ -447,9 +448,12 @@ def refuse_links(folder: Path) -> None:
     links += [entry.path for _, entry in walk(folder) if entry.is_symlink()]
     if links:
         raise ActdsError(
-            "E107", links[0], got="a link", expected="what an earlier call left there, or nothing",
+            "E107",
+            links[0],
+            got="a link",
+            expected="what an earlier call left there, or nothing",
             next_step="Remove it, or choose another path.",
-        )  # fmt: skip
+        )
 
 
 def _write_all(handle: int, views: list[memoryview]) -> None:

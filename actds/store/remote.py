@@ -180,13 +180,13 @@ class RemoteStore(Store):
         client = self._client(nbytes)
 
         def get() -> bytes:
-            found = self._obstore.get(client, path)
-            nbytes = found.meta["size"]
+            answer = self._obstore.get(client, path)
+            nbytes = answer.meta["size"]
             if limit is not None and nbytes > limit:
                 raise ActdsError(
                     "E102", path, got=f"{nbytes} bytes", expected=f"at most {limit} bytes"
                 )
-            data = bytes(found.bytes())
+            data = bytes(answer.bytes())
             if len(data) != nbytes:
                 raise TryAgainError(f"the answer ends after {len(data)} of {nbytes} bytes")
             return data
@@ -201,17 +201,17 @@ class RemoteStore(Store):
 
         def get() -> memoryview:
             try:
-                found = self._obstore.get_range(client, path, start=offset, length=nbytes)
+                data = self._obstore.get_range(client, path, start=offset, length=nbytes)
             except self._errors as error:
                 if status_of(error) == 416:
                     raise EOFError(f"the end before byte {offset}") from None
                 raise
-            if len(found) != nbytes:
-                end = offset + len(found)
+            if len(data) != nbytes:
+                end = offset + len(data)
                 if end < self._sizes.get(path, 0):
-                    raise TryAgainError(f"the answer ends after {len(found)} of {nbytes} bytes")
+                    raise TryAgainError(f"the answer ends after {len(data)} of {nbytes} bytes")
                 raise EOFError(f"the end at byte {end}")
-            return memoryview(found)
+            return memoryview(data)
 
         return self._ask(path, get)
 
@@ -345,12 +345,14 @@ class RemoteStore(Store):
             check_path(prefix)
 
         def collect() -> Listing:
-            found = self._obstore.list(self._client(0), prefix or None, chunk_size=1000)
-            return [(meta["path"], meta["size"]) for chunk in found for meta in chunk]
+            listed = self._obstore.list(self._client(0), prefix or None, chunk_size=1000)
+            return [(meta["path"], meta["size"]) for chunk in listed for meta in chunk]
 
-        found = self._ask(prefix or self.uri, collect)
+        listed = self._ask(prefix or self.uri, collect)
         return [
-            one for one in found if one[0].rpartition("/")[2].startswith(TEMPORARY) == temporary
+            (path, nbytes)
+            for path, nbytes in listed
+            if path.rpartition("/")[2].startswith(TEMPORARY) == temporary
         ]
 
     def _client(self, nbytes: int) -> Any:
@@ -461,9 +463,9 @@ class CachedFile(RemoteFile):
                 blocks[n] = data[at : at + BLOCK_NBYTES]
                 self._cache.put(self._sha256, str(n), data[at : at + BLOCK_NBYTES])
             missing = [n for n in missing if n > last]
-        found = b"".join(block for block in blocks.values() if block is not None)
+        joined = b"".join(block for block in blocks.values() if block is not None)
         base = offset - numbers[0] * BLOCK_NBYTES
-        return memoryview(found)[base : base + nbytes]
+        return memoryview(joined)[base : base + nbytes]
 
     def forget(self, offset: int, nbytes: int) -> bool:
         """Drop the blocks of a damaged range."""

@@ -128,10 +128,10 @@ class S3Store(RemoteStore):
 
     def remove_temporary(self) -> int:
         """Remove probes that their writers could not remove; return how many."""
-        found = [path for path, _ in self.listed("", temporary=True)]
-        for path in found:
+        paths = [path for path, _ in self.listed("", temporary=True)]
+        for path in paths:
             self._delete(path)
-        return len(found)
+        return len(paths)
 
     def create(self, path: str, data: bytes) -> str:
         """Put conditionally until there is an answer; return the digest."""

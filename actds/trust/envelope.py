@@ -1,26 +1,172 @@
-"""DSSE envelopes: reading them within bounds, and judging their signatures by a list of keys."""
+"""Ed25519 keys in PEM files, as ``openssl genpkey`` writes them, and the DSSE envelopes they sign.
+
+A key comes from who signs or who verifies, and never from the dataset. Envelopes are read within
+bounds, and their signatures judged by a list of keys.
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from actds.errors import ActdsError
+from actds.errors import ActdsError, not_installed
 from actds.format import canonical
-from actds.trust.keys import TrustedKey, needs_extra
-from actds.trust.statement import PAYLOAD_TYPE
+from actds.store import Store, local_folder
+from actds.text import one_line
+from actds.trust.pin import PAYLOAD_TYPE
 
 if TYPE_CHECKING:
-    from securesystemslib.signer import CryptoSigner
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from securesystemslib.signer import CryptoSigner, SSlibKey
 
+KEYS_VARIABLE = "ACTDS_TRUSTED_KEYS"
+"""Environment variable that names a file of public keys, where none is given."""
+PASSWORD_VARIABLE = "ACTDS_KEY_PASSWORD"
+"""Environment variable that holds the password of an encrypted private key."""
 MAX_ENVELOPE_NBYTES = 8 * 1024 * 1024
-MAX_SIGNATURES = 64
-_SIGNATURE_NBYTES = 64  # of Ed25519
+MAX_KEYS = MAX_SIGNATURES = 64
+_MAX_NBYTES, _SIGNATURE_NBYTES = 1 << 16, 64  # of a key file; of Ed25519
+_PUBLIC = re.compile(rb"-----BEGIN PUBLIC KEY-----.*?-----END PUBLIC KEY-----", re.DOTALL)
+_MAKE = "Make a pair with openssl genpkey -algorithm ed25519, and keep it outside the dataset."
+
+
+@dataclass(frozen=True)
+class TrustedKey:
+    """A public key of the consumer; ``keyid`` is the SHA-256 of its DER form (SPKI), in hex."""
+
+    keyid: str
+    file: str
+    key: SSlibKey
+
+
+def trusted_keys(files: Iterable[str | os.PathLike[str]], store: Store) -> list[TrustedKey]:
+    """Return the public keys of PEM files, each once; a file may hold several.
+
+    Raises:
+        ActdsError: E021 a file that cannot be read, holds no public key, a private one, one that
+            is not Ed25519, or lies inside the dataset; E011 without the extra ``actds[sign]``.
+
+    Spec: 0.1 section 15.4.
+    """
+    keys: dict[str, TrustedKey] = {}
+    with needs_extra():
+        for file in (os.fspath(path) for path in files):
+            data = _read(file, store)
+            if b"PRIVATE KEY-----" in data:
+                step = f"Give the public key: openssl pkey -in {file} -pubout -out {file}.pub."
+                raise _bad(file, "a private key", "public keys only", step)
+            blocks = _PUBLIC.findall(data)
+            if not blocks:
+                raise _bad(file, "no PEM block of a public key", "BEGIN PUBLIC KEY")
+            for block in blocks:
+                key = _trusted(block, file)
+                keys.setdefault(key.keyid, key)
+    if len(keys) > MAX_KEYS:
+        raise _bad("keys", f"{len(keys)} keys", f"at most {MAX_KEYS}")
+    return list(keys.values())
+
+
+def signer(file: str | os.PathLike[str], store: Store) -> CryptoSigner:
+    """Return what signs with a private key; the password of one is read from the environment.
+
+    Raises:
+        ActdsError: E021 a file that cannot be read, is no private Ed25519 key, is encrypted and
+            the password is missing or wrong, or lies inside the dataset; E011 without the extra
+            ``actds[sign]``.
+
+    Spec: 0.1 section 15.3.
+    """
+    file = os.fspath(file)
+    with needs_extra():
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+        from securesystemslib.signer import CryptoSigner
+
+        data = _read(file, store)
+        if b"PRIVATE KEY-----" not in data:
+            raise _bad(file, "no PEM block of a private key", "BEGIN PRIVATE KEY")
+        password = os.environ.get(PASSWORD_VARIABLE)
+        is_encrypted = b"ENCRYPTED" in data
+        if is_encrypted and not password:
+            step = f"Set {PASSWORD_VARIABLE}, or sign with a key that is not encrypted."
+            raise _bad(file, "an encrypted key", f"its password in {PASSWORD_VARIABLE}", step)
+        secret = password.encode() if is_encrypted and password else None
+        try:
+            key = load_pem_private_key(data, secret)
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            expected = "the password of the key" if is_encrypted else "a private key in PEM"
+            raise _bad(file, one_line(error, 120), expected) from None
+        if not isinstance(key, Ed25519PrivateKey):
+            raise _bad(file, "a key of another algorithm", "an Ed25519 key")
+        return CryptoSigner(key, _sslib_key(key.public_key()))
+
+
+@contextmanager
+def needs_extra() -> Iterator[None]:
+    """E011 for a package of the extra that is not installed."""
+    try:
+        yield
+    except ImportError as error:
+        name = error.name or "securesystemslib"
+        raise not_installed(name, "sign") from None
+
+
+def _trusted(block: bytes, file: str) -> TrustedKey:
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    try:
+        key = load_pem_public_key(block)
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise _bad(file, one_line(error, 120), "a public key in PEM") from None
+    if not isinstance(key, Ed25519PublicKey):
+        raise _bad(file, "a key of another algorithm", "an Ed25519 key")
+    public = _sslib_key(key)
+    return TrustedKey(public.keyid, file, public)
+
+
+def _sslib_key(key: Ed25519PublicKey) -> SSlibKey:
+    """Under the id that openssl and sha256sum find as well."""
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+    from securesystemslib.signer import SSlibKey
+
+    der = key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    return SSlibKey.from_crypto(key, keyid=hashlib.sha256(der).hexdigest())
+
+
+def _read(file: str, store: Store) -> bytes:
+    """A key file's bytes; one inside the dataset is refused."""
+    folder = local_folder(store.uri)
+    path = Path(file).expanduser()
+    try:
+        inside = folder is not None and path.resolve().is_relative_to(folder.resolve())
+        nbytes = path.stat().st_size
+        data = path.read_bytes() if nbytes <= _MAX_NBYTES and not inside else b""
+    except (OSError, ValueError) as error:
+        got = getattr(error, "strerror", None) or one_line(error, 120)
+        raise _bad(file, got, "a readable file") from None
+    if inside:
+        step = "Get the key from who signed, by another way than the dataset."
+        raise _bad(file, "a file of the dataset itself", "a key from elsewhere", step)
+    if nbytes > _MAX_NBYTES:
+        raise _bad(file, f"{nbytes} bytes", f"at most {_MAX_NBYTES}")
+    return data
+
+
+def _bad(file: str, got: str, expected: str, next_step: str = _MAKE) -> ActdsError:
+    return ActdsError("E021", file[:400], got=got, expected=expected, next_step=next_step)
 
 
 class _Signature(BaseModel):
@@ -47,7 +193,7 @@ class Envelope:
     signatures: tuple[tuple[str, bytes], ...]
 
     def to_bytes(self) -> bytes:
-        """Return the file: canonical JSON, standard base64."""
+        """The file: canonical JSON, standard base64."""
         signatures = [{"keyid": k, "sig": _b64(sig)} for k, sig in self.signatures]
         document = {"payload": _b64(self.payload), "payloadType": self.payload_type}
         return canonical.dump({**document, "signatures": signatures})
@@ -95,8 +241,8 @@ def parse(data: bytes, place: str) -> Envelope:
         payload=_unb64(document.payload, f"{place} payload"),
         payload_type=document.payloadType,
         signatures=tuple(
-            (one.keyid, _unb64(one.sig, f"{place} signatures.{i}.sig"))
-            for i, one in enumerate(document.signatures)
+            (signature.keyid, _unb64(signature.sig, f"{place} signatures.{i}.sig"))
+            for i, signature in enumerate(document.signatures)
         ),
     )
 
@@ -127,32 +273,23 @@ def judge(envelope: Envelope, keys: Sequence[TrustedKey]) -> Judgement:
 def with_signature(
     payload: bytes, before: Envelope | None, signer: CryptoSigner
 ) -> Envelope | None:
-    """Return an envelope with one more signature; None when the key has signed it already.
-
-    Args:
-        payload: what is signed.
-        before: the envelope that is there, with the same payload.
-        signer: the private key.
-
-    Raises:
-        ActdsError: E009 the envelope is full.
-    """
+    """With one more signature (E009 it is full); None when the key has signed it already."""
     signatures = () if before is None else before.signatures
     envelope = Envelope(payload, PAYLOAD_TYPE, signatures)
-    own = TrustedKey(signer.public_key.keyid, "", signer.public_key)
-    if judge(envelope, [own]).accepted:
+    key = TrustedKey(signer.public_key.keyid, "", signer.public_key)
+    if judge(envelope, [key]).accepted:
         return None
     # A broken signature under the own id is replaced: it can only be a damaged one.
-    signatures = tuple(one for one in signatures if one[0] != own.keyid)
+    signatures = tuple((keyid, sig) for keyid, sig in signatures if keyid != key.keyid)
     if len(signatures) >= MAX_SIGNATURES:
         got, expected = f"{len(signatures)} signatures", f"at most {MAX_SIGNATURES}"
         raise ActdsError("E009", "key", got=got, expected=expected)
     sig = bytes.fromhex(signer.sign(_pae(envelope)).signature)
-    return Envelope(payload, PAYLOAD_TYPE, (*signatures, (own.keyid, sig)))
+    return Envelope(payload, PAYLOAD_TYPE, (*signatures, (key.keyid, sig)))
 
 
 def _pae(envelope: Envelope) -> bytes:
-    """Return the bytes that are signed: type and payload, each with its length."""
+    """What is signed: type and payload, each with its length."""
     with needs_extra():
         from securesystemslib import dsse
 
@@ -177,7 +314,7 @@ def _b64(data: bytes) -> str:
 
 
 def _unb64(text: str, place: str) -> bytes:
-    """Return the bytes of standard base64; the one form of them, so that nothing can hide in it."""
+    """Standard base64 in its one form, so that nothing can hide in it."""
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from actds.errors import ActdsError
 from actds.format import canonical
 from actds.text import one_line
-from actds.trust.keys import needs_extra
-from actds.trust.statement import PAYLOAD_TYPE
+from actds.trust.envelope import needs_extra
+from actds.trust.pin import PAYLOAD_TYPE
 
 if TYPE_CHECKING:
     from sigstore.models import TrustedRoot
@@ -31,8 +31,6 @@ def sign_statement(payload: bytes) -> bytes:
 
     Raises:
         ActdsError: E009 no identity token; E807 a service refuses or does not answer; E011.
-
-    Spec: 0.1 section 15.6.
     """
     with needs_extra():
         from sigstore.dsse import Statement
@@ -58,10 +56,6 @@ def sign_statement(payload: bytes) -> bytes:
 def trust_root(file: str | os.PathLike[str] | None, offline: bool) -> TrustedRoot:
     """Return the certificates and logs to trust: of a file, or of the public instance.
 
-    Args:
-        file: ``trusted_root.json`` of an instance, from the consumer.
-        offline: take what is on this machine instead of asking for the newest.
-
     Raises:
         ActdsError: E009 a file that cannot be read; E807 the newest cannot be had; E011.
 
@@ -85,13 +79,6 @@ def trust_root(file: str | os.PathLike[str] | None, offline: bool) -> TrustedRoo
 
 def signed_payload(data: bytes, identity: str, issuer: str, root: TrustedRoot, place: str) -> bytes:
     """Return what an identity signed, after all checks of a bundle; no network is used.
-
-    Args:
-        data: the bundle.
-        identity: who must have signed.
-        issuer: who must have vouched for it.
-        root: the certificates and logs to trust.
-        place: the file of the bundle.
 
     Raises:
         ActdsError: E102 no canonical JSON; E103 no bundle; E802 it does not hold: another identity,
@@ -127,7 +114,7 @@ def _no_token(got: str) -> ActdsError:
 
 
 def _failed(place: str, error: Exception, next_step: str | None = None) -> ActdsError:
-    said = one_line(error, 200)
+    words = one_line(error, 200)
     if error.__cause__ is not None:
-        said = f"{said}: {one_line(error.__cause__, 200)}"
-    return ActdsError("E807", place, got=said, expected="an answer", next_step=next_step)
+        words = f"{words}: {one_line(error.__cause__, 200)}"
+    return ActdsError("E807", place, got=words, expected="an answer", next_step=next_step)

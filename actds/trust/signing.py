@@ -13,19 +13,20 @@ from actds.errors import ActdsError
 from actds.store import Store, layout, local_folder, open_for_writing, open_store
 from actds.store.local import lock_dataset
 from actds.trust.envelope import (
+    KEYS_VARIABLE,
     MAX_ENVELOPE_NBYTES,
     Envelope,
     Judgement,
     Rejected,
+    TrustedKey,
     judge,
     parse,
+    signer,
+    trusted_keys,
     with_signature,
 )
 from actds.trust.keyless import sign_statement, signed_payload, trust_root
-from actds.trust.keys import KEYS_VARIABLE, TrustedKey, signer, trusted_keys
-from actds.trust.pin import parse_pin
-from actds.trust.statement import check_statement, statement
-from actds.trust.sums import check_sums, put_sums
+from actds.trust.pin import check_statement, check_sums, parse_pin, put_sums, statement
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,6 @@ class Signed:
     """What a signature covers, and where it is.
 
     Args:
-        path: the dataset.
         seal: number of the seal.
         digest: its digest.
         file: path of the signature in the dataset.
@@ -168,8 +168,8 @@ def verify(
     """
     store = open_store(os.fspath(path))
     who = _identity(identity, issuer)
-    files = keys or ([] if who else _keys_of_environment())
-    trusted = trusted_keys(files, store)
+    named = [] if who else [os.environ.get(KEYS_VARIABLE)]
+    trusted = trusted_keys(keys or [file for file in named if file], store)
     if not trusted and who is None:
         expected = f"a public key, {KEYS_VARIABLE}, or an identity and its issuer"
         raise ActdsError("E009", "key", got="nobody to trust", expected=expected)
@@ -199,22 +199,16 @@ def verify(
 def _by_keys(
     catalog: Catalog, trusted: Sequence[TrustedKey], need: int, expected: bytes
 ) -> Judgement:
-    """Return the judgement of the envelope of a seal; what it says is looked at last."""
+    """What the envelope says is looked at last."""
     file = layout.envelope_path(len(catalog.seals))
     envelope = _envelope(catalog.store, file)
     if envelope is None:
         raise _unsigned(catalog, file, layout.envelope_path)
     judgement = judge(envelope, trusted)
     if len(judgement.accepted) < need:
-        why = "; ".join(f"{one.keyid[:16] or 'no id'} {one.why}" for one in judgement.rejected)
-        raise ActdsError(
-            "E802",
-            file,
-            got=f"good signatures of {len(judgement.accepted)} trusted keys ({why or 'no other'})"[
-                :400
-            ],
-            expected=f"{need} of {len(trusted)}",
-        )
+        why = "; ".join(f"{r.keyid[:16] or 'no id'} {r.why}" for r in judgement.rejected)
+        got = f"good signatures of {len(judgement.accepted)} trusted keys ({why or 'no other'})"
+        raise ActdsError("E802", file, got=got[:400], expected=f"{need} of {len(trusted)}")
     check_statement(envelope.payload, expected, file)
     return judgement
 
@@ -236,7 +230,7 @@ def _by_identity(
 
 
 def _unsigned(catalog: Catalog, file: str, path_of: Callable[[int], str]) -> ActdsError:
-    """Return the error for a seal without a signature; it names those that have one."""
+    """Names the seals that are signed."""
     n = len(catalog.seals)
     signed = [i for i in range(1, n) if catalog.store.exists(path_of(i))]
     got = f"no signature of seal {n}"
@@ -249,7 +243,6 @@ def _unsigned(catalog: Catalog, file: str, path_of: Callable[[int], str]) -> Act
 
 
 def _sealed(store: Store, seal: str | None) -> Catalog:
-    """Return the catalogue of a dataset under its present seal, or under a pinned one."""
     catalog = Catalog.read(store, seal=None if seal is None else parse_pin(seal))
     if not catalog.is_sealed:
         raise catalog.not_sealed()
@@ -272,14 +265,9 @@ def _identity(identity: str | None, issuer: str | None) -> Identity | None:
     return Identity(identity, issuer)
 
 
-def _keys_of_environment() -> list[str]:
-    named = os.environ.get(KEYS_VARIABLE)
-    return [named] if named else []
-
-
 @contextmanager
 def _alone(store: Store) -> Iterator[None]:
-    """Hold a local dataset alone, so that two who sign at once do not undo each other."""
+    """Two who sign at once would undo each other."""
     folder: Path | None = local_folder(store.uri)
     if folder is None or not folder.is_dir():
         yield

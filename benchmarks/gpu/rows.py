@@ -3,7 +3,7 @@
 python benchmarks/gpu/rows.py unpack WHEELS FOLDER
 python benchmarks/gpu/rows.py card DEVICE PACKAGE...
 python benchmarks/gpu/rows.py register
-python benchmarks/gpu/rows.py model FOLDER PROMPTS
+python benchmarks/gpu/rows.py model FOLDER PROMPTS [N]
 python benchmarks/gpu/rows.py large FOLDER [HIDDEN]
 python benchmarks/gpu/rows.py compare FIRST SECOND
 """
@@ -103,14 +103,15 @@ def register() -> None:
             host.close()
 
 
-def model(folder: Path, prompts: Path) -> None:
-    """Make a model of four layers with random weights, and 48 prompts for it."""
+def model(folder: Path, prompts: Path, n_prompts: str | Path = "48") -> None:
+    """Make a model of four layers with random weights, and prompts for it."""
     from actds_testing.harvest import write_prompts
     from actds_testing.tiny import make_random_model
 
     make_random_model(folder)
     words = [
-        {"id": f"g{i}", "prompt": f"number {i} goes on " + "x" * (7 * i % 200)} for i in range(48)
+        {"id": f"g{i}", "prompt": f"number {i} goes on " + "x" * (7 * i % 200)}
+        for i in range(int(str(n_prompts)))
     ]
     write_prompts(prompts, words)
 

@@ -14,11 +14,18 @@ vllm | harvest | graphs | cost) needs=(numpy pyarrow zarr vllm) ;;
 *) echo "no step $step: host, path, vllm, harvest, graphs or cost" >&2; exit 2 ;;
 esac
 export PYTHONPATH=.:writers:validators:testing:tests:$SITE HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
-engine=(--engine-arg dtype=bfloat16 --engine-arg gpu_memory_utilization=0.4)
-bench=(--rounds 5 --dtype bfloat16 --memory-share 0.15) slower=1 hidden=3072
-if [ "$DEVICE" = cpu ]; then # a rehearsal: what the engine needs there
-  engine=(--engine-arg dtype=float32 --engine-arg max_model_len=512) bench=(--rounds 2) slower=5 hidden=96
-  export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1
+engine=(--engine-arg dtype=bfloat16 --engine-arg gpu_memory_utilization=0.4) actds=(-m actds) default=()
+modes=(FULL PIECEWISE FULL_DECODE_ONLY) n_prompts=48 n_tokens=32
+bench=(--rounds 5 --dtype bfloat16 --memory-share 0.15) compiled=none,again,two,all plain=none,all,all-naive
+batches=(32 1 256) slower=1 hidden=3072
+if [ "$DEVICE" = cpu ]; then # a rehearsal, on small sizes, with graphs that replay on a CPU
+  export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 VLLM_ENABLE_V1_MULTIPROCESSING=0
+  engine=(--engine-arg dtype=float32 --engine-arg max_model_len=512 --engine-arg distributed_executor_backend=uni)
+  actds=(-m actds_testing.cpu_graphs "$OUT/replays.json") modes=(PIECEWISE) n_prompts=12 n_tokens=6
+  default=(--engine-arg "compilation_config=$("$PY" -c "
+from actds_testing.cpu_graphs import compilation
+print(compilation('eager'))")")
+  bench=(--rounds 1 --max-tokens 4) compiled=none,two plain=none,all-naive batches=(2) slower=5 hidden=96
 fi
 
 bounded() { # SECONDS COMMAND...: at most that long, and not beyond the limit of the step
@@ -38,6 +45,7 @@ part() { # NAME SECONDS COMMAND...: a line of the figure file; what follows runs
 
 figures() { # what is known so far; the tables are those that the parts printed
   { echo "# Step $step: $card"; echo; echo "$(date -u +%F), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
+    [ "$DEVICE" != cpu ] || { echo; echo "A rehearsal: of the figures here, none of a GPU."; }
     echo; echo "| part | outcome | s |"; echo "| --- | --- | ---: |"; printf '%s\n' "${parts[@]}"; echo
     grep -E '^(\||[^|]*: [0-9,]+ rows; |[0-9]+ MiB, )' "$LOG"; } > "$FIGURES"
 }
@@ -45,8 +53,8 @@ figures() { # what is known so far; the tables are those that the parts printed
 harvest() { # NAME HOOKS [engine arguments]
   local name=$1 hooks=$2; shift 2
   rm -rf "${OUT:?}/$name"
-  part "$name: rows written" 240 "$PY" -m actds write "$OUT/$name" --model "$MODEL" --prompts "$PROMPTS" --hooks "$hooks" \
-    --max-tokens 32 --temperature 0 "${engine[@]}" "$@" &&
+  part "$name: rows written" 240 "$PY" "${actds[@]}" write "$OUT/$name" --model "$MODEL" --prompts "$PROMPTS" --hooks "$hooks" \
+    --max-tokens $n_tokens --temperature 0 "${engine[@]}" "$@" &&
     part "$name: validated" 60 "$PY" -m actds validate "$OUT/$name" --level deep
 }
 
@@ -57,7 +65,7 @@ cost() { # BATCH OPTIONS...
 }
 
 compare() { part "rows of eager and $1" 60 "$PY" benchmarks/gpu/rows.py compare "$OUT/eager" "$OUT/$1"; }
-model() { [ -e "$MODEL/config.json" ] || part "a model" 120 "$PY" benchmarks/gpu/rows.py model "$MODEL" "$PROMPTS"; }
+model() { [ -e "$MODEL/config.json" ] || part "a model" 120 "$PY" benchmarks/gpu/rows.py model "$MODEL" "$PROMPTS" $n_prompts; }
 eager() { model; [ -d "$OUT/eager/seal" ] || harvest eager "$ALL" --engine-arg enforce_eager=true; }
 
 run() {
@@ -77,20 +85,22 @@ run() {
       part compute-sanitizer 120 compute-sanitizer --error-exitcode 9 "$PY" -m pytest -q tests/writers/test_cuda.py -k "gpu and copier"
     fi ;;
   path) part "op and transfer" 570 "$PY" benchmarks/bench_cuda.py ;;
-  vllm) model; harvest small resid_post:0 ;;
-  harvest) eager; harvest default "$ALL" && compare default ;;
+  vllm) model; harvest small resid_post:0 "${default[@]}" ;;
+  harvest) eager; harvest default "$ALL" "${default[@]}" && compare default ;;
   graphs)
     eager
-    for mode in FULL PIECEWISE FULL_DECODE_ONLY; do
-      harvest "$mode" resid_post:all --engine-arg "compilation_config={\"cudagraph_mode\":\"$mode\"}" && compare "$mode"
+    for mode in "${modes[@]}"; do
+      chosen=("${default[@]}")
+      [ "$DEVICE" = cpu ] || chosen=(--engine-arg "compilation_config={\"cudagraph_mode\":\"$mode\"}")
+      harvest "$mode" resid_post:all "${chosen[@]}" && compare "$mode"
     done
     export VLLM_USE_V2_MODEL_RUNNER=0
-    harvest first-runner resid_post:all && compare first-runner ;;
+    harvest first-runner resid_post:all "${default[@]}" && compare first-runner ;;
   cost) # naive hooks run in an eager engine alone
     [ -e "$OUT/large/config.json" ] || part "a large model" 60 "$PY" benchmarks/gpu/rows.py large "$OUT/large" $hidden
-    for batch in 32 1 256; do
-      cost "$batch" --compiled --variants none,again,two,all
-      [ "$batch" != 32 ] || cost "$batch" --variants none,all,all-naive
+    for batch in "${batches[@]}"; do
+      cost "$batch" --compiled --variants $compiled
+      [ "$batch" != "${batches[0]}" ] || cost "$batch" --variants $plain
     done ;;
   esac
 }

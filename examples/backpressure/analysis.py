@@ -17,7 +17,7 @@ import numpy as np
 import actds
 from actds.format.positions import position_key
 from actds_validators.statistics import intervals
-from actds_validators.statistics.shift import circular_shift, ewma
+from actds_validators.statistics.series import circular_shift, ewma
 
 N_DECILES = 10
 LOAD_STEPS = 8

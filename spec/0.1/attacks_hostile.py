@@ -18,8 +18,7 @@ from attack_tools import attack
 from thrift_tools import edit_footer
 from vector_tools import ARRAY, PREFILL, RECORD, RUN, Vector, part
 
-from actds import canonical
-from actds.format import tables
+from actds.format import canonical, tables
 from actds.format.codec import crc32c
 from actds_testing.forge import rehash, relink
 

@@ -27,8 +27,7 @@ from vector_tools import (
     part,
 )
 
-from actds import canonical
-from actds.format import tables
+from actds.format import canonical, tables
 from actds.format.codec import crc32c, encode_chunk
 from actds.format.readouts import probe_bytes
 

@@ -22,8 +22,7 @@ from actds.dataset.reading import Catalog
 from actds.format import canonical
 from actds.store import layout
 from actds.store.local import LocalStore
-from actds.trust.statement import PAYLOAD_TYPE, statement
-from actds.trust.sums import sums
+from actds.trust.pin import PAYLOAD_TYPE, statement, sums
 
 __all__ = ["write_signatures"]
 

@@ -29,7 +29,8 @@ from actds_testing.simulate import SCENARIOS, simulate, write_dataset
 from actds_testing.synthetic import make_dataset
 from actds_testing.tiny import make_random_model
 from actds_validators.audit.place import Decision, PlaceName
-from actds_writers.monitor.progress import Observer, Snapshot
+from actds_writers.harvest.result import Observer
+from actds_writers.monitor.progress import Snapshot
 
 WORDS = "the disk and the ring "
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from actds_validators.audit.answer import conclude, unaccounted
 from actds_validators.audit.place import LeftOut, LengthBand, Place, PlaceName, SourceAccount
+from actds_validators.audit.places import conclude, unaccounted
 from actds_validators.audit.result import (
     Accounting,
     Association,

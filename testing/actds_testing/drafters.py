@@ -5,23 +5,24 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-Method = Literal["draft_model", "eagle", "eagle3", "mtp"]
+METHODS = ("draft_model", "eagle", "eagle3", "mtp")
 N_DRAFTS = 3
 _TOP = "model.layers.3."
 
 
-def make_drafter(method: Method, path: Path, model: Path) -> dict[str, Any]:
+def make_drafter(method: str, path: Path, model: Path) -> dict[str, Any]:
     """Write a drafter of a model of ``make_random_model``; return its ``speculative_config``.
 
     A draft model has the target's class, names and weights, slightly changed; a head has the
     target's last layer. The MTP layer of ``mtp`` is in the folder of a target of its own.
 
     Args:
+        method: one of ``METHODS``.
         path: folder to make.
     """
     config = json.loads((model / "config.json").read_text())
@@ -62,7 +63,7 @@ def make_drafter(method: Method, path: Path, model: Path) -> dict[str, Any]:
             for name in ("q_proj", "k_proj", "v_proj"):
                 key = f"{layer}self_attn.{name}.weight"
                 made[key] = torch.cat([made[key], made[key]], 1)
-            config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+            config["eagle_aux_hidden_state_layer_ids"] = [1, 2, 3]
         config["num_hidden_layers"] = 1
     shutil.copytree(model, path, ignore=shutil.ignore_patterns("*.safetensors"))
     (path / "config.json").write_text(json.dumps(config))

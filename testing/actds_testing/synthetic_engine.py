@@ -159,7 +159,7 @@ class SyntheticEngine:
             "eager",
         )
         self.finished = ()
-        self.stages.hand_over(step, ids, ids, held=self.in_flight > 1, changed=self.changed)
+        self.stages.hand_over(step, ids, ids, waits=self.in_flight > 1, changed=self.changed)
         self.held += [self.n_steps] if self.in_flight > 1 else []
         self.settle_held(self.in_flight - 1)
         self.n_steps += 1

@@ -20,12 +20,14 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM"
+}  # fmt: skip
 
 
 def make_tiny_model(
     path: Path,
-    arch: Literal["llama", "qwen3"] = "llama",
+    arch: Literal["llama", "qwen3", "mixtral"] = "llama",
     n_layers: int = 4,
     hidden: int = 64,
     *,
@@ -43,7 +45,7 @@ def make_tiny_model(
 
     Args:
         path: folder to make.
-        arch: ``llama`` or ``qwen3``.
+        arch: ``llama``, ``qwen3``, or ``mixtral`` with two of four experts per token.
         n_layers: decoder layers.
         hidden: channels of the residual stream.
         n_heads: attention heads.
@@ -76,6 +78,8 @@ def make_tiny_model(
         "dtype": dtype,
         "use_cache": True,
     }
+    if arch == "mixtral":
+        config |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if tokenizer:

@@ -239,21 +239,26 @@ def _compare_ends(one: Harvest, requests: Mapping[str, dict[str, Any]], oracle: 
 
 def compare_rows(model: Path, harvests: Sequence[Harvest]) -> None:
     """Check that the rows are those of a plain forward of what the clients got."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    plain: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     tokens = {
         r["external_id"]: one.facts.got[name_of(r["internal_id"])]
         for one in harvests
         for r in one.table("requests").to_pylist()
     }
+    compare_with_forward(model, harvests[0].dataset, tokens)
+
+
+def compare_with_forward(model: Path, dataset: Dataset, tokens: Mapping[str, list[int]]) -> None:
+    """Check that the rows of ``HOOKS`` are those of a plain forward of tokens by external id."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    plain: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     states = {}
     for name, ids in tokens.items():
         with torch.no_grad():
             states[name] = plain(torch.tensor([ids]), output_hidden_states=True).hidden_states
     for layer, hook in zip(LAYERS, HOOKS, strict=True):
-        rows = h.rows_of(harvests[0].dataset, hook)
+        rows = h.rows_of(dataset, hook)
         got = np.stack(list(rows.values()))
         want = np.stack([states[name][layer + 1][0][p].numpy() for name, p in rows])
         assert h.relative_l2(got, want).max() <= 1e-5

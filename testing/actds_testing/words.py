@@ -1,18 +1,20 @@
 """Words of a private dialect that no user should read, each with its replacement.
 
 Scans what a user can see: the README, the guides (docs/cli.md is the help of every command), the
-table of error codes, the strings of the report and of the audit's sentences, and those of the
-writers (options, errors, progress, logs).
+spec, the table of error codes, the docstrings of ``actds.__all__``, the templates of pages, and
+every sentence in the code of the packages (options, errors, progress, reports, logs).
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import actds
 from actds.errors import CODES
 from actds_testing.places import DOCS, EXAMPLES, ROOT
 
@@ -49,7 +51,19 @@ BANNED: dict[str, tuple[str, str]] = {
 }
 """Name of each phrase: the pattern, and what to write instead."""
 
-NOT_YET: dict[str, frozenset[str]] = {}
+_STAND = frozenset({"stand"})
+NOT_YET: dict[str, frozenset[str]] = {
+    # Descriptions that the JSON Schemas of this format version hold, and tables made of them.
+    "actds/format/schema/v0_1.py": _STAND,
+    "actds/format/tables.py": _STAND,
+    "spec/0.1/03-genesis.md": _STAND,
+    "spec/0.1/06-provenance.md": _STAND,
+    "spec/0.1/08-ledger.md": _STAND,
+    "validators/actds_validators/audit/result.py": frozenset({"add up"}),
+    # Made with the vectors, which do not change for a word.
+    "spec/0.1/attacks/README.md": _STAND,
+    "spec/0.1/vectors/README.md": _STAND,
+}
 """Phrases that a file still has. It only shrinks: a phrase that is gone is taken out."""
 
 # A phrase may be broken over two lines of prose.
@@ -58,11 +72,14 @@ _PATTERNS = {
 }
 _VALIDATORS = ROOT / "validators" / "actds_validators"
 _SOURCES = (
-    *(_VALIDATORS / folder for folder in ("pages", "validate", "audit")),
-    ROOT / "validators" / "actds_studies",
+    ROOT / "actds",
     ROOT / "writers" / "actds_writers",
+    _VALIDATORS,
+    ROOT / "validators" / "actds_studies",
 )
-_SQL = re.compile(r"\b(select|from|join|where|union)\b")
+_SQL = re.compile(
+    r"\b(select|copy|with)\b.*\bfrom\b|^\s*(from|join|where|union|group by)\b[^A-Z]*[=<(]", re.S
+)
 
 
 @dataclass(frozen=True)
@@ -89,11 +106,14 @@ def visible_texts() -> Iterator[tuple[str, int, str]]:
     """Yield what a user can see: file, line, text."""
     templates = (_VALIDATORS / "pages" / "templates").glob("*.j2")
     guides = [*sorted(DOCS.glob("*.md")), *sorted(EXAMPLES.glob("*/README.md"))]
-    for path in (ROOT / "README.md", *guides, *sorted(templates)):
+    spec = sorted((ROOT / "spec").rglob("*.md"))
+    for path in (ROOT / "README.md", *guides, *spec, *sorted(templates)):
         yield _name(path), 1, path.read_text(encoding="utf-8")
     for code, entry in CODES.items():
         for words in (entry.title, entry.meaning, entry.next_step):
             yield f"error code {code}", 1, words
+    for name in actds.__all__:
+        yield f"docstring of actds.{name}", 1, inspect.getdoc(getattr(actds, name)) or ""
     for folder in _SOURCES:
         for path in sorted(folder.rglob("*.py")):
             for line, words in _literals(path):

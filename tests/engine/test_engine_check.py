@@ -164,7 +164,7 @@ def test_a_kind_without_a_reference_is_refused_where_nobody_verified_it(
     tmp_path: Path, model: Path, prompts: Path
 ) -> None:
     words = (*FLOAT32[2:], *h.EAGER, *DUMMY, "--hooks", "resid_post:1;attn_out:1")
-    patch = "from actds_writers.engines.vllm import verified as f; f.VERIFIED_KINDS.clear()"
+    patch = "from actds_writers.engines.vllm import versions as f; f.VERIFIED_KINDS.clear()"
     done = write(patch, tmp_path / "acts", model, prompts, *words)
     assert done.returncode != 0
     words = (

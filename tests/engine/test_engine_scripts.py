@@ -11,7 +11,7 @@ import pytest
 
 import actds
 from actds_testing.harvest import ONE_PROCESS, environment, validated, write_prompts
-from actds_testing.places import DEMO_MODEL, EXAMPLES
+from actds_testing.places import BENCHMARKS, DEMO_MODEL, EXAMPLES
 
 pytest.importorskip("vllm")
 from actds_testing.tiny import make_tiny_model
@@ -22,7 +22,7 @@ NOTEBOOK = """
 import asyncio, json, sys, threading
 
 import actds
-from actds_writers.monitor.progress import Observer
+from actds_writers.harvest.result import Observer
 
 model, prompts, *outs = sys.argv[1:]
 ASKED = dict(
@@ -116,3 +116,32 @@ def test_the_tutorial_goes_from_prompts_to_a_dictionary_with_its_audit(tmp_path:
     assert saved["data"]["digest"] == dataset.digest
     page = (folder / "tutorial" / "audit.html").read_text("utf-8")
     assert dataset.digest in page and answer in page
+
+
+@pytest.fixture(scope="module")
+def hour(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the steps of the first hour on a GPU share."""
+    return tmp_path_factory.mktemp("hour")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("step", ["vllm", "harvest", "graphs", "cost"])
+def test_a_step_of_the_first_hour_on_a_gpu_is_rehearsed_on_a_cpu(step: str, hour: Path) -> None:
+    """With the real engine, and graphs that replay; nothing in it is a figure of a GPU."""
+    variables = {"PY": sys.executable, "OUT": str(hour), "DEVICE": "cpu", "LIMIT": "1800",
+                 "WHEELS": str(hour / "none"), "SITE": str(hour / "site")}  # fmt: skip
+    done = subprocess.run(
+        ["bash", BENCHMARKS / "gpu" / "run.sh", step],
+        env=environment(**variables), capture_output=True, text=True, timeout=1900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    title, *lines = (hour / f"gpu-{step}.md").read_text().splitlines()
+    assert "a rehearsal" in title and any("none of a GPU" in line for line in lines)
+    tables = [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
+    outcomes = [cells[1] for cells in tables[2:] if len(cells) == 3]
+    assert outcomes and set(outcomes) == {"done"}
+    distances = [float(cells[3]) for cells in tables if len(cells) == 4 and "." in cells[3]]
+    if step in ("harvest", "graphs"):
+        assert max(distances) < 2e-6 and any("'piecewise':" in line for line in lines)
+    if step == "cost":
+        assert sum("2 hooks" in cells[0] for cells in tables) == 1

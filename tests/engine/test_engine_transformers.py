@@ -21,8 +21,8 @@ from actds_testing import harvest as h
 from actds_testing.families.layouts import watched
 from actds_testing.families.models import FAMILIES
 from actds_testing.tiny import make_random_model
-from actds_writers.harvest.run import HarvestResult
-from actds_writers.monitor.progress import Observer, Snapshot
+from actds_writers.harvest.result import HarvestResult, Observer
+from actds_writers.monitor.progress import Snapshot
 
 pytestmark = pytest.mark.engine
 

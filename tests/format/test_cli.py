@@ -81,15 +81,16 @@ def test_a_short_command_spares_pandas_to_itself_alone(original: Path) -> None:
 
 
 def test_the_list_of_commands_says_what_their_help_says() -> None:
+    from actds_studies.cli import SUMMARIES as studies
     from actds_validators.cli import SUMMARIES as validators
     from actds_writers.cli import SUMMARIES as writers
 
     ctx = click.Context(cli)
-    for name, summary in (validators | writers).items():
+    for name, summary in (studies | validators | writers).items():
         command = cli.get_command(ctx, name)
         assert command is not None and command.help is not None
         assert command.help.splitlines()[0] == summary
-    assert {*validators, *writers} == set(cli.list_commands(ctx)) - set(cli.commands)
+    assert {*studies, *validators, *writers} == set(cli.list_commands(ctx)) - set(cli.commands)
 
 
 def test_help_lists_every_command_once_in_its_group_and_the_example_runs() -> None:

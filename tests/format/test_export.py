@@ -21,7 +21,6 @@ import actds
 from actds.cli import cli
 from actds.errors import ActdsError
 from actds.exchange import export as exporting
-from actds.exchange import rows
 from actds.exchange.export import RECORD_FILE, ROWS_FILE, TARGETS, ExportRecord
 from actds_testing.synthetic import make_dataset
 
@@ -152,7 +151,6 @@ def test_blocks_of_any_size_give_the_same_files(
     path: Path, tmp_path: Path, to: Any, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = actds.export(path, tmp_path / "whole", to=to, context_size=8)
-    monkeypatch.setattr(rows, "BLOCK_NBYTES", block)
     monkeypatch.setattr(exporting, "BLOCK_NBYTES", block)
     parts = actds.export(path, tmp_path / "parts", to=to, context_size=8)
     assert parts.n_rows == whole.n_rows
@@ -188,9 +186,9 @@ def test_types_are_exact_or_rounded_to_the_nearest(
 def test_a_value_that_the_type_cannot_hold_is_refused(tmp_path: Path) -> None:
     bits = np.array([0x4780], np.uint16)  # 65,536 in bfloat16
     with pytest.raises(ActdsError, match=r"E009 dtype: 65536 .*float16 cannot hold"):
-        rows.cast(bits, "bfloat16", "float16", "a shard")
+        exporting.cast(bits, "bfloat16", "float16", "a shard")
     infinite = np.array([0x7F80, 0x7FC0], np.uint16)
-    assert np.isinf(rows.cast(infinite, "bfloat16", "float16", "").view(np.float16)[0])
+    assert np.isinf(exporting.cast(infinite, "bfloat16", "float16", "").view(np.float16)[0])
 
 
 @pytest.mark.parametrize(

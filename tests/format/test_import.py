@@ -24,7 +24,7 @@ import actds.publish.sealing
 from actds.cli import cli
 from actds.errors import ActdsError, NoProvenanceError
 from actds.exchange import importing
-from actds.exchange.tensors import read_header
+from actds.exchange.containers import read_header
 from actds.format.schema import REQUIRED_PROVENANCE
 from actds_testing.synthetic import make_dataset
 

@@ -35,8 +35,8 @@ from actds_testing.synthetic_engine import (
 )
 from actds_validators.validate.readouts import HookReadouts, RunReadouts, compare
 from actds_validators.validate.validation import validate
+from actds_writers.capture.hooks import plan_readouts, read_probes
 from actds_writers.capture.op import capture_and_read
-from actds_writers.capture.probes import plan_readouts, read_probes
 from actds_writers.capture.transfer import Lane
 from actds_writers.ipc.messages import ClientFacts, HookSpec
 from actds_writers.monitor.progress import take_snapshot

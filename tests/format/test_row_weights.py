@@ -201,7 +201,7 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one(
     def fails(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(audit_weights, "_table", fails)
+    monkeypatch.setattr(audit_weights, "_weights", fails)
     with pytest.raises(ActdsError, match=r"E503 .*No space left"):
         write_weights(out, *found, "another claim")
     assert out.read_bytes() == before

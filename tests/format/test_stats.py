@@ -188,7 +188,7 @@ def test_a_cache_that_cannot_be_written_warns_and_changes_nothing(
     blocked = tmp_path / "file"
     blocked.write_bytes(b"")
     monkeypatch.setenv("ACTDS_CACHE", str(blocked))
-    with pytest.warns(UserWarning, match="statistics are not kept"):
+    with pytest.warns(UserWarning, match="statistics are not stored"):
         stats = actds.open(path).stats(HOOK)
     assert_stats(stats, rows)
 

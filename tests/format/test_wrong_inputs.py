@@ -126,7 +126,7 @@ def test_a_wrong_value_is_named(
 
     monkeypatch.setattr("actds_writers.harvest.run.Run", no_engine)
     monkeypatch.setattr("actds_writers.harvest.run.harvest_replicas", no_engine)
-    monkeypatch.setattr("actds.publish.repository._WAITS_S", ())
+    monkeypatch.setattr("actds.publish.transfer._WAITS_S", ())
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     found = []

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,17 @@ from actds.format import arrays, canonical, codec, tables
 from actds.format.arrays import MAX_CHUNK_NBYTES
 from actds.format.shard import row_set_sha256
 from actds.store.local import LocalFile
+from actds_studies.regimes.entropies import AGREE
+from actds_studies.stability import judge
+from actds_studies.stability.result import Limits as StabilityLimits
 from actds_testing.places import ROOT
+from actds_validators.audit.covariates import LOADS, MAX_PROBES
+from actds_validators.audit.missingness import LEVEL, MIN_TOKENS
+from actds_validators.audit.result import MIN_BLAMED, PROVEN, Limits
+from actds_validators.audit.weights import ENTROPY_EDGES, POSITION_EDGES, RARITY_EDGES
+from actds_validators.audit.wording import CLEAR_P
+from actds_validators.statistics.intervals import loss_that_allows
+from actds_validators.statistics.strata import CUTS, MIN_HITS
 
 SPEC = ROOT / "spec" / "0.1"
 PAGES = {
@@ -133,6 +144,82 @@ def test_fill_bits_limits_and_block_size_of_the_text_are_those_of_the_code() -> 
         assert f"0x{kind.fill:0{2 * kind.itemsize}X} ({kind.name})" in prose
     assert f"{codec.MAX_BLOCK_NBYTES:,} bytes" in prose
     assert f"{MAX_CHUNK_NBYTES:,} bytes" in prose
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.2g} %"
+
+
+def _listed(numbers: Sequence[float], last: str = ", ") -> str:
+    return last.join(", ".join(f"{n:g}" for n in numbers).rsplit(", ", 1))
+
+
+LIMITS = Limits()
+NEGLIGIBLE = f"{LIMITS.negligible_bias:g} SD"
+WARNS, FAILS = (_percent(s) for s in (LIMITS.worst_stratum_warn, LIMITS.worst_stratum_fail))
+AUDIT_SAYS = {
+    "docs/audit.md": (
+        f"at most {NEGLIGIBLE} ({_percent(loss_that_allows(LIMITS.negligible_bias))})",
+        f"within {_percent(LIMITS.max_shift)} (total variation)",
+        f"of any mean is at most {NEGLIGIBLE}",
+        f"over all, within {NEGLIGIBLE}",
+        f"or {WARNS} of a kind of token is lost; or prefix-cache hits",
+        f"or {FAILS} of a kind of token is lost; or losses",
+        f"at least {LIMITS.min_events} independent loss events",
+        f"a {_percent(PROVEN)} interval of the bias",
+        f"±`--negligible-bias` ({NEGLIGIBLE})",
+        f"(`≤ {_percent(LIMITS.max_loss)}`, `≥ {LIMITS.min_events}`)",
+        f"what lost {WARNS} (WARN, `--worst-stratum-warn`)",
+        f"or {FAILS} (FAIL, `--worst-stratum-fail`)",
+        f"your probes ({MAX_PROBES} a hook)",
+        "where 2 % are, rare sources",  # of a measurement
+    ),
+    "spec/0.1/annexes/14-audit.md": (
+        f"over the last {_listed(LOADS, ' and ')} steps",
+        f"the moving average over {LOADS[0]} steps",
+        f"{MAX_PROBES} of a hook",
+        f"the {_percent(PROVEN)} interval of the bias",
+        f"(two one-sided tests at {_percent((1 - PROVEN) / 2)})",
+        f"that of each covariate at {_percent((1 - PROVEN) / 2)}",
+        f"under {MIN_BLAMED} independent events",
+        f"fewer than {MIN_BLAMED} events",
+        f"(adjusted p up to {CLEAR_P:g})",
+        f"where it holds {MIN_TOKENS} of them",
+        f"strata of fewer than {MIN_TOKENS} tokens or of fewer than {MIN_HITS} stretches",
+        f"over c of {_listed(CUTS, ' and ')}, times four",
+        f"is to be at most {LEVEL:g}, and three blocks are to be hit",
+        f"by rarity ({_listed(RARITY_EDGES)} bits)",
+        f"by position ({_listed(POSITION_EDGES)})",
+        f"({_listed(ENTROPY_EDGES)} bits)",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        ("stability", f"less than `--limit` ({StabilityLimits().limit:g} of matched cosine)"),
+        ("stability", f"each arm is tested at {_percent(judge.LEVEL)}"),
+        ("regimes", f"by more than {AGREE:g} nats in the median"),
+    ],
+)
+def test_numbers_of_the_studies_in_the_guides_are_those_of_the_code(page: str, words: str) -> None:
+    assert words in " ".join((ROOT / "docs" / f"{page}.md").read_text("utf-8").split())
+
+
+@pytest.mark.parametrize("page", AUDIT_SAYS)
+def test_numbers_of_the_audit_in_the_text_are_those_of_the_code(page: str) -> None:
+    text = " ".join((ROOT / page).read_text("utf-8").split())
+    text = re.sub("<!-- begin generated.*?<!-- end generated -->", "", text)
+    for words in AUDIT_SAYS[page]:
+        assert words in text, f"{page} does not say: {words}"
+    for words in sorted(AUDIT_SAYS[page], key=len, reverse=True):
+        text = text.replace(words, "")
+    shares = [value for name, value in LIMITS if isinstance(value, float)]
+    limits = [NEGLIGIBLE, *map(_percent, [*shares, PROVEN])]
+    beyond = [re.findall(rf".{{30}}(?<![\w.]){re.escape(limit)}.{{10}}", text) for limit in limits]
+    assert not any(beyond), "these are written by hand, and no test holds them"
+    assert (len(CUTS), MIN_HITS) == (4, 3)  # in words
 
 
 def _table_after(marker: str) -> list[dict[str, str]]:

@@ -17,7 +17,7 @@ import actds
 from actds.cli import cli
 from actds.errors import ActdsError
 from actds.format import canonical
-from actds.trust.statement import statement
+from actds.trust.pin import statement
 from actds_testing.sigstore_instance import Instance
 from actds_testing.synthetic import make_dataset
 from actds_validators.validate.validation import validate

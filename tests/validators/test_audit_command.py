@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,6 +19,8 @@ from click.testing import CliRunner, Result
 import actds
 from actds.cli import cli
 from actds.errors import ActdsError
+from actds_studies.regimes import result as regimes_result
+from actds_studies.stability import result as stability_result
 from actds_testing.places import SCHEMAS
 from actds_testing.simulate import SCENARIOS, simulate, write_dataset
 from actds_validators.audit.result import Audit, Limits
@@ -108,16 +111,35 @@ def test_the_exit_code_is_that_of_the_verdict(
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--max-loss", "2"), ("--fdr", "0"), ("--min-events", "1"),
-     ("--seed", "-1"), ("--negligible-bias", "0"), ("--serious", "nan"),
-     ("--max-unresolved", "-0.1"), ("--n-blocks", "9")],
+    [
+        ("max_loss", "2"), ("fdr", "0"), ("min_events", "1"), ("negligible_bias", "0"),
+        ("serious", "nan"), ("max_unresolved", "-0.1"), ("n_blocks", "9"), ("n-blocks", "many"),
+    ],
 )  # fmt: skip
 def test_a_limit_out_of_range_is_refused_by_name(
     datasets: dict[str, Path], arguments: tuple[str, str]
 ) -> None:
-    told = run(datasets["PASS"], *arguments)
+    name, value = arguments
+    told = run(datasets["PASS"], "--limit", f"{name}={value}")
     assert told.exit_code == 2 and told.stdout == ""
-    assert arguments[0] in told.stderr and arguments[1] in told.stderr
+    assert told.stderr.startswith(f"E009 --limit {name.replace('-', '_')}: {value}; expected ")
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["max_loss"], "'max_loss' is not NAME=VALUE"),
+        (["=2"], "'=2' is not NAME=VALUE"),
+        (["max_loss=0.1", "max-loss=0.2"], "max_loss twice"),
+        (["seed=2"], "seed is an option of its own: --seed"),
+        (["max_los=0.1"], "E009 --limit max_los: no such limit; expected one of negligible_bias,"),
+        (["max_los=0.1"], "Did you mean max_loss? actds schema limits says"),
+    ],
+)
+def test_a_limit_that_is_none_is_refused_with_the_nearest(words: list[str], error: str) -> None:
+    told = run("nowhere", *(word for limit in words for word in ("--limit", limit)))
+    assert told.exit_code == 2 and error in told.stderr
+    assert run("nowhere", "--seed", "-1").exit_code == 2
 
 
 @pytest.mark.standard
@@ -131,13 +153,13 @@ def test_a_function_names_the_extra_that_is_missing(function: str) -> None:
 def test_python_gets_what_the_command_prints(datasets: dict[str, Path], tmp_path: Path) -> None:
     weights = tmp_path / "w.parquet"
     found = actds.audit(datasets["WARN"], limits={"max_loss": 0.5}, weights=weights)
-    told = run(datasets["WARN"], "--max-loss", 0.5, "--json", "-")
+    told = run(datasets["WARN"], "--limit", "max_loss=0.5", "--json", "-")
     taken = {"duration_s": 0, "peak_nbytes": 0}
     assert json.loads(told.stdout) | taken == found.result.as_json() | taken
     assert found.cells is not None and weights.exists()
     with pytest.raises(ActdsError) as raised:
         actds.audit(datasets["WARN"], limits={"max_loss": 2})
-    assert raised.value.code == "E009" and raised.value.place == "max_loss"
+    assert raised.value.code == "E009" and raised.value.place == "limits max_loss"
     with pytest.raises(ActdsError) as raised:
         actds.audit(datasets["WARN"], limits={"max_los": 0.1})
     assert raised.value.code == "E009" and "max_los" in raised.value.place
@@ -147,18 +169,26 @@ def test_python_gets_what_the_command_prints(datasets: dict[str, Path], tmp_path
 
 
 def test_a_limit_moves_the_verdict_and_stands_in_the_result(datasets: dict[str, Path]) -> None:
-    told = run(datasets["FAIL"], "--max-loss", "0.9", "--json", "-")
+    told = run(datasets["FAIL"], "--limit", "max_loss=0.9", "--json", "-")
     document = json.loads(told.stdout)
     assert document["limits"]["max_loss"] == 0.9 and document["verdict"]["kind"] != "heavy"
 
 
-def test_every_limit_is_an_option_with_its_meaning_and_its_default() -> None:
-    told = " ".join(run("--help").stdout.split())
-    for name, field in Limits.model_fields.items():
-        words = str(field.description)
-        kind = "INTEGER RANGE" if field.annotation is int else "FLOAT RANGE"
-        assert f"--{name.replace('_', '-')} {kind} {words[0].upper()}{words[1:]}." in told
-        assert f"{words[1:]}. [default: {field.default}; " in told, name
+def test_every_limit_of_every_command_is_listed_with_its_meaning_and_its_default() -> None:
+    told = CliRunner().invoke(cli, ["schema", "limits"]).stdout
+    by_command = {part.split("\n")[0]: part for part in re.split(r"\n(?=\w)", told)}
+    assert {*by_command} >= {"audit", "regimes", "stability"}
+    names = {"regimes": regimes_result.Limits, "stability": stability_result.Limits}
+    for command, limits in {"audit": Limits, **names}.items():
+        listed = {line.split()[0] for line in by_command[command].splitlines()[1:]}
+        assert listed == {*limits.model_fields} - limits.options
+        for name in listed:
+            field = limits.model_fields[name]
+            line = rf"  {name} +{field.default:g} +{re.escape(str(field.description))}$"
+            assert re.search(line, by_command[command], re.MULTILINE), name
+    assert {"limit", "fdr"} == {*stability_result.Limits.thresholds()}
+    unknown = CliRunner().invoke(cli, ["schema", "limit"])
+    assert "seal, " in unknown.stderr and "or limits" in unknown.stderr
 
 
 def test_every_limit_that_is_given_stands_in_the_result(datasets: dict[str, Path]) -> None:
@@ -166,8 +196,8 @@ def test_every_limit_that_is_given_stands_in_the_result(datasets: dict[str, Path
         name: field.default + 1 if field.annotation is int else field.default / 2
         for name, field in Limits.model_fields.items()
     }
-    options = [word for name, n in given.items() for word in (f"--{name.replace('_', '-')}", n)]
-    told = run(datasets["PASS"], *options, "--json", "-")
+    options = [w for name, n in given.items() if name != "seed" for w in ("--limit", f"{name}={n}")]
+    told = run(datasets["PASS"], *options, "--seed", given["seed"], "--json", "-")
     assert json.loads(told.stdout)["limits"] == given
 
 

@@ -29,7 +29,7 @@ from actds_testing.synthetic import make_dataset
 from actds_validators.audit import lookup
 from actds_validators.audit import run as audit_run
 from actds_validators.audit.census import make_series, read_steps
-from actds_validators.audit.data import RUN_TABLES, Part, RunSource
+from actds_validators.audit.data import RUN_TABLES, RunSource, TablePart
 from actds_validators.audit.lookup import WordPass, knows_ids, read_rows
 from actds_validators.audit.passes import RowPass, lost_pieces
 from actds_validators.audit.run import Passed, pass_over
@@ -65,10 +65,10 @@ def arrays(found: Any, name: str) -> dict[str, np.ndarray]:
     return {k: v for key, one in held.items() for k, v in arrays(one, f"{name}.{key}").items()}
 
 
-def cut(name: TableName, table: pa.Table, n_parts: int) -> tuple[Part, ...]:
+def cut(name: TableName, table: pa.Table, n_parts: int) -> tuple[TablePart, ...]:
     ends = np.linspace(0, table.num_rows, n_parts + 1).astype(int).tolist()
     pieces = [table.slice(a, b - a) for a, b in pairwise(ends)]
-    return tuple(Part(name, piece.num_rows, table=piece) for piece in pieces)
+    return tuple(TablePart(name, piece.num_rows, table=piece) for piece in pieces)
 
 
 def read(runs: list[Tables], executor: Executor, n_parts: int) -> Read:
@@ -87,9 +87,8 @@ def read(runs: list[Tables], executor: Executor, n_parts: int) -> Read:
         steps = [read_steps(source) for source in sources]
         series = make_series(steps, 50)
         assert series is not None
-        has_ids = knows_ids(sources)
-        edges = cell_edges(series, has_ids=has_ids)
-        passed = pass_over(sources, steps, series, edges, executor, has_ids=has_ids)
+        edges = cell_edges(series, has_ids=knows_ids(sources))
+        passed = pass_over(sources, steps, series, edges, executor)
         calls: list[tuple[Any, list[Any]]] = []
         for source, own in zip(sources, steps, strict=True):
             known, tokens = passed.lookups[source.run], list(source.parts["tokens"])

@@ -101,7 +101,8 @@ def test_projections_are_counted_in_the_first_readouts_of_the_first_part_that_ha
         row["projections"] = row["projections"][:n]
     cut = pa.Table.from_pylist(rows, table.schema)
     parts = tuple(
-        data.Part("readouts", part.num_rows, table=part) for part in (cut.slice(0, 0), cut, table)
+        data.TablePart("readouts", part.num_rows, table=part)
+        for part in (cut.slice(0, 0), cut, table)
     )
     assert data.longest(parts, "projections") == 2
     assert data.longest(parts[:1], "projections") == 0

@@ -218,7 +218,7 @@ def test_all_first_rows_lost_is_told_of_a_dataset_on_page_and_terminal(tmp_path:
     validated(path)  # what was made by hand is what a writer may write
     page, out = tmp_path / "audit.html", tmp_path / "audit.json"
     command = ["audit", str(path), "--html", str(page), "--json", str(out)]
-    done = CliRunner().invoke(cli, [*command, "--max-loss", "0.5"])
+    done = CliRunner().invoke(cli, [*command, "--limit", "max_loss=0.5"])
     assert done.exit_code == 1, done.output
     assert re.match(
         r"✗ No: \d+\.\d+ % of the rows of the tokens at position 0 were dropped", done.output
@@ -232,8 +232,9 @@ def test_all_first_rows_lost_is_told_of_a_dataset_on_page_and_terminal(tmp_path:
     for text in (done.output, page.read_text()):
         assert "Strata (kinds of token) with excess loss" in text
         assert all(words[:40] in text for words in found["would_not_notice"][1:3])
-    quiet = CliRunner().invoke(cli, [*command, "--max-loss", "0.5", "--worst-stratum-warn", "1",
-                                     "--worst-stratum-fail", "1"])  # fmt: skip
+    limits = ("max_loss=0.5", "worst_stratum_warn=1", "worst-stratum-fail=1")
+    given = [word for limit in limits for word in ("--limit", limit)]
+    quiet = CliRunner().invoke(cli, [*command, *given])
     assert "worst-stratum)" not in quiet.output
 
 

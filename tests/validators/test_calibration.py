@@ -26,8 +26,7 @@ from actds_testing.calibration.audit import (
     shares,
     wilson,
 )
-from actds_validators.statistics.events import count_events, one_per_event
-from actds_validators.statistics.shift import circular_shift
+from actds_validators.statistics.series import circular_shift, count_events, one_per_event
 
 pytestmark = pytest.mark.full
 

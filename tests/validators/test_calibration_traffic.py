@@ -41,7 +41,7 @@ from actds_validators.audit.census import account_run
 from actds_validators.audit.data import arrow_source
 from actds_validators.statistics.association import Within, block_score, change, within_cells
 from actds_validators.statistics.intervals import blocks
-from actds_validators.statistics.shift import circular_shift
+from actds_validators.statistics.series import circular_shift
 
 pytestmark = pytest.mark.full
 

@@ -132,7 +132,7 @@ def test_a_report_in_no_folder_is_refused_before_the_dataset_is_read(
 def test_without_the_extra_it_says_so_before_it_hashes(
     datasets: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actds_validators.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("actds_validators.sections.find_spec", lambda name: None)
     with pytest.raises(actds.ActdsError, match=r"E011 .*(?s:.*)pip install '\.\[audit\]'"):
         actds.check(datasets["PASS"])
     assert run(datasets["PASS"]).exit_code == 2

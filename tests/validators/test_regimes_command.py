@@ -27,11 +27,10 @@ from actds.explore.pairs import prefix_hashes
 from actds.loader.selection import held_out_requests
 from actds_studies.cli.regimes import regimes as command
 from actds_studies.pages.regimes import page as page_of
-from actds_studies.regimes.api import regimes
+from actds_studies.regimes.api import read_probes, regimes
 from actds_studies.regimes.arms import TRAINED, Arm, read_arm
 from actds_studies.regimes.asking import ArmWords, parse_arms, parse_contrasts
 from actds_studies.regimes.contrast import contrast
-from actds_studies.regimes.probe_file import read_probes
 from actds_studies.regimes.result import Regimes
 from actds_testing.cli_tree import printed
 from actds_testing.places import SCHEMAS
@@ -168,7 +167,7 @@ def test_a_shared_system_prompt_does_not_tie_the_requests_to_one_another(tmp_pat
 
 
 def test_json_on_stdout_is_the_result_and_keeps_its_schema(arms: dict[str, Path]) -> None:
-    told = run(arms["A"], arms["C"], "--hook", HOOK, "--json", "-", "--outliers", "0.5")
+    told = run(arms["A"], arms["C"], "--hook", HOOK, "--json", "-", "--limit", "outliers=0.5")
     assert told.stderr == ""
     document = json.loads(told.stdout)
     schema = json.loads((SCHEMAS / "regimes.json").read_bytes())
@@ -190,7 +189,7 @@ def test_the_published_schema_is_that_of_the_model() -> None:
 
 def test_files_are_written_and_the_page_says_where(arms: dict[str, Path], tmp_path: Path) -> None:
     html, out = tmp_path / "page.html", tmp_path / "result.json"
-    told = run(f"X={arms['A']}", f"Y={arms['C']}", "--hook", HOOK, "--outliers", "0.5",
+    told = run(f"X={arms['A']}", f"Y={arms['C']}", "--hook", HOOK, "--limit", "outliers=0.5",
                "--html", html, "--json", out)  # fmt: skip
     assert told.exit_code == 0, told.output
     assert sorted(tmp_path.iterdir()) == [html, out]
@@ -223,7 +222,7 @@ def test_pages_say_what_was_compared_as_the_audits_do(
 
 def test_the_answer_is_in_the_result_and_pages_only_word_it(arms: dict[str, Path]) -> None:
     given = [f"{name}={path}:phase=decode" for name, path in arms.items()]
-    told = run(*given, "--hook", HOOK, "--relative-l2", "1e-6", "--json", "-")
+    told = run(*given, "--hook", HOOK, "--limit", "relative_l2=1e-6", "--json", "-")
     document = json.loads(told.stdout)
     answer, datasets = document["answer"], document["datasets"]
     assert answer["outcome"] == "shifts" and answer["n_shifts"] >= 1
@@ -289,9 +288,9 @@ def test_the_exit_code_is_that_of_the_worst_verdict(
 ) -> None:
     option = [] if fail_on is None else ["--fail-on", fail_on]
     common = ("--hook", HOOK, *option)
-    same = run(arms["A"], arms["C"], "--outliers", "0.5", *common)
+    same = run(arms["A"], arms["C"], "--limit", "outliers=0.5", *common)
     undecided = run(arms["A"], *common)  # few decode rows have a token of a prompt
-    shifts = run(arms["A"], arms["C"], "--relative-l2", "1e-6", *common)
+    shifts = run(arms["A"], arms["C"], "--limit", "relative_l2=1e-6", *common)
     said = [told.stdout.splitlines()[0].split(":")[0] for told in (same, undecided, shifts)]
     assert said == ["✓ No", "? Undecided", "! Yes"]
     assert (same.exit_code, undecided.exit_code, shifts.exit_code) == codes
@@ -621,4 +620,4 @@ def test_the_command_is_found_and_listed() -> None:
     if "regimes" not in {entry.name for entry in entry_points(group="actds.commands")}:
         pytest.skip("installed before this command: make install")
     told = CliRunner().invoke(cli, ["regimes", "--help"], prog_name="actds")
-    assert told.exit_code == 0 and "--contrast" in told.stdout and "--relative-l2" in told.stdout
+    assert told.exit_code == 0 and "--contrast" in told.stdout and "--limit" in told.stdout

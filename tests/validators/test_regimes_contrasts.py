@@ -15,8 +15,8 @@ from actds.explore.dataset import Dataset
 from actds_studies.regimes import contrast as contrast_module
 from actds_studies.regimes.arms import TRAINED, Arm, ArmRows, read_arm
 from actds_studies.regimes.contrast import contrast, groups_of, plan
+from actds_studies.regimes.equal_tokens import Numerics
 from actds_studies.regimes.instruments.moments import Moments
-from actds_studies.regimes.instruments.numerics import Numerics
 from actds_studies.regimes.result import Limits, Regimes
 from actds_studies.regimes.run import Asked, compare
 from actds_studies.regimes.strata import (

@@ -14,11 +14,10 @@ from actds_studies.pages import regimes as report
 from actds_studies.pages import regimes_charts as charts
 from actds_studies.pages.regimes import page
 from actds_studies.regimes.conclusions import about, verdicts
+from actds_studies.regimes.equal_tokens import Numerics
 from actds_studies.regimes.instruments.moments import Moments
-from actds_studies.regimes.instruments.numerics import Numerics
-from actds_studies.regimes.instruments.overlap import Overlap
 from actds_studies.regimes.instruments.probes import Probes
-from actds_studies.regimes.instruments.reconstruction import Reconstruction
+from actds_studies.regimes.instruments.reconstruction import Overlap, Reconstruction
 from actds_studies.regimes.result import Limits, Outcome
 from actds_studies.regimes.wording import WORDS, big, in_words
 from actds_testing.calibration.regimes import Orthonormal

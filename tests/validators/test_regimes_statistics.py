@@ -20,16 +20,15 @@ from actds_studies.dictionaries import Dictionary
 from actds_studies.dictionaries.dictionary import Source
 from actds_studies.regimes import inference, run
 from actds_studies.regimes.contrast import Contrast, Layer, Side, plan
-from actds_studies.regimes.equal_tokens import Histogram
-from actds_studies.regimes.instruments import overlap, probes
-from actds_studies.regimes.instruments.base import Remembered
+from actds_studies.regimes.equal_tokens import Histogram, Numerics
+from actds_studies.regimes.instruments import Remembered, probes
+from actds_studies.regimes.instruments import reconstruction as overlap
 from actds_studies.regimes.instruments.moments import (
     Moments,
     central_moments,
     kurtosis,
     normal_divergence,
 )
-from actds_studies.regimes.instruments.numerics import Numerics
 from actds_studies.regimes.instruments.reconstruction import Reconstruction, log_rates
 from actds_studies.regimes.result import Limits, Value
 from actds_studies.regimes.strata import Stratum

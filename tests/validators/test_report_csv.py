@@ -18,9 +18,9 @@ from actds_testing.regime_results import many as many_regimes
 from actds_testing.stability_results import made as stability
 from actds_testing.stability_results import many as many_stability
 from actds_validators.pages.accounting import coverage_map, waterfall
-from actds_validators.pages.html import render
 from actds_validators.pages.mechanism import capture_trace, lag_plot, weight_map
 from actds_validators.pages.missingness import bound_curve, forest, heat_map
+from actds_validators.pages.report import render
 from actds_validators.pages.svg import FigureData, Picture
 
 LINK = re.compile(r'<a download="([^"]+)" href="([^"]+)" aria-label="CSV: [^"]+">CSV</a>')

@@ -27,10 +27,10 @@ from actds_testing.audit_results import (
 from actds_validators.about import About
 from actds_validators.audit.place import TITLES
 from actds_validators.audit.result import Accounting, Audit, Must, Number
-from actds_validators.pages import html as page
+from actds_validators.pages import report as page
 from actds_validators.pages import words
-from actds_validators.pages.html import SectionOf, render
 from actds_validators.pages.missingness import heat_map, stored_bias
+from actds_validators.pages.report import SectionOf, render
 from actds_validators.pages.svg import FigureData, Picture, fit
 from actds_validators.pages.words import LOOKS, percent
 

@@ -26,10 +26,9 @@ from actds_studies.dictionaries import Dictionary, load_dictionary
 from actds_studies.dictionaries.dictionary import Source
 from actds_studies.pages.stability import facts, page, words_of_art
 from actds_studies.regimes.asking import MIXTURE_KEYS, ArmWords, parse_arms, parse_named
-from actds_studies.stability import order
+from actds_studies.stability import arms as order
 from actds_studies.stability.api import stability
-from actds_studies.stability.arms import Arm, chosen, most, open_arm, scored_apart
-from actds_studies.stability.cross import Errors, Scored, cross_values, rare_tokens
+from actds_studies.stability.arms import Arm, chosen, most, name_hash, open_arm, scored_apart
 from actds_studies.stability.fit import Trainer, TrainingRows
 from actds_studies.stability.judge import MIN_SEEDS, answer, compare, sign_test, verdicts
 from actds_studies.stability.matching import (
@@ -43,7 +42,6 @@ from actds_studies.stability.matching import (
     match_directions,
     parts_of,
 )
-from actds_studies.stability.order import name_hash
 from actds_studies.stability.result import (
     Features,
     Likeness,
@@ -51,6 +49,7 @@ from actds_studies.stability.result import (
     PairResult,
     Stability,
 )
+from actds_studies.stability.rows import Errors, Scored, cross_values, rare_tokens
 from actds_testing.cli_tree import printed
 from actds_testing.places import SCHEMAS
 from actds_testing.planted import directions, planted_dataset, rotated
@@ -677,7 +676,10 @@ def test_written_dictionaries_are_read_again_with_what_they_have_not_seen(
 @pytest.mark.standard
 def test_the_command_writes_what_it_finds(sets: dict[str, Path], tmp_path: Path) -> None:
     file, out = tmp_path / "page.html", tmp_path / "result.json"
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in QUICK.items()]
+    options = [
+        f"--limit={name}={value}" if name == "limit" else f"--{name.replace('_', '-')}={value}"
+        for name, value in QUICK.items()
+    ]
     told = run(f"A={sets['A']}", f"C={sets['C']}", *options, "--html", file, "--json", out)
     assert told.exit_code == 0, told.output
     assert told.stdout.startswith("? Undecided whether C changes the dictionary more than another")
@@ -913,7 +915,7 @@ def test_a_run_without_requests_takes_no_part(tmp_path: Path) -> None:
 
 def test_one_seed_is_refused(sets: dict[str, Path]) -> None:
     assert run(sets["A"], "--seeds", "1").exit_code == 2
-    with pytest.raises(ActdsError, match="E009 seeds: 1"):
+    with pytest.raises(ActdsError, match="E009 limits seeds: 1"):
         stability(str(sets["A"]), limits={"seeds": 1})
 
 

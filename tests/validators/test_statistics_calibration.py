@@ -22,7 +22,7 @@ from actds_validators.statistics.intervals import (
     jackknife_many,
     smd,
 )
-from actds_validators.statistics.shift import circular_shift, lag_correlation
+from actds_validators.statistics.series import circular_shift, lag_correlation
 
 N_STEPS = 2000
 N_SERIES = 300

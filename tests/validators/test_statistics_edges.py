@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from actds_testing.audit_tokens import within
 from actds_validators.statistics.association import change, naive_z
-from actds_validators.statistics.events import correlation_steps, count_events, slices
 from actds_validators.statistics.intervals import (
     benjamini_hochberg,
     blocks,
@@ -22,7 +21,15 @@ from actds_validators.statistics.intervals import (
     smd,
     smd_of_stored,
 )
-from actds_validators.statistics.shift import circular_shift, ewma, isotonic, lag_correlation
+from actds_validators.statistics.series import (
+    circular_shift,
+    correlation_steps,
+    count_events,
+    ewma,
+    isotonic,
+    lag_correlation,
+    slices,
+)
 from actds_validators.statistics.strata import inverse_probability, nested_rates, shrunken_rates
 
 

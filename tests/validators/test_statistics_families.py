@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from actds_validators.statistics.families import (
+from actds_validators.statistics.association import (
     JointDraws,
     Turns,
     draws_for,

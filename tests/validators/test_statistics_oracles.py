@@ -23,7 +23,6 @@ from actds_validators.statistics.association import (
     long_run_variance,
     naive_z,
 )
-from actds_validators.statistics.events import correlation_steps, count_events, effective_events
 from actds_validators.statistics.intervals import (
     Interval,
     at_least,
@@ -41,8 +40,11 @@ from actds_validators.statistics.intervals import (
     smd_of_stored,
     worst_case,
 )
-from actds_validators.statistics.shift import (
+from actds_validators.statistics.series import (
     circular_shift,
+    correlation_steps,
+    count_events,
+    effective_events,
     ewma,
     isotonic,
     lag_correlation,

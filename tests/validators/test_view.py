@@ -26,8 +26,7 @@ from actds.format.labels import dump_labels
 from actds.format.readouts import Readouts
 from actds_studies.view import requests as view_requests
 from actds_studies.view.api import View
-from actds_studies.view.requests import read_tokenizer, sample
-from actds_studies.view.scores import read_probe, read_sae
+from actds_studies.view.requests import read_probe, read_sae, read_tokenizer, sample
 from actds_testing.places import VECTORS
 from actds_testing.schedules import simulate
 from actds_testing.synthetic import make_dataset

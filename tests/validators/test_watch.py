@@ -23,7 +23,7 @@ from actds_testing.recovery import harvest_and_kill, shard_records
 from actds_testing.synthetic import make_dataset
 from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
 from actds_validators.validate import files
-from actds_validators.validate.watch import Seen, Watch, watch
+from actds_validators.validate.validation import Seen, Watch, watch
 from actds_writers.harvest.recover import recover
 from actds_writers.ipc.messages import ClientFacts
 

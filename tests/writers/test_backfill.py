@@ -24,8 +24,8 @@ from actds_writers.harvest.compare import Pair, compare, pairs_of
 from actds_writers.harvest.one_engine import Feed
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.harvest.replay import Replays, filled, missing
+from actds_writers.harvest.result import Observer
 from actds_writers.harvest.run import harvest
-from actds_writers.monitor.progress import Observer
 
 N_PROMPTS, LENGTH = 60, 60
 ENGINE: dict[str, Any] = {"engine": "transformers", "check": False}

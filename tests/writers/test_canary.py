@@ -26,8 +26,7 @@ from actds_testing.tiny import make_random_model
 from actds_validators.validate.validation import validate
 from actds_writers.harvest import compare
 from actds_writers.harvest.canary import Share
-from actds_writers.harvest.run import HarvestResult
-from actds_writers.monitor.progress import Observer
+from actds_writers.harvest.result import HarvestResult, Observer
 
 N_REQUESTS, LENGTH, D_MODEL = 6, 40, 64
 

@@ -10,8 +10,13 @@ from actds.errors import ActdsError
 from actds_writers.engine_protocol import engine_names, find_engine
 from actds_writers.engines import vllm as vllm_engine
 from actds_writers.engines.vllm import VLLM
-from actds_writers.engines.vllm.adapters import read_adapter
-from actds_writers.engines.vllm.options import OWNED, REFUSED, VllmOptions, refuse_options
+from actds_writers.engines.vllm.options import (
+    OWNED,
+    REFUSED,
+    VllmOptions,
+    read_adapter,
+    refuse_options,
+)
 
 KNOWN = frozenset({"max_model_len", "enforce_eager", "dtype", "hf_overrides", "swap", "load_format",
                    "async_scheduling", "spec_model"})  # fmt: skip

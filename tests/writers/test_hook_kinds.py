@@ -15,11 +15,10 @@ from actds_testing.families.layouts import hooks_of, stack_of
 from actds_testing.families.models import FAMILIES, N_LAYERS, TOKENS, Family
 from actds_testing.tiny import make_random_model
 from actds_writers.capture import op as capture
-from actds_writers.capture.check import load_reference, reference_states
+from actds_writers.capture.check import load_reference, reference_states, require_sums
 from actds_writers.capture.hooks import find_kind, hook_specs
 from actds_writers.capture.kinds import BUILT_IN
-from actds_writers.capture.laws import require_sums
-from actds_writers.engines.vllm import ranks, worker
+from actds_writers.engines.vllm import runner, worker
 from actds_writers.ipc.messages import HookSpec
 
 NAMES = (
@@ -137,6 +136,9 @@ def test_rows_of_another_width_are_refused() -> None:
     capture.install(model, [spec], max_rows=4, device=torch.device("cpu"), form="first")
     with pytest.raises(ActdsError, match=r"E007 hook resid_post.0: rows of 4 channels; expected 8"):
         model.layers[0](torch.randn(2, 8))
+    compiled = torch.compile(model.layers[0], backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"E007 hook resid_post.0: rows of 4 channels; expected 8"):
+        compiled(torch.randn(2, 8))
 
 
 def test_only_kinds_of_heads_are_gathered_from_ranks(llama: Any) -> None:
@@ -177,7 +179,7 @@ def test_a_head_that_several_ranks_share_is_taken_once(
         ),
     )
     for part in parts:
-        assert torch.equal(ranks.whole(part, rows.shape[-1]), rows)
+        assert torch.equal(runner.whole(part, rows.shape[-1]), rows)
 
 
 def test_all_hooks_that_a_model_lacks_are_named_at_once() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actds.errors import ActdsError
-from actds_writers.engines.vllm.loads import refuse_unseen, were_read
+from actds_writers.engines.vllm.blocks import refuse_unseen, were_read
 from actds_writers.engines.vllm.scheduler import VllmSchedulerSide
 
 BLOCK = 4
@@ -113,7 +113,7 @@ def test_a_resumed_request_owes_nothing_for_what_it_loads_again(engine: Engine) 
 def scheduled(blocks: list[int], resumed: list[int] | None = None) -> Any:
     return SimpleNamespace(
         _actds=SimpleNamespace(step=7),
-        scheduled_new_reqs=[SimpleNamespace(block_ids=(blocks,))],
+        scheduled_new_reqs=[SimpleNamespace(req_id="n", block_ids=(blocks,))],
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=["r", "s"], new_block_ids=[(resumed or [],), None], resumed_req_ids={"r"}
         ),

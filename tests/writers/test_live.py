@@ -355,8 +355,9 @@ def test_refuses_an_engine_whose_steps_cannot_be_accounted_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     serving.refuse(engine_config(), check=True)
+    serving.refuse(engine_config(data_parallel_size=2), check=True)  # of a mixture of experts
     for option, value in (
-        ("prefill_context_parallel_size", 2), ("data_parallel_size", 2),
+        ("prefill_context_parallel_size", 2),
         ("worker_cls", "mine.Worker"),
         ("distributed_executor_backend", "ray"),
     ):  # fmt: skip
@@ -370,6 +371,9 @@ def test_refuses_an_engine_whose_steps_cannot_be_accounted_for(
         serving.refuse(drafting, check=True)
     with pytest.raises(ActdsError, match=r"E012 .*speculative_config: dflash.*eagle3"):
         WorkerCapture.refuse(drafting)  # whatever method actds write was given
+    drafting.speculative_config = SimpleNamespace(method="eagle", enable_adaptive_verification=True)
+    with pytest.raises(ActdsError, match=r"E012 .*speculative_config\.enable_adaptive_verif"):
+        WorkerCapture.refuse(drafting)  # only the device knows which drafts a step verifies
     with_adapters = engine_config()
     with_adapters.lora_config = SimpleNamespace(max_loras=2)
     with pytest.raises(ActdsError, match=r"E012 engine option enable_lora.*without an adapter"):

@@ -19,8 +19,7 @@ pytest.importorskip("vllm")
 
 from actds_testing.chat_templates import CHATS
 from actds_testing.tiny import byte_tokenizer, make_tiny_model
-from actds_writers.engines.vllm import chats
-from actds_writers.engines.vllm.chats import KEY, take_roles
+from actds_writers.engines.vllm.requests import KEY, ChatLabeller, ChatRoles, take_roles
 from actds_writers.engines.vllm.scheduler import VllmSchedulerSide
 from actds_writers.prompts.encoding import encode
 from actds_writers.prompts.records import Prompt
@@ -223,7 +222,7 @@ def test_a_chat_that_cannot_be_labelled_is_served_and_said_once(
             n_calls[call.__name__] += 1
             return super().submit(call, *args, **kwargs)
 
-    monkeypatch.setattr(chats, "ThreadPoolExecutor", Counting)
+    monkeypatch.setattr("actds_writers.engines.vllm.requests.ThreadPoolExecutor", Counting)
 
     def breaks(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no labels today")
@@ -233,9 +232,9 @@ def test_a_chat_that_cannot_be_labelled_is_served_and_said_once(
 
     caplog.set_level(logging.WARNING, "vllm.actds")
     for broken in (breaks, waits):
-        labeller = chats.ChatLabeller(live.processor.renderer)
+        labeller = ChatLabeller(live.processor.renderer)
         monkeypatch.setattr(labeller, "roles", broken)
-        monkeypatch.setattr(chats, "TIMEOUT_S", 0.05)
+        monkeypatch.setattr("actds_writers.engines.vllm.requests.TIMEOUT_S", 0.05)
         caplog.clear()
         for _ in range(2):
             prompt = {name: value for name, value in wanted.items() if name != KEY}
@@ -255,7 +254,7 @@ def test_a_front_end_that_is_another_has_no_roles_and_starts(
     def another(_processor: Any) -> None:
         raise ImportError("another vLLM")
 
-    monkeypatch.setattr(chats, "label_chats", another)
+    monkeypatch.setattr("actds_writers.engines.vllm.requests.label_chats", another)
     front = FrontEnd(model, LIVE)
     assert KEY not in front.prompt(HELLO)
 
@@ -266,7 +265,7 @@ class Told(list[Any]):
 
 def test_the_scheduler_side_tells_the_roles_of_prompt_and_sampled_tokens() -> None:
     begin, end = 300, 301
-    roles = chats.ChatRoles("t2u5t2", False, ThinkingMarks(frozenset({begin}), frozenset({end})))
+    roles = ChatRoles("t2u5t2", False, ThinkingMarks(frozenset({begin}), frozenset({end})))
     tokens = [*range(9), begin, 7, end, 8, 9, 2]
 
     def request(extra: Any, n_sampled: int) -> Any:

@@ -10,12 +10,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from actds_writers.numerics import BATCH_INVARIANT, batch_invariant, torch_numerics
+from actds_writers.provenance import BATCH_INVARIANT, batch_invariant, torch_numerics
 
 FLAG = "_batch_invariant_MODE"
 CHANGED = """
 import torch
-from actds_writers.numerics import torch_numerics
+from actds_writers.provenance import torch_numerics
 torch.set_float32_matmul_precision("high")
 torch.set_num_threads(3)
 before = {name: read() for name, read in torch_numerics("cuda").items()}

@@ -18,16 +18,17 @@ from actds.cli import cli
 from actds.errors import ActdsError
 from actds_testing.tiny import VOCAB_SIZE, make_random_model, make_tiny_model
 from actds_writers.harvest import probe_cost
-from actds_writers.harvest.probe_cost import Attention, Bar, ProbeArithmetic, log_bars
-from actds_writers.sizing.probe_fit import (
+from actds_writers.harvest.probe_cost import (
     Arm,
+    Bar,
     Timed,
     Timing,
     TimingTask,
     counts_timed,
     fit,
+    log_bars,
 )
-from actds_writers.sizing.weights import Weights, read_weights
+from actds_writers.sizing.weights import Attention, ProbeArithmetic, Weights, read_weights
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -353,9 +354,9 @@ def test_a_compiled_engine_is_started_anew_for_each_variant_of_each_round(tmp_pa
     packed, naive = (Arm("packed", 0), Arm("packed", 9)), (Arm("naive", 0), Arm("naive", 9))
     arms = (Arm("none"), *packed, *naive)
     task = TimingTask(tmp_path, {"enforce_eager": True}, (), arms, (1,), 3, tmp_path)
-    (one,) = sessions(task)
+    (one,) = sessions(task, object)
     assert one.eager and one.task == task
-    found = list(sessions(replace(task, engine_args={"dtype": "float32"})))
+    found = list(sessions(replace(task, engine_args={"dtype": "float32"}), object))
     assert [session.first_round for session in found] == [0] * 4 + [1] * 4 + [2] * 4
     for number in range(3):
         mine = [session for session in found if session.first_round == number]

@@ -7,6 +7,7 @@ import io
 import re
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -14,17 +15,19 @@ from rich.console import Console
 from actds.errors import ActdsError
 from actds.format.schema import RowCounts
 from actds.text import format_nbytes, format_seconds
+from actds_writers.engines.vllm.options import VllmOptions
+from actds_writers.harvest.one_engine import Run
+from actds_writers.harvest.processes import Pipeline
+from actds_writers.harvest.result import Totals, format_summary
 from actds_writers.ipc.messages import CensusProgress, CommitTotals, StageState, WriterProgress
 from actds_writers.monitor.progress import (
     WIDTH,
     Progress,
     Snapshot,
     Stage,
-    Totals,
     eta_s,
     format_line,
     format_screen,
-    format_summary,
     take_snapshot,
 )
 
@@ -422,3 +425,23 @@ def test_summary_says_what_is_unresolved_and_what_is_not_sealed() -> None:
     assert "unresolved 7 prefix-cache hits have no stored row (E410)" in text
     assert "my acts (not sealed)" in text
     assert text.endswith("next       actds seal 'my acts'")
+
+
+def test_a_harvest_ends_when_all_samples_of_its_prompts_are_written() -> None:
+    """A prompt is as many requests of the scheduler as it has samples, which end in other steps."""
+    state = [(4, 7, 7), (5, 8, 8), (6, 9, 8), (6, 9, 9)]  # ended; last steps of census and writer
+
+    class Polled(Pipeline):
+        def __init__(self) -> None:
+            self.polls = iter(state)
+
+        def poll(self) -> None:
+            n_finished, counted, written = next(self.polls)
+            self.counted = dataclasses.replace(COUNTED, n_finished=n_finished, last_step=counted)
+            self.written = dataclasses.replace(WRITTEN, last_step=written)
+
+    run = object.__new__(Run)
+    run._pipeline, run.feed = Polled(), mock.Mock(n_finished=2)
+    run._plan = mock.Mock(engine=VllmOptions(sampling_params={"n": 3}))
+    run._drain()
+    assert run._pipeline.written is not None and run._pipeline.written.last_step == 9

@@ -14,7 +14,7 @@ from actds.format import canonical
 from actds.store import Buffer, Put
 from actds.store.local import LocalStore, NewLocalFile
 from actds_writers.ipc.messages import QueueState
-from actds_writers.ipc.queues import QueuePage
+from actds_writers.ipc.ring import QueuePage
 from actds_writers.monitor.meters import DISK_WINDOW_S, DiskMeter
 from actds_writers.shards.writer import TimedStore
 
@@ -94,7 +94,7 @@ def test_a_store_is_timed_without_the_digests_of_its_files(tmp_path: Path) -> No
 
 
 def test_a_page_of_queues_is_of_one_moment(tmp_path: Path) -> None:
-    page = QueuePage.beside(tmp_path / "ring", create=True)
+    page = QueuePage.beside(tmp_path / "ring", new=True)
     reader = QueuePage.beside(tmp_path / "ring")
     assert reader.read() is None
     ended = threading.Event()

@@ -25,7 +25,7 @@ from actds_testing.tiny import make_random_model
 from actds_writers.config import ReplaySettings
 from actds_writers.engine_protocol import find_engine
 from actds_writers.harvest.replay import Replays, hooks_of
-from actds_writers.monitor.progress import Observer
+from actds_writers.harvest.result import Observer
 from actds_writers.provenance import Fact
 
 HOOKS = ("resid_post.0", "resid_post.2")

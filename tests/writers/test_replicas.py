@@ -26,8 +26,9 @@ from actds_writers.engine_protocol import find_engine
 from actds_writers.harvest import replicas
 from actds_writers.harvest.prepare import Plan, make_plan
 from actds_writers.harvest.replicas import shares
+from actds_writers.harvest.result import Observer, Totals
 from actds_writers.ipc.messages import CommitTotals
-from actds_writers.monitor.progress import Observer, Snapshot, Stage, Totals, summed
+from actds_writers.monitor.progress import Snapshot, Stage, summed
 
 N_REQUESTS = 13
 PROMPTS = [

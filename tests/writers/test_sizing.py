@@ -44,12 +44,22 @@ from actds_writers.engine_protocol import Workers
 from actds_writers.ipc import ring
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import ClientFacts, Fact, HookSpec, StepRows, WorkerHello
-from actds_writers.ipc.queues import QueuePage
+from actds_writers.ipc.ring import QueuePage
 from actds_writers.shards.assembly import TOKEN_COLUMNS, SpecialTokens
 from actds_writers.shards.writer import PHASES, SPARE_BUFFERS, Writer
 from actds_writers.sizing import needs as sizing
-from actds_writers.sizing.disk import DiskRates, shared_with, until_sustained
-from actds_writers.sizing.machine import DEFAULTS, MIB, Machine, Rate, capacity, machine, measure
+from actds_writers.sizing.machine import (
+    DEFAULTS,
+    MIB,
+    DiskRates,
+    Machine,
+    Rate,
+    capacity,
+    machine,
+    measure,
+    shared_with,
+    until_sustained,
+)
 from actds_writers.sizing.needs import (
     MEASURED,
     Burst,
@@ -234,7 +244,7 @@ def written_run(out: Path, *, d_model: int, n_rows: int, rows_per_shard: int) ->
     per_step, rng = 256, np.random.default_rng(5)
     nbytes = len(hooks) * per_step * d_model * 2
     memory = ring.create(out.parent / "ring", nbytes)
-    QueuePage.beside(out.parent / "ring", create=True)
+    QueuePage.beside(out.parent / "ring", new=True)
     settings = WriterSettings(
         harvest=HarvestSettings(out=str(out), hooks="resid_post:1,2", seed=3),
         dataset=secrets.token_hex(16), run="r-size", resume=False, started_ns=1, software="test",

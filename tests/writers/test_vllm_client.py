@@ -12,7 +12,7 @@ import pytest
 
 from actds.errors import ActdsError
 from actds_writers.engines.vllm import VllmEngine, wake_when_dead
-from actds_writers.engines.vllm.params import recorded
+from actds_writers.engines.vllm.requests import recorded
 
 
 class Client:

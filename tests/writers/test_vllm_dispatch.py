@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from actds_writers.engines.vllm.dispatch import Dispatch, KernelMode, eager
+from actds_writers.engines.vllm.runner import Dispatch, KernelMode, eager
 
 
 class Mode(enum.Enum):

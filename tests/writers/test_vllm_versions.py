@@ -11,7 +11,7 @@ import pytest
 from actds.errors import ActdsError
 from actds_testing.places import ROOT
 from actds_writers.engines.vllm import versions
-from actds_writers.engines.vllm.seams import SEAMS, missing
+from actds_writers.engines.vllm.versions import SEAMS, missing
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,14 @@ import pytest
 import torch
 
 from actds.errors import ActdsError
-from actds_writers.capture.weights import WeightsSample, weights_digest
 from actds_writers.engines.vllm.blocks import WrittenBlocks, blocks_of_step
-from actds_writers.engines.vllm.weights import WeightsWatch, read_digest, weights_facts
+from actds_writers.engines.vllm.weights import (
+    WeightsSample,
+    WeightsWatch,
+    read_digest,
+    weights_digest,
+    weights_facts,
+)
 
 
 def model(seed: int = 0) -> torch.nn.Module:

@@ -45,7 +45,7 @@ def recorded(catalog: Catalog, *fields: str) -> tuple[str, ...]:
         for run in catalog.runs.values()
     )
     words = (" ".join(str(value) for value in values if value is not None) for values in runs)
-    return tuple(dict.fromkeys(one for one in words if one))
+    return tuple(dict.fromkeys(text for text in words if text))
 
 
 def began(catalog: Catalog) -> int:

@@ -1,13 +1,24 @@
-"""What the documents of results are made of."""
+"""What the documents of results are made of, and the extra that making one needs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Self, TypeVar
+from difflib import get_close_matches
+from importlib.util import find_spec
+from typing import Annotated, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
-from actds.errors import ActdsError
+from actds.errors import ActdsError, not_installed
+
+
+def need_extra(*more: str) -> None:
+    """Raise E011 when a package of the extra ``audit``, or one that is named, is not installed."""
+    for name in ("scipy", *more):
+        if find_spec(name) is None:
+            raise not_installed(name, "audit", "actds audit")
+
 
 Settings = TypeVar("Settings", bound=BaseModel)
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -28,7 +39,6 @@ class Document(Section):
     """A whole result, which JSON holds and gives back."""
 
     def to_json(self) -> str:
-        """Return the result as JSON."""
         return self.model_dump_json(by_alias=True, indent=1)
 
     @classmethod
@@ -41,11 +51,28 @@ class Document(Section):
         return cls.model_validate_json(text)
 
 
-def settings_of(kind: type[Settings], given: Settings | Mapping[str, float] | None) -> Settings:
-    """Return the settings that were given, the others by default.
+class LimitsSection(Section):
+    """Limits of a study or an audit: the only place of their defaults, ranges and words.
+
+    ``options`` are fields that are no threshold, as a seed: each is an option of the command. All
+    others are given by ``--limit NAME=VALUE``.
+    """
+
+    options: ClassVar[frozenset[str]] = frozenset({"seed"})
+
+    @classmethod
+    def thresholds(cls) -> dict[str, FieldInfo]:
+        """Return the fields that ``--limit`` sets, by name."""
+        return {name: f for name, f in cls.model_fields.items() if name not in cls.options}
+
+
+def settings_of(
+    kind: type[Settings], given: Settings | Mapping[str, float | str] | None
+) -> Settings:
+    """Return the limits that were given, the others by default.
 
     Raises:
-        ActdsError: E009 one that is out of range, or unknown.
+        ActdsError: E009 ``limits NAME``: out of range, or unknown, with the nearest name.
     """
     if isinstance(given, kind):
         return given
@@ -53,6 +80,13 @@ def settings_of(kind: type[Settings], given: Settings | Mapping[str, float] | No
         return kind.model_validate(dict(given or {}))
     except ValidationError as error:
         first = error.errors()[0]
-        name = str(first["loc"][0])
+        name, got = str(first["loc"][0]), str(first["input"])[:80]
         expected = str(first["msg"]).lower().removeprefix("input should be ")
-        raise ActdsError("E009", name, got=str(first["input"]), expected=expected) from None
+        next_step = None
+        if first["type"] == "extra_forbidden":
+            near = get_close_matches(name, kind.model_fields, 1, 0.5)
+            got, expected = "no such limit", f"one of {', '.join(kind.model_fields)}"
+            more = "actds schema limits says what each of them is."
+            next_step = f"Did you mean {near[0]}? {more}" if near else more
+        place = f"limits {name[:80]}"
+        raise ActdsError("E009", place, got=got, expected=expected, next_step=next_step) from None

@@ -203,13 +203,13 @@ class CensusProcess:
             remove_journal(store, run)
             return {}
         chain = self._chain or self._begin_chain(dataset)
-        found = self._census.tables(
+        tables = self._census.tables(
             ended.acknowledged, self._client, LOST_REASON, ended.dropped_steps
         )
-        commit_census(store, chain, run, found)
-        chain.close(self._reason or "interrupted", found.totals | self._beside)
+        commit_census(store, chain, run, tables)
+        chain.close(self._reason or "interrupted", tables.totals | self._beside)
         remove_journal(store, run)
-        return found.totals
+        return tables.totals
 
 
 if __name__ == "__main__":

@@ -71,7 +71,6 @@ Overflow = Annotated[
 
 
 def _names(columns: Any) -> Any:
-    """Return names that stand in one text, or in a list, as a tuple."""
     if isinstance(columns, str):
         return tuple(name.strip() for name in columns.split(",")) if columns else ()
     return tuple(columns) if isinstance(columns, list) else columns
@@ -180,12 +179,10 @@ class HarvestSettings(Settings):
 
     @property
     def ring_nbytes(self) -> int:
-        """Return the requested size of the host ring."""
         return self.ring_mib * MIB
 
     @property
     def staging_nbytes(self) -> int:
-        """Return the requested size of the staging ring."""
         return self.staging_mib * MIB
 
     @property
@@ -308,17 +305,14 @@ class ReplaySettings(ModelSettings, HarvestSettings):
 
     @property
     def compares(self) -> bool:
-        """Return whether the rows of source and replay are compared."""
         return self.compare or self.only == "missing"
 
     def as_write(self, hooks: str) -> WriteSettings:
         """Return the settings of the harvest: one token is sampled, which is never fed."""
         shared = {name: getattr(self, name) for name in HarvestSettings.model_fields}
         shared |= {name: getattr(self, name) for name in ("model", "engine", "engine_args")}
-        return WriteSettings.of(
-            {**shared, "hooks": hooks, "prompts": self.source, "resume": self.resume,
-             "max_tokens": 1, "temperature": 0.0}
-        )  # fmt: skip
+        shared |= {"hooks": hooks, "prompts": self.source, "resume": self.resume}
+        return WriteSettings.of({**shared, "max_tokens": 1, "temperature": 0.0})
 
 
 class LiveSettings(SamplingRules, HarvestSettings):
@@ -336,7 +330,6 @@ class LiveSettings(SamplingRules, HarvestSettings):
     roles: bool = Field(default=True, description="Note who wrote the positions of chats")
 
     def rules(self) -> SamplingRules:
-        """Return the sampling rules alone."""
         return SamplingRules(**{name: getattr(self, name) for name in SamplingRules.model_fields})
 
 
@@ -530,8 +523,8 @@ def keywords_of(model: type[BaseModel]) -> Callable[[F], F]:
     """
 
     def decorate(function: F) -> F:
-        own = list(inspect.signature(function).parameters.values())
-        named = [p for p in own if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        parameters = list(inspect.signature(function).parameters.values())
+        named = [p for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
         fields = [
             p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
             for p in inspect.signature(model).parameters.values()

@@ -11,7 +11,7 @@ import functools
 import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -24,7 +24,6 @@ from actds_writers.capture.hooks import load_registered
 from actds_writers.config import explained
 from actds_writers.ipc.link import Link
 from actds_writers.model_folder import ModelFiles
-from actds_writers.sizing.probe_fit import Timing, TimingTask
 
 GROUP = "actds.engines"
 OPTION = "engine_args"
@@ -143,7 +142,8 @@ class Workers:
 class EngineKind(ABC):
     """An engine before it runs: the object that an entry point names.
 
-    Only ``start`` imports the engine itself.
+    Only ``start`` imports the engine itself. What not every engine can do stands beside its user:
+    ``harvest.probe_cost.TimesProbes``.
     """
 
     name: ClassVar[str]
@@ -220,20 +220,6 @@ class EngineKind(ABC):
     def alone(self, options: EngineOptions) -> EngineOptions:
         """Return the options of the same engine with one request at a time and no prefix cache."""
         return options.model_copy(update={"max_num_seqs": 1})
-
-    def time_probes(self, task: TimingTask, said: Callable[[str], None]) -> Timing:
-        """Return decode steps with and without probes.
-
-        Args:
-            said: hears of progress.
-
-        Raises:
-            ActdsError: E012 for an engine whose steps cannot be timed, or an option with which
-                they cannot; E504 when it does not start.
-        """
-        raise ActdsError(
-            "E012", "engine", got=f"{self.name}: its steps are not timed", expected="vllm"
-        )
 
     def adapter_sha256(self, options: EngineOptions) -> str | None:
         """Return the digest of the adapter that every request has, ``None`` without one."""

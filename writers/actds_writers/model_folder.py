@@ -10,12 +10,15 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from actds.errors import ActdsError
+from actds.format.arrays import DTYPES
 from actds.format.canonical import read_bounded
+from actds.format.schema import DType
 
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+")
@@ -23,14 +26,7 @@ _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+")
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The folders that have the files of a model: mostly one.
-
-    Args:
-        weights: ``*.safetensors``.
-        config: ``config.json``.
-        tokenizer: ``tokenizer.json``.
-        generation: ``generation_config.json``, if there is one.
-    """
+    """The folders that have the files of a model: mostly one."""
 
     weights: Path
     config: Path
@@ -39,7 +35,6 @@ class ModelFiles:
 
     @classmethod
     def of(cls, folder: Path) -> ModelFiles:
-        """Return the files of a model that are all in one folder."""
         return cls(folder, folder, folder, folder)
 
 
@@ -50,7 +45,6 @@ def find_model(model: str | Path, revision: str | None = None, place: str = "mod
 
     Args:
         revision: branch, tag or commit of the repository, by default ``main``.
-        place: what an error names.
 
     Raises:
         ActdsError: E005 a repository, or a revision of it, that is not in the cache; a revision of
@@ -90,17 +84,12 @@ def local_folder_of(model: str, revision: str | None = None) -> Path:
 
 def repository_of(folder: Path) -> str | None:
     """Return ``org/name`` for a folder of the hub cache, ``None`` for any other."""
-    found = _SNAPSHOT.search(folder.as_posix()) or _SNAPSHOT.search(folder.resolve().as_posix())
-    return f"{found[1]}/{found[2]}" if found else None
+    match = _SNAPSHOT.search(folder.as_posix()) or _SNAPSHOT.search(folder.resolve().as_posix())
+    return f"{match[1]}/{match[2]}" if match else None
 
 
 def model_name(model: str | Path, served: str | None = None) -> str:
-    """Return what a model is called: no path above the last segment.
-
-    Args:
-        model: its folder, or ``org/name``.
-        served: the name under which it is served, if there is one of its own.
-    """
+    """Return what a model is called: no path above the last segment."""
     name = str(model) if served is None or served == str(model) else served
     if (repository := repository_of(Path(name))) is not None:
         return repository
@@ -137,6 +126,12 @@ def model_config(model: Path) -> dict[str, Any]:
     return text
 
 
+def computed_dtype(config: Mapping[str, Any], default: DType = "bfloat16") -> DType:
+    """Return the type that a configuration says the model computes in."""
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return dtype if dtype in DTYPES else default
+
+
 def _is_size(value: object) -> bool:
     return isinstance(value, int) and value > 0
 
@@ -150,8 +145,8 @@ def _renamed(model: Path) -> dict[str, int]:
     except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}  # no transformers, a family that it does not know, or a broken file
     names = ("num_hidden_layers", "hidden_size", "max_position_embeddings")
-    found = {name: getattr(config, name, None) for name in names}
-    return {name: value for name, value in found.items() if isinstance(value, int)}
+    sizes = {name: getattr(config, name, None) for name in names}
+    return {name: value for name, value in sizes.items() if isinstance(value, int)}
 
 
 def generation_eos(model: Path) -> list[int]:
@@ -187,6 +182,5 @@ def missing_weights(model: Path) -> str | None:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -50,7 +50,6 @@ class Block(Policy):
     summary = "the engine waits"
 
     def staging_is_full(self, rings: Rings, entry: Any) -> bool:
-        """Let the engine wait."""
         rings.wait(entry, "staging")
         return True
 
@@ -62,11 +61,9 @@ class DropOldest(Policy):
     summary = "the steps that waited longest are dropped and recorded"
 
     def staging_is_full(self, rings: Rings, entry: Any) -> bool:
-        """Drop the oldest step that waits in stage 1."""
         return rings.drop_staged()
 
     def ring_is_full(self, rings: Rings, entry: Any) -> bool:
-        """Drop the oldest step that the writer has not taken."""
         return rings.drop_ready()
 
 
@@ -77,7 +74,6 @@ class DropNewest(Policy):
     summary = "the newest steps are dropped and recorded"
 
     def staging_is_full(self, rings: Rings, entry: Any) -> bool:
-        """Drop the step itself."""
         return False
 
 

@@ -33,13 +33,13 @@ def count(runs: str) -> int:
 
 def intervals(runs: str) -> list[tuple[int, int, str]]:
     """Return first position, position after the last and role of packed labels that are known."""
-    found: list[tuple[int, int, str]] = []
+    places: list[tuple[int, int, str]] = []
     start = 0
     for label, length in re.findall(r"(\D)(\d+)", runs):
         stop = start + int(length)
-        if found and found[-1][1:] == (start, _NAMES.get(label)):
-            found[-1] = (found[-1][0], stop, found[-1][2])
+        if places and places[-1][1:] == (start, _NAMES.get(label)):
+            places[-1] = (places[-1][0], stop, places[-1][2])
         elif label != UNKNOWN:
-            found.append((start, stop, _NAMES[label]))
+            places.append((start, stop, _NAMES[label]))
         start = stop
-    return found
+    return places

@@ -40,8 +40,6 @@ class Labels:
 
     Args:
         external_id: id that the server gave the engine, as in the table ``requests``.
-        session_id: the header ``X-Session-ID`` or the field ``session_id`` of the body.
-        xargs: the field ``vllm_xargs`` of the body.
     """
 
     external_id: str
@@ -73,10 +71,7 @@ EVERYTHING = LeftOut()
 
 
 def client_request_id(external_id: str) -> str:
-    """Return the ``X-Request-Id`` inside the id that the OpenAI server made from it.
-
-    It is random when the client sent none.
-    """
+    """Return the ``X-Request-Id`` inside the id that the OpenAI server made from it."""
     match = _ENGINE_ID.fullmatch(external_id)
     return (match["completion"] or match["chat"]) if match else external_id
 
@@ -95,7 +90,6 @@ class Match(_Model):
     @model_validator(mode="before")
     @classmethod
     def _lower(cls, data: Any) -> Any:
-        """Make header names lower case."""
         if isinstance(data, dict) and isinstance(data.get("header"), str):
             return {**data, "header": data["header"].lower()}
         return data
@@ -107,12 +101,11 @@ class Match(_Model):
         return self
 
     def holds(self, labels: Labels) -> bool:
-        """Return whether a request has one of the values."""
         if self.header is not None:
-            found: Any = labels.header(self.header)
+            value: Any = labels.header(self.header)
         else:
-            found = labels.xargs.get(self.xarg or "")
-        words = found if isinstance(found, list) else [found]
+            value = labels.xargs.get(self.xarg or "")
+        words = value if isinstance(value, list) else [value]
         return any(
             fnmatchcase(str(word), pattern)
             for word in words
@@ -158,7 +151,6 @@ class SamplingRules(_Model):
         return format(fraction.normalize(), "f")
 
     def left_out(self, labels: Labels) -> LeftOut:
-        """Return why rows of a request are not stored, per phase."""
         reason = self._request_reason(labels)
         if reason is not None:
             return LeftOut(reason, reason)

@@ -129,7 +129,6 @@ class WriterProcess:
             log.debug("stage %d left while it was answered: %r", stage, error)
 
     def _abandon(self, writer: Writer) -> None:
-        """Acknowledge what can be joined no more, so that no stage waits for its ring."""
         for stage, place in self._join.abandon():
             self._free(stage, writer.free(place))
 
@@ -143,9 +142,9 @@ class WriterProcess:
         now = time.monotonic()
         if self._late is None or self._late[0] != step:
             self._late = (step, now)
-        gone = any(not self._hub.is_connected(self._workers[stage]) for stage in silent)
+        has_left = any(not self._hub.is_connected(self._workers[stage]) for stage in silent)
         patience_s = self._settings.stage_timeout_s
-        if now - self._late[1] > (min(patience_s, GONE_TIMEOUT_S) if gone else patience_s):
+        if now - self._late[1] > (min(patience_s, GONE_TIMEOUT_S) if has_left else patience_s):
             self._fail(error)
 
     def _begin(self, hello: WorkerHello) -> Writer:
@@ -199,7 +198,6 @@ class WriterProcess:
         return None
 
     def _ended(self) -> bool:
-        """Return whether no further message can come."""
         if "worker" in self._hub.roles():
             return self._hub.is_left_by("harvest", ORPHAN_PATIENCE_S)
         return self._reason is not None or self._hub.is_left_by("harvest")

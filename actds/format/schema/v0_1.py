@@ -42,9 +42,22 @@ Phase = Literal["prefill", "decode"]
 HOOK_KINDS = "actds.hook_kinds"
 """Entry point group under which another package registers a hook kind of its own."""
 OwnKind = Literal[
-    "embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "attn_out_post", "z", "q", "k",
-    "v", "mlp_in", "mlp_out", "mlp_out_post", "router", "final",
-]  # fmt: skip
+    "embed",
+    "resid_pre",
+    "resid_mid",
+    "resid_post",
+    "attn_out",
+    "attn_out_post",
+    "z",
+    "q",
+    "k",
+    "v",
+    "mlp_in",
+    "mlp_out",
+    "mlp_out_post",
+    "router",
+    "final",
+]
 """The kinds that the format itself knows."""
 
 
@@ -54,9 +67,9 @@ def _known_kind(kind: str) -> str:
     A kind that only a package knows is an agreement among those who have it: everybody else's
     reader refuses the dataset, as section 11 asks for.
     """
-    own = get_args(OwnKind)
-    if kind not in own and not entry_points(group=HOOK_KINDS, name=kind):
-        known = " or ".join(map(repr, own))
+    built_in = get_args(OwnKind)
+    if kind not in built_in and not entry_points(group=HOOK_KINDS, name=kind):
+        known = " or ".join(map(repr, built_in))
         raise PydanticCustomError("literal_error", "Input should be {known}", {"known": known})
     return kind
 

@@ -218,7 +218,7 @@ def run_within(task: Task) -> dict[str, Any]:
     import numpy as np
 
     from actds_testing.calibration.parts import made_rows, selections_of
-    from actds_validators.statistics.families import draws_for, over_families
+    from actds_validators.statistics.association import draws_for, over_families
 
     began = time.monotonic()
     rng = np.random.default_rng(task.seed)

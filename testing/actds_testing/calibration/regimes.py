@@ -24,13 +24,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from actds.explore.dataset import Dataset
-from actds_studies.regimes.arms import ArmRows
+from actds_studies.regimes.arms import ArmRows, Requests
 from actds_studies.regimes.conclusions import verdicts
 from actds_studies.regimes.contrast import plan
+from actds_studies.regimes.equal_tokens import Numerics
 from actds_studies.regimes.instruments.moments import Moments
-from actds_studies.regimes.instruments.numerics import Numerics
 from actds_studies.regimes.instruments.reconstruction import Reconstruction
-from actds_studies.regimes.requests import Requests
 from actds_studies.regimes.result import Limits, Value
 from actds_studies.regimes.run import Measured, conclude, measure
 from actds_testing.calibration.audit import read_records, wilson

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from actds.cli.options import FiniteRange
-from actds_validators.cli.results import (
-    COMMAND,
-    LimitsCommand,
-    Outputs,
-    files_of,
-    html_option,
-    json_option,
-    told,
-)
+from actds_studies.cli.study import WORST, compare_options, finish, result_options
+from actds_validators.cli.results import COMMAND, LimitsCommand, Outputs, files_of, told
 
 if TYPE_CHECKING:
-    from actds_studies.regimes.contrast import Pairing
     from actds_studies.regimes.result import Regimes
-
-FAIL_ON = ("shifts", "undecided", "never")
-_FAILING = {"shifts": {"shifts"}, "undecided": {"shifts", "undecided"}, "never": set[str]()}
-PAIRINGS = ("token", "position", "unpaired")
 
 
 def _result() -> type[Regimes]:
@@ -35,26 +21,7 @@ def _result() -> type[Regimes]:
 
 
 @click.command(cls=LimitsCommand, result=_result)
-@click.argument("arms", metavar="A [B ...]", nargs=-1, required=True)
-@click.option(
-    "--contrast",
-    "contrasts",
-    multiple=True,
-    metavar="G-R",
-    help="Compare arm G with the reference R; repeatable. Every later arm with the first if none.",
-)
-@click.option(
-    "--floor",
-    metavar="again-R",
-    help="Compare arms that were served alike, as a replay made twice: the floor of numerics.",
-)
-@click.option(
-    "--hook",
-    "hooks",
-    multiple=True,
-    metavar="NAME",
-    help="Hook to compare; repeatable. All that the arms share if none.",
-)
+@compare_options
 @click.option(
     "--sae",
     multiple=True,
@@ -77,41 +44,18 @@ def _result() -> type[Regimes]:
     metavar="NAME",
     help="What dictionaries call the rows' model, or its folder: entropies of given text, too.",
 )
-@click.option(
-    "--held-out",
-    type=FiniteRange(0, 1, min_open=True, max_open=True),
-    metavar="SHARE",
-    help='Compare what a loader with split="train" and this share leaves out.',
-)
-@click.option(
-    "--pairing",
-    type=click.Choice(PAIRINGS),
-    help="How rows belong together. The closest that there is if not given.",
-)
-@html_option("Write the decode-regime calibration report.")
-@json_option()
-@click.option(
-    "--fail-on", type=click.Choice(FAIL_ON), default="shifts", show_default=True,
-    help="Exit 1 when an instrument ends so, or worse.",
-)  # fmt: skip
+@result_options("Write the decode-regime calibration report.", WORST)
 @click.pass_context
 def regimes(
     ctx: click.Context,
     /,
     arms: tuple[str, ...],
-    contrasts: tuple[str, ...],
-    hooks: tuple[str, ...],
     sae: tuple[str, ...],
     probes: tuple[str, ...],
-    label: str | None,
-    model: str | None,
-    held_out: float | None,
-    pairing: Pairing | None,
-    floor: str | None,
     html: Path | None,
     json_out: Path | None,
     fail_on: str,
-    **limits: Any,
+    **options: Any,
 ) -> None:
     """Say whether the way it was served changes what is measured.
 
@@ -133,16 +77,5 @@ def regimes(
     from actds_studies.pages.regimes import page
     from actds_studies.regimes.api import regimes as run
 
-    result = run(
-        *arms, contrasts=contrasts, hooks=hooks, sae=sae, probes=probes, label=label, model=model,
-        held_out=held_out, pairing=pairing, floor=floor, limits=limits, progress=told(),
-    )  # fmt: skip
-    shown = page(result, ctx.meta[COMMAND])
-    outputs.write(result.to_json(), shown.html, shown.lines)
-    sys.exit(exit_code(result, fail_on))
-
-
-def exit_code(result: Regimes, fail_on: str) -> int:
-    """Return 1 when a verdict is among those that fail, else 0."""
-    found = {verdict.outcome for contrast in result.contrasts for verdict in contrast.verdicts}
-    return int(not found.isdisjoint(_FAILING[fail_on]))
+    result = run(*arms, sae=sae, probes=probes, **options, progress=told())
+    finish(result, page(result, ctx.meta[COMMAND]), outputs, fail_on)

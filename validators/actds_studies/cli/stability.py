@@ -8,25 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from actds_validators.cli.results import (
-    COMMAND,
-    LimitsCommand,
-    Outputs,
-    html_option,
-    json_option,
-    no_dash,
-    told,
-)
+from actds_studies.cli.study import exit_code, result_options
+from actds_validators.cli.results import COMMAND, LimitsCommand, Outputs, no_dash, told
 
 if TYPE_CHECKING:
     from actds_studies.stability.result import Stability
 
-FAIL_ON = ("beyond", "undecided", "never")
-_FAILING = {
-    "beyond": {"beyond the floor"},
-    "undecided": {"beyond the floor", "undecided"},
-    "never": set[str](),
-}
+WORST = ("beyond the floor", "undecided")
 
 
 def _result() -> type[Stability]:
@@ -44,12 +32,7 @@ def _result() -> type[Stability]:
     callback=no_dash,
     help="New folder for the dictionaries, ARM/seed-N, as SAELens saves them.",
 )
-@html_option("Write the report as one HTML page.")
-@json_option()
-@click.option(
-    "--fail-on", type=click.Choice(FAIL_ON), default="beyond", show_default=True,
-    help="Exit 1 when an arm ends so, or worse.",
-)  # fmt: skip
+@result_options("Write the report as one HTML page.", WORST)
 @click.pass_context
 def stability(
     ctx: click.Context,
@@ -60,7 +43,7 @@ def stability(
     html: Path | None,
     json_out: Path | None,
     fail_on: str,
-    **limits: Any,
+    limits: dict[str, Any],
 ) -> None:
     """Say whether the harvest changes a dictionary more than another seed does.
 
@@ -85,10 +68,4 @@ def stability(
     shown = page(result, ctx.meta[COMMAND])
     outputs.write(result.to_json(), shown.html, shown.lines)
     outputs.say({"dictionaries": out})
-    sys.exit(exit_code(result, fail_on))
-
-
-def exit_code(result: Stability, fail_on: str) -> int:
-    """Return 1 when a verdict is among those that fail, else 0."""
-    found = {verdict.outcome for verdict in result.verdicts}
-    return int(not found.isdisjoint(_FAILING[fail_on]))
+    sys.exit(exit_code((verdict.outcome for verdict in result.verdicts), fail_on, WORST))

@@ -36,23 +36,35 @@ class _Request(click.ParamType[tuple[str, int] | int]):
 )
 @click.option("--hook", metavar="HOOK", help="Whose rows tokens are coloured by; the first.")
 @click.option(
-    "--request", "requests", type=_Request(), multiple=True, metavar="[RUN:]N",
+    "--request",
+    "requests",
+    type=_Request(),
+    multiple=True,
+    metavar="[RUN:]N",
     help="Show this request; repeatable. Else a few, evenly spaced, and who lost the most.",
-)  # fmt: skip
+)
 @click.option(
     "--start", type=click.IntRange(0), default=0, show_default=True, help="First position shown."
 )
 @click.option(
-    "--tokens", "n_tokens", type=click.IntRange(1), default=2000, show_default=True,
+    "--tokens",
+    "n_tokens",
+    type=click.IntRange(1),
+    default=2000,
+    show_default=True,
     help="Positions of a request shown at most; a page holds 12,000.",
-)  # fmt: skip
+)
 @click.option("--tokenizer", metavar="FOLDER", help="Model folder with tokenizer.json, for text.")
 @click.option("--probe", metavar="FILE.npy", help="Colour by products with these directions.")
 @click.option("--sae", metavar="FILE", help="Colour by features of this dictionary.")
 @click.option(
-    "--feature", "features", type=click.IntRange(0), multiple=True, metavar="N",
+    "--feature",
+    "features",
+    type=click.IntRange(0),
+    multiple=True,
+    metavar="N",
     help="Which feature of --sae, or row of --probe; up to 3.",
-)  # fmt: skip
+)
 @click.option("--model", metavar="NAME", help="What dictionaries call the rows' model.")
 @click.option("--imported", is_flag=True, help="Show an imported dataset, which has no census.")
 @click.option("--stats", is_flag=True, help="Read every row once for mean norms; they are kept.")
@@ -87,9 +99,18 @@ def view(
 
     need_folders(out)
     page = make(
-        path, hook=hook, requests=requests, start=start, n_tokens=n_tokens, tokenizer=tokenizer,
-        probe=probe, sae=sae, features=features, model=model, stats=stats,
+        path,
+        hook=hook,
+        requests=requests,
+        start=start,
+        n_tokens=n_tokens,
+        tokenizer=tokenizer,
+        probe=probe,
+        sae=sae,
+        features=features,
+        model=model,
+        stats=stats,
         i_accept_unprovenanced=imported,
-    )  # fmt: skip
+    )
     page.save(out)
     click.echo(f"page: {printable(str(out))} ({format_nbytes(len(page.html.encode()))})")

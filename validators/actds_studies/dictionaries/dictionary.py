@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
-from actds_studies.dictionaries.refusal import refused
-from actds_studies.dictionaries.wanted import HookFrom
+from actds_studies.dictionaries.places import HookFrom
+from actds_studies.dictionaries.tensors import refused
 from actds_validators.arrays import Rows
 
 if TYPE_CHECKING:

@@ -17,16 +17,16 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from actds_studies.dictionaries.dictionary import Dictionary, Kind, Source
-from actds_studies.dictionaries.places import places_of
-from actds_studies.dictionaries.refusal import read_config, refused
+from actds_studies.dictionaries.places import Wanted, places_of, recorded
 from actds_studies.dictionaries.tensors import (
     Tensors,
     file_sha256,
     of_names,
+    read_config,
     read_torch,
+    refused,
     vector,
 )
-from actds_studies.dictionaries.wanted import Wanted, recorded
 from actds_validators.arrays import Array
 
 CONFIG = "config.json"
@@ -109,29 +109,29 @@ def read_dictionary_learning(path: Path, wanted: Wanted) -> Dictionary:
     """
     config_path = path.with_name(CONFIG)
     config = read_config(config_path, Config) if config_path.exists() else Config()
-    said = config.trainer
+    trainer = config.trainer
     of_loader = recorded(config_path, config.buffer)
-    model = said.lm_name or of_loader.model
+    model = trainer.lm_name or of_loader.model
     wanted.refuse_other_model(config_path, model)
-    if said.activation_dim is not None:
-        wanted.refuse_other_width(config_path, said.activation_dim)
-    called, places = _place(said, of_loader.hook)
+    if trainer.activation_dim is not None:
+        wanted.refuse_other_width(config_path, trainer.activation_dim)
+    called, places = _place(trainer, of_loader.hook)
     hook, hook_from = wanted.hook_of(config_path, called, places, "file")
     if called is None:
-        wanted.refuse_other_layer(config_path, said.layer)
+        wanted.refuse_other_layer(config_path, trainer.layer)
     tensors = read_torch(path)
-    name = _class_name(path, said, tensors)
+    name = _class_name(path, trainer, tensors)
     source = Source(
         "dictionary_learning", str(path), file_sha256(path), hook, hook_from, model,
         trained_on=of_loader.digests, held_out=of_loader.held_out, weights=of_loader.weights,
     )  # fmt: skip
-    found = _dictionary(path, name, said.k, tensors, source)
-    wanted.refuse_other_width(path, found.d_model)
-    sizes = (found.d_model, found.n_features)
-    expected = (said.activation_dim or sizes[0], said.dict_size or sizes[1])
+    dictionary = _dictionary(path, name, trainer.k, tensors, source)
+    wanted.refuse_other_width(path, dictionary.d_model)
+    sizes = (dictionary.d_model, dictionary.n_features)
+    expected = (trainer.activation_dim or sizes[0], trainer.dict_size or sizes[1])
     if sizes != expected:
         raise refused(path, f"{sizes} channels and features", f"{expected}, as {CONFIG} says")
-    return found
+    return dictionary
 
 
 def _dictionary(
@@ -186,21 +186,21 @@ def _unit_directions(path: Path, w_enc: Array, b_enc: Array, w_dec: Array) -> tu
         return w_enc * norms, b_enc * norms, w_dec / norms[:, None]
 
 
-def _k(path: Path, said: int | None, tensors: Tensors) -> int:
+def _k(path: Path, configured: int | None, tensors: Tensors) -> int:
     """Return the active features of a row, of which file and configuration say the same."""
     stored = tensors.get("k")
     if stored is not None and (stored.size != 1 or stored.dtype.kind not in "iu"):
         raise refused(f"{path} k", f"{stored.dtype} {stored.shape}", "one integer")
-    known = {k for k in (said, None if stored is None else int(stored.reshape(()))) if k}
+    known = {k for k in (configured, None if stored is None else int(stored.reshape(()))) if k}
     if len(known) != 1:
-        got = f"{stored} here, {said} in {CONFIG}" if known else f"no k, nor in {CONFIG}"
+        got = f"{stored} here, {configured} in {CONFIG}" if known else f"no k, nor in {CONFIG}"
         raise refused(f"{path} k", got, "the active features of a row")
     return known.pop()
 
 
-def _class_name(path: Path, said: Trainer, tensors: Tensors) -> ClassName:
-    if said.dict_class is not None:
-        return said.dict_class
+def _class_name(path: Path, trainer: Trainer, tensors: Tensors) -> ClassName:
+    if trainer.dict_class is not None:
+        return trainer.dict_class
     if "group_sizes" in tensors:
         return "MatryoshkaBatchTopKSAE"
     if "k" in tensors:
@@ -213,13 +213,13 @@ def _class_name(path: Path, said: Trainer, tensors: Tensors) -> ClassName:
     raise refused(path, got, f"those of {', '.join(get_args(ClassName))}")
 
 
-def _place(said: Trainer, of_loader: str | None) -> tuple[str | None, tuple[str, ...]]:
+def _place(trainer: Trainer, of_loader: str | None) -> tuple[str | None, tuple[str, ...]]:
     """Return what the hook is called, and the hooks that this may be."""
     if of_loader is not None:
         return of_loader, (of_loader,)
-    called = said.submodule_name
+    called = trainer.submodule_name
     if called is None:
         return None, ()
     if match := _SUBMODULE.fullmatch(called):
         return called, (f"{match[1]}.{int(match[2])}",)
-    return called, places_of(called, said.lm_name)
+    return called, places_of(called, trainer.lm_name)

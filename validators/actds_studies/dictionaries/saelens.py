@@ -15,16 +15,16 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from actds_studies.dictionaries.dictionary import Dictionary, Kind, Normalization, Source
-from actds_studies.dictionaries.places import places_of
-from actds_studies.dictionaries.refusal import read_config, refused
+from actds_studies.dictionaries.places import Wanted, places_of, recorded
 from actds_studies.dictionaries.tensors import (
     Tensors,
     file_sha256,
     of_names,
+    read_config,
     read_safetensors,
+    refused,
     vector,
 )
-from actds_studies.dictionaries.wanted import Wanted, recorded
 
 CONFIG = "cfg.json"
 WEIGHTS = "sae_weights.safetensors"
@@ -98,8 +98,8 @@ class Config(_Model):
     @property
     def major(self) -> int:
         """Return the first number of the version; 0 where it says none."""
-        found = re.match(r"\d{1,6}", self.version)
-        return int(found[0]) if found else 0
+        number = re.match(r"\d{1,6}", self.version)
+        return int(number[0]) if number else 0
 
     @property
     def is_old(self) -> bool:
@@ -120,24 +120,24 @@ def read_saelens(folder: Path, wanted: Wanted) -> Dictionary:
     if config.major > 6:
         next_step = "Save it with SAELens 6: what later ones mean by a file is not known here."
         raise refused(config_path, f"SAELens {config.version}", "6 or before", next_step)
-    said = _metadata(config)
+    metadata = _metadata(config)
     kind, k = _kind(config_path, config)
-    if said.hook_name_out is not None:
-        got = f"reads {said.hook_name} and writes {said.hook_name_out}"
+    if metadata.hook_name_out is not None:
+        got = f"reads {metadata.hook_name} and writes {metadata.hook_name_out}"
         raise refused(config_path, got, "a dictionary of one hook, no transcoder")
-    if said.hook_head_index is not None:
-        raise refused(config_path, f"head {said.hook_head_index} alone", "all of a hook")
+    if metadata.hook_head_index is not None:
+        raise refused(config_path, f"head {metadata.hook_head_index} alone", "all of a hook")
     normalization = _normalization(config_path, config)
-    of_loader = recorded(config_path, said.actds)
-    model = said.model_name or of_loader.model
+    of_loader = recorded(config_path, metadata.actds)
+    model = metadata.model_name or of_loader.model
     wanted.refuse_other_model(config_path, model)
     wanted.refuse_other_width(config_path, config.d_in)
-    called = of_loader.hook or said.hook_name
+    called = of_loader.hook or metadata.hook_name
     places = () if called is None else places_of(called, model)
     hook, hook_from = wanted.hook_of(config_path, called, places, "file")
     tensors = _tensors(path, kind)
     source = Source(
-        "saelens", str(path), file_sha256(path), hook, hook_from, model, said.prepend_bos,
+        "saelens", str(path), file_sha256(path), hook, hook_from, model, metadata.prepend_bos,
         of_loader.digests, of_loader.held_out, of_loader.weights,
     )  # fmt: skip
     return _dictionary(path, config, kind, k, normalization, tensors, source)
@@ -203,32 +203,32 @@ def _kind(path: Path, config: Config) -> tuple[Kind, int | None]:
 
 
 def _normalization(path: Path, config: Config) -> Normalization:
-    said = config.normalize_activations
-    if isinstance(said, bool):  # of 3.x
-        said = "expected_average_only_in" if said else "none"
-    said = said or "none"
-    if said in ("none", "layer_norm", "constant_norm_rescale"):
-        return cast(Normalization, said)
+    normalized = config.normalize_activations
+    if isinstance(normalized, bool):  # of 3.x
+        normalized = "expected_average_only_in" if normalized else "none"
+    normalized = normalized or "none"
+    if normalized in ("none", "layer_norm", "constant_norm_rescale"):
+        return cast(Normalization, normalized)
     place = f"{path} normalize_activations"
-    if said in _FOLD:
+    if normalized in _FOLD:
         next_step = (
-            f"Fold it with SAELens and save again: {_FOLD[said]}; its trainer does so at the end, "
-            "its checkpoints are not folded."
+            f"Fold it with SAELens and save again: {_FOLD[normalized]}; its trainer does so at the "
+            "end, its checkpoints are not folded."
         )
-        raise refused(place, f"{said}, not folded", "weights for rows as they are", next_step)
-    raise refused(place, repr(said), "none, layer_norm or constant_norm_rescale")
+        raise refused(place, f"{normalized}, not folded", "weights for rows as they are", next_step)
+    raise refused(place, repr(normalized), "none, layer_norm or constant_norm_rescale")
 
 
 def _tensors(path: Path, kind: Kind) -> Tensors:
-    found = dict(read_safetensors(path))
-    if (factor := found.pop("scaling_factor", None)) is not None and not np.allclose(
+    tensors = dict(read_safetensors(path))
+    if (factor := tensors.pop("scaling_factor", None)) is not None and not np.allclose(
         factor.astype(np.float32), 1
     ):
         raise refused(f"{path} scaling_factor", "factors other than 1", "none, as SAELens 6 has")
-    if kind == "jumprelu" and "log_threshold" in found:  # of a trainer before 6.0
+    if kind == "jumprelu" and "log_threshold" in tensors:  # of a trainer before 6.0
         with np.errstate(over="ignore"):
-            found["threshold"] = np.exp(found.pop("log_threshold").astype(np.float32))
-    return of_names(path, found, ("W_enc", "W_dec", "b_dec", *_TENSORS[kind]))
+            tensors["threshold"] = np.exp(tensors.pop("log_threshold").astype(np.float32))
+    return of_names(path, tensors, ("W_enc", "W_dec", "b_dec", *_TENSORS[kind]))
 
 
 def _metadata(config: Config) -> Metadata:

@@ -8,6 +8,7 @@ What a file claims of its sizes is compared with its bytes before an array of th
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import re
@@ -17,18 +18,81 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from pydantic import BaseModel, ValidationError
 
 from actds.apart import Apart, Reply, Request, cpu_seconds
 from actds.errors import ActdsError, not_installed
-from actds.exchange.tensors import read_header
-from actds_studies.dictionaries.refusal import refused
+from actds.exchange.containers import read_header
 from actds_validators.arrays import Array
+
+MAX_JSON_NBYTES = 1 << 22
+"""Of a configuration; those of trainers have a few kilobytes."""
+NEXT_STEP = (
+    "Give a dictionary of this hook: a SAELens folder, Gemma Scope's params.npz, or the folder "
+    "of a dictionary_learning ae.pt."
+)
+_Config = TypeVar("_Config", bound=BaseModel)
+
+
+def refused(place: object, got: object, expected: str, next_step: str | None = None) -> ActdsError:
+    """Return the error of a dictionary that is not used.
+
+    Args:
+        place: the file, and the tensor or field in it.
+        got: what is there; cut to 200 characters of one line.
+        next_step: what to do; the formats that are read when None.
+    """
+    words = " ".join(str(got).split())[:200]
+    return ActdsError(
+        "E015", str(place), got=words, expected=expected, next_step=next_step or NEXT_STEP
+    )
+
+
+def read_config(path: Path, model: type[_Config]) -> _Config:
+    """Return the configuration beside the weights.
+
+    Raises:
+        ActdsError: E015 no such file, no JSON, or a field of another type.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise refused(path, "no regular file", "a configuration in JSON")
+        with path.open("rb") as file:
+            text = file.read(MAX_JSON_NBYTES + 1)
+    except OSError as error:
+        raise refused(path, error.strerror or error, "a file that can be read") from None
+    if len(text) > MAX_JSON_NBYTES:
+        raise refused(path, f"more than {MAX_JSON_NBYTES:,} bytes", "a configuration in JSON")
+    try:
+        config = model.model_validate_json(text)
+        # The last of two is no more what is meant than the first.
+        json.loads(text, object_pairs_hook=_unique)
+        return config
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        words = first["msg"].removeprefix("Input should be ")
+        if first["type"] == "json_invalid":
+            raise refused(path, words, "a configuration in JSON") from None
+        if first["type"] == "missing":
+            raise refused(path, f"no {field}", "a configuration with it") from None
+        raise refused(f"{path} {field}", repr(first["input"]), words) from None
+    except ValueError as error:
+        raise refused(path, error, "a configuration in JSON") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> None:
+    names = [name for name, _ in pairs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{twice} twice")
+
 
 Tensors = Mapping[str, Array]
 """Arrays of floats or integers by name; bfloat16 as such."""
@@ -67,17 +131,17 @@ def read_safetensors(path: Path) -> Tensors:
     """
     try:
         stored, _ = read_header(path)
-        for name, one in stored.items():
-            if one.dtype not in (*_FLOATS, "bfloat16", *_INTEGERS):
-                raise refused(f"{path} {name}", one.dtype, "floats of 16, 32 or 64 bits")
-        found = {name: one.map() for name, one in stored.items()}
+        for name, tensor in stored.items():
+            if tensor.dtype not in (*_FLOATS, "bfloat16", *_INTEGERS):
+                raise refused(f"{path} {name}", tensor.dtype, "floats of 16, 32 or 64 bits")
+        mapped = {name: tensor.map() for name, tensor in stored.items()}
     except (OSError, ValueError, OverflowError) as error:
         if isinstance(error, ActdsError):
             raise refused(error.place, error.got, error.expected) from None
         raise refused(path, error, "a whole safetensors file") from None
     return {
         name: array.view(ml_dtypes.bfloat16) if stored[name].dtype == "bfloat16" else array
-        for name, array in found.items()
+        for name, array in mapped.items()
     }
 
 
@@ -131,7 +195,7 @@ def _torch(path: Path) -> Tensors:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pickles that it reads or refuses
             # Mapped: a storage that claims more than the file has cannot become a tensor.
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise refused(
             path,
@@ -144,11 +208,11 @@ def _torch(path: Path) -> Tensors:
         if isinstance(error, ActdsError):
             raise
         raise refused(path, f"unreadable: {error}", "a whole file of torch.save") from None
-    if not isinstance(found, Mapping) or not found:
-        raise refused(path, f"a {type(found).__name__}", "a dict of tensors by name")
+    if not isinstance(loaded, Mapping) or not loaded:
+        raise refused(path, f"a {type(loaded).__name__}", "a dict of tensors by name")
     nbytes = path.stat().st_size
     arrays = {}
-    for name, tensor in found.items():
+    for name, tensor in loaded.items():
         place = f"{path} {name}"
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise refused(place, f"a {type(tensor).__name__}", "a dict of tensors by name")

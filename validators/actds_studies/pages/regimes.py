@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from actds.text import counted
 from actds_studies.pages import regimes_charts as charts
-from actds_studies.regimes.conclusions import judged
+from actds_studies.regimes.conclusions import judged, leading
 from actds_studies.regimes.result import (
     About,
     ArmResult,
     ContrastResult,
     Outcome,
     Quantiles,
-    Regimes,
+    StudyResult,
     Used,
     Value,
 )
 from actds_studies.regimes.strata import MIN_REQUESTS, MIN_ROWS
-from actds_studies.regimes.wording import big, element_of
+from actds_studies.regimes.wording import ADDED, big, element_of
 from actds_validators.audit.place import Level
-from actds_validators.pages.answer import AnswerPage, Shown
-from actds_validators.pages.head import day
+from actds_validators.pages.answer import AnswerPage, Shown, day
 from actds_validators.pages.words import (
     LOOKS,
     Columns,
@@ -62,15 +61,19 @@ _MAX_INTRODUCED, _MAX_HOOKS = 4, 6
 _MAX_VERDICTS, _MAX_VALUES, _MAX_TABLES, _MAX_SHORT = 60, 16, 12, 12
 
 
-def page(result: Regimes, command: str) -> AnswerPage:
-    """Return what the page says.
+def page(
+    result: StudyResult,
+    command: str,
+    question: str = "Does the way it was served change what you measure?",
+) -> AnswerPage:
+    """Return what the page of a study says.
 
     Args:
         command: that made it, as it was typed.
     """
     return AnswerPage(
-        subject="regimes",
-        question="Does the way it was served change what you measure?",
+        subject=result.schema_.removeprefix("actds.").partition("/")[0],
+        question=question,
         level=LEVELS[result.answer.outcome],
         answer=result.answer.words,
         boxes=facts(result),
@@ -87,13 +90,13 @@ def page(result: Regimes, command: str) -> AnswerPage:
     )
 
 
-def _sections(result: Regimes) -> list[Shown]:
+def _sections(result: StudyResult) -> list[Shown]:
     figures = [p for p in (charts.step_gaps(result), charts.positions(result)) if p is not None]
     scatter, rungs = charts.rates(result), charts.ladder(result)
     sections = [
         Shown(_verdicts(result)),
         Shown(_short(result)),
-        *([Shown(_where(), figures)] if figures else []),
+        *([Shown(_where(result), figures)] if figures else []),
         *([Shown(_features(), scatter)] if scatter else []),
         *([Shown(_numerics(result), [rungs])] if rungs is not None else []),
         Shown(_compared(result)),
@@ -103,7 +106,7 @@ def _sections(result: Regimes) -> list[Shown]:
     return [section for section in sections if section.part.lead]
 
 
-def facts(result: Regimes) -> list[Fact]:
+def facts(result: StudyResult) -> list[Fact]:
     """Return how large it is, and whether it is authorship or computation."""
     answer = result.answer
     is_known = answer.separated not in ("not separated", "undecided")
@@ -116,7 +119,7 @@ def facts(result: Regimes) -> list[Fact]:
         if not values:
             return [Fact("Largest shift", "not known", "nothing could be tested", False), separated]
         return [Fact("Largest shift", "none found", note), separated]
-    contrast = next(one for one in result.contrasts if one.name == answer.largest.contrast)
+    contrast = next(c for c in result.contrasts if c.name == answer.largest.contrast)
     figure = big(answer.largest.value, names_of(contrast))
     return [Fact("Largest shift", figure, answer.largest.sentence), separated]
 
@@ -126,7 +129,7 @@ def names_of(contrast: ContrastResult) -> tuple[str, str]:
     return contrast.first.name, contrast.second.name
 
 
-def introduction(result: Regimes) -> str:
+def introduction(result: StudyResult) -> str:
     """Return what the arms are, and how a contrast is named, in words."""
     known = _arms(result)
     words = [f"{name} is {arm.rows}" for name, arm in list(known.items())[:_MAX_INTRODUCED]]
@@ -138,11 +141,13 @@ def introduction(result: Regimes) -> str:
     return f"{'; '.join(words)}. {name}"
 
 
-def _arms(result: Regimes) -> dict[str, ArmResult]:
-    return {arm.name: arm for one in result.contrasts for arm in (one.first, one.second)}
+def _arms(result: StudyResult) -> dict[str, ArmResult]:
+    return {
+        arm.name: arm for contrast in result.contrasts for arm in (contrast.first, contrast.second)
+    }
 
 
-def parts(result: Regimes) -> list[str]:
+def parts(result: StudyResult) -> list[str]:
     """Return per hook how a dictionary's gap divides into authorship and computation."""
     by_hook: dict[str, list[str]] = {}
     for part in result.answer.parts:
@@ -153,18 +158,18 @@ def parts(result: Regimes) -> list[str]:
     return [f"{hook}, variance unexplained: {', '.join(words)}." for hook, words in by_hook.items()]
 
 
-def about(result: Regimes, command: str) -> list[tuple[str, str]]:
+def about(result: StudyResult, command: str) -> list[tuple[str, str]]:
     """Return what was compared: arms, models, hooks, dates, engines, command."""
     facts = [
         (name, f"{arm.words}: {count(arm.n_rows)} rows of {counted(arm.n_requests, 'request')}")
         for name, arm in _arms(result).items()
     ]
     datasets = result.datasets
-    models = dict.fromkeys(name for one in datasets for name in one.models)
-    hooks = list(dict.fromkeys(name for one in datasets for name in one.hooks))
+    models = dict.fromkeys(name for dataset in datasets for name in dataset.models)
+    hooks = list(dict.fromkeys(name for dataset in datasets for name in dataset.hooks))
     more = [f"and {len(hooks) - _MAX_HOOKS} more"] if len(hooks) > _MAX_HOOKS else []
-    engines = list(dict.fromkeys(name for one in datasets for name in one.engines))
-    days = dict.fromkeys(day(ns) for ns in _ends([one.started_ns for one in datasets]))
+    engines = list(dict.fromkeys(name for dataset in datasets for name in dataset.engines))
+    days = dict.fromkeys(day(ns) for ns in _ends([dataset.started_ns for dataset in datasets]))
     facts += [
         ("Model", ", ".join(list(models)[:3]) or "not recorded"),
         ("Hooks", ", ".join(hooks[:_MAX_HOOKS] + more) or "not recorded"),
@@ -199,22 +204,24 @@ def arms(contrast: ContrastResult) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a number of a table, a dash for none."""
     return "-" if value is None else short(value)
 
 
-def _verdicts(result: Regimes) -> Part:
+def _verdicts(result: StudyResult) -> Part:
     pairs = list(judged(result.contrasts))
     some, more = first(pairs, _MAX_VERDICTS)
     rows = [
         Row(
-            (f"{contrast.name} at {verdict.hook}", verdict.instrument,
-             f"{LOOKS[LEVELS[verdict.outcome]].mark} {verdict.outcome}"),
+            (
+                f"{contrast.name} at {verdict.hook}",
+                verdict.instrument,
+                f"{LOOKS[LEVELS[verdict.outcome]].mark} {verdict.outcome}",
+            ),
             LOOKS[LEVELS[verdict.outcome]].tone,
             verdict.sentence,
         )
         for contrast, verdict in some
-    ]  # fmt: skip
+    ]
     head = ("contrast", "instrument", "verdict")
     lead = (
         "An instrument shifts when a test finds a difference that lies beyond its limit, carries "
@@ -225,7 +232,7 @@ def _verdicts(result: Regimes) -> Part:
     return Part("verdicts", "Verdicts", Sentence(lead), [table])
 
 
-def _short(result: Regimes) -> Part:
+def _short(result: StudyResult) -> Part:
     notes = [
         Sentence(f"{contrast.name} at {verdict.hook}, {verdict.instrument}: {words}.")
         for contrast, verdict in judged(result.contrasts)
@@ -239,11 +246,15 @@ def _short(result: Regimes) -> Part:
     return Part("short", "What is short", Sentence(lead), [], notes)
 
 
-def _where() -> Part:
+def _where(result: StudyResult) -> Part:
+    leads = dict.fromkeys(leading(contrast) for contrast in result.contrasts)
+    added = [measure for instrument, measure in leads if instrument in ADDED]
     lead = (
-        "The leading measure is the fraction of variance that the dictionary leaves unexplained "
-        "(FVU), in the second arm less the reference; without a dictionary it is the mean of the "
-        "channel that lies farthest."
+        f"The leading measure is {added[0]}, of the second arm against the first."
+        if added
+        else "The leading measure is the fraction of variance that the dictionary leaves "
+        "unexplained (FVU), in the second arm less the reference; without a dictionary it is the "
+        "mean of the channel that lies farthest."
     )
     return Part("where", "Where the gap is", Sentence(lead))
 
@@ -266,12 +277,12 @@ _QUANTILES: Columns[tuple[ContrastResult, Quantiles]] = (
 )
 
 
-def _numerics(result: Regimes) -> Part:
+def _numerics(result: StudyResult) -> Part:
     lines = [
-        (contrast, one)
+        (contrast, quantile)
         for contrast in result.contrasts
-        for one in contrast.quantiles
-        if one.axis in ("all", "decode step")
+        for quantile in contrast.quantiles
+        if quantile.axis in ("all", "decode step")
     ]
     lead = (
         "How far the rows of equal tokens lie apart. This is arithmetic alone: the same token "
@@ -281,7 +292,7 @@ def _numerics(result: Regimes) -> Part:
     return Part("numerics", "Numerics", Sentence(lead), tables)
 
 
-def _compared(result: Regimes) -> Part:
+def _compared(result: StudyResult) -> Part:
     rows = []
     for contrast in result.contrasts:
         for arm in (contrast.first, contrast.second):
@@ -289,35 +300,47 @@ def _compared(result: Regimes) -> Part:
             decode = "-" if arm.n_decode is None else percent(arm.n_decode / max(arm.n_rows, 1))
             further = f"left out: {apart}; {count(arm.n_repeats)} repeated prefixes; "
             further += f"{count(arm.n_sinks)} sinks; {count(arm.n_broken)} not finite or zero"
-            cells = (contrast.name, contrast.hook, arm.name, count(arm.n_rows), decode,
-                     count(arm.n_requests), count(arm.n_compared))  # fmt: skip
+            cells = (
+                contrast.name,
+                contrast.hook,
+                arm.name,
+                count(arm.n_rows),
+                decode,
+                count(arm.n_requests),
+                count(arm.n_compared),
+            )
             rows.append(Row(cells, "", f"{arm.words}; {further}"))
     some, more = first(rows)
     head = ("contrast", "hook", "arm", "rows", "of decode steps", "requests", "compared")
     tables = [Table("Arms", head, some, frozenset({0, 1, 2}), more)]
     columns: Columns[Used] = (
-        ("hook", lambda one: one.hook),
-        ("what", lambda one: one.kind),
-        ("sha256", lambda one: one.sha256[:16]),
-        ("of", lambda one: one.path),
+        ("hook", lambda row: row.hook),
+        ("what", lambda row: row.kind),
+        ("sha256", lambda row: row.sha256[:16]),
+        ("of", lambda row: row.path),
     )
-    tables += table_of("Dictionaries and probes", columns, result.used, frozenset(range(4)),
-                       note=lambda one: one.words)  # fmt: skip
+    tables += table_of(
+        "Dictionaries and probes",
+        columns,
+        result.used,
+        frozenset(range(4)),
+        note=lambda row: row.words,
+    )
     notes = [Sentence(arms(contrast)) for contrast in result.contrasts[:24]]
     lead = "Which rows were compared, how they were paired, and what was left out."
     return Part("compared", "What was compared", Sentence(lead), tables, notes)
 
 
 _VALUES: Columns[Value] = (
-    ("rows", lambda one: "all" if one.axis == "all" else f"{one.axis} {one.stratum}"),
-    ("measure", lambda one: _measure(one)),
-    ("value", lambda one: number(one.value)),
-    ("unit", lambda one: one.unit),
-    ("95 % interval", lambda one: f"{number(one.low)} to {number(one.high)}"),
-    ("floor", lambda one: number(one.floor)),
-    ("limit", lambda one: number(one.limit)),
-    ("adjusted p", lambda one: or_dash(one.adjusted_p, p_value)),
-    ("verdict", lambda one: one.outcome or "described"),
+    ("rows", lambda row: "all" if row.axis == "all" else f"{row.axis} {row.stratum}"),
+    ("measure", lambda row: _measure(row)),
+    ("value", lambda row: number(row.value)),
+    ("unit", lambda row: row.unit),
+    ("95 % interval", lambda row: f"{number(row.low)} to {number(row.high)}"),
+    ("floor", lambda row: number(row.floor)),
+    ("limit", lambda row: number(row.limit)),
+    ("adjusted p", lambda row: or_dash(row.adjusted_p, p_value)),
+    ("verdict", lambda row: row.outcome or "described"),
 )
 
 
@@ -326,20 +349,24 @@ def _measure(value: Value) -> str:
     return f"{value.measure}{f', {of}' if of else ''}"
 
 
-def _values(result: Regimes) -> Part:
+def _values(result: StudyResult) -> Part:
     order = {"shifts": 0, "undecided": 1, "carries over": 2, None: 3}
     tables: list[Table] = []
     n = 0
     for contrast in result.contrasts:
         values = [value for value in contrast.values if value.value is not None]
         n += len(values)
-        values.sort(key=lambda one: (order[one.outcome], one.axis != "all"))
+        values.sort(key=lambda row: (order[row.outcome], row.axis != "all"))
         if len(tables) < _MAX_TABLES:
             tables += table_of(
-                f"{contrast.name} at {contrast.hook}", _VALUES, values, frozenset({0, 1, 3, 8}),
-                room=_MAX_VALUES, tone=lambda one: "warn" if one.outcome == "shifts" else "",
-                note=lambda one: one.note if one.kind == "direction" else "",
-            )  # fmt: skip
+                f"{contrast.name} at {contrast.hook}",
+                _VALUES,
+                values,
+                frozenset({0, 1, 3, 8}),
+                room=_MAX_VALUES,
+                tone=lambda row: "warn" if row.outcome == "shifts" else "",
+                note=lambda row: row.note if row.kind == "direction" else "",
+            )
     lead = (
         f"{counted(n, 'value')} in all strata, those that shift first. Of many elements, as "
         "channels, the farthest is shown, and all of them are tested together."
@@ -347,7 +374,7 @@ def _values(result: Regimes) -> Part:
     return Part("values", "Every value", Sentence(lead), tables)
 
 
-def _how(result: Regimes) -> Part:
+def _how(result: StudyResult) -> Part:
     notes = [
         Sentence(words)
         for words in (
@@ -365,5 +392,10 @@ def _how(result: Regimes) -> Part:
             NOT_ASKED,
         )
     ]
-    return Part("how", "How to read this", Sentence("What the numbers are, and what they are not."),
-                [], notes)  # fmt: skip
+    return Part(
+        "how",
+        "How to read this",
+        Sentence("What the numbers are, and what they are not."),
+        [],
+        notes,
+    )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from actds_studies.regimes.conclusions import leading
-from actds_studies.regimes.result import ContrastResult, Element, Quantiles, Regimes, Value
+from actds_studies.regimes.result import ContrastResult, Element, Quantiles, StudyResult, Value
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend, shade, span
 from actds_validators.pages.words import short
 
@@ -27,9 +27,9 @@ def gap(contrast: ContrastResult, axis: str) -> list[Value]:
     ]
 
 
-def step_gaps(result: Regimes) -> Picture | None:
+def step_gaps(result: StudyResult) -> Picture | None:
     """Return the leading measure by decode step, a panel per contrast, with floor and limit."""
-    panels = [(one, values) for one in result.contrasts if (values := gap(one, "decode step"))]
+    panels = [(c, values) for c in result.contrasts if (values := gap(c, "decode step"))]
     if not panels:
         return None
     shown = panels[:_MAX_PANELS]
@@ -45,38 +45,67 @@ def step_gaps(result: Regimes) -> Picture | None:
         tops[-1] + height + 44,
         _gaps("decode step", [(c.name, c.hook, v) for c, values in shown for v in values]),
     )
-    legend(p, 150, 20, [("lost", "shifts"), ("stored", "carries over"), ("floor", "undecided"),
-                        ("band", "floor")])  # fmt: skip
+    legend(
+        p,
+        150,
+        20,
+        [("lost", "shifts"), ("stored", "carries over"), ("floor", "undecided"), ("band", "floor")],
+    )
     names = list(dict.fromkeys(v.stratum for _, values in shown for v in values))
     for (contrast, values), top in zip(shown, tops, strict=True):
         # One scale for a hook: its contrasts are parts of one another.
         alike = [
-            own for c, own in shown if (c.hook, leading(c)) == (contrast.hook, leading(contrast))
+            near for c, near in shown if (c.hook, leading(c)) == (contrast.hook, leading(contrast))
         ]
-        around = _range([value for own in alike for value in own])
+        around = _range([value for near in alike for value in near])
         _panel(p, contrast, values, names, Frame(150, top, 600, height, (0, 1), around))
     return p
 
 
 def _gaps(axis: str, shown: Sequence[tuple[str, str, Value]]) -> FigureData:
     """Return the values of a measure in the strata of an axis, as CSV has them."""
-    header = ("contrast", "hook", "measure", "unit", axis, "value", "low", "high", "floor", "limit",
-              "verdict")  # fmt: skip
-    return FigureData(header, [
-        (contrast, hook, one.measure, one.unit, one.stratum, one.value, one.low, one.high,
-         one.floor, one.limit, one.outcome)
-        for contrast, hook, one in shown
-    ])  # fmt: skip
+    header = (
+        "contrast",
+        "hook",
+        "measure",
+        "unit",
+        axis,
+        "value",
+        "low",
+        "high",
+        "floor",
+        "limit",
+        "verdict",
+    )
+    return FigureData(
+        header,
+        [
+            (
+                contrast,
+                hook,
+                value.measure,
+                value.unit,
+                value.stratum,
+                value.value,
+                value.low,
+                value.high,
+                value.floor,
+                value.limit,
+                value.outcome,
+            )
+            for contrast, hook, value in shown
+        ],
+    )
 
 
 def _range(values: Sequence[Value]) -> tuple[float, float]:
     ends = [
         v
-        for one in values
-        for v in (one.value, one.low, one.high, one.floor, one.limit)
+        for value in values
+        for v in (value.value, value.low, value.high, value.floor, value.limit)
         if v is not None
     ]
-    ends += [-v for one in values for v in (one.floor, one.limit) if v is not None]
+    ends += [-v for value in values for v in (value.floor, value.limit) if v is not None]
     return span(ends)
 
 
@@ -86,12 +115,12 @@ def _panel(
     f = Frame(f.left, f.top, f.width, f.height, (-0.5, len(names) - 0.5), f.y_range)
     title = f"{contrast.name} at {contrast.hook}: {leading(contrast)[1]}"
     p.text(f.left, f.top - 12, title, kind="bold")
-    for one in values:
-        at = names.index(one.stratum)
-        if one.floor is not None:
+    for value in values:
+        at = names.index(value.stratum)
+        if value.floor is not None:
             left, right = f.x(at - 0.42), f.x(at + 0.42)
-            top, bottom = f.y(one.floor), f.y(-one.floor)
-            p.box(left, top, right - left, bottom - top, "band", f"floor {short(one.floor)}")
+            top, bottom = f.y(value.floor), f.y(-value.floor)
+            p.box(left, top, right - left, bottom - top, "band", f"floor {short(value.floor)}")
     marks = [(float(n), name.replace(" to ", "–")) for n, name in enumerate(names)]
     unit = values[0].unit.replace("standard deviations of the reference", "SD")
     axes(p, f, "decode step: generated tokens, the first is 1", unit, x_marks=marks, left=78)
@@ -100,8 +129,8 @@ def _panel(
         limit = values[0].limit
         if limit is not None:
             p.line(f.left, f.y(side * limit), f.right, f.y(side * limit), "limit")
-    for one in values:
-        _point(p, f, one, f.x(names.index(one.stratum)))
+    for value in values:
+        _point(p, f, value, f.x(names.index(value.stratum)))
 
 
 _KINDS = {
@@ -112,18 +141,18 @@ _KINDS = {
 }
 
 
-def _point(p: Picture, f: Frame, one: Value, x: float) -> None:
-    assert one.value is not None
-    mark, whisker = _KINDS[one.outcome]
-    said = f"{short(one.value)}, {one.outcome or 'described'}"
-    if one.low is not None and one.high is not None:
-        p.line(x, f.y(one.low), x, f.y(one.high), whisker)
-        said += f", {short(one.low)} to {short(one.high)}"
-    p.dot(x, f.y(one.value), mark, f"step {one.stratum}: {said}", 5)
-    p.text(x + 9, f.y(one.value) - 6, short(one.value), kind="halo")
+def _point(p: Picture, f: Frame, value: Value, x: float) -> None:
+    assert value.value is not None
+    mark, whisker = _KINDS[value.outcome]
+    words = f"{short(value.value)}, {value.outcome or 'described'}"
+    if value.low is not None and value.high is not None:
+        p.line(x, f.y(value.low), x, f.y(value.high), whisker)
+        words += f", {short(value.low)} to {short(value.high)}"
+    p.dot(x, f.y(value.value), mark, f"step {value.stratum}: {words}", 5)
+    p.text(x + 9, f.y(value.value) - 6, short(value.value), kind="halo")
 
 
-def positions(result: Regimes) -> Picture | None:
+def positions(result: StudyResult) -> Picture | None:
     """Return hooks by position: the leading measure over its limit, as shades; a block each."""
     blocks: dict[str, list[tuple[str, dict[str, Value]]]] = {}
     for contrast in result.contrasts:
@@ -133,11 +162,11 @@ def positions(result: Regimes) -> Picture | None:
     if not blocks:
         return None
     blocks = {name: rows[:_MAX_HOOKS] for name, rows in list(blocks.items())[:_MAX_PANELS]}
-    there = dict.fromkeys(
+    bands_known = dict.fromkeys(
         v.stratum for c in result.contrasts for v in c.values if v.axis == "position"
     )
     seen = {band for rows in blocks.values() for _, values in rows for band in values}
-    bands = [band for band in there if band in seen][:_MAX_BANDS]
+    bands = [band for band in bands_known if band in seen][:_MAX_BANDS]
     cell, left, y = min(72.0, 660 / len(bands)), 150.0, 56.0
     height = y + sum(56 + 26 * len(rows) for rows in blocks.values())
     p = Picture(
@@ -148,14 +177,17 @@ def positions(result: Regimes) -> Picture | None:
         "Empty: no estimate there.",
         WIDTH,
         height,
-        _gaps("position", [
-            (name, hook, values[band])
-            for name, rows in blocks.items()
-            for hook, values in rows
-            for band in bands
-            if band in values
-        ]),
-    )  # fmt: skip
+        _gaps(
+            "position",
+            [
+                (name, hook, values[band])
+                for name, rows in blocks.items()
+                for hook, values in rows
+                for band in bands
+                if band in values
+            ],
+        ),
+    )
     p.text(left, 20, "0")
     for step in range(7):
         p.box(left + 20 + 26 * step, 9, 26, 13, f"shade{step}")
@@ -174,29 +206,29 @@ def positions(result: Regimes) -> Picture | None:
     return p
 
 
-def _cell(p: Picture, one: Value | None, x: float, y: float, width: float) -> None:
-    if one is None or one.value is None:
+def _cell(p: Picture, value: Value | None, x: float, y: float, width: float) -> None:
+    if value is None or value.value is None:
         p.box(x, y, width - 2, 22, "few")
         return
-    step = shade(abs(one.value) / (one.limit or 1.0), _TOP)
-    said = f"positions {one.stratum}: {short(one.value)}, {one.outcome or 'described'}"
+    step = shade(abs(value.value) / (value.limit or 1.0), _TOP)
+    said = f"positions {value.stratum}: {short(value.value)}, {value.outcome or 'described'}"
     p.box(x, y, width - 2, 22, f"shade{step}", said)
-    words = short(one.value, 2)
+    words = short(value.value, 2)
     p.text(x + width / 2 - 1, y + 15, words, "middle", f"ink{step}", room=width - 6)
 
 
-def rates(result: Regimes) -> list[Picture]:
+def rates(result: StudyResult) -> list[Picture]:
     """Return the rates of features in one arm against the other, a picture per contrast.
 
     There is room for few: contrasts in which they shift come first.
     """
-    found = [
+    points = [
         (contrast, value)
         for contrast in result.contrasts
         if (value := next((v for v in contrast.values if v.elements), None)) is not None
     ]
-    found.sort(key=lambda pair: pair[1].outcome != "shifts")
-    return [_scatter(*pair, n) for n, pair in enumerate(found[:_MAX_SCATTERS])]
+    points.sort(key=lambda pair: pair[1].outcome != "shifts")
+    return [_scatter(*pair, n) for n, pair in enumerate(points[:_MAX_SCATTERS])]
 
 
 def _scatter(contrast: ContrastResult, value: Value, n: int) -> Picture:
@@ -218,40 +250,52 @@ def _scatter(contrast: ContrastResult, value: Value, n: int) -> Picture:
         WIDTH,
         430,
         FigureData(
-            ("feature", f"rate in {contrast.first.name}", f"rate in {contrast.second.name}",
-             "ln of the ratio", "standard error"),
-            [(one.name, *(one.arms or ()), one.value, one.error) for one, _, _ in points],
+            (
+                "feature",
+                f"rate in {contrast.first.name}",
+                f"rate in {contrast.second.name}",
+                "ln of the ratio",
+                "standard error",
+            ),
+            [(e.name, *(e.arms or ()), e.value, e.error) for e, _, _ in points],
         ),
-    )  # fmt: skip
+    )
     f = Frame(150, 30, 340, 340, around, around)
     marks = [(float(k), f"1e{k}" if k else "1") for k in range(around[0], around[1] + 1)]
-    axes(p, f, f"rate in {contrast.first.name}", f"rate in {contrast.second.name}",
-         x_marks=marks, y_marks=marks, left=58)  # fmt: skip
+    axes(
+        p,
+        f,
+        f"rate in {contrast.first.name}",
+        f"rate in {contrast.second.name}",
+        x_marks=marks,
+        y_marks=marks,
+        left=58,
+    )
     p.line(f.x(around[0]), f.y(around[0]), f.x(around[1]), f.y(around[1]), "axis")
     limit = value.limit or 0.0
     far: list[Element] = []
     for element, x, y in points:
         is_far = abs(element.value) - 1.96 * element.error > limit
         far += [element] if is_far else []
-        said = f"feature {element.name}: ln of the ratio {short(element.value)}"
-        p.dot(f.x(x), f.y(y), "lost-mark mark" if is_far else "few", said, 4 if is_far else 3)
+        words = f"feature {element.name}: ln of the ratio {short(element.value)}"
+        p.dot(f.x(x), f.y(y), "lost-mark mark" if is_far else "few", words, 4 if is_far else 3)
     _farthest(p, far, f.right + 40, f.top + 12)
     return p
 
 
 def _farthest(p: Picture, far: Sequence[Element], x: float, y: float) -> None:
     p.text(x, y, "beyond the limit" if far else "none beyond the limit", kind="bold")
-    for k, one in enumerate(sorted(far, key=lambda e: -abs(e.value))[:12], 1):
-        p.text(x, y + 22 * k, f"feature {one.name}: {math.exp(one.value):.2g} × as often")
+    for k, value in enumerate(sorted(far, key=lambda e: -abs(e.value))[:12], 1):
+        p.text(x, y + 22 * k, f"feature {value.name}: {math.exp(value.value):.2g} × as often")
 
 
-def ladder(result: Regimes) -> Picture | None:
+def ladder(result: StudyResult) -> Picture | None:
     """Return how far equal tokens lie apart, a rung per contrast: 50, 90, 99 and 100 %."""
     rungs = [
-        (f"{contrast.name} at {contrast.hook}", one)
+        (f"{contrast.name} at {contrast.hook}", quantile)
         for contrast in result.contrasts
-        for one in contrast.quantiles
-        if one.axis == "all" and one.measure == "relative L2"
+        for quantile in contrast.quantiles
+        if quantile.axis == "all" and quantile.measure == "relative L2"
     ]
     if not rungs:
         return None
@@ -272,20 +316,22 @@ def ladder(result: Regimes) -> Picture | None:
         f.bottom + 48,
         FigureData(
             ("contrast and hook", *(f"relative L2, {name}" for name in _NAMES), "pairs"),
-            [(words, *_four(one), one.n_pairs) for words, one in shown],
+            [(words, *_four(quantile), quantile.n_pairs) for words, quantile in shown],
         ),
     )
     marks = [(float(k), f"1e{k}" if k else "1") for k in range(low, int(f.x_range[1]) + 1)]
     marks += [(float(left), "0")] if left < low else []
     axes(p, f, "relative L2 distance", "", x_marks=marks, y_marks=[])
-    for n, (words, one) in enumerate(shown):
+    for n, (words, quantile) in enumerate(shown):
         y = f.top + 34 * n + 17
         p.label(f.left - 8, y + 4, words, 206)
-        if one.p100 == 0:
-            p.text(f.left + 8, y + 4, f"equal to the bit: {one.n_pairs:,} pairs")
+        if quantile.p100 == 0:
+            p.text(f.left + 8, y + 4, f"equal to the bit: {quantile.n_pairs:,} pairs")
             continue
-        at = [f.x(math.log10(v)) if v > 0 else f.left for v in _four(one)]
-        said = ", ".join(f"{name} {short(v)}" for name, v in zip(_NAMES, _four(one), strict=True))
+        at = [f.x(math.log10(v)) if v > 0 else f.left for v in _four(quantile)]
+        said = ", ".join(
+            f"{name} {short(v)}" for name, v in zip(_NAMES, _four(quantile), strict=True)
+        )
         p.line(at[0], y, at[3], y, "stored-line whisker")
         for x in at[1:3]:
             p.line(x, y - 7, x, y + 7, "stored-line whisker")
@@ -296,5 +342,5 @@ def ladder(result: Regimes) -> Picture | None:
 _NAMES = ("50 %", "90 %", "99 %", "100 %")
 
 
-def _four(one: Quantiles) -> tuple[float, float, float, float]:
-    return one.p50, one.p90, one.p99, one.p100
+def _four(quantiles: Quantiles) -> tuple[float, float, float, float]:
+    return quantiles.p50, quantiles.p90, quantiles.p99, quantiles.p100

@@ -17,8 +17,7 @@ from actds_studies.stability.result import (
     Trained,
 )
 from actds_validators.audit.place import Level
-from actds_validators.pages.answer import AnswerPage, Shown
-from actds_validators.pages.head import by_arm, harvested, models
+from actds_validators.pages.answer import AnswerPage, Shown, by_arm, harvested, models
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend
 from actds_validators.pages.words import (
     LOOKS,
@@ -102,7 +101,7 @@ def facts(result: Stability) -> list[Fact]:
     reference, chance = result.arms[0].name, result.chance
     scale = f"1 is the same dictionary, {chance:.3f} is chance"
     what = "matched cosine, the mean cosine of decoder directions paired one to one"
-    by = {(one.name, one.kind): one for one in means(result)}
+    by = {(largest.name, largest.kind): largest for largest in means(result)}
     floor = by[reference, "other seed"]
     if result.answer.largest is None:
         likeness = f"Likeness of two seeds of {reference}"
@@ -111,26 +110,27 @@ def facts(result: Stability) -> list[Fact]:
             Fact(likeness, f"{floor.matched:.3f}", f"{what}: {scale}"),
             _kept(title, floor.features, None, reference),
         ]
-    one = result.answer.largest
-    away = f"{one.of_arm - one.of_floor:+.3f}"
-    side = f"{away[1:]} {'below' if away[0] == '-' else 'above'}"
+    largest = result.answer.largest
+    distance = f"{largest.of_arm - largest.of_floor:+.3f}"
+    side = f"{distance[1:]} {'below' if distance[0] == '-' else 'above'}"
+    side = "equal to" if distance[1:] == "0.000" else side
     note = (
-        f"{what}, at another seed: {scale}. It is {'equal to' if away[1:] == '0.000' else side} "
-        f"that of two seeds of {reference}, {one.of_floor:.3f} (lower in {one.n_below} of "
-        f"{counted(len(one.differences), 'seed')}); lower is less alike"
+        f"{what}, at another seed: {scale}. It is {side} "
+        f"that of two seeds of {reference}, {largest.of_floor:.3f} (lower in {largest.n_below} of "
+        f"{counted(len(largest.differences), 'seed')}); lower is less alike"
     )
     kept = _kept(
-        f"Features of {reference} kept in {one.arm}",
-        by[one.arm, "other seed"].features,
+        f"Features of {reference} kept in {largest.arm}",
+        by[largest.arm, "other seed"].features,
         floor.features,
         reference,
     )
-    start, order = by[one.arm, "same start"].features, by[reference, "other order"].features
+    start, order = by[largest.arm, "same start"].features, by[reference, "other order"].features
     if start is not None and order is not None:
         more = f"from the same start {percent(start.kept)} are kept"
         more += f" (of two dictionaries of {reference} {percent(order.kept)})"
         kept = replace(kept, note=f"{kept.note}; {more}")
-    return [Fact(f"Likeness of {one.arm} to {reference}", f"{one.of_arm:.3f}", note), kept]
+    return [Fact(f"Likeness of {largest.arm} to {reference}", f"{largest.of_arm:.3f}", note), kept]
 
 
 def _kept(title: str, features: Features | None, floor: Features | None, reference: str) -> Fact:
@@ -179,33 +179,33 @@ class Means:
 def means(result: Stability) -> list[Means]:
     """Return the means of every kind of pair, each floor before the arms that it is for."""
     kinds = dict.fromkeys(
-        (pair.arm, pair.kind)
-        for pair in sorted(result.pairs, key=lambda p: _PAIRS.index(p.kind))
-    )  # fmt: skip
-    found = []
+        (pair.arm, pair.kind) for pair in sorted(result.pairs, key=lambda p: _PAIRS.index(p.kind))
+    )
+    means = []
     for name, kind in kinds:
         of = [p.likeness for p in result.pairs if (p.arm, p.kind) == (name, kind)]
         features = [one.features for one in of if one.features is not None]
         matched, is_floor = mean_of([one.matched for one in of]), name == result.arms[0].name
-        found.append(Means(name, kind, is_floor, matched, _mean(features) if features else None))
-    return found
+        means.append(Means(name, kind, is_floor, matched, _mean(features) if features else None))
+    return means
 
 
 def _mean(of: Sequence[Features]) -> Features:
     return Features(
-        n=round(mean_of([one.n for one in of])),
-        **{name: mean_of([getattr(one, name) for one in of]) for name in FATES},
+        n=round(mean_of([features.n for features in of])),
+        **{name: mean_of([getattr(features, name) for features in of]) for name in FATES},
         split_into=[
-            mean_of(shares) for shares in zip(*(one.split_into for one in of), strict=True)
+            mean_of(shares)
+            for shares in zip(*(features.split_into for features in of), strict=True)
         ],
         merged_from=[
-            mean_of(shares) for shares in zip(*(one.merged_from for one in of), strict=True)
+            mean_of(shares)
+            for shares in zip(*(features.merged_from for features in of), strict=True)
         ],
     )
 
 
 def mean_of(values: Sequence[float]) -> float:
-    """Return the mean of one or more values."""
     return sum(values) / len(values)
 
 
@@ -213,7 +213,7 @@ def provenance(result: Stability, command: str) -> list[tuple[str, str]]:
     """Return what was compared: arms, model, hook, rows, harvest, training, command."""
     arms, limits = result.arms, result.limits
     passes = "1 pass" if limits.epochs == 1 else f"{count(limits.epochs)} passes"
-    alive = mean_of([one.n_alive for one in result.dictionaries]) / result.n_features
+    alive = mean_of([dictionary.n_alive for dictionary in result.dictionaries]) / result.n_features
     trained = (
         f"TopK, {count(result.n_features)} features, {limits.k} active; {passes} over "
         f"{count(result.n_rows)} rows, {count(result.n_seen)} seen by each of "
@@ -237,24 +237,37 @@ def value(measure: Measure, number: float) -> str:
     return f"{number:.3f}" if measure in _COSINES else percent(number)
 
 
-def against(one: Comparison) -> str:
+def against(comparison: Comparison) -> str:
     """Return the mean difference of an arm and its floor, of shares in percentage points."""
-    mean = mean_of(one.differences)
-    return f"{mean:+.3f}" if one.measure in _COSINES else f"{100 * mean:+.3g} points"
+    mean = mean_of(comparison.differences)
+    return f"{mean:+.3f}" if comparison.measure in _COSINES else f"{100 * mean:+.3g} points"
 
 
 def _verdicts(result: Stability) -> Part:
     rows = [
         Row(
-            (one.arm, one.against_order, f"{LOOKS[LEVELS[one.outcome]].mark} {one.outcome}"),
-            LOOKS[LEVELS[one.outcome]].tone,
-            one.sentence,
+            (
+                verdict.arm,
+                verdict.against_order,
+                f"{LOOKS[LEVELS[verdict.outcome]].mark} {verdict.outcome}",
+            ),
+            LOOKS[LEVELS[verdict.outcome]].tone,
+            verdict.sentence,
         )
-        for one in result.verdicts
+        for verdict in result.verdicts
     ]
-    table = Table("Every arm beside the reference", ("arm", "another order", "another seed"), rows,
-                  frozenset(range(3)), narrow=True)  # fmt: skip
-    notes = [Sentence(f"{one.arm}, {words}.") for one in result.verdicts for words in one.short]
+    table = Table(
+        "Every arm beside the reference",
+        ("arm", "another order", "another seed"),
+        rows,
+        frozenset(range(3)),
+        narrow=True,
+    )
+    notes = [
+        Sentence(f"{verdict.arm}, {words}.")
+        for verdict in result.verdicts
+        for words in verdict.short
+    ]
     lead = (
         "An arm is within a floor when its dictionaries are shown to be as alike to the "
         "reference's as the reference's are to one another, beyond it when they are shown to be "
@@ -264,14 +277,14 @@ def _verdicts(result: Stability) -> Part:
 
 
 _FLOORS: Columns[Comparison] = (
-    ("arm", lambda one: one.arm),
-    ("floor", lambda one: one.floor),
-    ("measure", lambda one: MEASURES[one.measure]),
-    ("of the arm", lambda one: value(one.measure, one.of_arm)),
-    ("of the floor", lambda one: value(one.measure, one.of_floor)),
+    ("arm", lambda row: row.arm),
+    ("floor", lambda row: row.floor),
+    ("measure", lambda row: MEASURES[row.measure]),
+    ("of the arm", lambda row: value(row.measure, row.of_arm)),
+    ("of the floor", lambda row: value(row.measure, row.of_floor)),
     ("difference", against),
-    ("seeds below", lambda one: f"{one.n_below} of {len(one.differences)}"),
-    ("adjusted p", lambda one: or_dash(one.adjusted_p, p_value)),
+    ("seeds below", lambda row: f"{row.n_below} of {len(row.differences)}"),
+    ("adjusted p", lambda row: or_dash(row.adjusted_p, p_value)),
 )
 
 
@@ -285,13 +298,13 @@ def _floors(result: Stability) -> Part:
 
 
 def _of(say: Callable[[Features], str]) -> Callable[[Means], str]:
-    return lambda one: or_dash(one.features, say)
+    return lambda row: or_dash(row.features, say)
 
 
 _MEANS: Columns[Means] = (
-    ("second dictionary", lambda one: one.name),
-    ("pair", lambda one: one.pair),
-    ("matched cosine", lambda one: f"{one.matched:.3f}"),
+    ("second dictionary", lambda row: row.name),
+    ("pair", lambda row: row.pair),
+    ("matched cosine", lambda row: f"{row.matched:.3f}"),
     ("kept", _of(lambda of: percent(of.kept))),
     ("split", _of(lambda of: percent(of.split))),
     ("into 2, 3, more", _of(lambda of: _each(of.split_into))),
@@ -354,7 +367,7 @@ def _likenesses(result: Stability, means: Sequence[Means]) -> Picture:
 
 def _bars(means: Sequence[Means]) -> list[Picture]:
     """Return what became of features as one bar per kind of pair; nothing where it is not known."""
-    shown = [(one, one.features) for one in means if one.features is not None][:_MAX_LINES]
+    shown = [(mean, mean.features) for mean in means if mean.features is not None][:_MAX_LINES]
     if not shown:
         return []
     f = Frame(230, 44, 560, 26.0 * len(shown), (0.0, 1.0), (0.0, 1.0))
@@ -367,32 +380,32 @@ def _bars(means: Sequence[Means]) -> list[Picture]:
         f.bottom + 50,
         FigureData(
             ("arm", "pair", *FATES),
-            [(one.name, one.kind, *(getattr(of, name) for name in FATES)) for one, of in shown],
+            [(mean.name, mean.kind, *(getattr(of, name) for name in FATES)) for mean, of in shown],
         ),
     )
     legend(p, f.left, 20, [(kind, name) for name, kind in _KINDS.items()])
     axes(p, f, "share of the features", "", x_text=percent, y_marks=())
-    for n, (one, of) in enumerate(shown):
+    for n, (mean, of) in enumerate(shown):
         y, start = f.top + 26.0 * n, 0.0
-        p.label(f.left - 8, y + 17, one.words, 210)
+        p.label(f.left - 8, y + 17, mean.words, 210)
         for name, kind in _KINDS.items():
             share = getattr(of, name)
             left, right = f.x(start), f.x(start + share)
-            p.box(left, y + 4, right - left, 18, kind, f"{one.words}: {name} {percent(share)}")
+            p.box(left, y + 4, right - left, 18, kind, f"{mean.words}: {name} {percent(share)}")
             start += share
         p.text(f.right + 8, y + 17, percent(of.kept))
     return [p]
 
 
 _CROSS: Columns[CrossValue] = (
-    ("trained on", lambda one: one.trained_on),
-    ("rows of", lambda one: one.rows_of),
-    ("which", lambda one: one.rows),
-    ("rows", lambda one: count(one.n_rows)),
-    ("FVU", lambda one: or_dash(one.fvu, lambda v: f"{v:.3f}")),
-    ("95 % interval", lambda one: _range(one.low, one.high)),
-    ("seeds", lambda one: _range(one.seeds_low, one.seeds_high)),
-    ("of the reference's variance", lambda one: or_dash(one.fvu_reference, lambda v: f"{v:.3f}")),
+    ("trained on", lambda row: row.trained_on),
+    ("rows of", lambda row: row.rows_of),
+    ("which", lambda row: row.rows),
+    ("rows", lambda row: count(row.n_rows)),
+    ("FVU", lambda row: or_dash(row.fvu, lambda v: f"{v:.3f}")),
+    ("95 % interval", lambda row: _range(row.low, row.high)),
+    ("seeds", lambda row: _range(row.seeds_low, row.seeds_high)),
+    ("of the reference's variance", lambda row: or_dash(row.fvu_reference, lambda v: f"{v:.3f}")),
 )
 
 
@@ -407,34 +420,39 @@ def _cross(result: Stability) -> Part:
         f"{counted(result.rare.most, 'time')} in the reference's rows: "
         f"{percent(result.rare.share)} of them."
     )
-    tables = table_of("Dictionaries of each arm on rows of each arm", _CROSS, result.cross,
-                      frozenset({0, 1, 2}), room=_MAX_CROSS)  # fmt: skip
+    tables = table_of(
+        "Dictionaries of each arm on rows of each arm",
+        _CROSS,
+        result.cross,
+        frozenset({0, 1, 2}),
+        room=_MAX_CROSS,
+    )
     return Part("cross", "Cross-reconstruction", Sentence(lead), tables)
 
 
 _ARMS: Columns[ArmResult] = (
-    ("arm", lambda one: one.name),
-    ("rows", lambda one: count(one.n_rows)),
-    ("of", lambda one: count(one.n_there)),
-    ("prefill", lambda one: count(one.shares["prefill"])),
-    ("decode", lambda one: count(one.shares["decode"])),
-    ("the reference's", lambda one: count(one.n_common)),
-    ("sinks", lambda one: count(one.n_sinks)),
-    ("held out", lambda one: count(one.n_scored)),
-    ("requests", lambda one: count(one.n_requests)),
+    ("arm", lambda row: row.name),
+    ("rows", lambda row: count(row.n_rows)),
+    ("of", lambda row: count(row.n_there)),
+    ("prefill", lambda row: count(row.shares["prefill"])),
+    ("decode", lambda row: count(row.shares["decode"])),
+    ("the reference's", lambda row: count(row.n_common)),
+    ("sinks", lambda row: count(row.n_sinks)),
+    ("held out", lambda row: count(row.n_scored)),
+    ("requests", lambda row: count(row.n_requests)),
 )
 _TRAINED: Columns[Trained] = (
-    ("arm", lambda one: one.arm),
-    ("seed", lambda one: str(one.seed)),
-    ("order", lambda one: str(one.order)),
-    ("FVU, last batches", lambda one: f"{one.fvu:.3f}"),
-    ("alive", lambda one: count(one.n_alive)),
-    ("sha256", lambda one: one.sha256[:16]),
+    ("arm", lambda row: row.arm),
+    ("seed", lambda row: str(row.seed)),
+    ("order", lambda row: str(row.order)),
+    ("FVU, last batches", lambda row: f"{row.fvu:.3f}"),
+    ("alive", lambda row: count(row.n_alive)),
+    ("sha256", lambda row: row.sha256[:16]),
 )
 
 
 def _compared(result: Stability) -> Part:
-    tables = table_of("Rows of each arm", _ARMS, result.arms, note=lambda one: one.words)
+    tables = table_of("Rows of each arm", _ARMS, result.arms, note=lambda row: row.words)
     tables += table_of("Dictionaries", _TRAINED, result.dictionaries, frozenset({0, 5}))
     return Part(
         "compared", "What was compared", Sentence("The rows, and what was trained."), tables
@@ -455,5 +473,10 @@ def _how(result: Stability) -> Part:
         "The tests of all arms against one floor are a family (Benjamini and Hochberg).",
         "A verdict is about this trainer, these settings, these requests and this model.",
     ]
-    return Part("how", "How to read this", Sentence("What the numbers are, and what they are not."),
-                [], [Sentence(words) for words in notes])  # fmt: skip
+    return Part(
+        "how",
+        "How to read this",
+        Sentence("What the numbers are, and what they are not."),
+        [],
+        [Sentence(words) for words in notes],
+    )

@@ -2,37 +2,141 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
-from actds.explore.dataset import Dataset, open_apart
+from actds.exchange.containers import read_header
+from actds.explore.dataset import Dataset
 from actds.format.tables import UNSERVED
 from actds.loader.selection import RowValues
 from actds.loader.where import parse_expression
 from actds.text import storable
 from actds_studies.dictionaries import load_dictionary
 from actds_studies.dictionaries.places import same_place
-from actds_studies.dictionaries.refusal import refused
+from actds_studies.dictionaries.tensors import (
+    file_sha256,
+    is_npz,
+    of_names,
+    read_npz,
+    read_safetensors,
+    refused,
+)
 from actds_studies.regimes.arms import Arm
-from actds_studies.regimes.asking import parse_arms, parse_contrasts
-from actds_studies.regimes.probe_file import ProbeFile, read_probes
-from actds_studies.regimes.result import DatasetResult, Limits, Regimes, Used
-from actds_validators.about import began, recorded
+from actds_studies.regimes.asking import dataset_results, open_arms
+from actds_studies.regimes.result import Limits, Regimes, Used
+from actds_validators.about import recorded
 from actds_validators.arrays import Bools
-from actds_validators.extras import need_extra
-from actds_validators.sections import settings_of
+from actds_validators.sections import need_extra, settings_of
 
 if TYPE_CHECKING:
     from actds_studies.dictionaries import Dictionary
     from actds_studies.regimes.contrast import Pairing
     from actds_studies.regimes.run import AnyInstrument
     from actds_validators.arrays import Rows
+
+MAX_PROBES = 1024
+MAX_NAME = 80
+_MAX_WEIGHT = float(np.finfo(np.float32).max)
+_EXPECTED = "a .safetensors or .npz file with weights (n_probes, d_model)"
+_NEXT_STEP = (
+    "Save float weights (n_probes, d_model), and bias (n_probes,), with safetensors or numpy.savez."
+)
+
+
+@dataclass(frozen=True)
+class ProbeFile:
+    """Linear probes of a file.
+
+    Args:
+        weights: float64 ``(n_probes, d_model)``.
+        bias: float64 ``(n_probes,)``.
+        names: of the probes; their numbers where the file has none.
+        hook: that they are for; None where the file does not say.
+    """
+
+    path: str
+    sha256: str
+    weights: npt.NDArray[np.float64]
+    bias: npt.NDArray[np.float64]
+    names: tuple[str, ...]
+    hook: str | None
+
+
+def read_probes(path: str | Path) -> ProbeFile:
+    """Return the probes of a file; nothing in it is run.
+
+    ``.safetensors`` with the tensors ``weights`` ``(n_probes, d_model)`` and, where wanted,
+    ``bias`` ``(n_probes,)``; its metadata may say ``hook``, and ``names`` as a JSON list. Or
+    ``.npz`` with the same two arrays.
+
+    Raises:
+        ActdsError: E015 no such file, another format, a pickle, other shapes, more than 1,024
+            probes, values that are not finite, or names of another number.
+    """
+    path = Path(path)
+    try:
+        if not path.is_file():
+            raise refused(path, "no such file", _EXPECTED, _NEXT_STEP)
+        if is_npz(path):
+            tensors, metadata = read_npz(path), {}
+        elif path.suffix == ".safetensors":
+            tensors, metadata = read_safetensors(path), read_header(path)[1]
+        else:
+            got = f"a {path.suffix or 'bare'} file"
+            raise refused(path, got, _EXPECTED, f"Nothing in it was run. {_NEXT_STEP}")
+        arrays = of_names(path, tensors, ("weights",), ("bias",))
+    except OSError as error:
+        if isinstance(error, ActdsError):
+            raise
+        raise refused(path, error.strerror or error, _EXPECTED, _NEXT_STEP) from None
+    weights = arrays["weights"].astype(np.float64)
+    if weights.ndim != 2 or not 1 <= len(weights) <= MAX_PROBES or not weights.shape[1]:
+        expected = f"(n_probes, d_model), at most {MAX_PROBES:,} probes"
+        raise refused(f"{path} weights", str(weights.shape), expected, _NEXT_STEP)
+    n = len(weights)
+    bias = arrays["bias"].astype(np.float64) if "bias" in arrays else np.zeros(n)
+    if bias.shape != (n,):
+        raise refused(f"{path} bias", str(bias.shape), f"({n},)", _NEXT_STEP)
+    for name, array in (("weights", weights), ("bias", bias)):
+        if not np.isfinite(array).all():
+            raise refused(f"{path} {name}", "NaN or infinity", "finite numbers", _NEXT_STEP)
+        # Products with rows, and their squares, have to be finite as well.
+        if np.abs(array).max() > _MAX_WEIGHT:
+            got = f"{np.abs(array).max():g}"
+            raise refused(f"{path} {name}", got, f"at most {_MAX_WEIGHT:g}", _NEXT_STEP)
+    names = _names(path, metadata.get("names"), n)
+    return ProbeFile(str(path), file_sha256(path), weights, bias, names, metadata.get("hook"))
+
+
+def _names(path: Path, text: str | None, n: int) -> tuple[str, ...]:
+    if text is None:
+        return tuple(str(k) for k in range(n))
+    try:
+        names = json.loads(text)
+    except (ValueError, RecursionError):
+        names = None
+    if (
+        not isinstance(names, list)
+        or not all(isinstance(name, str) and _is_name(name) for name in names)
+        or len(set(names)) != n
+        or len(names) != n
+    ):
+        expected = f"a JSON list of {n} different names of up to {MAX_NAME} characters"
+        raise refused(f"{path} names", text[:80], expected, _NEXT_STEP)
+    return tuple(names)
+
+
+def _is_name(text: str) -> bool:
+    return 1 <= len(text) <= MAX_NAME and not any("\ud800" <= c <= "\udfff" for c in text)
+
 
 MAX_LABELLED = 32
 """Probes of which ROC areas are compared: counts in bins, by group and stratum."""
@@ -91,20 +195,12 @@ def regimes(
 
     chosen = settings_of(Limits, limits)
     model = None if model is None else os.fspath(model)
-    if held_out is not None and not 0 < held_out < 1:
-        raise ActdsError("E009", "held_out", got=f"{held_out}", expected="a share from 0 to 1")
-    opened = _open_arms(arms, held_out)
-    pairs = parse_contrasts(list(opened), contrasts)
-    if floor is not None:
-        alike = parse_contrasts(list(opened), [floor], "floor")
-        pairs = list(dict.fromkeys([*alike, *pairs]))
-    compared = {name: opened[name] for name in opened if any(name in pair for pair in pairs)}
-    shared = _shared_hooks(list(compared.values()), hooks)
+    compared, pairs, shared = open_arms(arms, contrasts, hooks, held_out, floor)
     dictionaries = _dictionaries(sae, shared, list(compared.values()), model)
     compared = _whole_where_unseen(compared, list(dictionaries.values()))
     linear = _probes(probes, shared, list(compared.values()))
     _check_labels(label, linear)
-    asked = [
+    requested = [
         Asked(
             f"{other}-{first}",
             compared[first],
@@ -122,54 +218,14 @@ def regimes(
     entropies = None
     if folder is not None:
         entropies = Entropies(folder, list(compared.values()), shared[0], progress)
-    found = compare(asked, chosen, progress, floor=floor, entropies=entropies)
-    used = [_dictionary_used(hook, one, compared, found) for hook, one in dictionaries.items()]
-    used += [_probes_used(hook, one) for hook, one in linear.items()]
-    datasets = {arm.dataset.digest: arm.dataset for arm in compared.values()}
-    results = [_dataset_result(dataset, shared) for dataset in datasets.values()]
-    return found.model_copy(update={"used": used, "datasets": results})
-
-
-def _open_arms(words: Sequence[str | os.PathLike[str]], held_out: float | None) -> dict[str, Arm]:
-    """Return the arms by name; a dataset that several name is opened once."""
-    asked = parse_arms(words)
-    paths: dict[str, Dataset] = {}
-    datasets: dict[str, Dataset] = {}
-    for one in asked:
-        if one.path not in paths:
-            dataset = open_apart(one.path)
-            paths[one.path] = datasets.setdefault(dataset.digest, dataset)
-    return {
-        one.name: Arm(
-            one.name,
-            paths[one.path],
-            one.phase,
-            one.where,
-            one.exclude,
-            None if held_out is None else "held_out",
-            held_out or 0.0,
-        )
-        for one in asked
-    }
-
-
-def _shared_hooks(arms: Sequence[Arm], hooks: Sequence[str]) -> list[str]:
-    """Return the hooks to compare, in the order of the first arm's dataset.
-
-    Raises:
-        ActdsError: E014 a hook that an arm lacks, or none that all have.
-    """
-    shared = [
-        hook for hook in arms[0].dataset.hooks if all(hook in arm.dataset.hooks for arm in arms)
+    result = compare(requested, chosen, progress, floor=floor, entropies=entropies)
+    used = [
+        _dictionary_used(hook, dictionary, compared, result)
+        for hook, dictionary in dictionaries.items()
     ]
-    for hook in hooks:
-        if hook not in shared:
-            expected = f"one of {', '.join(shared)}" if shared else "a hook that all arms have"
-            raise ActdsError("E014", "hooks", got=hook[:80], expected=expected)
-    if not shared:
-        names = "; ".join(f"{arm.name}: {', '.join(arm.dataset.hooks)}" for arm in arms)
-        raise ActdsError("E014", "hooks", got=names[:200], expected="a hook that all arms have")
-    return [hook for hook in shared if not hooks or hook in hooks]
+    used += [_probes_used(hook, dictionary) for hook, dictionary in linear.items()]
+    datasets = dataset_results(compared.values(), shared)
+    return result.model_copy(update={"used": used, "datasets": datasets})
 
 
 def _hook_and_path(
@@ -187,20 +243,16 @@ def _hook_and_path(
 
 
 def _of_hook(place: str, hook: str | None, hooks: Sequence[str]) -> str:
-    """Return which of the hooks a file is for: its own word, or the only hook there is.
-
-    Raises:
-        ActdsError: E015 it is for another hook, or it cannot be known for which.
-    """
+    """Return which of the hooks a file is for: its own word, or the only hook there is."""
     if hook is None and len(hooks) == 1:
         return hooks[0]
     if hook is None:
         next_step = f"Name the hook: {hooks[0]}={place}"
         raise refused(place, "no word of its hook", "a hook", next_step)
-    found = next((one for one in hooks if same_place(one, hook)), None)
-    if found is None:
+    same = next((name for name in hooks if same_place(name, hook)), None)
+    if same is None:
         raise refused(place, f"of {hook}", f"one of {', '.join(hooks)}")
-    return found
+    return same
 
 
 def _dictionaries(
@@ -209,29 +261,23 @@ def _dictionaries(
     arms: Sequence[Arm],
     model: str | None,
 ) -> dict[str, Dictionary]:
-    """Return the dictionaries by hook.
-
-    Raises:
-        ActdsError: E009 two of one hook; E015 one that does not fit, or was fitted on the rows that
-            it would be scored on.
-    """
     name = model or _model_of(arms)
-    found: dict[str, Dictionary] = {}
+    result: dict[str, Dictionary] = {}
     for text in words:
         hook, path = _hook_and_path(text, hooks, "sae")
         width = None if hook is None else arms[0].dataset.hooks[hook].d_model
-        one = load_dictionary(path, hook, width, model=name)
+        dictionary = load_dictionary(path, hook, width, model=name)
         if hook is None:
-            hook = _of_hook(path, one.hook, hooks)
+            hook = _of_hook(path, dictionary.hook, hooks)
             width = arms[0].dataset.hooks[hook].d_model
-        if one.d_model != width:
+        if dictionary.d_model != width:
             expected = f"{width:,}, as {hook} has"
-            raise refused(path, f"a dictionary of {one.d_model:,} channels", expected)
-        if hook in found:
+            raise refused(path, f"a dictionary of {dictionary.d_model:,} channels", expected)
+        if hook in result:
             raise ActdsError("E009", "sae", got=f"two for {hook}", expected="one to a hook")
-        _refuse_fitted(path, one, arms)
-        found[hook] = one
-    return found
+        _refuse_fitted(path, dictionary, arms)
+        result[hook] = dictionary
+    return result
 
 
 def _model_of(arms: Sequence[Arm]) -> str | None:
@@ -240,32 +286,11 @@ def _model_of(arms: Sequence[Arm]) -> str | None:
     return names.pop() if len(names) == 1 else None
 
 
-def _dataset_result(dataset: Dataset, hooks: Sequence[str]) -> DatasetResult:
-    catalog = dataset.catalog
-    return DatasetResult(
-        path=storable(dataset.path),
-        digest=dataset.digest,
-        models=list(recorded(catalog, "model.name")),
-        engines=list(recorded(catalog, "engine.name", "engine.version")),
-        hooks=[
-            f"{hook.name} ({hook.d_model:,} × {hook.dtype})"
-            for hook in catalog.genesis.hooks
-            if hook.name in hooks
-        ],
-        started_ns=began(catalog),
-    )
-
-
-def _refuse_fitted(path: str, one: Dictionary, arms: Sequence[Arm]) -> None:
-    """Refuse a dictionary that was fitted on requests that it would be scored on.
-
-    Raises:
-        ActdsError: E015.
-    """
+def _refuse_fitted(path: str, dictionary: Dictionary, arms: Sequence[Arm]) -> None:
     for arm in arms:
-        if arm.dataset.digest not in one.source.trained_on:
+        if arm.dataset.digest not in dictionary.source.trained_on:
             continue
-        kept = one.source.held_out
+        kept = dictionary.source.held_out
         if kept is not None and arm.split == "held_out" and arm.held_out <= kept:
             continue
         if kept is None:
@@ -288,44 +313,46 @@ def _whole_where_unseen(
     document that the model and its author continued it would take the two sides apart, and leave a
     quarter of the pairs.
     """
-    fitted = {digest for one in dictionaries for digest in one.source.trained_on}
+    fitted = {digest for dictionary in dictionaries for digest in dictionary.source.trained_on}
     known = {arm.dataset.digest: arm for arm in arms.values() if arm.dataset.digest in fitted}
     if not known:
         return dict(arms)
     seen = set().union(*(_sequences(arm.dataset) for arm in known.values()))
-    found = {}
+    result = {}
     for name, arm in arms.items():
-        others = tuple(one for digest, one in known.items() if digest != arm.dataset.digest)
-        found[name] = replace(arm, fitted=others)
-        if None not in (own := _sequences(arm.dataset)) and own.isdisjoint(seen):
-            found[name] = replace(found[name], split=None, held_out=0.0)
-    return found
+        elsewhere = tuple(
+            dictionary for digest, dictionary in known.items() if digest != arm.dataset.digest
+        )
+        result[name] = replace(arm, fitted=elsewhere)
+        if None not in (sequences := _sequences(arm.dataset)) and sequences.isdisjoint(seen):
+            result[name] = replace(result[name], split=None, held_out=0.0)
+    return result
 
 
 def _sequences(dataset: Dataset) -> set[str | None]:
     """Return the digests of the token sequences of a dataset, None for one that is not known."""
     lines = dataset.requests(run=False).select(["token_digest", "finish_reason"]).to_pylist()
-    return {one["token_digest"] for one in lines if one["finish_reason"] not in UNSERVED}
+    return {line["token_digest"] for line in lines if line["finish_reason"] not in UNSERVED}
 
 
 def _probes(
     words: Sequence[str | os.PathLike[str]], hooks: Sequence[str], arms: Sequence[Arm]
 ) -> dict[str, ProbeFile]:
-    found: dict[str, ProbeFile] = {}
+    result: dict[str, ProbeFile] = {}
     for text in words:
         hook, path = _hook_and_path(text, hooks, "probes")
-        one = read_probes(path)
-        if hook is not None and one.hook is not None and not same_place(hook, one.hook):
-            raise refused(path, f"probes of {one.hook}", hook)
-        hook = hook or _of_hook(path, one.hook, hooks)
+        probes = read_probes(path)
+        if hook is not None and probes.hook is not None and not same_place(hook, probes.hook):
+            raise refused(path, f"probes of {probes.hook}", hook)
+        hook = hook or _of_hook(path, probes.hook, hooks)
         width = arms[0].dataset.hooks[hook].d_model
-        if one.weights.shape[1] != width:
-            got = f"probes of {one.weights.shape[1]:,} channels"
+        if probes.weights.shape[1] != width:
+            got = f"probes of {probes.weights.shape[1]:,} channels"
             raise refused(path, got, f"{width:,}, as {hook} has")
-        if hook in found:
+        if hook in result:
             raise ActdsError("E009", "probes", got=f"two for {hook}", expected="one to a hook")
-        found[hook] = one
-    return found
+        result[hook] = probes
+    return result
 
 
 class _Finite:
@@ -348,15 +375,15 @@ class _Finite:
 
     def decode(self, features: Rows, rows: Rows | None = None) -> Rows:
         """Return the rows ``(n, d_model)`` of features ``(n, n_features)``."""
-        told = None if rows is None else _finite(rows)
+        finite_rows = None if rows is None else _finite(rows)
         with np.errstate(over="ignore", invalid="ignore"):
-            return self._checked("rows", self._dictionary.decode(features, told))
+            return self._checked("rows", self._dictionary.decode(features, finite_rows))
 
-    def _checked(self, what: str, found: Rows) -> Rows:
-        if not np.isfinite(found.sum(dtype=np.float64)):
+    def _checked(self, what: str, values: Rows) -> Rows:
+        if not np.isfinite(values.sum(dtype=np.float64)):
             got = f"{what} that are not finite in float32"
             raise refused(self._dictionary.source.path, got, "finite ones of finite rows")
-        return found
+        return values
 
     def frame(self, rows: Rows) -> tuple[Rows, Rows]:
         """Return what a normalization takes off each row and divides it by, each ``(n, 1)``."""
@@ -370,34 +397,26 @@ def _finite(rows: Rows) -> Rows:
 
 
 def _labels(arm: Arm, hook: str, label: str) -> npt.NDArray[np.int8]:
-    """Return the label of each row of an arm's array ``(n_rows,)``: 1, 0, or -1 for unknown.
-
-    Raises:
-        ActdsError: E014 no expression, or one of a column that the dataset does not have.
-    """
-    expressions = (
-        parse_expression(label, "label"),
-        parse_expression(f"not ({label})", "label"),
-    )
+    """Return the label of each row of an arm's array ``(n_rows,)``: 1, 0, or -1 for unknown."""
+    expressions = (parse_expression(label, "label"), parse_expression(f"not ({label})", "label"))
     values = RowValues(arm.dataset, [arm.dataset.hooks[hook]])
     parts = [np.empty(0, np.int8)]
     for shard in arm.dataset.shards_of(hook):
-        true, false = (one.mask(values.of(shard, one.columns), shard.n_rows) for one in expressions)
+        true, false = (
+            expression.mask(values.of(shard, expression.columns), shard.n_rows)
+            for expression in expressions
+        )
         parts.append(np.where(true, 1, np.where(false, 0, -1)).astype(np.int8))
     return np.concatenate(parts)
 
 
 def _check_labels(label: str | None, linear: Mapping[str, ProbeFile]) -> None:
-    """Refuse labels without probes, or of more probes than there is memory for.
-
-    Raises:
-        ActdsError: E009.
-    """
+    """Refuse labels without probes, or of more probes than there is memory for."""
     if label is None:
         return
     if not linear:
         raise ActdsError("E009", "label", got="no probes", expected="probes as well")
-    most = max(len(one.names) for one in linear.values())
+    most = max(len(file.names) for file in linear.values())
     if most > MAX_LABELLED:
         expected = f"at most {MAX_LABELLED}: each takes 9 MB"
         raise ActdsError("E009", "label", got=f"{most:,} probes", expected=expected)
@@ -411,49 +430,60 @@ def _instruments(
     label: str | None,
 ) -> list[AnyInstrument]:
     """Return instruments that nothing else uses: they keep what they learn of a reference."""
-    from actds_studies.regimes.instruments.base import Remembered
+    from actds_studies.regimes.equal_tokens import Numerics
+    from actds_studies.regimes.instruments import Remembered
     from actds_studies.regimes.instruments.moments import Moments
-    from actds_studies.regimes.instruments.numerics import Numerics
-    from actds_studies.regimes.instruments.overlap import Overlap
     from actds_studies.regimes.instruments.probes import Probes
-    from actds_studies.regimes.instruments.reconstruction import Reconstruction
+    from actds_studies.regimes.instruments.reconstruction import Overlap, Reconstruction
 
-    found: list[AnyInstrument] = []
+    instruments: list[AnyInstrument] = []
     if hook not in dictionaries:
-        found += [Moments(), Numerics()]
+        instruments += [Moments(), Numerics()]
     else:
-        one = Remembered(_Finite(dictionaries[hook]))
-        found += [Reconstruction(one), Overlap(one), Moments(), Numerics(one)]
+        dictionary = Remembered(_Finite(dictionaries[hook]))
+        instruments += [
+            Reconstruction(dictionary),
+            Overlap(dictionary),
+            Moments(),
+            Numerics(dictionary),
+        ]
     if probes is not None:
         labels = None
         if label is not None:
             labels = _labels(arms[0], hook, label), _labels(arms[1], hook, label)
-        found.append(Probes(probes.weights, probes.bias, probes.names, labels))
-    return found
+        instruments.append(Probes(probes.weights, probes.bias, probes.names, labels))
+    return instruments
 
 
-def _dictionary_used(hook: str, one: Dictionary, arms: Mapping[str, Arm], found: Regimes) -> Used:
-    source = one.source
-    words = [f"{one.kind}, {one.n_features:,} features, {source.format}"]
-    if one.normalization != "none":
-        words.append(f"{one.normalization} of each row, by that row's own numbers")
+def _dictionary_used(
+    hook: str, dictionary: Dictionary, arms: Mapping[str, Arm], result: Regimes
+) -> Used:
+    source = dictionary.source
+    words = [f"{dictionary.kind}, {dictionary.n_features:,} features, {source.format}"]
+    if dictionary.normalization != "none":
+        words.append(f"{dictionary.normalization} of each row, by that row's own numbers")
     if source.hook_from != "file":
         who = {"path": "the names of its folders say", "caller": "only the command says"}
         words.append(f"that it is for this hook {who.get(source.hook_from or '', 'nothing says')}")
     if source.model is None:
         words.append("it does not say which model it was trained on")
     if source.prepend_bos and not any(
-        arm.n_apart.get("bos") for c in found.contrasts for arm in (c.first, c.second)
+        arm.n_apart.get("bos") for c in result.contrasts for arm in (c.first, c.second)
     ):
         words.append("it was trained on sequences with BOS, and no request has one")
     return Used(
-        hook=hook, kind="dictionary", path=storable(source.path), sha256=source.sha256,
+        hook=hook,
+        kind="dictionary",
+        path=storable(source.path),
+        sha256=source.sha256,
         words="; ".join(words),
-    )  # fmt: skip
+    )
 
 
-def _probes_used(hook: str, one: ProbeFile) -> Used:
-    words = f"{len(one.names):,} probes"
-    if one.hook is None:
+def _probes_used(hook: str, probes: ProbeFile) -> Used:
+    words = f"{len(probes.names):,} probes"
+    if probes.hook is None:
         words += "; that they are for this hook only the command says"
-    return Used(hook=hook, kind="probes", path=storable(one.path), sha256=one.sha256, words=words)
+    return Used(
+        hook=hook, kind="probes", path=storable(probes.path), sha256=probes.sha256, words=words
+    )

@@ -6,7 +6,8 @@ left out: their rows are sinks, hundreds of times longer than the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -27,8 +28,98 @@ from actds.format.tables import PHASES, ROLES
 from actds.loader.filters import need_known
 from actds.loader.selection import held_out_requests, select
 from actds.text import storable
-from actds_studies.regimes.requests import Requests
 from actds_validators.arrays import Bools, Ints, Whole, narrow
+
+
+class Requests:
+    """The requests of all runs of a dataset, by run and number."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        table = dataset.requests(run=True)
+        self._runs = {run: n for n, run in enumerate(dataset.catalog.run_ids)}
+        run = np.array([self._runs[name] for name in table["run"].to_pylist()], np.int64)
+        key = pair_key(run, table["request"].to_numpy())
+        order = np.argsort(key, kind="stable")
+        self.keys: Keys = key[order]
+        ordered = table.take(order)
+        self.external_id: list[str] = ordered["external_id"].to_pylist()
+        self.source: list[str | None] = ordered["source"].to_pylist()
+        self.source_row: list[int | None] = ordered["source_row"].to_pylist()
+        self.token_digest: list[str | None] = ordered["token_digest"].to_pylist()
+        generated = ordered["generated_len"].to_numpy().astype(np.int64)
+        prompt = ordered["prompt_len"].to_numpy().astype(np.int64)
+        self.n_fed: Ints = prompt + np.maximum(generated - 1, 0)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def index(self, run: str, request: npt.NDArray[Any]) -> Ints:
+        """Return the index of requests of a run.
+
+        Raises:
+            ActdsError: E405 a row's request has no line.
+        """
+        key = pair_key(self._runs[run], request)
+        at = np.searchsorted(self.keys, key)
+        if len(key) and not np.array_equal(self.keys.take(at, mode="clip"), key):
+            raise ActdsError(
+                "E405", f"runs/{run}", got="rows of unknown requests", expected="a line for each"
+            )
+        return at
+
+    def runs_of(self, request: npt.NDArray[Any]) -> set[int]:
+        return set(np.unique(split_key(self.keys[np.unique(request)])[0]).tolist())
+
+    def of_run(self, run: str) -> slice:
+        n = self._runs[run]
+        low, high = np.searchsorted(self.keys, pair_key([n, n + 1], 0))
+        return slice(int(low), int(high))
+
+
+def match(first: Requests, second: Requests, eligible: tuple[Bools, Bools]) -> Ints:
+    """Return for each request of the second the same prompt's of the first, -1 if none.
+
+    Equal token digests come first, with the same id and source where there are several; then
+    the same id, source and source row; then the same id and source row. What is not unique by
+    name is not matched by it: tokens decide later which positions are the same.
+    """
+    numbers = np.full(len(second), -1, np.int64)
+    free = [np.flatnonzero(eligible[0]).tolist(), np.flatnonzero(eligible[1]).tolist()]
+    for by_tokens, keys in (
+        (True, ("token_digest", "external_id", "source", "source_row")),
+        (True, ("token_digest",)),
+        (False, ("external_id", "source", "source_row")),
+        (False, ("external_id", "source_row")),
+    ):
+        here, second_by_key = (
+            _by_key(requests, rows, keys)
+            for requests, rows in zip((first, second), free, strict=True)
+        )
+        for key, theirs in second_by_key.items():
+            ours = here.get(key, [])
+            if not by_tokens and (len(ours) > 1 or len(theirs) > 1):
+                continue
+            for our, other in zip(ours, theirs, strict=False):
+                numbers[other] = our
+        taken = set(numbers.tolist())
+        free = [
+            [row for row in free[0] if row not in taken],
+            [row for row in free[1] if numbers[row] < 0],
+        ]
+    return numbers
+
+
+def _by_key(
+    requests: Requests, rows: list[int], names: tuple[str, ...]
+) -> dict[Hashable, list[int]]:
+    columns = [getattr(requests, name) for name in names]
+    result: dict[Hashable, list[int]] = defaultdict(list)
+    for row in rows:
+        key = tuple(column[row] for column in columns)
+        if key[0] is not None:
+            result[key].append(row)
+    return result
+
 
 APART = ("bos", "first_position")
 """Filters whose rows are counted and left out of every estimate."""
@@ -92,11 +183,11 @@ class Arm:
     @property
     def words(self) -> str:
         """Return what selects its rows, in words."""
-        said = [storable(self.dataset.path)]
-        said += [f"phase {self.phase}"] if self.phase else []
-        said += [self.where] if self.where else []
-        said += [f"{self.split} ({self.held_out:g} held out)"] if self.split else []
-        return ", ".join(said)
+        words = [storable(self.dataset.path)]
+        words += [f"phase {self.phase}"] if self.phase else []
+        words += [self.where] if self.where else []
+        words += [f"{self.split} ({self.held_out:g} held out)"] if self.split else []
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -160,15 +251,14 @@ class ArmRows:
 
     @property
     def n_requests(self) -> int:
-        """Return how many requests have a row."""
         return len(np.unique(self.request))
 
-    def take(self, which: Whole) -> ArmRows:
+    def take(self, kept: Whole) -> ArmRows:
         """Return some of the rows; what was left out stays as it is."""
-        columns = {name: getattr(self, name)[which] for name in (*_OF_ROWS[:-1], "prefix")}
+        columns = {name: getattr(self, name)[kept] for name in (*_OF_ROWS[:-1], "prefix")}
         after = self.sampled
         if after is not None:
-            after = Sampled(after.token_id[which], after.entropy[which], after.margin[which])
+            after = Sampled(after.token_id[kept], after.entropy[kept], after.margin[kept])
         return replace(self, sampled=after, **columns)
 
 
@@ -219,29 +309,31 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
             apart[TRAINED] += int(seen.sum())
             kept = kept[~seen]
         table = chosen.filter.values.of(shard, _COLUMNS)
-        told = {name: _whole(table[name], name)[kept] for name in _COLUMNS}
-        request = requests.index(shard.run, told["request"])
-        n_given = np.where(given[request] >= 0, given[request], told["request.prompt_len"])
-        step = np.where(n_given >= 0, told["position"] - n_given + 1, np.iinfo(np.int32).min)
-        own = {
+        columns_known = {name: _whole(table[name], name)[kept] for name in _COLUMNS}
+        request = requests.index(shard.run, columns_known["request"])
+        n_given = np.where(given[request] >= 0, given[request], columns_known["request.prompt_len"])
+        step = np.where(
+            n_given >= 0, columns_known["position"] - n_given + 1, np.iinfo(np.int32).min
+        )
+        values_of = {
             "row": place[shard.name] + kept,
             "request": request,
-            "position": told["position"],
-            "token_id": told["token_id"],
+            "position": columns_known["position"],
+            "token_id": columns_known["token_id"],
             "decode_step": step,
-            "chunk": told["chunk"],
-            "kernel_mode": told["step.kernel_mode"],
-            "role": told["role"],
-            "phase": told["phase"],
+            "chunk": columns_known["chunk"],
+            "kernel_mode": columns_known["step.kernel_mode"],
+            "role": columns_known["role"],
+            "phase": columns_known["phase"],
         }
-        for name, values in own.items():
+        for name, values in values_of.items():
             parts[name].append(narrow(values))
         if is_sampled:
             after = chosen.filter.values.of(shard, list(_SAMPLED))
             for name, dtype in _SAMPLED.items():
                 nothing = -1 if dtype is np.int64 else np.nan
-                found = after[name].fill_null(nothing).to_numpy(zero_copy_only=False)
-                values = found.astype(dtype)[kept]
+                filled = after[name].fill_null(nothing).to_numpy(zero_copy_only=False)
+                values = filled.astype(dtype)[kept]
                 sampled[name].append(narrow(values) if dtype is np.int64 else values)
         prefix.append(hashes[at : at + shard.n_rows][kept])
         at += shard.n_rows
@@ -289,18 +381,18 @@ def _trained(arm: Arm, hook: str, shards: Sequence[Shard], hashes: Keys) -> Bool
     these, of whatever phase, or of a dataset that it was fitted on. None where there are none.
     """
     known = list(arm.fitted)
-    found = np.zeros(len(hashes), np.bool_)
+    result = np.zeros(len(hashes), np.bool_)
     if arm.split == "held_out":
         known.append(arm)
-        own = _fitted(arm, hook)
-        found = np.concatenate([own[shard.name] for shard in shards])
+        fitted = _fitted(arm, hook)
+        result = np.concatenate([fitted[shard.name] for shard in shards])
     if not known:
         return None
-    for one in known:
-        rows = np.concatenate(list(_fitted(one, hook).values()))
-        seen = prefix_hashes(one.dataset, one.dataset.shards_of(hook))[rows]
-        found |= np.isin(hashes, np.unique(seen[seen != 0]))
-    return found
+    for side in known:
+        rows = np.concatenate(list(_fitted(side, hook).values()))
+        seen = prefix_hashes(side.dataset, side.dataset.shards_of(hook))[rows]
+        result |= np.isin(hashes, np.unique(seen[seen != 0]))
+    return result
 
 
 def _fitted(arm: Arm, hook: str) -> dict[str, Bools]:
@@ -312,9 +404,9 @@ def _fitted(arm: Arm, hook: str) -> dict[str, Bools]:
     parts: dict[str, Bools] = {}
     for shard in arm.dataset.shards_of(hook):
         if shard.run not in sides:
-            number, held = held_out_requests(arm.dataset, shard.run, arm.held_out)
+            number, is_held = held_out_requests(arm.dataset, shard.run, arm.held_out)
             spans = arm.dataset.catalog.table("spans", shard.run)
-            sides[shard.run] = number[~held], served_again(spans, number[~held])
+            sides[shard.run] = number[~is_held], served_again(spans, number[~is_held])
         fitted, served = sides[shard.run]
         tokens = shard.tokens(["request", "position"])
         request, position = (tokens[name].to_numpy() for name in ("request", "position"))
@@ -328,20 +420,17 @@ def _given(dataset: Dataset, requests: Requests) -> Ints:
     A replay has the whole sequence as its prompt, and so has a document that was given with its own
     continuation: that length says nothing of where its source, or the model, would have sampled.
     """
-    found = np.full(len(requests), -1, np.int64)
+    numbers = np.full(len(requests), -1, np.int64)
     lines = dataset.origins(run=True)
     for run in dataset.catalog.run_ids:
-        found[requests.of_run(run)] = _continued_at(dataset, run)
-        own = lines.filter(pc.equal(lines["run"], run))
-        found[requests.index(run, own["request"].to_numpy())] = own["n_given"].to_numpy()
-    return found
+        numbers[requests.of_run(run)] = _continued_at(dataset, run)
+        origins = lines.filter(pc.equal(lines["run"], run))
+        numbers[requests.index(run, origins["request"].to_numpy())] = origins["n_given"].to_numpy()
+    return numbers
 
 
 def _continued_at(dataset: Dataset, run: str) -> int:
     """Return the tokens of each document that were its prompt, -1 where there were no documents.
-
-    Raises:
-        ActdsError: E102 or E103 a field that says neither.
 
     Spec: 0.1 section 6.3.
     """
@@ -349,8 +438,8 @@ def _continued_at(dataset: Dataset, run: str) -> int:
     if field is None or field.value in (None, NONE):
         return -1
     place, text = f"runs/{run} prompts.continue", str(field.value)
-    said = canonical.parse(f"{text}\n".encode(), place)
-    n_prompt = said.get("n_prompt") if isinstance(said, dict) else None
+    document = canonical.parse(f"{text}\n".encode(), place)
+    n_prompt = document.get("n_prompt") if isinstance(document, dict) else None
     if type(n_prompt) is not int or n_prompt < 1:
         raise ActdsError("E103", place, got=text[:200], expected="none, or n_prompt and more")
     return n_prompt
@@ -437,5 +526,5 @@ def _whole(column: pa.Array, name: str) -> Ints:
         indices = coded.indices.fill_null(len(known)).to_numpy(zero_copy_only=False)
         coded_rows: Ints = np.array([*known, -1], np.int64)[indices]
         return coded_rows
-    found: Ints = column.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
-    return found
+    numbers: Ints = column.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+    return numbers

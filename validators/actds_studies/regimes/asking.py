@@ -1,15 +1,20 @@
-"""What is asked for, in words: arms as ``G=acts:phase=decode``, contrasts as ``G-R``."""
+"""What is compared, in words: arms as ``G=acts:phase=decode``, contrasts as ``G-R``; opened."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from actds.errors import ActdsError
+from actds.explore.dataset import Dataset, open_apart
 from actds.format.tables import PHASES
+from actds.text import storable
+from actds_studies.regimes.arms import Arm
+from actds_studies.regimes.result import DatasetResult
+from actds_validators.about import began, recorded
 
 SELECTION_KEYS = ("phase", "where", "exclude")
 MIXTURE_KEYS = (*SELECTION_KEYS, *PHASES, "weights")
@@ -91,7 +96,7 @@ def parse_named(words: Sequence[Words], keys: Sequence[str] = SELECTION_KEYS) ->
 
 
 def parse_contrasts(
-    names: Sequence[str], asked: Sequence[str], argument: str = "contrasts"
+    names: Sequence[str], requested: Sequence[str], argument: str = "contrasts"
 ) -> list[tuple[str, str]]:
     """Return the contrasts as (reference, other): ``G-R`` compares G with the reference R.
 
@@ -101,16 +106,16 @@ def parse_contrasts(
     Raises:
         ActdsError: E009 no such arm, or not two of them.
     """
-    if not asked:
+    if not requested:
         return [(names[0], other) for other in names[1:]]
-    found = []
-    for words in dict.fromkeys(asked):
+    result = []
+    for words in dict.fromkeys(requested):
         parts = words.split("-")
         if len(parts) != 2 or parts[0] == parts[1] or not set(parts) <= set(names):
             expected = f"two of {', '.join(names)}, as {names[1]}-{names[0]}"
             raise ActdsError("E009", argument, got=words[:80], expected=expected)
-        found.append((parts[1], parts[0]))
-    return found
+        result.append((parts[1], parts[0]))
+    return result
 
 
 def _parse(text: str, letter: str, keys: Sequence[str]) -> ArmWords:
@@ -145,3 +150,86 @@ def _share(text: str, value: str) -> float:
         if 0 < (share := float(value)) <= 1:
             return share
     raise ActdsError("E009", text[:200], got=f"the share {value[:40]}", expected="0 to 1, above 0")
+
+
+def open_arms(
+    words: Sequence[Words],
+    contrasts: Sequence[str],
+    hooks: Sequence[str],
+    held_out: float | None,
+    floor: str | None,
+) -> tuple[dict[str, Arm], list[tuple[str, str]], list[str]]:
+    """Return the arms that are compared, by name; the contrasts, reference first; the hooks.
+
+    Raises:
+        ActdsError: E009 an argument that cannot be used; E014 a hook that an arm lacks, or none
+            that all have; and as ``actds.open``.
+    """
+    if held_out is not None and not 0 < held_out < 1:
+        raise ActdsError("E009", "held_out", got=f"{held_out}", expected="a share from 0 to 1")
+    arms = _open(words, held_out)
+    pairs = parse_contrasts(list(arms), contrasts)
+    if floor is not None:
+        alike = parse_contrasts(list(arms), [floor], "floor")
+        pairs = list(dict.fromkeys([*alike, *pairs]))
+    compared = {name: arm for name, arm in arms.items() if any(name in pair for pair in pairs)}
+    return compared, pairs, _shared_hooks(list(compared.values()), hooks)
+
+
+def _open(words: Sequence[Words], held_out: float | None) -> dict[str, Arm]:
+    """Return the arms by name; a dataset that several name is opened once."""
+    requested = parse_arms(words)
+    paths: dict[str, Dataset] = {}
+    datasets: dict[str, Dataset] = {}
+    for arm in requested:
+        if arm.path not in paths:
+            dataset = open_apart(arm.path)
+            paths[arm.path] = datasets.setdefault(dataset.digest, dataset)
+    return {
+        arm.name: Arm(
+            arm.name,
+            paths[arm.path],
+            arm.phase,
+            arm.where,
+            arm.exclude,
+            None if held_out is None else "held_out",
+            held_out or 0.0,
+        )
+        for arm in requested
+    }
+
+
+def _shared_hooks(arms: Sequence[Arm], hooks: Sequence[str]) -> list[str]:
+    """Return the hooks to compare, in the order of the first arm's dataset."""
+    shared = [
+        hook for hook in arms[0].dataset.hooks if all(hook in arm.dataset.hooks for arm in arms)
+    ]
+    for hook in hooks:
+        if hook not in shared:
+            expected = f"one of {', '.join(shared)}" if shared else "a hook that all arms have"
+            raise ActdsError("E014", "hooks", got=hook[:80], expected=expected)
+    if not shared:
+        names = "; ".join(f"{arm.name}: {', '.join(arm.dataset.hooks)}" for arm in arms)
+        raise ActdsError("E014", "hooks", got=names[:200], expected="a hook that all arms have")
+    return [hook for hook in shared if not hooks or hook in hooks]
+
+
+def dataset_results(arms: Iterable[Arm], hooks: Sequence[str]) -> list[DatasetResult]:
+    datasets = {arm.dataset.digest: arm.dataset for arm in arms}
+    return [_dataset_result(dataset, hooks) for dataset in datasets.values()]
+
+
+def _dataset_result(dataset: Dataset, hooks: Sequence[str]) -> DatasetResult:
+    catalog = dataset.catalog
+    return DatasetResult(
+        path=storable(dataset.path),
+        digest=dataset.digest,
+        models=list(recorded(catalog, "model.name")),
+        engines=list(recorded(catalog, "engine.name", "engine.version")),
+        hooks=[
+            f"{hook.name} ({hook.d_model:,} × {hook.dtype})"
+            for hook in catalog.genesis.hooks
+            if hook.name in hooks
+        ],
+        started_ns=began(catalog),
+    )

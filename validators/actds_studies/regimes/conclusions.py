@@ -21,7 +21,7 @@ from actds_studies.regimes.result import (
     Verdict,
 )
 from actds_studies.regimes.strata import ALL
-from actds_studies.regimes.wording import beyond, in_floor, in_words, limits_of, rows_of
+from actds_studies.regimes.wording import ADDED, beyond, in_floor, in_words, limits_of, rows_of
 
 LEADS = (("dictionary", "FVU over the reference's variance"), ("moments", "mean"))
 """Instrument and measure that charts and sentences follow, where they are there."""
@@ -50,8 +50,8 @@ def about(pairing: str, decode: tuple[float | None, float | None]) -> About:
     """
     if pairing == "token":
         return "computation"
-    one, other = decode
-    if one is None or other is None or abs(one - other) > _ALIKE:
+    reference, other = decode
+    if reference is None or other is None or abs(reference - other) > _ALIKE:
         return "both"
     return "authorship" if pairing == "position" else "text"
 
@@ -73,7 +73,7 @@ def verdicts(
     groups: dict[tuple[str, str], list[Value]] = {}
     for value in values:
         groups.setdefault((value.instrument, value.hook), []).append(value)
-    return [_verdict(*key, own, names) for key, own in groups.items()]
+    return [_verdict(*key, group, names) for key, group in groups.items()]
 
 
 def _verdict(instrument: str, hook: str, values: list[Value], names: tuple[str, str]) -> Verdict:
@@ -134,7 +134,6 @@ def _stratum(value: Value) -> str:
 
 
 def judged(contrasts: Sequence[ContrastResult]) -> Iterator[tuple[ContrastResult, Verdict]]:
-    """Yield every verdict with its contrast, those that shift first."""
     pairs = [(contrast, verdict) for contrast in contrasts for verdict in contrast.verdicts]
     yield from sorted(pairs, key=lambda pair: _ORDER.index(pair[1].outcome))
 
@@ -201,9 +200,7 @@ def _largest(contrasts: Sequence[ContrastResult]) -> Largest | None:
         f"({times}{limits_of(value, names)})."
     )
     return Largest(
-        contrast=contrast.name,
-        value=value.model_copy(update={"elements": []}),
-        sentence=sentence,
+        contrast=contrast.name, value=value.model_copy(update={"elements": []}), sentence=sentence
     )
 
 
@@ -213,9 +210,9 @@ def _separated(contrasts: Sequence[ContrastResult]) -> tuple[Separated, str]:
     for contrast in contrasts:
         by.setdefault(contrast.about, []).extend(contrast.verdicts)
     outcomes = {about: outcome_of(ended) for about, ended in by.items()}
-    asked: tuple[Literal["computation", "authorship"], ...] = ("computation", "authorship")
-    ends = [f"{name} {_ends(by[name])}" for name in asked if name in by]
-    shifting = [name for name in asked if outcomes.get(name) == "shifts"]
+    abouts: tuple[Literal["computation", "authorship"], ...] = ("computation", "authorship")
+    ends = [f"{name} {_ends(by[name])}" for name in abouts if name in by]
+    shifting = [name for name in abouts if outcomes.get(name) == "shifts"]
     reason = "; ".join(ends)
     rest = _beside(by)
     if shifting == ["computation"] and "authorship" not in by and rest:
@@ -258,7 +255,6 @@ def _instruments(by: dict[About, list[Verdict]], outcome: Outcome) -> set[str]:
 
 
 def _ends(ended: Sequence[Verdict]) -> str:
-    """Return how verdicts end together, and which instruments shift."""
     outcome = outcome_of(ended)
     if outcome != "shifts":
         return "is undecided" if outcome == "undecided" else outcome
@@ -267,13 +263,12 @@ def _ends(ended: Sequence[Verdict]) -> str:
 
 
 def leading(contrast: ContrastResult) -> tuple[str, str]:
-    """Return the instrument and measure that charts follow: a dictionary's fit where it can."""
-    measured = {(value.instrument, value.measure) for value in contrast.values}
-    return next((lead for lead in LEADS if lead in measured), LEADS[-1])
+    """Return the instrument and measure that charts follow: a dictionary's fit, else the first."""
+    measured = dict.fromkeys((value.instrument, value.measure) for value in contrast.values)
+    return next((lead for lead in LEADS if lead in measured), next(iter(measured), LEADS[-1]))
 
 
 def _parts(contrasts: Sequence[ContrastResult]) -> list[GapPart]:
-    """Return the parts of the dictionary's gap at hooks where both of them were compared."""
     by_hook: dict[str, dict[str, GapPart]] = {}
     for contrast in contrasts:
         if contrast.about not in ("computation", "authorship"):
@@ -309,7 +304,8 @@ def _next_steps(contrasts: Sequence[ContrastResult], separated: Separated) -> li
     known = {"both"} if {"computation", "authorship"} <= abouts else set()
     for contrast, verdict in pairs:
         if verdict.outcome == "shifts" and contrast.about not in known:
-            words = _WHAT[verdict.instrument].format(
+            added = ADDED.get(verdict.instrument)
+            words = (added.advice if added else _WHAT[verdict.instrument]).format(
                 first=contrast.first.name, other=contrast.second.name
             )
             hooks = [

@@ -17,9 +17,8 @@ from scipy.sparse.csgraph import connected_components  # type: ignore[import-unt
 
 from actds.errors import ActdsError
 from actds.format.positions import Keys, pair_key, position_key, split_key
-from actds_studies.regimes.arms import Arm, ArmRows, need_requests, read_arm
+from actds_studies.regimes.arms import Arm, ArmRows, match, need_requests, read_arm
 from actds_studies.regimes.entropies import Entropies
-from actds_studies.regimes.requests import match
 from actds_studies.regimes.strata import (
     ALL,
     MIN_REQUESTS,
@@ -144,9 +143,9 @@ def contrast(
             entropies.filled(first.dataset, hook, rows[0]),
             entropies.filled(second.dataset, hook, rows[1]),
         )
-    for arm, own in zip((first, second), rows, strict=True):
-        need_requests(arm, hook, own, MIN_REQUESTS)
-    told = plan(
+    for arm, arm_rows in zip((first, second), rows, strict=True):
+        need_requests(arm, hook, arm_rows, MIN_REQUESTS)
+    planned = plan(
         *rows,
         same_dataset=same_requests(first, second, rows),
         pairing=pairing,
@@ -154,7 +153,7 @@ def contrast(
         seed=seed,
         place=f"arms {first.name} and {second.name} at {hook}",
     )
-    return told, rows[0], rows[1]
+    return planned, rows[0], rows[1]
 
 
 def plan(
@@ -197,8 +196,8 @@ def plan(
     clusters = _clusters(first, second, matched, pairs if chosen == "token" else _NO_PAIRS)
     if chosen == "unpaired":
         return _unpaired(first, second, strata, clusters, adjust, seed)
-    told = _paired(chosen, first, second, strata, clusters, pairs, seed)
-    return replace(told, repeats=(first.repeats, second.repeats))
+    planned = _paired(chosen, first, second, strata, clusters, pairs, seed)
+    return replace(planned, repeats=(first.repeats, second.repeats))
 
 
 Pairs = tuple[Whole, Whole]
@@ -222,13 +221,13 @@ def _chosen(first: ArmRows, second: ArmRows, by_token: Pairs, by_position: Pairs
     Pairs of too few requests, as the first tokens of a template, would leave nothing to estimate.
     """
     n_token, n_position = (
-        int(((first.decode_step[one] > 0) | (second.decode_step[other] > 0)).sum())
-        for one, other in (by_token, by_position)
+        int(((first.decode_step[left] > 0) | (second.decode_step[right] > 0)).sum())
+        for left, right in (by_token, by_position)
     )
     if not n_token and not n_position:
         n_token, n_position = len(by_token[0]), len(by_position[0])
     many_token, many_position = (
-        len(np.unique(first.request[one])) >= MIN_REQUESTS for one, _ in (by_token, by_position)
+        len(np.unique(first.request[left])) >= MIN_REQUESTS for left, _ in (by_token, by_position)
     )
     if many_token and n_token and n_token >= _ENOUGH * n_position:
         return "token"
@@ -237,7 +236,7 @@ def _chosen(first: ArmRows, second: ArmRows, by_token: Pairs, by_position: Pairs
 
 def same_requests(first: Arm, second: Arm, rows: tuple[ArmRows, ArmRows]) -> bool:
     """Return whether two arms number the same requests: they are of one dataset and share a run."""
-    runs = (own.requests.runs_of(own.request) for own in rows)
+    runs = (arm_rows.requests.runs_of(arm_rows.request) for arm_rows in rows)
     return first.dataset is second.dataset and not set.isdisjoint(*runs)
 
 
@@ -247,9 +246,9 @@ def matched_requests(first: ArmRows, second: ArmRows, same_dataset: bool) -> Int
         return np.arange(len(second.requests))
     eligible: list[Bools] = []
     for rows in (first, second):
-        there = np.zeros(len(rows.requests), np.bool_)
-        there[rows.request] = True
-        eligible.append(there)
+        present = np.zeros(len(rows.requests), np.bool_)
+        present[rows.request] = True
+        eligible.append(present)
     return match(first.requests, second.requests, (eligible[0], eligible[1]))
 
 
@@ -260,19 +259,19 @@ def _pairs_by_token(first: ArmRows, second: ArmRows, by_position: Pairs) -> Pair
         second: rows of the other arm.
         by_position: pairs by request and position, of which some may be known by digests alone.
     """
-    one, other = _common(first.prefix, second.prefix)
-    same = first.prefix[one] != 0
-    same &= first.position[one] == second.position[other]
-    same &= first.token_id[one] == second.token_id[other]
-    one, other = one[same], other[same]
+    left, right = _common(first.prefix, second.prefix)
+    same = first.prefix[left] != 0
+    same &= first.position[left] == second.position[right]
+    same &= first.token_id[left] == second.token_id[right]
+    left, right = left[same], right[same]
     if first.prefix.all() and second.prefix.all():
-        return one, other
+        return left, right
     more = _alike(first, second, by_position)
-    more &= ~np.isin(by_position[0], one) & ~np.isin(by_position[1], other)
-    one = np.concatenate([one, by_position[0][more]])
-    other = np.concatenate([other, by_position[1][more]])
-    order = np.argsort(one, kind="stable")
-    return one[order], other[order]
+    more &= ~np.isin(by_position[0], left) & ~np.isin(by_position[1], right)
+    left = np.concatenate([left, by_position[0][more]])
+    right = np.concatenate([right, by_position[1][more]])
+    order = np.argsort(left, kind="stable")
+    return left[order], right[order]
 
 
 def _alike(first: ArmRows, second: ArmRows, pairs: Pairs) -> Bools:
@@ -281,35 +280,35 @@ def _alike(first: ArmRows, second: ArmRows, pairs: Pairs) -> Bools:
     Where rows before were lost, and no readout tells their tokens, equal digests of two requests'
     tokens still do.
     """
-    one, other = pairs
-    prefix, others = first.prefix[one], second.prefix[other]
+    left, right = pairs
+    prefix, other_prefix = first.prefix[left], second.prefix[right]
     code = {digest: n for n, digest in enumerate(first.requests.token_digest) if digest}
-    mine, theirs = (
+    ours, theirs = (
         np.array([code.get(digest or "", -1) for digest in rows.requests.token_digest], np.int64)
         for rows in (first, second)
     )
-    mine, theirs = mine[first.request[one]], theirs[second.request[other]]
-    by_digest = (mine >= 0) & (mine == theirs)
+    ours, theirs = ours[first.request[left]], theirs[second.request[right]]
+    by_digest = (ours >= 0) & (ours == theirs)
     # A digest ends before a last token that was fed and whose successor was not sampled.
-    by_digest &= first.position[one] < first.requests.n_fed[first.request[one]]
-    known = (prefix != 0) & (others != 0)
-    found: Bools = np.where(known, prefix == others, by_digest)
-    found &= first.token_id[one] == second.token_id[other]
-    return found
+    by_digest &= first.position[left] < first.requests.n_fed[first.request[left]]
+    known = (prefix != 0) & (other_prefix != 0)
+    mask: Bools = np.where(known, prefix == other_prefix, by_digest)
+    mask &= first.token_id[left] == second.token_id[right]
+    return mask
 
 
 def _pairs_by_position(first: ArmRows, second: ArmRows, matched: Ints, same_dataset: bool) -> Pairs:
     if same_dataset:  # one request has one row at a position
         return _NO_PAIRS
     common = matched[second.request]
-    there = np.flatnonzero(common >= 0)
-    if not len(there):
+    present = np.flatnonzero(common >= 0)
+    if not len(present):
         return _NO_PAIRS
-    one, other = _common(
+    left, right = _common(
         position_key(first.request, first.position),
-        position_key(common[there], second.position[there]),
+        position_key(common[present], second.position[present]),
     )
-    return one, narrow(there[other])
+    return left, narrow(present[right])
 
 
 def _common(first: Keys, second: Keys) -> Pairs:
@@ -321,14 +320,14 @@ def _common(first: Keys, second: Keys) -> Pairs:
     ordered = first[order]
     place = np.searchsorted(ordered, second)
     np.minimum(place, max(len(ordered) - 1, 0), out=place)
-    other = np.flatnonzero(ordered[place] == second) if len(ordered) else np.empty(0, np.int64)
+    right = np.flatnonzero(ordered[place] == second) if len(ordered) else np.empty(0, np.int64)
     del ordered
-    one, other = narrow(order[place[other]]), narrow(other)
+    left, right = narrow(order[place[right]]), narrow(right)
     del order, place
-    at = np.argsort(one, kind="stable")
-    one, other = one[at], other[at]
-    once = np.concatenate([[True], one[1:] != one[:-1]]) if len(one) else np.empty(0, np.bool_)
-    return (one, other) if once.all() else (one[once], other[once])
+    at = np.argsort(left, kind="stable")
+    left, right = left[at], right[at]
+    once = np.concatenate([[True], left[1:] != left[:-1]]) if len(left) else np.empty(0, np.bool_)
+    return (left, right) if once.all() else (left[once], right[once])
 
 
 def _clusters(first: ArmRows, second: ArmRows, matched: Ints, pairs: Pairs) -> tuple[Ints, Ints]:
@@ -336,13 +335,10 @@ def _clusters(first: ArmRows, second: ArmRows, matched: Ints, pairs: Pairs) -> t
     n = len(first.requests)
     with_origin = np.flatnonzero(matched >= 0)
     tied = split_key(np.unique(pair_key(first.request[pairs[0]], second.request[pairs[1]])))
-    edges = [
-        np.stack([matched[with_origin], n + with_origin]),
-        np.stack([tied[0], n + tied[1]]),
-    ]
-    one, other = np.concatenate(edges, axis=1)
+    edges = [np.stack([matched[with_origin], n + with_origin]), np.stack([tied[0], n + tied[1]])]
+    left, right = np.concatenate(edges, axis=1)
     size = n + len(second.requests)
-    graph = coo_array((np.ones(len(one), np.int8), (one, other)), shape=(size, size))
+    graph = coo_array((np.ones(len(left), np.int8), (left, right)), shape=(size, size))
     label = connected_components(graph, directed=False)[1].astype(np.int64)
     return label[:n], label[n:]
 
@@ -353,13 +349,13 @@ def groups_of(clusters: tuple[Whole, Whole], seed: int) -> tuple[int, Whole]:
     Args:
         clusters: those of the rows of either arm.
     """
-    one, other = (np.unique(own) for own in clusters)
-    both = np.intersect1d(one, other)
-    alone = [np.setdiff1d(own, both) for own in (one, other)]
-    n = min(MAX_GROUPS, len(one), len(other))
-    group = np.full(int(max(one.max(), other.max())) + 1, -1, np.int64)
+    left, right = (np.unique(side) for side in clusters)
+    shared = np.intersect1d(left, right)
+    alone = [np.setdiff1d(side, shared) for side in (left, right)]
+    n = min(MAX_GROUPS, len(left), len(right))
+    group = np.full(int(max(left.max(), right.max())) + 1, -1, np.int64)
     rng = np.random.Generator(np.random.Philox(seed))
-    for part, start in ((both, 0), *((own, len(both)) for own in alone)):
+    for part, start in ((shared, 0), *((side, len(shared)) for side in alone)):
         group[part[rng.permutation(len(part))]] = (start + np.arange(len(part))) % n
     return n, narrow(group)
 
@@ -378,43 +374,43 @@ def _paired(
     But for what each text says of itself: of other tokens each row stands where its own entropy
     is, and only pairs of which both have one.
     """
-    one, other = pairs
+    left, right = pairs
     if pairing == "position":
         # The same token behind the same prefix tells of the computation, not of who wrote it.
         unlike = ~_alike(first, second, pairs)
-        one, other = (one[unlike], other[unlike]) if unlike.any() else (one, other)
-    cluster = narrow(clusters[0])[first.request[one]]
+        left, right = (left[unlike], right[unlike]) if unlike.any() else (left, right)
+    cluster = narrow(clusters[0])[first.request[left]]
     n_groups, group_of = groups_of((cluster, cluster), seed)
     codes: list[tuple[Whole, Whole]] = []
-    for axis, told in strata[1].codes.items():
-        mine, code = strata[0].codes[axis][one], told[other]
+    for axis, code_second in strata[1].codes.items():
+        ours, code = strata[0].codes[axis][left], code_second[right]
         if axis in _OF_TEXT and pairing == "position":
             # Rows that the other text chose would differ from the rest of their own arm as well.
-            both = (mine >= 0) & (code >= 0)
-            codes.append((np.where(both, mine, -1), np.where(both, code, -1)))
+            known = (ours >= 0) & (code >= 0)
+            codes.append((np.where(known, ours, -1), np.where(known, code, -1)))
             continue
         if axis in _UNION_AXES:
-            code = np.where(code >= 0, code, mine)
+            code = np.where(code >= 0, code, ours)
         codes.append((code, code))
     sides = []
     place = []
-    for n, (rows, which) in enumerate(((first, one), (second, other))):
-        order = np.argsort(rows.row[which], kind="stable")
+    for n, (rows, index) in enumerate(((first, left), (second, right))):
+        order = np.argsort(rows.row[index], kind="stable")
         layers = tuple(Layer(code[n][order]) for code in codes)
-        mine = cluster[order]
-        token_id = rows.token_id[which][order]
-        sides.append(Side(rows.row[which][order], mine, group_of[mine], layers, token_id))
-        inverse = np.empty(len(order), one.dtype)
+        ours = cluster[order]
+        token_id = rows.token_id[index][order]
+        sides.append(Side(rows.row[index][order], ours, group_of[ours], layers, token_id))
+        inverse = np.empty(len(order), left.dtype)
         inverse[order] = np.arange(len(order))
         place.append(inverse)
-    coverage = len(other) / max(len(second), 1)
+    coverage = len(right) / max(len(second), 1)
     places = place[0], place[1]
     made = Contrast(pairing, sides[0], sides[1], strata[0].strata, n_groups, places, coverage)
-    return replace(made, parted=_parted(first, second, one, other))
+    return replace(made, parted=_parted(first, second, left, right))
 
 
 def _parted(
-    first: ArmRows, second: ArmRows, one: Whole, other: Whole
+    first: ArmRows, second: ArmRows, left: Whole, right: Whole
 ) -> npt.NDArray[np.int8] | None:
     """Return whether the arms sampled different tokens after each pair, -1 unknown ``(n_pairs,)``.
 
@@ -422,7 +418,7 @@ def _parted(
     """
     if first.sampled is None or second.sampled is None:
         return None
-    tokens = first.sampled.token_id[one], second.sampled.token_id[other]
+    tokens = first.sampled.token_id[left], second.sampled.token_id[right]
     known = (tokens[0] >= 0) & (tokens[1] >= 0)
     return np.where(known, tokens[0] != tokens[1], -1).astype(np.int8)
 
@@ -435,8 +431,8 @@ def _unpaired(
     adjust: bool,
     seed: int,
 ) -> Contrast:
-    own = narrow(clusters[0])[first.request], narrow(clusters[1])[second.request]
-    n_groups, group_of = groups_of(own, seed)
+    clusters_of = narrow(clusters[0])[first.request], narrow(clusters[1])[second.request]
+    n_groups, group_of = groups_of(clusters_of, seed)
     nowhere = np.zeros(len(first), np.int64), np.zeros(len(second), np.int64)
     cells = _cells(first, second) if adjust else nowhere
     rng = np.random.Generator(np.random.Philox(seed))
@@ -446,21 +442,26 @@ def _unpaired(
         reference = strata[0].codes[axis]
         spread = axis == "decode step" and not (reference >= 0).any()
         # A prompt has no decode steps: all of it is weighted to the rows of each of them.
-        for one in np.unique(code[code >= 0]).tolist() if spread else [None]:
-            mine = reference if one is None else np.full(len(first), one, np.int8)
-            other = code if one is None else np.where(code == one, code, -1).astype(np.int8)
-            told = _balanced((mine, other), cells, rng)
+        for band in np.unique(code[code >= 0]).tolist() if spread else [None]:
+            codes_first = reference if band is None else np.full(len(first), band, np.int8)
+            codes_second = (
+                code if band is None else np.where(code == band, code, -1).astype(np.int8)
+            )
+            pair = _balanced((codes_first, codes_second), cells, rng)
             if not adjust:
-                told = Layer(mine, None, told[0].even), Layer(other, None, told[1].even)
-            for side, layer in zip(layers, told, strict=True):
+                pair = (
+                    Layer(codes_first, None, pair[0].even),
+                    Layer(codes_second, None, pair[1].even),
+                )
+            for side, layer in zip(layers, pair, strict=True):
                 side.append(layer)
             if axis == ALL and adjust:
-                weight = told[1].weight
+                weight = pair[1].weight
                 assert weight is not None
                 coverage = float(weight.mean())
     sides = [
-        Side(rows.row, mine, group_of[mine], tuple(told), rows.token_id)
-        for rows, mine, told in zip((first, second), own, layers, strict=True)
+        Side(rows.row, cluster, group_of[cluster], tuple(made), rows.token_id)
+        for rows, cluster, made in zip((first, second), clusters_of, layers, strict=True)
     ]
     contrast = Contrast(
         "unpaired", sides[0], sides[1], strata[0].strata, n_groups, _NO_PAIRS, coverage
@@ -469,7 +470,6 @@ def _unpaired(
 
 
 def _cells(first: ArmRows, second: ArmRows) -> tuple[Ints, Ints]:
-    """Return for the rows of either arm a number of token id and fine band of positions."""
     keys = [
         position_key(rows.token_id, fine_bands(rows.position)).astype(np.uint64)
         for rows in (first, second)
@@ -495,7 +495,7 @@ def _balanced(
     known, place = np.unique(np.concatenate(keys), return_inverse=True)
     place = place.reshape(-1)
     places = place[: len(codes[0])], place[len(codes[0]) :]
-    counts = [np.bincount(own, minlength=len(known)).astype(np.float64) for own in places]
+    counts = [np.bincount(index, minlength=len(known)).astype(np.float64) for index in places]
     shared = (counts[0] > 0) & (counts[1] > 0) & (known >= 0)
     ratio = np.divide(counts[1], counts[0], out=np.zeros(len(known)), where=shared)
     weights: list[Floats] = [ratio[places[0]], shared[places[1]].astype(np.float64)]

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
-from actds.exchange.tensors import read_document, read_header
+from actds.exchange.containers import read_document, read_header
 from actds.explore.dataset import Dataset
 from actds.format.schema import Hook
 from actds_studies.regimes.arms import Arm, ArmRows, Sampled, read_arm
@@ -33,9 +33,12 @@ MIN_CHECKED, N_CHECKED = 32, 256
 _N_ROWS, _N_TOKENS = 2048, 8192  # of a block of logits, 64 MiB
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _EMBEDDINGS = (
-    "embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight",
+    "embed_tokens.weight",
+    "wte.weight",
+    "embed_in.weight",
+    "word_embeddings.weight",
     "tok_embeddings.weight",
-)  # fmt: skip
+)
 _FLOATS = ("float32", "bfloat16", "float16")
 _NORMS = ("norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm", "final_norm")
 
@@ -86,8 +89,14 @@ class Unembedding:
             return []
         weight = self._read(names[0]).astype(np.float32)
         bias = self._stored.get(names[0].removesuffix("weight") + "bias")
-        eps = next((float(v) for k, v in self._config.items()
-                    if k.endswith(("norm_eps", "norm_epsilon")) and v), 1e-5)  # fmt: skip
+        eps = next(
+            (
+                float(v)
+                for k, v in self._config.items()
+                if k.endswith(("norm_eps", "norm_epsilon")) and v
+            ),
+            1e-5,
+        )
         if bias is not None:
             offset = self._read(names[0].removesuffix("weight") + "bias").astype(np.float32)
             return [partial(_layer_norm, weight=weight, bias=offset, eps=eps)]
@@ -150,11 +159,7 @@ class Unembedding:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """Return the configuration of a model, the text part of a multimodal one.
-
-    Raises:
-        ActdsError: E014 it is no object in JSON.
-    """
+    """Return the configuration of a model, the text part of a multimodal one."""
     try:
         config = read_document(folder / "config.json")
         return dict(config) | dict(config.get("text_config") or {})
@@ -164,7 +169,6 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _is_final_norm(name: str) -> bool:
-    """Return whether a tensor is the weight of a norm that belongs to no layer."""
     *parts, last = name.split(".")
     in_layer = any(part.isdigit() for part in parts)
     return last == "weight" and not in_layer and bool(parts) and parts[-1] in _NORMS
@@ -254,16 +258,12 @@ class Entropies:
     def _agreeing(
         self, folder: Path, kind: str, rows: Rows, entropy: Floats
     ) -> Callable[[Rows], Rows]:
-        """Return the form that gives the recorded entropies.
-
-        Raises:
-            ActdsError: E014 none does.
-        """
-        away = [
+        """Return the form that gives the recorded entropies."""
+        distances = [
             (float(np.median(np.abs(self._model.entropies(form(rows))[0] - entropy))), n, form)
             for n, form in enumerate(self._model.forms(kind))
         ]
-        best = min(away, default=None)
+        best = min(distances, default=None)
         if best is None or not best[0] <= AGREE:
             differ = "of an unknown final norm" if best is None else f"{best[0]:.2g} nats apart"
             raise ActdsError(
@@ -297,7 +297,6 @@ def _same_shards(dataset: Dataset, first: str, second: str) -> bool:
 
 
 def _recorded(arm: Arm, last: str, hook: str) -> tuple[Rows, Floats]:
-    """Return some rows of the last layer after which an arm recorded the entropy, and these."""
     rows = read_arm(arm, hook)
     if rows.sampled is None:
         return np.empty((0, 0), np.float32), np.empty(0)

@@ -24,11 +24,123 @@ from actds.errors import ActdsError
 from actds_studies.regimes.arms import Arm
 from actds_studies.regimes.contrast import Contrast
 from actds_studies.regimes.inference import Judged, Measure
-from actds_studies.regimes.result import ContrastResult, Quantiles, Value
+from actds_studies.regimes.instruments import Dictionary, mean_of
+from actds_studies.regimes.result import ContrastResult, Limits, Quantiles, Value
 from actds_studies.regimes.strata import ALL, MIN_REQUESTS, Stratum
 from actds_studies.regimes.sums import GroupSums, Part, RowReader
 from actds_validators.arrays import Floats, Ints, Rows, Whole
 from actds_validators.statistics.samples import cosine_distance, relative_l2
+
+
+class Numerics:
+    """How far rows of the same token behind the same prefix lie apart.
+
+    A distance is never negative: it is compared with a limit, not with zero. With a dictionary it
+    stands over its error as well, and as the share of features that switch.
+
+    Args:
+        dictionary: a dictionary of the hook, None without.
+    """
+
+    name = "numerics"
+
+    def __init__(self, dictionary: Dictionary | None = None) -> None:
+        self._dictionary = dictionary
+        self.width = 0
+
+    def pair_parts(self, first: Rows, second: Rows) -> Iterator[Part]:
+        """Yield what is added up of pairs of rows, ``(n, d_model)`` each."""
+        yield Part("equal", (first == second).all(axis=1).astype(np.float64))
+        values = self.pair_values(first, second)
+        yield Part("relative L2", values["relative L2"])
+        yield Part("cosine distance", values["cosine distance"])
+        if self._dictionary is None:
+            return
+        features = self._dictionary.encode(first)
+        self.width = features.shape[1]
+        rest = first.astype(np.float64) - self._dictionary.decode(features, first)
+        yield Part("drift", np.square(second.astype(np.float64) - first).sum(axis=1))
+        yield Part("error", np.square(rest).sum(axis=1))
+        active, other = features > 0, self._dictionary.encode(second) > 0
+        yield Part("switched", (active ^ other).sum(axis=1).astype(np.float64))
+        yield Part("active", (active | other).sum(axis=1).astype(np.float64))
+
+    def pair_values(self, first: Rows, second: Rows) -> dict[str, Floats]:
+        """Return relative L2 and cosine distance of pairs, ``(n,)`` each."""
+        return {
+            "relative L2": relative_l2(first, second),
+            "cosine distance": cosine_distance(first, second),
+        }
+
+    def pair_measures(self, limits: Limits) -> list[Measure]:
+        """Return the mean distances and, with a dictionary, what they mean for it."""
+
+        def equal(pairs: GroupSums, _: GroupSums) -> Floats:
+            return mean_of(pairs, "equal")
+
+        def distance(pairs: GroupSums, _: GroupSums) -> Floats:
+            return mean_of(pairs, "relative L2")
+
+        def cosine(pairs: GroupSums, _: GroupSums) -> Floats:
+            return mean_of(pairs, "cosine distance")
+
+        measures = [
+            Measure(
+                "equal to the bit",
+                equal,
+                "share of pairs",
+                "described",
+                scale="logit",
+                of_pairs=True,
+            ),
+            Measure(
+                "relative L2", distance, "mean over pairs", "size", limits.relative_l2, scale="log"
+            ),
+            Measure(
+                "cosine distance",
+                cosine,
+                "mean over pairs",
+                "described",
+                scale="log",
+                of_pairs=True,
+            ),
+        ]
+        if self._dictionary is None:
+            return measures
+
+        def drift(pairs: GroupSums, _: GroupSums) -> Floats:
+            return ratio(pairs["drift"], pairs["error"])
+
+        def switched(pairs: GroupSums, _: GroupSums) -> Floats:
+            return ratio(pairs["switched"], pairs["active"])
+
+        return [
+            *measures,
+            Measure(
+                "drift over the dictionary's error",
+                drift,
+                "squared distance over squared error",
+                "size",
+                limits.drift,
+                scale="log",
+            ),
+            Measure(
+                "features that switch",
+                switched,
+                "share of those active in either row",
+                "size",
+                limits.switched,
+                scale="logit",
+            ),
+        ]
+
+
+def ratio(top: Floats, bottom: Floats) -> Floats:
+    """Return top / bottom, 0 where both are 0 and NaN where only bottom is."""
+    some = bottom > 0
+    shares = np.divide(top, bottom, out=np.full(np.shape(top), np.nan), where=some)
+    return np.where(~some & (top == 0), 0.0, shares)
+
 
 _MIN_TOKENS = 20
 _OF_PAIRS = ("numerics", "overlap")
@@ -48,7 +160,7 @@ class RepeatFloor:
 
 
 def repeat_floor(
-    arms: tuple[Arm, Arm], told: Contrast, arrays: tuple[RowReader, RowReader], hook: str
+    arms: tuple[Arm, Arm], plan: Contrast, arrays: tuple[RowReader, RowReader], hook: str
 ) -> RepeatFloor | None:
     """Return the floor of two arms, None where under 20 tokens were computed twice.
 
@@ -56,11 +168,13 @@ def repeat_floor(
         arrays: the hook's rows of either, by number.
     """
     parts: list[tuple[Floats, Floats]] = []
-    for repeats, array in zip(told.repeats, arrays, strict=True):
-        one, other = (_read(array, which) for which in repeats)
-        fine = np.isfinite(one).all(axis=1) & np.isfinite(other).all(axis=1)
-        fine &= (one != 0).any(axis=1) & (other != 0).any(axis=1)
-        parts.append((relative_l2(one[fine], other[fine]), cosine_distance(one[fine], other[fine])))
+    for repeats, array in zip(plan.repeats, arrays, strict=True):
+        first, other = (_read(array, repeat) for repeat in repeats)
+        fine = np.isfinite(first).all(axis=1) & np.isfinite(other).all(axis=1)
+        fine &= (first != 0).any(axis=1) & (other != 0).any(axis=1)
+        parts.append(
+            (relative_l2(first[fine], other[fine]), cosine_distance(first[fine], other[fine]))
+        )
     n = sum(len(relative) for relative, _ in parts)
     if n >= _MIN_TOKENS:
         return _floor(parts, f"{n:,} tokens that one arm computed twice, in two requests")
@@ -80,15 +194,15 @@ def beside_floor(judged: list[Judged], floor: RepeatFloor | None) -> list[Judged
     """Return values with the floor of numerics, over all rows."""
     if floor is None:
         return judged
-    found = []
-    for one in judged:
-        value = one.value
+    measured = []
+    for judged_value in judged:
+        value = judged_value.value
         known = floor.values.get(value.measure) if value.instrument == "numerics" else None
         if known is not None and value.axis == ALL and value.value is not None:
             changes = {"floor": known, "note": f"floor: {floor.words}"}
-            one = replace(one, value=value.model_copy(update=changes))
-        found.append(one)
-    return found
+            judged_value = replace(judged_value, value=value.model_copy(update=changes))
+        measured.append(judged_value)
+    return measured
 
 
 def beside_contrast(results: Sequence[ContrastResult], name: str) -> list[ContrastResult]:
@@ -98,38 +212,46 @@ def beside_contrast(results: Sequence[ContrastResult], name: str) -> list[Contra
         ActdsError: E014 it is not paired by token.
     """
     known: dict[tuple[str, ...], Value] = {}
-    for one in results:
-        if one.name == name and one.pairing != "token":
-            got = f"{name} at {one.hook} is paired by {one.pairing}"
+    for result in results:
+        if result.name == name and result.pairing != "token":
+            got = f"{name} at {result.hook} is paired by {result.pairing}"
             expected = "a contrast of the same tokens, as of a replay made twice"
             raise ActdsError("E014", "floor", got=got, expected=expected)
-        if one.name == name:
-            known |= {_place(value): value for value in one.values}
+        if result.name == name:
+            known |= {_place(value): value for value in result.values}
     return [
-        one if one.name == name else one.model_copy(update={"values": _beside(one, known, name)})
-        for one in results
+        result
+        if result.name == name
+        else result.model_copy(update={"values": _beside(result, known, name)})
+        for result in results
     ]
 
 
-def _beside(one: ContrastResult, known: Mapping[tuple[str, ...], Value], name: str) -> list[Value]:
-    found = []
-    for value in one.values:
+def _beside(
+    contrast: ContrastResult, known: Mapping[tuple[str, ...], Value], name: str
+) -> list[Value]:
+    values = []
+    for value in contrast.values:
         floor = known.get(_place(value))
         is_of_pairs = value.instrument in _OF_PAIRS and value.kind in ("size", "described")
-        if is_of_pairs and one.pairing == "token" and floor is not None and value.value is not None:
+        if (
+            is_of_pairs
+            and contrast.pairing == "token"
+            and floor is not None
+            and value.value is not None
+        ):
             changes = {"floor": floor.value, "note": f"floor: {name}"}
             value = value.model_copy(update=changes)
-        found.append(value)
-    return found
+        values.append(value)
+    return values
 
 
 def _place(value: Value) -> tuple[str, ...]:
     return value.hook, value.instrument, value.measure, value.axis, value.stratum
 
 
-def _read(array: RowReader, which: Whole) -> Rows:
-    """Return rows in the order asked for, each read once and in the order of the array."""
-    known, place = np.unique(which, return_inverse=True)
+def _read(array: RowReader, rows: Whole) -> Rows:
+    known, place = np.unique(rows, return_inverse=True)
     return np.asarray(array[known])[place.reshape(-1)]
 
 
@@ -173,9 +295,9 @@ class Histogram:
         place = np.floor(np.log10(positive / LOWEST) * PER_DECADE).astype(np.int64) + 1
         place = np.clip(place, 0, n_bins - 1)
         for stratum in strata:
-            mine = stratum >= 0
-            np.add.at(self._counts[name], (stratum[mine], place[mine]), 1)
-            np.maximum.at(self._largest[name], stratum[mine], values[mine])
+            present = stratum >= 0
+            np.add.at(self._counts[name], (stratum[present], place[present]), 1)
+            np.maximum.at(self._largest[name], stratum[present], values[present])
 
     def count(self, name: str, stratum: int) -> int:
         """Return how many values a stratum has."""

@@ -17,7 +17,7 @@ import numpy as np
 from scipy import special  # type: ignore[import-untyped]
 
 from actds.text import counted
-from actds_studies.regimes.result import Element, Limits, Outcome, Value
+from actds_studies.regimes.result import Element, Outcome, StudyLimits, Value
 from actds_studies.regimes.strata import ALL, MIN_REQUESTS, MIN_ROWS, Stratum
 from actds_studies.regimes.sums import COUNT, GroupSums, Made, Totals
 from actds_studies.regimes.wording import beyond
@@ -105,7 +105,7 @@ def judge(
     stratum: Stratum,
     measure: Measure,
     sums: tuple[Totals, Totals],
-    limits: Limits,
+    limits: StudyLimits,
 ) -> Judged:
     """Return what a measure finds in a stratum.
 
@@ -144,8 +144,8 @@ def judge(
         changes = work(measure, first, second, limits)
         if measure.keep and stratum.axis == ALL:
             changes["elements"] = _kept(measure, first, second)
-    told = value.model_copy(update=changes)
-    return Judged(told, told.p is not None)
+    changed = value.model_copy(update=changes)
+    return Judged(changed, changed.p is not None)
 
 
 def _too_few(sums: tuple[Totals, Totals]) -> str | None:
@@ -163,13 +163,12 @@ def _too_few(sums: tuple[Totals, Totals]) -> str | None:
 
 
 def _with_rows(sums: tuple[Totals, Totals]) -> tuple[Totals, Totals]:
-    """Return the sums of those groups that have rows in either arm."""
-    there = sums[0].groups[COUNT][:, 0] + sums[1].groups[COUNT][:, 0] > 0
-    one, other = (
-        replace(total, groups={name: values[there] for name, values in total.groups.items()})
+    present = sums[0].groups[COUNT][:, 0] + sums[1].groups[COUNT][:, 0] > 0
+    half, other = (
+        replace(total, groups={name: values[present] for name, values in total.groups.items()})
         for total in sums
     )
-    return one, other
+    return half, other
 
 
 def pseudo_values(value: Floats, without: Floats) -> tuple[Floats, Floats]:
@@ -183,8 +182,8 @@ def pseudo_values(value: Floats, without: Floats) -> tuple[Floats, Floats]:
         without: the values without each of n groups ``(n, ...)``.
     """
     n = len(without)
-    away = without - without.mean(axis=0)
-    error = np.sqrt((n - 1) / n * np.square(away).sum(axis=0))
+    deviation = without - without.mean(axis=0)
+    error = np.sqrt((n - 1) / n * np.square(deviation).sum(axis=0))
     # What is rounding only is no spread.
     error = np.where(error <= 1e-12 * np.abs(value), 0.0, error)
     return n * value - (n - 1) * without, np.asarray(error)
@@ -202,14 +201,14 @@ def influences(of_arm: Callable[[GroupSums], Floats], first: Totals, second: Tot
         of_arm: function of the sums of an arm, unchanged when all are multiplied.
         second: sums of the other arm.
     """
-    one, other = first.total(), second.total()
-    pool = Made(one, lambda name: one[name] + other[name])
-    n_rows = [np.maximum(total[COUNT], 1e-300) for total in (one, other)]
-    found = []
+    half, other = first.total(), second.total()
+    pool = Made(half, lambda name: half[name] + other[name])
+    n_rows = [np.maximum(total[COUNT], 1e-300) for total in (half, other)]
+    values = []
     for totals, n in zip((first, second), n_rows, strict=True):
         up, down = (of_arm(_toward(pool, totals.groups, step)) for step in (_STEP, -_STEP))
-        found.append((up - down) / (2 * _STEP) * (pool[COUNT] / n))
-    return np.asarray(np.nan_to_num(found[1] - found[0]), np.float64)
+        values.append((up - down) / (2 * _STEP) * (pool[COUNT] / n))
+    return np.asarray(np.nan_to_num(values[1] - values[0]), np.float64)
 
 
 def _toward(pool: GroupSums, groups: GroupSums, step: float) -> Made:
@@ -284,19 +283,19 @@ def lengths(gram: Floats) -> Callable[[Floats], Floats]:
     trace = np.maximum(np.trace(gram, axis1=1, axis2=2), 1e-300)
 
     def statistic(signs: Floats) -> Floats:
-        found = np.einsum("sg,mgh,sh->sm", signs, gram, signs, optimize=True)
-        return np.asarray(found / trace)
+        values = np.einsum("sg,mgh,sh->sm", signs, gram, signs, optimize=True)
+        return np.asarray(values / trace)
 
     return statistic
 
 
-def largest_p(of_each: Callable[[Floats], Floats], told: int, n_groups: int, seed: int) -> float:
+def largest_p(of_each: Callable[[Floats], Floats], n_worst: int, n_groups: int, seed: int) -> float:
     """Return p of one of many elements: against the largest of all, by flips.
 
     Args:
         of_each: statistic of each element, of signs ``(n, n_groups)`` to ``(n, m)``.
     """
-    observed = float(of_each(np.ones((1, n_groups)))[0, told])
+    observed = float(of_each(np.ones((1, n_groups)))[0, n_worst])
 
     def largest(signs: Floats) -> Floats:
         return np.asarray(of_each(signs).max(axis=1, initial=0.0))
@@ -312,17 +311,16 @@ def _told(score: Floats, size: Floats, limit: float | None) -> int:
     return int(np.argmax(np.where(beyond_it, score, -1.0) if beyond_it.any() else score))
 
 
-def _elements(measure: Measure, first: Totals, second: Totals, limits: Limits) -> dict[str, object]:
+def _elements(
+    measure: Measure, first: Totals, second: Totals, limits: StudyLimits
+) -> dict[str, object]:
     """Return the fields of a difference, of a size or of what is only described."""
     value = np.atleast_1d(measure.statistic(first.total(), second.total()))
     without = np.atleast_2d(measure.statistic(first.without(), second.without()))
     if without.shape[1:] != value.shape:
         without = without.reshape(-1, *value.shape)
     good: Bools = np.asarray(np.isfinite(value) & np.isfinite(without).all(axis=0))
-    changes: dict[str, object] = {
-        "n_elements": int(good.sum()),
-        "n_untested": int((~good).sum()),
-    }
+    changes: dict[str, object] = {"n_elements": int(good.sum()), "n_untested": int((~good).sum())}
     if not good.any():
         return changes
     where = np.flatnonzero(good)
@@ -414,7 +412,7 @@ def _kept(measure: Measure, first: Totals, second: Totals) -> list[Element]:
 
 
 def _direction(
-    measure: Measure, first: Totals, second: Totals, limits: Limits
+    measure: Measure, first: Totals, second: Totals, limits: StudyLimits
 ) -> dict[str, object]:
     """Return the fields of turned directions.
 
@@ -438,9 +436,9 @@ def _direction(
     n = len(without)
     pseudo = n * value[good] - (n - 1) * without[:, good]  # (n, m, d)
     gram = np.einsum("gmd,hmd->mgh", pseudo, pseudo, optimize=True)
-    total, own = gram.sum(axis=(1, 2)), np.trace(gram, axis1=1, axis2=2)
-    chord = (total - own) / (n * (n - 1))
-    less = (total[:, None] - 2 * gram.sum(axis=2)) - (own[:, None] - 2 * _diagonal(gram))
+    total, within = gram.sum(axis=(1, 2)), np.trace(gram, axis1=1, axis2=2)
+    chord = (total - within) / (n * (n - 1))
+    less = (total[:, None] - 2 * gram.sum(axis=2)) - (within[:, None] - 2 * _diagonal(gram))
     leave_one = less / ((n - 1) * (n - 2)) if n > 2 else np.repeat(chord[:, None], n, axis=1)
     error = np.sqrt((n - 1) / n * np.square(leave_one - leave_one.mean(axis=1)[:, None]).sum(1))
     m = len(chord)
@@ -503,7 +501,9 @@ def detectable_turn(gram: Floats) -> Floats:
     return _angle(beyond_it + 2 * spread * z**2 + z * root)
 
 
-def _chord_floor(measure: Measure, first: Totals, element: int, limits: Limits) -> float | None:
+def _chord_floor(
+    measure: Measure, first: Totals, element: int, limits: StudyLimits
+) -> float | None:
     """Return the 95 % quantile of the angle between halves of the reference, without its noise.
 
     By the same estimate: the groups of the halves are taken in pairs.
@@ -513,9 +513,9 @@ def _chord_floor(measure: Measure, first: Totals, element: int, limits: Limits) 
         return None
     chords = []
     for kept in halves(2 * n, N_HALVES, limits.seed):
-        one, other = (_of_groups(first, np.flatnonzero(side)) for side in (kept, ~kept))
-        whole = measure.statistic(one.total(), other.total())[element]
-        without = measure.statistic(one.without(), other.without())[:, element]
+        half, other = (_of_groups(first, np.flatnonzero(side)) for side in (kept, ~kept))
+        whole = measure.statistic(half.total(), other.total())[element]
+        without = measure.statistic(half.without(), other.without())[:, element]
         pseudo = n * whole - (n - 1) * without
         products = np.square(pseudo.sum(axis=0)).sum() - np.square(pseudo).sum()
         chords.append(products / (n * (n - 1)))
@@ -527,7 +527,9 @@ def _of_groups(total: Totals, which: Ints) -> Totals:
     return replace(total, groups=Made(groups, lambda name: groups[name][which]))
 
 
-def _overlap(measure: Measure, first: Totals, second: Totals, limits: Limits) -> dict[str, object]:
+def _overlap(
+    measure: Measure, first: Totals, second: Totals, limits: StudyLimits
+) -> dict[str, object]:
     """Return the fields of an overlap: at equal n beside its floor, tested by exchange.
 
     An overlap of two samples falls with their size by itself. So half of the first arm's groups
@@ -535,20 +537,20 @@ def _overlap(measure: Measure, first: Totals, second: Totals, limits: Limits) ->
     """
     n = len(next(iter(first.groups.values())))
     split = halves(n, N_HALVES, limits.seed)
-    own = measure.statistic(first.of(split), first.of(~split))[:, 0]
+    within = measure.statistic(first.of(split), first.of(~split))[:, 0]
     across = measure.statistic(first.of(split), second.of(~split))[:, 0]
-    if not (np.isfinite(own).all() and np.isfinite(across).all()):
+    if not (np.isfinite(within).all() and np.isfinite(across).all()):
         return {}
-    lost = own - across
-    value, floor = float(across.mean()), float(own.mean())
+    lost = within - across
+    value, floor = float(across.mean()), float(within.mean())
 
     def statistic(signs: Floats) -> Floats:
         kept: Bools = signs > 0
-        one, other = first.of(kept), second.of(~kept)
+        half, other = first.of(kept), second.of(~kept)
         swapped, back = second.of(kept), first.of(~kept)
         mixed = measure.statistic(
-            Made(one, lambda name: one[name] + other[name]),
-            Made(one, lambda name: swapped[name] + back[name]),
+            Made(half, lambda name: half[name] + other[name]),
+            Made(half, lambda name: swapped[name] + back[name]),
         )[:, 0]
         return np.asarray(1 - mixed)
 
@@ -578,14 +580,14 @@ def _overlap(measure: Measure, first: Totals, second: Totals, limits: Limits) ->
     return changes
 
 
-def _floor(measure: Measure, first: Totals, element: int, limits: Limits) -> float | None:
+def _floor(measure: Measure, first: Totals, element: int, limits: StudyLimits) -> float | None:
     """Return the 95 % quantile of the measure's size between halves of the reference."""
     n = len(next(iter(first.groups.values())))
     if n < 4:
         return None
     split = halves(n, N_HALVES, limits.seed)
-    found = np.abs(measure.statistic(first.of(split), first.of(~split)).reshape(N_HALVES, -1))
-    return _finite(float(np.quantile(found[:, element], 0.95)))
+    values = np.abs(measure.statistic(first.of(split), first.of(~split)).reshape(N_HALVES, -1))
+    return _finite(float(np.quantile(values[:, element], 0.95)))
 
 
 def _short(
@@ -618,7 +620,7 @@ def _short(
     return f"about {needed:,} requests are needed {why}, {n:,} are there"
 
 
-def decide(judged: Sequence[Judged], limits: Limits) -> list[Value]:
+def decide(judged: Sequence[Judged], limits: StudyLimits) -> list[Value]:
     """Return the values with adjusted p and verdict: one family of tests over all of them.
 
     A value carries over when it is shown to lie within its limit. It shifts when it is not, the
@@ -626,12 +628,12 @@ def decide(judged: Sequence[Judged], limits: Limits) -> list[Value]:
     Else it is undecided: also where a test finds a difference, and whether it is beyond the limit
     remains open.
     """
-    p = np.array([one.value.p for one in judged if one.tested], np.float64)
+    p = np.array([item.value.p for item in judged if item.tested], np.float64)
     adjusted = iter(benjamini_hochberg(p).tolist())
     values = []
-    for one in judged:
-        value = one.value
-        if not one.tested:
+    for item in judged:
+        value = item.value
+        if not item.tested:
             values.append(value)
             continue
         q = float(next(adjusted))
@@ -669,7 +671,6 @@ def _apart(value: float, limit: float) -> str:
 
 
 def _angle(chord: Floats) -> Floats:
-    """Return the angle in degrees of squared chords of the unit sphere."""
     half = np.sqrt(np.clip(chord, 0.0, 4.0)) / 2
     return np.asarray(np.degrees(2 * np.arcsin(np.minimum(half, 1.0))))
 

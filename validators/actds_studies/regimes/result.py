@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, SerializeAsAny
 
-from actds_validators.sections import Document, Section, Share
+from actds_validators.sections import Document, LimitsSection, Section, Share
 
 Outcome = Literal["carries over", "shifts", "undecided"]
 About = Literal["computation", "authorship", "both", "text"]
@@ -26,11 +26,16 @@ Separated = Literal[
 """What shifts, as far as the contrasts separate authorship from computation."""
 
 
-class Limits(Section):
-    """The settings: up to where a difference counts as none, and how it is tested."""
+class StudyLimits(LimitsSection):
+    """What every study of arms has: the level of its tests, and its seed."""
 
     fdr: float = Field(default=0.05, gt=0, lt=1, description="false discovery rate of all tests")
     seed: int = Field(default=0, ge=0, description="of groups, exchanges and halves")
+
+
+class Limits(StudyLimits):
+    """The settings: up to where a difference counts as none, and how it is tested."""
+
     mean: float = Field(
         default=0.25, gt=0, description="of a channel, in standard deviations of the reference"
     )
@@ -247,13 +252,20 @@ class Answer(Section):
     next_steps: list[str]
 
 
-class Regimes(Document):
-    """What contrasts of arms find: verdicts, values with intervals and floors, what is short."""
+class StudyResult(Document):
+    """What a study finds on contrasts of arms; the schema of one is ``actds.NAME/1``."""
 
-    schema_: Literal["actds.regimes/1"] = Field(default="actds.regimes/1", alias="schema")
-    limits: Limits
+    schema_: str = Field(alias="schema")
+    limits: SerializeAsAny[StudyLimits]
     answer: Answer
     n_tests: int = Field(ge=0, description="in one family")
     datasets: list[DatasetResult] = Field(default_factory=list)
     used: list[Used] = Field(default_factory=list)
     contrasts: list[ContrastResult]
+
+
+class Regimes(StudyResult):
+    """What contrasts of arms find: verdicts, values with intervals and floors, what is short."""
+
+    schema_: Literal["actds.regimes/1"] = Field(default="actds.regimes/1", alias="schema")
+    limits: Limits

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from typing_extensions import TypeVar
 
 from actds.errors import ActdsError
 from actds.explore.lazy import LazyArray
@@ -17,6 +19,7 @@ from actds_studies.regimes.entropies import Entropies
 from actds_studies.regimes.equal_tokens import (
     PARTING,
     Histogram,
+    Numerics,
     beside_contrast,
     beside_floor,
     parting_parts,
@@ -24,9 +27,8 @@ from actds_studies.regimes.equal_tokens import (
     repeat_floor,
 )
 from actds_studies.regimes.inference import Judged, Measure, decide, judge
-from actds_studies.regimes.instruments.base import Instrument, PairInstrument
+from actds_studies.regimes.instruments import Instrument, PairInstrument
 from actds_studies.regimes.instruments.moments import ALL_ROWS, SINKS
-from actds_studies.regimes.instruments.numerics import Numerics
 from actds_studies.regimes.instruments.probes import Probes
 from actds_studies.regimes.result import (
     ArmResult,
@@ -34,6 +36,8 @@ from actds_studies.regimes.result import (
     Limits,
     Quantiles,
     Regimes,
+    StudyLimits,
+    StudyResult,
     Value,
 )
 from actds_studies.regimes.strata import ALL
@@ -49,6 +53,7 @@ N_OPEN = 8
 COARSE = (ALL, "decode step")
 """Axes in which sums over every feature are kept."""
 AnyInstrument = Instrument | PairInstrument
+Result = TypeVar("Result", bound=StudyResult, default=Regimes)
 
 
 @dataclass(frozen=True)
@@ -84,13 +89,14 @@ class Measured:
 
 
 def compare(
-    asked: Sequence[Asked],
-    limits: Limits | None = None,
+    questions: Sequence[Asked],
+    limits: StudyLimits | None = None,
     progress: Callable[[str], None] = lambda what: None,
     *,
     floor: str | None = None,
     entropies: Entropies | None = None,
-) -> Regimes:
+    kind: type[Result] = Regimes,  # type: ignore[assignment]
+) -> Result:
     """Return what contrasts find; all their tests are one family.
 
     Args:
@@ -100,35 +106,41 @@ def compare(
         floor: name of the contrast of arms that were served alike, whose distances are the floor
             of the others'.
         entropies: computes those that were not recorded; None without.
+        kind: of the result.
 
     Raises:
         ActdsError: E014 arms that cannot be compared; what reading raises.
     """
     limits = limits or Limits()
-    planned = [_planned(one, limits.seed, entropies) for one in asked]
-    found, results = [], []
-    for one in asked:
-        progress(f"{one.name} at {one.hook}")
-        arrays = _rows_of(one.first, one.hook), _rows_of(one.second, one.hook)
+    planned = [_planned(question, limits.seed, entropies) for question in questions]
+    all_measured, results = [], []
+    for question in questions:
+        progress(f"{question.name} at {question.hook}")
+        arrays = _rows_of(question.first, question.hook), _rows_of(question.second, question.hook)
         plan, result = planned.pop(0)
-        measured = measure(plan, arrays, one.instruments, limits, one.hook)
+        measured = measure(plan, arrays, question.instruments, limits, question.hook)
         if plan.pairing == "token":
-            repeats = repeat_floor((one.first, one.second), plan, arrays, one.hook)
+            repeats = repeat_floor((question.first, question.second), plan, arrays, question.hook)
             measured = replace(measured, judged=beside_floor(measured.judged, repeats))
-        found.append(measured)
+        all_measured.append(measured)
         results.append(_with_counts(result, measured))
     results = [
         result.model_copy(update={"values": values})
-        for result, values in zip(results, conclude(found, limits), strict=True)
+        for result, values in zip(results, conclude(all_measured, limits), strict=True)
     ]
     if floor is not None:
         results = beside_contrast(results, floor)
     results = [
-        one.model_copy(update={"verdicts": verdicts(one.values, (one.first.name, one.second.name))})
-        for one in results
+        question.model_copy(
+            update={
+                "verdicts": verdicts(question.values, (question.first.name, question.second.name))
+            }
+        )
+        for question in results
     ]
     n_tests = sum(value.p is not None for result in results for value in result.values)
-    return Regimes(limits=limits, answer=answer_of(results), n_tests=n_tests, contrasts=results)
+    facts: dict[str, Any] = {"limits": limits, "answer": answer_of(results), "n_tests": n_tests}
+    return kind(contrasts=results, **facts)
 
 
 def _rows_of(arm: Arm, hook: str) -> LazyArray:
@@ -136,36 +148,40 @@ def _rows_of(arm: Arm, hook: str) -> LazyArray:
     return LazyArray(arm.dataset.hooks[hook], arm.dataset.shards_of(hook), n_open=N_OPEN)
 
 
-def _planned(one: Asked, seed: int, entropies: Entropies | None) -> tuple[Contrast, ContrastResult]:
+def _planned(
+    question: Asked, seed: int, entropies: Entropies | None
+) -> tuple[Contrast, ContrastResult]:
     """Return the plan of a contrast, and its result as far as that is known before it is measured.
 
     What the tables say of each row is not kept: there may be many contrasts.
     """
     plan, first, second = contrast(
-        one.first,
-        one.second,
-        one.hook,
-        pairing=one.pairing,
+        question.first,
+        question.second,
+        question.hook,
+        pairing=question.pairing,
         seed=seed,
         entropies=entropies,
     )
-    _refuse_same(one, plan)
-    for instrument in one.instruments:
+    _refuse_same(question, plan)
+    for instrument in question.instruments:
         if isinstance(instrument, Probes):
             rows = plan.first.row, plan.second.row
-            instrument.need_labels((one.first.name, one.second.name), rows)
+            instrument.need_labels((question.first.name, question.second.name), rows)
     result = ContrastResult(
-        name=one.name,
-        hook=one.hook,
+        name=question.name,
+        hook=question.hook,
         pairing=plan.pairing,
         about=about(plan.pairing, (_decode_share(first), _decode_share(second))),
         adjusted=plan.adjusted,
         n_pairs=len(plan.pairs[0]),
         n_groups=plan.n_groups,
         coverage=min(1.0, plan.coverage),
-        left_out=_left_out(plan, entropies, (one.first.name, first), (one.second.name, second)),
-        first=_arm_result(one.first, first, plan.first),
-        second=_arm_result(one.second, second, plan.second),
+        left_out=_left_out(
+            plan, entropies, (question.first.name, first), (question.second.name, second)
+        ),
+        first=_arm_result(question.first, first, plan.first),
+        second=_arm_result(question.second, second, plan.second),
         values=[],
         quantiles=[],
         verdicts=[],
@@ -173,13 +189,9 @@ def _planned(one: Asked, seed: int, entropies: Entropies | None) -> tuple[Contra
     return plan, result
 
 
-def _refuse_same(one: Asked, plan: Contrast) -> None:
-    """Refuse rows that would be compared with themselves.
-
-    Raises:
-        ActdsError: E014.
-    """
-    if one.first.dataset.digest != one.second.dataset.digest:
+def _refuse_same(question: Asked, plan: Contrast) -> None:
+    """Refuse rows that would be compared with themselves."""
+    if question.first.dataset.digest != question.second.dataset.digest:
         return
     first, second = plan.first.row, plan.second.row
     if plan.pairing != "unpaired":
@@ -187,39 +199,39 @@ def _refuse_same(one: Asked, plan: Contrast) -> None:
     if np.array_equal(first, second):
         raise ActdsError(
             "E014",
-            f"arms {one.first.name} and {one.second.name} at {one.hook}",
+            f"arms {question.first.name} and {question.second.name} at {question.hook}",
             got="the same rows",
             expected="rows that were written or computed in two ways",
         )
 
 
-def _with_counts(result: ContrastResult, found: Measured) -> ContrastResult:
+def _with_counts(result: ContrastResult, measured: Measured) -> ContrastResult:
     """Return a result with what was left out when the rows were read, and the quantiles."""
     first, second = (
         arm.model_copy(update={"n_sinks": n_sinks, "n_broken": n_broken})
         for arm, n_sinks, n_broken in zip(
-            (result.first, result.second), found.n_sinks, found.n_broken, strict=True
+            (result.first, result.second), measured.n_sinks, measured.n_broken, strict=True
         )
     )
-    more = {"first": first, "second": second, "quantiles": found.quantiles}
+    more = {"first": first, "second": second, "quantiles": measured.quantiles}
     return result.model_copy(update=more)
 
 
-def conclude(measured: Sequence[Measured], limits: Limits) -> list[list[Value]]:
+def conclude(measured: Sequence[Measured], limits: StudyLimits) -> list[list[Value]]:
     """Return the values of each contrast with their outcomes, one family over all."""
-    values = decide([one for found in measured for one in found.judged], limits)
-    told, start = [], 0
-    for found in measured:
-        told.append(values[start : start + len(found.judged)])
-        start += len(found.judged)
-    return told
+    values = decide([judged for each in measured for judged in each.judged], limits)
+    values_of, start = [], 0
+    for each in measured:
+        values_of.append(values[start : start + len(each.judged)])
+        start += len(each.judged)
+    return values_of
 
 
 def measure(
     plan: Contrast,
     arrays: tuple[RowReader, RowReader],
     instruments: Sequence[AnyInstrument],
-    limits: Limits,
+    limits: StudyLimits,
     hook: str,
 ) -> Measured:
     """Measure two arms: one pass over each, one over the pairs where an instrument asks for them.
@@ -227,16 +239,16 @@ def measure(
     Args:
         arrays: the rows of either arm, by number.
     """
-    single = [one for one in instruments if isinstance(one, Instrument)]
-    double = [one for one in instruments if isinstance(one, PairInstrument)]
+    single = [instrument for instrument in instruments if isinstance(instrument, Instrument)]
+    double = [instrument for instrument in instruments if isinstance(instrument, PairInstrument)]
     coarse = np.array([n for n, s in enumerate(plan.strata) if s.axis in COARSE], np.int64)
     sample = _sample(arrays[0], plan.first)
     if not len(sample):
         return Measured([], [], (0, 0), (len(plan.first), 0))
     norms = np.linalg.norm(sample, axis=1)
     sink = SINK_NORM * float(np.median(norms))
-    for one in single:
-        one.prepare(sample[norms <= sink])  # a few sinks would make up all of a scale
+    for instrument in single:
+        instrument.prepare(sample[norms <= sink])  # a few sinks would make up all of a scale
     judged: list[Judged] = []
     passes = [
         _pass(arrays[n], side, n, single, plan, coarse, sink)
@@ -245,23 +257,22 @@ def measure(
     sums = passes[0][0], passes[1][0]
     if single:
         reference = sums[0].totals(0).total()
-        for one in single:
-            judged += _judged(one.name, one.measures(reference, limits), plan, sums, limits, hook)
+        for instrument in single:
+            judged += _judged(
+                instrument.name, instrument.measures(reference, limits), plan, sums, limits, hook
+            )
     quantiles: list[Quantiles] = []
     if plan.pairing == "token" and double:
         pair_sums, lines = _pair_pass(plan, arrays, double, coarse, sink, hook)
         quantiles = lines
-        for told in double:
-            measures = told.pair_measures(limits)
-            if plan.parted is not None and told.name == Numerics.name:
+        for pair_instrument in double:
+            measures = pair_instrument.pair_measures(limits)
+            if plan.parted is not None and pair_instrument.name == Numerics.name:
                 measures = [*measures, PARTING]
-            judged += _judged(told.name, measures, plan, (pair_sums, pair_sums), limits, hook)
-    return Measured(
-        judged,
-        quantiles,
-        (passes[0][1], passes[1][1]),
-        (passes[0][2], passes[1][2]),
-    )
+            judged += _judged(
+                pair_instrument.name, measures, plan, (pair_sums, pair_sums), limits, hook
+            )
+    return Measured(judged, quantiles, (passes[0][1], passes[1][1]), (passes[0][2], passes[1][2]))
 
 
 def _sample(array: RowReader, side: Side) -> Rows:
@@ -272,8 +283,7 @@ def _sample(array: RowReader, side: Side) -> Rows:
 
 
 def _width(instruments: Sequence[object]) -> int:
-    """Return the most numbers that an instrument makes of a row."""
-    return max((int(getattr(one, "width", 0)) for one in instruments), default=0)
+    return max((int(getattr(instrument, "width", 0)) for instrument in instruments), default=0)
 
 
 def _usable(rows: Rows) -> Bools:
@@ -295,23 +305,22 @@ def _pass(
     coarse: Ints,
     sink: float,
 ) -> tuple[Sums, int, int]:
-    """Return the sums of an arm, and how many rows were sinks and how many broken."""
     sums = Sums(side, len(plan.strata), plan.n_groups, coarse)
     n_sinks = n_broken = 0
     if not instruments:
         return sums, 0, 0
-    for which, rows in blocks_of(array, side.row, _width(instruments)):
+    for block, rows in blocks_of(array, side.row, _width(instruments)):
         fine = _usable(rows)
         is_sink = _norms(rows, fine) > sink
         n_sinks, n_broken = n_sinks + int(is_sink.sum()), n_broken + int((~fine).sum())
-        sums.leave_out(which, fine)
+        sums.leave_out(block, fine)
         ones = np.ones(len(rows))
-        sums.add(which, [Part(ALL_ROWS, ones), Part(SINKS, is_sink.astype(np.float64))])
-        sums.leave_out(which, fine & ~is_sink)
-        sums.add(which, [Part(COUNT, ones)])
+        sums.add(block, [Part(ALL_ROWS, ones), Part(SINKS, is_sink.astype(np.float64))])
+        sums.leave_out(block, fine & ~is_sink)
+        sums.add(block, [Part(COUNT, ones)])
         for instrument in instruments:
             with np.errstate(invalid="ignore", over="ignore"):
-                sums.add(which, instrument.parts(rows, number, side.row[which]))
+                sums.add(block, instrument.parts(rows, number, side.row[block]))
     return sums, n_sinks, n_broken
 
 
@@ -328,43 +337,43 @@ def _pair_pass(
     Pairs of two sinks are left out. One of a sink and another row is none: it lies far apart.
     """
     kept = _some_pairs(plan)
-    one, other = plan.pairs[0][kept], plan.pairs[1][kept]
+    left, other = plan.pairs[0][kept], plan.pairs[1][kept]
     side = plan.first
-    layers = tuple(type(layer)(layer.stratum[one], None) for layer in side.layers)
-    token_id = None if side.token_id is None else side.token_id[one]
-    paired = Side(side.row[one], side.cluster[one], side.group[one], layers, token_id)
+    layers = tuple(type(layer)(layer.stratum[left], None) for layer in side.layers)
+    token_id = None if side.token_id is None else side.token_id[left]
+    paired = Side(side.row[left], side.cluster[left], side.group[left], layers, token_id)
     partner = plan.second.row[other]
     sums = Sums(paired, len(plan.strata), plan.n_groups, coarse)
     histogram = Histogram(len(plan.strata))
     parted = None if plan.parted is None else plan.parted[kept]
-    for which, rows in blocks_of(arrays[0], paired.row, _width(instruments)):
-        others = arrays[1][partner[which].astype(np.int64)]
-        fine = _usable(rows) & _usable(others)
-        fine &= (_norms(rows, fine) <= sink) | (_norms(others, fine) <= sink)
-        sums.leave_out(which, fine)
-        sums.add(which, [Part(COUNT, np.ones(len(rows)))])
+    for block, rows in blocks_of(arrays[0], paired.row, _width(instruments)):
+        partners = arrays[1][partner[block].astype(np.int64)]
+        fine = _usable(rows) & _usable(partners)
+        fine &= (_norms(rows, fine) <= sink) | (_norms(partners, fine) <= sink)
+        sums.leave_out(block, fine)
+        sums.add(block, [Part(COUNT, np.ones(len(rows)))])
         if parted is not None:
-            sums.add(which, parting_parts(parted[which]))
-        strata = [np.where(fine, layer.stratum[which], -1) for layer in layers]
+            sums.add(block, parting_parts(parted[block]))
+        strata = [np.where(fine, layer.stratum[block], -1) for layer in layers]
         with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
             for instrument in instruments:
-                sums.add(which, instrument.pair_parts(rows, others))
-                for name, values in instrument.pair_values(rows, others).items():
+                sums.add(block, instrument.pair_parts(rows, partners))
+                for name, values in instrument.pair_values(rows, partners).items():
                     histogram.add(name, values, strata)
     return sums, quantile_lines(histogram, plan.strata, hook)
 
 
 def _some_pairs(plan: Contrast) -> Ints:
     """Return pairs of some requests, up to `MAX_PAIRS`, in the order of the first's rows."""
-    one, _ = plan.pairs
-    chosen = np.arange(len(one))
-    if len(one) > MAX_PAIRS:
-        cluster = plan.first.cluster[one]
+    left, _ = plan.pairs
+    chosen = np.arange(len(left))
+    if len(left) > MAX_PAIRS:
+        cluster = plan.first.cluster[left]
         rng = np.random.Generator(np.random.Philox(0))
         known = np.unique(cluster)
         order = known[rng.permutation(len(known))].astype(np.int64)
         chosen = some_rows(cluster, order, MAX_PAIRS, rng)
-    return chosen[np.argsort(one[chosen], kind="stable")]
+    return chosen[np.argsort(left[chosen], kind="stable")]
 
 
 def _judged(
@@ -372,22 +381,21 @@ def _judged(
     measures: Sequence[Measure],
     plan: Contrast,
     sums: tuple[Sums, Sums],
-    limits: Limits,
+    limits: StudyLimits,
     hook: str,
 ) -> list[Judged]:
-    """Return what measures find in every stratum that both arms have."""
-    found = []
+    measured = []
     for n, stratum in enumerate(plan.strata):
         totals = sums[0].totals(n), sums[1].totals(n)
         if stratum.axis != ALL and not all(total.n_rows for total in totals):
             continue
-        for one in measures:
-            if one.coarse and stratum.axis not in COARSE:
+        for measure in measures:
+            if measure.coarse and stratum.axis not in COARSE:
                 continue
-            if one.rare and stratum.axis != ALL:  # too few rows to exclude a small rate
-                one = replace(one, kind="described")
-            found.append(judge(name, hook, stratum, one, totals, limits))
-    return found
+            if measure.rare and stratum.axis != ALL:  # too few rows to exclude a small rate
+                measure = replace(measure, kind="described")
+            measured.append(judge(name, hook, stratum, measure, totals, limits))
+    return measured
 
 
 def _left_out(plan: Contrast, entropies: Entropies | None, *arms: tuple[str, ArmRows]) -> list[str]:

@@ -60,17 +60,17 @@ def known_strata(*, is_sampled: bool = False) -> tuple[Stratum, ...]:
     Args:
         is_sampled: whether an arm says what its model sampled.
     """
-    found = [Stratum(ALL, ALL)]
-    found += [Stratum("position", _range(low, high - 1)) for low, high in _position_bands()]
-    found += [Stratum("decode step", _range(low, high)) for low, high in DECODE_STEPS]
-    found += [Stratum("role", role) for role in ROLES]
+    strata = [Stratum(ALL, ALL)]
+    strata += [Stratum("position", _range(low, high - 1)) for low, high in _position_bands()]
+    strata += [Stratum("decode step", _range(low, high)) for low, high in DECODE_STEPS]
+    strata += [Stratum("role", role) for role in ROLES]
     chunks = [str(n) for n in range(N_CHUNKS - 1)] + [f"{N_CHUNKS - 1} and later"]
-    found += [Stratum("chunk", chunk) for chunk in chunks]
-    found += [Stratum("kernel mode", mode) for mode in KERNEL_MODES]
+    strata += [Stratum("chunk", chunk) for chunk in chunks]
+    strata += [Stratum("kernel mode", mode) for mode in KERNEL_MODES]
     if is_sampled:
-        found += [Stratum("entropy", f"quintile {n + 1}") for n in range(5)]
-        found += [Stratum("margin", name) for name in _margins()]
-    return tuple(found)
+        strata += [Stratum("entropy", f"quintile {n + 1}") for n in range(5)]
+        strata += [Stratum("margin", name) for name in _margins()]
+    return tuple(strata)
 
 
 def strata_of(rows: ArmRows, edges: Floats | None = None, *, of_pairs: bool = False) -> Strata:
@@ -89,7 +89,7 @@ def strata_of(rows: ArmRows, edges: Floats | None = None, *, of_pairs: bool = Fa
     step = np.full(len(rows), -1, np.int8)
     for n, (low, high) in enumerate(DECODE_STEPS):
         step[(rows.decode_step >= low) & (rows.decode_step <= high)] = n
-    own: dict[str, Whole] = {
+    by_axis: dict[str, Whole] = {
         ALL: np.zeros(len(rows), np.int8),
         "position": position.astype(np.int8),
         "decode step": step,
@@ -98,14 +98,14 @@ def strata_of(rows: ArmRows, edges: Floats | None = None, *, of_pairs: bool = Fa
         "kernel mode": rows.kernel_mode,
     }
     if edges is not None:
-        which, after = has_entropies(rows, of_pairs=of_pairs), rows.sampled
+        known, after = has_entropies(rows, of_pairs=of_pairs), rows.sampled
         for axis, cuts in (("entropy", edges), ("margin", np.array(MARGIN_EDGES))):
-            own[axis] = np.full(len(rows), -1, np.int8)
+            by_axis[axis] = np.full(len(rows), -1, np.int8)
             if after is not None:
-                own[axis][which] = banded(getattr(after, axis)[which], cuts)
+                by_axis[axis][known] = banded(getattr(after, axis)[known], cuts)
     codes = {
         axis: np.where(code >= 0, code + first[axis], -1).astype(np.int8)
-        for axis, code in own.items()
+        for axis, code in by_axis.items()
     }
     return Strata(strata, codes)
 
@@ -148,8 +148,8 @@ def has_entropies(rows: ArmRows, *, of_pairs: bool = False) -> npt.NDArray[np.bo
 
 
 def _known(rows: ArmRows, of_pairs: bool) -> npt.NDArray[np.float32]:
-    which = has_entropies(rows, of_pairs=of_pairs)
-    return np.empty(0, np.float32) if rows.sampled is None else rows.sampled.entropy[which]
+    known = has_entropies(rows, of_pairs=of_pairs)
+    return np.empty(0, np.float32) if rows.sampled is None else rows.sampled.entropy[known]
 
 
 def banded(values: npt.NDArray[np.float32], edges: Floats) -> npt.NDArray[np.int8]:

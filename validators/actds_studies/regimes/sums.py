@@ -31,9 +31,7 @@ class RowReader(Protocol):
     """Rows that are read when they are indexed: ``LazyArray``, or a numpy array."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Return rows and channels."""
-        ...
+    def shape(self) -> tuple[int, ...]: ...
 
     def __getitem__(self, index: Ints) -> Rows:
         """Return the rows of numbers ``(n,)`` as float32 ``(n, d_model)``."""
@@ -124,8 +122,8 @@ def blocks_of(array: RowReader, row: Whole, width: int = 0) -> Iterator[tuple[sl
     """
     size = min(1 << 13, max(64, BLOCK_NBYTES // (4 * max(width, array.shape[1]))))
     for start in range(0, len(row), size):
-        which = slice(start, min(start + size, len(row)))
-        yield which, array[row[which].astype(np.int64)]
+        block = slice(start, min(start + size, len(row)))
+        yield block, array[row[block].astype(np.int64)]
 
 
 class Sums:
@@ -145,23 +143,23 @@ class Sums:
         self._coarse: set[str] = set()
         self._usable = np.ones(len(side), np.bool_)
 
-    def leave_out(self, which: slice, fine: Bools) -> None:
+    def leave_out(self, block: slice, fine: Bools) -> None:
         """Leave rows of a block out of all counts, as those that are not finite."""
-        self._usable[which] = fine
+        self._usable[block] = fine
 
-    def add(self, which: slice, parts: Iterator[Part] | list[Part]) -> None:
+    def add(self, block: slice, parts: Iterator[Part] | list[Part]) -> None:
         """Add the values of a block of rows; rows that are left out count for nothing.
 
         Args:
             which: the rows, as `blocks_of` names them.
             parts: what to add; each name once.
         """
-        members = self._members(which)
+        members = self._members(block)
         matrices: dict[tuple[bool, bool], tuple[Ints, csr_array]] = {}
         for part in parts:
             kind = part.coarse, part.even
             if kind not in matrices:
-                matrices[kind] = self._matrix(*members, which.stop - which.start, *kind)
+                matrices[kind] = self._matrix(*members, block.stop - block.start, *kind)
             keys, matrix = matrices[kind]
             values = part.values
             if not issparse(values):
@@ -183,46 +181,47 @@ class Sums:
 
     def totals(self, stratum: int) -> Totals:
         """Return the sums of a stratum, of all groups; coarse parts only where they are wanted."""
-        found: dict[str, Floats] = {}
+        totals: dict[str, Floats] = {}
         for name, sums in self._sums.items():
             place = stratum
             if name in self._coarse:
                 place = int(self._coarse_place[stratum])
                 if place < 0:
                     continue
-            found[name] = sums[place * self._n_groups : (place + 1) * self._n_groups]
+            totals[name] = sums[place * self._n_groups : (place + 1) * self._n_groups]
         n_rows = n_requests = 0
         n_effective = 0.0
         tokens = self._side.token_id
         n_tokens = None if tokens is None else 0
         for layer in self._side.layers:
-            mine = (layer.stratum == stratum) & self._usable
-            if mine.any():
-                n_rows = int(np.count_nonzero(mine))
-                n_requests = int(np.count_nonzero(np.bincount(self._side.cluster[mine])))
+            inside = (layer.stratum == stratum) & self._usable
+            if inside.any():
+                n_rows = int(np.count_nonzero(inside))
+                n_requests = int(np.count_nonzero(np.bincount(self._side.cluster[inside])))
                 n_effective = float(n_rows)
-                n_tokens = None if tokens is None else len(np.unique(tokens[mine]))
+                n_tokens = None if tokens is None else len(np.unique(tokens[inside]))
                 if layer.weight is not None:
-                    weight = layer.weight[mine].astype(np.float64)
+                    weight = layer.weight[inside].astype(np.float64)
                     n_effective = float(weight.sum() ** 2 / np.square(weight).sum())
-        return Totals(found, n_rows, n_requests, n_effective, n_tokens)
+        return Totals(totals, n_rows, n_requests, n_effective, n_tokens)
 
-    def _members(self, which: slice) -> tuple[Ints, Ints, Floats, Bools]:
+    def _members(self, block: slice) -> tuple[Ints, Ints, Floats, Bools]:
         """Return of every membership its key of stratum and group, its row of the block, its
         weight, and whether it is even.
         """
         key, row, weight, even = [], [], [], []
         for layer in self._side.layers:
-            stratum = layer.stratum[which]
-            there = np.flatnonzero((stratum >= 0) & self._usable[which])
+            stratum = layer.stratum[block]
+            present = np.flatnonzero((stratum >= 0) & self._usable[block])
             key.append(
-                stratum[there].astype(np.int64) * self._n_groups + self._side.group[which][there]
+                stratum[present].astype(np.int64) * self._n_groups
+                + self._side.group[block][present]
             )
-            row.append(there)
+            row.append(present)
             own = layer.weight
-            weight.append(np.ones(len(there)) if own is None else own[which][there])
+            weight.append(np.ones(len(present)) if own is None else own[block][present])
             some = layer.even
-            even.append(np.ones(len(there), np.bool_) if some is None else some[which][there])
+            even.append(np.ones(len(present), np.bool_) if some is None else some[block][present])
         return (
             np.concatenate(key).astype(np.int64),
             np.concatenate(row).astype(np.int64),
@@ -264,10 +263,10 @@ def _products(matrix: csr_array, values: Floats, right: Floats) -> Floats:
         right: ``(n, d)``.
     """
     d = right.shape[1]
-    found = np.zeros((matrix.shape[0], values.shape[1] * d))
+    totals = np.zeros((matrix.shape[0], values.shape[1] * d))
     for k in range(values.shape[1]):
         some = np.flatnonzero(values[:, k])
         if len(some):
-            own = matrix[:, some] @ (values[some, k][:, np.newaxis] * right[some])
-            found[:, k * d : (k + 1) * d] = own
-    return found
+            weight = matrix[:, some] @ (values[some, k][:, np.newaxis] * right[some])
+            totals[:, k * d : (k + 1) * d] = weight
+    return totals

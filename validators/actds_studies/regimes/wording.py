@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
+from actds.errors import ActdsError
 from actds_studies.regimes.result import Value
 
 Names = tuple[str, str]
+BUILT_IN = ("moments", "numerics", "dictionary", "overlap", "probes")
 _NOUNS = {"moments": "channel ", "dictionary": "feature ", "probes": "probe "}
 _MOST = 300.0  # of a logarithm: what is above has no number
 WORDS: dict[str, tuple[str, str]] = {
@@ -84,6 +87,45 @@ WORDS: dict[str, tuple[str, str]] = {
     ),
 }
 """By measure: in the room of a figure, and as a sentence."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """What an instrument of a study says, beside its measures' names.
+
+    Args:
+        advice: what to do where it shifts, with ``{first}`` and ``{other}`` for the arms.
+        noun: of one of its elements, as ``channel``; empty where it has one alone.
+        measures: by name of a measure what ``WORDS`` has: in the room of a figure, and as a
+            sentence. A measure without them is told as its name and number.
+    """
+
+    advice: str
+    noun: str = ""
+    measures: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+
+ADDED: dict[str, Words] = {}
+"""Words of the instruments that other studies than `regimes` brought, by name."""
+
+
+def register_words(instrument: str, words: Words) -> None:
+    """Make the words of an instrument known to sentences, pages and terminals.
+
+    Raises:
+        ActdsError: E009 another instrument has the name.
+    """
+    if instrument in BUILT_IN or ADDED.get(instrument, words) != words:
+        expected = "a name that no other instrument has"
+        raise ActdsError("E009", "instrument", got=instrument[:80], expected=expected)
+    ADDED[instrument] = words
+
+
+def _templates(value: Value) -> tuple[str, str] | None:
+    added = ADDED.get(value.instrument)
+    return (WORDS if added is None else added.measures).get(value.measure)
+
+
 _UNITS = {"{ratio}": " times", "{points}": " points", "{percent}": " %"}
 _AT: dict[str, str] = {
     "position": "at position {}",
@@ -110,7 +152,7 @@ def big(value: Value, names: Names) -> str:
 def _filled(
     value: Value, names: Names, place: int, otherwise: Callable[[Value, Names], str]
 ) -> str:
-    templates = WORDS.get(value.measure)
+    templates = _templates(value)
     if templates is None or value.value is None:
         return otherwise(value, names)
     size, rises = abs(value.value), value.value >= 0
@@ -148,7 +190,7 @@ def _short(value: Value, names: Names) -> str:
 
 def limits_of(value: Value, names: Names) -> str:
     """Return what a value is compared with, in its own unit: interval, limit and floor."""
-    template = WORDS.get(value.measure, ("", ""))[1]
+    template = (_templates(value) or ("", ""))[1]
     hundred = "{points}" in template or "{percent}" in template
 
     def number(of: float) -> str:
@@ -206,7 +248,9 @@ def _tokens(value: Value, k: int) -> str:
 
 def element_of(value: Value) -> str:
     """Return which element a value is of, with its noun: ``channel 12``; empty for none."""
-    return f"{_NOUNS.get(value.instrument, '')}{value.element}" if value.element else ""
+    added = ADDED.get(value.instrument)
+    noun = f"{added.noun} ".lstrip() if added else _NOUNS.get(value.instrument, "")
+    return f"{noun}{value.element}" if value.element else ""
 
 
 def beyond(value: Value) -> float:

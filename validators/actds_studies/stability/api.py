@@ -11,8 +11,7 @@ from actds.explore.dataset import Dataset, open_apart
 from actds_studies.regimes.asking import MIXTURE_KEYS, parse_named
 from actds_studies.stability.fit import need_torch
 from actds_studies.stability.result import Limits, Stability
-from actds_validators.extras import need_extra
-from actds_validators.sections import settings_of
+from actds_validators.sections import need_extra, settings_of
 
 
 def stability(
@@ -46,33 +45,27 @@ def stability(
     need_torch()
     from actds_studies.stability.arms import open_arm, refuse_same, scored_apart
     from actds_studies.stability.rows import plan
-    from actds_studies.stability.run import measure
-    from actds_studies.stability.save import refuse_out
+    from actds_studies.stability.run import measure, refuse_out
 
     chosen = settings_of(Limits, limits)
-    asked = parse_named(arms, MIXTURE_KEYS)
+    words = parse_named(arms, MIXTURE_KEYS)
     folder = None if out is None else Path(out)
     if folder is not None:
         refuse_out(folder)
     datasets: dict[str, Dataset] = {}
-    for one in asked:
-        if one.path not in datasets:
-            datasets[one.path] = open_apart(one.path)
-    name = _hook_of([(one.name, datasets[one.path]) for one in asked], hook)
+    for arm in words:
+        if arm.path not in datasets:
+            datasets[arm.path] = open_apart(arm.path)
+    name = _hook_of([(arm.name, datasets[arm.path]) for arm in words], hook)
     progress("reading tables")
     opened = scored_apart(
-        [open_arm(one, datasets[one.path], name, chosen.held_out) for one in asked]
+        [open_arm(arm, datasets[arm.path], name, chosen.held_out) for arm in words]
     )
     refuse_same(opened)
     return measure(opened, name, plan(opened, name, chosen), chosen, folder, progress)
 
 
 def _hook_of(arms: list[tuple[str, Dataset]], hook: str | None) -> str:
-    """Return the hook to train on.
-
-    Raises:
-        ActdsError: E014 an arm lacks it or has another width, or several to choose from.
-    """
     first, dataset = arms[0]
     shared = [name for name in dataset.hooks if all(name in other.hooks for _, other in arms)]
     if hook is None and len(shared) == 1:

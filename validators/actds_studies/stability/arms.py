@@ -1,15 +1,19 @@
 """An arm: the rows of a dataset that its dictionaries are trained on, and those that score them.
 
-Tables are read, and no activation. Position 0 and BOS are left out: their rows are sinks.
+Tables are read, and no activation. Position 0 and BOS are left out: their rows are sinks. The order
+of rows is a function of what a row is (request, position, which of several there) and of a seed:
+rows that two arms share come in the same order in both.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
+import numpy.typing as npt
 
 from actds.dataset.multiplicity import resolved_references
 from actds.errors import ActdsError
@@ -20,11 +24,67 @@ from actds.format.tables import PHASES
 from actds.loader.filters import need_known
 from actds.loader.selection import Selection, held_out_requests, select, split_weights
 from actds.text import storable
-from actds_studies.regimes.arms import APART
+from actds_studies.regimes.arms import APART, Requests
 from actds_studies.regimes.asking import ArmWords
-from actds_studies.regimes.requests import Requests
-from actds_studies.stability.order import copies, name_hash, row_keys
 from actds_validators.arrays import Bools, Floats, Ints
+
+_POSITION, _COPY = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
+
+
+def name_hash(*names: object) -> int:
+    """Return a number of 64 bits for names."""
+    text = "\0".join("" if name is None else f"={name}" for name in names)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def row_keys(request: Keys, position: Ints, copy: Ints) -> Keys:
+    """Return a number for each row, alike in every dataset that has it ``(n,)``.
+
+    Args:
+        request: hash of each row's request ``(n,)``.
+        position: position in the request ``(n,)``.
+        copy: which of several rows there it is ``(n,)``.
+    """
+    return _mixed(
+        request ^ _mixed(position.astype(np.uint64) * _POSITION + copy.astype(np.uint64) * _COPY)
+    )
+
+
+def copies(request: Keys, position: Ints, prefix: Keys) -> Ints:
+    """Return for each row how many of its request and position come before it ``(n,)``.
+
+    Args:
+        request: hash of each row's request ``(n,)``.
+        position: position in the request ``(n,)``.
+        prefix: hash of the tokens up to it ``(n,)``, which orders those at one place.
+    """
+    order = np.lexsort((prefix, position, request))
+    ordered, place = request[order], position[order]
+    first = np.ones(len(order), np.bool_)
+    first[1:] = (ordered[1:] != ordered[:-1]) | (place[1:] != place[:-1])
+    starts = np.flatnonzero(first)
+    numbers = np.empty(len(order), np.int64)
+    numbers[order] = np.arange(len(order)) - np.repeat(starts, np.diff([*starts, len(order)]))
+    return numbers
+
+
+def epoch_order(keys: Keys, seed: int, epoch: int) -> Ints:
+    """Return the order of rows in an epoch, a permutation ``(n,)``.
+
+    Args:
+        keys: the number of each row ``(n,)``.
+        epoch: from 0.
+    """
+    salt = np.uint64(name_hash("order", seed, epoch))
+    return np.argsort(_mixed(keys ^ salt), kind="stable").astype(np.int64)
+
+
+def _mixed(x: npt.NDArray[np.uint64]) -> Keys:
+    """Return a number that looks random for each number (the finalizer of SplitMix64)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(x ^ (x >> np.uint64(31)), np.uint64)
 
 
 @dataclass(frozen=True)
@@ -52,9 +112,9 @@ class Entries:
     def __len__(self) -> int:
         return len(self.row)
 
-    def take(self, which: Ints | Bools) -> Entries:
+    def take(self, kept: Ints | Bools) -> Entries:
         """Return some of the rows."""
-        return Entries(*(getattr(self, name)[which] for name in self.__dataclass_fields__))
+        return Entries(*(getattr(self, name)[kept] for name in self.__dataclass_fields__))
 
     @classmethod
     def joined(cls, parts: Sequence[Entries]) -> Entries:
@@ -106,13 +166,17 @@ def open_arm(words: ArmWords, dataset: Dataset, hook: str, held_out: float) -> A
     try:
         chosen = [
             select(
-                dataset, hook, phase, where=words.where,
-                exclude=tuple(dict.fromkeys((*APART, *words.exclude))), weights=weight,
+                dataset,
+                hook,
+                phase,
+                where=words.where,
+                exclude=tuple(dict.fromkeys((*APART, *words.exclude))),
+                weights=weight,
             )
             for phase, _ in parts
-        ]  # fmt: skip
-        train = tuple(servings.entries(one, held=False, again=True) for one in chosen)
-        scored = tuple(servings.entries(one, held=True, again=False) for one in chosen)
+        ]
+        train = tuple(servings.entries(selection, held=False, again=True) for selection in chosen)
+        scored = tuple(servings.entries(selection, held=True, again=False) for selection in chosen)
     except ActdsError as error:
         if error.code != "E014":
             raise
@@ -151,14 +215,14 @@ class _Servings:
             keep[rows] = True if count is None else count > 0
             if weights is not None:
                 weight[rows] = weights[n]
-        told = self.entries_of
-        which = np.flatnonzero(keep[told.row] & (self.held == held))
-        which = which if again else which[which < self.n_rows]
-        if not len(which):
+        entries = self.entries_of
+        kept = np.flatnonzero(keep[entries.row] & (self.held == held))
+        kept = kept if again else kept[kept < self.n_rows]
+        if not len(kept):
             got = f"no request in {'held_out' if held else 'train'}"
             raise ActdsError("E014", "arm", got=got, expected="a share that leaves one")
-        found = replace(told.take(which), weight=weight[told.row[which]])
-        return found.take(np.argsort(found.key, kind="stable"))
+        chosen_entries = replace(entries.take(kept), weight=weight[entries.row[kept]])
+        return chosen_entries.take(np.argsort(chosen_entries.key, kind="stable"))
 
 
 def _servings(dataset: Dataset, hook: str, name: str, held_out: float, again: bool) -> _Servings:
@@ -169,12 +233,9 @@ def _servings(dataset: Dataset, hook: str, name: str, held_out: float, again: bo
     """
     requests = Requests(dataset)
     named = np.array(
-        [
-            name_hash(*one)
-            for one in zip(requests.external_id, requests.source_row, strict=True)
-        ],
+        [name_hash(*one) for one in zip(requests.external_id, requests.source_row, strict=True)],
         np.uint64,
-    )  # fmt: skip
+    )
     shards = dataset.shards_of(hook)
     parts: list[list[Ints]] = []
     for shard in shards:
@@ -193,12 +254,12 @@ def _servings(dataset: Dataset, hook: str, name: str, held_out: float, again: bo
     position, prefix = position[row], prefix_hashes(dataset, shards)[row]
     key = row_keys(named[request], position, copies(named[request], position, prefix))
     weight = np.ones(len(row))
-    told = Entries(key, row, named[request], token[row], phase_of[row], prefix, weight)
-    held = np.zeros(len(requests), np.bool_)
+    entries = Entries(key, row, named[request], token[row], phase_of[row], prefix, weight)
+    is_held = np.zeros(len(requests), np.bool_)
     for run in dataset.catalog.run_ids:
         number, apart = held_out_requests(dataset, run, held_out)
-        held[requests.index(run, number)] = apart
-    return _Servings(told, held[request], n_rows)
+        is_held[requests.index(run, number)] = apart
+    return _Servings(entries, is_held[request], n_rows)
 
 
 def _served_again(dataset: Dataset, requests: Requests, rows: Keys) -> tuple[Ints, Ints]:
@@ -209,7 +270,7 @@ def _served_again(dataset: Dataset, requests: Requests, rows: Keys) -> tuple[Int
     """
     order = np.argsort(rows, kind="stable")
     ordered = rows[order]
-    found: list[tuple[Ints, Ints]] = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+    parts: list[tuple[Ints, Ints]] = [(np.empty(0, np.int64), np.empty(0, np.int64))]
     for run in dataset.catalog.run_ids:
         lines = resolved_references(dataset.catalog.table("spans", run))
         start, stop = (lines[c].to_numpy().astype(np.int64) for c in ("start", "stop"))
@@ -220,8 +281,8 @@ def _served_again(dataset: Dataset, requests: Requests, rows: Keys) -> tuple[Int
         wanted = position_key(np.repeat(of, length), position)
         at = np.searchsorted(ordered, wanted)
         stored = ordered.take(at, mode="clip") == wanted
-        found.append((order[at[stored]], np.repeat(to, length)[stored]))
-    row, request = (np.concatenate(part) for part in zip(*found, strict=True))
+        parts.append((order[at[stored]], np.repeat(to, length)[stored]))
+    row, request = (np.concatenate(part) for part in zip(*parts, strict=True))
     return row, request
 
 
@@ -231,17 +292,11 @@ def scored_apart(arms: Sequence[Arm]) -> list[Arm]:
     A request that one arm holds out is trained on in none. Of the held-out rows each prefix stays
     once, and those stay away whose prefix a request to train on has as well, as a system prompt.
     """
-    held = np.unique(np.concatenate([e.request for arm in arms for e in arm.scored]))
-    train = [tuple(e.take(~np.isin(e.request, held)) for e in arm.train) for arm in arms]
+    held_requests = np.unique(np.concatenate([e.request for arm in arms for e in arm.scored]))
+    train = [tuple(e.take(~np.isin(e.request, held_requests)) for e in arm.train) for arm in arms]
     seen = np.unique(np.concatenate([e.prefix for parts in train for e in parts]))
     return [
-        Arm(
-            arm.words,
-            arm.dataset,
-            arm.shares,
-            parts,
-            tuple(_unseen(e, seen) for e in arm.scored),
-        )
+        Arm(arm.words, arm.dataset, arm.shares, parts, tuple(_unseen(e, seen) for e in arm.scored))
         for arm, parts in zip(arms, train, strict=True)
     ]
 
@@ -254,8 +309,8 @@ def refuse_same(arms: Sequence[Arm]) -> None:
     """
     for first, second in combinations(arms, 2):
         if (first.dataset.digest, first.shares) == (second.dataset.digest, second.shares) and all(
-            np.array_equal(one.row, other.row) and np.array_equal(one.weight, other.weight)
-            for one, other in zip(first.train, second.train, strict=True)
+            np.array_equal(ours.row, other.row) and np.array_equal(ours.weight, other.weight)
+            for ours, other in zip(first.train, second.train, strict=True)
         ):
             place = f"arms {first.name} and {second.name}"
             raise ActdsError("E014", place, got="the same rows", expected="rows that differ")
@@ -270,11 +325,8 @@ def _unseen(entries: Entries, seen: Keys) -> Entries:
 
 
 def most(parts: Sequence[Entries], shares: Sequence[float]) -> int:
-    """Return how many rows the parts have in these shares."""
     n = min(int(len(e) / share + 1e-9) for e, share in zip(parts, shares, strict=True))
-    while n and any(
-        count > len(e) for count, e in zip(_split(n, shares), parts, strict=True)
-    ):  # fmt: skip
+    while n and any(count > len(e) for count, e in zip(_split(n, shares), parts, strict=True)):
         n -= 1
     return n
 
@@ -297,11 +349,10 @@ def _split(n: int, shares: Sequence[float]) -> list[int]:
 
 
 def words_of(words: ArmWords) -> str:
-    """Return what selects the rows of an arm, in words."""
-    said = [storable(words.path)]
-    said += [f"phase {words.phase}"] if words.phase else []
-    said += [", ".join(f"{share:.0%} {phase}" for phase, share in words.mix)] if words.mix else []
-    said += [words.where] if words.where else []
-    said += [f"without {name}" for name in words.exclude]
-    said += [f"weights {one}" for one in words.weights]
-    return ", ".join(said)
+    parts = [storable(words.path)]
+    parts += [f"phase {words.phase}"] if words.phase else []
+    parts += [", ".join(f"{share:.0%} {phase}" for phase, share in words.mix)] if words.mix else []
+    parts += [words.where] if words.where else []
+    parts += [f"without {name}" for name in words.exclude]
+    parts += [f"weights {weight}" for weight in words.weights]
+    return ", ".join(parts)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError, not_installed
-from actds_studies.stability.order import epoch_order
+from actds_studies.stability.arms import epoch_order
 from actds_validators.arrays import Bools, Floats
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ class Trainer:
         for epoch in range(self.epochs):
             permutation = torch.from_numpy(epoch_order(rows.keys, order, epoch))
             for at in range(0, len(permutation) - self.batch + 1, self.batch):
-                which = permutation[at : at + self.batch]
-                x, w = rows.values[which].float() * self.scale, share[which]
+                batch = permutation[at : at + self.batch]
+                x, w = rows.values[batch].float() * self.scale, share[batch]
                 if not (w > 0).any():
                     continue
                 mean = (w * x).sum(dim=0) / w.sum()

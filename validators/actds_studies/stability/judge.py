@@ -66,40 +66,49 @@ def compare(
             can show nothing.
     """
     by: dict[tuple[str, str], dict[int, Likeness]] = {}
-    for one in pairs:
-        by.setdefault((one.arm, one.kind), {})[one.seeds[0]] = one.likeness
-    found = []
-    for arm in dict.fromkeys(one.arm for one in pairs if one.arm != reference):
+    for pair in pairs:
+        by.setdefault((pair.arm, pair.kind), {})[pair.seeds[0]] = pair.likeness
+    comparisons = []
+    for arm in dict.fromkeys(pair.arm for pair in pairs if pair.arm != reference):
         for floor in get_args(Floor):
             kind = "same start" if floor == "other order" else floor
             for measure in get_args(Measure):
-                told = _comparison(arm, floor, measure, by[arm, kind], by[reference, floor], limits)
-                found += [told] if told is not None else []
-    return _decided(found, chance, limits)
+                comparison = _comparison(
+                    arm, floor, measure, by[arm, kind], by[reference, floor], limits
+                )
+                comparisons += [comparison] if comparison is not None else []
+    return _decided(comparisons, chance, limits)
 
 
 def _comparison(
-    arm: str, floor: Floor, measure: Measure, own: Mapping[int, Likeness],
-    within: Mapping[int, Likeness], limits: Limits,
-) -> Comparison | None:  # fmt: skip
-    values = [(_value(own[seed], measure), _value(within[seed], measure)) for seed in sorted(own)]
+    arm: str,
+    floor: Floor,
+    measure: Measure,
+    likenesses: Mapping[int, Likeness],
+    within: Mapping[int, Likeness],
+    limits: Limits,
+) -> Comparison | None:
+    values = [
+        (_value(likenesses[seed], measure), _value(within[seed], measure))
+        for seed in sorted(likenesses)
+    ]
     if any(None in pair for pair in values):
         return None
-    both = np.array(values, np.float64)
-    away = both[:, 0] - both[:, 1]
-    n_below = int((away < 0).sum())
-    tested = measure == _TESTED and len(away) >= MIN_SEEDS
-    n_there = int((away > -limits.limit).sum())
+    pair_values = np.array(values, np.float64)
+    differences = pair_values[:, 0] - pair_values[:, 1]
+    n_below = int((differences < 0).sum())
+    tested = measure == _TESTED and len(differences) >= MIN_SEEDS
+    n_there = int((differences > -limits.limit).sum())
     return Comparison(
         arm=arm,
         floor=floor,
         measure=measure,
-        of_arm=float(both[:, 0].mean()),
-        of_floor=float(both[:, 1].mean()),
-        differences=away.tolist(),
+        of_arm=float(pair_values[:, 0].mean()),
+        of_floor=float(pair_values[:, 1].mean()),
+        differences=differences.tolist(),
         n_below=n_below,
-        p=sign_test(n_below, int((away != 0).sum())) if tested else None,
-        p_within=sign_test(n_there, len(away), two_sided=False) if tested else None,
+        p=sign_test(n_below, int((differences != 0).sum())) if tested else None,
+        p_within=sign_test(n_there, len(differences), two_sided=False) if tested else None,
         outcome="undecided" if measure == _TESTED else None,
     )
 
@@ -110,37 +119,45 @@ def _value(likeness: Likeness, measure: Measure) -> float | None:
 
 
 def _decided(found: Sequence[Comparison], chance: float, limits: Limits) -> list[Comparison]:
-    told = list(found)
+    comparisons = list(found)
     for floor in get_args(Floor):
-        tests = [n for n, one in enumerate(found) if one.floor == floor and one.p is not None]
+        tests = [
+            n
+            for n, comparison in enumerate(found)
+            if comparison.floor == floor and comparison.p is not None
+        ]
         adjusted = benjamini_hochberg([found[n].p or 0.0 for n in tests])
         for n, p in zip(tests, adjusted.tolist(), strict=True):
             outcome = _outcome(found[n], p, chance, limits)
-            told[n] = found[n].model_copy(update={"adjusted_p": p, "outcome": outcome})
-    return told
+            comparisons[n] = found[n].model_copy(update={"adjusted_p": p, "outcome": outcome})
+    return comparisons
 
 
-def _outcome(one: Comparison, adjusted_p: float, chance: float, limits: Limits) -> Outcome:
-    if _is_chance(one, chance, limits):
+def _outcome(comparison: Comparison, adjusted_p: float, chance: float, limits: Limits) -> Outcome:
+    if _is_chance(comparison, chance, limits):
         return "undecided"
-    if one.p_within is not None and one.p_within <= LEVEL:
+    if comparison.p_within is not None and comparison.p_within <= LEVEL:
         return "within the floor"
-    shown = adjusted_p <= limits.fdr and 2 * one.n_below > len(one.differences)
+    shown = adjusted_p <= limits.fdr and 2 * comparison.n_below > len(comparison.differences)
     return "beyond the floor" if shown else "undecided"
 
 
-def _is_chance(one: Comparison, chance: float, limits: Limits) -> bool:
+def _is_chance(comparison: Comparison, chance: float, limits: Limits) -> bool:
     """Return whether a floor is as low as random directions lie: less alike there is nothing."""
-    return one.of_floor <= chance + limits.limit
+    return comparison.of_floor <= chance + limits.limit
 
 
 def verdicts(
     comparisons: Sequence[Comparison], reference: str, chance: float, limits: Limits
 ) -> list[Verdict]:
     """Return what is found on each arm, in words."""
-    by = {(one.arm, one.floor): one for one in comparisons if one.measure == _TESTED}
-    found = []
-    arms = list(dict.fromkeys(one.arm for one in comparisons))
+    by = {
+        (comparison.arm, comparison.floor): comparison
+        for comparison in comparisons
+        if comparison.measure == _TESTED
+    }
+    verdicts = []
+    arms = list(dict.fromkeys(comparison.arm for comparison in comparisons))
     for arm in arms:
         seed, order = by[arm, "other seed"], by[arm, "other order"]
         assert seed.outcome is not None and order.outcome is not None
@@ -150,7 +167,7 @@ def verdicts(
             f"({_below(seed)}); from the same start {order.of_arm:.3f}, where another order of the "
             f"same rows has {order.of_floor:.3f} ({_below(order)})."
         )
-        found.append(
+        verdicts.append(
             Verdict(
                 arm=arm,
                 outcome=seed.outcome,
@@ -158,12 +175,12 @@ def verdicts(
                 sentence=sentence,
                 short=[
                     words
-                    for one in (seed, order)
-                    if (words := _short(one, len(arms), chance, limits))
+                    for comparison in (seed, order)
+                    if (words := _short(comparison, len(arms), chance, limits))
                 ],
             )
         )
-    return found
+    return verdicts
 
 
 def answer(
@@ -214,9 +231,13 @@ def _words(outcome: Outcome, arms: Sequence[str], n_arms: int, n_seeds: int) -> 
 
 
 def _next_steps(
-    judged: Sequence[Verdict], outcome: Outcome, arms: list[str], changed: list[str],
-    reference: str, n_seeds: int,
-) -> Iterator[str]:  # fmt: skip
+    judged: Sequence[Verdict],
+    outcome: Outcome,
+    arms: list[str],
+    changed: list[str],
+    reference: str,
+    n_seeds: int,
+) -> Iterator[str]:
     if outcome == "beyond the floor":
         yield (
             f"Say which harvest a dictionary was trained on: one of {_listed(arms)} is not one of "
@@ -245,25 +266,26 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" or {more} others" if more > 0 else "")
 
 
-def _below(one: Comparison) -> str:
-    return f"{one.n_below} of {counted(len(one.differences), 'seed')} below"
+def _below(comparison: Comparison) -> str:
+    return f"{comparison.n_below} of {counted(len(comparison.differences), 'seed')} below"
 
 
-def _short(one: Comparison, n_arms: int, chance: float, limits: Limits) -> str:
-    if one.outcome != "undecided":
+def _short(comparison: Comparison, n_arms: int, chance: float, limits: Limits) -> str:
+    if comparison.outcome != "undecided":
         return ""
-    if _is_chance(one, chance, limits):
+    if _is_chance(comparison, chance, limits):
         return (
-            f"{one.floor}: the floor of {one.of_floor:.3f} is little above the {chance:.3f} of "
-            "random directions: train longer (--epochs), or on more rows"
+            f"{comparison.floor}: the floor of {comparison.of_floor:.3f} is little above the "
+            f"{chance:.3f} of random directions: train longer (--epochs), or on more rows"
         )
-    n = len(one.differences)
+    n = len(comparison.differences)
     if n < MIN_SEEDS:
-        return f"{one.floor}: {n} seeds describe, they do not test; --seeds {MIN_SEEDS} at least"
-    assert one.adjusted_p is not None
+        few = f"{n} seeds describe, they do not test; --seeds {MIN_SEEDS} at least"
+        return f"{comparison.floor}: {few}"
+    assert comparison.adjusted_p is not None
     enough = 1 + math.ceil(math.log2(n_arms / limits.fdr))
     more = f"{enough} seeds that all agree would show one; " if enough > n else ""
     return (
-        f"{one.floor}: no difference is shown (adjusted p {one.adjusted_p:.2g}), and none is ruled "
-        f"out up to {limits.limit:g}; {more}more --seeds"
+        f"{comparison.floor}: no difference is shown (adjusted p {comparison.adjusted_p:.2g}), and "
+        f"none is ruled out up to {limits.limit:g}; {more}more --seeds"
     )

@@ -47,7 +47,6 @@ class Matched:
 
     @property
     def mean(self) -> float:
-        """Return the mean cosine."""
         return float(self.cosine.sum()) / self.n if self.n else 0.0
 
     def share(self, least: float) -> float:
@@ -57,11 +56,11 @@ class Matched:
 
 def cosines(first: npt.NDArray[np.floating], second: npt.NDArray[np.floating]) -> Floats:
     """Return the cosines of directions ``(n_first, d)`` and ``(n_second, d)``."""
-    one, other = (
+    first_unit, second_unit = (
         a / np.maximum(np.linalg.norm(a, axis=1, keepdims=True), np.finfo(np.float32).tiny)
         for a in (np.asarray(first, np.float64), np.asarray(second, np.float64))
     )
-    return np.asarray(one @ other.T)
+    return np.asarray(first_unit @ second_unit.T)
 
 
 def match(similarity: Floats) -> Matched:
@@ -96,10 +95,14 @@ def match_directions(
     A feature that never was active is where it started: two dictionaries of one start would share
     it for that alone.
     """
-    places = tuple(np.flatnonzero(own) for own in alive)
-    found = match(cosines(first[places[0]], second[places[1]]))
+    places = tuple(np.flatnonzero(mask) for mask in alive)
+    matched = match(cosines(first[places[0]], second[places[1]]))
     return Matched(
-        places[0][found.first], places[1][found.second], found.cosine, found.n, found.nearest
+        places[0][matched.first],
+        places[1][matched.second],
+        matched.cosine,
+        matched.n,
+        matched.nearest,
     )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from actds_validators.sections import Document, Section, Share
+from actds_validators.sections import Document, LimitsSection, Section, Share
 
 PairKind = Literal["same start", "other order", "other seed"]
 ScoredRows = Literal["all", "prefill", "decode", "rare tokens"]
@@ -18,8 +18,13 @@ Floor = Literal["other seed", "other order"]
 """What two dictionaries of one arm differ in: the start and the order, or the order alone."""
 
 
-class Limits(Section):
+class Limits(LimitsSection):
     """The settings: how dictionaries are trained, and how they are compared."""
+
+    options: ClassVar = frozenset(
+        {"seeds", "seed", "features", "k", "rows", "epochs", "batch", "learning_rate"}
+        | {"held_out", "max_memory"}
+    )
 
     seeds: int = Field(default=6, ge=2, le=64, description="seeds, a dictionary per arm for each")
     seed: int = Field(default=0, ge=0, le=2**31, description="first seed, and that of the samples")

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from actds.exchange.containers import NewTensor, write_tensors
 from actds.format.tables import PHASES
+from actds.store import refuse_within_dataset
 from actds.text import storable
+from actds.version import __version__
 from actds_studies.dictionaries import Dictionary
 from actds_studies.dictionaries.dictionary import Source
+from actds_studies.dictionaries.places import places_of
+from actds_studies.dictionaries.saelens import CONFIG, WEIGHTS
 from actds_studies.stability.arms import Arm, most, words_of
-from actds_studies.stability.cross import Errors, cross_values, errors_of
 from actds_studies.stability.fit import Fitted, Trainer
 from actds_studies.stability.judge import answer, compare, verdicts
 from actds_studies.stability.matching import chance, features_of, match_directions
@@ -28,13 +34,91 @@ from actds_studies.stability.result import (
     Stability,
     Trained,
 )
-from actds_studies.stability.rows import Gathered, Plan, gather
-from actds_studies.stability.save import save
+from actds_studies.stability.rows import Errors, Gathered, Plan, cross_values, errors_of, gather
 from actds_validators.about import about
 from actds_validators.arrays import Bools
+from actds_validators.audit.outputs import unwritable
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array  # type: ignore[import-untyped]
+
+
+def refuse_out(out: Path) -> None:
+    """Refuse a folder for dictionaries that cannot be made anew.
+
+    Raises:
+        ActdsError: E009 it is inside a dataset; E503 something is there already, or the folder
+            around it is not.
+    """
+    refuse_within_dataset(out, "out")
+    if os.path.lexists(out) and (not out.is_dir() or any(out.iterdir())):
+        raise unwritable(out, "it is there already", "Give a new folder.")
+    if not out.parent.is_dir():
+        raise unwritable(out, f"no folder {out.parent}", "Make the folder, or give another path.")
+
+
+def save(
+    folder: Path, dictionary: Dictionary, arm: Arm, hook: str, held_out: float, trained: Any
+) -> None:
+    """Write a dictionary with the record of what it was trained on.
+
+    Args:
+        held_out: share of the requests that it has not seen.
+
+    Raises:
+        ActdsError: E503 the folder cannot be written.
+    """
+    dataset, path = arm.dataset, storable(arm.dataset.path)
+    models = about(dataset.catalog, "").models
+    model = models[0] if len(models) == 1 else None
+    config = {
+        "architecture": "topk",
+        "d_in": dictionary.d_model,
+        "d_sae": dictionary.n_features,
+        "k": dictionary.k,
+        "apply_b_dec_to_input": True,
+        "normalize_activations": "none",
+        "metadata": {
+            "sae_lens_version": "6.0.0",
+            "model_name": model,
+            "hook_name": _name_elsewhere(hook, model),
+            "actds": {
+                "format": "actds.loader",
+                "actds": __version__,
+                "dataset": path,
+                "digest": dataset.digest,
+                "datasets": [{"path": path, "digest": dataset.digest}],
+                "models": list(dataset.models),
+                "hooks": [hook],
+                "split": ["train", held_out],
+                "stability": trained,
+            },
+        },
+    }
+    arrays = {
+        "W_enc": dictionary.w_enc,
+        "b_enc": dictionary.b_enc,
+        "W_dec": dictionary.w_dec,
+        "b_dec": dictionary.b_dec,
+    }
+    try:
+        folder.mkdir(parents=True)
+        tensors = {
+            name: NewTensor("float32", array.shape, [np.ascontiguousarray(array)])
+            for name, array in arrays.items()
+        }
+        write_tensors(folder / WEIGHTS, tensors, {})
+        (folder / CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
+    except OSError as error:
+        raise unwritable(folder, error.strerror or str(error), "Give another folder.") from None
+
+
+def _name_elsewhere(hook: str, model: str | None) -> str:
+    """Return what SAELens calls a hook; its own name where there is none."""
+    kind, _, layer = hook.rpartition(".")
+    names = [f"blocks.{layer}.hook_{kind}", f"blocks.{layer}.hook_{kind.removesuffix('_post')}"]
+    names += [f"blocks.{layer}.attn.hook_{name}" for name in (kind, f"rot_{kind}")]
+    return next((name for name in names if places_of(name, model)[:1] == (hook,)), hook)
 
 
 @dataclass(frozen=True)
@@ -70,16 +154,21 @@ def measure(
     progress(f"reading {planned.n_rows:,} rows of each arm")
     rows = gather(arms, hook, planned.n_rows)
     trainer = Trainer(
-        planned.n_features, limits.k, limits.batch, limits.epochs, limits.learning_rate,
-        rows.scale, rows.centre,
-    )  # fmt: skip
+        planned.n_features,
+        limits.k,
+        limits.batch,
+        limits.epochs,
+        limits.learning_rate,
+        rows.scale,
+        rows.centre,
+    )
     seeds = list(range(limits.seed, limits.seed + limits.seeds))
     # Those of another order, with the starts of the reference's own.
-    asked = [(n, seed, seed) for n in range(len(arms)) for seed in seeds]
-    asked += [(0, seed, seed + limits.seeds) for seed in seeds]
+    plans = [(n, seed, seed) for n in range(len(arms)) for seed in seeds]
+    plans += [(0, seed, seed + limits.seeds) for seed in seeds]
     made: dict[tuple[int, int, int], _One] = {}
-    for done, (n, seed, order) in enumerate(asked, 1):
-        progress(f"dictionary {done} of {len(asked)}, arm {arms[n].name}, seed {seed}")
+    for done, (n, seed, order) in enumerate(plans, 1):
+        progress(f"dictionary {done} of {len(plans)}, arm {arms[n].name}, seed {seed}")
         fitted = trainer.fit(rows.arms[n].train, seed, order)
         made[n, seed, order] = _one(rows, n, hook, seed, order, fitted, limits, out)
     progress("matching")
@@ -92,10 +181,13 @@ def measure(
         for n, trained_on in enumerate(arms)
         for m, rows_of in enumerate(arms)
         for value in cross_values(
-            trained_on.name, rows_of.name, [made[n, s, s].errors[m] for s in seeds],
-            rows.arms[m].scored, rows.arms[0].scored,
+            trained_on.name,
+            rows_of.name,
+            [made[n, s, s].errors[m] for s in seeds],
+            rows.arms[m].scored,
+            rows.arms[0].scored,
         )
-    ]  # fmt: skip
+    ]
     return Stability(
         limits=limits,
         hook=hook,
@@ -113,14 +205,20 @@ def measure(
         comparisons=comparisons,
         pairs=pairs,
         cross=cross,
-        dictionaries=[one.trained for one in made.values()],
+        dictionaries=[made_one.trained for made_one in made.values()],
     )
 
 
 def _one(
-    rows: Gathered, n: int, hook: str, seed: int, order: int, fitted: Fitted, limits: Limits,
+    rows: Gathered,
+    n: int,
+    hook: str,
+    seed: int,
+    order: int,
+    fitted: Fitted,
+    limits: Limits,
     out: Path | None,
-) -> _One:  # fmt: skip
+) -> _One:
     from scipy.sparse import vstack
 
     arm = rows.arms[n].arm
@@ -132,17 +230,27 @@ def _one(
         digest.update(np.ascontiguousarray(array).tobytes())
     source = Source("saelens", str(folder or f"{arm.name} {name}"), digest.hexdigest(), hook)
     dictionary = Dictionary("topk", *arrays, source, k=limits.k)
-    told = Trained(
-        arm=arm.name, seed=seed, order=order, fvu=fitted.fvu, n_alive=int(fitted.alive.sum()),
-        sha256=digest.hexdigest(), path=None if folder is None else storable(str(folder)),
-    )  # fmt: skip
+    trained = Trained(
+        arm=arm.name,
+        seed=seed,
+        order=order,
+        fvu=fitted.fvu,
+        n_alive=int(fitted.alive.sum()),
+        sha256=digest.hexdigest(),
+        path=None if folder is None else storable(str(folder)),
+    )
     if folder is not None:
-        facts = {"arm": words_of(arm.words), "seed": seed, "order": order,
-                 "rows": len(rows.arms[n].entries), "epochs": limits.epochs}  # fmt: skip
+        facts = {
+            "arm": words_of(arm.words),
+            "seed": seed,
+            "order": order,
+            "rows": len(rows.arms[n].entries),
+            "epochs": limits.epochs,
+        }
         save(folder, dictionary, arm, hook, limits.held_out, facts)
     found = [errors_of(dictionary, held.scored.rows) for held in rows.arms]
-    features = vstack([own for _, own in found], format="csr")
-    return _One(told, dictionary, fitted.alive, [errors for errors, _ in found], features)
+    features = vstack([features_of_arm for _, features_of_arm in found], format="csr")
+    return _One(trained, dictionary, fitted.alive, [errors for errors, _ in found], features)
 
 
 def _pairs(
@@ -150,23 +258,25 @@ def _pairs(
 ) -> list[PairResult]:
     """Return how alike pairs are: each seed with itself, and with the next one."""
     k = len(seeds)
-    found = []
+    pair_results = []
     for at, seed in enumerate(seeds):
-        one, after = made[0, seed, seed], seeds[(at + 1) % k]
-        told: list[tuple[int, PairKind, int, int]] = [
+        first, after = made[0, seed, seed], seeds[(at + 1) % k]
+        kinds: list[tuple[int, PairKind, int, int]] = [
             (0, "other order", seed, seed + k),
             (0, "other seed", after, after),
         ]
         for n in range(1, len(arms)):
-            told += [(n, "same start", seed, seed), (n, "other seed", after, after)]
-        found += [
+            kinds += [(n, "same start", seed, seed), (n, "other seed", after, after)]
+        pair_results += [
             PairResult(
-                arm=arms[n].name, kind=kind, seeds=(seed, start),
-                likeness=_likeness(one, made[n, start, order]),
+                arm=arms[n].name,
+                kind=kind,
+                seeds=(seed, start),
+                likeness=_likeness(first, made[n, start, order]),
             )
-            for n, kind, start, order in told
-        ]  # fmt: skip
-    return found
+            for n, kind, start, order in kinds
+        ]
+    return pair_results
 
 
 def _likeness(first: _One, second: _One) -> Likeness:
@@ -183,25 +293,23 @@ def _likeness(first: _One, second: _One) -> Likeness:
 
 def _arm_results(rows: Gathered, hook: str) -> list[ArmResult]:
     reference = rows.arms[0].entries.key
-    known = [about(held.arm.dataset.catalog, "") for held in rows.arms]
+    known = [about(arm.arm.dataset.catalog, "") for arm in rows.arms]
     return [
         ArmResult(
-            name=held.arm.name,
-            words=words_of(held.arm.words),
-            digest=held.arm.dataset.digest,
+            name=arm.arm.name,
+            words=words_of(arm.arm.words),
+            digest=arm.arm.dataset.digest,
             models=list(of.models),
             engines=list(of.engines),
             started_ns=of.started_ns,
-            dtype=held.arm.dataset.hooks[hook].dtype,
-            n_there=most(held.arm.train, held.arm.shares),
-            n_rows=len(held.entries),
-            shares={
-                phase: int((held.entries.phase == n).sum()) for n, phase in enumerate(PHASES)
-            },
-            n_common=int(np.isin(held.entries.key, reference).sum()),
-            n_sinks=held.n_sinks,
-            n_scored=len(held.scored.entries),
-            n_requests=len(np.unique(held.scored.entries.request)),
+            dtype=arm.arm.dataset.hooks[hook].dtype,
+            n_there=most(arm.arm.train, arm.arm.shares),
+            n_rows=len(arm.entries),
+            shares={phase: int((arm.entries.phase == n).sum()) for n, phase in enumerate(PHASES)},
+            n_common=int(np.isin(arm.entries.key, reference).sum()),
+            n_sinks=arm.n_sinks,
+            n_scored=len(arm.scored.entries),
+            n_requests=len(np.unique(arm.scored.entries.request)),
         )
-        for held, of in zip(rows.arms, known, strict=True)
-    ]  # fmt: skip
+        for arm, of in zip(rows.arms, known, strict=True)
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -17,12 +17,193 @@ import pyarrow.compute as pc
 
 from actds.apart import Apart, Reply, Request, cpu_seconds
 from actds.errors import ActdsError
+from actds.exchange.containers import map_npy
 from actds.explore.dataset import Dataset
 from actds.format.tables import FLAG_BOS, FLAG_EOS, FLAG_SPECIAL, is_served
-from actds_studies.view.scores import Score
+from actds_studies.dictionaries import Dictionary, load_dictionary, saelens
+from actds_studies.dictionaries.load import PARAMETERS
+from actds_studies.dictionaries.tensors import is_npz, is_torch, read_npz, read_safetensors
+from actds_validators.arrays import Array
 
 if TYPE_CHECKING:
     from actds.explore.context import RequestRows, Tokenizer
+
+MAX_SCORES = 4
+"""The norm, and three more."""
+_ENCODERS = ("W_enc", "encoder.weight")
+
+
+@dataclass(frozen=True)
+class Score:
+    """One number per row.
+
+    Args:
+        of: from rows ``(n, d_model)``, float32, to numbers ``(n,)``.
+    """
+
+    name: str
+    words: str
+    of: Callable[[Array], Array]
+
+
+NORM = Score("norm", "Euclidean norm of the row", lambda rows: np.linalg.norm(rows, axis=1))
+
+
+def read_probe(path: str | Path, d_model: int, chosen: Sequence[int] = ()) -> list[Score]:
+    """Return the scores of probes: the product of a row with each.
+
+    Args:
+        path: ``.npy`` file, ``(d_model,)`` or ``(n_probes, d_model)``.
+        chosen: which probes; the first ones by default.
+
+    Raises:
+        ActdsError: E015 no such file, another shape, or values that are not finite numbers.
+    """
+    path = Path(path)
+    if is_npz(path):
+        raise _bad(path, "several arrays", "an .npy file of one")
+    try:
+        array = map_npy(path).read()
+    except OSError as error:
+        raise _bad(path, error.strerror or str(error), "an .npy file of floats") from None
+    except ActdsError as error:
+        raise _bad(path, error.got, "an .npy file of floats") from None
+    probes = array[None] if array.ndim == 1 else array
+    if probes.ndim != 2 or probes.shape[1] != d_model or probes.dtype.kind != "f":
+        expected = f"floats ({d_model},) or (n_probes, {d_model})"
+        raise _bad(path, f"{array.dtype} {array.shape}", expected)
+    return [
+        Score(f"probe {n}", f"product with row {n} of {path.name}", _product(path, probes[n]))
+        for n in _chosen(path, chosen or range(min(len(probes), MAX_SCORES - 1)), len(probes))
+    ]
+
+
+def read_sae(
+    path: str | Path,
+    d_model: int,
+    chosen: Sequence[int],
+    hook: str | None = None,
+    model: str | None = None,
+) -> list[Score]:
+    """Return the scores of features of a dictionary: their activations.
+
+    A file of its own, without ``cfg.json``, may be an encoder alone: ReLU of its product and bias,
+    of the row less the decoder's bias where the file has one; a feature that has a threshold is 0
+    up to it, and a top-k is not known. Names are those of SAELens and of dictionary_learning.
+
+    Args:
+        path: what ``load_dictionary`` takes, or a ``.safetensors`` or ``.npz`` file of an encoder.
+        hook: the hook, in the names of actds; None where it is not known.
+        model: the model of the rows; None where it is not known.
+
+    Raises:
+        ActdsError: E015 no such file or feature, another width, hook or model, or no encoder in it.
+    """
+    path = Path(path)
+    if _is_whole(path):
+        return _of_dictionary(path, load_dictionary(path, hook, d_model, model=model), chosen)
+    tensors = _tensors(path)
+    name = next((n for n in _ENCODERS if n in tensors), None)
+    if name is None:
+        raise _bad(path, f"tensors {', '.join(sorted(tensors))[:200]}", " or ".join(_ENCODERS))
+    encoder = tensors[name].T if name == "W_enc" else tensors[name]  # (n_features, d_model)
+    if encoder.ndim != 2 or encoder.shape[1] != d_model:
+        raise _bad(path, f"{name} {tensors[name].shape}", f"an encoder of {d_model} channels")
+    n = len(encoder)
+    _need_some(path, chosen, n)
+    bias = _vector(path, tensors, ("b_enc", "encoder.bias"), n)
+    centre = _vector(path, tensors, ("b_dec", "bias", "decoder.bias"), d_model)
+    threshold = _vector(path, tensors, ("threshold",), n)
+    scores = []
+    for k in _chosen(path, chosen, n):
+        product = _product(path, encoder[k])
+        shift = 0.0 if bias is None else float(bias[k])
+        shift -= 0.0 if centre is None else float(product(centre[None])[0])
+        least = 0.0 if threshold is None else max(0.0, float(threshold[k]))
+        words = f"activation of feature {k} of {path.name}, before any top-k"
+        scores.append(Score(f"feature {k}", words, _activation(product, shift, least)))
+    return scores
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether a path is a dictionary with its settings, and no encoder alone."""
+    if path.is_dir() or path.name in (saelens.CONFIG, PARAMETERS) or is_torch(path):
+        return True
+    return path.name == saelens.WEIGHTS and path.with_name(saelens.CONFIG).exists()
+
+
+def _of_dictionary(path: Path, dictionary: Dictionary, chosen: Sequence[int]) -> list[Score]:
+    _need_some(path, chosen, dictionary.n_features)
+    last: list[tuple[Array, Any]] = []
+
+    def features(rows: Array) -> Any:
+        if not last or last[0][0] is not rows:
+            last[:] = [(rows, dictionary.encode_sparse(rows).tocsc())]
+        return last[0][1]
+
+    def activation(k: int) -> Callable[[Array], Array]:
+        return lambda rows: features(rows)[:, [k]].toarray()[:, 0]
+
+    return [
+        Score(f"feature {k}", f"activation of feature {k} of {path.name}", activation(k))
+        for k in _chosen(path, chosen, dictionary.n_features)
+    ]
+
+
+def _need_some(path: Path, chosen: Sequence[int], n: int) -> None:
+    if not chosen:
+        raise _bad(path, f"{n:,} features and none of them named", "features to look at")
+
+
+def _product(path: Path, direction: Array) -> Callable[[Array], Array]:
+    weights = np.asarray(direction, np.float32)
+    if not np.isfinite(weights).all():
+        raise _bad(path, "values that are not finite", "finite numbers")
+    return lambda rows: np.asarray(rows, np.float32) @ weights
+
+
+def _activation(
+    product: Callable[[Array], Array], shift: float, least: float
+) -> Callable[[Array], Array]:
+    def of(rows: Array) -> Array:
+        before = product(rows) + shift
+        return np.where(before > least, before, 0.0)
+
+    return of
+
+
+def _chosen(path: Path, chosen: Sequence[int], n: int) -> Sequence[int]:
+    for k in chosen:
+        if not 0 <= k < n:
+            raise _bad(path, f"number {k}", f"0 to {n - 1}")
+    if len(chosen) > MAX_SCORES - 1:
+        raise _bad(path, f"{len(chosen)} numbers", f"at most {MAX_SCORES - 1}")
+    return chosen
+
+
+def _vector(
+    path: Path, tensors: Mapping[str, Array], names: tuple[str, ...], n: int
+) -> Array | None:
+    name = next((name for name in names if name in tensors), None)
+    if name is None:
+        return None
+    values = np.asarray(tensors[name], np.float32)
+    if values.shape != (n,) or not np.isfinite(values).all():
+        raise _bad(path, f"{name} {values.shape}", f"finite numbers ({n},)")
+    return values
+
+
+def _tensors(path: Path) -> Mapping[str, Array]:
+    """Return the tensors of a file by name; those of ``.safetensors`` stay on the disk."""
+    read = {".safetensors": read_safetensors, ".npz": read_npz}.get(path.suffix)
+    if read is None:
+        raise _bad(path, f"a {path.suffix or 'bare'} file", "a .safetensors or .npz file")
+    return read(path)
+
+
+def _bad(path: Path, got: str, expected: str) -> ActdsError:
+    return ActdsError("E015", str(path), got=got, expected=expected)
+
 
 N_EVEN, N_LOST = 6, 2
 MAX_TOKENS = 12_000
@@ -66,15 +247,15 @@ def sample(dataset: Dataset) -> list[tuple[str, int]]:
         served = requests.filter(is_served(requests))
         everyone += [(run, number) for number in served["request"].to_pylist()]
         spans = dataset.catalog.table("spans", run)
-        gone = pc.is_in(spans["disposition"], pa.array(["dropped", "aborted"]))
-        spans = spans.filter(gone)
+        is_lost = pc.is_in(spans["disposition"], pa.array(["dropped", "aborted"]))
+        spans = spans.filter(is_lost)
         length = pc.subtract(spans["stop"], spans["start"]).to_numpy()
         lost = np.bincount(spans["request"].to_numpy(), weights=length)
         losers += [(-int(lost[k]), run, int(k)) for k in np.argsort(-lost, kind="stable")[:N_LOST]]
     n = min(N_EVEN, len(everyone))
-    found = [everyone[k * len(everyone) // n] for k in range(n)]
-    found += [(run, number) for n_lost, run, number in sorted(losers)[:N_LOST] if n_lost]
-    return list(dict.fromkeys(found))
+    chosen = [everyone[k * len(everyone) // n] for k in range(n)]
+    chosen += [(run, number) for n_lost, run, number in sorted(losers)[:N_LOST] if n_lost]
+    return list(dict.fromkeys(chosen))
 
 
 def read_requests(
@@ -105,10 +286,10 @@ def read_requests(
             return
         rows = dataset.request(number, run=run, hook=hook)
         stop = min(len(rows), start + min(n_tokens, room))
-        there = slice(min(start, stop), stop)
+        shown = slice(min(start, stop), stop)
         requests = dataset.catalog.table("requests", rows.run)
         line = requests.filter(pc.equal(requests["request"], number)).to_pylist()[0]
-        row = rows.row[there]
+        row = rows.row[shown]
         stored = np.flatnonzero(row >= 0)
         values = np.full((len(scores), len(row)), np.nan)
         special = np.zeros(len(row), bool)
@@ -117,11 +298,11 @@ def read_requests(
             for k, score in enumerate(scores):
                 values[k, stored] = score.of(acts)
             special[stored] = flags.of(row[stored]) & _SPECIAL != 0
-        ids = rows.token_id[there].tolist()
+        ids = rows.token_id[shown].tolist()
         pieces = (
             ["?" if token < 0 else f"{token} " for token in ids]
             if tokenizer is None
-            else rows.pieces(tokenizer, there.start, there.stop)
+            else rows.pieces(tokenizer, shown.start, shown.stop)
         )
         room -= len(pieces)
         yield ShownRequest(
@@ -130,7 +311,7 @@ def read_requests(
             line["source"],
             ": ".join(filter(None, (line["finish_reason"], line["reason"]))),
             line["prompt_len"],
-            there.start,
+            shown.start,
             pieces,
             special,
             values,
@@ -147,12 +328,12 @@ class _Flags:
 
     def of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
         """Return the flags of rows, uint16 ``(n,)``."""
-        found = np.zeros(len(rows), np.uint16)
+        flags = np.zeros(len(rows), np.uint16)
         numbers = np.searchsorted(self._starts, rows, side="right") - 1
         for number in np.unique(numbers).tolist():
             here = numbers == number
-            found[here] = self._flags(number)[rows[here] - self._starts[number]]
-        return found
+            flags[here] = self._flags(number)[rows[here] - self._starts[number]]
+        return flags
 
     def _flags(self, number: int) -> npt.NDArray[np.uint16]:
         if self._kept[0] != number:
@@ -192,7 +373,6 @@ class _WholeText:
         self._file = [os.path.abspath(path), status.st_size, status.st_mtime_ns]
 
     def decode(self, token_ids: list[int]) -> str:
-        """Return the text of tokens."""
         request = Request(
             {"file": self._file, "token_ids": token_ids},
             [],
@@ -216,11 +396,11 @@ def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
     token_ids, decode = request["token_ids"], _read(*request["file"]).decode
 
     def text(ids: list[int]) -> str:
-        found: str = decode(ids, skip_special_tokens=False)
-        if len(found) > _MAX_CHARACTERS * max(len(ids), 1):
-            got = f"{len(found):,} characters of {len(ids)} tokens"
+        decoded: str = decode(ids, skip_special_tokens=False)
+        if len(decoded) > _MAX_CHARACTERS * max(len(ids), 1):
+            got = f"{len(decoded):,} characters of {len(ids)} tokens"
             raise ActdsError("E009", "tokenizer", got=got, expected="the text of tokens")
-        return found
+        return decoded
 
     words = text(token_ids)
     # Some decoders take the space off a text that begins with one: not after another token.

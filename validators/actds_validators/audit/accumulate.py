@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,6 @@ from actds_validators.audit.data import CLASSES, places
 from actds_validators.audit.lookup import Rows
 from actds_validators.audit.result import Covariate
 from actds_validators.statistics.intervals import Blocks
-
-if TYPE_CHECKING:
-    from actds_validators.audit.passes import RowPass
 
 Numbers = Floats | Bools
 CONTENT = "content"
@@ -36,7 +33,6 @@ class PartialRows:
     """Rows of the steps that lost a part, ``(n_rows,)`` each.
 
     Args:
-        step: place of the step of each.
         values: of each number, about the middle of the sums ``(n_numbers, n_rows)``; NaN where a
             row has none.
     """
@@ -49,7 +45,6 @@ class PartialRows:
 
     @classmethod
     def together(cls, parts: Sequence[PartialRows], n_numbers: int = 0) -> PartialRows:
-        """Return the rows of several, in their order; of none rows of so many numbers."""
         if not parts:
             nothing = np.zeros(0, np.int64)
             return cls(nothing, nothing, nothing, nothing > 0, np.zeros((n_numbers, 0)))
@@ -92,7 +87,6 @@ class ClassCounts:
         """Count rows.
 
         Args:
-            special: whether each is a special token.
             served: how often the prefix cache served it; ``None`` for lost rows.
             label: place of its label, -1 without one; ``None`` when there are no labels.
         """
@@ -107,15 +101,14 @@ class ClassCounts:
         target += np.bincount(at, minlength=target.size).reshape(target.shape)
         if served is not None and len(again := np.flatnonzero(served)):
             weights = served[again].astype(np.float64)
-            found = np.bincount(at[again], weights=weights, minlength=target.size)
-            self.reused += found.reshape(target.shape).astype(np.int64)
+            again_served = np.bincount(at[again], weights=weights, minlength=target.size)
+            self.reused += again_served.reshape(target.shape).astype(np.int64)
             self.repeated += len(again)
             self.largest = max(self.largest, int(served.max()))
             self.inverses -= float((weights / (1 + weights)).sum())
             self.squares += float((weights * (2 + weights)).sum())
 
     def add(self, other: ClassCounts) -> None:
-        """Add the counts of other rows."""
         self.stored += other.stored
         self.reused += other.reused
         self.lost += other.lost
@@ -187,9 +180,7 @@ class Moments:
         """Add rows.
 
         Args:
-            rows: at least one.
             values: each number of the rows, NaN where one has none; booleans as they are.
-            lost: whether each is lost.
             cell: of each, ``block * n_cells + cell``.
         """
         lookup, n_cells = rows.lookup, self.cells.shape[3]
@@ -206,10 +197,10 @@ class Moments:
         first, beyond = sums[: 1 + self.order], sums[1 + self.order :]
         _add_runs(self.ticks, of_tick, first)
         _add_runs(self.blocks, block, beyond)
-        gone = groups % 2 == 1
-        _add_runs(self.lost, block[gone], first[..., gone])
+        is_lost = groups % 2 == 1
+        _add_runs(self.lost, block[is_lost], first[..., is_lost])
         of_cell += block * n_cells
-        stored = np.flatnonzero(~gone)
+        stored = np.flatnonzero(~is_lost)
         stored = stored[np.argsort(of_cell[stored], kind="stable")]
         cells = self.cells.reshape(*self.cells.shape[:2], -1)
         _add_runs(cells, of_cell[stored], first[..., stored])
@@ -218,26 +209,27 @@ class Moments:
             # Readouts are 32 bits wide where they are stored.
             kind = np.float32 if self.order == 2 else np.float64
             some = np.stack([np.asarray(x[inside], kind) for x in values])
-            own = rows.take(inside)
-            self.within.append(PartialRows(own.step, own.request, own.position, lost[inside], some))
+            inner = rows.take(inside)
+            self.within.append(
+                PartialRows(inner.step, inner.request, inner.position, lost[inside], some)
+            )
 
     def _powers(self, at: Ints, values: Sequence[Numbers], size: int) -> Floats:
-        """Return the sums of the powers 0 to 2 order, ``(1 + 2 order, n_numbers, size)``."""
-        found = np.empty((1 + 2 * self.order, len(values), size))
-        found[0] = np.bincount(at, minlength=size)
+        sums = np.empty((1 + 2 * self.order, len(values), size))  # powers from 0 on
+        sums[0] = np.bincount(at, minlength=size)
         for k, x in enumerate(values):
             if x.dtype == bool:  # every power of 0 and 1 is the same
-                found[1:, k] = np.bincount(at, weights=x, minlength=size)
+                sums[1:, k] = np.bincount(at, weights=x, minlength=size)
                 continue
-            known, own = np.isfinite(x), at
+            known, place = np.isfinite(x), at
             if not known.all():
-                own, x = at[known], x[known]
-                found[0, k] = np.bincount(own, minlength=size)
+                place, x = at[known], x[known]
+                sums[0, k] = np.bincount(place, minlength=size)
             power = x
             for p in range(1, 1 + 2 * self.order):
                 power = x if p == 1 else power * x
-                found[p, k] = np.bincount(own, weights=power, minlength=size)
-        return found
+                sums[p, k] = np.bincount(place, weights=power, minlength=size)
+        return sums
 
     def cut(self) -> None:
         """Leave out the ticks that nothing fell into: `add` knows where they are."""
@@ -246,7 +238,6 @@ class Moments:
         self.within = [PartialRows.together(self.within)] if self.within else []
 
     def add(self, other: Moments) -> None:
-        """Add what was cut."""
         self.ticks[..., other.low : other.high] += other.ticks
         self.blocks += other.blocks
         self.lost += other.lost
@@ -262,23 +253,20 @@ class Moments:
         """Put the sums about the mean of all rows, and return how far that was.
 
         The powers of x - d follow from those of x: the middle need not be known before the pass.
-
-        Args:
-            block: of each tick.
         """
         n, x = self.ticks[:2].sum(axis=2)
-        found = np.divide(x, n, out=np.zeros_like(x), where=n > 0)
-        d = found[:, np.newaxis]
+        middle = np.divide(x, n, out=np.zeros_like(x), where=n > 0)
+        d = middle[:, np.newaxis]
         n, x, xx = (self._by_block(power, block) for power in self.ticks)
         x3, x4 = self.blocks
         x4 += -4 * d * x3 + 6 * d**2 * xx - 4 * d**3 * x + d**4 * n
         x3 += -3 * d * xx + 3 * d**2 * x - d**3 * n
         for sums in (self.ticks, self.lost, self.cells):
-            count, one, square = sums
-            for k, away in enumerate(found):  # in place: these are the largest arrays
-                square[k] += -2 * away * one[k] + away**2 * count[k]
-                one[k] -= away * count[k]
-        return np.asarray(found, np.float64)
+            count, total, square = sums
+            for k, shift in enumerate(middle):  # in place: these are the largest arrays
+                square[k] += -2 * shift * total[k] + shift**2 * count[k]
+                total[k] -= shift * count[k]
+        return np.asarray(middle, np.float64)
 
     def covariate_sums(
         self, covariates: Sequence[Covariate], middle: Floats, blocks: Blocks
@@ -289,7 +277,7 @@ class Moments:
             middle: about which the sums are, ``(n_numbers,)``; the means are put back.
         """
         first = np.searchsorted(blocks.labels, np.arange(blocks.n_blocks))
-        found = []
+        every = []
         for number, covariate in enumerate(covariates):
             k, is_square = number % len(middle), number >= len(middle)
             power, c = 1 + is_square, 0.0 if is_square else middle[k]
@@ -297,8 +285,8 @@ class Moments:
             twice = self.blocks[-1, k]
             if self.order == 2 and not is_square:
                 twice = np.bincount(blocks.labels, weights=self.ticks[2, k])
-            three, gone = np.zeros((3, len(n))), np.zeros(len(n))
-            gone[first] = n_lost
+            three, of_lost = np.zeros((3, len(n))), np.zeros(len(n))
+            of_lost[first] = n_lost
             three[0], three[1, first] = x, twice
             three[2, first] = self.lost[power, k]
             if c:
@@ -306,53 +294,42 @@ class Moments:
                 three[0] += c * n
                 three[1, first] += 2 * c * by_block[1] + c * c * by_block[0]
                 three[2, first] += c * n_lost
-            found.append(CovariateSums(covariate, n, three, gone))
-        return found
+            every.append(CovariateSums(covariate, n, three, of_lost))
+        return every
 
     def _by_block(self, ticked: Floats, block: Ints) -> Floats:
         size = self.blocks.shape[2]
         return np.stack([np.bincount(block, weights=row, minlength=size) for row in ticked])
 
 
+@dataclass(frozen=True)
 class Sums:
-    """What rows add up to.
+    """What rows add up to; of two, the stored rows and the lost ones.
 
     Args:
-        groups: of `CONTENT` and the hooks, those that are summed.
+        moments: of each group of covariates that is summed: of `CONTENT` and the hooks.
+        bands: of each covariate in bins ``(2, n_blocks, n_bins)``.
+        cell_n: rows ``(2, n_blocks, n_cells)``.
+        cell_system: system covariates over the stored rows ``(n_system, n_blocks, n_cells)``.
+        strata: by the block in which the request began ``(2, n_strata, n_blocks)``: special tokens,
+            the classes and the ids.
+        tails: by the same block ``(2, 2, n_hooks, n_values, n_blocks)``, below and above.
     """
 
-    def __init__(self, one: RowPass, groups: Sequence[str]) -> None:
-        n_blocks, n_cells = one.lookup.n_blocks, one.cells.n_cells if one.cells else 0
-        labels = one.lookup.labels
-        self.moments = {
-            group: Moments(
-                one.n_numbers(group), 1 + (group != CONTENT), one.lookup.n_ticks, n_blocks, n_cells
-            )
-            for group in groups
-        }
-        self.cell_n = np.zeros((2, n_blocks, n_cells))
-        self.cell_system = np.zeros((len(one.lookup.system), n_blocks, n_cells))
-        self.classes = ClassCounts(labels.words if labels else ())
-        self.bands = {
-            d.name: np.zeros((2, n_blocks, d.bins.n))
-            for d in one.definitions
-            if d.bins and d.unit != "share" and CONTENT in groups
-        }
-        # By the block in which the request began: special tokens, the classes and the ids; and
-        # what lies in the tails, stored or lost, below or above.
-        n_strata = 1 + len(labels.words if labels else ()) + one.lookup.n_slots
-        self.strata = np.zeros((2, n_strata, n_blocks))
-        n_values = one.widths.n_values if one.scale else 0
-        self.tails = np.zeros((2, 2, len(one.hooks), n_values, n_blocks))
+    moments: dict[str, Moments]
+    classes: ClassCounts
+    bands: dict[str, Floats]
+    cell_n: Floats
+    cell_system: Floats
+    strata: Floats
+    tails: Floats
 
     def cut(self) -> Sums:
-        """Return the same without the ticks that nothing fell into."""
         for moments in self.moments.values():
             moments.cut()
         return self
 
     def add(self, other: Sums) -> None:
-        """Add what `cut` returned."""
         for group, moments in other.moments.items():
             self.moments[group].add(moments)
         for name, counts in other.bands.items():
@@ -362,24 +339,25 @@ class Sums:
         self.classes.add(other.classes)
 
     def bands_of(self, definitions: Sequence[CovariateDef]) -> dict[str, Bands]:
-        """Return computed and lost tokens by bins, by covariate; bins of no token are left out."""
-        found = {}
+        bands = {}
         moments = self.moments[CONTENT]
-        for k, one in enumerate(definitions):
-            if one.bins is None:
+        for k, covariate in enumerate(definitions):
+            if covariate.bins is None:
                 continue
-            if one.unit == "share":  # the sums tell: how many there are, and of how many it is 1
+            if (
+                covariate.unit == "share"
+            ):  # the sums tell: how many there are, and of how many it is 1
                 parts = moments.cells[:, k].sum(axis=2), moments.lost[:, k]
                 stored, lost = (np.stack([n - yes, yes], axis=1) for n, yes in parts)
             else:
-                stored, lost = self.bands[one.name]
+                stored, lost = self.bands[covariate.name]
             computed = stored + lost
             numbers = np.flatnonzero(computed.sum(axis=0)).tolist()
             if numbers:
-                found[one.name] = Bands(
-                    [one.bins.label(k) for k in numbers],
+                bands[covariate.name] = Bands(
+                    [covariate.bins.label(k) for k in numbers],
                     computed[:, numbers],
                     lost[:, numbers],
-                    [one.bins.edges(k) for k in numbers],
+                    [covariate.bins.edges(k) for k in numbers],
                 )
-        return found
+        return bands

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actds_validators.extras import need_extra
-from actds_validators.sections import settings_of
+from actds_validators.sections import need_extra, settings_of
 
 if TYPE_CHECKING:
     from actds_validators.audit.passes import ExecutorName
@@ -31,13 +30,13 @@ def audit(
         path: the dataset, sealed and valid.
         limits: settings by name, or as the result has them; those of the spec by default.
         weights: file to write, inverse-probability weights of the stored rows; not written when
-            the accounting does not add up.
+            the accounting does not match.
         classes: Parquet file of token classes: request, start, stop, class, and maybe run.
         accept: places that are waived by name, though they do not pass: ``source``, ``cache``,
             ``rules``, ``ends``, ``queues``, ``values``, ``identity``.
         executor: where the rows are read, ``threads`` of this process or ``ray``: the numbers are
             the same.
-        progress: told what is being done.
+        progress: called with what is being done.
 
     Returns:
         The result with its verdict. No activation is read: whether two parts of a dataset hold the

@@ -17,13 +17,21 @@ import numpy.typing as npt
 
 from actds.dataset.fates import NEVER, FateCounts, fate_counts
 from actds.format import tables
-from actds.format.positions import Index, position_key
+from actds.format.positions import Index, position_key, union
 from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.covariates import LOAD, columns_of, defined
-from actds_validators.audit.data import Part, Read, RunSource, column, is_known, numbers, places
+from actds_validators.audit.data import (
+    Read,
+    RunSource,
+    TablePart,
+    column,
+    is_known,
+    numbers,
+    places,
+)
 from actds_validators.audit.result import Accounting, Finding, WaterfallStep
-from actds_validators.statistics.events import correlation_steps, count_events, effective_events
 from actds_validators.statistics.intervals import Blocks, blocks
+from actds_validators.statistics.series import correlation_steps, count_events, effective_events
 
 _COUNTED = ("step", "t_ns", "captured_tokens", "dropped_tokens")
 MAX_TICKS = 1 << 17
@@ -35,8 +43,6 @@ class RunSteps:
     """The steps of one run that computed a token, in order.
 
     Args:
-        step: number of each step, ``(n_steps,)``.
-        t_ns: when it was scheduled.
         covariates: values of the system covariates, ``(n_steps,)`` each.
     """
 
@@ -53,15 +59,11 @@ class Series:
     """All runs one after the other, as ticks of one or more steps.
 
     Args:
-        run: label of each tick, ``(n_ticks,)``.
         t_s: seconds since the first step of the first run, without the time between runs.
-        seconds: until the next tick; 0 for a run's last one.
         system: system covariate to sums ``(2, n_ticks)``: x and its square over the tokens; and
             of x over the lost ones, ``(3, n_ticks)`` in all.
         offsets: first tick of each run, and the number of ticks.
-        steps_per_tick: at most.
         effective_events: events of equal size that a mean over the lost tokens rests on.
-        n_partial_steps: steps that lost some of their tokens.
     """
 
     runs: tuple[str, ...]
@@ -83,12 +85,10 @@ class Series:
 
     @property
     def n_ticks(self) -> int:
-        """Return the length of the series."""
         return len(self.run)
 
     @property
     def share(self) -> Floats:
-        """Return the share lost of each tick."""
         return np.divide(
             self.lost, self.computed, out=np.zeros(self.n_ticks), where=self.computed > 0
         )
@@ -98,18 +98,21 @@ def read_steps(source: RunSource) -> RunSteps:
     """Return the steps of a run that computed something new; the load counts the others, too."""
     definitions = defined("step")
     more = [name for name in columns_of(definitions) if name not in _COUNTED]
-    found = source.columns("steps", [*_COUNTED, *more])
-    order = np.argsort(found["step"], kind="stable")
-    found = {name: values[order] for name, values in found.items()}
-    lost = found["dropped_tokens"].astype(np.float64)
-    computed = found["captured_tokens"] + lost
-    floats = {name: np.asarray(found[name], np.float64) for name in columns_of(definitions)}
-    covariates = {one.name: np.asarray(one.values(floats), np.float64) for one in definitions}
+    columns = source.columns("steps", [*_COUNTED, *more])
+    order = np.argsort(columns["step"], kind="stable")
+    columns = {name: values[order] for name, values in columns.items()}
+    lost = columns["dropped_tokens"].astype(np.float64)
+    computed = columns["captured_tokens"] + lost
+    floats = {name: np.asarray(columns[name], np.float64) for name in columns_of(definitions)}
+    covariates = {
+        covariate.name: np.asarray(covariate.values(floats), np.float64)
+        for covariate in definitions
+    }
     kept = computed > 0
     return RunSteps(
         source.run,
-        found["step"][kept],
-        found["t_ns"][kept],
+        columns["step"][kept],
+        columns["t_ns"][kept],
         computed[kept],
         lost[kept],
         {name: values[kept] for name, values in covariates.items()},
@@ -117,12 +120,7 @@ def read_steps(source: RunSource) -> RunSteps:
 
 
 def make_series(runs: list[RunSteps], n_blocks: int) -> Series | None:
-    """Return the series of some runs, ``None`` when no token was computed.
-
-    Args:
-        runs: the steps of each.
-        n_blocks: blocks of the jackknife at most.
-    """
+    """Return the series of some runs, ``None`` when no token was computed."""
     runs = [run for run in runs if len(run.step)]
     n_steps = sum(len(run.step) for run in runs)
     if not n_steps:
@@ -175,8 +173,8 @@ def _events(lost: Floats, share: Floats, labels: Ints) -> tuple[int, float]:
     if np.count_nonzero(lost) <= len(lost) / 2:
         gap = math.ceil(time)
         return count_events(lost, labels, gap), effective_events(lost, labels, gap)
-    found = max(1, int(len(lost) / time))
-    return found, float(found)
+    n_events = max(1, int(len(lost) / time))
+    return n_events, float(n_events)
 
 
 def _sums(run: RunSteps, x: Floats) -> Floats:
@@ -215,58 +213,52 @@ class _KeySums:
 
     @classmethod
     def of(cls, keys: Ints, sums: npt.NDArray[np.uint64]) -> _KeySums:
-        """Return the sums of equal keys together."""
         known, at = np.unique(keys, return_inverse=True)
         total = np.zeros((len(sums), len(known)), np.uint64)
-        for one, values in zip(total, sums, strict=True):
-            np.add.at(one, at.reshape(-1), values)
+        for row, values in zip(total, sums, strict=True):
+            np.add.at(row, at.reshape(-1), values)
         return cls(known, total)
 
     @classmethod
     def of_ranges(cls, keys: Ints, start: Ints, stop: Ints) -> _KeySums:
-        """Return the sums of half-open ranges of positions."""
         a, b = start.astype(np.uint64), stop.astype(np.uint64)
         return cls.of(keys, np.stack([b - a, b * b - a * a, b * b * b - a * a * a]))
 
     @classmethod
     def of_counts(cls, keys: Ints, n: npt.NDArray[Any]) -> _KeySums:
-        """Return numbers of positions, whichever they are; none where that is 0."""
         some = n != 0
         return cls.of(keys[some], n[some].astype(np.int64).astype(np.uint64)[np.newaxis])
 
     @classmethod
     def together(cls, parts: Sequence[_KeySums]) -> _KeySums:
-        """Return the sums of several, of one at least."""
         return cls.of(
-            np.concatenate([one.keys for one in parts]),
-            np.concatenate([one.sums for one in parts], axis=1),
+            np.concatenate([part.keys for part in parts]),
+            np.concatenate([part.sums for part in parts], axis=1),
         )
 
     def counts(self) -> _KeySums:
-        """Return the numbers of positions alone."""
         return _KeySums(self.keys, self.sums[:1])
 
     def differing(self, other: _KeySums) -> list[tuple[int, int, int]]:
         """Return key and both numbers of positions where the sums differ, the first ones."""
         keys = np.union1d(self.keys, other.keys)
-        both = np.zeros((2, len(self.sums), len(keys)), np.uint64)
-        for side, one in enumerate((self, other)):
-            both[side][:, np.searchsorted(keys, one.keys)] = one.sums
-        wrong = np.flatnonzero((both[0] != both[1]).any(axis=0))[:MAX_FINDINGS]
-        n = both[:, 0].astype(np.int64)
+        sides = np.zeros((2, len(self.sums), len(keys)), np.uint64)
+        for side, part in enumerate((self, other)):
+            sides[side][:, np.searchsorted(keys, part.keys)] = part.sums
+        wrong = np.flatnonzero((sides[0] != sides[1]).any(axis=0))[:MAX_FINDINGS]
+        n = sides[:, 0].astype(np.int64)
         return [(int(keys[k]), int(n[0, k]), int(n[1, k])) for k in wrong]
 
 
-def _sum_rows(part: Part) -> tuple[_KeySums, _KeySums]:
-    """Return the sums of stored rows by request, and their numbers by step."""
+def _sum_rows(part: TablePart) -> tuple[_KeySums, _KeySums]:
     by_request = [_KeySums.of_ranges(*np.zeros((3, 0), np.int64))]
     by_step = [by_request[0].counts()]
     for batch in part.batches(["request", "step", "position"]):
         request, step = column(batch, "request"), column(batch, "step")
         p = column(batch, "position").astype(np.uint64)
         keys, at = places(request)
-        n, one, two = (_exact(at, values, len(keys)) for values in (None, p, p * p))
-        sums = np.stack([n, 2 * one + n, 3 * two + 3 * one + n])
+        n, first, second = (_exact(at, values, len(keys)) for values in (None, p, p * p))
+        sums = np.stack([n, 2 * first + n, 3 * second + 3 * first + n])
         by_request.append(_KeySums(keys, sums))
         keys, at = places(step)
         by_step.append(_KeySums(keys, _exact(at, None, len(keys))[np.newaxis]))
@@ -294,16 +286,13 @@ def account_run(
     """Return positions by fate and reason, other counts, and what does not add up.
 
     The fate is the disposition, or ``never computed``.
-
-    Args:
-        read: how the parts of its rows are read.
     """
     table = source.table("spans", ["request", "start", "stop", "step", "disposition", "reason"])
     spans = numbers(table)
     length = spans["stop"] - spans["start"]
-    there = is_known(spans["step"])
+    is_computed = is_known(spans["step"])
     # Section 7.2: an aborted position without a step is owed, and no step computed it.
-    never = (spans["disposition"] == "aborted") & ~there
+    never = (spans["disposition"] == "aborted") & ~is_computed
     fates = fate_counts(table)
     steps = source.columns("steps", ["step", "batch_tokens", *_FATES.values()])
     counts = Counter(
@@ -313,7 +302,7 @@ def account_run(
         unresolved=_unresolved(source) - fates["cache_ref", tables.EXTERNAL],
         never_computed_requests=len(np.unique(spans["request"][never & (length > 0)])),
     )
-    return fates, counts, _findings(source, spans, there, steps, read)
+    return fates, counts, _findings(source, spans, is_computed, steps, read)
 
 
 _FATES = {
@@ -331,112 +320,57 @@ _FATES = {
 def _findings(
     source: RunSource,
     spans: dict[str, npt.NDArray[Any]],
-    there: Bools,
+    is_computed: Bools,
     steps: dict[str, npt.NDArray[Any]],
     read: Read,
 ) -> list[Finding]:
-    """Return what does not add up, at most `MAX_FINDINGS` of a kind.
-
-    Args:
-        steps: numbers of tokens by what became of them.
-        read: how the parts of the rows are read.
-    """
-    run, parts = source.run, list(read(_sum_rows, source.parts["tokens"]))
-    nothing = _KeySums.of_ranges(*np.zeros((3, 0), np.int64))
-    rows = _KeySums.together([nothing, *(one for one, _ in parts)])
-    by_step = _KeySums.together([nothing.counts(), *(one for _, one in parts)])
-    drops = source.columns("drops", ["request", "step", "start", "stop"])
-    return [
-        *_by_request(source, spans, there, rows, drops),
-        *_by_step(run, steps, by_step, drops),
-        *_in_all(run, spans, there, steps),
-    ]
-
-
-def _by_request(
-    source: RunSource,
-    spans: dict[str, npt.NDArray[Any]],
-    there: Bools,
-    rows: _KeySums,
-    drops: dict[str, npt.NDArray[Any]],
-) -> list[Finding]:
-    """Return the requests whose positions are not those that the census says."""
+    """Return where positions by request, or numbers of tokens by step and in all, are not equal."""
 
     def ranges(disposition: str) -> _KeySums:
-        mine = spans["disposition"] == disposition
-        return _KeySums.of_ranges(*(spans[n][mine] for n in ("request", "start", "stop")))
+        chosen = spans["disposition"] == disposition
+        return _KeySums.of_ranges(*(spans[n][chosen] for n in ("request", "start", "stop")))
 
-    run, owed = source.run, _owed(source, spans, there)
+    def counted(*names: str) -> _KeySums:
+        return _KeySums.of_counts(steps["step"], np.sum([steps[name] for name in names], axis=0))
+
+    parts = list(read(_sum_rows, source.parts["tokens"]))
+    nothing = _KeySums.of_ranges(*np.zeros((3, 0), np.int64))
+    rows = _KeySums.together([nothing, *(by_request for by_request, _ in parts)])
+    n_rows = _KeySums.together([nothing.counts(), *(by_step for _, by_step in parts)])
+    drops = source.columns("drops", ["request", "step", "start", "stop"])
     every = _KeySums.of_ranges(spans["request"], spans["start"], spans["stop"])
     dropped = _KeySums.of_ranges(drops["request"], drops["start"], drops["stop"])
+    n_dropped = _KeySums.of_counts(drops["step"], drops["stop"] - drops["start"])
+    owed, batch, became = (
+        _owed(source, spans, is_computed),
+        counted("batch_tokens"),
+        _FATES.values(),
+    )
+    census, of_census = f"census/{source.run}", "the census'"
+    shards, losses = f"shards (run {source.run}) rows of", f"losses/{source.run} drops of"
+    captured, lost = counted("captured_tokens"), counted("dropped_tokens")
     partition = "spans that partition the request's positions"
-    return [
-        *_differing("E404", f"census/{run}/spans request", every, owed, partition),
-        *_differing(
-            "E406", f"shards (run {run}) rows of request", rows, ranges("captured"),
-            "the census' captured positions",
-        ),
-        *_differing(
-            "E408", f"losses/{run} drops of request", dropped, ranges("dropped"),
-            "the census' dropped positions",
-        ),
-    ]  # fmt: skip
-
-
-def _by_step(
-    run: str,
-    steps: dict[str, npt.NDArray[Any]],
-    rows: _KeySums,
-    drops: dict[str, npt.NDArray[Any]],
-) -> list[Finding]:
-    """Return the steps whose tokens are not as many as the census says."""
-
-    def counted(n: npt.NDArray[Any]) -> _KeySums:
-        return _KeySums.of_counts(steps["step"], n)
-
-    dropped = _KeySums.of_counts(drops["step"], drops["stop"] - drops["start"])
-    became = np.sum([steps[name] for name in _FATES.values()], axis=0)
-    return [
-        *_differing(
-            "E412", f"shards (run {run}) rows of step", rows, counted(steps["captured_tokens"]),
-            "the census' captured_tokens",
-        ),
-        *_differing(
-            "E408", f"losses/{run} drops of step", dropped, counted(steps["dropped_tokens"]),
-            "the census' dropped_tokens",
-        ),
-        *_differing(
-            "E409", f"census/{run}/steps step", counted(steps["batch_tokens"]), counted(became),
-            "the sum of what became of them",
-        ),
-    ]  # fmt: skip
-
-
-def _in_all(
-    run: str,
-    spans: dict[str, npt.NDArray[Any]],
-    there: Bools,
-    steps: dict[str, npt.NDArray[Any]],
-) -> list[Finding]:
-    """Return the fates without rows of which spans and steps do not hold as many positions."""
-    length, found = spans["stop"] - spans["start"], []
-    for word in ("aborted", "filtered", "undelivered"):
-        got = int(length[(spans["disposition"] == word) & there].sum())
-        wanted = int(steps[_FATES[word]].sum())
-        if got != wanted:
-            place = f"census/{run}/spans {word} in all: steps"
-            found.append(_finding("E409", place, got, wanted, f"the census' {word}_tokens"))
-    return found
-
-
-def _differing(
-    code: str, place: str, got: _KeySums, wanted: _KeySums, expected: str
-) -> list[Finding]:
-    """Return a finding for each of the first keys of which two sums differ."""
-    return [
+    compared = (
+        ("E404", f"{census}/spans request", every, owed, partition),
+        ("E406", f"{shards} request", rows, ranges("captured"), f"{of_census} captured positions"),
+        ("E408", f"{losses} request", dropped, ranges("dropped"), f"{of_census} dropped positions"),
+        ("E412", f"{shards} step", n_rows, captured, f"{of_census} captured_tokens"),
+        ("E408", f"{losses} step", n_dropped, lost, f"{of_census} dropped_tokens"),
+        ("E409", f"{census}/steps step", batch, counted(*became), "the sum of what became of them"),
+    )
+    findings = [
         _finding(code, f"{place} {key}", n, n_wanted, expected)
+        for code, place, got, wanted, expected in compared
         for key, n, n_wanted in got.differing(wanted)
     ]
+    length = spans["stop"] - spans["start"]
+    for word in ("aborted", "filtered", "undelivered"):  # of these no row tells the step
+        n = int(length[(spans["disposition"] == word) & is_computed].sum())
+        n_wanted = int(steps[_FATES[word]].sum())
+        if n != n_wanted:
+            place = f"{census}/spans {word} in all: steps"
+            findings.append(_finding("E409", place, n, n_wanted, f"{of_census} {word}_tokens"))
+    return findings
 
 
 def _finding(code: str, place: str, got: int, wanted: int, expected: str) -> Finding:
@@ -449,74 +383,46 @@ def _finding(code: str, place: str, got: int, wanted: int, expected: str) -> Fin
     )
 
 
-def _owed(source: RunSource, spans: dict[str, npt.NDArray[Any]], there: Bools) -> _KeySums:
+def _owed(source: RunSource, spans: dict[str, npt.NDArray[Any]], is_computed: Bools) -> _KeySums:
     """Return the positions that each request owes, from 0 on.
 
     Section 7.1: a request that an engine computed past its end owes that as well.
     """
-    found = source.columns("requests", ["request", "prompt_len", "generated_len", "finish_reason"])
-    known, at = np.unique(found["request"], return_inverse=True)
+    requests = source.columns(
+        "requests", ["request", "prompt_len", "generated_len", "finish_reason"]
+    )
+    known, at = np.unique(requests["request"], return_inverse=True)
     reached = np.zeros(len(known) + 1, np.int64)
-    place = Index(known).of(spans["request"][there])
-    np.maximum.at(reached, place, spans["stop"][there])  # the last for requests of no line
+    place = Index(known).of(spans["request"][is_computed])
+    np.maximum.at(reached, place, spans["stop"][is_computed])  # the last for requests of no line
     reached[-1] = 0
-    n = found["prompt_len"] + np.maximum(found["generated_len"], 1) - 1
+    n = requests["prompt_len"] + np.maximum(requests["generated_len"], 1) - 1
     n = np.maximum(n, reached[at.reshape(-1)])
-    n[np.isin(found["finish_reason"].astype(str), tables.UNSERVED)] = 0
+    n[np.isin(requests["finish_reason"].astype(str), tables.UNSERVED)] = 0
     some = n > 0
-    return _KeySums.of_ranges(found["request"][some], np.zeros_like(n[some]), n[some])
+    return _KeySums.of_ranges(requests["request"][some], np.zeros_like(n[some]), n[some])
 
 
 def _unresolved(source: RunSource) -> int:
-    """Return the referenced positions that no captured span holds."""
+    """Return how many referenced positions no captured span holds."""
     served, kept = source.spans("cache_ref", ["ref_request"]), source.spans("captured", ["request"])
-    origin = served["ref_request"]
-    there = is_known(origin)
-    total = int((served["stop"] - served["start"]).sum())
-    request = origin[there].astype(np.int64)
-    begins, ends = (_Below(kept["request"], kept[name]) for name in ("start", "stop"))
-    # Of the captured positions those below x, less those that ended before it.
-    held = [
-        begins.reach(request, served[name][there]) - ends.reach(request, served[name][there])
-        for name in ("start", "stop")
-    ]
-    return total - int((held[1] - held[0]).sum())
-
-
-class _Below:
-    """Sums of how far positions of a request lie below another.
-
-    Args:
-        request: of each position.
-    """
-
-    def __init__(self, request: Ints, position: Ints) -> None:
-        order = np.lexsort((position, request))
-        self._request, self._position = request[order], position[order]
-        self._keys = position_key(self._request, self._position)
-        self._sums = np.append(0, np.cumsum(self._position))
-
-    def reach(self, request: Ints, to: Ints) -> Ints:
-        """Return the sum of ``to - position`` over the positions of the request below it."""
-        last = np.searchsorted(self._keys, position_key(request, to))
-        first = np.searchsorted(self._request, request)
-        found: Ints = (last - first) * to - (self._sums[last] - self._sums[first])
-        return found
+    stored = union(*(position_key(kept["request"], kept[name]) for name in ("start", "stop")))
+    known = is_known(served["ref_request"])
+    request = served["ref_request"][known].astype(np.int64)
+    before, up_to = (
+        stored.n_below(position_key(request, served[name][known])) for name in ("start", "stop")
+    )
+    return int((served["stop"] - served["start"]).sum() - (up_to - before).sum())
 
 
 def accounting(sources: list[RunSource], read: Read) -> Accounting:
-    """Return the section over all runs.
-
-    Args:
-        read: how the parts of their rows are read.
-    """
     spans: FateCounts = Counter()
     counts: Counter[str] = Counter()
     findings = []
     for source in sources:
-        fates, others, wrong = account_run(source, read)
+        fates, more, wrong = account_run(source, read)
         spans += fates
-        counts += others
+        counts += more
         findings += wrong
     total = sum(spans.values())
     by = Counter[str]()

@@ -7,9 +7,11 @@ object: a further covariate is one more entry of `COVARIATES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +19,7 @@ import pyarrow as pa
 
 from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.result import Covariate, Group
-from actds_validators.statistics.shift import ewma
-
-if TYPE_CHECKING:
-    from actds_validators.audit.lookup import Rows
+from actds_validators.statistics.series import ewma
 
 Source = Literal["step", "request", "token", "readout"]
 _GROUPS: dict[Source, Group] = {
@@ -38,14 +37,14 @@ NO_BITS = N_BITS - 1
 """The band of a token whose rarity is unknown."""
 MAX_PROBES = 16
 """User's probes of a hook that are tested, the first ones."""
-LOAD = "load_8"
+LOADS = (8, 32, 128)
+"""Steps of the moving averages of the load."""
+LOAD = f"load_{LOADS[0]}"
 """The covariate that is the load, for cells of weights and plots."""
 
 
 def position_band(position: Ints) -> Ints:
-    """Return the power of two of each position."""
-    found: Ints = np.frexp(position + 1.0)[1].astype(np.int64) - 1
-    return found
+    return np.asarray(np.frexp(position + 1.0)[1] - 1, np.int64)
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,6 @@ class Bins:
 
     Args:
         n: how many; values from ``n - 1`` on are in the last one.
-        label: of each, by its number.
         edges: low and high of each, in the covariate's own unit; ``None`` for classes.
     """
 
@@ -63,9 +61,7 @@ class Bins:
     edges: Callable[[int], tuple[float, float] | None] = lambda k: None
 
     def of(self, values: Floats | Bools) -> Ints:
-        """Return the bin of each value, all of them numbers from 0: the whole part."""
-        found: Ints = np.minimum(values, self.n - 1).astype(np.int64)
-        return found
+        return np.asarray(np.minimum(values, self.n - 1), np.int64)
 
 
 def _length_edges(k: int) -> tuple[float, float]:
@@ -86,7 +82,6 @@ _BITS = Bins(MAX_BITS + 1, _bits_label, lambda k: (float(k), float(k + 1)))
 
 
 def halves(no: str, yes: str) -> Bins:
-    """Return the two bins of a share."""
     return Bins(2, lambda k: (no, yes)[k])
 
 
@@ -130,20 +125,14 @@ class CovariateDef:
 
     def typed(self, values: npt.ArrayLike) -> Floats | Bools:
         """Return values as they are summed: of a share booleans if all are known, else floats."""
-        found = np.asarray(values)
-        return found if found.dtype == bool else found.astype(np.float64)
+        array = np.asarray(values)
+        return array if array.dtype == bool else array.astype(np.float64)
 
     @property
     def group(self) -> Group:
-        """Return what it describes."""
         return _GROUPS[self.source]
 
     def facts(self, hook: str = "", k: int | None = None) -> Covariate:
-        """Return it as the result has it.
-
-        Args:
-            k: which of its numbers, where there are several.
-        """
         name, label = (w if k is None else w.format(k) for w in (self.name, self.label))
         if hook:
             name, label = f"{hook} {name}", f"{label} at {hook}"
@@ -152,95 +141,74 @@ class CovariateDef:
 
 @dataclass(frozen=True)
 class Widths:
-    """Numbers of a readout that are looked at.
-
-    Args:
-        definitions: of source ``readout``.
-    """
+    """Numbers of a readout that are looked at."""
 
     n_projections: int
     n_probes: int
     definitions: tuple[CovariateDef, ...]
 
-    def size(self, one: CovariateDef) -> int:
-        """Return how many numbers of a readout are one covariate's."""
-        return int(getattr(self, one.size)) if one.size else 1
+    def size(self, covariate: CovariateDef) -> int:
+        return int(getattr(self, covariate.size)) if covariate.size else 1
 
     @property
     def columns(self) -> list[str]:
-        """Return the columns that hold them."""
-        return columns_of(one for one in self.definitions if self.size(one))
+        return columns_of(d for d in self.definitions if self.size(d))
 
     def facts(self, hook: str) -> list[Covariate]:
-        """Return the covariates of a hook."""
         return [
-            one.facts(hook, k if one.size else None)
-            for one in self.definitions
-            for k in range(self.size(one))
+            d.facts(hook, k if d.size else None)
+            for d in self.definitions
+            for k in range(self.size(d))
         ]
 
     @property
     def words(self) -> list[str]:
-        """Return the names of the numbers."""
-        return [one.name.format(k) for one in self.definitions for k in range(self.size(one))]
+        return [d.name.format(k) for d in self.definitions for k in range(self.size(d))]
 
     @property
     def n_values(self) -> int:
-        """Return how many numbers that are."""
         return len(self.words)
 
     def read(self, batch: pa.RecordBatch) -> Floats:
-        """Return the numbers of readouts ``(n_values, n_rows)``; NaN where there is none."""
-        some = [one for one in self.definitions if self.size(one)]
-        numbers = [np.atleast_2d(one.values(batch, self.size(one))) for one in some]
-        found: Floats = np.concatenate(numbers).astype(np.float64, copy=False)
-        found[~np.isfinite(found)] = np.nan
-        return found
+        sizes = [(d, self.size(d)) for d in self.definitions if self.size(d)]
+        numbers = np.concatenate([np.atleast_2d(d.values(batch, size)) for d, size in sizes])
+        values: Floats = numbers.astype(np.float64, copy=False)
+        values[~np.isfinite(values)] = np.nan
+        return values
 
 
 def squares(of: Sequence[Covariate]) -> list[Covariate]:
-    """Return the squared deviations of some covariates, which are covariates as well."""
     return [
         Covariate(
-            name=f"{one.name} squared",
-            label=f"squared deviation of {one.label}",
-            unit=f"{one.unit}, squared",
-            group=one.group,
+            name=f"{c.name} squared",
+            label=f"squared deviation of {c.label}",
+            unit=f"{c.unit}, squared",
+            group=c.group,
         )
-        for one in of
+        for c in of
     ]
 
 
-def columns_of(some: Any) -> list[str]:
-    """Return the columns that some covariates read, each once."""
-    return list(dict.fromkeys(name for one in some for name in one.columns))
+def columns_of(definitions: Iterable[CovariateDef]) -> list[str]:
+    return list(dict.fromkeys(name for d in definitions for name in d.columns))
 
 
 def defined(*sources: Source) -> tuple[CovariateDef, ...]:
-    """Return the covariates of some sources, in the order of `COVARIATES`."""
-    return tuple(one for one in COVARIATES.values() if one.source in sources)
+    return tuple(d for d in COVARIATES.values() if d.source in sources)
 
 
 def content(
     prompt_sources: Sequence[str], *, has_ids: bool, has_entropy: bool = False
 ) -> tuple[CovariateDef, ...]:
-    """Return the content covariates.
-
-    Args:
-        prompt_sources: that get a covariate each.
-        has_ids: whether the ids of lost tokens are known.
-        has_entropy: whether the entropy after some tokens is known.
-    """
-    found = [
-        one
-        for one in defined("request", "token")
-        if (has_ids or not one.needs_ids) and (has_entropy or not one.needs_entropy)
-    ]
-    return (*found, *(from_source(word) for word in prompt_sources))
+    known = (
+        d
+        for d in defined("request", "token")
+        if (has_ids or not d.needs_ids) and (has_entropy or not d.needs_entropy)
+    )
+    return (*known, *map(from_source, prompt_sources))
 
 
 def from_source(word: str) -> CovariateDef:
-    """Return the covariate of whether a request came from a prompt source."""
     return CovariateDef(
         f"source:{word}",
         f"from {word}",
@@ -249,14 +217,6 @@ def from_source(word: str) -> CovariateDef:
         lambda requests: requests["source"] == word,
         bins=halves("other sources", word),
     )
-
-
-def _column(name: str) -> Callable[[dict[str, Any]], Floats]:
-    return lambda found: np.asarray(found[name], np.float64)
-
-
-def _log2(name: str) -> Callable[[dict[str, Any]], Floats]:
-    return lambda found: np.log2(found[name] + 1.0)
 
 
 def _load(n_steps: int) -> CovariateDef:
@@ -277,126 +237,82 @@ def _load(n_steps: int) -> CovariateDef:
 
 
 def _of_step(name: str, label: str, unit: str, column: str) -> CovariateDef:
-    return CovariateDef(name, label, unit, "step", _column(column), columns=(column,))
+    return CovariateDef(
+        name, label, unit, "step", lambda steps: np.asarray(steps[column], np.float64), (column,)
+    )
 
 
-def _prefill(rows: Rows) -> Bools:
-    return rows.prefill
+def _length(name: str, label: str) -> CovariateDef:
+    return CovariateDef(
+        name,
+        label,
+        "log2 tokens",
+        "request",
+        lambda requests: np.log2(requests[name] + 1.0),
+        bins=_LENGTHS,
+    )
 
 
-def _special(rows: Rows) -> Floats | Bools:
-    """Return whether tokens are special, NaN where the id is not on record."""
-    known = rows.token >= 0
-    return rows.special if known.all() else np.where(known, rows.special, np.nan)
+def _token(
+    name: str, label: str, unit: str, bins: Bins, of_rows: str = "", *, needs_ids: bool = False
+) -> CovariateDef:
+    values = attrgetter(of_rows or name)
+    return CovariateDef(name, label, unit, "token", values, bins=bins, needs_ids=needs_ids)
+
+
+_readout = partial(CovariateDef, unit="activation units", source="readout")
 
 
 def _list(column: str) -> Callable[[pa.RecordBatch, int], Floats]:
-    """Return what reads the first numbers of a column of lists, which may be of any length."""
-
     def read(batch: pa.RecordBatch, n: int) -> Floats:
-        found = np.full((n, batch.num_rows), np.nan)
+        numbers = np.full((n, batch.num_rows), np.nan)
         lists = batch[column]
         flat, ends = lists.values.to_numpy(zero_copy_only=False), lists.offsets.to_numpy()
         for k in range(n):
             at = ends[:-1] + k
-            there = np.flatnonzero(at < ends[1:])
-            found[k, there] = flat[at[there]]
-        return found
+            known = np.flatnonzero(at < ends[1:])
+            numbers[k, known] = flat[at[known]]
+        return numbers
 
     return read
 
 
 _ALL = (
     _of_step("batch_tokens", "tokens in the step", "tokens", "batch_tokens"),
-    *(_load(n) for n in (8, 32, 128)),
+    *(_load(n) for n in LOADS),
     _of_step("requests", "requests in the step", "requests", "n_requests"),
     _of_step("waiting", "requests waiting", "requests", "waiting"),
     _of_step("max_seq_len", "longest context of the step", "tokens", "max_seq_len"),
-    CovariateDef(
-        "position",
-        "position in the request",
-        "log2 tokens",
-        "token",
-        lambda rows: np.log2(rows.position + 1.0),
-        bins=_LENGTHS,
-    ),
-    CovariateDef(
-        "prompt_len",
-        "prompt length of the request",
-        "log2 tokens",
-        "request",
-        _log2("prompt_len"),
-        bins=_LENGTHS,
-    ),
-    CovariateDef(
-        "request_len",
-        "length of the request",
-        "log2 tokens",
-        "request",
-        _log2("request_len"),
-        bins=_LENGTHS,
-    ),
-    CovariateDef(
-        "prefill",
-        "prefill, against decode",
-        "share",
-        "token",
-        _prefill,
-        bins=halves("decode", "prefill"),
-    ),
-    CovariateDef(
+    _token("position", "position in the request", "log2 tokens", _LENGTHS, "log_position"),
+    _length("prompt_len", "prompt length of the request"),
+    _length("request_len", "length of the request"),
+    _token("prefill", "prefill, against decode", "share", halves("decode", "prefill")),
+    _token(
         "special",
         "special token",
         "share",
-        "token",
-        _special,
-        bins=halves("ordinary", "special"),
+        halves("ordinary", "special"),
+        "is_special",
         needs_ids=True,
     ),
-    CovariateDef(
-        "rarity",
-        "rarity of the token",
-        "bits",
-        "token",
-        lambda rows: rows.rarity,
-        bins=_BITS,
-        needs_ids=True,
-    ),
-    CovariateDef(
-        "entropy",
-        "entropy over the next token",
-        "bits",
-        "token",
-        lambda rows: rows.entropy,
-        bins=_BITS,
-        needs_entropy=True,
-    ),
-    CovariateDef(
+    _token("rarity", "rarity of the token", "bits", _BITS, needs_ids=True),
+    replace(_token("entropy", "entropy over the next token", "bits", _BITS), needs_entropy=True),
+    _readout(
         "norm",
         "norm",
-        "activation units",
-        "readout",
-        lambda batch, n: batch["norm"].to_numpy(zero_copy_only=False),
         columns=("norm",),
+        values=lambda batch, n: batch["norm"].to_numpy(zero_copy_only=False),
     ),
-    CovariateDef(
-        "projection {}",
-        "projection {}",
-        "activation units",
-        "readout",
-        _list("projections"),
-        columns=("projections",),
-        size="n_projections",
-    ),
-    CovariateDef(
-        "probe {}",
-        "probe {}",
-        "activation units",
-        "readout",
-        _list("probes"),
-        columns=("probes",),
-        size="n_probes",
+    *(
+        _readout(
+            f"{word} {{}}",
+            f"{word} {{}}",
+            columns=(f"{word}s",),
+            size=f"n_{word}s",
+            values=_list(f"{word}s"),
+        )
+        for word in ("projection", "probe")
     ),
 )
-COVARIATES: dict[str, CovariateDef] = {one.name: one for one in _ALL}
+COVARIATES: dict[str, CovariateDef] = {covariate.name: covariate for covariate in _ALL}
 """Every covariate by its name, in the order of the result; prompt sources add one each."""

@@ -26,8 +26,16 @@ from actds.loader.filters import SINK_NORM
 from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.accumulate import ClassCounts
 from actds_validators.audit.covariates import COVARIATES, N_BANDS, N_BITS, Widths, position_band
-from actds_validators.audit.data import CLASSES, NOWHERE, Part, RunSource, column, explode, is_known
-from actds_validators.audit.lookup import Lookup
+from actds_validators.audit.data import (
+    CLASSES,
+    NOWHERE,
+    RunSource,
+    TablePart,
+    column,
+    explode,
+    is_known,
+)
+from actds_validators.audit.lookup import Lookup, Rows
 from actds_validators.audit.passes import scale_of
 from actds_validators.audit.result import (
     CapturedShift,
@@ -48,8 +56,6 @@ CLASSES_FROM = (
 
 
 class CoverageCounts:
-    """Positions by class and band: of rows, and of spans that left none."""
-
     def __init__(self, labels: tuple[str, ...] = ()) -> None:
         self.rows = ClassCounts(labels)
         self.aborted = np.zeros((len(self.rows.words), N_BANDS), np.int64)
@@ -59,7 +65,6 @@ class CoverageCounts:
 
 
 def read_spans(source: RunSource, lookup: Lookup, counts: CoverageCounts) -> None:
-    """Add the positions of a run that were referenced, computed and aborted, or filtered."""
     hits = source.spans("cache_ref", ["request", "ref_request", "reason"])
     for _, position in _positions(hits, is_known(hits["ref_request"])):
         counts.referenced += np.bincount(position_band(position), minlength=N_BANDS)
@@ -75,10 +80,9 @@ _Spans = dict[str, npt.NDArray[Any]]
 
 
 def _positions(spans: _Spans, chosen: Bools) -> Iterator[tuple[Ints, Ints]]:
-    """Yield the request and position of every position of the chosen spans, in pieces."""
     request, start, stop = (spans[name][chosen] for name in ("request", "start", "stop"))
-    for which, position in explode(start, stop):
-        yield request[which], position
+    for of_span, position in explode(start, stop):
+        yield request[of_span], position
 
 
 def _by_class(spans: _Spans, chosen: Bools, lookup: Lookup, counts: CoverageCounts) -> Ints:
@@ -94,7 +98,7 @@ def _by_class(spans: _Spans, chosen: Bools, lookup: Lookup, counts: CoverageCoun
         nothing = np.zeros(len(known), np.int64)
         kept.count(
             special=nothing > 0,
-            prefill=(position < lookup.prompt_len[place])[known],
+            prefill=(position < lookup.columns["prompt_len"][place])[known],
             served=None,
             label=label,
             band=position_band(position)[known],
@@ -166,7 +170,6 @@ def _once_bias(rows: ClassCounts, served: int) -> float:
 
 
 def _labels_from(labels: ClassesFile | None, given: list[str]) -> list[str]:
-    """Return where classes that are not the tables' own come from, in words; nothing for none."""
     if labels is None:
         return ["the roles of chats, where they are known; of the other positions"] if given else []
     return [
@@ -177,7 +180,6 @@ def _labels_from(labels: ClassesFile | None, given: list[str]) -> list[str]:
 
 
 def _cells(counts: CoverageCounts) -> dict[tuple[str, int], list[int]]:
-    """Return stored, reused, lost, filtered and external positions by class and band, if any."""
     rows = counts.rows
     table = np.stack(
         [
@@ -188,16 +190,16 @@ def _cells(counts: CoverageCounts) -> dict[tuple[str, int], list[int]]:
             counts.external,
         ]
     )
-    found: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0, 0, 0, 0])
+    cells: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0, 0, 0, 0])
     for word, band in np.argwhere(table.any(axis=0)).tolist():
-        cell = found[rows.words[word], band]
+        cell = cells[rows.words[word], band]
         for k, n in enumerate(table[:, word, band].tolist()):
             cell[k] += n
     # A reference to a row that is not stored has no class: nothing says which token it was.
     nowhere = counts.referenced - rows.reused.sum(axis=(0, 2))
     for band in np.flatnonzero(nowhere).tolist():
-        found[NOWHERE, band][1] += int(nowhere[band])
-    return dict(found)
+        cells[NOWHERE, band][1] += int(nowhere[band])
+    return dict(cells)
 
 
 def _loss_by_class(cells: dict[tuple[str, int], list[int]], given: list[str]) -> list[ClassLoss]:
@@ -208,31 +210,29 @@ def _loss_by_class(cells: dict[tuple[str, int], list[int]], given: list[str]) ->
     """
     if not given:
         return []
-    found: dict[str, list[int]] = {name: [0, 0] for name in (*given, OTHERS)}
+    by_class: dict[str, list[int]] = {name: [0, 0] for name in (*given, OTHERS)}
     for (word, _band), (stored, _reused, lost, *_) in cells.items():
-        counts = found[word if word in given else OTHERS]
+        counts = by_class[word if word in given else OTHERS]
         counts[0] += stored + lost
         counts[1] += lost
     return [
         ClassLoss(token_class=name, n=n, n_lost=n_lost, rate=n_lost / n)
-        for name, (n, n_lost) in found.items()
+        for name, (n, n_lost) in by_class.items()
         if n
     ]
 
 
 def _by(cells: dict[tuple[str, int], list[int]], axis: int) -> Floats:
-    """Return stored, weighted and existing positions ``(3, n)`` by class (0) or band (1)."""
-    found: dict[str | int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    sums: dict[str | int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for key, (stored, reused, lost, *_) in sorted(cells.items()):
         known = key[0] != NOWHERE
-        found[key[axis]][0] += stored
-        found[key[axis]][1] += stored + (reused if known else 0)
-        found[key[axis]][2] += stored + reused + lost
-    return np.array(list(found.values()), np.float64).T
+        sums[key[axis]][0] += stored
+        sums[key[axis]][1] += stored + (reused if known else 0)
+        sums[key[axis]][2] += stored + reused + lost
+    return np.array(list(sums.values()), np.float64).T
 
 
 def _by_rarity(rows: ClassCounts) -> Floats:
-    """Return stored, weighted and existing positions ``(3, n)`` by known rarity."""
     stored, reused, lost = (
         counts.sum(axis=(0, 1))[: N_BITS - 1] for counts in (rows.stored, rows.reused, rows.lost)
     )
@@ -244,18 +244,18 @@ def _shift(name: str, triple: Floats) -> CapturedShift | None:
     stored, weighted, existing = triple
     if not stored.sum():
         return None
+    total, jensen, weighted_total, weighted_jensen = (
+        measure(side, existing) or 0.0  # None only of an empty histogram
+        for side in (stored, weighted)
+        for measure in (total_variation, jensen_shannon)
+    )
     return CapturedShift(
         variable=name,
-        total_variation=_known(total_variation(stored, existing)),
-        jensen_shannon=_known(jensen_shannon(stored, existing)),
-        weighted_total_variation=_known(total_variation(weighted, existing)),
-        weighted_jensen_shannon=_known(jensen_shannon(weighted, existing)),
+        total_variation=total,
+        jensen_shannon=jensen,
+        weighted_total_variation=weighted_total,
+        weighted_jensen_shannon=weighted_jensen,
     )
-
-
-def _known(distance: float | None) -> float:
-    assert distance is not None  # both histograms hold something
-    return distance
 
 
 MAX_CELLS = 1 << 16
@@ -269,7 +269,6 @@ class _Cells:
     Args:
         keys: ``pair_key`` of token id and position, rising.
         sums: ``(n_cells, 4)``.
-        whole: the same four over every stored row.
     """
 
     keys: Keys
@@ -278,9 +277,8 @@ class _Cells:
     whole: Floats
 
     def add(self, other: _Cells) -> None:
-        """Add the sums of other rows."""
-        both = np.concatenate([self.keys, other.keys])
-        self.keys, first, at = np.unique(both, return_index=True, return_inverse=True)
+        every = np.concatenate([self.keys, other.keys])
+        self.keys, first, at = np.unique(every, return_index=True, return_inverse=True)
         sums = np.zeros((len(self.keys), 4))
         np.add.at(sums, at.reshape(-1), np.concatenate([self.sums, other.sums]))
         self.sums, self.whole = sums, self.whole + other.whole
@@ -307,22 +305,21 @@ class _DominancePass:
     hooks: tuple[str, ...]
     median: Floats
 
-    def __call__(self, part: Part) -> list[_Cells]:
-        lookup, found = self.lookup, [_no_cells() for _ in self.hooks]
+    def __call__(self, part: TablePart) -> list[_Cells]:
+        lookup, totals = self.lookup, [_no_cells() for _ in self.hooks]
         for batch in part.batches(["request", "position", "token_id", "step", "hook", "norm"]):
-            step = lookup.steps.of(column(batch, "step"))
-            request = lookup.requests.of(column(batch, "request"))
-            position, token = column(batch, "position"), column(batch, "token_id")
+            rows, kept = Rows.read(lookup, batch)
             norm = batch["norm"].to_numpy(zero_copy_only=False).astype(np.float64)
-            kept = (step >= 0) & (request >= 0) & np.isfinite(norm)
-            kept &= lookup.recomputed.count(step, request, position)
-            kept[kept] &= lookup.losses.find(step[kept], request[kept], position[kept]) < 0
+            kept &= np.isfinite(norm)
+            kept &= lookup.recomputed.count(rows.step, rows.request, rows.position)
+            stored = rows.take(kept)
+            kept[kept] &= lookup.losses.find(stored.step, stored.request, stored.position) < 0
             for number, hook in enumerate(self.hooks):
-                mine = np.flatnonzero(kept & pc.equal(batch["hook"], hook).to_numpy(False))
-                x, at, id_ = norm[mine], position[mine], token[mine]
-                served = lookup.servings.of(lookup.requests.numbers(request[mine]), at)
-                w = 1.0 + served
-                special = lookup.vocabulary.special(lookup.vocabulary.places(id_))
+                of_hook = np.flatnonzero(kept & pc.equal(batch["hook"], hook).to_numpy(False))
+                stored, x = rows.take(of_hook), norm[of_hook]
+                at, id_ = stored.position, column(batch, "token_id")[of_hook]
+                w = 1.0 + lookup.servings.of(lookup.requests.numbers(stored.request), at)
+                special = stored.special
                 some = np.flatnonzero((at == 0) | special | (x > SINK_NORM * self.median[number]))
                 four = np.stack([np.ones(len(x)), w, w * x, w * x * x], axis=1)
                 keys, first, of = np.unique(
@@ -330,8 +327,8 @@ class _DominancePass:
                 )
                 sums = np.zeros((len(keys), 4))
                 np.add.at(sums, of.reshape(-1), four[some])
-                found[number].add(_Cells(keys, sums, special[some][first], four.sum(axis=0)))
-        return found
+                totals[number].add(_Cells(keys, sums, special[some][first], four.sum(axis=0)))
+        return totals
 
 
 def dominant_cell(
@@ -341,10 +338,6 @@ def dominant_cell(
 
     Each stored row counts as often as it was served, about the mean that this gives. None where
     nothing was served again, or no readout says how large a row is.
-
-    Args:
-        runs: with the lookup of each.
-        executor: where the parts are read.
     """
     reused = any(len(lookup.servings) for _, lookup in runs)
     if not hooks or not reused:
@@ -353,16 +346,16 @@ def dominant_cell(
     median = scale_of(parts, hooks, Widths(0, 0, (COVARIATES["norm"],)), executor).median[:, 0]
     total = [_no_cells() for _ in hooks]
     for source, lookup in runs:
-        one = _DominancePass(lookup, hooks, median)
-        for cells in executor.map(one, source.parts["readouts"]):
-            for mine, more in zip(total, cells, strict=True):
-                mine.add(more)
-    found = [
+        sums = _DominancePass(lookup, hooks, median)
+        for cells in executor.map(sums, source.parts["readouts"]):
+            for of_hook, more in zip(total, cells, strict=True):
+                of_hook.add(more)
+    largest = [
         cell
         for hook, cells, middle in zip(hooks, total, median.tolist(), strict=True)
         if (cell := _largest(hook, cells, middle)) is not None
     ]
-    return max(found, key=lambda cell: cell.share, default=None)
+    return max(largest, key=lambda cell: cell.share, default=None)
 
 
 def _largest(hook: str, cells: _Cells, median: float) -> Dominant | None:

@@ -50,16 +50,15 @@ RUN_TABLES: tuple[TableName, ...] = (
     "readouts",
     "sampled",
 )
-Read = Callable[[Callable[["Part"], Any], Sequence["Part"]], Iterator[Any]]
+Read = Callable[[Callable[["TablePart"], Any], Sequence["TablePart"]], Iterator[Any]]
 """How a function is called with every part: `map`, or that of an executor."""
 
 
 @dataclass(frozen=True)
-class Part:
+class TablePart:
     """Rows of a table: one file, or what is in memory instead.
 
     Args:
-        of: the table.
         path: Parquet file on a local disk; ``None`` for rows in memory.
     """
 
@@ -69,7 +68,6 @@ class Part:
     table: pa.Table | None = None
 
     def batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        """Yield some columns of the rows, in order, a few ten thousand rows at a time."""
         if self.path is not None:
             with pq.ParquetFile(self.path) as file:
                 yield from file.iter_batches(BATCH_ROWS, columns=columns, use_threads=False)
@@ -77,7 +75,7 @@ class Part:
             yield from self.table.select(columns).to_batches(max_chunksize=BATCH_ROWS)
 
 
-def column(batch: pa.RecordBatch, name: str) -> Ints:
+def column(batch: pa.RecordBatch | pa.Table, name: str) -> Ints:
     """Return a column of whole numbers.
 
     Raises:
@@ -86,8 +84,8 @@ def column(batch: pa.RecordBatch, name: str) -> Ints:
     if batch[name].null_count:
         n = batch[name].null_count
         raise ActdsError("E109", name, got=f"{n} nulls", expected="no null")
-    found: Ints = batch[name].to_numpy(zero_copy_only=False).astype(np.int64)
-    return found
+    values: Ints = batch[name].to_numpy(zero_copy_only=False).astype(np.int64)
+    return values
 
 
 def places(keys: Ints) -> tuple[Ints, Ints]:
@@ -97,12 +95,12 @@ def places(keys: Ints) -> tuple[Ints, Ints]:
     if size > DENSE * len(keys):
         known, at = np.unique(keys, return_inverse=True)
         return known, at.reshape(-1)
-    there = np.zeros(size, bool)
-    there[keys - low] = True
-    known = np.flatnonzero(there)
+    is_used = np.zeros(size, bool)
+    is_used[keys - low] = True
+    known = np.flatnonzero(is_used)
     if len(known) == size:
         return known + low, keys - low
-    return known + low, (np.cumsum(there) - 1)[keys - low]
+    return known + low, (np.cumsum(is_used) - 1)[keys - low]
 
 
 RUN_LABELS = {"replica": "serving.replica", "overflow policy": "capture.overflow_policy"}
@@ -114,7 +112,6 @@ class RunSource:
     """One run: its tables in parts, a shard or a ledger entry each.
 
     Args:
-        hooks: hooks with readouts, in the order of their names.
         n_projections: projections per readout, of the longest of the first ten thousand.
         n_probes: user's probes per readout, likewise.
         labels: what the run record says that tells runs apart: of `RUN_LABELS`, those that are
@@ -122,39 +119,34 @@ class RunSource:
     """
 
     run: str
-    parts: Mapping[TableName, tuple[Part, ...]]
+    parts: Mapping[TableName, tuple[TablePart, ...]]
     hooks: tuple[str, ...] = ()
     n_projections: int = 0
     n_probes: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def n_rows(self, name: TableName) -> int:
-        """Return the number of rows of a table."""
         return sum(part.n_rows for part in self.parts[name])
 
     def table(self, name: TableName, columns: Sequence[str]) -> pa.Table:
-        """Return some columns of a table, all of its rows."""
         empty = tables.empty(name).select(list(columns))
         batches = [batch for part in self.parts[name] for batch in part.batches(list(columns))]
-        found = [pa.Table.from_batches([batch]).cast(empty.schema) for batch in batches]
-        return pa.concat_tables([empty, *found]).combine_chunks()
+        parts = [pa.Table.from_batches([batch]).cast(empty.schema) for batch in batches]
+        return pa.concat_tables([empty, *parts]).combine_chunks()
 
     def columns(self, name: TableName, columns: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-        """Return some columns of a table as numpy arrays, as `numbers` makes them."""
         return numbers(self.table(name, columns))
 
     def served_requests(self, columns: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-        """Return some columns of the requests that the engine was given, as numpy arrays."""
-        found = self.table("requests", list(dict.fromkeys([*columns, "finish_reason"])))
-        return numbers(found.filter(tables.is_served(found)).select(list(columns)))
+        table = self.table("requests", list(dict.fromkeys([*columns, "finish_reason"])))
+        return numbers(table.filter(tables.is_served(table)).select(list(columns)))
 
     def spans(self, disposition: str, columns: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-        """Return columns of the spans of a disposition that hold a position."""
-        found = self.table("spans", ["disposition", "start", "stop", *columns])
+        table = self.table("spans", ["disposition", "start", "stop", *columns])
         kept = pc.and_(
-            pc.equal(found["disposition"], disposition), pc.greater(found["stop"], found["start"])
+            pc.equal(table["disposition"], disposition), pc.greater(table["stop"], table["start"])
         )
-        return numbers(found.filter(kept).drop_columns("disposition"))
+        return numbers(table.filter(kept).drop_columns("disposition"))
 
 
 def numbers(table: pa.Table) -> dict[str, npt.NDArray[Any]]:
@@ -162,17 +154,16 @@ def numbers(table: pa.Table) -> dict[str, npt.NDArray[Any]]:
 
     Strings and binary are objects, null is None.
     """
-    found: dict[str, npt.NDArray[Any]] = {}
+    arrays: dict[str, npt.NDArray[Any]] = {}
     for name in table.column_names:
         column = table[name]
         if pa.types.is_integer(column.type):
             column = column.cast(pa.float64() if column.null_count else pa.int64(), safe=False)
-        found[name] = column.to_numpy()
-    return found
+        arrays[name] = column.to_numpy()
+    return arrays
 
 
 def is_known(values: npt.NDArray[Any]) -> Bools:
-    """Return which numbers of `numbers` are no null."""
     return ~np.isnan(values.astype(np.float64))
 
 
@@ -185,7 +176,7 @@ def catalog_source(catalog: Catalog, run: str) -> RunSource:
         ActdsError: E202 a file that changed; E109 and E206 no table of the spec; what
             ``Catalog.table`` raises.
     """
-    parts: dict[TableName, tuple[Part, ...]] = {}
+    parts: dict[TableName, tuple[TablePart, ...]] = {}
     row_sets = catalog.row_sets(run)
     shards = row_sets[0][1] if row_sets else []
     of_shards = [f"{layout.shard_dir(shard.name)}/{TOKENS}" for shard in shards]
@@ -196,35 +187,38 @@ def catalog_source(catalog: Catalog, run: str) -> RunSource:
         if isinstance(catalog.store, LocalStore) and entries:
             parts[name] = tuple(_local_part(catalog, name, path) for path in entries)
             continue
-        held = [s.tokens() for s in shards] if name == "tokens" else [catalog.table(name, run)]
-        parts[name] = tuple(Part(name, table.num_rows, table=table) for table in held)
+        read = [s.tokens() for s in shards] if name == "tokens" else [catalog.table(name, run)]
+        parts[name] = tuple(TablePart(name, table.num_rows, table=table) for table in read)
     record = catalog.runs.get(run)
     known = record.fields if record else {}
-    return _source(run, parts, {
-        kind: str(known[name].value)
-        for kind, name in RUN_LABELS.items()
-        if name in known and known[name].value is not None
-    })  # fmt: skip
+    return _source(
+        run,
+        parts,
+        {
+            kind: str(known[name].value)
+            for kind, name in RUN_LABELS.items()
+            if name in known and known[name].value is not None
+        },
+    )
 
 
-def _local_part(catalog: Catalog, name: TableName, path: str) -> Part:
+def _local_part(catalog: Catalog, name: TableName, path: str) -> TablePart:
     """Return a file of a local disk, which was read whole once, apart: it is what it says."""
     n_rows = catalog.read_table(name, path).num_rows
     local = os.path.abspath(catalog.store.local_path(path))  # a worker may run in another folder
-    return Part(name, n_rows, path=local)
+    return TablePart(name, n_rows, path=local)
 
 
 def arrow_source(
-    run: str, found: Mapping[str, pa.Table], labels: Mapping[str, str] | None = None
+    run: str, given: Mapping[str, pa.Table], labels: Mapping[str, str] | None = None
 ) -> RunSource:
-    """Return tables that are in memory; one that is missing is empty."""
-    held = {name: found.get(name, tables.empty(name)) for name in RUN_TABLES}
-    parts = {name: (Part(name, t.num_rows, table=t),) for name, t in held.items()}
+    every = {name: given.get(name, tables.empty(name)) for name in RUN_TABLES}
+    parts = {name: (TablePart(name, t.num_rows, table=t),) for name, t in every.items()}
     return _source(run, parts, labels or {})
 
 
 def _source(
-    run: str, parts: Mapping[TableName, tuple[Part, ...]], labels: Mapping[str, str]
+    run: str, parts: Mapping[TableName, tuple[TablePart, ...]], labels: Mapping[str, str]
 ) -> RunSource:
     hooks: set[str] = set()
     for part in parts["readouts"]:
@@ -236,8 +230,7 @@ def _source(
     return RunSource(run, parts, tuple(sorted(hooks)), n_projections, n_probes, labels)
 
 
-def longest(parts: tuple[Part, ...], name: str) -> int:
-    """Return the longest list of a column among the first readouts; they should all be as long."""
+def longest(parts: tuple[TablePart, ...], name: str) -> int:
     for part in parts:
         for batch in part.batches([name]):
             if batch.num_rows:
@@ -250,13 +243,7 @@ BATCH_POSITIONS = 1 << 16
 
 
 class StepRanges:
-    """Half-open ranges of positions of a (step, request), disjoint within each.
-
-    Args:
-        step: place of the step of each range.
-        start: first position.
-        stop: position after the last.
-    """
+    """Half-open ranges of positions of a (step, request), disjoint within each."""
 
     def __init__(self, step: Ints, request: Ints, start: Ints, stop: Ints) -> None:
         self._n_requests = int(request.max()) + 1 if len(request) else 1
@@ -271,7 +258,6 @@ class StepRanges:
 
     @property
     def n_positions(self) -> int:
-        """Return the positions in all ranges."""
         return int((self.stop - self.start).sum())
 
     def find(self, step: Ints, request: Ints, position: Ints) -> Ints:
@@ -289,23 +275,17 @@ class StepRanges:
 
 
 def explode(start: Ints, stop: Ints, size: int = BATCH_POSITIONS) -> Iterator[tuple[Ints, Ints]]:
-    """Yield the positions of ranges, with the number of the range of each.
-
-    Args:
-        start: first position of each range.
-        stop: position after the last.
-        size: positions at a time at most.
-    """
+    """Yield the positions of ranges, with the number of the range of each."""
     ends = np.cumsum(stop - start)
     shift = start - (ends - (stop - start))
     for done in range(0, int(ends[-1]) if len(ends) else 0, size):
         at = np.arange(done, min(done + size, int(ends[-1])))
         first, last = np.searchsorted(ends, at[[0, -1]], side="right")
-        which = np.repeat(
+        of_range = np.repeat(
             np.arange(first, last + 1),
             np.diff(np.minimum(ends[first : last + 1], at[-1] + 1), prepend=done),
         )
-        yield which, at + shift[which]
+        yield of_range, at + shift[of_range]
 
 
 CLASSES = ("special", "shared prefix", "prompt", "generated")
@@ -371,15 +351,8 @@ _labels = Apart(f"{__name__}:answer")
 
 
 def _parsed(path: Path, data: bytes) -> pa.Table:
-    """Return the table of a Parquet file that somebody gave, which is parsed apart.
-
-    Raises:
-        ActdsError: E009 it cannot be read, or ends its parser.
-    """
     limit = _SLACK_NBYTES + 2 * max_nbytes(len(data))
-    request = Request(
-        {}, [data], f"classes {path}", "E009", _FILE, limit, cpu_seconds(len(data))
-    )  # fmt: skip
+    request = Request({}, [data], f"classes {path}", "E009", _FILE, limit, cpu_seconds(len(data)))
     _labels.deaths.clear()
     try:
         [(_, body)] = _labels.ask(request)
@@ -389,7 +362,6 @@ def _parsed(path: Path, data: bytes) -> pa.Table:
 
 
 def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
-    """Answer with the table of a file: the handler in the other process."""
     given = pq.read_table(pa.BufferReader(body), use_threads=False, pre_buffer=False)
     given.validate(full=True)
     names = [name for name in (*LABEL_COLUMNS, "run") if name in given.column_names]
@@ -419,12 +391,11 @@ def match_labels(labels: LabelFile, sources: list[RunSource]) -> ClassesFile:
     n_labelled = n_positions = 0
     for source in sources:
         given = source.served_requests(["request", "prompt_len", "generated_len"])
-        own = given["prompt_len"] + np.maximum(given["generated_len"], 1) - 1
+        n_owed = given["prompt_len"] + np.maximum(given["generated_len"], 1) - 1
         known, first = np.unique(given["request"], return_index=True)
-        found = {"request": known, "n": own[first]}
-        n_positions += int(found["n"].sum())
-        at = Index(found["request"]).of(table["request"].to_numpy())
-        length = np.append(found["n"].astype(np.int64), 0)[at]
+        n_positions += int(n_owed[first].sum())
+        at = Index(known).of(table["request"].to_numpy())
+        length = np.append(n_owed[first].astype(np.int64), 0)[at]
         here = start < length
         if "run" in table.column_names:
             here &= pc.equal(table["run"], source.run).to_numpy()
@@ -452,12 +423,12 @@ def role_labels(sources: Sequence[RunSource]) -> pa.Table | None:
 
     Spec: 0.1 section 6.3.
     """
-    found = []
+    every = []
     for source in sources:
         roles = source.table("roles", ["request", "start", "stop", "role"])
         run = pa.array([source.run] * roles.num_rows, pa.string())
-        found.append(roles.rename_columns([*LABEL_COLUMNS]).append_column("run", run))
-    table = pa.concat_tables(found)
+        every.append(roles.rename_columns([*LABEL_COLUMNS]).append_column("run", run))
+    table = pa.concat_tables(every)
     return table if table.num_rows else None
 
 
@@ -465,40 +436,31 @@ class Labels:
     """The labels of one run, asked row by row.
 
     Args:
-        table: as `read_labels` returns it, of one run.
         words: names of all classes; a label's code is its place among them.
     """
 
     def __init__(self, table: pa.Table, words: tuple[str, ...]) -> None:
         self.words = words
-        request, start, stop = (
-            table[name].to_numpy().astype(np.int64) for name in ("request", "start", "stop")
-        )
-        keys = position_key(request, start)
-        order = np.argsort(keys, kind="stable")
-        self._keys = keys[order]
-        self._request, self._stop = request[order], stop[order]
-        code = {word: k for k, word in enumerate(words)}
-        codes = [code[word] for word in table["class"].to_pylist()]
-        self._code = np.array(codes, np.int64)[order]
+        start, stop = (position_key(table["request"], table[name]) for name in ("start", "stop"))
+        order = np.argsort(start, kind="stable")
+        self._start, self._stop = start[order], stop[order]
+        code = pc.index_in(table["class"], pa.array(words, table["class"].type))
+        self._code = code.to_numpy()[order].astype(np.int64)
 
     def of(self, request: Ints, position: Ints) -> Ints:
         """Return the code of the class of each position, -1 for one without a label."""
-        if not len(self._keys):
+        if not len(self._start):
             return np.full(len(request), -1, np.int64)
-        at = np.searchsorted(self._keys, position_key(request, position), side="right") - 1
-        labelled, at = at >= 0, np.maximum(at, 0)
-        labelled &= (self._request[at] == request) & (position < self._stop[at])
-        return np.where(labelled, self._code[at], -1)
+        keys = position_key(request, position)
+        at = np.searchsorted(self._start, keys, side="right") - 1
+        return np.where((at >= 0) & (keys < self._stop[at]), self._code[at], -1)
 
 
 def class_words(labels: pa.Table) -> tuple[str, ...]:
-    """Return the names of all classes."""
     return tuple(sorted(labels["class"].unique().to_pylist()))
 
 
 def labels_of(labels: pa.Table, run: str) -> Labels:
-    """Return the labels of a run."""
     words = class_words(labels)
     if "run" in labels.column_names:
         labels = labels.filter(pc.equal(labels["run"], run))
@@ -532,10 +494,10 @@ def _column(path: Path, given: pa.Table, name: str, kind: pa.DataType) -> pa.Chu
         beyond = pc.or_(pc.less(wide, 0), pc.greater(wide, top))
         refuse(beyond, lambda value: f"is {value}", expected)
     if name == "class":
-        own = (*CLASSES, NOWHERE)
-        taken = pc.is_in(column.cast(kind), pa.array(own, kind))
+        reserved = (*CLASSES, NOWHERE)
+        taken = pc.is_in(column.cast(kind), pa.array(reserved, kind))
         got = "is {!r}, a class of the tables".format
-        refuse(taken, got, f"another name than {', '.join(own)}")
+        refuse(taken, got, f"another name than {', '.join(reserved)}")
     return column.cast(kind)
 
 
@@ -547,7 +509,6 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _refuse_ranges(path: Path, table: pa.Table) -> None:
-    """Raise E009 for a range that is empty, or that overlaps another of its request."""
     request, start, stop = (
         table[name].to_numpy().astype(np.int64) for name in ("request", "start", "stop")
     )
@@ -564,13 +525,12 @@ def _refuse_ranges(path: Path, table: pa.Table) -> None:
     over = np.flatnonzero(same & (start[after] < stop[before]))
     if len(over):
         pairs = np.sort(np.stack([before[over], after[over]]), axis=0)
-        one, other = pairs[:, np.argmin(pairs[1])].tolist()
-        got = f"row {other}: {_range(table, other)} overlaps row {one}: {_range(table, one)}"
+        first, other = pairs[:, np.argmin(pairs[1])].tolist()
+        got = f"row {other}: {_range(table, other)} overlaps row {first}: {_range(table, first)}"
         raise _bad(path, got, "ranges of one request that do not overlap")
 
 
 def _range(table: pa.Table, row: int) -> str:
-    """Return a range in words."""
     line = table.slice(row, 1).to_pylist()[0]
     run = f"run {line['run'][:80]}, " if "run" in line else ""
     return f"{run}request {line['request']}, positions {line['start']} to {line['stop']}"

@@ -6,13 +6,13 @@ Small tables against which rows are read; they travel to every worker of the pas
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.dataset.multiplicity import Servings
@@ -31,10 +31,10 @@ from actds_validators.audit.covariates import (
 )
 from actds_validators.audit.data import (
     Labels,
-    Part,
     Read,
     RunSource,
     StepRanges,
+    TablePart,
     column,
     is_known,
 )
@@ -47,95 +47,73 @@ MAX_VALUES = 1 << 24
 
 
 class Vocabulary:
-    """The token ids that were computed, over all runs.
+    """The token ids that were computed, over all runs; the last of each array is an unknown one's.
 
     Args:
-        counts: how often each was computed.
+        counts: how often each id was computed.
     """
 
     def __init__(self, ids: Ints, counts: Floats, special: Bools) -> None:
-        self._index = Index(ids)
-        self._counts = counts
+        self.index, self.counts = Index(ids), counts
         rarity = -np.log2(counts / max(1.0, float(counts.sum())))
-        self._rarity = np.append(rarity, np.nan)
-        self._special = np.append(special, False)
+        self.rarity = np.append(rarity, np.nan)
+        """Surprise of each token in the run's own counts, in bits."""
+        self.special = np.append(special, False)
         bits = np.minimum(np.floor(rarity), MAX_BITS).astype(np.int64)
-        self._bits = np.append(bits, NO_BITS)
+        self.bits = np.append(bits, NO_BITS)
 
-    def __len__(self) -> int:
-        return len(self._index)
 
-    def ids(self, at: Ints) -> Ints:
-        """Return the token ids at some places."""
-        return self._index.numbers(at)
-
-    def counts(self) -> Floats:
-        """Return how often each id was computed, in the order of the places."""
-        return self._counts
-
-    def places(self, token_id: npt.NDArray[np.integer]) -> Ints:
-        """Return the place of each id, -1 (the last of each array) for an unknown one."""
-        return self._index.of(token_id)
-
-    def rarity(self, at: Ints) -> Floats:
-        """Return the surprise of each token in the run's own counts, in bits; NaN unknown."""
-        return self._rarity[at]
-
-    def special(self, at: Ints) -> Bools:
-        """Return whether each token is special; an unknown one is not."""
-        return self._special[at]
-
-    def bits(self, at: Ints) -> Ints:
-        """Return the rarity in whole bits, `MAX_BITS` for more, `NO_BITS` unknown."""
-        return self._bits[at]
+_ALWAYS = ("request", "prompt_len", "generated_len", "source")
 
 
 @dataclass(frozen=True)
-class Lookup:
+class RunRows:
+    """The requests of a run and the positions that it lost.
+
+    Args:
+        columns: of the requests, ``(n_requests,)`` each: tokens of the prompt, positions owed
+            (``request_len``), prompt source (``None`` unknown), and what a covariate reads.
+        first_step: place of the step in which each began, ``(n_requests,)``; the number of steps
+            where it never did.
+    """
+
+    steps: Index
+    requests: Index
+    columns: dict[str, npt.NDArray[Any]]
+    first_step: Ints
+    losses: StepRanges
+    recomputed: Recomputed
+
+
+@dataclass(frozen=True)
+class Lookup(RunRows):
     """What is known of the steps, requests and token ids of one run.
 
     Args:
-        steps: places of the steps that computed something, of which the arrays below speak.
         tick: tick of the series, ``(n_steps,)``.
         block: block of the jackknife, ``(n_steps,)``.
         load: load of the step as the cells see it, ``(n_steps,)`` float32.
         system: system covariates of the step, ``(n_steps,)`` each.
-        lossy: whether it lost a token, ``(n_steps,)``.
-        within: whether selection within it is looked at, ``(n_steps,)``.
-        requests: places of the requests, of which the arrays below speak.
-        prompt_len: tokens of the prompt, ``(n_requests,)``.
-        request_len: positions owed, ``(n_requests,)``.
-        source_names: prompt source of each request, None unknown.
         of_request: content covariates of the requests by name, ``(n_requests,)`` each.
         request_block: block of the jackknife in which each request began, ``(n_requests,)``.
         token_slot: place of each token id among those of `strata` that are counted block by
             block, -1 another, ``(n_ids + 1,)``.
-        has_ids: whether the ids of lost tokens are known.
         lost_ids: token id of each dropped position, -1 where its readout is missing; empty
             without ids.
-        labels: token classes that somebody gave, if any.
-        sampled: entropies of what the model sampled, if the run says them.
     """
 
     run: str
-    steps: Index
     tick: Ints
     block: Ints
     load: npt.NDArray[np.float32]
     system: dict[str, Floats]
     lossy: Bools
     within: Bools
-    requests: Index
-    prompt_len: Ints
-    request_len: Ints
-    source_names: list[str | None]
     of_request: dict[str, Floats | Bools]
     request_block: Ints
     token_slot: Ints
     vocabulary: Vocabulary
     has_ids: bool
-    losses: StepRanges
-    recomputed: Recomputed
     lost_ids: Ints
     servings: Servings
     labels: Labels | None
@@ -143,17 +121,8 @@ class Lookup:
     n_ticks: int
     n_blocks: int
 
-    def entropy_after(self, request: Ints, position: Ints) -> Floats:
-        """Return the entropy over the token after some positions, in bits; NaN unknown."""
-        if self.sampled is None:
-            return np.full(len(request), np.nan)
-        nats = self.sampled.after("entropy", self.requests.numbers(request), position)
-        found: Floats = nats.to_numpy(zero_copy_only=False).astype(np.float64) / np.log(2)
-        return found
-
     @cached_property
     def n_slots(self) -> int:
-        """Return how many token ids are counted block by block."""
         return int(self.token_slot.max(initial=-1)) + 1
 
 
@@ -162,7 +131,6 @@ class Rows:
     """Rows with what the lookup knows of them; every array is a place in the lookup.
 
     Args:
-        step: place of the step of each row.
         token: place of the token id, -1 unknown.
     """
 
@@ -172,36 +140,56 @@ class Rows:
     position: Ints
     token: Ints
 
+    @classmethod
+    def read(cls, lookup: Lookup, batch: pa.RecordBatch | pa.Table) -> tuple[Rows, Bools]:
+        """Return the rows of a batch, and whether their step and request are known."""
+        step = lookup.steps.of(column(batch, "step"))
+        request = lookup.requests.of(column(batch, "request"))
+        token = lookup.vocabulary.index.of(column(batch, "token_id"))
+        rows = cls(lookup, step, request, column(batch, "position"), token)
+        return rows, (step >= 0) & (request >= 0)
+
     @cached_property
     def prefill(self) -> Bools:
-        """Return whether each is of the prompt."""
-        return self.position < self.lookup.prompt_len[self.request]
+        return self.position < self.lookup.columns["prompt_len"][self.request]
 
     @cached_property
     def special(self) -> Bools:
-        """Return whether each is a special token."""
-        return self.lookup.vocabulary.special(self.token)
+        return self.lookup.vocabulary.special[self.token]
+
+    @property
+    def log_position(self) -> Floats:
+        return np.asarray(np.log2(self.position + 1.0), np.float64)
+
+    @property
+    def is_special(self) -> Floats | Bools:
+        """Return whether each is a special token, NaN where its id is not on record."""
+        known = self.token >= 0
+        return self.special if known.all() else np.where(known, self.special, np.nan)
 
     @cached_property
     def rarity(self) -> Floats:
-        """Return the surprise of each token, NaN unknown."""
-        return self.lookup.vocabulary.rarity(self.token)
+        return self.lookup.vocabulary.rarity[self.token]
 
     @cached_property
     def entropy(self) -> Floats:
         """Return the entropy over the token after each, in bits; NaN where none was sampled."""
-        return self.lookup.entropy_after(self.request, self.position)
+        sampled, numbers = self.lookup.sampled, self.lookup.requests.numbers
+        if sampled is None:
+            return np.full(len(self.request), np.nan)
+        nats = sampled.after("entropy", numbers(self.request), self.position)
+        bits: Floats = nats.to_numpy(zero_copy_only=False).astype(np.float64) / np.log(2)
+        return bits
 
     def take(self, some: npt.NDArray[Any]) -> Rows:
-        """Return some of the rows."""
         arrays = self.step, self.request, self.position, self.token
-        return Rows(self.lookup, *(held[some] for held in arrays))
+        return Rows(self.lookup, *(array[some] for array in arrays))
 
-    def values(self, one: CovariateDef) -> Floats | Bools:
+    def values(self, covariate: CovariateDef) -> Floats | Bools:
         """Return a content covariate, NaN where a row has none; of a share whether it is 1."""
-        if one.source == "request":
-            return self.lookup.of_request[one.name][self.request]
-        return one.typed(one.values(self))
+        if covariate.source == "request":
+            return self.lookup.of_request[covariate.name][self.request]
+        return covariate.typed(covariate.values(self))
 
 
 @dataclass(frozen=True)
@@ -221,117 +209,103 @@ class CellEdges:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return the number of loads and of complexities; the last is that of unknown tokens."""
         return len(self.load) + 1, self.n_entropies + len(self.edges) + 1 + self.has_unknown
 
     @property
     def n_entropies(self) -> int:
-        """Return the number of ranges of the entropy; they are the first complexities."""
         return len(self.entropy) + 1 if self.entropy else 0
 
     @property
     def words(self) -> str:
-        """Return what cuts the other way, in words."""
         return f"entropy, else {self.complexity}" if self.entropy else self.complexity
 
     @property
     def has_unknown(self) -> bool:
-        """Return whether a token may have no complexity: a rarity needs its id."""
         return self.complexity == "rarity"
 
     @property
     def n_cells(self) -> int:
-        """Return the number of cells."""
         return self.shape[0] * self.shape[1]
 
-    def of(self, lookup: Lookup, step: Ints, request: Ints, position: Ints, token: Ints) -> Ints:
-        """Return the cell of each row, ``load * n_complexities + complexity``.
-
-        Args:
-            request: places of the requests; used where there are entropies.
-            position: positions; used where the complexity is the position.
-            token: places of the token ids; used where it is the rarity.
-        """
+    def of(self, rows: Rows) -> Ints:
+        """Return the cell of each row, ``load * n_complexities + complexity``."""
+        lookup, step = rows.lookup, rows.step
         # Once per step of the batch; rows of an unknown one (-1) get any: nobody counts them.
         low = max(0, int(step.min(initial=len(lookup.load) - 1)))
         loads = lookup.load[low : max(low, int(step.max(initial=0))) + 1]
         of_step = np.searchsorted(np.array(self.load, np.float32), loads, side="right")
         load = of_step[np.maximum(step, low) - low]
-        value = lookup.vocabulary.rarity(token) if self.has_unknown else position
+        value = rows.rarity if self.has_unknown else rows.position
         other = np.searchsorted(np.array(self.edges), value, side="right")
         if self.has_unknown:
             other = np.where(np.isnan(value), len(self.edges) + 1, other)
         if self.entropy:
-            bits = lookup.entropy_after(request, position)
-            known = np.searchsorted(np.array(self.entropy), bits, side="right")
-            other = np.where(np.isnan(bits), self.n_entropies + other, known)
-        found: Ints = load * self.shape[1] + other
-        return found
+            known = np.searchsorted(np.array(self.entropy), rows.entropy, side="right")
+            other = np.where(np.isnan(rows.entropy), self.n_entropies + other, known)
+        return np.asarray(load * self.shape[1] + other, np.int64)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the lookups of all runs have in common.
+
+    Args:
+        every: of the steps that lost a part, every so many-th is looked into.
+    """
+
+    series: Series
+    vocabulary: Vocabulary
+    definitions: tuple[CovariateDef, ...]
+    token_slot: Ints
+    has_ids: bool
+    every: int
 
 
 def make_lookup(
     source: RunSource,
     steps: RunSteps,
-    series: Series,
     rows: RunRows,
-    vocabulary: Vocabulary,
+    shared: Shared,
     lost_ids: Ints,
-    definitions: Sequence[CovariateDef],
     labels: Labels | None,
-    token_slot: Ints,
-    *,
-    has_ids: bool,
-    every: int,
 ) -> Lookup:
-    """Return the lookup of a run.
-
-    Args:
-        rows: of `read_rows`.
-        lost_ids: of the dropped positions, in the order of ``rows.losses``.
-        labels: token classes that somebody gave, if any.
-        token_slot: see `Lookup`.
-        every: of `thinning`.
-    """
+    series = shared.series
     index = series.runs.index(steps.run)
     tick = series.offsets[index] + np.arange(len(steps.step)) // series.steps_per_tick
     block = series.blocks.labels[tick].astype(np.int64)
+    sampled = None
+    if source.n_rows("sampled"):
+        sampled = Sampled(source.table("sampled", ["request", "position", "entropy"]))
+    within = np.zeros(len(steps.step), bool)
+    within[np.flatnonzero(_partial(steps))[:: shared.every]] = True
+    served = source.spans("cache_ref", ["ref_request"])
+    known = is_known(served["ref_request"])
+    referenced = (served[name][known] for name in ("ref_request", "start", "stop"))
     return Lookup(
+        **vars(rows),
         run=steps.run,
-        steps=rows.steps,
         tick=tick,
         block=block,
         load=steps.covariates[LOAD].astype(np.float32),
         system=steps.covariates,
         lossy=steps.lost > 0,
-        within=_within(steps, every),
-        requests=rows.requests,
-        prompt_len=rows.columns["prompt_len"],
-        request_len=rows.columns["request_len"],
-        source_names=rows.columns["source"].tolist(),
+        within=within,
         of_request={
-            one.name: one.typed(one.values(rows.columns))
-            for one in definitions
-            if one.source == "request"
+            covariate.name: covariate.typed(covariate.values(rows.columns))
+            for covariate in shared.definitions
+            if covariate.source == "request"
         },
         request_block=block[np.minimum(rows.first_step, len(block) - 1)],
-        token_slot=token_slot,
-        vocabulary=vocabulary,
-        has_ids=has_ids,
-        losses=rows.losses,
+        token_slot=shared.token_slot,
+        vocabulary=shared.vocabulary,
+        has_ids=shared.has_ids,
         lost_ids=lost_ids,
-        recomputed=rows.recomputed,
-        servings=_servings(source),
+        servings=Servings(*(column.astype(np.int64) for column in referenced)),
         labels=labels,
-        sampled=_sampled(source),
+        sampled=sampled,
         n_ticks=series.n_ticks,
         n_blocks=series.blocks.n_blocks,
     )
-
-
-def _sampled(source: RunSource) -> Sampled | None:
-    if not source.n_rows("sampled"):
-        return None
-    return Sampled(source.table("sampled", ["request", "position", "entropy"]))
 
 
 def thinning(runs: list[RunSteps], n_numbers: int) -> int:
@@ -344,19 +318,6 @@ def _partial(steps: RunSteps) -> Bools:
     return (steps.lost > 0) & (steps.lost < steps.computed)
 
 
-def _within(steps: RunSteps, every: int) -> Bools:
-    chosen = np.zeros(len(steps.step), bool)
-    chosen[np.flatnonzero(_partial(steps))[::every]] = True
-    return chosen
-
-
-def _servings(source: RunSource) -> Servings:
-    found = source.spans("cache_ref", ["ref_request"])
-    there = is_known(found["ref_request"])
-    request, start, stop = (found[name][there] for name in ("ref_request", "start", "stop"))
-    return Servings(request.astype(np.int64), start, stop)
-
-
 MAX_DENSE = 1 << 22
 
 
@@ -365,7 +326,6 @@ class WordCounts:
     """Token ids of a part.
 
     Args:
-        counts: how often each was computed.
         lost: numbers of dropped positions, as ``StepRanges.find`` has them.
     """
 
@@ -387,8 +347,7 @@ class WordPass:
     rows: RunRows
     hook: str | None
 
-    def __call__(self, part: Part) -> WordCounts:
-        """Return the ids of a part; from stored rows also which of them are special."""
+    def __call__(self, part: TablePart) -> WordCounts:
         counts = _IdCounts()
         special: list[Ints] = []
         lost: list[Ints] = []
@@ -401,10 +360,10 @@ class WordPass:
                 special.append(np.unique(ids[marked]))
         else:
             for batch in part.batches(["request", "position", "token_id", "step", "hook"]):
-                mine = batch.filter(pc.equal(batch["hook"], self.hook))
-                step = self.rows.steps.of(column(mine, "step"))
-                request = self.rows.requests.of(column(mine, "request"))
-                position, token = column(mine, "position"), column(mine, "token_id")
+                lines = batch.filter(pc.equal(batch["hook"], self.hook))
+                step = self.rows.steps.of(column(lines, "step"))
+                request = self.rows.requests.of(column(lines, "request"))
+                position, token = column(lines, "position"), column(lines, "token_id")
                 kept = self.rows.recomputed.count(step, request, position)
                 counts.count(token[kept])
                 at = self.rows.losses.find(step, request, position)
@@ -427,34 +386,31 @@ class _IdCounts:
         self._ids, self._counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def count(self, ids: Ints) -> None:
-        """Count ids, each as often as it is there."""
         low = ids[ids < MAX_DENSE]
         self._grow(np.bincount(low, minlength=len(self._dense)))
         if len(low) < len(ids):
             self._add_sparse(*np.unique(ids[ids >= MAX_DENSE], return_counts=True))
 
     def add(self, ids: Ints, counts: Ints) -> None:
-        """Add counts of ids, rising."""
         n = int(np.searchsorted(ids, MAX_DENSE))
         if n:
-            found = np.zeros(max(len(self._dense), int(ids[n - 1]) + 1), np.int64)
-            found[ids[:n]] = counts[:n]
-            self._grow(found)
+            dense = np.zeros(max(len(self._dense), int(ids[n - 1]) + 1), np.int64)
+            dense[ids[:n]] = counts[:n]
+            self._grow(dense)
         if n < len(ids):
             self._add_sparse(ids[n:], counts[n:])
 
     def total(self) -> tuple[Ints, Ints]:
-        """Return the ids, rising, and how often each was counted."""
         low = np.flatnonzero(self._dense)
         return np.concatenate([low, self._ids]), np.concatenate([self._dense[low], self._counts])
 
-    def _grow(self, found: Ints) -> None:
-        found[: len(self._dense)] += self._dense
-        self._dense = found
+    def _grow(self, dense: Ints) -> None:
+        dense[: len(self._dense)] += self._dense
+        self._dense = dense
 
     def _add_sparse(self, ids: Ints, counts: Ints) -> None:
-        both = np.concatenate([self._ids, ids])
-        self._ids, at = np.unique(both, return_inverse=True)
+        every = np.concatenate([self._ids, ids])
+        self._ids, at = np.unique(every, return_inverse=True)
         total = np.zeros(len(self._ids), np.int64)
         np.add.at(total, at.reshape(-1), np.concatenate([self._counts, counts]))
         self._counts = total
@@ -466,20 +422,13 @@ def knows_ids(sources: list[RunSource]) -> bool:
 
 
 def knows_entropy(sources: list[RunSource]) -> bool:
-    """Return whether a run says the model's entropy over what it sampled."""
     return any(source.n_rows("sampled") for source in sources)
 
 
 def read_vocabulary(
     runs: list[tuple[RunSource, RunRows]], read: Read, *, has_ids: bool
 ) -> tuple[Vocabulary, list[Ints]]:
-    """Return the vocabulary of all runs, and the ids of each run's lost positions.
-
-    Args:
-        runs: with the rows of each.
-        read: of an executor: what a function returns of each part, in order.
-        has_ids: of `knows_ids`.
-    """
+    """Return the vocabulary of all runs, and the ids of each run's lost positions."""
     counts, special = _IdCounts(), _IdCounts()
     lost_ids = []
     for source, rows in runs:
@@ -499,7 +448,6 @@ def read_vocabulary(
 
 
 def prompt_sources(sources: list[RunSource]) -> tuple[str, ...]:
-    """Return the prompt sources, the most used first; none when there is only one."""
     n: Counter[str] = Counter()
     for source in sources:
         names = source.served_requests(["source"])["source"]
@@ -507,46 +455,21 @@ def prompt_sources(sources: list[RunSource]) -> tuple[str, ...]:
     return tuple(name for name, _ in n.most_common()) if len(n) > 1 else ()
 
 
-_ALWAYS = ("request", "prompt_len", "generated_len", "source")
-
-
-@dataclass(frozen=True)
-class RunRows:
-    """The requests of a run and the positions that it lost.
-
-    Args:
-        steps: places of the steps that computed something.
-        requests: places of the requests, of which the arrays below speak.
-        columns: of the requests, ``(n_requests,)`` each: tokens of the prompt, positions owed
-            (``request_len``), prompt source (``None`` unknown), and what a covariate reads.
-        first_step: place of the step in which each began, ``(n_requests,)``; the number of steps
-            where it never did.
-    """
-
-    steps: Index
-    requests: Index
-    columns: dict[str, npt.NDArray[Any]]
-    first_step: Ints
-    losses: StepRanges
-    recomputed: Recomputed
-
-
 def read_rows(source: RunSource, steps: RunSteps) -> RunRows:
     """Return the requests and losses of a run.
 
     Spec: 0.1 section 7.8.
     """
-    derived = ("request_len",)
-    more = [n for n in columns_of(defined("request")) if n not in (*_ALWAYS, *derived)]
-    found = source.served_requests([*_ALWAYS, *more])
-    numbers, first = np.unique(found["request"], return_index=True)
-    found["request_len"] = found["prompt_len"] + np.maximum(found["generated_len"], 1) - 1
+    more = [n for n in columns_of(defined("request")) if n not in (*_ALWAYS, "request_len")]
+    columns = source.served_requests([*_ALWAYS, *more])
+    numbers, first = np.unique(columns["request"], return_index=True)
+    columns["request_len"] = columns["prompt_len"] + np.maximum(columns["generated_len"], 1) - 1
     index, requests = Index(steps.step), Index(numbers)
     losses = _losses(source, index, requests)
     return RunRows(
         steps=index,
         requests=requests,
-        columns={name: values[first] for name, values in found.items() if name != "request"},
+        columns={name: values[first] for name, values in columns.items() if name != "request"},
         first_step=_first_steps(source, steps.step, requests),
         losses=losses,
         recomputed=Recomputed(source, index, requests, losses),
@@ -554,22 +477,20 @@ def read_rows(source: RunSource, steps: RunSteps) -> RunRows:
 
 
 def _first_steps(source: RunSource, steps: Ints, requests: Index) -> Ints:
-    """Return the place of the step in which each request began."""
-    found = source.columns("spans", ["request", "step"])
-    there = is_known(found["step"])
-    place = requests.of(found["request"][there])
-    step = np.searchsorted(steps, found["step"][there].astype(np.int64))
+    spans = source.columns("spans", ["request", "step"])
+    known = is_known(spans["step"])
+    place = requests.of(spans["request"][known])
+    step = np.searchsorted(steps, spans["step"][known].astype(np.int64))
     first = np.full(len(requests), len(steps), np.int64)
     np.minimum.at(first, place[place >= 0], step[place >= 0])
     return first
 
 
 def _losses(source: RunSource, steps: Index, requests: Index) -> StepRanges:
-    """Return the dropped positions of known steps and requests."""
-    found = source.columns("drops", ["step", "request", "start", "stop"])
-    step, request = steps.of(found["step"]), requests.of(found["request"])
-    known = (step >= 0) & (request >= 0) & (found["stop"] > found["start"])
-    return StepRanges(step[known], request[known], found["start"][known], found["stop"][known])
+    drops = source.columns("drops", ["step", "request", "start", "stop"])
+    step, request = steps.of(drops["step"]), requests.of(drops["request"])
+    known = (step >= 0) & (request >= 0) & (drops["stop"] > drops["start"])
+    return StepRanges(step[known], request[known], drops["start"][known], drops["stop"][known])
 
 
 class Recomputed:
@@ -578,9 +499,6 @@ class Recomputed:
     A row that a preemption made the engine compute again has several readouts, and an aborted one
     may have some. Of the requests that had either, only the readouts of stored and of dropped rows
     count, each at its own step. Nearly all requests may have: per position this is four bytes.
-
-    Args:
-        steps: places of the steps that computed something.
     """
 
     def __init__(
@@ -589,11 +507,11 @@ class Recomputed:
         given = source.columns("requests", ["request", "n_preemptions"])
         aborted = source.table("spans", ["request", "disposition"])
         aborted = aborted.filter(pc.equal(aborted["disposition"], "aborted"))["request"].to_numpy()
-        odd = np.union1d(given["request"][given["n_preemptions"] > 0], aborted)
+        repeated = np.union1d(given["request"][given["n_preemptions"] > 0], aborted)
         self._losses = losses
         self._is_odd = np.zeros(len(requests) + 1, bool)  # the last for one that is not known
         if source.hooks:
-            self._is_odd[requests.of(odd)] = True
+            self._is_odd[requests.of(repeated)] = True
             self._is_odd[-1] = False
         captured = source.spans("captured", ["request"])
         self._length = np.zeros(len(self._is_odd), np.int64)
@@ -606,19 +524,18 @@ class Recomputed:
             for part in source.parts["tokens"]:
                 for batch in part.batches(["step", "request", "position"]):
                     request = requests.of(column(batch, "request"))
-                    mine = self._is_odd[request]
-                    at = self._places(request[mine], column(batch, "position")[mine])
-                    self._step[at] = steps.of(column(batch, "step")[mine])
+                    odd = self._is_odd[request]
+                    at = self._places(request[odd], column(batch, "position")[odd])
+                    self._step[at] = steps.of(column(batch, "step")[odd])
             self._step[-1] = -1
 
     def count(self, step: Ints, request: Ints, position: Ints) -> Bools:
-        """Return whether each readout counts; those of an unknown step or request do not."""
-        found = (step >= 0) & (request >= 0)
-        odd = np.flatnonzero(self._is_odd[request] & found)
+        counts = (step >= 0) & (request >= 0)
+        odd = np.flatnonzero(self._is_odd[request] & counts)
         at = odd[self._step[self._places(request[odd], position[odd])] != step[odd]]
         if len(at):
-            found[at] = self._losses.find(step[at], request[at], position[at]) >= 0
-        return found
+            counts[at] = self._losses.find(step[at], request[at], position[at]) >= 0
+        return counts
 
     def _places(self, request: Ints, position: Ints) -> Ints:
         inside = position < self._length[request]

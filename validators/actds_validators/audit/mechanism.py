@@ -10,6 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -38,12 +39,13 @@ from actds_validators.audit.result import (
     TracePoint,
 )
 from actds_validators.audit.within import WithinTest
-from actds_validators.statistics.association import block_score, change, naive_z
-from actds_validators.statistics.events import one_per_event
-from actds_validators.statistics.families import (
+from actds_validators.statistics.association import (
     JointDraws,
+    block_score,
+    change,
     draws_for,
     least_over_families,
+    naive_z,
     over_families,
 )
 from actds_validators.statistics.intervals import (
@@ -54,11 +56,12 @@ from actds_validators.statistics.intervals import (
     jackknife_many,
     loss_rate,
 )
-from actds_validators.statistics.shift import (
+from actds_validators.statistics.series import (
     circular_shift,
     isotonic,
     lag_correlation,
     load_groups,
+    one_per_event,
 )
 
 TIME = Covariate(name="time", label="time in the run", unit="s", group="system")
@@ -77,7 +80,6 @@ class Question:
     """The tests of one question, before they are adjusted over the questions.
 
     Args:
-        tests: each as it stands alone.
         n_draws: rearrangements of the losses behind it, the observed one among them.
         is_enumerated: whether there are no more than these.
     """
@@ -90,108 +92,82 @@ class Question:
     is_enumerated: bool = False
 
 
-def _test(
-    name: str,
-    covariate: Covariate,
-    statistic: float,
-    p: float,
-    n_units: int,
-    unit: str,
-    naive_p: float | None = None,
-    note: str = "",
-) -> Association:
-    """Return a test as it stands alone: `families` adjusts it."""
-    return Association(
-        name=name, covariate=covariate, statistic=statistic, p=p, adjusted_p=p, rejected=False,
-        n_units=n_units, unit=unit, naive_p=naive_p, note=note,
-    )  # fmt: skip
+_test = partial(Association, adjusted_p=1.0, rejected=False)
+"""A test as it stands alone: `families` adjusts it."""
 
 
 def asked_between(
     sums: list[CovariateSums], series: Series, limits: Limits, of_requests: float = 0.0
 ) -> list[Question]:
-    """Return the questions about time and steps: time, load, content and values of the steps.
-
-    Args:
-        of_requests: share of the lost tokens that belong to requests which lost at least half.
-    """
+    """Return the questions about time and steps: time, load, content and values of the steps."""
     along = _along_the_run(series, of_requests)
-    found = _time(series, limits)
+    questions = _time(series, limits)
     for name, group in _OF_STEPS.items():
-        some = [one for one in sums if one.covariate.group == group]
-        asked = _steps(name, some, series, limits, along=along)
-        found += [asked] if asked else []
-    return found
+        some = [x for x in sums if x.covariate.group == group]
+        question = _steps(name, some, series, limits, along=along)
+        questions += [question] if question else []
+    return questions
 
 
 def asked_within(selections: Iterable[tuple[list[WithinTest], int]]) -> list[Question]:
-    """Return the questions about the tokens of one step: their content, their values."""
-    found = []
+    questions = []
     for chosen, n_draws in selections:
         of_values = chosen[0].covariate.group == "values"
         tests = [
-            _test("within", one.covariate, one.scores.t, one.p, one.scores.n_requests, "requests")
-            for one in chosen
-        ]
-        found.append(
-            Question(
-                "values of tokens" if of_values else "content of tokens",
-                tests,
-                np.array([one.inside for one in chosen]),
-                n_draws,
-                "draws of the lost tokens of each step",
+            _test(
+                name="within",
+                covariate=test.covariate,
+                statistic=test.scores.t,
+                p=test.p,
+                n_units=test.scores.n_requests,
+                unit="requests",
             )
-        )
-    return found
+            for test in chosen
+        ]
+        name: FamilyName = "values of tokens" if of_values else "content of tokens"
+        inside = np.array([test.inside for test in chosen])
+        drawn = "draws of the lost tokens of each step"
+        questions.append(Question(name, tests, inside, n_draws, drawn))
+    return questions
 
 
-def families(asked: list[Question], fdr: float) -> tuple[list[Association], list[Family]]:
-    """Return every test and every family, adjusted over the families.
-
-    Args:
-        asked: the questions, each with a test at least.
-    """
-    adjusted, of_families = over_families([one.inside for one in asked])
-    least = [one.inside.min() for one in asked]
-    tests, found = [], []
-    for k, (one, inside) in enumerate(zip(asked, adjusted, strict=True)):
+def families(questions: list[Question], fdr: float) -> tuple[list[Association], list[Family]]:
+    adjusted, of_families = over_families([question.inside for question in questions])
+    least = [question.inside.min() for question in questions]
+    tests, listed = [], []
+    for k, (question, inside) in enumerate(zip(questions, adjusted, strict=True)):
         tests += [
             test.model_copy(
-                update={"adjusted_p": float(q), "rejected": bool(q <= fdr), "family": one.name}
+                update={"adjusted_p": float(q), "rejected": bool(q <= fdr), "family": question.name}
             )
-            for test, q in zip(one.tests, inside, strict=True)
+            for test, q in zip(question.tests, inside, strict=True)
         ]
-        possible = least_over_families(least, k, 1 / one.n_draws)
-        found.append(
+        possible = least_over_families(least, k, 1 / question.n_draws)
+        listed.append(
             Family(
-                question=one.name,
-                n_tests=len(one.tests),
+                question=question.name,
+                n_tests=len(question.tests),
                 p=float(least[k]),
                 adjusted_p=float(of_families[k]),
-                n_draws=one.n_draws,
-                drawn=one.drawn,
-                least_p=1 / one.n_draws,
+                n_draws=question.n_draws,
+                drawn=question.drawn,
+                least_p=1 / question.n_draws,
                 least_adjusted_p=possible,
                 could_be_found=possible <= fdr,
-                needed=math.ceil(len(asked) / fdr) if one.is_enumerated else None,
+                needed=math.ceil(len(questions) / fdr) if question.is_enumerated else None,
             )
         )
-    return tests, found
+    return tests, listed
 
 
 def mechanism(
-    series: Series, asked: list[Question], intervals: list[Interval], limits: Limits
+    series: Series, questions: list[Question], intervals: list[Interval], limits: Limits
 ) -> Mechanism:
-    """Return the section.
-
-    Args:
-        intervals: of the differences, in the order of importance: the widest says what is found.
-    """
     error = max((i.error for i in intervals), default=0.0)
-    tests, found = families(asked, limits.fdr)
+    tests, of_families = families(questions, limits.fdr)
     return Mechanism(
         tests=tests,
-        families=found,
+        families=of_families,
         n_events=series.n_events,
         n_steps=series.n_steps,
         n_lost_steps=series.n_lost_steps,
@@ -210,7 +186,6 @@ _OF_STEPS: dict[FamilyName, Group] = {
 
 
 def _whole(series: Series) -> bool:
-    """Return whether steps are lost whole."""
     return series.n_partial_steps <= MAX_PARTIAL * series.n_lost_steps
 
 
@@ -252,29 +227,29 @@ def _steps(
     """
     one_run = len(series.runs) == 1
     n_draws = draws_for(N_FAMILIES, limits.fdr, LEAST_SHIFTS)
-    joint, found, of_blocks = JointDraws(), [], []
+    joint, tests, of_blocks = JointDraws(), [], []
     of_events = _event_losses(series) if name == "load" else None
-    loads = {one.name for one in defined("step") if one.is_load}
-    each = [("shift", one, series.lost) for one in sums]
+    loads = {definition.name for definition in defined("step") if definition.is_load}
+    each = [("shift", summed, series.lost) for summed in sums]
     if of_events is not None:
-        each += [("event", one, of_events) for one in sums if one.covariate.name in loads]
-    for kind, one, lost in each:
-        result = _shift(kind, one, series, lost, n_draws, limits.seed, along=along)
+        each += [("event", summed, of_events) for summed in sums if summed.covariate.name in loads]
+    for kind, summed, lost in each:
+        result = _shift(kind, summed, series, lost, n_draws, limits.seed, along=along)
         if result is not None:
             test, sizes, p = result
-            found.append(test)
+            tests.append(test)
             of_blocks.append(p)
             joint.add(sizes)
-    if not found:
+    if not tests:
         return None
     inside = np.maximum(joint.adjusted(), benjamini_hochberg(of_blocks))
     drawn = "circular shifts of the losses"
-    return Question(name, found, inside, joint.n_draws, drawn, is_enumerated=one_run)
+    return Question(name, tests, inside, joint.n_draws, drawn, is_enumerated=one_run)
 
 
 def _shift(
     name: str,
-    one: CovariateSums,
+    summed: CovariateSums,
     series: Series,
     lost: Floats,
     n_draws: int,
@@ -283,45 +258,53 @@ def _shift(
     along: bool,
 ) -> tuple[Association, Floats, float] | None:
     """Return a test of a covariate, what its shifts give, and its p over blocks."""
-    n, n_lost = one.n.sum(), one.n_lost.sum()
-    x, xx, lost_x = one.sums.sum(axis=1)
+    n, n_lost = summed.n.sum(), summed.n_lost.sum()
+    x, xx, lost_x = summed.sums.sum(axis=1)
     variance = xx / max(n, 1) - (x / max(n, 1)) ** 2
     if n <= 0 or variance <= 1e-12 * max(1.0, xx / n):
         return None
-    held, weight = one.sums[0], one.n
-    if one.covariate.group == "system":  # of the step: one value, however many tokens share it
-        held, weight = held / series.computed, np.ones(series.n_ticks)
-        variance = float(held.var())
+    values, weight = summed.sums[0], summed.n
+    if summed.covariate.group == "system":  # one value, however many tokens share the step
+        values, weight = values / series.computed, np.ones(series.n_ticks)
+        variance = float(values.var())
     shifts = circular_shift(
-        series.run, series.computed, lost, held, weight=weight, n_draws=n_draws, seed=seed
+        series.run, series.computed, lost, values, weight=weight, n_draws=n_draws, seed=seed
     )
     if shifts is None:
         return None
     of_blocks = 0.0
     if not along:
-        p = block_score(series.blocks, series.run, series.computed, lost, held, weight=weight)
+        p = block_score(series.blocks, series.run, series.computed, lost, values, weight=weight)
         of_blocks = float(p[0])
     test = _test(
-        name,
-        one.covariate,
-        float(shifts.difference[0]) / float(np.sqrt(variance)),
-        max(float(shifts.p[0]), of_blocks),
-        max(1, int(shifts.n_effective[0])),
-        "shifts",
-        naive_z([n, x, xx, n_lost, lost_x]) if name == "shift" else None,
+        name=name,
+        covariate=summed.covariate,
+        statistic=float(shifts.difference[0]) / float(np.sqrt(variance)),
+        p=max(float(shifts.p[0]), of_blocks),
+        n_units=max(1, int(shifts.n_effective[0])),
+        unit="shifts",
+        naive_p=naive_z([n, x, xx, n_lost, lost_x]) if name == "shift" else None,
     )
     return test, shifts.sizes, of_blocks
 
 
 def _time(series: Series, limits: Limits) -> list[Question]:
     n_draws = draws_for(N_FAMILIES, limits.fdr, LEAST_SHIFTS)
-    found = change(series.computed, series.lost, series.run, n_draws=n_draws, seed=limits.seed)
-    if found is None or not found.long_enough:
+    changed = change(series.computed, series.lost, series.run, n_draws=n_draws, seed=limits.seed)
+    if changed is None or not changed.long_enough:
         return []
-    at = float(series.t_s[min(found.at, series.n_ticks - 1)])
-    note = f"{found.before:.2%} lost before {at:.0f} s, {found.after:.2%} after"
-    test = _test("change", TIME, found.statistic, found.p, found.n_blocks, "blocks", note=note)
-    return [Question("time", [test], np.array([found.p]), n_draws + 1, "permutations of blocks")]
+    at = float(series.t_s[min(changed.at, series.n_ticks - 1)])
+    note = f"{changed.before:.2%} lost before {at:.0f} s, {changed.after:.2%} after"
+    test = _test(
+        name="change",
+        covariate=TIME,
+        statistic=changed.statistic,
+        p=changed.p,
+        n_units=changed.n_blocks,
+        unit="blocks",
+        note=note,
+    )
+    return [Question("time", [test], np.array([changed.p]), n_draws + 1, "permutations of blocks")]
 
 
 N_BINS = 240
@@ -333,11 +316,7 @@ MAX_DEPTHS = 64
 
 
 def queues(sources: list[RunSource], series: Series, seed: int = 0) -> Queues:
-    """Return the section.
-
-    Args:
-        seed: of the random shifts behind the band of the lags, where there are several runs.
-    """
+    """Return the section."""
     lags, band = _lags(series, seed)
     return Queues(
         trace=_trace(series),
@@ -351,16 +330,15 @@ def queues(sources: list[RunSource], series: Series, seed: int = 0) -> Queues:
 
 
 def _stalls(sources: list[RunSource], series: Series) -> list[Stall]:
-    """Return the waits at each stage; marks are seconds on the time line of the series."""
     n: Counter[str] = Counter()
     waited_s: dict[str, float] = defaultdict(float)
     marks_s: dict[str, list[float]] = defaultdict(list)
     for source in sources:
         stalls = source.columns("stalls", ["stage", "t_ns", "duration_ns"])
         for stage in sorted(set(stalls["stage"])):
-            own = stalls["stage"] == stage
-            n[stage] += int(own.sum())
-            waited_s[stage] += int(stalls["duration_ns"][own].sum()) / 1e9
+            of_stage = stalls["stage"] == stage
+            n[stage] += int(of_stage.sum())
+            waited_s[stage] += int(stalls["duration_ns"][of_stage].sum()) / 1e9
         begin = int(series.offsets[series.runs.index(source.run)])
         steps = source.columns("steps", ["t_ns", "captured_tokens", "dropped_tokens"])
         first = int(steps["t_ns"][steps["captured_tokens"] + steps["dropped_tokens"] > 0].min())
@@ -375,11 +353,10 @@ def _stalls(sources: list[RunSource], series: Series) -> list[Stall]:
 
 
 def _occupancy(sources: list[RunSource]) -> list[Occupancy]:
-    """Return how long the queue of each stage stood at each depth."""
     spent_s: dict[str, dict[tuple[int, int], float]] = defaultdict(lambda: defaultdict(float))
     for source in sources:
-        held = source.columns("occupancy", ["stage", "depth", "capacity", "duration_ns"])
-        lines = list(zip(*(column.tolist() for column in held.values()), strict=True))
+        occupancy = source.columns("occupancy", ["stage", "depth", "capacity", "duration_ns"])
+        lines = list(zip(*(column.tolist() for column in occupancy.values()), strict=True))
         capacity: dict[tuple[str, int], int] = {}
         lasted: Counter[tuple[str, int]] = Counter()
         for stage, depth, room, ns in lines:
@@ -417,19 +394,19 @@ def _trace(series: Series) -> list[TracePoint]:
 
 def _lags(series: Series, seed: int) -> tuple[list[Lag], LagBand | None]:
     reach = min(MAX_LAG, max(0, series.n_ticks // 4))
-    found = lag_correlation(series.computed, series.share, series.run, reach, seed=seed)
-    if found is None:
+    lagged = lag_correlation(series.computed, series.share, series.run, reach, seed=seed)
+    if lagged is None:
         return [], None
     lags = [
         Lag(steps=int(lag) * series.steps_per_tick, correlation=float(value))
-        for lag, value in zip(found.lags, found.correlation, strict=True)
+        for lag, value in zip(lagged.lags, lagged.correlation, strict=True)
     ]
     return lags, LagBand(
-        low=found.low,
-        high=found.high,
-        confidence=found.confidence,
-        n_shifts=found.n_shifts,
-        n_effective=found.n_effective,
+        low=lagged.low,
+        high=lagged.high,
+        confidence=lagged.confidence,
+        n_shifts=lagged.n_shifts,
+        n_effective=lagged.n_effective,
     )
 
 
@@ -446,13 +423,13 @@ def _loss_by_step(series: Series) -> list[LossCurve]:
     """
     if not series.lost.any():
         return []
-    found = []
+    curves = []
     for name in STEP_CURVES:
         direction, points = _curve(series, series.system[name][0] / series.computed)
-        found.append(
+        curves.append(
             LossCurve(covariate=COVARIATES[name].facts(), direction=direction, points=points)
         )
-    return found
+    return curves
 
 
 def _curve(series: Series, value: Floats) -> tuple[Direction, list[Loss]]:

@@ -8,8 +8,8 @@ wherever its tokens were computed.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +24,7 @@ from actds_validators.audit.covariates import COVARIATES, N_BANDS, defined
 from actds_validators.audit.data import RUN_LABELS, RunSource
 from actds_validators.audit.lookup import Lookup
 from actds_validators.audit.result import (
+    PROVEN,
     Bound,
     BoundPoint,
     Difference,
@@ -55,29 +56,20 @@ CURVE = (0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1
 
 
 def estimate(interval: Interval | None) -> Estimate | None:
-    """Return an interval as the result has it."""
     if interval is None:
         return None
     return Estimate(
-        value=interval.value,
-        low=interval.low,
-        high=interval.high,
-        confidence=interval.confidence,
+        value=interval.value, low=interval.low, high=interval.high, confidence=interval.confidence
     )
 
 
 def rate_estimate(interval: Interval | None, rate: float) -> Estimate:
-    """Return a share lost with its interval within 0 and 1: all of it where there is none."""
-    found = estimate(interval) or Estimate(value=rate, low=0.0, high=1.0)
-    return Estimate(value=found.value, low=max(0.0, found.low), high=min(1.0, found.high))
+    share = estimate(interval) or Estimate(value=rate, low=0.0, high=1.0)
+    return Estimate(value=share.value, low=max(0.0, share.low), high=min(1.0, share.high))
 
 
 def unbounded(value: float, n: float, effective: float) -> Estimate | None:
-    """Return a mean's distance whose jackknife says nothing, with the worst case about it.
-
-    Args:
-        n: rows in all.
-    """
+    """Return a mean's distance whose jackknife says nothing, with the worst case about it."""
     if not np.isfinite(value) or effective <= 0:
         return None
     far = farthest_mean(n, effective)
@@ -85,15 +77,15 @@ def unbounded(value: float, n: float, effective: float) -> Estimate | None:
 
 
 def system_sums(series: Series) -> list[CovariateSums]:
-    """Return the covariates of the serving system, which need no token."""
     return [
-        CovariateSums(one.facts(), series.computed, series.system[one.name], series.lost)
-        for one in defined("step")
+        CovariateSums(
+            covariate.facts(), series.computed, series.system[covariate.name], series.lost
+        )
+        for covariate in defined("step")
     ]
 
 
 def block_totals(blocks: Blocks, sums: list[CovariateSums]) -> Floats:
-    """Return n, sx, sxx, n_lost and lx over blocks, ``(5, n_covariates, n_blocks)``."""
     # One by one: all of them side by side would be the largest arrays of an audit.
     each = [
         difference_sums(blocks, s.n, s.sums[:1], s.sums[1:2], s.n_lost, s.sums[2:]) for s in sums
@@ -108,20 +100,21 @@ def of_all_lost(totals: Floats, sums: list[CovariateSums], read: float) -> Float
     nearer to all than they are. The squares of these tokens are taken for those of all.
 
     Args:
-        totals: of `block_totals`, of the covariates in ``sums``.
         read: share of the lost tokens that left readouts.
 
     Spec: 0.1 section 14.3.
     """
     if not 0 < read < 1:
         return totals
-    by_id = {name for name, one in COVARIATES.items() if one.needs_ids}
-    needs = [one.covariate.group == "values" or one.covariate.name in by_id for one in sums]
+    by_id = {name for name, covariate in COVARIATES.items() if covariate.needs_ids}
+    needs = [
+        summed.covariate.group == "values" or summed.covariate.name in by_id for summed in sums
+    ]
     more = np.where(needs, 1 / read - 1, 0.0)[:, np.newaxis]
     n, _, sxx, n_lost, lx = totals
     square = sxx.sum(axis=1, keepdims=True) / np.maximum(n.sum(axis=1, keepdims=True), 1)
-    found: Floats = totals + more * np.stack([n_lost, lx, n_lost * square, n_lost, lx])
-    return found
+    completed: Floats = totals + more * np.stack([n_lost, lx, n_lost * square, n_lost, lx])
+    return completed
 
 
 def differences(
@@ -131,22 +124,18 @@ def differences(
 
     Where the jackknife has no interval, as when one block holds all losses, that of the worst case
     stands in its place, with confidence 1, and there is none for the equivalence test.
-
-    Args:
-        totals: of `block_totals`.
-        bands: computed and lost tokens by bands, by covariate name, where there are any.
     """
     if not sums:
         return []
-    found = []
+    every = []
     lost_against_all = jackknife_many(totals, smd)
     value, without = replicates(totals, smd_of_stored)
     stored_against_all = (
         from_replicates(value, without) if without.shape[1] > 1 else [None] * len(sums)
     )
-    asked = [one.covariate.group != "system" for one in sums]
-    at_once = joint_confidence(without[asked])
-    for k, one in enumerate(sums):
+    is_tested = [summed.covariate.group != "system" for summed in sums]
+    at_once = joint_confidence(without[is_tested])
+    for k, summed in enumerate(sums):
         n, sx, sxx, n_lost, lx = whole = totals[:, k].sum(axis=1)
         interval = lost_against_all[k]
         lost = estimate(interval) or unbounded(float(smd(whole)), n, n_lost)
@@ -154,19 +143,19 @@ def differences(
             continue
         stored = stored_against_all[k]
         error = error_of_draws(n, n_lost, n_events) if stored and interval else 0.0
-        banded = bands.get(one.covariate.name)
-        found.append(
+        banded = bands.get(summed.covariate.name)
+        every.append(
             Difference(
-                covariate=one.covariate,
+                covariate=summed.covariate,
                 mean_all=sx / n,
                 sd_all=float(np.sqrt(max(0.0, sxx / n - (sx / n) ** 2))),
                 mean_lost=lx / n_lost,
                 smd=lost,
                 equivalence=estimate(
                     # Of losses in one block the stored rows have a jackknife, too narrow by far.
-                    at_least(stored, error, 0.9) if stored and interval else None
+                    at_least(stored, error, PROVEN) if stored and interval else None
                 ),
-                at_once=_at_once(stored, error, at_once) if interval and asked[k] else None,
+                at_once=_at_once(stored, error, at_once) if interval and is_tested[k] else None,
                 before_weighting=estimate(stored)
                 or unbounded(float(smd_of_stored(whole)), n, n - n_lost),
                 total_variation=_distance(total_variation, banded),
@@ -174,26 +163,24 @@ def differences(
                 strata=strata(banded) if banded else [],
             )
         )
-    return found
+    return every
 
 
 def _at_once(stored: Interval | None, error: float, each: float) -> Estimate | None:
-    """Return the interval of a bias that holds for all of them at once, with 95 %."""
-    found = estimate(at_least(stored, error, each)) if stored else None
-    return found.model_copy(update={"confidence": 0.95}) if found else None
+    interval = estimate(at_least(stored, error, each)) if stored else None
+    return interval.model_copy(update={"confidence": 0.95}) if interval else None
 
 
 def strata(bands: Bands) -> list[Stratum]:
-    """Return the loss rate of each band, with its interval over blocks."""
     sums = np.stack([bands.n.T, bands.lost.T])
     rates = jackknife_many(sums, loss_rate)
-    found = []
+    losses = []
     for k, label in enumerate(bands.labels):
         n, n_lost = float(bands.n[:, k].sum()), float(bands.lost[:, k].sum())
         if not n:
             continue
         edges = bands.edges[k] if bands.edges else None
-        found.append(
+        losses.append(
             Stratum(
                 label=label,
                 low=edges[0] if edges else None,
@@ -203,11 +190,10 @@ def strata(bands: Bands) -> list[Stratum]:
                 rate=rate_estimate(rates[k], n_lost / n),
             )
         )
-    return found
+    return losses
 
 
 def bound(loss_share: float) -> Bound:
-    """Return the worst case of a share of loss, and the curve it lies on."""
     share = min(loss_share, 1 - 1e-9)
     return Bound(
         loss_share=loss_share,
@@ -217,7 +203,7 @@ def bound(loss_share: float) -> Bound:
 
 
 def missingness(
-    found: list[Difference],
+    differing: list[Difference],
     loss_share: float,
     *,
     has_values: bool,
@@ -225,8 +211,7 @@ def missingness(
     has_entropy: bool,
     unread: tuple[int, int] = (0, 0),
 ) -> Missingness:
-    """Return the section: differences, the bound, and which questions could be asked."""
-    asked = [
+    could = [
         "whether losses depend on the load, the batch and the time",
         "whether losses depend on position, length, phase and source",
     ]
@@ -234,11 +219,11 @@ def missingness(
     ids = "whether losses depend on the tokens themselves (rarity, special tokens)"
     values = "whether losses depend on the values of the rows, which is what MNAR means"
     if has_ids:
-        asked.append(ids)
+        could.append(ids)
     else:
         not_asked.append(f"{ids}: the ids of lost tokens are known only with readouts")
     if has_values:
-        asked.append(values)
+        could.append(values)
     else:
         not_asked.append(f"{values}: the run has no readouts of lost rows")
     if unread[0] and (has_ids or has_values):
@@ -248,11 +233,11 @@ def missingness(
         )
     entropy = "whether losses depend on the model's entropy over the next token"
     if has_entropy:
-        asked.append(entropy)
+        could.append(entropy)
     else:
         not_asked.append(f"{entropy}: the run was not harvested with --entropy")
     return Missingness(
-        differences=found, bound=bound(loss_share), could_ask=asked, could_not_ask=not_asked
+        differences=differing, bound=bound(loss_share), could_ask=could, could_not_ask=not_asked
     )
 
 
@@ -278,7 +263,6 @@ class Strata:
     """Strata of one kind.
 
     Args:
-        labels: of each, in words.
         n: computed tokens ``(n_strata, n_blocks)``.
         n_tested: strata of the kind that could have been named, those that are not here as well.
         rate: share lost that chance would give each block, where it is not that of the block: of
@@ -298,18 +282,14 @@ def candidates(n: Floats, lost: Floats, limits: Limits) -> Ints:
 
     Where there are more, those whose loss is the least likely of independent tokens (a ranking, no
     test).
-
-    Args:
-        n: computed tokens of each stratum.
-        limits: the share that warns.
     """
     rate = lost.sum() / max(1.0, float(n.sum()))
     beyond = _beyond(n, lost, limits)
     beyond = beyond[lost[beyond] > 0]
     if len(beyond) <= MAX_CANDIDATES:
         return beyond
-    gone, expected = lost[beyond], n[beyond] * rate
-    surprise = gone * np.log(gone / expected) - gone + expected
+    observed, expected = lost[beyond], n[beyond] * rate
+    surprise = observed * np.log(observed / expected) - observed + expected
     return np.sort(beyond[np.argsort(-surprise, kind="stable")[:MAX_CANDIDATES]])
 
 
@@ -325,7 +305,6 @@ class _Groups:
     parts: list[tuple[Ints, Ints, Floats, Floats]] = field(default_factory=list)
 
     def add(self, group: Ints, block: Ints, n: Floats, lost: Floats) -> None:
-        """Add requests; those of no group have -1."""
         used = group >= 0
         pairs, at = np.unique(pair_key(group[used], block[used]), return_inverse=True)
         at = at.reshape(-1)
@@ -338,7 +317,6 @@ class _Groups:
         )
 
     def places(self, names: list[str | None]) -> Ints:
-        """Return the number of each name, new ones in their order, -1 without one."""
         return np.array(
             [-1 if w is None else self.names.setdefault(w, len(self.names)) for w in names],
             np.int64,
@@ -354,42 +332,37 @@ class _Groups:
         # One that was there in too few blocks could not have been named.
         blocks = np.bincount(np.unique(group * n_blocks + block) // n_blocks, minlength=size)
         testable = (total >= MIN_TOKENS) & (blocks >= 3)
-        gone = _summed(group, lost, size)
+        total_lost = _summed(group, lost, size)
         if rate is not None:
-            testable |= (total >= MIN_TOKENS) & (gone == total)
-        chosen = candidates(np.where(testable, total, 0.0), gone, limits)
+            testable |= (total >= MIN_TOKENS) & (total_lost == total)
+        chosen = candidates(np.where(testable, total, 0.0), total_lost, limits)
         place = np.full(size, -1)
         place[chosen] = np.arange(len(chosen))
-        mine = place[group] >= 0
-        at = place[group[mine]] * n_blocks + block[mine]
+        is_chosen = place[group] >= 0
+        at = place[group[is_chosen]] * n_blocks + block[is_chosen]
         shape = len(chosen), n_blocks
         words = list(self.names)
         return Strata(
             kind,
             [words[k] for k in chosen],
-            _summed(at, n[mine], shape[0] * n_blocks).reshape(shape),
-            _summed(at, lost[mine], shape[0] * n_blocks).reshape(shape),
+            _summed(at, n[is_chosen], shape[0] * n_blocks).reshape(shape),
+            _summed(at, lost[is_chosen], shape[0] * n_blocks).reshape(shape),
             int(testable.sum()),
             rate,
         )
 
 
 class SpanStrata:
-    """What the spans and drops of all runs say: by request, phase and position."""
-
     def __init__(self, n_blocks: int) -> None:
         self.n_blocks = n_blocks
         self._bands = {name: np.zeros((2, N_BANDS, n_blocks)) for name in ("start", "end")}
         self._phases = np.zeros((2, 2, n_blocks))
         self.total = np.zeros((2, n_blocks))
-        self._requests = {kind: _Groups() for kind in _OF_REQUESTS}
-        self._labels: dict[str, _Groups] = {}
-        self._runs = {kind: _Groups() for kind in ("run", *RUN_LABELS)}
-        self.whole: list[int] = [0, 0]
+        self._groups = defaultdict[str, _Groups](_Groups)
+        self.n_whole = 0
         self._halved = 0.0
 
     def add(self, source: RunSource, lookup: Lookup) -> None:
-        """Add a run: its captured spans, and what it dropped."""
         losses = lookup.losses
         n = np.zeros((2, len(lookup.request_block)))
         for lost, (request, start, stop) in (
@@ -399,10 +372,10 @@ class SpanStrata:
             length = (stop - start).astype(np.float64)
             n[lost] = np.bincount(request, weights=length, minlength=n.shape[1])
             block = lookup.request_block[request]
-            own = lookup.request_len[request]
+            length_of = lookup.columns["request_len"][request]
             self._add_bands("start", lost, start, stop, block)
-            self._add_bands("end", lost, own - stop, own - start, block)
-            prompt = lookup.prompt_len[request]
+            self._add_bands("end", lost, length_of - stop, length_of - start, block)
+            prompt = lookup.columns["prompt_len"][request]
             prefill = np.clip(np.minimum(stop, prompt) - start, 0, None).astype(np.float64)
             for phase, weights in ((1, prefill), (0, length - prefill)):
                 self._phases[lost, phase] += np.bincount(
@@ -414,18 +387,18 @@ class SpanStrata:
             )
         computed = n.sum(axis=0)
         self._halved += float(n[1][2 * n[1] >= computed].sum())
-        self.whole[0] += int(((n[1] > 0) & (n[0] == 0)).sum())
-        self.whole[1] += int((computed > 0).sum())
-        for kind, groups in self._requests.items():
-            names = _OF_REQUESTS[kind](source, lookup)
-            groups.add(groups.places(names), lookup.request_block, computed, n[1])
-        for label, values in _labels(source, lookup):
-            groups = self._labels.setdefault(f"label {label}", _Groups())
-            groups.add(groups.places(values), lookup.request_block, computed, n[1])
-        for kind, groups in self._runs.items():
-            name = source.run if kind == "run" else source.labels.get(kind)
-            of_run = np.repeat(groups.places([name]), len(computed))
-            groups.add(of_run, lookup.request_block, computed, n[1])
+        self.n_whole += int(((n[1] > 0) & (n[0] == 0)).sum())
+        named: Iterable[tuple[str, list[str | None]]] = (
+            ("source", lookup.columns["source"].tolist()),
+            ("first prompt block", _prefixes(source, lookup)),
+            *((f"label {label}", values) for label, values in _labels(source, lookup)),
+            *((kind, [source.labels.get(kind)]) for kind in RUN_LABELS),
+            ("run", [source.run]),
+        )
+        for kind, names in named:  # of every request, or one for all
+            groups = self._groups[kind]
+            place = np.broadcast_to(groups.places(names), computed.shape)
+            groups.add(place, lookup.request_block, computed, n[1])
 
     @property
     def of_requests(self) -> float:
@@ -434,34 +407,31 @@ class SpanStrata:
 
     @property
     def rate(self) -> Floats:
-        """Return the share lost of the tokens of each block, ``(n_blocks,)``."""
         computed = self.total.sum(axis=0)
-        found = np.zeros(self.n_blocks)
-        np.divide(self.total[1], computed, out=found, where=computed > 0)
-        return found
+        rate = np.zeros(self.n_blocks)
+        np.divide(self.total[1], computed, out=rate, where=computed > 0)
+        return rate
 
     @property
     def share(self) -> float:
-        """Return the share lost of all tokens."""
         return float(self.total[1].sum()) / max(1.0, float(self.total.sum()))
 
     def strata(self, limits: Limits) -> Iterator[Strata]:
-        """Yield the strata of each kind."""
         for name, kind in (("start", "position"), ("end", "position from the end")):
             stored, lost = self._bands[name]
             yield _some(kind, [_range(k) for k in range(N_BANDS)], stored + lost, lost)
         stored, lost = self._phases
         yield _some("phase", list(PHASES), stored + lost, lost)
-        for kind, groups in (self._requests | self._labels).items():
-            yield groups.strata(kind, self.n_blocks, limits, None)
         common = np.full(self.n_blocks, self.share)
-        for kind, groups in self._runs.items():
-            named = kind == "run" and len(self._runs["replica"].names) == len(groups.names)
-            if len(groups.names) > 1 and not named:  # a replica is a run, by a better name
-                yield groups.strata(kind, self.n_blocks, limits, common)
+        sizes = {kind: len(groups.names) for kind, groups in self._groups.items()}
+        for kind, groups in self._groups.items():
+            of_runs = kind == "run" or kind in RUN_LABELS
+            # A replica is a run, by a better name.
+            named = kind == "run" and sizes["replica"] == sizes["run"]
+            if not of_runs or (sizes[kind] > 1 and not named):
+                yield groups.strata(kind, self.n_blocks, limits, common if of_runs else None)
 
     def _add_bands(self, name: str, lost: int, start: Ints, stop: Ints, block: Ints) -> None:
-        """Add ranges to bands of powers of two; what lies below 0 is in none."""
         for band in range(N_BANDS):
             low, high = 2**band - 1, 2 ** (band + 1) - 1
             inside = np.minimum(stop, high) - np.maximum(start, low)
@@ -479,16 +449,14 @@ def _summed(at: Ints, weights: Floats, size: int) -> Floats:
 
 
 def _captured(source: RunSource, lookup: Lookup) -> tuple[Ints, Ints, Ints]:
-    """Return request (its place), start and stop of the captured spans."""
-    found = source.spans("captured", ["request"])
-    request = lookup.requests.of(found["request"])
+    spans = source.spans("captured", ["request"])
+    request = lookup.requests.of(spans["request"])
     known = request >= 0
-    return request[known], found["start"][known], found["stop"][known]
+    return request[known], spans["start"][known], spans["stop"][known]
 
 
 def _prefixes(source: RunSource, lookup: Lookup) -> list[str | None]:
-    """Return, for each request, what names the first block of its prompt; None without one."""
-    found: list[str | None] = [None] * len(lookup.request_block)
+    names: list[str | None] = [None] * len(lookup.request_block)
     table = source.table("requests", ["request", "block_digests"])
     table = table.filter(pc.greater(pc.list_value_length(table["block_digests"]), 0))
     firsts = pc.list_element(table["block_digests"], 0).to_pylist()
@@ -496,12 +464,11 @@ def _prefixes(source: RunSource, lookup: Lookup) -> list[str | None]:
     places = lookup.requests.of(table["request"].to_numpy()).tolist()
     for place, digest in zip(places, firsts, strict=True):
         if n[digest] > 1 and place >= 0:
-            found[place] = f"{digest.hex()[:16]}…"
-    return found
+            names[place] = f"{digest.hex()[:16]}…"
+    return names
 
 
 def _labels(source: RunSource, lookup: Lookup) -> Iterator[tuple[str, list[str | None]]]:
-    """Yield each of the user's labels with its value in every request, None without one."""
     table = source.table("requests", ["request", "labels"])
     places = lookup.requests.of(table["request"].to_numpy()).tolist()
     for name, column in label_table(table["labels"]).items():
@@ -512,15 +479,7 @@ def _labels(source: RunSource, lookup: Lookup) -> Iterator[tuple[str, list[str |
         yield name, values
 
 
-_OF_REQUESTS: dict[str, Callable[[RunSource, Lookup], list[str | None]]] = {
-    "source": lambda source, lookup: lookup.source_names,
-    "first prompt block": _prefixes,
-}
-"""Kinds of strata of requests: the name of each request's, ``None`` where it has none."""
-
-
 def _some(kind: str, labels: list[str], n: Floats, lost: Floats) -> Strata:
-    """Return the strata that hold enough tokens."""
     used = np.flatnonzero(n.sum(axis=1) >= MIN_TOKENS)
     return Strata(kind, [labels[k] for k in used], n[used], lost[used], len(used))
 
@@ -531,29 +490,24 @@ def _range(band: int) -> str:
 
 
 def worst_strata(
-    found: list[Strata], rate: Floats, share: float, limits: Limits
+    every: list[Strata], rate: Floats, share: float, limits: Limits
 ) -> list[StratumLoss]:
     """Return the strata that lost more than all by the limit and than chance, the worst first.
-
-    Args:
-        rate: share lost of each block's tokens.
-        share: share lost of all tokens.
-        limits: the share that warns.
 
     Spec: 0.1 section 14.6.
     """
     named = []
-    for strata in found:
+    for strata in every:
         n, lost = strata.n.sum(axis=1), strata.lost.sum(axis=1)
         beyond = _beyond(n, lost, limits)
         beyond = beyond[lost[beyond] >= (share + limits.worst_stratum_warn) * n[beyond]]
         if not len(beyond) or not strata.n_tested:
             continue
-        own = rate if strata.rate is None else strata.rate
-        p = stratum_p(strata.n[beyond], strata.lost[beyond], own)
-        for k, one in zip(beyond, np.minimum(1.0, p * strata.n_tested), strict=True):
+        expected = rate if strata.rate is None else strata.rate
+        p = stratum_p(strata.n[beyond], strata.lost[beyond], expected)
+        for k, adjusted in zip(beyond, np.minimum(1.0, p * strata.n_tested), strict=True):
             # A run that stored nothing at all needs no test to be named.
-            if one <= LEVEL or (strata.rate is not None and lost[k] == n[k]):
+            if adjusted <= LEVEL or (strata.rate is not None and lost[k] == n[k]):
                 named.append(
                     StratumLoss(
                         kind=strata.kind,
@@ -562,7 +516,7 @@ def worst_strata(
                         n_lost=int(lost[k]),
                         rate=float(lost[k] / n[k]),
                         n_blocks=int((strata.lost[k] > 0).sum()),
-                        adjusted_p=float(one),
+                        adjusted_p=float(adjusted),
                     )
                 )
     return sorted(named, key=lambda s: (-s.rate, -s.n_lost, s.kind, s.label))[:MAX_NAMED]

@@ -75,16 +75,15 @@ def replaced(path: Path) -> Iterator[Path]:
 def unwritable(
     path: Path, got: str, next_step: str = "Free space, or give another path."
 ) -> ActdsError:
-    """Return the error of an output that cannot be written."""
     return ActdsError(
         "E503", str(path), got=got, expected="a file that can be written", next_step=next_step
     )
 
 
-def _is_same(one: Path, other: Path) -> bool:
-    if os.path.realpath(one) == os.path.realpath(other):
+def _is_same(first: Path, other: Path) -> bool:
+    if os.path.realpath(first) == os.path.realpath(other):
         return True
     try:
-        return os.path.samefile(one, other)
+        return os.path.samefile(first, other)
     except OSError:  # one of them is not there yet
         return False

@@ -18,9 +18,9 @@ import pyarrow.compute as pc
 from actds.executor import Executor
 from actds.format.tables import TableName
 from actds_validators.arrays import Bools, Floats, Ints
-from actds_validators.audit.accumulate import CONTENT, ClassCounts, Sums
+from actds_validators.audit.accumulate import CONTENT, ClassCounts, Moments, Sums
 from actds_validators.audit.covariates import CovariateDef, Widths, position_band
-from actds_validators.audit.data import Part, column, explode, places
+from actds_validators.audit.data import TablePart, explode, places
 from actds_validators.audit.lookup import CellEdges, Lookup, Rows
 
 ExecutorName = Literal["threads", "ray"]
@@ -57,29 +57,47 @@ class RowPass:
 
     @property
     def groups(self) -> list[str]:
-        """Return the groups of covariates that are summed."""
         if self.cells is None:
             return []
         return [CONTENT, *(self.hooks if self.scale else ())]
 
-    def n_numbers(self, group: str) -> int:
-        """Return how many numbers of a row are a group's."""
-        return len(self.definitions) if group == CONTENT else self.widths.n_values
+    def sums(self, groups: Sequence[str] | None = None) -> Sums:
+        groups = self.groups if groups is None else groups
+        lookup, labels = self.lookup, self.lookup.labels.words if self.lookup.labels else ()
+        n_blocks, n_cells = lookup.n_blocks, self.cells.n_cells if self.cells else 0
+        n_values = self.widths.n_values if self.scale else 0
+        moments = {
+            group: Moments(
+                len(self.definitions) if group == CONTENT else n_values,
+                1 + (group != CONTENT),
+                lookup.n_ticks,
+                n_blocks,
+                n_cells,
+            )
+            for group in groups
+        }
+        return Sums(
+            moments,
+            ClassCounts(labels),
+            {
+                d.name: np.zeros((2, n_blocks, d.bins.n))
+                for d in self.definitions
+                if d.bins and d.unit != "share" and CONTENT in groups
+            },
+            np.zeros((2, n_blocks, n_cells)),
+            np.zeros((len(lookup.system), n_blocks, n_cells)),
+            np.zeros((2, 1 + len(labels) + lookup.n_slots, n_blocks)),
+            np.zeros((2, 2, len(self.hooks), n_values, n_blocks)),
+        )
 
-    def sums(self) -> Sums:
-        """Return sums of nothing."""
-        return Sums(self, self.groups)
-
-    def pieces(self, parts: Mapping[TableName, Sequence[Part]]) -> list[Part | range]:
-        """Return what the pass goes over: stored rows, lost positions, readouts."""
+    def pieces(self, parts: Mapping[TableName, Sequence[TablePart]]) -> list[TablePart | range]:
         readouts = parts["readouts"] if self.cells and self.scale else ()
         return [*parts["tokens"], *lost_pieces(self.lookup), *readouts]
 
-    def __call__(self, piece: Part | range) -> Sums:
-        """Return the sums of stored rows, of a range of lost positions, or of readouts."""
-        if isinstance(piece, Part) and piece.of == "readouts":
+    def __call__(self, piece: TablePart | range) -> Sums:
+        if isinstance(piece, TablePart) and piece.of == "readouts":
             return self._readouts(piece)
-        sums = Sums(self, self.groups[:1])
+        sums = self.sums(self.groups[:1])
         lost = isinstance(piece, range)
         for rows in self._lost(piece) if isinstance(piece, range) else self._stored(piece):
             label = _add_classes(sums.classes, rows, lost=lost)
@@ -88,88 +106,76 @@ class RowPass:
                 self._add(sums, rows, self.cells, int(lost))
         return sums.cut()
 
-    def _stored(self, part: Part) -> Iterator[Rows]:
+    def _stored(self, part: TablePart) -> Iterator[Rows]:
         for batch in part.batches(["request", "position", "token_id", "step"]):
-            rows, known = self._rows(batch)
+            rows, known = Rows.read(self.lookup, batch)
             yield rows if known.all() else rows.take(known)
 
     def _lost(self, piece: range) -> Iterator[Rows]:
         losses = self.lookup.losses
         some = slice(piece.start, piece.stop)
-        for which, position in explode(losses.start[some], losses.stop[some]):
-            step, request = losses.step[some][which], losses.request[some][which]
+        for of_range, position in explode(losses.start[some], losses.stop[some]):
+            step, request = losses.step[some][of_range], losses.request[some][of_range]
             token = np.full(len(step), -1, np.int64)
             if self.lookup.has_ids:
                 ids = self.lookup.lost_ids[losses.find(step, request, position)]
-                token = self.lookup.vocabulary.places(ids)
+                token = self.lookup.vocabulary.index.of(ids)
             yield Rows(self.lookup, step, request, position, token)
-
-    def _rows(self, batch: pa.RecordBatch) -> tuple[Rows, Bools]:
-        """Return the rows of a batch, and whether their step and request are known."""
-        lookup = self.lookup
-        step = lookup.steps.of(column(batch, "step"))
-        request = lookup.requests.of(column(batch, "request"))
-        position, token = column(batch, "position"), column(batch, "token_id")
-        rows = Rows(lookup, step, request, position, lookup.vocabulary.places(token))
-        return rows, (step >= 0) & (request >= 0)
 
     def _add(self, sums: Sums, rows: Rows, cells: CellEdges, lost: int) -> None:
         lookup, (n_blocks, n_cells) = self.lookup, sums.cell_n.shape[1:]
-        cell = cells.of(lookup, rows.step, rows.request, rows.position, rows.token)
+        cell = cells.of(rows)
         block = lookup.block[rows.step]
         at = block * n_cells + cell
         sums.cell_n[lost] += np.bincount(at, minlength=n_blocks * n_cells).reshape(n_blocks, -1)
         if not lost:
             _add_system(sums, rows, cell)
-        values = [rows.values(one) for one in self.definitions]
-        for x, one in zip(values, self.definitions, strict=True):
-            if one.bins is not None and one.name in sums.bands:
-                known, size, own = np.isfinite(x), one.bins.n, block
+        values = [rows.values(covariate) for covariate in self.definitions]
+        for x, covariate in zip(values, self.definitions, strict=True):
+            if covariate.bins is not None and covariate.name in sums.bands:
+                known, size, at_block = np.isfinite(x), covariate.bins.n, block
                 if not known.all():
-                    x, own = x[known], block[known]
-                n = np.bincount(own * size + one.bins.of(x), minlength=n_blocks * size)
-                sums.bands[one.name][lost] += n.reshape(n_blocks, -1)
+                    x, at_block = x[known], block[known]
+                n = np.bincount(at_block * size + covariate.bins.of(x), minlength=n_blocks * size)
+                sums.bands[covariate.name][lost] += n.reshape(n_blocks, -1)
         sums.moments[CONTENT].count(rows, values, np.full(len(at), bool(lost)), at)
 
-    def _readouts(self, part: Part) -> Sums:
+    def _readouts(self, part: TablePart) -> Sums:
         """Return the sums of a part of ``readouts``.
 
         A number that is not finite counts for nothing, as does one that a run does not have.
         """
         assert self.cells is not None and self.scale is not None
-        lookup, sums = self.lookup, Sums(self, self.hooks)
+        lookup, sums = self.lookup, self.sums(self.hooks)
         n_cells = sums.cell_n.shape[2]
         columns = ["request", "position", "token_id", "step", "hook", *self.widths.columns]
         for batch in part.batches(columns):
-            rows, kept = self._rows(batch)
+            rows, kept = Rows.read(lookup, batch)
             values = self.widths.read(batch)
             kept &= lookup.recomputed.count(rows.step, rows.request, rows.position)
             lost = np.zeros(len(kept), bool)
             at = np.flatnonzero(kept & lookup.lossy[rows.step])
             some = rows.take(at)
             lost[at] = lookup.losses.find(some.step, some.request, some.position) >= 0
-            cell = self.cells.of(lookup, rows.step, rows.request, rows.position, rows.token)
-            cell += lookup.block[rows.step] * n_cells
+            cell = self.cells.of(rows) + lookup.block[rows.step] * n_cells
             for number, hook in enumerate(self.hooks):
-                mine = np.flatnonzero(kept & pc.equal(batch["hook"], hook).to_numpy(False))
-                if len(mine):
-                    own = values[:, mine] - self.scale.middle[number][:, np.newaxis]
-                    some = rows.take(mine)
-                    sums.moments[hook].count(some, own, lost[mine], cell[mine])
-                    _add_tails(sums, number, some, own, lost[mine], self.scale)
+                of_hook = np.flatnonzero(kept & pc.equal(batch["hook"], hook).to_numpy(False))
+                if len(of_hook):
+                    values_of_hook = values[:, of_hook] - self.scale.middle[number][:, np.newaxis]
+                    some = rows.take(of_hook)
+                    sums.moments[hook].count(some, values_of_hook, lost[of_hook], cell[of_hook])
+                    _add_tails(sums, number, some, values_of_hook, lost[of_hook], self.scale)
         return sums.cut()
 
 
 def accumulate(
-    total: Sums, one: RowPass, parts: Mapping[TableName, Sequence[Part]], on: Executor
+    total: Sums, row_pass: RowPass, parts: Mapping[TableName, Sequence[TablePart]], on: Executor
 ) -> None:
-    """Add the rows of a run to the sums of all runs."""
-    for sums in on.map(one, one.pieces(parts)):
+    for sums in on.map(row_pass, row_pass.pieces(parts)):
         total.add(sums)
 
 
 def lost_pieces(lookup: Lookup, size: int = 1 << 18) -> list[range]:
-    """Return the lost positions in pieces for `RowPass`, of about so many positions each."""
     lengths = lookup.losses.stop - lookup.losses.start
     if not len(lengths):
         return []
@@ -179,7 +185,6 @@ def lost_pieces(lookup: Lookup, size: int = 1 << 18) -> list[range]:
 
 
 def _add_strata(sums: Sums, rows: Rows, label: Ints | None, lost: int) -> None:
-    """Add to the strata that only a token tells: special, classes, ids."""
     lookup, n_blocks = rows.lookup, sums.strata.shape[2]
     slots = [(np.zeros(len(rows.step), np.int64), rows.special)]
     if label is not None:
@@ -196,7 +201,6 @@ def _add_strata(sums: Sums, rows: Rows, label: Ints | None, lost: int) -> None:
 
 
 def _add_classes(counts: ClassCounts, rows: Rows, *, lost: bool) -> Ints | None:
-    """Count rows for the coverage map, and return the places of their labels, if there are any."""
     lookup = rows.lookup
     number = lookup.requests.numbers(rows.request)
     label = lookup.labels.of(number, rows.position) if lookup.labels else None
@@ -206,16 +210,15 @@ def _add_classes(counts: ClassCounts, rows: Rows, *, lost: bool) -> Ints | None:
         served=None if lost else lookup.servings.of(number, rows.position),
         label=label,
         band=position_band(rows.position),
-        bits=lookup.vocabulary.bits(rows.token),
+        bits=lookup.vocabulary.bits[rows.token],
     )
     return label
 
 
 def _add_system(sums: Sums, rows: Rows, cell: Ints) -> None:
-    """Add the system covariates of stored rows: once for all rows of a step and a cell."""
     lookup, (n_blocks, n_cells) = rows.lookup, sums.cell_system.shape[1:]
-    pairs, which = places(rows.step * n_cells + cell)
-    n, step = np.bincount(which), pairs // n_cells
+    pairs, of_pair = places(rows.step * n_cells + cell)
+    n, step = np.bincount(of_pair), pairs // n_cells
     at = lookup.block[step] * n_cells + pairs % n_cells
     for k, values in enumerate(lookup.system.values()):
         total = np.bincount(at, weights=n * values[step], minlength=n_blocks * n_cells)
@@ -225,7 +228,6 @@ def _add_system(sums: Sums, rows: Rows, cell: Ints) -> None:
 def _add_tails(
     sums: Sums, hook: int, rows: Rows, values: Floats, lost: Bools, scale: Scale
 ) -> None:
-    """Add what lies in the tails, by the block in which the request began."""
     block = rows.lookup.request_block[rows.request]
     for k, x in enumerate(values):
         middle = scale.middle[hook, k]
@@ -233,10 +235,10 @@ def _add_tails(
         for side, tail in enumerate(tails):
             at = np.flatnonzero(tail)
             if len(at):
-                gone = lost[at]
-                for which, some in enumerate((at[~gone], at[gone])):
+                is_lost = lost[at]
+                for fate, some in enumerate((at[~is_lost], at[is_lost])):
                     n = np.bincount(block[some], minlength=rows.lookup.n_blocks)
-                    sums.tails[which, side, hook, k] += n
+                    sums.tails[fate, side, hook, k] += n
 
 
 # where the readouts lie -----------------------------------------------------------------------
@@ -260,37 +262,31 @@ class Scale:
 
 @dataclass(frozen=True)
 class _SamplePass:
-    """Takes every n-th readout of a part, for each hook."""
-
     hooks: tuple[str, ...]
     widths: Widths
     every: int
 
-    def __call__(self, part: Part) -> list[npt.NDArray[np.float32]]:
-        found: list[list[npt.NDArray[np.float32]]] = [[] for _ in self.hooks]
+    def __call__(self, part: TablePart) -> list[npt.NDArray[np.float32]]:
+        samples: list[list[npt.NDArray[np.float32]]] = [[] for _ in self.hooks]
         seen = [0] * len(self.hooks)
         for batch in part.batches(["hook", *self.widths.columns]):
             for number, hook in enumerate(self.hooks):
-                mine = np.flatnonzero(pc.equal(batch["hook"], hook).to_numpy(False))
-                chosen = mine[-seen[number] % self.every :: self.every]
-                seen[number] += len(mine)
+                at = np.flatnonzero(pc.equal(batch["hook"], hook).to_numpy(False))
+                chosen = at[-seen[number] % self.every :: self.every]
+                seen[number] += len(at)
                 if len(chosen):
                     some = self.widths.read(batch.take(pa.array(chosen)))
-                    found[number].append(some.astype(np.float32))
+                    samples[number].append(some.astype(np.float32))
         empty = np.zeros((self.widths.n_values, 0), np.float32)
-        return [np.concatenate([empty, *of_hook], axis=1) for of_hook in found]
+        return [np.concatenate([empty, *of_hook], axis=1) for of_hook in samples]
 
 
 def scale_of(
-    parts: Sequence[Part], hooks: tuple[str, ...], widths: Widths, executor: Executor
+    parts: Sequence[TablePart], hooks: tuple[str, ...], widths: Widths, executor: Executor
 ) -> Scale:
     """Return the scale of the readouts in some parts, from an even sample of them.
 
     The sample knows nothing of the losses: it is of all computed rows.
-
-    Args:
-        parts: of the table ``readouts``, of all runs.
-        executor: where the parts are read.
     """
     some = [part for part in parts if part.n_rows]
     n_parts = len(some) if sum(part.n_rows for part in some) <= MAX_ROWS else MAX_PARTS

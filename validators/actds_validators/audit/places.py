@@ -8,10 +8,12 @@ Spec: 0.1 section 14.10.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -20,24 +22,35 @@ import pyarrow.compute as pc
 from actds.dataset.info import overflowed
 from actds.dataset.reading import Catalog
 from actds.format.schema import RowCounts
-from actds.text import counted, share
-from actds_validators.audit.identity import (
-    differing_facts,
-    of_unknown_weights,
-    one_model,
-    rows_by_adapter,
-    rows_of,
+from actds.text import counted, format_seconds, share
+from actds_validators.audit.place import (
+    LEVELS,
+    TITLES,
+    Answer,
+    Decision,
+    Level,
+    Place,
+    PlaceName,
+    SourceAccount,
+    Worst,
 )
-from actds_validators.audit.place import Level, Place, PlaceName, SourceAccount, Worst
 from actds_validators.audit.result import (
     Accounting,
     Coverage,
     CoverageCell,
     Limits,
-    Missingness,
+    Queues,
     Verdict,
 )
-from actds_validators.audit.source import groups_left_out
+from actds_validators.audit.source import (
+    differing_facts,
+    groups_left_out,
+    of_unknown_weights,
+    one_model,
+    rows_by_adapter,
+    rows_of,
+)
+from actds_validators.audit.verdict import Evidence
 from actds_validators.audit.wording import DOMINANT, stratum_words
 from actds_validators.statistics.intervals import worst_case
 from actds_validators.statistics.strata import total_variation
@@ -49,28 +62,25 @@ NO_ADAPTER = "request.adapter is None"
 
 @dataclass(frozen=True)
 class Audited:
-    """What the places are judged by.
-
-    Args:
-        path: as it was given.
-        records: of `source.read_records`.
-        source: what became of the records of the source.
-        coverage: the section, None when nothing is stored.
-        missingness: the section, None when nothing was lost.
-    """
+    """What the places are judged by."""
 
     catalog: Catalog
     path: str
     records: pa.Table
     source: SourceAccount
-    account: Accounting
-    coverage: Coverage | None
-    missingness: Missingness | None
+    evidence: Evidence
     verdict: Verdict
     limits: Limits
 
+    @property
+    def account(self) -> Accounting:
+        return self.evidence.accounting
+
+    @property
+    def coverage(self) -> Coverage | None:
+        return self.evidence.coverage
+
     def replay(self) -> str:
-        """Return the command that computes the positions without a row."""
         return f"actds replay {shlex.quote(self.path)} MISSING --model FOLDER --only missing"
 
     def level_of(self, lost: float) -> Level:
@@ -80,19 +90,16 @@ class Audited:
         return "FAIL" if lost > self.limits.max_loss else "WARN"
 
     def limit_of_share(self) -> str:
-        """Return what a share is held against."""
         negligible, most = self.limits.negligible_bias, self.limits.max_loss
         return f"worst case of any mean at most {negligible:g} SD; no more than {most:.2%}"
 
 
 def places(audited: Audited) -> list[Place]:
-    """Return every place, in the order in which rows pass."""
     judges = (_source, _cache, _rules, _ends, _queues, _values, _identity)
     return [judge(audited) for judge in judges]
 
 
 def worst_bias(lost: float) -> float:
-    """Return the largest bias of any mean by a share of all rows that is left out."""
     return worst_case(min(lost, 1 - 1e-9))
 
 
@@ -114,14 +121,21 @@ def worst_of(groups: Iterable[Worst]) -> Worst | None:
     return max(more, key=lambda group: (group.n / group.of, group.n), default=None)
 
 
-def _place(audited: Audited, name: PlaceName, n: int, of: int, unit: str, **more: Any) -> Place:
+def _place(
+    audited: Audited,
+    name: PlaceName,
+    n: int,
+    of: int,
+    unit: str,
+    share: float | None = None,
+    **more: Any,
+) -> Place:
     """Return a place that left out so many of so many; by default its worst case judges it."""
-    lost = n / of if of else 0.0
-    held: dict[str, Any] = {
-        "level": audited.level_of(lost), "share": lost, "bias": worst_bias(lost),
-        "limit": audited.limit_of_share(),
-    }  # fmt: skip
-    return Place(name=name, n=n, of=of, unit=unit, **(held | more))
+    share = share if share is not None else n / of if of else 0.0
+    more.setdefault("level", audited.level_of(share))
+    more.setdefault("limit", audited.limit_of_share())
+    more.setdefault("bias", worst_bias(share))
+    return Place(name=name, n=n, of=of, unit=unit, share=share, **more)
 
 
 # source ----------------------------------------------------------------------------------------
@@ -130,42 +144,45 @@ def _place(audited: Audited, name: PlaceName, n: int, of: int, unit: str, **more
 def _source(audited: Audited) -> Place:
     source = audited.source
     if source.records is None:
+        reached = "the requests that reached the engine"
         return Place(
-            name="source", level="INCONCLUSIVE", n=None, of=None, unit="records", share=None,
-            bias=None, limit=audited.limit_of_share(),
+            name="source",
+            level="INCONCLUSIVE",
+            n=None,
+            of=None,
+            unit="records",
+            share=None,
+            bias=None,
+            limit=audited.limit_of_share(),
             headline="how much of the source was served is not on record",
             sentence="No run record says how many records the source had, so what was refused or "
             "never reached the engine is not known.",
-            to_do=["If the requests that reached the engine are all that you mean by the source: "
-                   "--accept source."],
-        )  # fmt: skip
+            to_do=[f"If {reached} are all that you mean by the source: --accept source."],
+        )
     n = source.records - source.served
+    place = partial(_place, audited, "source", n, source.records, "records")
     if not n:
-        return _place(
-            audited, "source", 0, source.records, "records",
+        return place(
             headline="every record of the source was served",
             sentence=f"All {counted(source.records, 'record')} of the source were served.",
-        )  # fmt: skip
+        )
     n_tokens = source.tokens - source.served_tokens
     lost = max(n / source.records, n_tokens / max(1, source.tokens))
     cut = " (interrupted)" if source.interrupted else ""
-    reasons = "; ".join(f"{one.n:,} {one.what}: {one.reason}" for one in source.left_out[:3])
-    held = f", with {share(n_tokens, source.tokens)} of the prompt tokens," if n_tokens else ""
-    return _place(
-        audited, "source", n, source.records, "records",
-        level=audited.level_of(lost),
+    reasons = "; ".join(f"{x.n:,} {x.what}: {x.reason}" for x in source.left_out[:3])
+    part = f", with {share(n_tokens, source.tokens)} of the prompt tokens," if n_tokens else ""
+    return place(
         share=lost,
-        bias=worst_bias(lost),
         worst=worst_of(groups_left_out(audited.records, source)),
         headline=f"{lost:.1%} of the source was never served{cut}",
         sentence=f"{n:,} of {counted(source.records, 'record')} ({share(n, source.records)})"
-        f"{held} were never served{cut}: {reasons}.",
+        f"{part} were never served{cut}: {reasons}.",
         to_do=list(_serve_the_rest(source)),
-    )  # fmt: skip
+    )
 
 
 def _serve_the_rest(source: SourceAccount) -> Iterator[str]:
-    what = {one.what for one in source.left_out}
+    what = {left.what for left in source.left_out}
     if what & {"never begun", "not on record"}:
         yield (
             "The harvest ended before its source did. Go on where it stopped: the same actds "
@@ -184,15 +201,12 @@ def _serve_the_rest(source: SourceAccount) -> Iterator[str]:
 def _cache(audited: Audited) -> Place:
     account, coverage, limits = audited.account, audited.coverage, audited.limits
     hits, served = account.cache_ref, account.captured + account.cache_ref
-    held: dict[str, Any] = {
-        "limit": f"classes and positions stored within {limits.max_shift:.0%} of what was served",
-    }
+    limit = f"classes and positions stored within {limits.max_shift:.0%} of what was served"
+    place = partial(_place, audited, "cache", of=served, unit="positions", limit=limit)
     if not hits or coverage is None:
         none = "no position was served from the prefix cache"
-        return _place(
-            audited, "cache", 0, served, "positions", headline=none,
-            sentence=f"{none.capitalize()}: each stored row was served once.", **held,
-        )  # fmt: skip
+        sentence = f"{none.capitalize()}: each stored row was served once."
+        return place(0, headline=none, sentence=sentence)
     by_class = _shift(coverage.cells, "token_class")
     by_position = _shift(coverage.cells, "low")
     shift = max(by_class, by_position)
@@ -206,12 +220,12 @@ def _cache(audited: Audited) -> Place:
         if coverage.dominant is not None and coverage.dominant.share >= DOMINANT:
             loaded["exclude"] = coverage.dominant.exclude
     worst = worst_of(_classes(coverage.cells, "reused"))
-    kept = "" if worst is None else (
-        f", most for {worst.label}: {share(worst.of - worst.n, worst.of)} of its positions are "
-        "stored"
-    )  # fmt: skip
-    return _place(
-        audited, "cache", hits, served, "positions",
+    kept = ""
+    if worst is not None:
+        part = share(worst.of - worst.n, worst.of)
+        kept = f", most for {worst.label}: {part} of its positions are stored"
+    return place(
+        hits,
         level=level,
         loaded=loaded,
         worst=worst,
@@ -222,23 +236,20 @@ def _cache(audited: Audited) -> Place:
         f"rows differ from what was served by {by_class:.1%} in token class and "
         f"{by_position:.1%} in position (total variation){kept}.",
         to_do=list(_weigh(audited, coverage)),
-        **held,
-    )  # fmt: skip
+    )
 
 
 def _shift(cells: Sequence[CoverageCell], by: str) -> float:
-    """Return the total variation of a field of the cells, stored against served."""
     sums = defaultdict[object, list[int]](lambda: [0, 0])
     for cell in cells:
-        both = sums[getattr(cell, by)]
-        both[0] += cell.stored
-        both[1] += cell.stored + cell.reused + cell.external
+        sides = sums[getattr(cell, by)]
+        sides[0] += cell.stored
+        sides[1] += cell.stored + cell.reused + cell.external
     stored, served = zip(*sums.values(), strict=True)
     return total_variation(stored, served) or 0.0
 
 
 def _classes(cells: Sequence[CoverageCell], fate: str) -> Iterator[Worst]:
-    """Yield how many positions of each token class had a fate, of those stored or with it."""
     sums = defaultdict[str, list[int]](lambda: [0, 0])
     for cell in cells:
         n = getattr(cell, fate)
@@ -287,28 +298,28 @@ def _reasons(account: Accounting, *fates: str) -> str:
 def _rules(audited: Audited) -> Place:
     account = audited.account
     n, of = account.filtered, account.positions - account.undelivered
+    place = partial(_place, audited, "rules", n, of, "positions")
     none = "no rule left a row out"
     if not n:
-        return _place(
-            audited, "rules", 0, of, "positions", headline=none, sentence=f"{none.capitalize()}."
-        )
+        return place(headline=none, sentence=f"{none.capitalize()}.")
     reasons = [s.reason or "" for s in account.waterfall if s.name == "filtered"]
     chosen = not any(reason.startswith(UNSUPPORTED) for reason in reasons)
-    to_do = ["If rows of what the rules left out are not wanted: --accept rules. Else harvest "
-             "again without the rules."]  # fmt: skip
+    to_do = [
+        "If rows of what the rules left out are not wanted: --accept rules. Else harvest "
+        "again without the rules."
+    ]
     if f"{UNSUPPORTED}mixed_weights" in reasons:
         to_do.append("Reset the prefix cache whenever the weights of a running engine change.")
     level = audited.level_of(n / of)
     cells = audited.coverage.cells if audited.coverage else []
-    return _place(
-        audited, "rules", n, of, "positions",
+    return place(
         level="WARN" if level == "FAIL" and chosen else level,
         worst=worst_of(_classes(cells, "filtered")),
         headline=f"{share(n, of)} of the positions were left out by a rule",
         sentence=f"{n:,} of {counted(of, 'position')} ({share(n, of)}) were left out by a rule: "
         f"{_reasons(account, 'filtered')}.",
         to_do=to_do,
-    )  # fmt: skip
+    )
 
 
 def _ends(audited: Audited) -> Place:
@@ -335,13 +346,10 @@ def _ends(audited: Audited) -> Place:
             f" {counted(account.undelivered, 'position')} computed past the end of a request "
             "went to no client, and are no loss."
         )
-    return _place(
-        audited, "ends", n, of, "positions",
-        level="INCONCLUSIVE" if level == "WARN" else level,
-        headline=headline,
-        sentence=sentence,
-        to_do=[f"Compute them: {audited.replay()}. If they are not wanted: --accept ends."],
-    )  # fmt: skip
+    to_do = [f"Compute them: {audited.replay()}. If they are not wanted: --accept ends."]
+    facts: dict[str, Any] = {"headline": headline, "sentence": sentence, "to_do": to_do}
+    level = "INCONCLUSIVE" if level == "WARN" else level
+    return _place(audited, "ends", n, of, "positions", level=level, **facts)
 
 
 _HOW = {
@@ -355,45 +363,37 @@ _HOW = {
 
 
 def _queues(audited: Audited) -> Place:
-    account, verdict, missing = audited.account, audited.verdict, audited.missingness
+    account, verdict, missing = audited.account, audited.verdict, audited.evidence.missingness
     n, of = account.dropped, account.captured + account.dropped
     none = "no computed row was dropped"
-    held: dict[str, Any] = {"limit": f"{audited.limit_of_share()}; else tests and equivalence"}
+    facts: dict[str, Any] = {"limit": f"{audited.limit_of_share()}; else tests and equivalence"}
+    place = partial(_place, audited, "queues", n, of, "rows")
     if not n:
-        return _place(
-            audited, "queues", 0, of, "rows", headline=none, sentence=f"{none.capitalize()}.",
-            **held,
-        )  # fmt: skip
+        return place(headline=none, sentence=f"{none.capitalize()}.", **facts)
     if audited.level_of(n / of) != "PASS" or verdict.kind == "worst-stratum":
-        held["level"] = verdict.level
-        held["to_do"] = [s for s in verdict.next_steps if not s.startswith("Train on it")]
+        facts["level"] = verdict.level
+        facts["to_do"] = [s for s in verdict.next_steps if not s.startswith("Train on it")]
         estimated = [
             abs(d.before_weighting.value)
             for d in (missing.differences if missing else ())
             if d.before_weighting and d.covariate.group != "system"
         ]
         if estimated and account.captured:
-            held |= {"bias": max(estimated), "bias_is": "estimated"}
+            facts |= {"bias": max(estimated), "bias_is": "estimated"}
     untested = verdict.kind == "uncorrelated" and not any(
         d.covariate.group == "values" for d in (missing.differences if missing else ())
     )
     sentence = verdict.sentence
     if untested:  # without readouts
-        held["level"] = "WARN"
+        facts["level"] = "WARN"
         sentence += " Whether losses depend on the values of the rows was not tested."
     headline = f"{share(n, of)} of the computed rows were dropped{_HOW.get(verdict.kind, '')}"
     strata = missing.worst_strata[:1] if missing else []
     if strata and verdict.kind == "worst-stratum":
-        kind, gone = strata[0], share(strata[0].n_lost, strata[0].n)
-        headline = f"{gone} of the rows of {stratum_words(kind)} were dropped"
+        part = share(strata[0].n_lost, strata[0].n)
+        headline = f"{part} of the rows of {stratum_words(strata[0])} were dropped"
     worst = [Worst(kind=s.kind, label=s.label, n=s.n_lost, of=s.n, unit="rows") for s in strata]
-    return _place(
-        audited, "queues", n, of, "rows",
-        worst=worst[0] if worst else None,
-        headline=headline,
-        sentence=sentence,
-        **held,
-    )  # fmt: skip
+    return place(worst=worst[0] if worst else None, headline=headline, sentence=sentence, **facts)
 
 
 # values ----------------------------------------------------------------------------------------
@@ -405,16 +405,15 @@ def _values(audited: Audited) -> Place:
     hook = max(by_hook, key=lambda h: (by_hook[h].not_finite, by_hook[h].zero), default="")
     not_finite, zero = (by_hook[hook].not_finite, by_hook[hook].zero) if hook else (0, 0)
     rows = sum(shard.n_rows for shard in shards if hook in shard.hooks)
-    held: dict[str, Any] = {"limit": "no row that is not finite, none that is all zero"}
-    n = max(not_finite, zero)
+    n, limit = max(not_finite, zero), "no row that is not finite, none that is all zero"
+    place = partial(_place, audited, "values", n, rows, "rows", limit=limit)
     if not n:
-        return _place(
-            audited, "values", 0, rows, "rows",
-            headline="every stored row is finite" if rows else "no row is stored",
-            sentence="By the counts of the manifests every stored row is finite, and none is all "
-            "zero." if rows else "No row is stored.",
-            **held,
-        )  # fmt: skip
+        if not rows:
+            return place(headline="no row is stored", sentence="No row is stored.")
+        sentence = (
+            "By the counts of the manifests every stored row is finite, and none is all zero."
+        )
+        return place(headline="every stored row is finite", sentence=sentence)
     sentence = (
         f"Of {counted(rows, 'row')} of {hook}, {not_finite:,} are not finite (NaN or infinite) and "
         f"{zero:,} are all zero."
@@ -422,21 +421,19 @@ def _values(audited: Audited) -> Place:
     n_overflowed, casts = overflowed(audited.catalog, hook)
     if n_overflowed:
         sentence += f" {n_overflowed:,} of them overflowed in the cast {' or '.join(casts)}."
+    command = f"actds validate {shlex.quote(audited.path)} --level deep"
     few = audited.level_of(n / rows) == "PASS"
     # A filter of the loader leaves out what is not finite, where every row has a norm readout.
     has_norms = all((run, "readouts") in audited.catalog.parts for run in audited.catalog.runs)
-    return _place(
-        audited, "values", n, rows, "rows",
+    return place(
         level="FAIL" if not_finite or n > audited.limits.max_loss * rows else "WARN",
         loaded={"exclude": ["sink"]} if few and not zero and has_norms else {},
         worst=Worst(kind="hook", label=hook, n=n, of=rows, unit="rows"),
         headline=f"{n:,} of {rows:,} rows of {hook} are "
         + ("not finite" if not_finite else "all zero"),
         sentence=sentence,
-        to_do=[f"Find out where they come from before you train: actds validate "
-               f"{shlex.quote(audited.path)} --level deep names them."],
-        **held,
-    )  # fmt: skip
+        to_do=[f"Find out where they come from before you train: {command} names them."],
+    )
 
 
 # identity --------------------------------------------------------------------------------------
@@ -448,64 +445,59 @@ def _identity(audited: Audited) -> Place:
     differing = differing_facts(audited.catalog)
     adapters = rows_by_adapter(audited.catalog)
     models = [name for name in differing if one_model(name)]
-    others = max((_minority(values, rows) for values in differing.values()), default=0)
+    n_others = max((_minority(values, rows) for values in differing.values()), default=0)
     some = "; ".join(
         f"{name}: {' / '.join(sorted({_brief(value) for value in values.values()}))}"
         for name, values in list(differing.items())[:3]
     )
-    held: dict[str, Any] = {"level": "PASS"}
-    headline, sentence = (
-        "one model, one set of settings",
-        f"{runs}, one model, one set of settings.",
-    )
+    limit = "one model, one set of settings, one overflow policy"
+    facts: dict[str, Any] = {"level": "PASS", "limit": limit}
+    headline = "one model, one set of settings"
+    sentence = f"{runs}, {headline}."
     doubtful = of_unknown_weights(audited.catalog)
     if doubtful:
-        others = max(others, sum(rows[run] for run in doubtful))
+        n_others = max(n_others, sum(rows[run] for run in doubtful))
         headline = "rows of weights that nobody knows"
         sentence = (
             f"The weights of {', '.join(doubtful[:3])} were changed, and neither a call nor a "
             "step has shown when (E509)."
         )
-        held["level"] = "FAIL"
+        facts["level"] = "FAIL"
     elif len(adapters) > 1:
-        said = ", ".join(f"{n:,} of {name}" for name, n in adapters.items())
-        others = max(others, sum(adapters.values()) - max(adapters.values()))
-        headline, sentence = f"rows of {len(adapters)} models", f"Rows are of adapters: {said}."
-        held["level"] = "FAIL"
+        named = ", ".join(f"{n:,} of {name}" for name, n in adapters.items())
+        n_others = max(n_others, sum(adapters.values()) - max(adapters.values()))
+        headline, sentence = f"rows of {len(adapters)} models", f"Rows are of adapters: {named}."
+        facts["level"] = "FAIL"
         if not models and not differing and None in adapters:
-            held["loaded"] = {"where": [NO_ADAPTER]}
+            facts["loaded"] = {"where": [NO_ADAPTER]}
     elif models:
         headline, sentence = "runs of more than one model", f"{runs} of different models: {some}."
-        held["level"] = "FAIL"
+        facts["level"] = "FAIL"
     elif len(rows) > 1 and "model.weights_sha256" not in _known(audited.catalog):
         headline = "whether all runs are of one model is not on record"
         sentence = f"{runs}, and the digest of the weights of one is not on record."
-        held |= {"level": "INCONCLUSIVE", "bias": None}
+        facts |= {"level": "INCONCLUSIVE", "bias": None}
     elif differing:
         headline, sentence = f"{runs} with different settings", f"{runs} differ in {some}."
-        held["level"] = "WARN"
+        facts["level"] = "WARN"
     if differing:
         # Of a model the fact that most runs know: weights that were set while an engine ran have no
         # files.
         values = max((differing[name] for name in models or differing), key=len)
-        held["to_do"] = [
+        facts["to_do"] = [
             f"Train on one of them: where=\"run == '{run}'\" ({rows[run]:,} rows: {_brief(value)})."
             for run, value in list(values.items())[:3]
             if run not in doubtful
         ]
-    return _place(
-        audited, "identity", others, total, "rows", headline=headline, sentence=sentence,
-        **({"limit": "one model, one set of settings, one overflow policy"} | held),
-    )  # fmt: skip
+    facts |= {"headline": headline, "sentence": sentence}
+    return _place(audited, "identity", n_others, total, "rows", **facts)
 
 
 def _brief(value: str) -> str:
-    """Return a value of the run record, of a digest its beginning."""
     return value[:12] if len(value) == 64 else value[:40]
 
 
 def _minority(values: dict[str, str], rows: dict[str, int]) -> int:
-    """Return the rows of the runs that have another value than most rows have."""
     sums = defaultdict[str, int](int)
     for run, value in values.items():
         sums[value] += rows[run]
@@ -513,7 +505,117 @@ def _minority(values: dict[str, str], rows: dict[str, int]) -> int:
 
 
 def _known(catalog: Catalog) -> set[str]:
-    """Return the facts that every run record knows."""
-    each = [{n for n, f in record.fields.items() if f.value is not None}
-            for record in catalog.runs.values()]  # fmt: skip
+    each = [
+        {n for n, f in record.fields.items() if f.value is not None}
+        for record in catalog.runs.values()
+    ]
     return set.intersection(*each) if each else set()
+
+
+NEAR_MISS_S = 60.0
+"""Seconds that the writer may have held up the engine, in all, before it is told."""
+NEAR_MISS_SHARE = 0.05
+"""The same as a share of the time of the run."""
+_ANSWERS: dict[Decision, tuple[Level, str]] = {
+    "yes": ("PASS", "Yes: train on it"),
+    "yes, loaded like this": ("WARN", "Yes, loaded like this"),
+    "yes, with limits": ("WARN", "Yes, with these limits"),
+    "not known": ("INCONCLUSIVE", "Not known"),
+    "no": ("FAIL", "No"),
+}
+
+
+def unaccounted(verdict: Verdict) -> Answer:
+    return Answer(
+        decision="no",
+        level="FAIL",
+        words="No: there are accounting mismatches",
+        place=None,
+        sentence=verdict.sentence,
+        load=None,
+        next_steps=verdict.next_steps,
+    )
+
+
+def conclude(
+    places: Sequence[Place], accepted: Sequence[PlaceName], path: str, queues: Queues | None
+) -> tuple[list[Place], Answer]:
+    """Return the places with what the user accepted, and the answer over them.
+
+    Yes where every place passes or is accepted; with a loader line where arguments make every
+    other one pass; no where one fails; not known where something is not on record; else yes with
+    limits. The place that decides is the most severe, and of equal ones that of the largest bias.
+    """
+    judged = [p.model_copy(update={"accepted": p.name in accepted}) for p in places]
+    against = [p for p in judged if p.counts_as != "PASS"]
+    against.sort(key=_first)
+    decision = _decision(against)
+    first = against[0] if against else None
+    load = _loader(against, path) if against and all(p.loaded for p in against) else None
+    waived = [p for p in judged if p.accepted and p.level != "PASS"]
+    level, words = _ANSWERS[decision]
+    if first is not None:
+        words = f"{words}: {first.headline}"
+    elif waived:
+        words = f"{words}; accepted: {', '.join(TITLES[p.name] for p in waived)}"
+    sentences = [p.sentence for p in against] or ["Nothing that was looked at speaks against it."]
+    steps = [step for p in against for step in p.to_do]
+    return judged, Answer(
+        decision=decision,
+        level=level,
+        words=words,
+        place=first.name if first is not None else None,
+        sentence=sentences[0],
+        load=load,
+        accepted=[p.name for p in waived],
+        near_misses=list(_near_misses(judged, queues)),
+        next_steps=steps or ["Train on it."],
+    )
+
+
+def _first(place: Place) -> tuple[int, bool, float]:
+    bias = math.inf if place.bias is None else place.bias
+    return -LEVELS.index(place.counts_as), bool(place.loaded), -bias
+
+
+def _decision(against: Sequence[Place]) -> Decision:
+    levels = {p.counts_as for p in against}
+    if not against:
+        return "yes"
+    if "FAIL" in levels:
+        return "no"
+    if "INCONCLUSIVE" in levels:
+        return "not known"
+    return "yes, loaded like this" if all(p.loaded for p in against) else "yes, with limits"
+
+
+def _loader(places: Sequence[Place], path: str) -> str:
+    arguments: dict[str, list[str]] = {}
+    for place in places:
+        for name, values in place.loaded.items():
+            listed = arguments.setdefault(name, [])
+            listed += [value for value in values if value not in listed]
+    words = [repr(path)]
+    for name, values in arguments.items():
+        if name == "where":
+            words.append(f'where="{" and ".join(values)}"')
+        elif len(values) == 1:
+            words.append(f'{name}="{values[0]}"')
+        else:
+            quoted = ", ".join(f'"{value}"' for value in values)
+            words.append(f"{name}=({quoted})")
+    return f"actds.Loader({', '.join(words)})"
+
+
+def _near_misses(places: Sequence[Place], queues: Queues | None) -> Iterator[str]:
+    if queues is None or not queues.trace or any(p.name == "queues" and p.n for p in places):
+        return
+    lasted = queues.trace[-1].t_s + queues.trace[-1].seconds
+    for stall in queues.stalls:
+        if stall.seconds >= min(NEAR_MISS_S, NEAR_MISS_SHARE * lasted) and stall.seconds >= 1.0:
+            part = share(round(stall.seconds * 1000), round(lasted * 1000))
+            yield (
+                f"the writer held up the engine for {format_seconds(stall.seconds)} ({part} of "
+                f"the run) in {counted(stall.n, 'wait')} at the {stall.stage}. No row was lost, "
+                "because the engine waited; with a drop policy these rows would be gone."
+            )

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from actds.format import tables
 from actds_validators.audit.place import Answer, Place, PlaceName, SourceAccount
 from actds_validators.audit.place import Level as Level
-from actds_validators.sections import Section, Share
+from actds_validators.sections import LimitsSection, Section, Share
 
 BOUND = "worst-case bias of any mean"
 """Name of the number that holds for any losses: above its limit the tests decide."""
@@ -22,6 +22,9 @@ EVIDENCE = (EVENTS, DETECTABLE, EQUIVALENCE, LEAST)
 
 MIN_BLAMED = 3
 """Independent loss events from which a cause is named: fewer have something in common by chance."""
+
+PROVEN = 0.9
+"""Confidence of the interval of an equivalence test: two one-sided tests at half of the rest."""
 
 Group = Literal["system", "content", "values"]
 """What a covariate describes: the serving system at the time, the tokens, or the rows' values."""
@@ -59,7 +62,7 @@ class Number(Section):
         return self
 
 
-class Limits(Section):
+class Limits(LimitsSection):
     """The settings of an audit; defaults are those of the spec, section 14.7."""
 
     negligible_bias: float = Field(
@@ -134,7 +137,6 @@ class Accounting(Section):
 
     @property
     def is_sound(self) -> bool:
-        """Return whether everything adds up."""
         return all(finding.severity != "error" for finding in self.findings)
 
     @property
@@ -299,8 +301,8 @@ class Difference(Section):
     smd: Estimate
     equivalence: Estimate | None = Field(
         default=None,
-        description="of the stored rows against all: the 90 % interval of the equivalence test, no "
-        "narrower than if each loss event were one row drawn at random",
+        description=f"of the stored rows against all: the {100 * PROVEN:g} % interval of the "
+        "equivalence test, no narrower than if each loss event were one row drawn at random",
     )
     after_weighting: Estimate | None = Field(
         default=None,
@@ -372,12 +374,7 @@ class Missingness(Section):
 
 
 FamilyName = Literal[
-    "time",
-    "load",
-    "content of steps",
-    "values of steps",
-    "content of tokens",
-    "values of tokens",
+    "time", "load", "content of steps", "values of steps", "content of tokens", "values of tokens"
 ]
 """A question to the losses; of tokens: among those of one step."""
 

@@ -18,7 +18,6 @@ from actds.publish.sealing import check_provenance
 from actds.store import open_store
 from actds_validators.arrays import Floats, Ints
 from actds_validators.audit.accumulate import CONTENT, CovariateSums, PartialRows, Sums
-from actds_validators.audit.answer import conclude, unaccounted
 from actds_validators.audit.census import RunSteps, Series, accounting, make_series, read_steps
 from actds_validators.audit.covariates import (
     MAX_PROBES,
@@ -44,6 +43,7 @@ from actds_validators.audit.lookup import (
     MAX_SOURCES,
     CellEdges,
     Lookup,
+    Shared,
     Vocabulary,
     knows_entropy,
     knows_ids,
@@ -73,16 +73,9 @@ from actds_validators.audit.missingness import (
     system_sums,
     worst_strata,
 )
-from actds_validators.audit.passes import (
-    TAIL,
-    ExecutorName,
-    RowPass,
-    Scale,
-    accumulate,
-    scale_of,
-)
+from actds_validators.audit.passes import TAIL, ExecutorName, RowPass, Scale, accumulate, scale_of
 from actds_validators.audit.place import Answer, Place, PlaceName, SourceAccount
-from actds_validators.audit.places import Audited, places
+from actds_validators.audit.places import Audited, conclude, places, unaccounted
 from actds_validators.audit.result import (
     Audit,
     ClassesFile,
@@ -107,7 +100,7 @@ from actds_validators.audit.weights import (
 )
 from actds_validators.audit.within import LEAST_DRAWS, selections
 from actds_validators.audit.wording import blind_spots
-from actds_validators.statistics.families import draws_for
+from actds_validators.statistics.association import draws_for
 from actds_validators.statistics.intervals import Interval, jackknife_many, smd_of_stored
 
 Progress = Callable[[str], None]
@@ -118,8 +111,6 @@ class Sections(Evidence):
     """What the audit of some runs found: the evidence, and what no verdict rests on.
 
     Args:
-        queues: ``None`` without a step.
-        cells: of the weights, ``None`` when nothing was dropped.
         lookups: of each run, by name: what the weights file is made with.
     """
 
@@ -157,13 +148,6 @@ def audit_dataset(
     Args:
         weights: where to write the weights of the stored rows, if anywhere; not written when
             something does not add up.
-        classes: Parquet file of token classes by request and positions, as `labels.read_labels`;
-            None for the roles of the dataset.
-        executor: ``threads`` of this process, or ``ray``: the same numbers from either.
-
-    Raises:
-        ActdsError: E009 classes that cannot be used; E011 no Ray; E306 not sealed; E401, E403
-            without provenance; E202 a file that changed; what ``Catalog.read`` raises.
 
     Spec: 0.1 section 14.
     """
@@ -179,16 +163,16 @@ def audit_dataset(
         named = None if labels is None else match_labels(labels, sources)
         unseen = _unseen(sources)
         table = role_labels(sources) if labels is None else labels.table
-        found = audit_sources(sources, limits, progress, table, runner, named)
-        if weights is not None and found.accounting.is_sound:
+        sections = audit_sources(sources, limits, progress, table, runner, named)
+        if weights is not None and sections.accounting.is_sound:
             progress("writing weights")
-            claim = found.weighting.claim if found.weighting else "nothing was lost"
-            write_weights(weights, catalog, found.lookups, found.cells, claim)
-    verdict = judge(found, limits)
+            claim = sections.weighting.claim if sections.weighting else "nothing was lost"
+            write_weights(weights, catalog, sections.lookups, sections.cells, claim)
+    verdict = judge(sections, limits)
     source, judged, answered = None, list[Place](), unaccounted(verdict)
-    if found.accounting.is_sound:
+    if sections.accounting.is_sound:
         progress("the source, and every place behind it")
-        source, judged, answered = _answered(catalog, str(path), found, verdict, limits, accept)
+        source, judged, answered = _answered(catalog, str(path), sections, verdict, limits, accept)
     policies = {
         str(record.fields["capture.overflow_policy"].value) for record in catalog.runs.values()
     }
@@ -206,35 +190,31 @@ def audit_dataset(
         places=judged,
         source=source,
         verdict=verdict,
-        accounting=found.accounting,
-        coverage=found.coverage,
-        missingness=found.missingness,
-        mechanism=found.mechanism,
-        queues=found.queues,
-        weighting=found.weighting,
+        accounting=sections.accounting,
+        coverage=sections.coverage,
+        missingness=sections.missingness,
+        mechanism=sections.mechanism,
+        queues=sections.queues,
+        weighting=sections.weighting,
         would_not_notice=unseen,
         duration_s=time.monotonic() - began,
         peak_nbytes=_peak_nbytes(),
     )
-    return AuditResult(result, found.cells, catalog)
+    return AuditResult(result, sections.cells, catalog)
 
 
 def _answered(
     catalog: Catalog,
     path: str,
-    found: Sections,
+    sections: Sections,
     verdict: Verdict,
     limits: Limits,
     accept: Sequence[PlaceName],
 ) -> tuple[SourceAccount, list[Place], Answer]:
-    """Return what became of the source, every place, and the answer over them."""
     records = read_records(catalog)
     source = source_account(catalog, records)
-    audited = Audited(
-        catalog, path, records, source, found.accounting, found.coverage, found.missingness,
-        verdict, limits,
-    )  # fmt: skip
-    return source, *conclude(places(audited), accept, path, found.queues)
+    audited = Audited(catalog, path, records, source, sections, verdict, limits)
+    return source, *conclude(places(audited), accept, path, sections.queues)
 
 
 def audit_sources(
@@ -245,13 +225,6 @@ def audit_sources(
     executor: Executor | None = None,
     named: ClassesFile | None = None,
 ) -> Sections:
-    """Return the sections of some runs.
-
-    Args:
-        labels: table of `labels.read_labels` or `role_labels`, if there are token classes.
-        executor: where the rows are read; threads by default.
-        named: of `labels.match_labels`, with labels.
-    """
     on = executor or Threads(N_THREADS)
     progress("accounting")
     account = accounting(sources, on.map)
@@ -266,24 +239,21 @@ def audit_sources(
     edges = (
         cell_edges(series, has_ids=has_ids, has_entropy=has_entropy) if series.lost.any() else None
     )
-    passed = pass_over(
-        sources, steps, series, edges, on, labels, progress, limits,
-        has_ids=has_ids, has_entropy=has_entropy,
-    )  # fmt: skip
-    own = [source for source in sources if source.run in series.runs]
+    passed = pass_over(sources, steps, series, edges, on, labels, progress, limits)
+    used = [source for source in sources if source.run in series.runs]
     seen = coverage(passed.covered, named)
     if seen is not None:
         progress("rows that were served often")
-        cell = dominant_cell([(s, passed.lookups[s.run]) for s in own], passed.hooks, on)
+        cell = dominant_cell([(s, passed.lookups[s.run]) for s in used], passed.hooks, on)
         seen = seen.model_copy(update={"dominant": cell})
-    waits = queues(own, series, limits.seed)
+    waits = queues(used, series, limits.seed)
     policies = {source.labels.get("overflow policy") for source in sources} - {None}
-    found = Sections(
-        account, coverage=seen, queues=waits, lookups=passed.lookups,
-        policies=tuple(sorted(map(str, policies))),
-    )  # fmt: skip
+    words = tuple(sorted(map(str, policies)))
+    sections = Sections(
+        account, coverage=seen, queues=waits, lookups=passed.lookups, policies=words
+    )
     if edges is None or passed.sums is None:
-        return found
+        return sections
     progress("differences")
     everything = _covariate_sums(passed, passed.sums, series)
     read = 1 - account.unread / max(1, account.dropped)
@@ -295,7 +265,7 @@ def audit_sources(
     differing = _after_weighting(differing, everything, totals, passed, cells)
     progress("tests")
     of_requests = passed.spans.of_requests if passed.spans else 0.0
-    asked = [
+    questions = [
         *asked_between(everything, series, limits, of_requests),
         *_within(passed, series, limits),
     ]
@@ -308,9 +278,9 @@ def audit_sources(
         unread=(account.unread, account.dropped),
     )
     return replace(
-        found,
+        sections,
         missingness=missing.model_copy(update=_strata(passed, limits)),
-        mechanism=mechanism(series, asked, _intervals(everything, totals), limits),
+        mechanism=mechanism(series, questions, _intervals(everything, totals), limits),
         blocks_long_enough=series.blocks.long_enough,
         weighting=weighting(cells, differing, limits.negligible_bias),
         cells=cells,
@@ -318,18 +288,16 @@ def audit_sources(
 
 
 def _covariate_sums(passed: Passed, sums: Sums, series: Series) -> list[CovariateSums]:
-    """Return every covariate over the series: of the steps, then of each group."""
-    found = system_sums(series)
+    every = system_sums(series)
     for group, covariates in passed.covariates.items():
         middle = passed.middle(group)
-        found += sums.moments[group].covariate_sums(covariates, middle, series.blocks)
-    return found
+        every += sums.moments[group].covariate_sums(covariates, middle, series.blocks)
+    return every
 
 
 def _intervals(everything: list[CovariateSums], totals: Floats) -> list[Interval]:
-    """Return the intervals of the stored rows' bias, of content and values."""
-    asked = np.array([one.covariate.group != "system" for one in everything])
-    return [i for i in jackknife_many(totals[:, asked], smd_of_stored) if i]
+    is_tested = np.array([summed.covariate.group != "system" for summed in everything])
+    return [i for i in jackknife_many(totals[:, is_tested], smd_of_stored) if i]
 
 
 @dataclass
@@ -337,13 +305,10 @@ class Passed:
     """What the rows of all runs add up to.
 
     Args:
-        lookups: of each run, by its name.
-        widths: numbers of a readout that were looked at.
         scale: where the readouts lie; ``None`` where nothing was lost or no run has readouts.
-        sums: of all rows; ``None`` where nothing was lost.
         slots: token ids that were counted block by block, and how many there were to choose from.
         within: of each group of covariates, the rows of each run in steps that lost a part.
-        away: of each hook, how far the means lie from where its rows were taken.
+        means: of each hook, how far the means lie from where its rows were taken.
     """
 
     lookups: dict[str, Lookup]
@@ -356,23 +321,21 @@ class Passed:
     spans: SpanStrata | None = None
     slots: tuple[Ints, int] = field(default_factory=lambda: (np.zeros(0, np.int64), 0))
     within: dict[str, list[PartialRows]] = field(default_factory=dict)
-    away: dict[str, Floats] = field(default_factory=dict)
+    means: dict[str, Floats] = field(default_factory=dict)
 
     @property
     def covariates(self) -> dict[str, list[Covariate]]:
-        """Return the covariates of each group that was summed, in the order of the sums."""
-        found = {CONTENT: [one.facts() for one in self.definitions]}
+        groups = {CONTENT: [covariate.facts() for covariate in self.definitions]}
         for hook in self.hooks if self.scale else ():
             numbers = self.widths.facts(hook)
-            found[hook] = [*numbers, *squares(numbers)]
-        return found
+            groups[hook] = [*numbers, *squares(numbers)]
+        return groups
 
     def middle(self, group: str) -> Floats:
-        """Return what the sums of a group are about."""
         if group == CONTENT or self.scale is None:
             return np.zeros(len(self.definitions))
-        found: Floats = self.scale.middle[self.hooks.index(group)]
-        return found
+        middle: Floats = self.scale.middle[self.hooks.index(group)]
+        return middle
 
 
 def pass_over(
@@ -384,30 +347,23 @@ def pass_over(
     labels: pa.Table | None = None,
     progress: Progress = lambda what: None,
     limits: Limits | None = None,
-    *,
-    has_ids: bool,
-    has_entropy: bool = False,
 ) -> Passed:
     """Read the rows of all runs: the token ids first, for rarity is known when all are counted.
 
     Args:
-        steps: of each.
         edges: of the weights' cells; ``None`` where nothing was lost: then coverage is all.
-        executor: where the parts are read.
-        labels: table of `data.read_labels` or `role_labels`, if there are token classes.
-        has_ids: of `knows_ids`.
-        has_entropy: of `knows_entropy`.
     """
     runs = [
-        (source, own, read_rows(source, own))
-        for source, own in zip(sources, steps, strict=True)
-        if own.run in series.runs
+        (source, of_run, read_rows(source, of_run))
+        for source, of_run in zip(sources, steps, strict=True)
+        if of_run.run in series.runs
     ]
     own_sources = [source for source, _, _ in runs]
+    has_ids, has_entropy = knows_ids(sources), knows_entropy(sources)
     progress("counting token ids")
     counted = [(source, rows) for source, _, rows in runs]
     vocabulary, lost_ids = read_vocabulary(counted, executor.map, has_ids=has_ids)
-    found = Passed(
+    passed = Passed(
         {},
         CoverageCounts(class_words(labels) if labels is not None else ()),
         content(
@@ -417,132 +373,125 @@ def pass_over(
         _widths(own_sources),
     )
     if edges is not None:
-        found.spans = SpanStrata(series.blocks.n_blocks)
+        passed.spans = SpanStrata(series.blocks.n_blocks)
         if has_ids:
-            found.slots = _slots(vocabulary, lost_ids, limits or Limits())
-        if found.hooks:
+            passed.slots = _slots(vocabulary, lost_ids, limits or Limits())
+        if passed.hooks:
             progress("sampling readouts")
             readouts = [part for source in own_sources for part in source.parts["readouts"]]
-            found.scale = scale_of(readouts, found.hooks, found.widths, executor)
-    token_slot = np.full(len(vocabulary) + 1, -1, np.int64)
-    token_slot[found.slots[0]] = np.arange(len(found.slots[0]))
-    n_numbers = len(found.definitions) + len(found.hooks) * found.widths.n_values
-    every = thinning([own for _, own, _ in runs], n_numbers)
+            passed.scale = scale_of(readouts, passed.hooks, passed.widths, executor)
+    token_slot = np.full(len(vocabulary.counts) + 1, -1, np.int64)
+    token_slot[passed.slots[0]] = np.arange(len(passed.slots[0]))
+    n_numbers = len(passed.definitions) + len(passed.hooks) * passed.widths.n_values
+    every = thinning([of_run for _, of_run, _ in runs], n_numbers)
+    shared = Shared(series, vocabulary, passed.definitions, token_slot, has_ids, every)
     total: Sums | None = None
-    for (source, own, rows), ids in zip(runs, lost_ids, strict=True):
+    for (source, of_run, rows), ids in zip(runs, lost_ids, strict=True):
         classes = None if labels is None else labels_of(labels, source.run)
-        lookup = make_lookup(
-            source, own, series, rows, vocabulary, ids, found.definitions, classes, token_slot,
-            has_ids=has_ids, every=every,
-        )  # fmt: skip
+        lookup = make_lookup(source, of_run, rows, shared, ids, classes)
         progress(f"rows of {source.run}")
-        total = _add_run(found, total, source, lookup, edges, executor)
+        total = _add_run(passed, total, source, lookup, edges, executor)
     if total is not None:
-        found.covered.rows.add(total.classes)
+        passed.covered.rows.add(total.classes)
     if edges is not None and total is not None:
-        found.sums = total
-        _centre(found, total, series.blocks.labels)
-    return found
+        passed.sums = total
+        _centre(passed, total, series.blocks.labels)
+    return passed
 
 
 def _add_run(
-    found: Passed,
+    passed: Passed,
     total: Sums | None,
     source: RunSource,
     lookup: Lookup,
     edges: CellEdges | None,
     executor: Executor,
 ) -> Sums:
-    """Add the rows and spans of a run, and return the sums of all up to it."""
-    found.lookups[source.run] = lookup
-    read_spans(source, lookup, found.covered)
-    one = RowPass(lookup, found.definitions, edges, found.hooks, found.widths, found.scale)
-    total = total or one.sums()
-    accumulate(total, one, source.parts, executor)
+    passed.lookups[source.run] = lookup
+    read_spans(source, lookup, passed.covered)
+    row_pass = RowPass(lookup, passed.definitions, edges, passed.hooks, passed.widths, passed.scale)
+    total = total or row_pass.sums()
+    accumulate(total, row_pass, source.parts, executor)
     for group, moments in total.moments.items():
-        found.within.setdefault(group, []).append(moments.take_within())
-    if found.spans is not None:
-        found.spans.add(source, lookup)
+        passed.within.setdefault(group, []).append(moments.take_within())
+    if passed.spans is not None:
+        passed.spans.add(source, lookup)
     return total
 
 
-def _centre(found: Passed, total: Sums, block: Ints) -> None:
+def _centre(passed: Passed, total: Sums, block: Ints) -> None:
     """Put the sums of the readouts about their means, which no pass knew before."""
-    if found.scale is None:
+    if passed.scale is None:
         return
-    away = np.stack([total.moments[hook].centre(block) for hook in found.hooks])
-    found.scale = replace(found.scale, middle=found.scale.middle + away)
-    found.away = dict(zip(found.hooks, away, strict=True))
+    shifts = np.stack([total.moments[hook].centre(block) for hook in passed.hooks])
+    passed.scale = replace(passed.scale, middle=passed.scale.middle + shifts)
+    passed.means = dict(zip(passed.hooks, shifts, strict=True))
 
 
-def _row_strata(found: Passed) -> Iterator[Strata]:
-    """Yield the strata that the rows tell: special tokens, classes, ids, tails of the values."""
-    if found.sums is None or not found.lookups:
+def _row_strata(passed: Passed) -> Iterator[Strata]:
+    if passed.sums is None or not passed.lookups:
         return
-    lookup = next(iter(found.lookups.values()))
-    classes = found.covered.rows.words[len(CLASSES) :]
-    chosen, n_ids = found.slots
-    stored, lost = found.sums.strata
+    lookup = next(iter(passed.lookups.values()))
+    classes = passed.covered.rows.words[len(CLASSES) :]
+    chosen, n_ids = passed.slots
+    stored, lost = passed.sums.strata
     computed = stored + lost
     if lookup.has_ids:
         yield Strata("special tokens", ["all of them"], computed[:1], lost[:1], 1)
-        ids = [str(i) for i in lookup.vocabulary.ids(chosen).tolist()]
+        ids = [str(i) for i in lookup.vocabulary.index.numbers(chosen).tolist()]
         first = 1 + len(classes)
         yield Strata("token id", ids, computed[first:], lost[first:], n_ids)
     if classes:
         some = slice(1, 1 + len(classes))
         yield Strata("class", list(classes), computed[some], lost[some], len(classes))
-    if found.scale is not None:
-        stored, gone = (t.reshape(-1, t.shape[-1]) for t in found.sums.tails)
+    if passed.scale is not None:
+        stored, n_lost = (t.reshape(-1, t.shape[-1]) for t in passed.sums.tails)
         words = [
             f"{side} {TAIL:.0%} of the {word} at {hook}"
             for side in ("lowest", "highest")
-            for hook in found.hooks
-            for word in found.widths.words
+            for hook in passed.hooks
+            for word in passed.widths.words
         ]
-        yield Strata("tail of a value", words, stored + gone, gone, len(words))
+        yield Strata("tail of a value", words, stored + n_lost, n_lost, len(words))
 
 
 def _slots(vocabulary: Vocabulary, lost_ids: list[Ints], limits: Limits) -> tuple[Ints, int]:
-    """Return the places of the ids to count block by block, and how many were chosen from."""
-    lost = np.zeros(len(vocabulary))
+    lost = np.zeros(len(vocabulary.counts))
     for ids in lost_ids:
-        places = vocabulary.places(ids[ids >= 0])
-        lost += np.bincount(places[places >= 0], minlength=len(vocabulary))
-    n = np.maximum(vocabulary.counts(), lost)  # of a run without readouts the stored ones
+        places = vocabulary.index.of(ids[ids >= 0])
+        lost += np.bincount(places[places >= 0], minlength=len(vocabulary.counts))
+    n = np.maximum(vocabulary.counts, lost)  # of a run without readouts the stored ones
     return candidates(n, lost, limits), int((n >= MIN_TOKENS).sum())
 
 
 def _after_weighting(
-    found: list[Difference],
+    differing: list[Difference],
     everything: list[CovariateSums],
     totals: Floats,
     passed: Passed,
     cells: Cells,
 ) -> list[Difference]:
-    """Return the differences with those of the weighted rows beside them."""
     if cells.weights is None or passed.sums is None:
-        return found
-    held = stored_cells(passed.sums, {group: passed.middle(group) for group in passed.covariates})
-    estimates = after_weighting(cells, passed.sums.cell_n, held, totals)
-    after = dict(zip((one.covariate.name for one in everything), estimates, strict=True))
-    return [d.model_copy(update={"after_weighting": after.get(d.covariate.name)}) for d in found]
+        return differing
+    stored = stored_cells(passed.sums, {group: passed.middle(group) for group in passed.covariates})
+    estimates = after_weighting(cells, passed.sums.cell_n, stored, totals)
+    after = dict(zip((summed.covariate.name for summed in everything), estimates, strict=True))
+    return [
+        d.model_copy(update={"after_weighting": after.get(d.covariate.name)}) for d in differing
+    ]
 
 
 def _unseen(sources: list[RunSource]) -> list[str]:
-    """Return what an audit of some runs would not notice."""
     n_probes = max((source.n_probes for source in sources), default=0)
     hooks = _hooks(sources) if knows_ids(sources) else ()
     return blind_spots(hooks, _widths(sources), n_probes)
 
 
 def _hooks(sources: list[RunSource]) -> tuple[str, ...]:
-    """Return the hooks with readouts, in order."""
     return tuple(sorted({hook for source in sources for hook in source.hooks}))
 
 
 def _widths(sources: list[RunSource]) -> Widths:
-    """Return the numbers of a readout that are looked at."""
     return Widths(
         max((source.n_projections for source in sources), default=0),
         min(MAX_PROBES, max((source.n_probes for source in sources), default=0)),
@@ -551,24 +500,22 @@ def _widths(sources: list[RunSource]) -> Widths:
 
 
 def _strata(passed: Passed, limits: Limits) -> dict[str, object]:
-    """Return the fields of the missingness on the strata that lost most."""
     assert passed.spans is not None
     every = [*passed.spans.strata(limits), *_row_strata(passed)]
     return {
         "worst_strata": worst_strata(every, passed.spans.rate, passed.spans.share, limits),
-        "n_strata": sum(one.n_tested for one in every),
-        "whole_requests": passed.spans.whole[0],
+        "n_strata": sum(strata.n_tested for strata in every),
+        "whole_requests": passed.spans.n_whole,
     }
 
 
 def _within(passed: Passed, series: Series, limits: Limits) -> list[Question]:
-    """Return the questions about the tokens of one step, where steps lost a part."""
     if series.n_partial_steps < 2:
         return []
     began = [lookup.request_block for lookup in passed.lookups.values()]
     n_draws = draws_for(N_FAMILIES, limits.fdr, LEAST_DRAWS)
     return asked_within(
-        selections(passed.within, passed.covariates, passed.away, began, n_draws, limits.seed)
+        selections(passed.within, passed.covariates, passed.means, began, n_draws, limits.seed)
     )
 
 

@@ -6,8 +6,8 @@ Rules in order, the first that applies.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from actds_validators.audit.missingness import bound
 from actds_validators.audit.result import (
@@ -17,6 +17,7 @@ from actds_validators.audit.result import (
     EVENTS,
     LEAST,
     MIN_BLAMED,
+    PROVEN,
     Accounting,
     Coverage,
     Difference,
@@ -67,11 +68,7 @@ class Evidence:
 
     Args:
         missingness: the section, ``None`` when nothing was lost.
-        mechanism: the section, ``None`` when nothing was lost.
         blocks_long_enough: whether blocks are long against the bursts of losses.
-        weighting: the section, ``None`` when nothing was lost or stored.
-        coverage: the section, ``None`` when nothing is stored.
-        policies: overflow policies of the runs, as far as they are known.
     """
 
     accounting: Accounting
@@ -90,119 +87,80 @@ def judge(evidence: Evidence, limits: Limits) -> Verdict:
 
     Spec: 0.1 section 14.6.
     """
-    found = _judged(evidence, limits)
-    if found.kind == "unaccounted":
-        return found
-    found = _with_strata(found, evidence.missingness, limits)
-    steps = [*found.next_steps, *on_policies(evidence.policies)]
-    return found.model_copy(update={"next_steps": steps})
+    verdict = _Judge(evidence, limits, _numbers(evidence, limits)).verdict()
+    if verdict.kind == "unaccounted":
+        return verdict
+    verdict = _with_strata(verdict, evidence.missingness, limits)
+    steps = [*verdict.next_steps, *on_policies(evidence.policies)]
+    return verdict.model_copy(update={"next_steps": steps})
 
 
-def _with_strata(found: Verdict, missing: Missingness | None, limits: Limits) -> Verdict:
-    """Return the verdict with the worst stratum, which decides where it is the more severe."""
+def _with_strata(verdict: Verdict, missing: Missingness | None, limits: Limits) -> Verdict:
     if missing is None or not missing.worst_strata:
-        return found
+        return verdict
     worst = missing.worst_strata[0]
     level: Level = "FAIL" if worst.rate >= limits.worst_stratum_fail else "WARN"
-    said = on_strata(missing.worst_strata, missing.bound.loss_share)
-    if _SEVERITY[level] <= _SEVERITY[found.level]:
-        steps = [*(on_stratum(worst) if worst.kind in RUNS else []), *found.next_steps]
-        return found.model_copy(
-            update={"sentence": f"{found.sentence} {said}", "next_steps": steps}
+    sentence = on_strata(missing.worst_strata, missing.bound.loss_share)
+    if _SEVERITY[level] <= _SEVERITY[verdict.level]:
+        steps = [*(on_stratum(worst) if worst.kind in RUNS else []), *verdict.next_steps]
+        return verdict.model_copy(
+            update={"sentence": f"{verdict.sentence} {sentence}", "next_steps": steps}
         )
     limit = limits.worst_stratum_fail if level == "FAIL" else limits.worst_stratum_warn
     deciding = _held(f"share lost of {stratum_words(worst)}", worst.rate, "below", limit, "share")
-    warned = found.level == "WARN"  # what a milder verdict says of nothing is no longer so
+    warned = verdict.level == "WARN"  # what a milder verdict says of nothing is no longer so
     return Verdict(
         level=level,
         kind="worst-stratum",
-        sentence=f"{said} {found.sentence}" if warned else said,
+        sentence=f"{sentence} {verdict.sentence}" if warned else sentence,
         deciding=deciding,
-        numbers=[*(n for n in found.numbers if n.name != STRATUM), deciding],
-        next_steps=[*on_stratum(worst), *(found.next_steps if warned else [])],
-    )
-
-
-def _judged(evidence: Evidence, limits: Limits) -> Verdict:
-    """Return the verdict.
-
-    In order: positions that nobody accounts for FAIL; a loss whose worst case is negligible
-    passes, whatever it depends on; a heavy loss FAILs, with its cause; a loss that depends on
-    content, values, load or time WARNs, and FAILs when the stored rows may be off by a serious
-    amount on content or values; one that depends on nothing passes when its equivalence is proven
-    on every content covariate by enough events, and is else INCONCLUSIVE.
-    """
-    numbers = _numbers(evidence, limits)
-    unexplained = [f for f in evidence.accounting.findings if f.severity == "error"]
-    if unexplained:
-        return _unaccounted(len(unexplained), numbers)
-    bias, loss = numbers["bias"], numbers["loss"]
-    if bias.ok:
-        return _negligible(evidence, bias, numbers)
-    mechanism, missing = evidence.mechanism, evidence.missingness
-    cause = cause_of(mechanism) if mechanism is not None else None
-    if not loss.ok:
-        return _heavy(evidence, cause, loss, numbers)
-    if mechanism is None or missing is None:
-        return _too_little(evidence, limits, numbers, [_UNTESTED])
-    if cause is not None:
-        return _caused(evidence, cause, limits, numbers)
-    lacks = _lacks(evidence, mechanism, missing, limits)
-    if lacks:
-        return _too_little(evidence, limits, numbers, lacks)
-    return Verdict(
-        level="PASS",
-        kind="uncorrelated",
-        sentence=f"{lost(evidence.accounting)}, in {mechanism.n_events} separate events, and no "
-        "test finds what they depend on. Every tested mean is the same over the stored rows as "
-        f"over all computed tokens, within {limits.negligible_bias:g} SD: of every "
-        f"{asked(missing)}.",
-        deciding=numbers["difference"],
-        numbers=list(numbers.values()),
-        next_steps=training(missing),
+        numbers=[*(n for n in verdict.numbers if n.name != STRATUM), deciding],
+        next_steps=[*on_stratum(worst), *(verdict.next_steps if warned else [])],
     )
 
 
 def _numbers(evidence: Evidence, limits: Limits) -> dict[str, Number]:
-    found = {}
+    numbers = {}
     n_errors = sum(f.severity == "error" for f in evidence.accounting.findings)
-    found["unexplained"] = _held("accounting mismatches", n_errors, "at most", 0)
+    numbers["unexplained"] = _held("accounting mismatches", n_errors, "at most", 0)
     share = evidence.accounting.loss_share
-    found["loss"] = _held(
+    numbers["loss"] = _held(
         "share of computed tokens lost", share, "at most", limits.max_loss, "share"
     )
     allowed = loss_that_allows(limits.negligible_bias)
-    found["bias"] = _held(
-        BOUND, bound(share).bias, "at most", limits.negligible_bias,
-        "SD", ok=share <= allowed,  # of a root at its limit the last digit is off
-    )  # fmt: skip
+    numbers["bias"] = _held(
+        BOUND,
+        bound(share).bias,
+        "at most",
+        limits.negligible_bias,
+        "SD",
+        ok=share <= allowed,  # of a root at its limit the last digit is off
+    )
     if evidence.mechanism is not None:
         m = evidence.mechanism
-        found["events"] = _held(EVENTS, m.n_events, "at least", limits.min_events)
+        numbers["events"] = _held(EVENTS, m.n_events, "at least", limits.min_events)
         smallest = min((t.adjusted_p for t in m.tests), default=1.0)
-        found["p"] = _held("smallest adjusted p of all tests", smallest, "above", limits.fdr, "p")
+        numbers["p"] = _held("smallest adjusted p of all tests", smallest, "above", limits.fdr, "p")
         if m.detectable is not None:
-            found["detectable"] = _held(
-                DETECTABLE, m.detectable, "at most",
-                limits.negligible_bias, "SD",
-            )  # fmt: skip
+            numbers["detectable"] = _held(
+                DETECTABLE, m.detectable, "at most", limits.negligible_bias, "SD"
+            )
         least = max((f.least_adjusted_p for f in m.families), default=0.0)
-        found["least"] = _held(LEAST, least, "at most", limits.fdr, "p")
+        numbers["least"] = _held(LEAST, least, "at most", limits.fdr, "p")
     if evidence.missingness is not None:
         strata = evidence.missingness.worst_strata
-        found["stratum"] = _held(
+        numbers["stratum"] = _held(
             STRATUM, strata[0].rate if strata else 0.0, "below", limits.worst_stratum_warn, "share"
         )
         means = [d for d in evidence.missingness.differences if d.covariate.group != "system"]
         worst = _farthest(means)
         if worst is not None and worst.equivalence is not None:
             far = max(abs(worst.equivalence.low), abs(worst.equivalence.high))
-            of = f"{worst.covariate.label}, of {len(means)}; each 90 % by itself"
-            found["difference"] = _held(
-                f"{EQUIVALENCE} ({of})", far, "below",
-                limits.negligible_bias, "SD",
-            )  # fmt: skip
-    return found
+            of = f"{worst.covariate.label}, of {len(means)}; each {100 * PROVEN:g} % by itself"
+            numbers["difference"] = _held(
+                f"{EQUIVALENCE} ({of})", far, "below", limits.negligible_bias, "SD"
+            )
+    return numbers
 
 
 def _held(
@@ -211,74 +169,6 @@ def _held(
     """Return a number held against a limit; ``ok`` where rounding asks for another comparison."""
     kept = _SIDES[must](value, limit) if ok is None else ok
     return Number(name=name, value=value, must=must, limit=limit, unit=unit, ok=kept)
-
-
-def _unaccounted(n: int, numbers: dict[str, Number]) -> Verdict:
-    return Verdict(
-        level="FAIL",
-        kind="unaccounted",
-        sentence=f"{n} accounting mismatch{'' if n == 1 else 'es'}: rows, losses and census "
-        "disagree, so nothing can be estimated from them.",
-        deciding=numbers["unexplained"],
-        numbers=list(numbers.values()),
-        next_steps=["Run actds validate, which says what is wrong position by position."],
-    )
-
-
-def _negligible(evidence: Evidence, bias: Number, numbers: dict[str, Number]) -> Verdict:
-    account, share = evidence.accounting, evidence.accounting.loss_share
-    if not share:
-        sentence = f"No rows were lost: {_stored(account)}."
-    else:
-        sentence = (
-            f"{share:.4%} of the computed tokens were lost; whatever they were, no mean over the "
-            f"rows is off by more than {bias.value:.3f} SD."
-        )
-    return Verdict(
-        level="PASS",
-        kind="complete" if not share else "negligible",
-        sentence=sentence,
-        deciding=bias,
-        numbers=list(numbers.values()),
-        next_steps=["Train on it."],
-    )
-
-
-def _stored(account: Accounting) -> str:
-    """Return which of the computed tokens are stored where none was lost."""
-    if not account.captured:
-        return "no computed token was to be stored"
-    others = [
-        f"{n:,} {words}"
-        for n, words in (
-            (account.filtered, "that a rule left out"),
-            (account.undelivered, "computed past the end of a request"),
-        )
-        if n
-    ]
-    rest = f", but for {' and '.join(others)}" if others else ""
-    return f"every computed token is stored{rest}"
-
-
-def _heavy(
-    evidence: Evidence, cause: Cause | None, loss: Number, numbers: dict[str, Number]
-) -> Verdict:
-    """Return what is said of much loss: that it is much, and what it depends on all the same."""
-    mechanism, missing = evidence.mechanism, evidence.missingness
-    why = f" {on_cause(cause, mechanism, missing)}" if mechanism and missing else ""
-    return Verdict(
-        level="FAIL",
-        kind="heavy",
-        sentence=f"{lost(evidence.accounting)}, more than {loss.limit:.2%}: a mean over the rows "
-        f"may be off by up to {numbers['bias'].value:.2f} SD.{why}",
-        deciding=loss,
-        numbers=list(numbers.values()),
-        next_steps=[
-            "Harvest again with --overflow block, or with a faster disk (actds plan).",
-            *remedy(evidence.weighting, "Or train with --weights, and say that you did"),
-            *look_when(cause.rejected if cause else []),
-        ],
-    )
 
 
 _STEPS = {
@@ -295,45 +185,161 @@ _STEPS_BY_CONTENT = (
 """By kind of verdict what is said of the weights, where they are advised, and the step after."""
 
 
-def _caused(
-    evidence: Evidence, cause: Cause, limits: Limits, numbers: dict[str, Number]
-) -> Verdict:
-    """Return what is said of losses that depend on something: content, load or time."""
-    mechanism, missing = evidence.mechanism, evidence.missingness
-    assert mechanism is not None and missing is not None
-    sentence, deciding, more = on_cause(cause, mechanism, missing), numbers["p"], []
-    is_serious = False
-    if cause.content:
-        by_name = {d.covariate.name: d for d in missing.differences}
-        of = [by_name[t.covariate.name] for t in cause.content if t.covariate.name in by_name]
-        farthest = max(of, key=_stored_off, default=None)
-        worst = _stored_off(farthest) if farthest else 0.0
-        effect = _held(
-            "largest bias, content or values with a rejected test", worst, "at most",
-            limits.serious, "SD",
-        )  # fmt: skip
-        numbers = {**numbers, "effect": effect}
-        is_serious = not effect.ok
-        deciding = effect if is_serious else deciding
-        sentence += (
-            f" The means of these covariates over the stored rows are off by up to {worst:.3f} SD"
-            + (f" ({_span(farthest.at_once)})." if farthest and farthest.at_once else ".")
+@dataclass(frozen=True)
+class _Judge:
+    """The rules in their order over the numbers that decide."""
+
+    evidence: Evidence
+    limits: Limits
+    numbers: dict[str, Number]
+
+    def verdict(self) -> Verdict:
+        """Return the verdict.
+
+        In order: positions that nobody accounts for FAIL; a loss whose worst case is negligible
+        passes, whatever it depends on; a heavy loss FAILs, with its cause; a loss that depends on
+        content, values, load or time WARNs, and FAILs when the stored rows may be off by a serious
+        amount on content or values; one that depends on nothing passes when its equivalence is
+        proven on every content covariate by enough events, and is else INCONCLUSIVE.
+        """
+        numbers, mechanism, missing = (
+            self.numbers,
+            self.evidence.mechanism,
+            self.evidence.missingness,
         )
-        more = ["Look at the differences: do they affect what you study?"]
-    weights, again = _STEPS.get(cause.kind, _STEPS_BY_CONTENT)
-    return Verdict(
-        level="FAIL" if is_serious else "WARN",
-        kind=cause.kind,
-        sentence=sentence,
-        deciding=deciding,
-        numbers=list(numbers.values()),
-        next_steps=[
-            *(remedy(evidence.weighting, weights) if weights else []),
-            *more,
-            *look_when(cause.rejected),
-            again,
-        ],
-    )
+        if not numbers["unexplained"].ok:
+            return self._unaccounted()
+        if numbers["bias"].ok:
+            return self._negligible()
+        cause = cause_of(mechanism) if mechanism is not None else None
+        if not numbers["loss"].ok:
+            return self._heavy(cause)
+        if mechanism is None or missing is None:
+            return self._too_little([_UNTESTED])
+        if cause is not None:
+            return self._caused(cause, mechanism, missing)
+        if lacks := _lacks(self.evidence, mechanism, missing, self.limits):
+            return self._too_little(lacks)
+        sentence = (
+            f"{lost(self.evidence.accounting)}, in {mechanism.n_events} separate events, and no "
+            "test finds what they depend on. Every tested mean is the same over the stored rows as "
+            f"over all computed tokens, within {self.limits.negligible_bias:g} SD: of every "
+            f"{asked(missing)}."
+        )
+        return self._say("PASS", "uncorrelated", sentence, "difference", training(missing))
+
+    def _say(
+        self,
+        level: Level,
+        kind: str,
+        sentence: str,
+        deciding: str,
+        next_steps: list[str],
+        lacks: Sequence[str] = (),
+    ) -> Verdict:
+        return Verdict(
+            level=level,
+            kind=kind,
+            sentence=sentence,
+            deciding=self.numbers[deciding],
+            numbers=list(self.numbers.values()),
+            lacks=list(lacks),
+            next_steps=next_steps,
+        )
+
+    def _unaccounted(self) -> Verdict:
+        n = int(self.numbers["unexplained"].value)
+        sentence = (
+            f"{n} accounting mismatch{'' if n == 1 else 'es'}: rows, losses and census disagree, "
+            "so nothing can be estimated from them."
+        )
+        step = "Run actds validate, which says what is wrong position by position."
+        return self._say("FAIL", "unaccounted", sentence, "unexplained", [step])
+
+    def _negligible(self) -> Verdict:
+        account, bias = self.evidence.accounting, self.numbers["bias"].value
+        kind, sentence = "complete", f"No rows were lost: {_stored(account)}."
+        if account.loss_share:
+            kind = "negligible"
+            sentence = (
+                f"{account.loss_share:.4%} of the computed tokens were lost; whatever they were, "
+                f"no mean over the rows is off by more than {bias:.3f} SD."
+            )
+        return self._say("PASS", kind, sentence, "bias", ["Train on it."])
+
+    def _heavy(self, cause: Cause | None) -> Verdict:
+        """Return that much was lost, and what the loss depends on all the same."""
+        mechanism, missing = self.evidence.mechanism, self.evidence.missingness
+        why = f" {on_cause(cause, mechanism, missing)}" if mechanism and missing else ""
+        sentence = (
+            f"{lost(self.evidence.accounting)}, more than {self.limits.max_loss:.2%}: a mean over "
+            f"the rows may be off by up to {self.numbers['bias'].value:.2f} SD.{why}"
+        )
+        steps = [
+            "Harvest again with --overflow block, or with a faster disk (actds plan).",
+            *remedy(self.evidence.weighting, "Or train with --weights, and say that you did"),
+            *look_when(cause.rejected if cause else []),
+        ]
+        return self._say("FAIL", "heavy", sentence, "loss", steps)
+
+    def _caused(self, cause: Cause, mechanism: Mechanism, missing: Missingness) -> Verdict:
+        sentence, judge, more = on_cause(cause, mechanism, missing), self, []
+        if cause.content:
+            by_name = {d.covariate.name: d for d in missing.differences}
+            of = [by_name[t.covariate.name] for t in cause.content if t.covariate.name in by_name]
+            farthest = max(of, key=_stored_off, default=None)
+            worst = _stored_off(farthest) if farthest else 0.0
+            name = "largest bias, content or values with a rejected test"
+            effect = _held(name, worst, "at most", self.limits.serious, "SD")
+            judge = replace(self, numbers={**self.numbers, "effect": effect})
+            sentence += (
+                f" The means of these covariates over the stored rows are off by up to {worst:.3f} "
+                "SD" + (f" ({_span(farthest.at_once)})." if farthest and farthest.at_once else ".")
+            )
+            more = ["Look at the differences: do they affect what you study?"]
+        is_serious = "effect" in judge.numbers and not judge.numbers["effect"].ok
+        weights, again = _STEPS.get(cause.kind, _STEPS_BY_CONTENT)
+        advised = remedy(self.evidence.weighting, weights) if weights else []
+        steps = [*advised, *more, *look_when(cause.rejected), again]
+        level: Level = "FAIL" if is_serious else "WARN"
+        return judge._say(level, cause.kind, sentence, "effect" if is_serious else "p", steps)
+
+    def _too_little(self, lacks: list[str]) -> Verdict:
+        numbers, mechanism, missing = (
+            self.numbers,
+            self.evidence.mechanism,
+            self.evidence.missingness,
+        )
+        sentence = "No test finds a pattern, but there is too little evidence to exclude one."
+        order = ["least", "events", "difference", "bias"]
+        if mechanism is not None and missing is not None:
+            sentence = unproven(mechanism, MIN_BLAMED)
+            if events_needed(mechanism, missing, self.limits) > self.limits.min_events:
+                order = ["least", "difference", "events", "bias"]
+        short = [name for name in order if name in numbers and not numbers[name].ok]
+        steps = [
+            "Harvest longer, with the same settings, or without loss (--overflow block).",
+            f"Or show that a bias of {numbers['bias'].value:.2f} SD, the worst case, does not "
+            "matter to you.",
+        ]
+        sentence = f"{lost(self.evidence.accounting)}. {sentence}"
+        deciding = short[0] if short else "loss"
+        return self._say("INCONCLUSIVE", "too-little-evidence", sentence, deciding, steps, lacks)
+
+
+def _stored(account: Accounting) -> str:
+    if not account.captured:
+        return "no computed token was to be stored"
+    excepted = [
+        f"{n:,} {words}"
+        for n, words in (
+            (account.filtered, "that a rule left out"),
+            (account.undelivered, "computed past the end of a request"),
+        )
+        if n
+    ]
+    rest = f", but for {' and '.join(excepted)}" if excepted else ""
+    return f"every computed token is stored{rest}"
 
 
 def _lacks(
@@ -376,38 +382,11 @@ def _lacks(
     return lacks
 
 
-def _too_little(
-    evidence: Evidence, limits: Limits, numbers: dict[str, Number], lacks: list[str]
-) -> Verdict:
-    mechanism, missing = evidence.mechanism, evidence.missingness
-    sentence = "No test finds a pattern, but there is too little evidence to exclude one."
-    order = ["least", "events", "difference", "bias"]
-    if mechanism is not None and missing is not None:
-        sentence = unproven(mechanism, MIN_BLAMED)
-        if events_needed(mechanism, missing, limits) > limits.min_events:
-            order = ["least", "difference", "events", "bias"]
-    short = [numbers[n] for n in order if n in numbers and not numbers[n].ok]
-    deciding = short[0] if short else numbers["loss"]
-    return Verdict(
-        level="INCONCLUSIVE",
-        kind="too-little-evidence",
-        sentence=f"{lost(evidence.accounting)}. {sentence}",
-        deciding=deciding,
-        numbers=list(numbers.values()),
-        lacks=lacks,
-        next_steps=[
-            "Harvest longer, with the same settings, or without loss (--overflow block).",
-            f"Or show that a bias of {numbers['bias'].value:.2f} SD, the worst case, does not "
-            "matter to you.",
-        ],
-    )
-
-
-def _span(found: Estimate) -> str:
+def _span(interval: Estimate) -> str:
     """Return the interval of a bias in words, of its size: the sign is that of a mean."""
-    ends = sorted((abs(found.low), abs(found.high)))
-    low = 0.0 if found.low <= 0 <= found.high else ends[0]
-    return f"{100 * found.confidence:g} % interval for all at once {low:.3f} to {ends[1]:.3f}"
+    ends = sorted((abs(interval.low), abs(interval.high)))
+    low = 0.0 if interval.low <= 0 <= interval.high else ends[0]
+    return f"{100 * interval.confidence:g} % interval for all at once {low:.3f} to {ends[1]:.3f}"
 
 
 def _farthest(means: list[Difference]) -> Difference | None:

@@ -8,9 +8,7 @@ load and complexity, and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import get_args
 
@@ -27,7 +25,7 @@ from actds.store import refuse_within_dataset
 from actds_validators.arrays import Floats
 from actds_validators.audit.accumulate import Sums
 from actds_validators.audit.census import Series
-from actds_validators.audit.lookup import CellEdges, Lookup
+from actds_validators.audit.lookup import CellEdges, Lookup, Rows
 from actds_validators.audit.missingness import estimate, unbounded
 from actds_validators.audit.outputs import replaced
 from actds_validators.audit.result import (
@@ -59,7 +57,6 @@ class Cells:
     """The cells: load by complexity.
 
     Args:
-        n: computed tokens ``(n_loads, n_complexities)``.
         rates: share lost, shrunk; ``None`` before `weigh`.
         weights: of a stored row; ``None`` before `weigh` or when nothing is stored.
     """
@@ -73,7 +70,6 @@ class Cells:
 
 
 def cell_edges(series: Series, *, has_ids: bool, has_entropy: bool = False) -> CellEdges:
-    """Return the edges of a series' cells: deciles of the load over tokens."""
     order = np.argsort(series.load, kind="stable")
     reached = np.cumsum(series.computed[order]) / series.computed.sum()
     at = np.searchsorted(reached, np.arange(1, N_LOADS) / N_LOADS)
@@ -83,7 +79,6 @@ def cell_edges(series: Series, *, has_ids: bool, has_entropy: bool = False) -> C
 
 
 def counted_cells(edges: CellEdges, series: Series, n: Floats) -> Cells:
-    """Return the cells with their tokens, of ``(2, n_blocks, n_cells)`` stored and lost ones."""
     return _counted(edges, float(series.load.max()), n.sum(axis=1))
 
 
@@ -108,7 +103,6 @@ def _counted(edges: CellEdges, load_max: float, n: Floats) -> Cells:
 
 
 def weigh(cells: Cells) -> Cells:
-    """Return the counted cells with their rates and weights."""
     rates = nested_rates(cells.n, cells.lost)
     if cells.edges.has_unknown:  # of any complexity: like their load
         rates[:, -1] = shrunken_rates(cells.n.sum(axis=1), cells.lost.sum(axis=1))
@@ -121,7 +115,6 @@ class StoredCells:
 
     Args:
         n: rows that have a value, ``(n_blocks, n_cells)``.
-        x: sum of their values.
     """
 
     n: Floats
@@ -129,24 +122,17 @@ class StoredCells:
 
 
 def stored_cells(sums: Sums, middles: Mapping[str, Floats]) -> list[StoredCells]:
-    """Return every covariate over the stored rows: of the steps, then of each group.
-
-    Args:
-        middles: what the sums of each group are about, ``(n_numbers,)``, in order.
-    """
-    found = [StoredCells(sums.cell_n[0], x) for x in sums.cell_system]
+    """Return every covariate over the stored rows: of the steps, then of each group."""
+    covariates = [StoredCells(sums.cell_n[0], x) for x in sums.cell_system]
     for group, middle in middles.items():
         n, *powers = sums.moments[group].cells
-        found += [StoredCells(n[k], powers[0][k] + c * n[k]) for k, c in enumerate(middle)]
-        found += [StoredCells(n[k], x) for square in powers[1:] for k, x in enumerate(square)]
-    return found
+        covariates += [StoredCells(n[k], powers[0][k] + c * n[k]) for k, c in enumerate(middle)]
+        covariates += [StoredCells(n[k], x) for square in powers[1:] for k, x in enumerate(square)]
+    return covariates
 
 
 def after_weighting(
-    cells: Cells,
-    n: Floats,
-    stored: Sequence[StoredCells],
-    totals: Floats,
+    cells: Cells, n: Floats, stored: Sequence[StoredCells], totals: Floats
 ) -> list[Estimate | None]:
     """Return how far the weighted rows lie from all, one covariate after the other.
 
@@ -170,14 +156,14 @@ def after_weighting(
     values = smd(np.stack([*sums, *_weighted(stored, lambda s: s.sum(axis=0) @ w)]))
     intervals: list[Interval | None] = [None] * len(stored)
     if replicates:
-        held = np.stack([np.asarray(one).reshape(-1) for one in without])
+        weights = np.stack([np.asarray(x).reshape(-1) for x in without])
         left = sums[:, :, np.newaxis] - totals[:3]
-        parts = _weighted(stored, lambda s: ((s.sum(axis=0) - s) * held).sum(axis=1))
+        parts = _weighted(stored, lambda s: ((s.sum(axis=0) - s) * weights).sum(axis=1))
         intervals = from_replicates(values, smd(np.stack([*left, *parts])))
     return [
         estimate(interval)
-        or unbounded(float(value), float(n_all), effective_rows(w, one.n.sum(axis=0)))
-        for interval, value, n_all, one in zip(intervals, values, sums[0], stored, strict=True)
+        or unbounded(float(value), float(n_all), effective_rows(w, x.n.sum(axis=0)))
+        for interval, value, n_all, x in zip(intervals, values, sums[0], stored, strict=True)
     ]
 
 
@@ -185,20 +171,14 @@ def _weighted(
     stored: Sequence[StoredCells], weigh_sums: Callable[[Floats], Floats]
 ) -> tuple[Floats, Floats]:
     return (
-        np.stack([weigh_sums(one.n) for one in stored]),
-        np.stack([weigh_sums(one.x) for one in stored]),
+        np.stack([weigh_sums(covariate.n) for covariate in stored]),
+        np.stack([weigh_sums(covariate.x) for covariate in stored]),
     )
 
 
 def weighting(
     cells: Cells, differences: Sequence[Difference], negligible: float
 ) -> Weighting | None:
-    """Return the section, ``None`` without weights.
-
-    Args:
-        differences: of the covariates, before and after weighting.
-        negligible: bias that does not matter, in standard deviations.
-    """
     if cells.weights is None or cells.rates is None:
         return None
     stored = cells.n - cells.lost
@@ -217,12 +197,12 @@ def weighting(
         for j in range(cells.n.shape[1])
         if cells.n[i, j]
     ]
-    held = cells.weights[stored > 0]
+    of_stored = cells.weights[stored > 0]
     empty = int(((stored == 0) & (cells.n > 0)).sum())
     claim = "MAR-consistent after weighting if losses depend on load and complexity alone"
     if empty:
         claim = f"{empty} cells lost every row: no weight can make up for them"
-    elif np.ptp(held) < 1e-9:
+    elif np.ptp(of_stored) < 1e-9:
         claim = "every weight is 1: no load and no complexity lost more than chance"
     return Weighting(
         n_cells=len(listed),
@@ -245,7 +225,7 @@ def _worse(differences: Sequence[Difference], negligible: float) -> list[Worse]:
     The bias before and after is of the same rows: most of its noise is in both, and what an
     interval of either allows would hide a bias that grew by a quarter.
     """
-    found = [
+    changes = [
         Worse(
             label=d.covariate.label,
             group=d.covariate.group,
@@ -255,13 +235,16 @@ def _worse(differences: Sequence[Difference], negligible: float) -> list[Worse]:
         for d in differences
         if d.before_weighting and d.after_weighting
     ]
-    grown = [one for one in found if one.after > max(negligible, one.before + negligible / 10)]
-    return sorted(grown, key=lambda one: one.before - one.after)
+    grown = [
+        change
+        for change in changes
+        if change.after > max(negligible, change.before + negligible / 10)
+    ]
+    return sorted(grown, key=lambda change: change.before - change.after)
 
 
 def _balance(differences: Sequence[Difference]) -> list[Balance]:
-    """Return the largest bias of each group of covariates, before and after weighting."""
-    found = []
+    balance = []
     for group in get_args(Group):
         pairs = [
             (abs(d.before_weighting.value), abs(d.after_weighting.value))
@@ -270,8 +253,8 @@ def _balance(differences: Sequence[Difference]) -> list[Balance]:
         ]
         if pairs:
             before, after = (max(side) for side in zip(*pairs, strict=True))
-            found.append(Balance(group=group, before=before, after=after))
-    return found
+            balance.append(Balance(group=group, before=before, after=after))
+    return balance
 
 
 def _label(cells: Cells, j: int) -> str:
@@ -321,7 +304,18 @@ def write_weights(
         "claim": claim,
     }
     n_rows = 0
-    with _new_file(path) as file:
+    options = {"compression": "zstd", "store_schema": False, "write_page_checksum": True}
+    encodings = {"row": "DELTA_BINARY_PACKED"}
+    with (
+        replaced(path) as temporary,
+        pq.ParquetWriter(
+            temporary,
+            SCHEMA,
+            use_dictionary=["shard", "weight"],
+            column_encoding=encodings,
+            **options,
+        ) as file,
+    ):
         file.add_key_value_metadata({f"actds.{key}": value for key, value in words.items()})
         for table in _in_groups(_tables(catalog, lookups, cells)):
             file.write_table(table, row_group_size=GROUP_ROWS)
@@ -329,93 +323,37 @@ def write_weights(
     return n_rows
 
 
-@contextmanager
-def _new_file(path: Path) -> Iterator[pq.ParquetWriter]:
-    """Yield a writer to a file that takes its name at the end."""
-    with (
-        replaced(path) as temporary,
-        pq.ParquetWriter(
-            temporary,
-            SCHEMA,
-            compression="zstd",
-            store_schema=False,
-            write_page_checksum=True,
-            use_dictionary=["shard", "weight"],
-            column_encoding={"row": "DELTA_BINARY_PACKED"},
-        ) as writer,
-    ):
-        yield writer
-
-
 def _tables(
     catalog: Catalog, lookups: Mapping[str, Lookup], cells: Cells | None
 ) -> Iterator[pa.Table]:
-    """Yield the file piece by piece, sorted by shard and row."""
-    shards = sorted(
-        (Shard(catalog.store, one, parse=catalog.parse) for one in catalog.shards),
-        key=lambda s: s.name,
-    )
-    for run, group in groupby(shards, key=lambda shard: shard.run):
-        for some in _batches(group):
-            yield _table(some, _weights(lookups.get(run), some, cells))
+    for manifest in sorted(catalog.shards, key=lambda manifest: manifest.shard):
+        shard = Shard(catalog.store, manifest, parse=catalog.parse)
+        weights = _weights(lookups.get(shard.run), shard, cells)
+        rows = np.arange(shard.n_rows, dtype=np.uint32)
+        yield pa.table([pa.repeat(shard.name, shard.n_rows), rows, weights], schema=SCHEMA)
 
 
-def _batches(shards: Iterator[Shard]) -> Iterator[list[Shard]]:
-    """Yield shards together, up to a row group of rows."""
-    held: list[Shard] = []
-    n_rows = 0
-    for shard in shards:
-        if held and n_rows + shard.n_rows > GROUP_ROWS:
-            yield held
-            held, n_rows = [], 0
-        held.append(shard)
-        n_rows += shard.n_rows
-    yield held
-
-
-def _weights(
-    lookup: Lookup | None, shards: list[Shard], cells: Cells | None
-) -> npt.NDArray[np.float32]:
-    """Return the weights of the rows of shards, one shard behind the other."""
-    n_rows = sum(shard.n_rows for shard in shards)
+def _weights(lookup: Lookup | None, shard: Shard, cells: Cells | None) -> npt.NDArray[np.float32]:
     if cells is None or cells.weights is None:
-        return np.ones(n_rows, np.float32)
-    tokens = pa.concat_tables(
-        [shard.tokens(["step", "request", "position", "token_id"]) for shard in shards]
-    ).combine_chunks()
-    numbers = {name: tokens[name].to_numpy().astype(np.int64) for name in tokens.column_names}
-    step = lookup.steps.of(numbers["step"]) if lookup else np.full(n_rows, -1, np.int64)
-    if lookup is None or step.min(initial=0) < 0:
-        raise ActdsError(
-            "E412",
-            f"shards/{shards[0].name} to {shards[-1].name}",
-            got=f"{int((step >= 0).sum())} of {n_rows} rows whose step computed something",
-            expected="every row",
-        )
-    token = lookup.vocabulary.places(numbers["token_id"])
-    request = lookup.requests.of(numbers["request"])
-    cell = cells.edges.of(lookup, step, request, numbers["position"], token)
-    return cells.weights.reshape(-1)[cell].astype(np.float32)
-
-
-def _table(shards: list[Shard], weights: npt.NDArray[np.float32]) -> pa.Table:
-    sizes = [shard.n_rows for shard in shards]
-    names = pa.array([shard.name for shard in shards], pa.string())
-    number = np.repeat(np.arange(len(shards)), sizes)
-    row = np.concatenate([np.arange(n, dtype=np.uint32) for n in sizes])
-    return pa.table([names.take(pa.array(number)), row, weights], schema=SCHEMA)
+        return np.ones(shard.n_rows, np.float32)
+    tokens = shard.tokens(["step", "request", "position", "token_id"])
+    rows = Rows.read(lookup, tokens)[0] if lookup else None
+    n_known = int((rows.step >= 0).sum()) if rows else 0
+    if rows is None or n_known < shard.n_rows:
+        got = f"{n_known} of {shard.n_rows} rows whose step computed something"
+        raise ActdsError("E412", f"shards/{shard.name}", got=got, expected="every row")
+    return cells.weights.reshape(-1)[cells.edges.of(rows)].astype(np.float32)
 
 
 def _in_groups(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """Yield tables joined to row groups that are full, all but the last."""
-    held: list[pa.Table] = []
+    waiting: list[pa.Table] = []
     n_rows = 0
     for table in tables:
-        held.append(table)
+        waiting.append(table)
         n_rows += table.num_rows
         if n_rows >= GROUP_ROWS:
-            joined, rest = pa.concat_tables(held), n_rows % GROUP_ROWS
+            joined, rest = pa.concat_tables(waiting), n_rows % GROUP_ROWS
             yield joined.slice(0, n_rows - rest)
-            held, n_rows = [joined.slice(n_rows - rest)], rest
+            waiting, n_rows = [joined.slice(n_rows - rest)], rest
     if n_rows:
-        yield pa.concat_tables(held)
+        yield pa.concat_tables(waiting)

@@ -18,8 +18,7 @@ from actds.format.positions import Keys, pair_key, position_key, split_key
 from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.accumulate import CONTENT, PartialRows
 from actds_validators.audit.result import Covariate
-from actds_validators.statistics.association import Within, within_cells
-from actds_validators.statistics.families import JointDraws, Turns
+from actds_validators.statistics.association import JointDraws, Turns, Within, within_cells
 from actds_validators.statistics.intervals import benjamini_hochberg
 
 MIN_REQUESTS = 10
@@ -50,8 +49,6 @@ class RowsOfSteps:
     Args:
         step: number of the step of each, ``(n_rows,)``, another in each run.
         began: block of the jackknife in which the request began.
-        lost: whether each was lost.
-        orders: of each run, its rows in that order.
         keys: of each run, request and position of these.
     """
 
@@ -63,27 +60,20 @@ class RowsOfSteps:
     keys: list[Keys]
 
     def values(self, runs: Sequence[PartialRows]) -> Floats:
-        """Return numbers of the rows ``(n_numbers, n_rows)``, NaN where there is none."""
-        found = []
+        every = []
         for order, keys, run in zip(self.orders, self.keys, runs, strict=True):
-            there = position_key(run.request, run.position)
-            by_key = np.argsort(there, kind="stable")
-            at = np.searchsorted(there[by_key], keys)
-            known = np.flatnonzero(at < len(there))
-            known = known[there[by_key[at[known]]] == keys[known]]
+            positions = position_key(run.request, run.position)
+            by_key = np.argsort(positions, kind="stable")
+            at = np.searchsorted(positions[by_key], keys)
+            known = np.flatnonzero(at < len(positions))
+            known = known[positions[by_key[at[known]]] == keys[known]]
             x = np.full((len(run.values), len(order)), np.nan)
             x[:, known] = run.values[:, by_key[at[known]]]
-            found.append(x)
-        return np.concatenate(found, axis=1)
+            every.append(x)
+        return np.concatenate(every, axis=1)
 
 
 def all_rows(runs: Sequence[PartialRows], began: Sequence[Ints]) -> RowsOfSteps:
-    """Return the rows of all runs.
-
-    Args:
-        runs: of stored and lost rows, of each run.
-        began: block in which each request of a run began.
-    """
     orders = [np.lexsort((run.position, run.request, run.step)) for run in runs]
     some = list(enumerate(zip(runs, orders, strict=True)))
     return RowsOfSteps(
@@ -100,14 +90,13 @@ class _Numbers(Sequence[Floats]):
     """The numbers of the rows of a group, and of a hook their squared deviations after them.
 
     Args:
-        values: ``(n_numbers, n_rows)``.
         away: how far the mean of each lies from 0; ``None`` where squares are no covariates.
     """
 
-    def __init__(self, values: Floats, away: Floats | None) -> None:
-        self._values, self._is_squared = values, away is not None
-        if away is not None:
-            values -= away[:, np.newaxis]
+    def __init__(self, values: Floats, shift: Floats | None) -> None:
+        self._values, self._is_squared = values, shift is not None
+        if shift is not None:
+            values -= shift[:, np.newaxis]
 
     def __len__(self) -> int:
         return len(self._values) * (1 + self._is_squared)
@@ -143,18 +132,17 @@ class Units:
         self.unit, self.size = unit, np.bincount(unit)
         of_unit = np.zeros(len(self.size), np.int64)
         of_unit[unit] = stratum
-        gone = 2 * np.bincount(unit, rows.lost) > self.size
-        self.turns = Turns(of_unit, gone, n_draws, seed)
+        is_lost = 2 * np.bincount(unit, rows.lost) > self.size
+        self.turns = Turns(of_unit, is_lost, n_draws, seed)
         self.pairs = split_key(pairs)
 
     def about_step(self, x: Floats) -> Floats:
-        """Return a number of the rows about the mean of their step, 0 where a row has none."""
         known = ~np.isnan(x)
         at = self.step[known]
         mean = np.bincount(at, x[known]) / np.maximum(np.bincount(at), 1)
-        found = np.zeros_like(x)
-        found[known] = x[known] - mean[at]
-        return found
+        about = np.zeros_like(x)
+        about[known] = x[known] - mean[at]
+        return about
 
     def drawn(self, numbers: Iterable[Floats]) -> Floats:
         """Return sums over the lost units of each draw ``(n_numbers, 1 + n_draws)``.
@@ -162,18 +150,17 @@ class Units:
         Of requests each counts the same: of a stored one only the tokens are here that shared a
         step with lost ones, and sums over fewer tokens would vary less than those of lost ones.
         """
-        found = []
+        of_units = []
         for x in numbers:
-            away = self.about_step(x)
+            about = self.about_step(x)
             if self.kind != "tokens":
-                away = np.bincount(self.unit, away).astype(np.float64)
+                about = np.bincount(self.unit, about).astype(np.float64)
             if self.kind == "requests":
-                away /= self.size
-            found.append(away[self.turns.units])
-        return self.turns.sums(np.stack(found))
+                about /= self.size
+            of_units.append(about[self.turns.units])
+        return self.turns.sums(np.stack(of_units))
 
     def scores(self, x: Floats) -> Within | None:
-        """Return the test of clustered scores of one number, ``(n_rows,)``."""
         known = ~np.isnan(x)
         n = len(self.pairs[0])
         sums = []
@@ -185,9 +172,9 @@ class Units:
 
 
 def _lost_whole(unit: Ints, lost: Bools) -> bool:
-    n, gone = np.bincount(unit), np.bincount(unit, lost)
-    hit = (gone > 0) & (n > 1)
-    n_hit, n_part = (int(np.count_nonzero(some)) for some in (hit, hit & (gone < n)))
+    n, n_lost = np.bincount(unit), np.bincount(unit, lost)
+    hit = (n_lost > 0) & (n > 1)
+    n_hit, n_part = (int(np.count_nonzero(some)) for some in (hit, hit & (n_lost < n)))
     return n_hit > 0 and 2 * n_part <= n_hit
 
 
@@ -198,28 +185,20 @@ def _numbered(values: Ints) -> Ints:
 def selections(
     runs: dict[str, list[PartialRows]],
     covariates: dict[str, list[Covariate]],
-    away: dict[str, Floats],
+    means: dict[str, Floats],
     began: Sequence[Ints],
     n_draws: int,
     seed: int,
 ) -> Iterator[tuple[list[WithinTest], int]]:
-    """Yield the tests of content, then those of the values of all hooks, and their draws.
-
-    Args:
-        runs: of each group of covariates the rows of each run.
-        covariates: of each group; of a hook its numbers, then their squares.
-        away: how far the mean of each number of a hook lies from where the rows were taken.
-        began: of each run the block in which each of its requests began.
-        n_draws: draws at least.
-    """
+    """Yield the tests of content, then those of the values of all hooks, and their draws."""
     rows = all_rows(runs[CONTENT], began)
     if len(np.unique(rows.step)) < 2:
         return
     units = Units(rows, n_draws, seed)
     for groups in ([CONTENT], [g for g in runs if g != CONTENT]):
-        joint, found = JointDraws(), []
+        joint, tests = JointDraws(), []
         for group in groups:
-            numbers = _Numbers(rows.values(runs[group]), away.get(group))
+            numbers = _Numbers(rows.values(runs[group]), means.get(group))
             scores = [units.scores(x) for x in numbers]
             kept = [k for k, t in enumerate(scores) if t and t.n_requests >= MIN_REQUESTS]
             if kept:
@@ -227,14 +206,14 @@ def selections(
                 joint.add(sizes)
                 reached = sizes >= sizes[:, :1] - 1e-9 * sizes.max(axis=1, keepdims=True)
                 of = [covariates[group][k] for k in kept]
-                found += list(zip(of, (scores[k] for k in kept), reached.mean(axis=1), strict=True))
-        if found:
-            clustered = benjamini_hochberg([t.p for _, t, _ in found if t])
+                tests += list(zip(of, (scores[k] for k in kept), reached.mean(axis=1), strict=True))
+        if tests:
+            clustered = benjamini_hochberg([t.p for _, t, _ in tests if t])
             inside = np.maximum(joint.adjusted(), clustered)
             yield (
                 [
-                    WithinTest(one, t, max(t.p, float(p)), float(q))
-                    for (one, t, p), q in zip(found, inside, strict=True)
+                    WithinTest(covariate, t, max(t.p, float(p)), float(q))
+                    for (covariate, t, p), q in zip(tests, inside, strict=True)
                     if t
                 ],
                 joint.n_draws,

@@ -59,12 +59,10 @@ class Cause:
 
     @property
     def content(self) -> list[Association]:
-        """Return the rejected tests of content and values."""
         return [t for t in self.rejected if t.covariate.group != "system"]
 
     @property
     def load(self) -> list[Association]:
-        """Return the rejected tests of the load."""
         return [t for t in self.rejected if t.covariate.group == "system" and t.name != "change"]
 
 
@@ -79,19 +77,18 @@ def cause_of(mechanism: Mechanism) -> Cause | None:
     rejected = [t for t in mechanism.tests if t.rejected]
     if mechanism.n_events < MIN_BLAMED or not rejected:
         return None
-    found = Cause("", rejected)
-    if found.content and (not found.load or any(t.name == "within" for t in rejected)):
-        with_values = any(t.covariate.group == "values" for t in found.content)
-        return replace(found, kind="values-dependent" if with_values else "content-dependent")
-    return replace(found, kind="load-dependent" if found.load else "time-dependent")
+    cause = Cause("", rejected)
+    if cause.content and (not cause.load or any(t.name == "within" for t in rejected)):
+        with_values = any(t.covariate.group == "values" for t in cause.content)
+        return replace(cause, kind="values-dependent" if with_values else "content-dependent")
+    return replace(cause, kind="load-dependent" if cause.load else "time-dependent")
 
 
 def on_cause(cause: Cause | None, mechanism: Mechanism, missing: Missingness) -> str:
-    """Return what the losses depend on in a sentence or two, or that nothing was found."""
     if cause is None:
         if mechanism.n_events < MIN_BLAMED:
             return unproven(mechanism, MIN_BLAMED)
-        n = sum(not one.could_be_found for one in mechanism.families)
+        n = sum(not family.could_be_found for family in mechanism.families)
         more = f", and {n} of {len(mechanism.families)} questions could not have" if n else ""
         return f"No test finds what the losses depend on{more}."
     if cause.kind == "load-dependent":
@@ -113,7 +110,6 @@ def _groups(tests: list[Association]) -> str:
 
 
 def _inside(mechanism: Mechanism) -> str:
-    """Return what is known of the tokens of one step where no such test is rejected."""
     if any(t.name == "within" for t in mechanism.tests):
         return "No test among the tokens of one step, which have the same load, is rejected."
     return "Content cannot be separated from load: no step could be tested by its own tokens."
@@ -121,12 +117,12 @@ def _inside(mechanism: Mechanism) -> str:
 
 def _on_load(cause: Cause, mechanism: Mechanism, missing: Missingness) -> str:
     first = largest(cause.load, missing)
-    said = f"Losses depend on the load: on {first.covariate.label} ({adjusted(first)})"
+    load = f"Losses depend on the load: on {first.covariate.label} ({adjusted(first)})"
     if not cause.content:
-        return f"{said}, and on no {asked(missing, 'or')}: {fewer(first)}."
+        return f"{load}, and on no {asked(missing, 'or')}: {fewer(first)}."
     other = largest(cause.content, missing)
     return (
-        f"{said}: {fewer(first)}. Steps that lost tokens differ in {_groups(cause.content)} as "
+        f"{load}: {fewer(first)}. Steps that lost tokens differ in {_groups(cause.content)} as "
         f"well ({other.covariate.label}, {adjusted(other)}), which can come from the load: the mix "
         f"of phases, positions and lengths changes with it. {_inside(mechanism)}"
     )
@@ -158,8 +154,8 @@ def fewer(test: Association) -> str:
     """
     if test.name == "change":
         return f"its rate changed, {test.note}" if test.note else "its rate changed"
-    one = COVARIATES.get(test.covariate.name, CovariateDef)
-    return f"{one.sides[0 if test.statistic > 0 else 1]} are under-represented"
+    covariate = COVARIATES.get(test.covariate.name, CovariateDef)
+    return f"{covariate.sides[0 if test.statistic > 0 else 1]} are under-represented"
 
 
 def unproven(mechanism: Mechanism, least: int) -> str:
@@ -167,7 +163,10 @@ def unproven(mechanism: Mechanism, least: int) -> str:
 
     No covariate is named: of thirty intervals some leave out 0 in most runs, however harmless.
     """
-    n, untested = mechanism.n_events, sum(not one.could_be_found for one in mechanism.families)
+    n, untested = (
+        mechanism.n_events,
+        sum(not family.could_be_found for family in mechanism.families),
+    )
     if n < least:
         return (
             f"All losses are {n} independent event{'' if n == 1 else 's'}: too few to tell a cause "
@@ -182,14 +181,13 @@ def unproven(mechanism: Mechanism, least: int) -> str:
 
 
 def lost(account: Accounting) -> str:
-    """Return the share lost in words, with the largest cause where there are several."""
-    said = f"{account.loss_share:.2%} of the computed tokens were lost"
+    words = f"{account.loss_share:.2%} of the computed tokens were lost"
     causes = [w for w in account.waterfall if w.name in ("dropped", "aborted")]
     if len(causes) > 1:
         most = max(causes, key=lambda w: w.n_positions)
         part = most.n_positions / sum(w.n_positions for w in causes)
-        said += f" ({part:.0%} of them {most.name}: {most.reason or 'no reason given'})"
-    return said
+        words += f" ({part:.0%} of them {most.name}: {most.reason or 'no reason given'})"
+    return words
 
 
 _PLACES = {
@@ -204,7 +202,6 @@ _PLACES = {
 
 
 def stratum_words(stratum: StratumLoss) -> str:
-    """Return the name of a stratum in a sentence."""
     if (stratum.kind, stratum.label) == ("position from the end", "0"):
         return "the last token of each request"
     words = _PLACES.get(stratum.kind, f"{stratum.kind} {{}}")
@@ -216,22 +213,20 @@ RUNS = ("run", "replica")
 
 
 def on_stratum(worst: StratumLoss) -> list[str]:
-    """Return what to do about the worst stratum."""
     if worst.kind not in RUNS:
         return [
             "Harvest again with --overflow block: no weight makes up for rows that are not there.",
             "Or document that the dataset lacks them: the report lists strata with excess loss.",
         ]
     what = stratum_words(worst)
-    said = "stored nothing" if worst.n_lost == worst.n else "lost far more than the others"
+    loss = "stored nothing" if worst.n_lost == worst.n else "lost far more than the others"
     return [
-        f"{what[0].upper()}{what[1:]} {said}: look at its log, its disk and its rings. Harvest its "
+        f"{what[0].upper()}{what[1:]} {loss}: look at its log, its disk and its rings. Harvest its "
         "prompts again, with --overflow block, or leave its run out of the training."
     ]
 
 
 def on_policies(policies: Sequence[str]) -> list[str]:
-    """Return what several overflow policies in one dataset mean, where there are several."""
     if len(policies) < 2:
         return []
     return [
@@ -240,21 +235,22 @@ def on_policies(policies: Sequence[str]) -> list[str]:
     ]
 
 
-def on_strata(found: list[StratumLoss], share: float) -> str:
-    """Return what the worst stratum lost, beside all."""
-    worst = found[0]
+def on_strata(strata: list[StratumLoss], share: float) -> str:
+    worst = strata[0]
     if worst.n_lost == worst.n:
-        said = f"All {worst.n:,} rows of {stratum_words(worst)} were lost"
+        loss = f"All {worst.n:,} rows of {stratum_words(worst)} were lost"
     else:
-        said = (
+        loss = (
             f"{worst.rate:.0%} of the rows of {stratum_words(worst)} were lost "
             f"({worst.n_lost:,} of {worst.n:,})"
         )
-    others = len(found) - 1
+    n_others = len(strata) - 1
     more = (
-        f"; {others} more strat{'a have' if others > 1 else 'um has'} excess loss" if others else ""
+        f"; {n_others} more strat{'a have' if n_others > 1 else 'um has'} excess loss"
+        if n_others
+        else ""
     )
-    return f"{said}, against {share:.2%} of all{more}."
+    return f"{loss}, against {share:.2%} of all{more}."
 
 
 QUESTIONS: dict[str, str] = {
@@ -269,13 +265,13 @@ QUESTIONS: dict[str, str] = {
 
 
 def not_found(mechanism: Mechanism, limits: Limits) -> list[str]:
-    """Return the questions of which no answer could have been found, and what that would take."""
     return [
-        f"{QUESTIONS[one.question]} could not have been found here: {one.n_draws:,} {one.drawn} "
-        f"give an adjusted p of {one.least_adjusted_p:.2g} at least, the limit is {limits.fdr:g}"
-        + (f"; a run of {one.needed:,} steps or more could" if one.needed else "")
-        for one in mechanism.families
-        if not one.could_be_found
+        f"{QUESTIONS[family.question]} could not have been found here: {family.n_draws:,} "
+        f"{family.drawn} give an adjusted p of {family.least_adjusted_p:.2g} at least, the limit "
+        f"is {limits.fdr:g}"
+        + (f"; a run of {family.needed:,} steps or more could" if family.needed else "")
+        for family in mechanism.families
+        if not family.could_be_found
     ]
 
 
@@ -294,7 +290,6 @@ def events_needed(mechanism: Mechanism, missing: Missingness, limits: Limits) ->
 
 
 def look_when(rejected: list[Association]) -> list[str]:
-    """Return what to do about a loss rate that changed in time, which no weight fixes."""
     if not any(t.name == "change" for t in rejected):
         return []
     return [
@@ -321,8 +316,8 @@ def remedy(weighting: Weighting | None, words: str) -> list[str]:
     )
     if weighting.worse:
         worst = weighting.worse[0]
-        others = len(weighting.worse) - 1
-        more = f", and {others} more" if others else ""
+        n_others = len(weighting.worse) - 1
+        more = f", and {n_others} more" if n_others else ""
         return [
             f"Weights (--weights) are not advised: they change the largest biases ({changes}), but "
             f"make {worst.label} worse ({worst.before:.3g} to {worst.after:.3g}{more})."
@@ -330,15 +325,13 @@ def remedy(weighting: Weighting | None, words: str) -> list[str]:
     return [f"{words}; the largest bias of a mean of stored rows changes: {changes}."]
 
 
-def asked(missing: Missingness, both: str = "and") -> str:
-    """Return what was tested beside the system; ``both`` joins content and readouts."""
+def asked(missing: Missingness, joint: str = "and") -> str:
     has_values = any(d.covariate.group == "values" for d in missing.differences)
-    other = f"{both} readout" if has_values else "that was tested"
+    other = f"{joint} readout" if has_values else "that was tested"
     return f"content covariate {other}"
 
 
 def training(missing: Missingness) -> list[str]:
-    """Return the step to train, with what was not tested."""
     if any(d.covariate.group == "values" for d in missing.differences):
         return ["Train on it."]
     return [

@@ -85,7 +85,7 @@ def audit(
     fail_on: str,
     strict: bool,
     executor: ExecutorName,
-    **limits: Any,
+    limits: dict[str, Any],
 ) -> None:
     """Estimate what a dataset lost, and whether it matters.
 
@@ -103,19 +103,18 @@ def audit(
         html, json_out, {"--weights": weights}, {"--classes": [classes] if classes else []}
     )
     from actds_validators.about import about as describe
-    from actds_validators.pages import html as page
-    from actds_validators.pages import terminal
+    from actds_validators.pages.report import render, render_lines
 
-    found = run_audit(
+    audited = run_audit(
         path, limits=limits, weights=weights, classes=classes, accept=accept, executor=executor,
         progress=told(),
     )  # fmt: skip
-    result = found.result
-    about = describe(found.catalog, ctx.meta[COMMAND])
+    result = audited.result
+    about = describe(audited.catalog, ctx.meta[COMMAND])
     outputs.write(
         json.dumps(result.as_json(), indent=2, sort_keys=True),
-        lambda: page.render(result, about),
-        lambda: terminal.render(result, about),
+        lambda: render(result, about),
+        lambda: render_lines(result, about),
     )
     if result.accounting.is_sound:
         outputs.say({"weights": weights})

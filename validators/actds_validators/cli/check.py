@@ -23,8 +23,7 @@ from actds_validators.cli.results import (
 from actds_validators.cli.validate import counting, finding_lines, verdict_line
 
 if TYPE_CHECKING:
-    from actds_validators.check import CheckResult
-    from actds_validators.imported import ImportedRows
+    from actds_validators.check import CheckResult, ImportedRows
     from actds_validators.pages.index import Entry
 
 _MAX_FINDINGS, _MAX_STEPS = 2, 3
@@ -73,9 +72,9 @@ def check(
     """
     from actds_validators.audit.outputs import refuse_outputs
     from actds_validators.check import check as run
-    from actds_validators.extras import need_extra
     from actds_validators.pages.index import page_beside
     from actds_validators.pages.index import render as render_index
+    from actds_validators.sections import need_extra
 
     need_extra(*(["jinja2"] if html else []))
     refuse_outputs({"--html": html}, {})
@@ -87,21 +86,21 @@ def check(
     entries: list[Entry] = []
     for n, path in enumerate(paths, 1):
         with counting() as validating:
-            found = run(
+            checked = run(
                 path, accept=accept, i_accept_unprovenanced=imported, validating=validating,
                 auditing=told(),
             )  # fmt: skip
         report = page_beside(html, n, path) if several and html is not None else html
-        if report is not None and found.audit is not None:
+        if report is not None and checked.audit is not None:
             command = shlex.join(["actds", "audit", path, "--html", str(report)])
-            write_text(report, _report(found, command))
-        codes.append(found.exit_code(strict=strict))
-        entries.append(_entry(found, report))
+            write_text(report, _report(checked, command))
+        codes.append(checked.exit_code(strict=strict))
+        entries.append(_entry(checked, report))
         if as_json:
-            documents.append(found.as_json(strict=strict))
+            documents.append(checked.as_json(strict=strict))
             continue
         print_lines([Line("")] if n > 1 else [])
-        print_lines(page(found, report, strict=strict))
+        print_lines(page(checked, report, strict=strict))
     if several and html is not None:
         command = storable(shlex.join(["actds", "check", *paths, "--html", str(html)]))
         write_text(html, render_index(entries, command))
@@ -112,64 +111,64 @@ def check(
     sys.exit(max(codes))
 
 
-def _entry(found: CheckResult, report: Path | None) -> Entry:
+def _entry(checked: CheckResult, report: Path | None) -> Entry:
     from actds_validators.about import about
     from actds_validators.pages.index import Entry
 
-    path, answer = found.validation.path, found.answer
-    if found.audit is None:
-        first = next(iter(found.validation.errors), None)
+    path, answer = checked.validation.path, checked.answer
+    if checked.audit is None:
+        first = next(iter(checked.validation.errors), None)
         why = "" if first is None else first.line()
-        if found.imported is not None:
-            why = "; ".join(found.imported.odd) or why
-        return Entry(path, answer, why=why, unaudited=found.verdict or "FAIL")
+        if checked.imported is not None:
+            why = "; ".join(checked.imported.odd) or why
+        return Entry(path, answer, why=why, unaudited=checked.verdict or "FAIL")
     page = "" if report is None else report.name
-    known = about(found.audit.catalog, "")
-    return Entry(path, answer, found.audit.result, known, page=page)
+    known = about(checked.audit.catalog, "")
+    return Entry(path, answer, checked.audit.result, known, page=page)
 
 
-def _report(found: CheckResult, command: str) -> str:
+def _report(checked: CheckResult, command: str) -> str:
     from actds_validators.about import about
-    from actds_validators.pages import html
+    from actds_validators.pages.report import render
 
-    assert found.audit is not None, "there is a result to report"
-    return html.render(found.audit.result, about(found.audit.catalog, command))
+    assert checked.audit is not None, "there is a result to report"
+    return render(checked.audit.result, about(checked.audit.catalog, command))
 
 
-def page(found: CheckResult, html: Path | None = None, *, strict: bool = False) -> Iterator[Line]:
+def page(checked: CheckResult, html: Path | None = None, *, strict: bool = False) -> Iterator[Line]:
     """Yield the screen, line by line; no line holds a control character.
 
     Args:
         html: where the report was asked for.
         strict: whether warnings make it no valid dataset.
     """
-    for line in _page(found, html, strict):
+    for line in _page(checked, html, strict):
         yield Line(printable(line.text), line.style)
 
 
-def _page(found: CheckResult, html: Path | None, strict: bool) -> Iterator[Line]:
-    path = shlex.quote(found.validation.path)
-    valid = verdict_line(found.validation, strict=strict)
-    if found.audit is None:
-        known = found.verdict == "INCONCLUSIVE"
-        yield Line(f"{'?' if known else '✗'} {found.answer}", "title" if known else "bad")
+def _page(checked: CheckResult, html: Path | None, strict: bool) -> Iterator[Line]:
+    path = shlex.quote(checked.validation.path)
+    valid = verdict_line(checked.validation, strict=strict)
+    if checked.audit is None:
+        known = checked.verdict == "INCONCLUSIVE"
+        yield Line(f"{'?' if known else '✗'} {checked.answer}", "title" if known else "bad")
         yield valid
-        yield from finding_lines(found.validation, _MAX_FINDINGS)
-        if found.imported is not None:
-            yield from _imported_lines(found.imported)
+        yield from finding_lines(checked.validation, _MAX_FINDINGS)
+        if checked.imported is not None:
+            yield from _imported_lines(checked.imported)
         if html is not None:
             why = "only a valid dataset, with a census, can be audited"
             yield Line(f"report: not written; {why}")
         yield Line(f"More: actds validate {path}", "dim")
         return
     from actds_validators.about import about
-    from actds_validators.pages import terminal
+    from actds_validators.pages.report import first_screen
 
-    result = found.audit.result
-    answer, *rest = terminal.first_screen(result, about(found.audit.catalog, ""))
+    result = checked.audit.result
+    answer, *rest = first_screen(result, about(checked.audit.catalog, ""))
     yield answer
     yield valid
-    yield from finding_lines(found.validation, _MAX_FINDINGS)
+    yield from finding_lines(checked.validation, _MAX_FINDINGS)
     yield from (line for line in rest if line.text.split() != ["Command"])
     steps = result.answer.next_steps
     if steps:
@@ -184,8 +183,10 @@ def _imported_lines(rows: ImportedRows) -> Iterator[Line]:
     """Yield what can be said of imported rows, then what nobody can know."""
     yield Line("")
     yield Line("What can be said of the rows", "title")
-    for one in rows.hooks:
-        yield Line(f"  {one.name}: {one.n_rows:,} rows of {one.d_model:,} channels, {one.dtype}")
+    for hook in rows.hooks:
+        yield Line(
+            f"  {hook.name}: {hook.n_rows:,} rows of {hook.d_model:,} channels, {hook.dtype}"
+        )
     odd = [Line(f"  {words}", "warn") for words in rows.odd]
     yield from odd or [Line("  every row is finite, none is all zero, none a copy of another")]
     yield Line("What is not on record, and what nobody can know without it", "title")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -16,32 +16,79 @@ from actds.cli.options import model_options
 from actds.cli.output import ResultCommand, print_lines
 from actds.text import Line, storable
 
+if TYPE_CHECKING:
+    from actds_validators.sections import LimitsSection
+
 Command = TypeVar("Command", bound="Callable[..., Any] | click.Command")
 COMMAND = "actds.command"
 """Key of a context under which the command stands as it was typed."""
 
 
 class LimitsCommand(ResultCommand):
-    """A command with an option for each limit of its result, made when somebody asks.
+    """A command with ``--limit NAME=VALUE`` for the limits of its result.
 
-    The model of the result has a field ``limits``, whose fields name, type and describe them.
+    The model of the result has a field ``limits``, a ``LimitsSection``. The function gets all of
+    them as ``limits``, by name.
     """
 
-    @cached_property
-    def _limits(self) -> list[click.Option]:
+    def limits(self) -> type[LimitsSection]:
+        """Return the model of the limits."""
         assert self.result is not None
-        limits: Any = self.result().model_fields["limits"].annotation
-        return list(model_options(limits))
+        return cast("type[LimitsSection]", self.result().model_fields["limits"].annotation)
+
+    def thresholds(self) -> dict[str, tuple[str, str]]:
+        """Return what ``--limit`` may set, by name: its default, and what it is."""
+        fields = self.limits().thresholds()
+        return {name: (f"{f.default:g}", f.description or "") for name, f in fields.items()}
+
+    @cached_property
+    def _settings(self) -> list[click.Option]:
+        limits = self.limits()
+        return list(model_options(limits, limits.thresholds()))
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the parameters: those of the command, the limits, --help."""
+        """Return the parameters: those of the command, --limit, the settings, --help."""
         params, n = super().get_params(ctx), len(self.params)
-        return [*params[:n], *self._limits, *params[n:]]
+        return [*params[:n], _LIMIT, *self._settings, *params[n:]]
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Call the function with the limits and settings that were given."""
+        given = ctx.params["limits"]
+        for option in self._settings:
+            assert option.name is not None
+            if option.name in given:
+                message = f"{option.name} is an option of its own: {option.opts[0]}"
+                raise click.BadParameter(message, ctx, _LIMIT)
+            given[option.name] = ctx.params.pop(option.name)
+        return super().invoke(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments, and remember them as they were typed: the report names them."""
         ctx.meta[COMMAND] = storable(shlex.join([*ctx.command_path.split(), *args]))
         return super().parse_args(ctx, args)
+
+
+def _by_name(ctx: click.Context, param: click.Parameter, words: tuple[str, ...]) -> dict[str, str]:
+    """Return the values of ``NAME=VALUE`` as they are; the model of the limits judges them."""
+    values: dict[str, str] = {}
+    for word in words:
+        name, is_set, value = word.partition("=")
+        name = name.strip().replace("-", "_")
+        if not is_set or not name:
+            raise click.BadParameter(f"{word[:80]!r} is not NAME=VALUE", ctx, param)
+        if name in values:
+            raise click.BadParameter(f"{name[:80]} twice", ctx, param)
+        values[name] = value.strip()
+    return values
+
+
+_LIMIT = click.Option(
+    ["--limit", "limits"],
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=_by_name,
+    help="A limit in place of its default; repeatable. actds schema limits lists them.",
+)
 
 
 def html_option(words: str) -> Callable[[Command], Command]:
@@ -84,7 +131,7 @@ class Outputs:
     Args:
         html: file of the page, if any.
         json_out: file of the JSON, ``-`` for the terminal, if any.
-        others: other files that the command writes, by option.
+        further: other files that the command writes, by option.
 
     Raises:
         ActdsError: E009 two options with one file; E011 a package that is not installed; E503 a
@@ -95,16 +142,16 @@ class Outputs:
         self,
         html: Path | None,
         json_out: Path | None,
-        others: Mapping[str, Path | None] | None = None,
+        further: Mapping[str, Path | None] | None = None,
         inputs: Mapping[str, Sequence[Path]] | None = None,
     ) -> None:
         from actds_validators.audit.outputs import refuse_outputs
-        from actds_validators.extras import need_extra
+        from actds_validators.sections import need_extra
 
         need_extra(*(["jinja2"] if html else []))
         self.on_terminal = json_out is None or str(json_out) != "-"
         self._html, self._json = html, json_out if self.on_terminal else None
-        files = {"--html": html, "--json": self._json, **(others or {})}
+        files = {"--html": html, "--json": self._json, **(further or {})}
         refuse_outputs(files, dict(inputs or {}))
         need_folders(*files.values())
         keep_little()
@@ -136,13 +183,13 @@ class Outputs:
 
 def files_of(words: Iterable[str]) -> list[Path]:
     """Return the files that ``[HOOK=]PATH`` may mean: PATH, and the files of a folder."""
-    found = []
+    files = []
     for text in words:
         for path in (Path(text), Path(text.partition("=")[2] or text)):
             # os.path answers for a name that is too long as well.
             is_folder = os.path.isdir(path)
-            found += [path / name for name in os.listdir(path)] if is_folder else [path]
-    return found
+            files += [path / name for name in os.listdir(path)] if is_folder else [path]
+    return files
 
 
 def keep_little() -> None:

@@ -57,11 +57,7 @@ def _policy() -> type[Policy]:
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="As --format json.")
 @click.option("--strict", is_flag=True, help="Fail on warnings as well.")
-@click.option(
-    "--seal",
-    metavar="SHA256",
-    help="Refuse a dataset that does not extend this seal.",
-)
+@click.option("--seal", metavar="SHA256", help="Refuse a dataset that does not extend this seal.")
 @click.option(
     "--executor", type=click.Choice(EXECUTORS), default="threads", show_default=True,
     help="Where files are hashed and rows decoded.",
@@ -115,51 +111,46 @@ def validate(
     if watch and len(paths) > 1:
         raise click.UsageError("--watch follows one dataset")
     rules = None if policy is None else read_policy(policy)
-    found = []
+    passages = []
     for path in paths:
         seen = None
         if watch:
             chosen = level or (rules.level if rules is not None else "full")
             seen = _follow(path, chosen, interval, idle, executor, seal)
         with counting() as progress:
-            found.append(
+            passages.append(
                 judge(
                     path, level=level, policy=rules, strict=strict, progress=progress,
                     executor=executor, seal=seal, validation=seen,
                 )
             )  # fmt: skip
-    _print(found, form)
-    sys.exit(next(code for code in _SEVEREST if any(one.exit_code == code for one in found)))
+    _print(passages, form)
+    sys.exit(next(code for code in _SEVEREST if any(p.exit_code == code for p in passages)))
 
 
-def _print(found: list[Passage], form: str) -> None:
+def _print(passages: list[Passage], form: str) -> None:
     if form == "text":
-        for number, one in enumerate(found):
+        for number, passage in enumerate(passages):
             if number:
                 click.echo()
-            print_lines(passage_page(one))
+            print_lines(passage_page(passage))
     elif form == "json":
-        if len(found) == 1:
-            print_json(envelope("validate", found[0].as_json()))
+        if len(passages) == 1:
+            print_json(envelope("validate", passages[0].as_json()))
         else:
-            print_json(envelope("validations", {"datasets": [one.as_json() for one in found]}))
+            print_json(envelope("validations", {"datasets": [p.as_json() for p in passages]}))
     else:
-        from actds_validators.gate import formats
+        from actds_validators.gate.gate import github, junit, sarif
 
-        write = {"junit": formats.junit, "sarif": formats.sarif, "github": formats.github}[form]
-        click.echo(write(found), nl=False)
+        write = {"junit": junit, "sarif": sarif, "github": github}[form]
+        click.echo(write(passages), nl=False)
 
 
 def _follow(
-    path: str,
-    level: Level,
-    interval: float,
-    idle: float,
-    executor: ExecutorName,
-    seal: str | None,
+    path: str, level: Level, interval: float, idle: float, executor: ExecutorName, seal: str | None
 ) -> Validation:
     """Return the validation at the end of a harvest; what is seen meanwhile goes to stderr."""
-    from actds_validators.validate.watch import Seen, watch
+    from actds_validators.validate.validation import Seen, watch
 
     def say(seen: Seen) -> None:
         state = f"{seen.n_open} of {counted(seen.n_chains, 'chain')} open"
@@ -203,7 +194,6 @@ def counting() -> Iterator[Progress]:
 
 @contextmanager
 def _bars() -> Iterator[Callable[[dict[str, int], dict[str, int]], None]]:
-    """Yield what draws how much is done of how much."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
@@ -297,7 +287,6 @@ def _level(validation: Validation) -> str:
 
 
 def finding_lines(validation: Validation, room: int = MAX_FINDINGS) -> Iterator[Line]:
-    """Yield the first findings, errors first, each code with its next step once."""
     if not validation.findings:
         return
     yield Line("")

@@ -26,8 +26,6 @@ from actds.format.schema import REQUIRED_PROVENANCE, DType
 from actds_validators.audit.place import PlaceName
 from actds_validators.validate.validation import Level
 
-__all__ = ["Policy", "read_policy"]
-
 MAX_NBYTES = 1 << 20
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?%")
 
@@ -83,8 +81,7 @@ class ProvenanceRules(_Section):
         default=[], description="fields that have to be observed, not declared and not unknown"
     )
     imported: bool = Field(
-        default=False,
-        description="whether imported runs are accepted, which have no census (E403)",
+        default=False, description="whether imported runs are accepted, which have no census (E403)"
     )
 
 
@@ -243,20 +240,19 @@ def _parsed(document: Mapping[str, Any], place: str, text: str) -> Policy:
     try:
         return Policy.model_validate(dict(document))
     except ValidationError as error:
-        found = error.errors(include_url=False)
-    lines = [_line_of(text, [str(part) for part in one["loc"]]) for one in found]
-    first = min(range(len(found)), key=lambda n: lines[n] or len(text))
-    one, more = found[first], len(found) - 1
-    rule = ".".join(str(part) for part in one["loc"])
+        problems = error.errors(include_url=False)
+    lines = [_line_of(text, [str(part) for part in problem["loc"]]) for problem in problems]
+    first = min(range(len(problems)), key=lambda n: lines[n] or len(text))
+    problem, more = problems[first], len(problems) - 1
+    rule = ".".join(str(part) for part in problem["loc"])
     where = f"{place} line {lines[first]} {rule}" if lines[first] else f"{place} {rule}"
-    got, expected = repr(one.get("input"))[:120], one["msg"]
-    if one["type"] == "extra_forbidden":
-        got, expected = "an unknown rule", f"one of {', '.join(_known(one['loc'][:-1]))}"
+    got, expected = repr(problem.get("input"))[:120], problem["msg"]
+    if problem["type"] == "extra_forbidden":
+        got, expected = "an unknown rule", f"one of {', '.join(_known(problem['loc'][:-1]))}"
     raise _bad(where + (f" (and {more} more)" if more else ""), got, expected)
 
 
 def _known(section: tuple[int | str, ...]) -> list[str]:
-    """Return the names that a section, or the policy itself, has."""
     model: type[BaseModel] = Policy
     for part in section:
         kind = model.model_fields[str(part)].annotation
@@ -274,9 +270,9 @@ def _line_of(text: str, rule: list[str]) -> int | None:
         key = re.match(r"\s*([\w\"'.-]+)\s*=", line)
         if header:
             section = _parts(header[1])
-        found = section if header else [*section, *_parts(key[1])] if key else []
-        if found and found == rule[: len(found)] and (best is None or len(found) > best[0]):
-            best = len(found), number
+        names = section if header else [*section, *_parts(key[1])] if key else []
+        if names and names == rule[: len(names)] and (best is None or len(names) > best[0]):
+            best = len(names), number
     return best[1] if best else None
 
 

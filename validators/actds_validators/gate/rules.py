@@ -12,14 +12,38 @@ from fnmatch import fnmatchcase
 
 from actds.dataset.fates import fate_counts, n_computed
 from actds.dataset.reading import Catalog
-from actds.errors import Finding
+from actds.errors import CODES, ActdsError, Finding
 from actds.format.schema import OpenBody, ProvenanceField, RunRecord
 from actds_validators.audit.place import LEVELS, TITLES
 from actds_validators.audit.result import Audit
-from actds_validators.gate.policy import LossRules, Policy
-from actds_validators.gate.signature import check_signature
+from actds_validators.gate.policy import LossRules, Policy, SignatureRules
 
-__all__ = ["refusals"]
+
+def check_signature(rules: SignatureRules, catalog: Catalog) -> Iterator[Finding]:
+    """Yield why the seal of a dataset is not signed as the rules ask.
+
+    Raises:
+        ActdsError: E009 there is nobody to trust; E021 a key that cannot be used; E011 a package
+            is not installed.
+
+    Spec: 0.1 section 15.4.
+    """
+    if not rules.required and rules.keys is None and rules.identity is None:
+        return
+    from actds.trust.signing import verify
+
+    try:
+        verify(
+            catalog.store.uri, rules.keys or (), need=rules.need,
+            identity=rules.identity, issuer=rules.issuer,
+        )  # fmt: skip
+    except ActdsError as error:
+        if CODES[error.code].family != "trust":
+            raise
+        rule = "signature.keys" if rules.keys is not None else "signature.required"
+        rule = rule if rules.identity is None else "signature.identity"
+        yield Finding("E701", rule, f"{error.code} {error.got}"[:400], error.expected[:400])
+
 
 _NS_PER_DAY = 86_400_000_000_000
 _AHEAD_DAYS = 300 / 86_400
@@ -37,8 +61,6 @@ def refusals(
     """Return the rules that a dataset does not comply with, each as a finding E701.
 
     Args:
-        policy: the policy.
-        catalog: the dataset's ledger and documents.
         runs: totals by run, from the accounting; empty where it was not done.
         audit: what the audit says; None where it was not asked.
         now_ns: the wall clock; that of this machine when None.
@@ -47,7 +69,7 @@ def refusals(
         The findings; ``place`` is the rule, and the run that it is about.
     """
     now = time.time_ns() if now_ns is None else now_ns
-    found = [
+    refused = [
         *_hooks(policy, catalog),
         *_writers(policy, catalog),
         *check_signature(policy.signature, catalog),
@@ -56,12 +78,12 @@ def refusals(
         record = catalog.runs.get(run)
         if record is None:
             continue  # E401, a finding of the validation
-        found += _provenance(policy, run, record)
-        found += _numerics(policy, run, record)
-        found += _harvest(policy, catalog, run, record, now)
-        found += _prefix_cache(policy, run, record, runs.get(run))
-        found += _losses(policy.losses, run, catalog if run in runs else None)
-    return [*found, *_audit(policy, audit)]
+        refused += _provenance(policy, run, record)
+        refused += _numerics(policy, run, record)
+        refused += _harvest(policy, catalog, run, record, now)
+        refused += _prefix_cache(policy, run, record, runs.get(run))
+        refused += _losses(policy.losses, run, catalog if run in runs else None)
+    return [*refused, *_audit(policy, audit)]
 
 
 def _audit(policy: Policy, audit: Audit | None) -> Iterator[Finding]:
@@ -204,8 +226,6 @@ def _losses(rules: LossRules, run: str, accounted: Catalog | None) -> Iterator[F
     """Yield the shares above their limits, of the same positions as in the audit.
 
     Args:
-        rules: the limits.
-        run: which.
         accounted: the dataset, ``None`` where the positions of the run were not accounted for.
     """
     names = [

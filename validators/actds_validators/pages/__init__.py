@@ -1,1 +1,1 @@
-"""The report of an audit: one HTML page and a terminal page; knows the result, and no dataset."""
+"""Pages of results, as HTML and on a terminal: the kit (words, svg, answer), then the audit's."""

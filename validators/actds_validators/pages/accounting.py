@@ -46,7 +46,6 @@ _MAX_STEPS = 20
 
 
 def balance(section: Accounting) -> str:
-    """Return the sum of all positions in words."""
     never = f"{count(section.never_computed)} never computed + " if section.never_computed else ""
     late = f" + {count(section.undelivered)} undelivered" if section.undelivered else ""
     return (
@@ -72,7 +71,6 @@ def never_computed(section: Accounting) -> str:
 
 
 def accounting_part(audit: Audit) -> Part:
-    """Return what became of every position."""
     section = audit.accounting
     lead = (
         f"{balance(section)}. Of {count(section.computed)} computed tokens "
@@ -109,7 +107,6 @@ def _findings(section: Accounting) -> list[Table]:
 
 
 def waterfall(audit: Audit) -> Picture | None:
-    """Return the steps from all positions to the stored rows."""
     return waterfall_of(audit.accounting.waterfall)
 
 
@@ -144,13 +141,13 @@ def waterfall_of(steps: Sequence[WaterfallStep]) -> Picture | None:
         left = low if not whole_bar else left
         words = _STEP_WORDS.get(step.name, step.name)
         label = f"{words}: {step.reason}" if step.reason else words
-        said = f"{count(step.n_positions)} ({percent(step.share)})"
+        amount = f"{count(step.n_positions)} ({percent(step.share)})"
         p.label(f.left - 10, y + 19, label, 154)
         # A step too thin to see still shows as a line.
         start, width = f.x(low), max(f.x(high) - f.x(low), 1.5 if step.n_positions else 0)
-        p.box(start, y + 6, width, 18, _KINDS.get(step.name, "lost"), f"{label}: {said}")
+        p.box(start, y + 6, width, 18, _KINDS.get(step.name, "lost"), f"{label}: {amount}")
         brief = f"{short(step.n_positions)} ({percent(step.share)})"
-        p.text(f.right + 10, y + 19, said, shorter=[brief])
+        p.text(f.right + 10, y + 19, amount, shorter=[brief])
         if n + 1 < len(shown) and shown[n + 1].name != "captured":
             edge = f.x(left)
             p.line(edge, y + 24, edge, y + 36, "link")
@@ -169,7 +166,6 @@ Counts = dict[str, int]
 
 
 def coverage_part(audit: Audit) -> Part | None:
-    """Return what the prefix cache and the losses left out."""
     section = audit.coverage
     if section is None:
         return None
@@ -184,10 +180,10 @@ def coverage_part(audit: Audit) -> Part | None:
     caption = "Distance of the stored rows from the served tokens (0 equal, 1 disjoint)"
     tables = table_of(caption, columns, section.shifts)
     by_class: Columns[ClassLoss] = (
-        ("class", lambda one: one.token_class),
-        ("computed positions", lambda one: count(one.n)),
-        ("lost", lambda one: count(one.n_lost)),
-        ("share lost", lambda one: percent(one.rate)),
+        ("class", lambda loss: loss.token_class),
+        ("computed positions", lambda loss: count(loss.n)),
+        ("lost", lambda loss: count(loss.n_lost)),
+        ("share lost", lambda loss: percent(loss.rate)),
     )
     origin = "roles" if audit.options.classes is None else "classes from --classes"
     caption = f"Loss rate of the {origin}, without intervals"
@@ -196,24 +192,22 @@ def coverage_part(audit: Audit) -> Part | None:
 
 
 def _reused(section: Coverage) -> str:
-    """Return how much the prefix cache served, and how often the same rows."""
     share = f"{percent(section.reused_share)} of the served tokens were prefix-cache hits"
     if not section.repeated_prefixes:
         return f"{share}; no stored row was served more than once."
-    one = section.repeated_prefixes == 1
+    single = section.repeated_prefixes == 1
     often = section.repeated_multiplicity
     mean = "" if often is None else f", {number(often)} times on average"
     return (
         f"{share} and were not computed again. {counted(section.repeated_prefixes, 'stored row')} "
-        f"{'was' if one else 'were'} served more than once (at most "
+        f"{'was' if single else 'were'} served more than once (at most "
         f"{count(section.largest_multiplicity)} times{mean}): training without multiplicity "
-        f"weights sees {'it' if one else 'each of them'} once. Over all stored rows a row was "
+        f"weights sees {'it' if single else 'each of them'} once. Over all stored rows a row was "
         f"served {number(section.mean_multiplicity)} times on average."
     )
 
 
 def coverage_map(audit: Audit) -> Picture | None:
-    """Return token class × position band, each cell split by what became of its positions."""
     return None if audit.coverage is None else map_of(audit.coverage.cells)
 
 
@@ -275,8 +269,8 @@ def _cell(
     start = x
     for state in _STATES:
         part = width * counts[state] / total
-        said = f"{count(counts[state])} of {count(total)} {_NAMES.get(state, state)}"
-        p.box(start, y, part, 16, state, f"{place}: {said}")
+        amount = f"{count(counts[state])} of {count(total)} {_NAMES.get(state, state)}"
+        p.box(start, y, part, 16, state, f"{place}: {amount}")
         start += part
     p.text(x + width / 2, y + 29, short(total), "middle", room=width)
     if kept is not None:

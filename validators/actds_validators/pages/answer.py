@@ -1,17 +1,210 @@
-"""A page that answers a question: its head, what to do, and sections; as HTML and on a terminal."""
+"""A page that answers a question: its head, what to do, and sections; as HTML and on a terminal.
+
+HTML is one self-contained file without script, under a strict policy. Every text of a result is
+anybody's: it is cut, freed of control characters and escaped in one place, here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import base64
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from actds import __version__
-from actds.text import Line
+from actds.text import Line, Style
+from actds_validators.about import About
 from actds_validators.audit.place import Level
-from actds_validators.pages.lines import cleaned, listed, table_lines, titled
-from actds_validators.pages.markup import render_page
 from actds_validators.pages.svg import Picture
-from actds_validators.pages.words import LOOKS, Fact, Part, Sentence
+from actds_validators.pages.words import LOOKS, STYLES, Fact, Part, Sentence, Table, clean, first
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+_MAX_HOOKS, _MAX_ARMS = 6, 6
+
+
+def dataset_facts(known: About, rows: str) -> list[tuple[str, str]]:
+    """Return what a dataset is: model, hooks, rows, date with engine; each a name and its words."""
+    hooks, more = first(known.hooks, _MAX_HOOKS)
+    if more:
+        hooks.append(f"and {len(known.hooks) - _MAX_HOOKS} more")
+    return [
+        ("Model", models(known.models)),
+        ("Hooks", ", ".join(hooks) or "none"),
+        ("Rows", rows),
+        ("Harvested", harvested(known.started_ns, known.engines)),
+    ]
+
+
+def models(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) or "not recorded"
+
+
+def harvested(started_ns: int, engines: Sequence[str]) -> str:
+    return " with ".join([day(started_ns), *engines[:2]])
+
+
+def by_arm(words: Sequence[tuple[str, str]]) -> str:
+    """Return what is said of arms: once for those of which it is the same.
+
+    Args:
+        words: name of each arm, and what is said of it.
+    """
+    arms: dict[str, list[str]] = {}  # by what is said of them
+    for name, sentence in words:
+        arms.setdefault(sentence, []).append(name)
+    if len(arms) == 1:
+        return words[0][1]
+    parts = [f"{_some(names, ', ')}: {sentence}" for sentence, names in arms.items()]
+    return _some(parts, "; ")
+
+
+def _some(words: Sequence[str], mark: str) -> str:
+    left = len(words) - _MAX_ARMS
+    return mark.join([*words[:_MAX_ARMS], *([f"and {left} more"] if left > 0 else [])])
+
+
+def day(time_ns: int) -> str:
+    """Return a time in words, to the minute."""
+    try:
+        return datetime.fromtimestamp(time_ns // 10**9, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (OverflowError, ValueError, OSError):
+        return "on an unknown date"
+
+
+MAX_NBYTES = 1_000_000
+_CSV_LINK = re.compile('<a download="[^"]*" href="data:[^"]*"[^>]*>CSV</a>')
+
+
+def render_page(
+    template: str,
+    *,
+    styles: tuple[str, ...] = ("page.css",),
+    max_nbytes: int | None = MAX_NBYTES,
+    **values: Any,
+) -> str:
+    """Return a page: HTML in UTF-8, whose policy lets nothing in but its own style sheet.
+
+    Figures have their numbers as CSV behind a link. Where the page would be too large for them,
+    the longest are left out, which the page says.
+
+    Args:
+        template: of the folder ``templates``; it writes ``policy`` and ``style`` into its head.
+        styles: style sheets of that folder, joined in this order.
+        max_nbytes: size up to which the page has the numbers of its figures; None for any.
+
+    Raises:
+        ImportError: Jinja2 is not installed (the extra ``audit``).
+    """
+    environment = _environment()
+    loader = environment.loader
+    assert loader is not None
+    style = "".join(loader.get_source(environment, name)[0] for name in styles)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    page = environment.get_template(template).render(
+        style=_exact(style), policy=Sentence(policy), **values
+    )
+    for link in sorted(_CSV_LINK.findall(page), key=len, reverse=True):
+        if max_nbytes is None or len(page.encode()) < max_nbytes:
+            break
+        page = page.replace(link, "(CSV: too long for this page; --json has the numbers)")
+    return page
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("actds_validators.pages", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_finalize,
+    )
+    environment.globals["long"] = Sentence
+    environment.globals["csv_url"] = lambda data: _exact(data.url())
+    return environment
+
+
+def _finalize(value: Any) -> Any:
+    """Return what the template writes: text that can do no harm, numbers to a tenth of a pixel."""
+    if hasattr(value, "__html__"):  # markup of the template itself
+        return value
+    if isinstance(value, float):
+        return f"{round(value, 1) + 0.0:.1f}".removesuffix(".0")
+    return clean(value) if isinstance(value, str) else value
+
+
+def _exact(text: str) -> Any:
+    """Return text as markup: a style sheet, whose digest is of these bytes, or a ``data:`` URL."""
+    from markupsafe import Markup
+
+    return Markup(text)
+
+
+MAX_LIST = 8
+_MAX_COLUMN = 64
+
+
+def cleaned(lines: Iterable[Line]) -> Iterator[Line]:
+    """Yield lines without control characters, cut where they are longer than any honest one."""
+    for line in lines:
+        yield Line(clean(Sentence(line.text)), line.style)
+
+
+def titled(title: str) -> Iterator[Line]:
+    yield Line("")
+    yield Line(title, "title")
+
+
+def listed(
+    title: str, items: Sequence[str], style: Style = "plain", room: int = MAX_LIST
+) -> Iterator[Line]:
+    if items:
+        yield from titled(title)
+    yield from (Line(f"  {words}", style) for words in items[:room])
+    if len(items) > room:
+        yield Line(f"  and {len(items) - room:,} more; --json lists them all", "dim")
+
+
+def captioned(tables: Iterable[Table]) -> Iterator[Line]:
+    for table in tables:
+        yield from titled(table.caption)
+        yield from table_lines(table)
+
+
+def table_lines(table: Table) -> Iterator[Line]:
+    """Yield a table in aligned columns, notes below their rows; long cells are cut."""
+    cells = [table.head, *(row.cells for row in table.rows)]
+    cut = [[_cut(clean(cell)) for cell in row] for row in cells]
+    widths = [max(map(len, column)) for column in zip(*cut, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if k in table.left else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cut
+    ]
+    yield Line(f"  {lines[0]}".rstrip(), "dim")
+    for row, line in zip(table.rows, lines[1:], strict=True):
+        yield Line(f"  {line}".rstrip(), STYLES[row.tone])
+        if row.note:
+            yield Line(f"    {row.note}", "dim")
+    if table.more:
+        yield Line(f"  {table.more}", "dim")
+
+
+def _cut(cell: str) -> str:
+    return cell if len(cell) <= _MAX_COLUMN else cell[: _MAX_COLUMN - 1] + "…"
+
 
 _MAX_STEPS, _MAX_STEPS_LINES, _MAX_VERDICTS, _MAX_NOTES = 12, 8, 40, 24
 

@@ -12,18 +12,9 @@ from actds.text import counted
 from actds_validators.about import About
 from actds_validators.audit.place import LEVELS, TITLES, Level
 from actds_validators.audit.result import Audit
-from actds_validators.pages.answer import AnswerPage, Shown
-from actds_validators.pages.head import dataset_facts
-from actds_validators.pages.places import lines
-from actds_validators.pages.words import (
-    LOOKS,
-    Fact,
-    Part,
-    Row,
-    Sentence,
-    Table,
-    count,
-)
+from actds_validators.pages.answer import AnswerPage, Shown, dataset_facts
+from actds_validators.pages.summary import lines
+from actds_validators.pages.words import LOOKS, Fact, Part, Row, Sentence, Table, count
 
 _WORDS: dict[Level, str] = {
     "PASS": "yes",
@@ -94,7 +85,6 @@ def render(entries: Sequence[Entry], command: str) -> str:
 
 
 def _counts(entries: Sequence[Entry]) -> list[Fact]:
-    """Return how many datasets are valid, and the place that decides most often."""
     audits = [entry.audit for entry in entries if entry.audit is not None]
     places = Counter(TITLES[a.answer.place] for a in audits if a.answer.place is not None)
     note = "what is not valid, or imported, is not audited"

@@ -53,7 +53,6 @@ from actds_validators.pages.words import (
 
 
 def smallest_first(tests: list[Association]) -> list[Association]:
-    """Return the tests, rejected ones first, then by adjusted p."""
     return sorted(tests, key=lambda t: (not t.rejected, t.adjusted_p, t.p))
 
 
@@ -80,7 +79,6 @@ TESTS: Columns[Association] = (
 
 
 def mechanism_part(audit: Audit) -> Part | None:
-    """Return the family of tests."""
     section, limits = audit.mechanism, audit.limits
     if section is None:
         return None
@@ -122,7 +120,6 @@ def mechanism_part(audit: Audit) -> Part | None:
 
 
 def _on_tests(section: Mechanism) -> list[Sentence]:
-    """Return what a reader of the tests has to know."""
     notes = [_on_content(section.tests)] if section.tests else []
     if section.detectable is not None:
         notes.append(
@@ -144,16 +141,15 @@ def _on_tests(section: Mechanism) -> list[Sentence]:
 
 
 def _on_content(tests: list[Association]) -> str:
-    """Return which tests separate content from load."""
-    said = (
+    words = (
         "Only the test within compares tokens of one step, which met the same load. The others "
         "compare steps: a difference in phase, position or length can come from the load, with "
         "which the mix of tokens changes (missing at random, given the load); so can a difference "
         "in values, in part."
     )
     if any(t.name == "within" for t in tests):
-        return said
-    return f"{said} Here too few steps lost only some of their tokens for that test."
+        return words
+    return f"{words} Here too few steps lost only some of their tokens for that test."
 
 
 _MAX_CURVES = 2
@@ -161,7 +157,6 @@ _MAX_POINTS, _MAX_LAGS, _MAX_STAGES, _MAX_DEPTHS = 12, 201, 6, 32
 
 
 def queues_part(audit: Audit) -> Part | None:
-    """Return when rows were lost and how full the queues were."""
     section = audit.queues
     if section is None:
         return None
@@ -183,7 +178,6 @@ def queues_part(audit: Audit) -> Part | None:
 
 
 def loss_against_load(audit: Audit) -> Picture | None:
-    """Return the share lost per decile of load with intervals, and the isotonic fit."""
     if audit.queues is None or not audit.queues.loss_by_load:
         return None
     points = audit.queues.loss_by_load
@@ -192,7 +186,6 @@ def loss_against_load(audit: Audit) -> Picture | None:
 
 
 def loss_against_step(audit: Audit) -> Picture | None:
-    """Return the same against the size of the batch and its longest context."""
     if audit.queues is None or not audit.queues.loss_by_step:
         return None
     curves = [
@@ -243,11 +236,11 @@ def _curve(p: Picture, y: float, shown: list[Loss], x_text: str, what: str) -> N
     axes(p, f, x_text, "share lost", y_text=percent, left=64)
     p.path([(f.x(s.load), f.y(s.fitted)) for s in shown], "curve dashed")
     for s in shown:
-        said = f"{what} {number(s.load)}: {percent(s.rate.value)} lost"
-        said += f", interval {percent(s.rate.low)} to {percent(s.rate.high)}"
+        title = f"{what} {number(s.load)}: {percent(s.rate.value)} lost"
+        title += f", interval {percent(s.rate.low)} to {percent(s.rate.high)}"
         x = f.x(s.load)
         p.line(x, f.y(s.rate.low), x, f.y(s.rate.high), "whisker lost-line")
-        p.dot(x, f.y(s.rate.value), "mark lost-mark", said)
+        p.dot(x, f.y(s.rate.value), "mark lost-mark", title)
 
 
 def occupancy(audit: Audit) -> Picture | None:
@@ -293,12 +286,12 @@ def occupancy(audit: Audit) -> Picture | None:
         for k, spent in sorted(bins.items()):
             full = (k + 1) * width > capacity
             label = f"{k * width}" if width == 1 else f"{k * width}–{(k + 1) * width - 1}"
-            said = f"{stage}, depth {label}: {percent(spent / total)} of the time"
+            title = f"{stage}, depth {label}: {percent(spent / total)} of the time"
             depths = (k * width, (k + 1) * width - 1)
             p.data.rows.append((stage, capacity, *depths, spent, spent / total))
             x, y = f.x(k), f.y(spent / total)
             p.box(
-                x + 0.5, y, f.width / n_bins - 1, f.bottom - y, "lost" if full else "stored", said
+                x + 0.5, y, f.width / n_bins - 1, f.bottom - y, "lost" if full else "stored", title
             )
     return p
 
@@ -308,17 +301,18 @@ def _depth(entries: int) -> str:
 
 
 def lag_plot(audit: Audit) -> Picture | None:
-    """Return the correlation of the load with the loss some steps later, over the chance band."""
     if audit.queues is None or not audit.queues.lags:
         return None
     band = audit.queues.lag_band
     ordered = sorted(audit.queues.lags, key=lambda lag: lag.steps)
     step = -(-len(ordered) // _MAX_LAGS)
     shown = ordered[::step]
-    said = "The correlation of the load with the share lost some steps later. A peak right of "
-    said += "zero is the time that a queue takes to fill."
+    description = (
+        "The correlation of the load with the share lost some steps later. A peak right of "
+    )
+    description += "zero is the time that a queue takes to fill."
     if band is not None:
-        said += (
+        description += (
             f" At each lag by itself {percent(band.confidence)} of the correlations of unrelated "
             f"series of this kind are in the band (circular shifts, about "
             f"{counted(max(1, int(band.n_effective)), 'independent one')}): some lags are outside "
@@ -329,7 +323,7 @@ def lag_plot(audit: Audit) -> Picture | None:
         ("lag, steps", "correlation", *(("band low", "band high") if band else ())),
         [(lag.steps, lag.correlation, *ends) for lag in shown],
     )
-    p = Picture("lags", "Load against loss, by lag", said, WIDTH, 288 if band else 262, data)
+    p = Picture("lags", "Load against loss, by lag", description, WIDTH, 288 if band else 262, data)
     values = span([lag.correlation for lag in shown] + ends)
     top = 44 if band else 18
     f = Frame(90, top, 740, 186, span([lag.steps for lag in shown], zero=False), values)
@@ -342,9 +336,9 @@ def lag_plot(audit: Audit) -> Picture | None:
     p.line(f.left, f.y(0), f.right, f.y(0), "axis")
     for lag in shown:
         x, y = f.x(lag.steps), f.y(lag.correlation)
-        said = f"{lag.steps:+d} steps: correlation {thousandths(lag.correlation)}"
+        description = f"{lag.steps:+d} steps: correlation {thousandths(lag.correlation)}"
         p.line(x, f.y(0), x, y, "whisker stored-line")
-        p.dot(x, y, "mark stored-mark", said, 2.5)
+        p.dot(x, y, "mark stored-mark", description, 2.5)
     return p
 
 
@@ -366,7 +360,6 @@ class _Bin:
 
 
 def capture_trace(audit: Audit) -> Picture | None:
-    """Return tokens per second, the share stored and the load along the run, and the stalls."""
     if audit.queues is None or not audit.queues.trace:
         return None
     bins = _bins(audit.queues.trace)
@@ -409,13 +402,13 @@ def capture_trace(audit: Audit) -> Picture | None:
 def _bar(p: Picture, f: Frame, b: _Bin) -> None:
     x, width = f.x(b.start_s), max(f.x(b.end_s) - f.x(b.start_s) - 0.3, 0.4)
     lost = b.per_second * b.lost / b.computed if b.computed else 0.0
-    said = (
+    title = (
         f"{number(round(b.start_s, 2))}–{number(round(b.end_s, 2))} s: "
         f"{counted(b.computed, 'token')} computed, {count(b.lost)} lost"
     )
     stored = f.y(b.per_second - lost)
-    p.box(x, stored, width, f.bottom - stored, "stored", said)
-    p.box(x, f.y(b.per_second), width, stored - f.y(b.per_second), "lost", said)
+    p.box(x, stored, width, f.bottom - stored, "stored", title)
+    p.box(x, f.y(b.per_second), width, stored - f.y(b.per_second), "lost", title)
 
 
 def _steps(bins: list[_Bin]) -> list[list[tuple[float, float]]]:
@@ -436,8 +429,8 @@ def _stalls(p: Picture, f: Frame, stages: list[Stall]) -> None:
     for n, stall in enumerate(stages):
         y = f.top + 24 * n
         p.text(f.left - 10, y + 16, stall.stage, "end", room=98)
-        said = f"{counted(stall.n, 'stall')}, {seconds(stall.seconds)}"
-        p.line(f.left, y + 12, f.right, y + 12, "grid", f"{clean(stall.stage, 60)}: {said}")
+        title = f"{counted(stall.n, 'stall')}, {seconds(stall.seconds)}"
+        p.line(f.left, y + 12, f.right, y + 12, "grid", f"{clean(stall.stage, 60)}: {title}")
         marks = [at for at in stall.marks_s[:_MAX_MARKS] if f.x_range[0] <= at <= f.x_range[1]]
         p.strokes([(f.x(at), y + 4) for at in marks], "rug")
         p.data.rows += [(f"stall of {stall.stage}", at, None, None, None, None) for at in marks]
@@ -464,7 +457,6 @@ def _bins(trace: list[TracePoint]) -> list[_Bin]:
 
 
 def lowest(trace: list[TracePoint]) -> str:
-    """Return the smallest share stored of a bin of the trace, in words."""
     shares = [1 - b.lost / b.computed for b in _bins(trace) if b.computed]
     return percent(min(shares)) if shares else "-"
 
@@ -474,7 +466,6 @@ _LEFT = 172.0  # of the cells
 
 
 def weights_part(audit: Audit) -> Part | None:
-    """Return what inverse-probability weights change and cost."""
     section = audit.weighting
     if section is None:
         return None
@@ -500,7 +491,6 @@ def weights_part(audit: Audit) -> Part | None:
 
 
 def weight_map(audit: Audit) -> Picture | None:
-    """Return load × complexity, each cell with its shrunk loss rate and its weight."""
     if audit.weighting is None or not audit.weighting.cells:
         return None
     section = audit.weighting
@@ -527,9 +517,9 @@ def weight_map(audit: Audit) -> Picture | None:
     p.text(_LEFT - 10, 50, "load, tokens per step →", "end", "dim", room=_LEFT - 14)
     p.text(_LEFT - 10, 64, f"{section.complexity} ↓", "end", "dim", room=_LEFT - 14)
     bounds = sorted({edge for load in loads for edge in load})
-    said = dict(zip(bounds, apart(bounds), strict=True))
+    names = dict(zip(bounds, apart(bounds), strict=True))
     for column, (low, high) in enumerate(loads):
-        words = split_range(said[low] if low == high else f"{said[low]}–{said[high]}", width - 4)
+        words = split_range(names[low] if low == high else f"{names[low]}–{names[high]}", width - 4)
         for line, word in enumerate(words):
             at = _LEFT + width * (column + 0.5)
             p.text(at, (50 if words[1] else 62) + 13 * line, word, "middle", room=width - 4)
@@ -549,13 +539,13 @@ def weight_map(audit: Audit) -> Picture | None:
 def _cell(p: Picture, x: float, y: float, width: float, cell: WeightCell, top: float) -> None:
     low, high = cell.load_low, cell.load_high
     weight = f"weight {number(cell.weight)}" if cell.weight else "no weight"
-    said = (
+    title = (
         f"load {number(low)} to {number(high)}, {clean(cell.label, 50)}: "
         f"{count(cell.n_lost)} of {count(cell.n)} lost, {weight}"
     )
     # Shrunk to its load's, the rate of a cell that lost every row says what nobody saw.
     step = shade(cell.rate if cell.weight else 1.0, top)
-    p.box(x, y, width, 38, f"shade{step}", said)
+    p.box(x, y, width, 38, f"shade{step}", title)
     middle = x + width / 2
     above, below = percent(cell.rate), f"× {number(cell.weight)}"
     if not cell.weight:

@@ -57,7 +57,6 @@ _MAX_STRATA = 10
 
 
 def missingness_part(audit: Audit) -> Part | None:
-    """Return how the lost tokens differ from all."""
     section, limits = audit.missingness, audit.limits
     if section is None:
         return None
@@ -69,8 +68,8 @@ def missingness_part(audit: Audit) -> Part | None:
         f"rejected test, more than {number(limits.serious)} SD is serious."
     )
     whole = counted(section.whole_requests, "request")
-    said = f"{whole} lost every computed token. One request is one loss event, however long."
-    notes = [Sentence(said)] if section.whole_requests else []
+    note = f"{whole} lost every computed token. One request is one loss event, however long."
+    notes = [Sentence(note)] if section.whole_requests else []
     tables = _worst(section) if section.n_strata else []
     ordered, words = worst_first(section.differences), frozenset({0, 1, 4})
     tables += table_of("Differences, the largest first", _DIFFERENCES, ordered, words)
@@ -99,7 +98,6 @@ _DIFFERENCES: Columns[Difference] = (
 
 
 def _worst(section: Missingness) -> list[Table]:
-    """Return the strata with excess loss."""
     caption = (
         f"Strata (kinds of token) with excess loss, beyond chance: "
         f"{count(len(section.worst_strata))} of {count(section.n_strata)} tested"
@@ -124,8 +122,8 @@ class _Series:
     kind: str
 
     def of(self, difference: Difference) -> Estimate | None:
-        found: Estimate | None = getattr(difference, self.name)
-        return found
+        value: Estimate | None = getattr(difference, self.name)
+        return value
 
 
 _LOST = _Series("smd", "lost against all", "lost")
@@ -134,7 +132,6 @@ _WEIGHTED = _Series("after_weighting", "stored, weighted, against all", "reused"
 
 
 def worst_first(differences: Sequence[Difference]) -> list[Difference]:
-    """Return the differences, the largest first."""
     return sorted(differences, key=lambda d: -abs(d.smd.value))
 
 
@@ -201,8 +198,8 @@ def stored_bias(audit: Audit) -> Picture | None:
     shown = sorted(shown, key=lambda d: order.index(d.covariate.group))
     if limits.serious <= f.x_range[1]:
         for edge in (-limits.serious, limits.serious):
-            said = f"serious: {number(edge)}"
-            p.line(f.x(edge), f.top, f.x(edge), f.bottom, "limit", said)
+            title = f"serious: {number(edge)}"
+            p.line(f.x(edge), f.top, f.x(edge), f.bottom, "limit", title)
         p.line(f.left + 4, 24, f.left + 4, 37, "limit")
         p.text(f.left + 12, 35, f"serious, with a rejected test: ±{number(limits.serious)}")
     else:
@@ -228,10 +225,10 @@ def _frame(
     p = Picture(name, title, description, WIDTH, 92 + height, data)
     f = Frame(180, 44, 580, height, _reach(shown, series), (0, 1))
     x = f.left
-    for one in series:
-        _mark(p, x + 6, 12, one.kind, "")
-        p.text(x + 18, 16, one.words)
-        x += 34 + text_width(one.words)
+    for mark in series:
+        _mark(p, x + 6, 12, mark.kind, "")
+        p.text(x + 18, 16, mark.words)
+        x += 34 + text_width(mark.words)
     return p, f, shown, f"; {more}" if more else ""
 
 
@@ -247,19 +244,19 @@ def _rows(
     for row, d in enumerate(shown):
         y = f.top + line * row
         p.label(f.left - 10, y + line / 2 + 4, d.covariate.label, 166)
-        for k, one in enumerate(series):
-            found = one.of(d)
-            if found is not None:
-                inner = d.equivalence if one is _STORED else None
+        for k, mark in enumerate(series):
+            outer = mark.of(d)
+            if outer is not None:
+                inner = d.equivalence if mark is _STORED else None
                 p.data.rows += [
-                    (d.covariate.label, d.covariate.group, one.words, e.value, e.low, e.high,
+                    (d.covariate.label, d.covariate.group, mark.words, e.value, e.low, e.high,
                      e.confidence)
-                    for e in (found, inner)
+                    for e in (outer, inner)
                     if e is not None
                 ]  # fmt: skip
                 at = y + 12 + 13 * k
-                _whisker(p, f, at, found, inner, one.kind, f"{d.covariate.label}, {one.words}")
-                p.text(f.right + 12, at + 4, signed(found.value, three=one is not _LOST))
+                _whisker(p, f, at, outer, inner, mark.kind, f"{d.covariate.label}, {mark.words}")
+                p.text(f.right + 12, at + 4, signed(outer.value, three=mark is not _LOST))
 
 
 def _mark(p: Picture, x: float, y: float, kind: str, title: str) -> None:
@@ -315,7 +312,6 @@ class _Line:
 
     @property
     def width(self) -> float:
-        """Return the width of a cell with its gap."""
         return (WIDTH - 2 - _LEFT) / len(self.strata)
 
     @property
@@ -330,7 +326,6 @@ class _Line:
 
 
 def heat_map(audit: Audit) -> Picture | None:
-    """Return the loss rate per stratum, one row per covariate, the largest difference first."""
     having = [d for d in worst_first(_differences(audit)) if d.strata]
     if not having:
         return None
@@ -412,11 +407,11 @@ def _scale(lines: list[_Line]) -> tuple[float, bool]:
 def _stratum(p: Picture, x: float, y: float, line: _Line, column: int, top: float) -> None:
     s, (above, below), share = line.strata[column], line.names[column], line.shares[column]
     few, step = line.is_few(s), shade(s.rate.value, top)
-    said = (
+    title = (
         f"{clean(s.label, 50)}: {percent(s.rate.value)} of {count(s.n)} lost, interval "
         f"{percent(s.rate.low)} to {percent(s.rate.high)}"
     )
-    p.box(x, y, line.width - 2, line.height, "few" if few else f"shade{step}", said)
+    p.box(x, y, line.width - 2, line.height, "few" if few else f"shade{step}", title)
     middle, ink, room = x + line.width / 2 - 1, "" if few else f"ink{step}", line.width - 6
     written = [above, *([below] if below else []), share, *([f"n {count(s.n)}"] if few else [])]
     # In the middle of the cell, whose height is that of the row's fullest one.
@@ -426,14 +421,12 @@ def _stratum(p: Picture, x: float, y: float, line: _Line, column: int, top: floa
 
 
 def _left_out(line: _Line) -> str:
-    """Return how many strata are left out, and the most that one of them lost."""
     left = line.left_out
     most = max(s.rate.value for s in left)
     return f"{len(left)} left out, lost {percent(most)}{' at most' if len(left) > 1 else ''}"
 
 
 def _unit(d: Difference) -> str:
-    """Return the group, and the unit of the strata where their names hold numbers."""
     if not any(c.isdigit() for s in d.strata for c in s.label[:50]):
         return d.covariate.group
     # Lengths are compared on a logarithmic scale; their strata are named in tokens.
@@ -445,7 +438,6 @@ Box = tuple[float, float, float, float]
 
 
 def bound_curve(audit: Audit) -> Picture | None:
-    """Return the worst-case bias of any mean against the share lost, with the dataset's point."""
     if audit.missingness is None:
         return None
     bound, limits = audit.missingness.bound, audit.limits
@@ -485,26 +477,23 @@ def bound_curve(audit: Audit) -> Picture | None:
     if bound.loss_share <= 0 or bound.bias <= 0:
         p.text(f.left + 8, f.top + 32, "this dataset: no rows lost", kind="bold halo")
         return p
-    said = (
+    label = (
         f"this dataset: {percent(bound.loss_share)} lost",
         f"bias at most {number(bound.bias)} SD",
     )
     x, y = f.x(math.log10(bound.loss_share)), f.y(math.log10(bound.bias))
-    p.dot(x, y, "mark lost-mark", ", ".join(said), 6)
-    width = max(text_width(words, bold=True) for words in said)
+    p.dot(x, y, "mark lost-mark", ", ".join(label), 6)
+    width = max(text_width(words, bold=True) for words in label)
     curve = [(f.x(math.log10(x)), f.y(math.log10(y))) for x, y in points]
     pieces = [box for a, b in pairwise(curve) for box in _boxes(a, b)]
     at, low, anchor = _place(f, (x, y), width, ((words_at, 4), (pieces, 2), (lines_at, 1)))
-    for n, words in enumerate(said):
+    for n, words in enumerate(label):
         p.text(at, low + 15 * n, words, anchor, "bold halo")
     return p
 
 
 def _place(
-    f: Frame,
-    point: tuple[float, float],
-    width: float,
-    covered: Sequence[tuple[Sequence[Box], int]],
+    f: Frame, point: tuple[float, float], width: float, covered: Sequence[tuple[Sequence[Box], int]]
 ) -> tuple[float, float, Anchor]:
     """Return where two lines of text beside a point cover the least of what is drawn.
 
@@ -578,7 +567,6 @@ def _log_range(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _decades(around: tuple[float, float]) -> list[float]:
-    """Return whole powers of ten of a range, at most eight."""
     low, high = math.ceil(around[0]), math.floor(around[1])
     step = max(1, math.ceil((high - low + 1) / 8))
     return [float(k) for k in range(low, high + 1, step)]

@@ -169,7 +169,6 @@ class Picture:
         self._add("text", attributes, text=fit(words, room))
 
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: str, title: str = "") -> None:
-        """Draw a line."""
         at = (("x1", x1), ("y1", y1), ("x2", x2), ("y2", y2), ("class", kind))
         self._add("line", at, title=title)
 
@@ -183,20 +182,16 @@ class Picture:
         self._add("rect", at, title=title)
 
     def dot(self, x: float, y: float, kind: str, title: str = "", radius: float = 4) -> None:
-        """Draw a dot."""
         at = (("cx", x), ("cy", y), ("r", radius), ("class", kind))
         self._add("circle", at, title=title)
 
     def square(self, x: float, y: float, kind: str, title: str = "") -> None:
-        """Draw a square mark."""
         self.box(x - 4, y - 4, 8, 8, kind, title)
 
     def diamond(self, x: float, y: float, kind: str, title: str = "") -> None:
-        """Draw a diamond mark."""
         self.polygon([(x, y - 5.5), (x + 5.5, y), (x, y + 5.5), (x - 5.5, y)], kind, title)
 
     def path(self, points: Sequence[Point], kind: str, title: str = "") -> None:
-        """Draw a line through points."""
         if len(points) > 1:
             self._add("polyline", (("class", kind),), tuple(points), title=title)
 
@@ -205,7 +200,6 @@ class Picture:
         self._add("path", (("class", kind),), tuple(points))
 
     def polygon(self, points: Sequence[Point], kind: str, title: str = "") -> None:
-        """Draw an area."""
         self._add("polygon", (("class", kind),), tuple(points), title=title)
 
     def _add(
@@ -278,12 +272,10 @@ class Frame:
 
     @property
     def right(self) -> float:
-        """Return the right edge."""
         return self.left + self.width
 
     @property
     def bottom(self) -> float:
-        """Return the lower edge."""
         return self.top + self.height
 
     def x(self, value: float) -> float:

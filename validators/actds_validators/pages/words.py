@@ -79,7 +79,6 @@ def clean(text: str, room: int | None = None) -> str:
 
 
 def count(n: int) -> str:
-    """Return a count with separators."""
     return f"{n:,}"
 
 
@@ -105,13 +104,13 @@ def short(value: float, digits: int = 3) -> str:
 
 def apart(values: Sequence[float]) -> list[str]:
     """Return rising numbers as ``short`` does, with digits that tell neighbours apart."""
-    found = []
+    words = []
     for k, value in enumerate(values):
         digits, near = 3, [*values[max(0, k - 1) : k], *values[k + 1 : k + 2]]
         while digits < _MAX_DIGITS and short(value, digits) in (short(v, digits) for v in near):
             digits += 1
-        found.append(short(value, digits))
-    return found
+        words.append(short(value, digits))
+    return words
 
 
 def percent(share: float) -> str:
@@ -127,12 +126,10 @@ def percent(share: float) -> str:
 
 
 def p_value(p: float) -> str:
-    """Return a p-value with two digits."""
     return "< 0.0001" if p < 0.0001 else f"{p:.2g}"
 
 
 def seconds(value: float) -> str:
-    """Return a time with a unit that fits."""
     if value == 0:
         return "0 s"
     if value < 1:
@@ -141,17 +138,14 @@ def seconds(value: float) -> str:
 
 
 def or_dash(value: T | None, say: Callable[[T], str]) -> str:
-    """Return what a value is in words, a dash for none."""
     return "-" if value is None else say(value)
 
 
 def estimate(value: Estimate) -> str:
-    """Return an estimate with its interval."""
     return f"{thousandths(value.value)} {interval(value)}"
 
 
 def interval(value: Estimate) -> str:
-    """Return the confidence interval of an estimate."""
     return f"[{thousandths(value.low)}, {thousandths(value.high)}]"
 
 
@@ -168,8 +162,8 @@ def signed(value: float, *, three: bool = False) -> str:
     Args:
         three: with three digits, as ``short``, where thousandths say too little.
     """
-    said = short(value) if three else thousandths(value)
-    return f"+{said}" if value > 0 else said
+    words = short(value) if three else thousandths(value)
+    return f"+{words}" if value > 0 else words
 
 
 def measured(value: float | None, unit: str) -> str:
@@ -183,15 +177,13 @@ def measured(value: float | None, unit: str) -> str:
     return f"{number(value)} {unit}".rstrip()
 
 
-def limit_of(held: Number) -> str:
-    """Return a number's limit with the side on which the number has to lie."""
-    limit = measured(held.limit, held.unit)
-    return f"{SIDES[held.must]} {limit}" if held.must else limit
+def limit_of(judged: Number) -> str:
+    limit = measured(judged.limit, judged.unit)
+    return f"{SIDES[judged.must]} {limit}" if judged.must else limit
 
 
-def against(held: Number) -> str:
-    """Return the limit of a number, in words."""
-    return "no limit" if held.limit is None else f"limit {limit_of(held)}"
+def against(judged: Number) -> str:
+    return "no limit" if judged.limit is None else f"limit {limit_of(judged)}"
 
 
 @dataclass(frozen=True)
@@ -203,19 +195,19 @@ class State:
     tone: Tone
 
 
-def state_of(held: Number, level: Level) -> State:
+def state_of(judged: Number, level: Level) -> State:
     """Return whether a number passes; too little evidence is no failure of the data.
 
     Args:
         level: of the verdict; under PASS no number beyond its limit is a reason not to train.
     """
-    if held.ok is None:
+    if judged.ok is None:
         return State("-", "no limit", "dim")
-    if held.ok:
+    if judged.ok:
         return State("✓", "pass", "good")
-    if held.name.startswith(BOUND):
+    if judged.name.startswith(BOUND):
         return State("-", "above: the tests decide", "dim")
-    if held.name.startswith(EVIDENCE):
+    if judged.name.startswith(EVIDENCE):
         return State("?", "too little evidence", "dim")
     if level == "PASS":
         return State("-", "outside, not decisive", "dim")
@@ -289,10 +281,10 @@ def table_of(
     left: frozenset[int] = frozenset({0}),
     *,
     room: int = MAX_ROWS,
-    tone: Callable[[T], Tone] = lambda one: "",
-    note: Callable[[T], str] = lambda one: "",
+    tone: Callable[[T], Tone] = lambda item: "",
+    note: Callable[[T], str] = lambda item: "",
 ) -> list[Table]:
     """Return the table of the first items, a row each; nothing without one."""
     some, more = first(items, room)
-    rows = [Row(tuple(say(one) for _, say in columns), tone(one), note(one)) for one in some]
+    rows = [Row(tuple(say(item) for _, say in columns), tone(item), note(item)) for item in some]
     return [Table(caption, tuple(name for name, _ in columns), rows, left, more)] if rows else []

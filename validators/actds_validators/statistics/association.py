@@ -1,5 +1,9 @@
 """Whether losses go with something, without shifts: over blocks, within steps, and in time.
 
+Tests of one family (a question) are rearranged together: each draw moves the losses once, for all
+of them. So what they have in common costs nothing, and the least p of the family is that of its
+draws.
+
 The naive tests take tokens for independent draws. They are not: these never decide anything, and
 are shown beside the tests that do, because they are what a reader would have computed: whole-step
 losses in bursts make them reject nearly always.
@@ -8,16 +12,205 @@ losses in bursts make them reject nearly always.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy import special  # type: ignore[import-untyped]  # scipy.stats takes a second to import
 
-from actds_validators.arrays import Floats
-from actds_validators.statistics.events import as_floats, slices
-from actds_validators.statistics.intervals import Blocks, block_sums, blocks
-from actds_validators.statistics.shift import about_mean, loss_share, shares_and_sums
+from actds_validators.arrays import Bools, Floats, Ints
+from actds_validators.statistics.intervals import Blocks, benjamini_hochberg, block_sums, blocks
+from actds_validators.statistics.series import (
+    about_mean,
+    as_floats,
+    loss_share,
+    shares_and_sums,
+    slices,
+)
+
+TAIL = 0.05
+"""Share of the draws that is the tail by which statistics are made comparable."""
+MAX_DRAWS = 20_000
+
+
+def draws_for(n_families: int, fdr: float, least: int) -> int:
+    """Return how many random draws a family needs for its p to be rejected with room to spare.
+
+    The least p of n draws is ``1 / (n + 1)``, ``n_families / (n + 1)`` after adjustment over the
+    families: that is to be a fifth of the rate, `MAX_DRAWS` at most.
+    """
+    return int(min(MAX_DRAWS, max(least, np.ceil(5 * n_families / fdr))))
+
+
+def tail_scores(sizes: Floats) -> Floats:
+    """Return statistics of several tests on one scale: excess over the tail, in mean excesses.
+
+    ``(x - u) / mean(x - u | x > u)``, u the quantile of each row at ``1 - TAIL``. Where tails fall
+    exponentially the scores of two tests are equally rare at equal values; in standard deviations
+    a heavy-tailed covariate would be the largest of most draws and hide all others. Ranks would
+    not do: of m tests each has a draw at rank 1, and none could be below m times the least p. Any
+    function that takes all draws alike leaves `JointDraws` exact (Westfall & Young 1993).
+
+    ``-inf`` for a row of which no draw lies beyond its quantile.
+
+    Args:
+        sizes: ``(n_tests, n_draws)``, larger ones speak against the null.
+    """
+    n_draws = sizes.shape[1]
+    k = min(n_draws - 1, int(np.ceil((1 - TAIL) * n_draws)))
+    ordered = np.partition(sizes, k, axis=1)
+    edge = ordered[:, k : k + 1]
+    beyond = np.maximum(ordered[:, k:] - edge, 0.0)
+    n_beyond = (beyond > 1e-9 * edge).sum(axis=1, keepdims=True)
+    mean = beyond.sum(axis=1, keepdims=True) / np.maximum(n_beyond, 1)
+    scores = np.full(sizes.shape, -np.inf)
+    np.divide(sizes - edge, mean, out=scores, where=np.broadcast_to(n_beyond > 0, sizes.shape))
+    return scores
+
+
+class JointDraws:
+    """The single-step max-T of Westfall & Young (1993) over draws that all tests share.
+
+    The adjusted p of a test is the share of the draws, the observed one among them, whose largest
+    score over all tests is at least the test's observed one. It holds the family-wise error under
+    any dependence between the tests, as far as the draws are exchangeable with what was observed.
+    """
+
+    def __init__(self) -> None:
+        self._largest: Floats | None = None
+        self._observed: list[Floats] = []
+
+    def add(self, sizes: Floats) -> None:
+        """Add tests ``(n_tests, n_draws)``, the observed statistic first."""
+        scores = tail_scores(sizes)
+        largest = scores.max(axis=0)
+        self._largest = largest if self._largest is None else np.maximum(self._largest, largest)
+        self._observed.append(scores[:, 0])
+
+    @property
+    def n_draws(self) -> int:
+        return 0 if self._largest is None else len(self._largest)
+
+    def adjusted(self) -> Floats:
+        if self._largest is None:
+            return np.zeros(0)
+        observed, ordered = np.concatenate(self._observed), np.sort(self._largest)
+        # Sums by Fourier transform: equal ones differ by rounding.
+        room = 1e-9 * (1 + np.abs(np.where(np.isfinite(observed), observed, 0.0)))
+        reached = len(ordered) - np.searchsorted(ordered, observed - room, side="left")
+        return np.asarray(reached / len(ordered), np.float64)
+
+
+def over_families(adjusted: Sequence[ArrayLike]) -> tuple[list[Floats], Floats]:
+    """Return the p of each test and of each family, adjusted over the families.
+
+    The p of a family is its smallest. Families are selected after Benjamini & Hochberg (1995) at
+    q, and of R selected ones of K the tests up to ``q R / K`` are rejected: over the selected
+    families the error is q on average (Benjamini & Bogomolov 2014), and where nothing depends on
+    anything the probability of any rejection is q at most. Every selected family has a rejected
+    test. A value returned is the smallest q at which the test, or the family, is rejected.
+
+    Args:
+        adjusted: of each family the p of its tests, adjusted within it; none is empty.
+    """
+    inside = [as_floats(p, "p") for p in adjusted]
+    if not inside:
+        return [], np.zeros(0)
+    families = benjamini_hochberg([p.min() for p in inside])
+    selected, n = np.sort(families), np.arange(1, len(families) + 1)
+    tests = []
+    for p, of_family in zip(inside, families, strict=True):
+        # At q = selected[r - 1] there are r families at least.
+        least = np.maximum(np.maximum(selected, of_family), len(n) * p[:, np.newaxis] / n)
+        tests.append(np.minimum(least.min(axis=1), 1.0))
+    return tests, families
+
+
+def least_over_families(families: ArrayLike, number: int, least: float) -> float:
+    """Return the smallest adjusted p that a family could have had, the others as they are.
+
+    Args:
+        families: smallest p of each family, adjusted within it.
+        least: the smallest p that its draws can give.
+    """
+    p = as_floats(families, "families").copy()
+    p[number] = least
+    return float(benjamini_hochberg(p)[number])
+
+
+class Turns:
+    """Draws of which units are lost: as many of each stratum as were, the observed ones first.
+
+    The units of each stratum stand in a random order on a circle, which each draw turns. If the
+    losses of a stratum could as well have hit any others of its units, the turns are a group, and
+    what was observed is one draw of many alike (Davison & Hinkley 1997, section 4.4). That holds
+    for some of a stratum's stored units, drawn at random, as for all of them (as controls of a
+    case-control study within risk sets are, Goldstein & Langholz 1992).
+
+    Args:
+        stratum: of each unit, ``(n_units,)``.
+    """
+
+    CONTROLS, MAX_LOST, CHUNK = 7, 3000, 64
+    """Stored units for each lost one at most; lost units at most, of evenly spaced strata."""
+
+    def __init__(self, stratum: Ints, lost: Bools, n_draws: int, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        taken = _some_strata(stratum, lost, self.MAX_LOST)
+        _, at, n_lost = _counted(stratum[taken], lost[taken])
+        # Of each stratum in a random order, the lost ones first: those up to the limit are kept.
+        order = np.lexsort((random.random(len(taken)), ~lost[taken], at))
+        rank = np.arange(len(order)) - np.searchsorted(at[order], at[order], side="left")
+        kept = order[rank < (1 + self.CONTROLS) * n_lost[at[order]]]
+        kept = kept[np.lexsort((random.random(len(kept)), at[kept]))]
+        self.units, lost_at = taken[kept], np.flatnonzero(lost[taken[kept]])
+        self.stratum, first, size = _runs(at[kept])
+        of_lost = self.stratum[lost_at]
+        turn = (random.random((n_draws, len(size)), np.float32) * size).astype(np.int32)
+        turn = np.concatenate([np.zeros((1, len(size)), np.int32), np.minimum(turn, size - 1)])
+        place = lost_at.astype(np.int32) + turn[:, of_lost]
+        place -= np.where(place >= (first + size)[of_lost], size[of_lost], 0)
+        self._place, self._size = place, size
+
+    def sums(self, values: Floats) -> Floats:
+        """Return the sums over the lost units of each draw, ``(n_values, 1 + n_draws)``.
+
+        Args:
+            values: of `units`, ``(n_values, len(units))``; taken about the mean of their stratum.
+        """
+        middle = np.stack([np.bincount(self.stratum, row, len(self._size)) for row in values])
+        x = (values - (middle / self._size)[:, self.stratum]).T
+        sums = np.empty((x.shape[1], len(self._place)))
+        # An eighth of the units at least is lost: a dense product is faster than a sparse one.
+        for k in range(0, len(self._place), self.CHUNK):
+            some = self._place[k : k + self.CHUNK]
+            drawn = np.zeros((len(some), len(x)))
+            np.put_along_axis(drawn, some, 1.0, axis=1)
+            sums[:, k : k + self.CHUNK] = (drawn @ x).T
+        return sums
+
+
+def _some_strata(stratum: Ints, lost: Bools, most: int) -> Ints:
+    known, at, n_lost = _counted(stratum, lost)
+    partial = np.flatnonzero((n_lost > 0) & (n_lost < np.bincount(at, minlength=len(known))))
+    every = max(1, int(np.ceil(n_lost[partial].sum() / most)))
+    used = np.zeros(len(known), bool)
+    used[partial[::every]] = True
+    return np.flatnonzero(used[at])
+
+
+def _counted(stratum: Ints, lost: Bools) -> tuple[Ints, Ints, Ints]:
+    known, at = np.unique(stratum, return_inverse=True)
+    at = at.reshape(-1)
+    return known, at, np.bincount(at, lost, len(known)).astype(np.int64)
+
+
+def _runs(rising: Ints) -> tuple[Ints, Ints, Ints]:
+    _, first, at, size = np.unique(
+        rising, return_index=True, return_inverse=True, return_counts=True
+    )
+    return at.reshape(-1), first.astype(np.int32), size.astype(np.int32)
 
 
 def block_score(
@@ -32,7 +225,7 @@ def block_score(
     """Return p of a t-test over blocks that the share lost of a step goes with what it held.
 
     The score of a block is ``sum_s (share[s] - rate) w[s] (m[s] - mean)``, the parts of the
-    numerator that `shift.circular_shift` ranks, rate and mean those of the run. Their sum is held
+    numerator that `series.circular_shift` ranks, rate and mean those of the run. Their sum is held
     against ``sqrt(sum of squares)``, Student's t with ``min(n - 1, 3 k - 1)`` degrees of freedom,
     k the blocks that carry the squares (as in `intervals.jackknife`).
 
@@ -44,16 +237,8 @@ def block_score(
     1 for a covariate without variation.
 
     Args:
-        blocks: of `intervals.blocks`.
-        run: ``(n_steps,)``, label of the run.
-        n: ``(n_steps,)``, computed tokens.
-        lost: ``(n_steps,)``, lost tokens.
         value_sum: ``(n_steps,)`` or ``(n_covariates, n_steps)``, sums over the computed tokens.
         weight: tokens that the sums are over, as ``value_sum`` or ``(n_steps,)``; by default ``n``.
-
-    Raises:
-        ValueError: shapes that differ, a value that is not finite, negative counts, more lost than
-            computed.
     """
     share, values, weights = shares_and_sums(n, lost, value_sum, weight)
     parts = slices(run)
@@ -61,9 +246,11 @@ def block_score(
     for part in parts:
         total = weights[:, part].sum(axis=1, keepdims=True)
         rate = np.divide(
-            weights[:, part] @ share[part][:, np.newaxis], total,
-            out=np.zeros_like(total), where=total > 0,
-        )  # fmt: skip
+            weights[:, part] @ share[part][:, np.newaxis],
+            total,
+            out=np.zeros_like(total),
+            where=total > 0,
+        )
         score[:, part] *= share[part] - rate
     sums = block_sums(score, blocks.labels, blocks.n_blocks)
     return np.array([_two_sided(row) for row in sums])
@@ -91,8 +278,6 @@ class Within:
         difference: mean of the lost less mean of the others, within steps, in the covariate's unit:
             the score over ``sum n rate (1 - rate)``.
         t: the score over its standard error, clustered by request and step.
-        p: two-sided, Student's t.
-        n_requests: requests with a token in a partially lost step.
         n_steps: partially lost steps that two requests or more shared.
     """
 
@@ -132,39 +317,31 @@ def within_cells(
 
     Args:
         step: ``(n_cells,)``, integer; each (step, request) once.
-        request: ``(n_cells,)``, integer.
-        n: ``(n_cells,)``, computed tokens.
-        sx: ``(n_cells,)``, sum of the covariate.
-        n_lost: ``(n_cells,)``, lost tokens.
-        lx: ``(n_cells,)``, sum of the covariate over the lost ones.
-
-    Raises:
-        ValueError: shapes that differ, a value that is not finite, more lost than computed.
     """
     count = as_floats(n, "n")
-    total, gone, gone_x = (
+    total, missing, gone_x = (
         as_floats(v, name, count.shape) for v, name in ((sx, "sx"), (n_lost, "n_lost"), (lx, "lx"))
     )
     steps, requests = np.asarray(step, np.int64), np.asarray(request, np.int64)
     if steps.shape != count.shape or requests.shape != count.shape:
         raise ValueError(f"n has shape {count.shape}, step {steps.shape}, request {requests.shape}")
-    if np.any(gone < 0) or np.any(gone > count):
+    if np.any(missing < 0) or np.any(missing > count):
         raise ValueError("lost tokens must lie between 0 and the computed tokens of each cell")
     used = count > 0
     if not used.any():
         return None
     _, at = np.unique(steps[used], return_inverse=True)
     who, by = np.unique(requests[used], return_inverse=True)
-    count, total, gone, gone_x = count[used], total[used], gone[used], gone_x[used]
+    count, total, missing, gone_x = count[used], total[used], missing[used], gone_x[used]
     shared = np.bincount(at)
-    in_step, in_step_lost = np.bincount(at, weights=count), np.bincount(at, weights=gone)
+    in_step, in_step_lost = np.bincount(at, weights=count), np.bincount(at, weights=missing)
     partial = (in_step_lost > 0) & (in_step_lost < in_step) & (shared > 1)
     keep = partial[at]
     if not keep.any():
         return None
     rate = (in_step_lost / in_step)[at]
     mean = (np.bincount(at, weights=total) / in_step)[at]
-    score = gone_x - mean * gone - rate * (total - mean * count)
+    score = gone_x - mean * missing - rate * (total - mean * count)
     # Rounding of sums of large values is no variation.
     noise = 1e-12 * (np.abs(gone_x) + np.abs(mean) * count)
     score = np.where(keep & (np.abs(score) > noise), score, 0.0)
@@ -177,13 +354,13 @@ def within_cells(
     if g < 2 or largest == 0:
         return None
     squares = float(((v / largest) ** 2).sum())
-    both = float((by_step**2).sum() - ((score * spread) ** 2).sum()) / largest**2
-    t = float(score.sum()) / (largest * math.sqrt(squares + max(both, 0.0)))
+    by_steps = float((by_step**2).sum() - ((score * spread) ** 2).sum()) / largest**2
+    t = float(score.sum()) / (largest * math.sqrt(squares + max(by_steps, 0.0)))
     fourth = float(((v / largest) ** 4).sum())
     freedom = max(1.0, min(g - 1.0, int(partial.sum()) - 1.0, 3 * squares**2 / fourth - 1))
-    information = float((in_step * (in_step_lost / in_step) * (1 - in_step_lost / in_step))[
-        partial
-    ].sum())  # fmt: skip
+    information = float(
+        (in_step * (in_step_lost / in_step) * (1 - in_step_lost / in_step))[partial].sum()
+    )
     return Within(
         difference=float(score.sum()) / information,
         t=t,
@@ -208,8 +385,6 @@ class Change:
             deviations of its sum over the run: Kolmogorov's scale.
         p: by permutation of the blocks.
         at: the step after which the cumulative sum is farthest from 0.
-        before: share lost up to there.
-        after: share lost from there.
         long_enough: whether they are 10 correlation times long; if not, bursts spill over their
             ends and p is too small.
     """
@@ -224,12 +399,7 @@ class Change:
 
 
 def change(
-    n: ArrayLike,
-    lost: ArrayLike,
-    run: ArrayLike,
-    *,
-    n_draws: int = 2000,
-    seed: int = 0,
+    n: ArrayLike, lost: ArrayLike, run: ArrayLike, *, n_draws: int = 2000, seed: int = 0
 ) -> Change | None:
     """Return whether the loss rate changed in time.
 
@@ -241,25 +411,16 @@ def change(
     ten bursts it rejected in 0 to 1 % of harmless runs at 5 %.
 
     None with fewer than `_N_BLOCKS_MIN` blocks, when nothing or everything was lost.
-
-    Args:
-        n: ``(n_steps,)``, computed tokens, in time order.
-        lost: ``(n_steps,)``, lost tokens.
-        run: ``(n_steps,)``, label of the run.
-
-    Raises:
-        ValueError: shapes that differ, a value that is not finite, negative counts, more lost than
-            computed.
     """
     share = loss_share(n, lost)
-    gone, computed = as_floats(lost, "lost"), as_floats(n, "n")
-    total, total_lost = computed.sum(), gone.sum()
+    lost_tokens, computed = as_floats(lost, "lost"), as_floats(n, "n")
+    total, total_lost = computed.sum(), lost_tokens.sum()
     if len(share) < _N_BLOCKS_MIN or total_lost <= 0 or total_lost >= total:
         return None
     cut = blocks(len(share), run, share, _N_BLOCKS_MAX, _N_BLOCKS_MIN)
-    held = computed > 0
-    away = np.where(held, share - share[held].mean(), 0.0)
-    steps = block_sums(away, cut.labels, cut.n_blocks)
+    used = computed > 0
+    about = np.where(used, share - share[used].mean(), 0.0)
+    steps = block_sums(about, cut.labels, cut.n_blocks)
     path = np.abs(np.cumsum(steps))[:-1]
     observed = float(path.max())
     if observed <= 1e-9 * float(np.abs(steps).sum()):
@@ -275,8 +436,8 @@ def change(
         statistic=statistic,
         p=p,
         at=end,
-        before=_share(gone[:end], computed[:end]),
-        after=_share(gone[end:], computed[end:]),
+        before=_share(lost_tokens[:end], computed[:end]),
+        after=_share(lost_tokens[end:], computed[end:]),
         n_blocks=cut.n_blocks,
         long_enough=cut.long_enough,
     )
@@ -287,12 +448,6 @@ def long_run_variance(series: ArrayLike) -> float:
 
     Bartlett's kernel (Newey & West 1987) with Andrews' (1991) bandwidth for it,
     ``1.1447 (4 r² / (1 - r²)² n)^(1/3)``, r the first autocorrelation.
-
-    Args:
-        series: ``(n,)``.
-
-    Raises:
-        ValueError: a value that is not finite.
     """
     x = as_floats(series, "series")
     centred = x - x.mean() if len(x) else x
@@ -302,10 +457,10 @@ def long_run_variance(series: ArrayLike) -> float:
         return 0.0
     first = min(0.97, abs(float(centred[1:] @ centred[:-1]) / energy))
     width = 1.1447 * (4 * first**2 / (1 - first**2) ** 2 * n) ** (1 / 3)
-    found = energy / n
+    variance = energy / n
     for lag in range(1, min(n - 1, math.floor(width)) + 1):
-        found += 2 * (1 - lag / (width + 1)) * float(centred[lag:] @ centred[:-lag]) / n
-    return max(found, 0.0)
+        variance += 2 * (1 - lag / (width + 1)) * float(centred[lag:] @ centred[:-lag]) / n
+    return max(variance, 0.0)
 
 
 def _share(lost: Floats, n: Floats) -> float:
@@ -321,9 +476,6 @@ def naive_z(sums: ArrayLike) -> float | None:
 
     Args:
         sums: ``(5,)``: n, sx, sxx, n_lost, lx.
-
-    Raises:
-        ValueError: another shape or a value that is not finite.
     """
     n, sx, sxx, n_lost, lx = as_floats(sums, "sums", (5,)).tolist()
     if not 0 < n_lost < n:

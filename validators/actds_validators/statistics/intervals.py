@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from scipy import special  # type: ignore[import-untyped]
 
 from actds_validators.arrays import Floats, Ints
-from actds_validators.statistics.events import as_floats, correlation_steps, slices
+from actds_validators.statistics.series import as_floats, correlation_steps, slices
 
 BLOCK_TIMES = 10.0
 """Length of a block in correlation times of the loss: the interval is then 5 % too short at most
@@ -29,11 +29,7 @@ Statistic = Callable[[Floats], Floats]
 
 @dataclass(frozen=True)
 class Interval:
-    """A number with its interval.
-
-    Args:
-        freedom: degrees of freedom of the Student interval.
-    """
+    """A number with its interval."""
 
     value: float
     low: float
@@ -44,16 +40,17 @@ class Interval:
     confidence: float
 
     def at(self, confidence: float) -> Interval:
-        """Return the same estimate with an interval of another confidence.
-
-        Raises:
-            ValueError: a confidence outside (0, 1).
-        """
+        """Return the same estimate with an interval of another confidence."""
         half = _half(self.error, self.freedom, confidence)
         return Interval(
-            self.value, self.value - half, self.value + half,
-            self.error, self.n_blocks, self.freedom, confidence,
-        )  # fmt: skip
+            self.value,
+            self.value - half,
+            self.value + half,
+            self.error,
+            self.n_blocks,
+            self.freedom,
+            confidence,
+        )
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,6 @@ class Blocks:
     Args:
         labels: ``(n_steps,)``, from 0, rising.
         steps: length of a block, in steps, before runs are cut evenly.
-        correlation_steps: correlation time of the loss, in steps.
         long_enough: whether a block is at least `BLOCK_TIMES` correlation times long; if not, the
             run is too short against its bursts and intervals are too narrow.
     """
@@ -85,18 +81,13 @@ def blocks(
     """Return blocks of consecutive steps, long against the correlation time of the loss.
 
     A block has `BLOCK_TIMES` correlation times (Künsch 1989 and Politis & Romano 1994 on blocks of
-    dependent data; the time as in `events.correlation_steps`), at least ``n_steps / n_blocks_max``
+    dependent data; the time as in `correlation_steps`), at least ``n_steps / n_blocks_max``
     and at most ``n_steps / n_blocks_min`` steps. Each run is cut evenly into whole blocks, at least
     one: there may be more than ``n_blocks_max`` when there are more runs.
 
     Args:
-        run: ``(n_steps,)``, label of the run.
         loss_series: ``(n_steps,)``, the share lost of each step.
-        n_blocks_max: most blocks.
         n_blocks_min: least blocks, where there are as many steps.
-
-    Raises:
-        ValueError: no step, shapes that differ, or limits out of order.
     """
     loss = as_floats(loss_series, "loss_series", (n_steps,))
     if n_steps < 1 or not 1 <= n_blocks_min <= n_blocks_max:
@@ -121,18 +112,14 @@ def block_sums(values: ArrayLike, labels: Ints, n_blocks: int) -> Floats:
     """Return sums over blocks ``(..., n_blocks)`` of values ``(..., n_steps)``.
 
     Args:
-        values: per step, any leading axes.
         labels: ``(n_steps,)``, rising from 0 without a gap, as `blocks` returns them.
-
-    Raises:
-        ValueError: labels that do not rise from 0 to ``n_blocks - 1``.
     """
-    found = np.asarray(values, np.float64)
+    array = np.asarray(values, np.float64)
     rises = np.diff(labels, prepend=-1, append=n_blocks)
     if not np.isin(rises[:-1], (0, 1)).all() or rises[0] != 1 or rises[-1] != 1:
         raise ValueError(f"block labels do not rise from 0 to {n_blocks - 1}")
     starts = np.flatnonzero(rises[:-1])
-    return np.asarray(np.add.reduceat(found, starts, axis=-1), np.float64)
+    return np.asarray(np.add.reduceat(array, starts, axis=-1), np.float64)
 
 
 def jackknife(sums: ArrayLike, statistic: Statistic, confidence: float = 0.95) -> Interval | None:
@@ -150,15 +137,11 @@ def jackknife(sums: ArrayLike, statistic: Statistic, confidence: float = 0.95) -
     Args:
         sums: ``(k, n_blocks)``.
         statistic: of ``(k, ...)``, vectorised over what follows.
-
-    Raises:
-        ValueError: sums that are not finite or have another number of axes, or a confidence
-            outside (0, 1).
     """
-    found = as_floats(sums, "sums")
-    if found.ndim != 2:
-        raise ValueError(f"sums have shape {found.shape}; expected (k, n_blocks)")
-    return jackknife_many(found[:, np.newaxis], statistic, confidence)[0]
+    array = as_floats(sums, "sums")
+    if array.ndim != 2:
+        raise ValueError(f"sums have shape {array.shape}; expected (k, n_blocks)")
+    return jackknife_many(array[:, np.newaxis], statistic, confidence)[0]
 
 
 def jackknife_many(
@@ -168,10 +151,6 @@ def jackknife_many(
 
     Args:
         sums: ``(k, n_covariates, n_blocks)``.
-        statistic: of ``(k, ...)``, vectorised over what follows.
-
-    Raises:
-        ValueError: as `jackknife`.
     """
     _half(0.0, 1.0, confidence)
     value, without = replicates(sums, statistic)
@@ -185,16 +164,12 @@ def replicates(sums: ArrayLike, statistic: Statistic) -> tuple[Floats, Floats]:
 
     Args:
         sums: ``(k, n_covariates, n_blocks)``.
-        statistic: of ``(k, ...)``, vectorised over what follows.
-
-    Raises:
-        ValueError: sums that are not finite or have another number of axes.
     """
-    found = as_floats(sums, "sums")
-    if found.ndim != 3:
-        raise ValueError(f"sums have shape {found.shape}; expected (k, n_covariates, n_blocks)")
-    total = found.sum(axis=2)
-    return statistic(total), statistic(total[:, :, np.newaxis] - found)
+    array = as_floats(sums, "sums")
+    if array.ndim != 3:
+        raise ValueError(f"sums have shape {array.shape}; expected (k, n_covariates, n_blocks)")
+    total = array.sum(axis=2)
+    return statistic(total), statistic(total[:, :, np.newaxis] - array)
 
 
 def joint_confidence(
@@ -213,21 +188,17 @@ def joint_confidence(
     Args:
         without: ``(n_values, n_blocks)``, as for `from_replicates`; rows that are not finite do
             not count.
-        confidence: of all intervals at once.
-
-    Raises:
-        ValueError: another number of axes, or a confidence outside (0, 1).
     """
-    found = np.asarray(without, np.float64)
-    if found.ndim != 2 or not 0 < confidence < 1:
-        raise ValueError(f"values have shape {found.shape}, confidence is {confidence}")
-    found = found[np.isfinite(found).all(axis=1)]
-    away = found - found.mean(axis=1, keepdims=True)
-    size = np.sqrt((away**2).sum(axis=1, keepdims=True))
-    kept = size[:, 0] > 1e-12 * np.abs(found).max(axis=1, initial=0.0)
+    array = np.asarray(without, np.float64)
+    if array.ndim != 2 or not 0 < confidence < 1:
+        raise ValueError(f"values have shape {array.shape}, confidence is {confidence}")
+    array = array[np.isfinite(array).all(axis=1)]
+    about = array - array.mean(axis=1, keepdims=True)
+    size = np.sqrt((about**2).sum(axis=1, keepdims=True))
+    kept = size[:, 0] > 1e-12 * np.abs(array).max(axis=1, initial=0.0)
     if np.count_nonzero(kept) < 2:
         return confidence
-    unit = (away[kept] / size[kept]).T
+    unit = (about[kept] / size[kept]).T
     random, largest = np.random.default_rng(seed), []
     for _ in range(0, n_draws, _DRAWS_AT_ONCE):
         drawn = random.standard_normal((_DRAWS_AT_ONCE, len(unit))) @ unit
@@ -245,30 +216,27 @@ def from_replicates(
     the block. None as `jackknife` says.
 
     Args:
-        value: ``(n_covariates,)``.
         without: ``(n_covariates, n_blocks)``, at least two blocks.
-
-    Raises:
-        ValueError: shapes that do not go together, or a confidence outside (0, 1).
     """
-    values, others = np.asarray(value, np.float64), np.asarray(without, np.float64)
-    if others.ndim != 2 or others.shape[:1] != values.shape or others.shape[1] < 2:
+    values, replicated = np.asarray(value, np.float64), np.asarray(without, np.float64)
+    if replicated.ndim != 2 or replicated.shape[:1] != values.shape or replicated.shape[1] < 2:
         raise ValueError(
-            f"values have shape {values.shape} and {others.shape}; expected (n,) and (n, n_blocks)"
+            f"values have shape {values.shape} and {replicated.shape}; expected (n,) and "
+            "(n, n_blocks)"
         )
     _half(0.0, 1.0, confidence)
-    n = others.shape[1]
-    good = np.isfinite(values) & np.isfinite(others).all(axis=1)
+    n = replicated.shape[1]
+    good = np.isfinite(values) & np.isfinite(replicated).all(axis=1)
     results: list[Interval | None] = []
     for c in range(len(values)):
         if not good[c]:
             results.append(None)
             continue
-        away = others[c] - others[c].mean()
-        squares = float(away @ away)
+        about = replicated[c] - replicated[c].mean()
+        squares = float(about @ about)
         error = math.sqrt((n - 1) / n * squares)
-        fourth = float(((away / np.abs(away).max()) ** 4).sum()) if squares > 0 else 0.0
-        spread = squares / float(np.abs(away).max()) ** 2 if squares > 0 else 0.0
+        fourth = float(((about / np.abs(about).max()) ** 4).sum()) if squares > 0 else 0.0
+        spread = squares / float(np.abs(about).max()) ** 2 if squares > 0 else 0.0
         freedom = max(1.0, min(n - 1.0, 3 * spread**2 / fourth - 1)) if fourth > 0 else n - 1.0
         half = _half(error, freedom, confidence)
         at = float(values[c])
@@ -298,9 +266,6 @@ def smd_of_stored(sums: Floats) -> Floats:
 
     Equals ``-π / (1 - π)`` times `smd`, π the share lost. NaN without a stored token or without
     variation; 0 when nothing was lost.
-
-    Args:
-        sums: ``(5, ...)``, as `smd`.
     """
     n, sx, sxx, n_lost, lx = sums
     mean = _ratio(sx, n)
@@ -309,25 +274,14 @@ def smd_of_stored(sums: Floats) -> Floats:
 
 
 def difference_sums(
-    blocks: Blocks,
-    n: ArrayLike,
-    sx: ArrayLike,
-    sxx: ArrayLike,
-    n_lost: ArrayLike,
-    lx: ArrayLike,
+    blocks: Blocks, n: ArrayLike, sx: ArrayLike, sxx: ArrayLike, n_lost: ArrayLike, lx: ArrayLike
 ) -> Floats:
     """Return the sums ``(5, n_covariates, n_blocks)`` that `smd` takes, over blocks.
 
     Args:
-        blocks: of `blocks`.
         n: ``(n_steps,)`` or ``(n_covariates, n_steps)``, computed tokens, or those with a value.
         sx: ``(n_covariates, n_steps)``, sums of the covariates.
-        sxx: ``(n_covariates, n_steps)``, sums of their squares.
         n_lost: ``(n_steps,)`` or ``(n_covariates, n_steps)``, lost tokens.
-        lx: ``(n_covariates, n_steps)``, sums over the lost ones.
-
-    Raises:
-        ValueError: shapes that do not go together.
     """
     parts = [block_sums(v, blocks.labels, blocks.n_blocks) for v in (n, sx, sxx, n_lost, lx)]
     shape = np.broadcast_shapes(*(np.atleast_2d(part).shape for part in parts))
@@ -343,16 +297,16 @@ def _deviation(n: Floats, mean: Floats, sxx: Floats) -> Floats:
     square = _ratio(sxx, n)
     variance = square - mean**2
     with np.errstate(invalid="ignore"):
-        found = variance > 1e-10 * square
-    return np.asarray(np.sqrt(np.where(found, variance, 0.0)), np.float64)
+        varies = variance > 1e-10 * square
+    return np.asarray(np.sqrt(np.where(varies, variance, 0.0)), np.float64)
 
 
 def _ratio(top: ArrayLike, bottom: ArrayLike) -> Floats:
     """Return top / bottom, NaN where bottom is not above rounding."""
     a, b = np.broadcast_arrays(np.asarray(top, np.float64), np.asarray(bottom, np.float64))
-    found = np.full(b.shape, np.nan)
-    np.divide(a, b, out=found, where=b > 1e-12)
-    return found
+    ratio = np.full(b.shape, np.nan)
+    np.divide(a, b, out=ratio, where=b > 1e-12)
+    return ratio
 
 
 def _half(error: float, freedom: float, confidence: float) -> float:
@@ -371,18 +325,13 @@ def error_of_draws(n: float, n_lost: float, n_events: float) -> float:
     may agree by chance.
 
     Args:
-        n: rows in all.
-        n_events: effective events (`events.effective_events`), above 0.
+        n_events: effective events (`effective_events`), above 0.
     """
     return n_lost / (n - n_lost) / math.sqrt(n_events)
 
 
 def at_least(interval: Interval, error: float, confidence: float) -> Interval:
-    """Return an interval of another confidence, with a standard error of at least so much.
-
-    Raises:
-        ValueError: a confidence outside (0, 1).
-    """
+    """Return an interval of another confidence, with a standard error of at least so much."""
     return replace(interval, error=max(interval.error, error)).at(confidence)
 
 
@@ -390,13 +339,6 @@ def detectable(error: float, power: float = 0.8, alpha: float = 0.05) -> float:
     """Return the smallest difference that a two-sided test finds with a probability of ``power``.
 
     ``(z_{1 - alpha/2} + z_power) error`` (Bloom 1995), 2.8 standard errors by default.
-
-    Args:
-        error: standard error of the estimate, at least 0.
-        power: between 0.5 and 1.
-
-    Raises:
-        ValueError: an argument out of its range.
     """
     if error < 0 or not 0.5 <= power < 1 or not 0 < alpha < 1:
         raise ValueError(f"error {error}, power {power}, alpha {alpha}; out of range")
@@ -408,19 +350,13 @@ def benjamini_hochberg(p: ArrayLike) -> Floats:
 
     ``adjusted_(i) = min_{j >= i} m p_(j) / j`` over the sorted p (Benjamini & Hochberg 1995), at
     most 1; valid for independent or positively dependent tests (Benjamini & Yekutieli 2001).
-
-    Args:
-        p: ``(m,)``, may be empty.
-
-    Raises:
-        ValueError: a p outside 0 to 1.
     """
-    found = as_floats(p, "p")
-    if found.ndim != 1 or np.any((found < 0) | (found > 1)):
+    values = as_floats(p, "p")
+    if values.ndim != 1 or np.any((values < 0) | (values > 1)):
         raise ValueError("p-values must lie between 0 and 1, in one axis")
-    m = len(found)
-    order = np.argsort(found)
-    raw = found[order] * m / np.arange(1, m + 1)
+    m = len(values)
+    order = np.argsort(values)
+    raw = values[order] * m / np.arange(1, m + 1)
     adjusted = np.empty(m)
     adjusted[order] = np.minimum(np.minimum.accumulate(raw[::-1])[::-1], 1.0)
     return adjusted
@@ -435,12 +371,6 @@ def worst_case(loss_share: float) -> float:
     ``π (1 - π) (μ_s - μ_l)² <= σ²``. Together ``|μ_s - μ| <= σ sqrt(π / (1 - π))``, with equality
     when the function is constant on each group. Nothing is assumed on why rows were lost. (In
     deviations of the stored rows there is no such bound: those may all be equal.)
-
-    Args:
-        loss_share: π, at least 0 and below 1.
-
-    Raises:
-        ValueError: a share outside [0, 1).
     """
     if not 0 <= loss_share < 1:
         raise ValueError(f"loss share is {loss_share}; expected at least 0 and below 1")
@@ -456,11 +386,7 @@ def farthest_mean(n: float, effective: float) -> float:
     it is `worst_case`.
 
     Args:
-        n: rows in all.
         effective: effective rows of the mean, above 0 and at most n.
-
-    Raises:
-        ValueError: effective rows that are not.
     """
     if not 0 < effective <= n * (1 + 1e-9):
         raise ValueError(f"{effective} effective rows of {n}; expected above 0 and at most all")
@@ -471,12 +397,6 @@ def loss_that_allows(bias: float) -> float:
     """Return the share of loss up to which no mean is off by more than ``bias``.
 
     The inverse of `worst_case`: ``bias² / (1 + bias²)``.
-
-    Args:
-        bias: in standard deviations of all rows, at least 0.
-
-    Raises:
-        ValueError: a negative bias.
     """
     if not bias >= 0 or math.isinf(bias):
         raise ValueError(f"bias is {bias}; expected a number, at least 0")
@@ -489,7 +409,6 @@ Scale = Literal["linear", "log", "logit"]
 
 
 def to_scale(value: Floats | float, scale: Scale) -> Floats:
-    """Return values on a scale; those at an end of it are infinite."""
     function = {"linear": np.asarray, "log": np.log, "logit": special.logit}[scale]
     return np.asarray(function(np.asarray(value, np.float64)))
 
@@ -511,12 +430,11 @@ def ends(value: Floats, error: Floats, quantile: float, scale: Scale) -> tuple[F
     fine = np.isfinite(low) & np.isfinite(high)
     step = np.where(error > 0, quantile * error, 0.0)
     linear = (np.clip(value + by, least, most) for by in (-step, step))
-    low, high = (np.where(fine, own, by) for own, by in zip((low, high), linear, strict=True))
+    low, high = (np.where(fine, curved, by) for curved, by in zip((low, high), linear, strict=True))
     return low, high
 
 
 def slope(value: Floats | float, scale: Scale) -> Floats:
-    """Return the derivative of a scale."""
     if scale == "linear":
         return np.ones(np.shape(value))
     return np.asarray(1 / value if scale == "log" else 1 / (value * (1 - value)))

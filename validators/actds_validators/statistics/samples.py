@@ -29,27 +29,25 @@ def drawn(key: Whole, quota: Ints, rng: np.random.Generator) -> Bools:
     shuffled = np.lexsort((rng.random(len(key)), key))
     ordered = key[shuffled]
     place = np.arange(len(ordered)) - np.searchsorted(ordered, ordered, side="left")
-    found = np.zeros(len(key), np.bool_)
-    found[shuffled[place < quota[ordered]]] = True
-    return found
+    is_drawn = np.zeros(len(key), np.bool_)
+    is_drawn[shuffled[place < quota[ordered]]] = True
+    return is_drawn
 
 
 def some_rows(cluster: Whole, order: Ints, n_rows: int, rng: np.random.Generator) -> Ints:
     """Return which rows to keep, ascending: of whole requests, unless fewer than 40 would fit.
 
     Args:
-        cluster: of each row ``(n,)``.
         order: numbers of the clusters; the first that fit are taken.
-        n_rows: rows at most.
         rng: chooses rows of clusters that are too long.
     """
     counts = np.bincount(cluster, minlength=len(order))
-    there = order[counts[order] > 0]
-    many = min(MANY, len(there))
-    if int((np.cumsum(counts[there]) <= n_rows).sum()) < many:
+    used = order[counts[order] > 0]
+    many = min(MANY, len(used))
+    if int((np.cumsum(counts[used]) <= n_rows).sum()) < many:
         counts = np.minimum(counts, max(1, n_rows // many))
     quota = np.zeros(len(counts), np.int64)
-    fits = there[np.cumsum(counts[there]) <= n_rows]
+    fits = used[np.cumsum(counts[used]) <= n_rows]
     quota[fits] = counts[fits]
     return np.flatnonzero(drawn(cluster, quota, rng))
 
@@ -85,6 +83,6 @@ def _relative_l2(first: Floats, second: Floats) -> Floats:
 
 
 def _cosine_distance(first: Floats, second: Floats) -> Floats:
-    one, other = (rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (first, second))
-    distance: Floats = np.square(one - other).sum(axis=1) / 2
+    unit, other = (rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (first, second))
+    distance: Floats = np.square(unit - other).sum(axis=1) / 2
     return distance

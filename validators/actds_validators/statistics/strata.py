@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from actds_validators.arrays import Floats
-from actds_validators.statistics.events import as_floats
+from actds_validators.statistics.series import as_floats
 
 CUTS = (0.05, 0.2, 0.5, 0.9)
 """Shares of a block's tokens from which on the block counts as hit; each is tried."""
@@ -41,35 +41,27 @@ def stratum_p(n: ArrayLike, lost: ArrayLike, rate: ArrayLike) -> Floats:
         n: ``(n_strata, n_blocks)``, computed tokens.
         lost: ``(n_strata, n_blocks)``, lost ones.
         rate: ``(n_blocks,)``, share lost of all tokens of the block.
-
-    Raises:
-        ValueError: shapes that differ, a value that is not finite, more lost than computed.
     """
     count = as_floats(n, "n")
-    gone = as_floats(lost, "lost", count.shape)
+    lost_tokens = as_floats(lost, "lost", count.shape)
     share = as_floats(rate, "rate", count.shape[1:])
-    if np.any(gone < 0) or np.any(gone > count) or np.any((share < 0) | (share > 1)):
+    if np.any(lost_tokens < 0) or np.any(lost_tokens > count) or np.any((share < 0) | (share > 1)):
         raise ValueError("lost tokens must lie between 0 and the computed ones, rates in [0, 1]")
-    found = np.ones(len(count))
-    there = count > 0
-    own = np.divide(gone, count, out=np.zeros_like(gone), where=there)
-    touched = np.where(there, np.minimum(1.0, count * share), 0.0)
+    least = np.ones(len(count))
+    used = count > 0
+    lost_share = np.divide(lost_tokens, count, out=np.zeros_like(lost_tokens), where=used)
+    touched = np.where(used, np.minimum(1.0, count * share), 0.0)
     for cut in CUTS:
-        hit = there & (own >= cut)
-        chance = np.where(there, np.minimum(touched, share / cut), 0.0)
+        hit = used & (lost_share >= cut)
+        chance = np.where(used, np.minimum(touched, share / cut), 0.0)
         hits = hit.sum(axis=1)
         p = np.where(hits >= MIN_HITS, poisson_binomial_tail(chance, hits), 1.0)
-        found = np.minimum(found, p)
-    return np.minimum(1.0, len(CUTS) * found)
+        least = np.minimum(least, p)
+    return np.minimum(1.0, len(CUTS) * least)
 
 
 def poisson_binomial_tail(chance: Floats, hits: ArrayLike) -> Floats:
-    """Return the tail of a Poisson binomial: so many successes or more.
-
-    Args:
-        chance: ``(n_strata, n_trials)``, of each trial.
-        hits: ``(n_strata,)``.
-    """
+    """Return the tail of a Poisson binomial: so many successes or more."""
     n_strata, n_trials = chance.shape
     exactly = np.zeros((n_strata, n_trials + 1))
     exactly[:, 0] = 1.0
@@ -84,15 +76,7 @@ def poisson_binomial_tail(chance: Floats, hits: ArrayLike) -> Floats:
 
 
 def total_variation(first: ArrayLike, second: ArrayLike) -> float | None:
-    """Return ``1/2 sum |p - q|``: 0 equal, 1 disjoint; None when a histogram is empty.
-
-    Args:
-        first: ``(n_bins,)``, weights, at least 0; normalised here.
-        second: as first.
-
-    Raises:
-        ValueError: shapes that differ, a negative weight or one that is not finite.
-    """
+    """Return ``1/2 sum |p - q|``: 0 equal, 1 disjoint; None when a histogram is empty."""
     pair = _normalised(first, second)
     return None if pair is None else min(1.0, float(np.abs(pair[0] - pair[1]).sum() / 2))
 
@@ -103,13 +87,6 @@ def jensen_shannon(first: ArrayLike, second: ArrayLike) -> float | None:
     ``sqrt(KL(p, m) / 2 + KL(q, m) / 2)`` with ``m = (p + q) / 2`` (Lin 1991; its root is a metric:
     Endres & Schindelin 2003). Between finite samples of one distribution it is above 0, by about
     ``sqrt((n_bins - 1) (1/n_1 + 1/n_2) / (8 ln 2))``.
-
-    Args:
-        first: ``(n_bins,)``, weights, at least 0; normalised here.
-        second: as first.
-
-    Raises:
-        ValueError: shapes that differ, a negative weight or one that is not finite.
     """
     pair = _normalised(first, second)
     if pair is None:
@@ -117,8 +94,8 @@ def jensen_shannon(first: ArrayLike, second: ArrayLike) -> float | None:
     middle = (pair[0] + pair[1]) / 2
     divergence = 0.0
     for p in pair:
-        held = p > 0
-        divergence += float((p[held] * np.log2(p[held] / middle[held])).sum()) / 2
+        used = p > 0
+        divergence += float((p[used] * np.log2(p[used] / middle[used])).sum()) / 2
     return math.sqrt(min(max(divergence, 0.0), 1.0))
 
 
@@ -138,11 +115,7 @@ def effective_rows(weights: ArrayLike, rows: ArrayLike | None = None) -> float:
     0 without a weight above 0.
 
     Args:
-        weights: ``(k,)``, at least 0.
         rows: ``(k,)``, rows that have each weight; one each by default.
-
-    Raises:
-        ValueError: shapes that differ, a negative value or one that is not finite.
     """
     w = as_floats(weights, "weights")
     n = np.ones_like(w) if rows is None else as_floats(rows, "rows", w.shape)
@@ -167,33 +140,26 @@ def prior_strength(n: ArrayLike, n_lost: ArrayLike) -> float:
 
     Args:
         n: ``(..., g)``, computed tokens.
-        n_lost: ``(..., g)``, lost ones.
-
-    Raises:
-        ValueError: shapes that differ, a value that is not finite, more lost than computed.
     """
-    count, gone = _counts(n, n_lost)
+    count, lost_tokens = _counts(n, n_lost)
     if not count.ndim:
         raise ValueError("counts have no axis of cells")
     total = count.sum(axis=-1, keepdims=True)
-    common = _ratio(gone.sum(axis=-1, keepdims=True), total)
+    common = _ratio(lost_tokens.sum(axis=-1, keepdims=True), total)
     free = (count > 0).sum(axis=-1) - 1
-    told = (free > 0) & (common > 0).all(axis=-1) & (common < 1).all(axis=-1)
-    scale = np.where(told[..., np.newaxis], common * (1 - common), 1.0)
-    spread = (count * (_ratio(gone, count) - common) ** 2 / scale).sum(axis=-1)
-    room = (total[..., 0] - _ratio((count**2).sum(axis=-1), total[..., 0]))[told].sum()
-    chance = float(free[told].sum())
+    varies = (free > 0) & (common > 0).all(axis=-1) & (common < 1).all(axis=-1)
+    scale = np.where(varies[..., np.newaxis], common * (1 - common), 1.0)
+    spread = (count * (_ratio(lost_tokens, count) - common) ** 2 / scale).sum(axis=-1)
+    room = (total[..., 0] - _ratio((count**2).sum(axis=-1), total[..., 0]))[varies].sum()
+    chance = float(free[varies].sum())
     if room <= chance:
         return math.inf
-    rho = float((spread[told].sum() - chance) / (room - chance))
+    rho = float((spread[varies].sum() - chance) / (room - chance))
     return math.inf if rho <= 0 else max(0.0, 1 / rho - 1)
 
 
 def shrunken_rates(
-    n: ArrayLike,
-    n_lost: ArrayLike,
-    strength: float | None = None,
-    toward: ArrayLike | None = None,
+    n: ArrayLike, n_lost: ArrayLike, strength: float | None = None, toward: ArrayLike | None = None
 ) -> Floats:
     """Return the loss rate of each cell, drawn to a common rate.
 
@@ -202,31 +168,26 @@ def shrunken_rates(
     token has the common rate.
 
     Args:
-        n: computed tokens of each cell, any shape.
         strength: tokens that the common rate counts for, at least 0, may be infinite.
         toward: the common rates, of a shape that fits; that of all cells by default.
-
-    Raises:
-        ValueError: no token at all, shapes that differ, a value that is not finite, more lost than
-            computed, a negative strength, or a rate outside [0, 1] to draw toward.
     """
-    count, gone = _counts(n, n_lost)
+    count, lost_tokens = _counts(n, n_lost)
     if count.sum() <= 0:
         raise ValueError("no cell has a token")
-    common = gone.sum() / count.sum() if toward is None else as_floats(toward, "toward")
+    common = lost_tokens.sum() / count.sum() if toward is None else as_floats(toward, "toward")
     if np.any((common < 0) | (common > 1)):
         raise ValueError("rates to draw toward must lie in [0, 1]")
-    found = np.broadcast_to(common, count.shape).astype(np.float64)
+    shrunken = np.broadcast_to(common, count.shape).astype(np.float64)
     if strength is None:
         flat = toward is None
-        strength = prior_strength(*((c.ravel() if flat else c) for c in (count, gone)))
+        strength = prior_strength(*((c.ravel() if flat else c) for c in (count, lost_tokens)))
     if not strength >= 0:
         raise ValueError(f"strength is {strength}; expected at least 0")
     if math.isinf(strength):
-        return found
+        return shrunken
     mass = count + strength
-    np.divide(gone + strength * found, mass, out=found, where=mass > 0)
-    return found
+    np.divide(lost_tokens + strength * shrunken, mass, out=shrunken, where=mass > 0)
+    return shrunken
 
 
 def nested_rates(n: ArrayLike, n_lost: ArrayLike) -> Floats:
@@ -234,19 +195,12 @@ def nested_rates(n: ArrayLike, n_lost: ArrayLike) -> Floats:
 
     Two stages of `shrunken_rates`: what differs between rows is kept where cells alone are too
     small to show it.
-
-    Args:
-        n: ``(n_rows, n_cells)``, computed tokens.
-        n_lost: ``(n_rows, n_cells)``, lost ones.
-
-    Raises:
-        ValueError: as `shrunken_rates`.
     """
-    count, gone = _counts(n, n_lost)
+    count, lost_tokens = _counts(n, n_lost)
     if count.ndim != 2:
         raise ValueError(f"counts have shape {count.shape}; expected (n_rows, n_cells)")
-    rows = shrunken_rates(count.sum(axis=1), gone.sum(axis=1))
-    return shrunken_rates(count, gone, toward=rows[:, np.newaxis])
+    rows = shrunken_rates(count.sum(axis=1), lost_tokens.sum(axis=1))
+    return shrunken_rates(count, lost_tokens, toward=rows[:, np.newaxis])
 
 
 def inverse_probability(n: ArrayLike, n_lost: ArrayLike, rates: ArrayLike) -> Floats | None:
@@ -261,16 +215,11 @@ def inverse_probability(n: ArrayLike, n_lost: ArrayLike, rates: ArrayLike) -> Fl
     which is at least as precise as the true propensity (Hirano, Imbens & Ridder 2003).
 
     Args:
-        n: computed tokens of each cell, any shape.
         rates: share lost of each cell, below 1 where a row is stored.
-
-    Raises:
-        ValueError: shapes that differ, a value that is not finite, more lost than computed, or a
-            rate outside [0, 1) where a row is stored.
     """
-    count, gone = _counts(n, n_lost)
+    count, lost_tokens = _counts(n, n_lost)
     rate = as_floats(rates, "rates", count.shape)
-    stored = count - gone
+    stored = count - lost_tokens
     if stored.sum() <= 0:
         return None
     if np.any((rate < 0) | (rate >= 1) & (stored > 0)):
@@ -285,7 +234,7 @@ def _ratio(part: Floats, whole: Floats) -> Floats:
 
 def _counts(n: ArrayLike, n_lost: ArrayLike) -> tuple[Floats, Floats]:
     count = as_floats(n, "n")
-    gone = as_floats(n_lost, "n_lost", count.shape)
-    if np.any(gone < 0) or np.any(gone > count):
+    lost_tokens = as_floats(n_lost, "n_lost", count.shape)
+    if np.any(lost_tokens < 0) or np.any(lost_tokens > count):
         raise ValueError("lost tokens must lie between 0 and the computed tokens of each cell")
-    return count, gone
+    return count, lost_tokens

@@ -1,13 +1,11 @@
-"""Accounting: the tables of every run add up, to the position, and so does what quotes them.
-
-Canaries as well: no stored row belongs to another request, as far as replays say.
-"""
+"""Accounting: the tables of every run add up, to the position, and so does what quotes them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.dataset.account import TOTALS, Account, Census
-from actds.dataset.columns import COLUMNS, MAX_FINDINGS_PER_CODE
+from actds.dataset.columns import COLUMNS
 from actds.dataset.ledger import ChainState
 from actds.dataset.reading import CENSUS_TABLES, Catalog
 from actds.errors import ActdsError, Finding
 from actds.format import tables
-from actds.format.positions import pair_key, position_key, split_key
+from actds.format.positions import pair_key, split_key
 from actds.format.schema import PartBody, Seal, ShardManifest
 from actds.format.shard import TOKENS, Shard, row_order, row_set_sha256
 from actds.store import layout
@@ -29,8 +27,6 @@ MIN_STEPS_TO_JUDGE_ORDER = 16
 """A random order of so many steps is sorted by chance less than once in 10**13 shards."""
 _READ_ALONE: tuple[tables.TableName, ...] = ("stalls", "occupancy", "roles", "origins", "sampled")
 """Tables that the account does not need; that they can be read is checked all the same."""
-CANARY_VERDICTS = ("same", "diverged", "foreign")
-CANARY_COLUMNS = ["request", "position", "hook", "verdict"]
 
 
 @dataclass(frozen=True)
@@ -38,8 +34,6 @@ class RunAccount:
     """The account of one run.
 
     Args:
-        run: the run.
-        account: what became of its positions.
         complete: whether every table could be read, so that totals may be compared.
         n_dropped: positions in the parts of the drop log, by the chain that committed them.
     """
@@ -59,20 +53,17 @@ def check_accounting(
         catalog: the dataset; notes E203, E206, E404 to E415 and whatever a table is wrong in.
         progress: called with the rows of each token table that is done.
 
-    Returns:
-        The accounts, by run.
-
     Spec: 0.1 section 7.
     """
     accounts = []
     for run in catalog.runs_with_data:
         if all(catalog.parts.get((run, table)) for table in CENSUS_TABLES):
             accounts.append(_check_run(catalog, run, progress))
-    for one in accounts:
-        if one.complete:
-            _check_close_totals(catalog, one)
-    every_run = [one.run for one in accounts] == catalog.runs_with_data
-    if catalog.is_sealed and every_run and all(one.complete for one in accounts):
+    for account in accounts:
+        if account.complete:
+            _check_close_totals(catalog, account)
+    every_run = [account.run for account in accounts] == catalog.runs_with_data
+    if catalog.is_sealed and every_run and all(account.complete for account in accounts):
         with catalog.findings.noting("accounting"):
             _check_seals(catalog, accounts)
     return accounts
@@ -86,30 +77,30 @@ def _check_run(catalog: Catalog, run: str, progress: Callable[[int], None]) -> R
     accounts = []
     row_sets = catalog.row_sets(run)
     for hooks, shards in row_sets:
-        one = census.account(reader.tokens(shards))
+        account = census.account(reader.tokens(shards))
         suffix = f" (hooks {', '.join(hooks)})" if len(row_sets) > 1 else ""
-        findings = [_named(finding, suffix) for finding in one.findings]
-        accounts.append(replace(one, findings=findings))
+        findings = [_named(finding, suffix) for finding in account.findings]
+        accounts.append(replace(account, findings=findings))
     complete = not reader.broken and run not in catalog.incomplete
     if complete:
         reader.check_flags()
         # With a table missing, what then lacks a row is no second fault.
-        found = dict.fromkeys(finding for one in accounts for finding in one.findings)
-        for finding in found:
+        noted = dict.fromkeys(finding for account in accounts for finding in account.findings)
+        for finding in noted:
             catalog.findings.take("accounting", finding)
     return RunAccount(run, accounts[0], complete, _dropped_by_chain(catalog, run, reader.n_dropped))
 
 
 def _dropped_by_chain(catalog: Catalog, run: str, n_dropped: dict[str, int]) -> dict[str, int]:
     """Return how many positions each chain of a run logged as dropped, from those of each part."""
-    found: dict[str, int] = {}
-    for chain in (one for one in catalog.chains.values() if n_dropped and one.run == run):
+    dropped: dict[str, int] = {}
+    for chain in (state for state in catalog.chains.values() if n_dropped and state.run == run):
         for record in (record for record in chain.records if record.type == "part"):
             body = record.typed_body()
             assert isinstance(body, PartBody)
             if body.file.path in n_dropped:
-                found[chain.chain] = found.get(chain.chain, 0) + n_dropped[body.file.path]
-    return found
+                dropped[chain.chain] = dropped.get(chain.chain, 0) + n_dropped[body.file.path]
+    return dropped
 
 
 def _named(finding: Finding, suffix: str) -> Finding:
@@ -118,8 +109,6 @@ def _named(finding: Finding, suffix: str) -> Finding:
 
 
 class _Tables:
-    """Reads the tables of a run once each: hashed, then parsed, then judged by themselves."""
-
     def __init__(self, catalog: Catalog, run: str, progress: Callable[[int], None]) -> None:
         self.catalog = catalog
         self.run = run
@@ -133,7 +122,6 @@ class _Tables:
         self._n_more = 0
 
     def table(self, name: tables.TableName) -> pa.Table:
-        """Return what accounting reads of a table, without the parts that cannot be read."""
         kept = COLUMNS.get(name, [])
         parts = [tables.empty(name).select(kept)]
         for body in self.catalog.parts.get((self.run, name), []):
@@ -148,7 +136,6 @@ class _Tables:
         return pa.concat_tables(parts)
 
     def tokens(self, shards: list[Shard]) -> Iterator[pa.Table]:
-        """Yield the token table of each shard, without those that cannot be read."""
         for manifest in (shard.manifest for shard in shards):
             path = f"{layout.shard_dir(manifest.shard)}/{TOKENS}"
             table = self._read("tokens", path)
@@ -203,49 +190,37 @@ class _Tables:
 def check_shard_tokens(
     catalog: Catalog, manifest: ShardManifest, table: pa.Table, path: str
 ) -> None:
-    """Check a token table against what the manifest says about its rows."""
     place = layout.manifest_path(manifest.shard)
     if table.num_rows != manifest.n_rows:
-        catalog.findings.add(
-            "integrity",
-            "E203",
-            path,
+        got, expected = (
             f"{table.num_rows} token rows",
             f"{manifest.n_rows} rows, as in the manifest",
         )
+        catalog.findings.add("integrity", "E203", path, got, expected)
         catalog.incomplete.add(manifest.run)
         return
+    note = partial(catalog.findings.add, "accounting")
     wrong = np.flatnonzero(pc.not_equal(table["phase"], manifest.phase).to_numpy())
     if len(wrong):
-        catalog.findings.add(
-            "accounting",
-            "E414",
-            f"{path} row {wrong[0]} phase",
-            f"{table['phase'][int(wrong[0])].as_py()!r:.20} in {len(wrong)} rows",
-            f"{manifest.phase}, the phase of the shard",
-        )
+        got = f"{table['phase'][int(wrong[0])].as_py()!r:.20} in {len(wrong)} rows"
+        expected = f"{manifest.phase}, the phase of the shard"
+        note("E414", f"{path} row {wrong[0]} phase", got, expected)
     step = table["step"].to_numpy()
-    got = (int(step.min()), int(step.max()))
-    if got != (manifest.first_step, manifest.last_step):
-        catalog.findings.add(
-            "accounting",
-            "E415",
-            f"{place} first_step, last_step",
-            f"{manifest.first_step}, {manifest.last_step}",
-            f"{got[0]}, {got[1]}, as in the token table",
-        )
+    got, expected = (
+        f"{first}, {last}"
+        for first, last in ((manifest.first_step, manifest.last_step), (step.min(), step.max()))
+    )
+    if got != expected:
+        note("E415", f"{place} first_step, last_step", got, f"{expected}, as in the token table")
     digest = row_set_sha256(table["request"].to_numpy(), table["position"].to_numpy())
     if digest != manifest.row_set_sha256:
-        catalog.findings.add(
-            "accounting", "E415", f"{place} row_set_sha256", manifest.row_set_sha256, digest
-        )
+        note("E415", f"{place} row_set_sha256", manifest.row_set_sha256, digest)
     _check_order(catalog, manifest, step, place)
 
 
 def _check_order(
     catalog: Catalog, manifest: ShardManifest, step: npt.NDArray[np.uint64], place: str
 ) -> None:
-    """Check that a sequence is one, and that what is permuted does not stand in its old order."""
     if manifest.order == "sequence" and not _is_sorted(step):
         expected = "rows in the order of their steps"
         catalog.findings.add("accounting", "E415", f"{place} order", "sequence", expected)
@@ -254,20 +229,16 @@ def _check_order(
     before = np.empty_like(step)
     before[row_order(len(step), manifest.permutation_seed)] = step
     if _is_sorted(step) and not _is_sorted(before):
-        catalog.findings.add(
-            "accounting",
-            "E415",
-            f"{place} order",
-            "rows in the order of their steps",
-            f"the permutation of seed {manifest.permutation_seed}",
-        )
+        expected = f"the permutation of seed {manifest.permutation_seed}"
+        got = "rows in the order of their steps"
+        catalog.findings.add("accounting", "E415", f"{place} order", got, expected)
 
 
 def _is_sorted(values: npt.NDArray[np.uint64]) -> bool:
     return bool((values[1:] >= values[:-1]).all())
 
 
-def _check_close_totals(catalog: Catalog, one: RunAccount) -> None:
+def _check_close_totals(catalog: Catalog, account: RunAccount) -> None:
     """Check what the chains of a run say that they counted, whatever their number.
 
     Losses of a writer that was fenced are known as far as it logged them: a warning (E421).
@@ -275,13 +246,13 @@ def _check_close_totals(catalog: Catalog, one: RunAccount) -> None:
     Spec: 0.1 sections 8.2 and 8.3.
     """
     required: dict[str, Set[str]]
-    for chain in (chain for chain in catalog.chains.values() if chain.run == one.run):
+    for chain in (chain for chain in catalog.chains.values() if chain.run == account.run):
         if chain.kind == "census":
-            expected = _census_totals(one)
+            expected = _census_totals(account)
             required = {"finished": expected.keys(), "interrupted": expected.keys()}
             _compare_close(catalog, chain, expected, required)
         elif chain.kind == "writer":
-            expected = _writer_totals(catalog, one, chain)
+            expected = _writer_totals(catalog, account, chain)
             # A writer that was cut off has not seen every step.
             always = expected.keys() - {"recomputed_tokens"}
             required = {"finished": expected.keys(), "interrupted": always}
@@ -294,35 +265,29 @@ def _check_close_totals(catalog: Catalog, one: RunAccount) -> None:
 
 
 def _compare_close(
-    catalog: Catalog,
-    chain: ChainState,
-    expected: dict[str, int],
-    required: Mapping[str, Set[str]],
+    catalog: Catalog, chain: ChainState, expected: dict[str, int], required: Mapping[str, Set[str]]
 ) -> None:
-    """Compare the totals of a close, of which some have to be there for some reasons of the end."""
     if chain.close is not None:
         place = layout.record_path(chain.chain, len(chain.records) - 1)
         names = required.get(chain.close.reason, set())
         _compare_totals(catalog, place, chain.close.totals, expected, names)
 
 
-def _census_totals(one: RunAccount) -> dict[str, int]:
-    """Return what a census counts: the whole run, also the one that continued a fenced one."""
-    totals = one.account.totals
+def _census_totals(account: RunAccount) -> dict[str, int]:
+    totals = account.account.totals
     counts = {"requests": totals["requests"], "scheduled_tokens": totals["scheduled"]}
     return counts | {name: totals[name] for name in tables.DISPOSITIONS}
 
 
-def _writer_totals(catalog: Catalog, one: RunAccount, chain: ChainState) -> dict[str, int]:
-    """Return what a writer counts: rows and drops that it committed, and what it saw recomputed."""
+def _writer_totals(catalog: Catalog, account: RunAccount, chain: ChainState) -> dict[str, int]:
     of_hooks: Counter[str] = Counter()
-    for manifest in (*catalog.shards_by_run[one.run], *catalog.replaced):
+    for manifest in (*catalog.shards_by_run[account.run], *catalog.replaced):
         if manifest.chain == chain.chain:
             of_hooks.update(dict.fromkeys(manifest.hooks, manifest.n_rows))
     return {
         "rows": max(of_hooks.values(), default=0),
-        "dropped_tokens": one.n_dropped.get(chain.chain, 0),
-        "recomputed_tokens": one.account.totals["recomputed"],
+        "dropped_tokens": account.n_dropped.get(chain.chain, 0),
+        "recomputed_tokens": account.account.totals["recomputed"],
     }
 
 
@@ -333,46 +298,32 @@ def _compare_totals(
     expected: Mapping[str, int],
     required: Set[str],
 ) -> None:
-    """Compare the totals that stand in a document; note those that have to and do not."""
+    note = partial(catalog.findings.add, "accounting", "E415")
     for name, value in expected.items():
         if name in got and got[name] != value:
-            catalog.findings.add(
-                "accounting",
-                "E415",
-                f"{place} totals {name}",
-                str(got[name]),
-                f"{value}, as in the tables",
-            )
+            note(f"{place} totals {name}", str(got[name]), f"{value}, as in the tables")
         elif name not in got and name in required:
-            catalog.findings.add("accounting", "E415", f"{place} totals", f"no {name}", f"{value}")
+            note(f"{place} totals", f"no {name}", f"{value}")
 
 
 def _check_seals(catalog: Catalog, accounts: list[RunAccount]) -> None:
-    """Check totals and multiplicity of every seal, against the runs whose chains it names.
-
-    Raises:
-        ActdsError: as reading a pinned table.
-    """
+    """Check totals and multiplicity of every seal, against the runs whose chains it names."""
     for seal in catalog.seals:
         named = {catalog.chains[chain].run for chain in seal.heads if chain in catalog.chains}
-        mine = [one for one in accounts if one.run in named]
-        totals = {name: sum(one.account.totals[name] for one in mine) for name in TOTALS}
+        sealed = [account for account in accounts if account.run in named]
+        totals = {name: sum(account.account.totals[name] for account in sealed) for name in TOTALS}
         _compare_totals(catalog, layout.seal_path(seal.n), seal.totals, totals, totals.keys())
-        _check_multiplicity(catalog, seal, mine)
+        _check_multiplicity(catalog, seal, sealed)
 
 
 def _check_multiplicity(catalog: Catalog, seal: Seal, accounts: list[RunAccount]) -> None:
-    """Check the multiplicity table of a seal against what the references imply.
-
-    Raises:
-        ActdsError: as reading a pinned table.
-    """
+    """Check the multiplicity table of a seal against what the references imply."""
     path = layout.multiplicity_path(seal.n)
     if path in catalog.unsound or path not in catalog.files:
         return
     stored = catalog.read_table("multiplicity", path)
     implied = pa.concat_tables(
-        [tables.empty("multiplicity"), *(one.account.multiplicity for one in accounts)]
+        [tables.empty("multiplicity"), *(account.account.multiplicity for account in accounts)]
     )
     order = [("run", "ascending"), ("request", "ascending"), ("start", "ascending")]
     implied = implied.sort_by(order)
@@ -384,12 +335,12 @@ def _check_multiplicity(catalog: Catalog, seal: Seal, accounts: list[RunAccount]
     )
     n = min(stored.num_rows, implied.num_rows)
     differ = [
-        np.flatnonzero(one[:n] != other[:n]) for one, other in zip(got, expected, strict=True)
+        np.flatnonzero(account[:n] != other[:n])
+        for account, other in zip(got, expected, strict=True)
     ]
     row = min((int(where[0]) for where in differ if len(where)), default=n)
-    catalog.findings.add(
-        "accounting", "E413", f"{path} row {row}", _entry(stored, row), _entry(implied, row)
-    )
+    entries = _entry(stored, row), _entry(implied, row)
+    catalog.findings.add("accounting", "E413", f"{path} row {row}", *entries)
 
 
 def _entry(table: pa.Table, row: int) -> str:
@@ -402,37 +353,21 @@ def _entry(table: pa.Table, row: int) -> str:
     )
 
 
-def check_canary(catalog: Catalog) -> None:
-    """Check the canary table of every run that has one.
-
-    Args:
-        catalog: the dataset; notes E418 for a row of another request, E414 for a line that
-            names no stored row.
-
-    Spec: 0.1 section 7.9.
-    """
-    for run in catalog.runs_with_data:
-        paths = {body.file.path for body in catalog.parts.get((run, "canary"), [])}
-        if not paths or paths & catalog.unsound:
-            continue
-        try:
-            canary = read_parts(catalog, run, "canary", CANARY_COLUMNS)
-            spans = catalog.sound_table(run, "spans")
-        except ActdsError as error:
-            catalog.findings.take("integrity", error)
-            continue
-        _check_words(catalog, run, canary)
-        _check_foreign(catalog, run, canary)
-        if spans is not None and run not in catalog.incomplete:
-            _check_stored(catalog, run, canary, spans)
-
-
-def read_parts(catalog: Catalog, run: str, name: tables.TableName, columns: list[str]) -> pa.Table:
-    """Return columns of a table; notes E203 for a part of another length than was committed.
+def sound_tables(catalog: Catalog, run: str, *names: tables.TableName) -> list[pa.Table]:
+    """Return tables of a run; none where one is unsound, or what it should hold is not known.
 
     Raises:
         ActdsError: as ``Catalog.read_table``.
     """
+    if run in catalog.incomplete:
+        return []
+    read = [catalog.sound_table(run, name) for name in names]
+    sound = [table for table in read if table is not None]
+    return sound if len(sound) == len(names) else []
+
+
+def read_parts(catalog: Catalog, run: str, name: tables.TableName, columns: list[str]) -> pa.Table:
+    """Return columns of a table; notes E203 for a part of another length than was committed."""
     parts = [tables.empty(name).select(columns)]
     for body in catalog.parts.get((run, name), []):
         path = body.file.path
@@ -445,68 +380,3 @@ def read_parts(catalog: Catalog, run: str, name: tables.TableName, columns: list
 def _check_n_rows(catalog: Catalog, path: str, got: int, expected: int) -> None:
     if got != expected:
         catalog.findings.add("integrity", "E203", path, f"{got} rows", f"{expected} rows")
-
-
-def _check_words(catalog: Catalog, run: str, canary: pa.Table) -> None:
-    hooks = [hook.name for hook in catalog.genesis.hooks]
-    for column, known in (("verdict", CANARY_VERDICTS), ("hook", hooks)):
-        unknown = sorted(set(pc.unique(canary[column]).to_pylist()) - set(known))
-        if unknown:
-            catalog.findings.add(
-                "accounting",
-                "E414",
-                f"canary/{run} {column}",
-                repr(unknown[0])[:80],
-                f"one of {', '.join(known)}",
-            )
-
-
-def _check_foreign(catalog: Catalog, run: str, canary: pa.Table) -> None:
-    """Note each request with a row of another one, at its first such row."""
-    foreign = canary.filter(pc.equal(canary["verdict"], "foreign")).sort_by(
-        [("request", "ascending"), ("position", "ascending")]
-    )
-    request = foreign["request"].to_numpy()
-    _, first, counts = np.unique(request, return_index=True, return_counts=True)
-    some = slice(0, MAX_FINDINGS_PER_CODE)
-    if len(first) > MAX_FINDINGS_PER_CODE:
-        got = f"{len(first) - MAX_FINDINGS_PER_CODE} further requests with such rows"
-        catalog.findings.add("accounting", "E418", f"canary/{run}", got, "none")
-    for at, count in zip(first[some].tolist(), counts[some].tolist(), strict=True):
-        row = foreign.slice(at, 1).to_pylist()[0]
-        more = f" (and {count - 1} more rows)" if count > 1 else ""
-        catalog.findings.add(
-            "accounting",
-            "E418",
-            f"canary/{run} request {row['request']} position {row['position']} "
-            f"hook {row['hook']}{more}",
-            "a row far from its replay",
-            "the row of the request that it is stored under",
-        )
-
-
-def _check_stored(catalog: Catalog, run: str, canary: pa.Table, spans: pa.Table) -> None:
-    """Note lines whose position has no row, neither its own nor a referenced one."""
-    own = pc.equal(spans["disposition"], "captured")
-    referenced = pc.and_(
-        pc.equal(spans["disposition"], "cache_ref"), pc.is_valid(spans["ref_request"])
-    )
-    stored = spans.filter(pc.or_(own, referenced))
-    start, stop = (position_key(stored["request"], stored[name]) for name in ("start", "stop"))
-    order = np.argsort(start, kind="stable")
-    start, stop = start[order], stop[order]
-    key = position_key(canary["request"], canary["position"])
-    at = np.searchsorted(start, key, side="right") - 1
-    missing = at < 0
-    missing[~missing] = key[~missing] >= stop[at[~missing]]
-    where = np.flatnonzero(missing)
-    if len(where):
-        row = canary.slice(int(where[0]), 1).to_pylist()[0]
-        more = f" (and {len(where) - 1} more rows)" if len(where) > 1 else ""
-        catalog.findings.add(
-            "accounting",
-            "E414",
-            f"canary/{run} request {row['request']} position {row['position']}{more}",
-            "a canary of a position without a row",
-            "a captured position, or a reference to one",
-        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -16,16 +15,6 @@ from actds.executor import ExecutorName, open_executor
 from actds.format import arrays
 from actds.format.schema import ShardManifest
 from actds.store import Store, file_sha256, layout, local_folder
-
-__all__ = [
-    "Stamp",
-    "check_array",
-    "check_digests",
-    "check_group",
-    "check_indexes",
-    "check_structure",
-    "stamp",
-]
 
 MAX_UNREACHABLE = 20
 BATCH_NBYTES, BATCH_FILES = 1 << 24, 64
@@ -60,7 +49,7 @@ def _check_unreachable(catalog: Catalog) -> None:
         with catalog.findings.noting("structure"):
             catalog.store.exists(path)  # E107 when it is a link or a folder
     committed = {layout.shard_dir(manifest.shard) for manifest in catalog.shards}
-    stray: list[str] = []
+    stray, note = list[str](), partial(catalog.findings.add, "structure")
     for path in catalog.store.list():
         if path in known:
             continue
@@ -68,22 +57,18 @@ def _check_unreachable(catalog: Catalog) -> None:
         folder = "/".join(path.split("/")[:2])
         if not _is_regular(catalog, path):
             got = "a link, or no regular file"
-            catalog.findings.add("structure", "E107", shown, got, "regular files only")
+            note("E107", shown, got, "regular files only")
         elif layout.is_of_the_hub(path) or folder in catalog.opaque:
             continue  # its document is the finding; what it would name is not known
         elif folder in committed:
-            catalog.findings.add(
-                "structure", "E105", shown, "a file", "no file: the manifest lacks it"
-            )
+            note("E105", shown, "a file", "no file: the manifest lacks it")
         else:
             stray.append(shown)
     for shown in stray[:MAX_UNREACHABLE]:
-        catalog.findings.add(
-            "structure", "E105", shown, "a file", "no file: nothing names it", "warning"
-        )
+        note("E105", shown, "a file", "no file: nothing names it", "warning")
     if len(stray) > MAX_UNREACHABLE:
         more = f"{len(stray) - MAX_UNREACHABLE} further files"
-        catalog.findings.add("structure", "E105", ".", more, "none: nothing names them", "warning")
+        note("E105", ".", more, "none: nothing names them", "warning")
 
 
 def _is_regular(catalog: Catalog, path: str) -> bool:
@@ -95,23 +80,17 @@ def _is_regular(catalog: Catalog, path: str) -> bool:
 
 
 def check_group(catalog: Catalog, manifest: ShardManifest) -> None:
-    """Check the metadata of a shard's zarr group; notes E108."""
     path = f"{layout.shard_dir(manifest.shard)}/acts.zarr/zarr.json"
     if path in catalog.unsound:
         return
     with catalog.findings.noting("integrity"):
         if catalog.file(path) != arrays.group_metadata():
-            catalog.findings.add(
-                "structure", "E108", path, "other metadata", "the fixed group metadata"
-            )
+            got, expected = "other metadata", "the fixed group metadata"
+            catalog.findings.add("structure", "E108", path, got, expected)
 
 
 def check_array(catalog: Catalog, manifest: ShardManifest, hook: str) -> None:
-    """Check the metadata of a hook's array in a shard; notes E108, E203.
-
-    Raises:
-        ActdsError: E108 it is no metadata of the spec.
-    """
+    """Check the metadata of a hook's array in a shard; notes E108, E203."""
     path = f"{layout.shard_dir(manifest.shard)}/{layout.array_dir(hook)}/zarr.json"
     if path in catalog.unsound:
         return
@@ -122,32 +101,18 @@ def check_array(catalog: Catalog, manifest: ShardManifest, hook: str) -> None:
         catalog.findings.take("integrity", error)
         return
     shape = arrays.parse_metadata(data, path)
-    told = next(entry for entry in catalog.genesis.hooks if entry.name == hook)
-    got, expected = (shape.dtype.name, shape.d_model), (told.dtype, told.d_model)
+    declared = next(entry for entry in catalog.genesis.hooks if entry.name == hook)
+    got, expected = (shape.dtype.name, shape.d_model), (declared.dtype, declared.d_model)
     if got != expected:
-        catalog.findings.add(
-            "structure",
-            "E108",
-            path,
-            f"{got[0]} of {got[1]} channels",
-            f"{expected[0]} of {expected[1]}, as in {layout.GENESIS}",
-        )
+        words = f"{expected[0]} of {expected[1]}, as in {layout.GENESIS}"
+        catalog.findings.add("structure", "E108", path, f"{got[0]} of {got[1]} channels", words)
     if shape.n_rows != manifest.n_rows:
         catalog.findings.add(
             "integrity", "E203", path, f"{shape.n_rows} rows", f"{manifest.n_rows}, as the manifest"
         )
 
 
-@dataclass(frozen=True)
-class _Digest:
-    """The digest of a file, or the error that there was instead."""
-
-    sha256: str
-    error: ActdsError | None = None
-
-
 def stamp(store: Store, path: str) -> Stamp | None:
-    """Return what changes when a file does; None where the store has no such thing."""
     folder = local_folder(store.uri)
     if folder is None:
         return None
@@ -169,7 +134,6 @@ def check_digests(
     Args:
         catalog: the dataset; notes E202, and E104 for what cannot be read.
         progress: called with the bytes of files that are done.
-        executor: where the files are read.
         known: files whose digest was checked before, each as it was then: one that has not
             changed since is not read again.
 
@@ -182,14 +146,13 @@ def check_digests(
     n_workers = max(min(8, os.cpu_count() or 1), catalog.store.n_readers)
     with open_executor(executor, n_workers if executor == "threads" else None) as on:
         digests = on.map(partial(_digests, catalog.store), batches)
-        for batch, found in zip(batches, digests, strict=True):
+        for batch, of_batch in zip(batches, digests, strict=True):
             progress(sum(catalog.files[path].nbytes for path in batch))
-            for path, got in zip(batch, found, strict=True):
+            for path, got in zip(batch, of_batch, strict=True):
                 _compare_digest(catalog, path, got)
 
 
 def _batches(catalog: Catalog, paths: list[str]) -> Iterator[list[str]]:
-    """Yield paths in batches that are worth a trip to another process."""
     batch, nbytes = list[str](), 0
     for path in paths:
         batch.append(path)
@@ -201,31 +164,29 @@ def _batches(catalog: Catalog, paths: list[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def _compare_digest(catalog: Catalog, path: str, got: _Digest) -> None:
-    entry, error = catalog.files[path], got.error
-    if error is not None:
-        catalog.findings.add("integrity", error.code, path, error.got, error.expected)
-    elif got.sha256 != entry.sha256:
-        catalog.findings.add("integrity", "E202", path, f"sha256 {got.sha256}", entry.sha256)
-    else:
+def _compare_digest(catalog: Catalog, path: str, got: str | ActdsError) -> None:
+    expected = catalog.files[path].sha256
+    if got == expected:
         return
+    if isinstance(got, ActdsError):
+        catalog.findings.add("integrity", got.code, path, got.got, got.expected)
+    else:
+        catalog.findings.add("integrity", "E202", path, f"sha256 {got}", expected)
     catalog.unsound.add(path)
 
 
-def _digests(store: Store, paths: list[str]) -> list[_Digest]:
-    """Return the digest of each file."""
+def _digests(store: Store, paths: list[str]) -> list[str | ActdsError]:
     return [_digest(store, path) for path in paths]
 
 
-def _digest(store: Store, path: str) -> _Digest:
-    """Return the digest of a file, or why it has none."""
+def _digest(store: Store, path: str) -> str | ActdsError:
     try:
-        return _Digest(file_sha256(store, path))
+        return file_sha256(store, path)
     except ActdsError as error:
-        return _Digest("", error)
+        return error
     except (OSError, EOFError) as error:
         got = getattr(error, "strerror", None) or str(error)
-        return _Digest("", ActdsError("E104", path, got=got, expected="a readable file"))
+        return ActdsError("E104", path, got=got, expected="a readable file")
 
 
 def check_indexes(catalog: Catalog) -> None:

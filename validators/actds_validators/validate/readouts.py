@@ -26,7 +26,7 @@ from actds.format.readouts import Readouts, compute, load_probes, matrix, readou
 from actds.format.schema import Hook
 from actds.format.shard import TOKENS
 from actds.store import layout
-from actds_validators.validate.accounting import read_parts
+from actds_validators.validate.accounting import read_parts, sound_tables
 
 Ints = npt.NDArray[np.int64]
 TOLERANCE = 1e-4
@@ -42,11 +42,7 @@ VALUES = ["norm", "projections", "probes"]
 
 
 class HookReadouts:
-    """The readouts of one hook of a run, found by request, position and step.
-
-    Args:
-        table: their rows, at least the key columns and the tokens.
-    """
+    """The readouts of one hook of a run, found by request, position and step."""
 
     def __init__(self, table: pa.Table) -> None:
         self.table = table
@@ -57,40 +53,32 @@ class HookReadouts:
 
     @property
     def first_twin(self) -> dict[str, int] | None:
-        """Return the key of a row that stands twice, ``None`` when all are different."""
         twin = (self._key[1:] == self._key[:-1]) & (self._step[1:] == self._step[:-1])
-        found = np.flatnonzero(twin)
-        return self.key_at(int(self._order[found[0]])) if len(found) else None
+        repeated = np.flatnonzero(twin)
+        return self.key_at(int(self._order[repeated[0]])) if len(repeated) else None
 
     def key_at(self, row: int) -> dict[str, int]:
-        """Return request, position and step of a row."""
         return {name: int(self.table[name][row].as_py()) for name in KEYS}
 
     def find(self, table: pa.Table) -> Ints:
-        """Return the row of each key, -1 where there is none.
-
-        Args:
-            table: columns request, position and step.
-        """
+        """Return the row of each key, -1 where there is none."""
         key = keys_of(table)
         step = table["step"].to_numpy().astype(np.int64)
         first = np.searchsorted(self._key, key, "left")
         last = np.searchsorted(self._key, key, "right")
-        found = np.full(len(key), -1, np.int64)
+        rows = np.full(len(key), -1, np.int64)
         # A position was computed more than once only after a preemption.
         for attempt in range(int((last - first).max(initial=0))):
             at = np.minimum(first + attempt, len(self._key) - 1)
             hit = (first + attempt < last) & (self._step[at] == step)
-            found[hit] = self._order[at[hit]]
-        return found
+            rows[hit] = self._order[at[hit]]
+        return rows
 
     def of_rows(self, tokens: pa.Table) -> HookReadouts:
-        """Return those of some rows; of a row without any there is none."""
-        found = self.find(tokens)
-        return HookReadouts(self.table.take(pa.array(found[found >= 0])))
+        rows = self.find(tokens)
+        return HookReadouts(self.table.take(pa.array(rows[rows >= 0])))
 
     def values(self, rows: Ints) -> npt.NDArray[np.float32]:
-        """Return the readouts of rows, float32 ``(n, width)``."""
         taken = self.table.take(pa.array(rows))
         parts = [taken["norm"].to_numpy()[:, None]]
         for name in VALUES[1:]:
@@ -104,8 +92,6 @@ class RunReadouts:
     """The readouts of a run.
 
     Args:
-        hooks: by hook.
-        readouts: which they are.
         probes: the user's probes of each hook, ``(n_probes, d_model)``; empty when there are none,
             or values are not wanted.
     """
@@ -115,7 +101,6 @@ class RunReadouts:
     probes: dict[str, npt.NDArray[np.float32]]
 
     def of_rows(self, tokens: pa.Table, hooks: Iterable[str]) -> RunReadouts:
-        """Return those of some rows, given by request, position and step, at some hooks."""
         return replace(self, hooks={name: self.hooks[name].of_rows(tokens) for name in hooks})
 
     def packed(self, hook: str, d_model: int) -> npt.NDArray[np.float32]:
@@ -123,8 +108,8 @@ class RunReadouts:
         if hook not in self._packed:
             self._packed.clear()
             probes = self.probes.get(hook)
-            one = None if probes is None else probes[None]
-            self._packed[hook] = matrix(self.readouts, one, 1, d_model)[0]
+            of_hook = None if probes is None else probes[None]
+            self._packed[hook] = matrix(self.readouts, of_hook, 1, d_model)[0]
         return self._packed[hook]
 
     @cached_property
@@ -136,7 +121,6 @@ def check_readouts(catalog: Catalog, *, values: bool) -> dict[str, RunReadouts]:
     """Check row set and tokens of the readouts of every run; notes E416, E417.
 
     Args:
-        catalog: the dataset.
         values: whether the values will be compared with the rows.
 
     Returns:
@@ -144,7 +128,7 @@ def check_readouts(catalog: Catalog, *, values: bool) -> dict[str, RunReadouts]:
 
     Spec: 0.1 section 7.8.
     """
-    found: dict[str, RunReadouts] = {}
+    by_run: dict[str, RunReadouts] = {}
     for run in sorted(catalog.runs.keys() & set(catalog.runs_with_data)):
         record = catalog.runs[run]
         if run in catalog.incomplete:
@@ -155,21 +139,20 @@ def check_readouts(catalog: Catalog, *, values: bool) -> dict[str, RunReadouts]:
             parts = catalog.parts.get((run, "readouts"), [])
             if readouts is None:
                 if parts:
-                    catalog.findings.add(
-                        "accounting", "E416", place, "none", "the readouts there are"
-                    )
+                    expected = "the readouts there are"
+                    catalog.findings.add("accounting", "E416", place, "none", expected)
                 continue
-            found[run] = _read_readouts(catalog, run, readouts, values=values)
-            known = _check_rows_covered(catalog, run, found[run])
-            _check_losses_covered(catalog, run, found[run])
-            _check_computed(catalog, run, found[run])
-            _check_tokens(catalog, run, found[run].hooks, known)
-    return found
+            by_run[run] = _read_readouts(catalog, run, readouts, values=values)
+            known = _check_rows_covered(catalog, run, by_run[run])
+            _check_losses_covered(catalog, run, by_run[run])
+            _check_computed(catalog, run, by_run[run])
+            _check_tokens(catalog, run, by_run[run].hooks, known)
+    return by_run
 
 
 def compare(
     findings: Findings,
-    mine: RunReadouts,
+    of_run: RunReadouts,
     hook: str,
     tokens: pa.Table,
     bits: npt.NDArray[Any],
@@ -179,21 +162,15 @@ def compare(
     """Compare the readouts of stored rows with those computed again; notes E417.
 
     Args:
-        findings: take what differs.
-        mine: the readouts of the rows' run.
-        hook: the rows' hook.
-        tokens: their token rows, in the same order.
         bits: their bit patterns ``(n, d_model)``.
-        dtype: type of the values.
-        place: what a finding names.
     """
-    where = mine.hooks[hook].find(tokens)
-    there = np.flatnonzero(where >= 0)  # those without are E416 already
-    rows = arrays.as_ml_dtypes(bits[there], dtype).astype(np.float32)
+    where = of_run.hooks[hook].find(tokens)
+    known = np.flatnonzero(where >= 0)  # those without are E416 already
+    rows = arrays.as_ml_dtypes(bits[known], dtype).astype(np.float32)
     finite = np.isfinite(rows).all(axis=1)
-    there, rows = there[finite], rows[finite]
-    stored = mine.hooks[hook].values(where[there])
-    packed = mine.packed(hook, bits.shape[1])
+    known, rows = known[finite], rows[finite]
+    stored = of_run.hooks[hook].values(where[known])
+    packed = of_run.packed(hook, bits.shape[1])
     want = compute(rows, packed)
     scale = np.concatenate([[1.0], np.linalg.norm(packed, axis=0)])
     norms = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))[:, None]
@@ -209,15 +186,11 @@ def compare(
         return
     row = int(wrong[0])
     column = int(np.argmax(np.abs(stored[row] - want[row]) / scale))
-    key = {name: tokens[name][int(there[row])].as_py() for name in ("request", "position")}
-    findings.add(
-        "values",
-        "E417",
-        f"{place} request {key['request']} position {key['position']} readout {column} "
-        f"(and {len(wrong) - 1} more rows)",
-        f"{stored[row, column]:.6g}",
-        f"{want[row, column]:.6g}, computed from the row",
-    )
+    key = {name: tokens[name][int(known[row])].as_py() for name in ("request", "position")}
+    row_place = f"{place} request {key['request']} position {key['position']} readout {column}"
+    place = f"{row_place} (and {len(wrong) - 1} more rows)"
+    got, expected = f"{stored[row, column]:.6g}", f"{want[row, column]:.6g}, computed from the row"
+    findings.add("values", "E417", place, got, expected)
 
 
 def _read_readouts(catalog: Catalog, run: str, readouts: Readouts, *, values: bool) -> RunReadouts:
@@ -226,9 +199,8 @@ def _read_readouts(catalog: Catalog, run: str, readouts: Readouts, *, values: bo
     hooks = {hook.name: hook for hook in catalog.genesis.hooks}
     unknown = sorted(set(pc.unique(table["hook"]).to_pylist()) - set(hooks))
     if unknown:
-        catalog.findings.add(
-            "accounting", "E416", f"readouts/{run}", f"hook {unknown[0]}", "a known hook"
-        )
+        got, expected = f"hook {unknown[0]}", "a known hook"
+        catalog.findings.add("accounting", "E416", f"readouts/{run}", got, expected)
     if values:
         _check_widths(run, readouts, hooks.values(), table)
     probes = _probes(catalog, run, readouts) if values else {}
@@ -245,11 +217,7 @@ def _read_readouts(catalog: Catalog, run: str, readouts: Readouts, *, values: bo
 
 
 def _check_widths(run: str, readouts: Readouts, hooks: Iterable[Hook], table: pa.Table) -> None:
-    """Check how many numbers a line has, before a matrix of so many columns is made.
-
-    Raises:
-        ActdsError: E103 more than a row is worth; E109 a line with another number.
-    """
+    """Check how many numbers a line has, before a matrix of so many columns is made."""
     widest = max(hook.d_model for hook in hooks)
     if widest * readouts.width > _MAX_MATRIX:
         got = f"{readouts.width} numbers for rows of {widest} channels"
@@ -271,12 +239,8 @@ def _probes(catalog: Catalog, run: str, readouts: Readouts) -> dict[str, npt.NDA
     return {hook.name: probes[n] for n, hook in enumerate(hooks)}
 
 
-def _check_rows_covered(catalog: Catalog, run: str, mine: RunReadouts) -> _Tokens:
-    """Every stored row has its readouts, at every hook, from the step that computed it.
-
-    Returns:
-        The tokens of the rows.
-    """
+def _check_rows_covered(catalog: Catalog, run: str, of_run: RunReadouts) -> _Tokens:
+    """Every stored row has its readouts, at every hook, from the step that computed it."""
     known: list[_Tokens] = [(np.empty(0, np.uint64), np.empty(0, np.int64))]
     for manifest in catalog.shards_by_run[run]:
         path = f"{layout.shard_dir(manifest.shard)}/{TOKENS}"
@@ -285,25 +249,25 @@ def _check_rows_covered(catalog: Catalog, run: str, mine: RunReadouts) -> _Token
         tokens = catalog.read_table("tokens", path, [*KEYS, TOKEN])
         known.append(_tokens(tokens))
         for hook in manifest.hooks:
-            missing = np.flatnonzero(mine.hooks[hook].find(tokens) < 0)
+            missing = np.flatnonzero(of_run.hooks[hook].find(tokens) < 0)
             _note_missing(catalog, f"readouts/{run} {hook}", tokens, missing, path)
     return _joined(known)
 
 
-def _check_losses_covered(catalog: Catalog, run: str, mine: RunReadouts) -> None:
+def _check_losses_covered(catalog: Catalog, run: str, of_run: RunReadouts) -> None:
     """Every row that an overflow policy gave up left its readouts, but for those without room."""
     drops = catalog.sound_table(run, "drops")
     if drops is None:
         return
     unread = pc.equal(drops["drop_reason"], tables.READOUTS_FULL)
-    _check_unread(catalog, run, mine, drops.filter(unread))
+    _check_unread(catalog, run, of_run, drops.filter(unread))
     free = pc.is_in(drops["drop_reason"], pa.array([tables.READOUTS_FULL, tables.FAILED_LOAD]))
     drops = drops.filter(pc.invert(free))
     start, stop = (drops[name].to_numpy().astype(np.int64) for name in ("start", "stop"))
     length = stop - start
     if not len(length) or (length < 0).any():
         return
-    n_lines = max((readouts.table.num_rows for readouts in mine.hooks.values()), default=0)
+    n_lines = max((readouts.table.num_rows for readouts in of_run.hooks.values()), default=0)
     if int(length.sum()) > n_lines:  # before as many keys are made, of which a drop can claim 2^32
         got, expected = f"{n_lines} lines of a hook", f"one for each of {length.sum()} positions"
         catalog.findings.add("accounting", "E416", f"readouts/{run}", got, expected)
@@ -316,24 +280,21 @@ def _check_losses_covered(catalog: Catalog, run: str, mine: RunReadouts) -> None
             "step": np.repeat(drops["step"].to_numpy(), length),
         }
     )
-    for hook, readouts in mine.hooks.items():
+    for hook, readouts in of_run.hooks.items():
         missing = np.flatnonzero(readouts.find(lost) < 0)
         _note_missing(catalog, f"readouts/{run} {hook}", lost, missing, f"losses/{run}")
 
 
-def _check_unread(catalog: Catalog, run: str, mine: RunReadouts, drops: pa.Table) -> None:
+def _check_unread(catalog: Catalog, run: str, of_run: RunReadouts, drops: pa.Table) -> None:
     """No drop says that there was no room for readouts which are there."""
     start, stop = (drops[name].to_numpy().astype(np.int64) for name in ("start", "stop"))
     if not len(start) or (stop < start).any():
         return
     key = position_key(drops["request"].to_numpy(), start)
     order = np.argsort(key, kind="stable")
-    key, end, step = (
-        key[order],
-        (key + (stop - start).astype(np.uint64))[order],
-        drops["step"].to_numpy()[order],
-    )
-    for hook, readouts in mine.hooks.items():
+    end, step = (key + (stop - start).astype(np.uint64))[order], drops["step"].to_numpy()[order]
+    key = key[order]
+    for hook, readouts in of_run.hooks.items():
         lines = keys_of(readouts.table)
         at = np.searchsorted(key, lines, "right") - 1
         inside = (at >= 0) & (lines < end[at]) & (readouts.table["step"].to_numpy() == step[at])
@@ -343,19 +304,18 @@ def _check_unread(catalog: Catalog, run: str, mine: RunReadouts, drops: pa.Table
             catalog.findings.add("accounting", "E416", f"readouts/{run} {hook}", got, expected)
 
 
-def _check_computed(catalog: Catalog, run: str, mine: RunReadouts) -> None:
+def _check_computed(catalog: Catalog, run: str, of_run: RunReadouts) -> None:
     """No readout stands twice, or belongs to a step or a position that nobody computed."""
-    steps_read = catalog.sound_table(run, "steps")
-    spans_read = catalog.sound_table(run, "spans")
-    if steps_read is None or spans_read is None:
+    read = sound_tables(catalog, run, "steps", "spans")
+    if not read:
         return
-    steps = steps_read["step"].to_numpy()
-    spans = spans_read.filter(pc.is_valid(spans_read["step"]))
+    steps = read[0]["step"].to_numpy()
+    spans = read[1].filter(pc.is_valid(read[1]["step"]))
     request, number = np.unique(spans["request"].to_numpy(), return_inverse=True)
     computed = np.zeros(len(request) + 1, np.int64)  # the last is of requests that it does not have
     np.maximum.at(computed, number, spans["stop"].to_numpy().astype(np.int64))
     requests = Index(request)
-    for hook, readouts in mine.hooks.items():
+    for hook, readouts in of_run.hooks.items():
         place = f"readouts/{run} {hook}"
         twin = readouts.first_twin
         if twin is not None:
@@ -368,9 +328,8 @@ def _check_computed(catalog: Catalog, run: str, mine: RunReadouts) -> None:
         if len(where):
             key = _words(readouts.key_at(int(where[0])))
             got = f"{key} and {len(where) - 1} more"
-            catalog.findings.add(
-                "accounting", "E416", place, got, "rows that the census says were computed"
-            )
+            expected = "rows that the census says were computed"
+            catalog.findings.add("accounting", "E416", place, got, expected)
 
 
 def _note_missing(
@@ -392,66 +351,53 @@ def _check_tokens(
 ) -> None:
     """Check the tokens that the readouts of a run name; notes E417.
 
-    Args:
-        catalog: the dataset.
-        run: whose readouts.
-        hooks: the readouts by hook.
-        known: the tokens of its rows.
-
     Spec: 0.1 section 7.8.
     """
     wrong = 0
     for hook, lines in hooks.items():
         keys, ids = _tokens(lines.table)
-        both = _joined([known, (keys, ids)])
-        at = np.searchsorted(both[0], keys)
-        differ = np.flatnonzero(both[1][at] != ids)
+        every = _joined([known, (keys, ids)])
+        at = np.searchsorted(every[0], keys)
+        differ = np.flatnonzero(every[1][at] != ids)
         if len(differ):
             wrong += 1
             request, position = split_key(keys[differ[0]])
-            catalog.findings.add(
-                "accounting",
-                "E417",
-                f"readouts/{run} {hook} request {request} position {position} token_id "
-                f"(and {len(differ) - 1} more lines)",
-                str(int(ids[differ[0]])),
-                f"{int(both[1][at[differ[0]]])}, as its row or another line says",
-            )
-        known = both
+            place = f"readouts/{run} {hook} request {request} position {position} token_id"
+            place += f" (and {len(differ) - 1} more lines)"
+            expected = f"{int(every[1][at[differ[0]]])}, as its row or another line says"
+            catalog.findings.add("accounting", "E417", place, str(int(ids[differ[0]])), expected)
+        known = every
     if not wrong:
         _check_digests(catalog, run, known)
 
 
 def keys_of(table: pa.Table) -> Keys:
-    """Return the key of the position of each line."""
     return position_key(*(table[name].to_numpy() for name in KEYS[:2]))
 
 
 def _check_digests(catalog: Catalog, run: str, known: _Tokens) -> None:
-    """Compare the tokens of every request of which all are known with the census' digest."""
-    requests_read = catalog.sound_table(run, "requests")
-    spans_read = catalog.sound_table(run, "spans")
-    if requests_read is None or spans_read is None:
+    read = sound_tables(catalog, run, "requests", "spans")
+    if not read:
         return
     keys, ids = known
-    spans = spans_read.filter(pc.is_valid(spans_read["ref_request"]))
+    requests, spans = read[0], read[1].filter(pc.is_valid(read[1]["ref_request"]))
     references: dict[int, list[tuple[int, int, int]]] = {}
     names = ("request", "start", "stop", "ref_request")
     for request, *span in zip(*(spans[name].to_pylist() for name in names), strict=True):
         references.setdefault(request, []).append((span[0], span[1], span[2]))
     names = ("request", "prompt_len", "generated_len", "token_digest")
-    columns = (requests_read[name].to_pylist() for name in names)
+    columns = (requests[name].to_pylist() for name in names)
     wrong = 0
     for request, prompt_len, generated_len, digest in zip(*columns, strict=True):
         length = prompt_len + max(generated_len - 1, 0)
         if digest is None or not 0 < length <= len(keys):
             continue
         first, last = np.searchsorted(keys, position_key(request, [0, length]))
-        mine = references.get(request, [])
-        if last - first + sum(stop - start for start, stop, _ in mine) < length:
+        referenced = references.get(request, [])
+        if last - first + sum(stop - start for start, stop, _ in referenced) < length:
             continue  # some are not known
         whose = np.full(length, request, np.int64)
-        for start, stop, of in mine:
+        for start, stop, of in referenced:
             whose[start:stop] = of
         wanted = position_key(whose, np.arange(length))
         at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
@@ -459,13 +405,9 @@ def _check_digests(catalog: Catalog, run: str, known: _Tokens) -> None:
             continue
         got = hashlib.sha256(ids[at].astype("<u4").tobytes()).hexdigest()
         if got != digest:
-            catalog.findings.add(
-                "accounting",
-                "E417",
-                f"readouts/{run} request {request} token_id",
-                f"ids of digest {got[:16]}...",
-                f"{digest[:16]}..., the census' token_digest",
-            )
+            place, expected = f"readouts/{run} request {request} token_id", f"{digest[:16]}..."
+            got, expected = f"ids of digest {got[:16]}...", f"{expected}, the census' token_digest"
+            catalog.findings.add("accounting", "E417", place, got, expected)
             wrong += 1
             if wrong == MAX_FINDINGS_PER_CODE:
                 return
@@ -476,6 +418,5 @@ def _tokens(table: pa.Table) -> _Tokens:
 
 
 def _joined(parts: list[_Tokens]) -> _Tokens:
-    """Return the keys of all parts, each once and sorted, with the token that is named first."""
     keys, first = np.unique(np.concatenate([part[0] for part in parts]), return_index=True)
     return keys, np.concatenate([part[1] for part in parts])[first]

@@ -5,6 +5,7 @@ The ledger is checked here; files, accounting, roles and values have modules of 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,21 +14,30 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from actds.dataset.account import TOTALS
-from actds.dataset.reading import Catalog, read_dataset
-from actds.errors import ActdsError, CheckName, Finding
+from actds.dataset.ledger import GENESIS_PREV, ChainState, chain_names, read_record
+from actds.dataset.reading import Catalog, read_dataset, read_genesis, read_records
+from actds.errors import ActdsError, BusyError, CheckName, Finding
 from actds.executor import ExecutorName
+from actds.format.schema import Genesis, LedgerRecord, OpenBody, ShardManifest
+from actds.format.shard import TOKENS
 from actds.publish.card import compare_card
 from actds.publish.sealing import check_provenance
-from actds.store import Store, open_store
-from actds.trust.pin import check_pin, parse_pin
-from actds.trust.sums import check_sums
+from actds.store import Store, layout, local_folder, open_store
+from actds.store.local import lock_dataset
+from actds.trust.pin import check_pin, check_sums, parse_pin
 from actds.version import __version__
-from actds_validators.validate.accounting import RunAccount, check_accounting, check_canary
-from actds_validators.validate.files import Stamp, check_digests, check_indexes, check_structure
-from actds_validators.validate.origins import check_origins
+from actds_validators.validate.accounting import RunAccount, check_accounting, check_shard_tokens
+from actds_validators.validate.files import (
+    Stamp,
+    check_array,
+    check_digests,
+    check_group,
+    check_indexes,
+    check_structure,
+    stamp,
+)
 from actds_validators.validate.readouts import RunReadouts, check_readouts
-from actds_validators.validate.roles import check_roles
-from actds_validators.validate.sampled import check_sampled
+from actds_validators.validate.side_tables import check_side_tables
 from actds_validators.validate.values import check_values, values_nbytes
 
 Level = Literal["quick", "standard", "full", "deep"]
@@ -63,8 +73,6 @@ _NOT_READ: dict[Level, str] = {
 
 @dataclass(frozen=True)
 class Check:
-    """One check: what it looked at, and whether it passed."""
-
     name: CheckName
     state: State
     detail: str
@@ -101,30 +109,25 @@ class Validation:
     catalog: Catalog | None = field(default=None, repr=False, compare=False)
 
     def found_by(self, name: CheckName) -> list[Finding]:
-        """Return what a check found, errors first."""
         if self.catalog is None:
             return self.findings if name == "structure" else []
-        mine = {finding for check, finding in self.catalog.findings if check == name}
-        return [finding for finding in self.findings if finding in mine]
+        of_check = {finding for check, finding in self.catalog.findings if check == name}
+        return [finding for finding in self.findings if finding in of_check]
 
     @property
     def not_read(self) -> str:
-        """Return what the level did not look at, in words; empty when it read every byte."""
         return _NOT_READ[self.level]
 
     @property
     def errors(self) -> list[Finding]:
-        """Return the findings that fail the validation."""
         return [finding for finding in self.findings if finding.severity == "error"]
 
     @property
     def warnings(self) -> list[Finding]:
-        """Return the findings that fail it only when asked to be strict."""
         return [finding for finding in self.findings if finding.severity == "warning"]
 
     @property
     def totals(self) -> dict[str, int]:
-        """Return the totals over all runs; empty below level ``standard``."""
         if not self.runs:
             return {}
         return {name: sum(run[name] for run in self.runs.values()) for name in TOTALS}
@@ -140,7 +143,6 @@ class Validation:
         return int(bool(self.errors or (strict and self.warnings)))
 
     def as_json(self, *, strict: bool = False) -> dict[str, Any]:
-        """Return the validation as ``actds validate --json`` prints it."""
         return {
             "actds": __version__,
             "path": self.path,
@@ -234,7 +236,6 @@ def _check_all(
     known: Mapping[str, Stamp],
     imported: bool,
 ) -> None:
-    """Run the checks of a level; ``accounts`` takes what became of the positions of each run."""
     if level != "quick":
         catalog.parse_apart()
     _check_ledger(catalog)
@@ -250,10 +251,7 @@ def _check_all(
     if level != "quick":
         progress("all rows", sum(manifest.n_rows for manifest in catalog.shards))
         accounts += check_accounting(catalog, lambda amount: progress("rows", amount))
-        check_canary(catalog)
-        check_roles(catalog)
-        check_origins(catalog)
-        check_sampled(catalog)
+        check_side_tables(catalog)
         readouts = check_readouts(catalog, values=level == "deep")
     if level == "deep":
         progress("all values", sum(values_nbytes(catalog, m) for m in catalog.shards))
@@ -263,7 +261,6 @@ def _check_all(
 
 
 def _unexpected(error: BaseException) -> ActdsError:
-    """Return an exception that no check foresaw as an error with a code."""
     got = f"{type(error).__name__}: {error}"[:400]
     return ActdsError("E901", "actds", got=got, expected="a check that ends")
 
@@ -289,7 +286,7 @@ def _check_card(catalog: Catalog) -> None:
 
     Spec: 0.1 section 2.4.
     """
-    if catalog.is_sealed and not any(one.severity == "error" for _, one in catalog.findings):
+    if catalog.is_sealed and not any(noted.severity == "error" for _, noted in catalog.findings):
         with catalog.findings.noting("structure"):
             for finding in compare_card(catalog):
                 catalog.findings.take("structure", finding)
@@ -302,7 +299,7 @@ def _check_list(catalog: Catalog) -> None:
 
     Spec: 0.1 section 15.1.
     """
-    if catalog.is_sealed and not any(one.severity == "error" for _, one in catalog.findings):
+    if catalog.is_sealed and not any(noted.severity == "error" for _, noted in catalog.findings):
         try:
             check_sums(catalog)
         except ActdsError as error:
@@ -320,9 +317,9 @@ def _unreadable(store: Store, level: Level, error: ActdsError, began: float) -> 
 
 def _result(catalog: Catalog, level: Level, accounts: list[RunAccount], began: float) -> Validation:
     order = {"error": 0, "warning": 1, "note": 2}
-    found = [finding for _, finding in catalog.findings]
+    noted = [finding for _, finding in catalog.findings]
     findings = sorted(
-        dict.fromkeys(found), key=lambda finding: (order[finding.severity], finding.code)
+        dict.fromkeys(noted), key=lambda finding: (order[finding.severity], finding.code)
     )
     seal = catalog.seal if catalog.is_sealed else None
     return Validation(
@@ -333,7 +330,7 @@ def _result(catalog: Catalog, level: Level, accounts: list[RunAccount], began: f
         digest=catalog.seal_sha256 if seal else None,
         checks=[_check(catalog, name, level, accounts) for name in CHECKS],
         findings=findings,
-        runs={one.run: one.account.totals for one in accounts},
+        runs={account.run: account.account.totals for account in accounts},
         duration_s=time.monotonic() - began,
         catalog=catalog,
     )
@@ -345,13 +342,12 @@ def _check(catalog: Catalog, name: CheckName, level: Level, accounts: list[RunAc
     failed = any(
         check == name and finding.severity == "error" for check, finding in catalog.findings
     )
-    unjudged = name == "accounting" and any(not one.complete for one in accounts)
+    unjudged = name == "accounting" and any(not account.complete for account in accounts)
     state: State = "failed" if failed or unjudged else "passed"
     return Check(name, state, _detail(catalog, name, level, accounts))
 
 
 def _detail(catalog: Catalog, name: CheckName, level: Level, accounts: list[RunAccount]) -> str:
-    """Return what a check looked at, in a few words."""
     match name:
         case "ledger":
             n_records = sum(len(chain.records) for chain in catalog.chains.values())
@@ -370,10 +366,219 @@ def _detail(catalog: Catalog, name: CheckName, level: Level, accounts: list[RunA
 
 
 def _accounted(catalog: Catalog, accounts: list[RunAccount]) -> str:
-    judged = [one for one in accounts if one.complete]
-    rows = sum(one.account.totals["rows"] for one in judged)
+    judged = [account for account in accounts if account.complete]
+    rows = sum(account.account.totals["rows"] for account in judged)
     runs = catalog.runs_with_data
     text = f"runs {len(judged)} of {len(runs)}, rows {rows:,} against the census"
     imported = sum(map(catalog.is_imported, runs))
     text += f"; {imported} imported, which have none" if imported else ""
     return text if len(judged) + imported == len(runs) else f"{text}; the others cannot be read"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was validated so far.
+
+    Args:
+        n_shards: shards that are committed and were looked at.
+        nbytes: bytes that were read and hashed.
+        findings: what was found in this look, and in none before.
+    """
+
+    n_shards: int
+    n_rows: int
+    nbytes: int
+    n_chains: int
+    n_open: int
+    findings: list[Finding]
+
+
+@dataclass
+class _Chain:
+    name: str
+    head: str = GENESIS_PREV
+    n_records: int = 0
+    first: LedgerRecord | None = None
+    last: LedgerRecord | None = None
+    broken: bool = False
+
+    @property
+    def ended(self) -> bool:
+        return self.last is not None and self.last.type in ("close", "fence")
+
+
+@dataclass
+class Watch:
+    """Follows a dataset; each ``look`` validates what was committed since the one before."""
+
+    path: str | Path
+    level: Level = "full"
+    executor: ExecutorName = "threads"
+    known: dict[str, Stamp] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.store: Store = open_store(self.path)
+        self._genesis: Genesis | None = None
+        self._chains: dict[str, _Chain] = {}
+        self._n_shards = self._n_rows = self._nbytes = 0
+
+    def look(self) -> Seen:
+        """Return what was seen, after validating what is new."""
+        findings: list[Finding] = []
+        for chain, records in self._new_records(findings):
+            findings += self._validate(chain, records)
+        chains = self._chains.values()
+        n_open = sum(not (chain.ended or chain.broken) for chain in chains)
+        return Seen(self._n_shards, self._n_rows, self._nbytes, len(chains), n_open, findings)
+
+    @property
+    def is_sealed(self) -> bool:
+        chains = self._chains.values()
+        if not chains or not all(chain.ended for chain in chains):
+            return False
+        seals = [path for path in self.store.list("seal") if path.endswith(".json")]
+        if not seals:
+            return False
+        try:
+            return Catalog.read(self.store).is_sealed
+        except ActdsError:
+            return True  # the validation says what is wrong
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether a program writes the dataset; of a remote one nobody knows: True."""
+        folder = local_folder(self.store.uri)
+        if folder is None:
+            return True
+        try:
+            os.close(lock_dataset(folder))
+        except BusyError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def _new_records(self, findings: list[Finding]) -> list[tuple[ChainState, list[LedgerRecord]]]:
+        if self._genesis is None:
+            if not self.store.exists(layout.GENESIS):
+                return []
+            self._genesis = read_genesis(self.store)
+        news = []
+        for name in chain_names(self.store):
+            chain = self._chains.setdefault(name, _Chain(name))
+            if chain.ended or chain.broken:
+                continue
+            records = []
+            try:
+                while self.store.exists(layout.record_path(name, chain.n_records)):
+                    records.append(self._next(chain))
+            except ActdsError as error:
+                chain.broken = True
+                findings.append(Finding.from_error(error))
+            state = _state(chain, records)
+            if records and state is not None:
+                news.append((state, records))
+        return news
+
+    def _next(self, chain: _Chain) -> LedgerRecord:
+        assert self._genesis is not None, "it was read before any record"
+        dataset, version = self._genesis.dataset, self._genesis.version
+        record, chain.head = read_record(
+            self.store, dataset, chain.name, chain.n_records, chain.head, version
+        )
+        chain.first = chain.first or record
+        chain.last = record
+        chain.n_records += 1
+        return record
+
+    def _validate(self, chain: ChainState, records: list[LedgerRecord]) -> list[Finding]:
+        assert self._genesis is not None, "it was read before any record"
+        catalog = read_records(self.store, self._genesis, chain, records)
+        if self.level in ("full", "deep"):
+            # As they were before they were read: what changes meanwhile is read again at the end.
+            stamps = {path: stamp(self.store, path) for path in catalog.files}
+            check_digests(catalog, self._count, self.executor)
+            self.known |= {
+                path: now
+                for path, now in stamps.items()
+                if now is not None and path not in catalog.unsound
+            }
+            check_indexes(catalog)
+        for manifest in catalog.shards:
+            self._check_shard(catalog, manifest)
+            self._n_shards += 1
+            self._n_rows += manifest.n_rows
+        return [finding for _, finding in catalog.findings]
+
+    def _count(self, nbytes: int) -> None:
+        self._nbytes += nbytes
+
+    def _check_shard(self, catalog: Catalog, manifest: ShardManifest) -> None:
+        check_group(catalog, manifest)
+        for hook in manifest.hooks:
+            with catalog.findings.noting("structure"):
+                check_array(catalog, manifest, hook)
+        path = f"{layout.shard_dir(manifest.shard)}/{TOKENS}"
+        if self.level == "quick" or path in catalog.unsound:
+            return
+        with catalog.findings.noting("integrity"):
+            table = catalog.read_table("tokens", path)
+            check_shard_tokens(catalog, manifest, table, path)
+
+
+def _state(chain: _Chain, records: list[LedgerRecord]) -> ChainState | None:
+    opening = chain.first.typed_body() if chain.first is not None else None
+    if not isinstance(opening, OpenBody):
+        return None
+    return ChainState(chain.name, records, chain.head, "open", opening.kind, opening.run)
+
+
+def watch(
+    path: str | Path,
+    level: Level = "full",
+    *,
+    interval_s: float = 2.0,
+    idle_s: float = 30.0,
+    seen: Callable[[Seen], None] = lambda seen: None,
+    progress: Progress = lambda what, amount: None,
+    executor: ExecutorName = "threads",
+    seal: str | None = None,
+) -> Validation:
+    """Validate a dataset while it is written; return the validation of the whole at its end.
+
+    Each shard is validated once, as soon as its record is in the ledger: documents, sizes, token
+    table, digests. When the dataset is sealed, the whole is validated; files that were hashed and
+    have not changed since are not read again. Without a seal that happens when nobody writes any
+    more and nothing new came for ``idle_s``: then the validation says what is missing.
+
+    Args:
+        path: the dataset; it need not be there yet.
+        interval_s: seconds between two looks.
+        idle_s: seconds without anything new, and of a local dataset without a writer, after which
+            the harvest is taken for ended. Of a remote dataset nobody knows whether it has one.
+        seen: called after each look that found something new, and after the first.
+
+    Raises:
+        ActdsError: E102, E103, E106 ``actds.json`` is no genesis.
+    """
+    following = Watch(path, level, executor)
+    before: Seen | None = None
+    last_news = time.monotonic()
+    while True:
+        now = following.look()
+        if before is None or _news(now) != _news(before) or now.findings:
+            seen(now)
+            last_news = time.monotonic()
+        before = now
+        if following.is_sealed:
+            break
+        if time.monotonic() - last_news > idle_s:
+            if local_folder(following.store.uri) is None or not following.is_held:
+                break
+            last_news = time.monotonic()
+        time.sleep(interval_s)
+    return validate(path, level, progress, executor, seal, following.known)
+
+
+def _news(seen: Seen) -> tuple[int, ...]:
+    return seen.n_shards, seen.n_rows, seen.n_chains, seen.n_open

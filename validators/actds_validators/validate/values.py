@@ -40,8 +40,6 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class _Item:
-    """One shard to look at: its catalogue, token rows, and their readouts if its run has any."""
-
     catalog: Catalog
     tokens: pa.Table
     readouts: RunReadouts | None
@@ -49,9 +47,7 @@ class _Item:
 
 @dataclass(frozen=True)
 class _Looked:
-    """What was found in one shard, and how many bytes of values were decoded."""
-
-    found: list[tuple[CheckName, Finding]]
+    noted: list[tuple[CheckName, Finding]]
     nbytes: int
 
 
@@ -67,7 +63,6 @@ def check_values(
         catalog: the dataset; notes E204, E417 and E601 to E604.
         progress: called with the decoded bytes of each shard that is done.
         readouts: by run, to be compared with those computed again.
-        executor: where the shards are decoded.
 
     Spec: 0.1 sections 4.4 and 7.8.
     """
@@ -75,13 +70,12 @@ def check_values(
     n_workers = min(8, os.cpu_count() or 1) if executor == "threads" else None
     with open_executor(executor, n_workers) as on:
         for looked in on.map(_look_at, _items(catalog, readouts)):
-            for check, finding in looked.found:
+            for check, finding in looked.noted:
                 catalog.findings.take(check, finding)
             progress(looked.nbytes)
 
 
 def values_nbytes(catalog: Catalog, manifest: ShardManifest) -> int:
-    """Return the decoded bytes of all rows of a shard."""
     hooks = {hook.name: hook for hook in catalog.genesis.hooks}
     row = sum(hooks[n].d_model * arrays.DTYPES[hooks[n].dtype].itemsize for n in manifest.hooks)
     return manifest.n_rows * row
@@ -99,13 +93,12 @@ def _items(catalog: Catalog, readouts: Mapping[str, RunReadouts]) -> Iterator[_I
             continue
         if tokens.num_rows != manifest.n_rows:
             continue  # E203, told by the check of accounting
-        mine = readouts.get(manifest.run)
-        mine = mine and mine.of_rows(tokens, manifest.hooks)
-        yield _Item(catalog.of_shard(manifest), tokens, mine)
+        of_run = readouts.get(manifest.run)
+        of_run = of_run and of_run.of_rows(tokens, manifest.hooks)
+        yield _Item(catalog.of_shard(manifest), tokens, of_run)
 
 
 def _look_at(item: _Item) -> _Looked:
-    """Return what is wrong with the rows of a shard."""
     findings = item.catalog.findings
     nbytes = 0
     with findings.noting("integrity"):
@@ -114,7 +107,6 @@ def _look_at(item: _Item) -> _Looked:
 
 
 def _check_shard(catalog: Catalog, tokens: pa.Table, readouts: RunReadouts | None) -> int:
-    """Look at every hook of a shard; return the bytes of values that were decoded."""
     [manifest] = catalog.shards
     folder = layout.shard_dir(manifest.shard)
     hashes: dict[str, Hashes] = {}
@@ -131,20 +123,8 @@ def _check_shard(catalog: Catalog, tokens: pa.Table, readouts: RunReadouts | Non
             if reader.n_rows != manifest.n_rows:
                 continue  # E203, told by the check of structure
             place = f"shards/{manifest.shard} hook {hook}"
-
-            def look(
-                start: int,
-                bits: npt.NDArray[Any],
-                hook: str = hook,
-                dtype: str = reader.dtype,
-                place: str = place,
-            ) -> None:
-                if readouts is not None:
-                    rows = tokens.slice(start, len(bits))
-                    compare(catalog.findings, readouts, hook, rows, bits, dtype, place)
-
             try:
-                hashes[hook] = _check_rows(catalog, reader, tokens, hook, look)
+                hashes[hook] = _check_rows(catalog, reader, tokens, hook, readouts)
             except ActdsError as error:
                 catalog.findings.take("integrity", error)
                 continue
@@ -159,13 +139,10 @@ def _check_rows(
     reader: arrays.ArrayReader,
     tokens: pa.Table,
     hook: str,
-    look: Callable[[int, npt.NDArray[Any]], None],
+    readouts: RunReadouts | None,
 ) -> Hashes:
-    """Return a hash of each row, after noting those that are not finite or zero, and their counts.
-
-    Raises:
-        ActdsError: E204 when a chunk is damaged.
-    """
+    [manifest] = catalog.shards
+    place = f"shards/{manifest.shard} hook {hook}"
     hashes = np.empty(reader.n_rows, np.uint64)
     broken, zero, n_infinite = [], [], 0
     dtype = arrays.DTYPES[reader.dtype]
@@ -184,11 +161,11 @@ def _check_rows(
             broken.append(at + odd)
             zero.append(at + np.flatnonzero(~(bits & dtype.magnitude).any(axis=1)))
             hashes[at : at + len(bits)] = hash_rows(bits)
-            look(at, bits)
+            if readouts is not None:
+                rows = tokens.slice(at, len(bits))
+                compare(catalog.findings, readouts, hook, rows, bits, reader.dtype, place)
     reader.check_padding()
     broken_rows, zero_rows = np.concatenate(broken), np.concatenate(zero)
-    [manifest] = catalog.shards
-    place = f"shards/{manifest.shard} hook {hook}"
     _note(catalog, "E601", place, broken_rows, tokens, "NaN or infinity", "finite values")
     _note(catalog, "E602", place, zero_rows, tokens, "only zeros", "a computed state")
     counts = RowCounts(not_finite=broken_rows.size, zero=zero_rows.size, infinite=n_infinite)
@@ -212,11 +189,7 @@ def hash_rows(bits: npt.NDArray[Any]) -> Hashes:
 
 
 def _check_repeats(
-    catalog: Catalog,
-    reader: arrays.ArrayReader,
-    tokens: pa.Table,
-    hashes: Hashes,
-    place: str,
+    catalog: Catalog, reader: arrays.ArrayReader, tokens: pa.Table, hashes: Hashes, place: str
 ) -> None:
     """Note rows of different tokens that are bitwise equal; the bits decide, not the hash."""
     order = np.argsort(hashes, kind="stable")
@@ -231,26 +204,26 @@ def _check_repeats(
     twins = np.flatnonzero(equal)
     if not len(twins):
         return
-    one, other = int(left[twins[0]]), int(right[twins[0]])
+    first, other = int(left[twins[0]]), int(right[twins[0]])
     _note(
         catalog,
         "E603",
         place,
         right[some][twins],
         tokens,
-        f"the bits of row {one}, {_who(tokens, one)} of token {token[one]}",
+        f"the bits of row {first}, {_who(tokens, first)} of token {token[first]}",
         f"a row of its own for token {token[other]}",
     )
 
 
-def may_equal(one: str, other: str) -> bool:
+def may_equal(hook: str, other: str) -> bool:
     """Return whether two hooks are one place, or have equal rows where a model has no norm.
 
     A single position attends to itself alone: its heads' outputs are its values.
 
     Spec: 0.1 section 3.1.
     """
-    (first, _, a), (second, _, b) = sorted(name.rpartition(".") for name in (one, other))
+    (first, _, a), (second, _, b) = sorted(name.rpartition(".") for name in (hook, other))
     if (first, second) == ("resid_post", "resid_pre"):
         return a.isdecimal() and b.isdecimal() and int(b) == int(a) + 1
     pairs = {("embed", "resid_pre"), ("mlp_in", "resid_mid"), ("v", "z")}
@@ -266,15 +239,17 @@ def _check_hooks_apart(
         return
     every = np.stack([hashes[hook] for hook in hooks])
     left = _MAX_TWIN_HOOKS
-    for i, one in enumerate(hooks):
+    for i, first in enumerate(hooks):
         same = (every[i + 1 :] == every[i]) & (every[i] != 0)
         for j in np.flatnonzero(same.any(axis=1)):
             other = hooks[i + 1 + j]
-            if may_equal(one, other):
+            if may_equal(first, other):
                 continue
             place = f"shards/{manifest.shard} hook {other}"
             rows = np.flatnonzero(same[j])
-            _note(catalog, "E603", place, rows, tokens, f"the bits of hook {one}", "another state")
+            _note(
+                catalog, "E603", place, rows, tokens, f"the bits of hook {first}", "another state"
+            )
             left -= 1
             if not left:
                 return
@@ -285,13 +260,7 @@ def _who(tokens: pa.Table, row: int) -> str:
 
 
 def _note(
-    catalog: Catalog,
-    code: str,
-    place: str,
-    rows: Ints,
-    tokens: pa.Table,
-    got: str,
-    expected: str,
+    catalog: Catalog, code: str, place: str, rows: Ints, tokens: pa.Table, got: str, expected: str
 ) -> None:
     if not len(rows):
         return

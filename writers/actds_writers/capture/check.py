@@ -13,7 +13,7 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, cast
@@ -26,9 +26,69 @@ from actds.format import canonical
 from actds.format.schema import DType
 from actds.text import one_line
 from actds_writers.capture.hooks import find_kind, raise_all
-from actds_writers.capture.laws import NEEDED, require_sums
 from actds_writers.capture.taps import Tap, decoder_layers
 from actds_writers.ipc.messages import Fact, HookSpec
+
+OF_ATTENTION = ("attn_out", "attn_out_post")
+OF_MLP = ("mlp_out", "mlp_out_post")
+NEEDED = ("resid_pre", "resid_mid", "resid_post", *OF_ATTENTION, *OF_MLP)
+NEAR = 1e-3
+"""Largest distance, relative to what is added; with rounding of the stream beside it."""
+
+
+def require_sums(
+    rows: Mapping[tuple[str, int], torch.Tensor], places: Mapping[str, Iterable[int]]
+) -> list[tuple[str, int]]:
+    """Return the kind and layer of rows that do not add up, whatever the modules are called.
+
+    A decoder layer adds to its stream what its attention returns and what its MLP returns, as a
+    rule one after the other, in some families times one constant. Rows of a plain forward that do
+    not add up so were read at a place whose name means something else in that family.
+
+    Args:
+        rows: ``(n, d_model)`` by kind and layer, with all of ``NEEDED`` that the model has.
+    """
+    odd = []
+    for kind, layers in places.items():
+        if kind in ("resid_mid", *OF_ATTENTION, *OF_MLP):
+            for layer in list(layers):
+                here = {k: r for (k, at), r in rows.items() if at == layer and k in NEEDED}
+                if not _adds_up(kind, here):
+                    odd.append((kind, layer))
+    return odd
+
+
+def _adds_up(kind: str, here: Mapping[str, torch.Tensor]) -> bool:
+    before, after = here.get("resid_pre"), here.get("resid_post")
+    if before is None or after is None or before.shape != after.shape:
+        return False
+    attention: Any = here.get("attn_out_post", here.get("attn_out"))
+    mlp: Any = here.get("mlp_out_post", here.get("mlp_out"))
+    middle = here.get("resid_mid")
+    if middle is None or middle.equal(before):  # side by side, or one block alone
+        if kind == "resid_mid":
+            return False
+        blocks = [block for block in (attention, mlp) if block is not None]
+        return _along(after - before, sum(blocks[1:], blocks[0]), before)
+    of_attention = attention is not None and _along(middle - before, attention, before)
+    of_mlp = mlp is not None and _along(after - middle, mlp, before)
+    if kind == "resid_mid":
+        return of_attention or (attention is None and of_mlp)
+    return of_attention if kind in OF_ATTENTION else of_mlp
+
+
+def _along(added: torch.Tensor, block: torch.Tensor, stream: torch.Tensor) -> bool:
+    """Return whether what is added is a block's output times one constant."""
+    if added.shape != block.shape or not bool(block.any()):
+        return False
+    eps = torch.finfo(stream.dtype).eps
+    rounding = 100 * eps if stream.dtype == torch.float32 else 2 * eps
+    added, block, stream = added.float(), block.float(), stream.float()
+    times = (added * block).sum() / (block * block).sum()
+    apart = (added - times * block).norm(dim=-1)
+    allowed = max(NEAR, 2 * eps) * added.norm(dim=-1) + rounding * stream.norm(dim=-1)
+    return bool((apart <= allowed).all()) and bool(times)
+
 
 FIELD = "capture.check"
 NO_CHECK = Fact(FIELD, "none", "declared")
@@ -56,8 +116,7 @@ class HookCheck:
         against: the reference: ``transformers``, a plain forward of the same weights; ``engine``,
             what the next layer reads in the same engine; ``table``, none, but the model class was
             verified before.
-        distances: mean relative L2 of the rows by hook.
-        bounds: the largest one that passes, by hook.
+        distances: mean relative L2 of the rows by hook; ``bounds``, the largest that passes.
         reason: why the reference is not ``transformers``, empty when it is.
         eager: largest distance of a hook's rows from those of the same engine without compilation
             and graphs, ``None`` where it has neither.
@@ -71,15 +130,12 @@ class HookCheck:
     eager: float | None = None
 
     def fact(self) -> Fact:
-        """Return the fact of the run record; fractions are decimal strings.
-
-        Spec: 0.1 section 6.1.
-        """
+        """Return the fact of the run record (spec 0.1 section 6.1); fractions are strings."""
         document: dict[str, object] = {"against": self.against}
         if self.distances:
             bounds = {name: _decimal(self.bounds[name]) for name in self.distances}
-            one = set(bounds.values())
-            document["bound"] = one.pop() if len(one) == 1 else bounds
+            values = set(bounds.values())
+            document["bound"] = values.pop() if len(values) == 1 else bounds
             document["hooks"] = {name: _decimal(d) for name, d in self.distances.items()}
             document["rows"] = self.n_rows
         if self.eager is not None:
@@ -89,11 +145,6 @@ class HookCheck:
         return Fact(FIELD, canonical.dump(document).decode().strip(), "observed")
 
     def require(self) -> Self:
-        """Return this check if all rows are the model's.
-
-        Raises:
-            ActdsError: E507 with the hook, its distance and the bound.
-        """
         for name, distance in self.distances.items():
             # Also true for not-a-number, the distance of rows without a finite value.
             if not distance <= self.bounds[name]:
@@ -102,10 +153,9 @@ class HookCheck:
 
 
 def check_prompts(vocab_size: int, max_len: int) -> tuple[list[int], ...]:
-    """Return two short prompts of token ids.
+    """Return two short prompts of token ids from the middle of the vocabulary.
 
-    Ids come from the middle of the vocabulary, where there are no special tokens: some of those
-    represent images.
+    Special tokens, some of which represent images, are not there.
     """
     draw = np.random.default_rng(0)
     low, high = vocab_size // 8, max(vocab_size // 2, vocab_size // 8 + 1)
@@ -118,8 +168,7 @@ def check_prompts(vocab_size: int, max_len: int) -> tuple[list[int], ...]:
 def bound(computed: str, stored: str, *, coarse: bool = False) -> float:
     """Return the largest mean relative L2 that passes.
 
-    Args:
-        coarse: whether products, or keys and values, have a lower precision than that.
+    ``coarse``: products, or keys and values, have a lower precision than ``computed``.
     """
     limit = BOUNDS[computed]
     if coarse:
@@ -132,28 +181,20 @@ DID_NOT_RUN = -np.inf
 
 
 def require_finite(rows: Mapping[HookSpec, np.ndarray], computed: str) -> None:
-    """Refuse rows of the check's prompts that are not finite: no distance says why.
-
-    Args:
-        rows: float32 ``(n, d_model)`` by hook, as they are stored.
-        computed: the type that the model computes in.
-
-    Raises:
-        ActdsError: E601 with every hook that has such rows.
-    """
+    """Refuse rows ``(n, d_model)`` that are not finite, as no distance says why; raises E601."""
     errors = []
     for hook, values in rows.items():
         bad = ~np.isfinite(values).all(axis=1)
         if not bad.any() or (values == DID_NOT_RUN).all():
             continue
-        own = find_kind(hook.kind).dtype(cast("DType", computed))
+        before = find_kind(hook.kind).dtype(cast("DType", computed))
         count = f"{int(bad.sum())} of {len(values)} rows of the check's prompts"
-        if hook.dtype == own or np.isnan(values).any():
-            got = f"NaN or infinity in {count}, as the model computes them in {own}"
+        if hook.dtype == before or np.isnan(values).any():
+            got = f"NaN or infinity in {count}, as the model computes them in {before}"
             step = "Let the model compute in a wider type, or get its weights anew. "
         else:
-            got = f"infinity in {count}, after the cast from {own} to {hook.dtype}"
-            step = f'Store another type: store_dtype="{own}". '
+            got = f"infinity in {count}, after the cast from {before} to {hook.dtype}"
+            step = f'Store another type: store_dtype="{before}". '
         step += "To store such rows as they are, and count them: check=False."
         place = f"hook {hook.name}"
         errors.append(ActdsError("E601", place, got=got, expected="finite numbers", next_step=step))
@@ -173,8 +214,7 @@ def compare_with_forward(
 
     Args:
         rows: float32 ``(n, d_model)`` by hook.
-        states: float32 ``(n, d_model)`` by kind and layer.
-        bounds: largest mean relative L2 that passes, by hook.
+        states: the same by kind and layer.
         decoded: bool ``(n,)``: rows of a decode step; ``None`` without one.
 
     Raises:
@@ -182,7 +222,7 @@ def compare_with_forward(
     """
     n_rows = len(next(iter(rows.values())))
     parts = [np.ones(n_rows, bool)] if decoded is None else [~decoded, decoded]
-    found: dict[str, float] = {}
+    by_hook: dict[str, float] = {}
     errors: list[ActdsError] = []
     for hook, got in rows.items():
         limit = bounds[hook.name]
@@ -192,23 +232,24 @@ def compare_with_forward(
             if state.shape == got.shape  # some families have layers of other widths
         }
         distances = {
-            layer: float(np.max([one[part].mean() for part in parts if part.any()]))
-            for layer, one in apart.items()
+            layer: float(np.max([of_rows[part].mean() for part in parts if part.any()]))
+            for layer, of_rows in apart.items()
         }
-        own, worst = distances[hook.layer], float(apart[hook.layer].max())
+        distance, worst = distances[hook.layer], float(apart[hook.layer].max())
         finite = {layer: d for layer, d in distances.items() if np.isfinite(d)}
         nearest = min(finite, key=lambda layer: finite[layer], default=hook.layer)
-        if nearest != hook.layer and not distances[nearest] >= CLEARLY * own:
+        words = ""
+        if nearest != hook.layer and not distances[nearest] >= CLEARLY * distance:
             words = f"nearer to layer {nearest} ({_decimal(distances[nearest])})"
-            errors.append(_mismatch(hook.name, own, limit, words))
-        elif own <= limit and not worst <= ROW_FACTOR * limit:
+        elif distance <= limit and not worst <= ROW_FACTOR * limit:
             words = f"one row {_decimal(worst)}, against transformers"
-            errors.append(_mismatch(hook.name, own, limit, words))
-        elif not own <= limit:  # also true for not-a-number
-            errors.append(_mismatch(hook.name, own, limit, "against transformers"))
-        found[hook.name] = own
+        elif not distance <= limit:  # also true for not-a-number
+            words = "against transformers"
+        if words:
+            errors.append(_mismatch(hook.name, distance, limit, words))
+        by_hook[hook.name] = distance
     raise_all(errors)
-    return HookCheck("transformers", found, bounds, n_rows)
+    return HookCheck("transformers", by_hook, bounds, n_rows)
 
 
 def compare_with_eager(
@@ -221,8 +262,6 @@ def compare_with_eager(
 
     Args:
         rows: float32 ``(n, d_model)`` by hook, of compiled code or graphs.
-        eager: the same rows without either.
-        bounds: largest mean relative L2 that passes, by hook.
         parts: bool ``(n,)`` each: rows that are compared apart, as prompts and decoded tokens.
 
     Raises:
@@ -241,7 +280,6 @@ def compare_with_eager(
 
 
 def without_reference(rows: Mapping[HookSpec, np.ndarray], states: States) -> list[ActdsError]:
-    """Return an error for every hook that a plain forward has no rows for."""
     return [
         ActdsError(
             "E007",
@@ -302,7 +340,6 @@ def load_reference(
     """Return the model as transformers loads it, float32 on the CPU.
 
     Args:
-        folder: model folder, or the name under which the engine loaded it.
         n_copies: processes that load it at the same time.
 
     Raises:
@@ -346,9 +383,6 @@ def reference_states(
     (for the stream, ``hidden_states``), or with what a layer adds to its stream, so that two
     independent sources agree.
 
-    Args:
-        model: a transformers model, with its own dtype and device.
-
     Returns:
         float32 ``(n, d_model)`` by kind and layer, prompts concatenated; kinds and layers without
         such a place, or with one whose rows are not what the layer adds, are left out.
@@ -364,7 +398,7 @@ def reference_states(
     for kind in NEEDED if set(kinds) & set(NEEDED) else ():
         with contextlib.suppress(NoReferenceError):
             beside[kind] = taps.get(kind) or _taps(model, kind)
-    found: dict[str, dict[int, list[np.ndarray]]] = {
+    states: dict[str, dict[int, list[np.ndarray]]] = {
         kind: {layer: [] for layer in places} for kind, places in taps.items()
     }
     n_layers = len(decoder_layers(model))
@@ -379,23 +413,23 @@ def reference_states(
                     f"transformers does not run it: {one_line(error, 200)}"
                 ) from error
         for kind, places in taps.items():
-            one = {
+            values = {
                 layer: rows[kind, layer].float().cpu().numpy()
                 for layer in places
                 if (kind, layer) in rows
             }
-            if kind == "resid_post" and len(one) < len(places):
-                raise NoReferenceError(f"{len(one)} of {len(places)} decoder layers ran")
-            for layer in set(places) - set(one):
-                found[kind].pop(layer, None)
-            _require_own_states(one, find_kind(kind).own_states(output, n_layers))
-            for layer in set(one) & set(found[kind]):
-                found[kind][layer].append(one[layer])
-        for kind, layer in require_sums(rows, found):
-            found[kind].pop(layer)
+            if kind == "resid_post" and len(values) < len(places):
+                raise NoReferenceError(f"{len(values)} of {len(places)} decoder layers ran")
+            for layer in set(places) - set(values):
+                states[kind].pop(layer, None)
+            _require_own_states(values, find_kind(kind).own_states(output, n_layers))
+            for layer in set(values) & set(states[kind]):
+                states[kind][layer].append(values[layer])
+        for kind, layer in require_sums(rows, states):
+            states[kind].pop(layer)
     return {
         kind: {layer: np.concatenate(parts) for layer, parts in places.items()}
-        for kind, places in found.items()
+        for kind, places in states.items()
     }
 
 
@@ -406,14 +440,7 @@ def states_in_fresh_process(
     kinds: Sequence[str] = ("resid_post",),
     **options: Any,
 ) -> States:
-    """Return ``reference_states`` of ``load_reference``, computed in a process of its own.
-
-    Args:
-        options: further arguments of ``load_reference``.
-
-    Raises:
-        NoReferenceError: as ``load_reference`` and ``reference_states``.
-    """
+    """Return ``reference_states`` of ``load_reference``, computed in a process of its own."""
     request = {
         "folder": str(folder),
         "n_parameters": n_parameters,
@@ -431,12 +458,12 @@ def states_in_fresh_process(
     if done.returncode:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise NoReferenceError(" ".join(last)[:300] or "the process that runs transformers ended")
-    found: dict[str, dict[int, np.ndarray]] = {}
-    with np.load(io.BytesIO(done.stdout), allow_pickle=False) as states:
-        for name in states.files:
+    states: dict[str, dict[int, np.ndarray]] = {}
+    with np.load(io.BytesIO(done.stdout), allow_pickle=False) as arrays:
+        for name in arrays.files:
             kind, _, layer = name.rpartition(".")
-            found.setdefault(kind, {})[int(layer)] = states[name]
-    return found
+            states.setdefault(kind, {})[int(layer)] = arrays[name]
+    return states
 
 
 def _main() -> int:
@@ -444,37 +471,36 @@ def _main() -> int:
     output, sys.stdout = sys.stdout.buffer, sys.stderr  # whatever a model's code prints
     try:
         model = load_reference(request["folder"], request["n_parameters"], **request["options"])
-        found = reference_states(model, request["prompts"], request["kinds"])
+        states = reference_states(model, request["prompts"], request["kinds"])
     except NoReferenceError as missing:
         print(missing, file=sys.stderr)
         return 1
-    states = io.BytesIO()
+    file = io.BytesIO()
     parts: dict[str, Any] = {
-        f"{kind}.{layer}": rows for kind, places in found.items() for layer, rows in places.items()
+        f"{kind}.{layer}": rows for kind, places in states.items() for layer, rows in places.items()
     }
-    np.savez(states, **parts)
-    output.write(states.getvalue())
+    np.savez(file, **parts)
+    output.write(file.getvalue())
     return 0
 
 
 def _taps(model: Any, kind: str) -> dict[int, Tap]:
-    """Return the taps of a kind by layer, for the layers that have such a place."""
-    found: dict[int, Tap] = {}
+    taps: dict[int, Tap] = {}
     missing: ActdsError | None = None
-    layers = sorted(decoder_layers(model))
-    for layer in find_kind(kind).layers(len(layers)):
+    for layer in find_kind(kind).layers(len(decoder_layers(model))):
         try:
-            found[layer] = find_kind(kind).reference(model, layer)
+            taps[layer] = find_kind(kind).reference(model, layer)
         except ActdsError as error:
             missing = error
-    if not found:
+    if not taps:
         raise NoReferenceError(f"transformers' model has no {kind}: {missing or 'no layers'}"[:300])
-    return found
+    return taps
 
 
-def _require_own_states(states: dict[int, np.ndarray], own: Mapping[int, torch.Tensor]) -> None:
-    """Raise when hooked states differ from those that the model itself returns."""
-    for layer, state in own.items():
+def _require_own_states(
+    states: dict[int, np.ndarray], returned: Mapping[int, torch.Tensor]
+) -> None:
+    for layer, state in returned.items():
         if layer not in states:
             continue
         want = state.flatten(0, -2).float().cpu().numpy()
@@ -490,8 +516,6 @@ def _require_own_states(states: dict[int, np.ndarray], own: Mapping[int, torch.T
 def _watched(
     taps: Mapping[str, Mapping[int, Tap]], rows: dict[tuple[str, int], torch.Tensor]
 ) -> Iterator[None]:
-    """Keep the rows of every tap, by kind and layer."""
-
     def keep(key: tuple[str, int], tap: Tap) -> Any:
         def hook(_module: Any, args: Any, kwargs: Any, output: Any = None) -> None:
             try:
@@ -525,7 +549,6 @@ def _own_randomness() -> Iterator[None]:
 
 
 def _free_nbytes() -> int:
-    """Return the memory that is free, within the limits of a container as well."""
     free = 0
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():

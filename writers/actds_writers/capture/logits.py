@@ -20,11 +20,9 @@ _FURTHEST = -80.0
 
 @dataclass(frozen=True)
 class Reading:
-    """The logits of the rows of a step that are sampled from.
+    """Logits ``(n, vocabulary)`` of a step, of the model's type, and what they say.
 
-    Args:
-        logits: ``(n, vocabulary)`` as the model returned them, of its type.
-        values: float32 ``(n, 4)``: entropy, margin, largest logit, its log-probability.
+    ``values``: float32 ``(n, 4)``: entropy, margin, largest logit, its log-probability.
     """
 
     logits: torch.Tensor
@@ -44,9 +42,9 @@ class Reading:
             n_at_once = 1 if on_cpu else max(1, CHUNK_VALUES // logits.shape[1])
         largest, second = _two_largest(logits)
         memory = largest.new_empty((2, min(n_at_once, len(logits)), logits.shape[1]))
-        rows, tops = (torch.split(one, n_at_once) for one in (logits, largest))
-        found = [_read(row, top, memory) for row, top in zip(rows, tops, strict=True)]
-        totals, sums = (torch.cat(parts) for parts in zip(*found, strict=True))
+        rows, tops = torch.split(logits, n_at_once), torch.split(largest, n_at_once)
+        read = [_read(row, top, memory) for row, top in zip(rows, tops, strict=True)]
+        totals, sums = (torch.cat(parts) for parts in zip(*read, strict=True))
         of_largest = -totals.log()
         entropy = (-of_largest - sums / totals).clamp_(min=0.0)
         values = torch.stack([entropy, largest - second, largest, of_largest], dim=1)
@@ -55,15 +53,11 @@ class Reading:
         return cls(kept, values)
 
     def of_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return int32 ``(n, 4)``: token, and the float32 bits of entropy, logprob and margin.
-
-        Args:
-            token_ids: the sampled token of each row, ``(n,)``.
-        """
+        """Return int32 ``(n, 4)``: token, and the float32 bits of entropy, logprob and margin."""
         ids = token_ids.to(torch.int64)
-        own = self.logits.gather(1, ids[:, None])[:, 0].float()
+        logit = self.logits.gather(1, ids[:, None])[:, 0].float()
         entropy, margin, largest, of_largest = self.values.unbind(1)
-        logprob = (own - largest + of_largest).clamp_(max=0.0)
+        logprob = (logit - largest + of_largest).clamp_(max=0.0)
         bits = torch.stack([entropy, logprob, margin], dim=1).view(torch.int32)
         return torch.cat([ids.to(torch.int32)[:, None], bits], dim=1)
 
@@ -100,5 +94,5 @@ def _two_largest(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     best = grouped.amax(dim=1).topk(min(2, vocabulary // _GROUPS), dim=-1)
     index = best.indices[:, :1, None].expand(n, 1, _GROUPS)
     within = grouped.transpose(1, 2).gather(1, index)[:, 0].topk(2, dim=-1).values
-    others = torch.cat([within[:, 1:], best.values[:, 1:]], dim=1)
-    return within[:, 0].float(), others.amax(dim=1).float()
+    seconds = torch.cat([within[:, 1:], best.values[:, 1:]], dim=1)
+    return within[:, 0].float(), seconds.amax(dim=1).float()

@@ -31,12 +31,9 @@ library.define(
 
 
 def _capture(
-    hidden: torch.Tensor,
-    residual: torch.Tensor | None,
-    rows: torch.Tensor,
-    seen: torch.Tensor,
+    hidden: torch.Tensor, residual: torch.Tensor | None, rows: torch.Tensor, seen: torch.Tensor
 ) -> torch.Tensor:
-    """Copy the rows of a hook into its buffer, and return them there; every slice has its cost."""
+    # Every slice has its cost.
     seen.fill_(hidden.shape[0])
     if hidden.shape[0] > rows.shape[0]:
         hidden = hidden[: rows.shape[0]]
@@ -50,12 +47,8 @@ def _capture(
 
 
 def capture(
-    hidden: torch.Tensor,
-    residual: torch.Tensor | None,
-    rows: torch.Tensor,
-    seen: torch.Tensor,
+    hidden: torch.Tensor, residual: torch.Tensor | None, rows: torch.Tensor, seen: torch.Tensor
 ) -> None:
-    """Copy the rows of a hook into its buffer; see the op's schema."""
     _capture(hidden, residual, rows, seen)
 
 
@@ -68,15 +61,14 @@ def capture_and_read(
     scratch: torch.Tensor,
     readouts: torch.Tensor,
 ) -> None:
-    """Copy the rows of a hook into its buffer and compute their readouts; see the op's schema."""
     # From the row as stored, so that the readout can be recomputed.
     values = _capture(hidden, residual, rows, seen)
     if values.dtype != torch.float32:
         values = scratch[: len(values)].copy_(values)
-    own = readouts[: len(values)]
-    torch.linalg.vector_norm(values, dim=1, out=own[:, 0])
+    of_rows = readouts[: len(values)]
+    torch.linalg.vector_norm(values, dim=1, out=of_rows[:, 0])
     with _ieee_products():
-        torch.mm(values, directions, out=own[:, 1:])
+        torch.mm(values, directions, out=of_rows[:, 1:])
 
 
 @contextmanager
@@ -102,13 +94,9 @@ def _ieee_products() -> Iterator[None]:
         setattr(matmul, name, chosen)
 
 
-def _fake(*_: Any) -> None:
-    return None
-
-
 for _name, _body in (("capture", capture), ("capture_and_read", capture_and_read)):
     library.impl(_name, _body, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"actds::{_name}", _fake, lib=library)
+    torch.library.register_fake(f"actds::{_name}", lambda *_: None, lib=library)
 
 
 Gather = Callable[[torch.Tensor, int], torch.Tensor]
@@ -145,7 +133,6 @@ class HookBuffers:
         n_readouts: int = 0,
         beside_nbytes: int = 0,
     ) -> HookBuffers:
-        """Return buffers for steps of at most ``max_rows`` rows, padding included."""
         layout = RowLayout(hooks)
         blocks = tuple(
             torch.zeros(
@@ -163,16 +150,13 @@ class HookBuffers:
 
     @property
     def device(self) -> torch.device:
-        """Return the model's device."""
         return self.seen.device
 
     @property
     def rows(self) -> tuple[torch.Tensor, ...]:
-        """Return the rows of each hook, ``(max_rows, d_model)``, views of the blocks."""
         return tuple(self.blocks[block][place] for block, place in self.layout.places)
 
     def reset(self) -> None:
-        """Reset the row counts before a step."""
         self.seen.zero_()
 
     def compact(self, index: torch.Tensor) -> None:
@@ -182,7 +166,6 @@ class HookBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all buffers."""
         tensors = (*self.blocks, self.seen, self.readouts)
         return self.beside_nbytes + sum(tensor.nbytes for tensor in tensors)
 
@@ -201,43 +184,38 @@ def install(
 
     Args:
         model: the model, its weights loaded and not yet compiled.
-        hooks: the hooks; rows are cast where the model computes in another type than is stored.
+        hooks: rows are cast where the model computes in another type than is stored.
         max_rows: rows of the largest step, padding included.
-        form: where the residual stream is in the output of a decoder layer.
-        directions: of each hook float32 ``(d_model, n_products)`` of the readouts, ``None`` for no
-            readouts.
+        directions: of the readouts of each hook float32 ``(d_model, n_products)``.
         gather: of kinds that are ``split_by_rank``, returns the whole row of so many channels from
             this rank's part; every rank calls it. ``None`` for one rank.
 
     Raises:
         ActdsError: E007 when a layer does not exist, or several lists could be the decoder's; at
             the first forward when the output of a layer has another form.
-
-    Spec: 0.1 section 3.1.
     """
     taps = find_taps(model, hooks, form)
     if gather is not None:
         taps = [_gathered(*pair, gather) for pair in zip(taps, hooks, strict=True)]
-    if directions is None:
-        buffers = HookBuffers.allocate(hooks, max_rows, device)
-        for number, (tap, rows) in enumerate(zip(taps, buffers.rows, strict=True)):
-            install_tap(tap, hooks[number], number, (rows, buffers.seen[number : number + 1]))
-        return buffers
-    widest = max(hook.d_model for hook in hooks)
-    beside = sum(matrix.nbytes for matrix in directions) + 4 * max_rows * widest
-    buffers = HookBuffers.allocate(hooks, max_rows, device, 1 + directions[0].shape[1], beside)
+    n_readouts = beside = widest = 0
+    if directions is not None:
+        widest = max(hook.d_model for hook in hooks)
+        n_readouts = 1 + directions[0].shape[1]
+        beside = sum(matrix.nbytes for matrix in directions) + 4 * max_rows * widest
+    buffers = HookBuffers.allocate(hooks, max_rows, device, n_readouts, beside)
     # One scratch for all: the hooks run one after the other.
     scratch = torch.empty(max_rows * widest, device=device)
     for number, (hook, tap, rows) in enumerate(zip(hooks, taps, buffers.rows, strict=True)):
-        matrix = torch.from_numpy(np.ascontiguousarray(directions[number])).to(device)
-        own = scratch[: max_rows * hook.d_model].view(max_rows, hook.d_model)
-        seen = buffers.seen[number : number + 1]
-        install_tap(tap, hook, number, (rows, seen, matrix, own, buffers.readouts[number]))
+        tensors = [rows, buffers.seen[number : number + 1]]
+        if directions is not None:
+            matrix = torch.from_numpy(np.ascontiguousarray(directions[number])).to(device)
+            part = scratch[: max_rows * hook.d_model].view(max_rows, hook.d_model)
+            tensors += [matrix, part, buffers.readouts[number]]
+        install_tap(tap, hook, number, tensors)
     return buffers
 
 
 def find_taps(model: torch.nn.Module, hooks: Sequence[HookSpec], form: StreamForm) -> list[Tap]:
-    """Return where each hook reads; raises E007 with all hooks that the model does not have."""
     taps, errors = [], []
     for hook in hooks:
         try:
@@ -259,7 +237,7 @@ def _gathered(tap: Tap, hook: HookSpec, gather: Gather) -> Tap:
     return tap._replace(read=read)
 
 
-def install_tap(tap: Tap, spec: HookSpec, number: int, buffers: tuple[torch.Tensor, ...]) -> None:
+def install_tap(tap: Tap, spec: HookSpec, number: int, buffers: Sequence[torch.Tensor]) -> None:
     """Hook a tap: write its rows into a hook's buffers, and its readouts if there are five."""
     # Attributes of the module, so that the compiled graph takes them as inputs of the layer; with
     # the hook's number, as one module may have several hooks.
@@ -273,16 +251,23 @@ def install_tap(tap: Tap, spec: HookSpec, number: int, buffers: tuple[torch.Tens
         module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None
     ) -> None:
         hidden, residual = read(args, kwargs, output)
-        if hidden.shape[-1] != spec.d_model:
-            raise ActdsError(
-                "E007",
-                f"hook {spec.name}",
-                got=f"rows of {hidden.shape[-1]} channels",
-                expected=f"{spec.d_model}, as the model's configuration says",
-            )
+        _require_channels(spec.name, hidden.shape[-1], spec.d_model)
         op(hidden, residual, *[getattr(module, name) for name in names])
 
     watch_tap(tap, hook)
+
+
+# A compiler calls it, and does not trace the error.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _require_channels(hook: str, n_channels: int, d_model: int) -> bool:
+    if n_channels != d_model:
+        raise ActdsError(
+            "E007",
+            f"hook {hook}",
+            got=f"rows of {n_channels} channels",
+            expected=f"{d_model}, as the model's configuration says",
+        )
+    return True
 
 
 def watch_tap(tap: Tap, hook: Callable[..., None]) -> None:

@@ -42,9 +42,8 @@ class Entry:
     Args:
         slot: offset in the staging ring, ``None`` when it has no rows there.
         state: ``staged`` in stage 1, ``moving``, ``ready`` in stage 2, ``sent``, or ``dropped``.
-        message: the message to the writer; set when the rows are identified.
-        depths: slices in staging and host ring when it was dropped.
-        queues: the writer's queues then.
+        message: set when the rows are identified.
+        depths: slices in staging and host ring when it was dropped; ``queues``, the writer's.
     """
 
     step: int
@@ -100,12 +99,10 @@ class Handover:
 
     @property
     def depths(self) -> tuple[int, int]:
-        """Return the slices in the staging ring and in the host ring."""
         return self._staging.depth, self._ring.depth
 
     @property
     def is_idle(self) -> bool:
-        """Return whether every step has been taken by the writer."""
         with self._changed:
             return not self._queue and self._n_ahead == 0
 
@@ -115,7 +112,7 @@ class Handover:
         """Add a step and reserve its slot; its state is ``dropped`` when there was no room.
 
         Args:
-            nbytes: bytes of the step over all hooks; 0 for a step of which nothing is stored.
+            nbytes: bytes over all hooks, 0 where nothing is stored.
             lost: reason to drop it under every policy.
 
         Raises:
@@ -168,11 +165,7 @@ class Handover:
                 self._drop(entry, reason)
 
     def place(self, entry: Entry, nbytes: int) -> int | None:
-        """Return the offset of an entry's rows in the host ring, ``None`` when it is dropped.
-
-        Args:
-            entry: the next entry in step order, its rows identified.
-            nbytes: bytes of the rows to store, over all hooks.
+        """Return the offset of the next entry's rows in the host ring, ``None`` if it is dropped.
 
         Raises:
             ActdsError: E502 when the writer is gone.
@@ -192,11 +185,6 @@ class Handover:
                     return None
 
     def moved(self, entry: Entry, message: StepRows) -> None:
-        """Queue an entry for the writer: its rows are in the host ring, or it was dropped.
-
-        Raises:
-            ActdsError: E502 when the writer is gone.
-        """
         with self._changed:
             self._free_slot(entry)
             stage1, stage2 = self.depths
@@ -212,11 +200,6 @@ class Handover:
             self._pump()
 
     def send(self, message: object) -> None:
-        """Send the writer another message than a step.
-
-        Raises:
-            ActdsError: E502 when the writer is gone.
-        """
         with self._changed:
             self._check()
             self._send(message)
@@ -241,11 +224,7 @@ class Handover:
     # for policies, under the lock -------------------------------------------------------------
 
     def wait(self, entry: Entry, stage: str) -> None:
-        """Wait for a change; the time is one stall of the stage, ``staging`` or ``ring``.
-
-        Raises:
-            ActdsError: E502 when the writer is gone.
-        """
+        """Wait for a change; the time is one stall of the stage, ``staging`` or ``ring``."""
         depth = self._ring.depth if stage == "ring" else self._staging.depth
         began, began_ns = time.monotonic_ns(), time.time_ns()
         self.waiting.add(stage)
@@ -259,7 +238,6 @@ class Handover:
         self._check()
 
     def drop_staged(self) -> bool:
-        """Drop the oldest step that waits in stage 1; return whether there was one."""
         while self._in_staging:
             waiting = self._in_staging.popleft()
             if waiting.state == "staged":
@@ -269,7 +247,6 @@ class Handover:
         return False
 
     def drop_ready(self) -> bool:
-        """Drop the oldest step that the writer has not taken; return whether there was one."""
         while self._in_ring:
             waiting = self._in_ring.popleft()
             if waiting.state == "ready" and waiting.message is not None:
@@ -302,7 +279,6 @@ class Handover:
             self._changed.notify_all()
 
     def _pump(self) -> None:
-        """Send the writer as many steps as it may hold, in step order."""
         self._check()
         # A drop counts as well: messages to a stalled writer must not pile up.
         while self._n_ahead < AHEAD and (message := self._next()) is not None:
@@ -322,24 +298,14 @@ class Handover:
             self._check()
 
     def _next(self) -> StepRows | StepsDropped | None:
-        """Return the next message to the writer: a step, or all drops up to the next one."""
         losses: list[StepDropped] = []
         while self._queue and (message := self._queue[0].message) is not None:
             entry = self._queue[0]
             if entry.state == "dropped" and len(losses) < LOSSES_AT_ONCE:
                 self._queue.popleft()
                 self._notes_nbytes -= _note_nbytes(message)
-                reason = entry.reason or "queue_full"
-                losses.append(
-                    StepDropped(
-                        message,
-                        reason,
-                        self._policy.name,
-                        entry.dropped_ns,
-                        *entry.depths,
-                        entry.queues,
-                    )
-                )
+                reason, when = entry.reason or "queue_full", (entry.dropped_ns, *entry.depths)
+                losses.append(StepDropped(message, reason, self._policy.name, *when, entry.queues))
             elif losses:
                 break
             else:

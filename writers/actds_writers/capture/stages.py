@@ -24,14 +24,7 @@ from actds.errors import ActdsError
 from actds.format import tables
 from actds_writers.capture.op import TORCH_TYPES, HookBuffers
 from actds_writers.capture.overflow import Entry, Handover
-from actds_writers.capture.transfer import (
-    CLOSE_TIMEOUT_S,
-    Copier,
-    HostMemory,
-    Lane,
-    Mark,
-    typed,
-)
+from actds_writers.capture.transfer import CLOSE_TIMEOUT_S, Copier, HostMemory, Lane, Mark, typed
 from actds_writers.ipc import ring
 from actds_writers.ipc.link import Link, Sender
 from actds_writers.ipc.messages import (
@@ -46,17 +39,10 @@ from actds_writers.ipc.messages import (
     StepRows,
     WorkerHello,
 )
-from actds_writers.ipc.queues import QueuePage
-from actds_writers.ipc.ring import RingSpace, aligned
+from actds_writers.ipc.ring import QueuePage, RingSpace, aligned
 from actds_writers.policies import POLICIES
 from actds_writers.sampling import EVERYTHING, LeftOut
-from actds_writers.sizing.needs import (
-    Geometry,
-    Sizes,
-    WorkerMemory,
-    narrow_nbytes,
-    worker_memory,
-)
+from actds_writers.sizing.needs import Geometry, Sizes, WorkerMemory, narrow_nbytes, worker_memory
 
 
 @dataclass(frozen=True)
@@ -64,16 +50,13 @@ class Step:
     """A step that the model just ran, from the engine's host state.
 
     Args:
-        requests: request number of each scheduled request, in row order.
-        n_rows: rows of each.
-        prompt_lens: prompt tokens of each.
+        requests: number of each scheduled request, in row order.
         left_out: what the sampling rules leave out of each; empty when they leave out nothing.
         finished: requests that ended before this step.
         duration_ns: how long the model ran, as far as the host can tell.
-        kernel_mode: ``eager``, ``compiled``, ``piecewise`` or ``full``; ``None`` where it is not
-            known.
+        kernel_mode: ``eager``, ``compiled``, ``piecewise``, ``full``, or ``None``: not known.
         began: mark before the model ran, for the time on the device.
-        lost: why no row of the step may be stored, whatever the policy; ``None`` for all others.
+        lost: why no row of the step may be stored, whatever the policy.
     """
 
     step: int
@@ -88,40 +71,35 @@ class Step:
     lost: str | None = None
 
     def kept(self, positions: IntArray) -> BoolArray | None:
-        """Return which rows are stored, ``None`` for all."""
         if all(out == EVERYTHING for out in self.left_out):
             return None
         prefill = np.array([out.prefill is None for out in self.left_out])
         decode = np.array([out.decode is None for out in self.left_out])
-        per_row = [np.repeat(values, self.n_rows) for values in (prefill, decode, self.prompt_lens)]
-        mask: BoolArray = np.where(positions < per_row[2], per_row[0], per_row[1])
+        columns = (self.prompt_lens, prefill, decode)
+        edge, in_prompt, behind = (np.repeat(values, self.n_rows) for values in columns)
+        mask: BoolArray = np.where(positions < edge, in_prompt, behind)
         return mask
 
     def cut(self, n_cut: Mapping[int, int]) -> tuple[Step, BoolArray | None]:
-        """Return the step without the last rows of some requests, and which rows stay.
-
-        Args:
-            n_cut: rows to leave out, by request number.
-        """
+        """Return the step without the last rows of some requests, and which rows stay."""
         if not n_cut:
             return self, None
-        gone = np.array([n_cut.get(request, 0) for request in self.requests.tolist()], np.int64)
-        left = self.n_rows - gone
-        there = np.flatnonzero(left)
-        per_request = np.repeat(np.cumsum(self.n_rows) - gone, self.n_rows)
+        cut = np.array([n_cut.get(request, 0) for request in self.requests.tolist()], np.int64)
+        left = self.n_rows - cut
+        some = np.flatnonzero(left)
+        per_request = np.repeat(np.cumsum(self.n_rows) - cut, self.n_rows)
         stays: BoolArray = np.arange(int(self.n_rows.sum())) < per_request
         step = replace(
             self,
-            requests=self.requests[there],
-            n_rows=left[there],
-            prompt_lens=self.prompt_lens[there],
-            left_out=tuple(self.left_out[i] for i in there.tolist()) if self.left_out else (),
+            requests=self.requests[some],
+            n_rows=left[some],
+            prompt_lens=self.prompt_lens[some],
+            left_out=tuple(self.left_out[i] for i in some.tolist()) if self.left_out else (),
         )
         return step, stays
 
     @property
     def keeps_nothing(self) -> bool:
-        """Return whether no row of the step is stored."""
         return bool(self.left_out) and all(
             out.prefill is not None and out.decode is not None for out in self.left_out
         )
@@ -129,8 +107,6 @@ class Step:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """What the logits of a step said; fields as in ``Stages.add_sampled``."""
-
     requests: IntArray
     values: torch.Tensor
     done: Mark
@@ -143,7 +119,6 @@ class _Moving:
     Args:
         n_cut: by request, the last rows that are not handed over.
         index: staged rows that are stored, ``None`` for all.
-        sampled: what was sampled from its logits, ``None`` where they are not read.
         changed: bool ``(1, 1, 1)`` on the device: whether its weights are not those of the run,
             ``None`` where they are not watched.
     """
@@ -174,30 +149,19 @@ def memory_of(
 ) -> WorkerMemory:
     """Return the memory that a worker with these hooks reserves; arguments as of ``Stages``.
 
-    Args:
-        n_readouts: values per row and hook.
-        padding: further rows of the hooks' buffers.
+    ``n_readouts`` are values per row and hook, ``padding`` further rows of the hooks' buffers.
     """
-    sizes = Sizes(
-        max_rows,
-        0,
-        link.ring_nbytes,
-        link.staging_nbytes,
-        link.lane_nbytes,
-        in_flight=in_flight,
-        padding=padding,
-        on_gpu=device.type == "cuda",
-    )
+    rings = (link.ring_nbytes, link.staging_nbytes, link.lane_nbytes)
+    on_gpu = device.type == "cuda"
+    sizes = Sizes(max_rows, 0, *rings, in_flight=in_flight, padding=padding, on_gpu=on_gpu)
     return worker_memory(Geometry.of(hooks, n_readouts), sizes)
 
 
 class Stages:
     """Moves the steps of one worker from its hooks to writer and census.
 
-    The worker of a pipeline stage has the hooks of its own layers; the writer joins the stages.
-
     Args:
-        hooks: the worker's hooks, at least one, all of one stage.
+        hooks: at least one, all of one pipeline stage; the writer joins the stages.
         max_rows: rows of the largest step, padding excluded.
         in_flight: most steps that are held at a time.
 
@@ -234,7 +198,7 @@ class Stages:
         self.ring_nbytes = memory.ring
         self._ring = RingSpace(memory.ring)
         self._host = HostMemory(ring.create(self.ring_path, memory.ring), self._device)
-        queues = QueuePage.beside(self.ring_path, create=True)
+        queues = QueuePage.beside(self.ring_path, new=True)
         self.lane: Lane | None = None
         if self._width:
             connection = link.connect("readouts", str(stage))
@@ -274,7 +238,6 @@ class Stages:
 
     @property
     def waiting(self) -> frozenset[str]:
-        """Return the rings that a step waits for now: ``staging``, ``ring``."""
         return frozenset(self.handover.waiting)
 
     @property
@@ -284,15 +247,7 @@ class Stages:
         return not self._narrow.depth and (not staged or "ring" in self.waiting)
 
     def introduce(self, facts: tuple[Fact, ...]) -> None:
-        """Send the writer the worker's hello, before the first step.
-
-        Args:
-            facts: what the worker observed; facts of the stages are added.
-
-        Raises:
-            ActdsError: E502 when the writer is gone.
-        """
-        own = (
+        of_rings = (
             Fact("capture.ring_nbytes", self.ring_nbytes, "observed"),
             Fact("capture.staging_nbytes", self._staging.capacity, "observed"),
         )
@@ -300,7 +255,7 @@ class Stages:
         self.handover.send(
             WorkerHello(
                 self._hooks,
-                (*facts, *own),
+                (*facts, *of_rings),
                 str(self.ring_path),
                 self.ring_nbytes,
                 self._max_rows,
@@ -311,7 +266,6 @@ class Stages:
         )
 
     def fail(self, error: ActdsError) -> None:
-        """Send the writer the error that ends the capture."""
         self._error = self._error or error
         self.handover.send(error)
 
@@ -321,16 +275,15 @@ class Stages:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         *,
-        held: bool = False,
+        waits: bool = False,
         changed: torch.Tensor | None = None,
     ) -> None:
         """Take the rows of the step that just ran; returns when the hooks' buffers are free.
 
         Args:
             token_ids: token fed at each row, ``(n,)``, from the buffer that the model read.
-            positions: position of each row, ``(n,)``.
-            held: whether they stay here until ``settle``.
-            changed: whether no row may be stored, as in ``_Moving``.
+            waits: whether they stay here until ``settle``.
+            changed: as in ``_Moving``.
 
         Raises:
             ActdsError: of this or an earlier step: E501 rows that differ from the schedule, E502
@@ -361,7 +314,7 @@ class Stages:
                 staged.copy_(rows[:, :n])
         done = Mark(self._device, timed=True)
         moving = _Moving(step, entry, n, narrow, done, time.time_ns(), changed=changed)
-        if held:
+        if waits:
             self._held.append(moving)
         else:
             self._release(moving)
@@ -370,26 +323,22 @@ class Stages:
         """Add to a held step what the logits said of the tokens that were sampled in it.
 
         Args:
-            requests: number of the request of each row, -1 for one that is not reported.
-            values: int32 ``(n, 4)`` on the device, as ``Reading.of_tokens`` returns them.
+            requests: of each row, -1 for one that is not reported.
+            values: as ``Reading.of_tokens`` returns them.
         """
         for moving in self._held:
             if moving.step.step == step:
                 moving.sampled = _Sampled(requests, values, Mark(self._device))
 
     def is_sampled(self, step: int) -> bool:
-        """Return whether ``add_sampled`` was called for a held step."""
         return any(m.sampled is not None for m in self._held if m.step.step == step)
 
     def settle(self, step: int, n_cut: Mapping[int, int]) -> None:
-        """Release a held step, in step order.
+        """Release a held step; raises E501 when another one is the next.
 
         Args:
             n_cut: by request number, the last rows of it that are not handed over: they were
                 computed past an end, or are of rejected drafts.
-
-        Raises:
-            ActdsError: E501 when another step is the next one.
         """
         if not self._held or self._held[0].step.step != step:
             error = ActdsError(
@@ -411,13 +360,11 @@ class Stages:
     def abandon(self) -> None:
         """Release the steps whose results nobody will tell, without a row."""
         while self._held:
-            moving = self._held[0]
-            step = moving.step
+            step = self._held[0].step
             n_cut = dict(zip(step.requests.tolist(), step.n_rows.tolist(), strict=True))
             self.settle(step.step, n_cut)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until the writer has taken every step; return whether it has."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and self._error is None:
             lane_is_idle = self.lane is None or not self.lane.depth
@@ -517,9 +464,9 @@ class Stages:
         host = torch.empty(sampled.values.shape, dtype=torch.int32, pin_memory=on_cuda)
         copier.copy([host], [sampled.values], None, sampled.done)
         wanted = sampled.requests >= 0
-        found = host.numpy()[wanted]
-        values = np.ascontiguousarray(found[:, 1:]).view(np.float32).ravel()
-        ids = found[:, 0].astype(np.int64)
+        bits = host.numpy()[wanted]
+        values = np.ascontiguousarray(bits[:, 1:]).view(np.float32).ravel()
+        ids = bits[:, 0].astype(np.int64)
         self._tell_census(LogitsRead(step, sampled.requests[wanted], ids, values))
 
     # the moving thread ------------------------------------------------------------------------
@@ -622,7 +569,6 @@ class Stages:
         )
 
     def _rows_views(self, memory: torch.Tensor, offset: int, n: int) -> list[torch.Tensor]:
-        """Return the rows of a step in a ring, ``(n_hooks, n, d_model)`` of each block."""
         return [
             typed(
                 memory,
@@ -637,11 +583,9 @@ class Stages:
 def _index(stays: BoolArray | None, kept: BoolArray | None) -> IntArray | None:
     """Return the indexes of the staged rows that are stored, ``None`` for all.
 
-    Args:
-        stays: bool ``(n,)``, the staged rows that are handed over.
-        kept: of these, the rows that the sampling rules keep.
+    Of the staged rows some stay, and of these the sampling rules keep some.
     """
     if stays is None:
         return None if kept is None else np.flatnonzero(kept)
-    there = np.flatnonzero(stays)
-    return there if kept is None else there[kept]
+    index = np.flatnonzero(stays)
+    return index if kept is None else index[kept]

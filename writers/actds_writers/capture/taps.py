@@ -1,13 +1,14 @@
-"""What a hook kind is, and what all of them stand on: decoder layers and the residual stream.
+"""What a hook kind is, and where a loaded model has what kinds read: layers, stream, parts.
 
 No torch is imported at module level, so that a harvest can be planned without it.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from actds.errors import ActdsError
@@ -56,7 +57,7 @@ class Tap(NamedTuple):
 class HookKind(ABC):
     """A kind of activation: its width, its type, and where a model has it."""
 
-    name: ClassVar[str]
+    name: str
     """The hook of layer L is called ``<name>.<L>``; lower case, as in spec 0.1 section 3.1."""
     next_reads: ClassVar[bool] = False
     """Whether a module after the layer reads exactly these rows, so that the hook can be checked
@@ -112,10 +113,10 @@ def decoder_layers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
     """
     lists: dict[str, dict[int, torch.nn.Module]] = {}
     for path, module in model.named_modules():
-        found = _LAYER.fullmatch(path)
-        if found and not type(module).__name__.startswith("PPMissing"):
-            lists.setdefault(found[1], {})[int(found[2])] = module
-    for inner in [path for path in lists if any(path.startswith(f"{other}.") for other in lists)]:
+        match = _LAYER.fullmatch(path)
+        if match and not type(module).__name__.startswith("PPMissing"):
+            lists.setdefault(match[1], {})[int(match[2])] = module
+    for inner in [path for path in lists if any(path.startswith(f"{outer}.") for outer in lists)]:
         del lists[inner]
     if len(lists) > 1:
         lists = _of_language_model(model, lists)
@@ -133,11 +134,11 @@ def _of_language_model(
         if not isinstance(language, torch.nn.Module):
             continue
         inside = set(language.modules())
-        found = {
+        its_lists = {
             path: layers for path, layers in lists.items() if inside.issuperset(layers.values())
         }
-        if len(found) == 1:
-            return found
+        if len(its_lists) == 1:
+            return its_lists
     raise ActdsError(
         "E007",
         type(model).__name__,
@@ -153,15 +154,8 @@ def residual_stream(
 
     Rows of a padded batch, ``(batch, width, d_model)``, are flattened.
 
-    Args:
-        output: what the decoder layer returned.
-        form: where the stream is in it.
-        place: model class and layer, for the error.
-
     Raises:
-        ActdsError: E007 when the output does not have that form.
-
-    Spec: 0.1 section 16.3.
+        ActdsError: E007 when the output does not have that form (spec 0.1 section 16.3).
     """
     import torch
 
@@ -191,7 +185,171 @@ def _describe(output: Any) -> str:
     if isinstance(output, torch.Tensor):
         return f"one tensor {tuple(output.shape)}"
     if isinstance(output, tuple | list):
-        parts = [tuple(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__
-                 for part in output]  # fmt: skip
-        return f"{len(parts)} values: {', '.join(map(str, parts))}"[:200]
+        parts = [
+            str(tuple(part.shape)) if isinstance(part, torch.Tensor) else type(part).__name__
+            for part in output
+        ]
+        return f"{len(parts)} values: {', '.join(parts)}"[:200]
     return type(output).__name__
+
+
+# Where a model has its parts: by the names that families give their modules, in vLLM and in
+# transformers. That a module is what its name says, the check of the hooks shows, with rows.
+
+
+def _names(words: str) -> tuple[str, ...]:
+    return tuple(words.split())
+
+
+ATTENTION = ("self_attn", "self_attention", "attn", "attention", "mixer")
+QUERIES = _names(
+    "q_proj qkv_proj query_key_value c_attn Wqkv W_pack qkv query q_b_proj "
+    "fused_qkv_a_proj attn_qkvw"
+)
+"""Projections of an attention; what has none of them mixes tokens in another way."""
+OUTPUT = ("o_proj", "out_proj", "c_proj", "dense", "wo", "proj")
+FEED_FORWARD = _names("mlp feed_forward block_sparse_moe moe ffn feedforward shared_mlp mixer")
+UP = _names(
+    "up_proj gate_up_proj fc1 c_fc fc_in dense_h_to_4h experts w13 w1 gate_proj gate input_linear"
+)
+DOWN = ("down_proj", "c_proj", "fc2", "fc_out", "dense_4h_to_h", "w2")
+GATE = ("gate", "router")
+EMBEDDING = _names("embed_tokens wte word_embeddings embed_in tok_embeddings embeddings embedding")
+FINAL_NORM = _names("norm final_layernorm final_layer_norm ln_f norm_f embedding_norm final_norm")
+BEFORE_MLP = _names(
+    "pre_feedforward_layernorm pre_mlp_layernorm pre_ff_layernorm ffn_norm "
+    "feedforward_layernorm ln_2 ln_mlp norm_2"
+)
+"""Norms before the feed-forward block whose names say so."""
+AFTER_MLP = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_norm2")
+AFTER_ATTENTION = ("post_self_attn_layernorm", "post_norm1")
+EITHER = "post_attention_layernorm"
+"""The norm before the feed-forward block where it is the only one between the two, and the norm of
+the attention's output elsewhere."""
+PARALLEL = ("use_parallel_residual", "parallel_attn")
+
+
+def child(parent: Any, names: tuple[str, ...]) -> Any:
+    return next(children(parent, names), None)
+
+
+def children(parent: Any, names: tuple[str, ...]) -> Iterator[torch.nn.Module]:
+    modules = dict(parent.named_children())
+    for name in names:
+        module = modules.get(name)
+        if module is not None and not type(module).__name__.startswith("PPMissing"):
+            yield module
+
+
+def attention(layer: torch.nn.Module) -> Any:
+    for module in children(layer, ATTENTION):
+        for inner in (module, child(module, ("attention", "self"))):
+            if inner is not None and child(inner, QUERIES) is not None:
+                return inner
+    return None
+
+
+def output_projection(layer: torch.nn.Module) -> Any:
+    module = attention(layer)
+    return None if module is None else child(module, OUTPUT)
+
+
+def feed_forward(layer: torch.nn.Module) -> tuple[Any, Any]:
+    """Return what reads the input of a layer's MLP or experts, and what returns the output.
+
+    As a rule one module; ``(None, None)`` where there is none, ``(reader, None)`` where several
+    blocks add up.
+    """
+    attends = attention(layer)
+    blocks = [
+        module
+        for module in children(layer, FEED_FORWARD)
+        if module is not attends and child(module, UP) is not None
+    ]
+    if not blocks:  # OPT: both projections are the layer's own
+        return child(layer, ("fc1",)), child(layer, ("fc2",))
+    block = blocks[0]
+    if len(blocks) > 1:
+        return block, None
+    # In transformers' Bloom the block itself adds the stream.
+    adds = "residual" in inspect.signature(type(block).forward).parameters
+    return block, child(block, DOWN) if adds else block
+
+
+def router(layer: torch.nn.Module) -> Any:
+    block, _ = feed_forward(layer)
+    if block is None or child(block, ("experts", "input_linear")) is None:
+        return None
+    gate = child(block, GATE)
+    inner = None if gate is None else child(gate, ("layer", "wg", "gate"))
+    return inner if inner is not None else gate
+
+
+def norm_after_attention(layer: torch.nn.Module) -> Any:
+    """Return the norm of the attention's output before it joins the stream, or ``None``."""
+    norm = child(layer, AFTER_ATTENTION)
+    if norm is None and child(layer, (*BEFORE_MLP, *AFTER_MLP)) is not None:
+        norm = child(layer, (EITHER,))
+    return norm
+
+
+def norm_after_mlp(layer: torch.nn.Module) -> Any:
+    """Return the norm of the feed-forward block's output before it joins the stream, or ``None``.
+
+    Some names stand for the norm *before* the block in families without another one.
+    """
+    return child(layer, AFTER_MLP)
+
+
+def norm_before_mlp(layer: torch.nn.Module) -> Any:
+    """Return the norm that reads the stream for the feed-forward block, or ``None``."""
+    norm = child(layer, BEFORE_MLP)
+    if norm is None:
+        either = child(layer, (EITHER,))
+        if either is not None and either is not norm_after_attention(layer):
+            norm = either
+    if norm is None and child(layer, ("fc1",)) is not None:
+        norm = child(layer, ("final_layer_norm",))
+    return norm
+
+
+def is_parallel(layer: torch.nn.Module) -> bool:
+    """Return whether attention and feed-forward block are known to read the same stream."""
+    places = (layer, getattr(layer, "config", None), attention(layer))
+    return any(getattr(place, name, False) is True for place in places for name in PARALLEL)
+
+
+def stem(model: torch.nn.Module) -> Any:
+    """Return the module that holds the list of decoder layers, and embedding and last norm."""
+    layers = {id(layer) for layer in decoder_layers(model).values()}
+    for module in model.modules():
+        for stack in module.children():
+            if layers & {id(layer) for layer in stack.children()}:
+                return module
+    return None
+
+
+def token_embedding(model: torch.nn.Module) -> Any:
+    parent = stem(model)
+    return None if parent is None else child(parent, EMBEDDING)
+
+
+def final_norm(model: torch.nn.Module) -> Any:
+    parent = stem(model)
+    return None if parent is None else child(parent, FINAL_NORM)
+
+
+def heads(layer: torch.nn.Module) -> Any:
+    """Return vLLM's module that is given a layer's queries, keys and values, or ``None``."""
+    parent = attention(layer)
+    for module in () if parent is None else parent.children():
+        is_kernel = hasattr(module, "impl") and hasattr(module, "head_size")
+        if is_kernel and not hasattr(module, "kv_lora_rank"):
+            return module
+    return None
+
+
+def is_partial(module: torch.nn.Module) -> bool:
+    """Return whether a module returns one rank's part of a sum over tensor-parallel ranks."""
+    last = child(module, (*OUTPUT, *DOWN)) or module
+    return getattr(last, "reduce_results", True) is False and getattr(last, "tp_size", 1) > 1

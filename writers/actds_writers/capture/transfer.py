@@ -9,6 +9,7 @@ in ``shards.logs``.
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import queue
 import threading
@@ -33,8 +34,6 @@ _log = logging.getLogger("actds")
 
 
 class Mark:
-    """A point in the engine's stream that a copier waits for."""
-
     def __init__(self, device: torch.device, *, timed: bool = False) -> None:
         self.event: Any = None
         """The CUDA event, ``None`` on a CPU."""
@@ -43,7 +42,6 @@ class Mark:
             self.event.record(torch.cuda.current_stream(device))
 
     def nanoseconds_since(self, earlier: Mark) -> int | None:
-        """Return the device time between two passed marks, ``None`` on a CPU."""
         if self.event is None or earlier.event is None:
             return None
         return int(earlier.event.elapsed_time(self.event) * 1e6)
@@ -67,11 +65,9 @@ class Copier:
         after: Mark,
         poison: torch.Tensor | None = None,
     ) -> None:
-        """Copy rows and wait until they have arrived.
+        """Copy rows ``(n_hooks, n, width)`` to the host and wait until they have arrived.
 
         Args:
-            targets: ``(n_hooks, n_kept, width)`` each, in host memory.
-            sources: ``(n_hooks, n, width)`` each, on the device.
             index: int64 ``(n_kept,)`` of the rows to copy, on the host; ``None`` for all.
             poison: a part of the sources that becomes -1 once it is copied, so that nobody takes
                 it for what is written there next.
@@ -132,11 +128,7 @@ class HostMemory:
 def typed(
     memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return a slice of a byte tensor as another type, without a copy."""
-    count = 1
-    for extent in shape:
-        count *= extent
-    nbytes = count * dtype.itemsize
+    nbytes = math.prod(shape) * dtype.itemsize
     return memory[offset : offset + nbytes].view(dtype).view(shape)
 
 
@@ -167,14 +159,10 @@ class Lane:
 
     @property
     def depth(self) -> int:
-        """Return the steps whose readouts the writer has not copied yet."""
         return self._space.depth
 
     def put(self, step: int, rows: Sequence[IntArray], readouts: torch.Tensor) -> bool:
-        """Copy the readouts of a step into the lane; return whether they are kept.
-
-        Args:
-            readouts: float32 ``(n_hooks, n, width)`` in host memory.
+        """Copy readouts ``(n_hooks, n, width)`` into the lane; return whether they are kept.
 
         Raises:
             ActdsError: E502 when the writer is gone.
@@ -214,7 +202,6 @@ class Lane:
         self._thread.join()
 
     def _reserve(self, nbytes: int, step: int) -> tuple[int | None, Stall | None]:
-        """Return a slice, ``None`` where there is no room and none is waited for."""
         began, began_ns = time.monotonic_ns(), time.time_ns()
         with self._changed:
             depth, waited = self._space.depth, False

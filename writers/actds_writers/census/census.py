@@ -64,8 +64,6 @@ Lines = np.ndarray[tuple[int], np.dtype[np.void]]
 
 
 class SampledLog:
-    """The lines of the table ``sampled``, in memory; old ones are packed."""
-
     def __init__(self) -> None:
         self._given: dict[int, TokensSampled] = {}
         self._read: dict[int, LogitsRead] = {}
@@ -76,28 +74,25 @@ class SampledLog:
         """The first token that the scheduler gave out and the worker did not sample."""
 
     def give(self, message: TokensSampled) -> None:
-        """Take the tokens that the requests of a step got."""
         self._given[message.step] = message
         self._join(message.step)
 
     def read(self, message: LogitsRead) -> None:
-        """Take what the logits of a step said."""
         self._read[message.step] = message
         self._join(message.step)
 
     def table(self, n_positions: np.ndarray) -> pa.Table:
         """Return the table, by request and position.
 
-        Args:
-            n_positions: prompt and sampled tokens by request number; a token beyond is of a request
-                that never ended, and nobody knows of it.
+        ``n_positions`` has prompt and sampled tokens by request number; a token beyond is of a
+        request that never ended, and nobody knows of it.
         """
-        found = [tables.empty("sampled")]
+        parts = [tables.empty("sampled")]
         for lines in self._blocks():
-            mine = lines[lines["position"] < n_positions[lines["request"]]]
-            found.append(tables.build("sampled", {name: mine[name] for name in _LINE.names or ()}))
+            known = lines[lines["position"] < n_positions[lines["request"]]]
+            parts.append(tables.build("sampled", {name: known[name] for name in _LINE.names or ()}))
         order = [("request", "ascending"), ("position", "ascending")]
-        return pa.concat_tables(found).sort_by(order)
+        return pa.concat_tables(parts).sort_by(order)
 
     def _join(self, step: int) -> None:
         if step not in self._given or step not in self._read:
@@ -159,13 +154,10 @@ _COLUMNS = {
 
 @dataclass
 class _Growing:
-    """An int64 array indexed by request number."""
-
     fill: int
     values: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
     def reach(self, n: int) -> np.ndarray:
-        """Return the array with room for at least ``n`` values."""
         if n > len(self.values):
             grown = np.full(max(n, 2 * len(self.values), 256), self.fill, np.int64)
             grown[: len(self.values)] = self.values
@@ -187,11 +179,6 @@ class CensusTables:
 
 
 class Census:
-    """The census of one run.
-
-    Spec: 0.1 section 7.
-    """
-
     def __init__(self) -> None:
         self._requests = RequestLog()
         self._steps = StepLog()
@@ -216,7 +203,6 @@ class Census:
         self._recomputed_tokens = 0
 
     def progress(self) -> CensusProgress:
-        """Return the present counters."""
         # The scheduler reports its queues with each step, and an idle engine has none.
         n_alive = self._requests.n_running
         last = self._last if n_alive else None
@@ -236,11 +222,9 @@ class Census:
         )
 
     def has_scheduled(self, step: int) -> bool:
-        """Return whether the scheduler has reported a step."""
         return self._steps.get(step, "t_ns") is not None
 
     def observe(self, message: object) -> None:
-        """Take one message of scheduler or worker."""
         self.TAKES[type(message)](self, message)
 
     def _arrived(self, message: RequestArrived) -> None:
@@ -275,9 +259,9 @@ class Census:
         cached[who[first]] = start[first]
         # A request that runs on from another run may begin behind its prompt.
         n_hits = int(np.minimum(start, prompt)[first].sum())
-        n_asked = int(prompt[first].sum())
+        n_queried = int(prompt[first].sum())
         self._hit_tokens += n_hits
-        self._queried_tokens += n_asked
+        self._queried_tokens += n_queried
         new = np.clip(high[who], start, stop)
         high[who] = np.maximum(high[who], stop)
         late = np.maximum(stop - n_late, new)
@@ -306,7 +290,7 @@ class Census:
                 "new_tokens": int((late - new).sum()),
                 "max_seq_len": int((start + message.n_tokens).max()),
                 "n_preempted": len(message.preempted),
-                "cache_hit_ratio": n_hits / n_asked if n_asked else None,
+                "cache_hit_ratio": n_hits / n_queried if n_queried else None,
             },
         )
         self._count_drop(message.step)
@@ -347,19 +331,13 @@ class Census:
         self._generated.values[message.request] = NO_REQUEST if unserved else message.generated_len
         self._n_finished += 1
 
-    def _sampled(self, message: TokensSampled) -> None:
-        self.sampled.give(message)
-
-    def _logits_read(self, message: LogitsRead) -> None:
-        self.sampled.read(message)
-
     TAKES: ClassVar[dict[type, Callable[..., None]]] = {
         RequestArrived: _arrived,
         StepScheduled: _scheduled,
         StepExecuted: _executed,
         StepLost: _lose,
-        TokensSampled: _sampled,
-        LogitsRead: _logits_read,
+        TokensSampled: lambda self, message: self.sampled.give(message),
+        LogitsRead: lambda self, message: self.sampled.read(message),
         RequestFinished: _finished,
     }
     """By message, what takes it."""
@@ -371,15 +349,13 @@ class Census:
         lost_reason: str,
         logged_drops: frozenset[int] = frozenset(),
     ) -> CensusTables:
-        """Return the census after the run has ended.
+        """Return the census after the run has ended (spec 0.1 section 7.1).
 
         Args:
             acknowledged: per phase, the last step whose rows are committed.
             lost_reason: reason of rows that were computed and not committed.
             logged_drops: steps in the writer's committed drop log. A drop that a killed writer did
                 not log is known to the scheduler side alone, and counts as aborted.
-
-        Spec: 0.1 section 7.1.
         """
         dropped = {step: lost.reason for step, lost in self._lost.items() if step in logged_drops}
         pieces = self._pieces.settled(
@@ -408,7 +384,6 @@ class Census:
         return CensusTables(requests, steps, spans, roles, origins, sampled, totals)
 
     def _n_positions(self) -> np.ndarray:
-        """Return prompt and sampled tokens by request number."""
         prompt, high = self._prompt_len.values, self._high_water.values
         n_positions: np.ndarray = prompt + _generated(self._generated.values, high, prompt)
         return n_positions
@@ -435,11 +410,9 @@ class Census:
         return tables.build("steps", columns)
 
     def _unserved(self, prompts: dict[str, PromptFact]) -> list[PromptFact]:
-        """Return the prompts that never came to the scheduler, in the client's order."""
         left = dict(prompts)
-        for batch in self._requests.batches():
-            for one in batch:
-                left.pop(_key_of(one.arrived.external_id, left), None)
+        for request in self._requests.all():
+            left.pop(_key_of(request.arrived.external_id, left), None)
         return list(left.values())
 
     def _request_table(
@@ -462,7 +435,7 @@ class Census:
         parts, why = [served], client.unbegun or PROCESS_ENDED
         for first in range(0, len(unserved), BATCH_REQUESTS):
             some = enumerate(unserved[first : first + BATCH_REQUESTS], served.num_rows + first)
-            parts.append(_rows_table([_unserved_row(number, one, why) for number, one in some]))
+            parts.append(_rows_table([_unserved_row(number, p, why) for number, p in some]))
         return pa.concat_tables(parts).combine_chunks()
 
     def _origin_table(self, prompts: dict[str, PromptFact], unserved: list[PromptFact]) -> pa.Table:
@@ -470,9 +443,8 @@ class Census:
         if all(prompt.origin is None for prompt in prompts.values()):
             return tables.empty("origins")
         served = (
-            (one.arrived.request, _prompt_of(one.arrived.external_id, prompts))
-            for batch in self._requests.batches()
-            for one in batch
+            (request.arrived.request, _prompt_of(request.arrived.external_id, prompts))
+            for request in self._requests.all()
         )
         n_served = sum(len(batch) for batch in self._requests.batches())
         for request, prompt in itertools.chain(served, enumerate(unserved, n_served)):
@@ -485,7 +457,7 @@ class Census:
     def _role_table(self, client: ClientFacts) -> pa.Table:
         known = {prompt.key: prompt.roles for prompt in client.prompts if prompt.roles}
         columns: dict[str, list[object]] = {name: [] for name in tables.SCHEMAS["roles"].names}
-        for request in (one for batch in self._requests.batches() for one in batch):
+        for request in self._requests.all():
             arrived, finished = request.arrived, request.finished
             if finished and finished.reason in tables.UNSERVED:
                 continue
@@ -510,7 +482,6 @@ def _key_of(external_id: str, prompts: dict[str, PromptFact]) -> str:
 
 
 def _prompt_of(external_id: str, prompts: dict[str, PromptFact]) -> PromptFact | None:
-    """Return the prompt of a request; of one of several samples with its number."""
     key = _key_of(external_id, prompts)
     prompt = prompts.get(key)
     if prompt is None or key == external_id:
@@ -524,7 +495,6 @@ def _rows_table(rows: list[dict[str, object]]) -> pa.Table:
 
 
 def _of_columns(message: StepScheduled | StepExecuted) -> dict[str, int | float | str | None]:
-    """Return the fields of a message that are columns of ``steps``, the step number aside."""
     return {name: getattr(message, name) for name in _COLUMNS[type(message)]}
 
 
@@ -577,7 +547,6 @@ def _request_row(
 
 
 def _finish_reason(finished: RequestFinished | None) -> tuple[str, str | None]:
-    """Return one of the spec's finish reasons, and an explanation where it needs one."""
     if finished is None:
         return "unfinished", "the run ended before the request did"
     if finished.reason in tables.UNSERVED:

@@ -80,11 +80,6 @@ def to_line(message: object) -> bytes:
 
 
 def from_line(line: bytes) -> object:
-    """Return the message that a line holds.
-
-    Raises:
-        ValueError: no JSON, no message of the census, or a field of another type.
-    """
     return _LINE.validate_json(line)[1]
 
 
@@ -92,13 +87,8 @@ class Journal:
     """Makes messages durable in segments, on its own thread: the census never waits for it.
 
     What is not yet on disk waits in memory as lines of JSON: those of ``FLUSH_INTERVAL_S`` while
-    the disk keeps up.
-
-    Args:
-        begin: called once before the first segment; returns the id of the dataset, ``None``
-            while there is none.
-
-    Spec: 0.1 section 9.7.
+    the disk keeps up. ``begin`` is called before the first segment; it returns the id of the
+    dataset, ``None`` while there is none. Spec: 0.1 section 9.7.
     """
 
     def __init__(self, store: Store, run: str, begin: Begin) -> None:
@@ -125,22 +115,14 @@ class Journal:
                 self._changed.notify()
 
     def secure(self, answer: Answer) -> None:
-        """Make everything taken so far durable, then call ``answer`` on the journal's thread.
-
-        Args:
-            answer: called with ``None``, or with the error that prevented it.
-        """
         with self._changed:
             self._waiting.append(answer)
             self._changed.notify()
 
     def finish(self) -> None:
-        """End the thread and make the rest durable.
+        """End the thread and make the rest durable, or raise E503.
 
         What failed before is tried again: reserved disk space is free by now.
-
-        Raises:
-            ActdsError: E503 when the disk refuses.
         """
         with self._changed:
             self._stop = True
@@ -179,7 +161,6 @@ class Journal:
         return ActdsError("E505", "census journal", got="no dataset", expected="one to write to")
 
     def _write(self) -> None:
-        """Write all lines, in as many segments as necessary."""
         while self._lines:
             self._dataset = self._dataset or self._begin()
             if self._dataset is None:
@@ -208,14 +189,12 @@ class Journal:
 
 
 def merged(before: ClientFacts, new: ClientFacts) -> ClientFacts:
-    """Return client facts updated with newer ones, by key."""
     prompts = {prompt.key: prompt for prompt in (*before.prompts, *new.prompts)}
     cached = {**before.engine_cached, **new.engine_cached}
     return ClientFacts(tuple(prompts.values()), cached, new.unbegun or before.unbegun)
 
 
 def segments(store: Store, run: str) -> list[str]:
-    """Return the paths of a run's segments, in order; gaps are not checked."""
     return [path for path in store.list(f"journal/{run}") if _number(path) is not None]
 
 
@@ -236,8 +215,6 @@ def read_journal(store: Store, dataset: str, run: str) -> Iterator[object]:
     Raises:
         ActdsError: E312 when a segment is missing, foreign, not the next of its chain, or cannot
             be read.
-
-    Spec: 0.1 section 9.7.
     """
     numbers = {_number(path) for path in segments(store, run)}
     prev = FIRST_PREV
@@ -273,7 +250,6 @@ def _header(
 
 
 def _opened(data: bytes, path: str) -> tuple[dict[str, object], list[bytes]]:
-    """Return header and lines of a segment."""
     try:
         with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(data) as reader:
             text = reader.read(MAX_SEGMENT_NBYTES + 1)
@@ -309,34 +285,24 @@ def _split(message: object) -> Iterator[object]:
 
 
 def _number(path: str) -> int | None:
-    found = re.fullmatch(r"journal/[^/]+/([0-9]{6,9})\.jsonl\.zst", path)
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"journal/[^/]+/([0-9]{6,9})\.jsonl\.zst", path)
+    return int(match[1]) if match else None
 
 
 def broken(place: str, got: str, expected: str) -> ActdsError:
-    """Return E312."""
     return ActdsError("E312", place, got=got, expected=expected)
 
 
 @dataclass(frozen=True)
 class WriterEnd:
-    """What a writer had committed when it ended.
-
-    Args:
-        acknowledged: per phase, the last step whose rows are committed.
-    """
-
     acknowledged: dict[str, int]
     dropped_steps: frozenset[int]
 
 
 def end_writer_chain(store: Store, dataset: str, run: str) -> WriterEnd | None:
-    """Fence the run's writer chain if it is still open; return what it has committed.
+    """Fence the run's writer chain if it is still open; return what it has committed, if it began.
 
-    Returns ``None`` when the run never began: it has no writer chain, or one without run record.
-    The ledger alone decides what is committed, also where an acknowledgement was lost.
-
-    Spec: 0.1 section 8.3.
+    The ledger alone decides, also where an acknowledgement was lost (spec 0.1 section 8.3).
     """
     for state in read_ledger(store, dataset).values():
         if state.run != run or state.kind != "writer":
@@ -366,10 +332,10 @@ def commit_census(
     store: Store,
     chain: Chain,
     run: str,
-    found: CensusTables,
+    census: CensusTables,
     present: dict[str, PartBody] | None = None,
 ) -> None:
-    """Commit the tables of a census in parts.
+    """Commit the tables of a census in parts; three of them only if they have rows.
 
     Args:
         present: parts that an earlier census of the run has committed, by path; they are kept.
@@ -377,18 +343,12 @@ def commit_census(
     Raises:
         ActdsError: E312 when a committed part differs; E308, E309 or E503.
     """
-    named: list[tuple[PartTable, pa.Table]] = [
-        ("requests", found.requests),
-        ("steps", found.steps),
-        ("spans", found.spans),
-    ]
-    if found.roles.num_rows:
-        named.append(("roles", found.roles))
-    if found.origins.num_rows:
-        named.append(("origins", found.origins))
-    if found.sampled.num_rows:
-        named.append(("sampled", found.sampled))
-    for name, table in named:
+    always: tuple[PartTable, ...] = ("requests", "steps", "spans")
+    if_any: tuple[PartTable, ...] = ("roles", "origins", "sampled")
+    for name in (*always, *if_any):
+        table: pa.Table = getattr(census, name)
+        if name in if_any and not table.num_rows:
+            continue
         for n, piece in in_parts(table):
             path = layout.part_path(name, run, n)
             body = (present or {}).get(path)

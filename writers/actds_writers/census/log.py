@@ -6,6 +6,7 @@ rows of the table.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,10 +25,7 @@ OPEN_BLOCKS = 2
 NOTHING = np.iinfo(np.int64).min
 _WORDS = ("kernel_mode",)
 _FLOATS = tuple(f.name for f in tables.SCHEMAS["steps"] if f.type == pa.float64())
-_NAMES = (
-    *(f.name for f in tables.SCHEMAS["steps"] if f.name != "step"),
-    "new_tokens",
-)
+_NAMES = (*(f.name for f in tables.SCHEMAS["steps"] if f.name != "step"), "new_tokens")
 _INDEX = {name: index for index, name in enumerate(_NAMES)}
 
 Value = int | float | str | None
@@ -43,30 +41,27 @@ class StepLog:
         self._words: list[str] = []
 
     def put(self, step: int, values: Mapping[str, Value]) -> None:
-        """Note values of a step; the others are unchanged."""
         block = self._open(step // BLOCK_STEPS)
         at = step % BLOCK_STEPS
         for name, value in values.items():
             block[_INDEX[name], at] = self._bits(name, value)
 
     def get(self, step: int, name: str) -> int | None:
-        """Return an integer value of a step, ``None`` when it is not known."""
         block = self._blocks.get(step // BLOCK_STEPS)
         if block is None:
             return None
         if isinstance(block, bytes):
             block = unpack(block, len(_NAMES))
-        found = int(block[_INDEX[name], step % BLOCK_STEPS])
-        return None if found == NOTHING else found
+        value = int(block[_INDEX[name], step % BLOCK_STEPS])
+        return None if value == NOTHING else value
 
     def table(self, given: str) -> tuple[np.ndarray, dict[str, pa.Array]]:
-        """Return the sorted steps whose column ``given`` is known, and all their columns."""
         steps, parts = [np.empty(0, np.int64)], [np.empty((len(_NAMES), 0), np.int64)]
         for number, block in sorted(self._blocks.items()):
             columns = unpack(block, len(_NAMES)) if isinstance(block, bytes) else block
-            there = np.flatnonzero(columns[_INDEX[given]] != NOTHING)
-            steps.append(there + number * BLOCK_STEPS)
-            parts.append(columns[:, there])
+            known = np.flatnonzero(columns[_INDEX[given]] != NOTHING)
+            steps.append(known + number * BLOCK_STEPS)
+            parts.append(columns[:, known])
         values = np.concatenate(parts, axis=1)
         return np.concatenate(steps), {name: self._array(name, values) for name in _NAMES}
 
@@ -79,7 +74,7 @@ class StepLog:
         else:
             opened = unpack(block, len(_NAMES))
         self._blocks[number] = opened
-        unpacked = [n for n, one in self._blocks.items() if isinstance(one, np.ndarray)]
+        unpacked = [n for n, block in self._blocks.items() if isinstance(block, np.ndarray)]
         for old in sorted(unpacked)[:-OPEN_BLOCKS]:
             if old != number:
                 self._blocks[old] = pack(self._blocks[old])  # type: ignore[arg-type]
@@ -127,23 +122,15 @@ class RequestLog:
 
     @property
     def n_running(self) -> int:
-        """Return how many requests have not ended."""
         return len(self._running)
 
     def arrive(self, message: RequestArrived) -> None:
-        """Note a new request."""
         self._running[message.request] = LoggedRequest(message)
 
     def running(self, request: int) -> LoggedRequest | None:
-        """Return a running request, ``None`` for any other number."""
         return self._running.get(request)
 
     def end(self, message: RequestFinished) -> None:
-        """Note the end of a request.
-
-        Raises:
-            KeyError: no such request runs.
-        """
         ended = self._running.pop(message.request)
         ended.finished = message
         self._ended.append(ended)
@@ -152,10 +139,12 @@ class RequestLog:
             self._ended = []
 
     def batches(self) -> Iterator[list[LoggedRequest]]:
-        """Yield all requests, some at a time, in no order."""
         for data in self._packed:
             yield pickle.loads(unsqueeze(data))
         yield [*self._ended, *self._running.values()]
+
+    def all(self) -> Iterator[LoggedRequest]:
+        return itertools.chain.from_iterable(self.batches())
 
 
 def pack(columns: IntMatrix) -> bytes:
@@ -179,12 +168,10 @@ def squeeze(data: bytes) -> bytes:
 
 
 def unsqueeze(data: bytes) -> bytes:
-    """Return what ``squeeze`` was given."""
     return zstandard.ZstdDecompressor().decompress(data)
 
 
 def unpack(data: bytes, n_columns: int) -> IntMatrix:
-    """Return what ``pack`` was given."""
     by_byte = np.frombuffer(unsqueeze(data), np.uint8).reshape(n_columns, 8, -1)
     differences = np.ascontiguousarray(by_byte.transpose(0, 2, 1)).view(np.int64)[:, :, 0]
     columns: IntMatrix = np.cumsum(differences, axis=1, dtype=np.int64)
@@ -202,8 +189,6 @@ Columns = dict[str, np.ndarray]
 
 
 class StepPieces:
-    """A growing list of intervals, in columns; old ones are packed."""
-
     def __init__(self) -> None:
         self._packed: list[bytes] = []
         self._chunks: list[IntMatrix] = []
@@ -222,7 +207,6 @@ class StepPieces:
         *,
         reason: str | None = None,
     ) -> None:
-        """Add intervals ``[start, stop)``; empty ones are left out."""
         keep = stop > start
         n = int(np.count_nonzero(keep))
         if not n:
@@ -249,7 +233,6 @@ class StepPieces:
         return joined
 
     def blocks(self) -> Iterator[Columns]:
-        """Yield all pieces as int64 columns, some at a time, none twice."""
         for data in self._packed:
             yield dict(zip(_COLUMNS, unpack(data, len(_COLUMNS)), strict=True))
         if self._chunks:
@@ -270,12 +253,11 @@ class StepPieces:
         prefix-cache hits too, so that the multiplicities are those of the stored traffic.
 
         Args:
-            prompt_len: prompt tokens by request number: where prefill ends.
+            prompt_len: by request number: where prefill ends.
             acknowledged: per phase, the last step whose rows are committed.
             dropped: reason by step of those an overflow policy gave up.
             left_out: per phase, the reason by request of those a sampling rule leaves out.
-            unlogged: dropped steps that are in no log; aborted, even where a later step is
-                committed.
+            unlogged: dropped steps in no log; aborted, even where a later step is committed.
         """
         settled = StepPieces()
         settled.reasons = list(self.reasons)
@@ -283,15 +265,15 @@ class StepPieces:
         rules = {
             phase: settled._rules(reasons, len(prompt_len)) for phase, reasons in left_out.items()
         }
-        gone = {
+        drops = {
             settled._reason(reason): [step for step, why in dropped.items() if why == reason]
             for reason in sorted(set(dropped.values()))
         }
         for c in self.blocks():
-            for reason, steps in gone.items():
-                mine = (c["disposition"] == CAPTURED) & np.isin(c["step"], steps)
-                c["disposition"] = np.where(mine, DROPPED, c["disposition"])
-                c["reason"] = np.where(mine, reason, c["reason"])
+            for reason, steps in drops.items():
+                lines = (c["disposition"] == CAPTURED) & np.isin(c["step"], steps)
+                c["disposition"] = np.where(lines, DROPPED, c["disposition"])
+                c["reason"] = np.where(lines, reason, c["reason"])
             unseen = np.isin(c["step"], list(unlogged))
             edge = prompt_len[c["request"]]
             for phase, start, stop in (
@@ -317,27 +299,24 @@ class StepPieces:
         return settled
 
     def totals(self) -> dict[str, int]:
-        """Return positions per disposition."""
         total = np.zeros(len(tables.DISPOSITIONS))
         for c in self.blocks():
             total += np.bincount(c["disposition"], c["stop"] - c["start"], len(total))
         return {name: int(total[code]) for code, name in enumerate(tables.DISPOSITIONS)}
 
     def tokens_by_step(self, steps: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the computed positions per step (sorted numbers), by disposition."""
         kinds = {name: code for code, name in enumerate(tables.DISPOSITIONS) if code != CACHE_REF}
-        found = {name: np.zeros(len(steps), np.int64) for name in kinds}
+        n_tokens = {name: np.zeros(len(steps), np.int64) for name in kinds}
         for c in self.blocks():
             computed = c["step"] >= 0
             index = np.searchsorted(steps, c["step"][computed])
             length, code = (c["stop"] - c["start"])[computed], c["disposition"][computed]
             for name, wanted in kinds.items():
                 mask = code == wanted
-                np.add.at(found[name], index[mask], length[mask])
-        return found
+                np.add.at(n_tokens[name], index[mask], length[mask])
+        return n_tokens
 
     def _rules(self, reasons: dict[int, str], n_requests: int) -> np.ndarray:
-        """Return the reason number of each request, ``NONE`` where no rule leaves it out."""
         numbers = np.full(n_requests, NONE, np.int64)
         for request, reason in reasons.items():
             numbers[request] = self._reason(reason)
@@ -352,22 +331,19 @@ class StepPieces:
 
 
 def span_table(pieces: StepPieces) -> pa.Table:
-    """Return the spans table: adjacent pieces of one disposition, reason and reference merged.
-
-    Spec: 0.1 section 7.1.
-    """
+    """Return the spans: adjacent pieces of one disposition, reason and reference (spec 7.1)."""
     # Spans of two blocks may be adjacent, so merge again after merging within each.
-    found = _merged(_concatenated([_merged(block) for block in pieces.blocks()]))
+    c = _merged(_concatenated([_merged(block) for block in pieces.blocks()]))
     words, reasons = np.array(tables.DISPOSITIONS, object), pieces.reasons
-    step, ref = found["step"], found["ref_request"]
+    step, ref = c["step"], c["ref_request"]
     return tables.build(
         "spans",
         {
-            "request": found["request"],
-            "start": found["start"],
-            "stop": found["stop"],
-            "disposition": words[found["disposition"]],
-            "reason": [reasons[i] if i >= 0 else None for i in found["reason"].tolist()],
+            "request": c["request"],
+            "start": c["start"],
+            "stop": c["stop"],
+            "disposition": words[c["disposition"]],
+            "reason": [reasons[i] if i >= 0 else None for i in c["reason"].tolist()],
             "step": pa.array(step, mask=step < 0),
             "ref_request": pa.array(ref, mask=ref < 0),
         },

@@ -48,17 +48,17 @@ def plan(as_json: bool, engine_args: tuple[str, ...], **settings: Any) -> None:
         _say_probes(given, as_json=as_json)
         return
     _refuse_others(PlanSettings, "--probes N beside it")
-    found = size(**{name: given[name] for name in PlanSettings.model_fields})
-    if found.profile is not None:
-        _say_profile(found.profile)
-    if found.measured:
-        rates = ", ".join(f"{name} {gbps:.2f}" for name, gbps in sorted(found.measured.items()))
+    result = size(**{name: given[name] for name in PlanSettings.model_fields})
+    if result.profile is not None:
+        _say_profile(result.profile)
+    if result.measured:
+        rates = ", ".join(f"{name} {gbps:.2f}" for name, gbps in sorted(result.measured.items()))
         click.echo(f"measured: {rates} GB/s", err=True)
     if as_json:
-        print_json(envelope("plan", found.as_json()))
+        print_json(envelope("plan", result.as_json()))
     else:
-        click.echo("\n".join(found.lines()))
-    if not found.fits:
+        click.echo("\n".join(result.lines()))
+    if not result.fits:
         click.get_current_context().exit(1)
 
 
@@ -77,13 +77,13 @@ def _say_probes(given: dict[str, Any], *, as_json: bool) -> None:
     if given["model"] is None:
         expected = "a model folder with config.json and weights"
         raise ActdsError("E009", "--model", got="no model folder", expected=expected)
-    asked = {name: given[name] for name in ProbeSettings.model_fields}
-    asked["batches"] = asked["batches"] or ProbeSettings.model_fields["batches"].default
-    found = probe_cost(said=lambda line: click.echo(line, err=True), **asked)
+    questions = {name: given[name] for name in ProbeSettings.model_fields}
+    questions["batches"] = questions["batches"] or ProbeSettings.model_fields["batches"].default
+    cost = probe_cost(progress=lambda line: click.echo(line, err=True), **questions)
     if as_json:
-        print_json(envelope("plan", found.as_json()))
+        print_json(envelope("plan", cost.as_json()))
     else:
-        click.echo("\n".join(found.lines()))
+        click.echo("\n".join(cost.lines()))
 
 
 def _refuse_others(settings: type[BaseModel], expected: str) -> None:
@@ -91,11 +91,11 @@ def _refuse_others(settings: type[BaseModel], expected: str) -> None:
     from actds.errors import ActdsError
 
     context = click.get_current_context()
-    own = {*settings.model_fields, "as_json", "help"}
+    known = {*settings.model_fields, "as_json", "help"}
     for param in context.command.get_params(context):
         name = param.name or ""
         source = context.get_parameter_source(name)
-        if name not in own and source is ParameterSource.COMMANDLINE:
+        if name not in known and source is ParameterSource.COMMANDLINE:
             got = "an option of the other question of this command"
             raise ActdsError("E009", param.opts[0], got=got, expected=expected)
 

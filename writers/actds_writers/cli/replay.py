@@ -40,26 +40,9 @@ def replay(
     to its source and says which tokens had been sampled. Requests whose tokens are not all known
     are skipped and counted.
     """
+    from actds_writers.cli.terminal import run_shown
     from actds_writers.engine_protocol import parse_words
     from actds_writers.harvest.replay import replay as run
-    from actds_writers.monitor.terminal import Terminal
 
-    terminal = Terminal(out, quiet=quiet)
-    try:
-        result = run(
-            observer=terminal,
-            source=source,
-            out=out,
-            engine_args=parse_words(engine_args),
-            **settings,
-        )
-    except BaseException:
-        terminal.failed()
-        raise
-    if result.reason == "interrupted":
-        click.echo(
-            "Interrupted. Everything committed is sealed. Continue with the same command and "
-            "--resume.",
-            err=True,
-        )
-        click.get_current_context().exit(1)
+    options = {"source": source, "engine_args": parse_words(engine_args), **settings}
+    run_shown(run, out, quiet=quiet, **options)

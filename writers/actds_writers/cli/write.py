@@ -46,20 +46,8 @@ def write(out: str, quiet: bool, engine_args: tuple[str, ...], **settings: Any) 
     Serves every prompt, stores the activations of every token that the engine computes, and
     accounts for every token. Ctrl-C drains, commits and seals; --resume continues.
     """
+    from actds_writers.cli.terminal import run_shown
     from actds_writers.engine_protocol import parse_words
     from actds_writers.harvest.run import write as run
-    from actds_writers.monitor.terminal import Terminal
 
-    terminal = Terminal(out, quiet=quiet)
-    try:
-        result = run(observer=terminal, out=out, engine_args=parse_words(engine_args), **settings)
-    except BaseException:
-        terminal.failed()
-        raise
-    if result.reason == "interrupted":
-        click.echo(
-            "Interrupted. Everything committed is sealed. Continue with the same command and "
-            "--resume.",
-            err=True,
-        )
-        click.get_current_context().exit(1)
+    run_shown(run, out, quiet=quiet, engine_args=parse_words(engine_args), **settings)

@@ -24,9 +24,8 @@ from actds.format.schema import DType
 from actds.text import format_nbytes
 from actds_writers.capture import op as capture
 from actds_writers.capture.check import NO_CHECK, HookCheck
-from actds_writers.capture.hooks import cast_of, hook_specs
+from actds_writers.capture.hooks import cast_of, directions, hook_specs
 from actds_writers.capture.logits import Reading
-from actds_writers.capture.probes import directions
 from actds_writers.capture.stages import Stages, Step, memory_of
 from actds_writers.capture.taps import ModelConfig, StreamForm
 from actds_writers.capture.transfer import Mark
@@ -46,8 +45,6 @@ from actds_writers.sizing.needs import WorkerMemory
 
 
 class Channel(Protocol):
-    """The way to the census: a connection, or a sender that never blocks."""
-
     def send(self, message: object) -> None:
         """Send the census a message."""
 
@@ -86,12 +83,10 @@ class SchedulerSide:
         """Report a request that the scheduler took; return its number.
 
         Args:
-            sampling: its sampling parameters, ``None`` when they are not known.
             internal_id: the engine's id, if it differs.
             arrival_ns: wall clock of its arrival, ``None`` for now.
             block_digests: digests of its full prefix blocks.
-            left_out: why rows of it are not stored.
-            adapter: name and digest of its LoRA adapter, ``None`` without one.
+            adapter: name and digest of its LoRA adapter.
             roles: of its prompt, packed; empty where the client tells them, or nobody does.
         """
         number = self._n_requests
@@ -135,9 +130,7 @@ class SchedulerSide:
         """Report a step; return its number and the requests that ended since the last one.
 
         A step without tokens is numbered and not reported; whom it preempted, the next one tells.
-
-        Args:
-            columns: further fields of ``StepScheduled``, as the others are.
+        ``columns`` are further fields of ``StepScheduled``, as the others are.
         """
         self._step += 1
         ended = tuple(self._ended)
@@ -165,7 +158,6 @@ class SchedulerSide:
     def end_request(
         self, number: int, reason: str, token_ids: Sequence[int], prompt_len: int
     ) -> None:
-        """Report the end of a request of which no step is under way; arguments as ``end_of``."""
         self.retire(number)
         self.report(self.end_of(number, reason, token_ids, prompt_len))
 
@@ -183,12 +175,11 @@ class SchedulerSide:
         cached_as_reported: bool = True,
         roles: str = "",
     ) -> RequestFinished:
-        """Return what the census is told of the end of a request.
+        """Return what the census is told of the end of a request, as in ``RequestFinished``.
 
         Args:
             reason: ``stop``, ``length``, ``abort`` or another reason of the engine.
             token_ids: prompt, then sampled tokens.
-            cached_as_reported, roles: as in ``RequestFinished``.
         """
         n_sampled = len(token_ids) - prompt_len
         # Without a sampled token the whole prompt counts, as in spec section 7.1.
@@ -204,35 +195,24 @@ class SchedulerSide:
         )
 
     def tell_sampled(
-        self,
-        step: int,
-        requests: Sequence[int],
-        positions: Sequence[int],
-        token_ids: Sequence[int],
+        self, step: int, requests: Sequence[int], positions: Sequence[int], token_ids: Sequence[int]
     ) -> None:
         """Report the tokens that requests got from a step, where entropies are recorded.
 
         Also of a step from which nobody got one: the census keeps what its logits said until then.
-
-        Args:
-            requests: number of each request that got one.
-            positions: position that its token takes.
         """
         columns = (np.array(column, np.int64) for column in (requests, positions, token_ids))
         self._census.send(TokensSampled(step, *columns))
 
     def report(self, message: StepScheduled | RequestFinished) -> None:
-        """Send the census a step or an end."""
         self._census.send(message)
 
     def close(self) -> None:
-        """Close the connection."""
         self._census.close()
 
 
 @contextlib.contextmanager
 def reporting_failure(link: Link) -> Iterator[None]:
-    """Send the writer an error that keeps a worker from capturing at all."""
     try:
         yield
     except ActdsError as error:
@@ -245,9 +225,7 @@ def reporting_failure(link: Link) -> Iterator[None]:
 class Room:
     """The bytes of a GPU that capture can have.
 
-    Args:
-        but_for: option of the engine that leaves no more, ``""`` where all that is free is left.
-        next_step: what to do with that option.
+    ``but_for`` is the engine's option that leaves no more, if not all that is free is left.
     """
 
     nbytes: int
@@ -256,7 +234,6 @@ class Room:
 
 
 def free_nbytes(device: torch.device) -> int:
-    """Return the bytes of a GPU that torch can still give out."""
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(free) + int(unused)
@@ -289,9 +266,7 @@ class WorkerSide:
         model: the loaded model, not yet compiled.
         padding: further rows that a forward may have.
         in_flight: most steps whose results the scheduler has not taken.
-        form: where the stream is in the output of the model's layers.
-        stage: pipeline stage of the worker.
-        layers: decoder layers of that stage, whose hooks it captures; ``None`` for all.
+        layers: decoder layers of its pipeline stage, whose hooks it captures; ``None`` for all.
         gather: as in ``capture.install``.
         room: what the engine leaves of the free bytes of its GPU.
 
@@ -322,22 +297,22 @@ class WorkerSide:
         self._began: Mark | None = None
         self._check_fact = NO_CHECK
         every = specs_of(link, config, computed)
-        mine = [i for i, hook in enumerate(every) if layers is None or hook.layer in layers]
-        self.hooks = tuple(replace(every[i], stage=stage) for i in mine)
+        its = [i for i, hook in enumerate(every) if layers is None or hook.layer in layers]
+        self.hooks = tuple(replace(every[i], stage=stage) for i in its)
         read = directions(link.readouts, link.probes_path, every)
         self._cast = cast_of(self.hooks, _stored_type(computed))
         if device.type == "cuda":
             width = 0 if read is None else 1 + read[0].shape[1]
-            _require_room(link, room(free_nbytes(device)), memory_of(
-                link, self.hooks, device, max_rows, in_flight, n_readouts=width, padding=padding
-            ))  # fmt: skip
+            sizes = (device, max_rows, in_flight)
+            memory = memory_of(link, self.hooks, *sizes, n_readouts=width, padding=padding)
+            _require_room(link, room(free_nbytes(device)), memory)
         self.buffers = capture.install(
             model,
             self.hooks,
             max_rows=max_rows + padding,
             device=device,
             form=form,
-            directions=None if read is None else [read[i] for i in mine],
+            directions=None if read is None else [read[i] for i in its],
             gather=gather,
         )
         self._stages_of = functools.partial(
@@ -346,12 +321,9 @@ class WorkerSide:
         self.stages = self._stages_of(link)
 
     def check(self, run: Callable[[], HookCheck]) -> None:
-        """Check the hooks before any request, and note the result.
+        """Check the hooks before any request, and note the result; raises E507 or E007.
 
         An engine that never comes up is not shut down: where this raises, it has to ``close``.
-
-        Raises:
-            ActdsError: E507 rows that are not the model's; E007 nothing to compare with.
         """
         try:
             self._check_fact = run().fact()
@@ -376,7 +348,6 @@ class WorkerSide:
         self.stages = self._stages_of(link)
 
     def before_step(self) -> None:
-        """Reset the row counts of the last step."""
         self.buffers.reset()
         self._began = Mark(self._device, timed=True)
 
@@ -402,16 +373,10 @@ class WorkerSide:
         kernel_mode: str | None,
         left_out: tuple[LeftOut, ...] = (),
         lost: str | None = None,
-        held: bool = False,
+        waits: bool = False,
         changed: torch.Tensor | None = None,
     ) -> None:
-        """Hand over the rows of the step that just ran.
-
-        Args:
-            step: its number; other arguments not listed here as in ``Step``.
-            token_ids: token fed at each row, from the buffer that the model read.
-            held: whether the rows wait for ``settle``.
-            changed: as in ``Stages.hand_over``.
+        """Hand over the rows of the step that just ran; arguments as of ``Step`` and ``Stages``.
 
         Raises:
             ActdsError: E501 when a hook did not see every row, E502 when the writer is gone.
@@ -428,7 +393,7 @@ class WorkerSide:
             began=self._began,
             lost=lost,
         )
-        self.stages.hand_over(ran, token_ids, positions, held=held, changed=changed)
+        self.stages.hand_over(ran, token_ids, positions, waits=waits, changed=changed)
 
     def add_sampled(
         self, step: int, requests: Sequence[int], reading: Reading, token_ids: torch.Tensor
@@ -436,8 +401,7 @@ class WorkerSide:
         """Add to a held step what its logits said of the tokens sampled from them.
 
         Args:
-            requests: number of the request of each row of the logits, -1 for one that is not
-                reported.
+            requests: of each row of the logits, -1 for one that is not reported.
             token_ids: its token, ``(n,)`` on the device.
 
         Raises:
@@ -449,13 +413,11 @@ class WorkerSide:
         self.stages.add_sampled(step, np.array(requests, np.int64), reading.of_tokens(token_ids))
 
     def stop(self, step: int, got: str, expected: str) -> NoReturn:
-        """End the capture with E501: rows differ from the schedule."""
         error = ActdsError("E501", f"step {step}", got=got, expected=expected)
         self.stages.fail(error)
         raise error
 
     def close(self) -> None:
-        """Close the connections, by which the writer learns that no step follows."""
         self.stages.close()
 
 
@@ -469,13 +431,9 @@ def _stored_type(computed: torch.dtype) -> DType:
 
 
 def specs_of(link: Link, config: ModelConfig, computed: torch.dtype) -> tuple[HookSpec, ...]:
-    """Return the hooks of a harvest in a model that computes in ``computed``; raises as
-    ``WorkerSide``.
-    """
-    store: DType | None = link.settings.store_dtype
-    return hook_specs(link.hooks, config, _stored_type(computed), store)
+    """Return the hooks of a harvest in a model; raises as ``WorkerSide``."""
+    return hook_specs(link.hooks, config, _stored_type(computed), link.settings.store_dtype)
 
 
 def layer_config(config: Any, d_model: int, n_layers: int) -> dict[str, Any]:
-    """Return a ``transformers`` configuration as a mapping, for hook kinds."""
     return {**vars(config), "hidden_size": d_model, "num_hidden_layers": n_layers}

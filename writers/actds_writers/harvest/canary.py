@@ -34,8 +34,7 @@ from actds.text import counted
 from actds_writers.config import WriteSettings
 from actds_writers.engine_protocol import Finished, find_engine
 from actds_writers.harvest.compare import Compared, compare, pairs_of
-from actds_writers.harvest.prepare import Plan, request_key
-from actds_writers.harvest.sequences import as_requests
+from actds_writers.harvest.prepare import Plan, as_requests, request_key
 
 SPARE = 16
 """Extra requests whose tokens are kept, in case some are aborted."""
@@ -44,22 +43,14 @@ POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Share:
-    """How many requests are replayed.
-
-    Args:
-        percent: share of the requests, ``None`` when it is a number.
-    """
+    """How many requests are replayed."""
 
     percent: Decimal | None
     count: int
 
     @classmethod
     def parse(cls, text: str) -> Share:
-        """Return what ``--canary`` says: ``0.1%`` or ``5``.
-
-        Raises:
-            ActdsError: E009 for anything else.
-        """
+        """Return what ``--canary`` says: ``0.1%`` or ``5``."""
         try:
             value = Decimal(text.strip().removesuffix("%"))
             percent = text.strip().endswith("%")
@@ -72,7 +63,6 @@ class Share:
         )
 
     def of(self, n_requests: int) -> int:
-        """Return how many of ``n_requests`` to replay, at least one."""
         if self.percent is None:
             return min(self.count, n_requests)
         return min(max(1, math.ceil(self.percent * n_requests / 100)), n_requests)
@@ -80,19 +70,12 @@ class Share:
 
 @dataclass(frozen=True)
 class Outcome(Compared):
-    """The result of a canary.
-
-    Args:
-        n_requests: requests that were replayed.
-        n_same_token: replays that sample the last token of the harvest again; ``None`` where the
-            harvest was not greedy.
-    """
+    """The result of a canary."""
 
     n_requests: int
     n_same_token: int | None
 
     def line(self) -> str:
-        """Return the outcome in one line."""
         words = f"{counted(self.n_requests, 'request')} replayed alone, {self.n_rows:,} rows: "
         words += self.words()
         if self.n_same_token is not None:
@@ -101,11 +84,7 @@ class Outcome(Compared):
 
 
 class Canary:
-    """The canaries of one run; ``canary`` is set in its settings.
-
-    Raises:
-        ActdsError: E009 when ``--canary`` cannot be used.
-    """
+    """The canaries of one run; ``canary`` is set in its settings."""
 
     def __init__(self, settings: WriteSettings, plan: Plan) -> None:
         self._settings, self._plan = settings, plan
@@ -117,7 +96,6 @@ class Canary:
         self._sampled: dict[str, tuple[int, ...]] = {}
 
     def finished(self, finished: Finished) -> None:
-        """Keep the tokens that the client got, if the request is a candidate."""
         if finished.key in self._candidates and finished.token_ids:
             self._sampled[finished.key] = finished.token_ids
 
@@ -126,23 +104,18 @@ class Canary:
         run: str,
         software: str,
         interrupted: Callable[[], int],
-        said: Callable[[str], None],
+        say: Callable[[str], None],
     ) -> Outcome | None:
         """Replay, compare and commit the table; return the result, ``None`` when interrupted.
 
         Args:
-            run: run to check; its chains are closed.
             interrupted: returns the number of interruptions so far.
-            said: takes a progress message.
-
-        Raises:
-            ActdsError: what stopped the replay.
         """
         catalog = Catalog.read(open_store(self._settings.out))
         sequences, last = self._sequences(catalog, run)
         if not sequences:
             raise _nothing(run, "no finished request with a stored row")
-        said(f"Replaying {len(sequences)} requests alone ...")
+        say(f"Replaying {len(sequences)} requests alone ...")
         lines: list[pa.Table] = []
         beside = local_folder(self._settings.out)
         parent = beside.absolute().parent if beside else None
@@ -190,12 +163,10 @@ class Canary:
                 tokens = [*encoded.token_ids, *self._sampled[name]]
                 fed = tokens[:-1]
                 last[request_key(len(sequences))] = tokens[-1]
-                sequences.append(
-                    TokenSequence(
-                        run, line["request"], line, np.array(fed, np.int64), [None] * len(fed),
-                        n_given=len(encoded.token_ids), unknown=None,
-                    )
-                )  # fmt: skip
+                roles: list[str | None] = [None] * len(fed)
+                ids, n_given = np.array(fed, np.int64), len(encoded.token_ids)
+                sequence = TokenSequence(run, line["request"], line, ids, roles, n_given, None)
+                sequences.append(sequence)
             if len(sequences) == self._wanted:
                 break
         return sequences, last
@@ -207,7 +178,6 @@ class Canary:
         sequences: list[TokenSequence],
         interrupted: Callable[[], int],
     ) -> dict[str, int] | None:
-        """Harvest the sequences again; return the tokens sampled, ``None`` when interrupted."""
         encoded, client = as_requests(sequences, catalog)
         engine = find_engine(self._settings.engine).alone(self._plan.engine)
         plan = replace(self._plan, engine=engine, encoded=tuple(encoded), client=tuple(client))
@@ -243,7 +213,6 @@ def _nothing(run: str, got: str) -> ActdsError:
 
 
 def _alone(settings: WriteSettings, out: Path) -> WriteSettings:
-    """Return the settings of a replay: the same engine, greedy, and no loss."""
     return settings.model_copy(
         update={
             "out": str(out),
@@ -261,16 +230,15 @@ def _alone(settings: WriteSettings, out: Path) -> WriteSettings:
 def _run(
     settings: WriteSettings, plan: Plan, interrupted: Callable[[], int]
 ) -> dict[str, int] | None:
-    """Run the replaying process; return the tokens it sampled, ``None`` if interrupted."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "actds_writers.harvest.canary_replay"],
+        [sys.executable, "-m", "actds_writers.harvest.run"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,  # a Ctrl-C reaches the command, which forwards it
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    told = interrupted()
+    n_forwarded = interrupted()
     try:
         pickle.dump((settings, plan), process.stdin)
         process.stdin.close()
@@ -279,8 +247,8 @@ def _run(
                 code = process.wait(POLL_S)
                 break
             except subprocess.TimeoutExpired:
-                if interrupted() > told:
-                    told = interrupted()
+                if interrupted() > n_forwarded:
+                    n_forwarded = interrupted()
                     process.send_signal(signal.SIGINT)
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
@@ -300,10 +268,9 @@ def _run(
 
 
 def _commit(catalog: Catalog, run: str, software: str, table: pa.Table, outcome: Outcome) -> None:
-    """Commit the table on a chain of its own."""
     table = table.sort_by([(name, "ascending") for name in ("request", "position", "hook")])
     chain = Chain.begin(catalog.store, catalog.genesis.dataset, run, "tool", software)
     for n, piece in in_parts(table):
         commit_part(catalog.store, chain, "canary", run, n, piece)
-    found = {"requests": outcome.n_requests, "foreign": outcome.n_foreign}
-    chain.close("finished", found)
+    totals = {"requests": outcome.n_requests, "foreign": outcome.n_foreign}
+    chain.close("finished", totals)

@@ -65,17 +65,17 @@ def pairs_of(replay: Catalog, sequences: Iterable[TokenSequence]) -> Iterator[Pa
 
     A request that the replay did not serve has none.
     """
-    found: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    replays: dict[tuple[str, int], list[tuple[str, int]]] = {}
     for run in replay.run_ids:
         requests = replay.table("requests", run)
         served = set(requests.filter(tables.is_served(requests))["request"].to_pylist())
         for line in replay.table("origins", run).to_pylist():
             if line["request"] in served:
                 source = line["source_run"], line["source_request"]
-                found.setdefault(source, []).append((run, line["request"]))
-    for one in sequences:
-        for again_run, again in found.get((one.run, one.request), []):
-            yield Pair(one.run, one.request, again_run, again, one.token_id)
+                replays.setdefault(source, []).append((run, line["request"]))
+    for sequence in sequences:
+        for again_run, again in replays.get((sequence.run, sequence.request), []):
+            yield Pair(sequence.run, sequence.request, again_run, again, sequence.token_id)
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,8 @@ class Compared:
     """Positions of a harvest and of its replay, and how far their rows are apart.
 
     Args:
-        n_rows: positions of which both have a row, compared at every common hook.
         n_unreplayed: positions with a row in the harvest and none in the replay.
-        median: relative L2 of rows that are the same, over all hooks; NaN without one.
-        p99: 99th percentile of the same.
         n_foreign: positions with a row of another request or position at any hook.
-        first: the first foreign row, described; ``None`` without one.
     """
 
     n_rows: int
@@ -99,7 +95,6 @@ class Compared:
     first: str | None
 
     def words(self) -> str:
-        """Return the distances and what was found, in words."""
         return (
             f"median relative L2 {self.median:.1e}, p99 {self.p99:.1e}, foreign {self.n_foreign:,}"
         )
@@ -128,15 +123,8 @@ def compare(
     """Return how the rows of a replay compare with those of the harvest, at the common hooks.
 
     Args:
-        harvest: what was replayed.
-        replay: the replay.
-        pairs: the requests to compare.
-        keep: takes the lines of the table ``canary``.
         rows_at_a_time: rows that are held, and among which a nearer one is looked for. Beside
             these about 150 bytes for each of a million positions, and 8 for each row compared.
-
-    Raises:
-        ActdsError: as reading tables and rows.
 
     Spec: 0.1 section 7.9.
     """
@@ -152,18 +140,20 @@ def compare(
         ):
             stored = locate(shards, position_key(places.owner, places.position))
             again = locate(again_shards, position_key(places.again, places.position))
-            there = stored.shard >= 0  # a prefix-cache hit may name a row that was lost
-            both = there & (again.shard >= 0)
-            n_rows += 0 if number else int(both.sum())
-            n_unreplayed += int((there & ~both).sum())
-            wrong = both & (stored.token_id != places.token_id)
+            is_stored = stored.shard >= 0  # a prefix-cache hit may name a row that was lost
+            is_replayed = is_stored & (again.shard >= 0)
+            n_rows += 0 if number else int(is_replayed.sum())
+            n_unreplayed += int((is_stored & ~is_replayed).sum())
+            wrong = is_replayed & (stored.token_id != places.token_id)
             after = _after(places.request, places.position, wrong)
-            for rows in _blocks(both, again, rows_at_a_time):
+            for rows in _blocks(is_replayed, again, rows_at_a_time):
                 for hook in hooks:
-                    own = gather(shards, stored.only(rows), hook)
+                    rows_of_harvest = gather(shards, stored.only(rows), hook)
                     other = gather(again_shards, again.only(rows), hook)
-                    relative, cosine = distances(own, other)
-                    far = is_foreign(own, other, relative, places.prefix[rows], computed)
+                    relative, cosine = distances(rows_of_harvest, other)
+                    far = is_foreign(
+                        rows_of_harvest, other, relative, places.prefix[rows], computed
+                    )
                     verdict = np.where(far, np.where(after[rows], "diverged", "foreign"), "same")
                     verdict[wrong[rows]] = "foreign"
                     apart.append(relative[verdict == "same"])
@@ -172,23 +162,16 @@ def compare(
                         (run, int(places.request[row]), int(places.position[row]), hook)
                         for row in rows[verdict == "foreign"]
                     ]
-    found = np.concatenate(apart)
-    median, p99 = np.quantile(found, [0.5, 0.99]) if len(found) else (math.nan, math.nan)
+    distance = np.concatenate(apart)
+    median, p99 = np.quantile(distance, [0.5, 0.99]) if len(distance) else (math.nan, math.nan)
     first = "{} request {} position {} hook {}".format(*min(foreign)) if foreign else None
-    n_foreign = len({one[:3] for one in foreign})
+    n_foreign = len({place[:3] for place in foreign})
     return Compared(n_rows, n_unreplayed, float(median), float(p99), n_foreign, first)
 
 
 @dataclass(frozen=True)
 class _Places:
-    """The positions of requests that may have a row in the harvest, ``(n,)`` each.
-
-    Args:
-        token_id: what the request fed there.
-        prefix: equal where all tokens up to the position are equal.
-        owner: the request under which the row is stored, which a reference names.
-        again: the same in the replay.
-    """
+    """The positions of requests that may have a row in the harvest, ``(n,)`` each."""
 
     request: Ints
     position: Ints
@@ -199,18 +182,17 @@ class _Places:
 
     @classmethod
     def of(cls, harvest: Catalog, replay: Catalog, pairs: Sequence[Pair]) -> _Places:
-        """Return the positions of the pairs, which are of one run each."""
-        owners = _owners(harvest, pairs[0].run, [one.request for one in pairs])
-        agains = _owners(replay, pairs[0].again_run, [one.again for one in pairs])
+        owners = _owners(harvest, pairs[0].run, [pair.request for pair in pairs])
+        agains = _owners(replay, pairs[0].again_run, [pair.again for pair in pairs])
         columns = []
-        for one in pairs:
-            n = len(one.token_id)
-            owner = _owner_of(owners.get(one.request, []), n)
-            again = _owner_of(agains.get(one.again, []), n)
+        for pair in pairs:
+            n = len(pair.token_id)
+            owner = _owner_of(owners.get(pair.request, []), n)
+            again = _owner_of(agains.get(pair.again, []), n)
             at = np.flatnonzero(owner != NOWHERE)
-            same = np.full(len(at), one.request)
-            prefix = prefix_sums(one.token_id)[at]
-            columns.append((same, at, one.token_id[at], prefix, owner[at], again[at]))
+            same = np.full(len(at), pair.request)
+            prefix = prefix_sums(pair.token_id)[at]
+            columns.append((same, at, pair.token_id[at], prefix, owner[at], again[at]))
         return cls(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
@@ -223,18 +205,17 @@ def _owners(
     """
     spans = catalog.table("spans", run)
     spans = spans.filter(pc.is_in(spans["request"], pa.array(requests, pa.uint32())))
-    found: dict[int, list[tuple[int, int, int]]] = {}
+    owners: dict[int, list[tuple[int, int, int]]] = {}
     for span in spans.to_pylist():
         owner = {"captured": span["request"], "cache_ref": span["ref_request"]}
         request = owner.get(span["disposition"])
         if request is not None:
             place = (span["start"], span["stop"], request)
-            found.setdefault(span["request"], []).append(place)
-    return found
+            owners.setdefault(span["request"], []).append(place)
+    return owners
 
 
 def _owner_of(places: list[tuple[int, int, int]], n: int) -> Ints:
-    """Return the owner of each of ``n`` positions, ``NOWHERE`` for one without a row."""
     owner = np.full(n, NOWHERE, np.int64)
     for start, stop, request in places:
         owner[start:stop] = request
@@ -242,22 +223,20 @@ def _owner_of(places: list[tuple[int, int, int]], n: int) -> Ints:
 
 
 def _groups(pairs: Iterable[Pair], n_positions: int) -> Iterator[list[Pair]]:
-    """Yield pairs of one run each, of about ``n_positions`` at most."""
     groups: dict[tuple[str, str], list[Pair]] = {}
-    held = 0
-    for one in pairs:
-        groups.setdefault((one.run, one.again_run), []).append(one)
-        held += len(one.token_id)
-        if held >= n_positions:
+    n_held = 0
+    for pair in pairs:
+        groups.setdefault((pair.run, pair.again_run), []).append(pair)
+        n_held += len(pair.token_id)
+        if n_held >= n_positions:
             yield from groups.values()
-            groups, held = {}, 0
+            groups, n_held = {}, 0
     yield from groups.values()
 
 
 def _row_sets(
     harvest: Catalog, run: str, replay: Catalog, again_run: str
 ) -> Iterator[tuple[list[str], list[Shard], list[Shard]]]:
-    """Yield common hooks with the shards of both that hold them."""
     theirs = replay.row_sets(again_run)
     for hooks, shards in harvest.row_sets(run):
         for again_hooks, again_shards in theirs:
@@ -300,7 +279,6 @@ def _lines(
 
 
 def _after(request: Ints, position: Ints, wrong: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Return which rows come after a token that differs."""
     first: dict[int, int] = {}
     for i in np.flatnonzero(wrong):
         number = int(request[i])
@@ -312,7 +290,6 @@ def _after(request: Ints, position: Ints, wrong: npt.NDArray[np.bool_]) -> npt.N
 
 
 def types_of(catalog: Catalog, run: str) -> list[DType]:
-    """Return the types that rows were computed and stored in."""
     fields = catalog.runs[run].fields
     computed, precision = fields["numerics.dtype"].value, fields["numerics.matmul_precision"].value
     types = [hook.dtype for hook in catalog.genesis.hooks]
@@ -323,19 +300,13 @@ def types_of(catalog: Catalog, run: str) -> list[DType]:
 
 
 def coarser(types: Iterable[DType]) -> DType:
-    """Return the least precise type."""
     order: tuple[DType, ...] = ("float32", "float16", "bfloat16")
     return max(types, key=order.index)
 
 
 @dataclass(frozen=True)
 class Located:
-    """The location of rows of a run.
-
-    Args:
-        shard: index of the shard of each row, -1 where there is no row.
-        row: row in the shard.
-    """
+    """The location of rows of a run."""
 
     shard: Ints
     row: Ints
@@ -343,38 +314,39 @@ class Located:
     step: Ints
 
     def only(self, rows: Ints) -> Located:
-        """Return the location of some of the rows."""
         return Located(self.shard[rows], self.row[rows], self.token_id[rows], self.step[rows])
 
 
 def locate(shards: Sequence[Shard], keys: Keys) -> Located:
     """Return the location of the rows of (request, position) keys, in any order, also repeated."""
     unique, back = np.unique(keys, return_inverse=True)
-    found = {name: np.full(len(unique), -1, np.int64) for name in ("shard", "row", "token", "step")}
+    columns = {
+        name: np.full(len(unique), -1, np.int64) for name in ("shard", "row", "token", "step")
+    }
     for number, shard in enumerate(shards if len(unique) else ()):
         tokens = shard.tokens(["request", "position", "token_id", "step"])
-        mine = position_key(tokens["request"].to_numpy(), tokens["position"].to_numpy())
-        at = np.minimum(np.searchsorted(unique, mine), len(unique) - 1)
-        rows = np.flatnonzero(unique[at] == mine)
+        present = position_key(tokens["request"].to_numpy(), tokens["position"].to_numpy())
+        at = np.minimum(np.searchsorted(unique, present), len(unique) - 1)
+        rows = np.flatnonzero(unique[at] == present)
         at = at[rows]
-        found["shard"][at], found["row"][at] = number, rows
-        found["token"][at] = tokens["token_id"].to_numpy()[rows]
-        found["step"][at] = tokens["step"].to_numpy()[rows]
-    return Located(*(found[name][back] for name in ("shard", "row", "token", "step")))
+        columns["shard"][at], columns["row"][at] = number, rows
+        columns["token"][at] = tokens["token_id"].to_numpy()[rows]
+        columns["step"][at] = tokens["step"].to_numpy()[rows]
+    return Located(*(columns[name][back] for name in ("shard", "row", "token", "step")))
 
 
 def gather(shards: Sequence[Shard], located: Located, hook: str) -> Rows:
     """Return the rows of a hook, float32 ``(n, d_model)``, in the order of ``located``."""
     rows: Rows | None = None
     for number, shard in enumerate(shards):
-        mine = np.flatnonzero(located.shard == number)
-        if not len(mine):
+        places = np.flatnonzero(located.shard == number)
+        if not len(places):
             continue
         with shard.array(hook) as reader:
-            values = widen(reader.gather(located.row[mine]), reader.dtype)
+            values = widen(reader.gather(located.row[places]), reader.dtype)
         if rows is None:
             rows = np.zeros((len(located.row), values.shape[1]), np.float32)
-        rows[mine] = values
+        rows[places] = values
     return np.zeros((len(located.row), 1), np.float32) if rows is None else rows
 
 
@@ -384,13 +356,13 @@ def distances(stored: Rows, replayed: Rows) -> tuple[Floats, Floats]:
     The distance is relative to the replayed row's norm; to a row of zeros, or one that is not
     finite, it is infinite, unless the two are equal.
     """
-    one, other = stored.astype(np.float64), replayed.astype(np.float64)
-    equal = ((one == other) | (np.isnan(one) & np.isnan(other))).all(axis=1)
+    row, other = stored.astype(np.float64), replayed.astype(np.float64)
+    equal = ((row == other) | (np.isnan(row) & np.isnan(other))).all(axis=1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        apart = np.linalg.norm(one - other, axis=1)
-        norms = np.linalg.norm(one, axis=1), np.linalg.norm(other, axis=1)
+        apart = np.linalg.norm(row - other, axis=1)
+        norms = np.linalg.norm(row, axis=1), np.linalg.norm(other, axis=1)
         relative = np.where(equal, 0.0, apart / norms[1])
-        cosine = np.where(equal, 1.0, (one * other).sum(axis=1) / (norms[0] * norms[1]))
+        cosine = np.where(equal, 1.0, (row * other).sum(axis=1) / (norms[0] * norms[1]))
     return np.nan_to_num(relative, nan=np.inf), np.nan_to_num(cosine, nan=0.0)
 
 
@@ -404,11 +376,7 @@ def is_foreign(
     one. Rows with equal tokens up to their position are interchangeable.
 
     Args:
-        stored: rows of the harvest, ``(n, d_model)``.
-        replayed: rows of the replay, in the same order.
-        relative: relative L2 of the pairs.
         prefix: equal where the tokens up to the row are equal.
-        computed: type that the rows were computed or stored in, the less precise of both.
 
     Spec: 0.1 section 7.9.
     """
@@ -422,7 +390,7 @@ def is_foreign(
         apart[(prefix == prefix[row]) | ~np.isfinite(apart)] = np.inf
         # The difference of large numbers finds the nearest row, and is too coarse for its distance.
         nearest = replayed[int(apart.argmin())].astype(np.float64)
-        own = np.sqrt(squares[row]) * relative[row]
-        others = np.isfinite(apart).any()
-        foreign[row] = others and np.linalg.norm(nearest - stored[row]) * MARGIN < own
+        own_distance = np.sqrt(squares[row]) * relative[row]
+        comparable = np.isfinite(apart).any()
+        foreign[row] = comparable and np.linalg.norm(nearest - stored[row]) * MARGIN < own_distance
     return foreign

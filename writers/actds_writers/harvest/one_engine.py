@@ -23,12 +23,9 @@ from actds_writers.harvest.prepare import (
     request_key,
 )
 from actds_writers.harvest.processes import Pipeline
+from actds_writers.harvest.result import Observer
 from actds_writers.ipc.messages import ClientFacts, PromptFact
-from actds_writers.monitor.progress import (
-    Observer,
-    Snapshot,
-    take_snapshot,
-)
+from actds_writers.monitor.progress import Snapshot, take_snapshot
 from actds_writers.prompts.encoding import Encoded
 from actds_writers.prompts.roles import sampled_labels
 from actds_writers.roles import packed
@@ -42,14 +39,7 @@ CAUSE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended.
-
-    Args:
-        failure: what stopped it.
-        totals: of writer and census, ``None`` when they could not be had.
-        outcome: of the canary replay, ``None`` without one.
-        replay_failure: what stopped the replay.
-    """
+    """How a run ended."""
 
     run: str | None
     interrupted: bool
@@ -60,7 +50,6 @@ class Ended:
 
     @classmethod
     def failed(cls, failure: ActdsError) -> Ended:
-        """Return the end of a run of which nothing else is known."""
         return cls(None, False, failure)
 
 
@@ -68,9 +57,6 @@ class Feed:
     """Hands the requests of a plan to an engine, and keeps the outcome of each.
 
     A subclass may override ``serve`` to hand them over at other times.
-
-    Args:
-        poll: called between steps; raises the failure of a process of the harvest.
     """
 
     def __init__(self, plan: Plan, poll: Callable[[], None]) -> None:
@@ -101,7 +87,6 @@ class Feed:
             self.step(engine)
 
     def add(self, engine: Engine, encoded: Encoded) -> None:
-        """Add a prompt, or note why the engine refuses it."""
         key, limit = request_key(encoded.prompt.index), engine.max_model_len
         room = limit - len(encoded.token_ids)
         if room < 1:
@@ -140,17 +125,12 @@ class Feed:
             self._roles[finished.key] = encoded.roles + packed(labels)
 
     def abort(self, engine: Engine, keys: set[str]) -> None:
-        """Abort running requests."""
         engine.abort(sorted(keys))
         self.n_finished += len(keys)
         self.live = self.live - keys
 
     def facts(self, unbegun: str) -> ClientFacts:
-        """Return the facts of every prompt.
-
-        Args:
-            unbegun: why those that were not handed over were not.
-        """
+        """Return the facts of every prompt."""
 
         def outcome(prompt: PromptFact) -> PromptFact:
             words = self.refused.get(prompt.key, prompt.skip)
@@ -160,18 +140,25 @@ class Feed:
 
 
 def _unbegun(failure: ActdsError | None, reason: CloseReason) -> str:
-    """Return why prompts were not handed to the engine."""
     words = f"{reason} ({failure.code})" if failure else f"was {reason}"
     return f"the harvest {words} before it was served"
 
 
-class Run:
-    """One run, from its processes to their end.
+@contextmanager
+def interrupts_handled(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle Ctrl-C and SIGTERM; only the main thread can, on another one nothing changes."""
+    is_main = threading.current_thread() is threading.main_thread()
+    signals = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+    before = {number: signal.signal(number, handle) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
-    Args:
-        feed: the class that hands requests to the engine.
-        replica: number of the engine among data-parallel replicas, and how many there are.
-    """
+
+class Run:
+    """One run, from its processes to their end."""
 
     def __init__(
         self,
@@ -252,7 +239,6 @@ class Run:
         return failure, "failed" if failure else "interrupted" if self._interrupts else "finished"
 
     def _replay(self, canary: Canary) -> Outcome | None:
-        """Replay the canaries and commit their table, before the seal."""
         run, software = self._writer.run, self._writer.software
         outcome = canary.replay(run, software, lambda: self._interrupts, self._observer.said)
         if outcome is None:
@@ -297,16 +283,14 @@ class Run:
             )
 
     def _drain(self) -> None:
-        """Wait until every request has left the scheduler and the writer has every step.
-
-        Raises:
-            ActdsError: the failure of a process.
-        """
+        """Wait until every request has left the scheduler and the writer has every step."""
+        # Each sample of a prompt is a request of the scheduler.
+        n_requests = self.feed.n_finished * self._plan.engine.n_samples
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
         while time.monotonic() < deadline:
             self._pipeline.poll()
             counted = self._pipeline.counted
-            ended = counted is not None and counted.n_finished >= self.feed.n_finished
+            ended = counted is not None and counted.n_finished >= n_requests
             if counted and ended and self._pipeline.has_reached(counted.last_step):
                 return
             time.sleep(0.02)
@@ -346,10 +330,7 @@ class Run:
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Let the first Ctrl-C or SIGTERM end the run in order, the second one at once.
-
-        Only the main thread can set signal handlers; on another one they are unchanged.
-        """
+        """Let the first Ctrl-C or SIGTERM end the run in order, the second one at once."""
 
         def note(signum: int, _frame: FrameType | None) -> None:
             self._interrupts += 1
@@ -359,11 +340,5 @@ class Run:
             name = signal.Signals(signum).name
             self._observer.said(f"\n{name}: draining; repeat to stop at once.")
 
-        ours = threading.current_thread() is threading.main_thread()
-        signals = (signal.SIGINT, signal.SIGTERM) if ours else ()
-        before = {s: signal.signal(s, note) for s in signals}
-        try:
+        with interrupts_handled(note):
             yield
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)

@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from actds.errors import ActdsError
-from actds.format.arrays import DTYPES
-from actds.format.schema import DType
 from actds.store import open_store
 from actds.text import counted, format_nbytes, format_seconds
 from actds_writers.capture.hooks import hook_specs, parse_hooks
@@ -20,16 +18,17 @@ from actds_writers.config import MIB, PlanSettings, keywords_of
 from actds_writers.engine_protocol import find_engine
 from actds_writers.harvest.stress import StressResult, stress
 from actds_writers.ipc.messages import HookSpec
-from actds_writers.model_folder import model_config
+from actds_writers.model_folder import computed_dtype, model_config
 from actds_writers.policies import POLICIES
-from actds_writers.sizing.disk import DiskRates, shared_with
 from actds_writers.sizing.machine import (
     DEFAULTS,
     Capacity,
+    DiskRates,
     Machine,
     capacity,
     machine,
     measure,
+    shared_with,
     usual_threads,
 )
 from actds_writers.sizing.needs import (
@@ -63,12 +62,7 @@ class PlanResult:
     """What a harvest needs.
 
     Args:
-        capacity: needs of the load by stage, and which stage saturates first.
-        overhead: bytes other than rows, and where the figures come from.
-        profile: load of an earlier harvest, ``None`` without one.
-        disk: rates of the measured disk, ``None`` when it was not measured.
         shared: what else uses its drive.
-        stress: what a short harvest of long-tailed requests met, ``None`` without one.
         stages: number and layers of each pipeline stage that captures, as ``capacity.parts``.
     """
 
@@ -85,17 +79,15 @@ class PlanResult:
 
     @property
     def fits(self) -> bool:
-        """Return whether every stage carries the mean load, and no stressed row was lost."""
         return self.capacity.fits and not (self.stress and self.stress.dropped)
 
     @property
     def command(self) -> list[str]:
-        """Return the resulting ``actds write`` command as arguments."""
-        asked, sizes = self.settings, self.capacity.sizes
-        model = "FOLDER" if asked.model is None else str(asked.model)
+        settings, sizes = self.settings, self.capacity.sizes
+        model = "FOLDER" if settings.model is None else str(settings.model)
         words = ["actds", "write", "OUT", "--model", model, "--prompts", "SOURCE"]
-        words += ["--hooks", asked.hooks or "HOOKS"]
-        given = {"max_num_batched_tokens": sizes.max_step_rows, **asked.engine_args}
+        words += ["--hooks", settings.hooks or "HOOKS"]
+        given = {"max_num_batched_tokens": sizes.max_step_rows, **settings.engine_args}
         for key, value in given.items():
             text = value if isinstance(value, str) else json.dumps(value)
             words += ["--engine-arg", f"{key}={text}"]
@@ -105,35 +97,34 @@ class PlanResult:
         return [*words, "--overflow", "block"]
 
     def lines(self) -> list[str]:
-        """Return the text, line by line."""
-        found, overhead, n_tokens = self.capacity, self.overhead, self.settings.tokens
-        g, load = found.geometry, found.load
+        needs, overhead, n_tokens = self.capacity, self.overhead, self.settings.tokens
+        g, load = needs.geometry, needs.load
         bursts = ", ".join(f"{b.factor:.3g}x for {b.seconds:g} s" for b in load.bursts) or "none"
         rates = ", ".join(
             f"{name} {rate.gbps:.3g} ({rate.origin})" for name, rate in self.machine.rates.items()
         )
         rates = f"{rates} GB/s"
+        parts = f"{load.prefill:,.0f} prefill + {load.decode:,.0f} decode"
         lines = [
             _line("row", f"{g.row_nbytes:,} bytes per token: {_hooks(g)}"),
-            _line("load", f"{load.mean:,.0f} tokens/s = {load.prefill:,.0f} prefill + "
-                  f"{load.decode:,.0f} decode"),
+            _line("load", f"{load.mean:,.0f} tokens/s = {parts}"),
             _line("bursts", bursts),
             "",
             f"{'stage':<{LABEL}}{'what':<22}{'bytes/token':>11}{'mean':>12}{'burst':>12}"
             f"{'tokens/s':>12}",
-        ]  # fmt: skip
-        for stage in found.stages:
+        ]
+        for stage in needs.stages:
             limit = "-" if math.isinf(stage.max_tokens) else _tokens(stage.max_tokens)
             lines.append(
                 f"{stage.name:<{LABEL}}{stage.what:<22}{stage.nbytes_per_token:>11,.0f}"
                 f"{_rate(stage.gbps(load.mean)):>12}{_rate(stage.gbps(load.peak)):>12}{limit:>12}"
             )
-        lines += [_line("rates", rates), *self._measured_lines(), "", *_bottleneck(found), ""]
+        lines += [_line("rates", rates), *self._measured_lines(), "", *_bottleneck(needs), ""]
         lines += [
-            *_needs(found, overhead, n_tokens),
+            *_needs(needs, overhead, n_tokens),
             *self._workers(),
             "",
-            *_stalls(found),
+            *_stalls(needs),
             "",
             *([*itertools.starmap(_line, self.stress.lines()), ""] if self.stress else []),
             *_folded(self.command),
@@ -142,33 +133,28 @@ class PlanResult:
 
     def _workers(self) -> list[str]:
         """Return what each pipeline stage and each replica needs, where there are several."""
-        found, lines = self.capacity, []
-        in_flight, memory = found.sizes.in_flight, found.memory
+        needs, lines = self.capacity, []
+        in_flight, memory = needs.sizes.in_flight, needs.memory
         if in_flight > 1:
             staged = staged_steps(in_flight)
-            lines += [
-                _line("staging", f"{staged} of the largest steps, on each stage: rows of "
-                      f"{in_flight} may wait for results"),
-            ]  # fmt: skip
+            words = f"{staged} of the largest steps, on each stage"
+            lines.append(_line("staging", f"{words}: rows of {in_flight} may wait for results"))
         several = len(self.stages) > 1
-        for (number, layers), part, own in zip(
-            self.stages, found.parts, found.by_stage, strict=True
+        for (number, layers), part, bound in zip(
+            self.stages, needs.parts, needs.by_stage, strict=True
         ):
             if several:
                 words = f"stage {number}: layers {layers.start}-{layers.stop - 1}, "
-                words += f"{counted(part.n_hooks, 'hook')}: {format_nbytes(own.device_nbytes)} "
-                words += f"device, {format_nbytes(own.shared_nbytes)} shared"
+                words += f"{counted(part.n_hooks, 'hook')}: {format_nbytes(bound.device_nbytes)} "
+                words += f"device, {format_nbytes(bound.shared_nbytes)} shared"
                 lines.append(_line("" if number != self.stages[0][0] else "stages", words))
-        n = found.n_replicas
+        n = needs.n_replicas
         if n > 1:
-            lines.append(
-                _line("engines", f"{n}, each with 1/{n} of the load and the memory above: "
-                      f"{format_nbytes(n * memory.nbytes)} in all")
-            )  # fmt: skip
+            words = f"{n}, each with 1/{n} of the load and the memory above"
+            lines.append(_line("engines", f"{words}: {format_nbytes(n * memory.nbytes)} in all"))
         return lines
 
     def _measured_lines(self) -> list[str]:
-        """Return what was seen of the disk, and who else uses it."""
         if self.disk is None:
             return []
         lines = [_line("", f"disk measured: {self.disk.words}")]
@@ -181,27 +167,26 @@ class PlanResult:
         return lines
 
     def as_json(self) -> dict[str, Any]:
-        """Return the same facts as JSON; infinity is null."""
-        found, machine, overhead = self.capacity, self.machine, self.overhead
+        needs, machine, overhead = self.capacity, self.machine, self.overhead
         n_tokens = self.settings.tokens
-        memory = found.memory
+        memory = needs.memory
         return {
             "geometry": {
-                **asdict(found.geometry),
-                "n_hooks": found.geometry.n_hooks,
-                "row_nbytes": found.geometry.row_nbytes,
+                **asdict(needs.geometry),
+                "n_hooks": needs.geometry.n_hooks,
+                "row_nbytes": needs.geometry.row_nbytes,
             },
-            "load": {**asdict(found.load), "mean": found.load.mean, "peak": found.load.peak},
+            "load": {**asdict(needs.load), "mean": needs.load.mean, "peak": needs.load.peak},
             "stages": [
                 {
                     "name": stage.name,
                     "nbytes_per_token": stage.nbytes_per_token,
-                    "mean_gbps": stage.gbps(found.load.mean),
-                    "burst_gbps": stage.gbps(found.load.peak),
+                    "mean_gbps": stage.gbps(needs.load.mean),
+                    "burst_gbps": stage.gbps(needs.load.peak),
                     "max_tokens_per_s": _finite(stage.max_tokens),
                     "rate": stage.origin,
                 }
-                for stage in found.stages
+                for stage in needs.stages
             ],
             "rates": {name: asdict(rate) for name, rate in machine.rates.items()},
             "measured_disk": None if self.disk is None else asdict(self.disk),
@@ -210,59 +195,58 @@ class PlanResult:
             if self.stress is None
             else {**asdict(self.stress), "tokens_per_s": self.stress.tokens_per_s},
             "n_threads": machine.n_threads,
-            "bottleneck": found.bottleneck.name,
-            "fits_mean": found.fits,
-            "fits_burst": found.fits_burst,
-            "sustained_share": found.sustained_share,
+            "bottleneck": needs.bottleneck.name,
+            "fits_mean": needs.fits,
+            "fits_burst": needs.fits_burst,
+            "sustained_share": needs.sustained_share,
             "disk": {
-                "nbytes_per_token": found.stored_nbytes,
-                "by_part": found.stored,
+                "nbytes_per_token": needs.stored_nbytes,
+                "by_part": needs.stored,
                 "n_tokens": n_tokens,
-                "nbytes": found.stored_nbytes * n_tokens,
+                "nbytes": needs.stored_nbytes * n_tokens,
                 "ratio": overhead.ratio,
                 "source": overhead.source,
             },
             "ring": {
-                "burst_nbytes": _finite(found.ring_burst_nbytes),
-                "stall_nbytes": _finite(found.ring_stall_nbytes),
-                "nbytes": _finite(found.ring_nbytes),
-                "stall_s": found.stall_s,
+                "burst_nbytes": _finite(needs.ring_burst_nbytes),
+                "stall_nbytes": _finite(needs.ring_stall_nbytes),
+                "nbytes": _finite(needs.ring_nbytes),
+                "stall_s": needs.stall_s,
             },
             "memory": {
                 **asdict(memory),
-                "device_nbytes": memory.device_nbytes,
-                "shared_nbytes": memory.shared_nbytes,
-                "pinned_nbytes": memory.pinned_nbytes,
-                "writer_nbytes": memory.writer_nbytes,
-                "nbytes": memory.nbytes,
-                "census_nbytes": _census_nbytes(found.load, n_tokens),
+                **{name: getattr(memory, name) for name in _MEMORY_SUMS},
+                "census_nbytes": _census_nbytes(needs.load, n_tokens),
             },
             "engines": {
-                "n": found.n_replicas,
-                "in_flight": found.sizes.in_flight,
-                "nbytes": found.n_replicas * memory.nbytes,
+                "n": needs.n_replicas,
+                "in_flight": needs.sizes.in_flight,
+                "nbytes": needs.n_replicas * memory.nbytes,
                 "stages": [
                     {
                         "stage": number,
                         "layers": [layers.start, layers.stop],
                         "n_hooks": part.n_hooks,
                         "row_nbytes": part.row_nbytes,
-                        "staging_nbytes": own.staging,
-                        "device_nbytes": own.device_nbytes,
-                        "ring_nbytes": own.ring,
-                        "shared_nbytes": own.shared_nbytes,
+                        "staging_nbytes": bound.staging,
+                        "device_nbytes": bound.device_nbytes,
+                        "ring_nbytes": bound.ring,
+                        "shared_nbytes": bound.shared_nbytes,
                     }
-                    for (number, layers), part, own in zip(
-                        self.stages, found.parts, found.by_stage, strict=True
+                    for (number, layers), part, bound in zip(
+                        self.stages, needs.parts, needs.by_stage, strict=True
                     )
                 ],
             },
             "stalls": [
                 {name: _finite(value) for name, value in asdict(stall).items()}
-                for stall in found.stalls
+                for stall in needs.stalls
             ],
             "options": self.command,
         }
+
+
+_MEMORY_SUMS = ("device_nbytes", "shared_nbytes", "pinned_nbytes", "writer_nbytes", "nbytes")
 
 
 @keywords_of(PlanSettings)
@@ -284,81 +268,77 @@ def plan(**settings: Any) -> PlanResult:
         >>> found.capacity.bottleneck.name
         'disk'
     """
-    asked = PlanSettings.of(settings)
-    kind = find_engine(asked.engine)
-    options = kind.options(asked.engine_args)
+    inputs = PlanSettings.of(settings)
+    kind = find_engine(inputs.engine)
+    options = kind.options(inputs.engine_args)
     workers, n_replicas = kind.workers(options), kind.replicas(options)
-    hooks, n_layers = _hook_specs(asked)
-    geometry = Geometry.of(hooks, asked.readouts)
+    hooks, n_layers = _hook_specs(inputs)
+    geometry = Geometry.of(hooks, inputs.readouts)
     stages = [
-        (number, layers, mine)
+        (number, layers, of_stage)
         for number, layers in enumerate(workers.layers(n_layers))
-        if (mine := [hook for hook in hooks if hook.layer in layers])
+        if (of_stage := [hook for hook in hooks if hook.layer in layers])
     ]
-    load, overhead, profile = _load(asked)
+    load, overhead, profile = _load(inputs)
     sizes = Sizes(
-        max_step_rows=asked.max_step_rows,
-        rows_per_shard=asked.rows_per_shard or rows_per_shard(geometry.row_nbytes),
-        ring_nbytes=(asked.ring_mib or 0) * MIB,
-        staging_nbytes=asked.staging_mib * MIB,
+        max_step_rows=inputs.max_step_rows,
+        rows_per_shard=inputs.rows_per_shard or rows_per_shard(geometry.row_nbytes),
+        ring_nbytes=(inputs.ring_mib or 0) * MIB,
+        staging_nbytes=inputs.staging_mib * MIB,
         lane_nbytes=LANE_NBYTES,
-        n_threads=asked.threads or usual_threads(),
+        n_threads=inputs.threads or usual_threads(),
         in_flight=workers.in_flight,
         on_gpu=True,
     )
     measured: dict[str, float] = {}
     disk: DiskRates | None = None
     shared: tuple[str, ...] = ()
-    if asked.measure is not None:
-        measured, disk = measure(asked.measure, asked.measure_seconds)
-        shared = tuple(shared_with(asked.measure))
-    given = {name: getattr(asked, f"{name}_gbps") for name in DEFAULTS}
+    if inputs.measure is not None:
+        measured, disk = measure(inputs.measure, inputs.measure_seconds)
+        shared = tuple(shared_with(inputs.measure))
+    given = {name: getattr(inputs, f"{name}_gbps") for name in DEFAULTS}
     rates = machine(given, measured, sizes.n_threads)
-    found = capacity(
+    needs = capacity(
         geometry,
         sizes,
         load,
         rates,
         overhead,
-        stall_s=asked.stall,
-        parts=[Geometry.of(mine, asked.readouts) for _, _, mine in stages],
+        stall_s=inputs.stall,
+        parts=[Geometry.of(of_stage, inputs.readouts) for _, _, of_stage in stages],
         n_replicas=n_replicas,
     )
     stressed = None
-    if asked.stress is not None:
-        if asked.model is None:
+    if inputs.stress is not None:
+        if inputs.model is None:
             raise ActdsError(
                 "E009", "stress", got="no model", expected="the model that is to be harvested"
             )
         stressed = stress(
-            asked.stress,
-            asked.model,
-            asked.hooks,
-            found.sizes,
-            seconds=asked.stress_seconds,
-            engine=asked.engine,
-            engine_args=asked.engine_args,
-            readouts=asked.readouts > 0,
+            inputs.stress,
+            inputs.model,
+            inputs.hooks,
+            needs.sizes,
+            seconds=inputs.stress_seconds,
+            engine=inputs.engine,
+            engine_args=inputs.engine_args,
+            readouts=inputs.readouts > 0,
         )
     places = tuple((number, layers) for number, layers, _ in stages)
     return PlanResult(
-        asked, found, rates, measured, overhead, profile, disk, shared, stressed, places
+        inputs, needs, rates, measured, overhead, profile, disk, shared, stressed, places
     )
 
 
-def _hook_specs(asked: PlanSettings) -> tuple[tuple[HookSpec, ...], int]:
-    """Return the hooks and the number of layers, from a model folder or from numbers.
-
-    Raises:
-        ActdsError: E005 no model, E007 unknown hook, E009 neither folder nor numbers.
-    """
-    given = {"hidden_size": asked.d_model, "num_hidden_layers": asked.layers}
+def _hook_specs(settings: PlanSettings) -> tuple[tuple[HookSpec, ...], int]:
+    """Return the hooks and the number of layers, from a model folder or from numbers."""
+    given = {"hidden_size": settings.d_model, "num_hidden_layers": settings.layers}
     config: dict[str, Any] = dict(given)
-    computed: DType = "bfloat16"
-    if asked.model is not None:
-        config = {**model_config(asked.model), **{k: v for k, v in given.items() if v is not None}}
-        own = config.get("dtype") or config.get("torch_dtype")
-        computed = own if own in DTYPES else computed
+    if settings.model is not None:
+        config = {
+            **model_config(settings.model),
+            **{k: v for k, v in given.items() if v is not None},
+        }
     if None in (config["hidden_size"], config["num_hidden_layers"]):
         raise ActdsError(
             "E009",
@@ -366,26 +346,28 @@ def _hook_specs(asked: PlanSettings) -> tuple[tuple[HookSpec, ...], int]:
             got="neither a model folder nor a shape",
             expected="model, or d_model and layers",
         )
-    places = parse_hooks(asked.hooks, config["num_hidden_layers"])
-    return hook_specs(places, config, computed, asked.dtype), config["num_hidden_layers"]
+    places = parse_hooks(settings.hooks, config["num_hidden_layers"])
+    return hook_specs(places, config, computed_dtype(config), settings.dtype), config[
+        "num_hidden_layers"
+    ]
 
 
-def _load(asked: PlanSettings) -> tuple[Load, Overhead, Profile | None]:
+def _load(settings: PlanSettings) -> tuple[Load, Overhead, Profile | None]:
     """Return load and bytes: given ones before the profile's before assumed ones.
 
     Raises:
         ActdsError: E009 when no rate is known; as ``read_profile``.
     """
     given = {
-        "prefill": asked.prefill_rate,
-        "decode": asked.decode_rate,
-        "tokens_per_request": asked.tokens_per_request,
-        "tokens_per_step": asked.tokens_per_step,
+        "prefill": settings.prefill_rate,
+        "decode": settings.decode_rate,
+        "tokens_per_request": settings.tokens_per_request,
+        "tokens_per_step": settings.tokens_per_step,
     }
     known = {name: value for name, value in given.items() if value is not None}
-    bursts = tuple(_burst(text) for text in asked.bursts)
-    if asked.profile is not None:
-        profile = read_profile(open_store(asked.profile))
+    bursts = tuple(_burst(text) for text in settings.bursts)
+    if settings.profile is not None:
+        profile = read_profile(open_store(settings.profile))
         load = profile.load
         facts = {name: getattr(load, name) for name in given}
         load = Load(**{**facts, **known}, bursts=bursts or load.bursts)
@@ -419,23 +401,23 @@ def _line(label: str, words: str) -> str:
     return f"{label:<{LABEL}}{words}"
 
 
-def _bottleneck(found: Capacity) -> list[str]:
-    limit, load = found.bottleneck.max_tokens, found.load
+def _bottleneck(needs: Capacity) -> list[str]:
+    limit, load = needs.bottleneck.max_tokens, needs.load
     times = f"{limit / load.mean:.2f} times the mean"
     if load.bursts:
         times += f", {limit / load.peak:.2f} times the strongest burst"
     lines = [
-        _line("first", f"{found.bottleneck.name} saturates first, at {_tokens(limit)} tokens/s"),
+        _line("first", f"{needs.bottleneck.name} saturates first, at {_tokens(limit)} tokens/s"),
         _line("", times),
     ]
-    if not found.fits:
-        lost = 1 - found.sustained_share
+    if not needs.fits:
+        lost = 1 - needs.sustained_share
         lines += [
-            _line("", f"block: the engine slows to {found.sustained_share:.0%}"),
+            _line("", f"block: the engine slows to {needs.sustained_share:.0%}"),
             _line("", f"{_LOSING}: {lost:.0%} of the rows are lost"),
             _line("", "no ring helps: fewer hooks, a faster stage, or fewer tokens"),
         ]
-    elif not found.fits_burst:
+    elif not needs.fits_burst:
         lines.append(_line("", "the ring must hold the rest of the burst"))
     return lines
 
@@ -454,41 +436,43 @@ def _folded(command: list[str]) -> list[str]:
     return [*lines, line]
 
 
-def _needs(found: Capacity, overhead: Overhead, n_tokens: int) -> list[str]:
-    stored, memory, load = found.stored, found.memory, found.load
+def _needs(needs: Capacity, overhead: Overhead, n_tokens: int) -> list[str]:
+    stored, memory, load = needs.stored, needs.memory, needs.load
     parts = " + ".join(f"{value:,.1f} {name}" for name, value in stored.items() if value >= 0.05)
+    whole = f"{format_nbytes(needs.stored_nbytes * n_tokens)} for {n_tokens:,} tokens"
     lines = [
-        _line("disk", f"{found.stored_nbytes:,.0f} bytes per token = {parts}"),
-        _line("", f"{format_nbytes(found.stored_nbytes * n_tokens)} for {n_tokens:,} tokens, "
-              f"{format_nbytes(found.stored_nbytes * load.mean)}/s"),
+        _line("disk", f"{needs.stored_nbytes:,.0f} bytes per token = {parts}"),
+        _line("", f"{whole}, {format_nbytes(needs.stored_nbytes * load.mean)}/s"),
         _line("", f"rows at {overhead.ratio:.3g}x"),
         _line("", overhead.source),
-    ]  # fmt: skip
-    if math.isinf(found.ring_nbytes):
+    ]
+    if math.isinf(needs.ring_nbytes):
         lines.append(_line("ring", "no size is large enough"))
     else:
+        bursts = f"{format_nbytes(needs.ring_burst_nbytes)} for the bursts"
+        stall = f"{format_nbytes(needs.ring_stall_nbytes)} for a stall of {needs.stall_s:g} s"
         lines += [
-            _line("ring", f"{format_nbytes(found.ring_burst_nbytes)} for the bursts, "
-                  f"{format_nbytes(found.ring_stall_nbytes)} for a stall of {found.stall_s:g} s"),
-            _line("", f"{found.ring_nbytes / MIB:,.0f} MiB for both at once, plus a quarter"),
-        ]  # fmt: skip
+            _line("ring", f"{bursts}, {stall}"),
+            _line("", f"{needs.ring_nbytes / MIB:,.0f} MiB for both at once, plus a quarter"),
+        ]
+    nbytes = {
+        "device": memory.device_nbytes,
+        "shared": memory.shared_nbytes,
+        "worker": memory.identified,
+        "writer": memory.writer_nbytes,
+    }
+    summands = " + ".join(f"{format_nbytes(n)} {name}" for name, n in nbytes.items())
+    census = format_nbytes(_census_nbytes(load, n_tokens))
     lines += [
-        _line("memory", f"{format_nbytes(memory.nbytes)} at most = "
-              f"{format_nbytes(memory.device_nbytes)} device + "
-              f"{format_nbytes(memory.shared_nbytes)} shared + "
-              f"{format_nbytes(memory.identified)} worker + "
-              f"{format_nbytes(memory.writer_nbytes)} writer"),
+        _line("memory", f"{format_nbytes(memory.nbytes)} at most = {summands}"),
         _line("", f"{format_nbytes(memory.pinned_nbytes)} of it page-locked, beside a GPU"),
-        _line("", f"{format_nbytes(_census_nbytes(load, n_tokens))} more for the census, "
-              "growing with the run"),
-    ]  # fmt: skip
+        _line("", f"{census} more for the census, growing with the run"),
+    ]
     slow = min((r for r in (load.prefill, load.decode) if r > 0), default=0.0)
     if slow:
-        seconds = found.sizes.rows_per_shard / slow
-        lines.append(
-            _line("at risk", f"up to {found.sizes.rows_per_shard:,} rows per phase, not durable "
-                  f"for up to {format_seconds(seconds)}")
-        )  # fmt: skip
+        seconds = format_seconds(needs.sizes.rows_per_shard / slow)
+        words = f"up to {needs.sizes.rows_per_shard:,} rows per phase"
+        lines.append(_line("at risk", f"{words}, not durable for up to {seconds}"))
     return lines
 
 
@@ -497,15 +481,15 @@ def _census_nbytes(load: Load, n_tokens: int) -> float:
     return census_nbytes(n_requests, n_steps, n_tokens)
 
 
-def _stalls(found: Capacity) -> list[str]:
-    n_rings = len(found.parts) * found.n_replicas
-    ring = format_nbytes(found.by_stage[0].ring)
+def _stalls(needs: Capacity) -> list[str]:
+    n_rings = len(needs.parts) * needs.n_replicas
+    ring = format_nbytes(needs.by_stage[0].ring)
     rings = f"a ring of {ring}" if n_rings == 1 else f"{n_rings} rings of up to {ring}"
     lines = [
         f"disk stalls at the mean load, with {rings}:",
         f"{'stall':<{LABEL}}{'ring full after':<18}{'block: engine waits':<22}{_LOSING}: rows lost",
     ]
-    for stall in found.stalls:
+    for stall in needs.stalls:
         full = "never" if stall.filled_s >= stall.stall_s else format_seconds(stall.filled_s)
         lost = f"{stall.lost_tokens:,.0f} ({stall.lost_share:.0%})" if stall.lost_tokens else "none"
         waits = format_seconds(stall.engine_waits_s) if stall.engine_waits_s else "no"
@@ -514,7 +498,6 @@ def _stalls(found: Capacity) -> list[str]:
 
 
 def _hooks(geometry: Geometry) -> str:
-    """Return the number of hooks of each width, as text."""
     return " + ".join(
         f"{n} hooks x {width.d_model} channels x {width.itemsize} bytes"
         for width, n in Counter(geometry.hooks).items()

@@ -9,29 +9,29 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pyarrow.compute as pc
 
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
+from actds.explore.sequences import TokenSequence
 from actds.format import canonical
 from actds.format.readouts import NONE
 from actds.format.schema import RunRecord
 from actds.store import layout, local_folder, open_for_writing, open_store, refuse_within_dataset
 from actds.store.local import lock_dataset
-from actds_writers.capture.hooks import hook_specs, parse_hooks
-from actds_writers.capture.probes import plan_readouts
+from actds_writers.capture.hooks import hook_specs, parse_hooks, plan_readouts
 from actds_writers.config import WriteSettings
 from actds_writers.engine_protocol import EngineOptions
 from actds_writers.harvest.recover import recover_runs, require_accounted
-from actds_writers.ipc.messages import Fact, PromptFact
+from actds_writers.ipc.messages import Fact, PromptFact, Replayed
 from actds_writers.model_folder import ModelFiles, generation_eos, model_config
-from actds_writers.parameters import in_words
 from actds_writers.prompts.encoding import (
     Continuation,
     Encoded,
@@ -42,11 +42,63 @@ from actds_writers.prompts.encoding import (
     n_second_bos,
     special_tokens,
 )
-from actds_writers.prompts.records import OnBroken, PromptSet, read_prompts
+from actds_writers.prompts.records import OnBroken, Prompt, PromptSet, read_prompts
 from actds_writers.prompts.roles import ThinkingMarks
-from actds_writers.provenance import capture_facts, model_facts, observed
+from actds_writers.provenance import capture_facts, in_words, model_facts, observed
+from actds_writers.roles import LETTERS, UNKNOWN, packed
 from actds_writers.shards.assembly import SpecialTokens
 from actds_writers.sizing.needs import Geometry, rows_per_shard
+
+NO_ROLES = "a request without roles in the source"
+
+
+def as_requests(
+    sequences: Iterable[TokenSequence],
+    source: Catalog,
+    skip: Callable[[TokenSequence], str | None] = lambda sequence: sequence.unknown,
+) -> tuple[list[Encoded], list[PromptFact]]:
+    """Return sequences as prompts in their order, and what the tables say of each."""
+    encoded, client = [], []
+    for index, sequence in enumerate(sequences):
+        encoded.append(
+            _as_prompt(index, sequence, PurePosixPath(source.store.uri).name, skip(sequence))
+        )
+        client.append(_fact_of(index, sequence, source, encoded[-1]))
+    return encoded, client
+
+
+def _as_prompt(index: int, sequence: TokenSequence, name: str, skip: str | None) -> Encoded:
+    labels = "".join(LETTERS[role] if role else UNKNOWN for role in sequence.role)
+    known = bool(labels.strip(UNKNOWN)) and skip is None
+    return Encoded(
+        Prompt(index, name, index, None, None, sequence.line["external_id"]),
+        [] if skip else sequence.token_id.tolist(),
+        max_tokens=1,
+        skip=skip,
+        roles=packed(labels) if known else "",
+        roles_unknown=None if known else NO_ROLES,
+    )
+
+
+def _fact_of(index: int, sequence: TokenSequence, source: Catalog, encoded: Encoded) -> PromptFact:
+    return PromptFact(
+        request_key(index),
+        sequence.line["external_id"],
+        sequence.line["source"],
+        sequence.line["source_row"],
+        encoded.skip,
+        encoded.roles,
+        Replayed(
+            source.genesis.dataset,
+            source.digest,
+            sequence.run,
+            sequence.request,
+            sequence.n_given,
+        ),
+        len(sequence.token_id),
+        sequence.line["labels"] and sys.intern(sequence.line["labels"]),
+    )
+
 
 UNKNOWN_LIMIT = 2**31
 SECOND_BOS = "prompts.second_bos"
@@ -70,16 +122,7 @@ MUST_AGREE = (
 
 @dataclass(frozen=True)
 class Plan:
-    """A run that is ready to start.
-
-    Args:
-        hooks: ``(kind, layer)`` of each hook.
-        encoded: every prompt with its tokens, or the reason to skip it.
-        client: source of every request.
-        readouts: value of ``capture.readouts``.
-        probes: the user's probes as the bytes of their file, ``None`` without.
-        thinking: the tokens between which the model thinks.
-    """
+    """A run that is ready to start."""
 
     engine: EngineOptions
     hooks: tuple[tuple[str, int], ...]
@@ -95,14 +138,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Served:
-    """What a run serves, whatever it was read from.
-
-    Args:
-        tokenizer: the model's.
-        encoded: every prompt with its tokens, or the reason to skip it.
-        client: what the tables say of each request.
-        facts: of the prompts and of the model's files.
-    """
+    """What a run serves, whatever it was read from."""
 
     tokenizer: Tokenizer
     encoded: Sequence[Encoded]
@@ -124,7 +160,6 @@ def make_plan(
 
     Args:
         n_replicas: engines that share the machine's memory.
-        served_by: where the requests come from, by default the prompts of the settings.
 
     Raises:
         ActdsError: E001 to E003, E005, E007, E009, E015; and as ``served_by``.
@@ -160,14 +195,7 @@ def make_plan(
 
 
 def serve_prompts(settings: WriteSettings, engine: EngineOptions, limit: int) -> Served:
-    """Return the prompts of the settings, encoded.
-
-    Args:
-        limit: positions of a request at most, as far as known before the engine starts.
-
-    Raises:
-        ActdsError: E001 to E003, E005, E009.
-    """
+    """Return the prompts of the settings, encoded."""
     on_broken: OnBroken = "skip" if settings.skip_broken else "error"
     prompts = read_prompts(settings.prompts, on_broken, settings.label_columns)
     files = engine.files(settings.model)
@@ -197,18 +225,16 @@ def serve_prompts(settings: WriteSettings, engine: EngineOptions, limit: int) ->
     )
 
 
-def _known_limit(asked: object, config: dict[str, Any]) -> int:
-    """Return the limit of positions per request, as far as known before the engine starts."""
-    if isinstance(asked, int) and asked > 0:
-        return asked
-    own = config.get("max_position_embeddings")
-    if asked is None and isinstance(own, int) and not config.get("rope_scaling"):
-        return own
+def _known_limit(given: object, config: dict[str, Any]) -> int:
+    if isinstance(given, int) and given > 0:
+        return given
+    positions = config.get("max_position_embeddings")
+    if given is None and isinstance(positions, int) and not config.get("rope_scaling"):
+        return positions
     return UNKNOWN_LIMIT
 
 
 def request_key(index: int) -> str:
-    """Return the id under which a prompt is added to the engine."""
     return f"p{index}"
 
 
@@ -248,15 +274,14 @@ def _serving_facts(settings: WriteSettings, engine: EngineOptions) -> list[Fact]
 
 
 def _continue_field(settings: WriteSettings) -> str:
-    """Return how documents were continued as JSON, ``none`` for prompts."""
     if settings.continue_at is None:
         return NONE
-    said = {
+    value = {
         "by": settings.continued_by,
         "max_tokens": settings.max_tokens,
         "n_prompt": settings.continue_at,
     }
-    return canonical.dump(said).decode().strip()
+    return canonical.dump(value).decode().strip()
 
 
 def _label_field(prompts: PromptSet) -> str:
@@ -266,7 +291,6 @@ def _label_field(prompts: PromptSet) -> str:
 
 
 def _prompt_facts(prompts: PromptSet, encoded: list[Encoded]) -> list[Fact]:
-    """Return the provenance of prompts."""
     source = prompts.source
     n_skipped = len(prompts.skips) + sum(e.skip is not None for e in encoded)
     return [
@@ -280,7 +304,6 @@ def _prompt_facts(prompts: PromptSet, encoded: list[Encoded]) -> list[Fact]:
 
 
 def files_facts(files: ModelFiles) -> list[Fact]:
-    """Return the digests of a model's files."""
     return model_facts(files, no_tokenizer="the folder has no tokenizer.json")
 
 
@@ -293,11 +316,7 @@ def roles_field(encoded: Sequence[Encoded]) -> str:
 
 
 def is_taken(out: str | Path) -> bool:
-    """Return whether the location is in use.
-
-    Raises:
-        ActdsError: E009, E011 for a location of unknown kind; E104 when a store does not answer.
-    """
+    """Return whether the location is in use."""
     folder = local_folder(out)
     if folder is None:
         return bool(open_store(out, write=True).list())
@@ -305,7 +324,6 @@ def is_taken(out: str | Path) -> bool:
 
 
 def has_dataset(out: str | Path) -> bool:
-    """Return whether there is a dataset; raises as ``is_taken``."""
     folder = local_folder(out)
     if folder is None:
         return open_store(out, write=True).exists(layout.GENESIS)
@@ -316,9 +334,6 @@ def hold(out: str | Path, *, shared: bool = False) -> int:
     """Lock a dataset, creating its folder if necessary; return the descriptor of the lock.
 
     An object store has no lock; instead, this checks that the store does not overwrite.
-
-    Args:
-        shared: let other engines hold the lock too, as in ``lock_dataset``.
 
     Raises:
         ActdsError: E009 when it is inside another dataset; E010 when another run writes it; E016
@@ -356,7 +371,6 @@ replayed, by run and number."""
 
 
 def identity(prompt: PromptFact) -> Identity:
-    """Return what a prompt is, over the runs of a dataset."""
     if prompt.origin is not None:
         return prompt.origin.run, prompt.origin.request
     return prompt.source_row
@@ -369,11 +383,6 @@ def finished_rows(
 
     A request counts as finished when it ended by itself and none of its positions is aborted;
     dropped positions stay dropped. Nothing is changed when the plan is not that of the dataset.
-
-    Args:
-        folder: the dataset; the caller holds its lock.
-        plan: what is to be served.
-        say: takes a line for the user before a wait.
 
     Raises:
         ActdsError: E010 when the dataset was made from another model or other prompts, or a
@@ -408,7 +417,6 @@ def _finished_of(catalog: Catalog, run: str) -> set[Identity]:
 
 
 def _compare(catalog: Catalog, plan: Plan) -> None:
-    """Raise where the runs of a dataset differ from a plan."""
     hooks = {(hook.kind, hook.layer) for hook in catalog.genesis.hooks}
     if hooks != set(plan.hooks):
         wanted = ", ".join(f"{kind}.{layer}" for kind, layer in plan.hooks)

@@ -6,187 +6,230 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
 from actds.format.readouts import DEFAULT_PROJECTIONS, MAX_WIDTH
-from actds.format.schema import DType
 from actds.text import counted, format_nbytes
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import MIB, ProbeSettings, keywords_of
-from actds_writers.engine_protocol import find_engine
+from actds_writers.engine_protocol import EngineKind, find_engine
 from actds_writers.ipc.messages import HookSpec
-from actds_writers.model_folder import model_config
+from actds_writers.model_folder import computed_dtype, model_config
 from actds_writers.sizing.needs import Geometry, Sizes, memory_bound
-from actds_writers.sizing.probe_fit import (
-    RING_MIB,
-    SHARD_NBYTES,
-    Arm,
-    Clock,
-    Interval,
-    ProbeFit,
-    Timed,
-    Timing,
-    TimingTask,
-    Way,
-    counts_timed,
-    fit,
-)
-from actds_writers.sizing.weights import Weights, read_weights
+from actds_writers.sizing.weights import Attention, ProbeArithmetic, read_weights
 
-PROBE_ITEMSIZE = 4
-"""Probes and scores are float32, whatever the rows are."""
+Way = Literal["none", "again", "packed", "naive"]
+"""``none``: the engine alone. ``again``: the same, once more, which shows what noise is.
+``packed``: as ``actds write --probes`` runs them. ``naive``: a Python hook, with a product and a
+copy for each probe."""
+Clock = Literal["wall", "cpu"]
+RING_MIB, SHARD_NBYTES = 32, 64 << 20
+"""Sizes of the harvests of packed probes."""
+ONE_PERCENT = 0.01
+LEVEL = 0.95
+N_RESAMPLES = 2000
+
+Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Attention:
-    """Attention of a generated token over the positions before it.
+@dataclass(frozen=True, order=True)
+class Arm:
+    """A way to run probes, and how many at each hook."""
 
-    Args:
-        flops: operations of queries with keys and of weights with values, all layers.
-        kv_nbytes: bytes of keys and values that are read for it.
-        unknown: why both are not known, and then 0; ``None`` where they are.
-    """
-
-    flops: float
-    kv_nbytes: float
-    unknown: str | None = None
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any], context: int, itemsize: int) -> Attention:
-        """Return the attention at a context.
-
-        Args:
-            context: positions that a token attends to, its own included.
-            itemsize: bytes of a key's or value's number.
-        """
-        heads = config.get("num_attention_heads")
-        odd = [name for name in config if name.startswith(("mamba", "ssm_", "kv_lora", "linear_"))]
-        if not isinstance(heads, int) or odd:
-            return cls(0.0, 0.0, f"config.json has {odd[0] if odd else 'no num_attention_heads'}")
-        n_layers = int(config["num_hidden_layers"])
-        kinds = config.get("layer_types") or ["full_attention"] * n_layers
-        window = config.get("sliding_window")
-        if config.get("use_sliding_window") is False or not isinstance(window, int):
-            window = None
-        if window is not None and "layer_types" not in config and window < context:
-            return cls(0.0, 0.0, "a sliding window, and no layer_types")
-        if set(kinds) - {"full_attention", "sliding_attention"}:
-            return cls(0.0, 0.0, f"layers of {', '.join(sorted(set(kinds)))}")
-        width = config.get("head_dim") or int(config["hidden_size"]) // heads
-        kv_heads = config.get("num_key_value_heads") or heads
-        positions = sum(
-            min(context, window) if kind == "sliding_attention" and window else context
-            for kind in kinds
-        )
-        return cls(4.0 * heads * width * positions, 2.0 * kv_heads * width * positions * itemsize)
+    way: Way
+    n_probes: int = 0
 
 
 @dataclass(frozen=True)
-class StepBytes:
-    """Bytes of a decode step of ``batch`` requests.
+class TimingTask:
+    """What an engine is asked to time.
 
     Args:
-        weights: weights of the model that are read.
-        kv: keys and values that are read.
-        probes: weights of the probes.
-        scores: what the probes say, from the device to the host.
+        arms: in any order; rounds shuffle them.
+        folder: existing folder for datasets, which whoever asks removes.
     """
 
+    model: Path
+    engine_args: Mapping[str, Any]
+    hooks: tuple[HookSpec, ...]
+    arms: tuple[Arm, ...]
+    batches: tuple[int, ...]
+    n_rounds: int
+    folder: Path
+    seed: int = 0
+
+    @property
+    def is_eager(self) -> bool:
+        return self.engine_args.get("enforce_eager") is True
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The median decode step of one arm in one round.
+
+    Args:
+        wall: seconds from the engine's call to its return.
+        cpu: CPU seconds of the engine's process meanwhile, which other programs do not lengthen;
+            where the model runs on a GPU, they say little.
+    """
+
+    arm: Arm
     batch: int
-    weights: float
-    kv: float
-    probes: int
-    scores: int
-
-    @property
-    def ratio(self) -> float:
-        """Return bytes of probes and scores over those of the forward pass."""
-        return (self.probes + self.scores) / (self.weights + self.kv)
+    round: int
+    wall: float
+    cpu: float
 
 
 @dataclass(frozen=True)
-class ProbeArithmetic:
-    """What probes cost on paper.
+class Timing:
+    """What an engine timed."""
+
+    timed: tuple[Timed, ...]
+    facts: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Interval:
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class ProbeFit:
+    """The line of one way at one batch, by one clock.
 
     Args:
-        n_probes: at each hook.
-        context: positions that a generated token attends to.
-        widths: channels of each hook.
-        steps: bytes, by batch.
+        step_s: median step of the engine alone.
+        ratios: median of ``T(N) / T(0) - 1`` over the rounds, by N.
+        s: fixed cost, in steps.
+        m: cost of a probe at each hook, in steps.
     """
 
-    n_probes: int
-    context: int
-    widths: tuple[int, ...]
-    weights: Weights
-    attention: Attention
-    steps: tuple[StepBytes, ...]
-
-    @classmethod
-    def of(
-        cls,
-        n_probes: int,
-        widths: Sequence[int],
-        weights: Weights,
-        attention: Attention,
-        context: int,
-        batches: Sequence[int],
-    ) -> ProbeArithmetic:
-        """Return the cost at some batches."""
-        steps = tuple(
-            StepBytes(
-                batch=batch,
-                weights=weights.step_nbytes(batch),
-                kv=batch * attention.kv_nbytes,
-                probes=PROBE_ITEMSIZE * n_probes * sum(widths),
-                scores=PROBE_ITEMSIZE * n_probes * len(widths) * batch,
-            )
-            for batch in batches
-        )
-        return cls(n_probes, context, tuple(widths), weights, attention, steps)
+    way: Way
+    clock: Clock
+    batch: int
+    n_rounds: int
+    step_s: float
+    ratios: dict[int, float]
+    s: Interval
+    m: Interval
+    noise: Interval
 
     @property
-    def forward_flops(self) -> float:
-        """Return the operations of a generated token, without probes."""
-        return 2 * self.weights.n_active + self.attention.flops
+    def floor(self) -> float:
+        return max(abs(self.noise.low), abs(self.noise.high))
 
     @property
-    def probe_flops(self) -> int:
-        """Return the operations of all probes on a generated token."""
-        return 2 * self.n_probes * sum(self.widths)
+    def is_measured(self) -> bool:
+        """Return whether the cost of a probe differs from 0, and that of the most from noise."""
+        return self.m.low > 0 and self.m.value * max(self.ratios) > self.floor
 
-    @property
-    def ratio(self) -> float:
-        """Return operations of the probes over those of the forward pass: the floor."""
-        return self.probe_flops / self.forward_flops
+    def n_for(self, share: float, fixed: float = 0.0) -> float | None:
+        """Return the N that costs a share of a step above ``fixed``.
+
+        ``None`` where the cost of a probe was not measured, or ``fixed`` exceeds the share.
+        """
+        if not self.is_measured or fixed >= share:
+            return None
+        return (share - fixed) / self.m.value
+
+    def words(self) -> str:
+        if not self.is_measured:
+            largest = max(self.ratios)
+            below = max(self.floor, self.m.high * largest)
+            return f"not measurable: {counted(largest, 'probe')} cost less than {below:.1%}"
+        more = self.n_for(ONE_PERCENT)
+        assert more is not None
+        beyond = f"1 % more: {more:,.0f} probes"
+        whole = self.n_for(ONE_PERCENT, self.s.value)
+        if whole is not None:
+            return f"1 % in all: {whole:,.0f} probes; {beyond}"
+        surely = "s alone exceeds it" if self.s.low > ONE_PERCENT else "s alone may exceed it"
+        return f"1 % in all: none, {surely}; {beyond}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as JSON; what is not known is null."""
-        known = self.attention.unknown is None
+        """Return the line as JSON; an N that there is not is null."""
         return {
-            "n_probes": self.n_probes,
-            "n_hooks": len(self.widths),
-            "context": self.context,
-            "n_params": self.weights.n_params,
-            "n_active": self.weights.n_active,
-            "n_experts": self.weights.n_experts,
-            "experts_per_token": self.weights.top_k,
-            "forward_flops": self.forward_flops,
-            "attention_flops": self.attention.flops if known else None,
-            "attention_unknown": self.attention.unknown,
-            "probe_flops": self.probe_flops,
-            "ratio": self.ratio,
-            "ratio_of_one_probe": self.ratio / max(1, self.n_probes * len(self.widths)),
-            "steps": [
-                {**vars(step), "kv": step.kv if known else None, "ratio": step.ratio}
-                for step in self.steps
-            ],
+            **asdict(self),
+            "ratios": [{"n_probes": n, "ratio": ratio} for n, ratio in sorted(self.ratios.items())],
+            "is_measured": self.is_measured,
+            "n_for_1_percent": self.n_for(ONE_PERCENT, self.s.value),
+            "n_for_1_percent_more": self.n_for(ONE_PERCENT),
+            "words": self.words(),
         }
+
+
+def counts_timed(n_probes: int, *, restarts: bool) -> tuple[int, ...]:
+    """Return the N to time: 0, powers of 4 and the N asked for; three where each is an engine."""
+    if restarts:
+        return tuple(sorted({0, n_probes // 8, n_probes}))
+    return tuple(sorted({n for n in (0, 1, 16, 64, 256) if n < n_probes} | {n_probes}))
+
+
+def fit(
+    timed: Iterable[Timed], way: Way, batch: int, clock: Clock = "wall", *, seed: int = 0
+) -> ProbeFit:
+    """Return the line of least squares through the medians over the rounds.
+
+    Intervals are percentiles of lines through resampled rounds: a round has every arm, so what
+    slows the machine for a while slows all of them. ``T(0)`` is the mean of the engine alone, which
+    each round has twice.
+
+    Args:
+        timed: rounds that have both and every N of the way; others are left out.
+    """
+    rounds: dict[int, dict[Arm, float]] = {}
+    for step in timed:
+        if step.batch == batch:
+            rounds.setdefault(step.round, {})[step.arm] = getattr(step, clock)
+    counts = sorted(
+        {arm.n_probes for by_arm in rounds.values() for arm in by_arm if arm.way == way}
+    )
+    wanted = [Arm("none"), Arm("again"), *(Arm(way, n) for n in counts)]
+    whole = [by_arm for by_arm in rounds.values() if all(arm in by_arm for arm in wanted)]
+    if len(counts) < 2 or not whole:
+        raise ValueError(f"{way}: {len(counts)} N in {len(whole)} whole rounds")
+    seconds = np.array([[by_arm[arm] for arm in wanted] for by_arm in whole])
+    alone = seconds[:, :2].mean(axis=1)
+    ratios = seconds[:, 2:] / alone[:, None] - 1
+    again = seconds[:, 1] / seconds[:, 0] - 1
+    n = np.array(counts, np.float64)
+    drawn = np.random.default_rng(seed).integers(len(whole), size=(N_RESAMPLES, len(whole)))
+    s, m = _least_squares(n, np.median(ratios, axis=0))
+    all_s, all_m = _least_squares(n, np.median(ratios[drawn], axis=1))
+    return ProbeFit(
+        way=way,
+        clock=clock,
+        batch=batch,
+        n_rounds=len(whole),
+        step_s=float(np.median(alone)),
+        ratios=dict(zip(counts, np.median(ratios, axis=0).tolist(), strict=True)),
+        s=_interval(float(s), all_s),
+        m=_interval(float(m), all_m),
+        noise=_interval(float(np.median(again)), np.median(again[drawn], axis=1)),
+    )
+
+
+def _least_squares(n: Floats, y: Floats) -> tuple[Floats, Floats]:
+    """Return intercept and slope of least squares, of ``y`` ``(..., len(n))``."""
+    centred = n - n.mean()
+    slope = (y * centred).sum(axis=-1) / (centred**2).sum()
+    return y.mean(axis=-1) - slope * n.mean(), slope
+
+
+def _interval(value: float, resampled: Floats) -> Interval:
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(resampled, (tail, 1 - tail))
+    return Interval(value, float(low), float(high))
 
 
 WIDTH = 48
@@ -203,9 +246,6 @@ def log_bars(bars: Sequence[Bar], width: int = WIDTH) -> list[str]:
     """Return the axis, then a line for each bar; no line without a value above 0.
 
     The axis has whole decades, from the one below the smallest value to the one above the largest.
-
-    Args:
-        width: characters of the axis.
     """
     values = [bar.percent for bar in bars if bar.percent is not None and bar.percent > 0]
     if not values:
@@ -246,13 +286,7 @@ N_NAIVE_COUNTS = (0, 16)
 
 @dataclass(frozen=True)
 class ProbeCost:
-    """What probes cost.
-
-    Args:
-        arithmetic: operations and bytes.
-        fits: lines through measured steps, by way, clock and batch; empty without a measurement.
-        facts: what ran.
-    """
+    """What probes cost."""
 
     settings: ProbeSettings
     hooks: tuple[HookSpec, ...]
@@ -261,18 +295,13 @@ class ProbeCost:
     facts: dict[str, str] | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the facts as JSON; what was not measured is null."""
         measured = None
         if self.facts is not None:
-            measured = {
-                "ran": self.facts,
-                "fits": [fit.as_json() for fit in self.fits],
-            }
+            measured = {"ran": self.facts, "fits": [fit.as_json() for fit in self.fits]}
         hooks = [hook.name for hook in self.hooks]
         return {"probes": {**self.arithmetic.as_json(), "hooks": hooks, "measured": measured}}
 
     def lines(self) -> list[str]:
-        """Return the text, line by line."""
         return [
             *self._paper(),
             *self._clock(),
@@ -283,31 +312,28 @@ class ProbeCost:
 
     def _paper(self) -> list[str]:
         paper, weights = self.arithmetic, self.arithmetic.weights
-        experts = ""
-        if weights.n_experts:
-            experts = f", {weights.top_k} of {weights.n_experts} experts"
+        routed = f", {weights.top_k} of {weights.n_experts} experts"
+        experts = routed if weights.n_experts else ""
         attention = f"attention over {counted(paper.context, 'position')}"
         if paper.attention.unknown is not None:
             attention = f"attention not counted: {paper.attention.unknown}"
         per_hook = (
             f"{counted(paper.n_probes, 'probe')} at each of {counted(len(self.hooks), 'hook')}"
         )
-        one = paper.ratio / (paper.n_probes * len(self.hooks))
+        of_one = paper.ratio / (paper.n_probes * len(self.hooks))
+        active = f"{weights.n_active:,.0f} of {weights.n_params:,}"
+        floor = f"{_flops(paper.probe_flops)} = {paper.ratio:.3%}"
         lines = [
             _line("probes", f"{per_hook}, float32, in one product with the rows"),
             _line("forward", f"{_flops(paper.forward_flops)} a generated token"),
-            _line("", f"{weights.n_active:,.0f} of {weights.n_params:,} weights{experts}; "
-                  f"{attention}"),
-            _line("floor", f"{_flops(paper.probe_flops)} = {paper.ratio:.3%} of it; "
-                  f"one probe {one:.1e}"),
-        ]  # fmt: skip
+            _line("", f"{active} weights{experts}; {attention}"),
+            _line("floor", f"{floor} of it; one probe {of_one:.1e}"),
+        ]
         for step in paper.steps:
             moved = f"{format_nbytes(step.weights)} weights + {format_nbytes(step.kv)} KV"
-            lines.append(
-                _line("bytes" if step is paper.steps[0] else "", f"batch {step.batch}: {moved}; "
-                      f"{format_nbytes(step.probes)} probes + {format_nbytes(step.scores)} scores: "
-                      f"{step.ratio:.3%}")
-            )  # fmt: skip
+            more = f"{format_nbytes(step.probes)} probes + {format_nbytes(step.scores)} scores"
+            words = f"batch {step.batch}: {moved}; {more}: {step.ratio:.3%}"
+            lines.append(_line("bytes" if step is paper.steps[0] else "", words))
         return lines
 
     def _clock(self) -> list[str]:
@@ -315,24 +341,24 @@ class ProbeCost:
             return [_line("clock", "not measured")]
         ran = self.facts
         graphs = "" if ran["cudagraphs"] == "none" else f", CUDA graphs {ran['cudagraphs']}"
+        machine = f"{ran['engine']}, {ran['device']}, {ran['mode']}{graphs}, {ran['dtype']}, "
+        machine += f"threads: {ran['threads']} of {ran['cores']} cores"
         lines = [
-            _line("measured", f"{ran['engine']}, {ran['device']}, {ran['mode']}{graphs}, "
-                  f"{ran['dtype']}, threads: {ran['threads']} of {ran['cores']} cores; "
-                  f"positions {ran['positions']}"),
+            _line("measured", f"{machine}; positions {ran['positions']}"),
             _line("", "T(N) / T(0) = 1 + s + m N, with 95 % intervals"),
-        ]  # fmt: skip
-        for clock, batch in dict.fromkeys((one.clock, one.batch) for one in self.fits):
-            mine = [one for one in self.fits if (one.clock, one.batch) == (clock, batch)]
+        ]
+        for clock, batch in dict.fromkeys((line.clock, line.batch) for line in self.fits):
+            fits = [line for line in self.fits if (line.clock, line.batch) == (clock, batch)]
             lines += [
                 "",
-                f"batch {batch}, {_CLOCKS[clock]}: step {1e3 * mine[0].step_s:.3g} ms, "
-                f"{counted(mine[0].n_rounds, 'round')}; twice the engine alone differs by "
-                f"{_percent(mine[0].noise)}",
+                f"batch {batch}, {_CLOCKS[clock]}: step {1e3 * fits[0].step_s:.3g} ms, "
+                f"{counted(fits[0].n_rounds, 'round')}; twice the engine alone differs by "
+                f"{_percent(fits[0].noise)}",
             ]
-            for one in mine:
+            for line in fits:
                 lines += [
-                    _line(one.way, f"s = {_percent(one.s)}   m = {_percent(one.m, 3)}"),
-                    _line("", one.words()),
+                    _line(line.way, f"s = {_percent(line.s)}   m = {_percent(line.m, 3)}"),
+                    _line("", line.words()),
                 ]
         return lines
 
@@ -340,14 +366,14 @@ class ProbeCost:
         paper = self.arithmetic
         bars = [Bar("operations", 100 * paper.ratio)]
         bars += [Bar(f"bytes, batch {step.batch}", 100 * step.ratio) for step in paper.steps]
-        for one in self.fits:
-            measured = one.ratios.get(paper.n_probes)
+        for line in self.fits:
+            measured = line.ratios.get(paper.n_probes)
             words = "" if measured is not None else ", by its line"
             if measured is None:
-                measured = one.s.value + one.m.value * paper.n_probes
-            if abs(measured) < one.floor:
+                measured = line.s.value + line.m.value * paper.n_probes
+            if abs(measured) < line.floor:
                 words += ", in the noise"
-            label = f"{one.way}, batch {one.batch}, {_CLOCKS[one.clock]}{words}"
+            label = f"{line.way}, batch {line.batch}, {_CLOCKS[line.clock]}{words}"
             bars.append(Bar(label, 100 * measured))
         return bars
 
@@ -356,11 +382,12 @@ _CLOCKS: dict[Clock, str] = {"wall": "by the clock", "cpu": "CPU time"}
 
 
 @keywords_of(ProbeSettings)
-def probe_cost(*, said: Callable[[str], None] = lambda line: None, **settings: Any) -> ProbeCost:
+def probe_cost(
+    *, progress: Callable[[str], None] = lambda line: None, **settings: Any
+) -> ProbeCost:
     """Return what linear probes cost a generated token, on paper and, if asked, by the clock.
 
     Args:
-        said: hears of progress.
         settings: the fields of ``ProbeSettings``, options of ``actds plan``.
 
     Raises:
@@ -373,69 +400,83 @@ def probe_cost(*, said: Callable[[str], None] = lambda line: None, **settings: A
         >>> f"{found.arithmetic.ratio:.1e}"
         '3.4e-04'
     """
-    asked = ProbeSettings.of(settings)
-    kind = find_engine(asked.engine)
-    kind.options(asked.engine_args)
-    config = model_config(asked.model)
-    own = config.get("dtype") or config.get("torch_dtype")
-    computed: DType = own if own in DTYPES else "bfloat16"
-    places = parse_hooks(asked.hooks, int(config["num_hidden_layers"]))
+    question = ProbeSettings.of(settings)
+    kind = find_engine(question.engine)
+    kind.options(question.engine_args)
+    config = model_config(question.model)
+    computed = computed_dtype(config)
+    places = parse_hooks(question.hooks, int(config["num_hidden_layers"]))
     hooks = hook_specs(places, config, computed)
-    batches = tuple(dict.fromkeys(asked.batches)) or (1,)
+    batches = tuple(dict.fromkeys(question.batches)) or (1,)
     arithmetic = ProbeArithmetic.of(
-        asked.probes,
+        question.probes,
         [hook.d_model for hook in hooks],
-        read_weights(asked.model),
-        Attention.of(config, asked.context, DTYPES[computed].itemsize),
-        asked.context,
+        read_weights(question.model),
+        Attention.of(config, question.context, DTYPES[computed].itemsize),
+        question.context,
         batches,
     )
-    if asked.measure is None:
-        return ProbeCost(asked, hooks, arithmetic)
-    task = _task(asked, hooks, batches)
+    if question.measure is None:
+        return ProbeCost(question, hooks, arithmetic)
+    task, timer = _task(question, hooks, batches), _timer(kind)
     _require_memory(task)
-    place = Path(tempfile.mkdtemp(prefix=".actds-probes-", dir=asked.measure))
+    place = Path(tempfile.mkdtemp(prefix=".actds-probes-", dir=question.measure))
     try:
-        timing = kind.time_probes(TimingTask(**{**vars(task), "folder": place}), said)
+        timing = timer.time_probes(replace(task, folder=place), progress)
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    return fitted(asked, hooks, arithmetic, timing)
+    return fitted(question, hooks, arithmetic, timing)
+
+
+class TimesProbes(Protocol):
+    """What an ``EngineKind`` has besides, if decode steps of its engine can be timed."""
+
+    def time_probes(self, task: TimingTask, progress: Callable[[str], None]) -> Timing:
+        """Return the decode steps of every arm, batch and round.
+
+        Raises:
+            ActdsError: E009, E012 an option with which steps cannot be timed; E504 an engine that
+                does not start or dies.
+        """
+
+
+def _timer(kind: EngineKind) -> TimesProbes:
+    if not hasattr(kind, "time_probes"):
+        got = f"{kind.name}: its steps are not timed"
+        raise ActdsError("E012", "engine", got=got, expected="vllm")
+    timer: TimesProbes = kind
+    return timer
 
 
 def _task(
-    asked: ProbeSettings, hooks: tuple[HookSpec, ...], batches: tuple[int, ...]
+    settings: ProbeSettings, hooks: tuple[HookSpec, ...], batches: tuple[int, ...]
 ) -> TimingTask:
-    """Return what is to be timed.
-
-    Raises:
-        ActdsError: E009 no folder, or more probes than a dataset stores; E015 hooks of several
-            widths.
-    """
-    assert asked.measure is not None
-    if not asked.measure.is_dir():
-        got, expected = f"{asked.measure}: no such folder", "a folder for datasets"
+    """Return what is to be timed."""
+    assert settings.measure is not None
+    if not settings.measure.is_dir():
+        got, expected = f"{settings.measure}: no such folder", "a folder for datasets"
         raise ActdsError("E009", "measure", got=got, expected=expected)
-    if asked.probes > MAX_WIDTH:
+    if settings.probes > MAX_WIDTH:
         expected = f"at most {MAX_WIDTH:,} a hook, which a dataset can store"
-        raise ActdsError("E009", "probes", got=f"{asked.probes:,}", expected=expected)
+        raise ActdsError("E009", "probes", got=f"{settings.probes:,}", expected=expected)
     widths = sorted({hook.d_model for hook in hooks})
     if len(widths) > 1:
         got = f"hooks of {' and '.join(map(str, widths))} channels"
         raise ActdsError("E015", "hooks", got=got, expected="hooks of one width")
-    largest = max(1, min(asked.probes, MAX_NAIVE // len(hooks)))
+    largest = max(1, min(settings.probes, MAX_NAIVE // len(hooks)))
     naive = sorted({n for n in N_NAIVE_COUNTS if n < largest} | {largest})
-    eager = asked.engine_args.get("enforce_eager") is True
+    eager = settings.engine_args.get("enforce_eager") is True
     arms = [Arm("none"), Arm("again")]
-    arms += [Arm("packed", n) for n in counts_timed(asked.probes, restarts=not eager)]
+    arms += [Arm("packed", n) for n in counts_timed(settings.probes, restarts=not eager)]
     arms += [Arm("naive", n) for n in naive]
     return TimingTask(
-        model=asked.model,
-        engine_args=asked.engine_args,
+        model=settings.model,
+        engine_args=settings.engine_args,
         hooks=hooks,
         arms=tuple(arms),
         batches=batches,
-        n_rounds=asked.rounds,
-        folder=asked.measure,
+        n_rounds=settings.rounds,
+        folder=settings.measure,
     )
 
 
@@ -458,7 +499,6 @@ def _require_memory(task: TimingTask) -> None:
 
 
 def free_nbytes() -> int:
-    """Return the main memory that programs can still have."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if "MemAvailable" in line)
@@ -467,19 +507,18 @@ def free_nbytes() -> int:
 
 
 def fitted(
-    asked: ProbeSettings,
+    settings: ProbeSettings,
     hooks: tuple[HookSpec, ...],
     arithmetic: ProbeArithmetic,
     timing: Timing,
 ) -> ProbeCost:
-    """Return the cost with a line for each way, clock and batch of a timing."""
     # On a GPU the engine's process waits for it, and its CPU time is not what a step takes.
     clocks: tuple[Clock, ...] = ("wall", "cpu") if timing.facts["device"] == "cpu" else ("wall",)
     timed: Sequence[Timed] = timing.timed
     ways: tuple[Way, ...] = ("packed", "naive")
     at = [(clock, step.batch) for clock in clocks for step in arithmetic.steps]
     return ProbeCost(
-        asked,
+        settings,
         hooks,
         arithmetic,
         tuple(fit(timed, way, batch, clock) for clock, batch in at for way in ways),
@@ -496,5 +535,5 @@ def _flops(flops: float) -> str:
     return f"{flops / 1000**power:.3g} {('', 'k', 'M', 'G', 'T')[power]}FLOP"
 
 
-def _percent(found: Interval, digits: int = 1) -> str:
-    return f"{found.value:+.{digits}%} [{found.low:+.{digits}%}, {found.high:+.{digits}%}]"
+def _percent(interval: Interval, digits: int = 1) -> str:
+    return f"{interval.value:+.{digits}%} [{interval.low:+.{digits}%}, {interval.high:+.{digits}%}]"

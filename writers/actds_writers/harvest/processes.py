@@ -39,9 +39,6 @@ from actds_writers.sizing.needs import LANE_NBYTES
 class Detached:
     """A module running as a daemon, with the interface of ``subprocess.Popen``.
 
-    Args:
-        module: module with a ``__main__``.
-
     Its exit code cannot be known, and is reported as 0.
     """
 
@@ -63,27 +60,20 @@ class Detached:
         launcher.wait()
 
     def poll(self) -> int | None:
-        """Return 0 when the process has ended, else ``None``."""
         return 0 if select.select([self._handle], [], [], 0)[0] else None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end.
-
-        Raises:
-            subprocess.TimeoutExpired: it still runs.
-        """
+        """Wait for the end."""
         if not select.select([self._handle], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
         return 0
 
     def kill(self) -> None:
-        """Kill the process."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
 
 def main() -> None:
-    """Fork, print the pid of the child, and exit; the child runs the module."""
     child = os.fork()
     if child:
         os.write(1, b"%d\n" % child)
@@ -111,18 +101,10 @@ class Pipeline:
     """Writer and census of one run.
 
     Args:
-        writer: settings of the writer, with those of the harvest.
-        hooks: ``(kind, layer)`` of each hook.
         lock: open descriptor of the dataset's lock, which the processes inherit.
-        ring_nbytes: size of the host ring, ``None`` for that in the settings.
-        staging_nbytes: size of the staging ring, likewise.
         lane_nbytes: size of the readouts' lane; at least two steps.
 
     Use as a context manager: leaving it ends the processes and removes the ring.
-
-    Raises:
-        ActdsError: E503 when there is no shared memory for ring and lane; two large steps may need
-            more, which the worker asks for.
     """
 
     def __init__(
@@ -139,8 +121,8 @@ class Pipeline:
     ) -> None:
         # Sockets and ring, in shared memory if there is any.
         parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-        asked = writer.harvest
-        ring_nbytes = asked.ring_nbytes if ring_nbytes is None else ring_nbytes
+        settings = writer.harvest
+        ring_nbytes = settings.ring_nbytes if ring_nbytes is None else ring_nbytes
         require_room(parent, ring_nbytes + (0 if writer.readouts == NONE else lane_nbytes))
         folder = Path(tempfile.mkdtemp(prefix="actds-", dir=parent))
         probes_path = folder / "probes.npy"
@@ -151,9 +133,9 @@ class Pipeline:
             key=secrets.token_hex(32),
             run=writer.run,
             hooks=hooks,
-            settings=asked,
+            settings=settings,
             ring_nbytes=ring_nbytes,
-            staging_nbytes=asked.staging_nbytes if staging_nbytes is None else staging_nbytes,
+            staging_nbytes=settings.staging_nbytes if staging_nbytes is None else staging_nbytes,
             client_pid=client_pid,
             live=writer.shared,
             lane_nbytes=lane_nbytes,
@@ -162,7 +144,7 @@ class Pipeline:
             replica=writer.replica,
         )
         dataset = None if writer.resume or writer.may_join else writer.dataset
-        census = CensusSettings(asked.out, writer.run, writer.software, dataset)
+        census = CensusSettings(settings.out, writer.run, writer.software, dataset)
         self.processes = {
             "census": self._start("census_process", census, lock),
             "writer": self._start("writer_process", writer, lock),
@@ -174,11 +156,7 @@ class Pipeline:
         self.failure: ActdsError | None = None
 
     def connect(self) -> None:
-        """Connect to both processes.
-
-        Raises:
-            ActdsError: E506 when one does not come up.
-        """
+        """Connect to both processes."""
         for name, process in self.processes.items():
             self._connections[name] = self.link.connect(
                 name, "harvest", is_alive=functools.partial(_is_running, process)
@@ -231,14 +209,7 @@ class Pipeline:
     def finish(
         self, reason: CloseReason, *, unknown_weights: bool = False
     ) -> dict[str, dict[str, int]]:
-        """End the run after the engine has ended; return the totals of ``writer`` and ``census``.
-
-        Args:
-            unknown_weights: as in ``Finish``.
-
-        Raises:
-            ActdsError: the failure of a process; E506 when one does not answer.
-        """
+        """End the run after its engine; return the totals of ``writer`` and ``census``."""
         for name in self.processes:
             self._send(name, Finish(reason, unknown_weights))
         deadline = time.monotonic() + FINISH_TIMEOUT_S

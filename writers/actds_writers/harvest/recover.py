@@ -48,11 +48,9 @@ class RunFound:
     """One run as recovery found it, and the outcome.
 
     Args:
-        chains: state of each of its chains before recovery.
         outcome: ``accounted`` before, ``recovered`` now, ``empty`` when it committed nothing,
             ``imported`` when it was made elsewhere, and never had a census; ``unaccountable``
             when neither census nor journal is there.
-        totals: the census' totals, where it was recovered.
     """
 
     run: str
@@ -65,15 +63,7 @@ class RunFound:
 
 @dataclass(frozen=True)
 class RecoverResult:
-    """The result of a recovery.
-
-    Args:
-        runs: runs of the dataset, in the order in which they began.
-        unreachable: size by path of the files that no record names, temporary files included.
-        cleared: whether these were removed.
-        seal: the new seal, ``None`` when the dataset cannot be sealed.
-        error: why it cannot be sealed.
-    """
+    """The result of a recovery."""
 
     path: str
     runs: tuple[RunFound, ...]
@@ -83,7 +73,6 @@ class RecoverResult:
     error: ActdsError | None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the facts of the document ``actds.recover``."""
         return {
             "actds": __version__,
             "path": self.path,
@@ -148,14 +137,8 @@ def recover_runs(
     Nothing is changed before it is certain that every process of an open chain is gone.
 
     Args:
-        store: the dataset's store.
         beside_others: recover the runs whose processes are known to be gone, and leave those that
             may live as they are, before this is refused.
-        say: takes a line for the user before a wait.
-
-    Raises:
-        ActdsError: E010 a process that still writes; E312 a broken journal; E503; any error of
-            the ledger or a file.
 
     Spec: 0.1 section 9.7.
     """
@@ -170,7 +153,7 @@ def recover_runs(
     for reserved in folder.glob(f"{RESERVE}*") if folder else ():
         if reserved.name.removeprefix(RESERVE) not in owners.living:
             reserved.unlink()
-    for chain, who in owners.gone.items():
+    for chain, who in owners.ended.items():
         fence(store, genesis.dataset, chain, f"{who}, and had not closed it")
     remove_stale(store, owners.living)
     catalog = Catalog.read(store, apart=True)
@@ -184,10 +167,9 @@ def require_accounted(runs: list[RunFound]) -> None:
     """Raise E312 when a run cannot be accounted for, E403 when one was imported."""
     imported = [run.run for run in runs if run.outcome == "imported"]
     if imported:
-        raise ActdsError(
-            "E403", f"census/{imported[0]}", got="an imported run", expected="harvested runs alone",
-            next_step="Harvest into a dataset of its own.",
-        )  # fmt: skip
+        place, step = f"census/{imported[0]}", "Harvest into a dataset of its own."
+        got, expected = "an imported run", "harvested runs alone"
+        raise ActdsError("E403", place, got=got, expected=expected, next_step=step)
     error = _unaccountable(runs)
     if error is not None:
         raise error
@@ -197,7 +179,7 @@ def _recover_run(
     store: Store, catalog: Catalog, run: str, before: dict[str, ChainState]
 ) -> RunFound:
     chains = {chain: state for chain, state in before.items() if state.run == run}
-    found = RunFound(
+    unrecovered = RunFound(
         run=run,
         chains={chain: state.state for chain, state in chains.items()},
         n_rows=sum(
@@ -211,16 +193,16 @@ def _recover_run(
         totals={},
     )
     if _is_accounted(catalog, run):
-        return found
+        return unrecovered
     if catalog.is_imported(run):
-        return replace(found, outcome="imported")
+        return replace(unrecovered, outcome="imported")
     ended = end_writer_chain(store, catalog.genesis.dataset, run)
-    if ended is None or not (found.n_segments or run in catalog.runs_with_data):
-        return replace(found, outcome="empty")
-    if not found.n_segments and _needs_census(catalog, run):
-        return replace(found, outcome="unaccountable")
+    if ended is None or not (unrecovered.n_segments or run in catalog.runs_with_data):
+        return replace(unrecovered, outcome="empty")
+    if not unrecovered.n_segments and _needs_census(catalog, run):
+        return replace(unrecovered, outcome="unaccountable")
     totals = _replay(store, catalog, run, ended)
-    return replace(found, outcome="recovered", totals=totals)
+    return replace(unrecovered, outcome="recovered", totals=totals)
 
 
 def _is_accounted(catalog: Catalog, run: str) -> bool:
@@ -232,13 +214,11 @@ def _is_accounted(catalog: Catalog, run: str) -> bool:
 
 
 def _needs_census(catalog: Catalog, run: str) -> bool:
-    """Return whether a run committed anything but queue meters."""
     shards = any(manifest.run == run for manifest in (*catalog.shards, *catalog.replaced))
     return shards or any(catalog.parts.get((run, table)) for table in ("drops", "readouts"))
 
 
 def _replay(store: Store, catalog: Catalog, run: str, ended: WriterEnd) -> dict[str, int]:
-    """Commit the census made from the journal; return its totals."""
     census, client = Census(), ClientFacts()
     place = layout.journal_path(run, 0)
     n_requests = 0
@@ -259,7 +239,7 @@ def _replay(store: Store, catalog: Catalog, run: str, ended: WriterEnd) -> dict[
             raise broken(
                 place, f"no message for step {step}", f"one: its {phase} rows are committed"
             )
-    found = census.tables(ended.acknowledged, client, LOST_REASON, ended.dropped_steps)
+    tables = census.tables(ended.acknowledged, client, LOST_REASON, ended.dropped_steps)
     present = {
         part.file.path: part
         for table in (*CENSUS_TABLES, "roles", "origins", "sampled")
@@ -267,9 +247,9 @@ def _replay(store: Store, catalog: Catalog, run: str, ended: WriterEnd) -> dict[
     }
     software = f"actds {__version__} recover"
     chain = Chain.begin(store, catalog.genesis.dataset, run, "census", software)
-    commit_census(store, chain, run, found, present)
-    chain.close("interrupted", found.totals)
-    return found.totals
+    commit_census(store, chain, run, tables, present)
+    chain.close("interrupted", tables.totals)
+    return tables.totals
 
 
 def _unaccountable(runs: list[RunFound]) -> ActdsError | None:

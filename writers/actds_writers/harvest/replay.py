@@ -30,12 +30,11 @@ from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import ReplaySettings, WriteSettings, keywords_of
 from actds_writers.engine_protocol import OPTION, EngineOptions, find_engine
 from actds_writers.harvest.compare import compare, pairs_of
-from actds_writers.harvest.prepare import Served, files_facts, roles_field
-from actds_writers.harvest.run import HarvestResult, harvest
-from actds_writers.harvest.sequences import as_requests
+from actds_writers.harvest.prepare import Served, as_requests, files_facts, roles_field
+from actds_writers.harvest.result import HarvestResult, Observer
+from actds_writers.harvest.run import harvest
 from actds_writers.ipc.messages import Fact
 from actds_writers.model_folder import ModelFiles, file_sha256, model_config, model_name
-from actds_writers.monitor.progress import Observer
 from actds_writers.prompts.encoding import Encoded, load_tokenizer
 from actds_writers.provenance import observed
 
@@ -43,41 +42,31 @@ from actds_writers.provenance import observed
 def missing(dataset: Dataset) -> dict[tuple[str, int], Intervals]:
     """Return the positions that lack a row, by run and request; only requests that have some.
 
-    Raises:
-        ActdsError: as reading tables.
-
     Spec: 0.1 sections 7.2 and 7.4.
     """
-    found: dict[tuple[str, int], Intervals] = {}
+    lacked: dict[tuple[str, int], Intervals] = {}
     for run in dataset.catalog.run_ids:
         owed = lacking(dataset.catalog, run)
         request, _ = split_key(owed.start)
         numbers, first = np.unique(request, return_index=True)
         starts, stops = (np.split(ends, first[1:]) for ends in (owed.start, owed.stop))
         for number, start, stop in zip(numbers.tolist(), starts, stops, strict=False):
-            found[run, number] = Intervals(start, stop)
-    return found
+            lacked[run, number] = Intervals(start, stop)
+    return lacked
 
 
 @dataclass(frozen=True)
 class Filled:
-    """What a backfill has found.
-
-    Args:
-        n_lacked: positions of the source that lacked a row.
-        why: those that still lack one, by reason in words.
-    """
+    """What a backfill has found."""
 
     n_lacked: int
     why: Mapping[str, int]
 
     @property
     def n_left(self) -> int:
-        """Return how many positions still lack a row."""
         return sum(self.why.values())
 
     def line(self) -> str:
-        """Return the outcome in one line."""
         words = f"{self.n_lacked - self.n_left:,} of {self.n_lacked:,} positions that lacked a row "
         words += "have one now"
         if not self.n_left:
@@ -87,15 +76,7 @@ class Filled:
 
 
 def filled(owed: Mapping[tuple[str, int], Intervals], replay: Catalog) -> Filled:
-    """Return of which missing positions a replay has a row, and why not of the others.
-
-    Args:
-        owed: the positions, as ``missing`` returns them.
-        replay: the replay.
-
-    Raises:
-        ActdsError: as reading tables.
-    """
+    """Return of which missing positions a replay has a row, and why not of the others."""
     left = dict(owed)
     reasons = dict.fromkeys(owed, "not served")
     for run in replay.run_ids:
@@ -122,7 +103,7 @@ def filled(owed: Mapping[tuple[str, int], Intervals], replay: Catalog) -> Filled
     for name, positions in left.items():
         if positions.n_keys:
             why[reasons[name]] += positions.n_keys
-    return Filled(sum(one.n_keys for one in owed.values()), dict(why))
+    return Filled(sum(intervals.n_keys for intervals in owed.values()), dict(why))
 
 
 KIND = "dataset"
@@ -190,14 +171,6 @@ class Replays:
         return missing(self.source) if self.settings.only == "missing" else None
 
     def served(self, settings: WriteSettings, engine: EngineOptions, limit: int) -> Served:
-        """Return every request of the source with its tokens, or the reason to skip it.
-
-        Args:
-            limit: positions of a request at most, as far as known before the engine starts.
-
-        Raises:
-            ActdsError: E022 another model; E009 several samples of each request.
-        """
         if engine.n_samples > 1:
             got = f"{engine.n_samples} samples of each request"
             raise ActdsError("E009", OPTION, got=got, expected="one: nothing is sampled")
@@ -208,7 +181,7 @@ class Replays:
             self._require_common_hook(settings, model)
         adapter = find_engine(settings.engine).adapter_sha256(engine)
         encoded, client = as_requests(
-            self._chosen(), self.source.catalog, lambda one: _skip(one, adapter, limit)
+            self._chosen(), self.source.catalog, lambda sequence: _skip(sequence, adapter, limit)
         )
         self._say_skipped(encoded)
         order = self._order(len(encoded))
@@ -230,13 +203,13 @@ class Replays:
         again = Catalog.read(open_store(self.settings.out))
         if self.owed is not None:
             self.observer.compared("backfill", filled(self.owed, again).line())
-        found = compare(self.source.catalog, again, pairs_of(again, self._sequences()))
-        words = f"{found.n_rows:,} positions have a row in both: {found.words()}"
-        if not found.n_rows:
+        compared = compare(self.source.catalog, again, pairs_of(again, self._sequences()))
+        words = f"{compared.n_rows:,} positions have a row in both: {compared.words()}"
+        if not compared.n_rows:
             words = "NOTHING WAS COMPARED: no position has a row in both"
         self.observer.compared("compared", words)
         # A backfill of requests that lost every row has nothing to compare with.
-        if not found.n_rows and (self.settings.compare or found.n_unreplayed):
+        if not compared.n_rows and (self.settings.compare or compared.n_unreplayed):
             raise ActdsError(
                 "E006",
                 self.settings.out,
@@ -244,23 +217,23 @@ class Replays:
                 expected="at least one to compare",
                 next_step="Replay requests of which the source has rows: see actds info.",
             )
-        wrong = found.error(self.settings.source, "Do not join the two: what was computed differs.")
+        wrong = compared.error(
+            self.settings.source, "Do not join the two: what was computed differs."
+        )
         if wrong is not None:
             raise wrong
 
     def _sequences(self) -> Iterator[TokenSequence]:
-        """Yield the sequences that were asked for, in the order of the source."""
-        for one in token_sequences(self.source):
-            if self.owed is None or (one.run, one.request) in self.owed:
-                yield one
+        for sequence in token_sequences(self.source):
+            if self.owed is None or (sequence.run, sequence.request) in self.owed:
+                yield sequence
 
     def _chosen(self) -> list[TokenSequence]:
-        """Return those that are served."""
-        found = list(islice(self._sequences(), self.settings.max_requests))
-        if self.owed is not None and not found:
+        sequences = list(islice(self._sequences(), self.settings.max_requests))
+        if self.owed is not None and not sequences:
             got = "no request that lacks a row"
             raise ActdsError("E006", self.settings.source, got=got, expected="one to serve again")
-        return found
+        return sequences
 
     def _order(self, n: int) -> Sequence[int]:
         if self.settings.neighbours is None:
@@ -295,23 +268,15 @@ class Replays:
             self.observer.said(f"{words}; the first: {skips[0]}")
 
     def _require_common_hook(self, settings: WriteSettings, model: ModelFiles) -> None:
-        """Refuse a comparison at no hook at all.
-
-        Raises:
-            ActdsError: E009 the replay has no hook of the source.
-        """
         config = model_config(model.config)
         places = parse_hooks(settings.hooks, int(config["num_hidden_layers"]))
-        if not {one.name for one in hook_specs(places, config, "float32")} & set(self.source.hooks):
+        if not {hook.name for hook in hook_specs(places, config, "float32")} & set(
+            self.source.hooks
+        ):
             expected = f"some of {', '.join(self.source.hooks)}, to compare with"
             raise ActdsError("E009", "hooks", got=settings.hooks, expected=expected)
 
     def _require_model(self, model: ModelFiles, files: Sequence[Fact]) -> None:
-        """Refuse another model than that of the source.
-
-        Raises:
-            ActdsError: E022 with the digest that differs.
-        """
         given = {fact.name: fact.value for fact in files}
         given["model.config_sha256"] = file_sha256(model.config / "config.json")
         unknown: Counter[str] = Counter()
@@ -333,18 +298,18 @@ class Replays:
             self.observer.said(f"{name} is not known on both sides, and was not compared.")
 
 
-def _skip(one: TokenSequence, adapter: str | None, limit: int) -> str | None:
+def _skip(sequence: TokenSequence, adapter: str | None, limit: int) -> str | None:
     """Return why a request cannot be served again, None where it can."""
-    place = f"request {one.request} of {one.run}"
-    if one.unknown is not None:
-        return f"E022 {place}: {one.unknown}"
-    if one.line["adapter"] is not None or adapter is not None:
-        theirs = one.line["adapter_sha256"]
+    place = f"request {sequence.request} of {sequence.run}"
+    if sequence.unknown is not None:
+        return f"E022 {place}: {sequence.unknown}"
+    if sequence.line["adapter"] is not None or adapter is not None:
+        theirs = sequence.line["adapter_sha256"]
         if theirs is None or theirs != adapter:
-            name = one.line["adapter"]
+            name = sequence.line["adapter"]
             words = "without an adapter" if name is None else f"with the adapter {name[:80]}"
             return f"E022 {place}: it was computed {words}, and this engine differs in that"
-    n = len(one.token_id)
+    n = len(sequence.token_id)
     if n >= limit:
         return (
             f"E004 {place}: {n} tokens leave no room for a generated one; expected at most "

@@ -24,9 +24,10 @@ from types import FrameType
 from actds.errors import ActdsError
 from actds_writers.config import WriteSettings
 from actds_writers.engine_protocol import find_engine
-from actds_writers.harvest.one_engine import Ended, Run
+from actds_writers.harvest.one_engine import Ended, Run, interrupts_handled
 from actds_writers.harvest.prepare import Plan, request_key
-from actds_writers.monitor.progress import Observer, Snapshot, summed
+from actds_writers.harvest.result import Observer
+from actds_writers.monitor.progress import Snapshot, summed
 
 MODULE = "actds_writers.harvest.replicas"
 READY = "interrupts are heeded"
@@ -37,12 +38,7 @@ SNAPSHOT_S = 0.5
 
 @dataclass(frozen=True)
 class Work:
-    """What a replica is started with.
-
-    Args:
-        lock: open descriptor of the dataset's lock.
-        number: of the replica, from 0.
-    """
+    """What a replica is started with."""
 
     settings: WriteSettings
     plan: Plan
@@ -95,7 +91,7 @@ def harvest_replicas(
 
 
 def _await_all(replicas: Sequence[Replica], settings: WriteSettings, observer: Observer) -> None:
-    pending, told = set(replicas), False
+    pending, is_ending = set(replicas), False
     words = f"Starting {len(replicas)} engines for {settings.model}"
     with ExitStack() as starting, ExitStack() as harvesting:
         starting.enter_context(observer.starting(words))
@@ -106,8 +102,8 @@ def _await_all(replicas: Sequence[Replica], settings: WriteSettings, observer: O
                 assert isinstance(ready, Connection)
                 by_connection[ready].take(observer)
             pending = {replica for replica in pending if replica.ended is None}
-            if not told and any(r.ended is not None and r.ended.failure for r in replicas):
-                told = True
+            if not is_ending and any(r.ended is not None and r.ended.failure for r in replicas):
+                is_ending = True
                 for replica in pending:
                     replica.interrupt()
             heard = [r for r in replicas if r.snapshot is not None]
@@ -142,7 +138,6 @@ class Replica:
             self.connection.send(work)
 
     def take(self, observer: Observer) -> None:
-        """Take the next message, or note that the process is gone."""
         try:
             message = self.connection.recv()
         except (EOFError, OSError):
@@ -201,14 +196,8 @@ def _interrupts_passed_on(
         if n_interrupts == 1:
             observer.said(f"\n{signal.Signals(signum).name}: draining; repeat to stop at once.")
 
-    ours = threading.current_thread() is threading.main_thread()
-    signals = (signal.SIGINT, signal.SIGTERM) if ours else ()
-    before = {s: signal.signal(s, note) for s in signals}
-    try:
+    with interrupts_handled(note):
         yield lambda: n_interrupts
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 class _Relay(Observer):
@@ -218,12 +207,10 @@ class _Relay(Observer):
         self._connection, self._sending = connection, threading.Lock()
 
     def send(self, message: object) -> None:
-        """Send a message; a command that is gone learns nothing more."""
         with self._sending, suppress(OSError):
             self._connection.send(message)
 
     def said(self, line: str) -> None:
-        """Pass a message on, but not what the command has said itself."""
         if "draining; repeat" not in line:
             self.send(line.strip())
 
@@ -234,7 +221,6 @@ class _Relay(Observer):
 
     @contextmanager
     def harvesting(self, snapshot: Callable[[], Snapshot]) -> Iterator[None]:
-        """Send the counters while requests are served."""
         ended = threading.Event()
 
         def work() -> None:
@@ -261,7 +247,6 @@ def _end_with(connection: Connection) -> None:
 
 
 def main() -> int:
-    """Run one replica; return the exit code."""
     connection = Connection(int(sys.argv[1]))
     work: Work = connection.recv()
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import pyarrow.compute as pc
 
@@ -22,7 +24,7 @@ from actds.store import open_store
 from actds.text import counted
 from actds_writers.config import WriteSettings, keywords_of
 from actds_writers.engine_protocol import Finished, find_engine
-from actds_writers.harvest.canary import Outcome, Share
+from actds_writers.harvest.canary import Share
 from actds_writers.harvest.one_engine import Ended, Feed, Run
 from actds_writers.harvest.prepare import (
     SECOND_BOS,
@@ -40,43 +42,8 @@ from actds_writers.harvest.prepare import (
 )
 from actds_writers.harvest.recover import recover_runs, require_accounted
 from actds_writers.harvest.replicas import harvest_replicas, shares
-from actds_writers.monitor.progress import (
-    Observer,
-    Snapshot,
-    Totals,
-    format_summary,
-)
-
-
-@dataclass(frozen=True)
-class HarvestResult:
-    """The result of a harvest.
-
-    Args:
-        path: the dataset, as given.
-        run: id of the run, ``None`` when every prompt was finished before; of the first one when
-            there are data-parallel replicas.
-        reason: ``interrupted`` by Ctrl-C or SIGTERM: committed, sealed, and can be resumed.
-        totals: counts of every request and position of the run, of all replicas together;
-            ``None`` without one.
-        canary: result of the canary replay, ``None`` without one.
-    """
-
-    path: str
-    run: str | None
-    reason: Literal["finished", "interrupted"]
-    seal: Seal
-    totals: Totals | None = None
-    canary: Outcome | None = None
-    runs: tuple[str, ...] = ()
-    """Ids of the runs: one, or that of each data-parallel replica."""
-
-    @property
-    def summary(self) -> str:
-        """Return the result as text."""
-        if self.totals is None:
-            return f"Every prompt is finished; {self.path} is sealed."
-        return format_summary(self.totals)
+from actds_writers.harvest.result import HarvestResult, Observer, Totals
+from actds_writers.monitor.progress import Snapshot
 
 
 @keywords_of(WriteSettings)
@@ -140,13 +107,7 @@ def harvest(
     served_by: ServedBy | None = None,
     alone: bool = False,
 ) -> HarvestResult:
-    """Harvest into a new or a resumed dataset, with one run for each engine; raises as ``write``.
-
-    Args:
-        feed: the class that hands requests to the engine, ``Feed`` by default.
-        served_by: where the requests come from, by default the prompts of the settings.
-        alone: serve one request at a time, without a prefix cache.
-    """
+    """Harvest into a new or a resumed dataset; raises as ``write``."""
     began, observer = time.monotonic(), observer or Observer()
     kind = find_engine(settings.engine)
     engine = kind.checked(settings.engine_args)
@@ -199,11 +160,7 @@ def harvest_plan(
     heard: Callable[[Finished], None] | None = None,
     feed: type[Feed] | None = None,
 ) -> HarvestResult:
-    """Harvest a plan into a new dataset, reporting finished requests; raises as ``write``.
-
-    Args:
-        feed: the class that hands requests to the engine, ``Feed`` by default.
-    """
+    """Harvest a plan into a new dataset, reporting finished requests; raises as ``write``."""
     lock = hold(settings.out)
     try:
         began, observer = time.monotonic(), Observer()
@@ -260,7 +217,6 @@ def _check_out(settings: WriteSettings) -> None:
 
 
 def _check_metrics(settings: WriteSettings) -> None:
-    """Raise for a metrics port that cannot be used, before the engine starts."""
     if settings.metrics_port is not None:
         from actds_writers.monitor.metrics import serve_metrics
 
@@ -269,7 +225,6 @@ def _check_metrics(settings: WriteSettings) -> None:
 
 
 def _without(plan: Plan, done: set[Identity]) -> Plan:
-    """Return the plan without the prompts that an earlier run finished."""
     client = tuple(prompt for prompt in plan.client if identity(prompt) not in done)
     keys = {prompt.key for prompt in client}
     encoded = tuple(e for e in plan.encoded if request_key(e.prompt.index) in keys)
@@ -327,20 +282,16 @@ def _seal_what_there_is(out: str, observer: Observer) -> None:
 
 
 def _totals(out: str, runs: Sequence[Ended], elapsed_s: float, sealed: Seal) -> Totals:
-    """Return the counts of every request and position of all runs together.
-
-    Raises:
-        ActdsError: E409 when those of a run differ from what its engine computed.
-    """
+    """Return the counts of every request and position of all runs together."""
     catalog = Catalog.read(open_store(out))
     hooks = catalog.genesis.hooks
     row_nbytes = sum(hook.d_model * DTYPES[hook.dtype].itemsize for hook in hooks)
     whole: Totals | None = None
     for ended in runs:
         assert ended.totals is not None and ended.run is not None
-        own = _totals_of(catalog, ended.run, ended.totals, row_nbytes)
-        own.check()
-        whole = own if whole is None else whole.plus(own)
+        totals = _totals_of(catalog, ended.run, ended.totals, row_nbytes)
+        totals.check()
+        whole = totals if whole is None else whole.plus(totals)
     assert whole is not None
     lines = [ended.outcome.line() for ended in runs if ended.outcome is not None]
     return replace(
@@ -357,7 +308,6 @@ def _totals(out: str, runs: Sequence[Ended], elapsed_s: float, sealed: Seal) -> 
 def _totals_of(
     catalog: Catalog, run: str, ended: dict[str, dict[str, int]], row_nbytes: int
 ) -> Totals:
-    """Return the counts of every request and position of a run."""
     shards = [shard for shard in catalog.shards if shard.run == run]
     requests = catalog.table("requests", run)
     reasons = requests["finish_reason"].value_counts().to_pylist()
@@ -376,10 +326,10 @@ def _totals_of(
         cache_ref=census["cache_ref"],
         dropped=census["dropped"],
         aborted=census["aborted"],
-        aborted_uncomputed=pc.sum(pc.subtract(owed["stop"], owed["start"])).as_py() or 0,
         filtered=census["filtered"],
         undelivered=census["undelivered"],
         rejected=census["rejected"],
+        aborted_uncomputed=pc.sum(pc.subtract(owed["stop"], owed["start"])).as_py() or 0,
         skipped_tokens=pc.sum(skipped["prompt_len"]).as_py() or 0,
         unresolved=0,
         n_hooks=len(catalog.genesis.hooks),
@@ -390,3 +340,30 @@ def _totals_of(
         values=RowCounts.by_hook(shard.values for shard in shards),
         cast=recorded_cast(catalog.runs.get(run)),
     )
+
+
+def replay_canaries() -> int:
+    """Replay canaries, in a process where the engine has no state of the harvest's.
+
+    Reads settings and plan; writes the sampled tokens by key, or the error, pickled.
+    """
+    settings, plan = pickle.load(sys.stdin.buffer)
+    answer = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # an engine may print
+    sampled: dict[str, int] = {}
+
+    def heard(finished: Finished) -> None:
+        sampled[finished.key] = finished.token_ids[-1]
+
+    with answer:
+        try:
+            result = harvest_plan(settings, plan, heard)
+        except ActdsError as error:
+            pickle.dump(error, answer)
+            return 1
+        pickle.dump(sampled, answer)
+    return 0 if result.reason == "finished" else 2
+
+
+if __name__ == "__main__":
+    sys.exit(replay_canaries())

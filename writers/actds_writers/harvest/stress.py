@@ -48,14 +48,7 @@ SAMPLE_S = 0.5
 
 @dataclass(frozen=True)
 class Queue:
-    """A queue of the data path.
-
-    Args:
-        depth: most entries that it held, steps or full shards; these differ in size, so that
-            a full queue is known by who waited for it.
-        n_stalls: times that the stage before it had to wait.
-        stall_s: how long, in all.
-    """
+    """A queue of the data path."""
 
     stage: str
     depth: int
@@ -68,10 +61,6 @@ class StressResult:
     """What became of the requests.
 
     Args:
-        prompt_len: tokens of the prompts: median, 99th percentile, longest.
-        n_tokens: computed tokens.
-        seconds: from the first step to the last.
-        peak_tokens_per_s: in the busiest second; ``None`` in less than two seconds.
         peak_nbytes: main memory of all processes at its highest, shared pages once; ``None`` where
             the system does not say it.
         device_nbytes: memory in use on all GPUs at its highest, with the model, its KV cache and
@@ -96,22 +85,20 @@ class StressResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the mean rate."""
         return self.n_tokens / self.seconds if self.seconds else 0.0
 
     def lines(self) -> list[tuple[str, str]]:
-        """Return label and words of each line of the text."""
         median, p99, longest = self.prompt_len
         rate = f"{self.tokens_per_s:,.0f} tokens/s"
         if self.peak_tokens_per_s is not None:
             rate += f", {self.peak_tokens_per_s:,.0f} in the busiest second"
         memory = "not known" if self.peak_nbytes is None else format_nbytes(self.peak_nbytes)
+        prompts = f"{median:,} tokens (median), {p99:,} (p99), {longest:,} (longest)"
         lines = [
-            ("stress", f"{self.n_requests:,} requests of random tokens; prompts {median:,} tokens "
-                       f"(median), {p99:,} (p99), {longest:,} (longest)"),
+            ("stress", f"{self.n_requests:,} requests of random tokens; prompts {prompts}"),
             ("", f"{self.n_tokens:,} tokens in {format_seconds(self.seconds)}: {rate}"),
             ("", f"peak memory {memory}, all processes with the model"),
-        ]  # fmt: skip
+        ]
         if self.device_nbytes is not None:
             words = f"peak on the GPUs {format_nbytes(self.device_nbytes)}, with model and KV cache"
             lines.append(("", words))
@@ -121,10 +108,10 @@ class StressResult:
             )
         for queue in self.queues:
             what = counted(queue.depth, "shard" if queue.stage == "pool" else "step")
-            said = f"{queue.stage}: at most {what}"
+            line = f"{queue.stage}: at most {what}"
             if queue.n_stalls:
-                said += f"; {queue.n_stalls:,} waits, {format_seconds(queue.stall_s)}"
-            lines.append(("", said))
+                line += f"; {queue.n_stalls:,} waits, {format_seconds(queue.stall_s)}"
+            lines.append(("", line))
         if self.disk_p99_s is not None:
             lines.append(("", f"slowest p99 of a write: {format_seconds(self.disk_p99_s)}"))
         lost = f"{self.dropped:,} ({self.dropped / max(1, self.n_tokens):.1%})"
@@ -143,16 +130,7 @@ def stress(
     engine_args: dict[str, Any],
     readouts: bool,
 ) -> StressResult:
-    """Return what became of a short harvest; leaves nothing behind.
-
-    Args:
-        folder: an existing folder on the target disk.
-        sizes: of the plan.
-        seconds: how long requests are served.
-
-    Raises:
-        ActdsError: E009 no such folder; what stops a harvest.
-    """
+    """Return what became of a short harvest; leaves nothing behind."""
     if not folder.is_dir():
         got, expected = f"{folder}: no such folder", "a folder on the target disk"
         raise ActdsError("E009", "stress", got=got, expected=expected)
@@ -186,7 +164,6 @@ def stress(
 
 
 def _with_step(engine: str, given: dict[str, Any], max_step_rows: int) -> dict[str, Any]:
-    """Return the options with the largest step of the plan, where the engine has that option."""
     sized = {"max_num_batched_tokens": max_step_rows, **given}
     try:
         find_engine(engine).checked(sized)
@@ -197,11 +174,7 @@ def _with_step(engine: str, given: dict[str, Any], max_step_rows: int) -> dict[s
 
 
 def long_tailed(settings: WriteSettings) -> Plan:
-    """Return the plan of requests whose lengths are those of the worst traffic.
-
-    Raises:
-        ActdsError: as ``make_plan``.
-    """
+    """Return the plan of requests whose lengths are those of the worst traffic."""
     plan = make_plan(settings, find_engine(settings.engine).checked(settings.engine_args))
     config = model_config(plan.engine.files(settings.model).config)
     limit = plan.engine.max_model_len or int(config.get("max_position_embeddings") or 4096)
@@ -256,19 +229,19 @@ def _timed(seconds: float) -> type[Feed]:
 @contextmanager
 def _peak(memory: Callable[[], int | None]) -> Iterator[list[int]]:
     """Sample a memory; the list has each new peak."""
-    found: list[int] = []
+    peaks: list[int] = []
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(SAMPLE_S):
             nbytes = memory()
-            if nbytes is not None and nbytes > max(found, default=0):
-                found.append(nbytes)
+            if nbytes is not None and nbytes > max(peaks, default=0):
+                peaks.append(nbytes)
 
     thread = threading.Thread(target=watch, name="actds-memory", daemon=True)
     thread.start()
     try:
-        yield found
+        yield peaks
     finally:
         ended.set()
         thread.join()
@@ -303,10 +276,12 @@ def device_memory() -> int | None:
     command = shutil.which("nvidia-smi")
     if command is None:
         return None
-    asked = [command, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    query = [command, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True).stdout
-        return sum(int(line) << 20 for line in said.split()) or None
+        answer = subprocess.run(
+            query, capture_output=True, text=True, timeout=10, check=True
+        ).stdout
+        return sum(int(line) << 20 for line in answer.split()) or None
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
 
@@ -318,7 +293,7 @@ def _result(
     steps, drops = catalog.table("steps", run), catalog.table("drops", run)
     t_ns, tokens = steps["t_ns"].to_numpy(), steps["batch_tokens"].to_numpy()
     busiest = windows([(t_ns, tokens)], 1.0)
-    lengths = np.array([len(one.token_ids) for one in plan.encoded])
+    lengths = np.array([len(encoded.token_ids) for encoded in plan.encoded])
     requests = catalog.table("requests", run)
     fed = requests.filter(is_served(requests))["source_row"].drop_null().to_numpy()
     median, p99, longest = np.quantile(lengths[fed], (0.5, 0.99, 1.0)).astype(int).tolist()
@@ -347,8 +322,8 @@ def _queues(catalog: Catalog, run: str) -> Iterator[Queue]:
     stalls = catalog.table("stalls", run).to_pylist()
     lines = catalog.table("occupancy", run).to_pylist()
     for stage in ("staging", "ring", "pool"):
-        mine = [line for line in lines if line["stage"] == stage]
+        depths = [line for line in lines if line["stage"] == stage]
         waits = [stall["duration_ns"] for stall in stalls if stall["stage"] == stage]
-        if mine:
-            depth = max(line["depth"] for line in mine)
+        if depths:
+            depth = max(line["depth"] for line in depths)
             yield Queue(stage, depth, len(waits), sum(waits) / 1e9)

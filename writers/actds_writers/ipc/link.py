@@ -50,12 +50,10 @@ class Link:
         folder: private folder of the sockets and the ring.
         key: shared secret of the harvest, hexadecimal.
         hooks: ``(kind, layer)`` of each hook to capture.
-        ring_nbytes: size of the host ring; the worker takes more when two steps need it.
-        staging_nbytes: size of the staging ring; the worker takes more when a step needs it.
+        ring_nbytes: of the host ring; the worker takes more when two steps need it, as of the
+            readouts' lane; of the staging ring, when one does.
         live: whether the engine serves traffic, which continues when capture fails.
-        lane_nbytes: size of the readouts' lane; the worker takes more when two steps need it.
         readouts: value of ``capture.readouts``.
-        probes_path: npy file of the user's probes, ``None`` without.
         replica: as in ``WriterSettings``.
     """
 
@@ -74,7 +72,6 @@ class Link:
     replica: tuple[int, int] = (0, 1)
 
     def to_environment(self) -> str:
-        """Return the value of the environment variable."""
         shared = set(HarvestSettings.model_fields)
         settings = self.settings.model_dump(mode="json", include=shared)
         return json.dumps({**self.__dict__, "settings": settings})
@@ -86,7 +83,6 @@ class Link:
 
     @classmethod
     def from_environment(cls) -> Link | None:
-        """Return the link of this process, ``None`` outside a harvest."""
         text = os.environ.get(ENVIRONMENT)
         if not text:
             return None
@@ -98,7 +94,6 @@ class Link:
         return cls(**fields)
 
     def listen(self, name: str) -> Listener:
-        """Return a listener for ``writer`` or ``census``."""
         return Listener(self._address(name), family="AF_UNIX", authkey=bytes.fromhex(self.key))
 
     def connect(
@@ -112,10 +107,7 @@ class Link:
 
         Args:
             name: the listener: ``writer``, ``census`` or ``readouts``.
-            is_alive: whether the listener can still come up.
-
-        Raises:
-            ActdsError: E506 when there is no listener in time.
+            is_alive: whether the listener can still come up; E506 when it does not in time.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -201,11 +193,6 @@ class Sender:
         self._thread.start()
 
     def send(self, message: object) -> None:
-        """Queue a message; returns at once.
-
-        Raises:
-            ActdsError: E505 when the receiver is gone or too far behind.
-        """
         if self._gone:
             raise _lost_census("the process is gone")
         if self._queue.qsize() >= self._limit:
@@ -214,7 +201,6 @@ class Sender:
         self._queue.put(message)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Send what waits, within the timeout, and close the connection."""
         self.end(timeout_s)
         if not self._thread.is_alive():
             self._connection.close()
@@ -252,7 +238,6 @@ class _Peer:
         self._sending = threading.Lock()
 
     def send(self, message: object, *, patient: bool) -> bool:
-        """Send a message, unless there is no room and no patience; return whether it was sent."""
         if not self._sending.acquire(blocking=patient):
             return False
         try:
@@ -267,7 +252,6 @@ class _Peer:
         return True
 
     def close(self) -> None:
-        """Close the connection; a send that waits for room fails."""
         hang_up(self.connection)
         with self._sending:
             self.connection.close()
@@ -276,11 +260,9 @@ class _Peer:
 class Hub:
     """Accepts connections in the background and dispatches their messages.
 
-    The thread ``actds-accept`` takes new peers; one thread polls them, and alone closes their
-    connections; every thread may send. The table of peers is shared by all, under a lock.
-
-    Args:
-        listener: where peers connect; the first message of each is its role.
+    The thread ``actds-accept`` takes new peers, whose first message is their role; one thread polls
+    them, and alone closes their connections; every thread may send. The table of peers is shared by
+    all, under a lock.
     """
 
     def __init__(self, listener: Listener) -> None:
@@ -293,19 +275,16 @@ class Hub:
         threading.Thread(target=self._accept, name="actds-accept", daemon=True).start()
 
     def close(self) -> None:
-        """Accept no further peers; removes the socket, unless the folder went with it."""
         with suppress(FileNotFoundError):
             self._listener.close()
 
     def has_met(self, role: str) -> bool:
-        """Return whether a peer of the role ever connected."""
         return role in self._met
 
     def is_left_by(self, role: str, for_s: float = 0.0) -> bool:
         """Return whether a peer of the role has gone, or did not connect in time.
 
-        Args:
-            for_s: only if an earlier call has found that so many seconds ago.
+        ``for_s``: only if an earlier call has seen that so many seconds ago.
         """
         now = time.monotonic()
         if role in self.roles() or not (self.has_met(role) or now - self._began > FIRST_CONTACT_S):
@@ -313,7 +292,6 @@ class Hub:
         return now - self._left.setdefault(role, now) >= for_s
 
     def roles(self) -> set[str]:
-        """Return the roles that are connected now."""
         with self._lock:
             return {peer.role for peer in self._peers.values()}
 
@@ -352,12 +330,10 @@ class Hub:
         return peer is not None and peer.send(message, patient=patient)
 
     def is_connected(self, connection: Connection) -> bool:
-        """Return whether a peer is still there."""
         with self._lock:
             return connection in self._peers
 
     def disconnect(self, role: str) -> None:
-        """Close all connections of a role, in the thread that polls."""
         while (peer := self._peer(role)) is not None:
             self._forget(peer)
 

@@ -6,7 +6,7 @@ lines of its journal, as JSON.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
 
@@ -18,42 +18,36 @@ from actds.format.schema import CloseReason, DType, Origin, RowCounts
 from actds_writers.sampling import EVERYTHING, LeftOut
 
 
-def _int_array(values: list[int]) -> np.ndarray:
-    try:
-        return np.array(values, np.int64)
-    except OverflowError as error:
-        raise ValueError(str(error)) from None
+def _as_integers(
+    of: Callable[[list[int]], np.ndarray], to: Callable[[np.ndarray], list[int]]
+) -> GetPydanticSchema:
+    """Return how an array is written to the JSON of the census journal: as a list of integers."""
+
+    def read(values: list[int]) -> np.ndarray:
+        try:
+            return of(values)
+        except OverflowError as error:
+            raise ValueError(str(error)) from None
+
+    write = core_schema.plain_serializer_function_ser_schema(to)
+    integers = core_schema.list_schema(core_schema.int_schema())
+    return GetPydanticSchema(
+        lambda _type, _handler: core_schema.no_info_after_validator_function(
+            read, integers, serialization=write
+        )
+    )
 
 
-def _float_array(bits: list[int]) -> np.ndarray:
-    try:
-        return np.array(bits, np.uint32).view(np.float32)
-    except OverflowError as error:
-        raise ValueError(str(error)) from None
-
-
-# As JSON, which the census journal is made of, an array is a list of integers.
 IntArray = Annotated[
     np.ndarray[tuple[int], np.dtype[np.int64]],
-    GetPydanticSchema(
-        lambda _type, _handler: core_schema.no_info_after_validator_function(
-            _int_array,
-            core_schema.list_schema(core_schema.int_schema()),
-            serialization=core_schema.plain_serializer_function_ser_schema(np.ndarray.tolist),
-        )
-    ),
+    _as_integers(lambda integers: np.array(integers, np.int64), lambda array: array.tolist()),
 ]
 # Of floats the bits: exact, and JSON has no word for what is not finite.
 FloatArray = Annotated[
     np.ndarray[tuple[int], np.dtype[np.float32]],
-    GetPydanticSchema(
-        lambda _type, _handler: core_schema.no_info_after_validator_function(
-            _float_array,
-            core_schema.list_schema(core_schema.int_schema()),
-            serialization=core_schema.plain_serializer_function_ser_schema(
-                lambda values: values.view(np.uint32).tolist()
-            ),
-        )
+    _as_integers(
+        lambda bits: np.array(bits, np.uint32).view(np.float32),
+        lambda array: array.view(np.uint32).tolist(),
     ),
 ]
 BoolArray = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -86,14 +80,10 @@ class Fact:
 
 @dataclass(frozen=True)
 class WorkerHello:
-    """The model is loaded: hooks, effective configuration, and the paths of ring and lane.
+    """The model is loaded: hooks, configuration, and the shared memory of ring and lane.
 
     Args:
-        ring_path: shared memory of the host ring.
-        ring_nbytes: its size.
-        max_step_rows: rows of the largest step.
-        lane_path: shared memory of the readouts, ``None`` without readouts.
-        lane_nbytes: its size.
+        lane_path: of the readouts, ``None`` without readouts.
         memory_nbytes: all memory of the worker for capture, on device and host.
         stages: the hellos of several pipeline stages, in a hello that joins them.
     """
@@ -110,7 +100,6 @@ class WorkerHello:
 
     @property
     def stage(self) -> int:
-        """Return the pipeline stage of the worker."""
         return self.hooks[0].stage if self.hooks else 0
 
 
@@ -120,16 +109,14 @@ class StepRows:
 
     Args:
         requests: number of each scheduled request, in row order.
-        n_rows: rows of each scheduled request.
-        prompt_lens: prompt tokens of each scheduled request.
         token_ids: token fed at each row, read from the device's own buffer.
         finished: requests that ended before this step.
         stalls: waits of the stages before the writer for this step.
         kept: bool ``(n,)``: rows that the sampling rules keep, ``None`` for all. Only these are in
             the ring; positions and token ids are of all computed rows.
         t_ns: wall clock when the engine handed the step over.
-        depth_stage1: slices in the staging ring after the rows had left it.
-        depth_stage2: slices in the host ring then, this one included.
+        depth_stage1: slices in the staging ring after the rows had left it; ``depth_stage2``, in
+            the host ring, this one included.
         parts: the same step of every pipeline stage, in a step that joins several; each part has
             its own place in its own ring.
     """
@@ -152,7 +139,6 @@ class StepRows:
 
     @property
     def n_kept(self) -> int:
-        """Return the number of rows in the ring."""
         return len(self.positions) if self.kept is None else int(np.count_nonzero(self.kept))
 
 
@@ -166,13 +152,11 @@ class QueueState(NamedTuple):
 
 @dataclass(frozen=True)
 class StepDropped:
-    """An overflow policy dropped a whole step.
+    """An overflow policy dropped a whole step, whose place in the ring is no longer valid.
 
     Args:
-        rows: the step, its place in the ring no longer valid.
         reason: ``queue_full``, ``dma_backpressure``, ``failed_load`` or ``readouts_full``.
-        depth_stage1: slices in the staging ring when it was dropped.
-        depth_stage2: slices in the host ring then.
+        depth_stage1: slices in the staging ring then; ``depth_stage2``, in the host ring.
         queues: the writer's queues then, ``None`` before it has any.
     """
 
@@ -197,7 +181,6 @@ class StepReadouts:
     """The readouts of one step are in the lane, float32 ``(n_hooks, n_rows, width)`` at ``offset``.
 
     Args:
-        token_ids: token fed at each row, read from the device's own buffer.
         stall: the wait for room in the lane, if there was one.
         depth: slices in the lane, this one included.
         given_up: steps since the last message whose readouts found no room.
@@ -230,19 +213,13 @@ class Stall:
 
 @dataclass(frozen=True)
 class RingFree:
-    """The writer has taken a message.
-
-    Args:
-        offset: of the step in the ring, ``None`` when it was dropped.
-    """
+    """The writer has taken a step at an offset of the ring, or ``None``, one that was dropped."""
 
     offset: int | None
 
 
 @dataclass(frozen=True)
 class ReadoutsFree:
-    """The writer has copied the readouts at an offset."""
-
     offset: int
 
 
@@ -258,8 +235,6 @@ class Secure:
 
 @dataclass(frozen=True)
 class Secured:
-    """The census of every step up to ``last_step`` is durable."""
-
     last_step: int
 
 
@@ -271,7 +246,6 @@ class RequestArrived:
     """The scheduler took a request.
 
     Args:
-        left_out: what the sampling rules leave out of it.
         adapter: name and digest of its LoRA adapter.
         roles: of its prompt, as ``roles.packed`` writes them, if the engine was told.
     """
@@ -307,9 +281,7 @@ class StepScheduled:
     """One call of the scheduler that scheduled tokens, and what its results were.
 
     Args:
-        requests: number of each scheduled request.
-        starts: first position that the step computes for it.
-        n_tokens: tokens scheduled for it.
+        starts: first position that the step computes for each request.
         n_undelivered: of these, positions past the request's end, ``None`` for none.
         n_rejected: of these, the last ones: rows of rejected drafts, ``None`` for none. The
             undelivered ones stand before them, and what is kept before those.
@@ -336,11 +308,9 @@ class StepScheduled:
 
 @dataclass(frozen=True)
 class TokensSampled:
-    """The tokens that requests got from a step; sent when entropies are recorded.
+    """The tokens that requests got from a step, and the positions that these take.
 
-    Args:
-        requests: number of each request that got one.
-        positions: position that the token takes.
+    Sent when entropies are recorded.
     """
 
     step: int
@@ -399,12 +369,10 @@ class StepExecuted:
 
 @dataclass(frozen=True)
 class LogitsRead:
-    """What the logits of a step said of the tokens that were sampled from them.
+    """What the logits of a step said of the token that was sampled from each row.
 
-    Args:
-        requests: number of the request of each row; some get no token from the step.
-        token_ids: sampled token of each row.
-        values: entropy, log-probability and margin of one row after the other.
+    Some requests get no token from it. ``values`` are entropy, log-probability and margin of one
+    row after the other.
     """
 
     step: int
@@ -430,7 +398,6 @@ class Replayed:
     """The request of another dataset whose tokens are served again.
 
     Args:
-        dataset: id of that dataset.
         seal: digest of its seal.
         n_given: positions that were given there; the others were sampled.
     """
@@ -485,9 +452,7 @@ class ClientFacts:
 class Finish:
     """The engine is gone or drained: commit everything and end.
 
-    Args:
-        reason: ``finished``, ``interrupted`` or ``failed``.
-        unknown_weights: whether the weights were changed, and nobody knows when.
+    ``unknown_weights``: the weights were changed, and nobody knows when.
     """
 
     reason: CloseReason
@@ -502,12 +467,9 @@ class CommitTotals:
     """The shards committed since the start.
 
     Args:
-        n_raw_shards: of these, stored without compression.
-        nbytes_in: bytes of the rows, over all hooks.
-        nbytes_out: bytes of their files.
+        nbytes_in: bytes of the rows, over all hooks; ``nbytes_out``, of their files.
         buckets: commits of at most ``LATENCY_BUCKETS_S[i]`` seconds, cumulative.
         p50_s, p99_s: quantiles over the last commits, ``None`` before the first.
-        last_ns: wall clock of the last commit, ``None`` before the first.
         values: by hook, how many rows are not finite or zero.
     """
 
@@ -555,9 +517,7 @@ class WriterProgress:
         queue_depth: full buffers that wait for the disk.
         ring_nbytes: bytes taken out of the ring.
         backlog_nbytes: bytes of the buffers that wait or are being encoded.
-        stages: the queues, with that of the readouts' lane if there is one.
-        memory_nbytes: bound on the memory of worker and writer, ``None`` if not known.
-        cast: what casts the rows, ``None`` for nothing.
+        memory_nbytes: bound on the memory of worker and writer.
     """
 
     n_rows: int

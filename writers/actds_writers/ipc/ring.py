@@ -1,8 +1,8 @@
-"""The host ring, stage 2 of the data path: shared memory for the rows of steps, worker to writer.
+"""Shared memory of worker and writer: the host ring, stage 2 of the data path, and its page.
 
-The worker creates the memory and allocates slices; the writer attaches to it, reads them and
-acknowledges. Slices are contiguous, of any size, and taken one after the other, from the beginning
-again at the end of the memory.
+The worker creates the ring and allocates slices for the rows of steps; the writer attaches to it,
+reads them and acknowledges. Slices are contiguous, of any size, and taken one after the other, from
+the beginning again at the end of the memory. On the page stands the state of the writer's queues.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import bisect
 import mmap
 import os
 import shutil
+import struct
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ import numpy as np
 from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
 from actds.format.schema import DType
-from actds_writers.ipc.messages import HookSpec
+from actds_writers.ipc.messages import HookSpec, QueueState
 
 ALIGNMENT = 64
 PAGE = mmap.PAGESIZE
@@ -30,11 +32,7 @@ Arrays = tuple[np.ndarray, ...]
 
 
 def create(path: Path, nbytes: int) -> mmap.mmap:
-    """Return new shared memory, reserved at once so that too little memory is an error now.
-
-    Raises:
-        ActdsError: E503 when the memory cannot be reserved.
-    """
+    """Return new shared memory, reserved now; raises E503 where there is too little."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -64,7 +62,6 @@ def _too_little(path: Path, nbytes: int, why: str) -> ActdsError:
 
 
 def attach(path: Path, nbytes: int) -> mmap.mmap:
-    """Return the memory that another process created."""
     descriptor = os.open(path, os.O_RDWR)
     try:
         return mmap.mmap(descriptor, nbytes)
@@ -73,7 +70,6 @@ def attach(path: Path, nbytes: int) -> mmap.mmap:
 
 
 def aligned(nbytes: int, unit: int = ALIGNMENT) -> int:
-    """Return the smallest multiple of ``unit`` that holds so many bytes."""
     return -(-nbytes // unit) * unit
 
 
@@ -88,15 +84,10 @@ class RingSpace:
 
     @property
     def depth(self) -> int:
-        """Return the number of slices in use."""
         return len(self._starts)
 
     def reserve(self, nbytes: int) -> int | None:
-        """Return the offset of a free contiguous slice, ``None`` while there is none.
-
-        Raises:
-            ActdsError: E009 when the slice can never fit.
-        """
+        """Return the offset of a free slice, ``None`` while there is none; E009 if none ever is."""
         size = aligned(nbytes)
         if size > self.capacity:
             raise ActdsError(
@@ -113,20 +104,14 @@ class RingSpace:
         return start
 
     def has_room(self, nbytes: int) -> bool:
-        """Return whether there is a free contiguous slice of so many bytes."""
         return self._find(aligned(nbytes)) is not None
 
     def free(self, offset: int) -> None:
-        """Free the slice at an offset."""
         del self._starts[bisect.bisect_left(self._starts, offset)]
         del self._stops[offset]
 
     def _find(self, size: int) -> int | None:
-        """Return a free range: after the last slice, else the first from the beginning.
-
-        Slices are freed nearly in the order in which they were taken, so the first try almost
-        always succeeds.
-        """
+        # Slices are freed nearly in the order of their reservation: mostly the first try succeeds.
         index = bisect.bisect_left(self._starts, self._next)
         limit = self._starts[index] if index < len(self._starts) else self.capacity
         if limit - self._next >= size:
@@ -143,10 +128,7 @@ class RingSpace:
 class Block:
     """Hooks of one stage, width and type, whose rows are one array ``(n_hooks, n, d_model)``.
 
-    Args:
-        hooks: their numbers, in the order of the hooks.
-        dtype: type of the rows.
-        before_nbytes: bytes per row of the blocks before this one.
+    ``before_nbytes`` is the size of a row in the blocks before this one.
     """
 
     hooks: tuple[int, ...]
@@ -156,7 +138,6 @@ class Block:
 
     @property
     def row_nbytes(self) -> int:
-        """Return the bytes of one row of all its hooks."""
         return len(self.hooks) * self.d_model * DTYPES[self.dtype].itemsize
 
 
@@ -164,8 +145,7 @@ class RowLayout:
     """The memory layout of the rows of several hooks: one block per stage, width and type.
 
     Blocks of wide types come first, so that every block is aligned to its type for any number of
-    rows, and ``n`` rows take exactly ``n * row_nbytes``. The blocks of a pipeline stage stand
-    together, as in that stage's own layout.
+    rows, and ``n`` rows take exactly ``n * row_nbytes``. Those of a pipeline stage stand together.
     """
 
     def __init__(self, hooks: Sequence[HookSpec]) -> None:
@@ -199,7 +179,6 @@ class RowLayout:
         )
 
     def empty(self, n_rows: int) -> Arrays:
-        """Return new memory for the bit patterns of ``n_rows`` rows, by block."""
         return tuple(
             np.empty((len(block.hooks), n_rows, block.d_model), DTYPES[block.dtype].bits)
             for block in self.blocks
@@ -207,6 +186,52 @@ class RowLayout:
 
 
 def view(memory: mmap.mmap, offset: int, shape: tuple[int, ...], bits: np.dtype[Any]) -> np.ndarray:
-    """Return the slice at an offset as bit patterns, without a copy."""
     count = int(np.prod(shape))
     return np.frombuffer(memory, dtype=bits, count=count, offset=offset).reshape(shape)
+
+
+NBYTES = PAGE
+_NUMBER, _STATE = struct.Struct("<Q"), struct.Struct("<qqd")
+_UNKNOWN = -1.0
+_MAX_READS = 1000  # a process that is killed while it publishes leaves a page of no moment
+
+
+class QueuePage:
+    """A page in which a writer publishes the state of its queues: what is read is of one moment.
+
+    A writer that waits for its disk sends nothing, and that is when its queues matter. The number
+    is odd while the state changes, and another one afterwards.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._n_published = 0
+        self._last: QueueState | None = None
+        self._lock = threading.Lock()
+
+    @classmethod
+    def beside(cls, ring_path: Path, *, new: bool = False) -> QueuePage:
+        """Return the page of a ring; the worker makes it."""
+        path = ring_path.with_name(f"{ring_path.name}-queues")
+        return cls(create(path, NBYTES) if new else attach(path, NBYTES))
+
+    def publish(self, state: QueueState) -> None:
+        """Replace the state; any thread of one process may."""
+        depth, backlog, p99 = state
+        with self._lock:
+            self._n_published += 1
+            _NUMBER.pack_into(self._memory, 0, 2 * self._n_published - 1)
+            last = _UNKNOWN if p99 is None else p99
+            _STATE.pack_into(self._memory, _NUMBER.size, depth, backlog, last)
+            _NUMBER.pack_into(self._memory, 0, 2 * self._n_published)
+
+    def read(self) -> QueueState | None:
+        for _ in range(_MAX_READS):
+            (before,) = _NUMBER.unpack_from(self._memory)
+            depth, backlog, p99 = _STATE.unpack_from(self._memory, _NUMBER.size)
+            (after,) = _NUMBER.unpack_from(self._memory)
+            if before == after and not before % 2:
+                known = None if p99 == _UNKNOWN else p99
+                self._last = QueueState(depth, backlog, known) if before else None
+                break
+        return self._last

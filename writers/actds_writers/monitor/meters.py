@@ -45,7 +45,6 @@ class CommitMeter:
         raw: bool = False,
         values: Mapping[str, RowCounts] = MappingProxyType({}),
     ) -> None:
-        """Count one committed shard: bytes of its rows in, bytes of its files out, its values."""
         with self._lock:
             first = bisect_left(LATENCY_BUCKETS_S, seconds)
             for index in range(first, len(LATENCY_BUCKETS_S)):
@@ -100,7 +99,6 @@ class DiskMeter:
                 self._spent[file] = self._spent.get(file, 0.0) + took
 
     def ended(self, file: object) -> None:
-        """Note that a file is durable, or given up."""
         with self._lock:
             if file in self._spent:
                 self._done.append((self._clock(), self._spent.pop(file)))
@@ -116,22 +114,16 @@ class DiskMeter:
                 return self._p99[1]
             while self._done and self._done[0][0] < now - DISK_WINDOW_S:
                 self._done.popleft()
-            found = [seconds for _, seconds in self._done]
+            took = [seconds for _, seconds in self._done]
             for file in self._spent.keys() | self._began.keys():
-                found.append(self._spent.get(file, 0.0) + now - self._began.get(file, now))
-            value = float(np.quantile(found, 0.99, method="higher")) if found else None
+                took.append(self._spent.get(file, 0.0) + now - self._began.get(file, now))
+            value = float(np.quantile(took, 0.99, method="higher")) if took else None
             self._p99 = (now, value)
             return value
 
 
 class Meters:
-    """Follows the queues of one run.
-
-    Args:
-        hello: hello of the worker, with the sizes of its rings.
-        row_nbytes: bytes of one row over all hooks.
-        pool: occupancy of the pool, which the committer observes.
-    """
+    """Follows the queues of one run."""
 
     def __init__(self, hello: WorkerHello, row_nbytes: int, pool: Occupancy) -> None:
         facts = {fact.name: fact.value for fact in hello.facts}
@@ -158,19 +150,16 @@ class Meters:
             self.stalled(stall)
 
     def taken(self, n_rows: int, nbytes: int) -> None:
-        """Count the slice of the last step as taken out of the ring: rows to store, and bytes."""
         self.queues["ring"].observe(max(0, self._ring_depth - 1), time.time_ns())
         self._n_slices += 1
         self.n_rows += n_rows
         self.ring_nbytes += nbytes
 
     def stalled(self, stall: Stall) -> None:
-        """Count a stall."""
         n, duration_ns = self._stalls.get(stall.stage, (0, 0))
         self._stalls[stall.stage] = (n + 1, duration_ns + stall.duration_ns)
 
     def states(self) -> tuple[StageState, ...]:
-        """Return queue and stalls of every stage."""
         return tuple(
             StageState(
                 stage,
@@ -186,9 +175,6 @@ class Meters:
     def commit(self, store: Store, chain: Chain, run: str) -> None:
         """Commit the occupancy histograms; nothing when no queue was observed.
 
-        Raises:
-            ActdsError: as ``commit_part``.
-
         Spec: 0.1 section 6.3.
         """
         table = occupancy_table(self.queues.values())
@@ -202,7 +188,6 @@ entries has under a thousand bins, each with an error of at most 1.6 %."""
 
 
 def depth_bin(depth: int) -> int:
-    """Return the lower end of a depth's bin."""
     shift = max(0, depth.bit_length() - EXACT_DEPTHS.bit_length() + 1)
     return depth >> shift << shift
 
@@ -219,25 +204,20 @@ class Occupancy:
         self._lock = threading.Lock()
 
     def observe(self, depth: int, t_ns: int) -> None:
-        """Note that the queue has a depth from ``t_ns`` on.
-
-        Args:
-            t_ns: any clock, the same at every call; going back counts as zero time.
-        """
+        """Note that the queue has a depth from ``t_ns`` on."""
         with self._lock:
             if self.depth is None:
                 self._since_ns = t_ns
             else:
                 self._duration_ns[depth_bin(self.depth)] += max(0, t_ns - self._since_ns)
             if self.depth != depth:
-                found = depth_bin(depth)
-                self._duration_ns.setdefault(found, 0)
-                self._n_visits[found] = self._n_visits.get(found, 0) + 1
+                lower = depth_bin(depth)
+                self._duration_ns.setdefault(lower, 0)
+                self._n_visits[lower] = self._n_visits.get(lower, 0) + 1
             self.depth = depth
             self._since_ns = max(self._since_ns, t_ns)
 
     def rows(self) -> list[tuple[int, int, int]]:
-        """Return depth, nanoseconds and visits, by depth."""
         with self._lock:
             return [(d, ns, self._n_visits[d]) for d, ns in sorted(self._duration_ns.items())]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from actds.dataset.info import HookValues
@@ -25,13 +25,10 @@ except ImportError:
 
 
 class SnapshotCollector(Collector):
-    """Collects the present snapshot at every scrape."""
-
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
         self._snapshot = snapshot
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric, with one snapshot for all of them."""
         now = self._snapshot()
         yield from _tokens(now)
         yield from _stages(now)
@@ -50,11 +47,9 @@ class MetricsServer:
 
     @property
     def port(self) -> int:
-        """Return the port, also when a free one was requested."""
         return int(self._server.server_port)
 
     def close(self) -> None:
-        """Stop the server and release its port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -73,8 +68,6 @@ def serve_metrics(host: str, port: int, snapshot: Callable[[], Snapshot]) -> Met
 
     Args:
         host: address to listen on; there is no authentication.
-        port: port, 0 for a free one.
-        snapshot: returns the present counters; called on the server's threads.
 
     Raises:
         ActdsError: E009 when the address cannot be used.
@@ -96,26 +89,17 @@ def serve_metrics(host: str, port: int, snapshot: Callable[[], Snapshot]) -> Met
 
 def _tokens(now: Snapshot) -> Iterator[Metric]:
     yield _counter("scheduled_tokens", "Tokens computed by the engine.", now.scheduled_tokens)
-    yield _counter(
-        "recomputed_tokens", "Of these, computed again after a preemption.",
-        now.recomputed_tokens,
-    )  # fmt: skip
+    again = "Of these, computed again after a preemption."
+    yield _counter("recomputed_tokens", again, now.recomputed_tokens)
     yield _counter("cached_tokens", "Prompt tokens from the prefix cache.", now.cached_tokens)
-    yield _counter(
-        "queried_tokens", "Prompt tokens looked up in the prefix cache.", now.queried_tokens
-    )
-    dropped = CounterMetricFamily(
-        "actds_dropped_tokens", "Rows lost to an overflow policy.", labels=["reason"]
-    )
-    for reason, n_tokens in sorted({"queue_full": 0, **now.dropped}.items()):
-        dropped.add_metric([reason], n_tokens)
-    yield dropped
-    rows = CounterMetricFamily(
-        "actds_rows", "Rows per hook: taken by the writer, durable on disk.", labels=["stage"]
-    )
-    rows.add_metric(["ring"], now.rows)
-    rows.add_metric(["disk"], now.commits.n_rows)
-    yield rows
+    looked_up = "Prompt tokens looked up in the prefix cache."
+    yield _counter("queried_tokens", looked_up, now.queried_tokens)
+    dropped = sorted({"queue_full": 0, **now.dropped}.items())
+    lost = "Rows lost to an overflow policy."
+    yield _by(CounterMetricFamily, "dropped_tokens", lost, "reason", dropped)
+    rows = [("ring", now.rows), ("disk", now.commits.n_rows)]
+    taken = "Rows per hook: taken by the writer, durable on disk."
+    yield _by(CounterMetricFamily, "rows", taken, "stage", rows)
     values = [
         HookValues.of_run(hook, now.commits.n_rows, counts, now.cast)
         for hook, counts in now.commits.values.items()
@@ -125,12 +109,9 @@ def _tokens(now: Snapshot) -> Iterator[Metric]:
         ("overflowed", "that the cast to the stored type made infinite"),
         ("zero", "with only zeros"),
     ):
-        counts = CounterMetricFamily(
-            f"actds_{name}_rows", f"Durable rows of a hook {words}.", labels=["hook"]
-        )
-        for of_hook in values:
-            counts.add_metric([of_hook.hook], getattr(of_hook, name))
-        yield counts
+        counts = [(value.hook, getattr(value, name)) for value in values]
+        meaning = f"Durable rows of a hook {words}."
+        yield _by(CounterMetricFamily, f"{name}_rows", meaning, "hook", counts)
     yield _counter("requests_finished", "Requests that have ended.", now.requests_done)
     if now.requests_total is not None:
         yield _gauge("requests_planned", "Requests to serve.", now.requests_total)
@@ -139,36 +120,28 @@ def _tokens(now: Snapshot) -> Iterator[Metric]:
     yield _gauge("elapsed_seconds", "Seconds since the start.", now.elapsed_s)
 
 
-def _stages(now: Snapshot) -> Iterator[Metric]:
-    nbytes = CounterMetricFamily(
-        "actds_stage_bytes",
+_STAGES = (
+    (
+        "stage_bytes",
+        "nbytes",
         "Bytes that left a stage: captured, taken from ring or lane, committed; files on disk.",
-        labels=["stage"],
-    )
-    stalls = CounterMetricFamily(
-        "actds_stalls", "Times that a stage made the one before it wait.", labels=["stage"]
-    )
-    stalled = CounterMetricFamily(
-        "actds_stall_seconds", "Time that a stage made the one before it wait.", labels=["stage"]
-    )
-    depth = GaugeMetricFamily("actds_queue_depth", "Entries in a stage's queue.", labels=["stage"])
-    capacity = GaugeMetricFamily(
-        "actds_queue_capacity", "Capacity of a stage's queue, in entries.", labels=["stage"]
-    )
-    fill = GaugeMetricFamily(
-        "actds_queue_fill_ratio", "Fill of a stage's queue, 0 to 1.", labels=["stage"]
-    )
-    for stage in (*now.stages, *([now.lane] if now.lane else [])):
-        label = [stage.name]
-        nbytes.add_metric(label, stage.nbytes)
-        stalls.add_metric(label, stage.n_stalls)
-        stalled.add_metric(label, stage.stall_s)
-        # What is not known yet has no sample: zero would be a value.
-        for family, value in ((depth, stage.depth), (capacity, stage.capacity), (fill, stage.fill)):
-            if value is not None:
-                family.add_metric(label, value)
-    nbytes.add_metric(["disk"], now.commits.nbytes_out)
-    yield from (nbytes, stalls, stalled, depth, capacity, fill)
+    ),
+    ("stalls", "n_stalls", "Times that a stage made the one before it wait."),
+    ("stall_seconds", "stall_s", "Time that a stage made the one before it wait."),
+    ("queue_depth", "depth", "Entries in a stage's queue."),
+    ("queue_capacity", "capacity", "Capacity of a stage's queue, in entries."),
+    ("queue_fill_ratio", "fill", "Fill of a stage's queue, 0 to 1."),
+)
+"""Name, field of ``Stage`` and meaning of each metric; those of the queue are gauges."""
+
+
+def _stages(now: Snapshot) -> Iterator[Metric]:
+    stages = (*now.stages, *([now.lane] if now.lane else []))
+    for name, field, meaning in _STAGES:
+        kind = GaugeMetricFamily if name.startswith("queue") else CounterMetricFamily
+        values = [(stage.name, getattr(stage, field)) for stage in stages]
+        disk = [("disk", now.commits.nbytes_out)] if field == "nbytes" else []
+        yield _by(kind, name, meaning, "stage", [*values, *disk])
     yield _gauge("compression_backlog_bytes", "Bytes waiting to be encoded.", now.backlog_nbytes)
     if now.memory_nbytes is not None:
         yield _gauge("memory_bound_bytes", "Bound on the memory of all stages.", now.memory_nbytes)
@@ -176,10 +149,8 @@ def _stages(now: Snapshot) -> Iterator[Metric]:
 
 def _commits(now: Snapshot) -> Iterator[Metric]:
     c = now.commits
-    shards = CounterMetricFamily("actds_shards", "Shards committed.", labels=["compression"])
-    shards.add_metric(["normal"], c.n_shards - c.n_raw_shards)
-    shards.add_metric(["raw"], c.n_raw_shards)
-    yield shards
+    shards = [("normal", c.n_shards - c.n_raw_shards), ("raw", c.n_raw_shards)]
+    yield _by(CounterMetricFamily, "shards", "Shards committed.", "compression", shards)
     counts = c.buckets or (0,) * len(LATENCY_BUCKETS_S)
     buckets = [(str(le), n) for le, n in zip(LATENCY_BUCKETS_S, counts, strict=True)]
     yield HistogramMetricFamily(
@@ -188,16 +159,27 @@ def _commits(now: Snapshot) -> Iterator[Metric]:
         buckets=[*buckets, ("+Inf", c.n_shards)],
         sum_value=c.seconds,
     )
-    if now.last_commit_age_s is not None:
-        yield _gauge(
-            "last_commit_age_seconds", "Seconds since the last commit.", now.last_commit_age_s
-        )
-    if now.writer_silent_s is not None:
-        yield _gauge(
-            "writer_silent_seconds",
-            "Seconds since the last message of the writer.",
-            now.writer_silent_s,
-        )
+    age, silent_s = now.last_commit_age_s, now.writer_silent_s
+    if age is not None:
+        yield _gauge("last_commit_age_seconds", "Seconds since the last commit.", age)
+    if silent_s is not None:
+        meaning = "Seconds since the last message of the writer."
+        yield _gauge("writer_silent_seconds", meaning, silent_s)
+
+
+def _by(
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    name: str,
+    meaning: str,
+    label: str,
+    values: Iterable[tuple[str, float | None]],
+) -> Metric:
+    """Return a value for each label; what is not known has no sample: zero would be a value."""
+    family = kind(f"actds_{name}", meaning, labels=[label])
+    for of, value in values:
+        if value is not None:
+            family.add_metric([of], value)
+    return family
 
 
 def _counter(name: str, meaning: str, value: float) -> Metric:

@@ -1,4 +1,4 @@
-"""Progress of a harvest: snapshots of its counters, their display, and the final summary.
+"""Progress of a harvest: snapshots of its counters, and their display.
 
 The display shows snapshots, a line or a screen each, on thread ``actds-progress``: a blocked
 terminal delays nothing else.
@@ -7,28 +7,24 @@ terminal delays nothing else.
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, TextIO
 
 from actds.dataset.info import HookValues, values_in_words
-from actds.errors import ActdsError
 from actds.format.schema import RowCounts
-from actds.text import counted, format_nbytes, format_rate, format_seconds
+from actds.text import format_nbytes, format_rate, format_seconds
 from actds_writers.ipc.messages import CensusProgress, CommitTotals, StageState, WriterProgress
 
 if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
-
-    from actds_writers.harvest.run import HarvestResult
 
 STAGES = ("staging", "ring", "pool")
 LANE = "readouts"
@@ -40,14 +36,9 @@ class Stage:
     """One of the three stages, or the lane of the readouts.
 
     Args:
-        name: ``staging``, ``ring``, ``pool`` or ``readouts``.
         nbytes: bytes that have left it: copied by the hooks, taken out of the ring, committed;
             taken out of the lane.
-        depth: entries in its queue, None when not known yet.
-        capacity: capacity of the queue in entries, None when not known yet.
         fill: how full the queue is, 0 to 1, by bytes where entries differ in size.
-        n_stalls: times the stage before it waited.
-        stall_s: total time of these waits.
     """
 
     name: str
@@ -64,19 +55,10 @@ class Snapshot:
     """The counters of a harvest at one moment, all of them totals since its start.
 
     Args:
-        requests_done: requests that have ended, without skipped ones.
         requests_total: requests to serve; None when not known, as in serving.
-        scheduled_tokens: tokens computed by the engine.
-        recomputed_tokens: of these, computed before.
         cached_tokens: prompt tokens reused from the prefix cache.
         queried_tokens: prompt tokens looked up there.
-        rows: rows that reached the writer.
-        lane: the lane of the readouts, None without readouts or before its first message.
-        backlog_nbytes: bytes waiting to be encoded.
-        memory_nbytes: bound on the memory of all stages, None when not known.
         last_commit_age_s: None before the first commit.
-        writer_silent_s: seconds since the writer's last message, None before the first.
-        cast: what casts the rows, None for nothing.
     """
 
     elapsed_s: float
@@ -102,13 +84,21 @@ class Snapshot:
 
     @property
     def dropped_tokens(self) -> int:
-        """Return the rows lost to an overflow policy, for any reason."""
         return sum(self.dropped.values())
 
     @property
     def cache_hit_share(self) -> float | None:
-        """Return prefix-cache hits per prompt token looked up, None before the first."""
         return self.cached_tokens / self.queried_tokens if self.queried_tokens else None
+
+
+_CENSUS_COUNTS = (
+    "waiting",
+    "running",
+    "scheduled_tokens",
+    "recomputed_tokens",
+    "cached_tokens",
+    "queried_tokens",
+)
 
 
 def take_snapshot(
@@ -138,12 +128,7 @@ def take_snapshot(
         elapsed_s=elapsed_s,
         requests_done=requests_done,
         requests_total=requests_total,
-        waiting=c.waiting,
-        running=c.running,
-        scheduled_tokens=c.scheduled_tokens,
-        recomputed_tokens=c.recomputed_tokens,
-        cached_tokens=c.cached_tokens,
-        queried_tokens=c.queried_tokens,
+        **{name: getattr(c, name) for name in _CENSUS_COUNTS},
         rows=w.n_rows,
         row_nbytes=w.row_nbytes,
         dropped=dict(c.dropped),
@@ -185,42 +170,44 @@ def summed(snapshots: Sequence[Snapshot]) -> Snapshot:
     first, n = snapshots[0], len(snapshots)
     if n == 1:
         return first
-    names = (
-        "requests_done",
-        "waiting",
-        "running",
-        "scheduled_tokens",
-        "recomputed_tokens",
-        "cached_tokens",
-        "queried_tokens",
-        "rows",
-        "backlog_nbytes",
-    )
+    names = ("requests_done", *_CENSUS_COUNTS, "rows", "backlog_nbytes")
     dropped: Counter[str] = Counter()
-    for one in snapshots:
-        dropped.update(one.dropped)
-    staging, ring, pool = (_stages([one.stages[i] for one in snapshots]) for i in range(3))
-    lanes = [one.lane for one in snapshots if one.lane is not None]
-    totals = [one.requests_total for one in snapshots if one.requests_total is not None]
+    for snapshot in snapshots:
+        dropped.update(snapshot.dropped)
+    staging, ring, pool = (
+        _stages([snapshot.stages[i] for snapshot in snapshots]) for i in range(3)
+    )
+    lanes = [snapshot.lane for snapshot in snapshots if snapshot.lane is not None]
+    totals = [
+        snapshot.requests_total for snapshot in snapshots if snapshot.requests_total is not None
+    ]
     return replace(
         first,
-        elapsed_s=max(one.elapsed_s for one in snapshots),
+        elapsed_s=max(snapshot.elapsed_s for snapshot in snapshots),
         requests_total=sum(totals) if len(totals) == n else None,
-        row_nbytes=max(one.row_nbytes for one in snapshots),
+        row_nbytes=max(snapshot.row_nbytes for snapshot in snapshots),
         dropped=dict(dropped),
         stages=(staging, ring, pool),
         lane=_stages(lanes) if lanes else None,
-        commits=_commits_of([one.commits for one in snapshots]),
-        memory_nbytes=_sum_of([one.memory_nbytes for one in snapshots]),
+        commits=_commits_of([snapshot.commits for snapshot in snapshots]),
+        memory_nbytes=_sum_of([snapshot.memory_nbytes for snapshot in snapshots]),
         last_commit_age_s=min(
-            (one.last_commit_age_s for one in snapshots if one.last_commit_age_s is not None),
+            (
+                snapshot.last_commit_age_s
+                for snapshot in snapshots
+                if snapshot.last_commit_age_s is not None
+            ),
             default=None,
         ),
         writer_silent_s=max(
-            (one.writer_silent_s for one in snapshots if one.writer_silent_s is not None),
+            (
+                snapshot.writer_silent_s
+                for snapshot in snapshots
+                if snapshot.writer_silent_s is not None
+            ),
             default=None,
         ),
-        **{name: sum(getattr(one, name) for one in snapshots) for name in names},
+        **{name: sum(getattr(snapshot, name) for snapshot in snapshots) for name in names},
     )
 
 
@@ -239,15 +226,17 @@ def _stages(stages: Sequence[Stage]) -> Stage:
 def _commits_of(commits: Sequence[CommitTotals]) -> CommitTotals:
     """Return the commits of several writers; of their quantiles the largest."""
     names = ("n_shards", "n_raw_shards", "n_rows", "nbytes_in", "nbytes_out", "seconds")
-    buckets = [one.buckets for one in commits if one.buckets]
+    buckets = [commit.buckets for commit in commits if commit.buckets]
     return replace(
         commits[0],
         buckets=tuple(map(sum, zip(*buckets, strict=True))),
-        p50_s=max((one.p50_s for one in commits if one.p50_s is not None), default=None),
-        p99_s=max((one.p99_s for one in commits if one.p99_s is not None), default=None),
-        last_ns=max((one.last_ns for one in commits if one.last_ns is not None), default=None),
-        values=RowCounts.by_hook(one.values for one in commits),
-        **{name: sum(getattr(one, name) for one in commits) for name in names},
+        p50_s=max((commit.p50_s for commit in commits if commit.p50_s is not None), default=None),
+        p99_s=max((commit.p99_s for commit in commits if commit.p99_s is not None), default=None),
+        last_ns=max(
+            (commit.last_ns for commit in commits if commit.last_ns is not None), default=None
+        ),
+        values=RowCounts.by_hook(commit.values for commit in commits),
+        **{name: sum(getattr(commit, name) for commit in commits) for name in names},
     )
 
 
@@ -267,11 +256,7 @@ LEAVES = {"staging": "captured", "ring": "taken", "pool": "committed", LANE: "ta
 
 
 def eta_s(now: Snapshot, started: Snapshot | None) -> float | None:
-    """Return the estimated seconds until the last request ends, None without an estimate.
-
-    Args:
-        started: the counters when the engine began to step.
-    """
+    """Return the estimated seconds until the last request ends, None without an estimate."""
     if now.requests_total is None or started is None:
         return None
     done = now.requests_done - started.requests_done
@@ -401,7 +386,6 @@ def _commits(now: Snapshot) -> str:
 
 
 def _values(now: Snapshot) -> list[str]:
-    """Return which durable rows are not finite or zero, the worst hooks first."""
     c = now.commits
     counts = [HookValues.of_run(hook, c.n_rows, n, now.cast) for hook, n in c.values.items()]
     return list(islice(values_in_words(counts), MAX_VALUES))
@@ -445,7 +429,6 @@ class Display:
             self._live.start()
 
     def show(self, now: Snapshot) -> None:
-        """Show a snapshot, with the rates of the last seconds."""
         if self._started is None and now.scheduled_tokens:
             self._started = now
         self._history.append(now)
@@ -473,44 +456,8 @@ def is_screen(stream: TextIO) -> bool:
     return os.environ.get("TERM", "") != "dumb" and stream.isatty()
 
 
-class Observer:
-    """Receives the progress of a harvest; a subclass overrides what it needs."""
-
-    def said(self, line: str) -> None:
-        """Take a message for the user."""
-
-    def doing(self, words: str) -> None:
-        """Take what the harvest does from now on, before and after requests are served."""
-
-    def starting(self, words: str) -> AbstractContextManager[object]:
-        """Return a context that is entered while the engine starts, and says so in words."""
-        self.said(f"{words} ...")
-        return nullcontext()
-
-    def harvesting(self, snapshot: Callable[[], Snapshot]) -> AbstractContextManager[object]:
-        """Return a context that is entered while requests are served.
-
-        Args:
-            snapshot: returns the present counters; may be called on any thread.
-        """
-        return nullcontext()
-
-    def ended(self, result: HarvestResult) -> None:
-        """Take the result, also when a canary then fails the harvest."""
-
-    def compared(self, label: str, words: str) -> None:
-        """Take a line of the summary of a replay, after the result."""
-
-
 class Progress:
-    """Shows a harvest while the block runs.
-
-    Args:
-        snapshot: returns the present counters; called on the display's thread.
-        stream: where to write, stderr by default.
-        terminal: whether the stream is a terminal; detected by default.
-        interval_s: seconds between two views; by default 0.5 on a terminal and 5 elsewhere.
-    """
+    """Shows a harvest while the block runs."""
 
     def __init__(
         self,
@@ -537,14 +484,12 @@ class Progress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Show the last counters."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join(LEAVE_TIMEOUT_S)
 
     @property
     def is_showing(self) -> bool:
-        """Return whether the display still runs."""
         return self._thread is not None and self._thread.is_alive()
 
     def _run(self) -> None:
@@ -554,184 +499,3 @@ class Progress:
             while not self._ended.wait(self._interval_s):
                 display.show(self._snapshot())
             display.close(self._snapshot())
-
-
-SUMMARY_LABEL_WIDTH = 11
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Counts of every request and every position of a run.
-
-    Args:
-        path: the dataset, as given.
-        elapsed_s: seconds from start to seal.
-        requests: number of requests by finish reason, skipped ones included.
-        skipped_tokens: tokens of the prompts of the skipped ones.
-        scheduled: tokens computed by the engine.
-        recomputed: of these, computed again after a preemption.
-        captured: positions with a row.
-        cache_ref: prefix-cache hits: positions that another request computed.
-        dropped: positions lost to an overflow policy.
-        aborted: positions cut off by an end, computed or not.
-        aborted_uncomputed: of these, the ones never computed.
-        filtered: positions left out by a sampling rule.
-        undelivered: positions computed past the end of a request.
-        rejected: computed tokens that were rejected drafts.
-        unresolved: prefix-cache hits on a position without a row.
-        external: of the hits, those on KV that came from outside the run.
-        row_nbytes: bytes of the rows over all hooks, before compression.
-        stored_nbytes: bytes of their files.
-        seal: digest of the seal, None when the dataset is not sealed.
-        values: by hook, how many rows are not finite or zero.
-        cast: what cast the rows, None for nothing.
-    """
-
-    path: str
-    elapsed_s: float
-    requests: Mapping[str, int]
-    scheduled: int
-    recomputed: int
-    captured: int
-    cache_ref: int
-    dropped: int
-    aborted: int
-    aborted_uncomputed: int
-    filtered: int
-    unresolved: int
-    n_hooks: int
-    n_shards: int
-    row_nbytes: int
-    stored_nbytes: int
-    seal: str | None
-    canary: str | None = None
-    external: int = 0
-    undelivered: int = 0
-    rejected: int = 0
-    skipped_tokens: int = 0
-    values: Mapping[str, RowCounts] = field(default_factory=dict)
-    cast: str | None = None
-
-    def plus(self, other: Totals) -> Totals:
-        """Return the counts of two runs of a dataset together."""
-        added = {name: getattr(self, name) + getattr(other, name) for name in _ADDED}
-        requests = Counter(self.requests) + Counter(other.requests)
-        values = RowCounts.by_hook([self.values, other.values])
-        return replace(self, requests=dict(requests), values=values, **added)
-
-    def check(self) -> dict[str, int]:
-        """Return the scheduled tokens by outcome.
-
-        Raises:
-            ActdsError: E409 when these do not sum to the scheduled tokens.
-
-        Spec: 0.1 section 7.
-        """
-        computed = {
-            "captured": self.captured,
-            "recomputed": self.recomputed,
-            "dropped": self.dropped,
-            "aborted": self.aborted - self.aborted_uncomputed,
-            "filtered": self.filtered,
-            **_some(undelivered=self.undelivered, rejected=self.rejected),
-        }
-        if sum(computed.values()) != self.scheduled or min(computed.values()) < 0:
-            raise ActdsError(
-                "E409",
-                self.path,
-                got=f"{self.scheduled:,} scheduled tokens",
-                expected=f"{sum(computed.values()):,} = {_sum(computed)}",
-            )
-        return computed
-
-
-_ADDED = (
-    "scheduled",
-    "recomputed",
-    "captured",
-    "cache_ref",
-    "dropped",
-    "aborted",
-    "aborted_uncomputed",
-    "filtered",
-    "undelivered",
-    "rejected",
-    "skipped_tokens",
-    "n_shards",
-    "row_nbytes",
-    "stored_nbytes",
-)
-
-
-def format_summary(totals: Totals) -> str:
-    """Return the summary of a harvest; raises as ``Totals.check``."""
-    computed = totals.check()
-    positions = {
-        "captured": totals.captured,
-        "cache_ref": totals.cache_ref,
-        "dropped": totals.dropped,
-        "aborted": totals.aborted,
-        "filtered": totals.filtered,
-        **_some(undelivered=totals.undelivered),
-    }
-    counts = [
-        HookValues.of_run(hook, totals.captured, n, totals.cast)
-        for hook, n in totals.values.items()
-    ]
-    path = shlex.quote(totals.path)
-    state = f"sealed {totals.seal[:16]}" if totals.seal else "not sealed"
-    lines = [
-        ("dataset", f"{totals.path} ({state})"),
-        ("requests", f"{sum(totals.requests.values()):,} = {_sum(totals.requests)}"),
-        ("scheduled", f"{totals.scheduled:,} tokens = {_sum(computed)}"),
-        ("positions", f"{sum(positions.values()):,} = {_sum(positions)}"),
-        ("rows", _rows(totals)),
-        *(("values", words) for words in values_in_words(counts)),
-        ("size", _size(totals)),
-        ("time", _speed(totals)),
-    ]
-    if n_skipped := totals.requests.get("skipped", 0):
-        prompts, tokens = counted(n_skipped, "prompt"), counted(totals.skipped_tokens, "token")
-        lines.append(("skipped", f"{prompts} of {tokens}"))
-    if totals.unresolved:
-        words = f"{totals.unresolved:,} prefix-cache hits have no stored row (E410)"
-        lines.append(("unresolved", words))
-    if totals.external:
-        words = f"{totals.external:,} positions were served from KV that came from outside"
-        lines.append(("external", words))
-    if totals.canary:
-        lines.append(("canary", totals.canary))
-    if totals.seal:
-        lines += [("next", f"actds validate {path}"), ("", f"actds info {path}")]
-    else:
-        lines += [("next", f"actds seal {path}")]
-    return "\n".join(f"{label:<{SUMMARY_LABEL_WIDTH}}{words}" for label, words in lines)
-
-
-def _some(**counts: int) -> dict[str, int]:
-    """Return the counts that are not zero: of engines that schedule ahead or draft."""
-    return {name: count for name, count in counts.items() if count}
-
-
-def _sum(parts: Mapping[str, int]) -> str:
-    return " + ".join(f"{count:,} {name}" for name, count in parts.items()) or "0"
-
-
-def _rows(totals: Totals) -> str:
-    hooks, shards = counted(totals.n_hooks, "hook"), counted(totals.n_shards, "shard")
-    return f"{totals.captured:,} x {hooks} in {shards}"
-
-
-def _size(totals: Totals) -> str:
-    words = f"{totals.row_nbytes / 1e9:.3f} GB of rows, {totals.stored_nbytes / 1e9:.3f} GB stored"
-    if not totals.stored_nbytes:
-        return words
-    return f"{words} ({totals.row_nbytes / totals.stored_nbytes:.3f}x)"
-
-
-def _speed(totals: Totals) -> str:
-    words = format_seconds(totals.elapsed_s)
-    if totals.elapsed_s <= 0:
-        return words
-    tokens, nbytes = totals.scheduled / totals.elapsed_s, totals.row_nbytes / totals.elapsed_s
-    return f"{words}, {tokens:,.0f} tokens/s, {nbytes / 1e6:,.1f} MB/s of rows"

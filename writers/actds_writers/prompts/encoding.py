@@ -36,10 +36,6 @@ class Continuation:
     Both authors fill the same positions, so that two harvests of the same documents differ in
     nothing else: the model samples at most ``max_tokens``, the last of which is never fed, or the
     document's own next ``max_tokens - 1`` tokens are given with the prompt.
-
-    Args:
-        n_prompt: tokens of each document that are the prompt.
-        by: ``model`` or ``document``.
     """
 
     n_prompt: int
@@ -81,9 +77,6 @@ class Encoded:
         token_ids: its tokens with special tokens, also when it is skipped; empty when it could not
             be encoded.
         max_tokens: maximum of generated tokens, limited by the model's context.
-        skip: code and reason when the prompt cannot be served, else None.
-        roles: of its positions, packed; empty when they are not known.
-        roles_unknown: why they are not, else None.
         thinks: whether the prompt ends within a thought, which the model goes on with.
     """
 
@@ -97,12 +90,7 @@ class Encoded:
 
 
 def load_tokenizer(model: Path) -> Tokenizer:
-    """Return the tokenizer of a model folder; downloads nothing and runs no code of it.
-
-    Raises:
-        ActdsError: E005 when the folder has no readable tokenizer, E011 when
-            transformers is not installed.
-    """
+    """Return the tokenizer of a model folder; downloads nothing and runs no code of it."""
     try:
         from transformers import AutoTokenizer
     except ImportError:
@@ -140,8 +128,6 @@ def encode(
     ids are served as they are.
 
     Args:
-        max_model_len: positions per request, prompt and generated together.
-        max_tokens: generated tokens asked for, at least 1.
         on_broken: ``error`` raises for the first prompt that the template or the tokenizer
             refuses; ``skip`` skips it with E002. A prompt that leaves no room for one generated
             token is always skipped, with E004, and a document that ends with its prompt with E023.
@@ -170,15 +156,15 @@ def encode(
                 expected = "a prompt that the model can take"
                 raise ActdsError("E002", _place(prompt), got=broken, expected=expected)
             if broken is None:
-                one = _fitted(prompt, ids, max_model_len, max_tokens, continuation)
+                fitted = _fitted(prompt, ids, max_model_len, max_tokens, continuation)
                 if prompt.token_ids is not None:
-                    one = replace(one, roles_unknown=ONLY_IDS)
+                    fitted = replace(fitted, roles_unknown=ONLY_IDS)
             else:
-                one = Encoded(prompt, ids, 0, f"E002 {_place(prompt)}: {broken}")
-            skip = one.skip
+                fitted = Encoded(prompt, ids, 0, f"E002 {_place(prompt)}: {broken}")
+            skip = fitted.skip
             if prompt.messages is not None and skip is None:
-                one = _with_roles(one, texts[number], offsets, tokenizer, marks)
-            encoded.append(one)
+                fitted = _with_roles(fitted, texts[number], offsets, tokenizer, marks)
+            encoded.append(fitted)
     return encoded
 
 
@@ -206,37 +192,30 @@ def _fitted(
 
 
 def _with_roles(
-    one: Encoded,
+    encoded: Encoded,
     text: str,
     offsets: list[tuple[int, int]] | None,
     tokenizer: Tokenizer,
     marks: ThinkingMarks,
 ) -> Encoded:
-    """Return an encoded chat with the roles of its positions, or why they are not known."""
     if offsets is None:
-        return replace(one, roles_unknown=NO_OFFSETS)
+        return replace(encoded, roles_unknown=NO_OFFSETS)
     try:
         roles, thinks = chat_roles(
-            one.prompt.messages or [],
-            one.prompt.tools,
-            Rendered(text, one.token_ids, offsets, tokenizer.get_chat_template()),
+            encoded.prompt.messages or [],
+            encoded.prompt.tools,
+            Rendered(text, encoded.token_ids, offsets, tokenizer.get_chat_template()),
             marks,
-            lambda *given, **more: _apply(tokenizer, one.prompt.options, *given, **more),
+            lambda *given, **more: _apply(tokenizer, encoded.prompt.options, *given, **more),
         )
     except Unlabelled as unlabelled:
-        return replace(one, roles_unknown=str(unlabelled))
-    return replace(one, roles=roles, roles_unknown=None, thinks=thinks)
+        return replace(encoded, roles_unknown=str(unlabelled))
+    return replace(encoded, roles=roles, roles_unknown=None, thinks=thinks)
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A chat as the engine gets it.
-
-    Args:
-        text: what the template made of it.
-        offsets: where in the text each token stands.
-        template: the template itself.
-    """
+    """A chat as the engine gets it."""
 
     text: str
     token_ids: list[int]
@@ -256,9 +235,6 @@ def chat_roles(
     Args:
         apply: called with messages and tools, applies the template as it was for ``rendered``;
             further arguments are those of ``apply_chat_template``.
-
-    Raises:
-        Unlabelled: they cannot be known.
     """
     text = rendered.text
     labels = character_labels(
@@ -266,23 +242,23 @@ def chat_roles(
     )
     tokens = token_labels(labels, text, rendered.offsets)
     if _GENERATION.search(rendered.template):
-        found = apply(
+        mask = apply(
             messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        if found["input_ids"] == rendered.token_ids:
-            tokens = with_generation(tokens, found["assistant_masks"])
+        if mask["input_ids"] == rendered.token_ids:
+            tokens = with_generation(tokens, mask["assistant_masks"])
     tokens, thinks = with_thinking(tokens, rendered.token_ids, marks)
     return packed(tokens), thinks
 
 
 def _apply(
     tokenizer: Tokenizer,
-    own: dict[str, Any] | None,
+    of_record: dict[str, Any] | None,
     messages: list[Message],
     tools: list[Message] | None,
     **options: Any,
 ) -> Any:
-    given = {"add_generation_prompt": True, **(own or {}), **options}
+    given = {"add_generation_prompt": True, **(of_record or {}), **options}
     return tokenizer.apply_chat_template(messages, tools=tools, **given)
 
 
@@ -300,11 +276,7 @@ def n_second_bos(encoded: Iterable[Encoded], bos: int | None) -> int:
 
 
 def special_tokens(tokenizer: Tokenizer, generation_eos: Iterable[int] = ()) -> SpecialTokens:
-    """Return the ids by which rows are flagged; BOS and EOS count as special too.
-
-    Args:
-        generation_eos: further end-of-sequence ids, from ``generation_config.json``.
-    """
+    """Return the ids by which rows are flagged; BOS and EOS count as special too."""
     added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token for token, entry in added.items() if getattr(entry, "special", False)}
     special.update(tokenizer.all_special_ids)
@@ -355,7 +327,7 @@ def _ids(
 
     A rendered template has its own special tokens.
     """
-    found: list[tuple[list[int], list[tuple[int, int]] | None]] = [
+    ids: list[tuple[list[int], list[tuple[int, int]] | None]] = [
         (prompt.token_ids or [], None) for prompt in batch
     ]
     for bare in (False, True):
@@ -378,8 +350,8 @@ def _ids(
         )
         places = rows["offset_mapping"] if placed else [None] * len(members)
         for n, row, offsets in zip(members, rows["input_ids"], places, strict=True):
-            found[n] = [int(token) for token in row], offsets
-    return found
+            ids[n] = [int(token) for token in row], offsets
+    return ids
 
 
 def _place(prompt: Prompt) -> str:

@@ -43,13 +43,8 @@ class Prompt:
     Args:
         index: number of the request in the run, from 0; skipped records are numbered too.
         row: record of the source, from 0; blank lines are not counted.
-        text: the prompt, or None when it is something else.
-        messages: a list of ``{"role": str, "content": str, ...}``, likewise.
         external_id: the record's ``id``, else ``row-<row>``; need not be unique.
-        tools: definitions of tools for the chat template, or None.
         labels: what the user says of it, as in the table ``requests``; None for nothing.
-        token_ids: the prompt as it is fed, likewise.
-        options: arguments of the chat template, of ``CHAT_OPTIONS``.
     """
 
     index: int
@@ -69,9 +64,6 @@ class SkippedRecord:
     """A broken record, skipped at the caller's request.
 
     Args:
-        index: number of the request in the run, from 0.
-        external_id: the record's ``id`` if it could be read, else ``row-<row>``.
-        reason: code, place and text, for the requests table.
         labels: as of a prompt, if they could be read.
     """
 
@@ -85,15 +77,7 @@ class SkippedRecord:
 
 @dataclass(frozen=True)
 class PromptSource:
-    """The source of the prompts, as in the run record.
-
-    Args:
-        kind: ``jsonl``, ``json``, ``parquet``, ``text`` or ``hf``.
-        name: last path segment.
-        sha256: digest of the file as it was read; None for a folder.
-        sha256_reason: why there is no digest, else None.
-        n_records: records found, broken ones included.
-    """
+    """The source of the prompts, as in the run record."""
 
     kind: str
     name: str
@@ -164,25 +148,24 @@ def read_prompts(
         raise ActdsError("E003", source.name, got="no record", expected="at least one prompt")
     unknown = sorted(set(wanted) - source.fields)
     if unknown and label_columns is not None:
-        got, there = ", ".join(unknown), ", ".join(sorted(source.fields)[:40])
-        raise ActdsError("E009", "label_columns", got=got, expected=f"some of {there}")
+        got, present = ", ".join(unknown), ", ".join(sorted(source.fields)[:40])
+        raise ActdsError("E009", "label_columns", got=got, expected=f"some of {present}")
     named = tuple(sorted(set(wanted) & source.fields))
     return PromptSet(prompts, skips, source.facts(len(prompts) + len(skips)), named)
 
 
 def _labels(record: Any, names: tuple[str, ...], *, is_asked: bool) -> str | None:
-    """Return the labels of a record as JSON, None without any."""
-    found: dict[str, Label] = {}
+    labels: dict[str, Label] = {}
     for name in names if isinstance(record, dict) else ():
         value = record.get(name)
         if value is None:
             continue
         try:
-            found[name] = _label(value, f"the label `{name}`")
+            labels[name] = _label(value, f"the label `{name}`")
         except Broken:
             if is_asked:
                 raise
-    text = dump_labels(found)
+    text = dump_labels(labels)
     return None if text is None else sys.intern(text)  # few texts, and millions of records
 
 
@@ -203,7 +186,6 @@ def _label(value: Any, place: str) -> Label:
 
 
 def _content(record: Any) -> dict[str, Any]:
-    """Return what a record says of its prompt, by field of ``Prompt``."""
     if not isinstance(record, dict):
         raise Broken(f"a JSON {_kind(record)}", "an object with `prompt` or `messages`")
     for name in FIELDS:
@@ -227,7 +209,6 @@ def _content(record: Any) -> dict[str, Any]:
 
 
 def _token_ids(value: Any, name: str, mask: Any) -> list[int]:
-    """Return the tokens of a record, without those that its mask calls padding."""
     if not isinstance(value, list) or not value:
         raise Broken(f"`{name}` is {'empty' if value == [] else f'a {_kind(value)}'}", "token ids")
     for place, token in enumerate(value):
@@ -242,7 +223,6 @@ def _token_ids(value: Any, name: str, mask: Any) -> list[int]:
 
 
 def _chat_options(record: dict[str, Any]) -> dict[str, Any] | None:
-    """Return how the messages of a record are rendered, where it says so."""
     options = {name: value for name in CHAT_OPTIONS if (value := record.get(name)) is not None}
     further = options.pop("chat_template_kwargs", {})
     if isinstance(further, str):
@@ -277,8 +257,8 @@ def _messages(value: Any) -> list[Message]:
         for key in ("role", "content"):
             part = message.get(key)
             if not isinstance(part, str):
-                found = "is missing" if part is None else f"is a {_kind(part)}"
-                raise Broken(f"`{key}` of {place} {found}", "a string")
+                how = "is missing" if part is None else f"is a {_kind(part)}"
+                raise Broken(f"`{key}` of {place} {how}", "a string")
             _require_unicode(part, f"`{key}` of {place}")
         messages.append(message)
     return messages
@@ -365,12 +345,7 @@ class Broken(Exception):
 
 @dataclass(frozen=True)
 class Record:
-    """One raw record.
-
-    Args:
-        place: the place for errors, for example ``prompts.jsonl line 7``.
-        value: content of the record, or how it is broken.
-    """
+    """One raw record."""
 
     place: str
     value: Any
@@ -378,48 +353,30 @@ class Record:
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of the records of a source.
-
-    Args:
-        labels: those that are read besides those of a prompt.
-        there: all that some record has, known after the last one.
-    """
+    """The fields of the records of a source."""
 
     labels: tuple[str, ...] = ()
-    there: set[str] = field(default_factory=set)
+    present: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A stream of records, and after the last one the digest of a single file.
-
-    Args:
-        kind: as in ``PromptSource``; ``hf`` for a folder.
-        files: place for errors, and lines, of each file.
-        read: returns the records of a file.
-        asked: fields to read.
-    """
+    """A stream of records, and after the last one the digest of a single file."""
 
     kind: str
     name: str
     files: list[tuple[str, _HashedLines]]
     read: Reader
-    asked: Fields
+    fields_read: Fields
 
     @property
     def fields(self) -> set[str]:
-        """Return the fields that some record has, after the last one."""
-        return self.asked.there
+        return self.fields_read.present
 
     def records(self) -> Iterator[Record]:
-        """Yield every record once, in order.
-
-        Raises:
-            ActdsError: E001 when a file cannot be read; E002 as the readers.
-        """
         try:
             for place, lines in self.files:
-                yield from self.read(lines, place, self.asked)
+                yield from self.read(lines, place, self.fields_read)
         except ActdsError:
             raise
         except OSError as error:
@@ -448,13 +405,13 @@ def open_source(spec: str, labels: tuple[str, ...] = ()) -> Source:
     return _open_file(path, Fields(labels))
 
 
-def _open_file(path: Path, asked: Fields) -> Source:
+def _open_file(path: Path, fields_read: Fields) -> Source:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         got = f"a file with suffix {path.suffix!r}" if path.suffix else "a file without suffix"
         raise _unreadable(path.name, got, f"one of {', '.join(sorted(_READERS))}")
     kind, read = reader
-    return Source(kind, path.name, [(path.name, _HashedLines(path))], read, asked)
+    return Source(kind, path.name, [(path.name, _HashedLines(path))], read, fields_read)
 
 
 class _HashedLines:
@@ -494,33 +451,33 @@ def _numbered(lines: _HashedLines, name: str) -> Iterator[tuple[str, str | Broke
             yield place, Broken(f"byte {raw[error.start]:#04x} at {error.start}", "UTF-8")
 
 
-def _read_text(lines: _HashedLines, name: str, asked: Fields) -> Iterator[Record]:
-    asked.there.add("text")
+def _read_text(lines: _HashedLines, name: str, fields_read: Fields) -> Iterator[Record]:
+    fields_read.present.add("text")
     for place, text in _numbered(lines, name):
         value = text if isinstance(text, Broken) else {"text": text.rstrip("\r\n")}
         yield Record(place, value)
 
 
-def _read_jsonl(lines: _HashedLines, name: str, asked: Fields) -> Iterator[Record]:
+def _read_jsonl(lines: _HashedLines, name: str, fields_read: Fields) -> Iterator[Record]:
     for place, text in _numbered(lines, name):
         value = text if isinstance(text, Broken) else _parse(text)
-        asked.there.update(value if isinstance(value, dict) else ())
+        fields_read.present.update(value if isinstance(value, dict) else ())
         yield Record(place, value)
 
 
-def _read_json(lines: _HashedLines, name: str, asked: Fields) -> Iterator[Record]:
+def _read_json(lines: _HashedLines, name: str, fields_read: Fields) -> Iterator[Record]:
     """Yield the members of a JSON array; a ``.json`` file of JSON lines is accepted too."""
     with lines.path.open("rb") as stream:
         head = stream.read(BLOCK_NBYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
     if head and not head.startswith(b"["):
-        yield from _read_jsonl(lines, name, asked)
+        yield from _read_jsonl(lines, name, fields_read)
         return
     try:
         members = json.loads(b"".join(lines).decode("utf-8-sig").strip() or "[]")
     except (ValueError, RecursionError) as error:
         raise ActdsError("E002", name, got=first_line(error), expected="a JSON array") from None
     for row, value in enumerate(members):
-        asked.there.update(value if isinstance(value, dict) else ())
+        fields_read.present.update(value if isinstance(value, dict) else ())
         yield Record(f"{name} row {row}", value)
 
 
@@ -531,32 +488,34 @@ def _parse(text: str) -> Any:
         return Broken(first_line(error), "a JSON object on one line")
 
 
-def _read_parquet(lines: _HashedLines, name: str, asked: Fields) -> Iterator[Record]:
+def _read_parquet(lines: _HashedLines, name: str, fields_read: Fields) -> Iterator[Record]:
     try:
         with pq.ParquetFile(lines.path) as file:
-            columns = _columns(file.schema_arrow.names, name, asked)
+            columns = _columns(file.schema_arrow.names, name, fields_read)
             yield from _rows(file.iter_batches(BATCH_ROWS, columns=columns), name)
     except pa.ArrowException as error:
         raise _unreadable(name, first_line(error), "a Parquet file") from None
 
 
-def _read_arrow(lines: _HashedLines, name: str, asked: Fields) -> Iterator[Record]:
+def _read_arrow(lines: _HashedLines, name: str, fields_read: Fields) -> Iterator[Record]:
     try:
         with pa.memory_map(str(lines.path)) as file, pa.ipc.open_stream(file) as stream:
-            columns = _columns(stream.schema.names, name, asked)
+            columns = _columns(stream.schema.names, name, fields_read)
             yield from _rows((batch.select(columns) for batch in stream), name)
     except pa.ArrowException as error:
         raise _unreadable(name, first_line(error), "an Arrow file of save_to_disk") from None
 
 
-def _columns(names: list[str], place: str, asked: Fields) -> list[str]:
-    """Return the columns to read, of those that a table has."""
+def _columns(names: list[str], place: str, fields_read: Fields) -> list[str]:
     columns = [name for name in COLUMNS if name in names]
     if not set(columns) & {*FIELDS}:
         got = f"columns {', '.join(names[:8]) or 'none'}"
         raise ActdsError("E002", place, got=got, expected=f"a column {' or '.join(FIELDS)}")
-    asked.there.update(names)
-    return [*columns, *(name for name in asked.labels if name in names and name not in columns)]
+    fields_read.present.update(names)
+    return [
+        *columns,
+        *(name for name in fields_read.labels if name in names and name not in columns),
+    ]
 
 
 def _rows(batches: Iterator[pa.RecordBatch], name: str) -> Iterator[Record]:
@@ -576,9 +535,9 @@ def _doubles(batch: pa.RecordBatch) -> pa.RecordBatch:
     return batch
 
 
-def _open_folder(root: Path, spec: str, asked: Fields) -> Source:
+def _open_folder(root: Path, spec: str, fields_read: Fields) -> Source:
     if root.is_file():
-        return _open_file(root, asked)
+        return _open_file(root, fields_read)
     if not root.is_dir():
         raise _unreadable(spec, "no such folder", "a folder on this machine")
     name = root.resolve().name
@@ -587,22 +546,22 @@ def _open_folder(root: Path, spec: str, asked: Fields) -> Source:
         example = f"{spec}/{splits[0]}" if splits else "a dataset with a split"
         raise _unreadable(spec, f"splits {', '.join(splits) or 'none'}", f"one split: {example}")
     if (root / "state.json").is_file():
-        return _folder(name, root, _saved_files(root, spec), _read_arrow, asked)
+        return _folder(name, root, _saved_files(root, spec), _read_arrow, fields_read)
     paths = {
         suffix: sorted(path for path in root.rglob(f"*{suffix}") if path.is_file())
         for suffix in (".parquet", ".jsonl")
     }
-    found = [suffix for suffix, members in paths.items() if members]
-    if len(found) != 1:
-        got = "both Parquet and JSONL files" if found else "no Parquet or JSONL file"
+    suffixes = [suffix for suffix, members in paths.items() if members]
+    if len(suffixes) != 1:
+        got = "both Parquet and JSONL files" if suffixes else "no Parquet or JSONL file"
         raise _unreadable(spec, got, "a folder of save_to_disk, of Parquet or of JSONL files")
-    return _folder(name, root, paths[found[0]], _READERS[found[0]][1], asked)
+    return _folder(name, root, paths[suffixes[0]], _READERS[suffixes[0]][1], fields_read)
 
 
-def _folder(name: str, root: Path, paths: list[Path], read: Reader, asked: Fields) -> Source:
+def _folder(name: str, root: Path, paths: list[Path], read: Reader, fields_read: Fields) -> Source:
     places = [f"{name}/{path.relative_to(root).as_posix()}" for path in paths]
     files = list(zip(places, map(_HashedLines, paths), strict=True))
-    return Source("hf", name, files, read, asked)
+    return Source("hf", name, files, read, fields_read)
 
 
 def _saved_files(root: Path, spec: str) -> list[Path]:
@@ -622,7 +581,6 @@ def _saved_files(root: Path, spec: str) -> list[Path]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, else its class."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
 
 

@@ -84,10 +84,6 @@ def character_labels(
 ) -> str:
     """Return who wrote each character of a rendered chat.
 
-    Args:
-        text: the real rendering.
-        render: the model's template.
-
     Returns:
         A letter of ``LETTERS`` or ``UNKNOWN`` for each character.
 
@@ -116,12 +112,8 @@ def token_labels(labels: str, text: str, offsets: Iterable[tuple[int, int]]) -> 
 
     A token of several labels has the first one that is not the template's. White space counts
     only in tokens that are nothing else: ``" Hello"`` is the message's.
-
-    Args:
-        labels: of the characters of ``text``.
-        offsets: first character and the one after the last, of each token.
     """
-    found = []
+    of_tokens = []
     for start, stop in offsets:
         word = text[start:stop]
         if core := word.strip():
@@ -129,9 +121,9 @@ def token_labels(labels: str, text: str, offsets: Iterable[tuple[int, int]]) -> 
             stop = start + len(core)
         # A token of no character, as a tokenizer may put before the first one, has that of its
         # place.
-        mine = labels[start : max(stop, start + 1)].lstrip(_TEMPLATE)
-        found.append(mine[0] if mine else _TEMPLATE)
-    return "".join(found)
+        written = labels[start : max(stop, start + 1)].lstrip(_TEMPLATE)
+        of_tokens.append(written[0] if written else _TEMPLATE)
+    return "".join(of_tokens)
 
 
 def with_generation(labels: str, mask: Sequence[int]) -> str:
@@ -148,23 +140,19 @@ def with_thinking(
     """Return labels of tokens with the thoughts in the assistant's text, and whether one is open.
 
     The marks are part of a thought, where they are not the template's.
-
-    Args:
-        thinks: whether a thought is open before the first token.
     """
     if not thinks and marks.begin.isdisjoint(token_ids):
         return labels, False
-    found = []
+    of_tokens = []
     for label, token in zip(labels, token_ids, strict=True):
         ours = label in (_ASSISTANT, _THINKING, _TEMPLATE)
         thinks = ours and (thinks or token in marks.begin)
-        found.append(_THINKING if thinks and label == _ASSISTANT else label)
+        of_tokens.append(_THINKING if thinks and label == _ASSISTANT else label)
         thinks = thinks and token not in marks.end
-    return "".join(found), thinks
+    return "".join(of_tokens), thinks
 
 
 def sampled_labels(token_ids: Sequence[int], marks: ThinkingMarks, *, thinks: bool) -> str:
-    """Return the labels of sampled tokens."""
     return with_thinking(_ASSISTANT * len(token_ids), token_ids, marks, thinks=thinks)[0]
 
 
@@ -222,19 +210,17 @@ class _Marks:
     def mark(
         self, messages: list[Message], tools: list[Message] | None
     ) -> tuple[list[Message], list[Message] | None]:
-        """Return the conversation with marks."""
         marked = None if tools is None else [self._object(_TOOL, tool) for tool in tools]
         return [self._message(message) for message in messages], marked
 
     def labels(self, marked: str, text: str) -> str | None:
-        """Return the label of each character of the text; None when the marks do not say it."""
         placed = self._placed(marked, text)
         if placed is None:
             return None
-        found = bytearray(_TEMPLATE.encode() * len(text))
+        letters = bytearray(_TEMPLATE.encode() * len(text))
 
         def put(label: str, start: int, stop: int) -> None:
-            found[start:stop] = label.encode() * (stop - start)
+            letters[start:stop] = label.encode() * (stop - start)
 
         last, end, seen = -1, 0, set()
         for number, start, stop in placed:
@@ -254,7 +240,7 @@ class _Marks:
         for label, value in self._objects:
             for start, stop in _json_places(value, marked):
                 put(label, start, stop)
-        return found.decode()
+        return letters.decode()
 
     def _placed(self, marked: str, text: str) -> list[tuple[int, int, int]] | None:
         """Return number, start and stop of every piece in the text, in order."""
@@ -360,7 +346,6 @@ class _Marks:
 
 
 def _escaped(text: str) -> str:
-    """Return a text as it stands in JSON."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

@@ -26,8 +26,6 @@ class _Request:
 
 
 class Interval(NamedTuple):
-    """Positions ``[start, stop)`` of a request."""
-
     request: int
     start: int
     stop: int
@@ -35,16 +33,12 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Token ids that set row flags."""
-
     special: tuple[int, ...] = ()
     bos: int | None = None
     eos: tuple[int, ...] = ()
 
 
 class Assembly:
-    """Follows the requests of one run, and labels their rows."""
-
     def __init__(self, tokens: SpecialTokens) -> None:
         self._requests: dict[int, _Request] = {}
         self._special = np.array(sorted(tokens.special), np.int64)
@@ -55,13 +49,9 @@ class Assembly:
         """Of the last step: prompt tokens that were not computed, of the requests it began."""
 
     def slices(self, step: StepRows, rows: Arrays) -> dict[str, Slice]:
-        """Return the slice of each phase that has rows to store.
+        """Return the slice of each phase that has rows to store (spec 0.1 sections 6.3 and 7.2).
 
-        Args:
-            step: the worker's message.
-            rows: ``(n_hooks, n_kept, d_model)`` bit patterns in the ring, of each block.
-
-        Spec: 0.1 sections 6.3 and 7.2.
+        ``rows``: ``(n_hooks, n_kept, d_model)`` bit patterns in the ring, of each block.
         """
         new, attempt, chunk = self._label(step)
         n = len(step.positions)
@@ -78,22 +68,18 @@ class Assembly:
         if step.kept is not None:
             new, prefill = new[step.kept], prefill[step.kept]
             columns = {name: column[step.kept] for name, column in columns.items()}
-        found: dict[str, Slice] = {}
+        slices: dict[str, Slice] = {}
         for phase, mask in (("prefill", new & prefill), ("decode", new & ~prefill)):
             if len(mask) and mask.all():
-                found[phase] = Slice(step.step, rows, None, columns)
+                slices[phase] = Slice(step.step, rows, None, columns)
             elif mask.any():
                 select = np.flatnonzero(mask)
-                found[phase] = Slice(
-                    step.step, rows, select, {name: c[select] for name, c in columns.items()}
-                )
-        return found
+                some = {name: column[select] for name, column in columns.items()}
+                slices[phase] = Slice(step.step, rows, select, some)
+        return slices
 
     def lost(self, step: StepRows) -> list[Interval]:
-        """Return the intervals of a dropped step that would have been stored.
-
-        Spec: 0.1 section 7.4.
-        """
+        """Return the intervals of a dropped step that would have been stored (spec 0.1, 7.4)."""
         new, _, _ = self._label(step)
         if step.kept is not None:
             new &= step.kept
@@ -113,7 +99,7 @@ class Assembly:
         n = len(step.positions)
         new = np.empty(n, dtype=bool)
         attempt, chunk = np.empty(n, np.uint16), np.empty(n, np.uint32)
-        first = n_hits = n_asked = 0
+        first = n_hits = n_queried = 0
         counts = zip(
             step.requests.tolist(), step.n_rows.tolist(), step.prompt_lens.tolist(), strict=True
         )
@@ -122,7 +108,7 @@ class Assembly:
             start, stop = int(step.positions[first]), int(step.positions[last - 1]) + 1
             if (state := self._requests.get(request)) is None:
                 state = self._requests[request] = _Request()
-                n_hits, n_asked = n_hits + start, n_asked + prompt_len
+                n_hits, n_queried = n_hits + start, n_queried + prompt_len
             state.attempt += start < state.next_position  # resumed after a preemption
             state.next_position = stop
             new[first:last] = step.positions[first:last] >= state.high_water
@@ -131,7 +117,7 @@ class Assembly:
             state.n_chunks += 1
             first = last
         self.recomputed_tokens += int(n - np.count_nonzero(new))
-        self.cache_hit_ratio = n_hits / n_asked if n_asked else None
+        self.cache_hit_ratio = n_hits / n_queried if n_queried else None
         return new, attempt, chunk
 
     def _flags(self, token_ids: np.ndarray) -> np.ndarray:
@@ -155,12 +141,11 @@ TOKEN_COLUMNS = {
 
 @dataclass(frozen=True)
 class Slice:
-    """The rows of one step and phase to store.
+    """The rows of one step and phase to store, with their token columns.
 
     Args:
         rows: ``(n_hooks, n, d_model)`` bit patterns of each block; may be views of the ring.
         select: indexes of the rows to store, ``None`` for all of them.
-        columns: token columns of the stored rows.
     """
 
     step: int
@@ -170,16 +155,11 @@ class Slice:
 
     @property
     def n_rows(self) -> int:
-        """Return the number of rows to store."""
         return len(self.columns["request"])
 
 
 class ShardBuffer:
-    """Rows of one phase, at most ``capacity``.
-
-    Args:
-        capacity: target rows of a shard plus the rows of the largest step.
-    """
+    """Rows of one phase: at most those of a shard plus those of the largest step."""
 
     def __init__(self, hooks: tuple[HookSpec, ...], capacity: int) -> None:
         self.hooks = hooks
@@ -192,14 +172,12 @@ class ShardBuffer:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the rows; keep the memory."""
         self.n_rows = 0
         self.first_step: int | None = None
         self.last_step = 0
         self._ends: list[tuple[int, int]] = []  # of each step, and the rows up to its end
 
     def append(self, piece: Slice) -> None:
-        """Append the rows of a step."""
         first, last = self.n_rows, self.n_rows + piece.n_rows
         for block, rows in zip(self._rows, piece.rows, strict=True):
             target = block[:, first:last]
@@ -216,14 +194,12 @@ class ShardBuffer:
         self._ends.append((piece.step, last))
 
     def keep_through(self, step: int) -> None:
-        """Forget the rows of later steps."""
         while self._ends and self._ends[-1][0] > step:
             self._ends.pop()
         self.last_step, self.n_rows = self._ends[-1] if self._ends else (0, 0)
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the rows in use."""
         return self.n_rows * self._layout.row_nbytes
 
     def rows_by_hook(self) -> dict[str, np.ndarray]:
@@ -232,5 +208,4 @@ class ShardBuffer:
         return {hook.name: self._rows[b][i, : self.n_rows] for hook, (b, i) in places}
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Return the token columns, views of the buffer."""
         return {name: column[: self.n_rows] for name, column in self._columns.items()}

@@ -35,7 +35,7 @@ class CommitPlan:
     """How shards are written.
 
     Args:
-        seed: seed of the run; every shard's permutation seed follows from it.
+        seed: of the run; every shard's permutation seed follows from it.
         raw_threshold_nbytes: backlog from which shards are written raw; 0 never.
     """
 
@@ -48,8 +48,6 @@ class CommitPlan:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A shard that was begun, as it is committed."""
-
     shard: BegunShard
     n_rows: int
     nbytes: int
@@ -116,11 +114,9 @@ class Committer:
 
     @property
     def has_spare(self) -> bool:
-        """Return whether there is an empty buffer."""
         return not self._spare.empty()
 
     def commit(self, phase: str, buffer: ShardBuffer) -> None:
-        """Hand over a buffer; it becomes a shard in the background."""
         with self._pending_lock:
             self._pending[id(buffer)] = buffer.nbytes
             self._waiting[id(buffer)] = buffer.nbytes
@@ -129,7 +125,6 @@ class Committer:
         self._full.put((phase, buffer))
 
     def finish(self) -> None:
-        """Wait until everything handed over is committed or the disk has failed."""
         self._full.put(None)
         for thread in self._threads:
             thread.join()
@@ -137,13 +132,11 @@ class Committer:
 
     @property
     def queue_depth(self) -> int:
-        """Return the number of full buffers that wait behind the one being encoded."""
         with self._pending_lock:
             return max(0, len(self._pending) - 1)
 
     @property
     def backlog_nbytes(self) -> int:
-        """Return the bytes of the rows that were handed over and that nobody encodes yet."""
         with self._pending_lock:
             return sum(self._waiting.values()) + self._encoding.waiting_nbytes
 
@@ -194,7 +187,6 @@ class Committer:
         return _Begun(shard, buffer.n_rows, buffer.nbytes, began, raw)
 
     def _empty(self, buffer: ShardBuffer) -> None:
-        """Take a buffer back whose rows are encoded, or lost with the disk."""
         with self._pending_lock:
             del self._pending[id(buffer)]
             self._waiting.pop(id(buffer), None)
@@ -230,27 +222,17 @@ class Committer:
         manifest = begun.shard.commit()
         now = time.monotonic()
         nbytes_out = sum(entry.nbytes for entry in manifest.files)
-        self.meter.committed(
-            begun.n_rows,
-            begun.nbytes,
-            nbytes_out,
-            now - begun.began,
-            raw=begun.raw,
-            values=manifest.values,
-        )
+        sizes = (begun.n_rows, begun.nbytes, nbytes_out)
+        self.meter.committed(*sizes, now - begun.began, raw=begun.raw, values=manifest.values)
         # While shards overlap, one costs what passes between the commits.
         self.fallback.learn(begun.nbytes, now - max(begun.began, ended), raw=begun.raw)
         self.n_rows += begun.n_rows
 
     def _fail(self, error: Exception) -> None:
-        if self.error is None:
-            self.error = (
-                error
-                if isinstance(error, ActdsError)
-                else ActdsError(
-                    "E901", "commit thread", got=repr(error)[:500], expected="a committed shard"
-                )
-            )
+        if not isinstance(error, ActdsError):
+            got = repr(error)[:500]
+            error = ActdsError("E901", "commit thread", got=got, expected="a committed shard")
+        self.error = self.error or error
 
 
 N_REMEMBERED = 4
@@ -266,9 +248,6 @@ class RawFallback:
     while the writer's loop asked for an empty buffer. Encoding is not always the bottleneck: a raw
     shard has 1.4 times the bytes to hash and to write, and with two encoding threads it took longer
     than a compressed one (measured). So shards stay raw only while that is faster.
-
-    Args:
-        threshold_nbytes: bytes of waiting rows; 0 never writes raw.
     """
 
     def __init__(self, threshold_nbytes: int) -> None:
@@ -281,7 +260,6 @@ class RawFallback:
         self._n_refused = 0
 
     def waiting(self, nbytes: int) -> None:
-        """Note how many bytes wait behind the shard being committed."""
         if 0 < self._threshold_nbytes <= nbytes:
             self.is_wanted = True
 
@@ -299,12 +277,10 @@ class RawFallback:
         return False
 
     def learn(self, nbytes: int, seconds: float, *, raw: bool) -> None:
-        """Note how long a commit of so many bytes of rows took."""
         if nbytes:
             self._cost[raw].append(seconds / nbytes)
 
     def _pays(self) -> bool:
-        """Return whether raw is faster, or has not been tried yet."""
         normal, raw = self._cost[False], self._cost[True]
         if not normal or not raw:
             return True

@@ -28,11 +28,9 @@ _IDENTITY = ("step", "requests", "n_rows", "prompt_lens", "positions", "finished
 
 @dataclass(frozen=True)
 class JoinedStep:
-    """A step as all stages together have it.
+    """A step as all stages together have it: rows with the parts of every stage, or the drop.
 
-    Args:
-        step: rows with the parts of every stage, or the drop.
-        places: by stage that waits for an acknowledgement, its offset in that stage's ring.
+    ``places``: by stage that waits for an acknowledgement, its offset in that stage's ring.
     """
 
     step: StepRows | StepDropped
@@ -53,12 +51,9 @@ class _Part:
 
 
 class StageJoin:
-    """Joins the messages of the workers of one engine; usually there is one worker.
+    """Joins the messages of the workers of one engine, usually one (spec 0.1 section 9.1).
 
-    Args:
-        hooks: kind and layer of every hook of the harvest.
-
-    Spec: 0.1 section 9.1.
+    ``hooks``: kind and layer of every hook of the harvest.
     """
 
     def __init__(self, hooks: Sequence[tuple[str, int]]) -> None:
@@ -68,7 +63,6 @@ class StageJoin:
 
     @property
     def n_stages(self) -> int:
-        """Return the number of stages that have introduced themselves."""
         return len(self._hellos)
 
     def meet(self, hello: WorkerHello) -> WorkerHello | None:
@@ -77,7 +71,7 @@ class StageJoin:
         Raises:
             ActdsError: E501 when two workers have one stage or one hook.
         """
-        twice = {hook.name for one in self._hellos.values() for hook in one.hooks}
+        twice = {hook.name for known in self._hellos.values() for hook in known.hooks}
         twice &= {hook.name for hook in hello.hooks}
         if twice or hello.stage in self._hellos:
             names = ", ".join(sorted(twice)) or "other hooks"
@@ -94,7 +88,6 @@ class StageJoin:
         return hello if self.n_stages == 1 else self._joined_hello()
 
     def add(self, stage: int, message: StepRows | StepsDropped) -> None:
-        """Take the next message of a stage."""
         parts = self._parts[stage]
         if isinstance(message, StepRows):
             parts.append(_Part(message, None, True))
@@ -103,11 +96,7 @@ class StageJoin:
             parts.extend(_Part(loss.rows, loss, loss is last) for loss in message.losses)
 
     def steps(self) -> Iterator[JoinedStep]:
-        """Yield the steps that every stage has sent, in order.
-
-        Raises:
-            ActdsError: E501 when the stages disagree about the rows of a step.
-        """
+        """Yield the steps that every stage has sent, in order; E501 when they disagree."""
         while not self._missing() and all(self._parts.values()):
             yield _joined({stage: parts[0] for stage, parts in sorted(self._parts.items())})
             for parts in self._parts.values():
@@ -144,9 +133,8 @@ class StageJoin:
         return step, silent, error
 
     def _missing(self) -> list[str]:
-        """Return the hooks that no worker has introduced."""
-        found = {(hook.kind, hook.layer) for one in self._hellos.values() for hook in one.hooks}
-        return [f"{kind}.{layer}" for kind, layer in self._wanted if (kind, layer) not in found]
+        present = {(hook.kind, hook.layer) for h in self._hellos.values() for hook in h.hooks}
+        return [f"{kind}.{layer}" for kind, layer in self._wanted if (kind, layer) not in present]
 
     def _joined_hello(self) -> WorkerHello:
         stages = tuple(hello for _, hello in sorted(self._hellos.items()))
@@ -166,16 +154,16 @@ class StageJoin:
 def _joined(parts: Mapping[int, _Part]) -> JoinedStep:
     """Return one step of several stages, given in their order; raises as ``StageJoin.steps``."""
     places = {stage: part.place for stage, part in parts.items() if part.ends}
-    (own, first), *others = parts.items()
-    if not others:
+    (first_stage, first), *later = parts.items()
+    if not later:
         return JoinedStep(first.loss or first.rows, places)
-    for stage, other in others:
-        differing = _differing(first, other)
+    for stage, part in later:
+        differing = _differing(first, part)
         if differing:
             raise ActdsError(
                 "E501",
                 f"step {first.rows.step}",
-                got=f"other {', '.join(differing)} in stage {stage} than in stage {own}",
+                got=f"other {', '.join(differing)} in stage {stage} than in stage {first_stage}",
                 expected="the same rows in every pipeline stage",
             )
     rows = tuple(part.rows for part in parts.values())
@@ -189,16 +177,14 @@ def _joined(parts: Mapping[int, _Part]) -> JoinedStep:
     )
     losses = [part.loss for part in parts.values() if part.loss is not None]
     # As in the census: without readouts at one hook, else for the reason of the first stage.
-    loss = min(losses, key=lambda one: one.reason != tables.READOUTS_FULL, default=None)
+    loss = min(losses, key=lambda loss: loss.reason != tables.READOUTS_FULL, default=None)
     return JoinedStep(whole if loss is None else replace(loss, rows=whole), places)
 
 
-def _differing(one: _Part, other: _Part) -> list[str]:
-    """Return the names of what two stages tell differently about one step."""
+def _differing(a: _Part, b: _Part) -> list[str]:
     # A dropped step has no token ids any more.
-    both = one.loss is None and other.loss is None
-    names = [*_IDENTITY, "token_ids"] if both else _IDENTITY
-    return [n for n in names if not np.array_equal(getattr(one.rows, n), getattr(other.rows, n))]
+    names = _IDENTITY if a.loss or b.loss else (*_IDENTITY, "token_ids")
+    return [n for n in names if not np.array_equal(getattr(a.rows, n), getattr(b.rows, n))]
 
 
 def joined_facts(by_stage: Sequence[Sequence[Fact]]) -> tuple[Fact, ...]:
@@ -207,11 +193,11 @@ def joined_facts(by_stage: Sequence[Sequence[Fact]]) -> tuple[Fact, ...]:
     Sums where a stage has a part of the whole; else what all of them say, and unknown where they
     differ.
     """
-    found: dict[str, list[Fact]] = {}
+    by_name: dict[str, list[Fact]] = {}
     for facts in by_stage:
         for fact in facts:
-            found.setdefault(fact.name, []).append(fact)
-    return tuple(_joined_fact(facts) for facts in found.values())
+            by_name.setdefault(fact.name, []).append(fact)
+    return tuple(_joined_fact(facts) for facts in by_name.values())
 
 
 def _joined_fact(facts: Sequence[Fact]) -> Fact:
@@ -233,15 +219,15 @@ def _joined_checks(values: Sequence[str]) -> str:
     checks = [json.loads(value) for value in values]
     bounds: dict[str, str] = {}
     for check in checks:
-        own = check.get("bound")
+        bound = check.get("bound")
         for hook in check.get("hooks", {}):
-            bounds[hook] = own[hook] if isinstance(own, dict) else own
+            bounds[hook] = bound[hook] if isinstance(bound, dict) else bound
     whole: dict[str, object] = {
         "against": max((check["against"] for check in checks), key=AGAINST.index)
     }
     if bounds:
-        one = set(bounds.values())
-        whole["bound"] = one.pop() if len(one) == 1 else bounds
+        values_of = set(bounds.values())
+        whole["bound"] = values_of.pop() if len(values_of) == 1 else bounds
         whole["hooks"] = {h: d for check in checks for h, d in check.get("hooks", {}).items()}
         whole["rows"] = min(check["rows"] for check in checks if "rows" in check)
     eager = [check["eager"] for check in checks if "eager" in check]

@@ -44,31 +44,23 @@ _SAME = ("step", "requests", "positions", "token_ids")
 
 
 class TableLog:
-    """Collects the rows of a table."""
-
     def __init__(self, name: PartTable) -> None:
         self._name: PartTable = name
         self._rows: list[dict[str, Any]] = []
         self._packed: list[pa.Table] = []
 
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Add rows, each with every column of the table."""
         self._rows.extend(rows)
         if len(self._rows) >= PACKED_ROWS:
             self._pack()
 
     def keep(self, kept: pc.Expression) -> pa.Table:
-        """Remove all rows but some; return these."""
         self._pack()
         self._packed = [table.filter(kept) for table in self._packed]
         return pa.concat_tables([tables.empty(self._name), *self._packed])
 
     def commit(self, store: Store, chain: Chain, run: str) -> None:
-        """Commit the rows in parts; nothing when there are none.
-
-        Raises:
-            ActdsError: as ``commit_part``.
-        """
+        """Commit the rows in parts, if there are any."""
         self._pack()
         if not self._packed:
             return
@@ -84,10 +76,7 @@ class TableLog:
 
 
 class DropLog:
-    """Collects the drops of a run.
-
-    Spec: 0.1 section 6.3.
-    """
+    """Collects the drops of a run, as in spec 0.1 section 6.3."""
 
     def __init__(self) -> None:
         self._log = TableLog("drops")
@@ -98,11 +87,9 @@ class DropLog:
     def add(
         self, dropped: StepDropped, intervals: list[Interval], state: dict[str, int | float | None]
     ) -> None:
-        """Log one dropped step.
+        """Log one dropped step, and the intervals of it that would have been stored.
 
-        Args:
-            intervals: positions that would have been stored.
-            state: columns with depths and latencies of the queues.
+        ``state``: columns with depths and latencies of the queues.
         """
         n_tokens = sum(interval.stop - interval.start for interval in intervals)
         event = {
@@ -130,7 +117,6 @@ class DropLog:
             self.n_tokens = int(pc.sum(lengths).as_py() or 0)
 
     def commit(self, store: Store, chain: Chain, run: str) -> None:
-        """Commit the log in parts; nothing when there was no drop."""
         self._log.commit(store, chain, run)
 
 
@@ -139,11 +125,7 @@ LANE_TIMEOUT_S = 60.0
 
 
 class Lane:
-    """The lane of one pipeline stage: its shared memory, and what has come through it.
-
-    Args:
-        hooks: the hooks of the stage, in its order.
-    """
+    """The lane of one pipeline stage: its shared memory, and what has come through it."""
 
     def __init__(self, hooks: Sequence[HookSpec], path: str, nbytes: int) -> None:
         self.hooks = [hook.name for hook in hooks]
@@ -159,11 +141,7 @@ class Lane:
 class ReadoutLog:
     """Collects and commits the readouts of a run: of the steps about which all stages agree.
 
-    Args:
-        lanes: by pipeline stage; usually there is one.
-        before_commit: as in ``Committer``.
-
-    Spec: 0.1 sections 7.8 and 9.1.
+    Lanes are by pipeline stage, usually one. Spec: 0.1 sections 7.8 and 9.1.
     """
 
     def __init__(
@@ -218,7 +196,6 @@ class ReadoutLog:
 
     @property
     def state(self) -> StageState:
-        """Return the lane's queue, and how long the engine waited for room in it."""
         with self._changed:
             depths = [lane.depth for lane in self._lanes.values() if lane.depth is not None]
             return StageState(
@@ -232,7 +209,6 @@ class ReadoutLog:
             )
 
     def end(self, stage: int = 0) -> None:
-        """Note that the lane of a stage has ended."""
         with self._changed:
             self._lanes[stage].ended = True
             self._changed.notify_all()
@@ -244,17 +220,14 @@ class ReadoutLog:
 
     @property
     def last_step(self) -> int:
-        """Return the last step whose readouts arrived from every stage, -1 before the first."""
         with self._changed:
             return self._last_step
 
     def commit_through(self, step: int) -> int:
         """Commit all readouts up to a step, before its rows; return the last step with readouts.
 
-        A killed engine may have sent the rows of its last steps and not yet their readouts.
-
-        Raises:
-            ActdsError: E503 the disk refused; E506 no readouts in time.
+        A killed engine may have sent the rows of its last steps and not yet their readouts. Raises
+        E503 where the disk refused, E506 when there are none in time.
         """
         with self._changed:
             arrived = self._changed.wait_for(
@@ -277,11 +250,7 @@ class ReadoutLog:
             )
 
     def finish(self) -> None:
-        """Wait for the end of the lanes and commit what is left.
-
-        Raises:
-            ActdsError: E503 the disk refuses or has refused.
-        """
+        """Wait for the end of the lanes and commit what is left; E503 where the disk refuses."""
         self.wait()
         if self.error is not None:
             raise self.error
@@ -292,7 +261,7 @@ class ReadoutLog:
         """Whether another step may become complete; under the lock."""
         if self._limit is not None and self._last_step >= self._limit:
             return False
-        return not any(one.ended and not one.arrived for one in self._lanes.values())
+        return not any(lane.ended and not lane.arrived for lane in self._lanes.values())
 
     def _join(self) -> None:
         """Take the steps that have arrived from every stage; under the lock."""
@@ -316,12 +285,12 @@ class ReadoutLog:
     def _drop_given_up(self, step: int) -> bool:
         """Discard the next step where a stage gave up its readouts; return whether one did."""
         lanes = self._lanes.values()
-        found = any(step in lane.given_up for lane in lanes)
+        is_lost = any(step in lane.given_up for lane in lanes)
         for lane in lanes:
             lane.given_up = {later for later in lane.given_up if later > step}
-            if found and lane.arrived[0][0].step == step:
+            if is_lost and lane.arrived[0][0].step == step:
                 lane.arrived.popleft()
-        return found
+        return is_lost
 
     def _end_at(self, step: int) -> None:
         """Discard and refuse what is of later steps; under the lock."""
@@ -348,7 +317,6 @@ class ReadoutLog:
                 self._n_parts += 1
 
     def _table(self, lane: Lane, pieces: list[tuple[StepReadouts, np.ndarray]]) -> pa.Table:
-        """Return pieces of a lane as a table, hook by hook, so that columns compress."""
         keys = {
             "request": np.concatenate([message.requests for message, _ in pieces]),
             "position": np.concatenate([message.positions for message, _ in pieces]),
@@ -376,14 +344,15 @@ def _disagreement(messages: Mapping[int, StepReadouts]) -> ActdsError | None:
 
     In the words of `join`: the rows and their readouts of one fault arrive in either order.
     """
-    (own, first), *others = sorted(messages.items())
-    for stage, other in others:
-        names = [n for n in _SAME if not np.array_equal(getattr(first, n), getattr(other, n))]
+    (first_stage, first), *later = sorted(messages.items())
+    for stage, message in later:
+        names = [n for n in _SAME if not np.array_equal(getattr(first, n), getattr(message, n))]
         if names:
             return ActdsError(
                 "E501",
                 f"step {first.step}",
-                got=f"readouts of other {', '.join(names)} in stage {stage} than in stage {own}",
+                got=f"readouts of other {', '.join(names)} in stage {stage} than in "
+                f"stage {first_stage}",
                 expected="the same rows in every pipeline stage",
             )
     return None

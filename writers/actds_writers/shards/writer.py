@@ -35,8 +35,7 @@ from actds_writers.ipc.messages import (
     StepsDropped,
     WorkerHello,
 )
-from actds_writers.ipc.queues import QueuePage
-from actds_writers.ipc.ring import RowLayout
+from actds_writers.ipc.ring import QueuePage, RowLayout
 from actds_writers.monitor.meters import DiskMeter, Meters
 from actds_writers.shards.assembly import Assembly, ShardBuffer
 from actds_writers.shards.committer import CommitPlan, Committer
@@ -55,11 +54,9 @@ class TimedStore:
 
     @classmethod
     def around(cls, store: Store, meter: DiskMeter) -> Store:
-        """Return a store that does all that another one does, timed."""
         return cast(Store, cls(store, meter))
 
     def put_new(self, path: str, parts: Sequence[Buffer]) -> Put:
-        """Create a file, timed."""
         key = object()
         try:
             with self._meter.asked(key):
@@ -68,7 +65,6 @@ class TimedStore:
             self._meter.ended(key)
 
     def begin(self, path: str) -> NewFile:
-        """Return a file to be written piece by piece, timed."""
         return _TimedFile(self._store.begin(path), self._meter)
 
     if not TYPE_CHECKING:
@@ -110,7 +106,7 @@ class Writer:
 
     Args:
         before_commit: makes the census of a step durable, before any row of it.
-        probes: the user's probes as the bytes of their file.
+        probes: the bytes of their file.
 
     Raises:
         ActdsError: E010 when the dataset has other hooks, E503 when the disk refuses.
@@ -146,13 +142,9 @@ class Writer:
         self._begin_run(dataset, hello)
         self.readouts = self._readout_log(hello)
         buffers = [ShardBuffer(hello.hooks, capacity) for _ in range(len(PHASES) + SPARE_BUFFERS)]
-        plan = CommitPlan(
-            settings.run,
-            settings.harvest.order,
-            settings.harvest.seed,
-            settings.n_threads,
-            settings.harvest.raw_threshold_nbytes,
-        )
+        harvest, n_threads = settings.harvest, settings.n_threads
+        raw_nbytes = harvest.raw_threshold_nbytes
+        plan = CommitPlan(settings.run, harvest.order, harvest.seed, n_threads, raw_nbytes)
         self.committer = Committer(
             store, self._chain, plan, buffers, self._make_durable, self.publish
         )
@@ -165,17 +157,14 @@ class Writer:
 
     @property
     def error(self) -> ActdsError | None:
-        """Return the error that ended the commits, if any."""
         return self.committer.error or (self.readouts.error if self.readouts else None)
 
     def stages(self) -> tuple[StageState, ...]:
-        """Return the queues of all stages, and of the readouts if there are any."""
         lane = () if self.readouts is None else (self.readouts.state,)
         return (*self.meters.states(), *lane)
 
     @property
     def row_nbytes(self) -> int:
-        """Return the bytes of one row over all hooks."""
         return self._layout.row_nbytes
 
     def step(self, message: StepRows) -> RingFree:
@@ -197,13 +186,11 @@ class Writer:
         return RingFree(offset)
 
     def publish(self) -> None:
-        """Show the workers the state of the queues."""
         depth, backlog = self.committer.queue_depth, self.committer.backlog_nbytes
         for page in self._queues:
             page.publish(QueueState(depth, backlog, self.disk.p99()))
 
     def dropped(self, message: StepsDropped) -> RingFree:
-        """Log dropped steps; return the acknowledgement."""
         for loss in message.losses:
             self._log_loss(loss)
         return self.free(None)
@@ -223,11 +210,7 @@ class Writer:
         self._losses.add(message, intervals, state)
 
     def finish(self, reason: CloseReason) -> dict[str, int]:
-        """Commit all buffers, close the chain; return its totals.
-
-        Raises:
-            ActdsError: E503 when the disk refuses or has refused.
-        """
+        """Commit all buffers and close the chain; return its totals, E503 if the disk refused."""
         for phase, buffer in self._filling.items():
             if buffer.n_rows:
                 self.committer.commit(phase, buffer)
@@ -240,9 +223,10 @@ class Writer:
             self._stalls.add(map(asdict, self.readouts.stalls))
         if self.last_step >= 0:
             self._before_commit(self.last_step)
-        self._losses.commit(self._store, self._chain, self._settings.run)
-        self.meters.commit(self._store, self._chain, self._settings.run)
-        self._stalls.commit(self._store, self._chain, self._settings.run)
+        place = (self._store, self._chain, self._settings.run)
+        self._losses.commit(*place)
+        self.meters.commit(*place)
+        self._stalls.commit(*place)
         totals = {"rows": self.committer.n_rows, "dropped_tokens": self._losses.n_tokens}
         if reason == "finished":
             # A writer that was cut off has not seen every step that the scheduler has.
@@ -302,7 +286,6 @@ class Writer:
         return ReadoutLog(self._store, self._chain, run, self._planned, lanes, self._secure)
 
     def _own_nbytes(self, hello: WorkerHello) -> int:
-        """Return the bound on the writer's own memory: buffers, copies of one shard, readouts."""
         geometry = Geometry.of(self._hooks, self._planned.width if self._planned else 0)
         sizes = Sizes(
             hello.max_step_rows,
@@ -331,11 +314,11 @@ class Writer:
         self._chain.append("run", RunBody(run=self._settings.run, sha256=put.sha256))
 
 
-def _genesis(store: Store, settings: WriterSettings, found: tuple[HookSpec, ...]) -> str:
+def _genesis(store: Store, settings: WriterSettings, specs: tuple[HookSpec, ...]) -> str:
     """Write the genesis of a new dataset, or compare with the existing one; return its id."""
     hooks = [
         Hook(name=h.name, kind=h.kind, layer=h.layer, d_model=h.d_model, dtype=h.dtype)
-        for h in found
+        for h in specs
     ]
     if not settings.resume:
         genesis = Genesis(

@@ -58,41 +58,31 @@ class Width:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the row."""
         return self.d_model * self.itemsize
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The size of one token: the width of each hook, and its readouts.
-
-    Args:
-        hooks: width of each hook.
-        n_readouts: values per row and hook; 0 without readouts.
-    """
+    """The size of one token: the width of each hook, and its readouts."""
 
     hooks: tuple[Width, ...]
     n_readouts: int = 0
 
     @classmethod
     def of(cls, hooks: Sequence[HookSpec], n_readouts: int = 0) -> Geometry:
-        """Return the geometry of hooks."""
         widths = (Width(hook.d_model, DTYPES[hook.dtype].itemsize) for hook in hooks)
         return cls(tuple(widths), n_readouts)
 
     @property
     def n_hooks(self) -> int:
-        """Return the number of hooks."""
         return len(self.hooks)
 
     @property
     def row_nbytes(self) -> int:
-        """Return the bytes of a row over all hooks."""
         return sum(hook.nbytes for hook in self.hooks)
 
     @property
     def readout_nbytes(self) -> int:
-        """Return the bytes of a row's readouts over all hooks, float32."""
         return 4 * self.n_hooks * self.n_readouts
 
 
@@ -139,12 +129,9 @@ class WorkerMemory:
 
     Args:
         hooks: buffers and directions of the hooks, on the device.
-        staging: staging ring, on the device.
         narrow: identity and readouts of waiting steps, on the device.
         gathered: rows of a step that are stored, on a GPU, where a rule or a rejected draft leaves
             out others of it.
-        ring: host ring, shared memory.
-        lane: readouts' lane, shared memory.
         identified: identity and readouts of one step, in host memory.
     """
 
@@ -158,27 +145,22 @@ class WorkerMemory:
 
     @property
     def device_nbytes(self) -> int:
-        """Return the bytes on the device; main memory when the model runs on a CPU."""
         return self.hooks + self.staging + self.narrow + self.gathered
 
     @property
     def shared_nbytes(self) -> int:
-        """Return the bytes of shared memory."""
         return self.ring + self.lane
 
     @property
     def pinned_nbytes(self) -> int:
-        """Return the bytes of host memory that are page-locked if the device is a GPU."""
         return self.ring + self.identified
 
     @property
     def nbytes(self) -> int:
-        """Return all of it."""
         return self.device_nbytes + self.shared_nbytes + self.identified
 
 
 def worker_memory(geometry: Geometry, sizes: Sizes) -> WorkerMemory:
-    """Return the memory that one worker takes for capture: it reserves these sizes."""
     g, rows = geometry, sizes.max_step_rows
     step_nbytes = aligned(g.row_nbytes * rows)
     readout_step = aligned(g.readout_nbytes * rows)
@@ -224,12 +206,10 @@ class MemoryBound(WorkerMemory):
 
     @property
     def writer_nbytes(self) -> int:
-        """Return the bytes of the writer's own memory."""
         return self.buffers + self.encode + self.readouts
 
     @property
     def nbytes(self) -> int:
-        """Return all of it."""
         return super().nbytes + self.writer_nbytes
 
 
@@ -248,7 +228,6 @@ def memory_bound(geometry: Geometry, sizes: Sizes) -> MemoryBound:
 
 
 def joined_memory(stages: Sequence[MemoryBound], writer: MemoryBound) -> MemoryBound:
-    """Return the memory of one engine: what its stages have, and its one writer."""
     return replace(
         writer,
         **{
@@ -259,12 +238,11 @@ def joined_memory(stages: Sequence[MemoryBound], writer: MemoryBound) -> MemoryB
 
 
 def _encode_nbytes(g: Geometry, sizes: Sizes, capacity: int) -> int:
-    """Return the memory between the shard buffers and the files."""
     chunk = max(encoded_nbytes(hook.d_model, hook.itemsize) for hook in g.hooks)
     chunks = window(sizes.n_threads) + 2 * sizes.n_threads
     orders = N_BUFFERS * capacity * (8 + 2 * TOKEN_COLUMNS_NBYTES)
-    held = max(hook.nbytes for hook in g.hooks) * capacity if sizes.holds_files else 0
-    return chunks * chunk + orders + 2 * N_HELD * held
+    kept_nbytes = max(hook.nbytes for hook in g.hooks) * capacity if sizes.holds_files else 0
+    return chunks * chunk + orders + 2 * N_HELD * kept_nbytes
 
 
 def census_nbytes(n_requests: float, n_steps: float, n_tokens: float) -> float:
@@ -298,13 +276,9 @@ class Overhead:
 
     Args:
         ratio: bytes of the rows per byte of their frames.
-        token: bytes of the token table per row.
-        request: bytes of requests and spans per request.
-        step: bytes of the steps per step.
         readout: bytes of the readouts per row and hook, in addition to 4 per value.
         shard: bytes of manifest and ledger record per shard.
         shard_hook: bytes of metadata and manifest entries per shard and hook.
-        source: where the figures come from.
     """
 
     ratio: float
@@ -339,13 +313,7 @@ class Burst:
 
 @dataclass(frozen=True)
 class Load:
-    """The load: tokens per second that the engine computes.
-
-    Args:
-        prefill: mean of prompt tokens, without prefix-cache hits.
-        decode: mean of generated tokens.
-        tokens_per_request: computed tokens of a request.
-    """
+    """The load: tokens per second that the engine computes."""
 
     prefill: float
     decode: float
@@ -355,19 +323,16 @@ class Load:
 
     @property
     def mean(self) -> float:
-        """Return the tokens per second."""
         return self.prefill + self.decode
 
     @property
     def peak(self) -> float:
-        """Return the tokens per second of the strongest burst."""
         return self.mean * max((1.0, *(burst.factor for burst in self.bursts)))
 
 
 def stored_nbytes_per_token(
     geometry: Geometry, overhead: Overhead, load: Load, rows_in_shard: int
 ) -> dict[str, float]:
-    """Return the bytes on disk per computed token, by purpose."""
     g, o = geometry, overhead
     per_shard = o.shard + o.shard_hook * g.n_hooks
     return {
@@ -383,7 +348,6 @@ def stored_nbytes_per_token(
 
 
 def _arrivals(load: Load, burst: Burst, seconds: float) -> float:
-    """Return the tokens of a period that begins with a burst."""
     high = load.mean * burst.factor
     return high * min(seconds, burst.seconds) + load.mean * max(0.0, seconds - burst.seconds)
 
@@ -457,7 +421,6 @@ class Windows:
 
     @property
     def burst(self) -> Burst:
-        """Return the 99th percentile as a burst over the mean."""
         return Burst(max(1.0, self.p99 / self.mean), self.seconds)
 
 
@@ -466,9 +429,6 @@ class Profile:
     """Load and bytes of an earlier harvest.
 
     Args:
-        windows: by length; those with at least two whole windows.
-        load: mean load, with the windows' 99th percentiles as bursts.
-        overhead: bytes of tables, and the compression ratio of the rows.
         is_short: whether there are too few windows for a 99th percentile.
     """
 
@@ -479,11 +439,7 @@ class Profile:
 
 
 def windows(runs: Iterable[tuple[npt.ArrayLike, npt.ArrayLike]], seconds: float) -> Windows | None:
-    """Return the rates over whole windows, ``None`` with fewer than two.
-
-    Args:
-        runs: wall clock in nanoseconds and tokens of each step, by run.
-    """
+    """Return the rates over whole windows, ``None`` with fewer than two."""
     rates: list[np.ndarray] = []
     for t_ns, n_tokens in runs:
         t = np.asarray(t_ns, np.int64)
@@ -492,26 +448,27 @@ def windows(runs: Iterable[tuple[npt.ArrayLike, npt.ArrayLike]], seconds: float)
         index = (t - t.min()) // int(seconds * 1e9)
         sums = np.bincount(index, weights=np.asarray(n_tokens, np.float64))
         rates.append(sums[:-1] / seconds)  # the last window is cut by the end of the run
-    found = np.concatenate(rates) if rates else np.empty(0)
-    if len(found) < 2 or not found.sum():
+    of_windows = np.concatenate(rates) if rates else np.empty(0)
+    if len(of_windows) < 2 or not of_windows.sum():
         return None
-    p50, p99 = np.quantile(found, (0.5, 0.99))
+    p50, p99 = np.quantile(of_windows, (0.5, 0.99))
     return Windows(
-        seconds, len(found), float(found.mean()), float(p50), float(p99), float(found.max())
+        seconds,
+        len(of_windows),
+        float(of_windows.mean()),
+        float(p50),
+        float(p99),
+        float(of_windows.max()),
     )
 
 
 def read_profile(store: Store) -> Profile:
-    """Return the profile of a dataset.
-
-    Raises:
-        ActdsError: E009 when it has too few steps; as ``Catalog.read``.
-    """
+    """Return the profile of a dataset."""
     catalog = Catalog.read(store)
     steps = [catalog.table("steps", run) for run in catalog.run_ids]
     series = [(s["t_ns"].to_numpy(), s["batch_tokens"].to_numpy()) for s in steps]
-    found = tuple(w for seconds in WINDOWS_S if (w := windows(series, seconds)) is not None)
-    if not found or not catalog.shards:
+    lengths = tuple(w for seconds in WINDOWS_S if (w := windows(series, seconds)) is not None)
+    if not lengths or not catalog.shards:
         raise ActdsError(
             "E009",
             f"profile {store.uri}",
@@ -523,24 +480,23 @@ def read_profile(store: Store) -> Profile:
     decode = sum(int(s["decode_tokens"].to_numpy().sum()) for s in steps)
     n_steps = sum(s.num_rows for s in steps)
     requests = [catalog.table("requests", run) for run in catalog.run_ids]
-    n_served = sum(pc.sum(is_served(one)).as_py() or 0 for one in requests)
-    total, mean = prefill + decode, found[0].mean
+    n_served = sum(pc.sum(is_served(table)).as_py() or 0 for table in requests)
+    total, mean = prefill + decode, lengths[0].mean
     return Profile(
-        windows=found,
+        windows=lengths,
         load=Load(
             prefill=mean * prefill / total,
             decode=mean * decode / total,
             tokens_per_request=total / max(1, n_served),
             tokens_per_step=total / n_steps,
-            bursts=tuple(w.burst for w in found),
+            bursts=tuple(w.burst for w in lengths),
         ),
-        overhead=overhead_of(catalog, store, sum(one.num_rows for one in requests), n_steps),
-        is_short=found[0].n < FEW_WINDOWS,
+        overhead=overhead_of(catalog, store, sum(table.num_rows for table in requests), n_steps),
+        is_short=lengths[0].n < FEW_WINDOWS,
     )
 
 
 def overhead_of(catalog: Catalog, store: Store, n_requests: int, n_steps: int) -> Overhead:
-    """Return the overhead and the compression ratio of a dataset's files."""
     hooks = {hook.name: hook for hook in catalog.genesis.hooks}
     sizes = {hook: h.d_model * DTYPES[h.dtype].itemsize for hook, h in hooks.items()}
     n_rows = sum(shard.n_rows for shard in catalog.shards)

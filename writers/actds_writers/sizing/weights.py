@@ -1,4 +1,4 @@
-"""The weights that a generated token passes, from the headers of a model folder's files.
+"""The weights that a generated token passes, and what probes cost beside them, on paper.
 
 Counted, not guessed: shapes are read from safetensors, and what they do from their names. A model
 of which that is not known is refused.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,12 +39,10 @@ class Tensor(NamedTuple):
 
     @property
     def n(self) -> int:
-        """Return how many numbers it has."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Return its bytes."""
         return self.n * _BITS[self.dtype] // 8
 
 
@@ -55,9 +53,6 @@ class Weights:
     Args:
         n_params: numbers in all files, without layers that only draft.
         n_multiplied: numbers that every token is multiplied with, without experts.
-        n_routed: numbers of all experts.
-        nbytes: bytes that every step reads, without experts.
-        routed_nbytes: bytes of all experts.
         n_experts: experts of a layer, 0 for a dense model.
         top_k: experts of a layer that a token passes.
     """
@@ -72,7 +67,6 @@ class Weights:
 
     @property
     def n_active(self) -> float:
-        """Return the numbers that a token is multiplied with."""
         return self.n_multiplied + self._share(1) * self.n_routed
 
     def step_nbytes(self, batch: int) -> float:
@@ -80,7 +74,6 @@ class Weights:
         return self.nbytes + self._share(batch) * self.routed_nbytes
 
     def _share(self, n_tokens: int) -> float:
-        """Return the share of the experts that some tokens pass."""
         return 1 - (1 - self.top_k / self.n_experts) ** n_tokens if self.n_experts else 0.0
 
 
@@ -98,24 +91,24 @@ def read_weights(model: Path) -> Weights:
     if config.get("quantization_config"):
         raise _unknown(model, "quantized weights, whose files hold packed numbers")
     n_layers = int(config["num_hidden_layers"])
-    found = [
+    tensors = [
         tensor
         for tensor in _tensors(model)
         if (layer := _LAYER.search(tensor.name)) is None or int(layer[1]) < n_layers
     ]
-    if not found:
+    if not tensors:
         raise _unknown(model, "no *.safetensors")
-    odd = sorted({tensor.dtype for tensor in found if len(tensor.shape) > 1} - set(_BITS))
+    odd = sorted({tensor.dtype for tensor in tensors if len(tensor.shape) > 1} - set(_BITS))
     if odd:
         raise _unknown(model, f"weights of {', '.join(odd)}")
-    found = [tensor for tensor in found if tensor.dtype in _BITS]
-    routed = [tensor for tensor in found if _EXPERT.search(tensor.name)]
+    tensors = [tensor for tensor in tensors if tensor.dtype in _BITS]
+    routed = [tensor for tensor in tensors if _EXPERT.search(tensor.name)]
     n_experts, top_k = _experts(model, config, routed)
-    shared = [tensor for tensor in found if not _EXPERT.search(tensor.name)]
+    shared = [tensor for tensor in tensors if not _EXPERT.search(tensor.name)]
     has_head = any(_HEAD.search(tensor.name) for tensor in shared)
     passed = [tensor for tensor in shared if not _is_looked_up(tensor.name, has_head=has_head)]
     return Weights(
-        n_params=sum(tensor.n for tensor in found),
+        n_params=sum(tensor.n for tensor in tensors),
         n_multiplied=sum(map(_multiplied, passed)),
         n_routed=sum(map(_multiplied, routed)),
         nbytes=sum(tensor.nbytes for tensor in passed),
@@ -173,3 +166,130 @@ def _unknown(place: Path, got: str) -> ActdsError:
     return ActdsError(
         "E009", f"model {place}", got=got, expected="safetensors whose weights can be counted"
     )
+
+
+PROBE_ITEMSIZE = 4
+"""Probes and scores are float32, whatever the rows are."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of a generated token over the positions before it.
+
+    Args:
+        flops: operations of queries with keys and of weights with values, all layers.
+        kv_nbytes: bytes of keys and values that are read for it.
+        unknown: why both are not known, and then 0; ``None`` where they are.
+    """
+
+    flops: float
+    kv_nbytes: float
+    unknown: str | None = None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], context: int, itemsize: int) -> Attention:
+        """Return the attention at a context."""
+        heads = config.get("num_attention_heads")
+        odd = [name for name in config if name.startswith(("mamba", "ssm_", "kv_lora", "linear_"))]
+        if not isinstance(heads, int) or odd:
+            return cls(0.0, 0.0, f"config.json has {odd[0] if odd else 'no num_attention_heads'}")
+        n_layers = int(config["num_hidden_layers"])
+        kinds = config.get("layer_types") or ["full_attention"] * n_layers
+        window = config.get("sliding_window")
+        if config.get("use_sliding_window") is False or not isinstance(window, int):
+            window = None
+        if window is not None and "layer_types" not in config and window < context:
+            return cls(0.0, 0.0, "a sliding window, and no layer_types")
+        if set(kinds) - {"full_attention", "sliding_attention"}:
+            return cls(0.0, 0.0, f"layers of {', '.join(sorted(set(kinds)))}")
+        width = config.get("head_dim") or int(config["hidden_size"]) // heads
+        kv_heads = config.get("num_key_value_heads") or heads
+        positions = sum(
+            min(context, window) if kind == "sliding_attention" and window else context
+            for kind in kinds
+        )
+        return cls(4.0 * heads * width * positions, 2.0 * kv_heads * width * positions * itemsize)
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes of a decode step of ``batch`` requests."""
+
+    batch: int
+    weights: float
+    kv: float
+    probes: int
+    scores: int
+
+    @property
+    def ratio(self) -> float:
+        return (self.probes + self.scores) / (self.weights + self.kv)
+
+
+@dataclass(frozen=True)
+class ProbeArithmetic:
+    """What probes cost on paper."""
+
+    n_probes: int
+    context: int
+    widths: tuple[int, ...]
+    weights: Weights
+    attention: Attention
+    steps: tuple[StepBytes, ...]
+
+    @classmethod
+    def of(
+        cls,
+        n_probes: int,
+        widths: Sequence[int],
+        weights: Weights,
+        attention: Attention,
+        context: int,
+        batches: Sequence[int],
+    ) -> ProbeArithmetic:
+        steps = tuple(
+            StepBytes(
+                batch=batch,
+                weights=weights.step_nbytes(batch),
+                kv=batch * attention.kv_nbytes,
+                probes=PROBE_ITEMSIZE * n_probes * sum(widths),
+                scores=PROBE_ITEMSIZE * n_probes * len(widths) * batch,
+            )
+            for batch in batches
+        )
+        return cls(n_probes, context, tuple(widths), weights, attention, steps)
+
+    @property
+    def forward_flops(self) -> float:
+        return 2 * self.weights.n_active + self.attention.flops
+
+    @property
+    def probe_flops(self) -> int:
+        return 2 * self.n_probes * sum(self.widths)
+
+    @property
+    def ratio(self) -> float:
+        """Return operations of the probes over those of the forward pass: the floor."""
+        return self.probe_flops / self.forward_flops
+
+    def as_json(self) -> dict[str, Any]:
+        known = self.attention.unknown is None
+        return {
+            "n_probes": self.n_probes,
+            "n_hooks": len(self.widths),
+            "context": self.context,
+            "n_params": self.weights.n_params,
+            "n_active": self.weights.n_active,
+            "n_experts": self.weights.n_experts,
+            "experts_per_token": self.weights.top_k,
+            "forward_flops": self.forward_flops,
+            "attention_flops": self.attention.flops if known else None,
+            "attention_unknown": self.attention.unknown,
+            "probe_flops": self.probe_flops,
+            "ratio": self.ratio,
+            "ratio_of_one_probe": self.ratio / max(1, self.n_probes * len(self.widths)),
+            "steps": [
+                {**vars(step), "kv": step.kv if known else None, "ratio": step.ratio}
+                for step in self.steps
+            ],
+        }

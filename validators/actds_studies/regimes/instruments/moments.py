@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from actds_studies.regimes.inference import Measure
-from actds_studies.regimes.instruments.base import difference, mean_of
+from actds_studies.regimes.instruments import difference, mean_of
 from actds_studies.regimes.result import Limits
 from actds_studies.regimes.sums import GroupSums, Part
 from actds_validators.arrays import Floats, Ints, Rows
@@ -56,7 +56,6 @@ class Moments:
         yield Part("far", (np.abs(value) > OUTLIER_SD).astype(np.float32))
 
     def measures(self, reference: GroupSums, limits: Limits) -> list[Measure]:
-        """Return the differences of the moments."""
         spread = np.sqrt(central_moments(reference)[1])
         varies = spread > 1e-6
         scale = np.where(varies, spread, np.nan)
@@ -144,10 +143,12 @@ def normal_divergence(sums: GroupSums, other: GroupSums) -> Floats:
     """Return the divergence of one normal distribution from another ``(..., d)``, in nats."""
     mean, variance, *_ = central_moments(sums)
     centre, spread, *_ = central_moments(other)
-    there = (variance > 0) & (spread > 0)
-    one, base = (np.where(there, v, np.nan) for v in (variance, spread))
-    found = 0.5 * (np.log(base / one) + (one + (mean - centre) ** 2) / base - 1)
-    return np.asarray(np.maximum(found, 0.0))  # what is below is rounding
+    known = (variance > 0) & (spread > 0)
+    spread_here, base = (np.where(known, v, np.nan) for v in (variance, spread))
+    divergence = 0.5 * (
+        np.log(base / spread_here) + (spread_here + (mean - centre) ** 2) / base - 1
+    )
+    return np.asarray(np.maximum(divergence, 0.0))  # what is below is rounding
 
 
 def _log(value: Floats) -> Floats:

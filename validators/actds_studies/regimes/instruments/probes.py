@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from actds.errors import ActdsError
 from actds_studies.regimes.inference import Measure
-from actds_studies.regimes.instruments.base import difference, mean_of
+from actds_studies.regimes.instruments import difference, mean_of
 from actds_studies.regimes.result import Limits
 from actds_studies.regimes.sums import GroupSums, Part
 from actds_validators.arrays import Floats, Ints, Rows, Whole
@@ -98,10 +98,10 @@ class Probes:
         label = self._labels[side][row]
         for value in (0, 1):
             counts = np.zeros((len(rows), len(self._names) * N_BINS), np.float32)
-            mine = np.flatnonzero(label == value)
+            labelled = np.flatnonzero(label == value)
             for k, edges in enumerate(self._edges):
-                at = np.searchsorted(edges, scores[mine, k], side="right")
-                counts[mine, k * N_BINS + at] = 1.0
+                at = np.searchsorted(edges, scores[labelled, k], side="right")
+                counts[labelled, k * N_BINS + at] = 1.0
             yield Part(f"label {value}", counts)
 
     def measures(self, reference: GroupSums, limits: Limits) -> list[Measure]:
@@ -114,7 +114,7 @@ class Probes:
         def score(sums: GroupSums) -> Floats:
             return np.asarray(mean_of(sums, "score") / scale)
 
-        found = [
+        measures = [
             difference(
                 "score",
                 score,
@@ -127,13 +127,13 @@ class Probes:
         if self._labels is not None:
 
             def areas(sums: GroupSums) -> Floats:
-                one, other = (
+                first, other = (
                     sums[f"label {v}"].reshape(*sums[f"label {v}"].shape[:-1], n, N_BINS)
                     for v in (0, 1)
                 )
-                return area(one, other)
+                return area(first, other)
 
-            found.append(
+            measures.append(
                 difference(
                     "ROC area",
                     areas,
@@ -143,7 +143,7 @@ class Probes:
                     labels=self._names,
                 )
             )
-        return found
+        return measures
 
     def _scores(self, rows: Rows) -> Floats:
         return np.asarray(rows.astype(np.float64) @ self._weights.T + self._bias)

@@ -7,14 +7,162 @@ arm's own, always both, because the second alone can turn the sign of a gap.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
+from scipy import stats  # type: ignore[import-untyped]
 
 from actds_studies.regimes.inference import Measure
-from actds_studies.regimes.instruments.base import Dictionary, difference, events, mean_of
+from actds_studies.regimes.instruments import Dictionary, difference, events, mean_of
 from actds_studies.regimes.result import Limits
 from actds_studies.regimes.sums import COUNT, GroupSums, Part
-from actds_validators.arrays import Floats, Ints, Rows
+from actds_validators.arrays import Bools, Floats, Ints, Rows
+
+TOPS = (50, 200, 1000)
+_EVENTS, _ROWS = "overlap events", "overlap rows"
+_DIFFER = "features of a token that differ"
+_MAX_KENDALL = 4096  # features: its time grows with n log n for each exchange
+
+
+class Overlap:
+    """Overlap of the active features of the arms, by token and among the most frequent.
+
+    The overlap of two samples of one distribution is below 1 and falls with their size. So each
+    value is that of halves of the requests, beside the reference's with itself, over as many rows
+    of either arm, of the same tokens and positions.
+
+    Args:
+        tops: numbers of most frequent features; those above half of all features are left out.
+    """
+
+    name = "overlap"
+
+    def __init__(self, dictionary: Dictionary, tops: tuple[int, ...] = TOPS) -> None:
+        self._dictionary = dictionary
+        self._tops = tops
+        self.width = 0
+
+    def prepare(self, sample: Rows) -> None:
+        """Take the number of features."""
+        self.width = self._dictionary.encode(sample[:1]).shape[1]
+
+    def parts(self, rows: Rows, side: int, row: Ints) -> Iterator[Part]:
+        """Yield which features are active."""
+        yield Part(_EVENTS, events(self._dictionary.encode(rows)), coarse=True, even=True)
+        yield Part(_ROWS, np.ones(len(rows)), coarse=True, even=True)
+
+    def measures(self, reference: GroupSums, limits: Limits) -> list[Measure]:
+        """Return the overlaps of the most frequent features, and of the order of all of them."""
+        n_features = reference[_EVENTS].shape[-1]
+        measures = [
+            Measure(
+                f"top {k} features, Jaccard",
+                partial(_of_rates, function=partial(top_jaccard, k=k)),
+                "Jaccard at equal n",
+                "overlap",
+                limits.overlap,
+                coarse=True,
+            )
+            for k in self._tops
+            if 2 * k <= n_features
+        ]
+        for name, function in (("Spearman", spearman), ("Kendall", kendall)):
+            if name == "Spearman" or n_features <= _MAX_KENDALL:
+                measure = partial(_of_rates, function=function)
+                measures.append(
+                    Measure(
+                        f"order of features by rate, {name}",
+                        measure,
+                        "correlation at equal n",
+                        "overlap",
+                        limits.overlap if name == "Spearman" else None,
+                        coarse=True,
+                    )
+                )
+        return measures
+
+    def pair_parts(self, first: Rows, second: Rows) -> Iterator[Part]:
+        yield Part("jaccard", 1 - self.pair_values(first, second)[_DIFFER])
+
+    def pair_values(self, first: Rows, second: Rows) -> dict[str, Floats]:
+        """Return 1 less the Jaccard index of the active features of pairs of rows ``(n,)``.
+
+        As of distances, the largest quantile is then the worst pair.
+        """
+        active, other = (self._dictionary.encode(rows) > 0 for rows in (first, second))
+        return {_DIFFER: 1 - jaccard_of_rows(active, other)}
+
+    def pair_measures(self, limits: Limits) -> list[Measure]:
+        """Return how much of a token's features is lost on average: 1 less their Jaccard index."""
+
+        def lost(pairs: GroupSums, _: GroupSums) -> Floats:
+            return 1 - mean_of(pairs, "jaccard")
+
+        return [
+            Measure(
+                _DIFFER, lost, "1 - Jaccard, mean over pairs", "size", limits.overlap, scale="logit"
+            )
+        ]
+
+
+def jaccard_of_rows(
+    active: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
+    other: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
+) -> Floats:
+    """Return the Jaccard index of each row's two sets ``(n,)``, 1 where both are empty."""
+    shared, either = (active & other).sum(axis=1), (active | other).sum(axis=1)
+    return np.where(either > 0, shared / np.maximum(either, 1), 1.0)
+
+
+def top_jaccard(one: Floats, other: Floats, k: int) -> float:
+    """Return the Jaccard index of the k most frequent of either ``(n_features,)``.
+
+    Of equal rates the feature with the lower number comes first, on both sides.
+    """
+    first, second = _most(one, k), _most(other, k)
+    return int((first & second).sum()) / int((first | second).sum())
+
+
+def _most(rates: Floats, k: int) -> Bools:
+    if len(rates) <= k:
+        return np.ones(len(rates), np.bool_)
+    edge = np.partition(rates, -k)[-k]  # a whole sort takes ten times as long
+    mask: Bools = np.asarray(rates > edge)
+    mask[np.flatnonzero(rates == edge)[: k - int(mask.sum())]] = True
+    return mask
+
+
+def spearman(first: Floats, second: Floats) -> float:
+    """Return the rank correlation of rates ``(n_features,)``, equal rates at their mean rank."""
+    left, right = (stats.rankdata(v) for v in (first, second))
+    left, right = left - left.mean(), right - right.mean()
+    size = float(np.sqrt((left @ left) * (right @ right)))
+    return float(left @ right) / size if size > 0 else float("nan")
+
+
+def kendall(first: Floats, second: Floats) -> float:
+    """Return Kendall's tau-b of rates ``(n_features,)``."""
+    return float(stats.kendalltau(first, second).statistic)
+
+
+def _of_rates(first: GroupSums, second: GroupSums, function: object) -> Floats:
+    """Return a function of the rates of features ``(..., 1)``; those that no arm has are left out.
+
+    NaN where an arm has no row.
+    """
+    assert callable(function)
+    rates = [
+        np.atleast_2d(sums[_EVENTS] / np.where(sums[_ROWS] > 0, sums[_ROWS], np.nan))
+        for sums in (first, second)
+    ]
+    found = []
+    for one, other in zip(*rates, strict=True):
+        good = np.isfinite(one).all() and np.isfinite(other).all()
+        some = (one > 0) | (other > 0)
+        found.append(function(one[some], other[some]) if good and some.sum() > 1 else np.nan)
+    values = np.array(found, np.float64)[:, np.newaxis]
+    return values[0] if np.ndim(first[_EVENTS]) == 1 else values
+
 
 MIN_EVENTS = 20
 """Rows on which a feature must be active, in both arms together, to be tested."""
@@ -72,10 +220,10 @@ class Reconstruction:
         active = events(features)
         yield Part("l0", active.sum(axis=1))
         yield Part(ACTIVE, active, coarse=True)
-        mine = features[:, self._turned].astype(np.float64)
-        yield Part("turned n", (mine > 0).astype(np.float32), coarse=True)
-        yield Part("turned aa", mine**2 * self._dictionary.frame(rows)[1], coarse=True)
-        yield Part("turned", mine, coarse=True, right=rest)
+        turned = features[:, self._turned].astype(np.float64)
+        yield Part("turned n", (turned > 0).astype(np.float32), coarse=True)
+        yield Part("turned aa", turned**2 * self._dictionary.frame(rows)[1], coarse=True)
+        yield Part("turned", turned, coarse=True, right=rest)
 
     def measures(self, reference: GroupSums, limits: Limits) -> list[Measure]:
         """Return the differences of fit, of the features' rates and of their directions."""
@@ -87,8 +235,8 @@ class Reconstruction:
             return np.asarray(mean_of(sums, "error") / (whole if whole > 0 else np.nan))
 
         def over_own(sums: GroupSums) -> Floats:
-            own = variance_of(sums)
-            return np.asarray(mean_of(sums, "error") / np.where(own > 0, own, np.nan))
+            variance = variance_of(sums)
+            return np.asarray(mean_of(sums, "error") / np.where(variance > 0, variance, np.nan))
 
         def log_l0(sums: GroupSums) -> Floats:
             return _log(mean_of(sums, "l0"))
@@ -105,7 +253,7 @@ class Reconstruction:
             return np.where(enough[..., None], direction(second) - direction(first), np.nan)
 
         ratio, gap = "ln of the ratio", "difference"
-        found = [
+        values = [
             difference(
                 "FVU over the reference's variance",
                 over_reference,
@@ -133,7 +281,7 @@ class Reconstruction:
             ),
         ]
         if n_turned:
-            found.append(
+            values.append(
                 Measure(
                     "turn of features",
                     turn,
@@ -147,14 +295,14 @@ class Reconstruction:
                     note="the noise's own angle is taken off",
                 )
             )
-        return found
+        return values
 
 
 def variance_of(sums: GroupSums) -> Floats:
     """Return the mean squared distance of rows from their mean ``(..., 1)``."""
     mean = mean_of(sums, "x")
-    found = mean_of(sums, "xx") - np.square(mean).sum(axis=-1, keepdims=True)
-    return np.asarray(np.maximum(found, 0.0))
+    values = mean_of(sums, "xx") - np.square(mean).sum(axis=-1, keepdims=True)
+    return np.asarray(np.maximum(values, 0.0))
 
 
 def log_rates(first: GroupSums, second: GroupSums) -> Floats:

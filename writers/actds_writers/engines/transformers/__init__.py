@@ -31,7 +31,6 @@ class Transformers(EngineKind):
     def start(
         self, model: Path, options: EngineOptions, link: Link, *, temperature: float, seed: int
     ) -> Engine:
-        """Return the engine with its model loaded; raises as ``EngineKind.start``."""
         from actds_writers.engines.transformers.engine import Engine as TransformersEngine
 
         assert isinstance(options, Options)

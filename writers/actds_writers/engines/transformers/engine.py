@@ -67,12 +67,7 @@ NO_BLOCKS = "a transformers cache has no blocks"
 
 @dataclass
 class Sequence:
-    """One running or waiting request.
-
-    Args:
-        token_ids: prompt, then sampled tokens.
-        generator: source of randomness, ``None`` for greedy sampling.
-    """
+    """One running or waiting request; sampled greedily without a generator."""
 
     key: str
     number: int
@@ -83,7 +78,6 @@ class Sequence:
 
     @property
     def n_sampled(self) -> int:
-        """Return the number of sampled tokens."""
         return len(self.token_ids) - self.prompt_len
 
 
@@ -92,7 +86,6 @@ class Columns:
     """The columns of a padded batch that a step computes.
 
     Args:
-        width: rows of the forward per request, padding included.
         sequences: requests with a token in the columns, in row order.
         index: row of each token in the flattened forward.
     """
@@ -108,11 +101,7 @@ class Columns:
 class Batch:
     """A static batch: prefilled in chunks of columns, then decoded a column per step.
 
-    Requests that end leave it.
-
-    Args:
-        sequences: requests, none of them computed yet.
-        max_tokens: tokens of a step at most, padding included.
+    Requests that end leave it. A step has at most ``max_tokens``, padding included.
     """
 
     model: Any
@@ -134,12 +123,10 @@ class Batch:
 
     @property
     def n_columns(self) -> int:
-        """Return the columns of the next step."""
         chunk = max(1, self.max_tokens // len(self.sequences))
         return min(chunk, self._width - self._column)
 
     def next_columns(self) -> Columns:
-        """Return the columns of the next forward."""
         columns = self._column + np.arange(self.n_columns)
         positions = columns[None] - self._pads[:, None]
         real = positions >= 0
@@ -162,8 +149,8 @@ class Batch:
             ids[row, columns.width - len(tokens) :] = tokens
         self.input_ids = self._tensor(ids)
         mask = self._mask[:, :stop]
-        positions = (torch.arange(self._column, stop, device=mask.device)[None]
-                     - self._tensor(self._pads)[:, None]).clamp(min=0)  # fmt: skip
+        columns_at = torch.arange(self._column, stop, device=mask.device)
+        positions = (columns_at[None] - self._tensor(self._pads)[:, None]).clamp(min=0)
         output = self.model(
             input_ids=self.input_ids,
             attention_mask=mask,
@@ -176,7 +163,6 @@ class Batch:
         return output.logits[:, -1] if stop == self._width else None
 
     def append(self, tokens: list[int], alive: list[bool]) -> None:
-        """Append the sampled tokens; requests that ended leave the batch."""
         for sequence, token in zip(self.sequences, tokens, strict=True):
             sequence.token_ids.append(token)
         self._width += 1
@@ -184,7 +170,6 @@ class Batch:
         self.keep(alive)
 
     def keep(self, alive: list[bool]) -> None:
-        """Remove the requests that are not alive."""
         if all(alive):
             return
         rows = np.flatnonzero(alive)
@@ -201,12 +186,9 @@ class Batch:
 
 
 class Scheduler(SchedulerSide):
-    """The scheduler side: reports batches to the census."""
-
     def scheduled(
         self, columns: Columns, waiting: int, running: int
     ) -> tuple[int, tuple[int, ...]]:
-        """Report a step; return its number and the requests that ended since the last one."""
         starts = np.concatenate([[0], np.cumsum(columns.n_rows)[:-1]])
         return self.number_step(
             [sequence.number for sequence in columns.sequences],
@@ -217,19 +199,14 @@ class Scheduler(SchedulerSide):
         )
 
     def finished(self, sequence: Sequence, reason: str) -> None:
-        """Report the end of a request."""
         self.end_request(sequence.number, reason, sequence.token_ids, sequence.prompt_len)
 
 
 class Capture(WorkerSide):
     """The worker side: captures from one transformers model.
 
-    Args:
-        max_rows: rows of the largest step, padding included.
-
     Raises:
-        ActdsError: E007 unknown layer or none that can be captured, E012 a type that cannot be
-            stored, E507 rows that are not the model's.
+        ActdsError: as ``WorkerSide``; E507 rows that are not the model's.
     """
 
     def __init__(self, model: Any, link: Link, max_rows: int) -> None:
@@ -267,14 +244,7 @@ class Capture(WorkerSide):
         input_ids: torch.Tensor,
         duration_ns: int,
     ) -> None:
-        """Hand over the rows of the step that just ran.
-
-        Args:
-            input_ids: what the model read, ``(n_requests, width)``.
-
-        Raises:
-            ActdsError: E501 when a hook did not see every row, E502 when the writer is gone.
-        """
+        """Hand over the rows of a step whose model read ``input_ids``, ``(n_requests, width)``."""
         n, n_padded = len(columns.index), input_ids.numel()
         seen = set(self.buffers.seen.tolist())
         if seen != {n_padded}:
@@ -293,20 +263,18 @@ class Capture(WorkerSide):
             finished=finished,
             duration_ns=duration_ns,
             kernel_mode="eager",
-            held=self.link.settings.entropy,
+            waits=self.link.settings.entropy,
         )
 
 
 def check_hooks(
     model: Any, buffers: capture.HookBuffers, hooks: tuple[HookSpec, ...], max_tokens: int
 ) -> HookCheck:
-    """Return the result of the check of the hooks.
+    """Return the result of the check of the hooks (spec 0.1 section 9.1).
 
     Raises:
         ActdsError: E507 when rows are not the model's, E601 when they are not finite; E007 when
             the model's layers do not return its own hidden states.
-
-    Spec: 0.1 section 9.1.
     """
     vocabulary = model.get_input_embeddings().num_embeddings
     prompts = check_prompts(vocabulary, max_tokens)
@@ -333,12 +301,11 @@ def check_hooks(
 def _rows(
     model: Any, buffers: capture.HookBuffers, prompts: tuple[list[int], ...], max_tokens: int
 ) -> list[np.ndarray]:
-    """Return the rows of the prompts as one batch, ``(n, d_model)`` by hook."""
     sequences = [
         Sequence(f"check-{number}", number, list(prompt), len(prompt), 1)
         for number, prompt in enumerate(prompts)
     ]
-    found: list[list[list[np.ndarray]]] = [[[] for _ in sequences] for _ in buffers.rows]
+    by_hook: list[list[list[np.ndarray]]] = [[[] for _ in sequences] for _ in buffers.rows]
     batch, logits = Batch(model, sequences, max_tokens), None
     with torch.inference_mode():
         while logits is None:
@@ -347,13 +314,13 @@ def _rows(
             logits = batch.forward(columns)
             index = torch.from_numpy(columns.index).to(buffers.device)
             edges = np.cumsum(columns.n_rows)[:-1]
-            for of_hook, rows, seen in zip(found, buffers.rows, buffers.seen, strict=True):
+            for of_hook, rows, seen in zip(by_hook, buffers.rows, buffers.seen, strict=True):
                 values = rows[index].float().cpu().numpy()
                 if not int(seen):
                     values[:] = DID_NOT_RUN
                 for sequence, part in zip(columns.sequences, np.split(values, edges), strict=True):
                     of_hook[sequence.number].append(part)
-    return [np.concatenate([part for parts in of_hook for part in parts]) for of_hook in found]
+    return [np.concatenate([part for parts in of_hook for part in parts]) for of_hook in by_hook]
 
 
 def _cache_dtype(cache: Any) -> str:
@@ -365,23 +332,14 @@ def _cache_dtype(cache: Any) -> str:
 
 
 class Engine:
-    """A transformers model that captures.
-
-    Args:
-        seed: seed of the sampling; request ``n`` uses ``seed + n``.
+    """A transformers model that captures; request ``n`` samples with ``seed + n``.
 
     Raises:
         ActdsError: E005 no such model, E007 unknown layer, E009 an option that cannot be used.
     """
 
     def __init__(
-        self,
-        model: Path,
-        options: Options,
-        link: Link,
-        *,
-        temperature: float,
-        seed: int,
+        self, model: Path, options: Options, link: Link, *, temperature: float, seed: int
     ) -> None:
         self._folder, self._options, self._link = model, options, link
         self._temperature, self._seed = temperature, seed
@@ -402,7 +360,6 @@ class Engine:
             self._links = links.pop_all()
 
     def add(self, key: str, token_ids: list[int], max_tokens: int) -> None:
-        """Add a request; raises ``ValueError`` when the model cannot take it."""
         vocabulary = self._model.get_input_embeddings().num_embeddings
         if not token_ids or not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
             raise ValueError(f"a token id outside the vocabulary of {vocabulary}")
@@ -423,11 +380,6 @@ class Engine:
         self._waiting.append(sequence)
 
     def step(self) -> list[Finished]:
-        """Run one step; return the requests that ended.
-
-        Raises:
-            ActdsError: E504 when the model or the writer has failed.
-        """
         try:
             return self._step()
         except Exception as error:  # whatever torch raises becomes one line
@@ -436,7 +388,6 @@ class Engine:
             ) from error
 
     def abort(self, keys: list[str]) -> None:
-        """Abort requests."""
         ended = set(keys)
         for sequence in [*(self._batch.sequences if self._batch else ()), *self._waiting]:
             if sequence.key in ended:
@@ -446,7 +397,6 @@ class Engine:
             self._batch.keep([s.key not in ended for s in self._batch.sequences])
 
     def shutdown(self) -> None:
-        """Close the connections."""
         self._links.close()
         self._batch = None
 
@@ -476,7 +426,6 @@ class Engine:
         return ended
 
     def _observe(self, cache: Any) -> tuple[Fact, ...]:
-        """Return the facts of the run record that can be observed after the first forward."""
         model = self._model
         name = f"{type(self).__module__}.{type(self).__qualname__}"
         quantization = getattr(model.config, "quantization_config", None)
@@ -521,7 +470,6 @@ class Engine:
         )
 
     def _sample(self, step: int, batch: Batch, logits: torch.Tensor) -> list[Finished]:
-        """Sample a token for every request of the batch; return those that end with it."""
         requests = batch.sequences
         tokens = [self._pick(sequence, row) for sequence, row in zip(requests, logits, strict=True)]
         if self._link.settings.entropy:
@@ -551,11 +499,7 @@ class Engine:
 
 
 def load_model(folder: Path, options: Options) -> Any:
-    """Return the model on its device.
-
-    Raises:
-        ActdsError: E005 when it cannot be loaded completely, E009 for a missing device.
-    """
+    """Return the model on its device; E005 if it does not load completely, E009 without device."""
     arguments: dict[str, Any] = {"dtype": options.dtype, "local_files_only": True}
     if options.attn_implementation:
         arguments["attn_implementation"] = options.attn_implementation
@@ -583,22 +527,16 @@ def load_model(folder: Path, options: Options) -> Any:
 def _stop_tokens(model: Any, folder: Path) -> frozenset[int]:
     from actds_writers.prompts.encoding import load_tokenizer
 
-    found = model.generation_config.eos_token_id
-    tokens = [found] if isinstance(found, int) else list(found or [])
-    own = load_tokenizer(folder).eos_token_id
-    return frozenset([*tokens, *([own] if own is not None else [])])
+    of_config = model.generation_config.eos_token_id
+    tokens = [of_config] if isinstance(of_config, int) else list(of_config or [])
+    of_tokenizer = load_tokenizer(folder).eos_token_id
+    return frozenset(tokens if of_tokenizer is None else [*tokens, of_tokenizer])
 
 
 def max_model_len_of(model: Any, options: Options) -> int:
-    """Return the positions per request.
-
-    Raises:
-        ActdsError: E009 for more than the model supports.
-    """
-    own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    asked = options.max_model_len
-    if own is not None and asked is not None and asked > own:
-        raise ActdsError(
-            "E009", f"{OPTION} max_model_len", got=str(asked), expected=f"at most {own}"
-        )
-    return int(asked or own or 2**31)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    given = options.max_model_len
+    if limit is not None and given is not None and given > limit:
+        expected = f"at most {limit}"
+        raise ActdsError("E009", f"{OPTION} max_model_len", got=str(given), expected=expected)
+    return int(given or limit or 2**31)

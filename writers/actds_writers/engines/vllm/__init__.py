@@ -31,21 +31,23 @@ from actds_writers.engine_protocol import (
     bad_option,
 )
 from actds_writers.engines.vllm import versions
-from actds_writers.engines.vllm.adapters import Adapter, adapter_sha256, read_adapter
 from actds_writers.engines.vllm.options import (
     _KV_FROM_OUTSIDE,
     _SAMPLING,
     OWNED,
     OWNED_PARAMS,
     REFUSED,
+    Adapter,
     VllmOptions,
+    adapter_sha256,
     argument_names,
     graph_key,
+    read_adapter,
     refuse_options,
     refuse_unread,
 )
+from actds_writers.harvest.probe_cost import Timing, TimingTask
 from actds_writers.ipc.link import ENVIRONMENT, Link
-from actds_writers.sizing.probe_fit import Timing, TimingTask
 
 _REFUSAL = "VLLMClientError"
 """Class of vLLM's errors that are a request's fault; older ones are a ``ValueError``."""
@@ -55,10 +57,7 @@ END_TIMEOUT_S = 10.0
 
 
 class VllmEngine:
-    """A vLLM engine that captures.
-
-    Args:
-        link: where writer and census listen; ``None`` for an engine that does not capture.
+    """A vLLM engine that captures, or does not without a link.
 
     Raises:
         ActdsError: E504 when the engine does not start, E012 for a vLLM that was never tested,
@@ -126,21 +125,18 @@ class VllmEngine:
                 self._engine.add_lora(self._lora)  # one that does not load is an error now
         except Exception as error:  # whatever the engine raises becomes one line
             _close_links()  # in this process; writer and census wait for them
-            _end_processes(others=before)
+            _end_processes(before)
             raise _engine_error(error) from error
 
     @property
     def max_model_len(self) -> int:
-        """Return the effective maximum of positions per request."""
         return int(self._engine.model_config.max_model_len)
 
     @property
     def max_num_seqs(self) -> int:
-        """Return the effective maximum of requests per step."""
         return int(self._engine.vllm_config.scheduler_config.max_num_seqs)
 
     def add(self, key: str, token_ids: list[int], max_tokens: int) -> None:
-        """Add a request; raises ``ValueError`` when it is refused, E504 when the engine died."""
         try:
             params = self._params(max_tokens=max_tokens)
             prompt = {"prompt_token_ids": token_ids}
@@ -153,7 +149,6 @@ class VllmEngine:
             raise _engine_error(error) from error
 
     def step(self) -> list[Finished]:
-        """Run one step; return the requests that ended; raises E504 when the engine has died."""
         try:
             outputs = self._engine.step()
         except Exception as error:  # whatever the engine raises becomes one line
@@ -168,7 +163,6 @@ class VllmEngine:
         ]
 
     def abort(self, keys: list[str]) -> None:
-        """Abort requests."""
         self._engine.abort_request(keys)
         self._settle()
 
@@ -180,7 +174,6 @@ class VllmEngine:
             settle_last_step(in_this_process)
 
     def shutdown(self) -> None:
-        """End the engine and close the connections of its process."""
         self._engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
         _close_links()
 
@@ -197,8 +190,7 @@ def _paths(options: VllmOptions, model: Path) -> dict[str, str]:
 def wake_when_dead(client: Any) -> None:
     """Let a client whose engine's process is killed raise: vLLM's waits for its output for ever.
 
-    Args:
-        client: the client of the engine core; one in this process has no queue.
+    The client of an engine core in this process has no queue.
     """
     outputs, shutdown = getattr(client, "outputs_queue", None), client.shutdown
     if outputs is None:
@@ -221,16 +213,16 @@ def _devices(options: Mapping[str, Any], number: int) -> dict[str, Any]:
         return {}
     sizes = ("tensor_parallel_size", "pipeline_parallel_size")
     world = math.prod(int(options.get(name) or 1) for name in sizes)
-    own = slice(number * world, (number + 1) * world)
-    given = options.get("device_ids") or list(range(own.stop))
-    if len(given) < own.stop:
+    part = slice(number * world, (number + 1) * world)
+    given = options.get("device_ids") or list(range(part.stop))
+    if len(given) < part.stop:
         raise ActdsError(
             "E012",
             f"{OPTION} device_ids",
             got=f"{len(given)} devices",
             expected=f"{world} for each replica",
         )
-    return {"device_ids": list(given)[own]}
+    return {"device_ids": list(given)[part]}
 
 
 def _plugin() -> Any:
@@ -246,13 +238,9 @@ def _close_links() -> None:
     _plugin().renew()
 
 
-def _end_processes(others: Collection[BaseProcess]) -> None:
-    """End the processes that an engine left behind whose start has failed.
-
-    Args:
-        others: children that are not the engine's.
-    """
-    left = [child for child in multiprocessing.active_children() if child not in others]
+def _end_processes(before: Collection[BaseProcess]) -> None:
+    """End the processes that an engine left behind whose start has failed."""
+    left = [child for child in multiprocessing.active_children() if child not in before]
     for child in left:
         child.terminate()
     deadline = time.monotonic() + END_TIMEOUT_S
@@ -327,11 +315,7 @@ class Vllm(EngineKind):
         return super().options(given)
 
     def checked(self, given: Mapping[str, object]) -> EngineOptions:
-        """Return validated options whose names the installed vLLM knows.
-
-        Raises:
-            ActdsError: as ``options``; E009 for an unknown name, E011 without vLLM.
-        """
+        """Return validated options whose names the installed vLLM knows, or E009, or E011."""
         options = self.options(given)  # a typing error needs no engine to be found
         assert isinstance(options, VllmOptions)
         if options.lora is not None:
@@ -347,7 +331,6 @@ class Vllm(EngineKind):
     def start(
         self, model: Path, options: EngineOptions, link: Link, *, temperature: float, seed: int
     ) -> Engine:
-        """Return the engine with its workers up; raises as ``EngineKind.start``."""
         assert isinstance(options, VllmOptions)
         adapter = read_adapter(options.lora) if options.lora else None
         return VllmEngine(model, options, link, temperature=temperature, seed=seed, adapter=adapter)
@@ -364,13 +347,11 @@ class Vllm(EngineKind):
         return Workers(stages, stages + (options.async_scheduling is not False))
 
     def of_replica(self, options: EngineOptions, number: int) -> EngineOptions:
-        """Return the options of one engine, with accelerators of its own."""
         assert isinstance(options, VllmOptions)
         devices = _devices(options.arguments(), number)
         return options.model_copy(update={"data_parallel_size": 1, **devices})
 
     def require_logits(self, options: EngineOptions) -> None:
-        """Refuse drafts and pipeline stages; raises as ``EngineKind.require_logits``."""
         assert isinstance(options, VllmOptions)
         refuse_unread(options.arguments(), OPTION)
 
@@ -380,14 +361,15 @@ class Vllm(EngineKind):
         changes = {"enable_prefix_caching": False, **dict.fromkeys(given)}
         return super().alone(options).model_copy(update=changes)
 
-    def time_probes(self, task: TimingTask, said: Callable[[str], None]) -> Timing:
-        """Return decode steps with and without probes; raises as ``EngineKind.time_probes``."""
+    def time_probes(self, task: TimingTask, progress: Callable[[str], None]) -> Timing:
+        """Return decode steps with and without probes, as ``harvest.probe_cost.TimesProbes``."""
         from actds_writers.engines.vllm import probe_timing
 
-        return probe_timing.time_probes(task, said)
+        task = probe_timing.with_step_options(task)
+        self.checked(task.engine_args)
+        return probe_timing.time_probes(task, VllmEngine, progress)
 
     def adapter_sha256(self, options: EngineOptions) -> str | None:
-        """Return the digest of the LoRA adapter that the options name."""
         assert isinstance(options, VllmOptions)
         return adapter_sha256(str(read_adapter(options.lora).folder)) if options.lora else None
 

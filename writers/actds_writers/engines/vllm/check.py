@@ -38,11 +38,16 @@ from actds_writers.capture.check import (
 from actds_writers.capture.hooks import find_kind, raise_all
 from actds_writers.capture.op import HookBuffers
 from actds_writers.capture.taps import StreamForm, decoder_layers
-from actds_writers.engines.vllm.adapters import random_adapters
-from actds_writers.engines.vllm.dispatch import Dispatch, eager
-from actds_writers.engines.vllm.ranks import execute, share_tokens
-from actds_writers.engines.vllm.verified import is_verified
-from actds_writers.engines.vllm.worker import identify, loaded_model
+from actds_writers.engines.vllm.options import random_adapters
+from actds_writers.engines.vllm.runner import (
+    Dispatch,
+    eager,
+    execute,
+    identify,
+    loaded_model,
+    share_tokens,
+)
+from actds_writers.engines.vllm.versions import is_verified
 from actds_writers.ipc.messages import HookSpec
 
 _NAME = "actds-check-{}"
@@ -58,19 +63,16 @@ def check_hooks(
     *,
     live: bool = False,
 ) -> HookCheck:
-    """Return the result of the check of the hooks.
+    """Return the result of the check of the hooks, as in spec 0.1 section 9.1.
 
     Args:
         worker: a worker whose engine is set up and has not run a request.
-        form: where the stream is in the output of its layers.
         live: whether requests with and without a LoRA adapter may meet in a step.
 
     Raises:
         ActdsError: E507 when rows are not the model's, E601 when they are not finite; E007 when
             nothing can be compared and the model class is not verified; E012 when the KV cache has
             no room for a short prompt, or an adapter changes rows of a request without one.
-
-    Spec: 0.1 section 9.1.
     """
     prompts = prompts_of(worker)
     if not prompts:
@@ -122,7 +124,7 @@ def _apart(
     parts = [~served.decoded]
     if served.sequences == plain.sequences:  # else another token was decoded
         parts.append(served.decoded)
-    rows, eager_rows = (dict(zip(names, one.rows, strict=True)) for one in (served, plain))
+    rows, eager_rows = (dict(zip(names, run.rows, strict=True)) for run in (served, plain))
     return compare_with_eager(rows, eager_rows, bounds, parts)
 
 
@@ -139,15 +141,12 @@ def _forward_beside_adapter(
 def _require_base_rows(
     hooks: Sequence[HookSpec], alone: Forwarded, beside: Forwarded, bounds: dict[str, float]
 ) -> None:
-    """Raise E012 unless the first prompt has the same rows beside an adapter, and the last has not.
-
-    Spec: 0.1 section 9.6.
-    """
+    """Raise E012 unless the first prompt has the same rows beside an adapter, the last has not."""
     n_all = len(alone.sequences[0])
     n_same = n_all - (alone.sequences[0] != beside.sequences[0])  # another token was decoded
     changed = False
-    for hook, rows, other in zip(hooks, alone.rows, beside.rows, strict=True):
-        apart = row_distances(other, rows)
+    for hook, rows, rows_beside in zip(hooks, alone.rows, beside.rows, strict=True):
+        apart = row_distances(rows_beside, rows)
         distance = float(apart[:n_same].mean())
         if not distance <= bounds[hook.name]:  # also true for not-a-number
             got = f"{hook.name} of a request without an adapter changes beside one with: rows are "
@@ -171,7 +170,6 @@ def _mixed_rows(got: str, expected: str) -> ActdsError:
 
 
 def join_check(worker: Any, *, live: bool) -> None:
-    """Run the forwards of the check on a rank without hooks."""
     prompts = prompts_of(worker)
     if not prompts:
         return
@@ -195,46 +193,40 @@ def _bounds(worker: Any, hooks: Sequence[HookSpec]) -> dict[str, float]:
 
 
 def _computed(worker: Any) -> str:
-    """Return the type that the model computes in."""
     return str(worker.model_runner.model_config.dtype).removeprefix("torch.")
 
 
 def _reference_states(
     worker: Any, model: torch.nn.Module, hooks: Sequence[HookSpec], forwarded: Forwarded
 ) -> States:
-    """Return what the hooks' kinds would see at every layer of a plain forward.
-
-    Raises:
-        NoReferenceError: transformers cannot load the weights of the engine, or has no such hook.
-    """
     config = worker.vllm_config
-    own = config.model_config
+    wanted = config.model_config
     if str(config.load_config.load_format) == "dummy":
         raise NoReferenceError("load_format is dummy: the weights are random")
-    if own.quantization is not None:
-        raise NoReferenceError(f"the weights are quantized ({own.quantization})")
-    if own.hf_overrides:
+    if wanted.quantization is not None:
+        raise NoReferenceError(f"the weights are quantized ({wanted.quantization})")
+    if wanted.hf_overrides:
         raise NoReferenceError("hf_overrides: the engine runs a changed configuration")
     stages = int(config.parallel_config.pipeline_parallel_size)
     ranks = stages * int(config.parallel_config.tensor_parallel_size)
     size = ranks * sum(parameter.numel() for parameter in model.parameters())
     options = {
-        "revision": own.revision,
-        "trust_remote_code": bool(own.trust_remote_code),
+        "revision": wanted.revision,
+        "trust_remote_code": bool(wanted.trust_remote_code),
         "n_copies": stages,
     }
     kinds = sorted({hook.kind for hook in hooks})
     # vLLM's transformers backend patches transformers' classes in this whole process.
     if type(model).__module__.startswith("vllm.model_executor.models.transformers"):
-        states = states_in_fresh_process(own.model, size, forwarded.sequences, kinds, **options)
+        states = states_in_fresh_process(wanted.model, size, forwarded.sequences, kinds, **options)
     else:
-        reference = load_reference(own.model, size, **options)
+        reference = load_reference(wanted.model, size, **options)
         states = reference_states(reference, forwarded.sequences, kinds)
     for hook, rows in zip(hooks, forwarded.rows, strict=True):
-        found = states.get(hook.kind, {}).get(hook.layer)
-        if hook.kind == "resid_post" and found is not None and found.shape != rows.shape:
+        state = states.get(hook.kind, {}).get(hook.layer)
+        if hook.kind == "resid_post" and state is not None and state.shape != rows.shape:
             raise NoReferenceError(
-                f"transformers' layers return {found.shape}, the hooks see {rows.shape}"
+                f"transformers' layers return {state.shape}, the hooks see {rows.shape}"
             )
     return states
 
@@ -242,10 +234,9 @@ def _reference_states(
 def _without_reference(
     model: str, ranks: int, form: StreamForm, hooks: Sequence[HookSpec], check: HookCheck
 ) -> HookCheck:
-    """Return a check against the engine alone, if that is enough.
+    """Return a check against the engine alone, if that is enough, or raise E007.
 
-    Raises:
-        ActdsError: E007 when a hook could not be compared and its model class is not verified.
+    A hook that could not be compared has to be of a verified model class and kind.
     """
     unseen = [hook for hook in hooks if hook.name not in check.distances]
     if not unseen:
@@ -315,7 +306,6 @@ def forward_prompts(
     """Run the prompts and one decode step through the worker's model runner.
 
     Args:
-        worker: a worker whose engine is set up and has not run a request.
         buffers: what the hooks write; ``None`` on a rank without hooks.
         after_prompts: called between the prompts' step and the decode step.
         adapter: ``LoRARequest`` of the last prompt.
@@ -341,7 +331,6 @@ def forward_prompts(
 
 
 def _joined(parts: list[list[np.ndarray]]) -> list[np.ndarray]:
-    """Return the concatenated rows of each hook."""
     return [np.concatenate(of_hook) for of_hook in zip(*parts, strict=True)]
 
 
@@ -349,29 +338,27 @@ def _joined(parts: list[list[np.ndarray]]) -> list[np.ndarray]:
 def _run(
     worker: Any, scheduled: Any, buffers: HookBuffers | None
 ) -> tuple[dict[str, list[int]], dict[str, Any]]:
-    """Run one step on all stages; return by request the sampled tokens, token ids and rows."""
     from vllm.distributed import get_pp_group
 
     try:
-        output, found = _step(worker, scheduled, buffers)
+        output, rows = _step(worker, scheduled, buffers)
     except Exception:
         # No other stage may wait for its tokens. vLLM ends one that waits for a stage's rows.
         if get_pp_group().is_last_rank:
             with contextlib.suppress(ActdsError):
                 share_tokens(None)
         raise
-    return share_tokens(output), found
+    return share_tokens(output), rows
 
 
 def _step(
     worker: Any, scheduled: Any, buffers: HookBuffers | None
 ) -> tuple[Any, dict[str, tuple[np.ndarray, list[np.ndarray]]]]:
-    """Run one step; return what was sampled, and token ids and rows by request."""
     runner = worker.model_runner
     if buffers is not None:
         buffers.reset()
     execute(worker, scheduled)
-    found: dict[str, tuple[np.ndarray, list[np.ndarray]]] = {}
+    by_request: dict[str, tuple[np.ndarray, list[np.ndarray]]] = {}
     if buffers is not None:
         identity = identify(runner, scheduled)
         ids = identity.token_ids.cpu().numpy()
@@ -384,11 +371,11 @@ def _step(
         for name, start, stop in zip(
             identity.request_ids, stops - identity.n_rows, stops, strict=True
         ):
-            found[name] = (ids[start:stop].copy(), [of_hook[start:stop] for of_hook in rows])
+            by_request[name] = ids[start:stop].copy(), [of_hook[start:stop] for of_hook in rows]
     output = runner.sample_tokens(None)
     if hasattr(output, "get_output"):  # asynchronous: the token must be there for the next step
         output = output.get_output()
-    return output, found
+    return output, by_request
 
 
 def _prefill(runner: Any, names: list[str], prompts: tuple[list[int], ...], adapter: Any) -> Any:
@@ -423,7 +410,6 @@ def _prefill(runner: Any, names: list[str], prompts: tuple[list[int], ...], adap
 
 
 def _n_blocks(spec: Any, n_tokens: int) -> int:
-    """Return the blocks that a request of so many tokens has in a cache group."""
     spec = getattr(spec, "first_spec", spec)
     return -(-n_tokens // int(spec.block_size)) + int(getattr(spec, "num_speculative_blocks", 0))
 
@@ -467,9 +453,6 @@ class NextReaders:
     the last layer, of a module outside all layers. A norm with a residual argument reads the sum if
     it returns the sum, and its first argument alone if it returns the residual unchanged (vLLM's
     Cohere); if it returns neither, it shows nothing.
-
-    Args:
-        rows: float32 ``(n, d_model)`` of each hook, which the forward repeats.
     """
 
     def __init__(
@@ -483,7 +466,6 @@ class NextReaders:
 
     @contextlib.contextmanager
     def watching(self, runner: Any) -> Iterator[None]:
-        """Watch the forwards of a model runner."""
         layers = decoder_layers(self._model)
         inside = {id(module) for layer in layers.values() for module in layer.modules()}
         last = max(layers)  # of this pipeline stage
@@ -505,7 +487,6 @@ class NextReaders:
             self.stop()
 
     def stop(self) -> None:
-        """Stop watching."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -545,7 +526,6 @@ class NextReaders:
         self._handles.append(module.register_forward_hook(after))
 
     def _matching(self, hook: int, values: list[Any]) -> list[torch.Tensor]:
-        """Return copies of the float tensors that have the shape of the hook's rows."""
         want = self._rows[hook]
         tensors = [
             value.flatten(0, -2)[: len(want)].float().clone()
@@ -566,8 +546,8 @@ def without_connector(runner: Any) -> Iterator[None]:
     from vllm.distributed.kv_transfer import kv_transfer_state as state
 
     name = "_KV_CONNECTOR_AGENT"
-    agent, own = getattr(state, name), getattr(runner, "kv_connector", None)  # own: second runner
-    disable = getattr(own, "set_disabled", None) if agent is not None else None
+    agent, of_second = getattr(state, name), getattr(runner, "kv_connector", None)
+    disable = getattr(of_second, "set_disabled", None) if agent is not None else None
     setattr(state, name, None)
     if disable is not None:
         disable(True)

@@ -1,28 +1,113 @@
-"""The options of the vLLM engine, and those that capture cannot account for.
+"""The options of the vLLM engine, its LoRA adapter, and options that capture cannot account for.
 
-Workers, scheduler and server refuse by the same tables. vLLM is imported for the names of its
-arguments alone.
+Workers, scheduler and server refuse by the same tables.
+
+vLLM 0.32.0 on a CPU: in ``vllm/lora``, ``punica_wrapper/utils.py:35`` uses -1 for "no adapter", and
+``ops/torch_ops/lora_ops.py:31, 74 and 119`` index with it: in PyTorch that is the last adapter. So
+requests without an adapter get one, in a step beside a request that has one; requests with an
+adapter have rows of their own adapter. ``tests/engine/test_engine_lora.py`` shows both. The Triton
+kernels leave at -1 (``ops/triton_ops/lora_shrink_op.py:160``), but no measurement on a GPU of ours
+says so. A harvest has therefore one adapter for every request, or none; a server with adapters is
+captured if the check of the hooks sees that its requests without one have rows of the base model.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import ConfigDict, Field
 
 from actds.errors import ActdsError, not_installed
-from actds_writers.engine_protocol import (
-    OPTION,
-    EngineOptions,
-    EngineValue,
-    bad_option,
-)
+from actds.format.canonical import read_bounded
+from actds_writers.engine_protocol import OPTION, EngineOptions, EngineValue, bad_option
 from actds_writers.ipc.link import Link
-from actds_writers.model_folder import ModelFiles, find_model
+from actds_writers.model_folder import ModelFiles, file_sha256, find_model
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG = "adapter_config.json"
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes for ``max_lora_rank``."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    name: str
+    folder: Path
+    rank: int
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        most = next((rank for rank in RANKS if rank >= self.rank), self.rank)
+        return {"enable_lora": True, "max_loras": 1, "max_lora_rank": most}
+
+    def request(self) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(self.name, 1, str(self.folder))
+
+
+def read_adapter(folder: str) -> Adapter:
+    """Return the adapter of a folder; raises E009 for one that holds none."""
+    path = Path(folder).expanduser().absolute()
+    try:
+        rank = int(json.loads(read_bounded(path / CONFIG))["r"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        got = f"{folder[:80]}: {type(error).__name__} at {CONFIG}"
+        raise bad_option("lora", got, "a folder with a LoRA adapter, as PEFT saves it") from None
+    return Adapter(path.name, path, rank)
+
+
+@contextlib.contextmanager
+def random_adapters(worker: Any, model: torch.nn.Module) -> Iterator[Any]:
+    """Fill all places for adapters of an idle worker with random ones; yield one for a request."""
+    import torch
+    from vllm.lora.request import LoRARequest
+
+    manager, config = worker.model_runner.lora_manager, worker.vllm_config.lora_config
+    adapters = [
+        LoRARequest(f"actds-check-{number}", number, "/nowhere")
+        for number in range(1, int(config.max_loras) + 1)
+    ]
+    with manager.dummy_lora_cache():
+        for adapter in adapters:
+            manager.add_dummy_lora(adapter, rank=min(int(config.max_lora_rank), 8))
+            manager._adapter_manager.activate_adapter(adapter.lora_int_id)
+    places = list(_places(model))
+    with torch.inference_mode():
+        for number, place in enumerate(places):
+            chance = torch.Generator(place.device).manual_seed(number)
+            place.normal_(std=place.shape[-1] ** -0.5, generator=chance)
+    try:
+        yield adapters[0]
+    finally:
+        with torch.inference_mode():
+            for place in places:
+                place.zero_()
+        manager.remove_all_adapters()
+
+
+def _places(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    for module in model.modules():
+        for name in ("lora_a_stacked", "lora_b_stacked"):
+            tensors = vars(module).get(name, ())
+            yield from tensors if isinstance(tensors, tuple | list) else (tensors,)
+
+
+def adapter_sha256(folder: str) -> str | None:
+    """Return the SHA-256 over the sorted 'name sha256' lines of the adapter's files, if any."""
+    path = Path(folder)
+    files = [file for kind in (CONFIG, "*.safetensors", "*.bin") for file in path.glob(kind)]
+    lines = "".join(f"{file.name} {file_sha256(file)}\n" for file in sorted(files))
+    return hashlib.sha256(lines.encode()).hexdigest() if files else None
+
 
 OWNED: Mapping[str, str] = {
     "model": "the argument model",
@@ -41,12 +126,7 @@ _SAMPLING = "sampling_params"
 
 @dataclass(frozen=True)
 class Refused:
-    """An engine option that capture cannot account for.
-
-    Args:
-        allowed: the values that are allowed; every other one is refused.
-        reason: what would go wrong.
-    """
+    """An engine option of which capture can account for some values, and why for no other."""
 
     allowed: tuple[EngineValue, ...]
     reason: str
@@ -76,7 +156,9 @@ _MICROBATCH = "a step is run in parts, and the capture buffer holds only the las
 
 REFUSED: Mapping[str, Refused] = {
     "data_parallel_size": Refused(
-        (None, 1), "replicas of a mixture of experts share its experts and step together"
+        (None, 1),
+        "replicas of a mixture of experts share its experts and step together, and actds write "
+        "starts engines that do not know of each other; capture a server that has them",
     ),
     "data_parallel_rank": Refused((None,), _REPLICAS),
     "data_parallel_size_local": Refused((None,), _REPLICAS),
@@ -118,17 +200,18 @@ REFUSED: Mapping[str, Refused] = {
 
 
 REFUSED_CONNECTORS: Mapping[str, str] = {
-    "DecodeBenchConnector": "it fills KV blocks with made-up values, and rows follow from them",
+    "DecodeBenchConnector": "it fills KV blocks with made-up values, and rows follow from them"
 }
 """KV connectors that are refused with E012, and why."""
 
 
-def refuse_options(options: Mapping[str, object]) -> None:
+def refuse_options(options: Mapping[str, object], place: str = OPTION) -> None:
     """Raise for a configuration that capture cannot account for.
 
     Args:
         options: engine arguments by name, from a command line or from a live engine. What holds
             for a ``speculative_config`` is its method.
+        place: what the error names before the option.
 
     Raises:
         ActdsError: E012 with the option and the reason.
@@ -144,7 +227,7 @@ def refuse_options(options: Mapping[str, object]) -> None:
         usable = " or ".join(json.dumps(allowed) for allowed in rule.allowed if allowed is not None)
         raise ActdsError(
             "E012",
-            f"{OPTION} {key}",
+            f"{place} {key}",
             got=f"{str(value)[:80]}: {rule.reason}",
             expected=usable or "no such option",
         )
@@ -152,7 +235,7 @@ def refuse_options(options: Mapping[str, object]) -> None:
     if stages != 1 and any(options.get(name) for name in DRAFTS):
         raise ActdsError(
             "E012",
-            f"{OPTION} speculative_config",
+            f"{place} speculative_config",
             got=f"drafts with {stages} pipeline stages: {_STAGED_DRAFTS}",
             expected="no drafts, or one stage",
         )
@@ -161,7 +244,7 @@ def refuse_options(options: Mapping[str, object]) -> None:
         if connector in transfer:  # also inside a MultiConnector
             raise ActdsError(
                 "E012",
-                f"{OPTION} kv_transfer_config",
+                f"{place} kv_transfer_config",
                 got=f"{connector}: {reason}",
                 expected="a connector of KV that a model computed",
             )
@@ -175,15 +258,7 @@ UNREAD: Mapping[str, str] = {
 
 
 def refuse_unread(options: Mapping[str, object], place: str) -> None:
-    """Raise for a configuration whose sampled tokens cannot be followed to their logits.
-
-    Args:
-        options: engine arguments by name; of a ``speculative_config`` its method is enough.
-        place: what the error names before the option.
-
-    Raises:
-        ActdsError: E012 with the option and the reason.
-    """
+    """Raise E012 for a configuration whose sampled tokens cannot be followed to their logits."""
     for key, reason in UNREAD.items():
         if options.get(key) not in (None, 1):
             raise ActdsError(
@@ -195,7 +270,6 @@ def refuse_unread(options: Mapping[str, object], place: str) -> None:
 
 
 def argument_names() -> frozenset[str]:
-    """Return the argument names of the installed vLLM, importing it; raises E011 without it."""
     try:
         from vllm.engine.arg_utils import EngineArgs
     except ImportError as error:
@@ -229,35 +303,30 @@ class VllmOptions(EngineOptions):
     """Further arguments of ``SamplingParams`` for every request."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return what the user gave to ``EngineArgs``, by name; revisions are in the folders."""
         apart = {"lora", "sampling_params", "revision", "tokenizer_revision"}
         return self.model_dump(exclude_unset=True, exclude=apart)
 
     def files(self, model: Path) -> ModelFiles:
-        """Return the folders of a model's files; raises as ``EngineOptions.files``."""
-
-        def found(name: str, revision: str | None = None) -> Path:
+        def folder(name: str, revision: str | None = None) -> Path:
             value = getattr(self, name)
             return find_model(value, revision, f"{OPTION} {name}") if value else model
 
-        config = found("hf_config_path")
+        config = folder("hf_config_path")
         generation = config
         if self.generation_config not in (None, "auto", "vllm"):
-            generation = found("generation_config")
-        tokenizer = found("tokenizer", self.tokenizer_revision)
+            generation = folder("generation_config")
+        tokenizer = folder("tokenizer", self.tokenizer_revision)
         if self.tokenizer is None and self.tokenizer_revision is not None:
             raise bad_option("tokenizer_revision", "no tokenizer beside it", "tokenizer=org/name")
         return ModelFiles(model, config, tokenizer, generation)
 
     @property
     def n_samples(self) -> int:
-        """Return how many times each prompt is sampled."""
         n = self.sampling_params.get("n", 1)
         return n if isinstance(n, int) else 1
 
     @property
     def sampling(self) -> Mapping[str, Any]:
-        """Return the further sampling parameters."""
         return self.sampling_params
 
 

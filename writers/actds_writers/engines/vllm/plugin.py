@@ -92,10 +92,7 @@ def _attach(link: Link) -> None:
 
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Call ``then`` with a module once it is imported.
-
-    Some of vLLM's processes load plugins and never need its executor, whose import takes seconds.
-    """
+    """Call ``then`` with a module once it is imported, which some of vLLM's processes never do."""
     if name in sys.modules:
         then(sys.modules[name])
     else:
@@ -103,13 +100,10 @@ def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
 
 
 class _Watch(MetaPathFinder):
-    """An import hook for one module, removed after its import."""
-
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name, self._then = name, then
 
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        """Return the module's own spec, with a loader that calls ``then``."""
         if name != self._name:
             return None
         sys.meta_path.remove(self)
@@ -178,7 +172,7 @@ def _wrap_inputs(module: Any) -> None:
         if not isinstance(document, dict) or document.get("roles") is False:
             return
         try:
-            from actds_writers.engines.vllm.chats import label_chats
+            from actds_writers.engines.vllm.requests import label_chats
 
             label_chats(self)
         except Exception as error:
@@ -279,8 +273,8 @@ def _wrap_worker() -> None:
             _link.note("Loading the weights")
         result = load_model(self, *args, **kwargs)
         if _link is not None:
-            from actds_writers.engines.vllm.ranks import captures
-            from actds_writers.engines.vllm.worker import WorkerCapture, give_heads, loaded_model
+            from actds_writers.engines.vllm.runner import captures, loaded_model
+            from actds_writers.engines.vllm.worker import WorkerCapture, give_heads
 
             if captures(self, loaded_model(self.model_runner), _link):
                 self._actds = WorkerCapture(self, _link)
@@ -416,15 +410,15 @@ def _wrap_scheduler() -> None:
     @functools.wraps(update_from_output)
     def updating(self: Any, output: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
         if self._actds is not None and self.connector is not None:
-            from actds_writers.engines.vllm.loads import refuse_unseen
+            from actds_writers.engines.vllm.blocks import refuse_unseen
 
             _reported(self, refuse_unseen, self, output, results)
         if self._actds is not None:
             _reported(self, self._actds.taking, output, results)
-        found = update_from_output(self, output, results, *args, **kwargs)
+        outputs = update_from_output(self, output, results, *args, **kwargs)
         if self._actds is not None:
             _reported(self, self._actds.taken, output)
-        return found
+        return outputs
 
     @functools.wraps(has_requests)
     def having(self: Any) -> Any:
@@ -490,8 +484,8 @@ def _follow_weights(scheduler: Any, live: LiveRun) -> None:
 
 
 def _scheduler_side(scheduler: Any, link: Link, **more: Any) -> Any:
+    from actds_writers.engines.vllm.requests import tokenizer_of
     from actds_writers.engines.vllm.scheduler import VllmSchedulerSide
-    from actds_writers.engines.vllm.stops import tokenizer_of
     from actds_writers.ipc.link import Sender
 
     connection = link.connect("census", "scheduler")
@@ -516,13 +510,9 @@ def _scheduler_side(scheduler: Any, link: Link, **more: Any) -> Any:
 
 
 def follow(engine_core: Any, link: Link) -> tuple[Any, Any]:
-    """Hook the model of an engine that is up, eager and in this process; return worker and
-    scheduler side.
+    """Hook the model of an engine that is up, eager and in this process; return both sides.
 
     Of several harvests that follow one engine, ``hand_to`` says whose its requests are.
-
-    Raises:
-        ActdsError: as ``WorkerCapture``.
     """
     from actds_writers.engines.vllm.worker import WorkerCapture
 
@@ -534,16 +524,11 @@ def follow(engine_core: Any, link: Link) -> tuple[Any, Any]:
 
 
 def hand_to(engine_core: Any, sides: tuple[Any, Any]) -> None:
-    """Let both sides of a harvest account for an engine's requests, of which it has none now.
-
-    Args:
-        sides: of ``follow``; twice ``None`` for no harvest.
-    """
+    """Let both sides of a harvest, or twice ``None``, account for an engine without requests."""
     worker_of(engine_core)._actds, engine_core.scheduler._actds = sides
 
 
 def worker_of(engine_core: Any) -> Any:
-    """Return the worker of an engine that runs in this process."""
     return engine_core.model_executor.driver_worker.worker
 
 

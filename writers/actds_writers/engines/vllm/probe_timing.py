@@ -29,20 +29,18 @@ import numpy as np
 import torch
 
 from actds.errors import ActdsError
+from actds_writers.capture.hooks import plan_readouts
 from actds_writers.capture.op import find_taps, watch_tap
-from actds_writers.capture.probes import plan_readouts
 from actds_writers.capture.taps import StreamForm, Tap
 from actds_writers.config import WriterSettings, WriteSettings
 from actds_writers.engine_protocol import OPTION
-from actds_writers.engines import vllm as engines
 from actds_writers.engines.vllm import plugin
-from actds_writers.engines.vllm.dispatch import Dispatch
 from actds_writers.engines.vllm.options import DRAFTS, VllmOptions
-from actds_writers.engines.vllm.worker import loaded_model
+from actds_writers.engines.vllm.runner import Dispatch, loaded_model
 from actds_writers.harvest.prepare import Plan, hold, make_plan
+from actds_writers.harvest.probe_cost import RING_MIB, SHARD_NBYTES, Arm, Timed, Timing, TimingTask
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.sizing.needs import Geometry, rows_per_shard
-from actds_writers.sizing.probe_fit import RING_MIB, SHARD_NBYTES, Arm, Timed, Timing, TimingTask
 
 PROMPT_TOKENS, N_STEPS, N_UNTIMED = 16, 16, 4
 """Of a request: the prompt, the generated tokens, and how many of their steps are not timed: the
@@ -56,25 +54,25 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs",
 )
 
-Said = Callable[[str], None]
-
 
 @dataclass(frozen=True)
 class Session:
     """What one engine times.
 
     Args:
+        start: starts the engine, with a link or without: the class ``VllmEngine``.
         eager: whether arms are put in and taken out; else there is one, in the graph.
         first_round: number of its first round.
     """
 
+    start: Callable[..., Any]
     task: TimingTask
     eager: bool
     first_round: int = 0
 
 
-def step_arguments(task: TimingTask) -> dict[str, Any]:
-    """Return the engine's options: the user's, with what the timing needs where they say nothing.
+def with_step_options(task: TimingTask) -> TimingTask:
+    """Return the task with the options that the timing needs where the user's say nothing.
 
     Raises:
         ActdsError: E009 or E012 for an option with which steps cannot be timed.
@@ -103,63 +101,49 @@ def step_arguments(task: TimingTask) -> dict[str, Any]:
         "distributed_executor_backend": "uni",
     }
     sampling = {**given.get("sampling_params", {}), "ignore_eos": True}
-    return {**usual, **given, "sampling_params": sampling}
+    return replace(task, engine_args={**usual, **given, "sampling_params": sampling})
 
 
-def time_probes(task: TimingTask, said: Said) -> Timing:
-    """Return the decode steps of every arm, batch and round.
-
-    Args:
-        said: hears of progress.
-
-    Raises:
-        ActdsError: as ``step_arguments``; E504 when an engine does not start or dies.
-    """
-    arguments = step_arguments(task)
-    engines.VLLM.checked(arguments)
-    task = replace(task, engine_args=arguments)
+def time_probes(
+    task: TimingTask, start: Callable[..., Any], progress: Callable[[str], None]
+) -> Timing:
     timed: list[Timed] = []
     facts: dict[str, str] = {}
-    for session in sessions(task):
+    for session in sessions(task, start):
         beside = session.eager and not task.is_eager  # for naive hooks
         if not session.eager:
             (arm,) = session.task.arms
-            said(f"round {session.first_round + 1}: an engine for {arm.way} {arm.n_probes}")
+            progress(f"round {session.first_round + 1}: an engine for {arm.way} {arm.n_probes}")
         for message in _run(session):
             if isinstance(message, Timed):
                 timed.append(message)
             elif isinstance(message, str):
-                said(message)
+                progress(message)
             elif not beside:
                 facts = message
     return Timing(tuple(timed), facts)
 
 
-def sessions(task: TimingTask) -> Iterator[Session]:
-    """Yield the engines to run, one after the other."""
+def sessions(task: TimingTask, start: Callable[..., Any]) -> Iterator[Session]:
     if task.is_eager:
-        yield Session(task, eager=True)
+        yield Session(start, task, eager=True)
         return
     naive = tuple(arm for arm in task.arms if arm.way == "naive")
-    apart: list[tuple[Arm, ...]] = [(arm,) for arm in task.arms if arm.way != "naive"]
+    separate: list[tuple[Arm, ...]] = [(arm,) for arm in task.arms if arm.way != "naive"]
     eager_args = {**task.engine_args, "enforce_eager": True}
     for number in range(task.n_rounds):
-        order = [*apart, naive] if naive else list(apart)
+        order = [*separate, naive] if naive else list(separate)
         random.Random(number).shuffle(order)
         for arms in order:
-            one = replace(task, arms=arms, n_rounds=1)
+            part = replace(task, arms=arms, n_rounds=1)
             if arms is naive:
-                yield Session(replace(one, engine_args=eager_args), True, number)
+                yield Session(start, replace(part, engine_args=eager_args), True, number)
             else:
-                yield Session(one, False, number)
+                yield Session(start, part, False, number)
 
 
 def _run(session: Session) -> Iterator[Any]:
-    """Yield what the process of a session reports.
-
-    Raises:
-        ActdsError: what ended it.
-    """
+    """Yield what the process of a session reports."""
     process = subprocess.Popen(
         [sys.executable, "-m", "actds_writers.engines.vllm.probe_timing"],
         stdin=subprocess.PIPE,
@@ -205,7 +189,7 @@ class _Bench:
             (arm,) = session.task.arms
             if arm.way == "packed":
                 link = self._pipeline(arm).link
-        self.engine = engines.VllmEngine(
+        self.engine = session.start(
             session.task.model, self._options, link, temperature=0.0, seed=session.task.seed
         )
         stack.callback(self._end)
@@ -216,7 +200,6 @@ class _Bench:
             self._install()
 
     def put_in(self, arm: Arm) -> None:
-        """Let the engine run as in an arm; it has no request."""
         if arm in self._states:
             self._states[arm].restore()
             plugin.hand_to(self.core, self._sides.get(arm, (None, None)))
@@ -246,7 +229,6 @@ class _Bench:
         return statistics.median(wall), statistics.median(cpu)
 
     def facts(self) -> dict[str, str]:
-        """Return what ran, by name."""
         import vllm
 
         runner = plugin.worker_of(self.core).model_runner
@@ -272,9 +254,8 @@ class _Bench:
         )
 
     def _install(self) -> None:
-        """Make the state of the model in every arm; leave the engine alone."""
         from actds_writers.engines.vllm.check import check_hooks
-        from actds_writers.engines.vllm.verified import VERIFIED
+        from actds_writers.engines.vllm.versions import VERIFIED
 
         worker = plugin.worker_of(self.core)
         model = loaded_model(worker.model_runner)
@@ -303,7 +284,6 @@ class _Bench:
         plugin.hand_to(self.core, (None, None))
 
     def _pipeline(self, arm: Arm) -> Pipeline:
-        """Return writer and census of an arm, with its probes."""
         out = self._task.folder / f"acts-{arm.n_probes}-{time.monotonic_ns()}"
         places = ";".join(f"{hook.kind}:{hook.layer}" for hook in self._task.hooks)
         prompt = self._task.folder / "prompt.txt"
@@ -343,11 +323,7 @@ class _Bench:
         return pipeline
 
     def _drain(self, arm: Arm) -> None:
-        """Wait until the writer of an arm has nothing to do, so that no other arm pays for it.
-
-        Raises:
-            ActdsError: the failure of a process.
-        """
+        """Wait until the writer of an arm has nothing to do, so that no other arm pays for it."""
         pipeline = self._pipelines.get(arm)
         if pipeline is None:
             return
@@ -361,7 +337,6 @@ class _Bench:
             time.sleep(0.01)
 
     def _end(self) -> None:
-        """End the engine, then the harvests."""
         self.engine.shutdown()
         for pipeline in self._pipelines.values():
             pipeline.finish("finished")
@@ -370,12 +345,11 @@ class _Bench:
 class ModelState:
     """The hooks of a model's modules, and what capture has set on them."""
 
-    def __init__(self, found: dict[torch.nn.Module, dict[str, Any]]) -> None:
-        self._found = found
+    def __init__(self, modules: dict[torch.nn.Module, dict[str, Any]]) -> None:
+        self._found = modules
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> ModelState:
-        """Return the state of now."""
         return cls(
             {
                 module: {
@@ -388,12 +362,11 @@ class ModelState:
         )
 
     def restore(self) -> None:
-        """Put the model into this state again."""
-        for module, own in self._found.items():
+        for module, attributes in self._found.items():
             now = vars(module)
-            for name in [name for name in now if _is_ours(name) and name not in own]:
+            for name in [name for name in now if _is_ours(name) and name not in attributes]:
                 del now[name]
-            for name, value in own.items():
+            for name, value in attributes.items():
                 if name in _HOOKS:
                     now[name].clear()
                     now[name].update(value)
@@ -414,8 +387,10 @@ def add_naive(taps: Sequence[Tap], probes: np.ndarray, device: torch.device) -> 
     Returns the scores of the last forward, by hook: ``n_probes`` tensors ``(n_rows,)`` each.
     """
     scores: list[list[Any]] = [[] for _ in taps]
-    for tap, own, found in zip(taps, torch.from_numpy(probes).to(device), scores, strict=True):
-        vectors = list(own)
+    for tap, directions, of_tap in zip(
+        taps, torch.from_numpy(probes).to(device), scores, strict=True
+    ):
+        vectors = list(directions)
 
         def hook(
             _module: Any,
@@ -425,11 +400,11 @@ def add_naive(taps: Sequence[Tap], probes: np.ndarray, device: torch.device) -> 
             *,
             tap: Tap = tap,
             vectors: list[torch.Tensor] = vectors,
-            found: list[Any] = found,
+            of_tap: list[Any] = of_tap,
         ) -> None:
             hidden, residual = tap.read(args, kwargs, output)
             rows = (hidden if residual is None else hidden + residual).float()
-            found[:] = [(rows @ vector).cpu() for vector in vectors]
+            of_tap[:] = [(rows @ vector).cpu() for vector in vectors]
 
         watch_tap(tap, hook)
     return scores

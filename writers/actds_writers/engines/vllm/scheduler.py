@@ -24,17 +24,9 @@ from actds.errors import ActdsError
 from actds.format import tables
 from actds.text import printable
 from actds_writers.engines.account import Channel, SchedulerSide
-from actds_writers.engines.vllm.adapters import adapter_sha256
-from actds_writers.engines.vllm.blocks import (
-    Blocks,
-    Owner,
-    Owners,
-    WrittenBlocks,
-    blocks_of_step,
-)
-from actds_writers.engines.vllm.chats import ChatRoles, take_roles
-from actds_writers.engines.vllm.params import recorded
-from actds_writers.engines.vllm.stops import StopStrings
+from actds_writers.engines.vllm.blocks import Blocks, Owner, Owners, WrittenBlocks, blocks_of_step
+from actds_writers.engines.vllm.options import adapter_sha256
+from actds_writers.engines.vllm.requests import ChatRoles, StopStrings, recorded, take_roles
 from actds_writers.ipc.messages import Reference, RequestFinished, StepScheduled
 from actds_writers.sampling import EVERYTHING, MIXED_WEIGHTS, Labels, LeftOut, SamplingRules
 
@@ -57,7 +49,6 @@ class _Tracked:
     left_out: LeftOut
     chat: ChatRoles | None = None
     stops: StopStrings | None = None
-    """Where it has stop strings."""
     high_water: int = 0
     """With the steps in flight, as if all their drafts were accepted."""
     settled_water: int = 0
@@ -76,7 +67,6 @@ class _Tracked:
 
     @property
     def is_stopped(self) -> bool:
-        """Return whether a stop string has ended it; the engine may not know yet."""
         return self.stops is not None and self.stops.n_delivered is not None
 
     def n_sampled(self, request: Any) -> int:
@@ -88,11 +78,7 @@ class _Tracked:
 
 @dataclass(frozen=True)
 class Settled:
-    """The rows of a step that are not handed over.
-
-    Args:
-        n_cut: by request number, how many of its last rows.
-    """
+    """How many of the last rows of a step are not handed over, by request number."""
 
     step: int
     n_cut: dict[int, int]
@@ -100,10 +86,9 @@ class Settled:
 
 @dataclass(frozen=True)
 class StepMark:
-    """What a ``SchedulerOutput`` carries to the workers.
+    """What a ``SchedulerOutput`` carries to the workers; requests are numbered by engine id.
 
     Args:
-        numbers: request number by engine id.
         finished: numbers of the requests that ended since the last step.
         left_out: by engine id, what the sampling rules leave out.
         settled: the steps whose results were taken since the last mark, in order.
@@ -145,13 +130,10 @@ class _Part:
         return self.start + self.count
 
     def settle(self) -> tuple[int, int]:
-        """Return how many rows are undelivered, and how many rejected after them.
-
-        Spec: 0.1 section 7.2.
-        """
+        """Return how many rows are undelivered, and how many rejected after them (spec 7.2)."""
         request = self.request
-        own = request.num_prompt_tokens + max(self.tracked.n_sampled(request) - 1, 0)
-        within = min(max(own - self.start, 0), self.count)
+        n_positions = request.num_prompt_tokens + max(self.tracked.n_sampled(request) - 1, 0)
+        within = min(max(n_positions - self.start, 0), self.count)
         if self.is_discarded:
             return 0, self.count - within
         n_good = self.count if self.n_good is None else self.n_good
@@ -162,8 +144,6 @@ class _Part:
 
 @dataclass
 class _Flying:
-    """A step whose results the scheduler has not taken."""
-
     message: StepScheduled
     parts: dict[str, _Part]
     mark: StepMark | None = None
@@ -182,7 +162,6 @@ class VllmSchedulerSide(SchedulerSide):
         tokenizer: returns the front end's, by which it looks for stop strings.
         written: the KV blocks that the run's weights computed, of a run that began when they
             changed; ``None`` where there are no others.
-        weights: digest of the run's weights, as in ``StepMark``.
     """
 
     def __init__(
@@ -214,15 +193,9 @@ class VllmSchedulerSide(SchedulerSide):
         self.owners = Owners(None if n_blocks is None else OWNERS_PER_BLOCK * n_blocks)
 
     def follow(self, connector: Any) -> None:
-        """Note what a KV connector supplies, from the two calls by which the scheduler admits.
-
-        Args:
-            connector: the scheduler's, a ``KVConnectorBase_V1``.
-        """
-        matched, allocated = (
-            connector.get_num_new_matched_tokens,
-            connector.update_state_after_alloc,
-        )
+        """Note what a ``KVConnectorBase_V1`` supplies, from the two calls that admit requests."""
+        matched = connector.get_num_new_matched_tokens
+        allocated = connector.update_state_after_alloc
 
         def matching(request: Any, n_local: int, *args: Any, **kwargs: Any) -> Any:
             if (tracked := self._tracked.get(request.request_id)) is not None:
@@ -240,7 +213,6 @@ class VllmSchedulerSide(SchedulerSide):
         connector.update_state_after_alloc = allocating
 
     def chat_of(self, request: Any) -> ChatRoles | None:
-        """Return the roles of a request that was taken, ``None`` without any."""
         tracked = self._tracked.get(request.request_id)
         return tracked.chat if tracked is not None else None
 
@@ -253,10 +225,8 @@ class VllmSchedulerSide(SchedulerSide):
     def arrived(self, request: Any, chat: ChatRoles | None = None) -> None:
         """Number and report a request that the scheduler took.
 
-        One that cannot be described is left out, so that nobody else's capture ends with it.
-
-        Args:
-            chat: its roles, if the run before has taken them from it.
+        One that cannot be described is left out, so that nobody else's capture ends with it. The
+        run before may have taken the roles of its chat.
         """
         if request.request_id in self._tracked:
             return  # the next input of a session
@@ -288,7 +258,6 @@ class VllmSchedulerSide(SchedulerSide):
         )
 
     def _described(self, request: Any, external_id: str) -> dict[str, Any]:
-        """Return what ``number_request`` takes of a request besides its names and its prompt."""
         n_blocks = request.num_prompt_tokens // self._block_size
         return {
             "sampling": recorded(request.sampling_params),
@@ -301,7 +270,6 @@ class VllmSchedulerSide(SchedulerSide):
         }
 
     def scheduled(self, scheduler: Any, output: Any, preempted: tuple[str, ...]) -> StepMark:
-        """Report the result of a call of ``schedule``; return the mark for the workers."""
         n_tokens, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
         tracked_of = {request: self._tracked[request] for request in n_tokens}
         parts: dict[str, _Part] = {}
@@ -357,7 +325,6 @@ class VllmSchedulerSide(SchedulerSide):
         return mark
 
     def take_settled(self) -> tuple[Settled, ...]:
-        """Return the steps whose results were taken since the last call, in order."""
         settled, self._settled = tuple(self._settled), []
         return settled
 
@@ -371,8 +338,7 @@ class VllmSchedulerSide(SchedulerSide):
     ) -> bool:
         """Follow the KV blocks of a scheduled request; return whether it becomes a mixed one.
 
-        Args:
-            start: positions that it has from KV when it is admitted.
+        It has ``start`` positions from KV when it is admitted.
         """
         assert self._written is not None
         began, blocks = False, admitted.get(engine_id)
@@ -443,8 +409,8 @@ class VllmSchedulerSide(SchedulerSide):
             tracked = part.tracked
             tracked.settled_water = max(tracked.settled_water, part.stop - wrong)
             if wrong:
-                ahead = (self._part_of(part.request, one) for one in self._unsent)
-                stops = [other.stop for other in ahead if other is not None]
+                ahead = (self._part_of(part.request, unsent) for unsent in self._unsent)
+                stops = [later.stop for later in ahead if later is not None]
                 tracked.high_water = max([tracked.settled_water, *stops])
             self._own_blocks(part.request, tracked, tracked.settled_water)
         n_late, n_rejected = np.array(undelivered, np.int64), np.array(rejected, np.int64)
@@ -474,16 +440,11 @@ class VllmSchedulerSide(SchedulerSide):
 
     @staticmethod
     def _stops(part: _Part) -> bool:
-        """Return whether the results of a step completed a stop string of a running request."""
         stops, request = part.tracked.stops, part.request
         return stops is not None and not request.is_finished() and stops.read(request)
 
     def _tell_sampled(self, flying: _Flying) -> None:
-        """Report the tokens that requests got from the results of a step, unless left out.
-
-        Raises:
-            ActdsError: E501 for a token that is not of the step's last row.
-        """
+        """Report the tokens that requests got from a step; E501 for one not of its last row."""
         got = [
             part
             for part in flying.parts.values()
@@ -521,10 +482,7 @@ class VllmSchedulerSide(SchedulerSide):
             super().report(self._unsent.popleft())  # type: ignore[arg-type]
 
     def _of(self, output: Any) -> _Flying | None:
-        """Return the step in flight that an output is of, ``None`` for one without tokens.
-
-        ``None`` as well for a step of the run before, which was in flight when this one began.
-        """
+        """Return the step in flight that an output is of, if it has tokens and is of this run."""
         mark = getattr(output, "_actds", None)
         for flying in self._unsent:
             if isinstance(flying, _Flying) and mark is not None and flying.mark is mark:
@@ -532,8 +490,8 @@ class VllmSchedulerSide(SchedulerSide):
         return None
 
     @staticmethod
-    def _part_of(request: Any, one: _Flying | RequestFinished) -> _Part | None:
-        return one.parts.get(request.request_id) if isinstance(one, _Flying) else None
+    def _part_of(request: Any, unsent: _Flying | RequestFinished) -> _Part | None:
+        return unsent.parts.get(request.request_id) if isinstance(unsent, _Flying) else None
 
     def _roll_back(self, flying: _Flying, request: Any, n_rejected: int) -> None:
         """Move the later steps of a request, which were scheduled as if nothing was rejected."""
@@ -574,8 +532,7 @@ class VllmSchedulerSide(SchedulerSide):
     def _adapter(self, request: Any) -> tuple[str, str | None] | None:
         """Return name and digest of a request's LoRA adapter, ``None`` without one.
 
-        An engine loads an adapter once for each of its numbers, whatever becomes of the files or
-        is loaded under the same name.
+        It is loaded once for each number, whatever becomes of the files or has the same name.
         """
         lora = getattr(request, "lora_request", None)
         if not lora:
@@ -586,12 +543,12 @@ class VllmSchedulerSide(SchedulerSide):
         return str(lora.lora_name), self._adapter_digests[number]
 
     def _left_out(self, request: Any, external_id: str) -> LeftOut:
-        """Return why rows of a request are not stored: what it is, or a rule."""
         if getattr(request, "lora_request", None) and not self._adapters:
             return _unsupported("lora")
         for kind, attribute in _KINDS.items():
             value = getattr(request, attribute, None)
-            if value is not None and value is not False and not _is_empty(value):
+            is_empty = isinstance(value, list | tuple) and not value
+            if value is not None and value is not False and not is_empty:
                 return _unsupported(kind)
         if self._rules is None:
             return EVERYTHING
@@ -634,13 +591,12 @@ class VllmSchedulerSide(SchedulerSide):
         return references
 
     def _owner(self, request: Any, block: int) -> Owner:
-        found = None
+        owner = None
         if block < len(request.block_hashes):
-            found = self.owners.find(bytes(request.block_hashes[block]))
-        return found or (None, 0)
+            owner = self.owners.find(bytes(request.block_hashes[block]))
+        return owner or (None, 0)
 
     def _own_blocks(self, request: Any, tracked: _Tracked, high_water: int) -> None:
-        """Note this request as the one that completed the blocks below a mark."""
         if tracked.mixed:
             return
         n_full = min(high_water // self._block_size, len(request.block_hashes))
@@ -661,17 +617,12 @@ _KINDS = {
 they alone have: the prompt grows, or has no tokens, or is a pooler's, or is of images."""
 
 
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, list | tuple) and not value
-
-
 def _unsupported(kind: str) -> LeftOut:
     reason = f"unsupported:{kind}"
     return LeftOut(reason, reason)
 
 
 def _mixed(left_out: LeftOut) -> LeftOut:
-    """Return what is left out of a request whose KV is of other weights."""
     return LeftOut(left_out.prefill or MIXED_WEIGHTS, left_out.decode or MIXED_WEIGHTS)
 
 

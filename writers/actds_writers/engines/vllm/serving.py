@@ -26,7 +26,6 @@ from actds.format.schema import CloseReason
 from actds.store import layout, local_folder, open_store
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import LiveSettings, WriterSettings, settings_of
-from actds_writers.engine_protocol import OPTION
 from actds_writers.engines.account import layer_config
 from actds_writers.engines.vllm import versions
 from actds_writers.engines.vllm.options import graph_key, refuse_options, refuse_unread
@@ -47,14 +46,6 @@ POLL_S = 0.25
 
 
 def parse_live_settings(document: Any) -> LiveSettings:
-    """Return the settings of a live harvest.
-
-    Args:
-        document: the value of ``actds`` in ``--additional-config``.
-
-    Raises:
-        ActdsError: E017 with the key, its value and what is allowed.
-    """
     if not isinstance(document, dict):
         expected = 'an object such as {"out": "...", "hooks": "..."}'
         raise ActdsError("E017", PLACE, got=repr(document)[:80], expected=expected)
@@ -69,7 +60,7 @@ class LiveRun:
     Args:
         begin: starts both processes, which are not yet connected.
         release: releases the dataset's lock.
-        metrics: host and port where metrics are served, ``None`` to serve none.
+        metrics: host and port where metrics are served.
         before: the run of the same engine that this one follows.
     """
 
@@ -101,11 +92,6 @@ class LiveRun:
         self._thread.start()
 
     def follow(self, facts: Sequence[Fact]) -> LiveRun:
-        """Return the next run of the same engine, begun; this one still has to end.
-
-        Args:
-            facts: those of its run record that differ.
-        """
         self._ending.set()  # a port of metrics is free when the thread has ended
         self._thread.join()
         known = {fact.name: fact for fact in (*self._writer.facts, *facts)}
@@ -125,7 +111,6 @@ class LiveRun:
         self._thread.start()
 
     def fail(self, error: Exception) -> None:
-        """Note that capture has ended, and log it once."""
         self._unknown_weights |= isinstance(error, ActdsError) and error.code == "E509"
         with self._failing:
             if self.failure is not None:
@@ -138,11 +123,7 @@ class LiveRun:
         )
 
     def drain(self, last_step: Callable[[], int], timeout_s: float) -> bool:
-        """Wait until the writer has every step of the scheduler; return whether it has.
-
-        Args:
-            last_step: returns the scheduler's last step that had tokens, -1 for none.
-        """
+        """Wait until the writer has every step of the scheduler that had tokens."""
         deadline = time.monotonic() + timeout_s
         while self.failure is None and time.monotonic() < deadline:
             if self.pipeline.has_reached(last_step()):
@@ -151,11 +132,6 @@ class LiveRun:
         return False
 
     def end(self, reason: CloseReason) -> None:
-        """End the run after the engine's links are closed: commit, close the chains, clean up.
-
-        Args:
-            reason: for the close records; ``failed`` when capture had failed before.
-        """
         if self._ended:
             return
         self._ended = True
@@ -186,27 +162,25 @@ class LiveRun:
             self._release()
 
     def wait(self) -> None:
-        """Wait for what ``end_aside`` began."""
         self._thread.join()
 
     def _supervise(self) -> None:
-        """Take the messages of the processes until the end."""
         try:
             self.pipeline.connect()
         except (ActdsError, OSError) as error:
             self.fail(error)
             return
-        told = False
+        writer_ends = False
         with ExitStack() as watch:
             while not self._ending.wait(POLL_S):
-                told = self._poll(told)
+                writer_ends = self._poll(writer_ends)
                 counted = self.pipeline.counted
                 # Only now: the engine may fork before its scheduler has connected.
                 if self._metrics is not None and counted is not None and counted.connected:
                     self._serve_metrics(watch, *self._metrics)
                     self._metrics = None
 
-    def _poll(self, told: bool) -> bool:
+    def _poll(self, writer_ends: bool) -> bool:
         """Take the messages of the processes; return whether the writer knows of a failure."""
         try:
             self.pipeline.poll()
@@ -216,11 +190,11 @@ class LiveRun:
         n_changed = counted.dropped.get(tables.CHANGED_WEIGHTS, 0) if counted else 0
         if self.watch is not None and n_changed > self._n_changed:
             self._n_changed, self.watch.is_suspected = n_changed, True
-        if self.failure is not None and not told:
+        if self.failure is not None and not writer_ends:
             # Let the writer commit its buffers now; the census continues to the end.
             self.pipeline.end_writer("failed")
             return True
-        return told
+        return writer_ends
 
     def _serve_metrics(self, watch: ExitStack, host: str, port: int) -> None:
         try:
@@ -252,7 +226,6 @@ def start(config: Any, document: Any) -> LiveRun:
 
     Args:
         config: vLLM's effective configuration; gets what capture adds to the graph.
-        document: the value of ``actds`` in ``--additional-config``.
 
     Raises:
         ActdsError: E017 a bad setting, E007 an unknown layer, E012 an engine option that breaks
@@ -262,7 +235,11 @@ def start(config: Any, document: Any) -> LiveRun:
     versions.admit(settings.check)
     refuse(config, check=settings.check)
     if settings.entropy:
-        _refuse_unread(config)
+        parallel = config.parallel_config
+        method = getattr(config.speculative_config, "method", None)
+        stages = parallel.pipeline_parallel_size
+        options = {"speculative_config": method, "pipeline_parallel_size": stages}
+        refuse_unread(options, "engine option")
     model = config.model_config
     n_layers = int(model.hf_text_config.num_hidden_layers)
     config_of = layer_config(model.hf_text_config, int(model.get_hidden_size()), n_layers)
@@ -309,27 +286,23 @@ def start(config: Any, document: Any) -> LiveRun:
 def _replica(config: Any) -> tuple[int, int]:
     """Return this engine's number among replicas, and how many there are, 0 if not known.
 
-    vLLM sets the size of a dense replica to 1; that there are others shows in the name of its
-    process only.
+    vLLM tells it replicas of a mixture of experts. The size of a dense one it sets to 1; that there
+    are others shows in the name of its process only.
     """
     several = multiprocessing.current_process().name.startswith("EngineCore_DP")
-    return int(config.parallel_config.data_parallel_index), 0 if several else 1
+    parallel = config.parallel_config
+    size = int(parallel.data_parallel_size)
+    return int(parallel.data_parallel_index), 0 if several and size == 1 else size
 
 
 def refuse(config: Any, *, check: bool) -> None:
-    """Raise for an effective configuration that capture cannot account for.
+    """Raise E012 for an effective configuration that capture cannot account for.
 
-    Args:
-        check: whether the check of the hooks will run.
-
-    Raises:
-        ActdsError: E012 with the option and the reason.
+    ``check``: the check of the hooks will run.
     """
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
     worker, backend = str(parallel.worker_cls), parallel.distributed_executor_backend
     options: dict[str, object] = {
-        # A replica of a dense model is its own engine here, with this at 1.
-        "data_parallel_size": parallel.data_parallel_size,
         "pipeline_parallel_size": parallel.pipeline_parallel_size,
         "prefill_context_parallel_size": parallel.prefill_context_parallel_size,
         "decode_context_parallel_size": parallel.decode_context_parallel_size,
@@ -349,22 +322,7 @@ def refuse(config: Any, *, check: bool) -> None:
         "worker_cls": "auto" if worker.startswith("vllm.") else worker,
         "scheduler_cls": config.scheduler_config.scheduler_cls,
     }
-    try:
-        refuse_options(options)
-    except ActdsError as error:
-        place = error.place.removeprefix(f"{OPTION} ")
-        raise ActdsError(
-            error.code, f"engine option {place}", got=error.got, expected=error.expected
-        ) from None
-
-
-def _refuse_unread(config: Any) -> None:
-    """Raise for an effective configuration whose sampled tokens cannot be followed to logits."""
-    options = {
-        "speculative_config": getattr(config.speculative_config, "method", None),
-        "pipeline_parallel_size": config.parallel_config.pipeline_parallel_size,
-    }
-    refuse_unread(options, "engine option")
+    refuse_options(options, "engine option")
 
 
 def destination(out: str) -> str:
@@ -373,9 +331,8 @@ def destination(out: str) -> str:
     try:
         folder = local_folder(out)
         if folder is None:
-            open_store(
-                out, write=True
-            )  # sends no request; checks the URI and that its package is installed
+            # Sends no request; checks the URI and that its package is installed.
+            open_store(out, write=True)
             return out
         folder = folder.expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True)
@@ -409,17 +366,15 @@ def compare_hooks(out: str, hooks: Sequence[HookSpec]) -> None:
     store = open_store(out)
     if not store.exists(layout.GENESIS):
         return
-    found = [hook.name for hook in read_genesis(store).hooks]
+    present = [hook.name for hook in read_genesis(store).hooks]
     wanted = [hook.name for hook in hooks]
-    if found != wanted:
-        raise ActdsError(
-            "E010", f"{out} hooks", got=", ".join(wanted), expected=f"{', '.join(found)}, as there"
-        )
+    if present != wanted:
+        expected = f"{', '.join(present)}, as there"
+        raise ActdsError("E010", f"{out} hooks", got=", ".join(wanted), expected=expected)
 
 
 def _readouts(settings: LiveSettings, hooks: Sequence[HookSpec]) -> tuple[str, bytes | None]:
-    """Return the value of ``capture.readouts``, and the probes as the bytes of their file."""
-    from actds_writers.capture.probes import plan_readouts
+    from actds_writers.capture.hooks import plan_readouts
 
     if not settings.readouts:
         if settings.probes is not None:
@@ -468,7 +423,6 @@ def _special_tokens(model: Any) -> SpecialTokens:
 
 
 def _facts(settings: LiveSettings, model: Any, rows: int, readouts: str) -> list[Fact]:
-    """Return the provenance of a harvest whose prompts come from clients."""
     unknown = {
         "sampling.temperature": PER_REQUEST,
         "sampling.max_tokens": PER_REQUEST,

@@ -1,8 +1,6 @@
 """The worker side of the account in vLLM, and the readers of a worker's facts.
 
-After every forward it identifies the rows, compares them with the schedule, and hands the step
-over. Two generations of model runners keep the identity of rows in different places; only
-``identify`` knows them.
+After every forward it compares the rows with the schedule, and hands the step over.
 """
 
 from __future__ import annotations
@@ -10,11 +8,9 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from actds.errors import ActdsError
@@ -23,7 +19,6 @@ from actds_writers.capture.hooks import find_kind, raise_all
 from actds_writers.capture.logits import Reading
 from actds_writers.capture.op import install
 from actds_writers.capture.taps import ModelConfig, StreamForm
-from actds_writers.capture.weights import WeightsSample
 from actds_writers.engines.account import (
     Room,
     WorkerSide,
@@ -31,29 +26,35 @@ from actds_writers.engines.account import (
     reporting_failure,
     specs_of,
 )
-from actds_writers.engines.vllm.dispatch import Dispatch
-from actds_writers.engines.vllm.loads import LoadErrors
-from actds_writers.engines.vllm.logits import watch
+from actds_writers.engines.vllm.blocks import LoadErrors
 from actds_writers.engines.vllm.options import refuse_options
-from actds_writers.engines.vllm.ranks import stage_layers, stage_of, whole
-from actds_writers.engines.vllm.verified import VERIFIED, is_verified
+from actds_writers.engines.vllm.runner import (
+    Dispatch,
+    RowIdentity,
+    identify,
+    loaded_model,
+    stage_layers,
+    stage_of,
+    watch,
+    whole,
+)
+from actds_writers.engines.vllm.versions import VERIFIED, installed, is_verified
+from actds_writers.engines.vllm.weights import WeightsSample
 from actds_writers.ipc.link import Link
-from actds_writers.ipc.messages import Fact, IntArray
+from actds_writers.ipc.messages import Fact
 from actds_writers.model_folder import ModelFiles, local_folder_of, model_name
-from actds_writers.numerics import batch_invariant
-from actds_writers.parameters import in_words
-from actds_writers.provenance import Readers, engine_facts
+from actds_writers.provenance import Readers, batch_invariant, engine_facts, in_words
 from actds_writers.sampling import EVERYTHING, LeftOut
 from actds_writers.sizing.needs import PADDING_ROWS
 
 STARTUP_PLAN = "VLLM_ENABLE_STARTUP_PLAN"
+_ADAPTIVE = "enable_adaptive_verification"
 
 
 class WorkerCapture(WorkerSide):
     """The worker side: captures in one vLLM worker, the hooks of its pipeline stage.
 
-    Args:
-        worker: the vLLM worker, its model loaded and not yet compiled.
+    Its model is loaded and not yet compiled.
 
     Raises:
         ActdsError: E007 unknown layer, or a model class that is not verified, without check; E012
@@ -73,8 +74,7 @@ class WorkerCapture(WorkerSide):
         self._reading: Reading | None = None
         self._awaits_logits = False
         self._sampling: tuple[int, list[int]] | None = None
-        """The step that is to be sampled from, and the request of each row of its logits, -1 for
-        one whose sampled tokens a rule leaves out."""
+        """The step to sample from, and the request of each row of logits, -1 for one left out."""
         runner = worker.model_runner
         with reporting_failure(link):
             self.refuse(worker.vllm_config)
@@ -100,13 +100,10 @@ class WorkerCapture(WorkerSide):
             )
 
     def watch_logits(self, call: Callable[..., None]) -> None:
-        """Read the logits of every step, if entropies are recorded.
+        """Read the logits of every step, if entropies are recorded; raises as ``watch``.
 
         Args:
             call: calls a method of this object, and knows what to do when it fails.
-
-        Raises:
-            ActdsError: E012 for a runner whose logits cannot be read.
         """
         if self._reads_logits:
             runner = self._worker.model_runner
@@ -158,18 +155,12 @@ class WorkerCapture(WorkerSide):
             self.stages.settle(settled.step, settled.n_cut)
 
     def end_run(self, settled: Sequence[Any], link: Link, timeout_s: float) -> None:
-        """End the run in this worker, and begin the next; arguments as of ``change_run``."""
         self._settle(settled)
         self.change_run(link, timeout_s)
         self._left_out.clear()
         self._sampling = self._reading = None
 
     def after_step(self, runner: Any, scheduled: Any, duration_ns: int) -> None:
-        """Hold the rows of the step that just ran until the scheduler has taken its results.
-
-        Raises:
-            ActdsError: E501 when the rows differ from the schedule, E502 when the writer is gone.
-        """
         mark = getattr(scheduled, "_actds", None)
         if mark is None:
             self.stop(-1, "a step without the scheduler's mark", "a marked step")
@@ -200,16 +191,12 @@ class WorkerCapture(WorkerSide):
             duration_ns=duration_ns,
             kernel_mode=self._dispatch.mode,
             left_out=left_out if self._left_out else (),
-            held=True,
-            lost=tables.FAILED_LOAD if self._touched(scheduled) else mark.lost,
+            waits=True,
+            lost=tables.FAILED_LOAD if self._loads and self._loads.touch(scheduled) else mark.lost,
             changed=self.sample.changed() if self.sample is not None else None,
         )
 
-    def _touched(self, scheduled: Any) -> bool:
-        return self._loads is not None and self._loads.touch(scheduled)
-
     def _learn(self, scheduled: Any, mark: Any) -> None:
-        """Keep prompt length and rules of new requests, and forget finished ones."""
         for request in scheduled.finished_req_ids:
             self._prompt_lens.pop(request, None)
             self._left_out.pop(request, None)
@@ -221,7 +208,6 @@ class WorkerCapture(WorkerSide):
         self._left_out.update(mark.left_out)
 
     def _compare(self, step: int, identity: RowIdentity, scheduled: Any) -> None:
-        """Stop unless the identified rows are exactly the scheduled ones."""
         n = scheduled.total_num_scheduled_tokens
         wanted = {r: c for r, c in scheduled.num_scheduled_tokens.items() if c}
         got = {r: int(c) for r, c in zip(identity.request_ids, identity.n_rows, strict=True) if c}
@@ -230,12 +216,12 @@ class WorkerCapture(WorkerSide):
 
     @staticmethod
     def refuse(config: Any) -> None:
-        """Refuse an engine whose rows could not be accounted for; raises E012."""
-        refuse_options({"speculative_config": getattr(config.speculative_config, "method", None)})
-        parallel = config.parallel_config
+        drafts = config.speculative_config
+        refuse_options({"speculative_config": getattr(drafts, "method", None)})
         passes = config.compilation_config.pass_config
         refused = {
-            "data_parallel_size": parallel.data_parallel_size > 1,
+            # The device alone knows how many drafts of which request are in a step.
+            f"speculative_config.{_ADAPTIVE}": bool(getattr(drafts, _ADAPTIVE, False)),
             # Sequence parallelism, until 0.31: each rank has the residual stream of some rows.
             "compilation_config.pass_config.enable_sp": bool(getattr(passes, "enable_sp", False)),
             # The size of a KV cache that was measured without capture leaves no room for it.
@@ -270,11 +256,7 @@ def room_beside(worker: Any, free: int) -> Room:
 
 
 def _form(model: torch.nn.Module, link: Link) -> StreamForm:
-    """Return where the stream is in the output of the model's layers.
-
-    Raises:
-        ActdsError: E007 when the model class is not verified and the check is off.
-    """
+    """Return where the stream is in the model's layers; E007 if neither table nor check says so."""
     name = type(model).__name__
     form = VERIFIED.get(name, "unverified")
     if form == "unverified" and not link.settings.check:
@@ -289,26 +271,22 @@ def _form(model: torch.nn.Module, link: Link) -> StreamForm:
 
 
 def require_kinds(model: str, link: Link, ranks: int) -> None:
-    """Refuse, without the check, hooks that nobody verified.
-
-    Raises:
-        ActdsError: E007.
-    """
-    errors = []
-    for kind, layer in link.hooks:
-        if not link.settings.check and not is_verified(model, kind, ranks):
-            got = "a kind that was never verified in this model class, and the check is off"
-            expected = "a verified kind, or the check of the hooks"
-            errors.append(ActdsError("E007", f"{kind}:{layer}", got=got, expected=expected))
-    raise_all(errors)
+    """Refuse, without the check, hooks that nobody verified; raises E007."""
+    if link.settings.check:
+        return
+    got = "a kind that was never verified in this model class, and the check is off"
+    expected = "a verified kind, or the check of the hooks"
+    raise_all(
+        [
+            ActdsError("E007", f"{kind}:{layer}", got=got, expected=expected)
+            for kind, layer in link.hooks
+            if not is_verified(model, kind, ranks)
+        ]
+    )
 
 
 def give_heads(worker: Any, link: Link) -> None:
-    """Let a rank that captures nothing give the heads of its hooks to the one that captures.
-
-    Raises:
-        ActdsError: E007 as ``WorkerCapture``.
-    """
+    """Let a rank that captures nothing give the heads of its hooks to the one that captures."""
     runner = worker.model_runner
     model = loaded_model(runner)
     layers = stage_layers(worker, model)
@@ -329,54 +307,7 @@ def _hook_config(runner: Any) -> ModelConfig:
     return layer_config(text, int(config.get_hidden_size()), int(text.num_hidden_layers))
 
 
-def loaded_model(runner: Any) -> torch.nn.Module:
-    """Return the model itself, without what vLLM wraps around it for CUDA graphs."""
-    get = getattr(runner, "get_model", None)
-    model: torch.nn.Module = get() if get is not None else runner.model
-    return model
-
-
-@dataclass(frozen=True)
-class RowIdentity:
-    """Request, position and token of the rows of a step.
-
-    Args:
-        request_ids: the engine's ids, in row order.
-        positions: ``(n,)`` on the device, valid until the next step.
-        token_ids: ``(n,)`` on the device, the buffer that the model read.
-    """
-
-    request_ids: list[str]
-    n_rows: IntArray
-    positions: torch.Tensor
-    token_ids: torch.Tensor
-
-
-def identify(runner: Any, scheduled: Any) -> RowIdentity:
-    """Return the identity of the rows of the last forward, a step's ``SchedulerOutput``."""
-    n = scheduled.total_num_scheduled_tokens
-    state = getattr(runner, "execute_model_state", None)
-    batch = getattr(state, "input_batch", None)
-    if batch is not None:  # second generation
-        order = list(batch.req_ids)
-        buffers = runner.input_buffers
-        token_ids, positions = buffers.input_ids[:n], buffers.positions[:n]
-        edges = np.asarray(batch.query_start_loc_np[: len(order) + 1], dtype=np.int64)
-        n_rows = np.diff(edges)
-    else:
-        order = list(runner.input_batch.req_ids)
-        token_ids, positions = runner.input_ids.gpu[:n], _positions(runner)[:n]
-        n_rows = np.array([scheduled.num_scheduled_tokens.get(r, 0) for r in order], np.int64)
-    return RowIdentity(order, n_rows, positions, token_ids)
-
-
-def _positions(runner: Any) -> Any:
-    # A CpuGpuBuffer in some releases, a plain tensor in others.
-    return getattr(runner.positions, "gpu", runner.positions)
-
-
 def observe(worker: Any, link: Link) -> tuple[Fact, ...]:
-    """Return the facts of the run record that a worker can observe once its engine is set up."""
     runner, config = worker.model_runner, worker.vllm_config
     readers: Readers = {
         **_engine(runner, config),
@@ -394,11 +325,7 @@ def observe(worker: Any, link: Link) -> tuple[Fact, ...]:
 
 
 def model_files(model: Any) -> ModelFiles:
-    """Return the folders of a model's files, as far as they are on this machine.
-
-    Args:
-        model: vLLM's ``ModelConfig``.
-    """
+    """Return the folders of the files of a ``ModelConfig``, as far as they are on this machine."""
     weights = local_folder_of(str(model.model), model.revision)
     config = weights
     if model.hf_config_path:
@@ -411,20 +338,14 @@ def model_files(model: Any) -> ModelFiles:
 
 
 def _engine(runner: Any, config: Any) -> Readers:
-    def version() -> str:
-        import vllm
-
-        return str(vllm.__version__)
-
-    def scheduler() -> str:
-        found = config.scheduler_config.get_scheduler_cls()
-        return f"{found.__module__}.{found.__qualname__}"
+    def place(kind: type) -> str:
+        return f"{kind.__module__}.{kind.__qualname__}"
 
     return {
         "engine.name": lambda: "vllm",
-        "engine.version": version,
-        "engine.runner": lambda: f"{type(runner).__module__}.{type(runner).__qualname__}",
-        "engine.scheduler": scheduler,
+        "engine.version": installed,
+        "engine.runner": lambda: place(type(runner)),
+        "engine.scheduler": lambda: place(config.scheduler_config.get_scheduler_cls()),
     }
 
 
@@ -479,7 +400,6 @@ def _numerics(runner: Any, config: Any) -> Readers:
         return bool(envs.VLLM_CPU_ATTN_SPLIT_KV)
 
     def passes() -> str:
-        """Return vLLM's passes over compiled code that are on, by name, ``none`` without any."""
         compilation = config.compilation_config
         if getattr(compilation.mode, "name", "NONE") != "VLLM_COMPILE":
             return "none"

@@ -1,0 +1,240 @@
+"""What the front end of a vLLM engine makes of requests: parameters, stop strings, chats' roles.
+
+The scheduler has a request's parameters as the front end made them of what the client asked for,
+of its own defaults and of the model's generation config. Stop strings the front end finds where it
+makes text of tokens, and aborts the request, to the scheduler as any other abort: so the tokens are
+read here as there, by its own detokenizer. The messages of a chat it alone knows: their roles
+travel among the request's ``extra_args``, from which the scheduler side takes them before anything
+else reads these. Serving comes first: a chat that cannot be labelled, or not in time, is served
+without roles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from actds_writers.prompts.encoding import NO_OFFSETS, Rendered, chat_roles
+from actds_writers.prompts.roles import ThinkingMarks, Unlabelled, sampled_labels
+from actds_writers.provenance import in_words
+from actds_writers.roles import count, packed
+
+
+class StopStrings:
+    def __init__(self, tokenizer: Any, request: Any) -> None:
+        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+        self._detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
+        self._n_read = 0
+        self.n_delivered: int | None = None
+        """Sampled tokens up to the one that completes a stop string, once there is one."""
+
+    def read(self, request: Any) -> bool:
+        tokens = list(request.output_token_ids[self._n_read : request.num_output_tokens])
+        self._n_read += len(tokens)
+        if self.n_delivered is not None or not tokens:
+            return False
+        # With the token that ended it the front end gets no text.
+        stopped = request.is_finished() and str(request.get_finished_reason()) == "stop"
+        if not self._detokenizer.update(tokens, stopped):
+            return False
+        self.n_delivered = self._detokenizer.num_output_tokens()
+        return True
+
+
+def tokenizer_of(scheduler: Any) -> Any:
+    """Return the tokenizer of the front end of a scheduler, ``None`` where it has none."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    model = scheduler.vllm_config.model_config
+    return None if model.skip_tokenizer_init else cached_tokenizer_from_config(model)
+
+
+ALWAYS = ("max_tokens", "min_p", "seed", "temperature", "top_k", "top_p")
+"""Parameters that are recorded whatever their value; others where they are not the default."""
+FLOATS = ("min_p", "temperature", "top_p")
+OF_THE_OUTPUT = frozenset(
+    ("output_kind", "stream_interval", "skip_clone", "output_text_buffer_length", "flat_logprobs")
+)
+"""Parameters that say how tokens are handed out, and not which ones are sampled."""
+
+
+def recorded(params: Any) -> dict[str, object] | None:
+    if params is None:
+        return None
+    default = _default(type(params))  # type: ignore[arg-type]
+    given: dict[str, Any] = {name: getattr(params, name) for name in ALWAYS}
+    given |= {name: float(given[name]) for name in FLOATS}
+    if (eos := getattr(params, "_eos_token_id", None)) is not None:
+        given["eos_token_id"] = eos  # the tokenizer's; those of the generation config stop, too
+    for name in params.__struct_fields__:
+        value, usual = getattr(params, name), getattr(default, name, None)
+        if name.startswith("_") or name in given or name in OF_THE_OUTPUT or value == usual:
+            continue
+        # The front end puts an empty value, or False, for one that is not given.
+        if usual or not (value is False or value in ([], {})):
+            given[name] = value
+    return {name: in_words(value) for name, value in given.items()}
+
+
+@functools.cache
+def _default(kind: Any) -> Any:
+    return kind()
+
+
+KEY = "actds.roles"
+TIMEOUT_S = 1.0
+"""Longest that a chat waits for its labels, those of others before it included."""
+log = logging.getLogger("vllm.actds")
+
+
+@dataclass(frozen=True)
+class ChatRoles:
+    """Roles of a prompt, packed, and what those of the tokens sampled after it depend on."""
+
+    prompt: str
+    thinks: bool
+    marks: ThinkingMarks
+
+    def sampled(self, token_ids: Sequence[int]) -> str:
+        return packed(sampled_labels(token_ids, self.marks, thinks=self.thinks))
+
+    def to_argument(self) -> dict[str, Any]:
+        begin, end = sorted(self.marks.begin), sorted(self.marks.end)
+        return {"prompt": self.prompt, "thinks": self.thinks, "begin": begin, "end": end}
+
+
+def take_roles(params: Any, prompt_len: int) -> ChatRoles | None:
+    """Return the roles that came with a request, and remove them from its ``SamplingParams``."""
+    extra = getattr(params, "extra_args", None) or {}
+    if KEY not in extra:
+        return None
+    params.extra_args = {name: value for name, value in extra.items() if name != KEY} or None
+    try:
+        value = extra[KEY]
+        marks = ThinkingMarks(frozenset(value["begin"]), frozenset(value["end"]))
+        roles = ChatRoles(value["prompt"], bool(value["thinks"]), marks)
+        return roles if count(roles.prompt) == prompt_len else None
+    # A client may have put anything there, where the front end is of another version.
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+class _Unapplied:
+    """A tokenizer that returns the arguments with which its template would be applied."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    @staticmethod
+    def apply_chat_template(**given: Any) -> dict[str, Any]:
+        return given
+
+
+class ChatLabeller:
+    """Labels the chats of one front end's ``HfRenderer``, on a thread of its own."""
+
+    def __init__(self, renderer: Any) -> None:
+        # Renders on copies, so that several threads may use it.
+        self._tokenizer = renderer.get_tokenizer()
+        self._model_config = renderer.model_config
+        self._marks = ThinkingMarks.of(self._tokenizer.get_added_vocab())
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="actds-roles")
+        self._stuck: Future[ChatRoles] | None = None
+        self._has_failed = False
+
+    async def label(self, chat: Any, prompt: Any, offsets: Any, params: Any) -> None:
+        """Put the roles of a chat into its prompt, an ``EngineInput``, where they are known."""
+        if self._stuck is not None and self._stuck.running():
+            return
+        call = None
+        try:
+            call = self._thread.submit(self.roles, chat, prompt, offsets, params)
+            roles = await asyncio.wait_for(asyncio.wrap_future(call), TIMEOUT_S)
+            prompt[KEY] = roles.to_argument()
+        except Unlabelled:
+            pass
+        except Exception as error:  # the request is served without
+            if call is not None and call.running():
+                self._stuck = call
+            if not self._has_failed:
+                log.warning("actds: chats without roles, served as usual; the first: %r", error)
+            self._has_failed = True
+
+    def roles(self, chat: Any, prompt: Any, offsets: Any, params: Any) -> ChatRoles:
+        """Return the roles of a chat; raises ``Unlabelled`` where they cannot be known.
+
+        Args:
+            chat: messages, as they are given to the template.
+            offsets: where each token stands in the text, ``None`` if that is not known.
+            params: the ``ChatParams`` with which it was rendered.
+        """
+        from vllm.renderers.hf import safe_apply_chat_template
+
+        if prompt["type"] != "token" or "prompt" not in prompt or offsets is None:
+            raise Unlabelled(NO_OFFSETS)
+        given: Any = safe_apply_chat_template(
+            self._model_config,
+            _Unapplied(self._tokenizer),
+            chat,
+            **params.get_apply_chat_template_kwargs(),
+        )
+        if given.get("documents"):
+            raise Unlabelled("documents, which have no author")
+
+        def apply(messages: Any, tools: Any, **more: Any) -> Any:
+            changed = {"conversation": messages, "tools": tools, **more}
+            return self._tokenizer.apply_chat_template(**{**given, **changed})
+
+        ids = list(prompt["prompt_token_ids"])
+        rendered = Rendered(prompt["prompt"], ids, offsets, given["chat_template"])
+        labels = chat_roles(given["conversation"], given["tools"], rendered, self._marks, apply)
+        return ChatRoles(*labels, self._marks)
+
+
+def label_chats(processor: Any) -> None:
+    from vllm.renderers.hf import HfRenderer
+    from vllm.renderers.params import TokenizeParams
+
+    renderer = processor.renderer
+    if not isinstance(renderer, HfRenderer) or renderer.tokenizer is None:
+        return
+    replace(TokenizeParams(max_total_tokens=None), return_token_offsets=True)  # or raises now
+    labeller = ChatLabeller(renderer)
+    render, process = renderer.render_chat_async, processor.process_inputs
+
+    @functools.wraps(render)
+    async def rendering(
+        conversations: Any, chat_params: Any, tok_params: Any = None, **options: Any
+    ) -> Any:
+        given = tok_params or renderer.default_chat_tok_params
+        placing = replace(given, return_token_offsets=True)
+        chats, prompts = await render(conversations, chat_params, placing, **options)
+        for chat, prompt in zip(chats, prompts, strict=True):
+            offsets = prompt.get("prompt_token_offsets")
+            if not given.return_token_offsets:
+                prompt.pop("prompt_token_offsets", None)
+            # What a cut prompt begins with may be within a thought.
+            if given.truncate_prompt_tokens is None:
+                await labeller.label(chat, prompt, offsets, chat_params)
+        return chats, prompts
+
+    @functools.wraps(process)
+    def processing(request_id: str, prompt: Any, *args: Any, **options: Any) -> Any:
+        request = process(request_id, prompt, *args, **options)
+        params = getattr(request, "sampling_params", None)
+        if params is not None:
+            take_roles(params, 0)  # a client's own word
+            if isinstance(prompt, dict) and KEY in prompt:
+                params.extra_args = {**(params.extra_args or {}), KEY: prompt[KEY]}
+        return request
+
+    renderer.render_chat_async, processor.process_inputs = rendering, processing
