@@ -460,7 +460,7 @@ def export(
     selection = select(
         path, hooks, phase, where=where, exclude=exclude, split=split, held_out=held_out
     )
-    warn_where_none(selection.excluded, stacklevel=2)
+    warn_where_none(selection.excluded, [selection], stacklevel=2)
     if target.windows and selection.n_kept < context_size:
         got = f"{context_size}, of {selection.n_kept} rows"
         raise bad("context_size", got, "at most as many rows as are selected")

@@ -4,20 +4,80 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.compute as pc
 
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
+from actds.explore.lazy import LazyArray
 from actds.format.labels import Label, label_words, parse_labels
+from actds.format.positions import Intervals, Keys, difference, position_key, union
 from actds.format.shard import Shard
 from actds.format.tables import TableName
 
-if TYPE_CHECKING:
-    from actds.explore.dataset import Dataset
-    from actds.explore.lazy import LazyArray
+_LOST = pa.array(["dropped", "aborted"])
+
+
+def covered(catalog: Catalog, run: str) -> Intervals:
+    """Return the positions of a run that have a row, their own or that of a prefix-cache hit.
+
+    Spec: 0.1 sections 7.2 and 7.4.
+    """
+    start, _, length = rows_of_positions(catalog, run)
+    return union(start, start + length)
+
+
+def lacking(catalog: Catalog, run: str) -> Intervals:
+    """Return the positions of a run that ought to have a row, and have none.
+
+    These were computed and lost, or served from a prefix cache or from KV from outside without a
+    stored row of them. Positions that a rule left out, or that were never computed, are not.
+
+    Spec: 0.1 sections 7.2 and 7.4.
+    """
+    spans = catalog.table("spans", run)
+    lost = pc.and_(pc.is_in(spans["disposition"], _LOST), pc.is_valid(spans["step"]))
+    owed = spans.filter(pc.or_(lost, pc.equal(spans["disposition"], "cache_ref")))
+    start = _keys(owed, "request")
+    return difference(union(start, start + _lengths(owed)), covered(catalog, run))
+
+
+def rows_of_positions(catalog: Catalog, run: str) -> tuple[Keys, Keys, Keys]:
+    """Return ranges of positions that have a row, and where these rows are, ``(n,)`` each.
+
+    Returns:
+        The first position of each range, that of its rows, and its length: the two differ for
+        prefix-cache hits.
+    """
+    spans = catalog.table("spans", run)
+    kinds = spans["disposition"]
+    captured_spans = spans.filter(pc.equal(kinds, "captured"))
+    hits = spans.filter(pc.and_(pc.equal(kinds, "cache_ref"), pc.is_valid(spans["ref_request"])))
+    start = np.concatenate([_keys(captured_spans, "request"), _keys(hits, "request")])
+    rows = np.concatenate([_keys(captured_spans, "request"), _keys(hits, "ref_request")])
+    length = np.concatenate([_lengths(captured_spans), _lengths(hits)])
+    captured = union(
+        rows[: captured_spans.num_rows],
+        rows[: captured_spans.num_rows] + length[: captured_spans.num_rows],
+    )
+    # A hit may name rows that were lost.
+    number, first, after = captured.cut(rows, rows + length)
+    return start[number] + (first - rows[number]), first, after - first
+
+
+def _keys(spans: pa.Table, request: str) -> Keys:
+    """Return the key of the first position of each span, under one of its two requests."""
+    return position_key(spans[request].to_numpy(), spans["start"].to_numpy())
+
+
+def _lengths(spans: pa.Table) -> Keys:
+    length: Keys = pc.subtract(spans["stop"], spans["start"]).to_numpy().astype(np.uint64)
+    return length
+
 
 Ints = npt.NDArray[np.int64]
 _MAX_ROWS = 1 << 24  # rows of token tables that stay in memory
@@ -116,28 +176,20 @@ class RowPlaces:
     that hold rows of the request are read, and the most recent ones stay in memory.
 
     Args:
-        dataset: the dataset.
-        hook: the hook, whose rows are numbered as in ``Dataset.array``.
-
-    Raises:
-        ActdsError: E014 no such hook.
+        catalog: the tables.
+        array: the rows of the hook.
     """
 
-    def __init__(self, dataset: Dataset, hook: str) -> None:
-        self._dataset, self._hook = dataset, hook
-        self._shards = dataset.shards_of(hook)
-        self.array = dataset.array(hook)
+    def __init__(self, catalog: Catalog, array: LazyArray) -> None:
+        self._catalog, self.array = catalog, array
+        self._shards = array.shards
         self._starts = np.cumsum([0, *(shard.n_rows for shard in self._shards)])
         self._ranges: list[tuple[int, int]] | None = None
         self._kept: OrderedDict[int, tuple[Ints, Ints, Ints]] = OrderedDict()
         self._tables: dict[tuple[str, str], Any] = {}
 
     def where(self, row: int) -> tuple[str, int, int]:
-        """Return run, request and position of a row.
-
-        Raises:
-            IndexError: there is no such row.
-        """
+        """Return run, request and position of a row."""
         if not -len(self.array) <= row < len(self.array):
             raise IndexError(f"row {row} of {len(self.array)}")
         row %= len(self.array)
@@ -147,19 +199,15 @@ class RowPlaces:
         return shard.run, line["request"], line["position"]
 
     def request(self, run: str, request: int) -> RequestRows:
-        """Return the positions of a request, with the rows of those who served its prefix.
-
-        Raises:
-            ActdsError: E014 no such request.
-        """
+        """Return the positions of a request, with the rows of those who served its prefix."""
         labels = self._labels(run, request)
         owner, disposition = self._owners(run, request)
         n = len(owner)
         token_id, row = np.full(n, -1, np.int64), np.full(n, -1, np.int64)
-        for one in np.unique(owner[owner >= 0]).tolist():
-            position, token, place = self._rows(run, one)
-            mine = (position < n) & (owner[np.minimum(position, n - 1)] == one)
-            token_id[position[mine]], row[position[mine]] = token[mine], place[mine]
+        for server in np.unique(owner[owner >= 0]).tolist():
+            position, token, place = self._rows(run, server)
+            served = (position < n) & (owner[np.minimum(position, n - 1)] == server)
+            token_id[position[served]], row[position[served]] = token[served], place[served]
         self._fill(run, owner, token_id)
         role = self._roles(run, request, n)
         places = (token_id, row, owner, disposition, role)
@@ -170,10 +218,10 @@ class RowPlaces:
     ) -> Context:
         """Return the tokens from ``before`` positions before a row to ``after`` after it."""
         run, request, position = self.where(row)
-        found = self.request(run, request)
-        start, stop = max(0, position - before), min(len(found), position + after + 1)
-        pieces = None if tokenizer is None else tuple(found.pieces(tokenizer, start, stop))
-        return Context(run, request, position, start, found.token_id[start:stop], pieces)
+        rows = self.request(run, request)
+        start, stop = max(0, position - before), min(len(rows), position + after + 1)
+        pieces = None if tokenizer is None else tuple(rows.pieces(tokenizer, start, stop))
+        return Context(run, request, position, start, rows.token_id[start:stop], pieces)
 
     def _labels(self, run: str, request: int) -> dict[str, Label]:
         """Return the labels of a request; raises E014 for one that the run does not have."""
@@ -191,7 +239,7 @@ class RowPlaces:
 
     def _table(self, run: str, name: TableName) -> Any:
         if (run, name) not in self._tables:
-            table = self._dataset.catalog.table(name, run)
+            table = self._catalog.table(name, run)
             columns = ["request", "labels"] if name == "requests" else table.column_names
             self._tables[run, name] = table.select(columns)
         return self._tables[run, name]
@@ -204,23 +252,22 @@ class RowPlaces:
         owner = np.full(n, -1, np.int64)
         disposition = np.full(n, "", dtype="<U11")
         for span in lines:
-            kind, there = span["disposition"], slice(span["start"], span["stop"])
-            disposition[there] = kind
+            kind, places = span["disposition"], slice(span["start"], span["stop"])
+            disposition[places] = kind
             if kind != "cache_ref":
-                owner[there] = request
+                owner[places] = request
             elif span["ref_request"] is not None:
-                owner[there] = span["ref_request"]
+                owner[places] = span["ref_request"]
         return owner, disposition
 
     def _roles(self, run: str, request: int, n: int) -> npt.NDArray[np.str_]:
         roles = self._table(run, "roles")
-        found = np.full(n, "", dtype="<U11")
+        role = np.full(n, "", dtype="<U11")
         for line in roles.filter(pc.equal(roles["request"], request)).to_pylist():
-            found[line["start"] : line["stop"]] = line["role"]
-        return found
+            role[line["start"] : line["stop"]] = line["role"]
+        return role
 
     def _rows(self, run: str, request: int) -> tuple[Ints, Ints, Ints]:
-        """Return position, token and row number of a request's stored rows."""
         parts: list[tuple[Ints, Ints, Ints]] = []
         for number, (low, high) in enumerate(self._request_ranges()):
             if self._shards[number].run != run or not low <= request <= high:
@@ -240,7 +287,6 @@ class RowPlaces:
         return self._ranges
 
     def _columns(self, number: int) -> tuple[Ints, Ints, Ints]:
-        """Return request, position and token of a shard's rows."""
         if number in self._kept:
             self._kept.move_to_end(number)
             return self._kept[number]
@@ -256,7 +302,7 @@ class RowPlaces:
     def _fill(self, run: str, owner: Ints, token_id: Ints) -> None:
         """Take tokens of positions without a row from the readouts, which lost rows have, too."""
         missing = np.flatnonzero((token_id < 0) & (owner >= 0))
-        if not missing.size or (run, "readouts") not in self._dataset.catalog.parts:
+        if not missing.size or (run, "readouts") not in self._catalog.parts:
             return
         table = self._table(run, "readouts")
         table = table.filter(
@@ -272,6 +318,5 @@ class RowPlaces:
 
 
 def _range(shard: Shard) -> tuple[int, int]:
-    """Return the least and the greatest request of a shard's rows."""
     request = shard.tokens(["request"])["request"].to_numpy()
     return (int(request.min()), int(request.max())) if len(request) else (0, -1)

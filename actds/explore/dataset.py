@@ -16,6 +16,7 @@ from actds.executor import ExecutorName, open_executor
 from actds.explore import show
 from actds.explore.context import Context, RequestRows, RowPlaces, Tokenizer
 from actds.explore.lazy import LazyArray
+from actds.explore.show import fates, norm_profile
 from actds.explore.stats import Stats, cache_folder, stats_of_rows
 from actds.format import tables
 from actds.format.row_weights import RowWeights, read_row_weights
@@ -23,8 +24,9 @@ from actds.format.schema import Hook, Phase, RunRecord, Seal
 from actds.format.shard import Shard
 from actds.format.tables import TableName
 from actds.publish.sealing import check_provenance
-from actds.store import Store, open_store, refuse_within_dataset
+from actds.store import Store, layout, open_store, refuse_within_dataset
 from actds.store.cache import Cache
+from actds.text import counted, format_nbytes
 from actds.trust.pin import parse_pin
 
 if TYPE_CHECKING:
@@ -163,7 +165,36 @@ class Dataset:
         return f"<actds.Dataset {self.path}: {self.n_rows} rows, hooks {', '.join(self.hooks)}>"
 
     def _repr_html_(self) -> str:
-        return show.dataset_html(self)
+        models = {model["name"] for model in self.models if model["name"] is not None}
+        rows = {phase: 0 for phase in self.phases}
+        for shard in self.shards:
+            if shard.phase in rows:
+                rows[shard.phase] += shard.n_rows
+        seal = self.seal
+        facts = {
+            "path": self.path,
+            "state": "not sealed" if seal is None else f"seal {seal.n}, {self.digest[:16]}",
+            "model": ", ".join(sorted(models)) or "not recorded",
+            "runs": f"{counted(len(self.runs), 'run')}, {counted(len(self.shards), 'shard')}",
+            "phases": ", ".join(f"{n:,} {phase}" for phase, n in rows.items()) or "no row",
+        }
+        lines = [
+            (
+                name,
+                f"{len(self.array(name)):,}",
+                f"{hook.d_model:,}",
+                hook.dtype,
+                format_nbytes(self._stored_nbytes(name)),
+            )
+            for name, hook in self.hooks.items()
+        ]
+        head = ("hook", "rows", "channels", "type", "stored")
+        return show.page("actds.Dataset", facts, head, lines)
+
+    def _stored_nbytes(self, hook: str) -> int:
+        folder = f"{layout.array_dir(hook)}/"
+        files = (file for shard in self.shards_of(hook) for file in shard.manifest.files)
+        return sum(file.nbytes for file in files if file.path.startswith(folder))
 
     def plot_norms(self, hooks: str | Iterable[str] | None = None) -> Figure:
         """Return a figure of matplotlib: norms of rows by position, of all hooks or some.
@@ -173,7 +204,8 @@ class Dataset:
         Raises:
             ActdsError: E011 matplotlib is not installed; E014 no such hook.
         """
-        return show.plot_norms(self, hooks)
+        names = [hooks] if isinstance(hooks, str) else self.hooks if hooks is None else hooks
+        return show.plot_norms([norm_profile(self.catalog, self.array(name)) for name in names])
 
     def plot_coverage(self) -> Figure:
         """Return a figure of matplotlib: what became of the positions, by phase and position.
@@ -181,7 +213,7 @@ class Dataset:
         Raises:
             ActdsError: E011 matplotlib is not installed.
         """
-        return show.plot_coverage(self)
+        return show.plot_coverage(fates(self.catalog))
 
     @property
     def seal(self) -> Seal | None:
@@ -200,14 +232,16 @@ class Dataset:
     def models(self) -> tuple[dict[str, str | None], ...]:
         """Return ``name`` and ``weights_sha256`` of the models of its runs; None for unknown."""
         names = ("name", "weights_sha256")
-        found: list[dict[str, str | None]] = []
+        models: list[dict[str, str | None]] = []
         for record in self.runs.values():
             fields = (record.fields.get(f"model.{name}") for name in names)
-            values = (None if field is None or field.value is None else str(field.value)
-                      for field in fields)  # fmt: skip
-            if (model := dict(zip(names, values, strict=True))) not in found:
-                found.append(model)
-        return tuple(found)
+            values = (
+                None if field is None or field.value is None else str(field.value)
+                for field in fields
+            )
+            if (model := dict(zip(names, values, strict=True))) not in models:
+                models.append(model)
+        return tuple(models)
 
     @property
     def result_key(self) -> str:
@@ -220,8 +254,8 @@ class Dataset:
     @property
     def phases(self) -> tuple[Phase, ...]:
         """Return the phases that have rows, of ``prefill`` and ``decode``."""
-        there = {shard.phase for shard in self.shards if "phase" not in shard.unknown}
-        return cast("tuple[Phase, ...]", tuple(p for p in tables.PHASES if p in there))
+        present = {shard.phase for shard in self.shards if "phase" not in shard.unknown}
+        return cast("tuple[Phase, ...]", tuple(p for p in tables.PHASES if p in present))
 
     @property
     def n_rows(self) -> int:
@@ -262,9 +296,13 @@ class Dataset:
         counts = [None] * len(shards)
         with open_executor(executor) as on:
             return stats_of_rows(
-                self.hooks[hook], shards, counts,
-                key=self.result_key, cache=cache_folder(), executor=on,
-            )  # fmt: skip
+                self.hooks[hook],
+                shards,
+                counts,
+                key=self.result_key,
+                cache=cache_folder(),
+                executor=on,
+            )
 
     def row_weights(self, path: str | os.PathLike[str]) -> RowWeights:
         """Read a weights file of this dataset, and check all of it.
@@ -456,7 +494,7 @@ class Dataset:
     def _places(self, hook: str | None) -> RowPlaces:
         name = hook or next(iter(self.hooks))
         if name not in self._row_places:
-            self._row_places[name] = RowPlaces(self, name)
+            self._row_places[name] = RowPlaces(self.catalog, self.array(name))
         return self._row_places[name]
 
     def _only_run(self, run: str | None) -> str:
@@ -485,7 +523,7 @@ class Dataset:
 
     def _table(self, name: TableName, run: bool | None) -> pa.Table:
         run = self._with_run(name, run)
-        parts = [(one, self.catalog.table(name, one)) for one in self.catalog.run_ids]
+        parts = [(run_id, self.catalog.table(name, run_id)) for run_id in self.catalog.run_ids]
         return _joined(tables.empty(name), parts, run)
 
     def _with_run(self, name: TableName, run: bool | None) -> bool:
@@ -510,7 +548,6 @@ class Dataset:
 
 
 def _with_nulls(table: pa.Table, unknown: frozenset[str]) -> pa.Table:
-    """Return a table with null in the columns of which nothing is known."""
     for name in sorted((unknown - ROW_NUMBERS).intersection(table.column_names)):
         field = table.schema.field(name).with_nullable(True)
         nulls = pa.nulls(table.num_rows, field.type)
@@ -519,7 +556,6 @@ def _with_nulls(table: pa.Table, unknown: frozenset[str]) -> pa.Table:
 
 
 def _joined(empty: pa.Table, parts: list[tuple[str, pa.Table]], run: bool) -> pa.Table:
-    """Return tables one after the other, with the run of each in front when asked."""
     joined = pa.concat_tables([empty, *(table for _, table in parts)])
     if not run:
         return joined

@@ -27,12 +27,7 @@ Values = npt.NDArray[Any]
 
 
 def open_array(shard: Shard, hook: Hook) -> arrays.ArrayReader:
-    """Return the reader of a hook's rows in a shard.
-
-    Raises:
-        ActdsError: E108 when the array has another type or width than the hook; and as
-            ``Shard.array``.
-    """
+    """Return the reader of a hook's rows in a shard."""
     reader = shard.array(hook.name)
     if (reader.dtype, reader.d_model) != (hook.dtype, hook.d_model):
         got = f"{reader.dtype} rows of {reader.d_model}"
@@ -91,7 +86,6 @@ class OpenArrays:
         return reader
 
     def close(self) -> None:
-        """Close every file; no thread reads any more."""
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()
@@ -113,7 +107,6 @@ def rows_together(rows_per_chunk: Iterable[int], most: int) -> int:
 
 
 def rows_at_a_time(readers: Mapping[str, arrays.ArrayReader]) -> int:
-    """Return how many rows of every hook of a shard to read at a time, in bounded memory."""
     row_nbytes = sum(r.d_model * arrays.DTYPES[r.dtype].itemsize for r in readers.values())
     sizes = (reader.rows_per_chunk for reader in readers.values())
     return rows_together(sizes, _MAX_READ_NBYTES // row_nbytes)
@@ -141,7 +134,7 @@ class LazyArray:
 
     def __init__(self, hook: Hook, shards: list[Shard], n_open: int | None = None) -> None:
         self.hook = hook
-        self._shards = shards
+        self.shards = shards
         self._starts = np.cumsum([0, *(shard.n_rows for shard in shards)], dtype=np.int64)
         self.files = OpenArrays(shards, n_open)
 
@@ -235,7 +228,7 @@ class LazyArray:
             raise IndexError(f"rows [{start}, {stop}) of {len(self)}")
         out = np.empty((stop - start, self.hook.d_model), arrays.DTYPES[self.hook.dtype].bits)
         first = int(np.searchsorted(self._starts, start, side="right")) - 1
-        for number in range(first, len(self._shards)):
+        for number in range(first, len(self.shards)):
             begin, end = int(self._starts[number]), int(self._starts[number + 1])
             if begin >= stop:
                 break
@@ -282,8 +275,8 @@ class LazyArray:
                 return self.bits(start, max(start, stop))
             return self.gather(np.arange(start, stop, step))
         if isinstance(index, int | np.integer) and not isinstance(index, bool):
-            one: Values = self.gather([int(index)])[0]
-            return one
+            row: Values = self.gather([int(index)])[0]
+            return row
         chosen = np.asarray(index)
         if chosen.dtype == np.bool_:
             if chosen.shape != (len(self),):

@@ -43,7 +43,6 @@ class Partners:
 
     @property
     def n_pairs(self) -> int:
-        """Return how many rows have a partner."""
         return sum(int((rows >= 0).sum()) for rows in self.rows)
 
 
@@ -65,17 +64,17 @@ def find_partners(
     Raises:
         ActdsError: E014 the other dataset has no such hook; and as ``Shard.tokens``.
     """
-    others = other.shards_of(hook)
-    theirs = prefix_hashes(other, others)
+    other_shards = other.shards_of(hook)
+    theirs = prefix_hashes(other, other_shards)
     order = np.argsort(theirs, kind="stable")
     ordered = theirs[order]
-    starts = np.cumsum([0, *(shard.n_rows for shard in others)], dtype=np.int64)
+    starts = np.cumsum([0, *(shard.n_rows for shard in other_shards)], dtype=np.int64)
     at = np.minimum(np.searchsorted(ordered, mine), max(len(ordered) - 1, 0))
-    found = (mine != 0) & (ordered[at] == mine) if len(ordered) else np.zeros(len(mine), bool)
-    partner = np.where(found, order[at] if len(ordered) else 0, -1).astype(np.int64)
+    paired = (mine != 0) & (ordered[at] == mine) if len(ordered) else np.zeros(len(mine), bool)
+    partner = np.where(paired, order[at] if len(ordered) else 0, -1).astype(np.int64)
     bounds = np.cumsum([shard.n_rows for shard in shards])[:-1]
     name = f"{label}/{hook}"
-    return Partners(name, other.hooks[hook], others, starts, np.split(partner, bounds))
+    return Partners(name, other.hooks[hook], other_shards, starts, np.split(partner, bounds))
 
 
 def prefix_hashes(dataset: Dataset, shards: Sequence[Shard]) -> Hashes:
@@ -83,12 +82,12 @@ def prefix_hashes(dataset: Dataset, shards: Sequence[Shard]) -> Hashes:
     hashes = np.zeros(sum(shard.n_rows for shard in shards), np.uint64)
     starts = np.cumsum([0, *(shard.n_rows for shard in shards)])
     for run in sorted({shard.run for shard in shards}):
-        mine = [i for i, shard in enumerate(shards) if shard.run == run]
+        numbers = [i for i, shard in enumerate(shards) if shard.run == run]
         # A prefix is known by the rows of all phases, and of hooks that others have.
         known = {shard.name: shard for shard in dataset.shards if shard.run == run}
         tokens = _Tokens([*map(_columns, known.values()), *_of_readouts(dataset, run)])
         tokens.add_references(dataset, run)
-        for i in mine:
+        for i in numbers:
             key, _ = _columns(shards[i])
             hashes[starts[i] : starts[i + 1]] = tokens.of(key)
     return hashes
@@ -166,14 +165,14 @@ class _Tokens:
         spans = dataset.catalog.table("spans", run)
         kind = np.asarray(spans["disposition"].to_pylist()) == "cache_ref"
         owner = spans["ref_request"].to_numpy(zero_copy_only=False)
-        kind &= np.asarray([one is not None and one == one for one in owner.tolist()], bool)
+        kind &= np.asarray([value is not None and value == value for value in owner.tolist()], bool)
         request, stop = (spans[name].to_numpy()[kind] for name in ("request", "stop"))
         after = position_key(request, stop)
         last = position_key(owner[kind].astype(np.int64), stop.astype(np.int64) - 1)
         at = np.searchsorted(self._start, after)
-        found = at < len(self._start)
-        found[found] &= self._start[at[found]] == after[found]
-        at, last = at[found], last[found]
+        inside = at < len(self._start)
+        inside[inside] &= self._start[at[inside]] == after[inside]
+        at, last = at[inside], last[inside]
         # An owner may have got its own prefix from another one: as many rounds as that is deep.
         while True:
             hashes = self.of(last)
@@ -185,7 +184,6 @@ class _Tokens:
 
 
 def _terms(position: Ints, token_id: Ints) -> Hashes:
-    """Return what each position and its token add to the hash of a prefix."""
     return _mixed(position.astype(np.uint64) << np.uint64(32) | token_id.astype(np.uint64))
 
 

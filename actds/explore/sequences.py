@@ -80,8 +80,6 @@ def token_sequences(dataset: Dataset) -> Iterator[TokenSequence]:
 
 
 class _Tokens:
-    """The tokens of the computed positions of a run, by their keys."""
-
     def __init__(self, dataset: Dataset, run: str) -> None:
         catalog = dataset.catalog
         names = ["request", "position", "token_id"]
@@ -97,7 +95,7 @@ class _Tokens:
 
     def of(self, spans: list[dict[str, Any]], request: int, n: int) -> Ints:
         """Return the tokens of the positions [0, n) of a request, -1 where none is known."""
-        found: Ints = np.full(n, -1, np.int64)
+        token_id: Ints = np.full(n, -1, np.int64)
         for span in spans:
             is_reference = span["disposition"] == "cache_ref"
             owner = span["ref_request"] if is_reference else request
@@ -106,16 +104,16 @@ class _Tokens:
                 continue
             wanted = position_key(owner, np.arange(start, stop))
             at = np.minimum(np.searchsorted(self._keys, wanted), len(self._keys) - 1)
-            there = self._keys[at] == wanted
-            found[start:stop][there] = self._ids[at[there]]
-        return found
+            known = self._keys[at] == wanted
+            token_id[start:stop][known] = self._ids[at[known]]
+        return token_id
 
 
 def _by_request(lines: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    found: dict[int, list[dict[str, Any]]] = {}
+    by_request: dict[int, list[dict[str, Any]]] = {}
     for line in lines:
-        found.setdefault(line["request"], []).append(line)
-    return found
+        by_request.setdefault(line["request"], []).append(line)
+    return by_request
 
 
 def _unknown(line: dict[str, Any], token_id: Ints) -> str | None:

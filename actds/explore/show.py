@@ -1,28 +1,230 @@
-"""Datasets and loaders in a notebook: tables in HTML, and figures of matplotlib.
+"""A dataset at a glance: norms by position, what became of its positions; figures, and HTML.
 
+What is read is bounded, but for the tables of spans and requests: rows and readouts are sampled.
 Names, paths and facts come from whoever made the dataset: each is escaped here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
+from actds.dataset.fates import fate_counts
+from actds.dataset.reading import Catalog
 from actds.errors import not_installed
-from actds.explore.overview import fates, norm_profile
-from actds.format.tables import DISPOSITIONS, PHASES
-from actds.store import layout
-from actds.text import counted, format_nbytes, printable
+from actds.explore.lazy import LazyArray
+from actds.format.tables import DISPOSITIONS, EXTERNAL, PHASES
+from actds.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from actds.explore.dataset import Dataset
-    from actds.loader.loader import Loader
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+SAMPLED_ROWS = 16_384
+"""Rows of a hook that are read for its norms, where the run has no readouts."""
+SAMPLED_READOUTS = 1 << 21
+"""Readouts of a hook that are read, in whole files, the first of which may have more."""
+QUANTILES = (0.1, 0.5, 0.9)
+BLOCK_ROWS = 64
+_MAX_SHARDS = 64
+_EXACT = 4  # positions that are a band of their own: the first ones are often sinks
+_N_BANDS = 33
+
+
+@dataclass(frozen=True)
+class NormProfile:
+    """Norms of rows of a hook by position, in ``n`` bands that have rows.
+
+    Args:
+        hook: the hook.
+        low: first position of each band, int64 ``(n,)``.
+        high: position after its last, int64 ``(n,)``.
+        count: rows of each band that were looked at, int64 ``(n,)``.
+        quantiles: of the norms of each band at 0.1, 0.5 and 0.9, float64 ``(3, n)``; nan where
+            every norm of a band is not finite.
+        source: ``readouts`` or ``rows``.
+        n_rows: rows that were looked at.
+    """
+
+    hook: str
+    low: Ints
+    high: Ints
+    count: Ints
+    quantiles: Floats
+    source: str
+    n_rows: int
+
+
+@dataclass(frozen=True)
+class Fates:
+    """What became of the positions of all requests.
+
+    Args:
+        low: first position of each band, int64 ``(n,)``: 0, 1, 3, 7 ...
+        high: position after its last, int64 ``(n,)``.
+        count: positions by phase, disposition (as ``PHASES`` and ``DISPOSITIONS``) and band, int64
+            ``(2, 6, n)``.
+        external: of the references, those to KV from outside the run, by phase and band, int64
+            ``(2, n)``.
+        reasons: positions by disposition and reason; those that no step computed are
+            ``never computed``.
+    """
+
+    low: Ints
+    high: Ints
+    count: Ints
+    external: Ints
+    reasons: dict[tuple[str, str | None], int]
+
+    @property
+    def total(self) -> int:
+        """Return the positions of all requests."""
+        return int(self.count.sum())
+
+
+def norm_profile(catalog: Catalog, array: LazyArray) -> NormProfile:
+    """Return the norms of a hook's rows by position, from readouts if there are any."""
+    source = "readouts"
+    position, norm = _from_readouts(catalog, array.hook.name)
+    if not len(norm) and array.shards:
+        source = "rows"
+        position, norm = _from_rows(array)
+    edges = _edges(int(position.max()) if len(position) else 0)
+    band = np.searchsorted(edges, position, side="right") - 1
+    order = np.argsort(band, kind="stable")
+    bands, starts, count = np.unique(band[order], return_index=True, return_counts=True)
+    parts = np.split(norm[order].astype(np.float64), starts[1:]) if len(bands) else []
+    finite = [part[np.isfinite(part)] for part in parts]
+    nothing = np.full(len(QUANTILES), np.nan)
+    columns = [np.quantile(part, QUANTILES) if len(part) else nothing for part in finite]
+    return NormProfile(
+        array.hook.name,
+        edges[bands],
+        edges[bands + 1],
+        count.astype(np.int64),
+        np.array(columns).T.reshape(len(QUANTILES), len(bands)),
+        source,
+        len(norm),
+    )
+
+
+def _edges(last: int) -> Ints:
+    """Return where bands begin, and the end of the last: one each, then by half an octave."""
+    rising = _EXACT * 2.0 ** (np.arange(1, 2 * _N_BANDS) / 2)
+    edges: Ints = np.concatenate([np.arange(_EXACT + 1), np.round(rising)]).astype(np.int64)
+    return edges[: int(np.searchsorted(edges, last, side="right")) + 1]
+
+
+def _from_readouts(catalog: Catalog, hook: str) -> tuple[Ints, Floats]:
+    """Return position and norm of readouts of a hook, from files spread evenly over the runs."""
+    files = [
+        part for (_, name), parts in catalog.parts.items() if name == "readouts" for part in parts
+    ]
+    n_files = len(files)
+    # A file holds every hook; each file counts as the mean one does.
+    n_lines = sum(part.n_rows for part in files) // max(len(catalog.genesis.hooks), 1)
+    if n_lines > SAMPLED_READOUTS:
+        n_files = max(1, n_files * SAMPLED_READOUTS // n_lines)
+    found: list[tuple[Ints, Floats]] = []
+    for k in range(n_files):
+        part = files[k * len(files) // n_files]
+        table = catalog.read_table("readouts", part.file.path, ["position", "hook", "norm"])
+        of_hook = table.filter(table["hook"].to_numpy(zero_copy_only=False) == hook)
+        found.append(
+            (
+                of_hook["position"].to_numpy().astype(np.int64),
+                of_hook["norm"].to_numpy().astype(float),
+            )
+        )
+    return _joined(found)
+
+
+def _from_rows(array: LazyArray) -> tuple[Ints, Floats]:
+    """Return position and norm of rows of a hook: short blocks, spread evenly over its shards."""
+    shards = array.shards
+    starts = np.cumsum([0, *(shard.n_rows for shard in shards)])
+    n_shards = min(len(shards), _MAX_SHARDS)
+    parts: list[tuple[Ints, Floats]] = []
+    for k in range(n_shards):
+        number = k * len(shards) // n_shards
+        shard = shards[number]
+        position = shard.tokens(["position"])["position"].to_numpy().astype(np.int64)
+        for block in _blocks(shard.n_rows, SAMPLED_ROWS // n_shards):
+            rows = array[int(starts[number]) + block.start : int(starts[number]) + block.stop]
+            norm = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
+            parts.append((position[block], norm))
+    return _joined(parts)
+
+
+def _blocks(n_rows: int, room: int) -> Iterator[slice]:
+    """Yield blocks of rows, all of them where there are no more than the room."""
+    if n_rows <= room:
+        yield slice(0, n_rows)
+        return
+    n_blocks = max(1, room // BLOCK_ROWS)
+    for k in range(n_blocks):
+        start = k * n_rows // n_blocks
+        yield slice(start, min(start + BLOCK_ROWS, n_rows))
+
+
+def _joined(parts: list[tuple[Ints, Floats]]) -> tuple[Ints, Floats]:
+    if not parts:
+        return np.empty(0, np.int64), np.empty(0)
+    position, norm = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return position, norm
+
+
+def fates(catalog: Catalog) -> Fates:
+    high = 2 ** np.arange(1, _N_BANDS + 1, dtype=np.int64) - 1
+    low = np.concatenate([[0], high[:-1]])
+    count = np.zeros((len(PHASES), len(DISPOSITIONS), _N_BANDS), np.int64)
+    external = np.zeros((len(PHASES), _N_BANDS), np.int64)
+    reasons: Counter[tuple[str, str | None]] = Counter()
+    for run in catalog.run_ids:
+        spans = catalog.table("spans", run)
+        requests = catalog.table("requests", run)
+        start, stop, request = (
+            spans[name].to_numpy().astype(np.int64) for name in ("start", "stop", "request")
+        )
+        prompt = _prompt_len(requests["request"].to_numpy(), requests["prompt_len"].to_numpy())
+        split = np.clip(prompt[request] if len(prompt) else stop, start, stop)
+        kinds = np.array(spans["disposition"].to_pylist(), dtype=object)
+        for k, disposition in enumerate(DISPOSITIONS):
+            of_kind = kinds == disposition
+            for phase, (a, b) in enumerate(((start, split), (split, stop))):
+                count[phase, k] += _overlap(a[of_kind], b[of_kind], low, high)
+        outside = np.array(spans["reason"].to_pylist(), dtype=object) == EXTERNAL
+        for phase, (a, b) in enumerate(((start, split), (split, stop))):
+            external[phase] += _overlap(a[outside], b[outside], low, high)
+        reasons += fate_counts(spans)
+    used = int(np.flatnonzero(count.any(axis=(0, 1))).max(initial=-1)) + 1
+    return Fates(low[:used], high[:used], count[..., :used], external[:, :used], dict(reasons))
+
+
+def _prompt_len(request: npt.NDArray[np.uint32], prompt_len: npt.NDArray[np.uint32]) -> Ints:
+    lengths = np.zeros(int(request.max()) + 1 if len(request) else 0, np.int64)
+    lengths[request] = prompt_len
+    return lengths
+
+
+def _overlap(start: Ints, stop: Ints, low: Ints, high: Ints) -> Ints:
+    return np.array(
+        [
+            np.clip(np.minimum(stop, b) - np.maximum(start, a), 0, None).sum()
+            for a, b in zip(low.tolist(), high.tolist(), strict=True)
+        ],
+        np.int64,
+    )
+
 
 _MAX_ROWS, _MAX_LETTERS = 20, 200
 _COLOURS = {
@@ -35,79 +237,14 @@ _COLOURS = {
 }
 
 
-def dataset_html(dataset: Dataset) -> str:
-    """Return a small table: what the dataset holds, who made it, and whether it is sealed."""
-    seal = dataset.seal
-    models = {
-        str(field.value)
-        for run in dataset.runs.values()
-        if (field := run.fields.get("model.name")) is not None and field.value is not None
-    }
-    n_shards = len(dataset.shards)
-    facts = {
-        "path": dataset.path,
-        "state": "not sealed" if seal is None else f"seal {seal.n}, {dataset.digest[:16]}",
-        "model": ", ".join(sorted(models)) or "not recorded",
-        "runs": f"{counted(len(dataset.runs), 'run')}, {counted(n_shards, 'shard')}",
-        "phases": ", ".join(
-            f"{sum(s.n_rows for s in dataset.shards if s.phase == phase):,} {phase}"
-            for phase in dataset.phases
-        )
-        or "no row",
-    }
-    lines = []
-    for name, hook in list(dataset.hooks.items())[:_MAX_ROWS]:
-        array = dataset.array(name)
-        nbytes = sum(
-            entry.nbytes
-            for shard in dataset.shards_of(name)
-            for entry in shard.manifest.files
-            if entry.path.startswith(f"{layout.array_dir(name)}/")
-        )
-        lines.append(
-            (name, f"{len(array):,}", f"{hook.d_model:,}", hook.dtype, format_nbytes(nbytes))
-        )
-    more = len(dataset.hooks) - len(lines)
-    return _page(
-        "actds.Dataset", facts, ("hook", "rows", "channels", "type", "stored"), lines, more
-    )
-
-
-def loader_html(loader: Loader) -> str:
-    """Return a small table: which rows, how many, in which batches, and where the pass is."""
-    config, progress = loader.config, loader.progress
-    n_stored = sum(dataset.n_rows for dataset in loader.datasets)
-    hidden = {"format", "actds", "dataset", "digest", "datasets", "sealed", "runs", "hooks",
-              "dtype", "excluded", "rows_per_epoch", "dropped_per_epoch", "order", "lanes",
-              "window_rows", "batch", "drop_last", "epochs", "rank", "world", "seed"}  # fmt: skip
-    chosen = ", ".join(
-        f"{key}: {', '.join(map(str, value)) if isinstance(value, list) else value}"
-        for key, value in config.items()
-        if key not in hidden and not key.endswith("sha256") and value not in (None, [], False, 0)
-    )
-    epochs = config["epochs"]
-    facts = {
-        "datasets": ", ".join(dataset.path for dataset in loader.datasets),
-        "hooks": f"{', '.join(config['hooks'])} as {config['dtype']}",
-        "rows": f"{loader.n_rows:,} of {n_stored:,}",
-        "selection": chosen or "every row",
-        "left out": ", ".join(f"{n:,} {name}" for name, n in loader.excluded.items()) or "none",
-        "batches": f"{loader.batches_per_epoch:,} of {config['batch']:,} rows an epoch"
-        + (f", which leaves out {loader.n_dropped:,} rows" if loader.n_dropped else ""),
-        "epochs": "without end" if epochs is None else str(epochs),
-        "now": f"epoch {progress.epoch}, batch {progress.step:,} of {loader.batches_per_epoch:,}",
-        "rank": f"{config['rank']} of {config['world']}, seed {config['seed']}",
-    }
-    return _page("actds.Loader", facts, (), (), 0)
-
-
-def _page(
+def page(
     title: str,
     facts: Mapping[str, str],
-    head: Iterable[str],
-    lines: Iterable[Iterable[str]],
-    more: int,
+    head: Iterable[str] = (),
+    lines: Sequence[Iterable[str]] = (),
 ) -> str:
+    """Return a small table of facts, and one of lines, of which the first ones are shown."""
+
     def cell(tag: str, words: str) -> str:
         return f'<{tag} style="text-align:left">{_safe(words)}</{tag}>'
 
@@ -116,7 +253,10 @@ def _page(
 
     known = "".join(f"<tr>{cell('th', k)}{cell('td', v)}</tr>" for k, v in facts.items())
     top = "".join(cell("th", word) for word in head)
-    body = "".join(f"<tr>{''.join(cell('td', word) for word in line)}</tr>" for line in lines)
+    body = "".join(
+        f"<tr>{''.join(cell('td', word) for word in line)}</tr>" for line in lines[:_MAX_ROWS]
+    )
+    more = len(lines) - _MAX_ROWS
     rest = f"<p>and {more:,} more</p>" if more > 0 else ""
     below = table(f"<tr>{top}</tr>{body}") if body else ""
     return f"<div><strong>{_safe(title)}</strong>{table(known)}{below}{rest}</div>"
@@ -128,14 +268,8 @@ def _safe(words: str) -> str:
     return escape(words if len(words) <= _MAX_LETTERS else f"{words[:_MAX_LETTERS]}…")
 
 
-def plot_norms(dataset: Dataset, hooks: str | Iterable[str] | None = None) -> Figure:
-    """Return a figure: the median norm of each hook's rows by position, and its 10 to 90 % band.
-
-    Raises:
-        ActdsError: E011 matplotlib is not installed; E014 no such hook.
-    """
-    names = [hooks] if isinstance(hooks, str) else list(dataset.hooks if hooks is None else hooks)
-    profiles = [norm_profile(dataset, name) for name in names]
+def plot_norms(profiles: Sequence[NormProfile]) -> Figure:
+    """Return a figure: the median norm of each hook's rows by position, and its 10 to 90 % band."""
     figure, axes = _figure()
     for profile in profiles:
         low, middle, high = profile.quantiles
@@ -150,33 +284,31 @@ def plot_norms(dataset: Dataset, hooks: str | Iterable[str] | None = None) -> Fi
     return figure
 
 
-def plot_coverage(dataset: Dataset) -> Figure:
-    """Return a figure: what became of the positions, as shares by band of positions and phase.
-
-    Raises:
-        ActdsError: E011 matplotlib is not installed.
-    """
-    found = fates(dataset)
+def plot_coverage(of: Fates) -> Figure:
+    """Return a figure: what became of the positions, as shares by band of positions and phase."""
     figure, axes = _figure()
     bars = [
-        (f"{phase} {low:,}" + (f"–{high - 1:,}" if high - low > 1 else ""), found.count[k, :, band])
+        (f"{phase} {low:,}" + (f"–{high - 1:,}" if high - low > 1 else ""), of.count[k, :, band])
         for k, phase in enumerate(PHASES)
-        for band, (low, high) in enumerate(zip(found.low, found.high, strict=True))
-        if found.count[k, :, band].any()
+        for band, (low, high) in enumerate(zip(of.low, of.high, strict=True))
+        if of.count[k, :, band].any()
     ]
     counts = np.array([count for _, count in bars]).reshape(len(bars), len(DISPOSITIONS))
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     left = np.zeros(len(bars))
     for k, disposition in enumerate(DISPOSITIONS):
         axes.barh(
-            range(len(bars)), shares[:, k], left=left, color=_COLOURS[disposition],
+            range(len(bars)),
+            shares[:, k],
+            left=left,
+            color=_COLOURS[disposition],
             label=f"{disposition} ({counts[:, k].sum():,})",
-        )  # fmt: skip
+        )
         left += shares[:, k]
     axes.set_yticks(range(len(bars)), [words for words, _ in bars])
     axes.invert_yaxis()
     axes.set(xlim=(0, 1), xlabel="share of the positions")
-    axes.set_title(f"What became of {found.total:,} positions", fontsize="medium")
+    axes.set_title(f"What became of {of.total:,} positions", fontsize="medium")
     axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=3)
     return figure
 
@@ -187,11 +319,7 @@ def _plain(words: str) -> str:
 
 
 def _figure() -> tuple[Figure, Axes]:
-    """Return an empty figure, which no window and no other plot knows.
-
-    Raises:
-        ActdsError: E011 matplotlib is not installed.
-    """
+    """Return an empty figure, which no window and no other plot knows."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

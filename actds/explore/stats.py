@@ -149,14 +149,14 @@ def stats_of_rows(
     kept = None if folder is None else _load(folder / "stats.npz")
     if kept is not None:
         return Stats.load(folder / "stats.npz")  # type: ignore[operator]
-    there = [
+    n_present = [
         s.n_rows if c is None else int(np.count_nonzero(c))
         for s, c in zip(shards, counts, strict=True)
     ]
-    n_sample = min(sum(there), max(1, SAMPLE_NBYTES // (4 * hook.d_model)))
-    totals = [n if c is None else c.sum().item() for c, n in zip(counts, there, strict=True)]
+    n_sample = min(sum(n_present), max(1, SAMPLE_NBYTES // (4 * hook.d_model)))
+    totals = [n if c is None else c.sum().item() for c, n in zip(counts, n_present, strict=True)]
     before = [0, *accumulate(totals)]
-    size = None if n_sample == sum(there) else n_sample
+    size = None if n_sample == sum(n_present) else n_sample
     # By number: two parts of a mixture may read other rows of one shard.
     kept_parts = (None if folder is None else folder / f"{n}.npz" for n in range(len(shards)))
     parts = [None if path is None else _load(path) for path in kept_parts]
@@ -258,7 +258,6 @@ def _no_moments(d_model: int) -> Moments:
 
 
 def _joined(parts: Sequence[dict[str, npt.NDArray[Any]]], d_model: int) -> Stats:
-    """Return the statistics of all rows from those of each shard."""
     whole = reduce(
         Moments.__add__,
         (Moments(p["count"].item(), p["mean"], p["squares"], float(p["norms"])) for p in parts),
@@ -328,9 +327,9 @@ def geometric_median(rows: npt.NDArray[Any], weights: npt.NDArray[Any] | None = 
 
 def cache_folder() -> Path:
     """Return where results are kept: ``ACTDS_CACHE``, or ``actds`` in the user's cache folder."""
-    own = os.environ.get("ACTDS_CACHE")
+    named = os.environ.get("ACTDS_CACHE")
     base = os.environ.get("XDG_CACHE_HOME")
-    return Path(own) if own else (Path(base) if base else Path.home() / ".cache") / "actds"
+    return Path(named) if named else (Path(base) if base else Path.home() / ".cache") / "actds"
 
 
 def _load(path: Path) -> dict[str, npt.NDArray[Any]] | None:

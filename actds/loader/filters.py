@@ -35,7 +35,6 @@ NOT_FINITE = "not_finite"
 
 
 def bad(name: str, got: str, expected: str) -> ActdsError:
-    """Return the error of an argument that cannot be used."""
     return ActdsError("E014", name, got=got, expected=expected)
 
 
@@ -121,6 +120,10 @@ BUILT_IN = frozenset(FILTERS)
 """The names of this package: what others register under a name may change."""
 
 
+def is_by_norm(name: str) -> bool:
+    return not _NORM_COLUMNS.isdisjoint(FILTERS[name].columns)
+
+
 class Exclusion:
     """Which rows are left out, by name.
 
@@ -148,7 +151,7 @@ class Exclusion:
                 raise bad("exclude", repr(name)[:80], f"some of {', '.join(FILTERS)}")
         self.names = tuple(name for name in FILTERS if name in names)
         self._filters = [FILTERS[name] for name in self.names]
-        self._by_norm = [one for one in self._filters if _NORM_COLUMNS.intersection(one.columns)]
+        self._by_norm = [FILTERS[name] for name in self.names if is_by_norm(name)]
         self._hooks = hooks
         self._finite: dict[str, Mask] = {}
         self._found: dict[tuple[str, str], Mask] = {}
@@ -157,11 +160,11 @@ class Exclusion:
 
     def left_out(self, shard: Shard) -> dict[str, Mask]:
         """Return per name which rows of a shard it leaves out, each of shape ``(n_rows,)``."""
-        by_tokens = [one for one in self._filters if one not in self._by_norm]
+        by_tokens = [chosen for chosen in self._filters if chosen not in self._by_norm]
         columns = self._columns(shard, by_tokens)
-        found = {one.name: _applied(one, columns, shard) for one in by_tokens}
-        found |= {one.name: self._found[one.name, shard.name] for one in self._by_norm}
-        return {name: found[name] for name in self.names}
+        masks = {chosen.name: _applied(chosen, columns, shard) for chosen in by_tokens}
+        masks |= {chosen.name: self._found[chosen.name, shard.name] for chosen in self._by_norm}
+        return {name: masks[name] for name in self.names}
 
     def _apply_norms(self, dataset: Dataset, hooks: Sequence[Hook]) -> None:
         by_hook = [norms_of_hook(dataset, hook.name) for hook in hooks]
@@ -171,18 +174,18 @@ class Exclusion:
                 columns = self._columns(shard, self._by_norm)
                 columns["norm"] = np.stack([norms[shard.name] for norms in by_hook], axis=1)
                 columns["median_norm"] = medians
-                for one in self._by_norm:
-                    self._found[one.name, shard.name] = _applied(one, columns, shard)
+                for chosen in self._by_norm:
+                    self._found[chosen.name, shard.name] = _applied(chosen, columns, shard)
 
     def _columns(self, shard: Shard, filters: Sequence[Filter]) -> dict[str, npt.NDArray[Any]]:
         """Return what filters ask for beside norms; the rows of a shard are read for it once."""
         columns = _token_columns(shard, filters)
-        if any(_FINITE in one.columns for one in filters):
+        if any(_FINITE in mask.columns for mask in filters):
             finite = self._finite.get(shard.name)
             if finite is None:
-                found = [finite_rows(shard, hook) for hook in self._hooks]
+                by_hook = [finite_rows(shard, hook) for hook in self._hooks]
                 whole = np.ones(shard.n_rows, np.bool_)
-                finite = np.stack([whole if one is None else one for one in found], axis=1)
+                finite = np.stack([whole if mask is None else mask for mask in by_hook], axis=1)
                 if not finite.all():
                     self._finite[shard.name] = finite
             columns[_FINITE] = finite
@@ -200,28 +203,18 @@ def finite_rows(shard: Shard, hook: Hook) -> Mask | None:
     if not shard.manifest.values[hook.name].not_finite:
         return None
     exponent = DTYPES[hook.dtype].exponent
-    found = np.empty(shard.n_rows, np.bool_)
+    finite = np.empty(shard.n_rows, np.bool_)
     with open_array(shard, hook) as reader:
         for start in range(0, shard.n_rows, reader.rows_per_chunk):
             bits = reader.read(start, min(start + reader.rows_per_chunk, shard.n_rows))
-            found[start : start + len(bits)] = ((bits & exponent) != exponent).all(axis=1)
-    return found
+            finite[start : start + len(bits)] = ((bits & exponent) != exponent).all(axis=1)
+    return finite
 
 
 def check_finite(
     hook: Hook, shards: Sequence[Shard], counts: Sequence[npt.NDArray[Any] | None], next_step: str
 ) -> None:
-    """Refuse rows with a value that is NaN or infinite: one of them makes a mean, or a model, NaN.
-
-    Args:
-        hook: the hook.
-        shards: the shards.
-        counts: how often each row of a shard comes; None where each comes once.
-        next_step: what to do about them.
-
-    Raises:
-        ActdsError: E014 there are such rows among those that come.
-    """
+    """Refuse rows with a value that is NaN or infinite: one makes a mean, or a model, NaN."""
     n_rows = n_broken = 0
     for shard, count in zip(shards, counts, strict=True):
         n_rows += shard.n_rows if count is None else int(np.count_nonzero(count))
@@ -245,30 +238,25 @@ def _median(norms: npt.NDArray[np.float32]) -> float:
 
 
 def _token_columns(shard: Shard, filters: Sequence[Filter]) -> dict[str, npt.NDArray[Any]]:
-    """Return the columns of the token table that filters ask for."""
-    wanted = {column for one in filters for column in one.columns if column in _TOKEN_COLUMNS}
+    wanted = {column for chosen in filters for column in chosen.columns if column in _TOKEN_COLUMNS}
     names = [name for name in tables.SCHEMAS["tokens"].names if name in wanted]
     need_known(shard, names, "exclude")
     table = shard.tokens(names) if names else None
     return {name: table[name].to_numpy() for name in names} if table is not None else {}
 
 
-def _applied(one: Filter, columns: Columns, shard: Shard) -> Mask:
+def _applied(row_filter: Filter, columns: Columns, shard: Shard) -> Mask:
     """Return the rows that a filter leaves out; one of others may return anything."""
-    mask = np.asarray(one.rows({name: columns[name] for name in one.columns}))
+    mask = np.asarray(row_filter.rows({name: columns[name] for name in row_filter.columns}))
     if mask.dtype != np.bool_ or mask.shape != (shard.n_rows,):
-        raise bad(f"filter {one.name}", f"{mask.dtype} {mask.shape}", f"bool ({shard.n_rows},)")
+        raise bad(
+            f"filter {row_filter.name}", f"{mask.dtype} {mask.shape}", f"bool ({shard.n_rows},)"
+        )
     return mask
 
 
 def need_known(shard: Shard, columns: Iterable[str], argument: str) -> None:
-    """Refuse an argument that asks for columns of which the run of a shard says nothing.
-
-    Raises:
-        ActdsError: E014 such a column.
-
-    Spec: 0.1 section 6.3.
-    """
+    """Refuse an argument that asks for columns of which the run of a shard says nothing."""
     silent = sorted(shard.unknown.intersection(columns))
     if silent:
         raise bad(argument, f"{', '.join(silent)} unknown in run {shard.run}", "known columns")
@@ -280,18 +268,17 @@ def norms_of_hook(dataset: Dataset, hook: str) -> dict[str, npt.NDArray[np.float
     Raises:
         ActdsError: E014 a run that has no norm readouts; E416 a row without its readout.
     """
-    found: dict[str, npt.NDArray[np.float32]] = {}
+    norms: dict[str, npt.NDArray[np.float32]] = {}
     shards = dataset.shards_of(hook)
     for run in sorted({shard.run for shard in shards}):
         lines = _lines(dataset, run, hook)
         for shard in shards:
             if shard.run == run:
-                found[shard.name] = _norms_of(shard, lines)
-    return found
+                norms[shard.name] = _norms_of(shard, lines)
+    return norms
 
 
 def _lines(dataset: Dataset, run: str, hook: str) -> pa.Table:
-    """Return key and norm of a run's readouts of a hook, sorted by key."""
     table = dataset.catalog.table("readouts", run)
     table = table.filter(pc.equal(table["hook"], hook))
     if not table.num_rows:

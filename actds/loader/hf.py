@@ -24,7 +24,6 @@ from actds.format.row_weights import RowWeights
 from actds.format.schema import Hook
 from actds.format.shard import Shard
 from actds.format.tables import SCHEMAS
-from actds.loader.arguments import provenance_columns
 from actds.loader.filters import bad
 from actds.loader.selection import (
     PROVENANCE_COLUMNS,
@@ -32,6 +31,7 @@ from actds.loader.selection import (
     WEIGHT,
     RowFilter,
     Selection,
+    provenance_columns,
     select,
     warn_where_none,
 )
@@ -111,13 +111,19 @@ def load_dataset(
         i_accept_unprovenanced=accept[1],
     )
     selection = select(
-        dataset, hooks, phase, exclude=exclude, where=where, split=split, held_out=held_out,
+        dataset,
+        hooks,
+        phase,
+        exclude=exclude,
+        where=where,
+        split=split,
+        held_out=held_out,
         weights=weights,
-    )  # fmt: skip
+    )
     if selection.loss_weight is not None:
         raise bad("weights", f"no file {os.fspath(weights or '')!r}", "the path of a weights file")
     names = _select_columns(selection, columns)
-    warn_where_none(selection.excluded, stacklevel=2)
+    warn_where_none(selection.excluded, [selection], stacklevel=2)
     if not streaming:
         from actds.loader.hf_arrow import map_style
 
@@ -145,7 +151,6 @@ def load_dataset(
 
 
 def _select_columns(selection: Selection, columns: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the provenance columns that are asked for, the usual ones when None."""
     unknown = {name for shard in selection.shards for name in shard.unknown}
     usual = tuple(name for name in PROVENANCE_COLUMNS if name not in unknown)
     names = usual if columns is None else tuple(columns)
@@ -166,7 +171,6 @@ def _select_columns(selection: Selection, columns: Sequence[str] | None) -> tupl
 def _shard_columns(
     shard: Shard, names: Sequence[str], row_filter: RowFilter
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Return provenance columns of a shard as numpy arrays, each of shape (n_rows,)."""
     table = row_filter.values.provenance(shard, names)
     columns = {name: table[name].to_numpy() for name in names}
     # Words of numpy where every row has one; a role can be None.
@@ -237,9 +241,13 @@ def _open(source: Source) -> tuple[Dataset, RowWeights | None, RowFilter]:
             )
     hooks = [dataset.hooks[name] for name in source.hooks]
     row_filter = RowFilter(
-        dataset, hooks, exclude=source.exclude, where=source.where, split=source.split,
+        dataset,
+        hooks,
+        exclude=source.exclude,
+        where=source.where,
+        split=source.split,
         held_out=source.held_out,
-    )  # fmt: skip
+    )
     return dataset, weights, row_filter
 
 

@@ -59,24 +59,20 @@ class Formatter(TorchFormatter):  # type: ignore[misc]
         self._float32 = frozenset(float32)
 
     def format_row(self, pa_table: pa.Table) -> Mapping[str, Any]:
-        """Return one example: tensors ``(d_model,)``."""
         acts, rest = self._split(pa_table)
         row = dict(super().format_row(rest)) if rest.num_columns else {}
         return _ordered(pa_table, row | {name: tensor[0] for name, tensor in acts.items()})
 
     def format_batch(self, pa_table: pa.Table) -> Mapping[str, Any]:
-        """Return a batch: tensors ``(n, d_model)``."""
         acts, rest = self._split(pa_table)
         batch = dict(super().format_batch(rest)) if rest.num_columns else {}
         return _ordered(pa_table, batch | acts)
 
     def format_column(self, pa_table: pa.Table) -> Any:
-        """Return one column."""
         acts, rest = self._split(pa_table)
         return super().format_column(rest) if rest.num_columns else next(iter(acts.values()))
 
     def _split(self, table: pa.Table) -> tuple[dict[str, torch.Tensor], pa.Table]:
-        """Return the activation columns as tensors, and the table of all others."""
         acts, rest = {}, []
         for field in table.schema:
             kind = field.type
@@ -129,14 +125,7 @@ def map_style(
     columns: Sequence[str],
     cache_dir: str | os.PathLike[str] | None,
 ) -> datasets.Dataset:
-    """Return a map-style dataset over Arrow files, which are written where they are not there.
-
-    Args:
-        digest: digest of the dataset.
-        selection: what is read; row weights become a column.
-        columns: provenance columns.
-        cache_dir: folder of the files; the ``datasets`` cache when None.
-    """
+    """Return a map-style dataset over Arrow files, which are written where they are not there."""
     hooks, weights = selection.hooks, selection.row_weights
     chosen = {name: value for name, value in selection.filter.identity.items() if value}
     key = canonical.dump(

@@ -24,8 +24,25 @@ from actds.format.arrays import DTYPES, chunk_rows
 from actds.format.roles import Roles
 from actds.format.schema import Hook
 from actds.format.shard import Shard
-from actds.loader.arguments import (
+from actds.loader.filters import bad
+from actds.loader.mixture import (
+    Choice,
+    Mixture,
+    Side,
+    Source,
+    are_replays,
+    batch_hooks,
+    open_partners,
+    open_sources,
+    read_once,
+    statistics,
+)
+from actds.loader.order import ORDER_VERSION, Geometry, order_key
+from actds.loader.pipeline import Batch, BatchSpec, Part, Pipeline
+from actds.loader.selection import (
     MULTIPLICITY,
+    PROVENANCE_COLUMNS,
+    ROLE,
     check_int,
     check_lanes,
     check_numbers,
@@ -33,23 +50,8 @@ from actds.loader.arguments import (
     check_worker,
     provenance_columns,
     split_weights,
+    warn_where_none,
 )
-from actds.loader.batches import Batch, BatchSpec, Part, n_batches
-from actds.loader.filters import bad
-from actds.loader.mixture import (
-    Choice,
-    Mixture,
-    Side,
-    Source,
-    batch_hooks,
-    open_partners,
-    open_sources,
-    statistics,
-)
-from actds.loader.once import are_replays, read_once
-from actds.loader.order import ORDER_VERSION, Geometry, order_key
-from actds.loader.pipeline import Pipeline
-from actds.loader.selection import PROVENANCE_COLUMNS, ROLE, warn_where_none
 from actds.loader.transform import Normalize, Transform
 from actds.version import __version__
 
@@ -59,6 +61,12 @@ if TYPE_CHECKING:
 _LANES = 8
 _STATE_VERSION = 2
 _MIN_WINDOW_ROWS = 1 << 16
+_NOT_SELECTION = {
+    *("format", "actds", "dataset", "digest", "datasets", "sealed", "runs", "hooks", "dtype"),
+    *("excluded", "rows_per_epoch", "dropped_per_epoch", "order", "lanes", "window_rows", "batch"),
+    *("drop_last", "epochs", "rank", "world", "seed"),
+}
+"""What a loader's ``config`` says beside its selection of rows."""
 _WINDOW_NBYTES = 1 << 27  # of the widest hook, unless that is fewer rows than the least
 
 
@@ -206,15 +214,21 @@ class Loader:
     ) -> None:
         check_torch()
         check_numbers(
-            batch=batch, window_rows=window_rows, seed=seed, world=world, rank=rank,
-            epochs=epochs, threads=threads, lanes=lanes,
-        )  # fmt: skip
+            batch=batch,
+            window_rows=window_rows,
+            seed=seed,
+            world=world,
+            rank=rank,
+            epochs=epochs,
+            threads=threads,
+            lanes=lanes,
+        )
         lanes = gcd(batch, _LANES) if lanes is None else lanes
         check_lanes(batch, lanes, rank, world)
         served, weight = split_weights(weights)
         unsealed, unprovenanced = i_accept_unsealed, i_accept_unprovenanced
         datasets, shares = open_sources(source, unsealed, unprovenanced, seal)
-        others = open_partners(paired, unsealed, unprovenanced)
+        partners = open_partners(paired, unsealed, unprovenanced)
         choice = Choice(
             hooks, phase, where, exclude, split, held_out, mix, served, weight, frequency
         )
@@ -222,7 +236,7 @@ class Loader:
         self._served = served
 
         def rows(choice: Choice) -> Mixture:
-            chosen = choice.rows(datasets, shares, others)
+            chosen = choice.rows(datasets, shares, partners)
             return read_once(chosen, served=served) if once else chosen
 
         self._rows = rows(choice)
@@ -231,15 +245,15 @@ class Loader:
         if drop_last is None:
             whole = once or (epochs == 1 and are_replays(datasets))
             drop_last = len(self._rows.parts) > 1 or not whole
-        warn_where_none(self._rows.excluded, stacklevel=2)
-        shards = [shard for one in self._rows.selections for shard in one.shards]
+        warn_where_none(self._rows.excluded, self._rows.selections, stacklevel=2)
+        shards = [shard for selection in self._rows.selections for shard in selection.shards]
         columns = _columns(provenance, shards)
         if isinstance(normalize, str):
             # Both sides of a split are scaled alike, and neither by rows that are left out.
-            both = rows(choice.of_both_sides()) if split else self._rows
-            found = statistics(both, served)
+            of_stats = rows(choice.of_both_sides()) if split else self._rows
+            stats = statistics(of_stats, served)
         self._transform = Transform(
-            batch_hooks(self._rows), lambda name: found[name], normalize, dtype, device
+            batch_hooks(self._rows), lambda name: stats[name], normalize, dtype, device
         )
         self._normalize = normalize if isinstance(normalize, str) else normalize and "stats"
         window_rows = _window_rows(datasets) if window_rows is None else window_rows
@@ -247,12 +261,14 @@ class Loader:
         geometry = Geometry(
             batch, lanes, window_rows, piece_rows, phase, MULTIPLICITY if served else None
         )
-        mine = range(rank * (lanes // world), (rank + 1) * (lanes // world))
-        self._spec = _batch_spec(self._rows, geometry, seed, mine, columns, self._transform.pinned)
+        own_lanes = range(rank * (lanes // world), (rank + 1) * (lanes // world))
+        self._spec = _batch_spec(
+            self._rows, geometry, seed, own_lanes, columns, self._transform.pinned
+        )
         self._seed, self._rank, self._world = seed, rank, world
         self._epochs, self._threads, self._drop_last = epochs, threads, drop_last
-        first = self._spec.epoch(0).order
-        self._n_batches, self._n_left = n_batches(first, drop_last), first.n_left
+        first = self._spec.epoch(0)
+        self._n_batches, self._n_left = first.n_batches(drop_last), first.n_left
         self._n_entries = sum(order.n_entries for order in first.orders)
         if not self._n_batches:
             raise bad("batch", str(batch), f"at most the {self._n_entries} rows of the selection")
@@ -316,9 +332,14 @@ class Loader:
         """Return how far the epoch is, and how fast the batches come to this rank."""
         seconds = time.perf_counter() - self._began if self._n_given else 0.0
         return Progress(
-            self._epoch, self._step, self._n_batches, self._n_given, seconds, self._waited,
+            self._epoch,
+            self._step,
+            self._n_batches,
+            self._n_given,
+            seconds,
+            self._waited,
             self.n_dropped,
-        )  # fmt: skip
+        )
 
     def __repr__(self) -> str:
         rows = self._rows
@@ -329,7 +350,7 @@ class Loader:
             f"rows ({rows.n_kept / rows.n_stored:.1%})"
             + (f" where {where}" if where is not None and not rows.names else "")
             + "".join(
-                f", {sum(one.n_kept for one in part):,} {name}"
+                f", {sum(selection.n_kept for selection in part):,} {name}"
                 for name, part in zip(rows.names, rows.parts, strict=False)
             )
             + "".join(f", without {n:,} {name}" for name, n in rows.excluded.items())
@@ -338,7 +359,28 @@ class Loader:
         )
 
     def _repr_html_(self) -> str:
-        return show.loader_html(self)
+        config, progress = self.config, self.progress
+        chosen = ", ".join(
+            f"{key}: {', '.join(map(str, value)) if isinstance(value, list) else value}"
+            for key, value in config.items()
+            if key not in _NOT_SELECTION
+            and not key.endswith("sha256")
+            and value not in (None, [], False, 0)
+        )
+        n_stored = sum(dataset.n_rows for dataset in self.datasets)
+        facts = {
+            "datasets": ", ".join(dataset.path for dataset in self.datasets),
+            "hooks": f"{', '.join(config['hooks'])} as {config['dtype']}",
+            "rows": f"{self.n_rows:,} of {n_stored:,}",
+            "selection": chosen or "every row",
+            "left out": ", ".join(f"{n:,} {name}" for name, n in self.excluded.items()) or "none",
+            "batches": f"{self._n_batches:,} of {config['batch']:,} rows an epoch"
+            + (f", which leaves out {self.n_dropped:,} rows" if self.n_dropped else ""),
+            "epochs": "without end" if self._epochs is None else str(self._epochs),
+            "now": f"epoch {progress.epoch}, batch {progress.step:,} of {self._n_batches:,}",
+            "rank": f"{config['rank']} of {config['world']}, seed {config['seed']}",
+        }
+        return show.page("actds.Loader", facts)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -389,21 +431,13 @@ class Loader:
         }
 
     def __len__(self) -> int:
-        """Return the batches of a pass.
-
-        Raises:
-            TypeError: ``epochs`` is None.
-        """
+        """Return the batches of a pass."""
         if self._epochs is None:
             raise TypeError("a loader with epochs=None never ends")
         return self._epochs * self._n_batches
 
     def __getitem__(self, index: object) -> Any:
-        """Refuse: batches come in an order, and a DataLoader that asks for them by number errs.
-
-        Raises:
-            ActdsError: E014 always.
-        """
+        """Refuse: batches come in an order, and a DataLoader that asks for them by number errs."""
         raise ActdsError(
             "E014",
             "loader",
@@ -446,10 +480,10 @@ class Loader:
         if self._pipeline is None:
             self._start()
         assert self._pipeline is not None
-        asked = time.perf_counter()
-        self._began = self._began or asked
+        began = time.perf_counter()
+        self._began = self._began or began
         batch = self._pipeline.next()
-        self._waited += time.perf_counter() - asked
+        self._waited += time.perf_counter() - began
         if batch is None:
             # The pipeline ends before the pass only when another thread closed the loader.
             raise ValueError("the loader was closed in the middle of a pass")
@@ -547,8 +581,8 @@ class Loader:
         """
         if not isinstance(state, Mapping) or not state:
             raise bad("state", repr(state)[:80], "what state_dict() returned")
-        mine = self._identity()
-        for key, value in mine.items():
+        identity = self._identity()
+        for key, value in identity.items():
             if state.get(key) != value:
                 raise bad(f"state {key}", repr(state.get(key))[:200], repr(value)[:200])
         epoch, step = state.get("epoch"), state.get("step")
@@ -667,7 +701,6 @@ def _window_rows(datasets: Sequence[Dataset]) -> int:
 
 
 def _piece_rows(datasets: Sequence[Dataset], most: int) -> int:
-    """Return the rows of a piece, the same whichever hooks are read."""
     hooks = [hook for dataset in datasets for hook in dataset.hooks.values()]
     return rows_together((chunk_rows(h.d_model, DTYPES[h.dtype].itemsize) for h in hooks), most)
 
@@ -680,7 +713,6 @@ def _batch_spec(
     provenance: tuple[str, ...],
     pinned: bool,
 ) -> BatchSpec:
-    """Return what batches are made of, with the weights of all rows in memory."""
     shards: list[Shard] = []
     weights: list[Any] = []
     parts = []
@@ -703,27 +735,34 @@ def _batch_spec(
         span = range(first, len(shards))
         parts.append(Part(span, counts, frequencies or None, n_entries, share, key))
     return BatchSpec(
-        rows.hooks, shards, rows.runs, parts, geometry, lanes, provenance, weights or None, pinned,
-        rows.partners, _roles(rows) if ROLE in provenance else {},
-    )  # fmt: skip
+        rows.hooks,
+        shards,
+        rows.runs,
+        parts,
+        geometry,
+        lanes,
+        provenance,
+        weights or None,
+        pinned,
+        rows.partners,
+        _roles(rows) if ROLE in provenance else {},
+    )
 
 
-def _columns(asked: bool | Sequence[str], shards: Sequence[Shard]) -> tuple[str, ...]:
-    """Return the columns that come beside a batch."""
-    if isinstance(asked, bool):
-        asked = PROVENANCE_COLUMNS if asked else ()
-    names = (asked,) if isinstance(asked, str) else tuple(asked)
+def _columns(wanted: bool | Sequence[str], shards: Sequence[Shard]) -> tuple[str, ...]:
+    if isinstance(wanted, bool):
+        wanted = PROVENANCE_COLUMNS if wanted else ()
+    names = (wanted,) if isinstance(wanted, str) else tuple(wanted)
     return provenance_columns("provenance", names, PROVENANCE_COLUMNS, shards)
 
 
 def _roles(rows: Mixture) -> dict[str, Roles]:
-    """Return the roles of every run.
-
-    Raises:
-        ActdsError: E014 when no run has any.
-    """
-    found = {shard.run: one.dataset.catalog for one in rows.selections for shard in one.shards}
-    tables = {run: catalog.table("roles", run) for run, catalog in found.items()}
+    catalogs = {
+        shard.run: selection.dataset.catalog
+        for selection in rows.selections
+        for shard in selection.shards
+    }
+    tables = {run: catalog.table("roles", run) for run, catalog in catalogs.items()}
     if not any(table.num_rows for table in tables.values()):
         raise bad("provenance", "'role', and no run has roles", "a harvest of chats")
     return {run: Roles(table) for run, table in tables.items()}

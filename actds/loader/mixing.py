@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.format.positions import position_key
-from actds.loader.batches import BatchSpec, EpochRows
 from actds.loader.filters import bad
 from actds.loader.loader import Loader
+from actds.loader.order import Epoch
+from actds.loader.pipeline import BatchSpec
 
 Keys = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
@@ -84,12 +85,12 @@ def mixing_report(loader: Loader, n_batches: int = 64, *, epoch: int = 0) -> Mix
     """
     spec = loader.batch_spec
     rows = spec.epoch(epoch)
-    n_batches = min(n_batches, rows.order.n_full_batches)
+    n_batches = min(n_batches, rows.n_full_batches)
     if n_batches < 1:
         raise bad("n_batches", "no full batch", "at least one")
     keys = _row_keys(spec)
-    found = [_met(batch) for batch in _batches(spec, rows, keys, n_batches)]
-    partners, adjacent = np.array(found).T
+    counted = [_met(batch) for batch in _batches(spec, rows, keys, n_batches)]
+    partners, adjacent = np.array(counted).T
     ideal_partners, ideal_adjacent = _ideal(spec, rows, keys, n_batches)
     error = float(partners.std(ddof=1)) / np.sqrt(n_batches) if n_batches > 1 else float("nan")
     return MixingReport(
@@ -120,14 +121,13 @@ def _row_keys(spec: BatchSpec) -> list[Keys]:
 
 
 def _n_requests(spec: BatchSpec, run: tuple[str, str]) -> int:
-    """Return a number above those of the requests of a run."""
-    mine = (shard for shard in spec.shards if (shard.manifest.dataset, shard.run) == run)
-    return 1 + max(int(shard.tokens(["request"])["request"].to_numpy().max()) for shard in mine)
+    of_run = (shard for shard in spec.shards if (shard.manifest.dataset, shard.run) == run)
+    return 1 + max(int(shard.tokens(["request"])["request"].to_numpy().max()) for shard in of_run)
 
 
-def _batches(spec: BatchSpec, rows: EpochRows, keys: list[Keys], n_batches: int) -> Iterator[Keys]:
+def _batches(spec: BatchSpec, rows: Epoch, keys: list[Keys], n_batches: int) -> Iterator[Keys]:
     """Yield the keys of the rows of the first batches, lane after lane and part after part."""
-    lanes, order = range(spec.geometry.lanes), rows.order
+    lanes, order = range(spec.geometry.lanes), rows
     served = {
         (part, lane): _served(spec, rows, keys, part, lane, order.before(part, lane, n_batches))
         for part in range(len(spec.parts))
@@ -143,18 +143,15 @@ def _batches(spec: BatchSpec, rows: EpochRows, keys: list[Keys], n_batches: int)
 
 
 def _served(
-    spec: BatchSpec, rows: EpochRows, keys: list[Keys], part: int, lane: int, n_entries: int
+    spec: BatchSpec, rows: Epoch, keys: list[Keys], part: int, lane: int, n_entries: int
 ) -> Keys:
-    """Return the keys of the first entries that a lane gives of a part."""
-    order, shards = rows.order.orders[part], spec.parts[part].shards
+    order, shards = rows.orders[part], spec.parts[part].shards
     windows: list[Keys] = [np.empty(0, np.uint64)]
     n_found, index = 0, 0
     while n_found < n_entries:
         window = order.window(lane, index)
         pieces = [
-            keys[shards[int(order.pieces.shard[piece])]][
-                int(order.pieces.start[piece]) + rows.rows(part, piece)[start:stop]
-            ]
+            keys[shards[int(order.pieces.shard[piece])]][order.pieces.rows(piece)[start:stop]]
             for piece, start, stop in zip(
                 window.pieces.tolist(), window.start.tolist(), window.stop.tolist(), strict=True
             )
@@ -174,20 +171,17 @@ def _met(batch: Keys) -> tuple[float, float]:
     return float((n_rows * (n_rows - 1)).sum()) / len(batch), float(neighbours) / len(batch)
 
 
-def _ideal(
-    spec: BatchSpec, rows: EpochRows, keys: list[Keys], n_batches: int
-) -> tuple[float, float]:
+def _ideal(spec: BatchSpec, rows: Epoch, keys: list[Keys], n_batches: int) -> tuple[float, float]:
     """Return partners and neighbours of a row in a batch, if every order were equally likely."""
     parts = range(len(spec.parts))
-    mine = [_entries(spec, rows, keys, part) for part in parts]
-    place = np.unique(np.concatenate([key for key, _ in mine]))
-    times = [np.bincount(np.searchsorted(place, k), n, len(place)) for k, n in mine]
+    entries = [_entries(spec, rows, keys, part) for part in parts]
+    place = np.unique(np.concatenate([key for key, _ in entries]))
+    times = [np.bincount(np.searchsorted(place, k), n, len(place)) for k, n in entries]
     request = np.cumsum(np.diff(place >> _REQUEST, prepend=place[:1] >> _REQUEST) > 0)
     sizes = [np.bincount(request, n) for n in times]
     beside = np.diff(place) == 1
     taken = [
-        sum(rows.order.before(part, lane, n_batches) for lane in range(spec.geometry.lanes))
-        / n_batches
+        sum(rows.before(part, lane, n_batches) for lane in range(spec.geometry.lanes)) / n_batches
         for part in parts
     ]
     partners = neighbours = 0.0
@@ -202,10 +196,10 @@ def _ideal(
     return partners / sum(taken), neighbours / sum(taken)
 
 
-def _entries(spec: BatchSpec, rows: EpochRows, keys: list[Keys], part: int) -> tuple[Keys, Floats]:
-    """Return the rows of a part, ``(n_rows,)``, and how often each comes in the epoch."""
-    found, times = [], []
-    for number, count in zip(spec.parts[part].shards, rows.counts[part], strict=True):
-        found.append(keys[number])
+def _entries(spec: BatchSpec, rows: Epoch, keys: list[Keys], part: int) -> tuple[Keys, Floats]:
+    numbers, times = [], []
+    counts = rows.orders[part].pieces.counts or [None] * len(spec.parts[part].shards)
+    for number, count in zip(spec.parts[part].shards, counts, strict=True):
+        numbers.append(keys[number])
         times.append(np.ones(len(keys[number])) if count is None else count.astype(np.float64))
-    return np.concatenate(found), np.concatenate(times)
+    return np.concatenate(numbers), np.concatenate(times)

@@ -10,16 +10,134 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
+from actds.dataset.multiplicity import Servings
+from actds.dataset.reading import Catalog
 from actds.executor import ExecutorName, open_executor
+from actds.explore.context import covered, rows_of_positions
 from actds.explore.dataset import Dataset
 from actds.explore.dataset import open as open_dataset
 from actds.explore.pairs import Partners, find_partners, prefix_hashes
 from actds.explore.stats import Stats, cache_folder, stats_of_rows
 from actds.format import canonical, tables
+from actds.format.positions import Index, Intervals, difference, position_key, split_key, union
 from actds.format.schema import Hook
 from actds.loader.filters import BUILT_IN, NOT_FINITE, bad, check_finite, finite_rows
-from actds.loader.selection import LEAVE_OUT, Counts, Floats, Selection, select
+from actds.loader.selection import LEAVE_OUT, Counts, Floats, RowFilter, Selection, select
+
+Known = dict[tuple[str, str], Intervals]
+
+
+def read_once(mixture: Mixture, *, served: bool) -> Mixture:
+    """Return a mixture that has each position of a dataset and its replays once.
+
+    A row of a replay is read where it stands for a position of which neither the source nor a
+    replay before it has a row: its own position, or that of a prefix-cache hit on it.
+
+    Args:
+        mixture: the rows of the datasets.
+        served: let the row come once for each of these positions.
+
+    Raises:
+        ActdsError: E014 when none of the datasets is a replay of another one, or a part of the
+            mixture has no further row.
+
+    Spec: 0.1 sections 6.3 and 7.5.
+    """
+    sources = {item.catalog.genesis.dataset: item.catalog for item in mixture.datasets}
+    known: Known = {}
+    filters = {item.dataset.path: item.filter for part in mixture.parts for item in part}
+    further = {
+        run: _further(dataset.catalog, run, sources, known, filters[dataset.path], served=served)
+        for dataset in mixture.datasets
+        for run in dataset.catalog.run_ids
+    }
+    if all(item is None for item in further.values()):
+        got = "no dataset that is a replay of another one of them"
+        raise bad("once", got, "a dataset and its replays, as [source, missing]")
+    parts = []
+    for part in mixture.parts:
+        read = [_with_further(item, further, served=served) for item in part]
+        parts.append([item for item in read if item.n_kept])
+        if not parts[-1]:
+            got = f"no further row in {', '.join(item.dataset.path for item in part)}"
+            raise bad("once", got, "replays of what the source lost")
+    return replace(mixture, parts=parts, once=True)
+
+
+def are_replays(datasets: Sequence[Dataset]) -> bool:
+    ids = pa.array([dataset.catalog.genesis.dataset for dataset in datasets])
+    return len(datasets) > 1 and any(
+        pc.any(pc.is_in(dataset.catalog.table("origins")["source_dataset"], ids)).as_py()
+        for dataset in datasets
+    )
+
+
+def _further(
+    catalog: Catalog,
+    run: str,
+    sources: Mapping[str, Catalog],
+    known: Known,
+    chosen: RowFilter,
+    *,
+    served: bool,
+) -> Servings | None:
+    """Return for how many positions that are not known each row of a replay stands.
+
+    None of a run that replays none of the sources. Adds the positions to those that are known, by
+    dataset and run of the source.
+    """
+    origins = catalog.table("origins", run).sort_by("request")
+    origins = origins.filter(pc.is_in(origins["source_dataset"], pa.array(list(sources))))
+    if not origins.num_rows:
+        return None
+    names = list(
+        zip(origins["source_dataset"].to_pylist(), origins["source_run"].to_pylist(), strict=True)
+    )
+    start, rows, length = rows_of_positions(catalog, run)
+    request, position = split_key(start)
+    line = Index(origins["request"].to_numpy()).of(request)
+    replayed = line >= 0
+    if served and chosen.split is not None:  # the positions of its requests, whoever has the rows
+        replayed &= np.isin(request, chosen.requests_of(run))
+    rows, length, line = rows[replayed], length[replayed], line[replayed]
+    start = position_key(origins["source_request"].to_numpy()[line], position[replayed])
+    further = []
+    for name in dict.fromkeys(names):
+        of_run = np.array([label == name for label in names])[line]
+        if name not in known:
+            known[name] = covered(sources[name[0]], name[1])
+        before, begin, end = known[name], start[of_run], start[of_run] + length[of_run]
+        number, first, after = difference(union(begin, end), before).cut(begin, end)
+        row, at = split_key(rows[of_run][number] + (first - begin[number]))
+        further.append((row, at, at + (after - first).astype(np.int64)))
+        known[name] = union(
+            np.concatenate([before.start, begin]), np.concatenate([before.stop, end])
+        )
+    return Servings(*(np.concatenate(column) for column in zip(*further, strict=True)))
+
+
+def _with_further(
+    selection: Selection, further: Mapping[str, Servings | None], *, served: bool
+) -> Selection:
+    counts = []
+    for shard, count in zip(selection.shards, selection.counts, strict=True):
+        times = further[shard.run]
+        if times is not None:
+            tokens = shard.tokens(["request", "position"])
+            new = times.of(tokens["request"].to_numpy(), tokens["position"].to_numpy())
+            new = new if served else np.minimum(new, 1)
+            new = new if count is None else np.where(count > 0, new, 0)
+            count = new.astype(np.min_scalar_type(int(new.max(initial=0))))
+        counts.append(count)
+    n_kept = sum(
+        shard.n_rows if count is None else int(np.count_nonzero(count))
+        for shard, count in zip(selection.shards, counts, strict=True)
+    )
+    return replace(selection, counts=counts, n_kept=n_kept)
+
 
 Source = str | os.PathLike[str] | Dataset
 Side = Literal["train", "held_out"]
@@ -52,41 +170,37 @@ class Mixture:
 
     @property
     def selections(self) -> list[Selection]:
-        """Return the selections of all parts."""
         return [selection for part in self.parts for selection in part]
 
     @property
     def datasets(self) -> list[Dataset]:
-        """Return the datasets, each once."""
-        return list({id(one.dataset): one.dataset for one in self.selections}.values())
+        return list(
+            {id(selection.dataset): selection.dataset for selection in self.selections}.values()
+        )
 
     @property
     def hooks(self) -> Sequence[Hook]:
-        """Return the hooks of a batch."""
         return self.selections[0].hooks
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """Return the runs of all shards, sorted."""
-        return tuple(sorted({run for one in self.selections for run in one.runs}))
+        return tuple(sorted({run for selection in self.selections for run in selection.runs}))
 
     @property
     def excluded(self) -> dict[str, int]:
         """Return how many stored rows each name of ``exclude`` leaves out of the parts."""
-        found = dict.fromkeys(self.selections[0].excluded, 0)
+        excluded = dict.fromkeys(self.selections[0].excluded, 0)
         for selection in self.selections:
             for name, n in selection.excluded.items():
-                found[name] += n
-        return found
+                excluded[name] += n
+        return excluded
 
     @property
     def n_kept(self) -> int:
-        """Return the rows that are read, each counted once in its part."""
         return sum(selection.n_kept for selection in self.selections)
 
     @property
     def n_stored(self) -> int:
-        """Return the rows of the shards of the parts, kept or not."""
         return sum(selection.n_stored for selection in self.selections)
 
     @property
@@ -99,11 +213,15 @@ class Mixture:
     def identity(self) -> dict[str, Any]:
         """Return what chooses and weights the rows, as JSON: a state of another is refused."""
         first = self.selections[0]
-        files = [one.row_weights.sha256 for one in self.selections if one.row_weights is not None]
-        names = [shard.name for one in self.selections for shard in one.shards]
+        files = [
+            selection.row_weights.sha256
+            for selection in self.selections
+            if selection.row_weights is not None
+        ]
+        names = [shard.name for selection in self.selections for shard in selection.shards]
         return {
             "shards": canonical.digest(canonical.dump(names)),
-            "where": [one.filter.identity["where"] for one in self.selections],
+            "where": [selection.filter.identity["where"] for selection in self.selections],
             "exclude": first.filter.identity["exclude"] or None,
             "split": first.filter.identity["split"],
             "mix": dict(zip(self.names, self.shares, strict=False)) or None,
@@ -121,11 +239,7 @@ def open_sources(
     unprovenanced: bool,
     seal: str | None = None,
 ) -> tuple[list[Dataset], Mapping[str, float] | None]:
-    """Return the datasets of an argument, and their shares by path where it says them.
-
-    Raises:
-        ActdsError: E014 no dataset, one twice, or a seal and not one path; and as ``actds.open``.
-    """
+    """Return the datasets of an argument, and their shares by path where it says them."""
     several = not isinstance(source, str | os.PathLike | Dataset)
     if seal is not None and (several or isinstance(source, Dataset)):
         raise bad("seal", "a pin, and not one path", "datasets from actds.open(path, seal=...)")
@@ -155,14 +269,13 @@ def open_sources(
 def open_partners(
     paired: Mapping[str, Source] | None, unsealed: bool, unprovenanced: bool
 ) -> dict[str, Dataset]:
-    """Return the datasets of the argument ``paired`` by name; raises as ``open_sources``."""
-    found: dict[str, Dataset] = {}
-    for label, one in (paired or {}).items():
-        partner, _ = open_sources(one, unsealed, unprovenanced)
+    opened: dict[str, Dataset] = {}
+    for label, source in (paired or {}).items():
+        partner, _ = open_sources(source, unsealed, unprovenanced)
         if len(partner) > 1:
             raise bad("paired", f"several datasets for {label!r}", "one dataset for each name")
-        found[label] = partner[0]
-    return found
+        opened[label] = partner[0]
+    return opened
 
 
 @dataclass(frozen=True)
@@ -186,20 +299,24 @@ class Choice:
         shares: Mapping[str, float] | None,
         others: Mapping[str, Dataset],
     ) -> Mixture:
-        """Return the chosen rows; raises as ``make_mixture`` and ``with_partners``."""
-
         def chosen(dataset: Dataset, phase: str | None, where: str | None) -> Selection:
             return select(
-                dataset, self.hooks, phase, where=where, exclude=self.exclude, split=self.split,
-                held_out=self.held_out, multiplicity=self.served, weights=self.weight,
+                dataset,
+                self.hooks,
+                phase,
+                where=where,
+                exclude=self.exclude,
+                split=self.split,
+                held_out=self.held_out,
+                multiplicity=self.served,
+                weights=self.weight,
                 frequency=self.frequency,
-            )  # fmt: skip
+            )
 
         rows = make_mixture(datasets, shares, self.mix, self.phase, self.where, chosen)
         return with_partners(rows, others) if others else rows
 
     def of_both_sides(self) -> Choice:
-        """Return the same choice without a split."""
         return replace(self, split=None, held_out=0.0)
 
 
@@ -244,23 +361,18 @@ def make_mixture(
 
 
 def with_partners(mixture: Mixture, others: Mapping[str, Dataset]) -> Mixture:
-    """Return a mixture of the rows that have a partner in every other dataset.
-
-    Raises:
-        ActdsError: E014 several datasets to begin with, a name that cannot be one of a batch, a
-            hook that another dataset lacks, or no row with partners.
-    """
+    """Return a mixture of the rows that have a partner in every other dataset."""
     if len(mixture.datasets) > 1:
         raise bad("paired", "partners for several datasets", "one dataset as source")
     for label in others:
         if not label or "/" in label:
             raise bad("paired", repr(label)[:80], "a name without a slash")
-    shards = [shard for one in mixture.selections for shard in one.shards]
-    mine = prefix_hashes(mixture.datasets[0], shards)
-    counts = [count for one in mixture.selections for count in one.counts]
+    shards = [shard for selection in mixture.selections for shard in selection.shards]
+    hashes = prefix_hashes(mixture.datasets[0], shards)
+    counts = [count for selection in mixture.selections for count in selection.counts]
     partners = [
         _with_finite_rows(
-            find_partners(mine, shards, label, other, hook.name),
+            find_partners(hashes, shards, label, other, hook.name),
             None if NOT_FINITE in mixture.excluded else counts,
         )
         for label, other in others.items()
@@ -269,48 +381,42 @@ def with_partners(mixture: Mixture, others: Mapping[str, Dataset]) -> Mixture:
     at, parts = 0, []
     for part in mixture.parts:
         selections = []
-        for one in part:
-            n = len(one.shards)
-            there = [
+        for selection in part:
+            n = len(selection.shards)
+            present = [
                 np.logical_and.reduce([pair.rows[i] >= 0 for pair in partners])
                 for i in range(at, at + n)
             ]
-            selections.append(_restricted(one, there))
+            selections.append(_restricted(selection, present))
             at += n
         parts.append(selections)
-    if not all(one.n_kept for part in parts for one in part):
+    if not all(selection.n_kept for part in parts for selection in part):
         raise bad("paired", f"no row with a partner in {', '.join(others)}", "harvests of one text")
     return replace(mixture, parts=parts, others=dict(others), partners=partners)
 
 
 def _with_finite_rows(pair: Partners, counts: Sequence[Counts | None] | None) -> Partners:
-    """Return partners without rows that are not finite.
-
-    Args:
-        pair: the partners.
-        counts: how often rows come, to refuse such partners of theirs; None to leave these out.
-
-    Raises:
-        ActdsError: E014 there are some.
-    """
+    """Return partners without rows that are not finite."""
     if counts is not None:
         check_finite(pair.hook, pair.shards, _partner_counts(pair, counts), LEAVE_OUT)
         return pair
     found = [finite_rows(shard, pair.hook) for shard in pair.shards]
-    if all(one is None for one in found):
+    if all(mask is None for mask in found):
         return pair
-    finite = np.concatenate([
-        np.ones(shard.n_rows, np.bool_) if one is None else one
-        for shard, one in zip(pair.shards, found, strict=True)
-    ])  # fmt: skip
+    finite = np.concatenate(
+        [
+            np.ones(shard.n_rows, np.bool_) if mask is None else mask
+            for shard, mask in zip(pair.shards, found, strict=True)
+        ]
+    )
     return replace(pair, rows=[np.where(finite[rows], rows, -1) for rows in pair.rows])
 
 
-def _restricted(selection: Selection, there: Sequence[npt.NDArray[np.bool_]]) -> Selection:
+def _restricted(selection: Selection, present: Sequence[npt.NDArray[np.bool_]]) -> Selection:
     """Return a selection without the rows that are not there, ``(n_rows,)`` per shard."""
     counts = [
         mask.astype(np.uint8) if count is None else count * mask
-        for count, mask in zip(selection.counts, there, strict=True)
+        for count, mask in zip(selection.counts, present, strict=True)
     ]
     n_kept = sum(int(np.count_nonzero(count)) for count in counts)
     return replace(selection, counts=counts, n_kept=n_kept)
@@ -333,9 +439,9 @@ def statistics(
         ActdsError: E104, E108, E201 to E204 when a shard is missing or damaged; E014 values that
             are not finite.
     """
-    shards = [shard for one in mixture.selections for shard in one.shards]
+    shards = [shard for selection in mixture.selections for shard in selection.shards]
     times = _times(mixture)
-    keys = [one.result_key for one in (*mixture.datasets, *mixture.others.values())]
+    keys = [selection.result_key for selection in (*mixture.datasets, *mixture.others.values())]
     key = canonical.digest(canonical.dump([keys, mixture.identity, served]))
     # A filter of others may choose other rows tomorrow, under the same name.
     cache = cache_folder() if BUILT_IN.issuperset(mixture.excluded) else None
@@ -354,12 +460,14 @@ def statistics(
 def _times(mixture: Mixture) -> list[Counts | Floats | None]:
     """Return how often each row of each shard comes: counts, or shares of all entries as floats."""
     if len(mixture.parts) == 1 and mixture.selections[0].frequency is None:
-        return [count for one in mixture.selections for count in one.counts]
+        return [count for selection in mixture.selections for count in selection.counts]
     times: list[Counts | Floats | None] = []
     for part, share in zip(mixture.parts, mixture.shares, strict=True):
-        found = [row for one in part for row in one.frequencies() or _as_floats(one)]
-        scale = share / sum(mixture.shares) / sum(float(row.sum()) for row in found)
-        times += [row * scale for row in found]
+        shares = [
+            row for selection in part for row in selection.frequencies() or _as_floats(selection)
+        ]
+        scale = share / sum(mixture.shares) / sum(float(row.sum()) for row in shares)
+        times += [row * scale for row in shares]
     return times
 
 
@@ -374,22 +482,20 @@ def _partner_counts(
     pair: Partners, times: Sequence[Counts | Floats | None]
 ) -> list[Counts | Floats | None]:
     """Return how often each row of the other dataset comes as a partner, per shard of it."""
-    kind = np.result_type(np.uint32, *(one.dtype for one in times if one is not None))
+    kind = np.result_type(np.uint32, *(array.dtype for array in times if array is not None))
     total = np.zeros(int(pair.starts[-1]), kind)
     for rows, time in zip(pair.rows, times, strict=True):
-        there = rows >= 0 if time is None else (rows >= 0) & (time > 0)
-        np.add.at(total, rows[there], 1 if time is None else time[there].astype(kind))
+        present = rows >= 0 if time is None else (rows >= 0) & (time > 0)
+        np.add.at(total, rows[present], 1 if time is None else time[present].astype(kind))
     return list(np.split(total, pair.starts[1:-1]))
 
 
 def batch_hooks(mixture: Mixture) -> dict[str, Hook]:
-    """Return the hooks of a batch by what it calls them."""
-    own = {hook.name: hook for hook in mixture.hooks}
-    return own | {pair.name: pair.hook for pair in mixture.partners}
+    hooks = {hook.name: hook for hook in mixture.hooks}
+    return hooks | {pair.name: pair.hook for pair in mixture.partners}
 
 
 def _part(name: str, phase: str | None, where: str | None) -> tuple[str | None, str | None]:
-    """Return phase and expression of a part that is called by a phase or by an expression."""
     if name not in tables.PHASES:
         return phase, name if where is None else f"({where}) and ({name})"
     if phase not in (None, name):
@@ -417,7 +523,6 @@ def _integers(argument: str, shares: Mapping[str, float]) -> list[int]:
 
 
 def _check_hooks(mixture: Mixture) -> None:
-    """Refuse datasets whose hooks of one name differ in width or type."""
     first = mixture.selections[0]
     for other in mixture.selections[1:]:
         for a, b in zip(first.hooks, other.hooks, strict=True):

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from math import gcd
 
@@ -34,6 +34,8 @@ ORDER_VERSION = 3
 
 Ints = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
+Counts = Sequence[npt.NDArray[np.integer] | None]
+"""How often each row of each shard comes; None of a shard where each comes once."""
 
 _PIECES_STREAM = 2**63  # no lane has this number, so no window shares the stream
 _FREQUENCY_STREAM = 2**63 + 1
@@ -75,13 +77,12 @@ class Geometry:
         return self.window_entries + self.piece_rows
 
     def as_dict(self) -> dict[str, object]:
-        """Return the numbers as a state stores them."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of a selection, in the order of the dataset; every field has shape (n_pieces,).
+    """The pieces of a selection, in the order of the dataset; arrays have shape (n_pieces,).
 
     Args:
         shard: index of the shard in the selection.
@@ -90,6 +91,7 @@ class Pieces:
         visit: which of its visits this is, from 0.
         n_visits: how many pieces the same rows have.
         n_entries: entries that the visit gives.
+        counts: entries of each row per shard; None where every row of all shards has one.
     """
 
     shard: Ints
@@ -98,13 +100,11 @@ class Pieces:
     visit: Ints
     n_visits: Ints
     n_entries: Ints
+    counts: Counts | None = field(default=None, kw_only=True)
 
     @classmethod
     def of_shards(
-        cls,
-        n_rows: Sequence[int],
-        piece_rows: int,
-        counts: Sequence[npt.NDArray[np.integer] | None] | None = None,
+        cls, n_rows: Sequence[int], piece_rows: int, counts: Counts | None = None
     ) -> Pieces:
         """Return the pieces of shards.
 
@@ -138,7 +138,19 @@ class Pieces:
             ):
                 column.append(value[some].astype(np.int64))
         empty = np.empty(0, np.int64)
-        return cls(*(np.concatenate(column) if column else empty for column in columns))
+        return cls(
+            *(np.concatenate(column) if column else empty for column in columns), counts=counts
+        )
+
+    def rows(self, piece: int) -> Ints:
+        """Return the row of the shard of each entry of a piece, ascending."""
+        start, stop = int(self.start[piece]), int(self.stop[piece])
+        rows = np.arange(start, stop, dtype=np.int64)
+        counts = self.counts[int(self.shard[piece])] if self.counts is not None else None
+        if counts is None:
+            return rows
+        visit, n_visits = int(self.visit[piece]), int(self.n_visits[piece])
+        return np.repeat(rows, visit_counts(counts[start:stop], visit, n_visits))
 
 
 def visit_counts(
@@ -241,14 +253,7 @@ class Window:
 
 
 class EpochOrder:
-    """The order of one epoch.
-
-    Args:
-        pieces: the pieces of the selection.
-        geometry: the shape of the order.
-        key: the Philox key of dataset and seed.
-        epoch: from 0.
-    """
+    """The order of one epoch of a part; ``key`` is the Philox key of dataset and seed."""
 
     def __init__(
         self, pieces: Pieces, geometry: Geometry, key: tuple[int, int], epoch: int
@@ -262,7 +267,6 @@ class EpochOrder:
 
     @property
     def n_entries(self) -> int:
-        """Return the entries of the epoch over all lanes."""
         return int(self._start[-1])
 
     @cached_property
@@ -274,11 +278,9 @@ class EpochOrder:
         return starts
 
     def lane_entries(self, lane: int) -> int:
-        """Return the entries of a lane."""
         return int(self._lane_start[lane + 1] - self._lane_start[lane])
 
     def _lane_pieces(self, lane: int) -> tuple[int, int]:
-        """Return the range of permuted pieces that a lane touches."""
         first = int(np.searchsorted(self._start, self._lane_start[lane], "right")) - 1
         stop = int(np.searchsorted(self._start, self._lane_start[lane + 1], "left"))
         return first, max(first, stop)
@@ -295,7 +297,6 @@ class EpochOrder:
         return int(max(self._start[piece] - low, 0)) // self._geometry.window_entries
 
     def window(self, lane: int, index: int) -> Window:
-        """Return one window of a lane."""
         first, stop = self._lane_pieces(lane)
         low, high = self._lane_start[lane], self._lane_start[lane + 1]
         begin, size = low + index * self._geometry.window_entries, self._geometry.window_entries
@@ -316,13 +317,7 @@ class EpochOrder:
 
 
 class Epoch:
-    """The batches of an epoch: how many there are, and what each takes from lanes and parts.
-
-    Args:
-        orders: the order of each part.
-        shares: the share of each part, as integers; what they add up to is the period.
-        geometry: the shape of the order.
-    """
+    """The batches of an epoch: how many there are, and what each takes from lanes and parts."""
 
     def __init__(
         self, orders: Sequence[EpochOrder], shares: Sequence[int], geometry: Geometry
@@ -352,6 +347,9 @@ class Epoch:
         np.cumsum(given.reshape(period, lanes, -1), axis=0, out=taken[1:])
         return taken
 
+    def n_batches(self, drop_last: bool) -> int:
+        return self.n_full_batches + (not drop_last and self.n_left > 0)
+
     @cached_property
     def n_full_batches(self) -> int:
         """Return the full batches: a mixture ends before the first part that would run out."""
@@ -362,12 +360,10 @@ class Epoch:
 
     @property
     def n_left(self) -> int:
-        """Return the entries that no full batch takes."""
         total = sum(order.n_entries for order in self.orders)
         return total - self.n_full_batches * self._geometry.batch
 
     def before(self, part: int, lane: int, step: int) -> int:
-        """Return the entries that a lane gives of a part before a step."""
         if len(self.orders) == 1:
             return step * self._geometry.lane_batch
         periods, rest = divmod(step, len(self._taken) - 1)
@@ -376,8 +372,9 @@ class Epoch:
     def sizes(self, lane: int, step: int) -> list[int]:
         """Return the entries that a lane gives of each part to a batch, short or not."""
         if len(self.orders) == 1:
-            left = self.orders[0].lane_entries(lane) - step * self._geometry.lane_batch
-            return [min(self._geometry.lane_batch, left)]
+            if step < self.n_full_batches:
+                return [self._geometry.lane_batch]
+            return [self.orders[0].lane_entries(lane) - step * self._geometry.lane_batch]
         return [
             self.before(part, lane, step + 1) - self.before(part, lane, step)
             for part in range(len(self.orders))

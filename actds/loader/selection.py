@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -15,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.dataset.multiplicity import Servings, served_again, served_counts
-from actds.errors import ActdsError
+from actds.errors import ActdsError, not_installed
 from actds.explore.dataset import Dataset
 from actds.format import tables
 from actds.format.labels import label_table
@@ -31,10 +32,84 @@ from actds.loader.filters import (
     Mask,
     bad,
     check_finite,
+    is_by_norm,
     need_known,
     norms_of_hook,
 )
 from actds.loader.where import LABELS, Expression, Kind, column_of, parse_expression
+
+MULTIPLICITY = "multiplicity"
+_WEIGHTS = "'multiplicity', the path of a weights file or an expression, or one of each"
+
+
+def provenance_columns(
+    argument: str, names: Sequence[str], known: Sequence[str], shards: Iterable[Shard]
+) -> tuple[str, ...]:
+    """Return the columns that an argument names beside ``role``."""
+    for name in names:
+        if name not in (*known, ROLE) or names.count(name) > 1:
+            raise bad(argument, repr(name), f"different ones of {', '.join((*known, ROLE))}")
+    needed = [n for n in names if n != ROLE] + (["request", "position"] if ROLE in names else [])
+    for shard in shards:
+        need_known(shard, needed, argument)
+    return tuple(names)
+
+
+def split_weights(
+    weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
+) -> tuple[bool, str | os.PathLike[str] | None]:
+    """Return whether ``multiplicity`` is asked for, and the weights file or expression."""
+    if weights is None:
+        return False, None
+    given = list(weights) if isinstance(weights, list | tuple) else [weights]
+    further = [
+        value for value in given if isinstance(value, str | os.PathLike) and value != MULTIPLICITY
+    ]
+    if not given or len(further) > 1 or len(given) != len(further) + (MULTIPLICITY in given):
+        raise bad("weights", repr(weights)[:200], _WEIGHTS)
+    return MULTIPLICITY in given, further[0] if further else None
+
+
+def check_numbers(**values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None or name not in ("epochs", "lanes", "window_rows"):
+            check_int(name, value, 0 if name in ("seed", "rank") else 1)
+
+
+def check_int(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
+        raise bad(name, repr(value)[:80], f"an integer from {low}")
+
+
+def check_torch() -> None:
+    """Raise E011 where torch cannot be imported: every batch is made of its tensors."""
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise not_installed("torch", "torch", "actds.Loader") from error
+
+
+def check_worker(rank: int, world: int) -> None:
+    """Refuse to serve the same batches in several workers of a torch DataLoader."""
+    data = sys.modules.get("torch.utils.data")
+    info = data.get_worker_info() if data is not None else None
+    if info is None or (world % info.num_workers == 0 and rank % info.num_workers == info.id):
+        return
+    raise bad(
+        "world",
+        f"rank {rank} of {world} in worker {info.id} of {info.num_workers}",
+        f"num_workers=0, or rank {info.id} of {info.num_workers}: each worker would give all rows",
+    )
+
+
+def check_lanes(batch: int, lanes: int, rank: int, world: int) -> None:
+    if batch % lanes:
+        raise bad("lanes", str(lanes), f"a divisor of batch {batch}")
+    if lanes % world:
+        raise bad("world", str(world), f"a divisor of lanes {lanes}; give lanes=")
+    if rank >= world:
+        raise bad("rank", str(rank), f"less than world {world}")
+
 
 Counts = npt.NDArray[np.unsignedinteger[Any]]
 Floats = npt.NDArray[np.float64]
@@ -81,50 +156,50 @@ class RowValues:
                 ``Shard.tokens``.
         """
         chosen = [column_of(name) for name in names]
-        wanted = {"flags" if one.flag else one.name for one in chosen if one.table == "tokens"}
-        if any(one.table in ("requests", "labels") for one in chosen):
+        wanted = {
+            "flags" if column.flag else column.name for column in chosen if column.table == "tokens"
+        }
+        if any(column.table in ("requests", "labels") for column in chosen):
             wanted |= {"request"}
-        wanted |= {"step"} if any(one.table == "steps" for one in chosen) else set()
-        if any(one.table in ("roles", "sampled") for one in chosen):
+        wanted |= {"step"} if any(column.table == "steps" for column in chosen) else set()
+        if any(column.table in ("roles", "sampled") for column in chosen):
             wanted |= {"request", "position"}
         tokens = shard.tokens(sorted(wanted)) if wanted else None
-        found: dict[str, pa.Array] = {}
-        for one in chosen:
-            if one.table is None:
-                value = self.constant(shard)[one.name][0]
-                found[one.name] = pa.repeat(value, shard.n_rows)
-            elif one.table == "readouts":
-                found[one.name] = pa.array(self._norm(shard))
-            elif one.table == "roles":
+        columns: dict[str, pa.Array] = {}
+        for column in chosen:
+            if column.table is None:
+                value = self.constant(shard)[column.name][0]
+                columns[column.name] = pa.repeat(value, shard.n_rows)
+            elif column.table == "readouts":
+                columns[column.name] = pa.array(self._norm(shard))
+            elif column.table == "roles":
                 assert tokens is not None
-                found[one.name] = self._role(shard, tokens)
-            elif one.table == "labels":
+                columns[column.name] = self._role(shard, tokens)
+            elif column.table == "labels":
                 assert tokens is not None
-                found[one.name] = self._label(one.name.removeprefix(LABELS), shard, tokens)
-            elif one.table == "sampled":
+                columns[column.name] = self._label(column.name.removeprefix(LABELS), shard, tokens)
+            elif column.table == "sampled":
                 assert tokens is not None
-                found[one.name] = self._sampled_after(one.name, shard, tokens)
+                columns[column.name] = self._sampled_after(column.name, shard, tokens)
             else:
                 assert tokens is not None
-                found[one.name] = self._column(one.name, one.table, one.flag, shard, tokens)
-        return found
+                columns[column.name] = self._column(
+                    column.name, column.table, column.flag, shard, tokens
+                )
+        return columns
 
     def provenance(self, shard: Shard, names: Sequence[str]) -> pa.Table:
-        """Return columns of the token table as they are stored, ``run`` and ``role``: ``n_rows``.
-
-        Raises:
-            ActdsError: as ``Shard.tokens``.
-        """
+        """Return columns of the token table as stored, ``run`` and ``role``: ``n_rows``."""
         stored = [name for name in names if name not in ("run", ROLE)]
         wanted = {*stored, *(("request", "position") if ROLE in names else ())}
         tokens = shard.tokens(sorted(wanted)) if wanted else None
-        found: dict[str, Any] = {}
+        columns: dict[str, Any] = {}
         for name in names:
             if name == "run":
-                found[name] = pa.repeat(pa.scalar(shard.run), shard.n_rows)
+                columns[name] = pa.repeat(pa.scalar(shard.run), shard.n_rows)
             elif tokens is not None:
-                found[name] = self._role(shard, tokens) if name == ROLE else tokens[name]
-        return pa.table(found)
+                columns[name] = self._role(shard, tokens) if name == ROLE else tokens[name]
+        return pa.table(columns)
 
     def _column(self, name: str, table: str, flag: int, shard: Shard, tokens: pa.Table) -> pa.Array:
         source = "flags" if flag else name.partition(".")[0]
@@ -145,7 +220,7 @@ class RowValues:
         if not self._labels:
             for run in self._dataset.catalog.run_ids:
                 self._labels[run] = label_table(self._table(run, "requests")["labels"])
-        known = sorted({one for labels in self._labels.values() for one in labels})
+        known = sorted({label for labels in self._labels.values() for label in labels})
         if name not in known:
             expected = f"one of {', '.join(known)}" if known else "none: requests have no labels"
             raise bad(LABELS + name, "no request has it", expected)
@@ -157,7 +232,6 @@ class RowValues:
         return labels.take(pa.array(at))
 
     def _table(self, run: str, name: TableName) -> pa.Table:
-        """Return a run's table of requests or steps, sorted by their numbers."""
         if (run, name) not in self._tables:
             self._tables[run, name] = self._dataset.catalog.table(name, run).sort_by(name[:-1])
         return self._tables[run, name]
@@ -175,8 +249,8 @@ class RowValues:
         column = name.partition(".")[2]
         if not shard.unknown.isdisjoint(("request", "position")):
             return pa.nulls(shard.n_rows, tables.SCHEMAS["sampled"].field(column).type)
-        found = self._sampled[shard.run].after(column, tokens["request"], tokens["position"])
-        return _wide(pa.chunked_array([found]))
+        values = self._sampled[shard.run].after(column, tokens["request"], tokens["position"])
+        return _wide(pa.chunked_array([values]))
 
     def _norm(self, shard: Shard) -> npt.NDArray[np.float32]:
         if len(self._hooks) != 1:
@@ -234,7 +308,6 @@ class RowFilter:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return what chooses the rows, as JSON."""
         return {
             "exclude": list(self.exclusion.names),
             "where": None if self.where is None else self.where.text,
@@ -285,19 +358,17 @@ class RowFilter:
             requests = self.requests_of(shard.run)
             spans = self._dataset.catalog.table("spans", shard.run)
             self._again[shard.run] = served_again(spans, requests)
-        own = self._in_split(shard).astype(np.uint32)
-        return _small(own + self._again[shard.run].of(request, position).astype(np.uint32))
+        computed = self._in_split(shard).astype(np.uint32)
+        return _small(computed + self._again[shard.run].of(request, position).astype(np.uint32))
 
     def requests_of(self, run: str) -> Ints:
-        """Return the requests of a run that are on the side of the split, sorted."""
         assert self.split is not None
         part, share = self.split
-        number, held = held_out_requests(self._dataset, run, share)
-        chosen: Ints = number[held == (part == "held_out")]
+        number, is_held_out = held_out_requests(self._dataset, run, share)
+        chosen: Ints = number[is_held_out == (part == "held_out")]
         return chosen
 
     def _in_split(self, shard: Shard) -> Mask:
-        """Return which rows belong to requests of the split."""
         if shard.run not in self._parts:
             self._parts[shard.run] = self.requests_of(shard.run)
         request = shard.tokens(["request"])["request"].to_numpy()
@@ -323,7 +394,7 @@ def held_out_requests(dataset: Dataset, run: str, share: float) -> tuple[Ints, M
     if not len(number):  # no census: read all the same, by somebody who said so
         number = _requests_of_rows(dataset, run)
         digests = [None] * len(number)
-    held = np.array(
+    is_held_out = np.array(
         [
             _fraction(digest or f"{run}/{request}") < share
             for digest, request in zip(digests, number.tolist(), strict=True)
@@ -331,11 +402,10 @@ def held_out_requests(dataset: Dataset, run: str, share: float) -> tuple[Ints, M
         np.bool_,
     )
     order = np.argsort(number, kind="stable")
-    return number[order], held[order]
+    return number[order], is_held_out[order]
 
 
 def _requests_of_rows(dataset: Dataset, run: str) -> Ints:
-    """Return the requests that the rows of a run name."""
     shards = [shard for shard in dataset.shards if shard.run == run]
     if not shards:
         return np.empty(0, np.int64)
@@ -345,7 +415,6 @@ def _requests_of_rows(dataset: Dataset, run: str) -> Ints:
 
 
 def _checked_split(split: str | None, held_out: float) -> tuple[str, float] | None:
-    """Return part and share of a split, or None without one."""
     if isinstance(held_out, bool) or not isinstance(held_out, int | float):
         raise bad("held_out", repr(held_out)[:80], "a share from 0 to 1")
     if split is None and not held_out:
@@ -363,16 +432,36 @@ def _fraction(name: str) -> float:
     return int.from_bytes(digest[:8], "little") / 2.0**64
 
 
-def warn_where_none(excluded: Mapping[str, int], stacklevel: int) -> None:
-    """Warn of names that leave out no row: a sink whose token has no flag would stay unseen."""
+def warn_where_none(
+    excluded: Mapping[str, int], selections: Sequence[Selection], stacklevel: int
+) -> None:
+    """Warn of names that leave out no row: a sink whose token has no flag would stay unseen.
+
+    Not of a filter by norm where another hook of the dataset has such rows: what ``actds check``
+    advises holds for a dataset, and not every layer has sinks.
+    """
     for name, n in excluded.items():
-        if not n and name != NOT_FINITE:
+        if not (n or name == NOT_FINITE or any(_is_of_other_hooks(name, s) for s in selections)):
             warnings.warn(
                 f"exclude={name!r} leaves out no row of this selection: nothing in it is one. "
                 "Sinks without a token of their own are found by first_position and sink.",
                 UserWarning,
                 stacklevel=stacklevel + 1,
             )
+
+
+def _is_of_other_hooks(name: str, selection: Selection) -> bool:
+    dataset, hooks = selection.dataset, {hook.name for hook in selection.hooks}
+    for hook in dataset.hooks.values():
+        if hook.name in hooks or not is_by_norm(name):
+            continue
+        try:
+            exclusion = Exclusion(dataset, [hook], name)
+        except ActdsError:  # readouts that lack a row of it: nothing says that there are any
+            continue
+        if any(exclusion.left_out(shard)[name].any() for shard in dataset.shards_of(hook.name)):
+            return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -406,12 +495,10 @@ class Selection:
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """Return the runs of the shards, sorted."""
         return tuple(sorted({shard.run for shard in self.shards}))
 
     @property
     def n_stored(self) -> int:
-        """Return the rows of the shards, kept or not."""
         return sum(shard.n_rows for shard in self.shards)
 
     def weights(self) -> list[npt.NDArray[np.float32]] | None:
@@ -425,8 +512,8 @@ class Selection:
             return [by_shard[shard.name] for shard in self.shards]
         if self.loss_weight is None:
             return None
-        found = self._numbers("weights", self.loss_weight)
-        return [values.astype(np.float32) for values in found]
+        weights = self._numbers("weights", self.loss_weight)
+        return [values.astype(np.float32) for values in weights]
 
     def frequencies(self) -> list[Floats] | None:
         """Return what rows come in proportion to, float64 ``(n_rows,)``; None without.
@@ -438,16 +525,16 @@ class Selection:
         """
         if self.frequency is None:
             return None
-        found = self._numbers("frequency", self.frequency)
-        for values, count in zip(found, self.counts, strict=True):
+        numbers = self._numbers("frequency", self.frequency)
+        for values, count in zip(numbers, self.counts, strict=True):
             if count is not None:
                 values *= count
-        if not any(values.any() for values in found):
+        if not any(values.any() for values in numbers):
             raise bad("frequency", f"{self.frequency}, 0 for every row", "a row above 0")
-        return found
+        return numbers
 
     def _numbers(self, argument: str, expression: Expression) -> list[Floats]:
-        found = []
+        arrays = []
         for shard, count in zip(self.shards, self.counts, strict=True):
             columns = self.filter.values.of(shard, expression.columns)
             values = expression.numbers(columns, shard.n_rows)
@@ -462,8 +549,8 @@ class Selection:
                     f"{values[row]} for row {row} of shards/{shard.name}",
                     "finite numbers of at least 0",
                 )
-            found.append(values)
-        return found
+            arrays.append(values)
+        return arrays
 
 
 def select(
@@ -505,9 +592,14 @@ def select(
     rate = None if frequency is None else parse_expression(frequency, "frequency", Kind.NUMBER)
     row_weights = None if file is None else dataset.row_weights(file)
     row_filter = RowFilter(
-        dataset, chosen,
-        exclude=exclude, where=where, split=split, held_out=held_out, served=multiplicity,
-    )  # fmt: skip
+        dataset,
+        chosen,
+        exclude=exclude,
+        where=where,
+        split=split,
+        held_out=held_out,
+        served=multiplicity,
+    )
     excluded = dict.fromkeys(row_filter.exclusion.names, 0)
     counts, n_kept = [], 0
     for shard in shards:
@@ -534,7 +626,6 @@ def select(
 
 
 def _nothing(row_filter: RowFilter) -> ActdsError:
-    """Return the error of a selection without a row."""
     if row_filter.where is not None:
         return bad("where", f"{row_filter.where}, true for no row", "an expression that keeps one")
     if row_filter.split is not None:
@@ -545,7 +636,6 @@ def _nothing(row_filter: RowFilter) -> ActdsError:
 def _weights(
     weights: str | os.PathLike[str] | None,
 ) -> tuple[os.PathLike[str] | str | None, Expression | None]:
-    """Return the weights file, or the expression that gives the weights."""
     if weights is None:
         return None, None
     if os.path.isfile(weights):
@@ -558,7 +648,6 @@ def _weights(
 
 
 def _select_hooks(dataset: Dataset, hooks: str | Sequence[str] | None) -> list[Hook]:
-    """Return the named hooks of a dataset, in the order named; all when None."""
     names = list(dataset.hooks) if hooks is None else [hooks] if isinstance(hooks, str) else hooks
     known = ", ".join(dataset.hooks)
     if not names or len(set(names)) != len(names):
@@ -570,7 +659,6 @@ def _select_hooks(dataset: Dataset, hooks: str | Sequence[str] | None) -> list[H
 
 
 def _select_shards(dataset: Dataset, hooks: Sequence[Hook], phase: str | None) -> list[Shard]:
-    """Return the shards that hold the hooks' rows of a phase, of both when None."""
     if phase is not None and phase not in tables.PHASES:
         raise bad("phase", repr(phase), f"None or one of {', '.join(tables.PHASES)}")
     wanted = {hook.name for hook in hooks}

@@ -67,10 +67,9 @@ class Transform:
 
     @property
     def identity(self) -> str | None:
-        """Return the digest of means and scales; None without any."""
         if not self._affine:
             return None
-        values = {name: list(one.values()) for name, one in self.normalization.items()}
+        values = {name: list(constants.values()) for name, constants in self.normalization.items()}
         return canonical.digest(repr(values).encode())
 
     @property
@@ -86,7 +85,6 @@ class Transform:
         }
 
     def __call__(self, acts: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
-        """Return the tensors of a batch by hook, from its bit patterns ``(n, d_model)``."""
         import torch
 
         tensors: dict[str, torch.Tensor] = {}
@@ -131,14 +129,13 @@ class Transform:
 def _affine(
     hooks: Mapping[str, Hook], stats_of: Callable[[str], Stats], normalize: Normalize | None
 ) -> dict[str, tuple[npt.NDArray[np.float64] | None, npt.NDArray[np.float64]]]:
-    """Return per hook what to subtract from each channel, and what to multiply it with."""
     if normalize is None:
         return {}
     if isinstance(normalize, str) and normalize not in ("norm", "channel"):
         raise bad("normalize", repr(normalize)[:80], _HOW)
     if not isinstance(normalize, str | Mapping):
         raise bad("normalize", repr(normalize)[:80], _HOW)
-    found: dict[str, tuple[npt.NDArray[np.float64] | None, npt.NDArray[np.float64]]] = {}
+    affine: dict[str, tuple[npt.NDArray[np.float64] | None, npt.NDArray[np.float64]]] = {}
     for name, hook in hooks.items():
         if isinstance(normalize, Mapping):
             stats = normalize.get(name)
@@ -148,12 +145,12 @@ def _affine(
             stats = stats_of(name)
         if normalize == "norm":
             scale = np.array(np.sqrt(hook.d_model) / stats.mean_norm)
-            found[name] = (None, _finite("mean norm", name, scale))
+            affine[name] = (None, _finite("mean norm", name, scale))
         else:
             # A channel that never changes has nothing to be divided by.
             std = np.where(stats.std > 0, stats.std, 1.0)
-            found[name] = (stats.mean, _finite("variance", name, 1.0 / std))
-    return found
+            affine[name] = (stats.mean, _finite("variance", name, 1.0 / std))
+    return affine
 
 
 def _finite(what: str, hook: str, scale: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -163,7 +160,6 @@ def _finite(what: str, hook: str, scale: npt.NDArray[np.float64]) -> npt.NDArray
 
 
 def _checked_device(device: str | torch.device) -> torch.device:
-    """Return a device of this machine."""
     import torch
 
     try:

@@ -42,8 +42,6 @@ SAMPLED = ("token_id", "entropy", "logprob", "margin")
 
 
 class Kind(Enum):
-    """The type of a value in an expression."""
-
     NUMBER = "a number"
     TEXT = "a string"
     TRUTH = "true or false"
@@ -71,7 +69,6 @@ class Column:
 
     @property
     def arrow_type(self) -> pa.DataType:
-        """Return the type of its values in an expression, where nothing else says it."""
         return _ARROW_TYPES[self.kind]
 
 
@@ -84,19 +81,19 @@ _ARROW_TYPES = {
 
 
 def _columns() -> dict[str, Column]:
-    found = [Column("run", None, Kind.TEXT), Column("phase", None, Kind.TEXT)]
+    columns = [Column("run", None, Kind.TEXT), Column("phase", None, Kind.TEXT)]
     for table, prefix in (("tokens", ""), ("requests", "request."), ("steps", "step.")):
         for field in tables.SCHEMAS[table]:  # type: ignore[index]
             kind = Kind.TEXT if pa.types.is_string(field.type) else Kind.NUMBER
             if not pa.types.is_nested(field.type):
-                found.append(Column(prefix + field.name, table, kind))
+                columns.append(Column(prefix + field.name, table, kind))
     flags = {"special": tables.FLAG_SPECIAL, "bos": tables.FLAG_BOS, "eos": tables.FLAG_EOS}
-    found += [Column(name, "tokens", Kind.TRUTH, flag) for name, flag in flags.items()]
-    found.append(Column("norm", "readouts", Kind.NUMBER))
-    found.append(Column("role", "roles", Kind.TEXT))
-    found += [Column(f"sampled.{name}", "sampled", Kind.NUMBER) for name in SAMPLED]
+    columns += [Column(name, "tokens", Kind.TRUTH, flag) for name, flag in flags.items()]
+    columns.append(Column("norm", "readouts", Kind.NUMBER))
+    columns.append(Column("role", "roles", Kind.TEXT))
+    columns += [Column(f"sampled.{name}", "sampled", Kind.NUMBER) for name in SAMPLED]
     # The manifest says the phase of a shard: its column needs no reading.
-    return {column.name: column for column in reversed(found)}
+    return {column.name: column for column in reversed(columns)}
 
 
 COLUMNS: dict[str, Column] = _columns()
@@ -105,7 +102,6 @@ LABELS = "labels."
 
 
 def column_of(name: str) -> Column:
-    """Return the column of a name in a checked expression."""
     return Column(name, "labels", Kind.LABEL) if name.startswith(LABELS) else COLUMNS[name]
 
 
@@ -176,45 +172,29 @@ class Expression:
         return self.text
 
     def mask(self, values: Values, n_rows: int) -> npt.NDArray[np.bool_]:
-        """Return which rows it is true for, bool ``(n_rows,)``.
-
-        Args:
-            values: the columns by name, each of ``n_rows``.
-            n_rows: the number of rows.
-
-        Raises:
-            ActdsError: E014 an integer that leaves 64 bits, or one above 2**53 beside fractions.
-        """
-        found = self._evaluate(values)
-        if isinstance(found, pa.Scalar):
-            return np.full(n_rows, found.as_py() is True)
-        return np.asarray(pc.fill_null(found, False).to_numpy(zero_copy_only=False), np.bool_)
+        """Return which rows it is true for, bool ``(n_rows,)``."""
+        value = self._evaluate(values)
+        if isinstance(value, pa.Scalar):
+            return np.full(n_rows, value.as_py() is True)
+        return np.asarray(pc.fill_null(value, False).to_numpy(zero_copy_only=False), np.bool_)
 
     def numbers(self, values: Values, n_rows: int) -> npt.NDArray[np.float64]:
-        """Return its values as a new array, float64 ``(n_rows,)``; nan where they are unknown.
-
-        Raises:
-            ActdsError: E014 as ``mask``; or a value that is an integer above 2**53.
-        """
-        found = self._evaluate(values)
-        if isinstance(found, pa.Scalar):
-            found = pa.repeat(found, n_rows)
+        """Return its values as a new array, float64 ``(n_rows,)``; nan where they are unknown."""
+        value = self._evaluate(values)
+        if isinstance(value, pa.Scalar):
+            value = pa.repeat(value, n_rows)
         with self._in_64_bits():
-            floats = pc.cast(found, pa.float64())
+            floats = pc.cast(value, pa.float64())
         return np.array(floats.to_numpy(zero_copy_only=False), np.float64)
 
     def known(self, values: Values) -> bool | None:
-        """Return what it is for every row with these values; None when other columns decide.
-
-        Args:
-            values: columns that have one value for all rows, each of length 1.
-        """
+        """Return what it is for every row with these values; None when other columns decide."""
         if self._asks_for_none:
             return None
-        others = [name for name in self.columns if name not in values]
-        unknown = {name: pa.nulls(1, column_of(name).arrow_type) for name in others}
-        found = self._evaluate({**unknown, **values})
-        value = found.as_py() if isinstance(found, pa.Scalar) else found[0].as_py()
+        further = [name for name in self.columns if name not in values]
+        unknown = {name: pa.nulls(1, column_of(name).arrow_type) for name in further}
+        result = self._evaluate({**unknown, **values})
+        value = result.as_py() if isinstance(result, pa.Scalar) else result[0].as_py()
         return value if isinstance(value, bool) else None
 
     def _evaluate(self, values: Values) -> Any:
@@ -232,17 +212,7 @@ class Expression:
 
 
 def parse_expression(text: str, argument: str, kind: Kind = Kind.TRUTH) -> Expression:
-    """Return a checked expression.
-
-    Args:
-        text: the expression.
-        argument: what an error calls it, for example ``where``.
-        kind: the type that its value must have.
-
-    Raises:
-        ActdsError: E014 with the place in the text: no expression, a name that is no column, types
-            that do not fit, or a part of Python that is not allowed.
-    """
+    """Return a checked expression."""
     compiler = _Compiler(text, argument)
     tree = compiler.parse()
     compiled = compiler.typed(tree, kind)
@@ -294,11 +264,10 @@ class _Compiler:
         return ActdsError("E014", self._argument, got=got, expected=expected, next_step=next_step)
 
     def compile(self, node: ast.expr) -> tuple[Compiled, Kind]:
-        """Return a function from columns to the value of a node, and its type."""
         if node in self._compiled:  # between two comparisons: nested ones would double each time
             return self._compiled[node]
-        found = self._compiled[node] = self._compile(node)
-        return found
+        compiled = self._compiled[node] = self._compile(node)
+        return compiled
 
     def _compile(self, node: ast.expr) -> tuple[Compiled, Kind]:
         match node:
@@ -329,12 +298,11 @@ class _Compiler:
         )
 
     def typed(self, node: ast.expr, kind: Kind) -> Compiled:
-        """Return a function from columns to the value of a node, which must have a type."""
-        compiled, found = self.compile(node)
-        if found is Kind.LABEL:
+        compiled, actual = self.compile(node)
+        if actual is Kind.LABEL:
             return _of_kind(compiled, kind)
-        if found is not kind:
-            raise self.refuse(node, found.value, kind.value)
+        if actual is not kind:
+            raise self.refuse(node, actual.value, kind.value)
         return compiled
 
     def _constant(self, node: ast.Constant) -> tuple[Compiled, Kind]:
@@ -354,10 +322,11 @@ class _Compiler:
             known = f"{', '.join(sorted(COLUMNS))}, and labels.NAME"
             near = _near(name)
             raise self.refuse(
-                node, f"no column {name!r}",
+                node,
+                f"no column {name!r}",
                 f"one of {', '.join(near)}" if near else "a column",
                 f"Columns: {known}.",
-            )  # fmt: skip
+            )
         self.names.add(name)
         return operator.itemgetter(name), column_of(name).kind
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from actds.explore.dataset import Dataset
-from actds.explore.overview import fates
+from actds.explore.show import fates
 from actds_testing import harvest as h
 from actds_testing.tiny import byte_tokenizer, make_random_model
 from actds_validators.audit.api import audit
@@ -162,7 +162,7 @@ def test_the_audit_shows_positions_from_outside_apart_from_losses(consumer: Data
     assert sum(cell.external for cell in coverage.cells) == n_external > 0
     assert {cell.token_class for cell in coverage.cells if cell.external} == {"prompt"}
     assert sum(cell.lost for cell in coverage.cells) == 0
-    assert fates(consumer).external.sum() == n_external
+    assert fates(consumer.catalog).external.sum() == n_external
 
 
 def test_rows_on_loaded_kv_are_those_of_a_plain_forward(consumer: Dataset, model: Path) -> None:

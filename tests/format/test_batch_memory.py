@@ -11,7 +11,7 @@ import pytest
 
 import actds
 from actds.format.schema import Hook
-from actds.loader.windows import BatchMemory, put
+from actds.loader.pipeline import BatchMemory, put
 from actds_testing.synthetic import make_dataset
 
 HOOKS = {

@@ -71,6 +71,25 @@ def test_a_filter_from_outside_joins_the_named_ones_and_the_state(path: Path, od
         actds.Loader(path, batch=8, exclude="odd").load_state_dict(state)
 
 
+def test_a_filter_by_norm_that_is_of_another_hook_alone_gives_no_warning(path: Path) -> None:
+    dataset = actds.open(path)
+    most = {hook: np.linalg.norm(dataset.array(hook)[:], axis=1).max() for hook in HOOKS}
+    quiet, loud = sorted(HOOKS, key=lambda hook: most[hook])
+    levels = [(most[quiet] + most[loud]) / 2]
+    register_filter(
+        Filter("loud", "high norms", ("norm",), lambda c: (c["norm"] > levels[-1]).any(axis=1))
+    )
+    try:
+        # Warnings are errors here: what is advised for a dataset holds for each of its hooks.
+        assert actds.Loader(path, quiet, batch=8, exclude="loud").excluded == {"loud": 0}
+        assert actds.Loader(path, loud, batch=8, exclude="loud").excluded["loud"] > 0
+        levels.append(2 * most[loud])
+        with pytest.warns(UserWarning, match="'loud' leaves out no row"):
+            actds.Loader(path, quiet, batch=8, exclude="loud")
+    finally:
+        del FILTERS["loud"]
+
+
 def test_the_stream_of_datasets_takes_it_too(path: Path, odd: Filter) -> None:
     pytest.importorskip("datasets")
     _, position, token = tokens_of(actds.open(path))

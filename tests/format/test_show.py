@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import actds
-from actds.explore import overview
-from actds.explore.overview import fates, norm_profile
+from actds.explore import show
+from actds.explore.show import fates, norm_profile
 from actds.format.readouts import Readouts
 from actds.format.tables import DISPOSITIONS
 from actds_testing.synthetic import make_dataset
@@ -111,7 +111,7 @@ def test_a_loader_shows_its_selection_counts_batches_and_epoch(dataset: actds.Da
 def test_norms_by_position_are_those_of_the_rows(name: str, request: pytest.FixtureRequest) -> None:
     opened = request.getfixturevalue(name)
     hook = next(iter(opened.hooks))
-    profile = norm_profile(opened, hook)
+    profile = norm_profile(opened.catalog, opened.array(hook))
     if name == "read_out":
         readouts = opened.readouts()
         mine = readouts.filter(readouts["hook"].to_numpy(zero_copy_only=False) == hook)
@@ -133,15 +133,15 @@ def test_norms_by_position_are_those_of_the_rows(name: str, request: pytest.Fixt
 def test_many_rows_are_sampled_from_every_shard(
     dataset: actds.Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(overview, "SAMPLED_ROWS", 100)
-    monkeypatch.setattr(overview, "BLOCK_ROWS", 2)
-    profile = norm_profile(dataset, HOOKS[0])
+    monkeypatch.setattr(show, "SAMPLED_ROWS", 100)
+    monkeypatch.setattr(show, "BLOCK_ROWS", 2)
+    profile = norm_profile(dataset.catalog, dataset.array(HOOKS[0]))
     assert profile.source == "rows" and 0 < profile.n_rows <= 150 < dataset.n_rows
     assert len(profile.low) > 5
 
 
 def test_fates_are_those_of_every_position(dataset: actds.Dataset) -> None:
-    found = fates(dataset)
+    found = fates(dataset.catalog)
     wanted: dict[tuple[str, str, int], int] = {}
     for run in dataset.catalog.run_ids:
         prompt = {
@@ -174,9 +174,9 @@ def test_plots_are_figures_that_can_be_drawn(
         norms, coverage = opened.plot_norms(), opened.plot_coverage()
         lines = norms.axes[0].get_lines()
         assert [line.get_label() for line in lines] == list(opened.hooks)
-        profile = norm_profile(opened, next(iter(opened.hooks)))
+        profile = norm_profile(opened.catalog, opened.array(next(iter(opened.hooks))))
         assert np.allclose(lines[0].get_ydata(), profile.quantiles[1])
-        assert f"{fates(opened).total:,} positions" in coverage.axes[0].get_title()
+        assert f"{fates(opened.catalog).total:,} positions" in coverage.axes[0].get_title()
         # Every bar is whole: the shares of a band add up to 1.
         widths = [bar.get_width() for bars in coverage.axes[0].containers for bar in bars]
         assert np.isclose(sum(widths), len(coverage.axes[0].get_yticks()))

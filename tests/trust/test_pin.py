@@ -21,7 +21,7 @@ import actds
 from actds.cli import cli
 from actds.dataset.commit import commit_shard
 from actds.errors import ActdsError
-from actds.explore.overview import norm_profile
+from actds.explore.show import norm_profile
 from actds.format import canonical
 from actds.rewrite.recompression import recompress
 from actds_testing.remote_servers import web_server
@@ -315,7 +315,9 @@ DOORS: dict[str, Callable[..., object]] = {
     "stats": lambda path, **options: actds.open(path, **options).stats("resid_post.0"),
     "scale": functools.partial(first_batch, normalize="norm"),
     "export": exported,
-    "norms": lambda path, **options: norm_profile(actds.open(path, **options), "resid_post.0"),
+    "norms": lambda path, **o: norm_profile(
+        (dataset := actds.open(path, **o)).catalog, dataset.array("resid_post.0")
+    ),
 }
 
 

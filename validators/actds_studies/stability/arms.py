@@ -21,9 +21,8 @@ from actds.explore.dataset import Dataset
 from actds.explore.pairs import prefix_hashes
 from actds.format.positions import Keys, position_key
 from actds.format.tables import PHASES
-from actds.loader.arguments import split_weights
 from actds.loader.filters import need_known
-from actds.loader.selection import Selection, held_out_requests, select
+from actds.loader.selection import Selection, held_out_requests, select, split_weights
 from actds.text import storable
 from actds_studies.regimes.arms import APART, Requests
 from actds_studies.regimes.asking import ArmWords

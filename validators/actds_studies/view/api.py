@@ -16,7 +16,7 @@ import numpy as np
 from actds.dataset.fates import NEVER
 from actds.errors import ActdsError, not_installed
 from actds.explore.dataset import Dataset
-from actds.explore.overview import Fates, NormProfile
+from actds.explore.show import Fates, NormProfile
 from actds.explore.stats import Stats
 from actds.format.labels import label_words
 from actds.format.tables import DISPOSITIONS
@@ -434,7 +434,7 @@ def view(
     if find_spec("jinja2") is None:
         raise not_installed("jinja2", "audit", "actds view")
     from actds.explore.dataset import Dataset, open_apart
-    from actds.explore.overview import fates, norm_profile
+    from actds.explore.show import fates, norm_profile
     from actds_studies.view.requests import (
         NORM,
         read_probe,
@@ -475,9 +475,12 @@ def view(
         _render(
             dataset,
             chosen,
-            [norm_profile(dataset, name) for name in list(dataset.hooks)[:N_HOOKS]],
+            [
+                norm_profile(dataset.catalog, dataset.array(name))
+                for name in list(dataset.hooks)[:N_HOOKS]
+            ],
             {name: dataset.stats(name) for name in dataset.hooks} if stats else {},
-            fates(dataset),
+            fates(dataset.catalog),
             scores,
             shown,
             has_text=words is not None,

@@ -18,7 +18,7 @@ import numpy as np
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.explore import dataset as reading
-from actds.explore.coverage import covered, lacking
+from actds.explore.context import covered, lacking
 from actds.explore.dataset import Dataset
 from actds.explore.sequences import TokenSequence, token_sequences
 from actds.format.positions import Intervals, difference, position_key, split_key
