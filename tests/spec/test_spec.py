@@ -167,10 +167,10 @@ AUDIT_SAYS = {
         f"or {FAILS} of a kind of token is lost; or losses",
         f"at least {LIMITS.min_events} independent loss events",
         f"a {_percent(PROVEN)} interval of the bias",
-        f"±`--negligible-bias` ({NEGLIGIBLE})",
+        f"±`negligible_bias` ({NEGLIGIBLE})",
         f"(`≤ {_percent(LIMITS.max_loss)}`, `≥ {LIMITS.min_events}`)",
-        f"what lost {WARNS} (WARN, `--worst-stratum-warn`)",
-        f"or {FAILS} (FAIL, `--worst-stratum-fail`)",
+        f"what lost {WARNS} (WARN, `worst_stratum_warn`)",
+        f"or {FAILS} (FAIL, `worst_stratum_fail`)",
         f"your probes ({MAX_PROBES} a hook)",
         "where 2 % are, rare sources",  # of a measurement
     ),
@@ -198,7 +198,7 @@ AUDIT_SAYS = {
 @pytest.mark.parametrize(
     ("page", "words"),
     [
-        ("stability", f"less than `--limit` ({StabilityLimits().limit:g} of matched cosine)"),
+        ("stability", f"less than the limit ({StabilityLimits().limit:g} of matched cosine,"),
         ("stability", f"each arm is tested at {_percent(judge.LEVEL)}"),
         ("regimes", f"by more than {AGREE:g} nats in the median"),
     ],
