@@ -104,13 +104,13 @@ class HarvestTests(ABC):
         requests = dataset.requests().to_pylist()
         assert len(requests) == len(self.prompts)
         for request in requests:
-            own = request["prompt_len"] + max(request["generated_len"] - 1, 0)
+            owed = request["prompt_len"] + max(request["generated_len"] - 1, 0)
             ranges = sorted(
                 (s["start"], s["stop"]) for s in spans if s["request"] == request["request"]
             )
             ends = [0, *(stop for _, stop in ranges)]
             assert [start for start, _ in ranges] == ends[:-1], f"a gap or an overlap: {ranges}"
-            assert ends[-1] >= own, f"{request}: {ends[-1]} positions of {own}"
+            assert ends[-1] >= owed, f"{request}: {ends[-1]} positions of {owed}"
         captured = {
             (span["request"], position)
             for span in spans

@@ -47,7 +47,7 @@ class Partners:
 
 
 def find_partners(
-    mine: Hashes, shards: Sequence[Shard], label: str, other: Dataset, hook: str
+    hashes: Hashes, shards: Sequence[Shard], label: str, other: Dataset, hook: str
 ) -> Partners:
     """Return for each row of shards the row of another dataset with the same tokens up to it.
 
@@ -69,8 +69,10 @@ def find_partners(
     order = np.argsort(theirs, kind="stable")
     ordered = theirs[order]
     starts = np.cumsum([0, *(shard.n_rows for shard in other_shards)], dtype=np.int64)
-    at = np.minimum(np.searchsorted(ordered, mine), max(len(ordered) - 1, 0))
-    paired = (mine != 0) & (ordered[at] == mine) if len(ordered) else np.zeros(len(mine), bool)
+    at = np.minimum(np.searchsorted(ordered, hashes), max(len(ordered) - 1, 0))
+    paired = (
+        (hashes != 0) & (ordered[at] == hashes) if len(ordered) else np.zeros(len(hashes), bool)
+    )
     partner = np.where(paired, order[at] if len(ordered) else 0, -1).astype(np.int64)
     bounds = np.cumsum([shard.n_rows for shard in shards])[:-1]
     name = f"{label}/{hook}"

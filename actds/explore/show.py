@@ -134,18 +134,18 @@ def _from_readouts(catalog: Catalog, hook: str) -> tuple[Ints, Floats]:
     n_lines = sum(part.n_rows for part in files) // max(len(catalog.genesis.hooks), 1)
     if n_lines > SAMPLED_READOUTS:
         n_files = max(1, n_files * SAMPLED_READOUTS // n_lines)
-    found: list[tuple[Ints, Floats]] = []
+    curves: list[tuple[Ints, Floats]] = []
     for k in range(n_files):
         part = files[k * len(files) // n_files]
         table = catalog.read_table("readouts", part.file.path, ["position", "hook", "norm"])
         of_hook = table.filter(table["hook"].to_numpy(zero_copy_only=False) == hook)
-        found.append(
+        curves.append(
             (
                 of_hook["position"].to_numpy().astype(np.int64),
                 of_hook["norm"].to_numpy().astype(float),
             )
         )
-    return _joined(found)
+    return _joined(curves)
 
 
 def _from_rows(array: LazyArray) -> tuple[Ints, Floats]:

@@ -247,15 +247,15 @@ def open_sources(
     if not given:
         raise bad("source", "no dataset", "a path, a dataset, several, or datasets with shares")
     datasets = [
-        one
-        if isinstance(one, Dataset)
+        item
+        if isinstance(item, Dataset)
         else open_dataset(
-            os.fspath(one),  # type: ignore[arg-type]
+            os.fspath(item),  # type: ignore[arg-type]
             seal=seal,
             i_accept_unsealed=unsealed,
             i_accept_unprovenanced=unprovenanced,
         )
-        for one in given
+        for item in given
     ]
     digests = [dataset.digest for dataset in datasets]
     for i, digest in enumerate(digests):
@@ -400,13 +400,13 @@ def _with_finite_rows(pair: Partners, counts: Sequence[Counts | None] | None) ->
     if counts is not None:
         check_finite(pair.hook, pair.shards, _partner_counts(pair, counts), LEAVE_OUT)
         return pair
-    found = [finite_rows(shard, pair.hook) for shard in pair.shards]
-    if all(mask is None for mask in found):
+    masks = [finite_rows(shard, pair.hook) for shard in pair.shards]
+    if all(mask is None for mask in masks):
         return pair
     finite = np.concatenate(
         [
             np.ones(shard.n_rows, np.bool_) if mask is None else mask
-            for shard, mask in zip(pair.shards, found, strict=True)
+            for shard, mask in zip(pair.shards, masks, strict=True)
         ]
     )
     return replace(pair, rows=[np.where(finite[rows], rows, -1) for rows in pair.rows])

@@ -89,12 +89,12 @@ class Study:
         model: Any = self.result.model_fields["limits"].annotation
         chosen = settings_of(model, limits)
         compared, pairs, shared = open_arms(arms, contrasts, hooks, held_out, floor)
-        asked = [
+        given = [
             Asked(f"{b}-{a}", compared[a], compared[b], hook, self.instruments(), pairing)
             for a, b in pairs
             for hook in shared
         ]
-        result = compare(asked, chosen, progress, floor=floor, kind=self.result)
+        result = compare(given, chosen, progress, floor=floor, kind=self.result)
         datasets = dataset_results(compared.values(), shared)
         return result.model_copy(update={"datasets": datasets})
 

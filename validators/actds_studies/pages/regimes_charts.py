@@ -211,8 +211,8 @@ def _cell(p: Picture, value: Value | None, x: float, y: float, width: float) -> 
         p.box(x, y, width - 2, 22, "few")
         return
     step = shade(abs(value.value) / (value.limit or 1.0), _TOP)
-    said = f"positions {value.stratum}: {short(value.value)}, {value.outcome or 'described'}"
-    p.box(x, y, width - 2, 22, f"shade{step}", said)
+    title = f"positions {value.stratum}: {short(value.value)}, {value.outcome or 'described'}"
+    p.box(x, y, width - 2, 22, f"shade{step}", title)
     words = short(value.value, 2)
     p.text(x + width / 2 - 1, y + 15, words, "middle", f"ink{step}", room=width - 6)
 
@@ -233,10 +233,10 @@ def rates(result: StudyResult) -> list[Picture]:
 
 def _scatter(contrast: ContrastResult, value: Value, n: int) -> Picture:
     points = [
-        (element, math.log10(max(one, 1e-7)), math.log10(max(other, 1e-7)))
+        (element, math.log10(max(first, 1e-7)), math.log10(max(other, 1e-7)))
         for element in value.elements
-        for one, other in ([element.arms] if element.arms is not None else [])
-        if one is not None and other is not None
+        for first, other in ([element.arms] if element.arms is not None else [])
+        if first is not None and other is not None
     ]
     ends = [end for _, x, y in points for end in (x, y)] or [-3.0, 0.0]
     around = (math.floor(min(ends)), max(math.ceil(max(ends)), math.floor(min(ends)) + 1))
@@ -329,13 +329,13 @@ def ladder(result: StudyResult) -> Picture | None:
             p.text(f.left + 8, y + 4, f"equal to the bit: {quantile.n_pairs:,} pairs")
             continue
         at = [f.x(math.log10(v)) if v > 0 else f.left for v in _four(quantile)]
-        said = ", ".join(
+        numbers = ", ".join(
             f"{name} {short(v)}" for name, v in zip(_NAMES, _four(quantile), strict=True)
         )
         p.line(at[0], y, at[3], y, "stored-line whisker")
         for x in at[1:3]:
             p.line(x, y - 7, x, y + 7, "stored-line whisker")
-        p.dot(at[0], y, "stored-mark mark", f"{words}: {said}", 5)
+        p.dot(at[0], y, "stored-mark mark", f"{words}: {numbers}", 5)
     return p
 
 

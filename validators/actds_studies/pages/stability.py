@@ -184,8 +184,8 @@ def means(result: Stability) -> list[Means]:
     means = []
     for name, kind in kinds:
         of = [p.likeness for p in result.pairs if (p.arm, p.kind) == (name, kind)]
-        features = [one.features for one in of if one.features is not None]
-        matched, is_floor = mean_of([one.matched for one in of]), name == result.arms[0].name
+        features = [fit.features for fit in of if fit.features is not None]
+        matched, is_floor = mean_of([fit.matched for fit in of]), name == result.arms[0].name
         means.append(Means(name, kind, is_floor, matched, _mean(features) if features else None))
     return means
 
@@ -353,14 +353,14 @@ def _likenesses(result: Stability, means: Sequence[Means]) -> Picture:
     legend(p, f.left, 20, [("floor", "floor, of the reference"), ("stored", "of an arm")])
     axes(p, f, "matched cosine", "", y_marks=())
     p.line(f.x(result.chance), f.top, f.x(result.chance), f.bottom, "limit")
-    for n, one in enumerate(shown):
+    for n, arm in enumerate(shown):
         y = f.top + 26.0 * n + 13
-        p.label(f.left - 8, y + 4, one.words, 210)
-        mark = "floor mark" if one.is_floor else "stored-mark mark"
+        p.label(f.left - 8, y + 4, arm.words, 210)
+        mark = "floor mark" if arm.is_floor else "stored-mark mark"
         for pair in result.pairs:
-            if (pair.arm, pair.kind) == (one.name, one.kind):
+            if (pair.arm, pair.kind) == (arm.name, arm.kind):
                 cosine = pair.likeness.matched
-                p.data.rows.append((one.name, one.kind, *pair.seeds, cosine, result.chance))
+                p.data.rows.append((arm.name, arm.kind, *pair.seeds, cosine, result.chance))
                 p.dot(f.x(cosine), y, mark, f"seeds {pair.seeds[0]}, {pair.seeds[1]}: {cosine:.3f}")
     return p
 

@@ -522,9 +522,9 @@ def _chord_floor(
     return _finite(float(np.quantile(_angle(np.array(chords)), 0.95)))
 
 
-def _of_groups(total: Totals, which: Ints) -> Totals:
+def _of_groups(total: Totals, chosen: Ints) -> Totals:
     groups = total.groups
-    return replace(total, groups=Made(groups, lambda name: groups[name][which]))
+    return replace(total, groups=Made(groups, lambda name: groups[name][chosen]))
 
 
 def _overlap(

@@ -218,8 +218,8 @@ class Sums:
                 + self._side.group[block][present]
             )
             row.append(present)
-            own = layer.weight
-            weight.append(np.ones(len(present)) if own is None else own[block][present])
+            of_rows = layer.weight
+            weight.append(np.ones(len(present)) if of_rows is None else of_rows[block][present])
             some = layer.even
             even.append(np.ones(len(present), np.bool_) if some is None else some[block][present])
         return (

@@ -175,8 +175,12 @@ def open_arm(words: ArmWords, dataset: Dataset, hook: str, held_out: float) -> A
             )
             for phase, _ in parts
         ]
-        train = tuple(servings.entries(selection, held=False, again=True) for selection in chosen)
-        scored = tuple(servings.entries(selection, held=True, again=False) for selection in chosen)
+        train = tuple(
+            servings.entries(selection, held_out=False, again=True) for selection in chosen
+        )
+        scored = tuple(
+            servings.entries(selection, held_out=True, again=False) for selection in chosen
+        )
     except ActdsError as error:
         if error.code != "E014":
             raise
@@ -191,15 +195,15 @@ class _Servings:
 
     Args:
         entries_of: what each is, of the request that it was served to.
-        held: whether that request is held out ``(n,)``.
+        held_out: whether that request is held out ``(n,)``.
         n_rows: rows of the hook; those behind the first so many were served again.
     """
 
     entries_of: Entries
-    held: Bools
+    held_out: Bools
     n_rows: int
 
-    def entries(self, chosen: Selection, *, held: bool, again: bool) -> Entries:
+    def entries(self, chosen: Selection, *, held_out: bool, again: bool) -> Entries:
         """Return those of a selection on one side of the split, in the order of their keys.
 
         Raises:
@@ -216,10 +220,10 @@ class _Servings:
             if weights is not None:
                 weight[rows] = weights[n]
         entries = self.entries_of
-        kept = np.flatnonzero(keep[entries.row] & (self.held == held))
+        kept = np.flatnonzero(keep[entries.row] & (self.held_out == held_out))
         kept = kept if again else kept[kept < self.n_rows]
         if not len(kept):
-            got = f"no request in {'held_out' if held else 'train'}"
+            got = f"no request in {'held_out' if held_out else 'train'}"
             raise ActdsError("E014", "arm", got=got, expected="a share that leaves one")
         chosen_entries = replace(entries.take(kept), weight=weight[entries.row[kept]])
         return chosen_entries.take(np.argsort(chosen_entries.key, kind="stable"))
@@ -233,7 +237,7 @@ def _servings(dataset: Dataset, hook: str, name: str, held_out: float, again: bo
     """
     requests = Requests(dataset)
     named = np.array(
-        [name_hash(*one) for one in zip(requests.external_id, requests.source_row, strict=True)],
+        list(map(name_hash, requests.external_id, requests.source_row)),
         np.uint64,
     )
     shards = dataset.shards_of(hook)

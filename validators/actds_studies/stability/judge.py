@@ -118,19 +118,19 @@ def _value(likeness: Likeness, measure: Measure) -> float | None:
     return None if of is None else float(getattr(of, measure))
 
 
-def _decided(found: Sequence[Comparison], chance: float, limits: Limits) -> list[Comparison]:
-    comparisons = list(found)
+def _decided(comparisons: Sequence[Comparison], chance: float, limits: Limits) -> list[Comparison]:
+    decided = list(comparisons)
     for floor in get_args(Floor):
         tests = [
             n
-            for n, comparison in enumerate(found)
+            for n, comparison in enumerate(comparisons)
             if comparison.floor == floor and comparison.p is not None
         ]
-        adjusted = benjamini_hochberg([found[n].p or 0.0 for n in tests])
+        adjusted = benjamini_hochberg([comparisons[n].p or 0.0 for n in tests])
         for n, p in zip(tests, adjusted.tolist(), strict=True):
-            outcome = _outcome(found[n], p, chance, limits)
-            comparisons[n] = found[n].model_copy(update={"adjusted_p": p, "outcome": outcome})
-    return comparisons
+            outcome = _outcome(comparisons[n], p, chance, limits)
+            decided[n] = comparisons[n].model_copy(update={"adjusted_p": p, "outcome": outcome})
+    return decided
 
 
 def _outcome(comparison: Comparison, adjusted_p: float, chance: float, limits: Limits) -> Outcome:

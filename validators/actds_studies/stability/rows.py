@@ -318,10 +318,10 @@ def gather(arms: Sequence[Arm], hook: str, n_rows: int) -> Gathered:
             arm,
             entry,
             TrainingRows(rows_of, entry.key, np.where(fine, entry.weight, 0.0)),
-            Scored(rows, told, group, ~np.isin(told.token_id, frequent)),
+            Scored(rows, words, group, ~np.isin(words.token_id, frequent)),
             int((~fine).sum()),
         )
-        for arm, entry, rows_of, fine, (told, rows), group in zip(
+        for arm, entry, rows_of, fine, (words, rows), group in zip(
             arms, entries, values, kept, scored, groups, strict=True
         )
     ]

@@ -122,7 +122,7 @@ def _name_elsewhere(hook: str, model: str | None) -> str:
 
 
 @dataclass(frozen=True)
-class _One:
+class _Scored:
     """A trained dictionary with what it does to the held-out rows of all arms."""
 
     trained: Trained
@@ -166,7 +166,7 @@ def measure(
     # Those of another order, with the starts of the reference's own.
     plans = [(n, seed, seed) for n in range(len(arms)) for seed in seeds]
     plans += [(0, seed, seed + limits.seeds) for seed in seeds]
-    made: dict[tuple[int, int, int], _One] = {}
+    made: dict[tuple[int, int, int], _Scored] = {}
     for done, (n, seed, order) in enumerate(plans, 1):
         progress(f"dictionary {done} of {len(plans)}, arm {arms[n].name}, seed {seed}")
         fitted = trainer.fit(rows.arms[n].train, seed, order)
@@ -218,7 +218,7 @@ def _one(
     fitted: Fitted,
     limits: Limits,
     out: Path | None,
-) -> _One:
+) -> _Scored:
     from scipy.sparse import vstack
 
     arm = rows.arms[n].arm
@@ -248,13 +248,13 @@ def _one(
             "epochs": limits.epochs,
         }
         save(folder, dictionary, arm, hook, limits.held_out, facts)
-    found = [errors_of(dictionary, held.scored.rows) for held in rows.arms]
-    features = vstack([features_of_arm for _, features_of_arm in found], format="csr")
-    return _One(trained, dictionary, fitted.alive, [errors for errors, _ in found], features)
+    scores = [errors_of(dictionary, of_arm.scored.rows) for of_arm in rows.arms]
+    features = vstack([features_of_arm for _, features_of_arm in scores], format="csr")
+    return _Scored(trained, dictionary, fitted.alive, [errors for errors, _ in scores], features)
 
 
 def _pairs(
-    arms: Sequence[Arm], made: dict[tuple[int, int, int], _One], seeds: Sequence[int]
+    arms: Sequence[Arm], made: dict[tuple[int, int, int], _Scored], seeds: Sequence[int]
 ) -> list[PairResult]:
     """Return how alike pairs are: each seed with itself, and with the next one."""
     k = len(seeds)
@@ -279,7 +279,7 @@ def _pairs(
     return pair_results
 
 
-def _likeness(first: _One, second: _One) -> Likeness:
+def _likeness(first: _Scored, second: _Scored) -> Likeness:
     directions = first.dictionary.w_dec, second.dictionary.w_dec
     matched = match_directions(*directions, (first.alive, second.alive))
     return Likeness(

@@ -114,12 +114,12 @@ def jaccard_of_rows(
     return np.where(either > 0, shared / np.maximum(either, 1), 1.0)
 
 
-def top_jaccard(one: Floats, other: Floats, k: int) -> float:
+def top_jaccard(left: Floats, right: Floats, k: int) -> float:
     """Return the Jaccard index of the k most frequent of either ``(n_features,)``.
 
     Of equal rates the feature with the lower number comes first, on both sides.
     """
-    first, second = _most(one, k), _most(other, k)
+    first, second = _most(left, k), _most(right, k)
     return int((first & second).sum()) / int((first | second).sum())
 
 
@@ -155,12 +155,12 @@ def _of_rates(first: GroupSums, second: GroupSums, function: object) -> Floats:
         np.atleast_2d(sums[_EVENTS] / np.where(sums[_ROWS] > 0, sums[_ROWS], np.nan))
         for sums in (first, second)
     ]
-    found = []
-    for one, other in zip(*rates, strict=True):
-        good = np.isfinite(one).all() and np.isfinite(other).all()
-        some = (one > 0) | (other > 0)
-        found.append(function(one[some], other[some]) if good and some.sum() > 1 else np.nan)
-    values = np.array(found, np.float64)[:, np.newaxis]
+    answers = []
+    for left, right in zip(*rates, strict=True):
+        good = np.isfinite(left).all() and np.isfinite(right).all()
+        some = (left > 0) | (right > 0)
+        answers.append(function(left[some], right[some]) if good and some.sum() > 1 else np.nan)
+    values = np.array(answers, np.float64)[:, np.newaxis]
     return values[0] if np.ndim(first[_EVENTS]) == 1 else values
 
 
