@@ -108,9 +108,14 @@ class Dictionary:
             raise self._bad(f"an encoder {self.w_enc.shape}", "(d_model, n_features)")
         d, m = self.w_enc.shape
         shapes: dict[str, tuple[int, ...]] = {
-            "w_enc": (d, m), "b_enc": (m,), "w_dec": (m, d), "b_dec": (d,),
-            "threshold": (m,), "gain": (m,), "b_mag": (m,),
-        }  # fmt: skip
+            "w_enc": (d, m),
+            "b_enc": (m,),
+            "w_dec": (m, d),
+            "b_dec": (d,),
+            "threshold": (m,),
+            "gain": (m,),
+            "b_mag": (m,),
+        }
         for name, shape in shapes.items():
             array = getattr(self, name)
             wanted = name in _ALWAYS or name in _OF_KIND[self.kind]

@@ -47,13 +47,18 @@ _TENSORS: dict[ClassName, tuple[str, ...]] = {
     "AutoEncoder": (*_LINEAR, "bias"),
     "AutoEncoderNew": (*_LINEAR, "decoder.bias"),
     "GatedAutoEncoder": (
-        "encoder.weight", "decoder.weight", "decoder_bias", "r_mag", "gate_bias", "mag_bias",
+        "encoder.weight",
+        "decoder.weight",
+        "decoder_bias",
+        "r_mag",
+        "gate_bias",
+        "mag_bias",
     ),
     "AutoEncoderTopK": (*_LINEAR, "b_dec"),
     "BatchTopKSAE": (*_LINEAR, "b_dec", "threshold"),
     "MatryoshkaBatchTopKSAE": (*_MATRICES, "threshold"),
     "JumpReluAutoEncoder": (*_MATRICES, "threshold"),
-}  # fmt: skip
+}
 _KINDS: dict[ClassName, Kind] = {
     "AutoEncoder": "standard",
     "AutoEncoderNew": "standard",
@@ -65,8 +70,11 @@ _KINDS: dict[ClassName, Kind] = {
 }
 _COUNTS = ("k", "group_sizes")
 _OF_NAMES: tuple[ClassName, ...] = (
-    "AutoEncoder", "AutoEncoderNew", "GatedAutoEncoder", "JumpReluAutoEncoder",
-)  # fmt: skip
+    "AutoEncoder",
+    "AutoEncoderNew",
+    "GatedAutoEncoder",
+    "JumpReluAutoEncoder",
+)
 """Classes that the names of their tensors tell from all others."""
 _BIASES = ("b_dec", "bias", "decoder_bias", "decoder.bias")
 _SUBMODULE = re.compile(r"(resid_post|resid_pre|mlp_out|attn_out)_layer_(\d{1,6})")
@@ -162,9 +170,11 @@ def _dictionary(
         threshold = vector(path, "threshold", floats["threshold"], n_features)
     if kind == "batchtopk" and threshold is not None and (threshold < 0).any():
         raise refused(
-            f"{path} threshold", f"{threshold.min():g}: it was never estimated", "0 or more",
+            f"{path} threshold",
+            f"{threshold.min():g}: it was never estimated",
+            "0 or more",
             "Train for more steps than threshold_start_step (1,000 by default), and save again.",
-        )  # fmt: skip
+        )
     if name == "AutoEncoder":
         w_enc, b_enc, w_dec = _unit_directions(path, w_enc, b_enc, w_dec)
     active = _k(path, k, tensors) if kind == "topk" else None

@@ -130,15 +130,25 @@ def read_gemma_scope(path: Path, wanted: Wanted) -> Dictionary:
     d_model, n_features = arrays["W_enc"].shape
     wanted.refuse_other_width(path, d_model)
     source = Source(
-        "gemma_scope", str(path), file_sha256(path), hook, hook_from, model,
+        "gemma_scope",
+        str(path),
+        file_sha256(path),
+        hook,
+        hook_from,
+        model,
         # As SAELens has it; the file does not say it.
         prepend_bos=None if model is None else True,
-    )  # fmt: skip
+    )
     return Dictionary(
-        "jumprelu", arrays["W_enc"], arrays["b_enc"], arrays["W_dec"], arrays["b_dec"], source,
+        "jumprelu",
+        arrays["W_enc"],
+        arrays["b_enc"],
+        arrays["W_dec"],
+        arrays["b_dec"],
+        source,
         threshold=vector(path, "threshold", arrays["threshold"], n_features),
         apply_b_dec_to_input=False,
-    )  # fmt: skip
+    )
 
 
 def _of_folders(path: Path) -> tuple[str | None, str | None, int | None]:

@@ -342,9 +342,11 @@ def _read_npy(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Ar
         shape, fortran, kind = readers[version](file)  # type: ignore[no-untyped-call]
         if kind.hasobject or kind.kind not in "fiu":
             raise refused(
-                place, f"values of {kind}, which may be code", "floats",
+                place,
+                f"values of {kind}, which may be code",
+                "floats",
                 "Nothing in it was run. Save arrays of floats with numpy.savez.",
-            )  # fmt: skip
+            )
         claimed = math.prod(shape) * kind.itemsize
         if min(shape, default=0) < 0 or claimed != info.file_size - file.tell():
             got = f"{info.file_size - file.tell():,} bytes for {kind} {shape}"

@@ -180,11 +180,14 @@ def _norms(profile: NormProfile) -> Picture | None:
     logs = np.log10(norms)
     n = len(low)
     p = Picture(
-        f"norms-{profile.hook}", f"Norms of {profile.hook} by position",
+        f"norms-{profile.hook}",
+        f"Norms of {profile.hook} by position",
         f"Median and 10 to 90 % of {profile.n_rows:,} {profile.source}, by band of positions; the "
-        "axis of norms is logarithmic.", WIDTH, 270,
+        "axis of norms is logarithmic.",
+        WIDTH,
+        270,
         FigureData(("first position", "last position", "10 %", "50 %", "90 %", "rows")),
-    )  # fmt: skip
+    )
     f = Frame(70, 30, 770, 180, (-0.5, n - 0.5), span([*logs.ravel()], zero=False))
     low_norm, high_norm = (10**end for end in f.y_range)
     if high_norm > 10 * low_norm:
@@ -193,9 +196,13 @@ def _norms(profile: NormProfile) -> Picture | None:
         marks = [(math.log10(v), short(v)) for v in ticks(low_norm, high_norm, 4)]
     every = max(1, math.ceil(n / 12))
     axes(
-        p, f, "first position of the band", "norm", y_marks=marks,
+        p,
+        f,
+        "first position of the band",
+        "norm",
+        y_marks=marks,
         x_marks=[(k, short(float(low[k]))) for k in range(0, n, every)],
-    )  # fmt: skip
+    )
     legend(p, 70, 16, [("band", "10 to 90 %"), ("stored", "median")])
     upper = [(f.x(k), f.y(logs[2, k])) for k in range(n)]
     lower = [(f.x(k), f.y(logs[0, k])) for k in range(n)]
@@ -467,10 +474,8 @@ def view(
     words = read_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
     wanted = [(None, request) if isinstance(request, int) else request for request in requests]
     shown = list(
-        read_requests(
-            dataset, chosen, wanted or sample(dataset), scores, words, start, n_tokens
-        )
-    )  # fmt: skip
+        read_requests(dataset, chosen, wanted or sample(dataset), scores, words, start, n_tokens)
+    )
     return View(
         _render(
             dataset,

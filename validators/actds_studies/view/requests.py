@@ -352,9 +352,12 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
         raise ActdsError("E009", "tokenizer", got=f"no file {path}", expected="a model folder")
     if find_spec("tokenizers") is None:
         raise ActdsError(
-            "E011", "tokenizer", got="the package tokenizers is not installed",
-            expected="it", next_step="pip install tokenizers",
-        )  # fmt: skip
+            "E011",
+            "tokenizer",
+            got="the package tokenizers is not installed",
+            expected="it",
+            next_step="pip install tokenizers",
+        )
     _decoder.deaths.clear()
     words = _WholeText(path)
     words.decode([])  # it can be read

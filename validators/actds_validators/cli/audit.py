@@ -106,9 +106,14 @@ def audit(
     from actds_validators.pages.report import render, render_lines
 
     audited = run_audit(
-        path, limits=limits, weights=weights, classes=classes, accept=accept, executor=executor,
+        path,
+        limits=limits,
+        weights=weights,
+        classes=classes,
+        accept=accept,
+        executor=executor,
         progress=told(),
-    )  # fmt: skip
+    )
     result = audited.result
     about = describe(audited.catalog, ctx.meta[COMMAND])
     outputs.write(

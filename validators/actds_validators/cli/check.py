@@ -39,9 +39,10 @@ _MAX_FINDINGS, _MAX_STEPS = 2, 3
 )
 @accept_option()
 @click.option(
-    "--imported", is_flag=True,
+    "--imported",
+    is_flag=True,
     help="Take imported rows, which have no census: no only for what is wrong with the rows.",
-)  # fmt: skip
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON (actds.check 1).")
 @click.option("--strict", is_flag=True, help="Fail on warnings, WARN and INCONCLUSIVE as well.")
 @click.pass_context
@@ -87,9 +88,12 @@ def check(
     for n, path in enumerate(paths, 1):
         with counting() as validating:
             checked = run(
-                path, accept=accept, i_accept_unprovenanced=imported, validating=validating,
+                path,
+                accept=accept,
+                i_accept_unprovenanced=imported,
+                validating=validating,
                 auditing=told(),
-            )  # fmt: skip
+            )
         report = page_beside(html, n, path) if several and html is not None else html
         if report is not None and checked.audit is not None:
             command = shlex.join(["actds", "audit", path, "--html", str(report)])

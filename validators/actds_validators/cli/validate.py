@@ -51,29 +51,45 @@ def _policy() -> type[Policy]:
     "--policy", metavar="FILE", help="Refuse what this TOML file refuses; actds schema policy."
 )
 @click.option(
-    "--format", "form", type=click.Choice(FORMATS), default="text", show_default=True,
+    "--format",
+    "form",
+    type=click.Choice(FORMATS),
+    default="text",
+    show_default=True,
     help="What is printed: a page, JSON (actds.validate 1; of several datasets actds.validations "
     "1), JUnit XML, SARIF 2.1.0, or annotations of GitHub Actions.",
-)  # fmt: skip
+)
 @click.option("--json", "as_json", is_flag=True, help="As --format json.")
 @click.option("--strict", is_flag=True, help="Fail on warnings as well.")
 @click.option("--seal", metavar="SHA256", help="Refuse a dataset that does not extend this seal.")
 @click.option(
-    "--executor", type=click.Choice(EXECUTORS), default="threads", show_default=True,
+    "--executor",
+    type=click.Choice(EXECUTORS),
+    default="threads",
+    show_default=True,
     help="Where files are hashed and rows decoded.",
-)  # fmt: skip
+)
 @click.option(
-    "--watch", is_flag=True,
+    "--watch",
+    is_flag=True,
     help="Follow a harvest: validate each shard once it is committed, and all at the seal.",
-)  # fmt: skip
+)
 @click.option(
-    "--interval", type=FiniteRange(0.01), default=2.0, show_default=True, metavar="SECONDS",
+    "--interval",
+    type=FiniteRange(0.01),
+    default=2.0,
+    show_default=True,
+    metavar="SECONDS",
     help="Time between two looks of --watch.",
-)  # fmt: skip
+)
 @click.option(
-    "--idle", type=FiniteRange(0), default=30.0, show_default=True, metavar="SECONDS",
+    "--idle",
+    type=FiniteRange(0),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
     help="Without a writer and without news for so long, --watch takes the harvest for ended.",
-)  # fmt: skip
+)
 def validate(
     paths: tuple[str, ...],
     level: Level | None,
@@ -197,10 +213,17 @@ def _bars() -> Iterator[Callable[[dict[str, int], dict[str, int]], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-    units = {"bytes": ("hashed", 1e9, "GB"), "rows": ("accounted for", 1e6, "M rows"),
-             "values": ("decoded", 1e9, "GB")}  # fmt: skip
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"),
-               TimeRemainingColumn())  # fmt: skip
+    units = {
+        "bytes": ("hashed", 1e9, "GB"),
+        "rows": ("accounted for", 1e6, "M rows"),
+        "values": ("decoded", 1e9, "GB"),
+    }
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[amount]}"),
+        TimeRemainingColumn(),
+    )
     tasks: dict[str, TaskID] = {}
     with Progress(*columns, console=Console(stderr=True), refresh_per_second=5) as bars:
 

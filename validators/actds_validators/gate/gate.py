@@ -296,8 +296,11 @@ def _result(passage: Passage, finding: Finding, number: dict[str, int]) -> dict[
         "ruleId": finding.code,
         "ruleIndex": number[finding.code],
         "level": _SARIF_LEVELS[finding.severity],
-        "message": {"text": printable(f"{finding.place}: {finding.got}; expected "
-                                      f"{finding.expected}. {finding.next_step}")},
+        "message": {
+            "text": printable(
+                f"{finding.place}: {finding.got}; expected {finding.expected}. {finding.next_step}"
+            )
+        },
         "locations": [
             {
                 "physicalLocation": {"artifactLocation": {"uri": quote(_file(passage, finding))}},
@@ -305,7 +308,7 @@ def _result(passage: Passage, finding: Finding, number: dict[str, int]) -> dict[
             }
         ],
         "partialFingerprints": {"actds/v1": f"{finding.code} {printable(finding.place)}"},
-    }  # fmt: skip
+    }
 
 
 def _file(passage: Passage, finding: Finding) -> str:

@@ -34,9 +34,12 @@ def check_signature(rules: SignatureRules, catalog: Catalog) -> Iterator[Finding
 
     try:
         verify(
-            catalog.store.uri, rules.keys or (), need=rules.need,
-            identity=rules.identity, issuer=rules.issuer,
-        )  # fmt: skip
+            catalog.store.uri,
+            rules.keys or (),
+            need=rules.need,
+            identity=rules.identity,
+            issuer=rules.issuer,
+        )
     except ActdsError as error:
         if CODES[error.code].family != "trust":
             raise

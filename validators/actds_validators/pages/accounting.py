@@ -101,9 +101,12 @@ def _findings(section: Accounting) -> list[Table]:
         ("expected", lambda f: f.expected),
     )
     return table_of(
-        "Accounting mismatches", columns, section.findings, frozenset(range(5)),
+        "Accounting mismatches",
+        columns,
+        section.findings,
+        frozenset(range(5)),
         tone=lambda f: tones[f.severity],
-    )  # fmt: skip
+    )
 
 
 def waterfall(audit: Audit) -> Picture | None:

@@ -49,9 +49,14 @@ _STATES: dict[str, tuple[str, Look]] = {
 }
 """Of each state of a place its words, and its look."""
 _FILLS = {
-    "source": "all", "cache": "reused", "rules": "filtered", "ends": "ended", "queues": "lost",
-    "values": "floor", "identity": "none",
-}  # fmt: skip
+    "source": "all",
+    "cache": "reused",
+    "rules": "filtered",
+    "ends": "ended",
+    "queues": "lost",
+    "values": "floor",
+    "identity": "none",
+}
 _BAR_PX = 26
 _MAX_LENGTHS = 14
 """Bands of a chart, those of most tokens: it has to fit on a printed page."""
@@ -73,11 +78,15 @@ class PlaceLine:
 def lines(audit: Audit) -> list[PlaceLine]:
     return [
         PlaceLine(
-            TITLES[place.name], place.headline, _bias(place), *_STATES[_state(place)],
-            f"i-{_FILLS[place.name]}", place.name == audit.answer.place,
+            TITLES[place.name],
+            place.headline,
+            _bias(place),
+            *_STATES[_state(place)],
+            f"i-{_FILLS[place.name]}",
+            place.name == audit.answer.place,
         )
         for place in audit.places[: len(TITLES)]
-    ]  # fmt: skip
+    ]
 
 
 def _state(place: Place) -> str:
@@ -118,9 +127,13 @@ def bar(audit: Audit) -> Picture | None:
         return None
     summary = ", ".join(f"{name} {percent(n / whole)}" for name, n in parts if n)
     picture = Picture(
-        "places", "Where rows went between the source and a batch", f"Of {count(whole)} positions: "
-        f"{summary}.", WIDTH, _BAR_PX, FigureData(("place", "positions"), list(parts)),
-    )  # fmt: skip
+        "places",
+        "Where rows went between the source and a batch",
+        f"Of {count(whole)} positions: {summary}.",
+        WIDTH,
+        _BAR_PX,
+        FigureData(("place", "positions"), list(parts)),
+    )
     x = 0.0
     for name, n in parts:
         width = WIDTH * n / whole
@@ -170,9 +183,11 @@ def places_part(audit: Audit) -> Part | None:
         note = f"{place.sentence} Limit: {place.limit}."
         rows.append(Row(cells, line.look.tone, note))
     table = Table(
-        "Places between the source and a batch", ("place", "went there", "of whom most",
-        "bias of a mean", ""), rows, frozenset({0, 1, 2, 3, 4}),
-    )  # fmt: skip
+        "Places between the source and a batch",
+        ("place", "went there", "of whom most", "bias of a mean", ""),
+        rows,
+        frozenset({0, 1, 2, 3, 4}),
+    )
     lead = (
         "Every place where rows go between the source and a training batch, in the order in which "
         "they pass. A bias is that of a mean over rows, in standard deviations: up to, for any "

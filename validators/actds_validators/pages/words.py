@@ -11,8 +11,12 @@ from actds_validators.audit.result import BOUND, EVIDENCE, Estimate, Level, Must
 
 Tone = Literal["", "good", "bad", "warn", "dim"]
 STYLES: dict[Tone, Style] = {
-    "": "plain", "good": "good", "bad": "bad", "warn": "warn", "dim": "dim",
-}  # fmt: skip
+    "": "plain",
+    "good": "good",
+    "bad": "bad",
+    "warn": "warn",
+    "dim": "dim",
+}
 T = TypeVar("T")
 SIDES: dict[Must, str] = {"at most": "≤", "below": "<", "at least": "≥", "above": ">"}
 GROUPS = {"system": "System", "content": "Content", "values": "Values"}
