@@ -198,7 +198,7 @@ AUDIT_SAYS = {
 @pytest.mark.parametrize(
     ("page", "words"),
     [
-        ("stability", f"less than the limit ({StabilityLimits().limit:g} of matched cosine,"),
+        ("stability", f"less than the margin ({StabilityLimits().margin:g} of matched cosine,"),
         ("stability", f"each arm is tested at {_percent(judge.LEVEL)}"),
         ("regimes", f"by more than {AGREE:g} nats in the median"),
     ],

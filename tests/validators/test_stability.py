@@ -60,7 +60,7 @@ from actds_testing.synthetic import make_dataset
 
 HOOK = "resid_post.0"
 PLANTED = directions(12, 8)
-SMALL = {"features": 12, "k": 2, "batch": 64, "epochs": 20, "learning_rate": 5e-3, "limit": 0.1}
+SMALL = {"features": 12, "k": 2, "batch": 64, "epochs": 20, "learning_rate": 5e-3, "margin": 0.1}
 QUICK = SMALL | {"seeds": 2, "epochs": 1}
 
 
@@ -677,7 +677,7 @@ def test_written_dictionaries_are_read_again_with_what_they_have_not_seen(
 def test_the_command_writes_what_it_finds(sets: dict[str, Path], tmp_path: Path) -> None:
     file, out = tmp_path / "page.html", tmp_path / "result.json"
     options = [
-        f"--limit={name}={value}" if name == "limit" else f"--{name.replace('_', '-')}={value}"
+        f"--limit={name}={value}" if name == "margin" else f"--{name.replace('_', '-')}={value}"
         for name, value in QUICK.items()
     ]
     told = run(f"A={sets['A']}", f"C={sets['C']}", *options, "--html", file, "--json", out)

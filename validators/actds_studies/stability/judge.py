@@ -98,7 +98,7 @@ def _comparison(
     differences = pair_values[:, 0] - pair_values[:, 1]
     n_below = int((differences < 0).sum())
     tested = measure == _TESTED and len(differences) >= MIN_SEEDS
-    n_there = int((differences > -limits.limit).sum())
+    n_there = int((differences > -limits.margin).sum())
     return Comparison(
         arm=arm,
         floor=floor,
@@ -144,7 +144,7 @@ def _outcome(comparison: Comparison, adjusted_p: float, chance: float, limits: L
 
 def _is_chance(comparison: Comparison, chance: float, limits: Limits) -> bool:
     """Return whether a floor is as low as random directions lie: less alike there is nothing."""
-    return comparison.of_floor <= chance + limits.limit
+    return comparison.of_floor <= chance + limits.margin
 
 
 def verdicts(
@@ -287,5 +287,5 @@ def _short(comparison: Comparison, n_arms: int, chance: float, limits: Limits) -
     more = f"{enough} seeds that all agree would show one; " if enough > n else ""
     return (
         f"{comparison.floor}: no difference is shown (adjusted p {comparison.adjusted_p:.2g}), and "
-        f"none is ruled out up to {limits.limit:g}; {more}more --seeds"
+        f"none is ruled out up to {limits.margin:g}; {more}more --seeds"
     )

@@ -42,7 +42,7 @@ class Limits(LimitsSection):
         default=0.2, gt=0, lt=1, description="share of the requests that only score dictionaries"
     )
     max_memory: int = Field(default=4096, ge=1, description="MiB for rows and their features")
-    limit: float = Field(
+    margin: float = Field(
         default=0.02, gt=0, description="difference of matched cosines that counts as none"
     )
     fdr: float = Field(default=0.05, gt=0, lt=1, description="false discovery rate of the tests")
