@@ -46,8 +46,7 @@ class OpenArrays:
 
     Args:
         shards: the shards.
-        n_open: how many stay open at most, `MAX_OPEN_ARRAYS` by default; each holds a chunk and
-            its frame, some 2 MiB.
+        n_open: how many stay open at most, `MAX_OPEN_ARRAYS` by default.
     """
 
     def __init__(self, shards: Sequence[Shard], n_open: int | None = None) -> None:

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import struct
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from actds.format.codec import (
     crc32c,
     decode_chunk,
 )
-from actds.store import StoredFile
+from actds.store import StoredFile, buffers
 
 if TYPE_CHECKING:
     import torch
@@ -280,7 +279,6 @@ class ArrayReader:
     def __init__(self, zarr_json: bytes, file: StoredFile, place: str) -> None:
         self._place = place
         self._file: StoredFile | None = file
-        self._local = threading.local()
         try:
             self._layout = layout = parse_metadata(zarr_json, place)
             self.n_rows, self.d_model = layout.n_rows, layout.d_model
@@ -442,7 +440,7 @@ class ArrayReader:
 
         Yields:
             Which of them a chunk has, ``[a, b)``, and their bit patterns ``(b - a, d_model)``:
-            valid until this thread reads the next one, and in the processor's cache.
+            valid until the next ones are asked for, and in the processor's cache.
 
         Raises:
             ActdsError: E204 when a chunk is damaged.
@@ -451,7 +449,9 @@ class ArrayReader:
         Spec: 0.1 section 4.
         """
         for a, b, chunk, index in self._touched(rows):
+            lent = buffers.exchange({})  # so that nothing is read into them meanwhile
             yield a, b, chunk[index]
+            buffers.exchange(lent)
 
     def _touched(
         self, rows: npt.NDArray[np.int64]
@@ -512,16 +512,13 @@ class ArrayReader:
             raise self._damaged(f"chunk {index}: {error}", "a sound blosc frame") from None
 
     def _decoded(self, index: int, frame: memoryview) -> Bits:
-        """Return a chunk in a buffer of this thread, to be copied from before the next one."""
+        """Return a chunk in the buffer of this thread, to be copied from before the next one."""
         body = self._checked(index, frame)
         stored = copied_items(body, self._layout.chunk_nbytes, self._layout.dtype.itemsize)
+        shape, bits = (self.rows_per_chunk, self.d_model), self._layout.dtype.bits
         if stored is not None:
-            bits = np.frombuffer(stored, self._layout.dtype.bits)
-            return bits.reshape(self.rows_per_chunk, self.d_model)
-        if not hasattr(self._local, "chunk"):
-            shape = (self.rows_per_chunk, self.d_model)
-            self._local.chunk = np.empty(shape, self._layout.dtype.bits)
-        chunk: Bits = self._local.chunk
+            return np.frombuffer(stored, bits).reshape(shape)
+        chunk = buffers.of_thread("chunk", self._layout.chunk_nbytes).view(bits).reshape(shape)
         self._decode_body(index, body, chunk)
         return chunk
 

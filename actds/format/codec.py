@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from actds.store import buffers
+
 MAX_BLOCK_NBYTES = 262_144
 """Largest block of a frame; half of it, one byte plane of bf16, is exactly one zstd block."""
 
@@ -42,8 +44,8 @@ class CodecError(ValueError):
     """
 
 
-class _Scratch(threading.local):
-    """One set of compressors and buffers per thread: zstd contexts cannot be shared."""
+class _Coders(threading.local):
+    """One set of compressors per thread: zstd contexts cannot be shared."""
 
     def __init__(self) -> None:
         # Measured: min_match 7 with a 64-entry hash finds next to no match and costs next to
@@ -60,22 +62,9 @@ class _Scratch(threading.local):
         )
         self.huffman = zstandard.ZstdCompressor(compression_params=huffman)
         self.zstd = zstandard.ZstdCompressor(level=1)
-        self._plane = self._frame = np.empty(0, np.uint8)
-
-    def frame(self, nbytes: int) -> Bytes:
-        """Return a buffer kept for the next chunk: fresh pages cost more than a copy."""
-        if self._frame.size < nbytes:
-            self._frame = np.empty(nbytes, np.uint8)
-        return self._frame
-
-    def plane(self, nbytes: int) -> Bytes:
-        """Return a buffer for the top bytes of a chunk, kept as well."""
-        if self._plane.size < nbytes:
-            self._plane = np.empty(nbytes, np.uint8)
-        return self._plane[:nbytes]
 
 
-_scratch = _Scratch()
+_coders = _Coders()
 
 
 def crc32c(data: BytesLike) -> int:
@@ -121,7 +110,7 @@ def encode_chunk(items: npt.NDArray[Any], *, itemsize: int = 2, mode: Mode = "hu
 
     Spec: 0.1 section 4.2.
     """
-    out = _scratch.frame(frame_capacity(items.nbytes, itemsize))
+    out = buffers.of_thread("frame", frame_capacity(items.nbytes, itemsize))
     return out[: encode_into(items, out, itemsize=itemsize, mode=mode)].tobytes()
 
 
@@ -134,7 +123,7 @@ def frame_capacity(nbytes: int, itemsize: int) -> int:
 def top_bytes(items: npt.NDArray[Any], itemsize: int) -> Bytes:
     """Return the top byte of every item of a chunk, valid until this thread's next chunk."""
     flat = items.reshape(-1).view(np.dtype(f"<u{itemsize}"))
-    tops = _scratch.plane(flat.size)
+    tops = buffers.of_thread("plane", flat.size)
     np.right_shift(flat, 8 * (itemsize - 1), out=tops, casting="unsafe")
     return tops
 
@@ -256,7 +245,7 @@ def _compressed(plane: Bytes, mode: Mode) -> bytes | None:
     Constant, padded and sparse planes need no other coder: measured, the runs that count are
     found with these parameters too, and plain zstd level 1 was never smaller.
     """
-    coder = _scratch.zstd if mode == "zstd" else _scratch.huffman
+    coder = _coders.zstd if mode == "zstd" else _coders.huffman
     stream: bytes = coder.compress(plane.data)
     return stream if len(stream) < plane.size else None
 

@@ -104,7 +104,7 @@ class StoredFile(Protocol):
         ...
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """Return a range; the bytes live until this thread's next read of this file.
+        """Return a range; the bytes live until this thread's next read of any file.
 
         Raises:
             EOFError: the file ends before the range does.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from actds.errors import ActdsError, BusyError
+from actds.store import buffers
 from actds.store.interface import TEMPORARY, Buffer, NewFile, Put, Store, StoredFile, check_path
 
 _MAX_DEPTH = 16  # the deepest path of the format has 8 segments
@@ -23,7 +24,7 @@ _BUFFERS_PER_WRITE = 512  # below IOV_MAX (1024), the most that one writev takes
 
 
 class LocalFile(StoredFile):
-    """A local file that is open for reading ranges, into one buffer per thread.
+    """A local file that is open for reading ranges, into the buffer of the thread.
 
     Args:
         path: the file.
@@ -38,7 +39,6 @@ class LocalFile(StoredFile):
 
     def __init__(self, path: str | Path, place: str) -> None:
         self._fd = -1
-        self._local = threading.local()
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -52,11 +52,8 @@ class LocalFile(StoredFile):
         return os.fstat(self._fd).st_size
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """Return a range in a buffer of this thread, kept for the next read."""
-        buffer: bytearray | None = getattr(self._local, "buffer", None)
-        if buffer is None or len(buffer) < nbytes:
-            buffer = self._local.buffer = bytearray(nbytes)
-        view = memoryview(buffer)[:nbytes]
+        """Return a range in the buffer of this thread, kept for the next read."""
+        view = buffers.of_thread("read", nbytes).data
         done = 0
         while done < nbytes:
             n = os.preadv(self._fd, [view[done:]], offset + done)

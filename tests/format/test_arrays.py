@@ -126,6 +126,24 @@ def test_answers_belong_to_the_caller(tmp_path):
         assert np.array_equal(array.read(5, 9), bits[5:9])
 
 
+@pytest.mark.parametrize("raw", [False, True])
+def test_arrays_that_are_read_in_turns_keep_apart(tmp_path, raw):
+    """What ``by_chunk`` yields, and its chunks to come, outlast other reads of the thread."""
+    names = ["a", "b"]
+    bits = {name: random_bits(1500, 2048, seed=i) & 0x0F07 for i, name in enumerate(names)}
+    for name in names:
+        write(tmp_path / name, bits[name], raw=raw)
+    with reader(tmp_path / "a") as a, reader(tmp_path / "b") as b:
+        every = np.arange(1500)
+        for (low, high, of_a), (_, _, of_b) in zip(
+            a.by_chunk(every), b.by_chunk(every), strict=True
+        ):
+            assert np.array_equal(b.read(3, 700), bits["b"][3:700])
+            assert np.array_equal(a.gather([9, 1400]), bits["a"][[9, 1400]])
+            assert np.array_equal(of_a, bits["a"][low:high])
+            assert np.array_equal(of_b, bits["b"][low:high])
+
+
 def test_last_chunk_is_padded_with_fill(tmp_path):
     """The file holds whole chunks: what stands past the end is NaN, as the metadata says."""
     bits = random_bits(300, 2048)
