@@ -167,7 +167,7 @@ docs: $(STAMP) ## build the documentation site into build/site; broken links and
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The tables come last: their examples are of a vector.
-generate: $(STAMP) ## write the generated files: schemas, vectors, tables of the spec, docs/cli.md
+generate: $(STAMP) ## (BIN=DIR STAMP= in an environment of yours) write the generated files: schemas, vectors, tables of the spec, docs/cli.md
 	$(BIN)/actds schema --write spec/0.1/schemas
 	$(BIN)/python spec/0.1/make_vectors.py
 	$(BIN)/python spec/0.1/make_attacks.py

@@ -44,7 +44,9 @@ CLAUSES = set(re.findall(r"^#+ (\d+(?:\.\d+)*) ", TEXT, re.MULTILINE))
 def test_the_format_is_short_and_every_page_is_listed() -> None:
     pages = sorted(SPEC.glob("[0-9][0-9]-*.md"))
     assert [path.name[:2] for path in pages] == [f"{n:02}" for n in (*range(1, 9), 10, 11, 13)]
-    assert sum(path.stat().st_size for path in pages) <= 120_000
+    # The tables that are made from the code grow with it.
+    generated = re.compile(r"<!-- begin generated.*?<!-- end generated -->", re.S)
+    assert sum(len(generated.sub("", path.read_text()).encode()) for path in pages) <= 95_000
     listed = re.findall(r"\]\((0\.1/[^)#]+\.md)\) \|", (SPEC.parent / "README.md").read_text())
     written = [*pages, *SPEC.glob("annexes/*.md")]
     assert set(listed) == {f"0.1/{path.relative_to(SPEC)}" for path in written}

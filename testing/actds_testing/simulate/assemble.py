@@ -262,7 +262,7 @@ def drop_table(
     event_step, event = np.unique(step[begin], return_inverse=True)
     n_tokens = np.bincount(event, end - begin).astype(np.int64)
     of_step = steps.take(pa.array(step[begin]))
-    queues = [name for name in tables.SCHEMAS["drops"].names[11:]]
+    queues = [column.name for column in tables.QUEUES]
     offered = _ns(plan.offered_s)
     return tables.build(
         "drops",

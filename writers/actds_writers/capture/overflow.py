@@ -3,6 +3,12 @@
 Bookkeeping of both rings and the connection to the writer, without tensors. Steps stay in the
 worker until the writer asks for more, so that the oldest one can still be dropped. Only whole steps
 are dropped, for all hooks alike.
+
+The life of a dropped step: the policy names it, where a ring is full (``Handover.place``, drop
+oldest) or before it is taken in (``Handover.admit``, drop newest, whose rings only wait); the
+census hears of it at once, the writer in ``StepsDropped`` beside the rows; there ``StageJoin``
+waits for every stage, ``DropLog`` (``shards/logs.py``) makes its lines of ``drops``, and their part
+is committed with the others at the end of the run.
 """
 
 from __future__ import annotations
@@ -204,7 +210,7 @@ class Handover:
             self._check()
             self._send(message)
 
-    def give_up(self) -> None:
+    def end_waiting(self) -> None:
         """Wake all waiting threads; every further call raises."""
         with self._changed:
             self._closed = True
@@ -212,7 +218,7 @@ class Handover:
 
     def close(self) -> None:
         """Close the connection, by which the writer learns that no step follows."""
-        self.give_up()
+        self.end_waiting()
         if self._sender is not None:
             self._sender.end()
         hang_up(self._writer)

@@ -532,7 +532,7 @@ class Stages:
         with suppress(ActdsError):  # the writer may be what is gone
             self.fail(error)
         self._error = self._error or error
-        self.handover.give_up()
+        self.handover.end_waiting()
 
     def _check(self) -> None:
         if self._error is not None:

@@ -124,7 +124,7 @@ STAGE = "readouts"
 LANE_TIMEOUT_S = 60.0
 
 
-class Lane:
+class LaneReader:
     """The lane of one pipeline stage: its shared memory, and what has come through it."""
 
     def __init__(self, hooks: Sequence[HookSpec], path: str, nbytes: int) -> None:
@@ -150,14 +150,14 @@ class ReadoutLog:
         chain: Chain,
         run: str,
         readouts: Readouts,
-        lanes: Mapping[int, Lane],
+        lanes: Mapping[int, LaneReader],
         before_commit: Callable[[int], None],
     ) -> None:
         self._before_commit = before_commit
         self._store, self._chain, self._run = store, chain, run
         self._readouts, self._lanes = readouts, lanes
         self._n_taken = self._stall_ns = 0
-        self._pending: list[tuple[Lane, StepReadouts, np.ndarray]] = []
+        self._pending: list[tuple[LaneReader, StepReadouts, np.ndarray]] = []
         self._pending_nbytes = 0
         self._last_step = -1
         self._limit: int | None = None
@@ -316,7 +316,7 @@ class ReadoutLog:
                 commit_part(self._store, self._chain, "readouts", self._run, self._n_parts, table)
                 self._n_parts += 1
 
-    def _table(self, lane: Lane, pieces: list[tuple[StepReadouts, np.ndarray]]) -> pa.Table:
+    def _table(self, lane: LaneReader, pieces: list[tuple[StepReadouts, np.ndarray]]) -> pa.Table:
         keys = {
             "request": np.concatenate([message.requests for message, _ in pieces]),
             "position": np.concatenate([message.positions for message, _ in pieces]),

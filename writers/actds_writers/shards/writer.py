@@ -39,7 +39,7 @@ from actds_writers.ipc.ring import QueuePage, RowLayout
 from actds_writers.monitor.meters import DiskMeter, Meters
 from actds_writers.shards.assembly import Assembly, ShardBuffer
 from actds_writers.shards.committer import CommitPlan, Committer
-from actds_writers.shards.logs import DropLog, Lane, ReadoutLog, TableLog
+from actds_writers.shards.logs import DropLog, LaneReader, ReadoutLog, TableLog
 from actds_writers.sizing.needs import Geometry, Sizes, memory_bound
 
 
@@ -276,7 +276,7 @@ class Writer:
 
     def _readout_log(self, hello: WorkerHello) -> ReadoutLog | None:
         lanes = {
-            stage.stage: Lane(stage.hooks, stage.lane_path, stage.lane_nbytes)
+            stage.stage: LaneReader(stage.hooks, stage.lane_path, stage.lane_nbytes)
             for stage in hello.stages or (hello,)
             if stage.lane_path is not None
         }
