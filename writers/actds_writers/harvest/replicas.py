@@ -205,6 +205,7 @@ class _Relay(Observer):
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._sending = connection, threading.Lock()
+        self.is_ready = False
 
     def send(self, message: object) -> None:
         with self._sending, suppress(OSError):
@@ -216,6 +217,7 @@ class _Relay(Observer):
 
     def starting(self, words: str) -> AbstractContextManager[object]:
         """Say that the run has its signal handlers: it sets them before it starts the engine."""
+        self.is_ready = True
         self.send(READY)
         return super().starting(words)
 
@@ -251,6 +253,13 @@ def main() -> int:
     work: Work = connection.recv()
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     relay = _Relay(connection)
+
+    def interrupted(signum: int, _frame: FrameType | None) -> None:
+        # The run has handlers of its own; once they are gone a late interrupt has nothing to end.
+        if not relay.is_ready:
+            os._exit(128 + signum)
+
+    signal.signal(signal.SIGTERM, interrupted)
     settings = work.settings
     if settings.metrics_port:
         port = settings.metrics_port + work.number
@@ -261,8 +270,6 @@ def main() -> int:
         ended = run.run()
     except ActdsError as error:
         ended = Ended.failed(error)
-    # From here on a late interrupt has nothing to end.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     relay.send(ended)
     return 0
 

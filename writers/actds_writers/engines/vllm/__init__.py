@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from multiprocessing import resource_tracker, spawn
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actds.errors import ActdsError
 from actds.text import one_line
@@ -46,8 +46,10 @@ from actds_writers.engines.vllm.options import (
     refuse_options,
     refuse_unread,
 )
-from actds_writers.harvest.probe_cost import Timing, TimingTask
 from actds_writers.ipc.link import ENVIRONMENT, Link
+
+if TYPE_CHECKING:
+    from actds_writers.harvest.probe_cost import Timing, TimingTask
 
 _REFUSAL = "VLLMClientError"
 """Class of vLLM's errors that are a request's fault; older ones are a ``ValueError``."""
