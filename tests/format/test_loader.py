@@ -499,7 +499,7 @@ def test_examples_run(
     for name, *arguments in (
         ["sae.py"],
         ["transcoder.py", "--lr", "0.01"],
-        ["crosscoder.py", "--latents", "64"],
+        ["crosscoder.py", "--latents", "64", "--lr", "0.01"],
     ):
         told = losses(name, *arguments)
         assert len(told) == 11 and told[-1] < 0.9 * told[0], name
