@@ -128,7 +128,7 @@ def sign_command(path: str, key: str | None, keyless: bool, as_json: bool) -> No
       actds sign acts --key key.pem
       actds sign acts --keyless
     """
-    from actds.trust.signing import sign
+    from actds.publish.signing import sign
 
     done = sign(path, key, keyless=keyless)
     if as_json:
@@ -170,8 +170,8 @@ def verify_command(path: str, keys: tuple[str, ...], as_json: bool, **options: A
       actds verify acts --key alice.pub --key bob.pub --need 2
       actds verify acts --identity me@example.org --issuer https://accounts.google.com
     """
+    from actds.publish.signing import verify
     from actds.text import printable
-    from actds.trust.signing import verify
 
     verified = verify(path, keys, **options)
     if as_json:

@@ -25,10 +25,10 @@ from actds.errors import ActdsError, not_installed
 from actds.executor import Executor, ExecutorName, open_executor
 from actds.format.shard import data_files
 from actds.publish.card import put_card
+from actds.publish.sealing import check_pin, parse_pin, put_sums
 from actds.store import check_path, file_sha256, layout, local_folder, refuse_within_dataset
 from actds.store.local import LocalStore, lock_dataset, refuse_links
 from actds.text import one_line
-from actds.trust.pin import check_pin, parse_pin, put_sums
 from actds.version import __version__
 
 if TYPE_CHECKING:

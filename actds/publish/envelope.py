@@ -21,9 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from actds.errors import ActdsError, not_installed
 from actds.format import canonical
+from actds.publish.sealing import PAYLOAD_TYPE
 from actds.store import Store, local_folder
 from actds.text import one_line
-from actds.trust.pin import PAYLOAD_TYPE
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
