@@ -16,7 +16,6 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from actds.apart import Apart, Reply, Request, cpu_seconds
 from actds.errors import ActdsError
 from actds.exchange.containers import READERS, features_of, foreign, leaves, read_document, reading
 from actds.exchange.foreign import (
@@ -28,6 +27,7 @@ from actds.exchange.foreign import (
     open_sae_lens,
     open_tensors,
 )
+from actds.format.apart import Apart, Reply, Request, cpu_seconds
 from actds.format.arrays import DTYPES
 from actds.text import storable
 

@@ -26,9 +26,9 @@ import numpy.typing as npt
 import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 
-from actds.apart import Apart, Reply, Request, cpu_seconds
 from actds.errors import ActdsError, not_installed
 from actds.exchange.containers import read_header
+from actds.format.apart import Apart, Reply, Request, cpu_seconds
 from actds_validators.arrays import Array
 
 MAX_JSON_NBYTES = 1 << 22
