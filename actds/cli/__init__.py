@@ -16,9 +16,10 @@ from typing import Any
 
 import click
 
-from actds.cli import exchange, publish, use
-from actds.cli.options import as_typed, of_word, refuse_empty
+from actds.cli import exchange, use
+from actds.cli.command import as_typed, of_word, refuse_empty
 from actds.errors import ActdsError
+from actds.text import printable, shortened
 from actds.version import __version__
 
 ENTRY_POINTS = "actds.commands"
@@ -109,8 +110,6 @@ class ActdsGroup(click.Group):
         try:
             return super().invoke(ctx)
         except click.ClickException as error:
-            from actds.text import shortened
-
             vars(error)["message"] = shortened(error.message)
             raise
         except (click.Abort, click.exceptions.Exit):
@@ -158,8 +157,6 @@ def _unavailable(name: str, why: str) -> click.Command:
 
 
 def _fail(ctx: click.Context, error: ActdsError) -> None:
-    from actds.text import printable, shortened
-
     command = ctx.command.get_command(ctx, ctx.invoked_subcommand or "")  # type: ignore[attr-defined]
     params = [] if command is None else command.get_params(click.Context(command, parent=ctx))
     for line in str(as_typed(error, params)).splitlines():
@@ -181,7 +178,7 @@ def cli(debug: bool) -> None:
     """
 
 
-for _module in (use, exchange, publish):
+for _module in (use, exchange):
     for _command in vars(_module).values():
         if isinstance(_command, click.Command):
             cli.add_command(_command)

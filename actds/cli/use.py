@@ -11,11 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from actds.cli.options import default_option, executor_option, json_option
-from actds.cli.output import ResultCommand, document_schema, envelope, print_json, print_lines
+from actds.cli.command import (
+    ResultCommand,
+    default_option,
+    document_schema,
+    envelope,
+    executor_option,
+    json_option,
+    print_json,
+    print_lines,
+    print_result,
+)
 from actds.errors import CODES, ActdsError, Code, code_entry
 from actds.executor import ExecutorName
-from actds.text import Line
+from actds.text import Line, counted, format_nbytes, printable
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -121,7 +130,6 @@ def schema_command(name: str | None, folder: Path | None) -> None:
         raise ActdsError("E009", "NAME", got=f"no document {name!r}", expected=f"one of {known}")
     if folder is not None:
         from actds.store import refuse_within_dataset
-        from actds.text import printable
 
         refuse_within_dataset(folder, "--write")
         folder.mkdir(parents=True, exist_ok=True)
@@ -239,24 +247,19 @@ def recompress_command(
     """
     from actds.format.schema import ShardManifest
     from actds.rewrite.recompression import recompress
-    from actds.text import format_nbytes
 
     def report(old: ShardManifest, new: ShardManifest) -> None:
         click.echo(f"{old.shard} -> {new.shard}: {old.n_rows:,} rows", err=True)
 
     done = recompress(path, shards or None, keep=keep, progress=report, executor=executor)
-    if as_json:
-        print_json(envelope("recompress", asdict(done)))
-        return
+    words = "no raw shard to compress"
     if done.shards:
         before, after = format_nbytes(done.nbytes_before), format_nbytes(done.nbytes_after)
         ratio = done.nbytes_before / done.nbytes_after
-        click.echo(f"{len(done.shards)} raw shards: {before} now {after} ({ratio:.3f}x)")
-    else:
-        click.echo("no raw shard to compress")
-    click.echo(f"files removed {done.n_removed}, kept {done.n_kept}")
+        words = f"{len(done.shards)} raw shards: {before} now {after} ({ratio:.3f}x)"
+    files = f"files removed {done.n_removed}, kept {done.n_kept}"
     state = "not sealed" if done.seal is None else f"seal {done.seal}"
-    click.echo(f"{state} {done.digest}")
+    print_result("recompress", done, as_json, [words, files, f"{state} {done.digest}"])
 
 
 @click.command("shuffle")
@@ -312,7 +315,6 @@ def shuffle_command(
       actds shuffle acts acts-shuffled --codec raw --seed 1
     """
     from actds.rewrite.shuffling import shuffle
-    from actds.text import counted, format_nbytes
 
     shown = {"scatter": 0, "write": 0}
 
@@ -332,10 +334,7 @@ def shuffle_command(
         executor=executor,
         progress=report,
     )
-    if as_json:
-        print_json(envelope("shuffle", asdict(done)))
-        return
     before, after = format_nbytes(done.nbytes_before), format_nbytes(done.nbytes_after)
-    click.echo(f"{done.n_rows:,} rows in {counted(done.n_shards, 'shard')}: {before}, now {after}")
-    click.echo(f"copy of {done.source_digest}, seed {done.seed}")
-    click.echo(f"seal {done.seal} {done.digest}")
+    rows = f"{done.n_rows:,} rows in {counted(done.n_shards, 'shard')}: {before}, now {after}"
+    made = f"copy of {done.source_digest}, seed {done.seed}"
+    print_result("shuffle", done, as_json, [rows, made, f"seal {done.seal} {done.digest}"])

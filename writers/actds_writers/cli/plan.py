@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from actds.cli.options import SettingsCommand
+from actds.cli.command import SettingsCommand
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -38,7 +38,7 @@ def plan(as_json: bool, engine_args: tuple[str, ...], **settings: Any) -> None:
     Sizes for the burst, not for the mean. Exits with 1 when a stage cannot carry the mean load,
     or rows were lost under --stress. With --probes it says instead what linear probes cost.
     """
-    from actds.cli.output import envelope, print_json
+    from actds.cli.command import envelope, print_json
     from actds_writers.config import PlanSettings
     from actds_writers.engine_protocol import parse_words
     from actds_writers.harvest.plan import plan as size
@@ -68,7 +68,7 @@ def _say_probes(given: dict[str, Any], *, as_json: bool) -> None:
     Raises:
         ActdsError: E009 for an option of sizing beside them; as ``probe_cost``.
     """
-    from actds.cli.output import envelope, print_json
+    from actds.cli.command import envelope, print_json
     from actds.errors import ActdsError
     from actds_writers.config import ProbeSettings
     from actds_writers.harvest.probe_cost import probe_cost

@@ -42,7 +42,7 @@ def recover(path: str, clear: bool, as_json: bool) -> None:
     all others as aborted, closes open ledger chains and seals the dataset. Refuses while a process
     still writes: one of this machine is looked up, one of another is watched for a minute.
     """
-    from actds.cli.output import envelope, print_json
+    from actds.cli.command import envelope, print_json
     from actds_writers.harvest.recover import recover as run
 
     done = run(path, clear=clear, say=lambda line: click.echo(line, err=True))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from actds.cli.options import SettingsCommand
+from actds.cli.command import SettingsCommand
 
 if TYPE_CHECKING:
     from actds_writers.config import ReplaySettings
