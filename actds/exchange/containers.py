@@ -159,13 +159,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def read_document(path: Path) -> dict[str, Any]:
     """The object of a stranger's JSON file; E019 it is none, no regular file, or over 16 MiB."""
+    with reading(path, "a JSON object"):
+        data = canonical.read_bounded(path)
     try:
-        with reading(path, "a JSON object"):
-            data = canonical.read_bounded(path)
         document = json.loads(data, object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, ActdsError):
-            raise
+    except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict):
         raise foreign(path, "a document that cannot be read", "a JSON object")

@@ -26,7 +26,7 @@ from pydantic import BaseModel, Field
 
 from actds.errors import ActdsError, not_installed
 from actds.exchange.containers import NewTensor, write_tensors
-from actds.exchange.foreign import narrowed
+from actds.exchange.foreign import BLOCK_NBYTES, RECORD_FILE, narrowed
 from actds.explore.dataset import ROW_NUMBERS, Dataset
 from actds.explore.dataset import open as open_dataset
 from actds.explore.lazy import open_array, rows_at_a_time
@@ -40,12 +40,10 @@ from actds.store.folders import new_folder
 from actds.version import __version__
 
 Bits = npt.NDArray[Any]
-ROWS_FILE, RECORD_FILE = "rows.parquet", "actds_export.json"
+ROWS_FILE = "rows.parquet"
 _ARROW = {"float16": pa.float16(), "float32": pa.float32()}
 _OF_RUNS = ("engine.", "model.", "numerics.", "capture.cast", "tokenizer.")
 ORDER = "run, request, position"
-BLOCK_NBYTES = 1 << 26
-"""Bytes of rows that are held at a time."""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ from actds.format.arrays import DTYPES
 _FLOATS = (*DTYPES, "float64")
 BLOCK_ROWS, BLOCK_NBYTES = 4096, 1 << 26
 """Rows of a sequence that are read at a time, and their bytes, unless one row has more."""
+RECORD_FILE = "actds_export.json"
+"""What ``actds export`` says of the files beside it."""
 NEVER_SAID = ("attempt", "chunk", "flags", "phase", "step")
 """Columns of the token table that no such set has."""
 LABELS = {
@@ -466,7 +468,7 @@ def open_sae_lens(path: Path, files: list[Path], dtype: str | None) -> ForeignSe
 
     unknown = {*NEVER_SAID, "position"} | (set() if tokens else {"token_id"})
     # What actds export packs are rows of any requests.
-    unknown |= {"request"} if (path / "actds_export.json").exists() else set()
+    unknown |= {"request"} if (path / RECORD_FILE).exists() else set()
     other = tuple(sorted(set(features) - set(names)))
     n_rows = size * sum(batch.num_rows for file in files for batch in batches(file))
     return ForeignSet("sae-lens", files, hooks, tuple(sorted(unknown)), n_rows, blocks, other)
