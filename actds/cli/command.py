@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from actds.text import Line
 
 _PATHS = re.compile("PATH|FILE|FOLDER")
+Model = Callable[[], "type[BaseModel]"]
+"""What imports a model where it is needed."""
+Models = Mapping[str, Model]
+_NONE: Models = MappingProxyType({})
 
 
 def refuse_empty(command: click.Command, context: click.Context, words: Sequence[str]) -> None:
@@ -164,11 +168,7 @@ class SettingsCommand(click.Command):
     """
 
     def __init__(
-        self,
-        *args: Any,
-        settings: Callable[[], type[BaseModel]],
-        skip: Collection[str] = (),
-        **kwargs: Any,
+        self, *args: Any, settings: Model, skip: Collection[str] = (), **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         self._settings, self._skip = settings, skip
@@ -274,15 +274,10 @@ class ResultCommand(click.Command):
     """A command that prints or reads documents whose schemas ``actds schema`` knows."""
 
     def __init__(
-        self,
-        *args: Any,
-        result: Callable[[], type[BaseModel]] | None = None,
-        reads: Mapping[str, Callable[[], type[BaseModel]]] = MappingProxyType({}),
-        **kwargs: Any,
+        self, *args: Any, result: Model | None = None, reads: Models = _NONE, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.result = result
-        self.reads = reads
+        self.result, self.reads = result, reads
 
     def thresholds(self) -> dict[str, tuple[str, str]]:
         """Return what ``--limit`` may set, by name: its default, and what it is."""

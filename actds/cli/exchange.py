@@ -129,11 +129,10 @@ def export_command(
 def import_command(
     foreign: str,
     out: str,
-    kind: Any,
     hooks: tuple[str, ...],
-    dtype: Any,
     declare: tuple[str, ...],
     as_json: bool,
+    **how: Any,
 ) -> None:
     """Write activations that were made elsewhere as a dataset.
 
@@ -152,7 +151,7 @@ def import_command(
     from actds.exchange.importing import import_foreign
 
     facts = dict(map(_fact, declare))
-    done = import_foreign(foreign, out, kind=kind, hooks=hooks or None, dtype=dtype, declare=facts)
+    done = import_foreign(foreign, out, hooks=hooks or None, declare=facts, **how)
     lines = [
         f"{done.n_rows:,} rows of {', '.join(done.hooks)} in {done.n_sequences:,} sequences",
         f"unknown: {', '.join(done.unknown)}",

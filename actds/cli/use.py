@@ -23,7 +23,6 @@ from actds.cli.command import (
     print_result,
 )
 from actds.errors import CODES, ActdsError, Code, code_entry
-from actds.executor import ExecutorName
 from actds.text import Line, counted, format_nbytes, printable
 
 if TYPE_CHECKING:
@@ -230,9 +229,7 @@ def seal_command(path: str, imported: bool, as_json: bool) -> None:
 @click.option("--keep", is_flag=True, help="Leave the files of the replaced shards in place.")
 @executor_option("Where the shards are written anew.")
 @json_option("Print what was done as JSON (actds.recompress 1).")
-def recompress_command(
-    path: str, shards: tuple[str, ...], keep: bool, executor: ExecutorName, as_json: bool
-) -> None:
+def recompress_command(path: str, shards: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Compress the shards that a harvest under pressure wrote raw.
 
     PATH is the dataset's folder. Every row is compared bit by bit before a new shard replaces a
@@ -251,7 +248,7 @@ def recompress_command(
     def report(old: ShardManifest, new: ShardManifest) -> None:
         click.echo(f"{old.shard} -> {new.shard}: {old.n_rows:,} rows", err=True)
 
-    done = recompress(path, shards or None, keep=keep, progress=report, executor=executor)
+    done = recompress(path, shards or None, progress=report, **options)
     words = "no raw shard to compress"
     if done.shards:
         before, after = format_nbytes(done.nbytes_before), format_nbytes(done.nbytes_after)
@@ -289,16 +286,7 @@ def recompress_command(
 )
 @executor_option("Where the rows are moved: several workers see IN and OUT at the same paths.")
 @json_option("Print what was done as JSON (actds.shuffle 1).")
-def shuffle_command(
-    source: str,
-    out: Path,
-    seed: int,
-    codec: str,
-    rows_per_shard: int,
-    memory_nbytes: int,
-    executor: ExecutorName,
-    as_json: bool,
-) -> None:
+def shuffle_command(source: str, out: Path, as_json: bool, **options: Any) -> None:
     """Copy a sealed dataset with its rows in one random order, for training.
 
     IN is the dataset's folder or its s3:// URI. OUT is a new folder: a sealed dataset with the
@@ -324,16 +312,7 @@ def shuffle_command(
             shown[stage] = percent
             click.echo(f"{stage}: {n_done:,} of {n_all:,} rows", err=True)
 
-    done = shuffle(
-        source,
-        out,
-        seed=seed,
-        codec=codec,  # type: ignore[arg-type]
-        rows_per_shard=rows_per_shard,
-        memory_nbytes=memory_nbytes,
-        executor=executor,
-        progress=report,
-    )
+    done = shuffle(source, out, progress=report, **options)
     before, after = format_nbytes(done.nbytes_before), format_nbytes(done.nbytes_after)
     rows = f"{done.n_rows:,} rows in {counted(done.n_shards, 'shard')}: {before}, now {after}"
     made = f"copy of {done.source_digest}, seed {done.seed}"

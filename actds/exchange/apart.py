@@ -216,9 +216,9 @@ def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
     opened = KINDS[kind][1](Path(request["path"]), files, request["dtype"])
     if request["what"] == "open":
         hooks = [(storable(hook.called), hook.d_model, hook.dtype) for hook in opened.hooks]
-        left_out = _bounded([storable(name)[:MAX_NAME] for name in opened.left_out])
+        left_out = _bounded([storable(name)[:MAX_NAME] for name in sorted(opened.left_out)])
         words = {"hooks": hooks, "n_rows": opened.n_rows}
-        yield Reply({**words, "unknown": opened.unknown, "left_out": left_out})
+        yield Reply({**words, "unknown": sorted(opened.unknown), "left_out": left_out})
         return
     for block in opened.blocks():
         ids = [] if block.token_ids is None else [block.token_ids.astype("<i8")]

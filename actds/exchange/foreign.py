@@ -10,8 +10,10 @@ datasets are the windows of SAELens, and lists of numbers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +88,10 @@ class ForeignSet:
     kind: str
     files: list[Path]
     hooks: list[ForeignHook]
-    unknown: tuple[str, ...]
+    unknown: Collection[str]
     n_rows: int
     blocks: Callable[[], Iterator[Block]]
-    left_out: tuple[str, ...] = field(default=())
+    left_out: Collection[str]
 
 
 def own_name(hook: ForeignHook) -> str:
@@ -124,13 +126,11 @@ def check_labels(file: Path, sequence: SequenceRows) -> None:
         raise foreign(file, "positions that do not ascend", "each position once")
 
 
-def cut_rows(
-    file: Path, number: int, sequence: SequenceRows, stored: list[str], tokens: bool
-) -> Iterator[Block]:
+def cut_rows(file: Path, number: int, sequence: SequenceRows, stored: list[str]) -> Iterator[Block]:
     """Yield the rows of a sequence in blocks, in the types that they are imported in."""
     row_nbytes = sum(rows.shape[1] * rows.itemsize for rows in sequence.rows)
     step = max(1, min(BLOCK_ROWS, BLOCK_NBYTES // max(row_nbytes, 1)))
-    n, ids = len(sequence.rows[0]), sequence.token_ids if tokens else None
+    n, ids = len(sequence.rows[0]), sequence.token_ids
     for start in range(0, n, step):
         cut = slice(start, min(start + step, n))
         if sequence.position is None:
@@ -217,11 +217,12 @@ def _open_sequences(
         number = 0
         for file in files:
             for sequence in load(file).sequences:
-                yield from cut_rows(file, number, sequence, dtypes, "token_id" not in unknown)
+                if "token_id" in unknown:  # of another sequence
+                    sequence = replace(sequence, token_ids=None)
+                yield from cut_rows(file, number, sequence, dtypes)
                 number += 1
 
-    columns, other = tuple(sorted(unknown)), tuple(sorted(left_out))
-    return ForeignSet(kind, files, hooks, columns, n_rows, blocks, other)
+    return ForeignSet(kind, files, hooks, unknown, n_rows, blocks, left_out)
 
 
 def open_tensors(kind: str, path: Path, files: list[Path], dtype: str | None) -> ForeignSet:
@@ -453,25 +454,17 @@ def open_sae_lens(path: Path, files: list[Path], dtype: str | None) -> ForeignSe
             got = f"columns {', '.join(columns)}"[:200]
             raise foreign(file, got, f"also {', '.join(missing)}")
 
-    def blocks() -> Iterator[Block]:
-        number = 0
-        for file in files:
-            for batch in batches(file):
-                values = [_flat(batch, h, t, size, file) for h, t in zip(hooks, types, strict=True)]
-                ids = _tokens(batch, size, file) if tokens else None
-                for n in range(batch.num_rows):
-                    cut = slice(n * size, (n + 1) * size)
-                    labels = None if ids is None else ids[cut]
-                    rows = SequenceRows([flat[cut] for flat in values], types, labels, None)
-                    yield from cut_rows(file, number, rows, kept, tokens)
-                    number += 1
+    def read(file: Path, batch: pa.RecordBatch) -> _Batch:
+        rows = [_flat(batch, h, t, size, file) for h, t in zip(hooks, types, strict=True)]
+        ids = _tokens(batch, size, file) if tokens else None
+        return rows, ids, [size] * batch.num_rows
 
     unknown = {*NEVER_SAID, "position"} | (set() if tokens else {"token_id"})
     # What actds export packs are rows of any requests.
     unknown |= {"request"} if (path / RECORD_FILE).exists() else set()
-    other = tuple(sorted(set(features) - set(names)))
     n_rows = size * sum(batch.num_rows for file in files for batch in batches(file))
-    return ForeignSet("sae-lens", files, hooks, tuple(sorted(unknown)), n_rows, blocks, other)
+    blocks = partial(_blocks, files, hooks, types, read)
+    return ForeignSet("sae-lens", files, hooks, unknown, n_rows, blocks, {*features} - {*names})
 
 
 def _flat(batch: pa.RecordBatch, hook: ForeignHook, dtype: str, size: int, file: Path) -> Array:
@@ -535,24 +528,43 @@ def open_datasets(path: Path, files: list[Path], dtype: str | None) -> ForeignSe
         if schema_of(file) != schema:
             raise foreign(file, "other columns", f"those of {files[0].name}")
     widths, n_rows = _widths(files, list(hooks), depth)
-    stored = {n: stored_type(f"{path} {n}", k[1], dtype) for n, k in hooks.items()}
-    kept = list(stored.values())
-
-    def blocks() -> Iterator[Block]:
-        number, first = 0, 0
-        for file in files:
-            for batch in batches(file):
-                for rows in _lines(file, batch, hooks, widths, label, depth):
-                    placed = replace(rows, first=first)
-                    yield from cut_rows(file, number, placed, kept, label is not None)
-                    number += depth - 1
-                    first += len(rows.rows[0]) if depth == 1 else 0
-
+    types = {n: dtype for n, (_, dtype) in hooks.items()}
+    places = [
+        ForeignHook(n, widths[n], stored_type(f"{path} {n}", kind, dtype))
+        for n, kind in types.items()
+    ]
     unknown = {*NEVER_SAID, "position"} | (set() if label else {"token_id"})
     unknown |= {"request"} if depth == 1 else set()
-    other = tuple(sorted(set(schema.names) - set(hooks) - {label}))
-    places = [ForeignHook(n, widths[n], stored[n]) for n in hooks]
-    return ForeignSet("datasets", files, places, tuple(sorted(unknown)), n_rows, blocks, other)
+    other = set(schema.names) - set(hooks) - {label}
+    read = partial(_lines, hooks=types, widths=widths, label=label, depth=depth)
+    blocks = partial(_blocks, files, places, list(types.values()), read)
+    return ForeignSet("datasets", files, places, unknown, n_rows, blocks, other)
+
+
+_Batch = tuple[list[Array], "Array | None", "list[int] | None"]
+"""Rows of each hook, labels, and the lengths of the sequences; None where all rows are of one."""
+
+
+def _blocks(
+    files: list[Path],
+    hooks: list[ForeignHook],
+    types: list[str],
+    read: Callable[[Path, pa.RecordBatch], _Batch],
+) -> Iterator[Block]:
+    """The sequences of all batches, one after the other; ``types`` are those in the files."""
+    number = first = 0
+    for file in files:
+        for batch in batches(file):
+            rows, ids, lengths = read(file, batch)
+            ends = np.cumsum([len(rows[0])] if lengths is None else lengths).tolist()
+            for start, stop in pairwise([0, *map(int, ends)]):
+                cut = [values[start:stop] for values in rows]
+                labels = None if ids is None else ids[start:stop]
+                sequence = SequenceRows(cut, types, labels, None, first)
+                check_labels(file, sequence)
+                yield from cut_rows(file, number, sequence, [hook.dtype for hook in hooks])
+                number += lengths is not None
+                first += stop - start if lengths is None else 0
 
 
 def _nesting(kind: pa.DataType) -> tuple[int, str]:
@@ -586,11 +598,11 @@ def _widths(files: list[Path], names: list[str], depth: int) -> tuple[dict[str, 
 def _lines(
     file: Path,
     batch: pa.RecordBatch,
-    hooks: dict[str, tuple[int, str]],
+    hooks: dict[str, str],
     widths: dict[str, int],
     label: str | None,
     depth: int,
-) -> Iterator[SequenceRows]:
+) -> _Batch:
     """The sequences of a batch: all its lines as one, or one each."""
     lengths: Array | None = None
 
@@ -605,7 +617,7 @@ def _lines(
         return column
 
     rows: list[Array] = []
-    for name, (_, dtype) in hooks.items():
+    for name, dtype in hooks.items():
         flat = _lists(column_of(name, "those of the other columns"), name, file)[1]
         rows.append(_values(flat, name, dtype, file).reshape(-1, widths[name]))
     ids: Array | None = None
@@ -613,10 +625,4 @@ def _lines(
         column = column_of(label, "one per row")
         _refuse_nulls(column, label, file)
         ids = column.to_numpy(zero_copy_only=False)
-    ends = [len(rows[0])] if lengths is None else np.cumsum(lengths).tolist()
-    dtypes = [dtype for _, dtype in hooks.values()]
-    for start, stop in zip([0, *ends[:-1]], ends, strict=True):
-        labels = None if ids is None else ids[start:stop]
-        sequence = SequenceRows([values[start:stop] for values in rows], dtypes, labels, None)
-        check_labels(file, sequence)
-        yield sequence
+    return rows, ids, None if lengths is None else lengths.tolist()

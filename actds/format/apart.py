@@ -53,13 +53,9 @@ class Request(NamedTuple):
     """What is asked of a process.
 
     Args:
-        words: the request, as JSON.
-        parts: bytes that belong to it.
-        place: what an error names.
-        code: of the error when the process ends over it.
-        expected: what the error expected.
+        words: the request, as JSON, to which the bytes of ``parts`` belong.
+        code: of the error at ``place`` when the process ends over it.
         nbytes: memory that the process may take for it beside what it holds.
-        cpu_s: seconds that it may compute.
         imports: modules to import before the limits are set, where they are installed.
     """
 
@@ -219,20 +215,15 @@ class _Process:
 
     @property
     def pid(self) -> int:
-        """Return its id."""
         return self._process.pid
 
     @property
     def is_usable(self) -> bool:
-        """Return whether the process is there, and is of this process and no fork's parent."""
+        """The process is there, and is of this process and no fork's parent."""
         return self.owner == os.getpid() and self._process.poll() is None
 
     def send(self, request: Request) -> None:
-        """Send a request, and wait until the process has begun with it.
-
-        Raises:
-            _Gone: it had ended before.
-        """
+        """Send a request, and wait until the process has begun with it: ``_Gone`` it cannot."""
         assert self._process.stdin is not None and self._process.stdout is not None
         limits = [request.nbytes, request.cpu_s, list(request.imports)]
         try:
@@ -242,11 +233,7 @@ class _Process:
             raise _Gone from None
 
     def receive(self) -> tuple[dict[str, Any], pa.Buffer]:
-        """Return the next answer.
-
-        Raises:
-            EOFError: the process ended.
-        """
+        """Return the next answer; EOFError the process ended."""
         assert self._process.stdout is not None
         return _receive(self._process.stdout.fileno())
 
@@ -345,11 +332,7 @@ def _send(pipe: int, words: dict[str, Any], parts: Sequence[bytes], more_nbytes:
 
 
 def _receive(pipe: int) -> tuple[dict[str, Any], pa.Buffer]:
-    """Return the next message.
-
-    Raises:
-        EOFError: the other side closed the pipe.
-    """
+    """Return the next message; EOFError the other side closed the pipe."""
     n_text, n_bytes = _LENGTHS.unpack(_taken(pipe, _LENGTHS.size))
     words = json.loads(bytes(_taken(pipe, n_text)))
     return words, _taken(pipe, n_bytes)

@@ -50,13 +50,10 @@ class TrustedKey:
 
 
 def trusted_keys(files: Iterable[str | os.PathLike[str]], store: Store) -> list[TrustedKey]:
-    """Return the public keys of PEM files, each once; a file may hold several.
+    """Return the public keys of PEM files (15.4), each once; a file may hold several.
 
-    Raises:
-        ActdsError: E021 a file that cannot be read, holds no public key, a private one, one that
-            is not Ed25519, or lies inside the dataset; E011 without the extra ``actds[sign]``.
-
-    Spec: 0.1 section 15.4.
+    E021 a file that cannot be read, holds no public key, a private one, one that is not Ed25519,
+    or lies inside the dataset; E011 without the extra ``actds[sign]``.
     """
     keys: dict[str, TrustedKey] = {}
     with needs_extra():
@@ -77,14 +74,10 @@ def trusted_keys(files: Iterable[str | os.PathLike[str]], store: Store) -> list[
 
 
 def signer(file: str | os.PathLike[str], store: Store) -> CryptoSigner:
-    """Return what signs with a private key; the password of one is read from the environment.
+    """Return what signs with a private key (15.3); a password is read from the environment.
 
-    Raises:
-        ActdsError: E021 a file that cannot be read, is no private Ed25519 key, is encrypted and
-            the password is missing or wrong, or lies inside the dataset; E011 without the extra
-            ``actds[sign]``.
-
-    Spec: 0.1 section 15.3.
+    E021 a file that cannot be read, is no private Ed25519 key, is encrypted and the password is
+    missing or wrong, or lies inside the dataset; E011 without the extra ``actds[sign]``.
     """
     file = os.fspath(file)
     with needs_extra():
@@ -216,13 +209,10 @@ class Judgement:
 
 
 def parse(data: bytes, place: str) -> Envelope:
-    """Return the envelope that a file holds; nothing of it is believed yet.
+    """Return the envelope that a file holds (15.3); nothing of it is believed yet.
 
-    Raises:
-        ActdsError: E102 too large, too deep, or no canonical JSON; E103 another form, no signature,
-            too many, or no standard base64; E803 another payload type.
-
-    Spec: 0.1 section 15.3.
+    E102 too large, too deep, or no canonical JSON; E103 another form, no signature, too many, or
+    no standard base64; E803 another payload type.
     """
     if len(data) > MAX_ENVELOPE_NBYTES:
         expected = f"at most {MAX_ENVELOPE_NBYTES} bytes"
@@ -248,12 +238,10 @@ def parse(data: bytes, place: str) -> Envelope:
 
 
 def judge(envelope: Envelope, keys: Sequence[TrustedKey]) -> Judgement:
-    """Return which keys of a list have signed.
+    """Return which keys of a list have signed (15.4).
 
     The ``keyid`` of a signature is a hint that anybody can write: each signature is tried with
     every key of the list.
-
-    Spec: 0.1 section 15.4.
     """
     data = _pae(envelope)
     accepted: dict[str, TrustedKey] = {}

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,8 +49,6 @@ class Signed:
     """What a signature covers, and where it is.
 
     Args:
-        seal: number of the seal.
-        digest: its digest.
         file: path of the signature in the dataset.
         keyid: id of the key; None of an identity.
         is_new: whether this call added it; a key signs a seal once.
@@ -76,10 +75,8 @@ class Verified:
     """Who signed a seal, of those whom the consumer trusts.
 
     Args:
-        path: the dataset.
         dataset: its id.
-        seal: number of the seal.
-        digest: its digest: what ``actds.open`` and ``actds validate`` take as a pin.
+        digest: of the seal: what ``actds.open`` and ``actds validate`` take as a pin.
         keys: the trusted keys that signed it.
         identity: the identity that signed it, where one was asked for.
         rejected: signatures that count for nothing.
@@ -196,7 +193,7 @@ def verify(
     if trusted:
         judgement = _by_keys(catalog, trusted, need, expected_payload)
     if who is not None:
-        _by_identity(catalog, who, trusted_root, offline, expected_payload)
+        _by_identity(catalog, who, partial(trust_root, trusted_root, offline), expected_payload)
     if seal is None:
         check_sums(catalog)
     return Verified(
@@ -228,18 +225,13 @@ def _by_keys(
 
 
 def _by_identity(
-    catalog: Catalog,
-    who: Identity,
-    trusted_root: str | os.PathLike[str] | None,
-    offline: bool,
-    expected: bytes,
+    catalog: Catalog, who: Identity, root: Callable[[], TrustedRoot], expected: bytes
 ) -> None:
     file = layout.bundle_path(len(catalog.seals))
     if not catalog.store.exists(file):
         raise _unsigned(catalog, file, layout.bundle_path)
     data = catalog.store.read(file, MAX_ENVELOPE_NBYTES)
-    root = trust_root(trusted_root, offline)
-    payload = signed_payload(data, who.identity, who.issuer, root, file)
+    payload = signed_payload(data, who, root(), file)
     check_statement(payload, expected, file)
 
 
@@ -304,10 +296,7 @@ def sign_statement(payload: bytes) -> bytes:
     """Return a bundle: a certificate for the identity, the signature, its entry in a public log.
 
     The identity (an e-mail address, or the workflow of a CI) becomes public in that log, and so
-    does the digest of what is signed.
-
-    Raises:
-        ActdsError: E009 no identity token; E807 a service refuses or does not answer; E011.
+    does the digest of what is signed. E009 no identity token; E807 a service fails; E011.
     """
     with needs_extra():
         from sigstore.dsse import Statement
@@ -331,12 +320,9 @@ def sign_statement(payload: bytes) -> bytes:
 
 
 def trust_root(file: str | os.PathLike[str] | None, offline: bool) -> TrustedRoot:
-    """Return the certificates and logs to trust: of a file, or of the public instance.
+    """Return the certificates and logs to trust: of a file, or of the public instance (15.6).
 
-    Raises:
-        ActdsError: E009 a file that cannot be read; E807 the newest cannot be had; E011.
-
-    Spec: 0.1 section 15.6.
+    E009 a file that cannot be read; E807 the newest cannot be had; E011.
     """
     with needs_extra():
         from sigstore.models import ClientTrustConfig, TrustedRoot
@@ -354,19 +340,16 @@ def trust_root(file: str | os.PathLike[str] | None, offline: bool) -> TrustedRoo
         raise _failed("the root of trust", error, step) from None
 
 
-def signed_payload(data: bytes, identity: str, issuer: str, root: TrustedRoot, place: str) -> bytes:
-    """Return what an identity signed, after all checks of a bundle; no network is used.
+def signed_payload(data: bytes, who: Identity, root: TrustedRoot, place: str) -> bytes:
+    """Return what an identity signed, after all checks of a bundle (15.6); no network is used.
 
-    Raises:
-        ActdsError: E102 no canonical JSON; E103 no bundle; E802 it does not hold: another identity,
-            another certificate, no entry in the log; E803 another payload type; E011.
-
-    Spec: 0.1 section 15.6.
+    E102 no canonical JSON; E103 no bundle; E802 it does not hold: another identity, another
+    certificate, no entry in the log; E803 another payload type; E011.
     """
     with needs_extra():
         from sigstore.models import Bundle
         from sigstore.verify import Verifier
-        from sigstore.verify.policy import Identity
+        from sigstore.verify import policy as policies
     canonical.parse(data, place)
     try:
         bundle = Bundle.from_json(data)
@@ -374,10 +357,10 @@ def signed_payload(data: bytes, identity: str, issuer: str, root: TrustedRoot, p
         got = one_line(error, 200)
         raise ActdsError("E103", place, got=got, expected="a Sigstore bundle") from None
     try:
-        verifier = Verifier(trusted_root=root)
-        kind, payload = verifier.verify_dsse(bundle, Identity(identity=identity, issuer=issuer))
+        policy = policies.Identity(identity=who.identity, issuer=who.issuer)
+        kind, payload = Verifier(trusted_root=root).verify_dsse(bundle, policy)
     except Exception as error:  # whatever it is, it is not verified
-        expected = f"a signature of {identity} by {issuer}"
+        expected = f"a signature of {who.identity} by {who.issuer}"
         raise ActdsError("E802", place, got=one_line(error, 300), expected=expected) from None
     if kind != PAYLOAD_TYPE:
         raise ActdsError("E803", place, got=repr(kind)[:120], expected=PAYLOAD_TYPE)
