@@ -196,12 +196,17 @@ def _shards(opened: ForeignSet, hooks: list[Hook]) -> Iterator[tuple[ShardRows, 
     most = max(1, BLOCK_NBYTES // row_nbytes)
     pieces: list[Block] = []
     n_rows = 0
-    for block in opened.blocks():  # none is larger than a shard
-        if pieces and n_rows + len(block.position) > most:
-            yield _joined(pieces, hooks), pieces[-1].sequence
-            pieces, n_rows = [], 0
-        pieces.append(block)
-        n_rows += len(block.position)
+    for block in opened.blocks():
+        for start in range(0, len(block.position), most):
+            cut = slice(start, start + most)
+            ids = None if block.token_ids is None else block.token_ids[cut]
+            bits = [rows[cut] for rows in block.bits]
+            piece = Block(block.sequence, block.position[cut], ids, bits)
+            if n_rows + len(piece.position) > most:
+                yield _joined(pieces, hooks), pieces[-1].sequence
+                pieces, n_rows = [], 0
+            pieces.append(piece)
+            n_rows += len(piece.position)
     if pieces:
         yield _joined(pieces, hooks), pieces[-1].sequence
 
