@@ -11,11 +11,12 @@ import binascii
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -65,9 +66,12 @@ def trusted_keys(files: Iterable[str | os.PathLike[str]], store: Store) -> list[
             blocks = _PUBLIC.findall(data)
             if not blocks:
                 raise _bad(file, "no PEM block of a public key", "BEGIN PUBLIC KEY")
+            from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
             for block in blocks:
-                key = _trusted(block, file)
-                keys.setdefault(key.keyid, key)
+                load = partial(load_pem_public_key, block)
+                key = _sslib_key(_ed25519(file, load, "a public key in PEM"))
+                keys.setdefault(key.keyid, TrustedKey(key.keyid, file, key))
     if len(keys) > MAX_KEYS:
         raise _bad("keys", f"{len(keys)} keys", f"at most {MAX_KEYS}")
     return list(keys.values())
@@ -81,8 +85,6 @@ def signer(file: str | os.PathLike[str], store: Store) -> CryptoSigner:
     """
     file = os.fspath(file)
     with needs_extra():
-        from cryptography.exceptions import UnsupportedAlgorithm
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
         from securesystemslib.signer import CryptoSigner
 
@@ -95,13 +97,8 @@ def signer(file: str | os.PathLike[str], store: Store) -> CryptoSigner:
             step = f"Set {PASSWORD_VARIABLE}, or sign with a key that is not encrypted."
             raise _bad(file, "an encrypted key", f"its password in {PASSWORD_VARIABLE}", step)
         secret = password.encode() if is_encrypted and password else None
-        try:
-            key = load_pem_private_key(data, secret)
-        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-            expected = "the password of the key" if is_encrypted else "a private key in PEM"
-            raise _bad(file, one_line(error, 120), expected) from None
-        if not isinstance(key, Ed25519PrivateKey):
-            raise _bad(file, "a key of another algorithm", "an Ed25519 key")
+        expected = "the password of the key" if is_encrypted else "a private key in PEM"
+        key = _ed25519(file, partial(load_pem_private_key, data, secret), expected)
         return CryptoSigner(key, _sslib_key(key.public_key()))
 
 
@@ -115,19 +112,18 @@ def needs_extra() -> Iterator[None]:
         raise not_installed(name, "sign") from None
 
 
-def _trusted(block: bytes, file: str) -> TrustedKey:
+def _ed25519(file: str, load: Callable[[], Any], expected: str) -> Any:
+    """The key that a block holds, private or public."""
     from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+    from cryptography.hazmat.primitives.asymmetric import ed25519
 
     try:
-        key = load_pem_public_key(block)
-    except (ValueError, UnsupportedAlgorithm) as error:
-        raise _bad(file, one_line(error, 120), "a public key in PEM") from None
-    if not isinstance(key, Ed25519PublicKey):
+        key = load()
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise _bad(file, one_line(error, 120), expected) from None
+    if not isinstance(key, ed25519.Ed25519PrivateKey | ed25519.Ed25519PublicKey):
         raise _bad(file, "a key of another algorithm", "an Ed25519 key")
-    public = _sslib_key(key)
-    return TrustedKey(public.keyid, file, public)
+    return key
 
 
 def _sslib_key(key: Ed25519PublicKey) -> SSlibKey:

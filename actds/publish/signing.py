@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -120,7 +120,11 @@ def sign(
         raise ActdsError("E009", "key", got="both or neither", expected="a key, or an identity")
     store = open_for_writing(os.fspath(path))
     private = None if key is None else signer(key, store)
-    with _alone(store):
+    with ExitStack() as stack:
+        folder = local_folder(store.uri)
+        if folder is not None and folder.is_dir():
+            # Two who sign at once would undo each other.
+            stack.callback(os.close, lock_dataset(folder))
         catalog = _sealed(store, None)
         assert catalog.seal is not None
         n, payload = catalog.seal.n, statement(catalog)
@@ -269,20 +273,6 @@ def _identity(identity: str | None, issuer: str | None) -> Identity | None:
         got = "an identity without its issuer" if identity else "an issuer without an identity"
         raise ActdsError("E009", "identity", got=got, expected="both")
     return Identity(identity, issuer)
-
-
-@contextmanager
-def _alone(store: Store) -> Iterator[None]:
-    """Two who sign at once would undo each other."""
-    folder: Path | None = local_folder(store.uri)
-    if folder is None or not folder.is_dir():
-        yield
-        return
-    lock = lock_dataset(folder)
-    try:
-        yield
-    finally:
-        os.close(lock)
 
 
 # Sigstore: an identity instead of a key of one's own. All of it is the library ``sigstore``; here

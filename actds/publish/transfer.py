@@ -16,6 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -325,8 +326,8 @@ def pull(
     partial = target.with_name(target.name + PARTIAL)
     refuse_links(partial)
     partial.mkdir(parents=True, exist_ok=True)
-    lock = lock_dataset(partial)
-    try:
+    with ExitStack() as stack:
+        stack.callback(os.close, lock_dataset(partial))
         for path in LocalStore(partial).list():  # what this revision does not have
             if path not in entries and not path.startswith(f"{_NOTES}/"):
                 (partial / path).unlink()
@@ -338,8 +339,6 @@ def pull(
         catalog = Catalog.read(LocalStore(partial))
         shutil.rmtree(partial / _NOTES, ignore_errors=True)
         partial.rename(target)
-    finally:
-        os.close(lock)
     return Transfer(
         uri=hub.uri,
         revision=revision,
