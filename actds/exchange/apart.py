@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -222,11 +221,6 @@ def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
         return
     for block in opened.blocks():
         ids = [] if block.token_ids is None else [block.token_ids.astype("<i8")]
-        parts = [block.position.astype("<i8"), *ids, *block.bits]
+        parts = [block.position.astype("<i8"), *ids, *map(np.ascontiguousarray, block.bits)]
         words = {"sequence": block.sequence, "n": len(block.position), "tokens": bool(ids)}
-        yield Reply(words, sum(part.nbytes for part in parts), partial(_write, parts))
-
-
-def _write(parts: list[Any], sink: BinaryIO) -> None:
-    for part in parts:
-        sink.write(np.ascontiguousarray(part).data)
+        yield Reply(words, parts)

@@ -73,9 +73,10 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """One of the answers of a handler: words, and bytes that it writes."""
+    """One of the answers of a handler: words, buffers, and further bytes that it writes itself."""
 
     words: dict[str, Any]
+    parts: Sequence[Any] = ()
     nbytes: int = 0
     write: Callable[[BinaryIO], None] = lambda sink: None
 
@@ -285,7 +286,7 @@ def _answer(answers: int, handle: Handler, words: dict[str, Any], body: pa.Buffe
     last: dict[str, Any] = {"end": True}
     try:
         for reply in handle(words, body):
-            _send(answers, reply.words, [], reply.nbytes)
+            _send(answers, reply.words, reply.parts, reply.nbytes)
             with os.fdopen(answers, "wb", closefd=False) as sink:
                 reply.write(sink)
     except BrokenPipeError:
@@ -318,11 +319,12 @@ def _set(what: int, soft: int) -> None:
 # what goes to and fro ---------------------------------------------------------------------------
 
 
-def _send(pipe: int, words: dict[str, Any], parts: Sequence[bytes], more_nbytes: int = 0) -> None:
+def _send(pipe: int, words: dict[str, Any], parts: Sequence[Any], more_nbytes: int = 0) -> None:
     """Write a message: two lengths, words as JSON, then bytes, of which some may follow."""
     text = json.dumps(words).encode()
-    lengths = _LENGTHS.pack(len(text), sum(map(len, parts)) + more_nbytes)
-    views = [memoryview(part) for part in (lengths + text, *parts)]
+    buffers = [pa.py_buffer(part) for part in parts]
+    lengths = _LENGTHS.pack(len(text), sum(buffer.size for buffer in buffers) + more_nbytes)
+    views = [memoryview(part) for part in (lengths + text, *buffers)]
     while views:  # at once: the other side wakes up once for a small message
         n = os.writev(pipe, views)
         while views and n >= len(views[0]):
@@ -432,7 +434,9 @@ def parse(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
     counted = pa.MockOutputStream()
     _stream(table, counted)
     yield Reply(
-        {"nbytes": nbytes}, counted.size(), lambda sink: _stream(table, pa.PythonFile(sink, "w"))
+        {"nbytes": nbytes},
+        nbytes=counted.size(),
+        write=lambda sink: _stream(table, pa.PythonFile(sink, "w")),
     )
 
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -368,12 +368,7 @@ def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, given.select(names).schema) as stream:
         stream.write_table(given.select(names))
-    data = sink.getvalue()
-
-    def write(pipe: BinaryIO) -> None:
-        pipe.write(data)
-
-    yield Reply({}, data.size, write)
+    yield Reply({}, [sink.getvalue()])
 
 
 def match_labels(labels: LabelFile, sources: list[RunSource]) -> ClassesFile:
