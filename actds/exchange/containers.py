@@ -411,6 +411,36 @@ def type_name(kind: pa.DataType) -> str:
     return names.get(str(kind), str(kind)[:200])
 
 
+def lists_of(column: pa.Array, name: str, file: Path) -> tuple[Array, pa.Array]:
+    """Lengths of the lists of a column, and their elements."""
+    if not is_list(column.type):
+        raise foreign(file, f"{name} of {column.type}"[:200], "lists of numbers")
+    refuse_nulls(column, name, file)
+    lengths: Array = column.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
+    return lengths, column.flatten()
+
+
+def refuse_nulls(column: pa.Array, name: str, file: Path) -> None:
+    if column.null_count:
+        raise foreign(file, f"{name} with {column.null_count} nulls", "no null")
+
+
+def numbers_of(flat: pa.Array, name: str, dtype: str, file: Path) -> Array:
+    refuse_nulls(flat, name, file)
+    values: Array = flat.to_numpy(zero_copy_only=False)
+    if values.dtype.name != dtype:
+        raise foreign(file, f"{name} of {values.dtype}", dtype)
+    return values
+
+
+def nesting(kind: pa.DataType) -> tuple[int, str]:
+    """How deep lists are nested, and the type of their elements."""
+    depth = 0
+    while is_list(kind):
+        depth, kind = depth + 1, kind.value_type
+    return depth, type_name(kind)
+
+
 def _column(kind: pa.DataType, n_rows: int, feature: Any) -> tuple[str, tuple[int, ...]]:
     """Type of a column's values, and its shape as far as somebody says it."""
     given = feature.get("shape") if isinstance(feature, dict) else None

@@ -27,10 +27,12 @@ from actds.exchange.containers import (
     batches,
     features_of,
     foreign,
-    is_list,
+    lists_of,
     map_npy,
+    nesting,
+    numbers_of,
+    refuse_nulls,
     schema_of,
-    type_name,
 )
 from actds.format.arrays import DTYPES
 
@@ -471,39 +473,17 @@ def _flat(batch: pa.RecordBatch, hook: ForeignHook, dtype: str, size: int, file:
     """Rows of a column of windows, each window of the size that the features say."""
     column = batch.column(hook.called)
     windows = column.storage if isinstance(column, pa.ExtensionArray) else column
-    lengths, rows = _lists(windows, hook.called, file)
-    widths, flat = _lists(rows, hook.called, file)
+    lengths, rows = lists_of(windows, hook.called, file)
+    widths, flat = lists_of(rows, hook.called, file)
     if set(widths.tolist()) - {hook.d_model} or set(lengths.tolist()) - {size}:
         got = f"{hook.called} windows of {sorted(set(lengths.tolist()))[:9]} rows of "
         got += f"{sorted(set(widths.tolist()))[:9]}"
         raise foreign(file, got, f"{size} rows of {hook.d_model}")
-    return _values(flat, hook.called, dtype, file).reshape(-1, hook.d_model)
-
-
-def _lists(column: pa.Array, name: str, file: Path) -> tuple[Array, pa.Array]:
-    """Lengths of the lists of a column, and their elements."""
-    if not is_list(column.type):
-        raise foreign(file, f"{name} of {column.type}"[:200], "lists of numbers")
-    _refuse_nulls(column, name, file)
-    lengths: Array = column.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
-    return lengths, column.flatten()
-
-
-def _refuse_nulls(column: pa.Array, name: str, file: Path) -> None:
-    if column.null_count:
-        raise foreign(file, f"{name} with {column.null_count} nulls", "no null")
-
-
-def _values(flat: pa.Array, name: str, dtype: str, file: Path) -> Array:
-    _refuse_nulls(flat, name, file)
-    values: Array = flat.to_numpy(zero_copy_only=False)
-    if values.dtype.name != dtype:
-        raise foreign(file, f"{name} of {values.dtype}", dtype)
-    return values
+    return numbers_of(flat, hook.called, dtype, file).reshape(-1, hook.d_model)
 
 
 def _tokens(batch: pa.RecordBatch, size: int, file: Path) -> Array:
-    lengths, ids = _lists(batch.column("token_ids"), "token_ids", file)
+    lengths, ids = lists_of(batch.column("token_ids"), "token_ids", file)
     if ids.null_count or len(ids) != batch.num_rows * size or set(lengths.tolist()) - {size}:
         raise foreign(file, f"{len(ids)} token_ids", f"{size} for each of {batch.num_rows} windows")
     values: Array = ids.to_numpy(zero_copy_only=False)
@@ -515,7 +495,7 @@ def _tokens(batch: pa.RecordBatch, size: int, file: Path) -> Array:
 def open_datasets(path: Path, files: list[Path], dtype: str | None) -> ForeignSet:
     """Open a dataset of lists of floats: a row of channels, or a sequence of them, in each line."""
     schema = schema_of(files[0])
-    kinds = {column.name: _nesting(column.type) for column in schema}
+    kinds = {column.name: nesting(column.type) for column in schema}
     hooks = {n: k for n, k in kinds.items() if k[1] in (*DTYPES, "float64") and k[0] in (1, 2)}
     if not hooks:
         raise foreign(files[0], f"columns {', '.join(schema.names)}"[:200], "lists of floats")
@@ -567,14 +547,6 @@ def _blocks(
                 first += stop - start if lengths is None else 0
 
 
-def _nesting(kind: pa.DataType) -> tuple[int, str]:
-    """How deep lists are nested, and the type of their elements."""
-    depth = 0
-    while is_list(kind):
-        depth, kind = depth + 1, kind.value_type
-    return depth, type_name(kind)
-
-
 def _widths(files: list[Path], names: list[str], depth: int) -> tuple[dict[str, int], int]:
     """Channels of each hook and rows of the set, by the length of every list."""
     n_rows = 0
@@ -584,8 +556,8 @@ def _widths(files: list[Path], names: list[str], depth: int) -> tuple[dict[str, 
             for name in names:
                 column = batch.column(name)
                 for _ in range(depth - 1):
-                    column = _lists(column, name, file)[1]
-                lengths = _lists(column, name, file)[0]
+                    column = lists_of(column, name, file)[1]
+                lengths = lists_of(column, name, file)[0]
                 widths[name] |= set(np.unique(lengths).tolist())
             n_rows += len(lengths)
     for name, sizes in widths.items():
@@ -610,7 +582,7 @@ def _lines(
         nonlocal lengths
         column = batch.column(name)
         if depth == 2:
-            sizes, column = _lists(column, name, file)
+            sizes, column = lists_of(column, name, file)
             if lengths is not None and (sizes != lengths).any():
                 raise foreign(file, f"{name} of other lengths", expected)
             lengths = sizes
@@ -618,11 +590,11 @@ def _lines(
 
     rows: list[Array] = []
     for name, dtype in hooks.items():
-        flat = _lists(column_of(name, "those of the other columns"), name, file)[1]
-        rows.append(_values(flat, name, dtype, file).reshape(-1, widths[name]))
+        flat = lists_of(column_of(name, "those of the other columns"), name, file)[1]
+        rows.append(numbers_of(flat, name, dtype, file).reshape(-1, widths[name]))
     ids: Array | None = None
     if label is not None:
         column = column_of(label, "one per row")
-        _refuse_nulls(column, label, file)
+        refuse_nulls(column, label, file)
         ids = column.to_numpy(zero_copy_only=False)
     return rows, ids, None if lengths is None else lengths.tolist()
