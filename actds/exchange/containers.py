@@ -1,6 +1,6 @@
 """What a file of arrays holds: the arrays of each container by name, type and shape.
 
-It runs in the process of ``actds.exchange.apart``: it parses what strangers made. No length is
+It runs in the process of ``actds.exchange.opening``: it parses what strangers made. No length is
 believed that the file has no bytes for, and nothing is unpickled but tensors.
 """
 

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from actds.errors import ActdsError
-from actds.exchange.apart import KINDS, arrays_of, files_of, open_foreign, reader
 from actds.exchange.containers import ANY, foreign, itemsize, read_document, reading
 from actds.exchange.foreign import LABELS, RECORD_FILE, ForeignSet, own_name
 from actds.exchange.importing import named_hook
+from actds.exchange.opening import KINDS, arrays_of, files_of, open_foreign, reader
 from actds.format.arrays import widen
 from actds.store import layout, local_folder
 

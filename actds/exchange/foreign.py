@@ -1,6 +1,6 @@
 """Sets of activations made elsewhere: which of their arrays are rows, tokens and positions.
 
-It runs in the process of ``actds.exchange.apart``. Opening a set reads the form of every file, so
+It runs in the process of ``actds.exchange.opening``. Opening a set reads the form of every file, so
 that a truncated file or a width that differs is found before anything is written. Facts about the
 forms: SAELens ``cache_activations_runner`` (6.54), the ``ExampleHiddenStatesConnector`` of vLLM
 (0.32), ``train/data.py`` of speculators, ``ActivationCache`` of TransformerLens (2.16); saved Arrow

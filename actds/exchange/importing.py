@@ -18,7 +18,6 @@ from pydantic import ValidationError
 from actds.dataset.commit import ShardRows, commit_shard
 from actds.dataset.ledger import Chain
 from actds.errors import ActdsError
-from actds.exchange.apart import open_foreign, reader
 from actds.exchange.containers import foreign as bad_set
 from actds.exchange.containers import read_document
 from actds.exchange.foreign import (
@@ -29,6 +28,7 @@ from actds.exchange.foreign import (
     ForeignSet,
     own_name,
 )
+from actds.exchange.opening import open_foreign, reader
 from actds.format import schema
 from actds.format.arrays import DTYPES
 from actds.format.schema import (
