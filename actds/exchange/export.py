@@ -7,7 +7,6 @@ bytes a row, and blocks of rows, whatever the size of the dataset.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -36,7 +35,9 @@ from actds.format.roles import Roles
 from actds.format.schema import FileEntry, Hook
 from actds.loader.filters import bad
 from actds.loader.selection import PROVENANCE_COLUMNS, ROLE, Selection, select, warn_where_none
+from actds.store import file_sha256
 from actds.store.folders import new_folder
+from actds.store.local import LocalStore
 from actds.version import __version__
 
 Bits = npt.NDArray[Any]
@@ -465,7 +466,12 @@ def export(
     with new_folder(os.fspath(out)) as folder:
         source, n_rows = _write(selection, target, dtype, context_size, folder)
         chosen = {"to": to, "phase": phase, "split": split, "held_out": held_out}
-        record = _record(source, target, n_rows, _entries(folder), chosen)
+        store = LocalStore(folder)
+        files = [
+            FileEntry(path=path, nbytes=store.size(path), sha256=file_sha256(store, path))
+            for path in store.list()
+        ]
+        record = _record(source, target, n_rows, files, chosen)
         (folder / RECORD_FILE).write_text(record.model_dump_json(indent=1) + "\n", "utf-8")
     return record
 
@@ -557,13 +563,3 @@ def _run(rows: OrderedRows, run: str) -> ExportedRun:
     digest = canonical.digest(schema.to_bytes(record))
     unknown = sorted(rows.unknown[run])
     return ExportedRun(record_sha256=digest, fields=fields, unknown=unknown)
-
-
-def _entries(folder: Path) -> list[FileEntry]:
-    entries = []
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        name = path.relative_to(folder).as_posix()
-        entries.append(FileEntry(path=name, nbytes=path.stat().st_size, sha256=sha256))
-    return entries
