@@ -176,12 +176,9 @@ def itemsize(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of a file.
+    """One array of a file; ``read`` returns its values, bfloat16 as bit patterns in ``uint16``.
 
-    Args:
-        dtype: type of its values, by the name that torch has for it, else the container's.
-        shape: its shape.
-        read: returns its values ``shape``; bfloat16 as bit patterns in ``uint16``.
+    The type is named as torch names it, or else as the container does.
     """
 
     dtype: str

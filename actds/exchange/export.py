@@ -56,8 +56,6 @@ class OrderedRows:
         places: place of each of these rows in the export.
         columns: provenance of the rows in the order of the export, ``(n_rows,)`` each; run is a
             number into ``runs``, phase one into ``PHASES``, role one into ``ROLES``, or -1.
-        runs: in the order in which they began.
-        unknown: columns of which nothing is known, by run.
     """
 
     selection: Selection
@@ -170,13 +168,7 @@ def blocks(n_rows: int, row_nbytes: int, multiple: int = 1) -> Iterator[tuple[in
 
 @dataclass(frozen=True)
 class ExportSource:
-    """What is written.
-
-    Args:
-        dtypes: type of the values of each hook as they are written.
-        values: bit patterns of each hook, ``(n_rows, d_model)``, mapped from files.
-        context_size: rows of a window, where the target has windows.
-    """
+    """What is written: bit patterns by hook, ``(n_rows, d_model)``, in the types of the files."""
 
     rows: OrderedRows
     hooks: list[Hook]
@@ -206,7 +198,6 @@ class Target:
         write: writes the files into a folder; returns the sequence of each row for the table of
             rows, None where it has none.
         dtypes: types that it holds; the first stands for those that it does not.
-        name: what it calls a hook.
         in_place: whether the values that were laid out are the files.
         windows: whether rows are cut in windows of ``context_size``.
         with_rows: whether the files hold the provenance of their rows themselves.

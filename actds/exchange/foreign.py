@@ -79,13 +79,7 @@ class Block:
 
 @dataclass(frozen=True)
 class ForeignSet:
-    """A set that was opened.
-
-    Args:
-        unknown: columns of the token table of which it says nothing.
-        n_rows: rows of a hook.
-        left_out: what else is there, which is not imported.
-    """
+    """A set that was opened: of the columns ``unknown`` it says nothing, ``left_out`` stays out."""
 
     kind: str
     files: list[Path]

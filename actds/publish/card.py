@@ -247,14 +247,10 @@ def put_card(
 
 
 def compare_card(catalog: Catalog) -> Iterator[Finding]:
-    """Yield a warning for each file of the card that says something else than a sealed dataset.
+    """Yield a warning for each file of the card (2.4) that says something else than the dataset.
 
     Licence and verdict of an audit are the owner's to choose, and are taken as they stand there.
-
-    Raises:
-        ActdsError: E102 a file of more than 16 MiB; E107 no regular file; a table cannot be read.
-
-    Spec: 0.1 section 2.4.
+    E102 a file of more than 16 MiB; E107 no regular file; or a table cannot be read.
     """
     texts = {
         name: catalog.store.read(name, _MAX_NBYTES).decode("utf-8", "replace")
@@ -475,8 +471,6 @@ def methods(facts: Facts) -> str:
     """Return the paragraph: model, engine, precision, determinism, what became of the positions.
 
     A fact that is not known is called unknown; values in which the runs differ stand side by side.
-
-    Spec: 0.1 section 2.4.
     """
 
     def of(name: str, n: int | None = None) -> str:

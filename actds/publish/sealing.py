@@ -34,14 +34,10 @@ _ACCEPTED_BY = (
 def check_provenance(
     catalog: Catalog, findings: Findings | None = None, *, imported: bool = False
 ) -> None:
-    """Check that every run with data has a run record and a census.
+    """Check that every run with data has a run record and a census (section 6).
 
     A provenance field that is null without a reason (E402) is found where the record is read.
-
-    Raises:
-        NoProvenanceError: the first of them, without ``findings``.
-
-    Spec: 0.1 section 6.
+    Without ``findings`` the first one is raised.
     """
     findings = Findings(strict=True) if findings is None else findings
     faulty = {f.place.split(" ")[0] for _, f in findings if f.severity == "error"}
@@ -176,11 +172,9 @@ def _put_multiplicity(store: Store, n: int, table: pa.Table) -> FileEntry:
 
 
 def sums(catalog: Catalog) -> bytes:
-    """Return the list of a sealed dataset: one line per file, sorted by path.
+    """Return the list of a sealed dataset (15.1): one line per file, sorted by path.
 
     A line is the digest, two blanks and the path. Of a replaced shard only the manifest is there.
-
-    Spec: 0.1 section 15.1.
     """
     digests = {layout.GENESIS: catalog.genesis_sha256, **catalog.pins}
     for n, digest in enumerate(catalog.seal_digests, start=1):
@@ -222,11 +216,9 @@ PREDICATE_TYPE = "actds:seal/0.1"
 
 
 def statement(catalog: Catalog) -> bytes:
-    """Return the statement about the seal of a sealed dataset, canonical JSON.
+    """Return the statement about the seal of a sealed dataset (15.2), canonical JSON.
 
     Nothing in it is chosen by who signs: every signer of a seal signs the same bytes.
-
-    Spec: 0.1 section 15.2.
     """
     seal = catalog.seal
     assert seal is not None and catalog.is_sealed, "callers refuse what is not sealed"
@@ -292,7 +284,7 @@ def parse_pin(text: str, place: str = "seal") -> str:
 
 
 def check_pin(catalog: Catalog, seal: str) -> int:
-    """Return the number of a pinned seal, after a check that the dataset extends it.
+    """Return the number of a pinned seal, after a check that the dataset extends it (15.5).
 
     The present seal extends the pinned one when it follows from it by the chain of digests, so that
     each chain that was sealed is there, with the same head. What a catalogue found (a seal that
@@ -300,10 +292,7 @@ def check_pin(catalog: Catalog, seal: str) -> int:
     replaces a shard leaves every sealed file's digest as it was, and yet lets other rows be read in
     its place: no digest says that they are the same.
 
-    Raises:
-        ActdsError: E804 it is none of the dataset's; E805 rows that it covers were replaced.
-
-    Spec: 0.1 section 15.5.
+    E804 it is none of the dataset's; E805 rows that it covers were replaced.
     """
     if seal not in catalog.seal_digests:
         raise no_such_seal(catalog.seal_digests, seal)

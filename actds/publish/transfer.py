@@ -55,10 +55,7 @@ Progress = Callable[[int, int, int, int], None]
 class Repository:
     """One repository of the Hub; failures are errors with a code, and never hold the token.
 
-    Raises:
-        ActdsError: E009 another URI than ``hf://datasets/OWNER/NAME[@REVISION]``; E011 without the
-            package ``huggingface_hub``; of each call E101 no such repository, E508 every other
-            failure.
+    E101 no such repository, E508 every other failure of a call.
     """
 
     def __init__(self, uri: str, token: str | None) -> None:

@@ -70,12 +70,7 @@ def shard_cuts(words: Callable[[], Iterator[Keys]], n_rows: int, rows_per_shard:
 class RowGroup:
     """The rows that are shuffled together: of one run and phase, for one set of hooks.
 
-    Args:
-        name: of its folder of blocks.
-        key: words of the Philox key.
-        shards: the shards of the dataset, in its order.
-        first: number of its first new shard in the run.
-        rows_per_shard: rows of a new shard.
+    ``key`` are words of the Philox key, ``first`` is the number of the first new shard in the run.
     """
 
     name: str
