@@ -12,17 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Code:
-    """One stable code.
-
-    Args:
-        family: ``usage``, ``structure``, ``integrity``, ``ledger``, ``provenance``,
-            ``accounting``, ``writer``, ``values``, ``policy``, ``trust`` or ``internal``.
-        title: the code in a few words.
-        meaning: what it says about the input.
-        next_step: what to do about it.
-        clause: the section of spec 0.1 that it follows from.
-        error: the class of ``actds.errors`` that it raises.
-    """
+    """One stable code; ``clause`` is a section of spec 0.1, ``error`` a class of ``actds.errors``."""
 
     family: str
     title: str
