@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Code:
-    """One stable code; ``clause`` is a section of spec 0.1, ``error`` a class of ``actds.errors``."""
+    """One stable code; ``clause`` is of spec 0.1, ``error`` a class of ``actds.errors``."""
 
     family: str
     title: str

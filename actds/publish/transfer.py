@@ -28,6 +28,7 @@ from actds.format.shard import data_files
 from actds.publish.card import put_card
 from actds.publish.sealing import check_pin, parse_pin, put_sums
 from actds.store import check_path, file_sha256, layout, local_folder, refuse_within_dataset
+from actds.store.folders import sync
 from actds.store.local import LocalStore, lock_dataset, refuse_links
 from actds.text import one_line
 from actds.version import __version__
@@ -487,8 +488,7 @@ class _Fetching:
             local.unlink(missing_ok=True)
             self._hub.download(path, self._revision, self._folder, again=again)
             if self._is_whole(path, sha256):
-                with local.open("rb") as file:
-                    os.fsync(file.fileno())
+                sync(local)
                 return True
         got, expected = f"{digest_of(local)} at arrival, twice", "the digest that the Hub names"
         local.unlink()
