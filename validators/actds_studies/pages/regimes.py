@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from actds.text import counted
 from actds_studies.pages import regimes_charts as charts
-from actds_studies.regimes.conclusions import judged, leading
+from actds_studies.regimes.conclusions import LEADS, big, element_of, judged, leading
 from actds_studies.regimes.result import (
     About,
     ArmResult,
@@ -16,7 +16,6 @@ from actds_studies.regimes.result import (
     Value,
 )
 from actds_studies.regimes.strata import MIN_REQUESTS, MIN_ROWS
-from actds_studies.regimes.wording import ADDED, big, element_of
 from actds_validators.audit.place import Level
 from actds_validators.pages.answer import AnswerPage, Shown, day
 from actds_validators.pages.words import (
@@ -248,7 +247,7 @@ def _short(result: StudyResult) -> Part:
 
 def _where(result: StudyResult) -> Part:
     leads = dict.fromkeys(leading(contrast) for contrast in result.contrasts)
-    added = [measure for instrument, measure in leads if instrument in ADDED]
+    added = [lead[1] for lead in leads if lead not in LEADS]
     lead = (
         f"The leading measure is {added[0]}, of the second arm against the first."
         if added

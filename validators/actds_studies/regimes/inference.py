@@ -17,10 +17,10 @@ import numpy as np
 from scipy import special  # type: ignore[import-untyped]
 
 from actds.text import counted
+from actds_studies.regimes.conclusions import beyond
 from actds_studies.regimes.result import Element, Outcome, StudyLimits, Value
 from actds_studies.regimes.strata import ALL, MIN_REQUESTS, MIN_ROWS, Stratum
 from actds_studies.regimes.sums import COUNT, GroupSums, Made, Totals
-from actds_studies.regimes.wording import beyond
 from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.statistics.intervals import (
     Scale,

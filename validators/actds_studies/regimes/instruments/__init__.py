@@ -8,9 +8,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
+from actds_studies.dictionaries.tensors import refused
 from actds_studies.regimes.inference import Measure
 from actds_studies.regimes.sums import COUNT, GroupSums, Part
-from actds_validators.arrays import Floats, Ints, Rows
+from actds_validators.arrays import Bools, Floats, Ints, Rows
 
 
 class Dictionary(Protocol):
@@ -37,10 +38,19 @@ class Dictionary(Protocol):
 
 
 class Remembered:
-    """A dictionary that remembers the features of the last rows, for several instruments."""
+    """A dictionary that several instruments use: it remembers the features of the last rows.
 
-    def __init__(self, dictionary: Dictionary) -> None:
-        self._dictionary = dictionary
+    Rows that are not finite count as zeros, and are unused.
+
+    Args:
+        path: of the dictionary, for errors.
+
+    Raises:
+        ActdsError: E015 it makes numbers of finite rows that are not finite.
+    """
+
+    def __init__(self, dictionary: Dictionary, path: str = "dictionary") -> None:
+        self._dictionary, self._path = dictionary, path
         self._last: list[tuple[Rows, Rows]] = []
 
     def encode(self, rows: Rows) -> Rows:
@@ -48,17 +58,30 @@ class Remembered:
         for known, features in self._last:
             if known is rows:
                 return features
-        features = self._dictionary.encode(rows)
+        with np.errstate(over="ignore", invalid="ignore"):
+            features = self._checked("features", self._dictionary.encode(_finite(rows)))
         self._last = [*self._last[-1:], (rows, features)]  # the two rows of pairs
         return features
 
     def decode(self, features: Rows, rows: Rows | None = None) -> Rows:
-        """Return the rows ``(n, d_model)`` of features."""
-        return self._dictionary.decode(features, rows)
+        with np.errstate(over="ignore", invalid="ignore"):
+            decoded = self._dictionary.decode(features, None if rows is None else _finite(rows))
+            return self._checked("rows", decoded)
 
     def frame(self, rows: Rows) -> tuple[Rows, Rows]:
-        """Return what a normalization takes off each row and divides it by, each ``(n, 1)``."""
-        return self._dictionary.frame(rows)
+        return self._dictionary.frame(_finite(rows))
+
+    def _checked(self, what: str, values: Rows) -> Rows:
+        if not np.isfinite(values.sum(dtype=np.float64)):
+            got = f"{what} that are not finite in float32"
+            raise refused(self._path, got, "finite ones of finite rows")
+        return values
+
+
+def _finite(rows: Rows) -> Rows:
+    """Return rows ``(n, d_model)``, those that are not finite as zeros."""
+    fine: Bools = np.asarray(np.isfinite(rows).all(axis=1))
+    return rows if fine.all() else np.where(fine[:, np.newaxis], rows, np.float32(0))
 
 
 def events(features: Rows) -> csr_array:
