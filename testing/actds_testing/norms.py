@@ -14,7 +14,7 @@ from actds_studies.regimes.conclusions import Words
 from actds_studies.regimes.inference import Measure
 from actds_studies.regimes.instruments import difference, mean_of
 from actds_studies.regimes.result import StudyLimits
-from actds_studies.regimes.sums import GroupSums, Part
+from actds_studies.regimes.strata import GroupSums, Part
 from actds_studies.study import Study, command_of
 from actds_validators.arrays import Floats, Ints, Rows
 

@@ -21,18 +21,18 @@ from actds_studies.dictionaries.dictionary import Source
 from actds_studies.regimes import inference, run
 from actds_studies.regimes.contrast import Contrast, Layer, Side, plan
 from actds_studies.regimes.equal_tokens import Histogram, Numerics
-from actds_studies.regimes.instruments import Remembered, probes
-from actds_studies.regimes.instruments import reconstruction as overlap
-from actds_studies.regimes.instruments.moments import (
+from actds_studies.regimes.instruments import (
     Moments,
+    Remembered,
     central_moments,
     kurtosis,
     normal_divergence,
+    probes,
 )
+from actds_studies.regimes.instruments import reconstruction as overlap
 from actds_studies.regimes.instruments.reconstruction import Reconstruction, log_rates
 from actds_studies.regimes.result import Limits, Value
-from actds_studies.regimes.strata import Stratum
-from actds_studies.regimes.sums import COUNT, Part, Sums, Totals
+from actds_studies.regimes.strata import COUNT, Part, Stratum, Sums, Totals
 from actds_testing.calibration.regimes import Orthonormal, Sequences
 from actds_validators.arrays import Rows
 from actds_validators.statistics.intervals import Scale, ends

@@ -6,6 +6,8 @@ from actds.text import counted
 from actds_studies.pages import regimes_charts as charts
 from actds_studies.regimes.conclusions import LEADS, big, element_of, judged, leading
 from actds_studies.regimes.result import (
+    MIN_REQUESTS,
+    MIN_ROWS,
     About,
     ArmResult,
     ContrastResult,
@@ -15,7 +17,6 @@ from actds_studies.regimes.result import (
     Used,
     Value,
 )
-from actds_studies.regimes.strata import MIN_REQUESTS, MIN_ROWS
 from actds_validators.audit.place import Level
 from actds_validators.pages.answer import AnswerPage, Shown, day
 from actds_validators.pages.words import (

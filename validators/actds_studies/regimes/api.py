@@ -521,8 +521,7 @@ def _instruments(
 ) -> list[AnyInstrument]:
     """Return instruments that nothing else uses: they keep what they learn of a reference."""
     from actds_studies.regimes.equal_tokens import Numerics
-    from actds_studies.regimes.instruments import Remembered
-    from actds_studies.regimes.instruments.moments import Moments
+    from actds_studies.regimes.instruments import Moments, Remembered
     from actds_studies.regimes.instruments.probes import Probes
     from actds_studies.regimes.instruments.reconstruction import Overlap, Reconstruction
 

@@ -13,6 +13,7 @@ from typing import Literal
 from actds.errors import ActdsError
 from actds.text import counted
 from actds_studies.regimes.result import (
+    ALL,
     About,
     Answer,
     ContrastResult,
@@ -23,7 +24,6 @@ from actds_studies.regimes.result import (
     Value,
     Verdict,
 )
-from actds_studies.regimes.strata import ALL
 
 Names = tuple[str, str]
 """Of the reference and of the other arm."""

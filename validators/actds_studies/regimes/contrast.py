@@ -19,9 +19,10 @@ from actds.errors import ActdsError
 from actds.format.positions import Keys, pair_key, position_key, split_key
 from actds_studies.regimes.arms import Arm, ArmRows, match, need_requests, read_arm
 from actds_studies.regimes.entropies import Entropies
+from actds_studies.regimes.result import ALL, MIN_REQUESTS
 from actds_studies.regimes.strata import (
-    ALL,
-    MIN_REQUESTS,
+    Layer,
+    Side,
     Strata,
     Stratum,
     entropy_edges,
@@ -36,44 +37,6 @@ MAX_GROUPS = 32
 _ENOUGH = 0.5  # of the pairs by position that decide must be the same token, to pair by token
 _UNION_AXES = ("decode step", "role", "entropy", "margin")  # what a partner may tell of a row
 _OF_TEXT = ("entropy", "margin")  # what follows from the tokens of an arm, and chooses among them
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Where rows stand in the strata of an axis, and how much each counts there.
-
-    Args:
-        stratum: index of the stratum of each row ``(n,)``, -1 for none.
-        weight: weight of each row ``(n,)``; None where each counts once.
-        even: rows that are as many in either arm ``(n,)``, for what depends on their number; None
-            where all of them are.
-    """
-
-    stratum: Whole
-    weight: npt.NDArray[np.float32] | None = None
-    even: Bools | None = None
-
-
-@dataclass(frozen=True)
-class Side:
-    """What one arm gives to a contrast; ``n`` rows, some 20 bytes for each, 55 if it is unpaired.
-
-    Args:
-        row: number of each row in the arm's array ``(n,)``, ascending.
-        cluster: request of each row, the same number for matched ones ``(n,)``.
-        group: group of requests of each row ``(n,)``, from 0.
-        layers: where the rows stand.
-        token_id: token fed at each row ``(n,)``; None where it is not needed.
-    """
-
-    row: Whole
-    cluster: Whole
-    group: Whole
-    layers: tuple[Layer, ...]
-    token_id: Whole | None = None
-
-    def __len__(self) -> int:
-        return len(self.row)
 
 
 @dataclass(frozen=True)

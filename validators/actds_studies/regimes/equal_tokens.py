@@ -13,8 +13,9 @@ between the two largest logits; answers that are drawn at a temperature part by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +25,9 @@ from actds.errors import ActdsError
 from actds_studies.regimes.arms import Arm
 from actds_studies.regimes.contrast import Contrast
 from actds_studies.regimes.inference import Judged, Measure
-from actds_studies.regimes.instruments import Dictionary, mean_of
-from actds_studies.regimes.result import ContrastResult, Limits, Quantiles, Value
-from actds_studies.regimes.strata import ALL, MIN_REQUESTS, Stratum
-from actds_studies.regimes.sums import GroupSums, Part, RowReader
+from actds_studies.regimes.instruments import Dictionary, mean_of, of_pairs, over
+from actds_studies.regimes.result import ALL, MIN_REQUESTS, ContrastResult, Limits, Quantiles, Value
+from actds_studies.regimes.strata import Part, RowReader, Stratum
 from actds_validators.arrays import Floats, Ints, Rows, Whole
 from actds_validators.statistics.samples import cosine_distance, relative_l2
 
@@ -52,8 +52,7 @@ class Numerics:
         """Yield what is added up of pairs of rows, ``(n, d_model)`` each."""
         yield Part("equal", (first == second).all(axis=1).astype(np.float64))
         values = self.pair_values(first, second)
-        yield Part("relative L2", values["relative L2"])
-        yield Part("cosine distance", values["cosine distance"])
+        yield from (Part(name, distances) for name, distances in values.items())
         if self._dictionary is None:
             return
         features = self._dictionary.encode(first)
@@ -74,72 +73,35 @@ class Numerics:
 
     def pair_measures(self, limits: Limits) -> list[Measure]:
         """Return the mean distances and, with a dictionary, what they mean for it."""
-
-        def equal(pairs: GroupSums, _: GroupSums) -> Floats:
-            return mean_of(pairs, "equal")
-
-        def distance(pairs: GroupSums, _: GroupSums) -> Floats:
-            return mean_of(pairs, "relative L2")
-
-        def cosine(pairs: GroupSums, _: GroupSums) -> Floats:
-            return mean_of(pairs, "cosine distance")
-
+        pairs, limit = "mean over pairs", limits.relative_l2
         measures = [
-            Measure(
-                "equal to the bit",
-                equal,
-                "share of pairs",
-                "described",
-                scale="logit",
-                of_pairs=True,
-            ),
-            Measure(
-                "relative L2", distance, "mean over pairs", "size", limits.relative_l2, scale="log"
-            ),
-            Measure(
-                "cosine distance",
-                cosine,
-                "mean over pairs",
-                "described",
-                scale="log",
-                of_pairs=True,
-            ),
+            of_pairs("equal to the bit", partial(mean_of, name="equal"), "share of pairs", "logit"),
+            of_pairs("relative L2", partial(mean_of, name="relative L2"), pairs, "log", limit),
+            of_pairs("cosine distance", partial(mean_of, name="cosine distance"), pairs, "log"),
         ]
-        if self._dictionary is None:
-            return measures
-
-        def drift(pairs: GroupSums, _: GroupSums) -> Floats:
-            return ratio(pairs["drift"], pairs["error"])
-
-        def switched(pairs: GroupSums, _: GroupSums) -> Floats:
-            return ratio(pairs["switched"], pairs["active"])
-
-        return [
-            *measures,
-            Measure(
-                "drift over the dictionary's error",
-                drift,
-                "squared distance over squared error",
-                "size",
-                limits.drift,
-                scale="log",
-            ),
-            Measure(
-                "features that switch",
-                switched,
-                "share of those active in either row",
-                "size",
-                limits.switched,
-                scale="logit",
-            ),
-        ]
+        if self._dictionary is not None:
+            measures += [
+                of_pairs(
+                    "drift over the dictionary's error",
+                    lambda sums: ratio(sums["drift"], sums["error"]),
+                    "squared distance over squared error",
+                    "log",
+                    limits.drift,
+                ),
+                of_pairs(
+                    "features that switch",
+                    lambda sums: ratio(sums["switched"], sums["active"]),
+                    "share of those active in either row",
+                    "logit",
+                    limits.switched,
+                ),
+            ]
+        return measures
 
 
 def ratio(top: Floats, bottom: Floats) -> Floats:
     """Return top / bottom, 0 where both are 0 and NaN where only bottom is."""
-    some = bottom > 0
-    shares = np.divide(top, bottom, out=np.full(np.shape(top), np.nan), where=some)
-    return np.where(~some & (top == 0), 0.0, shares)
+    return np.where((bottom == 0) & (top == 0), 0.0, over(top, bottom))
 
 
 _MIN_TOKENS = 20
@@ -147,62 +109,56 @@ _OF_PAIRS = ("numerics", "overlap")
 """Instruments with sizes of pairs of equal tokens: halves of the reference have none."""
 
 
-@dataclass(frozen=True)
-class RepeatFloor:
-    """What the measures of numerics are within one regime.
+def beside_repeats(
+    judged: list[Judged],
+    arms: tuple[Arm, Arm],
+    plan: Contrast,
+    arrays: tuple[RowReader, RowReader],
+    hook: str,
+) -> list[Judged]:
+    """Return values with the floor of numerics over all rows, if 20 tokens were computed twice.
 
     Args:
-        words: where they come from.
-    """
-
-    values: Mapping[str, float]
-    words: str
-
-
-def repeat_floor(
-    arms: tuple[Arm, Arm], plan: Contrast, arrays: tuple[RowReader, RowReader], hook: str
-) -> RepeatFloor | None:
-    """Return the floor of two arms, None where under 20 tokens were computed twice.
-
-    Args:
-        arrays: the hook's rows of either, by number.
+        arrays: the hook's rows of either arm, by number.
     """
     parts: list[tuple[Floats, Floats]] = []
     for repeats, array in zip(plan.repeats, arrays, strict=True):
         first, other = (_read(array, repeat) for repeat in repeats)
         fine = np.isfinite(first).all(axis=1) & np.isfinite(other).all(axis=1)
         fine &= (first != 0).any(axis=1) & (other != 0).any(axis=1)
-        parts.append(
-            (relative_l2(first[fine], other[fine]), cosine_distance(first[fine], other[fine]))
-        )
-    n = sum(len(relative) for relative, _ in parts)
-    if n >= _MIN_TOKENS:
-        return _floor(parts, f"{n:,} tokens that one arm computed twice, in two requests")
-    parts = []
-    for dataset in {id(arm.dataset): arm.dataset for arm in arms}.values():
-        lines = dataset.canary(run=False)
-        same = pc.and_(pc.equal(lines["hook"], hook), pc.equal(lines["verdict"], "same"))
-        lines = lines.filter(same)
-        parts.append((lines["relative_l2"].to_numpy(), 1 - lines["cosine"].to_numpy()))
-    n = sum(len(relative) for relative, _ in parts)
-    if n >= _MIN_TOKENS:
-        return _floor(parts, f"{n:,} canaries, tokens computed again in requests replayed alone")
-    return None
-
-
-def beside_floor(judged: list[Judged], floor: RepeatFloor | None) -> list[Judged]:
-    """Return values with the floor of numerics, over all rows."""
-    if floor is None:
+        pairs = first[fine], other[fine]
+        parts.append((relative_l2(*pairs), cosine_distance(*pairs)))
+    words = "tokens that one arm computed twice, in two requests"
+    if sum(len(relative) for relative, _ in parts) < _MIN_TOKENS:
+        parts, words = [], "canaries, tokens computed again in requests replayed alone"
+        for dataset in {id(arm.dataset): arm.dataset for arm in arms}.values():
+            lines = dataset.canary(run=False)
+            same = pc.and_(pc.equal(lines["hook"], hook), pc.equal(lines["verdict"], "same"))
+            lines = lines.filter(same)
+            parts.append((lines["relative_l2"].to_numpy(), 1 - lines["cosine"].to_numpy()))
+    relative, cosine = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    if len(relative) < _MIN_TOKENS:
         return judged
-    measured = []
-    for judged_value in judged:
-        value = judged_value.value
-        known = floor.values.get(value.measure) if value.instrument == "numerics" else None
-        if known is not None and value.axis == ALL and value.value is not None:
-            changes = {"floor": known, "note": f"floor: {floor.words}"}
-            judged_value = replace(judged_value, value=value.model_copy(update=changes))
-        measured.append(judged_value)
-    return measured
+    floors = {
+        "equal to the bit": float((relative == 0).mean()),
+        "relative L2": float(relative.mean()),
+        "cosine distance": float(cosine.mean()),
+    }
+    words = f"{len(relative):,} {words}"
+    return [
+        replace(item, value=_with_floor(item.value, floors[item.value.measure], words))
+        if item.value.instrument == "numerics"
+        and item.value.axis == ALL
+        and item.value.measure in floors
+        else item
+        for item in judged
+    ]
+
+
+def _with_floor(value: Value, floor: float | None, words: str) -> Value:
+    if value.value is None:
+        return value
+    return value.model_copy(update={"floor": floor, "note": f"floor: {words}"})
 
 
 def beside_contrast(results: Sequence[ContrastResult], name: str) -> list[ContrastResult]:
@@ -219,31 +175,19 @@ def beside_contrast(results: Sequence[ContrastResult], name: str) -> list[Contra
             raise ActdsError("E014", "floor", got=got, expected=expected)
         if result.name == name:
             known |= {_place(value): value for value in result.values}
-    return [
-        result
-        if result.name == name
-        else result.model_copy(update={"values": _beside(result, known, name)})
-        for result in results
-    ]
-
-
-def _beside(
-    contrast: ContrastResult, known: Mapping[tuple[str, ...], Value], name: str
-) -> list[Value]:
-    values = []
-    for value in contrast.values:
-        floor = known.get(_place(value))
-        is_of_pairs = value.instrument in _OF_PAIRS and value.kind in ("size", "described")
-        if (
-            is_of_pairs
-            and contrast.pairing == "token"
-            and floor is not None
-            and value.value is not None
-        ):
-            changes = {"floor": floor.value, "note": f"floor: {name}"}
-            value = value.model_copy(update=changes)
-        values.append(value)
-    return values
+    beside = []
+    for result in results:
+        values = [
+            _with_floor(value, known[_place(value)].value, name)
+            if value.instrument in _OF_PAIRS
+            and value.kind in ("size", "described")
+            and _place(value) in known
+            else value
+            for value in result.values
+        ]
+        is_beside = result.name != name and result.pairing == "token"
+        beside.append(result.model_copy(update={"values": values}) if is_beside else result)
+    return beside
 
 
 def _place(value: Value) -> tuple[str, ...]:
@@ -253,16 +197,6 @@ def _place(value: Value) -> tuple[str, ...]:
 def _read(array: RowReader, rows: Whole) -> Rows:
     known, place = np.unique(rows, return_inverse=True)
     return np.asarray(array[known])[place.reshape(-1)]
-
-
-def _floor(parts: list[tuple[Floats, Floats]], words: str) -> RepeatFloor:
-    relative, cosine = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    values = {
-        "equal to the bit": float((relative == 0).mean()),
-        "relative L2": float(relative.mean()),
-        "cosine distance": float(cosine.mean()),
-    }
-    return RepeatFloor(values, words)
 
 
 LOWEST = 1e-12
@@ -317,21 +251,19 @@ class Histogram:
 
 def quantile_lines(histogram: Histogram, strata: Sequence[Stratum], hook: str) -> list[Quantiles]:
     """Return the quantiles at 50, 90, 99 and 100 % of every stratum of at least eight pairs."""
+    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p100": 1.0}
     return [
         Quantiles(
             hook=hook,
             axis=stratum.axis,
             stratum=stratum.name,
             measure=name,
-            n_pairs=histogram.count(name, n),
-            p50=histogram.quantile(name, n, 0.5),
-            p90=histogram.quantile(name, n, 0.9),
-            p99=histogram.quantile(name, n, 0.99),
-            p100=histogram.quantile(name, n, 1.0),
+            n_pairs=n_pairs,
+            **{p: histogram.quantile(name, n, share) for p, share in shares.items()},
         )
         for name in histogram.names
         for n, stratum in enumerate(strata)
-        if histogram.count(name, n) >= MIN_REQUESTS
+        if (n_pairs := histogram.count(name, n)) >= MIN_REQUESTS
     ]
 
 
@@ -345,16 +277,10 @@ def parting_parts(parted: npt.NDArray[np.int8]) -> Iterator[Part]:
     yield Part("parted", (parted > 0).astype(np.float64))
 
 
-def _share(pairs: GroupSums, _: GroupSums) -> Floats:
-    n = pairs["sampled"]
-    return np.asarray(pairs["parted"] / np.where(n > 0, n, np.nan))
-
-
-PARTING = Measure(
+PARTING = of_pairs(
     "forks of the sampled token",
-    _share,
+    lambda sums: over(sums["parted"], sums["sampled"]),
     "share of pairs that both sampled after",
-    "described",
-    of_pairs=True,
+    "linear",
 )
 """Share of the pairs after which the arms sampled different tokens; only described."""

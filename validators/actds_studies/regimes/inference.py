@@ -18,9 +18,16 @@ from scipy import special  # type: ignore[import-untyped]
 
 from actds.text import counted
 from actds_studies.regimes.conclusions import beyond
-from actds_studies.regimes.result import Element, Outcome, StudyLimits, Value
-from actds_studies.regimes.strata import ALL, MIN_REQUESTS, MIN_ROWS, Stratum
-from actds_studies.regimes.sums import COUNT, GroupSums, Made, Totals
+from actds_studies.regimes.result import (
+    ALL,
+    MIN_REQUESTS,
+    MIN_ROWS,
+    Element,
+    Outcome,
+    StudyLimits,
+    Value,
+)
+from actds_studies.regimes.strata import COUNT, GroupSums, Made, Stratum, Totals
 from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.statistics.intervals import (
     Scale,
@@ -202,7 +209,7 @@ def influences(of_arm: Callable[[GroupSums], Floats], first: Totals, second: Tot
         second: sums of the other arm.
     """
     half, other = first.total(), second.total()
-    pool = Made(half, lambda name: half[name] + other[name])
+    pool = Made(lambda name: half[name] + other[name])
     n_rows = [np.maximum(total[COUNT], 1e-300) for total in (half, other)]
     values = []
     for totals, n in zip((first, second), n_rows, strict=True):
@@ -212,7 +219,7 @@ def influences(of_arm: Callable[[GroupSums], Floats], first: Totals, second: Tot
 
 
 def _toward(pool: GroupSums, groups: GroupSums, step: float) -> Made:
-    return Made(pool, lambda name: pool[name] + step * groups[name])
+    return Made(lambda name: pool[name] + step * groups[name])
 
 
 def effective(weights: Floats) -> Floats:
@@ -524,7 +531,7 @@ def _chord_floor(
 
 def _of_groups(total: Totals, chosen: Ints) -> Totals:
     groups = total.groups
-    return replace(total, groups=Made(groups, lambda name: groups[name][chosen]))
+    return replace(total, groups=Made(lambda name: groups[name][chosen]))
 
 
 def _overlap(
@@ -549,8 +556,8 @@ def _overlap(
         half, other = first.of(kept), second.of(~kept)
         swapped, back = second.of(kept), first.of(~kept)
         mixed = measure.statistic(
-            Made(half, lambda name: half[name] + other[name]),
-            Made(half, lambda name: swapped[name] + back[name]),
+            Made(lambda name: half[name] + other[name]),
+            Made(lambda name: swapped[name] + back[name]),
         )[:, 0]
         return np.asarray(1 - mixed)
 

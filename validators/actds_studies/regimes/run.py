@@ -14,23 +14,22 @@ from actds.explore.lazy import LazyArray
 from actds.loader.filters import SINK_NORM
 from actds_studies.regimes.arms import Arm, ArmRows, described_rows
 from actds_studies.regimes.conclusions import about, answer_of, verdicts
-from actds_studies.regimes.contrast import Contrast, Pairing, Side, contrast
+from actds_studies.regimes.contrast import Contrast, Pairing, contrast
 from actds_studies.regimes.entropies import Entropies
 from actds_studies.regimes.equal_tokens import (
     PARTING,
     Histogram,
     Numerics,
     beside_contrast,
-    beside_floor,
+    beside_repeats,
     parting_parts,
     quantile_lines,
-    repeat_floor,
 )
 from actds_studies.regimes.inference import Judged, Measure, decide, judge
-from actds_studies.regimes.instruments import Instrument, PairInstrument
-from actds_studies.regimes.instruments.moments import ALL_ROWS, SINKS
+from actds_studies.regimes.instruments import ALL_ROWS, SINKS, Instrument, PairInstrument
 from actds_studies.regimes.instruments.probes import Probes
 from actds_studies.regimes.result import (
+    ALL,
     ArmResult,
     ContrastResult,
     Limits,
@@ -40,8 +39,7 @@ from actds_studies.regimes.result import (
     StudyResult,
     Value,
 )
-from actds_studies.regimes.strata import ALL
-from actds_studies.regimes.sums import COUNT, Part, RowReader, Sums, blocks_of
+from actds_studies.regimes.strata import COUNT, Part, RowReader, Side, Sums, blocks_of
 from actds_validators.arrays import Bools, Floats, Ints, Rows
 from actds_validators.statistics.samples import some_rows
 
@@ -120,8 +118,9 @@ def compare(
         plan, result = planned.pop(0)
         measured = measure(plan, arrays, question.instruments, limits, question.hook)
         if plan.pairing == "token":
-            repeats = repeat_floor((question.first, question.second), plan, arrays, question.hook)
-            measured = replace(measured, judged=beside_floor(measured.judged, repeats))
+            arms = question.first, question.second
+            judged = beside_repeats(measured.judged, arms, plan, arrays, question.hook)
+            measured = replace(measured, judged=judged)
         all_measured.append(measured)
         results.append(_with_counts(result, measured))
     results = [

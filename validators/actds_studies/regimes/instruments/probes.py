@@ -27,7 +27,7 @@ from actds_studies.dictionaries.tensors import (
 from actds_studies.regimes.inference import Measure
 from actds_studies.regimes.instruments import difference, mean_of
 from actds_studies.regimes.result import Limits
-from actds_studies.regimes.sums import GroupSums, Part
+from actds_studies.regimes.strata import GroupSums, Part
 from actds_validators.arrays import Floats, Ints, Rows, Whole
 
 MAX_PROBES = 1024
