@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -46,8 +47,9 @@ class Requests:
         self.source: list[str | None] = ordered["source"].to_pylist()
         self.source_row: list[int | None] = ordered["source_row"].to_pylist()
         self.token_digest: list[str | None] = ordered["token_digest"].to_pylist()
-        generated = ordered["generated_len"].to_numpy().astype(np.int64)
-        prompt = ordered["prompt_len"].to_numpy().astype(np.int64)
+        prompt, generated = (
+            ordered[name].to_numpy().astype(np.int64) for name in ("prompt_len", "generated_len")
+        )
         self.n_fed: Ints = prompt + np.maximum(generated - 1, 0)
 
     def __len__(self) -> int:
@@ -84,7 +86,7 @@ def match(first: Requests, second: Requests, eligible: tuple[Bools, Bools]) -> I
     name is not matched by it: tokens decide later which positions are the same.
     """
     numbers = np.full(len(second), -1, np.int64)
-    free = [np.flatnonzero(eligible[0]).tolist(), np.flatnonzero(eligible[1]).tolist()]
+    free = [np.flatnonzero(present).tolist() for present in eligible]
     for by_tokens, keys in (
         (True, ("token_digest", "external_id", "source", "source_row")),
         (True, ("token_digest",)),
@@ -112,10 +114,9 @@ def match(first: Requests, second: Requests, eligible: tuple[Bools, Bools]) -> I
 def _by_key(
     requests: Requests, rows: list[int], names: tuple[str, ...]
 ) -> dict[Hashable, list[int]]:
-    columns = [getattr(requests, name) for name in names]
     result: dict[Hashable, list[int]] = defaultdict(list)
     for row in rows:
-        key = tuple(column[row] for column in columns)
+        key = tuple(getattr(requests, name)[row] for name in names)
         if key[0] is not None:
             result[key].append(row)
     return result
@@ -135,22 +136,7 @@ _COLUMNS = (
     "step.kernel_mode",
     "role",
 )
-_OF_ROWS = (
-    "row",
-    "request",
-    "position",
-    "token_id",
-    "decode_step",
-    "chunk",
-    "kernel_mode",
-    "role",
-    "phase",
-)
-_SAMPLED = {
-    "sampled.token_id": np.int64,
-    "sampled.entropy": np.float32,
-    "sampled.margin": np.float32,
-}
+_SAMPLED = ("sampled.token_id", "sampled.entropy", "sampled.margin")
 KERNEL_MODES = ("eager", "compiled", "piecewise", "full")
 _MAX_REPEATS = 4096
 
@@ -255,11 +241,14 @@ class ArmRows:
 
     def take(self, kept: Whole) -> ArmRows:
         """Return some of the rows; what was left out stays as it is."""
-        columns = {name: getattr(self, name)[kept] for name in (*_OF_ROWS[:-1], "prefix")}
-        after = self.sampled
-        if after is not None:
-            after = Sampled(after.token_id[kept], after.entropy[kept], after.margin[kept])
-        return replace(self, sampled=after, **columns)
+        columns: dict[str, Any] = {
+            name: column[kept]
+            for name, column in vars(self).items()
+            if isinstance(column, np.ndarray)
+        }
+        if self.sampled is not None:
+            columns["sampled"] = Sampled(*(column[kept] for column in vars(self.sampled).values()))
+        return replace(self, **columns)
 
 
 def read_arm(arm: Arm, hook: str) -> ArmRows:
@@ -287,19 +276,16 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
     )
     requests = Requests(dataset)
     given = _given(dataset, requests)
-    place, start = {}, 0
-    for shard in dataset.shards_of(hook):
-        place[shard.name] = start
-        start += shard.n_rows
+    shards = dataset.shards_of(hook)
+    starts = accumulate((shard.n_rows for shard in shards), initial=0)
+    start_of = {shard.name: start for shard, start in zip(shards, starts, strict=False)}
     hashes = prefix_hashes(dataset, chosen.shards)
     trained = _trained(arm, hook, chosen.shards, hashes)
     apart = dict(chosen.excluded)
     if trained is not None:
         apart[TRAINED] = 0
-    parts: dict[str, list[Whole]] = {name: [] for name in _OF_ROWS}
-    sampled: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _SAMPLED}
     is_sampled = dataset.sampled(run=False).num_rows > 0
-    prefix: list[Keys] = []
+    parts: dict[str, list[npt.NDArray[Any]]] = defaultdict(list)
     at = 0
     for shard, count in zip(chosen.shards, chosen.counts, strict=True):
         need_known(shard, ("request", "position", "token_id"), f"arm {arm.name}")
@@ -309,69 +295,42 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
             apart[TRAINED] += int(seen.sum())
             kept = kept[~seen]
         table = chosen.filter.values.of(shard, _COLUMNS)
-        columns_known = {name: _whole(table[name], name)[kept] for name in _COLUMNS}
-        request = requests.index(shard.run, columns_known["request"])
-        n_given = np.where(given[request] >= 0, given[request], columns_known["request.prompt_len"])
-        step = np.where(
-            n_given >= 0, columns_known["position"] - n_given + 1, np.iinfo(np.int32).min
-        )
-        values_of = {
-            "row": place[shard.name] + kept,
-            "request": request,
-            "position": columns_known["position"],
-            "token_id": columns_known["token_id"],
-            "decode_step": step,
-            "chunk": columns_known["chunk"],
-            "kernel_mode": columns_known["step.kernel_mode"],
-            "role": columns_known["role"],
-            "phase": columns_known["phase"],
-        }
-        for name, values in values_of.items():
-            parts[name].append(narrow(values))
+        values = {name: _whole(table[name], name)[kept] for name in _COLUMNS}
+        n_prompt = values.pop("request.prompt_len")
+        values["kernel_mode"] = values.pop("step.kernel_mode")
+        values["request"] = request = requests.index(shard.run, values["request"])
+        values["row"] = start_of[shard.name] + kept
+        n_given = np.where(given[request] >= 0, given[request], n_prompt)
+        step = np.where(n_given >= 0, values["position"] - n_given + 1, np.iinfo(np.int32).min)
+        values["decode_step"] = step
+        for name, column in values.items():
+            parts[name].append(narrow(column))
         if is_sampled:
-            after = chosen.filter.values.of(shard, list(_SAMPLED))
-            for name, dtype in _SAMPLED.items():
-                nothing = -1 if dtype is np.int64 else np.nan
-                filled = after[name].fill_null(nothing).to_numpy(zero_copy_only=False)
-                values = filled.astype(dtype)[kept]
-                sampled[name].append(narrow(values) if dtype is np.int64 else values)
-        prefix.append(hashes[at : at + shard.n_rows][kept])
+            after = chosen.filter.values.of(shard, _SAMPLED)
+            parts[_SAMPLED[0]].append(narrow(_whole(after[_SAMPLED[0]], _SAMPLED[0])[kept]))
+            for name in _SAMPLED[1:]:
+                known = after[name].fill_null(np.nan).to_numpy(zero_copy_only=False)
+                parts[name].append(known.astype(np.float32)[kept])
+        parts["prefix"].append(hashes[at : at + shard.n_rows][kept])
         at += shard.n_rows
     del hashes
-    known: Keys = np.concatenate(prefix)
-    del prefix
-    columns = {name: np.concatenate(parts.pop(name)) for name in _OF_ROWS}
-    after_rows = [np.concatenate(some) for some in sampled.values() if is_sampled]
-    once = _once(known, columns["request"])
+    columns: dict[str, Any] = {name: np.concatenate(parts.pop(name)) for name in list(parts)}
+    row, prefix = columns["row"], columns["prefix"]
+    once = _once(prefix, columns["request"])
     n_repeats = int(len(once) - np.count_nonzero(once))
-    row = columns["row"]
     run = split_key(requests.keys[columns["request"]])[0]
-    repeats = _repeats(row, known, once, pair_key(run, columns["phase"] + 1))
-    del run
+    repeats = _repeats(row, prefix, once, pair_key(run, columns["phase"] + 1))
+    del run, prefix
     if n_repeats or (row[1:] <= row[:-1]).any():
         kept = np.flatnonzero(once)
         kept = kept[np.argsort(row[kept], kind="stable")]
-        known = known[kept]
         for name in columns:
             columns[name] = columns[name][kept]
-        after_rows = [column[kept] for column in after_rows]
-    return ArmRows(
-        row=columns["row"],
-        request=columns["request"],
-        position=columns["position"],
-        token_id=columns["token_id"],
-        prefix=known,
-        decode_step=columns["decode_step"],
-        chunk=columns["chunk"],
-        kernel_mode=columns["kernel_mode"],
-        role=columns["role"],
-        requests=requests,
-        sampled=Sampled(*after_rows) if is_sampled else None,
-        n_apart=apart,
-        n_repeats=n_repeats,
-        n_decode=_n_decode(columns["phase"]),
-        repeats=repeats,
-    )
+    phase = columns.pop("phase")
+    n_decode = None if (phase < 0).any() else int((phase == PHASES.index("decode")).sum())
+    sampled = Sampled(*(columns.pop(name) for name in _SAMPLED)) if is_sampled else None
+    columns |= {"n_apart": apart, "n_repeats": n_repeats, "n_decode": n_decode, "repeats": repeats}
+    return ArmRows(**columns, requests=requests, sampled=sampled)
 
 
 def _trained(arm: Arm, hook: str, shards: Sequence[Shard], hashes: Keys) -> Bools | None:
@@ -475,11 +434,6 @@ def need_requests(arm: Arm, hook: str, rows: ArmRows, least: int) -> None:
             got=f"rows of {rows.n_requests} requests",
             expected=f"{least} at least: nothing is estimated from fewer",
         )
-
-
-def _n_decode(phase: Whole) -> int | None:
-    """Return how many rows decode steps computed; None where it is not known of each."""
-    return None if (phase < 0).any() else int((phase == PHASES.index("decode")).sum())
 
 
 def _once(prefix: Keys, request: Whole) -> Bools:
