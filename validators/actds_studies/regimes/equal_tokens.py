@@ -14,7 +14,6 @@ between the two largest logits; answers that are drawn at a temperature part by 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -24,7 +23,7 @@ import pyarrow.compute as pc
 from actds.errors import ActdsError
 from actds_studies.regimes.arms import Arm
 from actds_studies.regimes.contrast import Contrast
-from actds_studies.regimes.inference import Judged, Measure
+from actds_studies.regimes.inference import Measure
 from actds_studies.regimes.instruments import Dictionary, mean_of, of_pairs, over
 from actds_studies.regimes.result import ALL, MIN_REQUESTS, ContrastResult, Limits, Quantiles, Value
 from actds_studies.regimes.strata import Part, RowReader, Stratum
@@ -110,12 +109,12 @@ _OF_PAIRS = ("numerics", "overlap")
 
 
 def beside_repeats(
-    judged: list[Judged],
+    judged: list[Value],
     arms: tuple[Arm, Arm],
     plan: Contrast,
     arrays: tuple[RowReader, RowReader],
     hook: str,
-) -> list[Judged]:
+) -> list[Value]:
     """Return values with the floor of numerics over all rows, if 20 tokens were computed twice.
 
     Args:
@@ -146,12 +145,10 @@ def beside_repeats(
     }
     words = f"{len(relative):,} {words}"
     return [
-        replace(item, value=_with_floor(item.value, floors[item.value.measure], words))
-        if item.value.instrument == "numerics"
-        and item.value.axis == ALL
-        and item.value.measure in floors
-        else item
-        for item in judged
+        _with_floor(value, floors[value.measure], words)
+        if value.instrument == "numerics" and value.axis == ALL and value.measure in floors
+        else value
+        for value in judged
     ]
 
 

@@ -98,14 +98,6 @@ class Measure:
     keep: int = 0
 
 
-@dataclass(frozen=True)
-class Judged:
-    """A value before the family of tests is known: ``tested`` names what its p is of."""
-
-    value: Value
-    tested: bool
-
-
 def judge(
     instrument: str,
     hook: str,
@@ -113,19 +105,20 @@ def judge(
     measure: Measure,
     sums: tuple[Totals, Totals],
     limits: StudyLimits,
-) -> Judged:
-    """Return what a measure finds in a stratum.
+) -> Value:
+    """Return what a measure finds in a stratum, before the family of tests is known.
 
     Args:
         sums: of the reference and of the other arm, of the same groups.
     """
-    first, second = sums
     short = _too_few(sums)
     n = 0
     if short is None:
-        first, second = _with_rows(sums)
-        n = len(first.groups[COUNT])
+        present = np.flatnonzero(sums[0].groups[COUNT][:, 0] + sums[1].groups[COUNT][:, 0] > 0)
+        sums = _of_groups(sums[0], present), _of_groups(sums[1], present)
+        n = len(present)
         short = None if n > 1 else "all requests are one group: none can be left out"
+    first, second = sums
     value = Value(
         instrument=instrument,
         hook=hook,
@@ -145,14 +138,13 @@ def judge(
         note=measure.note,
     )
     if short is not None:
-        return Judged(value.model_copy(update={"short": short}), False)
+        return value.model_copy(update={"short": short})
     work = {"direction": _direction, "overlap": _overlap}.get(measure.kind, _elements)
     with np.errstate(invalid="ignore", divide="ignore"):
         changes = work(measure, first, second, limits)
         if measure.keep and stratum.axis == ALL:
             changes["elements"] = _kept(measure, first, second)
-    changed = value.model_copy(update=changes)
-    return Judged(changed, changed.p is not None)
+    return value.model_copy(update=changes)
 
 
 def _too_few(sums: tuple[Totals, Totals]) -> str | None:
@@ -167,15 +159,6 @@ def _too_few(sums: tuple[Totals, Totals]) -> str | None:
         rows = counted(int(worth), "effective row")
         return f"{rows}; {MIN_ROWS} are needed for an estimate"
     return None
-
-
-def _with_rows(sums: tuple[Totals, Totals]) -> tuple[Totals, Totals]:
-    present = sums[0].groups[COUNT][:, 0] + sums[1].groups[COUNT][:, 0] > 0
-    half, other = (
-        replace(total, groups={name: values[present] for name, values in total.groups.items()})
-        for total in sums
-    )
-    return half, other
 
 
 def pseudo_values(value: Floats, without: Floats) -> tuple[Floats, Floats]:
@@ -211,15 +194,15 @@ def influences(of_arm: Callable[[GroupSums], Floats], first: Totals, second: Tot
     half, other = first.total(), second.total()
     pool = Made(lambda name: half[name] + other[name])
     n_rows = [np.maximum(total[COUNT], 1e-300) for total in (half, other)]
+
+    def toward(groups: GroupSums, step: float) -> Floats:
+        return of_arm(Made(lambda name: pool[name] + step * groups[name]))
+
     values = []
     for totals, n in zip((first, second), n_rows, strict=True):
-        up, down = (of_arm(_toward(pool, totals.groups, step)) for step in (_STEP, -_STEP))
-        values.append((up - down) / (2 * _STEP) * (pool[COUNT] / n))
+        slope_of = (toward(totals.groups, _STEP) - toward(totals.groups, -_STEP)) / (2 * _STEP)
+        values.append(slope_of * (pool[COUNT] / n))
     return np.asarray(np.nan_to_num(values[1] - values[0]), np.float64)
-
-
-def _toward(pool: GroupSums, groups: GroupSums, step: float) -> Made:
-    return Made(lambda name: pool[name] + step * groups[name])
 
 
 def effective(weights: Floats) -> Floats:
@@ -379,7 +362,8 @@ def _elements(
     if measure.limit is not None:
         changes["equivalent"] = bool(far.max() <= measure.limit)
         half = one_sided * float(error[int(np.argmax(far))])
-        changes["short"] = _short(bool(changes["equivalent"]), half, needed, measure, first, second)
+        if not changes["equivalent"]:
+            changes["short"] = _short(half, needed, measure, first, second)
     return changes
 
 
@@ -530,8 +514,7 @@ def _chord_floor(
 
 
 def _of_groups(total: Totals, chosen: Ints) -> Totals:
-    groups = total.groups
-    return replace(total, groups=Made(lambda name: groups[name][chosen]))
+    return replace(total, groups=Made(lambda name: total.groups[name][chosen]))
 
 
 def _overlap(
@@ -542,7 +525,7 @@ def _overlap(
     An overlap of two samples falls with their size by itself. So half of the first arm's groups
     is compared with the other half of the second's, and with the other half of its own.
     """
-    n = len(next(iter(first.groups.values())))
+    n = len(first.groups[COUNT])
     split = halves(n, N_HALVES, limits.seed)
     within = measure.statistic(first.of(split), first.of(~split))[:, 0]
     across = measure.statistic(first.of(split), second.of(~split))[:, 0]
@@ -562,7 +545,6 @@ def _overlap(
         return np.asarray(1 - mixed)
 
     low, high = np.quantile(across, [0.025, 0.975])
-    farthest = float(np.quantile(lost, 0.95))
     changes: dict[str, object] = {
         "value": value,
         "low": float(low),
@@ -589,7 +571,7 @@ def _overlap(
 
 def _floor(measure: Measure, first: Totals, element: int, limits: StudyLimits) -> float | None:
     """Return the 95 % quantile of the measure's size between halves of the reference."""
-    n = len(next(iter(first.groups.values())))
+    n = len(first.groups[COUNT])
     if n < 4:
         return None
     split = halves(n, N_HALVES, limits.seed)
@@ -597,18 +579,13 @@ def _floor(measure: Measure, first: Totals, element: int, limits: StudyLimits) -
     return _finite(float(np.quantile(values[:, element], 0.95)))
 
 
-def _short(
-    equivalent: bool, half: float, size: float, measure: Measure, first: Totals, second: Totals
-) -> str | None:
-    """Return what is missing for equivalence, None when nothing is.
+def _short(half: float, size: float, measure: Measure, first: Totals, second: Totals) -> str:
+    """Return what is missing for equivalence.
 
     Args:
         half: half of the widest interval, which falls with the root of the requests.
         measure: has the limit: a size is tested against it, a difference against none.
-        second: sums of the other arm.
     """
-    if equivalent:
-        return None
     n = min(first.n_requests, second.n_requests)
     limit = measure.limit
     assert limit is not None
@@ -627,7 +604,7 @@ def _short(
     return f"about {needed:,} requests are needed {why}, {n:,} are there"
 
 
-def decide(judged: Sequence[Judged], limits: StudyLimits) -> list[Value]:
+def decide(judged: Sequence[Value], limits: StudyLimits) -> list[Value]:
     """Return the values with adjusted p and verdict: one family of tests over all of them.
 
     A value carries over when it is shown to lie within its limit. It shifts when it is not, the
@@ -635,12 +612,11 @@ def decide(judged: Sequence[Judged], limits: StudyLimits) -> list[Value]:
     Else it is undecided: also where a test finds a difference, and whether it is beyond the limit
     remains open.
     """
-    p = np.array([item.value.p for item in judged if item.tested], np.float64)
+    p = np.array([value.p for value in judged if value.p is not None], np.float64)
     adjusted = iter(benjamini_hochberg(p).tolist())
     values = []
-    for item in judged:
-        value = item.value
-        if not item.tested:
+    for value in judged:
+        if value.p is None:
             values.append(value)
             continue
         q = float(next(adjusted))
@@ -650,7 +626,7 @@ def decide(judged: Sequence[Judged], limits: StudyLimits) -> list[Value]:
         elif q <= limits.fdr and (value.limit is None or beyond(value) >= 1):
             outcome = "shifts"
         short = value.short if outcome == "undecided" else None
-        if outcome == "undecided" and beyond(value) >= 1 and (value.p or 0) <= _least_p(value):
+        if outcome == "undecided" and beyond(value) >= 1 and value.p <= _least_p(value):
             short = (
                 f"p is {value.p:.2g}, as small as exchanges of {value.n_groups} groups make it, "
                 f"and {q:.2g} among {len(p):,} tests: compare fewer hooks and contrasts, or "

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from actds_studies.regimes.equal_tokens import (
     parting_parts,
     quantile_lines,
 )
-from actds_studies.regimes.inference import Judged, Measure, decide, judge
+from actds_studies.regimes.inference import Measure, decide, judge
 from actds_studies.regimes.instruments import ALL_ROWS, SINKS, Instrument, PairInstrument
 from actds_studies.regimes.instruments.probes import Probes
 from actds_studies.regimes.result import (
@@ -80,7 +81,7 @@ class Measured:
         n_broken: rows left out because they are not finite, or zero.
     """
 
-    judged: list[Judged]
+    judged: list[Value]
     quantiles: list[Quantiles]
     n_sinks: tuple[int, int]
     n_broken: tuple[int, int]
@@ -114,37 +115,31 @@ def compare(
     all_measured, results = [], []
     for question in questions:
         progress(f"{question.name} at {question.hook}")
-        arrays = _rows_of(question.first, question.hook), _rows_of(question.second, question.hook)
+        arms, hook = (question.first, question.second), question.hook
+        # Read in their order: few files need to stay open.
+        first, second = (
+            LazyArray(arm.dataset.hooks[hook], arm.dataset.shards_of(hook), n_open=N_OPEN)
+            for arm in arms
+        )
         plan, result = planned.pop(0)
-        measured = measure(plan, arrays, question.instruments, limits, question.hook)
+        measured = measure(plan, (first, second), question.instruments, limits, hook)
         if plan.pairing == "token":
-            arms = question.first, question.second
-            judged = beside_repeats(measured.judged, arms, plan, arrays, question.hook)
+            judged = beside_repeats(measured.judged, arms, plan, (first, second), hook)
             measured = replace(measured, judged=judged)
         all_measured.append(measured)
-        results.append(_with_counts(result, measured))
+        results.append(result)
     results = [
-        result.model_copy(update={"values": values})
-        for result, values in zip(results, conclude(all_measured, limits), strict=True)
+        _with_values(*parts)
+        for parts in zip(results, all_measured, conclude(all_measured, limits), strict=True)
     ]
     if floor is not None:
         results = beside_contrast(results, floor)
-    results = [
-        question.model_copy(
-            update={
-                "verdicts": verdicts(question.values, (question.first.name, question.second.name))
-            }
-        )
-        for question in results
-    ]
+    for n, result in enumerate(results):
+        names = result.first.name, result.second.name
+        results[n] = result.model_copy(update={"verdicts": verdicts(result.values, names)})
     n_tests = sum(value.p is not None for result in results for value in result.values)
     facts: dict[str, Any] = {"limits": limits, "answer": answer_of(results), "n_tests": n_tests}
     return kind(contrasts=results, **facts)
-
-
-def _rows_of(arm: Arm, hook: str) -> LazyArray:
-    """Return the rows of an arm: read in their order, so that few files need to stay open."""
-    return LazyArray(arm.dataset.hooks[hook], arm.dataset.shards_of(hook), n_open=N_OPEN)
 
 
 def _planned(
@@ -154,33 +149,55 @@ def _planned(
 
     What the tables say of each row is not kept: there may be many contrasts.
     """
-    plan, first, second = contrast(
-        question.first,
-        question.second,
-        question.hook,
-        pairing=question.pairing,
-        seed=seed,
-        entropies=entropies,
-    )
-    _refuse_same(question, plan)
+    arms, pairing = (question.first, question.second), question.pairing
+    plan, *rows = contrast(*arms, question.hook, pairing=pairing, seed=seed, entropies=entropies)
+    sides = plan.first, plan.second
+    numbers = plan.first.row, plan.second.row
     for instrument in question.instruments:
         if isinstance(instrument, Probes):
-            rows = plan.first.row, plan.second.row
-            instrument.need_labels((question.first.name, question.second.name), rows)
+            instrument.need_labels((arms[0].name, arms[1].name), numbers)
+    if plan.pairing != "unpaired":
+        numbers = numbers[0][plan.pairs[0]], numbers[1][plan.pairs[1]]
+    if arms[0].dataset.digest == arms[1].dataset.digest and np.array_equal(*numbers):
+        raise ActdsError(
+            "E014",
+            f"arms {arms[0].name} and {arms[1].name} at {question.hook}",
+            got="the same rows",
+            expected="rows that were written or computed in two ways",
+        )
+    first, second = (
+        ArmResult(
+            name=arm.name,
+            words=arm.words,
+            rows=described_rows(arm, of_arm),
+            digest=arm.dataset.digest,
+            n_rows=len(of_arm),
+            n_requests=of_arm.n_requests,
+            n_compared=len(side),
+            n_apart=of_arm.n_apart,
+            n_repeats=of_arm.n_repeats,
+            n_decode=of_arm.n_decode,
+        )
+        for arm, of_arm, side in zip(arms, rows, sides, strict=True)
+    )
+    decode = [
+        None if arm.n_decode is None else arm.n_decode / max(arm.n_rows, 1)
+        for arm in (first, second)
+    ]
     result = ContrastResult(
         name=question.name,
         hook=question.hook,
         pairing=plan.pairing,
-        about=about(plan.pairing, (_decode_share(first), _decode_share(second))),
+        about=about(plan.pairing, (decode[0], decode[1])),
         adjusted=plan.adjusted,
         n_pairs=len(plan.pairs[0]),
         n_groups=plan.n_groups,
         coverage=min(1.0, plan.coverage),
         left_out=_left_out(
-            plan, entropies, (question.first.name, first), (question.second.name, second)
+            plan, entropies, dict(zip((first.name, second.name), rows, strict=True))
         ),
-        first=_arm_result(question.first, first, plan.first),
-        second=_arm_result(question.second, second, plan.second),
+        first=first,
+        second=second,
         values=[],
         quantiles=[],
         verdicts=[],
@@ -188,42 +205,22 @@ def _planned(
     return plan, result
 
 
-def _refuse_same(question: Asked, plan: Contrast) -> None:
-    """Refuse rows that would be compared with themselves."""
-    if question.first.dataset.digest != question.second.dataset.digest:
-        return
-    first, second = plan.first.row, plan.second.row
-    if plan.pairing != "unpaired":
-        first, second = first[plan.pairs[0]], second[plan.pairs[1]]
-    if np.array_equal(first, second):
-        raise ActdsError(
-            "E014",
-            f"arms {question.first.name} and {question.second.name} at {question.hook}",
-            got="the same rows",
-            expected="rows that were written or computed in two ways",
-        )
-
-
-def _with_counts(result: ContrastResult, measured: Measured) -> ContrastResult:
-    """Return a result with what was left out when the rows were read, and the quantiles."""
+def _with_values(result: ContrastResult, measured: Measured, values: list[Value]) -> ContrastResult:
+    """Return a result with what was measured, and what was left out when the rows were read."""
     first, second = (
         arm.model_copy(update={"n_sinks": n_sinks, "n_broken": n_broken})
         for arm, n_sinks, n_broken in zip(
             (result.first, result.second), measured.n_sinks, measured.n_broken, strict=True
         )
     )
-    more = {"first": first, "second": second, "quantiles": measured.quantiles}
+    more = {"first": first, "second": second, "quantiles": measured.quantiles, "values": values}
     return result.model_copy(update=more)
 
 
 def conclude(measured: Sequence[Measured], limits: StudyLimits) -> list[list[Value]]:
     """Return the values of each contrast with their outcomes, one family over all."""
-    values = decide([judged for each in measured for judged in each.judged], limits)
-    values_of, start = [], 0
-    for each in measured:
-        values_of.append(values[start : start + len(each.judged)])
-        start += len(each.judged)
-    return values_of
+    values = iter(decide([value for each in measured for value in each.judged], limits))
+    return [list(islice(values, len(each.judged))) for each in measured]
 
 
 def measure(
@@ -248,28 +245,24 @@ def measure(
     sink = SINK_NORM * float(np.median(norms))
     for instrument in single:
         instrument.prepare(sample[norms <= sink])  # a few sinks would make up all of a scale
-    judged: list[Judged] = []
     passes = [
         _pass(arrays[n], side, n, single, plan, coarse, sink)
         for n, side in enumerate((plan.first, plan.second))
     ]
-    sums = passes[0][0], passes[1][0]
-    if single:
-        reference = sums[0].totals(0).total()
-        for instrument in single:
-            judged += _judged(
-                instrument.name, instrument.measures(reference, limits), plan, sums, limits, hook
-            )
-    quantiles: list[Quantiles] = []
+    sums, quantiles = (passes[0][0], passes[1][0]), list[Quantiles]()
+    reference = sums[0].totals(0).total()
+    judged: list[Value] = []
+    for instrument in single:
+        measures = instrument.measures(reference, limits)
+        judged += _judged(instrument.name, measures, plan, sums, limits, hook)
     if plan.pairing == "token" and double:
-        pair_sums, lines = _pair_pass(plan, arrays, double, coarse, sink, hook)
-        quantiles = lines
+        of_pairs, quantiles = _pair_pass(plan, arrays, double, coarse, sink, hook)
         for pair_instrument in double:
             measures = pair_instrument.pair_measures(limits)
             if plan.parted is not None and pair_instrument.name == Numerics.name:
                 measures = [*measures, PARTING]
             judged += _judged(
-                pair_instrument.name, measures, plan, (pair_sums, pair_sums), limits, hook
+                pair_instrument.name, measures, plan, (of_pairs, of_pairs), limits, hook
             )
     return Measured(judged, quantiles, (passes[0][1], passes[1][1]), (passes[0][2], passes[1][2]))
 
@@ -382,7 +375,7 @@ def _judged(
     sums: tuple[Sums, Sums],
     limits: StudyLimits,
     hook: str,
-) -> list[Judged]:
+) -> list[Value]:
     measured = []
     for n, stratum in enumerate(plan.strata):
         totals = sums[0].totals(n), sums[1].totals(n)
@@ -397,42 +390,24 @@ def _judged(
     return measured
 
 
-def _left_out(plan: Contrast, entropies: Entropies | None, *arms: tuple[str, ArmRows]) -> list[str]:
+def _left_out(
+    plan: Contrast, entropies: Entropies | None, arms: Mapping[str, ArmRows]
+) -> list[str]:
     """Return which strata are not formed for want of entropies, and of which arm."""
     has_axis = any(stratum.axis == "entropy" for stratum in plan.strata)
-    if has_axis or not any(rows.sampled is not None for _, rows in arms):
+    if has_axis or not any(rows.sampled is not None for rows in arms.values()):
         return []
-    known = [
-        f"{np.isfinite(rows.sampled.entropy).mean():.1%}" if rows.sampled is not None else "none"
-        for _, rows in arms
-    ]
-    shares = " and ".join(
-        f"{share} of the rows of {name}" for share, (name, _) in zip(known, arms, strict=True)
-    )
+    shares = []
+    for name, rows in arms.items():
+        known = "none"
+        if rows.sampled is not None:
+            known = f"{np.isfinite(rows.sampled.entropy).mean():.1%}"
+        shares.append(f"{known} of the rows of {name}")
     more = "the model's folder (--model) gives the others where rows of the last layer are stored"
     if entropies is not None:
         more = f"the model's folder gives no others: {entropies.lacks}"
     return [
         "entropy and margin: the model's distribution over the next token is known after "
-        f"{shares}. A harvest with --entropy records it where the model sampled, and {more}. Bands "
-        "of so different rows would not mean the same"
+        f"{' and '.join(shares)}. A harvest with --entropy records it where the model sampled, and "
+        f"{more}. Bands of so different rows would not mean the same"
     ]
-
-
-def _decode_share(rows: ArmRows) -> float | None:
-    return None if rows.n_decode is None else rows.n_decode / max(len(rows), 1)
-
-
-def _arm_result(arm: Arm, rows: ArmRows, side: Side) -> ArmResult:
-    return ArmResult(
-        name=arm.name,
-        words=arm.words,
-        rows=described_rows(arm, rows),
-        digest=arm.dataset.digest,
-        n_rows=len(rows),
-        n_requests=rows.n_requests,
-        n_compared=len(side),
-        n_apart=rows.n_apart,
-        n_repeats=rows.n_repeats,
-        n_decode=rows.n_decode,
-    )
