@@ -120,13 +120,8 @@ def facts(result: StudyResult) -> list[Fact]:
             return [Fact("Largest shift", "not known", "nothing could be tested", False), separated]
         return [Fact("Largest shift", "none found", note), separated]
     contrast = next(c for c in result.contrasts if c.name == answer.largest.contrast)
-    figure = big(answer.largest.value, names_of(contrast))
+    figure = big(answer.largest.value, contrast.names)
     return [Fact("Largest shift", figure, answer.largest.sentence), separated]
-
-
-def names_of(contrast: ContrastResult) -> tuple[str, str]:
-    """Return the names of the reference and of the other arm."""
-    return contrast.first.name, contrast.second.name
 
 
 def introduction(result: StudyResult) -> str:

@@ -311,15 +311,12 @@ def about(pairing: str, decode: tuple[float | None, float | None]) -> About:
 
 
 def verdicts(
-    values: Sequence[Value], names: tuple[str, str] = ("the reference", "the other arm")
+    values: Sequence[Value], names: Names = ("the reference", "the other arm")
 ) -> list[Verdict]:
     """Return a verdict per instrument and hook: over all its measures and strata.
 
     It shifts when any value does; it carries over when every value that was judged does; else it is
     undecided. Strata of too few requests or rows are named, and decide nothing.
-
-    Args:
-        names: of the reference and of the other arm.
     """
     groups: dict[tuple[str, str], list[Value]] = {}
     for value in values:
@@ -327,23 +324,20 @@ def verdicts(
     return [_verdict(*key, group, names) for key, group in groups.items()]
 
 
-def _verdict(instrument: str, hook: str, values: list[Value], names: tuple[str, str]) -> Verdict:
+def _verdict(instrument: str, hook: str, values: list[Value], names: Names) -> Verdict:
     tested = [value for value in values if value.outcome is not None]
     shifted = [value for value in tested if value.outcome == "shifts"]
     undecided = [value for value in tested if value.outcome == "undecided"]
     silent = [value for value in values if value.value is None and value.short]
     short = [f"{_place(value)}: {value.short}" for value in undecided if value.short]
     short += [f"{_stratum(value)}: {value.short}" for value in silent]
-    outcome: Outcome
-    if shifted:
-        outcome = "shifts"
+    outcome = outcome_of(tested)
+    if outcome == "shifts":
         sentence = _shift(shifted, len(tested), names)
-    elif undecided or not tested:
-        outcome = "undecided"
+    elif outcome == "undecided":
         n = f"{len(undecided)} of {counted(len(tested), 'value')}"
         sentence = f"undecided, {n if tested else 'nothing could be tested'}."
     else:
-        outcome = "carries over"
         n = f"all {len(tested)} values lie" if len(tested) > 1 else "the only value lies"
         sentence = f"carries over, {n} within the limit."
     return Verdict(
@@ -355,8 +349,19 @@ def _verdict(instrument: str, hook: str, values: list[Value], names: tuple[str, 
     )
 
 
-def _shift(shifted: Sequence[Value], n_tested: int, names: tuple[str, str]) -> str:
-    first = min(shifted, key=lambda value: (*_telling(value), value.adjusted_p, -beyond(value)))
+def _shift(shifted: Sequence[Value], n_tested: int, names: Names) -> str:
+    # One over all rows is a number to weigh; a stratum may be of few rows and fewer tokens. What
+    # lies below its floor may shift, but is no example of it.
+    first = min(
+        shifted,
+        key=lambda value: (
+            value.axis != ALL,
+            in_floor(value),
+            (value.instrument, value.measure) not in LEADS,
+            value.adjusted_p,
+            -beyond(value),
+        ),
+    )
     none = ", none over all rows" if first.axis != ALL else ""
     where, shift = rows_of(first, names), in_words(first, names)
     beside = f"{limits_of(first, names)}; adjusted p {first.adjusted_p:.2g}"
@@ -364,16 +369,6 @@ def _shift(shifted: Sequence[Value], n_tested: int, names: tuple[str, str]) -> s
         f"shifts in {len(shifted)} of {counted(n_tested, 'value')}{none}. "
         f"{where[0].upper()}{where[1:]} {shift} ({beside})."
     )
-
-
-def _telling(value: Value) -> tuple[bool, bool, bool]:
-    """Return what orders values that shift: one that tells a reader most comes first.
-
-    One over all rows is a number to weigh; a stratum may be of few rows and fewer tokens. What
-    lies below its floor may shift, but is no example of it.
-    """
-    leads = (value.instrument, value.measure) in LEADS
-    return value.axis != ALL, in_floor(value), not leads
 
 
 def _place(value: Value) -> str:
@@ -389,9 +384,9 @@ def judged(contrasts: Sequence[ContrastResult]) -> Iterator[tuple[ContrastResult
     yield from sorted(pairs, key=lambda pair: _ORDER.index(pair[1].outcome))
 
 
-def outcome_of(ended: Sequence[Verdict]) -> Outcome:
-    """Return what verdicts say together: one that shifts decides, then one that is undecided."""
-    outcomes = {verdict.outcome for verdict in ended}
+def outcome_of(ended: Sequence[Verdict] | Sequence[Value]) -> Outcome:
+    """Return what they say together: one that shifts decides, then one that is undecided."""
+    outcomes = {each.outcome for each in ended}
     return next((outcome for outcome in _ORDER if outcome in outcomes), "undecided")
 
 
@@ -444,7 +439,7 @@ def _largest(contrasts: Sequence[ContrastResult]) -> Largest | None:
             -beyond(pair[1]),
         ),
     )
-    names = contrast.first.name, contrast.second.name
+    names = contrast.names
     times = f"{beyond(value):.2g} times the limit; " if value.limit else ""
     sentence = (
         f"{contrast.name} at {value.hook}, {rows_of(value, names)}: {in_words(value, names)} "
@@ -555,9 +550,8 @@ def _next_steps(contrasts: Sequence[ContrastResult], separated: Separated) -> li
     known = {"both"} if {"computation", "authorship"} <= abouts else set()
     for contrast, verdict in pairs:
         if verdict.outcome == "shifts" and contrast.about not in known:
-            words = WORDS[verdict.instrument].advice.format(
-                first=contrast.first.name, other=contrast.second.name
-            )
+            first, other = contrast.names
+            words = WORDS[verdict.instrument].advice.format(first=first, other=other)
             hooks = [
                 c.hook
                 for c, v in pairs

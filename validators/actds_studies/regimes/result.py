@@ -200,6 +200,11 @@ class ContrastResult(Section):
     quantiles: list[Quantiles]
     verdicts: list[Verdict]
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of the reference and of the other arm."""
+        return self.first.name, self.second.name
+
 
 class Used(Section):
     """A dictionary or a file of probes that was applied to a hook."""

@@ -134,9 +134,10 @@ def compare(
     ]
     if floor is not None:
         results = beside_contrast(results, floor)
-    for n, result in enumerate(results):
-        names = result.first.name, result.second.name
-        results[n] = result.model_copy(update={"verdicts": verdicts(result.values, names)})
+    results = [
+        result.model_copy(update={"verdicts": verdicts(result.values, result.names)})
+        for result in results
+    ]
     n_tests = sum(value.p is not None for result in results for value in result.values)
     facts: dict[str, Any] = {"limits": limits, "answer": answer_of(results), "n_tests": n_tests}
     return kind(contrasts=results, **facts)
@@ -153,9 +154,6 @@ def _planned(
     plan, *rows = contrast(*arms, question.hook, pairing=pairing, seed=seed, entropies=entropies)
     sides = plan.first, plan.second
     numbers = plan.first.row, plan.second.row
-    for instrument in question.instruments:
-        if isinstance(instrument, Probes):
-            instrument.need_labels((arms[0].name, arms[1].name), numbers)
     if plan.pairing != "unpaired":
         numbers = numbers[0][plan.pairs[0]], numbers[1][plan.pairs[1]]
     if arms[0].dataset.digest == arms[1].dataset.digest and np.array_equal(*numbers):
@@ -165,6 +163,10 @@ def _planned(
             got="the same rows",
             expected="rows that were written or computed in two ways",
         )
+    for instrument in question.instruments:
+        if isinstance(instrument, Probes):
+            names = arms[0].name, arms[1].name
+            instrument.need_labels(names, (plan.first.row, plan.second.row))
     first, second = (
         ArmResult(
             name=arm.name,
@@ -193,9 +195,7 @@ def _planned(
         n_pairs=len(plan.pairs[0]),
         n_groups=plan.n_groups,
         coverage=min(1.0, plan.coverage),
-        left_out=_left_out(
-            plan, entropies, dict(zip((first.name, second.name), rows, strict=True))
-        ),
+        left_out=_left_out(plan, entropies, {first.name: rows[0], second.name: rows[1]}),
         first=first,
         second=second,
         values=[],
