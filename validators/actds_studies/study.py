@@ -205,12 +205,7 @@ def compare_options(function: Command) -> Command:
 
 
 def result_options(html: str, worst: Sequence[str]) -> Callable[[Command], Command]:
-    """Return what adds ``--html``, ``--json`` and ``--fail-on`` to a command.
-
-    Args:
-        html: help of the page.
-        worst: outcomes that may fail, the worst first.
-    """
+    """Return what adds ``--html``, ``--json`` and ``--fail-on``, the worst outcome first."""
     words = [outcome.split()[0] for outcome in worst]
 
     def add(function: Command) -> Command:

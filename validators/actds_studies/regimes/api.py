@@ -127,11 +127,9 @@ def regimes(
 
 @dataclass(frozen=True)
 class ArmWords:
-    """An arm as it was asked for.
+    """An arm in words.
 
     Args:
-        phase: ``prefill``, ``decode`` or None for both.
-        where: expression that keeps rows; None for all.
         mix: shares by phase, which add up to 1; empty for rows as they are.
         weights: ``multiplicity``, a weights file or an expression, as of the loader.
     """
@@ -170,14 +168,10 @@ def parse_arms(words: Sequence[Words]) -> list[ArmWords]:
 
 
 def parse_named(words: Sequence[Words], keys: Sequence[str] = SELECTION_KEYS) -> list[ArmWords]:
-    """Return the arms that are asked for, one or more.
+    """Return the arms that are asked for, one or more; errors are those of `parse_arms`.
 
-    Args:
-        words: each ``[NAME=]PATH[:KEY=VALUE,...]``.
-        keys: the keys that there are; ``exclude`` and ``weights`` may come again.
-
-    Raises:
-        ActdsError: as `parse_arms`; and shares that are none, or do not add up to 1.
+    Keys are those that there are; ``exclude`` and ``weights`` may come again. E009 also for shares
+    that are none, or do not add up to 1.
     """
     if not words or len(words) > len(_LETTERS):
         expected = f"1 to {len(_LETTERS)} arms"
@@ -197,11 +191,7 @@ def parse_contrasts(
 ) -> list[tuple[str, str]]:
     """Return the contrasts as (reference, other): ``G-R`` compares G with the reference R.
 
-    Args:
-        asked: contrasts; with none every later arm is compared with the first.
-
-    Raises:
-        ActdsError: E009 no such arm, or not two of them.
+    Every later arm is compared with the first where none is requested. E009 for no such arm.
     """
     if not requested:
         return [(names[0], other) for other in names[1:]]
@@ -251,11 +241,7 @@ def _share(text: str, value: str) -> float:
 
 @dataclass(frozen=True)
 class Opened:
-    """Arms that are compared, by name; the contrasts, reference first; and the hooks.
-
-    Args:
-        floor: name of the contrast whose distances are the floor of the others'.
-    """
+    """Arms that are compared, by name; contrasts, reference first; hooks; the floor's contrast."""
 
     arms: dict[str, Arm]
     pairs: list[tuple[str, str]]
@@ -272,11 +258,7 @@ class Opened:
         *,
         kind: type[Result],
     ) -> Result:
-        """Return what every contrast finds at every hook, and what the datasets are.
-
-        Args:
-            instruments: makes those of two arms at a hook.
-        """
+        """Return what every contrast finds at every hook, and what the datasets are."""
         from actds_studies.regimes.run import Asked, compare
 
         questions = [
@@ -367,14 +349,7 @@ def _by_hook(
     opened: Opened,
     load: Callable[[str, str | None, int | None], OfHook],
 ) -> dict[str, OfHook]:
-    """Return what was loaded of ``[HOOK=]PATH``, by hook.
-
-    Args:
-        load: of a path, and the hook and its width where that is named.
-
-    Raises:
-        ActdsError: E009 another hook, or two of one; E015 no word of its hook, or another width.
-    """
+    """Return what was loaded of ``[HOOK=]PATH``, by hook; its hook and width where it is named."""
     result: dict[str, OfHook] = {}
     hooks = next(iter(opened.arms.values())).dataset.hooks
     for word in words:

@@ -56,11 +56,7 @@ class Requests:
         return len(self.keys)
 
     def index(self, run: str, request: npt.NDArray[Any]) -> Ints:
-        """Return the index of requests of a run.
-
-        Raises:
-            ActdsError: E405 a row's request has no line.
-        """
+        """Return the index of requests of a run; E405 where one has no line."""
         key = pair_key(self._runs[run], request)
         at = np.searchsorted(self.keys, key)
         if len(key) and not np.array_equal(self.keys.take(at, mode="clip"), key):
@@ -146,13 +142,9 @@ class Arm:
     """Rows of one dataset.
 
     Args:
-        name: what a reader calls it, as ``G``.
-        phase: ``prefill``, ``decode`` or None for both.
-        where: expression that keeps rows, as of the loader; None for all.
         exclude: filters of the loader that leave out more than `APART`.
         split: ``train`` or ``held_out``, to score a dictionary on other requests than it was
             fitted on; None for all requests.
-        held_out: share of the requests that are held out.
         fitted: held-out arms of other datasets that a dictionary was fitted on: rows with a prefix
             of their training side are left out.
     """
@@ -178,12 +170,9 @@ class Arm:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What the model sampled after each row, and what its own logits said of it.
+    """What the model sampled after each row ``(n,)``, -1 and NaN where it sampled none.
 
-    Args:
-        token_id: the token ``(n,)``, -1 where none was sampled.
-        entropy: of the distribution, in nats ``(n,)``; NaN where none was sampled.
-        margin: largest logit minus the second largest ``(n,)``; NaN where none was sampled.
+    Entropy of the distribution, in nats, and margin, the largest logit less the second largest.
     """
 
     token_id: Whole
@@ -389,10 +378,7 @@ def _given(dataset: Dataset, requests: Requests) -> Ints:
 
 
 def _continued_at(dataset: Dataset, run: str) -> int:
-    """Return the tokens of each document that were its prompt, -1 where there were no documents.
-
-    Spec: 0.1 section 6.3.
-    """
+    """Return the tokens of each document that were its prompt, -1 without documents: 6.3."""
     field = dataset.runs[run].fields.get("prompts.continue")
     if field is None or field.value in (None, NONE):
         return -1
@@ -422,11 +408,7 @@ def described_rows(arm: Arm, rows: ArmRows) -> str:
 
 
 def need_requests(arm: Arm, hook: str, rows: ArmRows, least: int) -> None:
-    """Refuse an arm of too few requests.
-
-    Raises:
-        ActdsError: E014 fewer than ``least``.
-    """
+    """Refuse, E014, an arm of fewer requests than ``least``."""
     if rows.n_requests < least:
         raise ActdsError(
             "E014",
@@ -453,11 +435,7 @@ def _once(prefix: Keys, request: Whole) -> Bools:
 def _repeats(row: Whole, prefix: Keys, once: Bools, way: Keys) -> tuple[Whole, Whole]:
     """Return numbers of rows that count for their prefix, and of one other row of the same.
 
-    Args:
-        row: number of each row ``(n,)``.
-        prefix: its hash ``(n,)``.
-        once: whether it counts for it ``(n,)``.
-        way: how it was computed ``(n,)``: the other row is one that was in the same way.
+    The other row is one that was computed in the same way.
     """
     other = np.flatnonzero(~once)
     first = np.flatnonzero(once & np.isin(prefix, prefix[other]))

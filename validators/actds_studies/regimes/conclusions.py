@@ -159,11 +159,7 @@ WORDS = {
 
 
 def register_words(instrument: str, words: Words) -> None:
-    """Make the words of an instrument known to sentences, pages and terminals.
-
-    Raises:
-        ActdsError: E009 another instrument has the name.
-    """
+    """Make the words of an instrument known to all pages; E009 where another has its name."""
     if WORDS.setdefault(instrument, words) != words:
         expected = "a name that no other instrument has"
         raise ActdsError("E009", "instrument", got=instrument[:80], expected=expected)
@@ -250,11 +246,7 @@ def limits_of(value: Value, names: Names) -> str:
 
 
 def rows_of(value: Value, names: Names) -> str:
-    """Return over which rows a value is, and what these are made of.
-
-    A stratum is named with its rows, what they are worth where they are weighted, and how many
-    different tokens they are.
-    """
+    """Return over which rows a value is, what they are worth weighted, and of how many tokens."""
     where = _AT.get(value.axis, f"in {value.axis} {{}}").format(value.stratum)
     tokens = ["", ""]
     if value.n_tokens is not None and value.axis != ALL:
@@ -293,11 +285,9 @@ def in_floor(value: Value) -> bool:
 
 
 def about(pairing: str, decode: tuple[float | None, float | None]) -> About:
-    """Return what differs between two arms.
+    """Return what differs between two arms; decode steps computed a share of each, None unknown.
 
-    Args:
-        pairing: how their rows were paired: pairs by token are equal tokens behind equal prefixes.
-        decode: share of the rows of either arm that decode steps computed; None unknown.
+    Pairs by token are equal tokens behind equal prefixes.
     """
     if pairing == "token":
         return "computation"

@@ -130,16 +130,11 @@ def plan(
     seed: int = 0,
     place: str = "arms",
 ) -> Contrast:
-    """Return the contrast of rows that are known.
+    """Return the contrast of rows that are known; arguments are those of `contrast`.
 
     Args:
         same_dataset: whether both number the same requests: they are of one dataset, and share a
             run.
-        pairing: see `contrast`.
-        adjust: see `contrast`.
-
-    Raises:
-        ActdsError: E014 no pair of the kind that was asked for.
     """
     matched = matched_requests(first, second, same_dataset)
     by_position = _pairs_by_position(first, second, matched, same_dataset)
@@ -205,12 +200,7 @@ def matched_requests(first: ArmRows, second: ArmRows, same_dataset: bool) -> Int
 
 
 def _pairs_by_token(first: ArmRows, second: ArmRows, by_position: Pairs) -> Pairs:
-    """Return rows that have the same tokens up to the same position.
-
-    Args:
-        second: rows of the other arm.
-        by_position: pairs by request and position, of which some may be known by digests alone.
-    """
+    """Return rows that have the same tokens up to the same position; some by digests alone."""
     left, right = _common(first.prefix, second.prefix)
     same = first.prefix[left] != 0
     same &= first.position[left] == second.position[right]
@@ -296,11 +286,7 @@ def _clusters(first: ArmRows, second: ArmRows, matched: Ints, pairs: Pairs) -> t
 
 
 def groups_of(clusters: tuple[Whole, Whole], seed: int) -> tuple[int, Whole]:
-    """Return how many groups there are, and the group of each cluster.
-
-    Args:
-        clusters: those of the rows of either arm.
-    """
+    """Return how many groups there are, and the group of each cluster of either arm's rows."""
     left, right = (np.unique(side) for side in clusters)
     shared = np.intersect1d(left, right)
     alone = [np.setdiff1d(side, shared) for side in (left, right)]

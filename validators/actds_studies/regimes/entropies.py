@@ -50,10 +50,7 @@ def model_folder(model: str | None) -> Path | None:
 
 
 class Unembedding:
-    """The final norm and the unembedding of a model folder.
-
-    Args:
-        folder: with ``config.json`` and weights in ``.safetensors`` files.
+    """The final norm and the unembedding of a folder: ``config.json`` and ``.safetensors`` files.
 
     Raises:
         ActdsError: E014 no unembedding of that width in them; E019 a file that is truncated.
@@ -77,11 +74,7 @@ class Unembedding:
         self._bias = self._read(bias) if bias in self._stored else None
 
     def forms(self, kind: str) -> list[Callable[[Rows], Rows]]:
-        """Return what may make the input of the unembedding of rows ``(n, d_model)`` of a hook.
-
-        Args:
-            kind: ``final``, whose rows are that already, or ``resid_post``.
-        """
+        """Return what may make the input of the unembedding of rows ``(n, d_model)`` of a hook."""
         if kind == "final":
             return [lambda rows: rows]
         names = [name for name in self._stored if _is_final_norm(name)]
@@ -108,11 +101,7 @@ class Unembedding:
         ]
 
     def entropies(self, rows: Rows) -> tuple[Floats, Floats]:
-        """Return entropy of the softmax and margin of the two largest logits, nats, ``(n,)`` each.
-
-        Args:
-            rows: the input of the unembedding ``(n, d_model)``.
-        """
+        """Return entropies of the softmax and margins of the two largest logits, nats, ``(n,)``."""
         n = len(rows)
         at = np.arange(n)
         largest, second = np.full(n, -np.inf), np.full(n, -np.inf)
@@ -194,9 +183,8 @@ class _Last:
 class Entropies:
     """Entropies of the rows of arms of one model, computed where none was recorded.
 
-    Args:
-        arms: the arms; what they recorded is what the computation is checked with.
-        hook: a hook that is compared; rows of the last layer must be of the same shards.
+    Rows of the last layer must be of the same shards as those of the hook. What the arms recorded
+    is what the computation is checked with.
 
     Raises:
         ActdsError: E014 the folder has no unembedding, or its entropies are not the recorded ones:
@@ -226,10 +214,9 @@ class Entropies:
                 self._last[arm.dataset.digest] = _Last(last.name, form)
 
     def filled(self, dataset: Dataset, hook: str, rows: ArmRows) -> ArmRows:
-        """Return rows that have an entropy and a margin each, where they can be computed.
+        """Return rows with an entropy and a margin each, where they can be computed.
 
-        Args:
-            rows: the rows; a token that was not sampled stays unknown.
+        A token that was not sampled stays unknown.
         """
         last = self._last.get(dataset.digest)
         if last is None or not _same_shards(dataset, last.hook, hook):
@@ -280,10 +267,7 @@ def _weights(arm: Arm) -> str:
 
 
 def _last_hook(dataset: Dataset, hook: str) -> Hook | None:
-    """Return the hook whose rows the logits follow from, of the shards of another; None for none.
-
-    The last layer is that of ``final``, or the one that the run record counts to.
-    """
+    """Return the hook of the same shards whose rows the logits follow from; None without one."""
     n_layers = recorded(dataset.catalog, "model.n_layers")
     for last in sorted(dataset.hooks.values(), key=lambda place: place.kind != "final"):
         is_last = last.kind == "resid_post" and (str(last.layer + 1),) == n_layers

@@ -36,9 +36,6 @@ class Numerics:
 
     A distance is never negative: it is compared with a limit, not with zero. With a dictionary it
     stands over its error as well, and as the share of features that switch.
-
-    Args:
-        dictionary: a dictionary of the hook, None without.
     """
 
     name = "numerics"
@@ -115,11 +112,7 @@ def beside_repeats(
     arrays: tuple[RowReader, RowReader],
     hook: str,
 ) -> list[Value]:
-    """Return values with the floor of numerics over all rows, if 20 tokens were computed twice.
-
-    Args:
-        arrays: the hook's rows of either arm, by number.
-    """
+    """Return values with the floor of numerics over all rows, if 20 tokens were computed twice."""
     parts: list[tuple[Floats, Floats]] = []
     for repeats, array in zip(plan.repeats, arrays, strict=True):
         first, other = (_read(array, repeat) for repeat in repeats)
@@ -161,8 +154,7 @@ def _with_floor(value: Value, floor: float | None, words: str) -> Value:
 def beside_contrast(results: Sequence[ContrastResult], name: str) -> list[ContrastResult]:
     """Return results in which sizes of pairs stand beside the same of one of the contrasts.
 
-    Raises:
-        ActdsError: E014 it is not paired by token.
+    E014 where that one is not paired by token.
     """
     known: dict[tuple[str, ...], Value] = {}
     for result in results:
@@ -267,8 +259,7 @@ def quantile_lines(histogram: Histogram, strata: Sequence[Stratum], hook: str) -
 def parting_parts(parted: npt.NDArray[np.int8]) -> Iterator[Part]:
     """Yield what is added up of pairs: whether both sampled, and whether different tokens.
 
-    Args:
-        parted: 1 for different tokens, 0 for the same, -1 unknown ``(n,)``.
+    They are 1 for different tokens, 0 for the same, -1 unknown ``(n,)``.
     """
     yield Part("sampled", (parted >= 0).astype(np.float64))
     yield Part("parted", (parted > 0).astype(np.float64))

@@ -106,11 +106,7 @@ def judge(
     sums: tuple[Totals, Totals],
     limits: StudyLimits,
 ) -> Value:
-    """Return what a measure finds in a stratum, before the family of tests is known.
-
-    Args:
-        sums: of the reference and of the other arm, of the same groups.
-    """
+    """Return what a measure finds in a stratum, before the family of tests is known."""
     short = _too_few(sums)
     n = 0
     if short is None:
@@ -164,12 +160,8 @@ def _too_few(sums: tuple[Totals, Totals]) -> str | None:
 def pseudo_values(value: Floats, without: Floats) -> tuple[Floats, Floats]:
     """Return the jackknife's pseudo-values ``(n, ...)`` and the standard error ``(...)``.
 
-    ``n value - (n - 1) without`` (Tukey 1958); their standard error is that of
-    ``intervals.from_replicates``.
-
-    Args:
-        value: ``(...)``.
-        without: the values without each of n groups ``(n, ...)``.
+    ``n value - (n - 1) without`` (Tukey 1958), without each of n groups ``(n, ...)``; their
+    standard error is that of ``intervals.from_replicates``.
     """
     n = len(without)
     deviation = without - without.mean(axis=0)
@@ -186,10 +178,6 @@ def influences(of_arm: Callable[[GroupSums], Floats], first: Totals, second: Tot
     sums of the second arm less those of the first (the infinitesimal jackknife, Jaeckel 1972). An
     exchange of the group's two sides leaves the pool as it is and turns the sign, whatever the
     function: pseudo-values, which are taken about each arm by itself, do so for means only.
-
-    Args:
-        of_arm: function of the sums of an arm, unchanged when all are multiplied.
-        second: sums of the other arm.
     """
     half, other = first.total(), second.total()
     pool = Made(lambda name: half[name] + other[name])
@@ -226,7 +214,6 @@ def flip_p(
 
     Args:
         statistic: of signs ``(n, n_groups)`` to ``(n,)``; large is evidence.
-        n_flips: random flips at most.
         observed: its value for one of the elements, of which it is the maximum: p is then that of
             the element, adjusted for all of them (Westfall & Young 1993); None for the maximum.
     """
@@ -280,11 +267,7 @@ def lengths(gram: Floats) -> Callable[[Floats], Floats]:
 
 
 def largest_p(of_each: Callable[[Floats], Floats], n_worst: int, n_groups: int, seed: int) -> float:
-    """Return p of one of many elements: against the largest of all, by flips.
-
-    Args:
-        of_each: statistic of each element, of signs ``(n, n_groups)`` to ``(n, m)``.
-    """
+    """Return p of one of many elements ``(n, m)``: against the largest of all, by flips."""
     observed = float(of_each(np.ones((1, n_groups)))[0, n_worst])
 
     def largest(signs: Floats) -> Floats:
@@ -469,13 +452,10 @@ def _direction(
 def detectable_turn(gram: Floats) -> Floats:
     """Return the turn of each direction that its test finds with a power of 80 %, in degrees.
 
-    Under no turn the squared length of what n groups add is about a chi-squared variable, of as
-    many degrees of freedom as their products say (Satterthwaite 1946). It has to exceed the
-    quantile that is left to each of m directions; about a turn it is about normal, and wider by
-    what the groups add along it.
-
-    Args:
-        gram: products of what each group adds to the difference ``(m, n, n)``.
+    Under no turn the squared length of what n groups add, of products ``(m, n, n)``, is about a
+    chi-squared variable, of as many degrees of freedom as their products say (Satterthwaite 1946).
+    It has to exceed the quantile that is left to each of m directions; about a turn it is about
+    normal, and wider by what the groups add along it.
     """
     m, n, _ = gram.shape
     rows = gram.mean(axis=2, keepdims=True)
@@ -580,12 +560,7 @@ def _floor(measure: Measure, first: Totals, element: int, limits: StudyLimits) -
 
 
 def _short(half: float, size: float, measure: Measure, first: Totals, second: Totals) -> str:
-    """Return what is missing for equivalence.
-
-    Args:
-        half: half of the widest interval, which falls with the root of the requests.
-        measure: has the limit: a size is tested against it, a difference against none.
-    """
+    """Return what is missing for equivalence; half an interval falls with the root of requests."""
     n = min(first.n_requests, second.n_requests)
     limit = measure.limit
     assert limit is not None

@@ -57,12 +57,7 @@ Result = TypeVar("Result", bound=StudyResult, default=Regimes)
 
 @dataclass(frozen=True)
 class Asked:
-    """A contrast that is asked for.
-
-    Args:
-        name: what a reader calls it, as ``G-R``.
-        pairing: how to pair the rows; None for the closest way there is.
-    """
+    """A contrast that is asked for; None pairs its rows the closest way there is."""
 
     name: str
     first: Arm
@@ -76,9 +71,7 @@ class Asked:
 class Measured:
     """What was measured on two arms, before the family of tests is known.
 
-    Args:
-        n_sinks: rows of either arm left out because their norm is a sink's.
-        n_broken: rows left out because they are not finite, or zero.
+    Rows of either arm are left out as sinks, by their norm, or as broken: not finite, or zero.
     """
 
     judged: list[Value]
@@ -99,13 +92,10 @@ def compare(
     """Return what contrasts find; all their tests are one family.
 
     Args:
-        asked: the contrasts; each has instruments of its own, which keep what they learnt of its
-            reference.
-        limits: what counts as none, level and seed; None for the defaults.
+        questions: each has instruments of its own, which keep what they learnt of its reference.
         floor: name of the contrast of arms that were served alike, whose distances are the floor
             of the others'.
         entropies: computes those that were not recorded; None without.
-        kind: of the result.
 
     Raises:
         ActdsError: E014 arms that cannot be compared; what reading raises.
@@ -230,11 +220,7 @@ def measure(
     limits: StudyLimits,
     hook: str,
 ) -> Measured:
-    """Measure two arms: one pass over each, one over the pairs where an instrument asks for them.
-
-    Args:
-        arrays: the rows of either arm, by number.
-    """
+    """Measure two arms: a pass over each, and over the pairs where an instrument asks for them."""
     single = [instrument for instrument in instruments if isinstance(instrument, Instrument)]
     double = [instrument for instrument in instruments if isinstance(instrument, PairInstrument)]
     coarse = np.array([n for n, s in enumerate(plan.strata) if s.axis in COARSE], np.int64)

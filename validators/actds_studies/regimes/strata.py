@@ -43,12 +43,7 @@ class Stratum:
 
 @dataclass(frozen=True)
 class Strata:
-    """The strata and where rows stand in them.
-
-    Args:
-        strata: all of them, ``all`` first.
-        codes: by axis the index in ``strata`` of each row, int8 ``(n,)``, -1 for none.
-    """
+    """All strata, ``all`` first, and by axis the index of each row, int8 ``(n,)``; -1 none."""
 
     strata: tuple[Stratum, ...]
     codes: dict[str, npt.NDArray[np.int8]]
@@ -59,7 +54,6 @@ def strata_of(rows: ArmRows, edges: Floats | None = None, *, of_pairs: bool = Fa
 
     Args:
         edges: of the quintiles of the entropy, in nats; None where no arm says what it sampled.
-        of_pairs: see `entropy_edges`.
     """
     step = np.full(len(rows), -1, np.int8)
     for n, (low, high) in enumerate(DECODE_STEPS):
@@ -97,12 +91,9 @@ def strata_of(rows: ArmRows, edges: Floats | None = None, *, of_pairs: bool = Fa
 def entropy_edges(first: ArmRows, second: ArmRows, *, of_pairs: bool = False) -> Floats | None:
     """Return the edges of the quintiles of the entropy, in nats; None where they divide nothing.
 
-    They are those of the reference, or of the other arm where the reference has none.
-
-    Args:
-        second: rows of the other arm.
-        of_pairs: whether rows are paired by token: then the entropy that one arm knows is that of
-            both. Else a band means the same in both arms only where each knows its own.
+    They are those of the reference, or of the other arm where the reference has none. Of rows that
+    are paired by token the entropy that one arm knows is that of both. Else a band means the same
+    in both arms only where each knows its own.
     """
     known = [
         rows.sampled.entropy[has_entropies(rows, of_pairs=of_pairs)]
@@ -266,20 +257,15 @@ class Totals:
         return Made(lambda name: self.groups[name].sum(axis=0) - self.groups[name])
 
     def of(self, chosen: Bools) -> Made:
-        """Return the sums over chosen groups ``(n, k)``.
-
-        Args:
-            chosen: ``(n, n_groups)``, or ``(n_groups,)`` for ``(k,)``.
-        """
+        """Return the sums over chosen groups: of ``(n, n_groups)`` to ``(n, k)``."""
         weight = chosen.astype(np.float64)
         return Made(lambda name: weight @ self.groups[name])
 
 
 def blocks_of(array: RowReader, row: Whole, width: int = 0) -> Iterator[tuple[slice, Rows]]:
-    """Yield rows, some MiB at a time, and which of the numbers they are.
+    """Yield rows of ascending numbers ``(n,)``, some MiB at a time, and which of them they are.
 
     Args:
-        row: numbers of rows ``(n,)``, ascending.
         width: numbers that an instrument makes of a row, as the features of a dictionary.
     """
     size = min(1 << 13, max(64, BLOCK_NBYTES // (4 * max(width, array.shape[1]))))
@@ -289,11 +275,7 @@ def blocks_of(array: RowReader, row: Whole, width: int = 0) -> Iterator[tuple[sl
 
 
 class Sums:
-    """The sums of one arm.
-
-    Args:
-        coarse: strata in which coarse parts are wanted.
-    """
+    """The sums of one arm; coarse parts in the strata that ``coarse`` names alone."""
 
     def __init__(self, side: Side, n_strata: int, n_groups: int, coarse: Ints) -> None:
         self._side, self._n_groups = side, n_groups
@@ -358,9 +340,7 @@ class Sums:
         return Totals(totals, n_rows, n_requests, n_effective, n_tokens)
 
     def _members(self, block: slice) -> tuple[Ints, Ints, Floats, Bools]:
-        """Return of every membership its key of stratum and group, its row of the block, its
-        weight, and whether it is even.
-        """
+        """Return of every membership its key of stratum and group, its row, weight, and whether even."""
         parts = []
         for layer in self._side.layers:
             stratum = layer.stratum[block]
@@ -380,9 +360,7 @@ class Sums:
     ) -> tuple[Ints, csr_array]:
         """Return keys of stratum and group, and the weight that each of ``n`` rows has in them.
 
-        Args:
-            coarse: in the strata in which coarse parts are wanted, by place among these.
-            only: of even memberships only, unweighted.
+        Coarse: by place among the coarse strata. Only: of even memberships, unweighted.
         """
         if only:
             key, row, weight = key[even], row[even], np.ones(int(np.count_nonzero(even)))
@@ -396,12 +374,9 @@ class Sums:
 
 
 def _products(matrix: csr_array, values: Floats, right: Floats) -> Floats:
-    """Return the sums of products ``(n_keys, k d)``: rows with value 0, most of them, cost nothing.
+    """Return the sums of products ``(n_keys, k d)`` of values ``(n, k)`` and rows ``(n, d)``.
 
-    Args:
-        matrix: weights ``(n_keys, n)``.
-        values: ``(n, k)``.
-        right: ``(n, d)``.
+    Rows with value 0, most of them, cost nothing.
     """
     d = right.shape[1]
     totals = np.zeros((matrix.shape[0], values.shape[1] * d))

@@ -30,31 +30,19 @@ class Dictionary(Protocol):
         ...
 
     def decode(self, features: Rows, rows: Rows | None = None) -> Rows:
-        """Return the rows ``(n, d_model)`` of features ``(n, n_features)``.
-
-        Args:
-            rows: the rows that they are of, whose own numbers undo a normalization.
-        """
+        """Return rows ``(n, d_model)``; ``rows``, whose features they are, undo a normalization."""
         ...
 
     def frame(self, rows: Rows) -> tuple[Rows, Rows]:
-        """Return what a normalization takes off each row and divides it by, each ``(n, 1)``.
-
-        Zeros and ones where there is none.
-        """
+        """Return what a normalization takes off each row and divides it by, 0 and 1, ``(n, 1)``."""
         ...
 
 
 class Remembered:
     """A dictionary that several instruments use: it remembers the features of the last rows.
 
-    Rows that are not finite count as zeros, and are unused.
-
-    Args:
-        path: of the dictionary, for errors.
-
-    Raises:
-        ActdsError: E015 it makes numbers of finite rows that are not finite.
+    Rows that are not finite count as zeros, and are unused. E015, with the dictionary's path, where
+    it makes numbers of finite rows that are not finite.
     """
 
     def __init__(self, dictionary: Dictionary, path: str = "dictionary") -> None:

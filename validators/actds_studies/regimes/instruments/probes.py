@@ -46,8 +46,6 @@ class Probes:
     """Linear probes ``rows @ weights.T + bias``.
 
     Args:
-        weights: ``(n_probes, d_model)``.
-        bias: ``(n_probes,)``; None for 0.
         names: of the probes; None for their numbers.
         labels: for either arm the label of each row of its array ``(n_rows,)``: 1, 0, or -1 where
             there is none; None without labels.
@@ -81,11 +79,7 @@ class Probes:
         self._edges: Floats = np.zeros((n, N_BINS - 1))
 
     def need_labels(self, names: tuple[str, str], rows: tuple[Whole, Whole]) -> None:
-        """Refuse labels that do not tell the rows of an arm apart.
-
-        Raises:
-            ActdsError: E014 true of all rows that have a label, or of none.
-        """
+        """Refuse, E014, labels that are true of all rows of an arm that have one, or of none."""
         for name, labels, row in zip(names, self._labels or (), rows, strict=False):
             n_false, n_true = ((labels[row] == value).sum() for value in (0, 1))
             if not n_false or not n_true:
@@ -93,11 +87,7 @@ class Probes:
                 raise ActdsError("E014", "label", got=got, expected="some of either")
 
     def prepare(self, sample: Rows) -> None:
-        """Take the edges of the bins from scores of the reference, rows ``(n, d_model)``.
-
-        Raises:
-            ActdsError: E014 rows of another width than the probes.
-        """
+        """Take the edges of the bins from scores of the reference; E014 for another width."""
         if sample.shape[1] != self._weights.shape[1]:
             got = f"weights of {self._weights.shape[1]} channels"
             raise ActdsError("E014", "probes", got=got, expected=f"{sample.shape[1]}, as the hook")
@@ -187,14 +177,7 @@ def _spread(sums: GroupSums) -> Floats:
 
 @dataclass(frozen=True)
 class ProbeFile:
-    """Linear probes of a file.
-
-    Args:
-        weights: float64 ``(n_probes, d_model)``.
-        bias: float64 ``(n_probes,)``.
-        names: of the probes; their numbers where the file has none.
-        hook: that they are for; None where the file does not say.
-    """
+    """Linear probes of a file; ``hook`` is None where the file does not say it."""
 
     path: str
     sha256: str
