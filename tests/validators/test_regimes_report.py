@@ -14,8 +14,7 @@ from actds_studies.pages import regimes as report
 from actds_studies.pages import regimes_charts as charts
 from actds_studies.pages.regimes import page
 from actds_studies.regimes.conclusions import MEASURES, about, big, in_words, verdicts
-from actds_studies.regimes.equal_tokens import Numerics
-from actds_studies.regimes.instruments import Moments
+from actds_studies.regimes.instruments import Moments, Numerics
 from actds_studies.regimes.instruments.probes import Probes
 from actds_studies.regimes.instruments.reconstruction import Overlap, Reconstruction
 from actds_studies.regimes.result import Limits, Outcome

@@ -20,9 +20,9 @@ from actds_studies.dictionaries import Dictionary
 from actds_studies.dictionaries.dictionary import Source
 from actds_studies.regimes import inference, run
 from actds_studies.regimes.contrast import Contrast, Layer, Side, plan
-from actds_studies.regimes.equal_tokens import Histogram, Numerics
 from actds_studies.regimes.instruments import (
     Moments,
+    Numerics,
     Remembered,
     central_moments,
     kurtosis,
@@ -629,7 +629,7 @@ def test_the_largest_quantile_of_features_that_differ_is_the_worst_pair() -> Non
 def test_quantiles_of_counts_are_those_of_numpy() -> None:
     values = np.random.default_rng(12).lognormal(-8, 2, 20_000)
     values[:50] = 0
-    histogram = Histogram(2)
+    histogram = run.Histogram(2)
     stratum = np.arange(20_000) % 2
     for start in range(0, 20_000, 6000):
         which = slice(start, min(start + 6000, 20_000))

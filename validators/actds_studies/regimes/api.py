@@ -495,8 +495,7 @@ def _instruments(
     label: str | None,
 ) -> list[AnyInstrument]:
     """Return instruments that nothing else uses: they keep what they learn of a reference."""
-    from actds_studies.regimes.equal_tokens import Numerics
-    from actds_studies.regimes.instruments import Moments, Remembered
+    from actds_studies.regimes.instruments import Moments, Numerics, Remembered
     from actds_studies.regimes.instruments.probes import Probes
     from actds_studies.regimes.instruments.reconstruction import Overlap, Reconstruction
 

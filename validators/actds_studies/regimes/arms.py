@@ -448,15 +448,8 @@ def _repeats(row: Whole, prefix: Keys, once: Bools, way: Keys) -> tuple[Whole, W
 
 def _whole(column: pa.Array, name: str) -> Ints:
     """Return a column as whole numbers, -1 where it is not known; strings as their places."""
-    if name in ("step.kernel_mode", "role", "phase"):
-        words = {"step.kernel_mode": KERNEL_MODES, "role": ROLES, "phase": PHASES}[name]
-        code = {word: n for n, word in enumerate(words)}
-        if isinstance(column, pa.ChunkedArray):
-            column = column.combine_chunks()
-        coded = column.dictionary_encode()
-        known = [code.get(word, -1) for word in coded.dictionary.to_pylist()]
-        indices = coded.indices.fill_null(len(known)).to_numpy(zero_copy_only=False)
-        coded_rows: Ints = np.array([*known, -1], np.int64)[indices]
-        return coded_rows
+    words = {"step.kernel_mode": KERNEL_MODES, "role": ROLES, "phase": PHASES}.get(name)
+    if words is not None:
+        column = pc.index_in(column.cast(pa.string()), pa.array(words))
     numbers: Ints = column.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
     return numbers

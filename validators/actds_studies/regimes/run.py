@@ -1,4 +1,13 @@
-"""One engine for everything: contrasts, instruments and strata, in one pass over each arm."""
+"""One engine for everything: contrasts, instruments and strata, in one pass over each arm.
+
+Pairs of equal tokens have more. Their floor is how far rows lie apart that were computed twice in
+the same way: requests that share a prompt compute its tokens more than once; else canaries of the
+run say it; a contrast with the same harvest made again, in a process of its own, says it of every
+measure. Quantiles of distances are of counts in bins of equal ratio. Forks are pairs after which
+both arms sampled (``--entropy``), and sampled different tokens: greedy answers part where the
+difference of two computations exceeds the margin between the two largest logits; answers that are
+drawn at a temperature part by chance.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +17,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 from typing_extensions import TypeVar
 
 from actds.errors import ActdsError
@@ -17,20 +27,20 @@ from actds_studies.regimes.arms import Arm, ArmRows, described_rows
 from actds_studies.regimes.conclusions import about, answer_of, verdicts
 from actds_studies.regimes.contrast import Contrast, Pairing, contrast
 from actds_studies.regimes.entropies import Entropies
-from actds_studies.regimes.equal_tokens import (
-    PARTING,
-    Histogram,
-    Numerics,
-    beside_contrast,
-    beside_repeats,
-    parting_parts,
-    quantile_lines,
-)
 from actds_studies.regimes.inference import Measure, decide, judge
-from actds_studies.regimes.instruments import ALL_ROWS, SINKS, Instrument, PairInstrument
+from actds_studies.regimes.instruments import (
+    ALL_ROWS,
+    SINKS,
+    Instrument,
+    Numerics,
+    PairInstrument,
+    of_pairs,
+    over,
+)
 from actds_studies.regimes.instruments.probes import Probes
 from actds_studies.regimes.result import (
     ALL,
+    MIN_REQUESTS,
     ArmResult,
     ContrastResult,
     Limits,
@@ -40,9 +50,9 @@ from actds_studies.regimes.result import (
     StudyResult,
     Value,
 )
-from actds_studies.regimes.strata import COUNT, Part, RowReader, Side, Sums, blocks_of
-from actds_validators.arrays import Bools, Floats, Ints, Rows
-from actds_validators.statistics.samples import some_rows
+from actds_studies.regimes.strata import COUNT, Part, RowReader, Side, Stratum, Sums, blocks_of
+from actds_validators.arrays import Bools, Floats, Ints, Rows, Whole
+from actds_validators.statistics.samples import cosine_distance, relative_l2, some_rows
 
 N_SAMPLE = 4096
 MAX_PAIRS = 50_000
@@ -53,6 +63,15 @@ COARSE = (ALL, "decode step")
 """Axes in which sums over every feature are kept."""
 AnyInstrument = Instrument | PairInstrument
 Result = TypeVar("Result", bound=StudyResult, default=Regimes)
+
+
+FORKS = of_pairs(
+    "forks of the sampled token",
+    lambda sums: over(sums["parted"], sums["sampled"]),
+    "share of pairs that both sampled after",
+    "linear",
+)
+"""Share of the pairs after which the arms sampled different tokens; only described."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +265,7 @@ def measure(
         for pair_instrument in double:
             measures = pair_instrument.pair_measures(limits)
             if plan.parted is not None and pair_instrument.name == Numerics.name:
-                measures = [*measures, PARTING]
+                measures = [*measures, FORKS]
             judged += _judged(
                 pair_instrument.name, measures, plan, (of_pairs, of_pairs), limits, hook
             )
@@ -331,7 +350,8 @@ def _pair_pass(
         sums.leave_out(block, fine)
         sums.add(block, [Part(COUNT, np.ones(len(rows)))])
         if parted is not None:
-            sums.add(block, parting_parts(parted[block]))
+            after = {"sampled": parted[block] >= 0, "parted": parted[block] > 0}
+            sums.add(block, (Part(name, known.astype(np.float64)) for name, known in after.items()))
         strata = [np.where(fine, layer.stratum[block], -1) for layer in layers]
         with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
             for instrument in instruments:
@@ -396,4 +416,159 @@ def _left_out(
         "entropy and margin: the model's distribution over the next token is known after "
         f"{' and '.join(shares)}. A harvest with --entropy records it where the model sampled, and "
         f"{more}. Bands of so different rows would not mean the same"
+    ]
+
+
+_MIN_TOKENS = 20
+_OF_PAIRS = ("numerics", "overlap")
+"""Instruments with sizes of pairs of equal tokens: halves of the reference have none."""
+
+
+def beside_repeats(
+    judged: list[Value],
+    arms: tuple[Arm, Arm],
+    plan: Contrast,
+    arrays: tuple[RowReader, RowReader],
+    hook: str,
+) -> list[Value]:
+    """Return values with the floor of numerics over all rows, if 20 tokens were computed twice."""
+    parts: list[tuple[Floats, Floats]] = []
+    for repeats, array in zip(plan.repeats, arrays, strict=True):
+        first, other = (_read(array, repeat) for repeat in repeats)
+        fine = _usable(first) & _usable(other)
+        pairs = first[fine], other[fine]
+        parts.append((relative_l2(*pairs), cosine_distance(*pairs)))
+    words = "tokens that one arm computed twice, in two requests"
+    if sum(len(relative) for relative, _ in parts) < _MIN_TOKENS:
+        parts, words = [], "canaries, tokens computed again in requests replayed alone"
+        for dataset in {id(arm.dataset): arm.dataset for arm in arms}.values():
+            lines = dataset.canary(run=False)
+            same = pc.and_(pc.equal(lines["hook"], hook), pc.equal(lines["verdict"], "same"))
+            lines = lines.filter(same)
+            parts.append((lines["relative_l2"].to_numpy(), 1 - lines["cosine"].to_numpy()))
+    relative, cosine = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    if len(relative) < _MIN_TOKENS:
+        return judged
+    floors = {
+        "equal to the bit": float((relative == 0).mean()),
+        "relative L2": float(relative.mean()),
+        "cosine distance": float(cosine.mean()),
+    }
+    words = f"{len(relative):,} {words}"
+    return [
+        _with_floor(value, floors[value.measure], words)
+        if value.instrument == "numerics" and value.axis == ALL and value.measure in floors
+        else value
+        for value in judged
+    ]
+
+
+def _with_floor(value: Value, floor: float | None, words: str) -> Value:
+    if value.value is None:
+        return value
+    return value.model_copy(update={"floor": floor, "note": f"floor: {words}"})
+
+
+def beside_contrast(results: Sequence[ContrastResult], name: str) -> list[ContrastResult]:
+    """Return results in which sizes of pairs stand beside the same of one of the contrasts.
+
+    E014 where that one is not paired by token.
+    """
+    known: dict[tuple[str, ...], Value] = {}
+    for result in results:
+        if result.name == name and result.pairing != "token":
+            got = f"{name} at {result.hook} is paired by {result.pairing}"
+            expected = "a contrast of the same tokens, as of a replay made twice"
+            raise ActdsError("E014", "floor", got=got, expected=expected)
+        if result.name == name:
+            known |= {_place(value): value for value in result.values}
+    beside = []
+    for result in results:
+        values = [
+            _with_floor(value, known[_place(value)].value, name)
+            if value.instrument in _OF_PAIRS
+            and value.kind in ("size", "described")
+            and _place(value) in known
+            else value
+            for value in result.values
+        ]
+        is_beside = result.name != name and result.pairing == "token"
+        beside.append(result.model_copy(update={"values": values}) if is_beside else result)
+    return beside
+
+
+def _place(value: Value) -> tuple[str, ...]:
+    return value.hook, value.instrument, value.measure, value.axis, value.stratum
+
+
+def _read(array: RowReader, rows: Whole) -> Rows:
+    known, place = np.unique(rows, return_inverse=True)
+    return np.asarray(array[known])[place.reshape(-1)]
+
+
+LOWEST = 1e-12
+"""Distances below count as 0."""
+PER_DECADE = 200
+"""Bins: a quantile is off by 0.6 % of itself at most."""
+_DECADES = 15
+
+
+class Histogram:
+    """Counts of values by stratum."""
+
+    def __init__(self, n_strata: int) -> None:
+        self._n_strata = n_strata
+        self._counts: dict[str, Ints] = {}
+        self._largest: dict[str, Floats] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Return what was counted."""
+        return list(self._counts)
+
+    def add(self, name: str, values: Floats, strata: Sequence[Ints]) -> None:
+        """Count values ``(n,)`` in the strata of each axis ``(n,)``, -1 for none."""
+        n_bins = _DECADES * PER_DECADE + 2
+        if name not in self._counts:
+            self._counts[name] = np.zeros((self._n_strata, n_bins), np.int64)
+            self._largest[name] = np.zeros(self._n_strata)
+        positive = np.maximum(np.nan_to_num(values), LOWEST / 10)
+        place = np.floor(np.log10(positive / LOWEST) * PER_DECADE).astype(np.int64) + 1
+        place = np.clip(place, 0, n_bins - 1)
+        for stratum in strata:
+            present = stratum >= 0
+            np.add.at(self._counts[name], (stratum[present], place[present]), 1)
+            np.maximum.at(self._largest[name], stratum[present], values[present])
+
+    def count(self, name: str, stratum: int) -> int:
+        """Return how many values a stratum has."""
+        return int(self._counts[name][stratum].sum())
+
+    def quantile(self, name: str, stratum: int, share: float) -> float:
+        """Return a quantile; share 1 gives the largest value itself."""
+        largest = float(self._largest[name][stratum])
+        if share >= 1:
+            return largest
+        counts = np.cumsum(self._counts[name][stratum])
+        place = int(np.searchsorted(counts, share * counts[-1], side="left"))
+        if place == 0:
+            return 0.0
+        return min(float(LOWEST * 10 ** ((place - 0.5) / PER_DECADE)), largest)
+
+
+def quantile_lines(histogram: Histogram, strata: Sequence[Stratum], hook: str) -> list[Quantiles]:
+    """Return the quantiles at 50, 90, 99 and 100 % of every stratum of at least eight pairs."""
+    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p100": 1.0}
+    return [
+        Quantiles(
+            hook=hook,
+            axis=stratum.axis,
+            stratum=stratum.name,
+            measure=name,
+            n_pairs=n_pairs,
+            **{p: histogram.quantile(name, n, share) for p, share in shares.items()},
+        )
+        for name in histogram.names
+        for n, stratum in enumerate(strata)
+        if (n_pairs := histogram.count(name, n)) >= MIN_REQUESTS
     ]

@@ -340,7 +340,7 @@ class Sums:
         return Totals(totals, n_rows, n_requests, n_effective, n_tokens)
 
     def _members(self, block: slice) -> tuple[Ints, Ints, Floats, Bools]:
-        """Return of every membership its key of stratum and group, its row, weight, and whether even."""
+        """Return of every membership its key of stratum and group, row, weight and evenness."""
         parts = []
         for layer in self._side.layers:
             stratum = layer.stratum[block]

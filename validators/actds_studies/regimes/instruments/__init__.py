@@ -1,14 +1,15 @@
-"""What an instrument is: what it adds up of each row, and what it makes of the sums; the first one.
+"""What an instrument is: what it adds up of rows or pairs, and makes of the sums; the first two.
 
-That is `Moments`: mean, variance and kurtosis of each channel, and how many values lie far out. The
+`Moments` are mean, variance and kurtosis of each channel, and how many values lie far out. The
 per-dimension Kullback-Leibler divergence is that of two normal distributions: a triage, which says
-where to look, and is not tested.
+where to look, and is not tested. `Numerics` is how far rows of equal tokens lie apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -20,6 +21,7 @@ from actds_studies.regimes.result import Limits
 from actds_studies.regimes.strata import COUNT, GroupSums, Part
 from actds_validators.arrays import Bools, Floats, Ints, Rows
 from actds_validators.statistics.intervals import Scale
+from actds_validators.statistics.samples import cosine_distance, relative_l2
 
 
 class Dictionary(Protocol):
@@ -327,3 +329,72 @@ def normal_divergence(sums: GroupSums, other: GroupSums) -> Floats:
         np.log(base / spread_here) + (spread_here + (mean - centre) ** 2) / base - 1
     )
     return np.asarray(np.maximum(divergence, 0.0))  # what is below is rounding
+
+
+class Numerics:
+    """How far rows of the same token behind the same prefix lie apart.
+
+    A distance is never negative: it is compared with a limit, not with zero. With a dictionary it
+    stands over its error as well, and as the share of features that switch.
+    """
+
+    name = "numerics"
+
+    def __init__(self, dictionary: Dictionary | None = None) -> None:
+        self._dictionary = dictionary
+        self.width = 0
+
+    def pair_parts(self, first: Rows, second: Rows) -> Iterator[Part]:
+        """Yield what is added up of pairs of rows, ``(n, d_model)`` each."""
+        yield Part("equal", (first == second).all(axis=1).astype(np.float64))
+        values = self.pair_values(first, second)
+        yield from (Part(name, distances) for name, distances in values.items())
+        if self._dictionary is None:
+            return
+        features = self._dictionary.encode(first)
+        self.width = features.shape[1]
+        rest = first.astype(np.float64) - self._dictionary.decode(features, first)
+        yield Part("drift", np.square(second.astype(np.float64) - first).sum(axis=1))
+        yield Part("error", np.square(rest).sum(axis=1))
+        active, other = features > 0, self._dictionary.encode(second) > 0
+        yield Part("switched", (active ^ other).sum(axis=1).astype(np.float64))
+        yield Part("active", (active | other).sum(axis=1).astype(np.float64))
+
+    def pair_values(self, first: Rows, second: Rows) -> dict[str, Floats]:
+        """Return relative L2 and cosine distance of pairs, ``(n,)`` each."""
+        return {
+            "relative L2": relative_l2(first, second),
+            "cosine distance": cosine_distance(first, second),
+        }
+
+    def pair_measures(self, limits: Limits) -> list[Measure]:
+        """Return the mean distances and, with a dictionary, what they mean for it."""
+        pairs, limit = "mean over pairs", limits.relative_l2
+        measures = [
+            of_pairs("equal to the bit", partial(mean_of, name="equal"), "share of pairs", "logit"),
+            of_pairs("relative L2", partial(mean_of, name="relative L2"), pairs, "log", limit),
+            of_pairs("cosine distance", partial(mean_of, name="cosine distance"), pairs, "log"),
+        ]
+        if self._dictionary is not None:
+            measures += [
+                of_pairs(
+                    "drift over the dictionary's error",
+                    lambda sums: ratio(sums["drift"], sums["error"]),
+                    "squared distance over squared error",
+                    "log",
+                    limits.drift,
+                ),
+                of_pairs(
+                    "features that switch",
+                    lambda sums: ratio(sums["switched"], sums["active"]),
+                    "share of those active in either row",
+                    "logit",
+                    limits.switched,
+                ),
+            ]
+        return measures
+
+
+def ratio(top: Floats, bottom: Floats) -> Floats:
+    """Return top / bottom, 0 where both are 0 and NaN where only bottom is."""
+    return np.where((bottom == 0) & (top == 0), 0.0, over(top, bottom))
