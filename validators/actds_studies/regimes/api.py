@@ -26,8 +26,7 @@ from actds_studies.dictionaries.places import same_place
 from actds_studies.dictionaries.tensors import refused
 from actds_studies.regimes.arms import Arm
 from actds_studies.regimes.result import DatasetResult, Limits, Regimes, StudyLimits, Used
-from actds_validators.about import began, recorded
-from actds_validators.sections import need_extra, settings_of
+from actds_validators.sections import about, need_extra, recorded, settings_of
 
 if TYPE_CHECKING:
     from actds_studies.dictionaries import Dictionary
@@ -328,18 +327,14 @@ def _shared_hooks(arms: Sequence[Arm], hooks: Sequence[str]) -> list[str]:
 
 
 def _dataset_result(dataset: Dataset, hooks: Sequence[str]) -> DatasetResult:
-    catalog = dataset.catalog
+    head, named = about(dataset.catalog, ""), dataset.catalog.genesis.hooks
     return DatasetResult(
         path=storable(dataset.path),
         digest=dataset.digest,
-        models=list(recorded(catalog, "model.name")),
-        engines=list(recorded(catalog, "engine.name", "engine.version")),
-        hooks=[
-            f"{hook.name} ({hook.d_model:,} × {hook.dtype})"
-            for hook in catalog.genesis.hooks
-            if hook.name in hooks
-        ],
-        started_ns=began(catalog),
+        models=list(head.models),
+        engines=list(head.engines),
+        hooks=[w for w, hook in zip(head.hooks, named, strict=True) if hook.name in hooks],
+        started_ns=head.started_ns,
     )
 
 

@@ -23,8 +23,8 @@ from actds.exchange.containers import read_document, read_header
 from actds.explore.dataset import Dataset
 from actds.format.schema import Hook
 from actds_studies.regimes.arms import Arm, ArmRows, Sampled, read_arm
-from actds_validators.about import recorded
 from actds_validators.arrays import Floats, Ints, Rows, Whole
+from actds_validators.sections import recorded
 
 AGREE = 0.05
 """Nats that computed entropies may differ from recorded ones, median over `N_CHECKED` rows at most:
