@@ -246,14 +246,15 @@ def _names(path: Path, text: str | None, n: int) -> tuple[str, ...]:
         names = None
     if (
         not isinstance(names, list)
-        or not all(isinstance(name, str) and _is_name(name) for name in names)
+        or not all(
+            isinstance(name, str)
+            and 1 <= len(name) <= MAX_NAME
+            and not any("\ud800" <= c <= "\udfff" for c in name)
+            for name in names
+        )
         or len(set(names)) != n
         or len(names) != n
     ):
         expected = f"a JSON list of {n} different names of up to {MAX_NAME} characters"
         raise refused(f"{path} names", text[:80], expected, _NEXT_STEP)
     return tuple(names)
-
-
-def _is_name(text: str) -> bool:
-    return 1 <= len(text) <= MAX_NAME and not any("\ud800" <= c <= "\udfff" for c in text)
