@@ -38,7 +38,7 @@ from actds_testing.synthetic_engine import (
     SyntheticEngine,
     pipeline_for,
 )
-from actds_writers.cli.plan import plan
+from actds_writers.cli import plan
 from actds_writers.config import HarvestSettings, WriterSettings
 from actds_writers.engine_protocol import Workers
 from actds_writers.ipc import ring
@@ -602,7 +602,7 @@ def test_a_measured_disk_is_said_with_those_who_share_it(
 
 
 def test_options_that_follow_are_options_of_write() -> None:
-    from actds_writers.cli.write import write
+    from actds_writers.cli import write
 
     options = write.get_params(click.Context(write))
     known = {name for option in options for name in option.opts}
