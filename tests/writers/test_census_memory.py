@@ -25,7 +25,7 @@ from actds_writers.ipc.messages import (
     StepLost,
     StepScheduled,
 )
-from actds_writers.sizing.needs import census_nbytes
+from actds_writers.sizing import census_nbytes
 
 PROMPT_LEN, N_BLOCKS = 20, 2
 

@@ -28,7 +28,7 @@ from actds_writers.harvest.probe_cost import (
     fit,
     log_bars,
 )
-from actds_writers.sizing.weights import Attention, ProbeArithmetic, Weights, read_weights
+from actds_writers.harvest.weights import Attention, ProbeArithmetic, Weights, read_weights
 
 Shapes = dict[str, tuple[int, ...]]
 

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
     from pydantic import BaseModel
 
+    from actds_writers.harvest.plan import Profile
     from actds_writers.harvest.recover import RecoverResult, RunFound
     from actds_writers.harvest.result import HarvestResult
-    from actds_writers.sizing.needs import Profile
 
 
 def _model(name: str) -> Callable[[], type[BaseModel]]:
-    return lambda: getattr(import_module("actds_writers.config"), name)  # type: ignore[no-any-return]
+    return lambda: getattr(import_module("actds_writers.config"), name)
 
 
 def _renamed(ctx: click.Context, param: click.Parameter, value: str | None) -> None:

@@ -29,7 +29,7 @@ from actds_writers.monitor.progress import Snapshot, take_snapshot
 from actds_writers.prompts.encoding import Encoded
 from actds_writers.prompts.roles import sampled_labels
 from actds_writers.roles import packed
-from actds_writers.sizing.machine import usual_threads
+from actds_writers.sizing import usual_threads
 
 CONNECT_TIMEOUT_S = 30.0
 DRAIN_TIMEOUT_S = 300.0

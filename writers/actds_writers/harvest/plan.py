@@ -7,43 +7,50 @@ import json
 import math
 import shlex
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import pyarrow.compute as pc
+
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
-from actds.store import open_store
+from actds.format.arrays import DTYPES
+from actds.format.tables import is_served
+from actds.store import Store, open_store
 from actds.text import counted, format_nbytes, format_seconds
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import MIB, PlanSettings, keywords_of
 from actds_writers.engine_protocol import find_engine
-from actds_writers.harvest.stress import StressResult, stress
+from actds_writers.harvest.machine import (
+    DEFAULTS,
+    DiskRates,
+    StressResult,
+    measure,
+    rates_of,
+    shared_with,
+    stress,
+)
 from actds_writers.ipc.messages import HookSpec
 from actds_writers.model_folder import computed_dtype, model_config
 from actds_writers.policies import POLICIES
-from actds_writers.sizing.machine import (
-    DEFAULTS,
-    Capacity,
-    DiskRates,
-    Machine,
-    capacity,
-    machine,
-    measure,
-    shared_with,
-    usual_threads,
-)
-from actds_writers.sizing.needs import (
+from actds_writers.sizing import (
     LANE_NBYTES,
     MEASURED,
     Burst,
+    Capacity,
     Geometry,
     Load,
     Overhead,
-    Profile,
+    Rate,
     Sizes,
+    Windows,
+    capacity,
     census_nbytes,
-    read_profile,
     rows_per_shard,
     staged_steps,
+    usual_threads,
+    windows,
 )
 
 LABEL = 9
@@ -57,6 +64,83 @@ USUAL_LOAD = {
 }
 
 
+WINDOWS_S = (1.0, 10.0)
+FEW_WINDOWS = 20
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Load and bytes of an earlier harvest.
+
+    Args:
+        is_short: whether there are too few windows for a 99th percentile.
+    """
+
+    windows: tuple[Windows, ...]
+    load: Load
+    overhead: Overhead
+    is_short: bool
+
+
+def read_profile(store: Store) -> Profile:
+    """Return the profile of a dataset."""
+    catalog = Catalog.read(store)
+    steps = [catalog.table("steps", run) for run in catalog.run_ids]
+    series = [(s["t_ns"].to_numpy(), s["batch_tokens"].to_numpy()) for s in steps]
+    lengths = tuple(w for seconds in WINDOWS_S if (w := windows(series, seconds)) is not None)
+    if not lengths or not catalog.shards:
+        raise ActdsError(
+            "E009",
+            f"profile {store.uri}",
+            got=f"{sum(s.num_rows for s in steps)} steps in less than two seconds, or no shard",
+            expected="a harvest of at least a few seconds",
+            next_step="Give prefill_rate, decode_rate and bursts instead.",
+        )
+    prefill = sum(int(s["prefill_tokens"].to_numpy().sum()) for s in steps)
+    decode = sum(int(s["decode_tokens"].to_numpy().sum()) for s in steps)
+    n_steps = sum(s.num_rows for s in steps)
+    requests = [catalog.table("requests", run) for run in catalog.run_ids]
+    n_served = sum(pc.sum(is_served(table)).as_py() or 0 for table in requests)
+    total, mean = prefill + decode, lengths[0].mean
+    return Profile(
+        windows=lengths,
+        load=Load(
+            prefill=mean * prefill / total,
+            decode=mean * decode / total,
+            tokens_per_request=total / max(1, n_served),
+            tokens_per_step=total / n_steps,
+            bursts=tuple(w.burst for w in lengths),
+        ),
+        overhead=overhead_of(catalog, store, sum(table.num_rows for table in requests), n_steps),
+        is_short=lengths[0].n < FEW_WINDOWS,
+    )
+
+
+def overhead_of(catalog: Catalog, store: Store, n_requests: int, n_steps: int) -> Overhead:
+    hooks = {hook.name: hook for hook in catalog.genesis.hooks}
+    sizes = {hook: h.d_model * DTYPES[h.dtype].itemsize for hook, h in hooks.items()}
+    n_rows = sum(shard.n_rows for shard in catalog.shards)
+    rows = sum(shard.n_rows * sizes[hook] for shard in catalog.shards for hook in shard.hooks)
+    frames = _nbytes(catalog, lambda path: path.endswith("/c/0/0"))
+    tokens = _nbytes(catalog, lambda path: path == "tokens.parquet")
+    parts: dict[str, int] = {}
+    for (_run, table), bodies in catalog.parts.items():
+        parts[table] = parts.get(table, 0) + sum(body.file.nbytes for body in bodies)
+    requests = parts.get("requests", 0) + parts.get("spans", 0)
+    return replace(
+        MEASURED,
+        ratio=rows / max(1, frames),
+        token=tokens / max(1, n_rows),
+        request=requests / max(1, n_requests),
+        step=parts.get("steps", 0) / max(1, n_steps),
+        source=f"measured: {n_rows:,} rows of {store.uri}",
+    )
+
+
+def _nbytes(catalog: Catalog, wanted: Callable[[str], bool]) -> int:
+    return sum(e.nbytes for shard in catalog.shards for e in shard.files if wanted(e.path))
+
+
 @dataclass(frozen=True)
 class PlanResult:
     """What a harvest needs.
@@ -68,7 +152,7 @@ class PlanResult:
 
     settings: PlanSettings
     capacity: Capacity
-    machine: Machine
+    rates: dict[str, Rate]
     measured: dict[str, float]
     overhead: Overhead
     profile: Profile | None
@@ -101,7 +185,7 @@ class PlanResult:
         g, load = needs.geometry, needs.load
         bursts = ", ".join(f"{b.factor:.3g}x for {b.seconds:g} s" for b in load.bursts) or "none"
         rates = ", ".join(
-            f"{name} {rate.gbps:.3g} ({rate.origin})" for name, rate in self.machine.rates.items()
+            f"{name} {rate.gbps:.3g} ({rate.origin})" for name, rate in self.rates.items()
         )
         rates = f"{rates} GB/s"
         parts = f"{load.prefill:,.0f} prefill + {load.decode:,.0f} decode"
@@ -167,7 +251,7 @@ class PlanResult:
         return lines
 
     def as_json(self) -> dict[str, Any]:
-        needs, machine, overhead = self.capacity, self.machine, self.overhead
+        needs, overhead = self.capacity, self.overhead
         n_tokens = self.settings.tokens
         memory = needs.memory
         return {
@@ -188,13 +272,13 @@ class PlanResult:
                 }
                 for stage in needs.stages
             ],
-            "rates": {name: asdict(rate) for name, rate in machine.rates.items()},
+            "rates": {name: asdict(rate) for name, rate in self.rates.items()},
             "measured_disk": None if self.disk is None else asdict(self.disk),
             "shares_drive_with": list(self.shared),
             "stress": None
             if self.stress is None
             else {**asdict(self.stress), "tokens_per_s": self.stress.tokens_per_s},
-            "n_threads": machine.n_threads,
+            "n_threads": needs.sizes.n_threads,
             "bottleneck": needs.bottleneck.name,
             "fits_mean": needs.fits,
             "fits_burst": needs.fits_burst,
@@ -297,7 +381,7 @@ def plan(**settings: Any) -> PlanResult:
         measured, disk = measure(inputs.measure, inputs.measure_seconds)
         shared = tuple(shared_with(inputs.measure))
     given = {name: getattr(inputs, f"{name}_gbps") for name in DEFAULTS}
-    rates = machine(given, measured, sizes.n_threads)
+    rates = rates_of(given, measured)
     needs = capacity(
         geometry,
         sizes,
@@ -308,22 +392,7 @@ def plan(**settings: Any) -> PlanResult:
         parts=[Geometry.of(of_stage, inputs.readouts) for _, _, of_stage in stages],
         n_replicas=n_replicas,
     )
-    stressed = None
-    if inputs.stress is not None:
-        if inputs.model is None:
-            raise ActdsError(
-                "E009", "stress", got="no model", expected="the model that is to be harvested"
-            )
-        stressed = stress(
-            inputs.stress,
-            inputs.model,
-            inputs.hooks,
-            needs.sizes,
-            seconds=inputs.stress_seconds,
-            engine=inputs.engine,
-            engine_args=inputs.engine_args,
-            readouts=inputs.readouts > 0,
-        )
+    stressed = None if inputs.stress is None else stress(inputs, needs.sizes)
     places = tuple((number, layers) for number, layers, _ in stages)
     return PlanResult(
         inputs, needs, rates, measured, overhead, profile, disk, shared, stressed, places

@@ -47,7 +47,7 @@ from actds_writers.prompts.roles import ThinkingMarks
 from actds_writers.provenance import capture_facts, in_words, model_facts, observed
 from actds_writers.roles import LETTERS, UNKNOWN, packed
 from actds_writers.shards.assembly import SpecialTokens
-from actds_writers.sizing.needs import Geometry, rows_per_shard
+from actds_writers.sizing import Geometry, rows_per_shard
 
 NO_ROLES = "a request without roles in the source"
 

@@ -21,10 +21,10 @@ from actds.text import counted, format_nbytes
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import MIB, ProbeSettings, keywords_of
 from actds_writers.engine_protocol import EngineKind, find_engine
+from actds_writers.harvest.weights import Attention, ProbeArithmetic, read_weights
 from actds_writers.ipc.messages import HookSpec
 from actds_writers.model_folder import computed_dtype, model_config
-from actds_writers.sizing.needs import Geometry, Sizes, memory_bound
-from actds_writers.sizing.weights import Attention, ProbeArithmetic, read_weights
+from actds_writers.sizing import Geometry, Sizes, memory_bound
 
 Way = Literal["none", "again", "packed", "naive"]
 """``none``: the engine alone. ``again``: the same, once more, which shows what noise is.

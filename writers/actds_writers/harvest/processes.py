@@ -33,7 +33,7 @@ from actds_writers.ipc.messages import (
     WriterProgress,
 )
 from actds_writers.ipc.ring import require_room
-from actds_writers.sizing.needs import LANE_NBYTES
+from actds_writers.sizing import LANE_NBYTES
 
 
 class Detached:
