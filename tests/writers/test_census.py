@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from actds_writers.census.census import Census
-from actds_writers.census.journal import from_line, to_line
+from actds_writers.census.process import from_line, to_line
 from actds_writers.ipc.messages import (
     ClientFacts,
     PromptFact,

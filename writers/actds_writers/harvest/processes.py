@@ -146,7 +146,7 @@ class Pipeline:
         dataset = None if writer.resume or writer.may_join else writer.dataset
         census = CensusSettings(settings.out, writer.run, writer.software, dataset)
         self.processes = {
-            "census": self._start("census_process", census, lock),
+            "census": self._start("census.process", census, lock),
             "writer": self._start("writer_process", writer, lock),
         }
         self._connections: dict[str, Connection] = {}

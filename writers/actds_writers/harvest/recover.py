@@ -23,7 +23,7 @@ from actds.store import TEMPORARY, Store, layout, local_folder, open_for_writing
 from actds.store.local import LocalStore, lock_dataset
 from actds.version import __version__
 from actds_writers.census.census import Census
-from actds_writers.census.journal import (
+from actds_writers.census.process import (
     LOST_REASON,
     RESERVE,
     WriterEnd,
