@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -265,9 +267,6 @@ def rows_per_shard(row_nbytes: int) -> int:
     return rows
 
 
-# disk -----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Overhead:
     """Bytes on disk other than rows, and how well rows compress.
@@ -342,14 +341,6 @@ def stored_nbytes_per_token(
     }
 
 
-# queues ---------------------------------------------------------------------------------------
-
-
-def _arrivals(load: Load, burst: Burst, seconds: float) -> float:
-    high = load.mean * burst.factor
-    return high * min(seconds, burst.seconds) + load.mean * max(0.0, seconds - burst.seconds)
-
-
 def peak_queue(load: Load, service: float, stall_s: float = 0.0) -> float:
     """Return the peak of the queue in tokens, infinite when the mean load is too much.
 
@@ -365,7 +356,8 @@ def peak_queue(load: Load, service: float, stall_s: float = 0.0) -> float:
         queue, now = 0.0, 0.0
         for until in sorted({stall_s, burst.seconds}):
             served = service * max(0.0, until - max(now, stall_s))
-            arrived = _arrivals(load, burst, until) - _arrivals(load, burst, now)
+            extra = (burst.factor - 1) * (min(until, burst.seconds) - min(now, burst.seconds))
+            arrived = load.mean * (until - now + extra)
             queue = max(0.0, queue + arrived - served)
             peak, now = max(peak, queue), max(now, until)
     return peak
@@ -432,14 +424,8 @@ def windows(runs: Iterable[tuple[npt.ArrayLike, npt.ArrayLike]], seconds: float)
     if len(of_windows) < 2 or not of_windows.sum():
         return None
     p50, p99 = np.quantile(of_windows, (0.5, 0.99))
-    return Windows(
-        seconds,
-        len(of_windows),
-        float(of_windows.mean()),
-        float(p50),
-        float(p99),
-        float(of_windows.max()),
-    )
+    figures = of_windows.mean(), p50, p99, of_windows.max()
+    return Windows(seconds, len(of_windows), *map(float, figures))
 
 
 GB = 1e9
@@ -456,6 +442,21 @@ class Rate:
 
 def usual_threads() -> int:
     return max(1, (os.cpu_count() or 2) // 2)
+
+
+def free_nbytes() -> int:
+    """Return the main memory that processes can still take, here and in their control group."""
+    free = 0
+    with suppress(OSError, ValueError, IndexError):
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                free = int(line.split()[1]) * 1024
+    with suppress(OSError, ValueError):
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        free = min(free, max(int(limit) - used, 0)) if limit != "max" else free
+    return free
 
 
 RING_HEADROOM = 1.25

@@ -87,7 +87,7 @@ def measure_disk(folder: Path, seconds: float, nbytes: int) -> DiskRates:
     data = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8).data
     kept: deque[str] = deque()
     numbers = itertools.count()
-    with _removed_after(folder, ".actds-measure-") as place:
+    with _temporary(folder, "measure") as place:
         store = open_store(place)
         room = max(1, int(shutil.disk_usage(place).free * KEPT_SHARE) // nbytes)
 
@@ -364,11 +364,11 @@ def stress(inputs: PlanSettings, sizes: Sizes) -> StressResult:
         expected = "the model that is to be harvested"
         raise ActdsError("E009", "stress", got="no model", expected=expected)
     _require_folder(folder, "stress")
-    with _removed_after(folder, ".actds-stress-") as place:
-        prompt = place / "prompt.txt"
+    with _temporary(folder, "stress") as place:
+        prompt = Path(place) / "prompt.txt"
         prompt.write_text("stress\n", encoding="utf-8")
         settings = WriteSettings(
-            out=str(place / "acts"),
+            out=f"{place}/acts",
             model=inputs.model,
             prompts=str(prompt),
             hooks=inputs.hooks,
@@ -396,13 +396,10 @@ def _require_folder(folder: Path, place: str) -> None:
         raise ActdsError("E009", place, got=got, expected=expected)
 
 
-@contextmanager
-def _removed_after(folder: Path, prefix: str) -> Iterator[Path]:
-    place = Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
-    try:
-        yield place
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+def _temporary(folder: Path, what: str) -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(
+        prefix=f".actds-{what}-", dir=folder, ignore_cleanup_errors=True
+    )
 
 
 def _with_step(engine: str, given: dict[str, Any], max_step_rows: int) -> dict[str, Any]:
