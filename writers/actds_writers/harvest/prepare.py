@@ -12,7 +12,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,12 +26,14 @@ from actds.format.readouts import NONE
 from actds.format.schema import RunRecord
 from actds.store import layout, local_folder, open_for_writing, open_store, refuse_within_dataset
 from actds.store.local import lock_dataset
+from actds.text import counted
 from actds_writers.capture.hooks import hook_specs, parse_hooks, plan_readouts
 from actds_writers.config import WriteSettings
 from actds_writers.engine_protocol import EngineOptions
 from actds_writers.harvest.recover import recover_runs, require_accounted
 from actds_writers.ipc.messages import Fact, PromptFact, Replayed
 from actds_writers.model_folder import ModelFiles, generation_eos, model_config
+from actds_writers.monitor.progress import Snapshot
 from actds_writers.prompts.encoding import (
     Continuation,
     Encoded,
@@ -439,3 +441,62 @@ def _compare_run(record: RunRecord, declared: dict[str, bool | int | str | None]
             raise ActdsError(
                 "E010", name, got=repr(declared[name]), expected=f"{before!r} as in {record.run}"
             )
+
+
+def without_finished(plan: Plan, done: set[Identity]) -> Plan:
+    client = tuple(prompt for prompt in plan.client if identity(prompt) not in done)
+    keys = {prompt.key for prompt in client}
+    encoded = tuple(e for e in plan.encoded if request_key(e.prompt.index) in keys)
+    return replace(plan, encoded=encoded, client=client)
+
+
+def say_second_bos(plan: Plan, say: Callable[[str], None]) -> None:
+    n = next((fact.value for fact in plan.facts if fact.name == SECOND_BOS), None)
+    if n:
+        say(
+            f"{counted(int(n), 'prompt')} of {len(plan.encoded):,} begin with BOS twice: the text "
+            "has one, and the tokenizer adds one. Give chats as messages, or token ids."
+        )
+
+
+def is_servable(plan: Plan) -> bool:
+    return any(encoded.skip is None for encoded in plan.encoded)
+
+
+def require_prompt(settings: WriteSettings, plan: Plan) -> None:
+    if is_servable(plan):
+        return
+    skips = [prompt.skip for prompt in plan.client if prompt.skip]
+    raise ActdsError(
+        "E006",
+        settings.prompts,
+        got=f"{len(skips)} prompts, all skipped; the first: {skips[0] if skips else 'none'}",
+        expected="at least one prompt that fits the model",
+    )
+
+
+def check_out(settings: WriteSettings) -> None:
+    if settings.resume and not has_dataset(settings.out):
+        raise ActdsError(
+            "E010",
+            settings.out,
+            got="no dataset",
+            expected="a dataset to resume",
+            next_step="To write a new dataset, leave out resume=True.",
+        )
+    if not settings.resume and is_taken(settings.out):
+        raise ActdsError(
+            "E008",
+            settings.out,
+            got="it exists",
+            expected="a new path",
+            next_step="Choose a new path, or continue with resume=True.",
+        )
+
+
+def check_metrics(settings: WriteSettings) -> None:
+    if settings.metrics_port is not None:
+        from actds_writers.monitor.metrics import serve_metrics
+
+        idle = Snapshot(elapsed_s=0.0, requests_done=0, requests_total=0)
+        serve_metrics(settings.metrics_host, settings.metrics_port, lambda: idle).close()
