@@ -24,7 +24,7 @@ from actds_testing import harvest as h
 from actds_testing.synthetic import make_dataset
 from actds_testing.tiny import make_random_model
 from actds_validators.validate.validation import validate
-from actds_writers.harvest import compare
+from actds_writers.harvest import canary as compare
 from actds_writers.harvest.canary import Share
 from actds_writers.harvest.result import HarvestResult, Observer
 

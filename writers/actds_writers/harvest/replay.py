@@ -29,7 +29,7 @@ from actds.text import counted
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import ReplaySettings, WriteSettings, keywords_of
 from actds_writers.engine_protocol import OPTION, EngineOptions, find_engine
-from actds_writers.harvest.compare import compare, pairs_of
+from actds_writers.harvest.canary import compare, pairs_of
 from actds_writers.harvest.prepare import Served, as_requests, files_facts, roles_field
 from actds_writers.harvest.result import HarvestResult, Observer
 from actds_writers.harvest.run import harvest

@@ -10,12 +10,11 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import TYPE_CHECKING, TextIO
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from actds.dataset.info import HookValues, values_in_words
 from actds.format.schema import RowCounts
@@ -165,84 +164,39 @@ def _age_s(then_ns: int | None, now_ns: int) -> float | None:
     return None if then_ns is None else max(0.0, (now_ns - then_ns) / 1e9)
 
 
-def summed(snapshots: Sequence[Snapshot]) -> Snapshot:
-    """Return the counters of several engines that run side by side, at least one."""
-    first, n = snapshots[0], len(snapshots)
-    if n == 1:
-        return first
-    names = ("requests_done", *_CENSUS_COUNTS, "rows", "backlog_nbytes")
-    dropped: Counter[str] = Counter()
-    for snapshot in snapshots:
-        dropped.update(snapshot.dropped)
-    staging, ring, pool = (
-        _stages([snapshot.stages[i] for snapshot in snapshots]) for i in range(3)
-    )
-    lanes = [snapshot.lane for snapshot in snapshots if snapshot.lane is not None]
-    totals = [
-        snapshot.requests_total for snapshot in snapshots if snapshot.requests_total is not None
-    ]
-    return replace(
-        first,
-        elapsed_s=max(snapshot.elapsed_s for snapshot in snapshots),
-        requests_total=sum(totals) if len(totals) == n else None,
-        row_nbytes=max(snapshot.row_nbytes for snapshot in snapshots),
-        dropped=dict(dropped),
-        stages=(staging, ring, pool),
-        lane=_stages(lanes) if lanes else None,
-        commits=_commits_of([snapshot.commits for snapshot in snapshots]),
-        memory_nbytes=_sum_of([snapshot.memory_nbytes for snapshot in snapshots]),
-        last_commit_age_s=min(
-            (
-                snapshot.last_commit_age_s
-                for snapshot in snapshots
-                if snapshot.last_commit_age_s is not None
-            ),
-            default=None,
-        ),
-        writer_silent_s=max(
-            (
-                snapshot.writer_silent_s
-                for snapshot in snapshots
-                if snapshot.writer_silent_s is not None
-            ),
-            default=None,
-        ),
-        **{name: sum(getattr(snapshot, name) for snapshot in snapshots) for name in names},
-    )
+_LARGEST = {"elapsed_s", "row_nbytes", "writer_silent_s", "fill", "p50_s", "p99_s", "last_ns"}
+_OF_FIRST = {"name", "cast"}
+S = TypeVar("S", Snapshot, Stage, CommitTotals)
 
 
-def _stages(stages: Sequence[Stage]) -> Stage:
-    return Stage(
-        name=stages[0].name,
-        nbytes=sum(stage.nbytes for stage in stages),
-        depth=_sum_of([stage.depth for stage in stages]),
-        capacity=_sum_of([stage.capacity for stage in stages]),
-        fill=max((stage.fill for stage in stages if stage.fill is not None), default=None),
-        n_stalls=sum(stage.n_stalls for stage in stages),
-        stall_s=sum(stage.stall_s for stage in stages),
-    )
+def summed(parts: Sequence[S]) -> S:
+    """Return the counters of several engines that run side by side, at least one.
+
+    Of quantiles, ages and fills the largest, of the time since a commit the smallest.
+    """
+    values = {f.name: [getattr(part, f.name) for part in parts] for f in fields(parts[0])}
+    return replace(parts[0], **{name: _joined(name, of_each) for name, of_each in values.items()})
 
 
-def _commits_of(commits: Sequence[CommitTotals]) -> CommitTotals:
-    """Return the commits of several writers; of their quantiles the largest."""
-    names = ("n_shards", "n_raw_shards", "n_rows", "nbytes_in", "nbytes_out", "seconds")
-    buckets = [commit.buckets for commit in commits if commit.buckets]
-    return replace(
-        commits[0],
-        buckets=tuple(map(sum, zip(*buckets, strict=True))),
-        p50_s=max((commit.p50_s for commit in commits if commit.p50_s is not None), default=None),
-        p99_s=max((commit.p99_s for commit in commits if commit.p99_s is not None), default=None),
-        last_ns=max(
-            (commit.last_ns for commit in commits if commit.last_ns is not None), default=None
-        ),
-        values=RowCounts.by_hook(commit.values for commit in commits),
-        **{name: sum(getattr(commit, name) for commit in commits) for name in names},
-    )
-
-
-def _sum_of(values: Sequence[int | None]) -> int | None:
+def _joined(name: str, values: list[Any]) -> Any:
     known = [value for value in values if value is not None]
-    return sum(known) if known else None
+    if name in _OF_FIRST:
+        return values[0]
+    if not known or (name == "requests_total" and len(known) < len(values)):
+        return None
+    if name == "last_commit_age_s":
+        return min(known)
+    if name in _LARGEST:
+        return max(known)
+    if name == "values":
+        return RowCounts.by_hook(known)
+    if name == "dropped":
+        return {why: sum(n.get(why, 0) for n in known) for why in dict.fromkeys(chain(*known))}
+    if name == "stages":
+        return tuple(map(summed, zip(*known, strict=True)))
+    if name == "buckets":
+        return tuple(map(sum, zip(*filter(None, known), strict=True)))
+    return summed(known) if is_dataclass(known[0]) else sum(known)
 
 
 WIDTH = 79

@@ -36,7 +36,7 @@ from actds_writers.ipc.messages import (
     WorkerHello,
 )
 from actds_writers.ipc.ring import QueuePage, RowLayout
-from actds_writers.monitor.meters import DiskMeter, Meters
+from actds_writers.monitor.metrics import DiskMeter, Meters
 from actds_writers.shards.assembly import Assembly, ShardBuffer
 from actds_writers.shards.committer import CommitPlan, Committer
 from actds_writers.shards.logs import DropLog, LaneReader, ReadoutLog, TableLog
