@@ -9,7 +9,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.compute as pc
 
@@ -52,6 +52,9 @@ from actds_writers.sizing import (
     usual_threads,
     windows,
 )
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 LABEL = 9
 FOLD = 76
@@ -251,33 +254,46 @@ class PlanResult:
         return lines
 
     def as_json(self) -> dict[str, Any]:
-        needs, overhead = self.capacity, self.overhead
-        n_tokens = self.settings.tokens
-        memory = needs.memory
+        needs, n_tokens, memory = self.capacity, self.settings.tokens, self.capacity.memory
+        load, overhead = needs.load, self.overhead
+        stages = [
+            {
+                "name": stage.name,
+                "nbytes_per_token": stage.nbytes_per_token,
+                "mean_gbps": stage.gbps(load.mean),
+                "burst_gbps": stage.gbps(load.peak),
+                "max_tokens_per_s": _finite(stage.max_tokens),
+                "rate": stage.origin,
+            }
+            for stage in needs.stages
+        ]
+        pipeline = [
+            {
+                "stage": number,
+                "layers": [layers.start, layers.stop],
+                "n_hooks": part.n_hooks,
+                "row_nbytes": part.row_nbytes,
+                "staging_nbytes": bound.staging,
+                "device_nbytes": bound.device_nbytes,
+                "ring_nbytes": bound.ring,
+                "shared_nbytes": bound.shared_nbytes,
+            }
+            for (number, layers), part, bound in zip(
+                self.stages, needs.parts, needs.by_stage, strict=True
+            )
+        ]
+        stalls = [
+            {name: _finite(value) for name, value in asdict(stall).items()}
+            for stall in needs.stalls
+        ]
         return {
-            "geometry": {
-                **asdict(needs.geometry),
-                "n_hooks": needs.geometry.n_hooks,
-                "row_nbytes": needs.geometry.row_nbytes,
-            },
-            "load": {**asdict(needs.load), "mean": needs.load.mean, "peak": needs.load.peak},
-            "stages": [
-                {
-                    "name": stage.name,
-                    "nbytes_per_token": stage.nbytes_per_token,
-                    "mean_gbps": stage.gbps(needs.load.mean),
-                    "burst_gbps": stage.gbps(needs.load.peak),
-                    "max_tokens_per_s": _finite(stage.max_tokens),
-                    "rate": stage.origin,
-                }
-                for stage in needs.stages
-            ],
+            "geometry": _with(needs.geometry, "n_hooks", "row_nbytes"),
+            "load": _with(load, "mean", "peak"),
+            "stages": stages,
             "rates": {name: asdict(rate) for name, rate in self.rates.items()},
-            "measured_disk": None if self.disk is None else asdict(self.disk),
+            "measured_disk": self.disk and asdict(self.disk),
             "shares_drive_with": list(self.shared),
-            "stress": None
-            if self.stress is None
-            else {**asdict(self.stress), "tokens_per_s": self.stress.tokens_per_s},
+            "stress": self.stress and _with(self.stress, "tokens_per_s"),
             "n_threads": needs.sizes.n_threads,
             "bottleneck": needs.bottleneck.name,
             "fits_mean": needs.fits,
@@ -298,36 +314,22 @@ class PlanResult:
                 "stall_s": needs.stall_s,
             },
             "memory": {
-                **asdict(memory),
-                **{name: getattr(memory, name) for name in _MEMORY_SUMS},
-                "census_nbytes": _census_nbytes(needs.load, n_tokens),
+                **_with(memory, *_MEMORY_SUMS),
+                "census_nbytes": _census_nbytes(load, n_tokens),
             },
             "engines": {
                 "n": needs.n_replicas,
                 "in_flight": needs.sizes.in_flight,
                 "nbytes": needs.n_replicas * memory.nbytes,
-                "stages": [
-                    {
-                        "stage": number,
-                        "layers": [layers.start, layers.stop],
-                        "n_hooks": part.n_hooks,
-                        "row_nbytes": part.row_nbytes,
-                        "staging_nbytes": bound.staging,
-                        "device_nbytes": bound.device_nbytes,
-                        "ring_nbytes": bound.ring,
-                        "shared_nbytes": bound.shared_nbytes,
-                    }
-                    for (number, layers), part, bound in zip(
-                        self.stages, needs.parts, needs.by_stage, strict=True
-                    )
-                ],
+                "stages": pipeline,
             },
-            "stalls": [
-                {name: _finite(value) for name, value in asdict(stall).items()}
-                for stall in needs.stalls
-            ],
+            "stalls": stalls,
             "options": self.command,
         }
+
+
+def _with(facts: DataclassInstance, *properties: str) -> dict[str, Any]:
+    return {**asdict(facts), **{name: getattr(facts, name) for name in properties}}
 
 
 _MEMORY_SUMS = ("device_nbytes", "shared_nbytes", "pinned_nbytes", "writer_nbytes", "nbytes")

@@ -212,10 +212,12 @@ def serve_prompts(settings: WriteSettings, engine: EngineOptions, limit: int) ->
         prompts.prompts, tokenizer, limit, settings.max_tokens, on_broken, continuation
     )
     template = chat_template_sha256(prompts.prompts, tokenizer)
+    broken = [Encoded(skip, [], 0, skip.broken) for skip in prompts.skips]
+    client = [_prompt_fact(e) for e in sorted([*encoded, *broken], key=lambda e: e.prompt.row)]
     return Served(
         tokenizer,
         encoded,
-        _client(prompts, encoded),
+        client,
         (
             *_prompt_facts(prompts, encoded),
             observed(SECOND_BOS, n_second_bos(encoded, tokenizer.bos_token_id)),
@@ -240,25 +242,18 @@ def request_key(index: int) -> str:
     return f"p{index}"
 
 
-def _client(prompts: PromptSet, encoded: list[Encoded]) -> tuple[PromptFact, ...]:
-    served = [
-        PromptFact(
-            request_key(e.prompt.index),
-            e.prompt.external_id,
-            e.prompt.source,
-            e.prompt.row,
-            e.skip,
-            e.roles,
-            prompt_len=len(e.token_ids),
-            labels=e.prompt.labels,
-        )
-        for e in encoded
-    ]
-    broken = [
-        PromptFact(request_key(s.index), s.external_id, s.source, s.row, s.reason, labels=s.labels)
-        for s in prompts.skips
-    ]
-    return tuple(sorted([*served, *broken], key=lambda prompt: prompt.source_row or 0))
+def _prompt_fact(encoded: Encoded) -> PromptFact:
+    prompt = encoded.prompt
+    return PromptFact(
+        request_key(prompt.index),
+        prompt.external_id,
+        prompt.source,
+        prompt.row,
+        encoded.skip,
+        encoded.roles,
+        prompt_len=len(encoded.token_ids),
+        labels=prompt.labels,
+    )
 
 
 def _serving_facts(settings: WriteSettings, engine: EngineOptions) -> list[Fact]:

@@ -167,17 +167,21 @@ class Totals:
         return computed
 
 
-_ADDED = (
-    "scheduled",
+OF_CENSUS = (
     "recomputed",
     "captured",
     "cache_ref",
     "dropped",
     "aborted",
-    "aborted_uncomputed",
     "filtered",
     "undelivered",
     "rejected",
+)
+"""Totals that the census of a run counts, by their names in it."""
+_ADDED = (
+    *OF_CENSUS,
+    "scheduled",
+    "aborted_uncomputed",
     "skipped_tokens",
     "n_shards",
     "row_nbytes",

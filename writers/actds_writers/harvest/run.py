@@ -54,7 +54,7 @@ from actds_writers.harvest.prepare import (
     without_finished,
 )
 from actds_writers.harvest.recover import recover_runs, require_accounted
-from actds_writers.harvest.result import HarvestResult, Observer, Totals
+from actds_writers.harvest.result import OF_CENSUS, HarvestResult, Observer, Totals
 from actds_writers.monitor.progress import Snapshot, summed
 
 MODULE = "actds_writers.harvest.run"
@@ -510,6 +510,7 @@ def _totals_of(
     reasons = requests["finish_reason"].value_counts().to_pylist()
     skipped = requests.filter(pc.equal(requests["finish_reason"], "skipped"))
     census = ended["census"]
+    counts: dict[str, Any] = {name: census[name] for name in OF_CENSUS}
     spans = catalog.table("spans", run)
     never = pc.and_(pc.equal(spans["disposition"], "aborted"), pc.is_null(spans["step"]))
     owed = spans.filter(never)
@@ -518,14 +519,7 @@ def _totals_of(
         elapsed_s=0.0,
         requests={row["values"]: row["counts"] for row in reasons},
         scheduled=census["scheduled_tokens"],
-        recomputed=census["recomputed"],
-        captured=census["captured"],
-        cache_ref=census["cache_ref"],
-        dropped=census["dropped"],
-        aborted=census["aborted"],
-        filtered=census["filtered"],
-        undelivered=census["undelivered"],
-        rejected=census["rejected"],
+        **counts,
         aborted_uncomputed=pc.sum(pc.subtract(owed["stop"], owed["start"])).as_py() or 0,
         skipped_tokens=pc.sum(skipped["prompt_len"]).as_py() or 0,
         unresolved=0,

@@ -45,6 +45,7 @@ class Prompt:
         row: record of the source, from 0; blank lines are not counted.
         external_id: the record's ``id``, else ``row-<row>``; need not be unique.
         labels: what the user says of it, as in the table ``requests``; None for nothing.
+        broken: why the record is no prompt, None where it is.
     """
 
     index: int
@@ -53,26 +54,11 @@ class Prompt:
     text: str | None
     messages: list[Message] | None
     external_id: str
+    broken: str | None = None
     tools: list[Message] | None = None
     labels: str | None = None
     token_ids: list[int] | None = None
     options: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class SkippedRecord:
-    """A broken record, skipped at the caller's request.
-
-    Args:
-        labels: as of a prompt, if they could be read.
-    """
-
-    index: int
-    source: str
-    row: int
-    external_id: str
-    reason: str
-    labels: str | None = None
 
 
 @dataclass(frozen=True)
@@ -91,11 +77,12 @@ class PromptSet:
     """The prompts of a source, its broken records, the source itself, and who labels them.
 
     Args:
+        skips: broken records, skipped at the caller's request; with labels, if these could be read.
         label_columns: fields that are labels, sorted.
     """
 
     prompts: list[Prompt]
-    skips: list[SkippedRecord]
+    skips: list[Prompt]
     source: PromptSource
     label_columns: tuple[str, ...] = ()
 
@@ -122,7 +109,7 @@ def read_prompts(
             label that no record has.
     """
     prompts: list[Prompt] = []
-    skips: list[SkippedRecord] = []
+    skips: list[Prompt] = []
     wanted = (LABEL,) if label_columns is None else tuple(label_columns)
     source = open_source(spec, wanted)
     for row, record in enumerate(source.records()):
@@ -139,9 +126,9 @@ def read_prompts(
             if on_broken == "error":
                 raise error from None
             reason = f"E002 {record.place}: {broken.got}; expected {broken.expected}"
-            skips.append(SkippedRecord(row, source.name, row, external_id, reason, labels))
-            continue
-        prompts.append(
+            content = {"text": None, "messages": None, "broken": reason}
+        place = skips if "broken" in content else prompts
+        place.append(
             Prompt(row, source.name, row, external_id=external_id, labels=labels, **content)
         )
     if not prompts and not skips:
