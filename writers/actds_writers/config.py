@@ -52,9 +52,7 @@ def _text(path: Any) -> Any:
 
 
 Location = Annotated[
-    str,
-    BeforeValidator(_text),
-    Field(min_length=1, json_schema_extra={"format": "path"}),
+    str, BeforeValidator(_text), Field(min_length=1, json_schema_extra={"format": "path"})
 ]
 
 
@@ -115,8 +113,7 @@ class HarvestSettings(Settings):
         description="Dataset to write: a new folder, or a URI such as s3://bucket/name"
     )
     hooks: str = Field(
-        description="Activations to capture: resid_post:10,20, resid_post:all, "
-        "'mlp_in:8;mlp_out:8'",
+        description="Activations to capture: resid_post:10,20, resid_post:all, 'mlp_in:8;mlp_out:8'"
     )
     # NumPy, which engines seed as well, takes 32 bits.
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(
@@ -173,8 +170,7 @@ class HarvestSettings(Settings):
         "metrics",
     )
     metrics_host: str = Field(
-        default="127.0.0.1",
-        description="Address of the metrics server; it has no authentication",
+        default="127.0.0.1", description="Address of the metrics server; it has no authentication"
     )
 
     @property
@@ -214,7 +210,7 @@ class WriteSettings(ModelSettings, HarvestSettings):
     )
     prompts: Location = Field(
         description="JSONL, JSON, Parquet or text file, or hf:FOLDER. A record has prompt, text, "
-        "messages, prompt_token_ids or input_ids",
+        "messages, prompt_token_ids or input_ids"
     )
     engine: str = Field(
         default="vllm",

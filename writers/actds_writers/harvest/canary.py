@@ -438,11 +438,7 @@ class Canary:
             self._sampled[finished.key] = finished.token_ids
 
     def replay(
-        self,
-        run: str,
-        software: str,
-        interrupted: Callable[[], int],
-        say: Callable[[str], None],
+        self, run: str, software: str, interrupted: Callable[[], int], say: Callable[[str], None]
     ) -> Outcome | None:
         """Replay, compare and commit the table; return the result, ``None`` when interrupted.
 

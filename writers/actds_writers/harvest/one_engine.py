@@ -17,11 +17,7 @@ from actds.text import one_line
 from actds_writers.config import WriterSettings, WriteSettings
 from actds_writers.engine_protocol import Engine, Finished, find_engine
 from actds_writers.harvest.canary import Canary, Outcome
-from actds_writers.harvest.prepare import (
-    Plan,
-    has_dataset,
-    request_key,
-)
+from actds_writers.harvest.prepare import Plan, has_dataset, request_key
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.harvest.result import Observer
 from actds_writers.ipc.messages import ClientFacts, PromptFact
@@ -265,13 +261,10 @@ class Run:
             self._pipeline.poll()
             if time.monotonic() > deadline:
                 engine.shutdown()
-                raise ActdsError(
-                    "E501",
-                    "engine",
-                    got="no message from the plugin inside it",
-                    expected="the vllm plugin of actds to be loaded",
-                    next_step="Install actds where vllm is installed; see VLLM_PLUGINS.",
-                )
+                got = "no message from the plugin inside it"
+                expected = "the vllm plugin of actds to be loaded"
+                step = "Install actds where vllm is installed; see VLLM_PLUGINS."
+                raise ActdsError("E501", "engine", got=got, expected=expected, next_step=step)
             time.sleep(0.02)
         return engine
 

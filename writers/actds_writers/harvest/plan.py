@@ -59,12 +59,7 @@ if TYPE_CHECKING:
 LABEL = 9
 FOLD = 76
 _LOSING = ", ".join(sorted(set(POLICIES) - {"block"}))
-USUAL_LOAD = {
-    "prefill": 0.0,
-    "decode": 0.0,
-    "tokens_per_request": 512.0,
-    "tokens_per_step": 512.0,
-}
+USUAL_LOAD = {"prefill": 0.0, "decode": 0.0, "tokens_per_request": 512.0, "tokens_per_step": 512.0}
 
 
 WINDOWS_S = (1.0, 10.0)
@@ -92,13 +87,10 @@ def read_profile(store: Store) -> Profile:
     series = [(s["t_ns"].to_numpy(), s["batch_tokens"].to_numpy()) for s in steps]
     lengths = tuple(w for seconds in WINDOWS_S if (w := windows(series, seconds)) is not None)
     if not lengths or not catalog.shards:
-        raise ActdsError(
-            "E009",
-            f"profile {store.uri}",
-            got=f"{sum(s.num_rows for s in steps)} steps in less than two seconds, or no shard",
-            expected="a harvest of at least a few seconds",
-            next_step="Give prefill_rate, decode_rate and bursts instead.",
-        )
+        got = f"{sum(s.num_rows for s in steps)} steps in less than two seconds, or no shard"
+        expected = "a harvest of at least a few seconds"
+        step = "Give prefill_rate, decode_rate and bursts instead."
+        raise ActdsError("E009", f"profile {store.uri}", got=got, expected=expected, next_step=step)
     prefill = sum(int(s["prefill_tokens"].to_numpy().sum()) for s in steps)
     decode = sum(int(s["decode_tokens"].to_numpy().sum()) for s in steps)
     n_steps = sum(s.num_rows for s in steps)
@@ -411,12 +403,8 @@ def _hook_specs(settings: PlanSettings) -> tuple[tuple[HookSpec, ...], int]:
             **{k: v for k, v in given.items() if v is not None},
         }
     if None in (config["hidden_size"], config["num_hidden_layers"]):
-        raise ActdsError(
-            "E009",
-            "model",
-            got="neither a model folder nor a shape",
-            expected="model, or d_model and layers",
-        )
+        got, expected = "neither a model folder nor a shape", "model, or d_model and layers"
+        raise ActdsError("E009", "model", got=got, expected=expected)
     places = parse_hooks(settings.hooks, config["num_hidden_layers"])
     return hook_specs(places, config, computed_dtype(config), settings.dtype), config[
         "num_hidden_layers"
@@ -444,12 +432,8 @@ def _load(settings: PlanSettings) -> tuple[Load, Overhead, Profile | None]:
         load = Load(**{**facts, **known}, bursts=bursts or load.bursts)
         return load, profile.overhead, profile
     if not known.get("prefill", 0.0) + known.get("decode", 0.0):
-        raise ActdsError(
-            "E009",
-            "prefill_rate, decode_rate",
-            got="no rate",
-            expected='tokens per second, or profile="DATASET"',
-        )
+        got, expected = "no rate", 'tokens per second, or profile="DATASET"'
+        raise ActdsError("E009", "prefill_rate, decode_rate", got=got, expected=expected)
     return Load(**{**USUAL_LOAD, **known}, bursts=bursts), MEASURED, None
 
 
@@ -459,12 +443,9 @@ def _burst(text: str) -> Burst:
     except ValueError:
         factor = seconds = 0.0
     if not (1.0 <= factor < 1e6 and 0.0 < seconds < 1e9):
-        raise ActdsError(
-            "E009",
-            "bursts",
-            got=ascii(text)[:80],
-            expected="FACTOR:SECONDS with a factor of at least 1, for example 4:10",
-        )
+        got = ascii(text)[:80]
+        expected = "FACTOR:SECONDS with a factor of at least 1, for example 4:10"
+        raise ActdsError("E009", "bursts", got=got, expected=expected)
     return Burst(factor, seconds)
 
 

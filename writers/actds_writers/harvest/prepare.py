@@ -91,11 +91,7 @@ def _fact_of(index: int, sequence: TokenSequence, source: Catalog, encoded: Enco
         encoded.skip,
         encoded.roles,
         Replayed(
-            source.genesis.dataset,
-            source.digest,
-            sequence.run,
-            sequence.request,
-            sequence.n_given,
+            source.genesis.dataset, source.digest, sequence.run, sequence.request, sequence.n_given
         ),
         len(sequence.token_id),
         sequence.line["labels"] and sys.intern(sequence.line["labels"]),
@@ -344,13 +340,9 @@ def hold(out: str | Path, *, shared: bool = False) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ActdsError(
-            "E503",
-            str(out),
-            got=error.strerror or str(error),
-            expected="a folder that can be made",
-            next_step="Give another path.",
-        ) from None
+        got, expected = error.strerror or str(error), "a folder that can be made"
+        step = "Give another path."
+        raise ActdsError("E503", str(out), got=got, expected=expected, next_step=step) from None
     return lock_dataset(folder, shared=shared)
 
 
@@ -462,31 +454,20 @@ def require_prompt(settings: WriteSettings, plan: Plan) -> None:
     if is_servable(plan):
         return
     skips = [prompt.skip for prompt in plan.client if prompt.skip]
-    raise ActdsError(
-        "E006",
-        settings.prompts,
-        got=f"{len(skips)} prompts, all skipped; the first: {skips[0] if skips else 'none'}",
-        expected="at least one prompt that fits the model",
-    )
+    got = f"{len(skips)} prompts, all skipped; the first: {skips[0] if skips else 'none'}"
+    expected = "at least one prompt that fits the model"
+    raise ActdsError("E006", settings.prompts, got=got, expected=expected)
 
 
 def check_out(settings: WriteSettings) -> None:
     if settings.resume and not has_dataset(settings.out):
-        raise ActdsError(
-            "E010",
-            settings.out,
-            got="no dataset",
-            expected="a dataset to resume",
-            next_step="To write a new dataset, leave out resume=True.",
-        )
+        got, expected = "no dataset", "a dataset to resume"
+        step = "To write a new dataset, leave out resume=True."
+        raise ActdsError("E010", settings.out, got=got, expected=expected, next_step=step)
     if not settings.resume and is_taken(settings.out):
-        raise ActdsError(
-            "E008",
-            settings.out,
-            got="it exists",
-            expected="a new path",
-            next_step="Choose a new path, or continue with resume=True.",
-        )
+        got, expected = "it exists", "a new path"
+        step = "Choose a new path, or continue with resume=True."
+        raise ActdsError("E008", settings.out, got=got, expected=expected, next_step=step)
 
 
 def check_metrics(settings: WriteSettings) -> None:

@@ -25,13 +25,7 @@ from actds.format.readouts import NONE
 from actds.format.schema import CloseReason
 from actds_writers.config import CensusSettings, WriterSettings
 from actds_writers.ipc.link import Link
-from actds_writers.ipc.messages import (
-    CensusProgress,
-    ClientFacts,
-    Done,
-    Finish,
-    WriterProgress,
-)
+from actds_writers.ipc.messages import CensusProgress, ClientFacts, Done, Finish, WriterProgress
 from actds_writers.ipc.ring import require_room
 from actds_writers.sizing import LANE_NBYTES
 
@@ -219,12 +213,8 @@ class Pipeline:
                     self._await(name, connection)
             if time.monotonic() > deadline:
                 missing = ", ".join(sorted(set(self.processes) - set(self._done)))
-                raise ActdsError(
-                    "E506",
-                    missing,
-                    got=f"no answer within {FINISH_TIMEOUT_S:.0f} s",
-                    expected="a closed chain",
-                )
+                got, expected = f"no answer within {FINISH_TIMEOUT_S:.0f} s", "a closed chain"
+                raise ActdsError("E506", missing, got=got, expected=expected)
         return {name: done.totals for name, done in self._done.items()}
 
     def _await(self, name: str, connection: Connection) -> None:

@@ -158,12 +158,9 @@ class Totals:
             **_some(undelivered=self.undelivered, rejected=self.rejected),
         }
         if sum(computed.values()) != self.scheduled or min(computed.values()) < 0:
-            raise ActdsError(
-                "E409",
-                self.path,
-                got=f"{self.scheduled:,} scheduled tokens",
-                expected=f"{sum(computed.values()):,} = {_sum(computed)}",
-            )
+            got = f"{self.scheduled:,} scheduled tokens"
+            expected = f"{sum(computed.values()):,} = {_sum(computed)}"
+            raise ActdsError("E409", self.path, got=got, expected=expected)
         return computed
 
 
@@ -303,10 +300,7 @@ class Terminal(Observer):
         self._log = _log_of(self._out)
         self.said(f"What the engine prints is in {printable(str(self._log))}")
         try:
-            with (
-                _copy(self._stream) as screen,
-                Starting(words, self._log, screen) as self._start,
-            ):
+            with _copy(self._stream) as screen, Starting(words, self._log, screen) as self._start:
                 yield
         finally:
             self._start = None

@@ -341,13 +341,10 @@ def _one_at_a_time() -> Iterator[None]:
     Engines find their harvest in the environment, of which a process has one.
     """
     if not _harvesting.acquire(blocking=False):
-        raise ActdsError(
-            "E009",
-            "actds.write",
-            got="a second harvest in this process, while the first is under way",
-            expected="one after the other",
-            next_step="Wait for the first, or start each in a process of its own.",
-        )
+        got = "a second harvest in this process, while the first is under way"
+        expected = "one after the other"
+        step = "Wait for the first, or start each in a process of its own."
+        raise ActdsError("E009", "actds.write", got=got, expected=expected, next_step=step)
     try:
         yield
     finally:
@@ -372,12 +369,9 @@ def harvest(
     if settings.canary is not None:
         Share.parse(settings.canary)
         if engine.n_samples > 1:
-            raise ActdsError(
-                "E009",
-                "canary",
-                got=f"{engine.n_samples} samples of each prompt",
-                expected="one: a replay must know which of them it compares with",
-            )
+            got = f"{engine.n_samples} samples of each prompt"
+            expected = "one: a replay must know which of them it compares with"
+            raise ActdsError("E009", "canary", got=got, expected=expected)
     if settings.entropy:
         kind.require_logits(engine)
     check_out(settings)

@@ -326,12 +326,8 @@ def serve_metrics(host: str, port: int, snapshot: Callable[[], Snapshot]) -> Met
         server, thread = start_http_server(port, addr=host, registry=registry)
     except (OSError, OverflowError) as error:
         words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ActdsError(
-            "E009",
-            f"metrics_port {port}",
-            got=f"{host}:{port}: {words}",
-            expected="an address and a port that are free",
-        ) from None
+        got, expected = f"{host}:{port}: {words}", "an address and a port that are free"
+        raise ActdsError("E009", f"metrics_port {port}", got=got, expected=expected) from None
     return MetricsServer(server, thread)
 
 
