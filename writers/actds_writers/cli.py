@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+import actds
 from actds.cli.options import SettingsCommand
 
 if TYPE_CHECKING:
@@ -56,9 +57,7 @@ def write(out: str, quiet: bool, engine_args: tuple[str, ...], **settings: Any) 
     Serves every prompt, stores the activations of every token that the engine computes, and
     accounts for every token. Ctrl-C drains, commits and seals; --resume continues.
     """
-    from actds_writers.harvest.run import write as run
-
-    _run_shown(run, out, engine_args, quiet=quiet, **settings)
+    _run_shown(actds.write, out, engine_args, quiet=quiet, **settings)
 
 
 REPLAY_EXAMPLES = """\b
@@ -87,9 +86,7 @@ def replay(out: str, quiet: bool, engine_args: tuple[str, ...], **settings: Any)
     to its source and says which tokens had been sampled. Requests whose tokens are not all known
     are skipped and counted.
     """
-    from actds_writers.harvest.replay import replay as run
-
-    _run_shown(run, out, engine_args, quiet=quiet, **settings)
+    _run_shown(actds.replay, out, engine_args, quiet=quiet, **settings)
 
 
 def _run_shown(
@@ -150,9 +147,8 @@ def recover(path: str, clear: bool, as_json: bool) -> None:
     still writes: one of this machine is looked up, one of another is watched for a minute.
     """
     from actds.cli.output import envelope, print_json
-    from actds_writers.harvest.recover import recover as run
 
-    done = run(path, clear=clear, say=lambda line: click.echo(line, err=True))
+    done = actds.recover(path, clear=clear, say=lambda line: click.echo(line, err=True))
     if as_json:
         print_json(envelope("recover", done.as_json()))
     else:
@@ -208,14 +204,13 @@ def plan(as_json: bool, engine_args: tuple[str, ...], **settings: Any) -> None:
     from actds.cli.output import envelope, print_json
     from actds_writers.config import PlanSettings
     from actds_writers.engine_protocol import parse_words
-    from actds_writers.harvest.plan import plan as size
 
     given = {**settings, "engine_args": parse_words(engine_args)}
     if settings["probes"] is not None:
         _say_probes(given, as_json=as_json)
         return
     _refuse_others(PlanSettings, "--probes N beside it")
-    result = size(**{name: given[name] for name in PlanSettings.model_fields})
+    result = actds.plan(**{name: given[name] for name in PlanSettings.model_fields})
     if result.profile is not None:
         _say_profile(result.profile)
     if result.measured:
@@ -238,7 +233,6 @@ def _say_probes(given: dict[str, Any], *, as_json: bool) -> None:
     from actds.cli.output import envelope, print_json
     from actds.errors import ActdsError
     from actds_writers.config import ProbeSettings
-    from actds_writers.harvest.probe_cost import probe_cost
 
     _refuse_others(ProbeSettings, "no --probes beside it")
     if given["model"] is None:
@@ -246,7 +240,7 @@ def _say_probes(given: dict[str, Any], *, as_json: bool) -> None:
         raise ActdsError("E009", "--model", got="no model folder", expected=expected)
     questions = {name: given[name] for name in ProbeSettings.model_fields}
     questions["batches"] = questions["batches"] or ProbeSettings.model_fields["batches"].default
-    cost = probe_cost(progress=lambda line: click.echo(line, err=True), **questions)
+    cost = actds.probe_cost(progress=lambda line: click.echo(line, err=True), **questions)
     if as_json:
         print_json(envelope("plan", cost.as_json()))
     else:

@@ -60,8 +60,6 @@ KINDS = (*Census.TAKES, ClientFacts)
 
 RESERVE = ".tmp-reserve-"
 """Prefix of the file that reserves disk space for the end of a run."""
-LOST_REASON = "writer_ended"
-"""Reason of rows that were computed and are not committed."""
 
 Begin = Callable[[], str | None]
 Answer = Callable[[ActdsError | None], None]
@@ -557,9 +555,7 @@ class CensusProcess:
             remove_journal(store, run)
             return {}
         chain = self._chain or self._begin_chain(dataset)
-        tables = self._census.tables(
-            ended.acknowledged, self._client, LOST_REASON, ended.dropped_steps
-        )
+        tables = self._census.tables(ended.acknowledged, self._client, ended.dropped_steps)
         commit_census(store, chain, run, tables)
         chain.close(self._reason or "interrupted", tables.totals | self._beside)
         remove_journal(store, run)

@@ -453,14 +453,12 @@ def _timed(seconds: float) -> type[Feed]:
 
     class Timed(Feed):
         def serve(self, engine: Engine) -> None:
-            window, until = 2 * engine.max_num_seqs, time.monotonic() + seconds
-            while self.queue or self.live:
-                while self.queue and len(self.live) < window:
-                    self.add(engine, self.queue.pop())
-                if self.interrupted or time.monotonic() > until:
-                    self.abort(engine, self.live)
-                    break
-                self.step(engine)
+            self._until = time.monotonic() + seconds
+            super().serve(engine)
+
+        def step(self, engine: Engine) -> None:
+            super().step(engine)
+            self.interrupted = self.interrupted or time.monotonic() > self._until
 
     return Timed
 
