@@ -25,7 +25,7 @@ from actds.store import open_store
 from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
 from actds_writers.ipc.messages import ClientFacts
 from actds_writers.monitor.metrics import LATENCY_BUCKETS_S, serve_metrics
-from actds_writers.monitor.progress import Progress, Snapshot, format_line, take_snapshot
+from actds_writers.monitor.progress import Snapshot, format_line, show_progress, take_snapshot
 
 pytestmark = pytest.mark.standard
 
@@ -195,7 +195,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
 
             growing: set[str] = set()
             look()
-            with Progress(present, stream, terminal=False, interval_s=0.05):
+            with show_progress(present, stream, terminal=False, interval_s=0.05):
                 engine.request(0)
                 engine.drain(pipeline)
                 look()

@@ -38,6 +38,7 @@ from actds_writers.harvest.prepare import Plan, make_plan, request_key
 from actds_writers.harvest.run import harvest_plan
 from actds_writers.ipc.messages import PromptFact
 from actds_writers.model_folder import model_config
+from actds_writers.monitor.progress import beside
 from actds_writers.prompts.encoding import Encoded
 from actds_writers.sizing import GB, Rate, Sizes, windows
 
@@ -467,21 +468,15 @@ def _timed(seconds: float) -> type[Feed]:
 def _peak(memory: Callable[[], int | None]) -> Iterator[list[int]]:
     """Sample a memory; the list has each new peak."""
     peaks: list[int] = []
-    ended = threading.Event()
 
-    def watch() -> None:
+    def watch(ended: threading.Event) -> None:
         while not ended.wait(SAMPLE_S):
             nbytes = memory()
             if nbytes is not None and nbytes > max(peaks, default=0):
                 peaks.append(nbytes)
 
-    thread = threading.Thread(target=watch, name="actds-memory", daemon=True)
-    thread.start()
-    try:
+    with beside(watch, "actds-memory"):
         yield peaks
-    finally:
-        ended.set()
-        thread.join()
 
 
 def _memory() -> int | None:
@@ -535,6 +530,7 @@ def _result(
     fed = requests.filter(is_served(requests))["source_row"].drop_null().to_numpy()
     median, p99, longest = np.quantile(lengths[fed], (0.5, 0.99, 1.0)).astype(int).tolist()
     slowest = pc.max(steps["disk_write_latency_p99"]).as_py()
+    reserved = catalog.runs[run].fields["capture.memory_nbytes"].value
     return StressResult(
         n_requests=len(fed),
         prompt_len=(median, p99, longest),
@@ -543,16 +539,11 @@ def _result(
         peak_tokens_per_s=None if busiest is None else busiest.max,
         peak_nbytes=peak_nbytes,
         device_nbytes=device_nbytes,
-        capture_nbytes=_capture_nbytes(catalog, run),
+        capture_nbytes=reserved if isinstance(reserved, int) else None,
         queues=tuple(_queues(catalog, run)),
         dropped=int(pc.sum(pc.subtract(drops["stop"], drops["start"])).as_py() or 0),
         disk_p99_s=slowest,
     )
-
-
-def _capture_nbytes(catalog: Catalog, run: str) -> int | None:
-    value = catalog.runs[run].fields["capture.memory_nbytes"].value
-    return value if isinstance(value, int) else None
 
 
 def _queues(catalog: Catalog, run: str) -> Iterator[Queue]:

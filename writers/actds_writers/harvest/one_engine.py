@@ -135,11 +135,6 @@ class Feed:
         return ClientFacts(tuple(map(outcome, self._client)), self._cached, unbegun)
 
 
-def _unbegun(failure: ActdsError | None, reason: CloseReason) -> str:
-    words = f"{reason} ({failure.code})" if failure else f"was {reason}"
-    return f"the harvest {words} before it was served"
-
-
 @contextmanager
 def interrupts_handled(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Handle Ctrl-C and SIGTERM; only the main thread can, on another one nothing changes."""
@@ -190,7 +185,9 @@ class Run:
         ended: dict[str, dict[str, int]] | None = None
         with self._pipeline, self._interruptible(), ExitStack() as watch:
             failure, reason = self._serve(watch)
-            self._pipeline.send_client_facts(self.feed.facts(_unbegun(failure, reason)))
+            how = f"{reason} ({failure.code})" if failure else f"was {reason}"
+            facts = self.feed.facts(f"the harvest {how} before it was served")
+            self._pipeline.send_client_facts(facts)
             try:
                 ended = self._pipeline.finish(reason)
                 self._pipeline.poll()
@@ -224,7 +221,10 @@ class Run:
             self._observer.doing(f"Serving {self.feed.n_requests:,} requests")
             with self._observer.harvesting(self._snapshot):
                 self.feed.serve(engine)
-                self._require_served()
+                if not self.feed.n_finished and not self._interrupts:
+                    got = next(iter(self.feed.refused.values()), "none")
+                    expected = "a prompt the engine takes"
+                    raise ActdsError("E006", self._settings.prompts, got=got, expected=expected)
                 self._drain()
         except ActdsError as error:
             failure = self._cause(error)
@@ -242,20 +242,20 @@ class Run:
         return outcome
 
     def _start(self) -> Engine:
-        link, observer = self._pipeline.link, self._observer
-        words = f"Starting the engine for {self._settings.model}"
+        settings, link, observer = self._settings, self._pipeline.link, self._observer
+        words = f"Starting the engine for {settings.model}"
         with observer.starting(words), link.notes(observer.doing):
-            return self._connected_engine()
+            engine = find_engine(settings.engine).start(
+                settings.model,
+                self._plan.engine,
+                link,
+                temperature=settings.temperature,
+                seed=settings.seed,
+            )
+            self._await_plugin(engine)
+        return engine
 
-    def _connected_engine(self) -> Engine:
-        settings = self._settings
-        engine = find_engine(settings.engine).start(
-            settings.model,
-            self._plan.engine,
-            self._pipeline.link,
-            temperature=settings.temperature,
-            seed=settings.seed,
-        )
+    def _await_plugin(self, engine: Engine) -> None:
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while not (self._pipeline.counted and self._pipeline.counted.connected):
             self._pipeline.poll()
@@ -266,14 +266,6 @@ class Run:
                 step = "Install actds where vllm is installed; see VLLM_PLUGINS."
                 raise ActdsError("E501", "engine", got=got, expected=expected, next_step=step)
             time.sleep(0.02)
-        return engine
-
-    def _require_served(self) -> None:
-        if not self.feed.n_finished and not self._interrupts:
-            first = next(iter(self.feed.refused.values()), "none")
-            raise ActdsError(
-                "E006", self._settings.prompts, got=first, expected="a prompt the engine takes"
-            )
 
     def _drain(self) -> None:
         """Wait until every request has left the scheduler and the writer has every step."""

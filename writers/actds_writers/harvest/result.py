@@ -24,7 +24,7 @@ from actds.format.schema import RowCounts, Seal
 from actds.store import local_folder
 from actds.text import counted, format_seconds, printable, shortened
 from actds_writers.harvest.canary import Outcome
-from actds_writers.monitor.progress import Progress, Snapshot, is_screen
+from actds_writers.monitor.progress import Snapshot, beside, is_screen, show_progress
 
 
 @dataclass(frozen=True)
@@ -279,11 +279,11 @@ class Terminal(Observer):
         self._out, self._quiet = out, quiet
         self._stream = sys.stderr if stream is None else stream
         self._log: Path | None = None
-        self._start: Starting | None = None
+        self._screen: TextIO | None = None
 
     def said(self, line: str) -> None:
-        if self._start is not None:
-            self._start.say(line)
+        if self._screen is not None:
+            _put(self._screen, f"{_CLEAR}{line}\n")
         else:
             print(line, file=self._stream, flush=True)
 
@@ -299,14 +299,23 @@ class Terminal(Observer):
             return
         self._log = _log_of(self._out)
         self.said(f"What the engine prints is in {printable(str(self._log))}")
-        try:
-            with _copy(self._stream) as screen, Starting(words, self._log, screen) as self._start:
-                yield
-        finally:
-            self._start = None
+        began = time.monotonic()
+        with _copy(self._stream) as screen:
+
+            def show(ended: threading.Event) -> None:
+                while not ended.wait(_INTERVAL_S):
+                    _put(screen, f"{_CLEAR}{words} … {time.monotonic() - began:.0f} s")
+
+            self._screen = screen
+            try:
+                with _logged(self._log), beside(show, "actds-starting", _INTERVAL_S):
+                    yield
+            finally:
+                self.said(f"{words}: {format_seconds(time.monotonic() - began)}")
+                self._screen = None
 
     def harvesting(self, snapshot: Callable[[], Snapshot]) -> AbstractContextManager[object]:
-        return Progress(snapshot, self._stream, quiet=self._quiet)
+        return nullcontext() if self._quiet else show_progress(snapshot, self._stream)
 
     def ended(self, result: HarvestResult) -> None:
         print(result.summary, flush=True)
@@ -336,54 +345,33 @@ def _log_of(out: str) -> Path:
     return folder.with_name(f"{folder.name}.log")
 
 
-class Starting:
-    """Shows on a terminal that something is starting while the block runs, and for how long.
+@contextmanager
+def _logged(log: Path) -> Iterator[None]:
+    """Let file descriptors 1 and 2 be those of a log file, to which is appended.
 
-    Meanwhile file descriptors 1 and 2 are those of a log file, to which it appends. Processes that
-    the block starts inherit it and keep it: warnings of engines and their libraries are in the
-    file, from their start to their end. Has thread ``actds-starting``.
-
-    Args:
-        screen: where to show it: no stream on a descriptor that goes to the log.
+    Processes that the block starts inherit it and keep it: warnings of engines and their libraries
+    are in the file, from their start to their end.
     """
-
-    def __init__(self, words: str, log: Path, screen: TextIO) -> None:
-        self._words, self._log, self._screen = words, log, screen
-        self._ended = threading.Event()
-
-    def __enter__(self) -> Starting:
+    _flush()
+    kept = [os.dup(1), os.dup(2)]
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for number in (1, 2):
+        os.dup2(file, number)
+    os.close(file)
+    try:
+        yield
+    finally:
         _flush()
-        self._began = time.monotonic()
-        self._kept = [os.dup(1), os.dup(2)]
-        log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        for number in (1, 2):
-            os.dup2(log, number)
-        os.close(log)
-        self._thread = threading.Thread(target=self._show, name="actds-starting", daemon=True)
-        self._thread.start()
-        return self
+        for number, descriptor in zip((1, 2), kept, strict=True):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
 
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join(_INTERVAL_S)
-        _flush()
-        for number, kept in zip((1, 2), self._kept, strict=True):
-            os.dup2(kept, number)
-            os.close(kept)
-        self.say(f"{self._words}: {format_seconds(time.monotonic() - self._began)}")
 
-    def say(self, line: str) -> None:
-        with suppress(OSError, ValueError):
-            self._screen.write(f"{_CLEAR}{line}\n")
-            self._screen.flush()
-
-    def _show(self) -> None:
-        # A terminal that has gone away is no reason to end a harvest.
-        with suppress(OSError, ValueError):
-            while not self._ended.wait(_INTERVAL_S):
-                seconds = time.monotonic() - self._began
-                self._screen.write(f"{_CLEAR}{self._words} … {seconds:.0f} s")
-                self._screen.flush()
+def _put(screen: TextIO, text: str) -> None:
+    # A terminal that has gone away is no reason to end a harvest.
+    with suppress(OSError, ValueError):
+        screen.write(text)
+        screen.flush()
 
 
 def _tail(log: Path) -> list[str]:

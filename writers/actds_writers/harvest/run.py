@@ -55,7 +55,7 @@ from actds_writers.harvest.prepare import (
 )
 from actds_writers.harvest.recover import recover_runs, require_accounted
 from actds_writers.harvest.result import OF_CENSUS, HarvestResult, Observer, Totals
-from actds_writers.monitor.progress import Snapshot, summed
+from actds_writers.monitor.progress import Snapshot, beside, summed
 
 MODULE = "actds_writers.harvest.run"
 READY = "interrupts are heeded"
@@ -251,21 +251,15 @@ class _Relay(Observer):
 
     @contextmanager
     def harvesting(self, snapshot: Callable[[], Snapshot]) -> Iterator[None]:
-        ended = threading.Event()
-
-        def work() -> None:
-            while True:
+        def work(ended: threading.Event) -> None:
+            self.send(snapshot())
+            while not ended.wait(SNAPSHOT_S):
                 self.send(snapshot())
-                if ended.wait(SNAPSHOT_S):
-                    return
 
-        thread = threading.Thread(target=work, name="actds-relay", daemon=True)
-        thread.start()
         try:
-            yield
+            with beside(work, "actds-relay"):
+                yield
         finally:
-            ended.set()
-            thread.join()
             self.send(snapshot())
 
 

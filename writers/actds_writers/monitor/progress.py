@@ -7,11 +7,10 @@ terminal delays nothing else.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
@@ -410,46 +409,42 @@ def is_screen(stream: TextIO) -> bool:
     return os.environ.get("TERM", "") != "dumb" and stream.isatty()
 
 
-class Progress:
-    """Shows a harvest while the block runs."""
+@contextmanager
+def beside(
+    work: Callable[[threading.Event], None], name: str, leave_s: float | None = None
+) -> Iterator[threading.Thread]:
+    """Run work on a thread while the block runs; it ends soon after the event it is given is set.
 
-    def __init__(
-        self,
-        snapshot: Callable[[], Snapshot],
-        stream: TextIO | None = None,
-        *,
-        terminal: bool | None = None,
-        interval_s: float | None = None,
-        quiet: bool = False,
-    ) -> None:
-        self._snapshot = snapshot
-        self._stream = stream if stream is not None else sys.stderr
-        self._terminal = is_screen(self._stream) if terminal is None else terminal
-        usual = TERMINAL_INTERVAL_S if self._terminal else PLAIN_INTERVAL_S
-        self._interval_s = usual if interval_s is None else interval_s
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-        if not quiet:
-            self._thread = threading.Thread(target=self._run, name="actds-progress", daemon=True)
+    Args:
+        leave_s: how long the end of the block waits for it at most.
+    """
+    ended = threading.Event()
+    thread = threading.Thread(target=work, args=(ended,), name=name, daemon=True)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        ended.set()
+        thread.join(leave_s)
 
-    def __enter__(self) -> Progress:
-        if self._thread is not None:
-            self._thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join(LEAVE_TIMEOUT_S)
+def show_progress(
+    snapshot: Callable[[], Snapshot],
+    stream: TextIO,
+    *,
+    terminal: bool | None = None,
+    interval_s: float | None = None,
+) -> AbstractContextManager[threading.Thread]:
+    """Show a harvest while the block runs."""
+    on_screen = is_screen(stream) if terminal is None else terminal
+    usual = TERMINAL_INTERVAL_S if on_screen else PLAIN_INTERVAL_S
 
-    @property
-    def is_showing(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def _run(self) -> None:
+    def show(ended: threading.Event) -> None:
         # A terminal that has gone away is no reason to end a harvest.
         with suppress(OSError, ValueError):
-            display = Display(self._stream, terminal=self._terminal)
-            while not self._ended.wait(self._interval_s):
-                display.show(self._snapshot())
-            display.close(self._snapshot())
+            display = Display(stream, terminal=on_screen)
+            while not ended.wait(usual if interval_s is None else interval_s):
+                display.show(snapshot())
+            display.close(snapshot())
+
+    return beside(show, "actds-progress", LEAVE_TIMEOUT_S)
