@@ -356,7 +356,6 @@ class Attention:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], context: int, itemsize: int) -> Attention:
-        """Return the attention at a context."""
         heads = config.get("num_attention_heads")
         odd = [name for name in config if name.startswith(("mamba", "ssm_", "kv_lora", "linear_"))]
         if not isinstance(heads, int) or odd:

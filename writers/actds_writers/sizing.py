@@ -465,8 +465,6 @@ RING_HEADROOM = 1.25
 
 @dataclass(frozen=True)
 class StageNeed:
-    """A stage and its load."""
-
     name: str
     what: str
     nbytes_per_token: float

@@ -421,7 +421,6 @@ class CensusProcess:
         self._reserved: Path | None = None
 
     def run(self) -> int:
-        """Run until the run has ended; return the exit code."""
         while not self._ended():
             self._hub.poll(POLL_S, self._take)
             self._secure()

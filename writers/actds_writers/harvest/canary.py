@@ -287,8 +287,6 @@ def computed_type(harvest: Catalog, run: str, replay: Catalog, again_run: str) -
 
 @dataclass(frozen=True)
 class Located:
-    """The location of rows of a run."""
-
     shard: Ints
     row: Ints
     token_id: Ints
@@ -381,8 +379,6 @@ POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Share:
-    """How many requests are replayed."""
-
     percent: Decimal | None
     count: int
 
@@ -408,8 +404,6 @@ class Share:
 
 @dataclass(frozen=True)
 class Outcome(Compared):
-    """The result of a canary."""
-
     n_requests: int
     n_same_token: int | None
 

@@ -286,8 +286,6 @@ SAMPLE_S = 0.5
 
 @dataclass(frozen=True)
 class Queue:
-    """A queue of the data path."""
-
     stage: str
     depth: int
     n_stalls: int
@@ -450,7 +448,6 @@ def _tail(
 
 
 def _timed(seconds: float) -> type[Feed]:
-    """Return a feed that aborts what is left after some seconds."""
 
     class Timed(Feed):
         def serve(self, engine: Engine) -> None:

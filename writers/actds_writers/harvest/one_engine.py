@@ -35,8 +35,6 @@ CAUSE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended."""
-
     run: str | None
     interrupted: bool
     failure: ActdsError | None
@@ -126,7 +124,6 @@ class Feed:
         self.live = self.live - keys
 
     def facts(self, unbegun: str) -> ClientFacts:
-        """Return the facts of every prompt."""
 
         def outcome(prompt: PromptFact) -> PromptFact:
             words = self.refused.get(prompt.key, prompt.skip)
@@ -149,8 +146,6 @@ def interrupts_handled(handle: Callable[[int, FrameType | None], None]) -> Itera
 
 
 class Run:
-    """One run, from its processes to their end."""
-
     def __init__(
         self,
         settings: WriteSettings,

@@ -81,7 +81,6 @@ class Profile:
 
 
 def read_profile(store: Store) -> Profile:
-    """Return the profile of a dataset."""
     catalog = Catalog.read(store)
     steps = [catalog.table("steps", run) for run in catalog.run_ids]
     series = [(s["t_ns"].to_numpy(), s["batch_tokens"].to_numpy()) for s in steps]

@@ -120,8 +120,6 @@ MUST_AGREE = (
 
 @dataclass(frozen=True)
 class Plan:
-    """A run that is ready to start."""
-
     engine: EngineOptions
     hooks: tuple[tuple[str, int], ...]
     encoded: tuple[Encoded, ...]
@@ -193,7 +191,6 @@ def make_plan(
 
 
 def serve_prompts(settings: WriteSettings, engine: EngineOptions, limit: int) -> Served:
-    """Return the prompts of the settings, encoded."""
     on_broken: OnBroken = "skip" if settings.skip_broken else "error"
     prompts = read_prompts(settings.prompts, on_broken, settings.label_columns)
     files = engine.files(settings.model)
@@ -309,7 +306,6 @@ def roles_field(encoded: Sequence[Encoded]) -> str:
 
 
 def is_taken(out: str | Path) -> bool:
-    """Return whether the location is in use."""
     folder = local_folder(out)
     if folder is None:
         return bool(open_store(out, write=True).list())

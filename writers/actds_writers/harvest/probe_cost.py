@@ -92,8 +92,6 @@ class Timed:
 
 @dataclass(frozen=True)
 class Timing:
-    """What an engine timed."""
-
     timed: tuple[Timed, ...]
     facts: dict[str, str]
 
@@ -229,8 +227,6 @@ PROBE_ITEMSIZE = 4
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes of a decode step of ``batch`` requests."""
-
     batch: int
     weights: float
     kv: float
@@ -244,8 +240,6 @@ class StepBytes:
 
 @dataclass(frozen=True)
 class ProbeArithmetic:
-    """What probes cost on paper."""
-
     n_probes: int
     widths: Sequence[int]
     weights: Weights
@@ -498,7 +492,6 @@ class TimesProbes(Protocol):
 def _task(
     settings: ProbeSettings, hooks: tuple[HookSpec, ...], batches: tuple[int, ...]
 ) -> TimingTask:
-    """Return what is to be timed."""
     assert settings.measure is not None
     if not settings.measure.is_dir():
         got, expected = f"{settings.measure}: no such folder", "a folder for datasets"

@@ -57,7 +57,6 @@ class Detached:
         return 0 if select.select([self._handle], [], [], 0)[0] else None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end."""
         if not select.select([self._handle], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
         return 0
@@ -150,7 +149,6 @@ class Pipeline:
         self.failure: ActdsError | None = None
 
     def connect(self) -> None:
-        """Connect to both processes."""
         for name, process in self.processes.items():
             self._connections[name] = self.link.connect(
                 name, "harvest", is_alive=functools.partial(_is_running, process)

@@ -57,8 +57,6 @@ def missing(dataset: Dataset) -> dict[tuple[str, int], Intervals]:
 
 @dataclass(frozen=True)
 class Filled:
-    """What a backfill has found."""
-
     n_lacked: int
     why: Mapping[str, int]
 

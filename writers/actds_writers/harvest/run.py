@@ -66,8 +66,6 @@ SNAPSHOT_S = 0.5
 
 @dataclass(frozen=True)
 class Work:
-    """What a replica is started with."""
-
     settings: WriteSettings
     plan: Plan
     lock: int
@@ -146,8 +144,6 @@ def _total(replicas: Sequence[Replica]) -> Snapshot:
 
 
 class Replica:
-    """The process of a replica, from outside."""
-
     def __init__(self, work: Work) -> None:
         self.number = work.number
         self.connection, theirs = Pipe()

@@ -435,7 +435,6 @@ def show_progress(
     terminal: bool | None = None,
     interval_s: float | None = None,
 ) -> AbstractContextManager[threading.Thread]:
-    """Show a harvest while the block runs."""
     on_screen = is_screen(stream) if terminal is None else terminal
     usual = TERMINAL_INTERVAL_S if on_screen else PLAIN_INTERVAL_S
 

@@ -211,8 +211,6 @@ def _with_roles(
 
 @dataclass(frozen=True)
 class Rendered:
-    """A chat as the engine gets it."""
-
     text: str
     token_ids: list[int]
     offsets: list[tuple[int, int]]
