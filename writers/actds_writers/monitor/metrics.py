@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from actds.format.schema import RowCounts
 from actds.store import Store
 from actds_writers.ipc.messages import CommitTotals, StageState, Stall, StepRows, WorkerHello
 from actds_writers.ipc.ring import aligned
-from actds_writers.monitor.progress import Snapshot
+from actds_writers.monitor.progress import Snapshot, summed
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -42,7 +42,6 @@ class CommitMeter:
 
     def __init__(self) -> None:
         self.totals = CommitTotals()
-        self._buckets = [0] * len(LATENCY_BUCKETS_S)
         self._latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
         self._lock = threading.Lock()
 
@@ -56,26 +55,21 @@ class CommitMeter:
         raw: bool = False,
         values: Mapping[str, RowCounts] = MappingProxyType({}),
     ) -> None:
+        added = CommitTotals(
+            n_shards=1,
+            n_raw_shards=int(raw),
+            n_rows=n_rows,
+            nbytes_in=nbytes_in,
+            nbytes_out=nbytes_out,
+            seconds=seconds,
+            buckets=tuple(int(seconds <= limit_s) for limit_s in LATENCY_BUCKETS_S),
+            last_ns=time.time_ns(),
+            values=values,
+        )
         with self._lock:
-            first = bisect_left(LATENCY_BUCKETS_S, seconds)
-            for index in range(first, len(LATENCY_BUCKETS_S)):
-                self._buckets[index] += 1
             self._latencies.append(seconds)
-            t = self.totals
-            p50, p99 = np.quantile(list(self._latencies), (0.5, 0.99))
-            self.totals = CommitTotals(
-                n_shards=t.n_shards + 1,
-                n_raw_shards=t.n_raw_shards + raw,
-                n_rows=t.n_rows + n_rows,
-                nbytes_in=t.nbytes_in + nbytes_in,
-                nbytes_out=t.nbytes_out + nbytes_out,
-                seconds=t.seconds + seconds,
-                buckets=tuple(self._buckets),
-                p50_s=float(p50),
-                p99_s=float(p99),
-                last_ns=time.time_ns(),
-                values=RowCounts.by_hook([t.values, values]),
-            )
+            p50, p99 = np.quantile(list(self._latencies), (0.5, 0.99)).tolist()
+            self.totals = replace(summed([self.totals, added]), p50_s=p50, p99_s=p99)
 
 
 DISK_WINDOW_S = 10.0

@@ -89,6 +89,7 @@ class Snapshot:
         return self.cached_tokens / self.queried_tokens if self.queried_tokens else None
 
 
+BEGIN = Snapshot(elapsed_s=0.0, requests_done=0, requests_total=None)
 _CENSUS_COUNTS = (
     "waiting",
     "running",
@@ -230,10 +231,9 @@ def format_line(
         before: earlier counters; rates are since then, else since the start.
         started: the counters when the engine began to step, for the time left.
     """
-    left = eta_s(now, started)
-    seconds = now.elapsed_s - (before.elapsed_s if before else 0.0)
-    tokens = now.scheduled_tokens - (before.scheduled_tokens if before else 0)
-    rows = now.rows - (before.rows if before else 0)
+    left, since = eta_s(now, started), before or BEGIN
+    seconds = now.elapsed_s - since.elapsed_s
+    tokens, rows = now.scheduled_tokens - since.scheduled_tokens, now.rows - since.rows
     parts = [
         format_seconds(now.elapsed_s),
         f"{_requests(now)} requests",
@@ -256,20 +256,20 @@ def format_screen(
     """Return the screen; arguments as in ``format_line``."""
     from rich.text import Text
 
-    seconds = now.elapsed_s - (before.elapsed_s if before else 0.0)
+    since = before or BEGIN
+    seconds = now.elapsed_s - since.elapsed_s
     screen = Text(overflow="ellipsis", no_wrap=True)
     left = eta_s(now, started)
     rest = f"   {format_seconds(left)} left" if left else ""
     _line(screen, "time", format_seconds(now.elapsed_s) + rest)
     _line(screen, "requests", _head(now))
-    _line(screen, "tokens", _tokens(now, before, seconds))
+    _line(screen, "tokens", _tokens(now, since, seconds))
     _line(screen, "rows", f"{now.rows:,} captured   {now.commits.n_rows:,} durable")
-    for index, stage in enumerate(now.stages):
-        _stage_line(screen, stage, before.stages[index] if before else Stage(stage.name), seconds)
+    for stage, earlier in zip(now.stages, since.stages, strict=True):
+        _stage_line(screen, stage, earlier, seconds)
     if now.lane is not None:
-        earlier = before.lane if before else None
-        _stage_line(screen, now.lane, earlier or Stage(LANE), seconds)
-    _line(screen, "disk", _disk(now, before, seconds))
+        _stage_line(screen, now.lane, since.lane or Stage(LANE), seconds)
+    _line(screen, "disk", _disk(now, since, seconds))
     _line(screen, "commits", _commits(now))
     if now.writer_silent_s is not None and now.writer_silent_s > SILENT_S:
         waits = f"no message for {format_seconds(now.writer_silent_s)}; it waits for the disk"
@@ -295,8 +295,8 @@ def _head(now: Snapshot) -> str:
     return f"{_requests(now)}{share}   {now.running:,} running   {now.waiting:,} waiting"
 
 
-def _tokens(now: Snapshot, before: Snapshot | None, seconds: float) -> str:
-    tokens = now.scheduled_tokens - (before.scheduled_tokens if before else 0)
+def _tokens(now: Snapshot, since: Snapshot, seconds: float) -> str:
+    tokens = now.scheduled_tokens - since.scheduled_tokens
     rate = f"{tokens / seconds:,.0f}/s" if seconds > 0 else "-"
     share = now.cache_hit_share
     hits = "-" if share is None else f"{share:.1%}"
@@ -318,9 +318,9 @@ def _stage_line(screen: Text, stage: Stage, before: Stage, seconds: float) -> No
         screen.append(f"  {stage.n_stalls:,} stalls {stage.stall_s:,.1f} s", "yellow")
 
 
-def _disk(now: Snapshot, before: Snapshot | None, seconds: float) -> str:
+def _disk(now: Snapshot, since: Snapshot, seconds: float) -> str:
     c = now.commits
-    written = c.nbytes_out - (before.commits.nbytes_out if before else 0)
+    written = c.nbytes_out - since.commits.nbytes_out
     ratio = f"   {c.nbytes_in / c.nbytes_out:.2f}x" if c.nbytes_out else ""
     behind = f"   {format_nbytes(now.backlog_nbytes)} to encode" if now.backlog_nbytes else ""
     return f"{format_nbytes(c.nbytes_out)}   {format_rate(written, seconds)}{ratio}{behind}"
