@@ -62,7 +62,7 @@ RESERVE = ".tmp-reserve-"
 """Prefix of the file that reserves disk space for the end of a run."""
 
 Begin = Callable[[], str | None]
-Answer = Callable[[ActdsError | None], None]
+Answer = Callable[[ActdsError | None], object]
 
 
 def _kind(pair: Any) -> Any:
@@ -477,19 +477,12 @@ class CensusProcess:
         if not self._census.has_scheduled(step):
             if "scheduler" in self._hub.roles():
                 return
-            error = ActdsError(
-                "E505",
-                f"census at step {step}",
-                got="the scheduler disconnected without reporting it",
-                expected="the schedule of every row",
-            )
-            self._hub.send("writer", error)
+            got = "the scheduler disconnected without reporting it"
+            place, expected = f"census at step {step}", "the schedule of every row"
+            self._hub.send("writer", ActdsError("E505", place, got=got, expected=expected))
         else:
-            self._journal.secure(lambda error: self._answer_secured(step, error))
+            self._journal.secure(lambda error: self._hub.send("writer", error or Secured(step)))
         self._wanted = None
-
-    def _answer_secured(self, step: int, error: ActdsError | None) -> None:
-        self._hub.send("writer", error or Secured(step))
 
     def _begin(self) -> str | None:
         """Begin the chain once engine and dataset exist; return the dataset's id.

@@ -377,29 +377,19 @@ SPARE = 16
 POLL_S = 0.2
 
 
-@dataclass(frozen=True)
-class Share:
-    percent: Decimal | None
-    count: int
-
-    @classmethod
-    def parse(cls, text: str) -> Share:
-        """Return what ``--canary`` says: ``0.1%`` or ``5``."""
-        try:
-            value = Decimal(text.strip().removesuffix("%"))
-            percent = text.strip().endswith("%")
-            if 0 < value <= (100 if percent else 1_000_000) and (percent or value % 1 == 0):
-                return cls(value, 0) if percent else cls(None, int(value))
-        except InvalidOperation:
-            pass
-        raise ActdsError(
-            "E009", "canary", got=repr(text)[:80], expected="a share such as 0.1% or a number"
-        )
-
-    def of(self, n_requests: int) -> int:
-        if self.percent is None:
-            return min(self.count, n_requests)
-        return min(max(1, math.ceil(self.percent * n_requests / 100)), n_requests)
+def n_replayed(share: str, n_requests: int) -> int:
+    """Return how many requests ``--canary`` replays: ``0.1%`` of them, or ``5``; raises E009."""
+    is_percent = share.strip().endswith("%")
+    try:
+        value = Decimal(share.strip().removesuffix("%"))
+        fits = 0 < value <= (100 if is_percent else 1_000_000) and (is_percent or value % 1 == 0)
+    except InvalidOperation:
+        fits = False
+    if not fits:
+        got, expected = repr(share)[:80], "a share such as 0.1% or a number"
+        raise ActdsError("E009", "canary", got=got, expected=expected)
+    n = max(1, math.ceil(value * n_requests / 100)) if is_percent else int(value)
+    return min(n, n_requests)
 
 
 @dataclass(frozen=True)
@@ -421,7 +411,7 @@ class Canary:
     def __init__(self, settings: WriteSettings, plan: Plan) -> None:
         self._settings, self._plan = settings, plan
         servable = [encoded for encoded in plan.encoded if encoded.skip is None]
-        self._wanted = Share.parse(settings.canary or "").of(len(servable))
+        self._wanted = n_replayed(settings.canary or "", len(servable))
         order = np.random.Generator(np.random.Philox(key=settings.seed)).permutation(len(servable))
         chosen = [servable[i] for i in order[: 2 * self._wanted + SPARE]]
         self._candidates = {request_key(encoded.prompt.index): encoded for encoded in chosen}

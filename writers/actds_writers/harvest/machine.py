@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import timeit
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -245,8 +246,7 @@ def measure(
 
 
 def _gbps(work: Callable[[], object], nbytes: int) -> float:
-    best = min(_seconds(work) for _ in range(N_TRIES))
-    return nbytes / best / GB
+    return nbytes / min(timeit.repeat(work, number=1, repeat=N_TRIES)) / GB
 
 
 def _d2h_gbps(rows: np.ndarray) -> float | None:
@@ -266,12 +266,6 @@ def _d2h_gbps(rows: np.ndarray) -> float | None:
 
     copy()
     return _gbps(copy, rows.nbytes)
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 BLOCK = 16

@@ -34,7 +34,7 @@ from actds.publish.sealing import seal
 from actds.store import open_store
 from actds_writers.config import WriteSettings, keywords_of
 from actds_writers.engine_protocol import Finished, find_engine
-from actds_writers.harvest.canary import Share
+from actds_writers.harvest.canary import n_replayed
 from actds_writers.harvest.one_engine import Ended, Feed, Run, interrupts_handled
 from actds_writers.harvest.prepare import (
     Plan,
@@ -136,11 +136,11 @@ def _await_all(replicas: Sequence[Replica], settings: WriteSettings, observer: O
             if not serving and heard and all(r in heard or r.ended for r in replicas):
                 serving = True
                 starting.close()
-                harvesting.enter_context(observer.harvesting(lambda: _total(replicas)))
-
-
-def _total(replicas: Sequence[Replica]) -> Snapshot:
-    return summed([replica.snapshot for replica in replicas if replica.snapshot is not None])
+                harvesting.enter_context(
+                    observer.harvesting(
+                        lambda: summed([r.snapshot for r in replicas if r.snapshot is not None])
+                    )
+                )
 
 
 class Replica:
@@ -357,7 +357,7 @@ def harvest(
     engine = kind.alone(engine) if alone else engine
     n_replicas = kind.replicas(engine)
     if settings.canary is not None:
-        Share.parse(settings.canary)
+        n_replayed(settings.canary, 0)
         if engine.n_samples > 1:
             got = f"{engine.n_samples} samples of each prompt"
             expected = "one: a replay must know which of them it compares with"
