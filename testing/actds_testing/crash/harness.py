@@ -145,7 +145,7 @@ class ForkedPipeline(Pipeline):
     synced = True
 
     def _start(self, module: str, settings: Any, lock: int) -> Any:
-        name = module.removesuffix("_process")
+        name = "writer" if module == "writer_process" else "census"
         say(self.voice, {"folder": self.link.folder})
 
         def body() -> int:
