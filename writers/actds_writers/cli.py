@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 import actds
-from actds.cli.options import SettingsCommand
+from actds.cli.command import SettingsCommand
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -202,6 +202,7 @@ def plan(as_json: bool, engine_args: tuple[str, ...], **settings: Any) -> None:
     or rows were lost under --stress. With --probes it says instead what linear probes cost.
     """
     from actds.cli.output import envelope, print_json
+
     from actds_writers.config import PlanSettings
     from actds_writers.engine_protocol import parse_words
 
@@ -231,6 +232,7 @@ def _say_probes(given: dict[str, Any], *, as_json: bool) -> None:
         ActdsError: E009 for an option of sizing beside them; as ``probe_cost``.
     """
     from actds.cli.output import envelope, print_json
+
     from actds.errors import ActdsError
     from actds_writers.config import ProbeSettings
 
