@@ -179,7 +179,7 @@ def test_json_on_stdout_is_the_result_and_keeps_its_schema(arms: dict[str, Path]
 
 
 def test_the_published_schema_is_that_of_the_model() -> None:
-    from actds.cli.output import document_schema
+    from actds.cli.command import document_schema
 
     published = json.loads((SCHEMAS / "regimes.json").read_bytes())
     assert published == document_schema(Regimes, "serialization"), (

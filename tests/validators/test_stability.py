@@ -693,7 +693,7 @@ def test_the_command_writes_what_it_finds(sets: dict[str, Path], tmp_path: Path)
 
 
 def test_the_published_schema_is_that_of_the_model() -> None:
-    from actds.cli.output import document_schema
+    from actds.cli.command import document_schema
 
     published = json.loads((SCHEMAS / "stability.json").read_bytes())
     assert published == document_schema(Stability, "serialization"), (

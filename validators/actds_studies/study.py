@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
-from actds.cli.options import FiniteRange
+from actds.cli.command import FiniteRange
 from actds_validators.cli.results import (
     COMMAND,
     LimitsCommand,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from actds.cli.output import envelope, print_json, print_lines
+from actds.cli.command import envelope, print_json, print_lines
 from actds.text import Line, printable, storable
 from actds_validators.cli.results import (
     accept_option,
