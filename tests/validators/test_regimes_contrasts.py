@@ -68,7 +68,7 @@ def test_a_held_out_arm_has_no_prefix_that_the_other_side_was_served(
 ) -> None:
     dataset: Dataset = request.getfixturevalue(name)
     whole = read_arm(Arm("A", dataset), HOOK)
-    rows = read_arm(Arm("A", dataset, split="held_out", held_out=0.4), HOOK)
+    rows = read_arm(Arm("A", dataset, held_out=0.4), HOOK)
     tokens = dataset.tokens(HOOK)["request"].to_numpy()
     loader = actds.Loader(
         dataset.path, HOOK, split="train", held_out=0.4, batch=1, provenance=["request"]
@@ -103,7 +103,7 @@ def test_a_held_out_arm_has_no_prefix_of_another_phase_of_the_other_side(
 ) -> None:
     schedule = simulate(40, 0, cache=False, turns=True)
     dataset = actds.open(make_dataset(tmp_path / "d", schedule=schedule))
-    rows = read_arm(Arm("A", dataset, phase=phase, split="held_out", held_out=0.5), HOOK)
+    rows = read_arm(Arm("A", dataset, phase=phase, held_out=0.5), HOOK)
     tokens, known = dataset.tokens(HOOK)["request"].to_numpy(), prefixes(dataset)
     loader = actds.Loader(
         dataset.path, HOOK, split="train", held_out=0.5, batch=1, provenance=["request"]

@@ -131,7 +131,7 @@ def pool(work: Path) -> Pool:
     """Return the rows behind the given tokens of requests that the dictionary has not seen."""
     where = f"position >= {GIVEN}"
     own, again = actds.open(work / "H"), actds.open(work / "R")
-    first = read_arm(Arm("H", own, where=where, split="held_out", held_out=HELD_OUT), HOOK)
+    first = read_arm(Arm("H", own, where=where, held_out=HELD_OUT), HOOK)
     second = read_arm(Arm("R", again, where=where), HOOK)
     of_first = matched_requests(first, second, same_dataset=False)[second.request]
     there = np.flatnonzero(np.isin(of_first, first.request))

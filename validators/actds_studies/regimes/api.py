@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -300,11 +300,8 @@ def open_arms(
     pairs = parse_contrasts(names, contrasts)
     if floor is not None:
         pairs = list(dict.fromkeys([*parse_contrasts(names, [floor], "floor"), *pairs]))
-    split: Literal["held_out"] | None = None if held_out is None else "held_out"
     arms = {
-        arm.name: Arm(
-            arm.name, paths[arm.path], arm.phase, arm.where, arm.exclude, split, held_out or 0.0
-        )
+        arm.name: Arm(arm.name, paths[arm.path], arm.phase, arm.where, arm.exclude, held_out)
         for arm in requested
         if any(arm.name in pair for pair in pairs)
     }
@@ -400,7 +397,7 @@ def _refuse_fitted(path: str, dictionary: Dictionary, arms: Sequence[Arm]) -> No
         if arm.dataset.digest not in dictionary.source.trained_on:
             continue
         kept = dictionary.source.held_out
-        if kept is not None and arm.split == "held_out" and arm.held_out <= kept:
+        if kept is not None and arm.held_out is not None and arm.held_out <= kept:
             continue
         if kept is None:
             next_step = (
@@ -434,7 +431,7 @@ def _whole_where_unseen(
         )
         result[name] = replace(arm, fitted=elsewhere)
         if None not in (sequences := _sequences(arm.dataset)) and sequences.isdisjoint(seen):
-            result[name] = replace(result[name], split=None, held_out=0.0)
+            result[name] = replace(result[name], held_out=None)
     return result
 
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -143,8 +143,8 @@ class Arm:
 
     Args:
         exclude: filters of the loader that leave out more than `APART`.
-        split: ``train`` or ``held_out``, to score a dictionary on other requests than it was
-            fitted on; None for all requests.
+        held_out: share of the requests that are compared alone, to score a dictionary on others
+            than it was fitted on; None for all of them.
         fitted: held-out arms of other datasets that a dictionary was fitted on: rows with a prefix
             of their training side are left out.
     """
@@ -154,8 +154,7 @@ class Arm:
     phase: str | None = None
     where: str | None = None
     exclude: tuple[str, ...] = ()
-    split: Literal["train", "held_out"] | None = None
-    held_out: float = 0.0
+    held_out: float | None = None
     fitted: tuple[Arm, ...] = ()
 
     @property
@@ -164,7 +163,7 @@ class Arm:
         words = [storable(self.dataset.path)]
         words += [f"phase {self.phase}"] if self.phase else []
         words += [self.where] if self.where else []
-        words += [f"{self.split} ({self.held_out:g} held out)"] if self.split else []
+        words += [] if self.held_out is None else [f"held_out ({self.held_out:g} held out)"]
         return ", ".join(words)
 
 
@@ -259,8 +258,8 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
         arm.phase,
         exclude=exclude,
         where=arm.where,
-        split=arm.split,
-        held_out=arm.held_out,
+        split=None if arm.held_out is None else "held_out",
+        held_out=arm.held_out or 0.0,
         finite=False,  # their sums count them and leave them out
     )
     requests = Requests(dataset)
@@ -330,7 +329,7 @@ def _trained(arm: Arm, hook: str, shards: Sequence[Shard], hashes: Keys) -> Bool
     """
     known = list(arm.fitted)
     result = np.zeros(len(hashes), np.bool_)
-    if arm.split == "held_out":
+    if arm.held_out is not None:
         known.append(arm)
         fitted = _fitted(arm, hook)
         result = np.concatenate([fitted[shard.name] for shard in shards])
@@ -352,7 +351,7 @@ def _fitted(arm: Arm, hook: str) -> dict[str, Bools]:
     parts: dict[str, Bools] = {}
     for shard in arm.dataset.shards_of(hook):
         if shard.run not in sides:
-            number, is_held = held_out_requests(arm.dataset, shard.run, arm.held_out)
+            number, is_held = held_out_requests(arm.dataset, shard.run, arm.held_out or 0.0)
             spans = arm.dataset.catalog.table("spans", shard.run)
             sides[shard.run] = number[~is_held], served_again(spans, number[~is_held])
         fitted, served = sides[shard.run]

@@ -261,13 +261,13 @@ def measure(
         measures = instrument.measures(reference, limits)
         judged += _judged(instrument.name, measures, plan, sums, limits, hook)
     if plan.pairing == "token" and double:
-        of_pairs, quantiles = _pair_pass(plan, arrays, double, coarse, sink, hook)
+        pair_sums, quantiles = _pair_pass(plan, arrays, double, coarse, sink, hook)
         for pair_instrument in double:
             measures = pair_instrument.pair_measures(limits)
             if plan.parted is not None and pair_instrument.name == Numerics.name:
                 measures = [*measures, FORKS]
             judged += _judged(
-                pair_instrument.name, measures, plan, (of_pairs, of_pairs), limits, hook
+                pair_instrument.name, measures, plan, (pair_sums, pair_sums), limits, hook
             )
     return Measured(judged, quantiles, (passes[0][1], passes[1][1]), (passes[0][2], passes[1][2]))
 
