@@ -202,7 +202,6 @@ def plan(as_json: bool, engine_args: tuple[str, ...], **settings: Any) -> None:
     or rows were lost under --stress. With --probes it says instead what linear probes cost.
     """
     from actds.cli.command import envelope, print_json
-
     from actds_writers.config import PlanSettings
     from actds_writers.engine_protocol import parse_words
 
@@ -232,7 +231,6 @@ def _say_probes(given: dict[str, Any], *, as_json: bool) -> None:
         ActdsError: E009 for an option of sizing beside them; as ``probe_cost``.
     """
     from actds.cli.command import envelope, print_json
-
     from actds.errors import ActdsError
     from actds_writers.config import ProbeSettings
 
