@@ -53,7 +53,7 @@ REPORTS = {
     "validators/actds_studies/pages/regimes.py": ("regimes",),
     "validators/actds_validators/pages/report.py": ("audit",),
     "validators/actds_validators/pages/words.py": ("audit",),
-    "validators/actds_studies/stability/judge.py": ("stability",),
+    "validators/actds_studies/stability/result.py": ("stability",),
     "validators/actds_studies/view/api.py": ("view",),
 }
 

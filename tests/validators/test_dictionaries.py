@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 
 from actds.errors import ActdsError
 from actds_studies.dictionaries import Dictionary, Source, dictionary, load_dictionary
-from actds_studies.dictionaries.places import places_of, same_model, same_place
+from actds_studies.dictionaries.dictionary import places_of, same_model, same_place
 from actds_testing.places import ROOT
 
 D_MODEL, N_FEATURES = 6, 20

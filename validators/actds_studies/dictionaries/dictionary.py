@@ -1,26 +1,33 @@
-"""The dictionary: an encoder and a decoder as arrays, and the rows, features and rows between them.
+"""The dictionary: an encoder and a decoder as arrays, and what they do to rows.
 
 What the numbers mean is what SAELens 6 does with them (``sae_lens.saes``), in float32, whatever
 type the file has. Everything that can be folded into the weights is folded when a file is read.
+Which rows a dictionary is for is known by the names that files and loaders give them:
+``actds.Loader.config`` is beside one that was trained on a loader's batches.
+
+Spec: 0.1 section 16.1; ``hook_names`` of TransformerLens, and the modules of
+``transformers`` that SAELens hooks by their own names.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
-from actds_studies.dictionaries.places import HookFrom
 from actds_studies.dictionaries.tensors import refused
 from actds_validators.arrays import Rows
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
+T = TypeVar("T")
+HookFrom = Literal["file", "path", "caller"]
 Kind = Literal["standard", "topk", "jumprelu", "gated", "batchtopk"]
 Normalization = Literal["none", "layer_norm", "constant_norm_rescale"]
 Format = Literal["saelens", "gemma_scope", "dictionary_learning"]
@@ -131,17 +138,14 @@ class Dictionary:
 
     @property
     def d_model(self) -> int:
-        """Return the channels of a row."""
         return int(self.w_enc.shape[0])
 
     @property
     def n_features(self) -> int:
-        """Return the features."""
         return int(self.w_enc.shape[1])
 
     @property
     def hook(self) -> str | None:
-        """Return the hook that it is for, in the names of actds; None where nothing says it."""
         return self.source.hook
 
     def encode(self, rows: npt.NDArray[Any]) -> Rows:
@@ -256,7 +260,6 @@ class Dictionary:
         return centre, norms / np.float32(np.sqrt(self.d_model))
 
     def _encode_into(self, features: Rows, rows: Rows) -> None:
-        """Write the features of a block of rows."""
         np.matmul(self._inner(rows), self.w_enc, out=features)
         if self.gain is not None and self.b_mag is not None:
             shut = features <= -self.b_enc
@@ -331,3 +334,182 @@ _OF_KIND: dict[Kind, frozenset[str]] = {
 
 def _joined(parts: list[npt.NDArray[Any]], kind: type[np.generic]) -> npt.NDArray[Any]:
     return np.concatenate(parts).astype(kind) if parts else np.empty(0, kind)
+
+
+# which rows it is for -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The rows that a dictionary is wanted for; None for what the caller does not say.
+
+    Args:
+        model: name of the model, or the path of its folder.
+    """
+
+    hook: str | None = None
+    d_model: int | None = None
+    model: str | None = None
+
+    def refuse_other_width(self, place: object, d_model: int | None) -> None:
+        if self.d_model is not None and d_model not in (None, self.d_model):
+            expected = f"{self.d_model:,}{f', as {self.hook} has' if self.hook else ''}"
+            raise refused(place, f"a dictionary of {d_model:,} channels", expected)
+
+    def hook_of(
+        self,
+        place: object,
+        called: str | None,
+        places: tuple[str, ...],
+        said_by: HookFrom,
+        *,
+        model: str | None,
+        d_model: int | None = None,
+        layer: int | None = None,
+    ) -> tuple[str | None, HookFrom | None]:
+        """Return the hook of a dictionary, and who says so.
+
+        Args:
+            called: what the dictionary calls its hook; None where it says nothing, as all below.
+            places: hooks that this may be, the usual one first.
+            said_by: where it is called so.
+
+        Raises:
+            ActdsError: E015 it is for another model, width, hook or layer, or for a hook that
+                cannot be known to be the caller's.
+        """
+        if self.model is not None and model is not None and not same_model(self.model, model):
+            next_step = "Give a dictionary of this model: directions of another mean nothing here."
+            raise refused(place, f"a dictionary of {model}", self.model, next_step)
+        self.refuse_other_width(place, d_model)
+        if self.hook is None:
+            return (places[0], said_by) if places else (None, None)
+        if called is None:
+            if layer is not None and layer not in _layers_of(self.hook):
+                raise refused(place, f"a dictionary of layer {layer}", self.hook)
+            return self.hook, "caller"
+        if any(same_place(self.hook, candidate) for candidate in places):
+            return self.hook, said_by
+        got = f"a dictionary of {called}"
+        if places and places[0] != called:
+            got += f", which is {' or '.join(places)}"
+        raise refused(place, got, self.hook)
+
+
+def recorded(place: object, config: Any, source: Source) -> Source:
+    """Return a source with what a loader recorded, as it is where the value is not of one.
+
+    Its hook is None where batches had several, its model where several are named, or none.
+
+    Raises:
+        ActdsError: E015 rows that the loader normalized: the weights are not for rows as they are.
+    """
+    if not isinstance(config, dict) or config.get("format") != "actds.loader":
+        return source
+    if config.get("normalization") or config.get("normalize"):
+        got = f"trained on rows that the loader normalized ({config.get('normalize')})"
+        next_step = (
+            "Fold the normalization into the weights, set `normalize` and `normalization` of the "
+            "recorded configuration to null, and save again."
+        )
+        raise refused(place, got, "weights for rows as they are", next_step)
+    hooks = _all(config.get("hooks"), str)
+    datasets, models = (_all(config.get(name), dict) for name in ("datasets", "models"))
+    digests = _all([config.get("digest"), *(entry.get("digest") for entry in datasets)], str)
+    names = {entry.get("name") for entry in models}
+    return replace(
+        source,
+        hook=hooks[0] if len(hooks) == 1 else None,
+        model=next(iter(_all(list(names), str)), None) if len(names) == 1 else None,
+        trained_on=tuple(dict.fromkeys(digests)),
+        held_out=_held_out(config.get("split")),
+        weights=tuple(sorted({*_all([entry.get("weights_sha256") for entry in models], str)})),
+    )
+
+
+def _all(value: Any, kind: type[T]) -> list[T]:
+    return [v for v in value if isinstance(v, kind)] if isinstance(value, list) else []
+
+
+def _held_out(split: Any) -> float | None:
+    if not isinstance(split, list) or len(split) != 2 or split[0] != "train":
+        return None
+    return float(split[1]) if isinstance(split[1], float) and 0 < split[1] < 1 else None
+
+
+_LENS = re.compile(r"blocks\.(\d{1,6})\.(?:attn\.)?hook_([a-z_]+)")
+_MODULE = re.compile(
+    r"(?:[a-z_]+\.){0,3}(?:layers|h|blocks)\.(\d{1,6})(?:\.(mlp|self_attn|attn|attention))?"
+    r"(?:\.output)?"
+)
+_OWN = re.compile(r"([a-z][a-z0-9_]{0,63})\.(\d{1,6})")
+_KINDS: dict[str, tuple[str, ...]] = {
+    "resid_pre": ("resid_pre",),
+    "resid_mid": ("resid_mid",),
+    "resid_post": ("resid_post",),
+    # Before rotary embedding hook_q and hook_k are no hook of actds, except in models without one.
+    "rot_q": ("q",),
+    "rot_k": ("k",),
+    "v": ("v",),
+    "z": ("z",),
+    "attn_out": ("attn_out", "attn_out_post"),
+    "mlp_out": ("mlp_out", "mlp_out_post"),
+}
+# Their hook_attn_out and hook_mlp_out are after the norm that follows (Gemma 2, 3; GLM-4; OLMo 2;
+# EXAONE 4). The module of transformers is before it.
+_POST_NORMS = re.compile(r"gemma-?[23]|glm-?4|olmo-?2|exaone-?4")
+_ALIASES = {"gpt2-small": "gpt2"}  # of TransformerLens
+
+
+def places_of(name: str, model: str | None = None) -> tuple[str, ...]:
+    """Return the hooks that a name elsewhere may stand for, the usual one first; none if unknown.
+
+    ``blocks.L.hook_attn_out`` and ``hook_mlp_out`` are two: before or after the norm that some
+    models have there. A known model decides.
+
+    Args:
+        name: of TransformerLens, of a module of ``transformers``, or of actds itself.
+        model: name of the model, where known.
+    """
+    if match := _LENS.fullmatch(name):
+        kinds = _KINDS.get(match[2], ())
+        if len(kinds) == 2 and model is not None and _POST_NORMS.search(model.lower()):
+            kinds = kinds[1:]
+        return tuple(f"{kind}.{int(match[1])}" for kind in kinds)
+    if match := _MODULE.fullmatch(name):
+        kind = {None: "resid_post", "mlp": "mlp_out"}.get(match[2], "attn_out")
+        return (f"{kind}.{int(match[1])}",)
+    if match := _OWN.fullmatch(name):
+        return (f"{match[1]}.{int(match[2])}",)
+    return ()
+
+
+def same_place(first: str, second: str) -> bool:
+    """Return whether two hooks hold the same rows by definition.
+
+    ``resid_pre.L`` and ``resid_post.L-1`` do: the stream before a layer is that after the last.
+    """
+    return _canonical(first) == _canonical(second)
+
+
+def _layers_of(hook: str) -> set[int]:
+    """Return the layers that a hook can be counted to: its own, and that of the same rows."""
+    names = (hook, _canonical(hook))
+    return {int(layer) for name in names if (layer := name.rpartition(".")[2]).isdecimal()}
+
+
+def same_model(first: str, second: str) -> bool:
+    """Return whether two names can be those of one model: their last segments, in any case."""
+    return _segment(first) == _segment(second)
+
+
+def _canonical(hook: str) -> str:
+    kind, _, layer = hook.rpartition(".")
+    if kind == "resid_pre" and layer.isdecimal() and int(layer) > 0:
+        return f"resid_post.{int(layer) - 1}"
+    return hook
+
+
+def _segment(name: str) -> str:
+    last = re.split(r"[/\\]", name.strip().rstrip("/\\").lower())[-1]
+    return _ALIASES.get(last, last)

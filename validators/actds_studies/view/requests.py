@@ -20,8 +20,8 @@ from actds.errors import ActdsError
 from actds.exchange.containers import map_npy
 from actds.explore.dataset import Dataset
 from actds.format.tables import FLAG_BOS, FLAG_EOS, FLAG_SPECIAL, is_served
-from actds_studies.dictionaries import Dictionary, load_dictionary, saelens
-from actds_studies.dictionaries.load import PARAMETERS
+from actds_studies.dictionaries import Dictionary, load_dictionary
+from actds_studies.dictionaries.formats import CONFIG, PARAMETERS, WEIGHTS
 from actds_studies.dictionaries.tensors import is_npz, is_torch, read_npz, read_safetensors
 from actds_validators.arrays import Array
 
@@ -127,9 +127,9 @@ def read_sae(
 
 def _is_whole(path: Path) -> bool:
     """Return whether a path is a dictionary with its settings, and no encoder alone."""
-    if path.is_dir() or path.name in (saelens.CONFIG, PARAMETERS) or is_torch(path):
+    if path.is_dir() or path.name in (CONFIG, PARAMETERS) or is_torch(path):
         return True
-    return path.name == saelens.WEIGHTS and path.with_name(saelens.CONFIG).exists()
+    return path.name == WEIGHTS and path.with_name(CONFIG).exists()
 
 
 def _of_dictionary(path: Path, dictionary: Dictionary, chosen: Sequence[int]) -> list[Score]:
