@@ -23,8 +23,8 @@ import actds
 from actds.errors import ActdsError
 from actds.loader.selection import held_out_requests
 from actds_studies.cli.stability import stability as command
-from actds_studies.dictionaries import Dictionary, load_dictionary
-from actds_studies.dictionaries.dictionary import Source
+from actds_studies.dictionaries import Dictionary, Source
+from actds_studies.dictionaries.formats import load_dictionary
 from actds_studies.pages.stability import facts, page, words_of_art
 from actds_studies.regimes.asking import MIXTURE_KEYS, ArmWords, parse_arms, parse_named
 from actds_studies.stability import rows as order
@@ -675,7 +675,7 @@ def test_written_dictionaries_are_read_again_with_what_they_have_not_seen(
     config = json.loads((out / "H" / "seed-1" / "cfg.json").read_text())
     assert config["metadata"]["hook_name"] == "blocks.0.hook_resid_post"
     x = actds.open(sets["A"]).array(HOOK)[:50]
-    away = x - one.reconstruct(x)
+    away = x - one.decode(one.encode(x), x)
     assert 0 < np.square(away).sum() < np.square(x - x.mean(axis=0)).sum() * 2
     with pytest.raises(ActdsError, match=r"E503.*there already"):
         stability(f"H={sets['A']}", limits=QUICK, out=out)

@@ -30,7 +30,7 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
-from actds_studies.dictionaries.dictionary import (
+from actds_studies.dictionaries import (
     Dictionary,
     Kind,
     Normalization,

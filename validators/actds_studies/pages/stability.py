@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from actds.text import counted
 from actds_studies.stability.result import (
@@ -11,10 +12,12 @@ from actds_studies.stability.result import (
     Comparison,
     CrossValue,
     Features,
+    Likeness,
     Measure,
     Outcome,
     Stability,
     Trained,
+    Verdict,
 )
 from actds_validators.audit.place import Level
 from actds_validators.pages.answer import AnswerPage, Shown, by_arm, harvested, models
@@ -23,10 +26,9 @@ from actds_validators.pages.words import (
     LOOKS,
     Columns,
     Fact,
+    Look,
     Part,
-    Row,
     Sentence,
-    Table,
     count,
     or_dash,
     p_value,
@@ -71,19 +73,15 @@ def page(result: Stability, command: str) -> AnswerPage:
         introduction=words_of_art(result),
         next_steps=result.answer.next_steps,
         facts=provenance(result, command),
-        sections=_sections(result),
+        sections=[
+            *([Shown(_verdicts(result))] if result.verdicts else []),
+            _alike(result),
+            *([Shown(_floors(result))] if result.comparisons else []),
+            *map(Shown, (_cross(result), _compared(result), _how(result))),
+        ],
         verdicts=[(LEVELS[verdict.outcome], verdict.sentence) for verdict in result.verdicts],
         on_terminal=("alike", "cross", "compared"),
     )
-
-
-def _sections(result: Stability) -> list[Shown]:
-    return [
-        *([Shown(_verdicts(result))] if result.verdicts else []),
-        _alike(result),
-        *([Shown(_floors(result))] if result.comparisons else []),
-        *map(Shown, (_cross(result), _compared(result), _how(result))),
-    ]
 
 
 def words_of_art(result: Stability) -> str:
@@ -178,12 +176,11 @@ class Means:
 
 def means(result: Stability) -> list[Means]:
     """Return the means of every kind of pair, each floor before the arms that it is for."""
-    kinds = dict.fromkeys(
-        (pair.arm, pair.kind) for pair in sorted(result.pairs, key=lambda p: _PAIRS.index(p.kind))
-    )
+    of_kind: dict[tuple[str, str], list[Likeness]] = {}
+    for pair in sorted(result.pairs, key=lambda p: _PAIRS.index(p.kind)):
+        of_kind.setdefault((pair.arm, pair.kind), []).append(pair.likeness)
     means = []
-    for name, kind in kinds:
-        of = [p.likeness for p in result.pairs if (p.arm, p.kind) == (name, kind)]
+    for (name, kind), of in of_kind.items():
         features = [fit.features for fit in of if fit.features is not None]
         matched, is_floor = mean_of([fit.matched for fit in of]), name == result.arms[0].name
         means.append(Means(name, kind, is_floor, matched, _mean(features) if features else None))
@@ -191,18 +188,11 @@ def means(result: Stability) -> list[Means]:
 
 
 def _mean(of: Sequence[Features]) -> Features:
-    return Features(
-        n=round(mean_of([features.n for features in of])),
-        **{name: mean_of([getattr(features, name) for features in of]) for name in FATES},
-        split_into=[
-            mean_of(shares)
-            for shares in zip(*(features.split_into for features in of), strict=True)
-        ],
-        merged_from=[
-            mean_of(shares)
-            for shares in zip(*(features.merged_from for features in of), strict=True)
-        ],
-    )
+    columns = {name: [getattr(features, name) for features in of] for name in Features.model_fields}
+    lists = {name: zip(*columns.pop(name), strict=True) for name in ("split_into", "merged_from")}
+    numbers: dict[str, Any] = {name: mean_of(values) for name, values in columns.items()}
+    numbers |= {name: list(map(mean_of, shares)) for name, shares in lists.items()}
+    return Features(**numbers | {"n": round(numbers["n"])})
 
 
 def mean_of(values: Sequence[float]) -> float:
@@ -243,25 +233,25 @@ def against(comparison: Comparison) -> str:
     return f"{mean:+.3f}" if comparison.measure in _COSINES else f"{100 * mean:+.3g} points"
 
 
+_VERDICTS: Columns[Verdict] = (
+    ("arm", lambda row: row.arm),
+    ("another order", lambda row: row.against_order),
+    ("another seed", lambda row: f"{_look(row).mark} {row.outcome}"),
+)
+
+
+def _look(verdict: Verdict) -> Look:
+    return LOOKS[LEVELS[verdict.outcome]]
+
+
 def _verdicts(result: Stability) -> Part:
-    rows = [
-        Row(
-            (
-                verdict.arm,
-                verdict.against_order,
-                f"{LOOKS[LEVELS[verdict.outcome]].mark} {verdict.outcome}",
-            ),
-            LOOKS[LEVELS[verdict.outcome]].tone,
-            verdict.sentence,
-        )
-        for verdict in result.verdicts
-    ]
-    table = Table(
+    tables = table_of(
         "Every arm beside the reference",
-        ("arm", "another order", "another seed"),
-        rows,
+        _VERDICTS,
+        result.verdicts,
         frozenset(range(3)),
-        narrow=True,
+        tone=lambda row: _look(row).tone,
+        note=lambda row: row.sentence,
     )
     notes = [
         Sentence(f"{verdict.arm}, {words}.")
@@ -273,7 +263,8 @@ def _verdicts(result: Stability) -> Part:
         "reference's as the reference's are to one another, beyond it when they are shown to be "
         "less alike, and else undecided."
     )
-    return Part("verdicts", "Verdicts", Sentence(lead), [table], notes)
+    narrow = [replace(table, narrow=True) for table in tables]
+    return Part("verdicts", "Verdicts", Sentence(lead), narrow, notes)
 
 
 _FLOORS: Columns[Comparison] = (
@@ -454,9 +445,8 @@ _TRAINED: Columns[Trained] = (
 def _compared(result: Stability) -> Part:
     tables = table_of("Rows of each arm", _ARMS, result.arms, note=lambda row: row.words)
     tables += table_of("Dictionaries", _TRAINED, result.dictionaries, frozenset({0, 5}))
-    return Part(
-        "compared", "What was compared", Sentence("The rows, and what was trained."), tables
-    )
+    lead = Sentence("The rows, and what was trained.")
+    return Part("compared", "What was compared", lead, tables)
 
 
 def _how(result: Stability) -> Part:
@@ -473,10 +463,5 @@ def _how(result: Stability) -> Part:
         "The tests of all arms against one floor are a family (Benjamini and Hochberg).",
         "A verdict is about this trainer, these settings, these requests and this model.",
     ]
-    return Part(
-        "how",
-        "How to read this",
-        Sentence("What the numbers are, and what they are not."),
-        [],
-        [Sentence(words) for words in notes],
-    )
+    lead = Sentence("What the numbers are, and what they are not.")
+    return Part("how", "How to read this", lead, [], [Sentence(words) for words in notes])

@@ -19,8 +19,8 @@ from actds.format.tables import UNSERVED
 from actds.loader.selection import RowValues
 from actds.loader.where import parse_expression
 from actds.text import storable
-from actds_studies.dictionaries import load_dictionary
-from actds_studies.dictionaries.dictionary import same_place
+from actds_studies.dictionaries import same_place
+from actds_studies.dictionaries.formats import load_dictionary
 from actds_studies.dictionaries.tensors import (
     file_sha256,
     is_npz,

@@ -25,8 +25,7 @@ from actds.format.tables import PHASES
 from actds.store import refuse_within_dataset
 from actds.text import storable
 from actds.version import __version__
-from actds_studies.dictionaries import Dictionary, Source
-from actds_studies.dictionaries.dictionary import places_of
+from actds_studies.dictionaries import Dictionary, Source, places_of
 from actds_studies.dictionaries.formats import CONFIG, WEIGHTS
 from actds_studies.regimes.asking import MIXTURE_KEYS, ArmWords, parse_named
 from actds_studies.stability import rows
