@@ -125,7 +125,7 @@ class Dictionary:
         }
         for name, shape in shapes.items():
             array = getattr(self, name)
-            wanted = name in _ALWAYS or name in _OF_KIND[self.kind]
+            wanted = self.kind in _OF_KINDS.get(name, (self.kind,))
             if (array is not None) != wanted:
                 got = f"{'no' if wanted else 'a'} {name} in a {self.kind} dictionary"
                 raise self._bad(got, f"{name} {shape}" if wanted else "none")
@@ -297,14 +297,12 @@ class Dictionary:
         return refused(self.source.path, got, expected)
 
 
-_ALWAYS = frozenset({"w_enc", "b_enc", "w_dec", "b_dec"})
-_OF_KIND: dict[Kind, frozenset[str]] = {
-    "standard": frozenset(),
-    "topk": frozenset(),
-    "jumprelu": frozenset({"threshold"}),
-    "batchtopk": frozenset({"threshold"}),
-    "gated": frozenset({"gain", "b_mag"}),
+_OF_KINDS: dict[str, tuple[Kind, ...]] = {
+    "threshold": ("jumprelu", "batchtopk"),
+    "gain": ("gated",),
+    "b_mag": ("gated",),
 }
+"""Arrays that not every dictionary has, and the kinds that have them."""
 
 
 def _joined(parts: list[npt.NDArray[Any]], kind: type[np.generic]) -> npt.NDArray[Any]:
@@ -348,10 +346,6 @@ class Wanted:
             called: what the dictionary calls its hook; None where it says nothing, as all below.
             places: hooks that this may be, the usual one first.
             said_by: where it is called so.
-
-        Raises:
-            ActdsError: E015 it is for another model, width, hook or layer, or for a hook that
-                cannot be known to be the caller's.
         """
         if self.model is not None and model is not None and not same_model(self.model, model):
             next_step = "Give a dictionary of this model: directions of another mean nothing here."
@@ -375,9 +369,6 @@ def recorded(place: object, config: Any, source: Source) -> Source:
     """Return a source with what a loader recorded, as it is where the value is not of one.
 
     Its hook is None where batches had several, its model where several are named, or none.
-
-    Raises:
-        ActdsError: E015 rows that the loader normalized: the weights are not for rows as they are.
     """
     if not isinstance(config, dict) or config.get("format") != "actds.loader":
         return source

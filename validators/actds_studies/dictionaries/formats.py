@@ -167,14 +167,8 @@ _TRANSPOSED = ("encoder.weight", "decoder.weight")
 
 # SAELens ------------------------------------------------------------------------------------------
 
-_KINDS: dict[str, Kind] = {
-    "standard": "standard",
-    "topk": "topk",
-    "jumprelu": "jumprelu",
-    "gated": "gated",
-    "batchtopk": "batchtopk",
-    "matryoshka_batchtopk": "batchtopk",
-}
+_KINDS: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
+_KINDS["matryoshka_batchtopk"] = "batchtopk"
 _TENSORS: dict[Kind, dict[str, str]] = {
     "standard": {"b_enc": "b_enc"},
     "topk": {"b_enc": "b_enc"},
@@ -231,9 +225,7 @@ class Config(_Model):
 
     @property
     def major(self) -> int:
-        """Return the first number of the version; 0 where it says none."""
-        number = re.match(r"\d{1,6}", self.version)
-        return int(number[0]) if number else 0
+        return int(re.match(r"\d{0,6}", self.version)[0] or 0)  # type: ignore[index]
 
     @property
     def described(self) -> Metadata:
@@ -250,13 +242,6 @@ class Config(_Model):
 
 
 def _read_saelens(path: Path, wanted: Wanted) -> Dictionary:
-    """Return the dictionary of a SAELens folder.
-
-    Raises:
-        ActdsError: E015 files that are missing or damaged, an architecture that is no sparse
-            autoencoder of one hook, a normalization that is not folded into the weights, or
-            weights that are not those of the configuration; another hook, width or model.
-    """
     config_path = path.with_name(CONFIG)
     config = read_config(config_path, Config)
     if config.major > 6:
@@ -363,12 +348,6 @@ _HOOKS = {"res": "hook_resid_post", "mlp": "hook_mlp_out", "att": "attn.hook_z"}
 
 
 def _read_gemma_scope(path: Path, wanted: Wanted) -> Dictionary:
-    """Return the dictionary of a ``params.npz``.
-
-    Raises:
-        ActdsError: E015 a file that is missing or damaged, has other arrays, or whose folders name
-            a transcoder, an embedding, another hook or another model; another width.
-    """
     model, called, layer = _of_folders(path)
     places = () if called is None else places_of(called, model)
     hook, hook_from = wanted.hook_of(path, called, places, "path", model=model, layer=layer)
@@ -463,17 +442,7 @@ class Training(_Model):
 
 
 def _read_dictionary_learning(path: Path, wanted: Wanted) -> Dictionary:
-    """Return the dictionary of an ``ae.pt``.
-
-    Args:
-        path: of the file; ``config.json`` beside it is optional where the tensors' names tell the
-            class, which those of ``AutoEncoderTopK`` and ``BatchTopKSAE`` do not.
-
-    Raises:
-        ActdsError: E011 without torch; E015 a file that is missing, damaged or has more than
-            tensors, tensors that are not those of the class, a threshold that was never estimated,
-            or another hook, width or model.
-    """
+    # The configuration is optional where the tensors' names tell the class.
     config_path = path.with_name(TRAINING)
     config = read_config(config_path, Training) if config_path.exists() else Training()
     trainer = config.trainer

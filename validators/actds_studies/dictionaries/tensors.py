@@ -15,7 +15,8 @@ import re
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from tokenize import TokenError
 from typing import Any, BinaryIO, TypeVar
@@ -55,11 +56,7 @@ def refused(place: object, got: object, expected: str, next_step: str | None = N
 
 
 def read_config(path: Path, model: type[_Config]) -> _Config:
-    """Return the configuration beside the weights.
-
-    Raises:
-        ActdsError: E015 no such file, no JSON, or a field of another type.
-    """
+    """Return the configuration beside the weights."""
     try:
         if path.exists() and not path.is_file():
             raise refused(path, "no regular file", "a configuration in JSON")
@@ -259,26 +256,18 @@ def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
     read = {"npz": _npz, "torch": _torch}[request["container"]]
     for name, array in read(Path(request["path"])).items():
         words = {"name": name, "dtype": array.dtype.name, "shape": array.shape}
-        yield Reply(words, array.nbytes, _writer(array))
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        yield Reply(words, array.nbytes, partial(_write, flat))
 
 
-def _writer(array: Array) -> Callable[[BinaryIO], None]:
-    flat = np.ascontiguousarray(array).reshape(-1)
-
-    def write(sink: BinaryIO) -> None:
-        sink.write(flat.view(np.uint8).data)
-
-    return write
+def _write(flat: Array, sink: BinaryIO) -> None:
+    sink.write(flat.data)
 
 
 def of_names(
     path: Path, tensors: Tensors, required: tuple[str, ...], optional: tuple[str, ...] = ()
 ) -> dict[str, Array]:
-    """Return exactly the named tensors; another one says that the file means something else.
-
-    Raises:
-        ActdsError: E015 a missing or a further tensor, or one that is not of floats.
-    """
+    """Return exactly the named tensors; another one says that the file means something else."""
     missing = [name for name in required if name not in tensors]
     further = sorted(set(tensors) - {*required, *optional})
     if missing or further:
@@ -291,11 +280,7 @@ def of_names(
 
 
 def vector(path: Path, name: str, array: Array, n: int) -> npt.NDArray[np.float32]:
-    """Return one number per feature from a tensor that has one for all, or one each.
-
-    Raises:
-        ActdsError: E015 another shape.
-    """
+    """Return one number per feature from a tensor that has one for all, or one each."""
     if array.shape not in ((), (1,), (n,)):
         raise refused(f"{path} {name}", str(array.shape), f"({n},), or one number")
     return np.ascontiguousarray(np.broadcast_to(array.astype(np.float32), (n,)))

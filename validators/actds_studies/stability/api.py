@@ -185,9 +185,6 @@ class Trainer:
         Args:
             values: the rows in their stored type, a batch at least; finite ``(n, d_model)``.
             entries: what they are ``(n,)``.
-
-        Raises:
-            ActdsError: E014 no batch has two rows that differ and have a weight.
         """
         import torch
         from torch.nn.functional import embedding_bag
@@ -331,17 +328,13 @@ class _Study:
         )
         if folder is not None:
             _save(folder, dictionary, _config(arm, dictionary, trained, self.trainer.limits))
-        scores = [_errors_of(dictionary, of_arm.scored.rows) for of_arm in self.gathered.arms]
-        features = vstack([of_rows for _, of_rows in scores], format="csr")
-        return _Scored(trained, dictionary, alive, [errors for errors, _ in scores], features)
-
-
-def _errors_of(dictionary: Dictionary, held_out: Rows) -> tuple[rows.Errors, csr_array]:
-    """Return what a dictionary does to rows, and their features ``(n, n_features)``."""
-    features = dictionary.encode_sparse(held_out)
-    error = dictionary.decode(features) - held_out
-    squared = np.einsum("nd,nd->n", error, error, dtype=np.float64)
-    return (squared, np.diff(features.indptr).astype(np.int64)), features
+        features, errors = [], []
+        for held_out in (of_arm.scored.rows for of_arm in self.gathered.arms):
+            features.append(dictionary.encode_sparse(held_out))
+            error = dictionary.decode(features[-1]) - held_out
+            squared = np.einsum("nd,nd->n", error, error, dtype=np.float64)
+            errors.append((squared, np.diff(features[-1].indptr).astype(np.int64)))
+        return _Scored(trained, dictionary, alive, errors, vstack(features, format="csr"))
 
 
 def _pairs(

@@ -438,11 +438,11 @@ def _words(outcome: Outcome, arms: Sequence[str], n_arms: int, n_seeds: int) -> 
     if not arms:
         return f"Nothing to compare: one arm, {counted(n_seeds, 'seed')} described"
     who = f"{len(arms)} of {n_arms} arms change" if arms[1:] else f"{arms[0]} changes"
-    return {
-        "beyond the floor": f"Yes: {who} the dictionary more than another seed does",
-        "within the floor": f"No: {who} the dictionary no more than another seed does",
-        "undecided": f"Undecided whether {who} the dictionary more than another seed does",
-    }[outcome]
+    before = {"beyond the floor": "Yes:", "within the floor": "No:"}.get(
+        outcome, "Undecided whether"
+    )
+    more = "no more" if outcome == "within the floor" else "more"
+    return f"{before} {who} the dictionary {more} than another seed does"
 
 
 def _lacking(judged: Sequence[Verdict], n_seeds: int) -> Iterator[str]:

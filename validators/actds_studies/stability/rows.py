@@ -79,10 +79,8 @@ def copies(request: Keys, position: Ints, prefix: Keys) -> Ints:
         prefix: hash of the tokens up to it ``(n,)``, which orders those at one place.
     """
     order = np.lexsort((prefix, position, request))
-    ordered, place = request[order], position[order]
-    first = np.ones(len(order), np.bool_)
-    first[1:] = (ordered[1:] != ordered[:-1]) | (place[1:] != place[:-1])
-    starts = np.flatnonzero(first)
+    other = [np.diff(column[order]) != 0 for column in (request, position)]
+    starts = np.flatnonzero(np.concatenate([[True], other[0] | other[1]])[: len(order)])
     numbers = np.empty(len(order), np.int64)
     numbers[order] = np.arange(len(order)) - np.repeat(starts, np.diff([*starts, len(order)]))
     return numbers
@@ -120,10 +118,6 @@ def open_arm(words: ArmWords, dataset: Dataset, hook: str, held_out: float) -> A
 
     Args:
         held_out: share of the requests that only score dictionaries, as a loader holds them out.
-
-    Raises:
-        ActdsError: E014 an expression that keeps no row, no request on a side, or a run that does
-            not say which request and token a row is; E018 weights of another dataset.
     """
     served, weight = split_weights(list(words.weights) or None)
     entries, is_held, n_stored = _servings(dataset, hook, words.name, held_out, served)
@@ -257,11 +251,7 @@ def _unseen(entries: Entries, seen: Keys) -> Entries:
 
 
 def refuse_same(arms: Sequence[Arm]) -> None:
-    """Refuse an arm that would be compared with itself.
-
-    Raises:
-        ActdsError: E014 two arms of one dataset with the same rows, shares and weights.
-    """
+    """Refuse an arm that would be compared with itself."""
     for first, second in combinations(arms, 2):
         if (first.dataset.digest, first.shares) == (second.dataset.digest, second.shares) and all(
             np.array_equal(ours[["row", "weight"]], other[["row", "weight"]])
@@ -296,12 +286,7 @@ def _split(n: int, shares: Sequence[float]) -> list[int]:
 
 
 def sizes(arms: Sequence[Arm], hook: str, limits: Limits) -> tuple[int, int]:
-    """Return how many rows of an arm and how many features there will be.
-
-    Raises:
-        ActdsError: E014 an arm without held-out rows; E009 rows, features or memory that do not
-            do.
-    """
+    """Return how many rows of an arm and how many features there will be."""
     d_model = arms[0].dataset.hooks[hook].d_model
     n_features = limits.features or 4 * d_model
     if n_features < limits.k:
@@ -375,17 +360,6 @@ class Scored:
     group: Ints
     rare: Bools
 
-    def strata(self) -> dict[ScoredRows, Bools]:
-        """Return the rows of each stratum that has any."""
-        phase = self.entries["phase"]
-        masks: dict[ScoredRows, Bools] = {
-            "all": np.ones(len(phase), np.bool_),
-            "prefill": phase == PHASES.index("prefill"),
-            "decode": phase == PHASES.index("decode"),
-            "rare tokens": self.rare,
-        }
-        return {name: mask for name, mask in masks.items() if mask.any()}
-
 
 @dataclass(frozen=True)
 class ArmRows:
@@ -421,11 +395,7 @@ class Gathered:
 
 
 def gather(arms: Sequence[Arm], hook: str, n_rows: int) -> Gathered:
-    """Read the rows of all arms.
-
-    Raises:
-        ActdsError: E014 an arm without a row that counts; what reading raises.
-    """
+    """Read the rows of all arms."""
     entries = [chosen(arm.train, arm.shares, n_rows) for arm in arms]
     values = [_read(arm, hook, entry) for arm, entry in zip(arms, entries, strict=True)]
     norms = [_norms(rows) for rows in values]
@@ -533,8 +503,17 @@ def cross_values(
     count, spread = _spreads(reference, whole, n_groups)
     with np.errstate(divide="ignore", invalid="ignore"):
         against = spread / count
+    phase = scored.entries["phase"]
+    strata: dict[ScoredRows, Bools] = {
+        "all": np.ones(len(phase), np.bool_),
+        "prefill": phase == PHASES.index("prefill"),
+        "decode": phase == PHASES.index("decode"),
+        "rare tokens": scored.rare,
+    }
     return [
-        _value(names, name, mask, errors, scored, against) for name, mask in scored.strata().items()
+        _value(names, name, mask, errors, scored, against)
+        for name, mask in strata.items()
+        if mask.any()
     ]
 
 

@@ -143,10 +143,8 @@ def _hooks_part(dataset: Dataset, stats: dict[str, Stats]) -> Part:
 
 def _norms_part(profiles: Sequence[NormProfile]) -> Part:
     words = {"readouts": "readouts, which lost rows have too", "rows": "a sample of the rows"}
-    sources = sorted({f"{p.n_rows:,} {words[p.source]}" for p in profiles})
-    lead = (
-        f"From {' and '.join(sources) or 'nothing'}. The band is 10 to 90 %, the line the median."
-    )
+    sources = " and ".join(sorted({f"{p.n_rows:,} {words[p.source]}" for p in profiles}))
+    lead = f"From {sources or 'nothing'}. The band is 10 to 90 %, the line the median."
     return Part("norms", "Norms by position", Sentence(lead))
 
 

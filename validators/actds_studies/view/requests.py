@@ -100,7 +100,8 @@ def read_sae(
         ActdsError: E015 no such file or feature, another width, hook or model, or no encoder in it.
     """
     path = Path(path)
-    if _is_whole(path):
+    is_whole = path.name == WEIGHTS and path.with_name(CONFIG).exists()
+    if is_whole or path.is_dir() or path.name in (CONFIG, PARAMETERS) or is_torch(path):
         dictionary = load_dictionary(path, hook, d_model, model=model)
         return _of_dictionary(path, dictionary, chosen)
     # Those of .safetensors stay on the disk.
@@ -126,13 +127,6 @@ def read_sae(
         least = 0.0 if threshold is None else max(0.0, float(threshold[k]))
         scores.append(_linear(path, f"feature {k}", words, encoder[k], shift, centre, least))
     return scores
-
-
-def _is_whole(path: Path) -> bool:
-    """Return whether a path is a dictionary with its settings, and no encoder alone."""
-    if path.is_dir() or path.name in (CONFIG, PARAMETERS) or is_torch(path):
-        return True
-    return path.name == WEIGHTS and path.with_name(CONFIG).exists()
 
 
 def _of_dictionary(path: Path, dictionary: Dictionary, chosen: Sequence[int]) -> list[Score]:
@@ -272,9 +266,6 @@ def read_requests(
         tokenizer: decodes tokens; None leaves them numbers.
         start: first position to show.
         n_tokens: positions of a request to show at most.
-
-    Raises:
-        ActdsError: E014 no such run or request; and as reading tables and rows.
     """
     room = MAX_TOKENS
     for run, number in wanted:
@@ -326,11 +317,7 @@ def _flags(dataset: Dataset, hook: str, rows: npt.NDArray[np.int64]) -> npt.NDAr
 
 
 def read_tokenizer(folder: str | Path) -> Tokenizer:
-    """Return the tokenizer of a model folder; nothing is fetched, and no code in it is run.
-
-    Raises:
-        ActdsError: E009 no tokenizer in it; E011 the package ``tokenizers`` is not installed.
-    """
+    """Return the tokenizer of a model folder; nothing is fetched, and no code in it is run."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise ActdsError("E009", "tokenizer", got=f"no file {path}", expected="a model folder")
