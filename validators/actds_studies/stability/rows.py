@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ from actds_studies.regimes.arms import APART, Requests
 from actds_studies.regimes.asking import ArmWords
 from actds_studies.stability.result import CrossValue, Limits, Rare, ScoredRows
 from actds_validators.arrays import Bools, Floats, Ints, Rows
-from actds_validators.statistics.intervals import from_replicates
+from actds_validators.statistics.intervals import from_replicates, replicates
 
 if TYPE_CHECKING:
     import torch
@@ -499,10 +499,8 @@ def cross_values(
         errors: of the dictionary of each seed.
     """
     n_groups = int(max(scored.group.max(), reference.group.max())) + 1
-    whole = np.ones(len(reference.group), np.bool_)
-    count, spread = _spreads(reference, whole, n_groups)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        against = spread / count
+    d_model = scored.rows.shape[1]
+    whole = _sums(reference, np.ones(len(reference.group), np.bool_), [], n_groups).sum(axis=2)
     phase = scored.entries["phase"]
     strata: dict[ScoredRows, Bools] = {
         "all": np.ones(len(phase), np.bool_),
@@ -510,66 +508,59 @@ def cross_values(
         "decode": phase == PHASES.index("decode"),
         "rare tokens": scored.rare,
     }
-    return [
-        _value(names, name, mask, errors, scored, against)
-        for name, mask in strata.items()
-        if mask.any()
-    ]
+    values = []
+    for stratum, mask in strata.items():
+        if not mask.any():
+            continue
+        sums = _sums(scored, mask, [squared for squared, _ in errors], n_groups)
+        fvu, without = replicates(sums, lambda some: _fvu(some, d_model).mean(axis=0))
+        n_requests = len(np.unique(scored.entries["request"][mask]))
+        interval = None
+        if n_requests >= MIN_REQUESTS and n_groups > 1:
+            (interval,) = from_replicates(fvu, without)
+        total, known = sums.sum(axis=2), bool(np.isfinite(fvu[0]))
+        by_seed = _fvu(total, d_model)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            variance = _spread(whole, d_model) / whole[0]
+            of_reference = float((total[2 + d_model :] / (total[0] * variance)).mean())
+        values.append(
+            CrossValue(
+                trained_on=names[0],
+                rows_of=names[1],
+                rows=stratum,
+                n_rows=int(mask.sum()),
+                n_requests=n_requests,
+                fvu=float(fvu[0]) if known else None,
+                low=interval.low if interval else None,
+                high=interval.high if interval else None,
+                seeds_low=float(by_seed.min()) if known else None,
+                seeds_high=float(by_seed.max()) if known else None,
+                fvu_reference=of_reference if np.isfinite(of_reference) else None,
+                l0=float(np.mean([active[mask].mean() for _, active in errors])),
+            )
+        )
+    return values
 
 
-def _value(
-    names: tuple[str, str],
-    stratum: ScoredRows,
-    mask: Bools,
-    errors: Sequence[Errors],
-    scored: Scored,
-    against: Floats,
-) -> CrossValue:
-    n_groups, group = len(against) - 1, scored.group[mask]
-    count, spread = _spreads(scored, mask, n_groups)
-    unexplained = np.stack(
-        [_left_out(np.bincount(group, squared[mask], n_groups)) for squared, _ in errors]
-    )
-    with np.errstate(divide="ignore", invalid="ignore"):
-        by_seed = unexplained / spread
-        of_reference = (unexplained / (count * against)).mean(axis=0)
-    fvu = by_seed.mean(axis=0)
-    n_requests = len(np.unique(scored.entries["request"][mask]))
-    interval = None
-    if n_requests >= MIN_REQUESTS and n_groups > 1:
-        (interval,) = from_replicates([fvu[0]], [fvu[1:]])
-    known = bool(np.isfinite(fvu[0]))
-    return CrossValue(
-        trained_on=names[0],
-        rows_of=names[1],
-        rows=stratum,
-        n_rows=int(mask.sum()),
-        n_requests=n_requests,
-        fvu=float(fvu[0]) if known else None,
-        low=interval.low if interval else None,
-        high=interval.high if interval else None,
-        seeds_low=float(by_seed[:, 0].min()) if known else None,
-        seeds_high=float(by_seed[:, 0].max()) if known else None,
-        fvu_reference=float(of_reference[0]) if np.isfinite(of_reference[0]) else None,
-        l0=float(np.mean([active[mask].mean() for _, active in errors])),
-    )
+def _sums(scored: Scored, mask: Bools, squared: Sequence[Floats], n_groups: int) -> Floats:
+    """Return sums over groups of requests ``(2 + d_model + n_seeds, 1, n_groups)``.
 
-
-def _spreads(scored: Scored, mask: Bools, n_groups: int) -> tuple[Floats, Floats]:
-    """Return the number of rows, and their squared distances from the mean.
-
-    Each of all rows, then without each group ``(n_groups + 1,)``.
+    Of rows: 1, their squared lengths, their channels, and the squared errors of each seed.
     """
-    rows, group = scored.rows[mask].astype(np.float64), scored.group[mask]
-    count = _left_out(np.bincount(group, minlength=n_groups))
-    squares = _left_out(np.bincount(group, np.einsum("nd,nd->n", rows, rows), n_groups))
-    sums = np.zeros((n_groups, rows.shape[1]))
-    np.add.at(sums, group, rows)
-    totals = sums.sum(axis=0) - np.concatenate([np.zeros((1, rows.shape[1])), sums])
+    rows = scored.rows[mask].astype(np.float64)
+    lengths = np.einsum("nd,nd->n", rows, rows)
+    columns = [np.ones(len(rows)), lengths, rows, *(error[mask] for error in squared)]
+    sums = np.zeros((n_groups, 2 + rows.shape[1] + len(squared)))
+    np.add.at(sums, scored.group[mask], np.column_stack(columns))
+    return sums.T[:, np.newaxis]
+
+
+def _spread(sums: Floats, d_model: int) -> Floats:
+    """Return the squared distances of rows from their mean, of their sums."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return count, np.asarray(squares - np.square(totals).sum(axis=1) / count)
+        return np.asarray(sums[1] - np.square(sums[2 : 2 + d_model]).sum(axis=0) / sums[0])
 
 
-def _left_out(by_group: npt.NDArray[np.number[Any]]) -> Floats:
-    """Return the sum of all groups, then the sums without each of them ``(n_groups + 1,)``."""
-    return np.asarray(by_group.sum() - np.concatenate([[0.0], by_group]), np.float64)
+def _fvu(sums: Floats, d_model: int) -> Floats:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(sums[2 + d_model :] / _spread(sums, d_model))
