@@ -574,7 +574,7 @@ def trainer(epochs: int = 2) -> Trainer:
 
 
 def fitted(values: Any, entries: Entries, seed: int, order: int, epochs: int = 2) -> Any:
-    return trainer(epochs).fit(values, entries, seed, order).weights
+    return trainer(epochs).fit(values, entries, seed, order)[0]
 
 
 @pytest.mark.standard
@@ -603,8 +603,8 @@ def test_a_batch_of_one_row_that_weighs_something_teaches_nothing() -> None:
     values, entries = rows_of(64, 0)
     first = order.epoch_order(entries["key"], 2, 0)[[3, 20, 21, 22]]  # of batches of 16 the first
     entries["weight"][first] = 1
-    found = trainer(1).fit(values, entries, 1, 2)
-    assert np.isfinite(found.weights[2]).all() and np.isfinite(found.fvu)
+    weights, fvu, _ = trainer(1).fit(values, entries, 1, 2)
+    assert np.isfinite(weights[2]).all() and np.isfinite(fvu)
     entries["weight"][np.flatnonzero(entries["weight"])[1:]] = 0
     with pytest.raises(ActdsError, match=r"E014 training rows: no batch"):
         trainer().fit(values, entries, 1, 2)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from actds_studies.stability.result import (
     Limits,
     PairKind,
     PairResult,
+    Rare,
     Stability,
     Trained,
     answer,
@@ -99,9 +100,9 @@ def stability(
     rows.refuse_same(opened)
     n_rows, n_features = rows.sizes(opened, name, chosen)
     progress(f"reading {n_rows:,} rows of each arm")
-    gathered = rows.gather(opened, name, n_rows)
-    trainer = Trainer(chosen, n_features, gathered.scale, gathered.centre)
-    return _Study(gathered, name, trainer, folder).run(progress)
+    of_arms, scale, centre, rare = rows.gather(opened, name, n_rows)
+    trainer = Trainer(chosen, n_features, scale, centre)
+    return _Study(of_arms, rare, name, trainer, folder).run(progress)
 
 
 def _refuse_out(out: Path) -> None:
@@ -133,18 +134,8 @@ def _hook_of(arms: list[tuple[str, Dataset]], hook: str | None) -> str:
 _LAST = 20
 
 
-class Fitted(NamedTuple):
-    """A trained dictionary.
-
-    Args:
-        weights: as the first arrays of a `Dictionary`, for rows as they are stored.
-        fvu: fraction of variance unexplained of the last batches, mean.
-        alive: features that were active in the last pass ``(n_features,)``.
-    """
-
-    weights: tuple[Rows, Rows, Rows, Rows]
-    fvu: float
-    alive: Bools
+Weights = tuple[Rows, Rows, Rows, Rows]
+"""The matrices and biases of a `Dictionary`, for rows as they are stored."""
 
 
 @dataclass(frozen=True)
@@ -179,12 +170,18 @@ class Trainer:
             "b_dec": torch.from_numpy(self.centre.astype(np.float32)) * self.scale,
         }
 
-    def fit(self, values: torch.Tensor, entries: rows.Entries, seed: int, order: int) -> Fitted:
+    def fit(
+        self, values: torch.Tensor, entries: rows.Entries, seed: int, order: int
+    ) -> tuple[Weights, float, Bools]:
         """Train a dictionary.
 
         Args:
             values: the rows in their stored type, a batch at least; finite ``(n, d_model)``.
             entries: what they are ``(n,)``.
+
+        Returns:
+            The weights; the fraction of variance unexplained of the last batches, mean; and which
+            features were active in the last pass ``(n_features,)``.
         """
         import torch
         from torch.nn.functional import embedding_bag
@@ -226,7 +223,7 @@ class Trainer:
         scale, last = np.float32(self.scale), losses[-_LAST:]
         enc, b, dec, centre = (value.detach().numpy() for value in weights.values())
         arrays: Any = (enc * scale, b, dec / scale, centre / scale)
-        return Fitted(arrays, sum(last) / len(last), alive)
+        return arrays, sum(last) / len(last), alive
 
 
 @dataclass(frozen=True)
@@ -248,7 +245,8 @@ class _Study:
         out: new folder for the dictionaries, ``ARM/seed-N``; None keeps none.
     """
 
-    gathered: rows.Gathered
+    arms: Sequence[rows.ArmRows]
+    rare: Rare
     hook: str
     trainer: Trainer
     out: Path | None
@@ -256,10 +254,10 @@ class _Study:
     def run(self, progress: Callable[[str], None]) -> Stability:
         import torch
 
-        limits, arms = self.trainer.limits, self.gathered.arms
+        limits, arms = self.trainer.limits, self.arms
         names = [arm.arm.name for arm in arms]
         n_rows, n_features = len(arms[0].entries), self.trainer.n_features
-        d_model = len(self.gathered.centre)
+        d_model = len(self.trainer.centre)
         seeds = list(range(limits.seed, limits.seed + limits.seeds))
         # Those of another order, with the starts of the reference's own.
         plans = [(n, seed, seed) for n in range(len(arms)) for seed in seeds]
@@ -291,9 +289,9 @@ class _Study:
             n_features=n_features,
             n_rows=n_rows,
             n_seen=limits.epochs * (n_rows // limits.batch) * limits.batch,
-            scale=self.gathered.scale,
+            scale=self.trainer.scale,
             n_threads=torch.get_num_threads(),
-            rare=self.gathered.rare,
+            rare=self.rare,
             chance=by_chance,
             answer=answer(judged, comparisons, names[0], len(seeds)),
             arms=[_arm_result(arm, arms[0].entries["key"], self.hook) for arm in arms],
@@ -307,7 +305,7 @@ class _Study:
     def _dictionary(self, n: int, seed: int, order: int) -> _Scored:
         from scipy.sparse import vstack
 
-        arm = self.gathered.arms[n]
+        arm = self.arms[n]
         weights, fvu, alive = self.trainer.fit(arm.values, arm.entries, seed, order)
         name = f"seed-{seed}" if order == seed else f"seed-{seed}-order-{order}"
         folder = None if self.out is None else self.out / arm.arm.name / name
@@ -329,7 +327,7 @@ class _Study:
         if folder is not None:
             _save(folder, dictionary, _config(arm, dictionary, trained, self.trainer.limits))
         features, errors = [], []
-        for held_out in (of_arm.scored.rows for of_arm in self.gathered.arms):
+        for held_out in (of_arm.scored.rows for of_arm in self.arms):
             features.append(dictionary.encode_sparse(held_out))
             error = dictionary.decode(features[-1]) - held_out
             squared = np.einsum("nd,nd->n", error, error, dtype=np.float64)
@@ -341,26 +339,18 @@ def _pairs(
     names: Sequence[str], made: Mapping[tuple[int, int, int], _Scored], seeds: Sequence[int]
 ) -> list[PairResult]:
     """Return how alike pairs are: each seed with itself, and with the next one."""
-    k = len(seeds)
-    pair_results = []
+    pairs = []
     for at, seed in enumerate(seeds):
-        after = seeds[(at + 1) % k]
-        kinds: list[tuple[int, PairKind, int, int]] = [
-            (0, "other order", seed, seed + k),
-            (0, "other seed", after, after),
-        ]
-        for n in range(1, len(names)):
-            kinds += [(n, "same start", seed, seed), (n, "other seed", after, after)]
-        pair_results += [
-            PairResult(
-                arm=names[n],
-                kind=kind,
-                seeds=(seed, start),
-                likeness=_likeness(made[0, seed, seed], made[n, start, order]),
-            )
-            for n, kind, start, order in kinds
-        ]
-    return pair_results
+        after = seeds[(at + 1) % len(seeds)]
+        for n, name in enumerate(names):
+            same: PairKind = "same start" if n else "other order"
+            another = seed if n else seed + len(seeds)
+            for kind, start, order in ((same, seed, another), ("other seed", after, after)):
+                likeness = _likeness(made[0, seed, seed], made[n, start, order])
+                pairs.append(
+                    PairResult(arm=name, kind=kind, seeds=(seed, start), likeness=likeness)
+                )
+    return pairs
 
 
 def _likeness(first: _Scored, second: _Scored) -> Likeness:

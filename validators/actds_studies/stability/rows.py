@@ -378,24 +378,15 @@ class ArmRows:
     n_sinks: int
 
 
-@dataclass(frozen=True)
-class Gathered:
-    """The rows of all arms, and what is the same for all of them.
+def gather(
+    arms: Sequence[Arm], hook: str, n_rows: int
+) -> tuple[list[ArmRows], float, Floats, Rare]:
+    """Read the rows of all arms.
 
-    Args:
-        arms: the rows of each arm, the reference first.
-        scale: what brings the reference's rows to a mean norm of the square root of ``d_model``.
-        centre: mean of the reference's rows ``(d_model,)``.
+    Returns:
+        The rows of each arm; what brings the reference's rows to a mean norm of the square root of
+        ``d_model``, and their mean ``(d_model,)``; and which tokens are rare.
     """
-
-    arms: tuple[ArmRows, ...]
-    scale: float
-    centre: Floats
-    rare: Rare
-
-
-def gather(arms: Sequence[Arm], hook: str, n_rows: int) -> Gathered:
-    """Read the rows of all arms."""
     entries = [chosen(arm.train, arm.shares, n_rows) for arm in arms]
     values = [_read(arm, hook, entry) for arm, entry in zip(arms, entries, strict=True)]
     norms = [_norms(rows) for rows in values]
@@ -417,9 +408,9 @@ def gather(arms: Sequence[Arm], hook: str, n_rows: int) -> Gathered:
         Scored(rows, entry, group, ~np.isin(entry["token_id"], frequent))
         for (entry, rows), group in zip(scored, groups, strict=True)
     ]
-    of_arms = map(ArmRows, arms, entries, values, scored_of_arms, n_sinks)
+    of_arms = list(map(ArmRows, arms, entries, values, scored_of_arms, n_sinks))
     scale = float(values[0].shape[1] ** 0.5 / norms[0][counted].mean())
-    return Gathered(tuple(of_arms), scale, _mean(values[0], counted), rare)
+    return of_arms, scale, _mean(values[0], counted), rare
 
 
 def _scored_rows(arm: Arm, hook: str, limit: float) -> tuple[Entries, Rows]:
