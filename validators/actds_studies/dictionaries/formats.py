@@ -255,7 +255,8 @@ def _read_saelens(path: Path, wanted: Wanted) -> Dictionary:
     if metadata.hook_head_index is not None:
         raise refused(config_path, f"head {metadata.hook_head_index} alone", "all of a hook")
     normalization = _normalization(config_path, config)
-    source = recorded(config_path, metadata.actds, Source("saelens", str(path), ""))
+    source = Source("saelens", str(path), "", prepend_bos=metadata.prepend_bos)
+    source = recorded(config_path, metadata.actds, source)
     model = metadata.model_name or source.model
     called = source.hook or metadata.hook_name
     places = () if called is None else places_of(called, model)
@@ -265,15 +266,13 @@ def _read_saelens(path: Path, wanted: Wanted) -> Dictionary:
     names = {name: name for name in ("W_enc", "W_dec", "b_dec")} | _TENSORS[kind]
     arrays = _float32(_tensors(path, kind, names), names)
     source = replace(source, sha256=file_sha256(path), hook=hook, hook_from=hook_from, model=model)
-    source = replace(source, prepend_bos=metadata.prepend_bos)
     d, m = config.d_in, config.d_sae
     for name, shape in {"W_enc": (d, m), "W_dec": (m, d), "b_enc": (m,)}.items():
         if arrays[name].shape != shape:
             place = f"{path} {'encoder bias' if name == 'b_enc' else name}"
             raise refused(place, str(arrays[name].shape), f"{shape}, as {CONFIG} says")
     if "threshold" in arrays:
-        name = next(of for of, name in names.items() if name == "threshold")
-        arrays["threshold"] = vector(path, name, arrays["threshold"], m)
+        arrays["threshold"] = vector(path, list(names)[-1], arrays["threshold"], m)
     if config.rescale_acts_by_decoder_norm and kind in ("topk", "batchtopk"):
         with np.errstate(all="ignore"):  # what is not finite is refused with its name
             norms = np.linalg.norm(arrays["W_dec"], axis=1)

@@ -63,9 +63,8 @@ def _render(
     hook: str,
     scores: Sequence[Score],
     requests: Sequence[ShownRequest],
-    has_stats: bool,
-    *,
     has_text: bool,
+    has_stats: bool,
     command: str,
 ) -> str:
     ends = [_ends(requests, k) for k in range(len(scores))]
@@ -441,18 +440,7 @@ def view(
         feature=features,
         stats=[stats or None],
     )
-    has_text = words is not None
-    return View(
-        _render(
-            dataset,
-            chosen,
-            scores,
-            list(shown),
-            has_text=has_text,
-            has_stats=stats,
-            command=command,
-        )
-    )
+    return View(_render(dataset, chosen, scores, list(shown), words is not None, stats, command))
 
 
 def _command(path: str, **options: Sequence[object]) -> str:
