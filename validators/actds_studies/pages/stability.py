@@ -96,19 +96,15 @@ def words_of_art(result: Stability) -> str:
 
 def facts(result: Stability) -> list[Fact]:
     """Return the numbers at the top: those of the arm that decides, beside its floor."""
-    reference, chance = result.arms[0].name, result.chance
-    scale = f"1 is the same dictionary, {chance:.3f} is chance"
+    reference, largest = result.arms[0].name, result.answer.largest
+    scale = f"1 is the same dictionary, {result.chance:.3f} is chance"
     what = "matched cosine, the mean cosine of decoder directions paired one to one"
-    by = {(largest.name, largest.kind): largest for largest in means(result)}
+    by = {(mean.name, mean.kind): mean for mean in means(result)}
     floor = by[reference, "other seed"]
-    if result.answer.largest is None:
-        likeness = f"Likeness of two seeds of {reference}"
-        title = f"Features of {reference} kept at another seed"
-        return [
-            Fact(likeness, f"{floor.matched:.3f}", f"{what}: {scale}"),
-            _kept(title, floor.features, None, reference),
-        ]
-    largest = result.answer.largest
+    if largest is None:
+        kept = _kept(f"Features of {reference} kept at another seed", floor.features)
+        title = f"Likeness of two seeds of {reference}"
+        return [Fact(title, f"{floor.matched:.3f}", f"{what}: {scale}"), kept]
     distance = f"{largest.of_arm - largest.of_floor:+.3f}"
     side = f"{distance[1:]} {'below' if distance[0] == '-' else 'above'}"
     side = "equal to" if distance[1:] == "0.000" else side
@@ -117,12 +113,9 @@ def facts(result: Stability) -> list[Fact]:
         f"that of two seeds of {reference}, {largest.of_floor:.3f} (lower in {largest.n_below} of "
         f"{counted(len(largest.differences), 'seed')}); lower is less alike"
     )
-    kept = _kept(
-        f"Features of {reference} kept in {largest.arm}",
-        by[largest.arm, "other seed"].features,
-        floor.features,
-        reference,
-    )
+    of_arm = by[largest.arm, "other seed"].features
+    title = f"Features of {reference} kept in {largest.arm}"
+    kept = _kept(title, of_arm, floor.features, reference)
     start, order = by[largest.arm, "same start"].features, by[reference, "other order"].features
     if start is not None and order is not None:
         more = f"from the same start {percent(start.kept)} are kept"
@@ -131,7 +124,9 @@ def facts(result: Stability) -> list[Fact]:
     return [Fact(f"Likeness of {largest.arm} to {reference}", f"{largest.of_arm:.3f}", note), kept]
 
 
-def _kept(title: str, features: Features | None, floor: Features | None, reference: str) -> Fact:
+def _kept(
+    title: str, features: Features | None, floor: Features | None = None, reference: str = ""
+) -> Fact:
     if features is None:
         return Fact(title, "not known", "too few held-out rows", is_known=False)
 
@@ -139,12 +134,10 @@ def _kept(title: str, features: Features | None, floor: Features | None, referen
         return "" if floor is None else f" ({percent(getattr(floor, name))})"
 
     note = "one feature of the other dictionary explains 70 % of the variance of each"
-    if floor is not None:
-        note += f"; in brackets two seeds of {reference}"
-    shares = ", ".join(
-        f"{name} {percent(getattr(features, name))}{also(name)}" for name in FATES[1:]
-    )
-    return Fact(title, f"{percent(features.kept)}{also('kept')}", f"{note}. {shares.capitalize()}")
+    note += "" if floor is None else f"; in brackets two seeds of {reference}"
+    kept, *shares = (f"{percent(getattr(features, name))}{also(name)}" for name in FATES)
+    named = [f"{name} {share}" for name, share in zip(FATES[1:], shares, strict=True)]
+    return Fact(title, kept, f"{note}. {', '.join(named).capitalize()}")
 
 
 @dataclass(frozen=True)
@@ -165,12 +158,10 @@ class Means:
 
     @property
     def pair(self) -> str:
-        """Return the kind, and whether it is a floor."""
         return f"{self.kind} (floor)" if self.is_floor else self.kind
 
     @property
     def words(self) -> str:
-        """Return the arm and the pair."""
         return f"{self.name}, {self.pair}"
 
 
