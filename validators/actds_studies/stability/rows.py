@@ -29,7 +29,6 @@ from actds_studies.regimes.arms import APART, Requests
 from actds_studies.regimes.asking import ArmWords
 from actds_studies.stability.result import CrossValue, Limits, Rare, ScoredRows
 from actds_validators.arrays import Bools, Floats, Ints, Rows
-from actds_validators.statistics.intervals import from_replicates, replicates
 
 if TYPE_CHECKING:
     import torch
@@ -489,6 +488,8 @@ def cross_values(
         names: of the arm that they were trained on, and of that whose rows these are.
         errors: of the dictionary of each seed.
     """
+    from actds_validators.statistics.intervals import from_replicates, replicates
+
     n_groups = int(max(scored.group.max(), reference.group.max())) + 1
     d_model = scored.rows.shape[1]
     whole = _sums(reference, np.ones(len(reference.group), np.bool_), [], n_groups).sum(axis=2)
