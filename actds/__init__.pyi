@@ -19,7 +19,7 @@ from actds.rewrite.recompression import recompress as recompress
 from actds.rewrite.shuffling import shuffle as shuffle
 from actds_studies.regimes.api import regimes as regimes
 from actds_studies.stability.api import stability as stability
-from actds_studies.view.api import view as view
+from actds_studies.view import view as view
 from actds_validators.audit.api import audit as audit
 from actds_validators.check import check as check
 from actds_validators.gate.gate import require as require

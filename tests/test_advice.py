@@ -53,8 +53,8 @@ REPORTS = {
     "validators/actds_studies/pages/regimes.py": ("regimes",),
     "validators/actds_validators/pages/report.py": ("audit",),
     "validators/actds_validators/pages/words.py": ("audit",),
-    "validators/actds_studies/stability/judge.py": ("stability",),
-    "validators/actds_studies/view/api.py": ("view",),
+    "validators/actds_studies/stability/result.py": ("stability",),
+    "validators/actds_studies/view/__init__.py": ("view",),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from actds_studies.stability.judge import answer, compare, verdicts
 from actds_studies.stability.result import (
     ArmResult,
     CrossValue,
@@ -13,6 +12,9 @@ from actds_studies.stability.result import (
     Rare,
     Stability,
     Trained,
+    answer,
+    compare,
+    verdicts,
 )
 
 __all__ = ["hostile", "made", "many"]

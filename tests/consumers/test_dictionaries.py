@@ -18,7 +18,8 @@ import torch
 
 import actds
 from actds.errors import ActdsError
-from actds_studies.dictionaries import Dictionary, load_dictionary
+from actds_studies.dictionaries import Dictionary
+from actds_studies.dictionaries.formats import load_dictionary
 
 D_MODEL, N_FEATURES, N_ROWS = 24, 96, 400
 HOOK = "blocks.7.hook_resid_post"
@@ -58,7 +59,7 @@ def equals(ours: Dictionary, theirs: Any, x: torch.Tensor | None = None) -> None
     assert close(ours.encode_sparse(flat.numpy()).toarray(), features)
     assert close(ours.decode(got, flat.numpy()), rebuilt)
     assert close(ours.decode(ours.encode_sparse(flat.numpy()), flat.numpy()), rebuilt)
-    assert close(ours.reconstruct(flat.numpy()), rebuilt)
+    assert close(ours.decode(ours.encode(flat.numpy()), flat.numpy()), rebuilt)
 
 
 def randomize(module: torch.nn.Module) -> None:

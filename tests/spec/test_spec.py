@@ -21,8 +21,7 @@ from actds.format.arrays import MAX_CHUNK_NBYTES
 from actds.format.shard import row_set_sha256
 from actds.store.local import LocalFile
 from actds_studies.regimes.entropies import AGREE
-from actds_studies.stability import judge
-from actds_studies.stability.result import Limits as StabilityLimits
+from actds_studies.stability import result as stability
 from actds_testing.places import ROOT
 from actds_validators.audit.covariates import LOADS, MAX_PROBES
 from actds_validators.audit.missingness import LEVEL, MIN_TOKENS
@@ -200,8 +199,8 @@ AUDIT_SAYS = {
 @pytest.mark.parametrize(
     ("page", "words"),
     [
-        ("stability", f"less than the margin ({StabilityLimits().margin:g} of matched cosine,"),
-        ("stability", f"each arm is tested at {_percent(judge.LEVEL)}"),
+        ("stability", f"less than the margin ({stability.Limits().margin:g} of matched cosine,"),
+        ("stability", f"each arm is tested at {_percent(stability.LEVEL)}"),
         ("regimes", f"by more than {AGREE:g} nats in the median"),
     ],
 )

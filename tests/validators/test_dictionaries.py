@@ -25,8 +25,9 @@ import torch
 from safetensors.numpy import save_file
 
 from actds.errors import ActdsError
-from actds_studies.dictionaries import Dictionary, Source, dictionary, load_dictionary
-from actds_studies.dictionaries.places import places_of, same_model, same_place
+from actds_studies import dictionaries as dictionary
+from actds_studies.dictionaries import Dictionary, Source, places_of, same_model, same_place
+from actds_studies.dictionaries.formats import load_dictionary
 from actds_testing.places import ROOT
 
 D_MODEL, N_FEATURES = 6, 20
@@ -116,21 +117,24 @@ def test_features_and_rebuilt_rows_are_the_formulas(
         assert np.array_equal(sparse.toarray(), got) and sparse.nnz == (got != 0).sum()
         for there in (got, sparse):
             assert np.allclose(one.decode(there, rows()), rebuilt, rtol=1e-5, atol=1e-4)
-        assert np.allclose(one.reconstruct(rows()), rebuilt, rtol=1e-5, atol=1e-4)
+        assert np.allclose(one.decode(one.encode(rows()), rows()), rebuilt, rtol=1e-5, atol=1e-4)
 
 
 def test_no_rows_have_no_features() -> None:
     one = made("topk")
     empty = rows()[:0]
     assert one.encode(empty).shape == one.encode_sparse(empty).shape == (0, N_FEATURES)
-    assert one.reconstruct(empty).shape == (0, D_MODEL)
+    assert one.decode(one.encode(empty), empty).shape == (0, D_MODEL)
 
 
 def test_a_row_that_is_constant_or_zero_has_finite_features() -> None:
     flat = np.array([[0] * D_MODEL, [3] * D_MODEL], np.float32)
     for normalization in ("layer_norm", "constant_norm_rescale"):
         one = made("standard", normalization=normalization)
-        assert np.isfinite(one.encode(flat)).all() and np.isfinite(one.reconstruct(flat)).all()
+        assert (
+            np.isfinite(one.encode(flat)).all()
+            and np.isfinite(one.decode(one.encode(flat), flat)).all()
+        )
 
 
 def test_what_does_not_fit_the_dictionary_is_refused() -> None:
@@ -139,7 +143,7 @@ def test_what_does_not_fit_the_dictionary_is_refused() -> None:
         one.encode(np.zeros((4, 5)))
     bad = rows()
     bad[7, 2] = np.inf
-    for use in (one.encode, one.encode_sparse, one.reconstruct):
+    for use in (one.encode, one.encode_sparse, one.frame):
         with pytest.raises(ActdsError, match=r"E601 resid_post\.3: 1 of 50 rows"):
             use(bad)
     with pytest.raises(ValueError, match="layer_norm"):
@@ -332,7 +336,7 @@ def test_what_a_folder_of_sae_lens_means(kind: str, tmp_path: Path) -> None:
     assert one.kind == kind and 0.05 < (f > 0).mean() < 0.8
     assert np.allclose(one.encode(rows()), f, rtol=1e-5, atol=1e-5)
     rebuilt = rescaled @ w["W_dec"] + w["b_dec"]
-    assert np.allclose(one.reconstruct(rows()), rebuilt, rtol=1e-5, atol=1e-5)
+    assert np.allclose(one.decode(one.encode(rows()), rows()), rebuilt, rtol=1e-5, atol=1e-5)
 
 
 def test_dictionary_learning_takes_the_bias_off_where_its_class_does(tmp_path: Path) -> None:

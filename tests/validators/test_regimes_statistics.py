@@ -16,8 +16,7 @@ from sklearn.metrics import jaccard_score, r2_score, roc_auc_score
 from statsmodels.stats.multitest import multipletests
 
 from actds.errors import ActdsError
-from actds_studies.dictionaries import Dictionary
-from actds_studies.dictionaries.dictionary import Source
+from actds_studies.dictionaries import Dictionary, Source
 from actds_studies.regimes import inference, run
 from actds_studies.regimes.contrast import Contrast, Layer, Side, plan
 from actds_studies.regimes.instruments import (

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from itertools import combinations, permutations
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import jsonschema
@@ -22,15 +23,12 @@ import actds
 from actds.errors import ActdsError
 from actds.loader.selection import held_out_requests
 from actds_studies.cli.stability import stability as command
-from actds_studies.dictionaries import Dictionary, load_dictionary
-from actds_studies.dictionaries.dictionary import Source
+from actds_studies.dictionaries import Dictionary, Source
+from actds_studies.dictionaries.formats import load_dictionary
 from actds_studies.pages.stability import facts, page, words_of_art
 from actds_studies.regimes.api import MIXTURE_KEYS, ArmWords, parse_arms, parse_named
-from actds_studies.stability import arms as order
-from actds_studies.stability.api import stability
-from actds_studies.stability.arms import Arm, chosen, most, name_hash, open_arm, scored_apart
-from actds_studies.stability.fit import Trainer, TrainingRows
-from actds_studies.stability.judge import MIN_SEEDS, answer, compare, sign_test, verdicts
+from actds_studies.stability import rows as order
+from actds_studies.stability.api import Trainer, stability
 from actds_studies.stability.matching import (
     EXPLAINED,
     MOST,
@@ -43,13 +41,30 @@ from actds_studies.stability.matching import (
     parts_of,
 )
 from actds_studies.stability.result import (
+    MIN_SEEDS,
     Features,
     Likeness,
     Limits,
     PairResult,
     Stability,
+    answer,
+    compare,
+    sign_test,
+    verdicts,
 )
-from actds_studies.stability.rows import Errors, Scored, cross_values, rare_tokens
+from actds_studies.stability.rows import (
+    ENTRY,
+    Arm,
+    Entries,
+    Scored,
+    chosen,
+    cross_values,
+    most,
+    name_hash,
+    open_arm,
+    rare_tokens,
+    scored_apart,
+)
 from actds_testing.cli_tree import printed
 from actds_testing.places import SCHEMAS
 from actds_testing.planted import directions, planted_dataset, rotated
@@ -109,7 +124,7 @@ def test_a_direction_without_a_match_counts_nothing() -> None:
     one, other = np.eye(4), np.eye(4)[:3]
     found = match_directions(one, other, (np.ones(4, bool), np.ones(3, bool)))
     assert (found.mean, found.share(0.9)) == (0.75, 0.75)
-    assert found.first.tolist() == found.second.tolist() == [0, 1, 2]
+    assert found.cosine.tolist() == [1, 1, 1]
     assert match(np.empty((0, 3))).mean == 0.0
 
 
@@ -357,12 +372,12 @@ def test_a_hybrid_has_its_shares_exactly_and_the_rows_of_its_parts(sets: dict[st
     n = most(hybrid.train, hybrid.shares)
     for rows in (10, 101, n):
         entries = chosen(hybrid.train, hybrid.shares, rows)
-        counts = np.bincount(entries.phase, minlength=2)
+        counts = np.bincount(entries["phase"], minlength=2)
         assert counts.sum() == rows and abs(counts[0] - 0.7 * rows) < 1
     assert most(whole.train, whole.shares) == len(whole.train[0])
     # The prefill rows of the mixture are the first ones of the arm of prefill rows.
-    of_prefill = chosen(prefill.train, prefill.shares, int((entries.phase == 0).sum()))
-    assert entries.take(entries.phase == 0).row.tolist() == of_prefill.row.tolist()
+    of_prefill = chosen(prefill.train, prefill.shares, int((entries["phase"] == 0).sum()))
+    assert entries[entries["phase"] == 0]["row"].tolist() == of_prefill["row"].tolist()
 
 
 def test_a_weighted_arm_has_each_row_as_often_as_it_was_served(tmp_path: Path) -> None:
@@ -370,12 +385,12 @@ def test_a_weighted_arm_has_each_row_as_often_as_it_was_served(tmp_path: Path) -
     stored, served = opened(str(path), f"W={path}:weights=multiplicity")
     times = actds.open(path).multiplicity()
     assert len(served.train[0]) > len(stored.train[0]) and times.num_rows
-    found = np.bincount(served.train[0].row)
+    found = np.bincount(served.train[0]["row"])
     expected = actds.Loader(path, HOOK, weights="multiplicity", split="train", held_out=0.2,
                             exclude=["bos", "first_position"], batch=1)  # fmt: skip
     assert found.sum() == expected.batches_per_epoch
-    assert len(np.unique(served.train[0].key)) == len(served.train[0])
-    assert np.bincount(served.scored[0].row).max() == 1
+    assert len(np.unique(served.train[0]["key"])) == len(served.train[0])
+    assert np.bincount(served.scored[0]["row"]).max() == 1
 
 
 def test_a_weighted_arm_has_the_rows_of_a_harvest_without_a_cache(tmp_path: Path) -> None:
@@ -393,12 +408,12 @@ def test_a_weighted_arm_has_the_rows_of_a_harvest_without_a_cache(tmp_path: Path
         for line in actds.open(cached).requests().to_pylist()
         if line["finish_reason"] in ("stop", "length")
     ]
-    one, other = (e.take(np.isin(e.request, whole)) for e in (served, every))
+    one, other = (e[np.isin(e["request"], whole)] for e in (served, every))
     assert len(one) > 200
     for name in ("key", "request", "token_id", "prefix"):
-        assert getattr(one, name).tolist() == getattr(other, name).tolist()
+        assert one[name].tolist() == other[name].tolist()
     # So also where the request that computed a shared prefix is held out.
-    computed = actds.open(cached).tokens(HOOK)["request"].to_numpy()[served.row]
+    computed = actds.open(cached).tokens(HOOK)["request"].to_numpy()[served["row"]]
     numbers, held = held_out_requests(actds.open(cached), "a", 0.5)
     assert np.isin(computed, numbers[held]).any()
 
@@ -406,8 +421,8 @@ def test_a_weighted_arm_has_the_rows_of_a_harvest_without_a_cache(tmp_path: Path
 def test_weights_of_an_expression_weigh_the_loss(sets: dict[str, Path]) -> None:
     (arm,) = opened(f"W={sets['A']}:weights=1 + position")
     tokens = actds.open(sets["A"]).tokens(HOOK)
-    expected = 1 + tokens["position"].to_numpy()[arm.train[0].row]
-    assert arm.train[0].weight.tolist() == expected.tolist()
+    expected = 1 + tokens["position"].to_numpy()[arm.train[0]["row"]]
+    assert arm.train[0]["weight"].tolist() == expected.tolist()
 
 
 def test_a_lossy_arm_takes_the_weights_that_an_audit_wrote(tmp_path: Path) -> None:
@@ -419,8 +434,8 @@ def test_a_lossy_arm_takes_the_weights_that_an_audit_wrote(tmp_path: Path) -> No
     shards = actds.open(path).shards_of(HOOK)
     by_shard = weights.of_shards([shard.name for shard in shards])
     every = np.concatenate([by_shard[shard.name] for shard in shards])
-    assert arm.train[0].weight.tolist() == every[arm.train[0].row].tolist()
-    assert len(set(arm.train[0].weight.tolist())) > 1
+    assert arm.train[0]["weight"].tolist() == every[arm.train[0]["row"]].tolist()
+    assert len(set(arm.train[0]["weight"].tolist())) > 1
 
 
 def test_nothing_that_one_arm_scores_is_trained_on_by_another(tmp_path: Path) -> None:
@@ -435,15 +450,15 @@ def test_nothing_that_one_arm_scores_is_trained_on_by_another(tmp_path: Path) ->
     scored = [part for arm in arms for part in arm.scored]
     for a in train:
         for b in scored:
-            assert not np.intersect1d(a.request, b.request).size
-            assert not np.intersect1d(a.prefix[a.prefix > 0], b.prefix).size
-    prefixes = scored[0].prefix[scored[0].prefix > 0]
+            assert not np.intersect1d(a["request"], b["request"]).size
+            assert not np.intersect1d(a["prefix"][a["prefix"] > 0], b["prefix"]).size
+    prefixes = scored[0]["prefix"][scored[0]["prefix"] > 0]
     assert len(prefixes) == len(np.unique(prefixes)) > 50
     # The requests are those that a loader holds out.
     loader = actds.Loader(one, HOOK, split="held_out", held_out=0.2, batch=1, provenance=True)
     held = {int(rows["request"][0]) for _, rows in loader}
     tokens = actds.open(one).tokens(HOOK)
-    assert set(tokens["request"].to_numpy()[scored[0].row].tolist()) <= held
+    assert set(tokens["request"].to_numpy()[scored[0]["row"]].tolist()) <= held
 
 
 # Cross-reconstruction
@@ -460,11 +475,11 @@ def test_unexplained_variance_is_that_of_numpy_with_groups_left_out(sets: dict[s
     entries = arm.scored[0]
     rng = np.random.default_rng(0)
     rows = rng.normal(3, 1, size=(len(entries), 8)).astype(np.float32)
-    group = np.unique(entries.request, return_inverse=True)[1] % 9
+    group = np.unique(entries["request"], return_inverse=True)[1] % 9
     scored = Scored(rows, entries, group, rng.random(len(rows)) < 0.3)
     squared = [rng.gamma(1, size=len(rows)) for _ in range(2)]
-    errors = [Errors(one, np.full(len(rows), 2)) for one in squared]
-    values = {one.rows: one for one in cross_values("A", "A", errors, scored, scored)}
+    errors = [(one, np.full(len(rows), 2)) for one in squared]
+    values = {one.rows: one for one in cross_values(("A", "A"), errors, scored, scored)}
     assert set(values) == {"all", "prefill", "decode", "rare tokens"}
 
     def fvu(mask: np.ndarray) -> float:
@@ -545,15 +560,21 @@ def test_a_verdict_is_a_sign_test_over_seeds(
 # Training
 
 
-def rows_of(n: int, seed: int = 0) -> TrainingRows:
+def rows_of(n: int, weight: object = 1, seed: int = 0) -> tuple[Any, Entries]:
     import torch
 
     values = np.random.default_rng(seed).normal(size=(n, 8)).astype(np.float32)
-    return TrainingRows(torch.from_numpy(values), np.arange(n, dtype=np.uint64), np.ones(n))
+    entries = np.zeros(n, ENTRY)
+    entries["key"], entries["weight"] = np.arange(n), weight
+    return torch.from_numpy(values), entries
 
 
 def trainer(epochs: int = 2) -> Trainer:
-    return Trainer(12, 2, 16, epochs, 1e-3, 2.0, np.full(8, 0.5))
+    return Trainer(Limits(k=2, batch=16, epochs=epochs), 12, 2.0, np.full(8, 0.5))
+
+
+def fitted(values: Any, entries: Entries, seed: int, order: int, epochs: int = 2) -> Any:
+    return trainer(epochs).fit(values, entries, seed, order)[0]
 
 
 @pytest.mark.standard
@@ -566,31 +587,27 @@ def test_the_start_follows_from_the_seed_alone() -> None:
 
 @pytest.mark.standard
 def test_equal_rows_give_equal_weights_and_rows_of_no_weight_none() -> None:
-    rows = rows_of(64)
-    one, again = trainer().fit(rows, 1, 2), trainer().fit(rows, 1, 2)
-    assert (one.w_enc == again.w_enc).all() and (one.w_dec == again.w_dec).all()
-    assert not (trainer().fit(rows, 1, 3).w_dec == one.w_dec).all()
-    weight = np.ones(64)
-    weight[::2] = 0
-    changed = rows.values.clone()
+    values, entries = rows_of(64)
+    one, again = fitted(values, entries, 1, 2), fitted(values, entries, 1, 2)
+    assert (one[0] == again[0]).all() and (one[2] == again[2]).all()
+    assert not (fitted(values, entries, 1, 3)[2] == one[2]).all()
+    entries["weight"][::2] = 0
+    changed = values.clone()
     changed[::2] = 0  # what a sink is
-    left = [
-        trainer().fit(TrainingRows(v, rows.keys, weight), 1, 2).w_dec
-        for v in (rows.values, changed)
-    ]
+    left = [fitted(v, entries, 1, 2)[2] for v in (values, changed)]
     assert np.allclose(left[0], left[1], atol=1e-6)
 
 
 @pytest.mark.standard
 def test_a_batch_of_one_row_that_weighs_something_teaches_nothing() -> None:
-    rows = rows_of(64)
-    weight = np.zeros(64)
-    weight[order.epoch_order(rows.keys, 2, 0)[[3, 20, 21, 22]]] = 1  # of batches of 16 the first
-    found = trainer(1).fit(TrainingRows(rows.values, rows.keys, weight), 1, 2)
-    assert np.isfinite(found.w_dec).all() and np.isfinite(found.fvu)
-    weight[np.flatnonzero(weight)[1:]] = 0
+    values, entries = rows_of(64, 0)
+    first = order.epoch_order(entries["key"], 2, 0)[[3, 20, 21, 22]]  # of batches of 16 the first
+    entries["weight"][first] = 1
+    weights, fvu, _ = trainer(1).fit(values, entries, 1, 2)
+    assert np.isfinite(weights[2]).all() and np.isfinite(fvu)
+    entries["weight"][np.flatnonzero(entries["weight"])[1:]] = 0
     with pytest.raises(ActdsError, match=r"E014 training rows: no batch"):
-        trainer().fit(TrainingRows(rows.values, rows.keys, weight), 1, 2)
+        trainer().fit(values, entries, 1, 2)
 
 
 @pytest.mark.standard
@@ -658,7 +675,7 @@ def test_written_dictionaries_are_read_again_with_what_they_have_not_seen(
     config = json.loads((out / "H" / "seed-1" / "cfg.json").read_text())
     assert config["metadata"]["hook_name"] == "blocks.0.hook_resid_post"
     x = actds.open(sets["A"]).array(HOOK)[:50]
-    away = x - one.reconstruct(x)
+    away = x - one.decode(one.encode(x), x)
     assert 0 < np.square(away).sum() < np.square(x - x.mean(axis=0)).sum() * 2
     with pytest.raises(ActdsError, match=r"E503.*there already"):
         stability(f"H={sets['A']}", limits=QUICK, out=out)

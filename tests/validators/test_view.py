@@ -24,8 +24,8 @@ from actds.cli import cli
 from actds.errors import ActdsError
 from actds.format.labels import dump_labels
 from actds.format.readouts import Readouts
+from actds_studies.view import View
 from actds_studies.view import requests as view_requests
-from actds_studies.view.api import View
 from actds_studies.view.requests import read_probe, read_sae, read_tokenizer, sample
 from actds_testing.places import VECTORS
 from actds_testing.schedules import simulate

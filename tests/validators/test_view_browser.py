@@ -138,7 +138,7 @@ def test_the_policy_stops_what_a_hole_would_let_in(browser: Browser, page: Path)
 
 
 def test_a_notebook_shows_it_in_a_frame_that_runs_nothing(browser: Browser, page: Path) -> None:
-    from actds_studies.view.api import View
+    from actds_studies.view import View
 
     whole = page.with_name("notebook.html")
     frame = View(page.read_text(encoding="utf-8"))._repr_html_()

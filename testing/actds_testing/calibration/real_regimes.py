@@ -25,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 import actds
-from actds_studies.dictionaries import Dictionary, load_dictionary
+from actds_studies.dictionaries import Dictionary
+from actds_studies.dictionaries.formats import load_dictionary
 from actds_studies.regimes.arms import Arm, ArmRows, read_arm
 from actds_studies.regimes.conclusions import verdicts
 from actds_studies.regimes.contrast import matched_requests, plan

@@ -38,12 +38,11 @@ def stability(
     ctx: click.Context,
     /,
     arms: tuple[str, ...],
-    hook: str | None,
     out: Path | None,
     html: Path | None,
     json_out: Path | None,
     fail_on: str,
-    limits: dict[str, Any],
+    **options: Any,
 ) -> None:
     """Say whether the harvest changes a dictionary more than another seed does.
 
@@ -64,7 +63,7 @@ def stability(
     from actds_studies.pages.stability import page
     from actds_studies.stability.api import stability as run
 
-    result = run(*arms, hook=hook, out=out, limits=limits, progress=told())
+    result = run(*arms, out=out, **options, progress=told())
     shown = page(result, ctx.meta[COMMAND])
     outputs.write(result.to_json(), shown.html, shown.lines)
     outputs.say({"dictionaries": out})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -68,21 +69,7 @@ class _Request(click.ParamType[tuple[str, int] | int]):
 @click.option("--model", metavar="NAME", help="What dictionaries call the rows' model.")
 @click.option("--imported", is_flag=True, help="Show an imported dataset, which has no census.")
 @click.option("--stats", is_flag=True, help="Read every row once for mean norms; they are kept.")
-def view(
-    path: str,
-    out: Path,
-    hook: str | None,
-    requests: tuple[tuple[str, int] | int, ...],
-    start: int,
-    n_tokens: int,
-    tokenizer: str | None,
-    probe: str | None,
-    sae: str | None,
-    features: tuple[int, ...],
-    model: str | None,
-    imported: bool,
-    stats: bool,
-) -> None:
+def view(path: str, out: Path, imported: bool, **options: Any) -> None:
     """Write a page to look at a dataset: hooks, norms, coverage, losses, text.
 
     PATH is the dataset's folder, sealed. The page is one file without script: what became of the
@@ -95,22 +82,9 @@ def view(
       actds view acts --request 17 --hook resid_post.10 --probe probe.npy
       actds view acts --sae sae_weights.safetensors --feature 12 --feature 480
     """
-    from actds_studies.view.api import view as make
+    from actds_studies.view import view as make
 
     need_folders(out)
-    page = make(
-        path,
-        hook=hook,
-        requests=requests,
-        start=start,
-        n_tokens=n_tokens,
-        tokenizer=tokenizer,
-        probe=probe,
-        sae=sae,
-        features=features,
-        model=model,
-        stats=stats,
-        i_accept_unprovenanced=imported,
-    )
+    page = make(path, i_accept_unprovenanced=imported, **options)
     page.save(out)
     click.echo(f"page: {printable(str(out))} ({format_nbytes(len(page.html.encode()))})")

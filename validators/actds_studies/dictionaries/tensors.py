@@ -55,11 +55,7 @@ def refused(place: object, got: object, expected: str, next_step: str | None = N
 
 
 def read_config(path: Path, model: type[_Config]) -> _Config:
-    """Return the configuration beside the weights.
-
-    Raises:
-        ActdsError: E015 no such file, no JSON, or a field of another type.
-    """
+    """Return the configuration beside the weights."""
     try:
         if path.exists() and not path.is_file():
             raise refused(path, "no regular file", "a configuration in JSON")
@@ -265,11 +261,7 @@ def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
 def of_names(
     path: Path, tensors: Tensors, required: tuple[str, ...], optional: tuple[str, ...] = ()
 ) -> dict[str, Array]:
-    """Return exactly the named tensors; another one says that the file means something else.
-
-    Raises:
-        ActdsError: E015 a missing or a further tensor, or one that is not of floats.
-    """
+    """Return exactly the named tensors; another one says that the file means something else."""
     missing = [name for name in required if name not in tensors]
     further = sorted(set(tensors) - {*required, *optional})
     if missing or further:
@@ -282,11 +274,7 @@ def of_names(
 
 
 def vector(path: Path, name: str, array: Array, n: int) -> npt.NDArray[np.float32]:
-    """Return one number per feature from a tensor that has one for all, or one each.
-
-    Raises:
-        ActdsError: E015 another shape.
-    """
+    """Return one number per feature from a tensor that has one for all, or one each."""
     if array.shape not in ((), (1,), (n,)):
         raise refused(f"{path} {name}", str(array.shape), f"({n},), or one number")
     return np.ascontiguousarray(np.broadcast_to(array.astype(np.float32), (n,)))

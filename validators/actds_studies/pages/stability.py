@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from actds.text import counted
 from actds_studies.stability.result import (
@@ -11,10 +12,12 @@ from actds_studies.stability.result import (
     Comparison,
     CrossValue,
     Features,
+    Likeness,
     Measure,
     Outcome,
     Stability,
     Trained,
+    Verdict,
 )
 from actds_validators.audit.place import Level
 from actds_validators.pages.answer import AnswerPage, Shown, by_arm, harvested, models
@@ -23,10 +26,9 @@ from actds_validators.pages.words import (
     LOOKS,
     Columns,
     Fact,
+    Look,
     Part,
-    Row,
     Sentence,
-    Table,
     count,
     or_dash,
     p_value,
@@ -71,19 +73,15 @@ def page(result: Stability, command: str) -> AnswerPage:
         introduction=words_of_art(result),
         next_steps=result.answer.next_steps,
         facts=provenance(result, command),
-        sections=_sections(result),
+        sections=[
+            *([Shown(_verdicts(result))] if result.verdicts else []),
+            _alike(result),
+            *([Shown(_floors(result))] if result.comparisons else []),
+            *map(Shown, (_cross(result), _compared(result), _how(result))),
+        ],
         verdicts=[(LEVELS[verdict.outcome], verdict.sentence) for verdict in result.verdicts],
         on_terminal=("alike", "cross", "compared"),
     )
-
-
-def _sections(result: Stability) -> list[Shown]:
-    return [
-        *([Shown(_verdicts(result))] if result.verdicts else []),
-        _alike(result),
-        *([Shown(_floors(result))] if result.comparisons else []),
-        *map(Shown, (_cross(result), _compared(result), _how(result))),
-    ]
 
 
 def words_of_art(result: Stability) -> str:
@@ -98,19 +96,15 @@ def words_of_art(result: Stability) -> str:
 
 def facts(result: Stability) -> list[Fact]:
     """Return the numbers at the top: those of the arm that decides, beside its floor."""
-    reference, chance = result.arms[0].name, result.chance
-    scale = f"1 is the same dictionary, {chance:.3f} is chance"
+    reference, largest = result.arms[0].name, result.answer.largest
+    scale = f"1 is the same dictionary, {result.chance:.3f} is chance"
     what = "matched cosine, the mean cosine of decoder directions paired one to one"
-    by = {(largest.name, largest.kind): largest for largest in means(result)}
+    by = {(mean.name, mean.kind): mean for mean in means(result)}
     floor = by[reference, "other seed"]
-    if result.answer.largest is None:
-        likeness = f"Likeness of two seeds of {reference}"
-        title = f"Features of {reference} kept at another seed"
-        return [
-            Fact(likeness, f"{floor.matched:.3f}", f"{what}: {scale}"),
-            _kept(title, floor.features, None, reference),
-        ]
-    largest = result.answer.largest
+    if largest is None:
+        kept = _kept(f"Features of {reference} kept at another seed", floor.features)
+        title = f"Likeness of two seeds of {reference}"
+        return [Fact(title, f"{floor.matched:.3f}", f"{what}: {scale}"), kept]
     distance = f"{largest.of_arm - largest.of_floor:+.3f}"
     side = f"{distance[1:]} {'below' if distance[0] == '-' else 'above'}"
     side = "equal to" if distance[1:] == "0.000" else side
@@ -119,12 +113,9 @@ def facts(result: Stability) -> list[Fact]:
         f"that of two seeds of {reference}, {largest.of_floor:.3f} (lower in {largest.n_below} of "
         f"{counted(len(largest.differences), 'seed')}); lower is less alike"
     )
-    kept = _kept(
-        f"Features of {reference} kept in {largest.arm}",
-        by[largest.arm, "other seed"].features,
-        floor.features,
-        reference,
-    )
+    of_arm = by[largest.arm, "other seed"].features
+    title = f"Features of {reference} kept in {largest.arm}"
+    kept = _kept(title, of_arm, floor.features, reference)
     start, order = by[largest.arm, "same start"].features, by[reference, "other order"].features
     if start is not None and order is not None:
         more = f"from the same start {percent(start.kept)} are kept"
@@ -133,7 +124,9 @@ def facts(result: Stability) -> list[Fact]:
     return [Fact(f"Likeness of {largest.arm} to {reference}", f"{largest.of_arm:.3f}", note), kept]
 
 
-def _kept(title: str, features: Features | None, floor: Features | None, reference: str) -> Fact:
+def _kept(
+    title: str, features: Features | None, floor: Features | None = None, reference: str = ""
+) -> Fact:
     if features is None:
         return Fact(title, "not known", "too few held-out rows", is_known=False)
 
@@ -141,12 +134,10 @@ def _kept(title: str, features: Features | None, floor: Features | None, referen
         return "" if floor is None else f" ({percent(getattr(floor, name))})"
 
     note = "one feature of the other dictionary explains 70 % of the variance of each"
-    if floor is not None:
-        note += f"; in brackets two seeds of {reference}"
-    shares = ", ".join(
-        f"{name} {percent(getattr(features, name))}{also(name)}" for name in FATES[1:]
-    )
-    return Fact(title, f"{percent(features.kept)}{also('kept')}", f"{note}. {shares.capitalize()}")
+    note += "" if floor is None else f"; in brackets two seeds of {reference}"
+    kept, *shares = (f"{percent(getattr(features, name))}{also(name)}" for name in FATES)
+    named = [f"{name} {share}" for name, share in zip(FATES[1:], shares, strict=True)]
+    return Fact(title, kept, f"{note}. {', '.join(named).capitalize()}")
 
 
 @dataclass(frozen=True)
@@ -167,23 +158,20 @@ class Means:
 
     @property
     def pair(self) -> str:
-        """Return the kind, and whether it is a floor."""
         return f"{self.kind} (floor)" if self.is_floor else self.kind
 
     @property
     def words(self) -> str:
-        """Return the arm and the pair."""
         return f"{self.name}, {self.pair}"
 
 
 def means(result: Stability) -> list[Means]:
     """Return the means of every kind of pair, each floor before the arms that it is for."""
-    kinds = dict.fromkeys(
-        (pair.arm, pair.kind) for pair in sorted(result.pairs, key=lambda p: _PAIRS.index(p.kind))
-    )
+    of_kind: dict[tuple[str, str], list[Likeness]] = {}
+    for pair in sorted(result.pairs, key=lambda p: _PAIRS.index(p.kind)):
+        of_kind.setdefault((pair.arm, pair.kind), []).append(pair.likeness)
     means = []
-    for name, kind in kinds:
-        of = [p.likeness for p in result.pairs if (p.arm, p.kind) == (name, kind)]
+    for (name, kind), of in of_kind.items():
         features = [fit.features for fit in of if fit.features is not None]
         matched, is_floor = mean_of([fit.matched for fit in of]), name == result.arms[0].name
         means.append(Means(name, kind, is_floor, matched, _mean(features) if features else None))
@@ -191,18 +179,11 @@ def means(result: Stability) -> list[Means]:
 
 
 def _mean(of: Sequence[Features]) -> Features:
-    return Features(
-        n=round(mean_of([features.n for features in of])),
-        **{name: mean_of([getattr(features, name) for features in of]) for name in FATES},
-        split_into=[
-            mean_of(shares)
-            for shares in zip(*(features.split_into for features in of), strict=True)
-        ],
-        merged_from=[
-            mean_of(shares)
-            for shares in zip(*(features.merged_from for features in of), strict=True)
-        ],
-    )
+    columns = {name: [getattr(features, name) for features in of] for name in Features.model_fields}
+    lists = {name: zip(*columns.pop(name), strict=True) for name in ("split_into", "merged_from")}
+    numbers: dict[str, Any] = {name: mean_of(values) for name, values in columns.items()}
+    numbers |= {name: list(map(mean_of, shares)) for name, shares in lists.items()}
+    return Features(**numbers | {"n": round(numbers["n"])})
 
 
 def mean_of(values: Sequence[float]) -> float:
@@ -243,25 +224,25 @@ def against(comparison: Comparison) -> str:
     return f"{mean:+.3f}" if comparison.measure in _COSINES else f"{100 * mean:+.3g} points"
 
 
+_VERDICTS: Columns[Verdict] = (
+    ("arm", lambda row: row.arm),
+    ("another order", lambda row: row.against_order),
+    ("another seed", lambda row: f"{_look(row).mark} {row.outcome}"),
+)
+
+
+def _look(verdict: Verdict) -> Look:
+    return LOOKS[LEVELS[verdict.outcome]]
+
+
 def _verdicts(result: Stability) -> Part:
-    rows = [
-        Row(
-            (
-                verdict.arm,
-                verdict.against_order,
-                f"{LOOKS[LEVELS[verdict.outcome]].mark} {verdict.outcome}",
-            ),
-            LOOKS[LEVELS[verdict.outcome]].tone,
-            verdict.sentence,
-        )
-        for verdict in result.verdicts
-    ]
-    table = Table(
+    tables = table_of(
         "Every arm beside the reference",
-        ("arm", "another order", "another seed"),
-        rows,
+        _VERDICTS,
+        result.verdicts,
         frozenset(range(3)),
-        narrow=True,
+        tone=lambda row: _look(row).tone,
+        note=lambda row: row.sentence,
     )
     notes = [
         Sentence(f"{verdict.arm}, {words}.")
@@ -273,7 +254,8 @@ def _verdicts(result: Stability) -> Part:
         "reference's as the reference's are to one another, beyond it when they are shown to be "
         "less alike, and else undecided."
     )
-    return Part("verdicts", "Verdicts", Sentence(lead), [table], notes)
+    narrow = [replace(table, narrow=True) for table in tables]
+    return Part("verdicts", "Verdicts", Sentence(lead), narrow, notes)
 
 
 _FLOORS: Columns[Comparison] = (
@@ -454,9 +436,8 @@ _TRAINED: Columns[Trained] = (
 def _compared(result: Stability) -> Part:
     tables = table_of("Rows of each arm", _ARMS, result.arms, note=lambda row: row.words)
     tables += table_of("Dictionaries", _TRAINED, result.dictionaries, frozenset({0, 5}))
-    return Part(
-        "compared", "What was compared", Sentence("The rows, and what was trained."), tables
-    )
+    lead = Sentence("The rows, and what was trained.")
+    return Part("compared", "What was compared", lead, tables)
 
 
 def _how(result: Stability) -> Part:
@@ -473,10 +454,5 @@ def _how(result: Stability) -> Part:
         "The tests of all arms against one floor are a family (Benjamini and Hochberg).",
         "A verdict is about this trainer, these settings, these requests and this model.",
     ]
-    return Part(
-        "how",
-        "How to read this",
-        Sentence("What the numbers are, and what they are not."),
-        [],
-        [Sentence(words) for words in notes],
-    )
+    lead = Sentence("What the numbers are, and what they are not.")
+    return Part("how", "How to read this", lead, [], [Sentence(words) for words in notes])

@@ -21,8 +21,8 @@ from actds.format.tables import PHASES, UNSERVED
 from actds.loader.selection import RowValues
 from actds.loader.where import parse_expression
 from actds.text import storable
-from actds_studies.dictionaries import load_dictionary
-from actds_studies.dictionaries.places import same_place
+from actds_studies.dictionaries import same_place
+from actds_studies.dictionaries.formats import load_dictionary
 from actds_studies.dictionaries.tensors import refused
 from actds_studies.regimes.arms import Arm
 from actds_studies.regimes.result import DatasetResult, Limits, Regimes, StudyLimits, Used

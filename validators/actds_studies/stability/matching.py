@@ -32,15 +32,11 @@ class Matched:
     """The best matching of two sets of directions.
 
     Args:
-        first: indices into the first ``(n_pairs,)``.
-        second: their partners in the second ``(n_pairs,)``.
         cosine: cosine of each pair ``(n_pairs,)``.
         n: directions of the larger set: those without a partner count 0 in means and shares.
         nearest: mean over both sets of the largest cosine that a direction has in the other.
     """
 
-    first: Ints
-    second: Ints
     cosine: Floats
     n: int
     nearest: float
@@ -73,12 +69,10 @@ def match(similarity: Floats) -> Matched:
 
     n_first, n_second = similarity.shape
     if not similarity.size:
-        none = np.empty(0, np.int64)
-        return Matched(none, none, np.empty(0), max(n_first, n_second), 0.0)
-    first, second = linear_sum_assignment(similarity, maximize=True)
+        return Matched(np.empty(0), max(n_first, n_second), 0.0)
+    cosine = similarity[linear_sum_assignment(similarity, maximize=True)]
     nearest = np.concatenate([similarity.max(axis=1), similarity.max(axis=0)]).mean()
-    cosine = similarity[first, second]
-    return Matched(first, second, cosine, max(n_first, n_second), float(nearest))
+    return Matched(cosine, max(n_first, n_second), float(nearest))
 
 
 def chance(n: int, d_model: int) -> float:
@@ -90,20 +84,12 @@ def chance(n: int, d_model: int) -> float:
 def match_directions(
     first: npt.NDArray[np.floating], second: npt.NDArray[np.floating], alive: tuple[Bools, Bools]
 ) -> Matched:
-    """Return the matching of the directions that are alive; indices are those of the whole sets.
+    """Return the matching of the directions that are alive.
 
     A feature that never was active is where it started: two dictionaries of one start would share
     it for that alone.
     """
-    places = tuple(np.flatnonzero(mask) for mask in alive)
-    matched = match(cosines(first[places[0]], second[places[1]]))
-    return Matched(
-        places[0][matched.first],
-        places[1][matched.second],
-        matched.cosine,
-        matched.n,
-        matched.nearest,
-    )
+    return match(cosines(first[alive[0]], second[alive[1]]))
 
 
 MIN_EVENTS = 20

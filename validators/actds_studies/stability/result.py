@@ -1,11 +1,18 @@
-"""The result of a comparison of trained dictionaries, ``actds.stability/1``."""
+"""The result of a comparison of trained dictionaries, ``actds.stability/1``, and what it concludes.
+
+Beside each floor there is a sign test over seeds. K seeds have 2^K outcomes: from six on a
+two-sided test can reach 5 %; fewer describe.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
+from actds.text import counted
 from actds_validators.sections import Document, LimitsSection, Section, Share
 
 PairKind = Literal["same start", "other order", "other seed"]
@@ -210,3 +217,249 @@ class Stability(Document):
     pairs: list[PairResult]
     cross: list[CrossValue]
     dictionaries: list[Trained]
+
+
+# conclusions --------------------------------------------------------------------------------------
+
+MIN_SEEDS = 6
+LEVEL = 0.05
+_TESTED: Measure = "matched"
+_ORDER: tuple[Outcome, ...] = ("beyond the floor", "undecided", "within the floor")
+_WORDS: dict[Outcome, str] = {
+    "beyond the floor": "changes the dictionary more than another seed does",
+    "within the floor": "changes the dictionary no more than another seed does",
+    "undecided": "undecided whether it changes the dictionary more than another seed does",
+}
+
+
+def sign_test(n_below: int, n: int, *, two_sided: bool = True) -> float:
+    """Return the p of a sign test: so many of ``n`` signs below, if either were equally likely.
+
+    Args:
+        n_below: signs below; for the one-sided test, signs on the side that is shown.
+        n: signs that are not zero.
+    """
+    from scipy.stats import binomtest  # type: ignore[import-untyped]
+
+    alternative = "two-sided" if two_sided else "greater"
+    return float(binomtest(n_below, n, alternative=alternative).pvalue) if n else 1.0
+
+
+def compare(
+    pairs: Sequence[PairResult], reference: str, chance: float, limits: Limits
+) -> list[Comparison]:
+    """Return every arm against both floors, one difference per seed.
+
+    The tests of all arms against one floor are a family.
+
+    Against *other seed*: the reference at a seed and the arm at the next one, less the reference
+    at both. Against *other order*: both arms of one start, less the reference in another order.
+
+    Args:
+        chance: mean cosine of random directions, matched. A floor that is within the limit of it
+            can show nothing.
+    """
+    from actds_validators.statistics.intervals import benjamini_hochberg
+
+    by: dict[tuple[str, str], dict[int, Likeness]] = {}
+    for pair in pairs:
+        by.setdefault((pair.arm, pair.kind), {})[pair.seeds[0]] = pair.likeness
+    comparisons = []
+    for arm in dict.fromkeys(pair.arm for pair in pairs if pair.arm != reference):
+        for floor in get_args(Floor):
+            of_arm, of_floor = by[arm, _SAME.get(floor, floor)], by[reference, floor]
+            for measure in get_args(Measure):
+                values = [
+                    (_value(of_arm[seed], measure), _value(of_floor[seed], measure))
+                    for seed in sorted(of_arm)
+                ]
+                if all(value is not None for pair in values for value in pair):
+                    comparisons.append(_comparison(arm, floor, measure, values, limits))
+    for floor in get_args(Floor):
+        tests = [n for n, c in enumerate(comparisons) if c.floor == floor and c.p is not None]
+        adjusted = benjamini_hochberg([comparisons[n].p or 0.0 for n in tests])
+        for n, p in zip(tests, adjusted.tolist(), strict=True):
+            outcome = _outcome(comparisons[n], p, chance, limits)
+            comparisons[n] = comparisons[n].model_copy(update={"adjusted_p": p, "outcome": outcome})
+    return comparisons
+
+
+_SAME = {"other order": "same start"}
+"""What an arm is compared in beside a floor, where that is not what the floor is."""
+
+
+def _value(likeness: Likeness, measure: Measure) -> float | None:
+    of = likeness if hasattr(likeness, measure) else likeness.features
+    return None if of is None else float(getattr(of, measure))
+
+
+def _comparison(
+    arm: str, floor: Floor, measure: Measure, values: Sequence[Any], limits: Limits
+) -> Comparison:
+    """Return a comparison of which it is not decided what it shows.
+
+    Args:
+        values: of the arm and of the floor, by seed.
+    """
+    import numpy as np
+
+    of_arm, of_floor = np.array(values, np.float64).T
+    differences = of_arm - of_floor
+    n_below = int((differences < 0).sum())
+    tested = measure == _TESTED and len(differences) >= MIN_SEEDS
+    n_within = int((differences > -limits.margin).sum())
+    return Comparison(
+        arm=arm,
+        floor=floor,
+        measure=measure,
+        of_arm=float(of_arm.mean()),
+        of_floor=float(of_floor.mean()),
+        differences=differences.tolist(),
+        n_below=n_below,
+        p=sign_test(n_below, int((differences != 0).sum())) if tested else None,
+        p_within=sign_test(n_within, len(differences), two_sided=False) if tested else None,
+        outcome="undecided" if measure == _TESTED else None,
+    )
+
+
+def _outcome(comparison: Comparison, adjusted_p: float, chance: float, limits: Limits) -> Outcome:
+    if _is_chance(comparison, chance, limits):
+        return "undecided"
+    if comparison.p_within is not None and comparison.p_within <= LEVEL:
+        return "within the floor"
+    shown = adjusted_p <= limits.fdr and 2 * comparison.n_below > len(comparison.differences)
+    return "beyond the floor" if shown else "undecided"
+
+
+def _is_chance(comparison: Comparison, chance: float, limits: Limits) -> bool:
+    """Return whether a floor is as low as random directions lie: less alike there is nothing."""
+    return comparison.of_floor <= chance + limits.margin
+
+
+def verdicts(
+    comparisons: Sequence[Comparison], reference: str, chance: float, limits: Limits
+) -> list[Verdict]:
+    """Return what is found on each arm, in words."""
+    by = {(c.arm, c.floor): c for c in comparisons if c.measure == _TESTED}
+    arms = list(dict.fromkeys(comparison.arm for comparison in comparisons))
+    verdicts = []
+    for arm in arms:
+        seed, order = by[arm, "other seed"], by[arm, "other order"]
+        assert seed.outcome is not None and order.outcome is not None
+        sentence = (
+            f"{arm}: {_WORDS[seed.outcome]}. Matched cosine with {reference} {seed.of_arm:.3f} at "
+            f"another seed, where two seeds of {reference} have {seed.of_floor:.3f} "
+            f"({_below(seed)}); from the same start {order.of_arm:.3f}, where another order of the "
+            f"same rows has {order.of_floor:.3f} ({_below(order)})."
+        )
+        short = [_short(comparison, len(arms), chance, limits) for comparison in (seed, order)]
+        verdicts.append(
+            Verdict(
+                arm=arm,
+                outcome=seed.outcome,
+                against_order=order.outcome,
+                sentence=sentence,
+                short=[words for words in short if words],
+            )
+        )
+    return verdicts
+
+
+def _below(comparison: Comparison) -> str:
+    return f"{comparison.n_below} of {counted(len(comparison.differences), 'seed')} below"
+
+
+def _short(comparison: Comparison, n_arms: int, chance: float, limits: Limits) -> str:
+    if comparison.outcome != "undecided":
+        return ""
+    if _is_chance(comparison, chance, limits):
+        return (
+            f"{comparison.floor}: the floor of {comparison.of_floor:.3f} is little above the "
+            f"{chance:.3f} of random directions: train longer (--epochs), or on more rows"
+        )
+    n = len(comparison.differences)
+    if n < MIN_SEEDS:
+        few = f"{n} seeds describe, they do not test; --seeds {MIN_SEEDS} at least"
+        return f"{comparison.floor}: {few}"
+    assert comparison.adjusted_p is not None
+    enough = 1 + math.ceil(math.log2(n_arms / limits.fdr))
+    more = f"{enough} seeds that all agree would show one; " if enough > n else ""
+    return (
+        f"{comparison.floor}: no difference is shown (adjusted p {comparison.adjusted_p:.2g}), and "
+        f"none is ruled out up to {limits.margin:g}; {more}more --seeds"
+    )
+
+
+def answer(
+    judged: Sequence[Verdict], comparisons: Sequence[Comparison], reference: str, n_seeds: int
+) -> Answer:
+    """Return what the verdicts say together, which arms decide it, and what to do.
+
+    Args:
+        judged: a verdict per arm; empty where only the reference was given.
+    """
+    outcomes = {verdict.arm: verdict.outcome for verdict in judged}
+    outcome: Outcome = next((o for o in _ORDER if o in outcomes.values()), "undecided")
+    deciding = [
+        comparison
+        for comparison in comparisons
+        if (comparison.floor, comparison.measure) == ("other seed", _TESTED)
+        and outcomes.get(comparison.arm) == outcome
+    ]
+    deciding.sort(key=lambda comparison: comparison.of_arm - comparison.of_floor)
+    arms = [comparison.arm for comparison in deciding]
+    changed = [
+        verdict.arm
+        for verdict in judged
+        if verdict.outcome == "within the floor" and verdict.against_order == "beyond the floor"
+    ]
+    steps = []
+    if outcome == "beyond the floor":
+        steps.append(
+            f"Say which harvest a dictionary was trained on: one of {_listed(arms)} is not one of "
+            f"{reference} of another seed. Train on rows of the regime that you use it in."
+        )
+    if changed:
+        steps.append(
+            f"Rows of {_listed(changed)} do change the dictionary, by less than another seed does: "
+            "read nothing into single features."
+        )
+    return Answer(
+        outcome=outcome,
+        words=_words(outcome, arms, len(judged), n_seeds),
+        arms=arms,
+        largest=deciding[0] if deciding else None,
+        within_and_changed=changed,
+        next_steps=[*steps, *_lacking(judged, n_seeds)],
+    )
+
+
+def _words(outcome: Outcome, arms: Sequence[str], n_arms: int, n_seeds: int) -> str:
+    if not arms:
+        return f"Nothing to compare: one arm, {counted(n_seeds, 'seed')} described"
+    who = f"{len(arms)} of {n_arms} arms change" if arms[1:] else f"{arms[0]} changes"
+    before = {"beyond the floor": "Yes:", "within the floor": "No:"}.get(
+        outcome, "Undecided whether"
+    )
+    more = "no more" if outcome == "within the floor" else "more"
+    return f"{before} {who} the dictionary {more} than another seed does"
+
+
+def _lacking(judged: Sequence[Verdict], n_seeds: int) -> Iterator[str]:
+    """Yield what to do about what is short, and where to look next."""
+    lacks: dict[str, list[str]] = {}  # what is short, and of which arms
+    for verdict in judged:
+        for words in verdict.short:
+            lacks.setdefault(words.partition(": ")[2] or words, []).append(verdict.arm)
+    yield from (f"{_listed(list(dict.fromkeys(of)))}: {what}." for what, of in lacks.items())
+    if judged:
+        yield "Look at the cross-reconstruction: what each dictionary leaves of the other rows."
+    else:
+        few = f", and --seeds {MIN_SEEDS} at least" if n_seeds < MIN_SEEDS else ""
+        yield f"Name a second arm{few}: a test needs both."
+
+
+def _listed(names: list[str]) -> str:
+    """Return names, the first four of many."""
+    more = len(names) - 4
+    return ", ".join(names[:4]) + (f" or {more} others" if more > 0 else "")

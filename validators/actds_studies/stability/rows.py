@@ -1,239 +1,291 @@
-"""Rows in memory: what dictionaries are trained on and scored on, and what of it is left aside."""
+"""Rows: what the dictionaries of an arm are trained on, and the held-out ones that score them.
+
+Tables are read first, and activations once it is known of which rows. Position 0 and BOS are left
+out: their rows are sinks. The order of rows is a function of what a row is (request, position,
+which of several there) and of a seed: rows that two arms share come in the same order in both.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from actds.dataset.multiplicity import resolved_references
 from actds.errors import ActdsError
+from actds.explore.dataset import Dataset
+from actds.explore.pairs import mixed, prefix_hashes
 from actds.format.arrays import DTYPES
+from actds.format.positions import Keys, position_key
 from actds.format.tables import PHASES
-from actds.loader.filters import SINK_NORM
-from actds_studies.stability.arms import Arm, Entries, chosen, most
-from actds_studies.stability.fit import TrainingRows
+from actds.loader.filters import SINK_NORM, need_known
+from actds.loader.selection import Selection, held_out_requests, select, split_weights
+from actds_studies.regimes.api import ArmWords
+from actds_studies.regimes.arms import APART, Requests
 from actds_studies.stability.result import CrossValue, Limits, Rare, ScoredRows
-from actds_validators.arrays import Bools, Floats, Ints
-from actds_validators.statistics.intervals import from_replicates
+from actds_validators.arrays import Bools, Floats, Ints, Rows
 
 if TYPE_CHECKING:
     import torch
-    from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
-    from actds_studies.dictionaries import Dictionary
+_POSITION, _COPY = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
 
-MAX_GROUPS, MIN_REQUESTS = 32, 8
-RARE = 0.1
+Entries = npt.NDArray[np.void]
+"""Rows of a hook's array in the order of their keys, each as often as it is served."""
+ENTRY = np.dtype(
+    [
+        ("key", "u8"),  # what the row is, alike in every dataset
+        ("row", "i8"),  # number in ``Dataset.array(hook)``
+        ("request", "u8"),  # hash of the request that it was served to
+        ("token_id", "i8"),
+        ("phase", "i8"),  # place in ``PHASES``, or -1
+        ("prefix", "u8"),  # hash of the tokens up to it; 0 where it is not known
+        ("weight", "f8"),  # in the loss
+    ]
+)
+
+
+def in_order(entries: Entries) -> Entries:
+    return entries[np.argsort(entries["key"], kind="stable")]
+
+
+def name_hash(*names: object) -> int:
+    """Return a number of 64 bits for names."""
+    text = "\0".join("" if name is None else f"={name}" for name in names)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def row_keys(request: Keys, position: Ints, copy: Ints) -> Keys:
+    """Return a number for each row, alike in every dataset that has it ``(n,)``.
+
+    Args:
+        copy: which of several rows of a request and position it is ``(n,)``.
+    """
+    return mixed(
+        request ^ mixed(position.astype(np.uint64) * _POSITION + copy.astype(np.uint64) * _COPY)
+    )
+
+
+def copies(request: Keys, position: Ints, prefix: Keys) -> Ints:
+    """Return for each row how many of its request and position come before it ``(n,)``.
+
+    Args:
+        prefix: hash of the tokens up to it ``(n,)``, which orders those at one place.
+    """
+    order = np.lexsort((prefix, position, request))
+    other = [np.diff(column[order]) != 0 for column in (request, position)]
+    starts = np.flatnonzero(np.concatenate([[True], other[0] | other[1]])[: len(order)])
+    numbers = np.empty(len(order), np.int64)
+    numbers[order] = np.arange(len(order)) - np.repeat(starts, np.diff([*starts, len(order)]))
+    return numbers
+
+
+def epoch_order(keys: Keys, seed: int, epoch: int) -> Ints:
+    """Return the order of rows in an epoch, a permutation ``(n,)``."""
+    salt = np.uint64(name_hash("order", seed, epoch))
+    return np.argsort(mixed(keys ^ salt), kind="stable").astype(np.int64)
 
 
 @dataclass(frozen=True)
-class Scored:
-    """Held-out rows of an arm.
+class Arm:
+    """The rows of one arm at a hook.
 
     Args:
-        rows: float32 ``(n, d_model)``, finite.
-        entries: what they are ``(n,)``.
-        group: group of requests of each row ``(n,)``, the same in every arm.
-        rare: rows of rare tokens ``(n,)``.
+        shares: share of each part; one of 1 where nothing is mixed.
+        train: the rows of each part to train on.
+        scored: the held-out rows of each part.
     """
 
-    rows: npt.NDArray[np.float32]
-    entries: Entries
-    group: Ints
-    rare: Bools
+    words: ArmWords
+    dataset: Dataset
+    shares: tuple[float, ...]
+    train: tuple[Entries, ...]
+    scored: tuple[Entries, ...]
 
-    def strata(self) -> dict[ScoredRows, Bools]:
-        """Return the rows of each stratum that has any."""
-        phase = self.entries.phase
-        masks: dict[ScoredRows, Bools] = {
-            "all": np.ones(len(phase), np.bool_),
-            "prefill": phase == PHASES.index("prefill"),
-            "decode": phase == PHASES.index("decode"),
-            "rare tokens": self.rare,
-        }
-        return {name: mask for name, mask in masks.items() if mask.any()}
+    @property
+    def name(self) -> str:
+        return self.words.name
 
 
-@dataclass(frozen=True)
-class Errors:
-    """What a dictionary does to rows.
+def open_arm(words: ArmWords, dataset: Dataset, hook: str, held_out: float) -> Arm:
+    """Return the rows of an arm; no activation is read.
 
     Args:
-        squared: squared error of each row ``(n,)``.
-        active: active features of each row ``(n,)``.
+        held_out: share of the requests that only score dictionaries, as a loader holds them out.
     """
+    served, weight = split_weights(list(words.weights) or None)
+    entries, is_held, n_stored = _servings(dataset, hook, words.name, held_out, served)
+    exclude = tuple(dict.fromkeys((*APART, *words.exclude)))
+    is_stored = np.arange(len(entries)) < n_stored
+    parts = words.mix or ((words.phase, 1.0),)
+    train, scored = [], []
+    try:
+        selections = [
+            select(dataset, hook, phase, where=words.where, exclude=exclude, weights=weight)
+            for phase, _ in parts
+        ]
+        for weights in map(_weights, selections):
+            train.append(_side(entries, weights, ~is_held, "train"))
+            scored.append(_side(entries, weights, is_held & is_stored, "held_out"))
+    except ActdsError as error:
+        if error.code != "E014":
+            raise
+        got, expected = error.got or "", error.expected or ""
+        raise ActdsError("E014", f"arm {words.name}", got=got, expected=expected) from None
+    return Arm(words, dataset, tuple(share for _, share in parts), tuple(train), tuple(scored))
 
-    squared: Floats
-    active: Ints
+
+def _weights(selection: Selection) -> Floats:
+    """Return the weight of each row of the hook, nan for one that is left out ``(n_rows,)``."""
+    given = selection.weights()
+    by_shard: dict[str, Floats] = {}
+    for n, (shard, count) in enumerate(zip(selection.shards, selection.counts, strict=True)):
+        weight = np.ones(shard.n_rows) if given is None else given[n].astype(np.float64)
+        by_shard[shard.name] = weight if count is None else np.where(count > 0, weight, np.nan)
+    shards = selection.dataset.shards_of(selection.hooks[0].name)
+    return np.concatenate([by_shard.get(s.name, np.full(s.n_rows, np.nan)) for s in shards])
 
 
-def rare_tokens(token_id: Ints) -> tuple[Rare, Ints]:
-    """Return which tokens are rare, and those that are not.
+def _side(entries: Entries, weights: Floats, on_side: Bools, side: str) -> Entries:
+    weight = weights[entries["row"]]
+    kept = on_side & ~np.isnan(weight)
+    if not kept.any():
+        expected = "a share that leaves one"
+        raise ActdsError("E014", "arm", got=f"no request in {side}", expected=expected)
+    of_side = entries[kept]
+    of_side["weight"] = weight[kept]
+    return in_order(of_side)
 
-    Rare are the least frequent token ids that together make a tenth of the rows; ids that come
-    as often as the last of them are all rare, and so is one that never comes.
+
+def _servings(
+    dataset: Dataset, hook: str, name: str, held_out: float, again: bool
+) -> tuple[Entries, Bools, int]:
+    """Return the rows of a hook, each once, and with ``again`` once more per cache reference.
+
+    What was served again is known as a harvest without a cache would have it: by the request that
+    it was served to.
+
+    Returns:
+        The rows, whether the request of each is held out, and how many are stored: those behind
+        the first so many were served again.
+    """
+    requests = Requests(dataset)
+    named = np.array(list(map(name_hash, requests.external_id, requests.source_row)), np.uint64)
+    shards = dataset.shards_of(hook)
+    parts: list[list[Ints]] = []
+    for shard in shards:
+        need_known(shard, ("request", "position", "token_id"), f"arm {name}")
+        tokens = shard.tokens(["request", "position", "token_id"])
+        request = requests.index(shard.run, tokens["request"].to_numpy())
+        phase = -1 if "phase" in shard.unknown else PHASES.index(shard.phase)
+        columns = [tokens[c].to_numpy().astype(np.int64) for c in ("position", "token_id")]
+        parts.append([request, *columns, np.full(shard.n_rows, phase)])
+    request, position, token, phase_of = (np.concatenate(c) for c in zip(*parts, strict=True))
+    row = np.arange(n_stored := len(request))
+    if again:
+        more = _served_again(dataset, requests, position_key(request, position))
+        row, request = (np.concatenate(pair) for pair in zip((row, request), more, strict=True))
+    position, prefix = position[row], prefix_hashes(dataset, shards)[row]
+    key = row_keys(named[request], position, copies(named[request], position, prefix))
+    is_held = np.zeros(len(requests), np.bool_)
+    for run in dataset.catalog.run_ids:
+        number, apart = held_out_requests(dataset, run, held_out)
+        is_held[requests.index(run, number)] = apart
+    entries = np.empty(len(row), ENTRY)
+    fields = (key, row, named[request], token[row], phase_of[row], prefix, 1)
+    for field, values in zip(ENTRY.names or (), fields, strict=True):
+        entries[field] = values
+    return entries, is_held[request], n_stored
+
+
+def _served_again(dataset: Dataset, requests: Requests, rows: Keys) -> tuple[Ints, Ints]:
+    """Return the rows that the prefix cache served, and to which request, once for each time.
 
     Args:
-        token_id: of the reference's rows ``(n,)``.
+        rows: key of each row: its request's index and its position ``(n,)``.
     """
-    ids, counts = np.unique(token_id, return_counts=True)
-    order = np.argsort(counts, kind="stable")
-    rows = np.cumsum(counts[order])
-    most = int(counts[order][np.searchsorted(rows, RARE * len(token_id))])
-    share = float(counts[counts <= most].sum() / len(token_id))
-    return Rare(most=most, share=share), ids[counts > most]
+    order = np.argsort(rows, kind="stable")
+    ordered = rows[order]
+    parts: list[tuple[Ints, Ints]] = [(np.empty(0, np.int64), np.empty(0, np.int64))]
+    for run in dataset.catalog.run_ids:
+        lines = resolved_references(dataset.catalog.table("spans", run))
+        start, stop = (lines[c].to_numpy().astype(np.int64) for c in ("start", "stop"))
+        to, of = (requests.index(run, lines[c].to_numpy()) for c in ("request", "ref_request"))
+        length = stop - start
+        before = np.repeat(np.cumsum(length) - length, length)
+        position = np.arange(length.sum()) - before + np.repeat(start, length)
+        wanted = position_key(np.repeat(of, length), position)
+        at = np.searchsorted(ordered, wanted)
+        stored = ordered.take(at, mode="clip") == wanted
+        parts.append((order[at[stored]], np.repeat(to, length)[stored]))
+    row, request = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return row, request
 
 
-def groups_of(arms: Sequence[Entries]) -> list[Ints]:
-    """Return the group of requests of each row of each arm; a request has one in all of them."""
-    requests = np.unique(np.concatenate([arm.request for arm in arms]))
-    fewest = min(len(np.unique(arm.request)) for arm in arms)
-    n = max(1, min(MAX_GROUPS, fewest))
-    return [np.searchsorted(requests, arm.request) % n for arm in arms]
+def scored_apart(arms: Sequence[Arm]) -> list[Arm]:
+    """Return the arms with nothing scored that any of them is trained on.
 
-
-def errors_of(dictionary: Dictionary, rows: npt.NDArray[np.float32]) -> tuple[Errors, csr_array]:
-    """Return what a dictionary does to rows, and their features ``(n, n_features)``."""
-    features = dictionary.encode_sparse(rows)
-    error = dictionary.decode(features) - rows
-    squared = np.einsum("nd,nd->n", error, error, dtype=np.float64)
-    return Errors(squared, np.diff(features.indptr).astype(np.int64)), features
-
-
-def cross_values(
-    trained_on: str, rows_of: str, errors: Sequence[Errors], scored: Scored, reference: Scored
-) -> list[CrossValue]:
-    """Return what the dictionaries of an arm leave unexplained of rows, by stratum."""
-    n_groups = int(max(scored.group.max(), reference.group.max())) + 1
-    whole = np.ones(len(reference.group), np.bool_)
-    count = _left_out(np.bincount(reference.group, minlength=n_groups))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        against = _spreads(reference, whole, n_groups) / count
+    A request that one arm holds out is trained on in none. Of the held-out rows each prefix stays
+    once, and those stay away whose prefix a request to train on has as well, as a system prompt.
+    """
+    held_requests = np.unique(np.concatenate([e["request"] for arm in arms for e in arm.scored]))
+    train = [tuple(e[~np.isin(e["request"], held_requests)] for e in arm.train) for arm in arms]
+    seen = np.unique(np.concatenate([e["prefix"] for parts in train for e in parts]))
     return [
-        _value(trained_on, rows_of, name, mask, errors, scored, against, n_groups)
-        for name, mask in scored.strata().items()
+        replace(arm, train=parts, scored=tuple(_unseen(e, seen) for e in arm.scored))
+        for arm, parts in zip(arms, train, strict=True)
     ]
 
 
-def _value(
-    trained_on: str,
-    rows_of: str,
-    name: ScoredRows,
-    mask: Bools,
-    errors: Sequence[Errors],
-    scored: Scored,
-    against: Floats,
-    n_groups: int,
-) -> CrossValue:
-    spread = _spreads(scored, mask, n_groups)
-    unexplained = np.stack(
-        [
-            _left_out(np.bincount(scored.group[mask], error.squared[mask], n_groups))
-            for error in errors
-        ]
-    )
-    count = _left_out(np.bincount(scored.group[mask], minlength=n_groups))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        by_seed = unexplained / spread
-        of_reference = (unexplained / (count * against)).mean(axis=0)
-    fvu = by_seed.mean(axis=0)
-    n_requests = len(np.unique(scored.entries.request[mask]))
-    interval = None
-    if n_requests >= MIN_REQUESTS and n_groups > 1:
-        (interval,) = from_replicates([fvu[0]], [fvu[1:]])
-    known = bool(np.isfinite(fvu[0]))
-    return CrossValue(
-        trained_on=trained_on,
-        rows_of=rows_of,
-        rows=name,
-        n_rows=int(mask.sum()),
-        n_requests=n_requests,
-        fvu=float(fvu[0]) if known else None,
-        low=interval.low if interval else None,
-        high=interval.high if interval else None,
-        seeds_low=float(by_seed[:, 0].min()) if known else None,
-        seeds_high=float(by_seed[:, 0].max()) if known else None,
-        fvu_reference=float(of_reference[0]) if np.isfinite(of_reference[0]) else None,
-        l0=float(np.mean([error.active[mask].mean() for error in errors])),
-    )
+def _unseen(entries: Entries, seen: Keys) -> Entries:
+    known = np.flatnonzero(entries["prefix"] != 0)
+    kept: Bools = entries["prefix"] == 0
+    kept[known[np.unique(entries["prefix"][known], return_index=True)[1]]] = True
+    return entries[kept & ~np.isin(entries["prefix"], seen[seen != 0])]
 
 
-def _spreads(scored: Scored, mask: Bools, n_groups: int) -> Floats:
-    """Return the squared distances from the mean: of all rows, then without each group."""
-    rows, group = scored.rows[mask].astype(np.float64), scored.group[mask]
-    count = _left_out(np.bincount(group, minlength=n_groups))
-    squares = _left_out(np.bincount(group, np.einsum("nd,nd->n", rows, rows), n_groups))
-    sums = np.zeros((n_groups, rows.shape[1]))
-    np.add.at(sums, group, rows)
-    totals = sums.sum(axis=0) - np.concatenate([np.zeros((1, rows.shape[1])), sums])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(squares - np.square(totals).sum(axis=1) / count)
+def refuse_same(arms: Sequence[Arm]) -> None:
+    """Refuse an arm that would be compared with itself."""
+    for first, second in combinations(arms, 2):
+        if (first.dataset.digest, first.shares) == (second.dataset.digest, second.shares) and all(
+            np.array_equal(ours[["row", "weight"]], other[["row", "weight"]])
+            for ours, other in zip(first.train, second.train, strict=True)
+        ):
+            place = f"arms {first.name} and {second.name}"
+            raise ActdsError("E014", place, got="the same rows", expected="rows that differ")
 
 
-def _left_out(by_group: npt.NDArray[np.number[Any]]) -> Floats:
-    """Return the sum of all groups, then the sums without each of them ``(n_groups + 1,)``."""
-    return np.asarray(by_group.sum() - np.concatenate([[0.0], by_group]), np.float64)
+def most(parts: Sequence[Entries], shares: Sequence[float]) -> int:
+    n = min(int(len(e) / share + 1e-9) for e, share in zip(parts, shares, strict=True))
+    while n and any(count > len(e) for count, e in zip(_split(n, shares), parts, strict=True)):
+        n -= 1
+    return n
 
 
-N_SCORED = 8192
-"""Held-out rows of an arm that score dictionaries, at most."""
-_BLOCK = 65_536
+def chosen(parts: Sequence[Entries], shares: Sequence[float], n: int) -> Entries:
+    """Return ``n`` rows of the parts in their shares: those of the smallest keys.
 
-
-@dataclass(frozen=True)
-class Plan:
-    """How many rows and features there will be.
-
-    Args:
-        n_rows: rows of an arm to train on.
+    A sample by what rows are: of two arms that share rows it takes the same ones.
     """
-
-    n_rows: int
-    n_features: int
-
-
-@dataclass(frozen=True)
-class Held:
-    """The rows of one arm in memory.
-
-    Args:
-        entries: what the rows to train on are.
-        n_sinks: rows to train on that are sinks or not finite, and weigh nothing.
-    """
-
-    arm: Arm
-    entries: Entries
-    train: TrainingRows
-    scored: Scored
-    n_sinks: int
+    counts = _split(n, shares)
+    return in_order(np.concatenate([e[:m] for e, m in zip(parts, counts, strict=True)]))
 
 
-@dataclass(frozen=True)
-class Gathered:
-    """The rows of all arms, and what is the same for all of them.
-
-    Args:
-        arms: the rows of each arm, the reference first.
-        scale: what brings the reference's rows to a mean norm of the square root of ``d_model``.
-        centre: mean of the reference's rows ``(d_model,)``.
-    """
-
-    arms: tuple[Held, ...]
-    scale: float
-    centre: Floats
-    rare: Rare
+def _split(n: int, shares: Sequence[float]) -> list[int]:
+    """Return whole numbers in the ratio of shares, which add up to ``n``."""
+    counts = [int(n * share + 1e-9) for share in shares]
+    for i in sorted(range(len(shares)), key=lambda i: counts[i] - n * shares[i]):
+        counts[i] += sum(counts) < n
+    return counts
 
 
-def plan(arms: Sequence[Arm], hook: str, limits: Limits) -> Plan:
-    """Return how many rows and features there will be; no activation is read.
-
-    Raises:
-        ActdsError: E014 an arm without held-out rows; E009 rows, features or memory that do not
-            do.
-    """
+def sizes(arms: Sequence[Arm], hook: str, limits: Limits) -> tuple[int, int]:
+    """Return how many rows of an arm and how many features there will be."""
     d_model = arms[0].dataset.hooks[hook].d_model
     n_features = limits.features or 4 * d_model
     if n_features < limits.k:
@@ -259,7 +311,12 @@ def plan(arms: Sequence[Arm], hook: str, limits: Limits) -> Plan:
                 next_step="Hold out a larger share of the requests: held_out=0.5",
             )
     _need_memory(arms, hook, limits, n_rows, n_features)
-    return Plan(n_rows, n_features)
+    return n_rows, n_features
+
+
+N_SCORED = 8192
+"""Held-out rows of an arm that score dictionaries, at most."""
+_BLOCK = 65_536
 
 
 def _need_memory(
@@ -286,81 +343,216 @@ def _need_memory(
         )
 
 
-def gather(arms: Sequence[Arm], hook: str, n_rows: int) -> Gathered:
-    """Read the rows of all arms.
+@dataclass(frozen=True)
+class Scored:
+    """Held-out rows of an arm.
 
     Args:
-        arms: the arms, the reference first.
+        rows: finite ``(n, d_model)``.
+        entries: what they are ``(n,)``.
+        group: group of requests of each row ``(n,)``, the same in every arm.
+        rare: rows of rare tokens ``(n,)``.
+    """
 
-    Raises:
-        ActdsError: E014 an arm without a row that counts; what reading raises.
+    rows: Rows
+    entries: Entries
+    group: Ints
+    rare: Bools
+
+
+@dataclass(frozen=True)
+class ArmRows:
+    """The rows of one arm in memory.
+
+    Args:
+        entries: the rows to train on ``(n,)``; sinks and what is not finite weigh nothing.
+        values: the same as they are stored, 0 where they weigh nothing ``(n, d_model)``.
+        n_sinks: rows that are sinks or not finite.
+    """
+
+    arm: Arm
+    entries: Entries
+    values: torch.Tensor
+    scored: Scored
+    n_sinks: int
+
+
+def gather(
+    arms: Sequence[Arm], hook: str, n_rows: int
+) -> tuple[list[ArmRows], float, Floats, Rare]:
+    """Read the rows of all arms.
+
+    Returns:
+        The rows of each arm; what brings the reference's rows to a mean norm of the square root of
+        ``d_model``, and their mean ``(d_model,)``; and which tokens are rare.
     """
     entries = [chosen(arm.train, arm.shares, n_rows) for arm in arms]
-    values = [_read(arm, hook, entry.row) for arm, entry in zip(arms, entries, strict=True)]
+    values = [_read(arm, hook, entry) for arm, entry in zip(arms, entries, strict=True)]
     norms = [_norms(rows) for rows in values]
     finite = norms[0][np.isfinite(norms[0])]
     limit = SINK_NORM * float(np.median(finite)) if len(finite) else 0.0
-    kept = [rows_of <= limit for rows_of in norms]
-    for arm, fine, entry in zip(arms, kept, entries, strict=True):
-        if not limit or not (fine & (entry.weight > 0)).any():
+    n_sinks = []
+    for arm, rows, norm, entry in zip(arms, values, norms, entries, strict=True):
+        is_sink = norm > limit
+        n_sinks.append(int(is_sink.sum()))
+        rows[is_sink], entry["weight"][is_sink] = 0, 0
+        if not limit or not (entry["weight"] > 0).any():
             got = "no finite row with a weight"
             raise ActdsError("E014", f"arm {arm.name} at {hook}", got=got, expected="some")
-    counted = kept[0] & (entries[0].weight > 0)
-    for rows_of, fine in zip(values, kept, strict=True):
-        rows_of[~fine] = 0
-    centre = _mean(values[0], counted)
-    scale = float(values[0].shape[1] ** 0.5 / norms[0][counted].mean())
-    rare, frequent = rare_tokens(entries[0].token_id)
+    counted = entries[0]["weight"] > 0
+    rare, frequent = rare_tokens(entries[0]["token_id"])
     scored = [_scored_rows(arm, hook, limit) for arm in arms]
     groups = groups_of([entry for entry, _ in scored])
-    arms_held = [
-        Held(
-            arm,
-            entry,
-            TrainingRows(rows_of, entry.key, np.where(fine, entry.weight, 0.0)),
-            Scored(rows, words, group, ~np.isin(words.token_id, frequent)),
-            int((~fine).sum()),
-        )
-        for arm, entry, rows_of, fine, (words, rows), group in zip(
-            arms, entries, values, kept, scored, groups, strict=True
-        )
+    scored_of_arms = [
+        Scored(rows, entry, group, ~np.isin(entry["token_id"], frequent))
+        for (entry, rows), group in zip(scored, groups, strict=True)
     ]
-    return Gathered(tuple(arms_held), scale, centre, rare)
+    of_arms = list(map(ArmRows, arms, entries, values, scored_of_arms, n_sinks))
+    scale = float(values[0].shape[1] ** 0.5 / norms[0][counted].mean())
+    return of_arms, scale, _mean(values[0], counted), rare
 
 
-def _scored_rows(arm: Arm, hook: str, limit: float) -> tuple[Entries, npt.NDArray[np.float32]]:
-    n = min(N_SCORED, most(arm.scored, arm.shares))
-    entries = chosen(arm.scored, arm.shares, n)
-    values = _read(arm, hook, entries.row)
+def _scored_rows(arm: Arm, hook: str, limit: float) -> tuple[Entries, Rows]:
+    entries = chosen(arm.scored, arm.shares, min(N_SCORED, most(arm.scored, arm.shares)))
+    values = _read(arm, hook, entries)
     kept = _norms(values) <= limit
     if not kept.any():
         got = "held-out rows that are all sinks or not finite"
         raise ActdsError("E014", f"arm {arm.name} at {hook}", got=got, expected="others")
-    return entries.take(kept), values.float().numpy()[kept]
+    return entries[kept], values.float().numpy()[kept]
 
 
-def _read(arm: Arm, hook: str, rows: Ints) -> torch.Tensor:
+def _read(arm: Arm, hook: str, entries: Entries) -> torch.Tensor:
     """Return rows in the given order and their stored type; each chunk is decoded once."""
     import torch
 
-    wanted, place = np.unique(rows, return_inverse=True)
+    wanted, place = np.unique(entries["row"], return_inverse=True)
     stored = arm.dataset.array(hook).torch(wanted)
     return stored[torch.from_numpy(place.reshape(-1))]
 
 
 def _norms(rows: torch.Tensor) -> Floats:
     """Return the length of each row, infinite for one that is not finite ``(n,)``."""
-    norms = np.empty(len(rows))
-    for at in range(0, len(rows), _BLOCK):
-        norms[at : at + _BLOCK] = rows[at : at + _BLOCK].float().norm(dim=1).numpy()
-    return np.where(np.isfinite(norms), norms, np.inf)
+    import torch
+
+    norms = torch.cat([block.float().norm(dim=1) for block in torch.split(rows, _BLOCK)]).numpy()
+    return np.where(np.isfinite(norms), norms.astype(np.float64), np.inf)
 
 
 def _mean(rows: torch.Tensor, counted: Bools) -> Floats:
     import torch
 
-    total = torch.zeros(rows.shape[1], dtype=torch.float64)
-    for at in range(0, len(rows), _BLOCK):
-        part = rows[at : at + _BLOCK].double()
-        total += part[torch.from_numpy(counted[at : at + _BLOCK])].sum(dim=0)
-    return np.asarray(total.numpy() / counted.sum())
+    parts = zip(*(torch.split(x, _BLOCK) for x in (rows, torch.from_numpy(counted))), strict=True)
+    total = sum(block.double()[kept].sum(dim=0) for block, kept in parts)
+    return np.asarray(total / counted.sum())
+
+
+RARE = 0.1
+
+
+def rare_tokens(token_id: Ints) -> tuple[Rare, Ints]:
+    """Return which tokens are rare, and those that are not.
+
+    Rare are the least frequent token ids that together make a tenth of the reference's rows; ids
+    that come as often as the last of them are all rare, and so is one that never comes.
+    """
+    ids, counts = np.unique(token_id, return_counts=True)
+    order = np.argsort(counts, kind="stable")
+    rows = np.cumsum(counts[order])
+    most = int(counts[order][np.searchsorted(rows, RARE * len(token_id))])
+    share = float(counts[counts <= most].sum() / len(token_id))
+    return Rare(most=most, share=share), ids[counts > most]
+
+
+# scores -------------------------------------------------------------------------------------------
+
+MAX_GROUPS, MIN_REQUESTS = 32, 8
+Errors = tuple[Floats, Ints]
+"""What a dictionary does to rows: squared error and active features of each."""
+
+
+def groups_of(arms: Sequence[Entries]) -> list[Ints]:
+    """Return the group of requests of each row of each arm; a request has one in all of them."""
+    requests = np.unique(np.concatenate([arm["request"] for arm in arms]))
+    fewest = min(len(np.unique(arm["request"])) for arm in arms)
+    n = max(1, min(MAX_GROUPS, fewest))
+    return [np.searchsorted(requests, arm["request"]) % n for arm in arms]
+
+
+def cross_values(
+    names: tuple[str, str], errors: Sequence[Errors], scored: Scored, reference: Scored
+) -> list[CrossValue]:
+    """Return what the dictionaries of an arm leave unexplained of rows, by stratum.
+
+    Args:
+        names: of the arm that they were trained on, and of that whose rows these are.
+        errors: of the dictionary of each seed.
+    """
+    from actds_validators.statistics.intervals import from_replicates, replicates
+
+    n_groups = int(max(scored.group.max(), reference.group.max())) + 1
+    d_model = scored.rows.shape[1]
+    whole = _sums(reference, np.ones(len(reference.group), np.bool_), [], n_groups).sum(axis=2)
+    phase = scored.entries["phase"]
+    strata: dict[ScoredRows, Bools] = {
+        "all": np.ones(len(phase), np.bool_),
+        "prefill": phase == PHASES.index("prefill"),
+        "decode": phase == PHASES.index("decode"),
+        "rare tokens": scored.rare,
+    }
+    values = []
+    for stratum, mask in strata.items():
+        if not mask.any():
+            continue
+        sums = _sums(scored, mask, [squared for squared, _ in errors], n_groups)
+        fvu, without = replicates(sums, lambda some: _fvu(some, d_model).mean(axis=0))
+        n_requests = len(np.unique(scored.entries["request"][mask]))
+        interval = None
+        if n_requests >= MIN_REQUESTS and n_groups > 1:
+            (interval,) = from_replicates(fvu, without)
+        total, known = sums.sum(axis=2), bool(np.isfinite(fvu[0]))
+        by_seed = _fvu(total, d_model)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            variance = _spread(whole, d_model) / whole[0]
+            of_reference = float((total[2 + d_model :] / (total[0] * variance)).mean())
+        values.append(
+            CrossValue(
+                trained_on=names[0],
+                rows_of=names[1],
+                rows=stratum,
+                n_rows=int(mask.sum()),
+                n_requests=n_requests,
+                fvu=float(fvu[0]) if known else None,
+                low=interval.low if interval else None,
+                high=interval.high if interval else None,
+                seeds_low=float(by_seed.min()) if known else None,
+                seeds_high=float(by_seed.max()) if known else None,
+                fvu_reference=of_reference if np.isfinite(of_reference) else None,
+                l0=float(np.mean([active[mask].mean() for _, active in errors])),
+            )
+        )
+    return values
+
+
+def _sums(scored: Scored, mask: Bools, squared: Sequence[Floats], n_groups: int) -> Floats:
+    """Return sums over groups of requests ``(2 + d_model + n_seeds, 1, n_groups)``.
+
+    Of rows: 1, their squared lengths, their channels, and the squared errors of each seed.
+    """
+    rows = scored.rows[mask].astype(np.float64)
+    lengths = np.einsum("nd,nd->n", rows, rows)
+    columns = [np.ones(len(rows)), lengths, rows, *(error[mask] for error in squared)]
+    sums = np.zeros((n_groups, 2 + rows.shape[1] + len(squared)))
+    np.add.at(sums, scored.group[mask], np.column_stack(columns))
+    return sums.T[:, np.newaxis]
+
+
+def _spread(sums: Floats, d_model: int) -> Floats:
+    """Return the squared distances of rows from their mean, of their sums."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(sums[1] - np.square(sums[2 : 2 + d_model]).sum(axis=0) / sums[0])
+
+
+def _fvu(sums: Floats, d_model: int) -> Floats:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(sums[2 + d_model :] / _spread(sums, d_model))

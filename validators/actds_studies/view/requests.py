@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,8 @@ from actds.exchange.containers import map_npy
 from actds.explore.dataset import Dataset
 from actds.format.apart import Apart, Reply, Request, cpu_seconds
 from actds.format.tables import FLAG_BOS, FLAG_EOS, FLAG_SPECIAL, is_served
-from actds_studies.dictionaries import Dictionary, load_dictionary, saelens
-from actds_studies.dictionaries.load import PARAMETERS
+from actds_studies.dictionaries import Dictionary
+from actds_studies.dictionaries.formats import CONFIG, PARAMETERS, WEIGHTS, load_dictionary
 from actds_studies.dictionaries.tensors import is_npz, is_torch, read_npz, read_safetensors
 from actds_validators.arrays import Array
 
@@ -73,7 +73,7 @@ def read_probe(path: str | Path, d_model: int, chosen: Sequence[int] = ()) -> li
         expected = f"floats ({d_model},) or (n_probes, {d_model})"
         raise _bad(path, f"{array.dtype} {array.shape}", expected)
     return [
-        Score(f"probe {n}", f"product with row {n} of {path.name}", _product(path, probes[n]))
+        _linear(path, f"probe {n}", f"product with row {n} of {path.name}", probes[n])
         for n in _chosen(path, chosen or range(min(len(probes), MAX_SCORES - 1)), len(probes))
     ]
 
@@ -100,9 +100,15 @@ def read_sae(
         ActdsError: E015 no such file or feature, another width, hook or model, or no encoder in it.
     """
     path = Path(path)
-    if _is_whole(path):
-        return _of_dictionary(path, load_dictionary(path, hook, d_model, model=model), chosen)
-    tensors = _tensors(path)
+    is_whole = path.name == WEIGHTS and path.with_name(CONFIG).exists()
+    if is_whole or path.is_dir() or path.name in (CONFIG, PARAMETERS) or is_torch(path):
+        dictionary = load_dictionary(path, hook, d_model, model=model)
+        return _of_dictionary(path, dictionary, chosen)
+    # Those of .safetensors stay on the disk.
+    read = {".safetensors": read_safetensors, ".npz": read_npz}.get(path.suffix)
+    if read is None:
+        raise _bad(path, f"a {path.suffix or 'bare'} file", "a .safetensors or .npz file")
+    tensors = read(path)
     name = next((n for n in _ENCODERS if n in tensors), None)
     if name is None:
         raise _bad(path, f"tensors {', '.join(sorted(tensors))[:200]}", " or ".join(_ENCODERS))
@@ -110,66 +116,59 @@ def read_sae(
     if encoder.ndim != 2 or encoder.shape[1] != d_model:
         raise _bad(path, f"{name} {tensors[name].shape}", f"an encoder of {d_model} channels")
     n = len(encoder)
-    _need_some(path, chosen, n)
+    numbers = _named(path, chosen, n)
     bias = _vector(path, tensors, ("b_enc", "encoder.bias"), n)
     centre = _vector(path, tensors, ("b_dec", "bias", "decoder.bias"), d_model)
     threshold = _vector(path, tensors, ("threshold",), n)
     scores = []
-    for k in _chosen(path, chosen, n):
-        product = _product(path, encoder[k])
-        shift = 0.0 if bias is None else float(bias[k])
-        shift -= 0.0 if centre is None else float(product(centre[None])[0])
-        least = 0.0 if threshold is None else max(0.0, float(threshold[k]))
+    for k in numbers:
         words = f"activation of feature {k} of {path.name}, before any top-k"
-        scores.append(Score(f"feature {k}", words, _activation(product, shift, least)))
+        shift = 0.0 if bias is None else float(bias[k])
+        least = 0.0 if threshold is None else max(0.0, float(threshold[k]))
+        scores.append(_linear(path, f"feature {k}", words, encoder[k], shift, centre, least))
     return scores
 
 
-def _is_whole(path: Path) -> bool:
-    """Return whether a path is a dictionary with its settings, and no encoder alone."""
-    if path.is_dir() or path.name in (saelens.CONFIG, PARAMETERS) or is_torch(path):
-        return True
-    return path.name == saelens.WEIGHTS and path.with_name(saelens.CONFIG).exists()
-
-
 def _of_dictionary(path: Path, dictionary: Dictionary, chosen: Sequence[int]) -> list[Score]:
-    _need_some(path, chosen, dictionary.n_features)
     last: list[tuple[Array, Any]] = []
 
-    def features(rows: Array) -> Any:
+    def activation(k: int, rows: Array) -> Array:
         if not last or last[0][0] is not rows:
             last[:] = [(rows, dictionary.encode_sparse(rows).tocsc())]
-        return last[0][1]
-
-    def activation(k: int) -> Callable[[Array], Array]:
-        return lambda rows: features(rows)[:, [k]].toarray()[:, 0]
+        return np.asarray(last[0][1][:, [k]].toarray()[:, 0])
 
     return [
-        Score(f"feature {k}", f"activation of feature {k} of {path.name}", activation(k))
-        for k in _chosen(path, chosen, dictionary.n_features)
+        Score(f"feature {k}", f"activation of feature {k} of {path.name}", partial(activation, k))
+        for k in _named(path, chosen, dictionary.n_features)
     ]
 
 
-def _need_some(path: Path, chosen: Sequence[int], n: int) -> None:
-    if not chosen:
-        raise _bad(path, f"{n:,} features and none of them named", "features to look at")
-
-
-def _product(path: Path, direction: Array) -> Callable[[Array], Array]:
+def _linear(
+    path: Path,
+    name: str,
+    words: str,
+    direction: Array,
+    shift: float = 0.0,
+    centre: Array | None = None,
+    least: float | None = None,
+) -> Score:
+    """Return the score of products with a direction; of a feature, 0 up to its ``least``."""
     weights = np.asarray(direction, np.float32)
     if not np.isfinite(weights).all():
         raise _bad(path, "values that are not finite", "finite numbers")
-    return lambda rows: np.asarray(rows, np.float32) @ weights
+    shift -= 0.0 if centre is None else float((centre[None] @ weights)[0])
 
-
-def _activation(
-    product: Callable[[Array], Array], shift: float, least: float
-) -> Callable[[Array], Array]:
     def of(rows: Array) -> Array:
-        before = product(rows) + shift
-        return np.where(before > least, before, 0.0)
+        product = np.asarray(rows, np.float32) @ weights + shift
+        return product if least is None else np.where(product > least, product, 0.0)
 
-    return of
+    return Score(name, words, of)
+
+
+def _named(path: Path, chosen: Sequence[int], n: int) -> Sequence[int]:
+    if not chosen:
+        raise _bad(path, f"{n:,} features and none of them named", "features to look at")
+    return _chosen(path, chosen, n)
 
 
 def _chosen(path: Path, chosen: Sequence[int], n: int) -> Sequence[int]:
@@ -191,14 +190,6 @@ def _vector(
     if values.shape != (n,) or not np.isfinite(values).all():
         raise _bad(path, f"{name} {values.shape}", f"finite numbers ({n},)")
     return values
-
-
-def _tensors(path: Path) -> Mapping[str, Array]:
-    """Return the tensors of a file by name; those of ``.safetensors`` stay on the disk."""
-    read = {".safetensors": read_safetensors, ".npz": read_npz}.get(path.suffix)
-    if read is None:
-        raise _bad(path, f"a {path.suffix or 'bare'} file", "a .safetensors or .npz file")
-    return read(path)
 
 
 def _bad(path: Path, got: str, expected: str) -> ActdsError:
@@ -275,11 +266,7 @@ def read_requests(
         tokenizer: decodes tokens; None leaves them numbers.
         start: first position to show.
         n_tokens: positions of a request to show at most.
-
-    Raises:
-        ActdsError: E014 no such run or request; and as reading tables and rows.
     """
-    flags = _Flags(dataset, hook)
     room = MAX_TOKENS
     for run, number in wanted:
         if room <= 0:
@@ -297,7 +284,7 @@ def read_requests(
             acts = rows.array[row[stored]]
             for k, score in enumerate(scores):
                 values[k, stored] = score.of(acts)
-            special[stored] = flags.of(row[stored]) & _SPECIAL != 0
+            special[stored] = _flags(dataset, hook, row[stored]) & _SPECIAL != 0
         ids = rows.token_id[shown].tolist()
         pieces = (
             ["?" if token < 0 else f"{token} " for token in ids]
@@ -318,35 +305,19 @@ def read_requests(
         )
 
 
-class _Flags:
-    """Flags of rows of a hook, from the token tables of the shards that hold them."""
-
-    def __init__(self, dataset: Dataset, hook: str) -> None:
-        self._shards = dataset.shards_of(hook)
-        self._starts = np.cumsum([0, *(shard.n_rows for shard in self._shards)])
-        self._kept: tuple[int, npt.NDArray[np.uint16]] = (-1, np.empty(0, np.uint16))
-
-    def of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
-        """Return the flags of rows, uint16 ``(n,)``."""
-        flags = np.zeros(len(rows), np.uint16)
-        numbers = np.searchsorted(self._starts, rows, side="right") - 1
-        for number in np.unique(numbers).tolist():
-            here = numbers == number
-            flags[here] = self._flags(number)[rows[here] - self._starts[number]]
-        return flags
-
-    def _flags(self, number: int) -> npt.NDArray[np.uint16]:
-        if self._kept[0] != number:
-            self._kept = number, self._shards[number].tokens(["flags"])["flags"].to_numpy()
-        return self._kept[1]
+def _flags(dataset: Dataset, hook: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
+    """Return the flags of rows of a hook, uint16 ``(n,)``; of the shards that hold them."""
+    flags, start = np.zeros(len(rows), np.uint16), 0
+    for shard in dataset.shards_of(hook):
+        here = (rows >= start) & (rows < start + shard.n_rows)
+        if here.any():
+            flags[here] = shard.tokens(["flags"])["flags"].to_numpy()[rows[here] - start]
+        start += shard.n_rows
+    return flags
 
 
 def read_tokenizer(folder: str | Path) -> Tokenizer:
-    """Return the tokenizer of a model folder; nothing is fetched, and no code in it is run.
-
-    Raises:
-        ActdsError: E009 no tokenizer in it; E011 the package ``tokenizers`` is not installed.
-    """
+    """Return the tokenizer of a model folder; nothing is fetched, and no code in it is run."""
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
         raise ActdsError("E009", "tokenizer", got=f"no file {path}", expected="a model folder")
