@@ -446,7 +446,9 @@ class _Compared:
         if floor is not None:
             ends = floor.interval(CONFIDENCE, self.n_values)
             numerics = scale * np.maximum(*np.abs(ends))
-        reach = np.maximum(-low, high) + (0 if numerics is None else numerics)
+        beside = np.zeros_like(bias) if numerics is None else numerics
+        reach = np.maximum(-low, high) + beside
+        near = np.maximum(low, -high) - beside
         at = int(np.argmax(reach))
         return FollowUpHook(
             hook=name,
@@ -461,4 +463,5 @@ class _Compared:
                 confidence=CONFIDENCE,
             ),
             numerics=None if numerics is None else float(numerics[at]),
+            proven=max(0.0, float(near.max())),
         )

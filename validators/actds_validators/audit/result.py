@@ -575,16 +575,12 @@ class FollowUpHook(Section):
         "null where there is none"
     )
 
+    proven: float = Field(description="the most that any mean is off for certain; 0 if none is")
+
     @property
     def reach(self) -> float:
         """Return the farthest that the bias may lie from 0."""
         return max(abs(self.bias.low), abs(self.bias.high)) + (self.numerics or 0.0)
-
-    @property
-    def proven(self) -> float:
-        """Return the least that the bias is; 0 where the interval holds 0."""
-        near = max(self.bias.low, -self.bias.high) - (self.numerics or 0.0)
-        return max(near, 0.0)
 
 
 class FollowUp(Section):
@@ -605,6 +601,10 @@ class FollowUp(Section):
     @property
     def farthest(self) -> FollowUpHook:
         return max(self.hooks, key=lambda hook: hook.reach)
+
+    @property
+    def proven(self) -> float:
+        return max(hook.proven for hook in self.hooks)
 
     @property
     def unanswered(self) -> float:

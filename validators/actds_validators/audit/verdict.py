@@ -126,8 +126,9 @@ def _by_design(verdict: Verdict, follow_up: FollowUp, limits: Limits) -> Verdict
         words = f"{sentence} So the losses do not matter to a mean, whatever they depend on."
         passed = {"level": "PASS", "kind": BY_DESIGN, "sentence": words}
         return verdict.model_copy(update={**passed, "next_steps": ["Train on it."]})
-    if farthest.proven - unknown > negligible:
-        level = "FAIL" if farthest.proven - unknown > limits.serious else "WARN"
+    proven = follow_up.proven - unknown
+    if proven > negligible:
+        level = "FAIL" if proven > limits.serious else "WARN"
         sentence = on_follow_up(follow_up, "means of the stored rows are off, whatever the cause")
         words = f"{sentence} {verdict.sentence}"
         biased = {"level": level, "kind": "biased", "sentence": words}

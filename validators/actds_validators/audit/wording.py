@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from actds.text import counted
 from actds_validators.audit.covariates import COVARIATES, MAX_PROBES, CovariateDef, Widths
 from actds_validators.audit.missingness import MIN_TOKENS
 from actds_validators.audit.result import (
@@ -371,12 +372,15 @@ def short_of(follow_up: FollowUp, unknown: float, limits: Limits) -> list[str]:
             f"{follow_up.n_drawn:,} positions that it drew"
         )
     if half > negligible / 2 or follow_up.n_requests < limits.min_events:
+        # The variance goes with (1 - F) / F.
         room = max(negligible - other, negligible / 4)
-        n = math.ceil(follow_up.n_requests * (half / room) ** 2)
-        n = max(n, limits.min_events)
+        odds = (1 - follow_up.fraction) / follow_up.fraction * min(1.0, (room / half) ** 2)
+        needed = max(1 / (1 + odds), follow_up.fraction * limits.min_events / follow_up.n_requests)
+        share = f"a --fraction of about {needed:.2g}" if needed < 0.9 else "all of them"
         lacks.append(
-            f"the follow-up drew {follow_up.n_requests:,} requests that lack a row; about {n:,} "
-            "would decide, if as many do: a larger --fraction of the same seed"
+            f"the follow-up drew {counted(follow_up.n_requests, 'request')} that "
+            f"{'lacks' if follow_up.n_requests == 1 else 'lack'} a row; {share}, with the same "
+            "seed, would decide"
         )
     return lacks or ["the follow-up finds a bias that is neither negligible nor proven"]
 
