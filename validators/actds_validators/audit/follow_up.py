@@ -117,12 +117,12 @@ class _Targets:
     ) -> _Targets:
         """Return the given positions of requests, and the same ones in the requests of a replay."""
         whole = (position_key(source, at) for at in (0, 0xFFFFFFFF))
-        which, first, after = positions.cut(*whole)
+        of_request, first, after = positions.cut(*whole)
         n = (after - first).astype(np.int64)
         nth = np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n)
         key = np.repeat(first, n) + nth.astype(np.uint64)
         number, position = split_key(key)
-        again = position_key(np.repeat(request[which], n), position)
+        again = position_key(np.repeat(request[of_request], n), position)
         cluster = uniform(salt_of("cluster", run), number) * MAX_CLUSTERS
         return cls(run, again_run, cluster.astype(np.int64), key, again)
 
@@ -264,8 +264,8 @@ def _pairs(
             owed = _Targets.of(run, again_run, source[new], request[new], drawn[run].positions)
             stored = _Rows.of(catalog, run)
             ranges = union(stored.start, stored.start + stored.length)
-            both = _Targets.of(run, again_run, source[new], request[new], ranges)
-            yield _Pair(owed.with_rows(rows), both.of_some().with_rows(rows, stored))
+            shared = _Targets.of(run, again_run, source[new], request[new], ranges)
+            yield _Pair(owed.with_rows(rows), shared.of_some().with_rows(rows, stored))
 
 
 # what their rows are --------------------------------------------------------------------------
@@ -284,6 +284,11 @@ class _Moments:
         self.n += len(rows)
         self.total += rows.sum(axis=0)
         self.squares += (rows**2).sum(axis=0)
+
+    def merge(self, other: _Moments) -> None:
+        self.n += other.n
+        self.total += other.total
+        self.squares += other.squares
 
 
 @dataclass
@@ -341,10 +346,7 @@ def _stored(catalog: Catalog, hooks: Sequence[str]) -> dict[str, _Moments]:
     shards = [shard for run in catalog.runs_with_data for shard in catalog.shards_of(run)]
     for parts in Threads(N_THREADS).map(of_shard, shards):
         for hook, part in parts.items():
-            into = total[hook]
-            into.n, into.total, into.squares = (
-                into.n + part.n, into.total + part.total, into.squares + part.squares
-            )  # fmt: skip
+            total[hook].merge(part)
     return total
 
 
@@ -380,8 +382,8 @@ def _rows(
             # A row of a shared prefix stands for a position of each request that it served.
             repeats = n[at]
             nth = np.arange(repeats.sum()) - np.repeat(np.cumsum(repeats) - repeats, repeats)
-            which = order[np.repeat(ends[at] - repeats, repeats) + nth]
-            yield hook, targets.cluster[which], np.repeat(rows, repeats, axis=0)
+            place = order[np.repeat(ends[at] - repeats, repeats) + nth]
+            yield hook, targets.cluster[place], np.repeat(rows, repeats, axis=0)
 
 
 def _differences(
@@ -392,12 +394,8 @@ def _differences(
         keys, at = np.unique(targets.stored, return_inverse=True)
         again_keys, again_at = np.unique(targets.again, return_inverse=True)
         for hook in hooks:
-            stored, again = (
-                _all(_read(of, run, [hook], some), len(some))
-                for of, run, some in (
-                    (catalog, targets.run, keys), (replay, targets.again_run, again_keys)
-                )
-            )  # fmt: skip
+            stored = _all(_read(catalog, targets.run, [hook], keys), len(keys))
+            again = _all(_read(replay, targets.again_run, [hook], again_keys), len(again_keys))
             if stored is not None and again is not None:
                 yield hook, targets.cluster, again[again_at] - stored[at]
 

@@ -575,7 +575,9 @@ class FollowUpHook(Section):
         "null where there is none"
     )
 
-    proven: float = Field(description="the most that any mean is off for certain; 0 if none is")
+    proven: float = Field(
+        description="least bias of the mean that is farthest off beyond its interval; 0 if none is"
+    )
 
     @property
     def reach(self) -> float:
