@@ -17,7 +17,7 @@ from actds.errors import ActdsError
 from actds.explore.sequences import token_sequences
 from actds.format.inclusion import is_drawn, salt_of, uniform
 from actds_testing import harvest as h
-from actds_testing.synthetic import make_dataset
+from actds_testing.simulate import SCENARIOS, simulate, write_dataset
 from actds_testing.synthetic_engine import writer_stopped
 from actds_testing.tiny import make_random_model
 from actds_validators.audit.missingness import bound
@@ -258,6 +258,6 @@ def test_what_is_no_sample_of_the_dataset_is_refused(harvests: Path, tmp_path: P
 
 
 def test_a_follow_up_of_a_dataset_without_losses_is_not_read(tmp_path: Path) -> None:
-    path = make_dataset(tmp_path / "acts")
+    path = write_dataset(simulate(replace(SCENARIOS["none"], n_steps=300), 1), tmp_path / "acts")
     result = actds.audit(path, follow_up=tmp_path / "nothing").result
     assert result.accounting.loss_share == 0 and result.follow_up is None

@@ -400,8 +400,8 @@ def blind_spots(
     if followed_up:
         values = (
             "losses that leave the mean of every channel and of the norm as it is, and change "
-            "something else (the rate of a rare feature, a variance), or are of a few requests unlike "
-            "all that the follow-up drew"
+            "something else (the rate of a rare feature, a variance), or are of a few requests "
+            "unlike all that the follow-up drew"
         )
     elif hooks:
         seen = f"the norm, {widths.n_projections} random projections"
