@@ -146,7 +146,7 @@ def recover(path: str, clear: bool, as_json: bool) -> None:
     all others as aborted, closes open ledger chains and seals the dataset. Refuses while a process
     still writes: one of this machine is looked up, one of another is watched for a minute.
     """
-    from actds.cli.output import envelope, print_json
+    from actds.cli.command import envelope, print_json
 
     done = actds.recover(path, clear=clear, say=lambda line: click.echo(line, err=True))
     if as_json:
@@ -201,7 +201,7 @@ def plan(as_json: bool, engine_args: tuple[str, ...], **settings: Any) -> None:
     Sizes for the burst, not for the mean. Exits with 1 when a stage cannot carry the mean load,
     or rows were lost under --stress. With --probes it says instead what linear probes cost.
     """
-    from actds.cli.output import envelope, print_json
+    from actds.cli.command import envelope, print_json
 
     from actds_writers.config import PlanSettings
     from actds_writers.engine_protocol import parse_words
@@ -231,7 +231,7 @@ def _say_probes(given: dict[str, Any], *, as_json: bool) -> None:
     Raises:
         ActdsError: E009 for an option of sizing beside them; as ``probe_cost``.
     """
-    from actds.cli.output import envelope, print_json
+    from actds.cli.command import envelope, print_json
 
     from actds.errors import ActdsError
     from actds_writers.config import ProbeSettings
