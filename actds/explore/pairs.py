@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.explore.dataset import Dataset
+from actds.format.inclusion import mixed
 from actds.format.positions import position_key
 from actds.format.schema import Hook
 from actds.format.shard import Shard
@@ -187,12 +188,3 @@ class _Tokens:
 
 def _terms(position: Ints, token_id: Ints) -> Hashes:
     return mixed(position.astype(np.uint64) << np.uint64(32) | token_id.astype(np.uint64))
-
-
-def mixed(x: Hashes) -> Hashes:
-    """Return a number that looks random for each number (the finalizer of SplitMix64), in place."""
-    x += np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        x ^= x >> np.uint64(shift)
-        x *= np.uint64(factor)
-    return x

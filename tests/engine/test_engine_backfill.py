@@ -210,3 +210,30 @@ def test_a_loader_of_both_has_each_position_once(source: Path, backfill: tuple[P
              for side in ("train", "held_out")]  # fmt: skip
     assert all(sides) and sides[0] + sides[1] == served
     assert max(served.values()) > 1 and len(served) < len(before) + len(after)
+
+
+def test_a_follow_up_of_every_loss_is_the_bias_of_the_stored_means(
+    source: Path, backfill: tuple[Path, str]
+) -> None:
+    out, _ = backfill
+    section = actds.audit(source, follow_up=out).result.follow_up
+    assert section is not None and section.fraction == 1
+    [hook] = [hook for hook in section.hooks if hook.hook == HOOKS[0]]
+
+    def values(rows: list[np.ndarray]) -> np.ndarray:
+        wide = (np.stack(rows).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        return np.concatenate([wide, np.linalg.norm(wide, axis=1, keepdims=True)], axis=1)
+
+    before, theirs = rows_by_position(source), stored(out)
+    origin = {line["request"]: line["source_request"] for line in lines(out, "origins")}
+    lost = values([theirs[row][1] for (n, at), row in rows_by_position(out).items()
+                   if (origin[n], at) not in before])  # fmt: skip
+    kept = values([bits for _, bits in stored(source).values()])
+    assert len(lost) == hook.n_rows == section.n_answered == section.n_missing
+    every = np.concatenate([kept, lost])
+    bias = (kept.mean(axis=0) - every.mean(axis=0)) / every.std(axis=0)
+    at = -1 if hook.variable == "norm" else int(hook.variable.removeprefix("channel "))
+    assert hook.bias.value == pytest.approx(bias[at], abs=1e-6)
+    assert hook.bias.low == hook.bias.high == hook.bias.value
+    assert hook.numerics is not None and section.n_shared
+    assert np.abs(bias).max() <= hook.reach < np.abs(bias).max() + hook.numerics + 1e-6

@@ -297,6 +297,17 @@ class ReplaySettings(ModelSettings, HarvestSettings):
         description="Serve the first N requests of SOURCE only",
         json_schema_extra={"metavar": "N"},
     )
+    fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0,
+        description="Serve a random share of these requests, each with this probability: what "
+        "actds audit --follow-up estimates from",
+        json_schema_extra={"metavar": "F"},
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(
+        default=0,
+        description="Seed of the engine, of the row order and of --fraction: of one seed a smaller "
+        "fraction lies in a larger one",
+    )
     resume: bool = _as_in(WriteSettings, "resume")
 
     @property

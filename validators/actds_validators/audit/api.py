@@ -21,6 +21,7 @@ def audit(
     weights: str | Path | None = None,
     classes: str | Path | None = None,
     accept: Sequence[str] = (),
+    follow_up: str | Path | None = None,
     executor: ExecutorName = "threads",
     progress: Callable[[str], None] = lambda what: None,
 ) -> AuditResult:
@@ -34,18 +35,22 @@ def audit(
         classes: Parquet file of token classes: request, start, stop, class, and maybe run.
         accept: places that are waived by name, though they do not pass: ``source``, ``cache``,
             ``rules``, ``ends``, ``queues``, ``values``, ``identity``.
+        follow_up: a replay of a random part of its requests (``actds replay --fraction``): what
+            means the losses moved is then known by design, from the rows of both. Ignored where
+            nothing was lost.
         executor: where the rows are read, ``threads`` of this process or ``ray``: the numbers are
             the same.
         progress: called with what is being done.
 
     Returns:
-        The result with its verdict. No activation is read: whether two parts of a dataset hold the
-        same values is what `actds.regimes` tests.
+        The result with its verdict. Without ``follow_up`` no activation is read: whether two parts
+        of a dataset hold the same values is what `actds.regimes` tests.
 
     Raises:
-        ActdsError: E009 an argument that cannot be used; E011 a package that is not installed;
-            E306 not sealed; E401, E403 without provenance, as imported rows are; E202 a file that
-            changed; E503 weights that cannot be written; what ``actds.open`` raises.
+        ActdsError: E009 an argument that cannot be used, a follow-up of another dataset; E011 a
+            package that is not installed; E306 not sealed; E401, E403 without provenance, as
+            imported rows are; E202 a file that changed; E503 weights that cannot be written; what
+            ``actds.open`` raises.
 
     Spec: 0.1 section 14.
     """
@@ -59,4 +64,13 @@ def audit(
     refuse_outputs({"weights": weights}, {"classes": [classes] if classes else []})
     chosen = settings_of(Limits, limits)
     waived = places_of(accept)
-    return run.audit_dataset(path, chosen, progress, weights, classes, executor, waived)
+    return run.audit_dataset(
+        path,
+        chosen,
+        progress,
+        weights,
+        classes,
+        executor,
+        waived,
+        None if follow_up is None else str(follow_up),
+    )

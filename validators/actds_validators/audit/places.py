@@ -357,6 +357,8 @@ _HOW = {
     "time-dependent": ", more of them at some times",
     "content-dependent": ", depending on their content",
     "values-dependent": ", depending on their values",
+    "by-design": ", and no mean of a channel is off by it",
+    "biased": ", and means of the stored rows are off",
     "too-little-evidence": ", and on what it depends is not known",
 }
 """What a verdict adds to the share that was dropped, in a few words."""
@@ -378,6 +380,8 @@ def _queues(audited: Audited) -> Place:
             for d in (missing.differences if missing else ())
             if d.before_weighting and d.covariate.group != "system"
         ]
+        if audited.evidence.follow_up is not None:
+            estimated = [audited.evidence.follow_up.farthest.reach]
         if estimated and account.captured:
             facts |= {"bias": max(estimated), "bias_is": "estimated"}
     untested = verdict.kind == "uncorrelated" and not any(

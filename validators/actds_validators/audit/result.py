@@ -554,6 +554,66 @@ class Worse(Section):
     after: float = Field(description="the same of the weighted rows")
 
 
+class FollowUpHook(Section):
+    """Of a hook, the mean that may be the farthest off: of a channel, or of the norm.
+
+    Biases are those of the stored rows against all, in standard deviations of all.
+    """
+
+    hook: str
+    n_channels: int
+    n_rows: int = Field(description="lost rows that were computed again")
+    n_clusters: int = Field(
+        description="drawn requests that they are of, those in one cluster as one"
+    )
+    variable: str = Field(description="norm, or the number of the channel")
+    bias: Estimate = Field(
+        description="with the interval that holds for all means of all hooks at once"
+    )
+    numerics: float | None = Field(
+        description="what the replay's own numerics can add, from positions with a row in both; "
+        "null where there is none"
+    )
+
+    proven: float = Field(
+        description="least bias of the mean that is farthest off beyond its interval; 0 if none is"
+    )
+
+    @property
+    def reach(self) -> float:
+        """Return the farthest that the bias may lie from 0."""
+        return max(abs(self.bias.low), abs(self.bias.high)) + (self.numerics or 0.0)
+
+
+class FollowUp(Section):
+    """What a replay of a random part of the lost positions says of all of them."""
+
+    path: str
+    digest: str
+    fraction: float = Field(gt=0, le=1, description="probability with which each request was drawn")
+    seed: int
+    n_missing: int = Field(description="positions that lack a row")
+    share: Share = Field(description="of these and of the stored rows")
+    n_requests: int = Field(description="drawn requests that lack a row")
+    n_drawn: int = Field(description="positions of theirs that lack one")
+    n_answered: int = Field(description="of these, positions whose row was computed again")
+    n_shared: int = Field(description="positions with a row in both that were compared")
+    hooks: list[FollowUpHook]
+
+    @property
+    def farthest(self) -> FollowUpHook:
+        return max(self.hooks, key=lambda hook: hook.reach)
+
+    @property
+    def proven(self) -> float:
+        return max(hook.proven for hook in self.hooks)
+
+    @property
+    def unanswered(self) -> float:
+        """Return which share of all positions the replay can say nothing of."""
+        return self.share * (1 - self.n_answered / max(1, self.n_drawn))
+
+
 class Weighting(Section):
     """What inverse-probability weights would change."""
 
@@ -634,6 +694,7 @@ class Audit(Section):
     missingness: Missingness | None = None
     mechanism: Mechanism | None = None
     queues: Queues | None = None
+    follow_up: FollowUp | None = Field(default=None, description="null where none was given")
     weighting: Weighting | None = None
     would_not_notice: list[str] = Field(
         default_factory=list, description="what this audit could not have found, in words"

@@ -17,6 +17,7 @@ from actds.executor import Executor, Threads, open_executor
 from actds.publish.sealing import check_provenance
 from actds.store import open_store
 from actds_validators.arrays import Floats, Ints
+from actds_validators.audit import follow_up as following
 from actds_validators.audit.accumulate import CONTENT, CovariateSums, PartialRows, Sums
 from actds_validators.audit.census import RunSteps, Series, accounting, make_series, read_steps
 from actds_validators.audit.covariates import (
@@ -142,10 +143,12 @@ def audit_dataset(
     classes: Path | None = None,
     executor: ExecutorName = "threads",
     accept: Sequence[PlaceName] = (),
+    follow_up: str | None = None,
 ) -> AuditResult:
     """Audit a dataset: what was captured against what existed.
 
     Args:
+        follow_up: a replay of a random part of its requests, if any.
         weights: where to write the weights of the stored rows, if anywhere; not written when
             something does not add up.
 
@@ -168,6 +171,10 @@ def audit_dataset(
             progress("writing weights")
             claim = sections.weighting.claim if sections.weighting else "nothing was lost"
             write_weights(weights, catalog, sections.lookups, sections.cells, claim)
+    if follow_up is not None and sections.accounting.is_sound and sections.accounting.loss_share:
+        progress("the rows of the follow-up")
+        sections = replace(sections, follow_up=following.follow_up(catalog, follow_up))
+        unseen = _unseen(sources, followed_up=True)
     verdict = judge(sections, limits)
     source, judged, answered = None, list[Place](), unaccounted(verdict)
     if sections.accounting.is_sound:
@@ -195,6 +202,7 @@ def audit_dataset(
         missingness=sections.missingness,
         mechanism=sections.mechanism,
         queues=sections.queues,
+        follow_up=sections.follow_up,
         weighting=sections.weighting,
         would_not_notice=unseen,
         duration_s=time.monotonic() - began,
@@ -481,10 +489,10 @@ def _after_weighting(
     ]
 
 
-def _unseen(sources: list[RunSource]) -> list[str]:
+def _unseen(sources: list[RunSource], *, followed_up: bool = False) -> list[str]:
     n_probes = max((source.n_probes for source in sources), default=0)
     hooks = _hooks(sources) if knows_ids(sources) else ()
-    return blind_spots(hooks, _widths(sources), n_probes)
+    return blind_spots(hooks, _widths(sources), n_probes, followed_up=followed_up)
 
 
 def _hooks(sources: list[RunSource]) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from actds_validators.audit.result import (
     Coverage,
     Difference,
     Estimate,
+    FollowUp,
     Level,
     Limits,
     Mechanism,
@@ -41,18 +42,23 @@ from actds_validators.audit.wording import (
     lost,
     not_found,
     on_cause,
+    on_follow_up,
     on_policies,
     on_strata,
     on_stratum,
     remedy,
+    short_of,
     stratum_words,
     training,
     unproven,
 )
-from actds_validators.statistics.intervals import loss_that_allows
+from actds_validators.statistics.intervals import loss_that_allows, worst_case
 
 _SEVERITY: dict[Level, int] = {"PASS": 0, "INCONCLUSIVE": 1, "WARN": 2, "FAIL": 3}
 STRATUM = "largest share lost of any one stratum (kind of token), beyond chance"
+DESIGN = "farthest that the mean of any channel or norm can be off, by the follow-up"
+BY_DESIGN = "by-design"
+"""Kind of a verdict that a random sample of the losses decides, not tests of what they go with."""
 _UNTESTED = "the tests cover dropped tokens, not aborted ones"
 _SIDES: dict[Must, Callable[[float, float], bool]] = {
     "at most": operator.le,
@@ -78,6 +84,7 @@ class Evidence:
     weighting: Weighting | None = None
     coverage: Coverage | None = None
     policies: tuple[str, ...] = ()
+    follow_up: FollowUp | None = None
 
 
 def judge(evidence: Evidence, limits: Limits) -> Verdict:
@@ -90,9 +97,50 @@ def judge(evidence: Evidence, limits: Limits) -> Verdict:
     verdict = _Judge(evidence, limits, _numbers(evidence, limits)).verdict()
     if verdict.kind == "unaccounted":
         return verdict
+    if evidence.follow_up is not None:
+        verdict = _by_design(verdict, evidence.follow_up, limits)
     verdict = _with_strata(verdict, evidence.missingness, limits)
     steps = [*verdict.next_steps, *on_policies(evidence.policies)]
     return verdict.model_copy(update={"next_steps": steps})
+
+
+def _by_design(verdict: Verdict, follow_up: FollowUp, limits: Limits) -> Verdict:
+    """Return the verdict with a replay of a random part of the losses, which decides where it can.
+
+    Spec: 0.1 section 14.12.
+    """
+    farthest, unknown = follow_up.farthest, worst_case(follow_up.unanswered)
+    reach, negligible = farthest.reach + unknown, limits.negligible_bias
+    number = _held(DESIGN, reach, "at most", negligible, "SD")
+    at_most = (
+        f"no mean of a channel or norm over the stored rows is off by more than {reach:.3f} SD"
+    )
+    numbers = [*verdict.numbers, number]
+    if verdict.kind in ("complete", "negligible"):
+        return verdict.model_copy(update={"numbers": numbers})
+    known: dict[str, object] = {"numbers": numbers, "deciding": number, "lacks": []}
+    few = follow_up.fraction < 1 and follow_up.n_requests < limits.min_events
+    if number.ok and not few:
+        verdict = verdict.model_copy(update=known)
+        sentence = on_follow_up(follow_up, at_most)
+        words = f"{sentence} So the losses do not matter to a mean, whatever they depend on."
+        passed = {"level": "PASS", "kind": BY_DESIGN, "sentence": words}
+        return verdict.model_copy(update={**passed, "next_steps": ["Train on it."]})
+    proven = follow_up.proven - unknown
+    if proven > negligible:
+        level = "FAIL" if proven > limits.serious else "WARN"
+        sentence = on_follow_up(follow_up, "means of the stored rows are off, whatever the cause")
+        words = f"{sentence} {verdict.sentence}"
+        biased = {"level": level, "kind": "biased", "sentence": words}
+        steps = [
+            "Train on the dataset together with a replay of all that it lacks: actds replay "
+            "--only missing without --fraction.",
+            *(step for step in verdict.next_steps if not step.startswith("Train on it")),
+        ]
+        return verdict.model_copy(update={**known, **biased, "next_steps": steps})
+    lacks = [*verdict.lacks, *short_of(follow_up, unknown, limits)]
+    words = f"{verdict.sentence} {on_follow_up(follow_up, at_most)}"
+    return verdict.model_copy(update={"numbers": numbers, "lacks": lacks, "sentence": words})
 
 
 def _with_strata(verdict: Verdict, missing: Missingness | None, limits: Limits) -> Verdict:

@@ -6,12 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from actds.text import counted
 from actds_validators.audit.covariates import COVARIATES, MAX_PROBES, CovariateDef, Widths
 from actds_validators.audit.missingness import MIN_TOKENS
 from actds_validators.audit.result import (
     MIN_BLAMED,
     Accounting,
     Association,
+    FollowUp,
     Limits,
     Mechanism,
     Missingness,
@@ -340,16 +342,68 @@ def training(missing: Missingness) -> list[str]:
     ]
 
 
-def blind_spots(hooks: tuple[str, ...], widths: Widths, n_probes: int) -> list[str]:
+def on_follow_up(follow_up: FollowUp, off: str) -> str:
+    """Return what a follow-up found.
+
+    Args:
+        off: what it says of the means of the stored rows.
+    """
+    farthest = follow_up.farthest
+    bias = farthest.bias
+    numerics = f", and {farthest.numerics:.4f} for its numerics" if farthest.numerics else ""
+    return (
+        f"A replay of requests drawn with probability {follow_up.fraction:.3g} computed "
+        f"{follow_up.n_answered:,} of {follow_up.n_missing:,} positions that lack a row again: "
+        f"{off} ({farthest.variable} of {farthest.hook}: {bias.value:+.4f} SD, "
+        f"{100 * bias.confidence:g} % interval for all means at once {bias.low:+.4f} to "
+        f"{bias.high:+.4f}{numerics})."
+    )
+
+
+def short_of(follow_up: FollowUp, unknown: float, limits: Limits) -> list[str]:
+    """Return why a follow-up does not decide, and what would."""
+    farthest, negligible = follow_up.farthest, limits.negligible_bias
+    half = (farthest.bias.high - farthest.bias.low) / 2
+    other = unknown + (farthest.numerics or 0.0) + abs(farthest.bias.value)
+    lacks = []
+    if unknown > negligible / 2:
+        lacks.append(
+            f"the follow-up has no row of {follow_up.n_drawn - follow_up.n_answered:,} of the "
+            f"{follow_up.n_drawn:,} positions that it drew"
+        )
+    if half > negligible / 2 or follow_up.n_requests < limits.min_events:
+        # The variance goes with (1 - F) / F.
+        room = max(negligible - other, negligible / 4)
+        odds = (1 - follow_up.fraction) / follow_up.fraction * min(1.0, (room / half) ** 2)
+        needed = max(1 / (1 + odds), follow_up.fraction * limits.min_events / follow_up.n_requests)
+        share = f"a --fraction of about {needed:.2g}" if needed < 0.9 else "all of them"
+        lacks.append(
+            f"the follow-up drew {counted(follow_up.n_requests, 'request')} that "
+            f"{'lacks' if follow_up.n_requests == 1 else 'lack'} a row; {share}, with the same "
+            "seed, would decide"
+        )
+    return lacks or ["the follow-up finds a bias that is neither negligible nor proven"]
+
+
+def blind_spots(
+    hooks: tuple[str, ...], widths: Widths, n_probes: int, *, followed_up: bool = False
+) -> list[str]:
     """Return what the audit of some runs cannot detect, each in a sentence.
 
     Args:
         hooks: hooks with readouts in every run that lost something.
         n_probes: user's probes of a hook, those that are not looked at as well.
+        followed_up: whether a replay says what rows are like that were lost.
 
     Spec: 0.1 section 14.9.
     """
-    if hooks:
+    if followed_up:
+        values = (
+            "losses that leave the mean of every channel and of the norm as it is, and change "
+            "something else (the rate of a rare feature, a variance), or are of a few requests "
+            "unlike all that the follow-up drew"
+        )
+    elif hooks:
         seen = f"the norm, {widths.n_projections} random projections"
         seen += f" and {widths.n_probes} probes" if widths.n_probes else ""
         values = (

@@ -58,6 +58,12 @@ def _result() -> type[Audit]:
 )
 @accept_option()
 @click.option(
+    "--follow-up",
+    metavar="DATASET",
+    help="A replay of a random part of the requests (actds replay --fraction): its rows say how "
+    "far means are off.",
+)
+@click.option(
     "--fail-on",
     type=click.Choice(FAIL_ON),
     default="fail",
@@ -82,6 +88,7 @@ def audit(
     weights: Path | None,
     classes: Path | None,
     accept: tuple[str, ...],
+    follow_up: str | None,
     fail_on: str,
     strict: bool,
     executor: ExecutorName,
@@ -91,9 +98,9 @@ def audit(
 
     PATH is the dataset's folder, sealed and valid (actds validate). The audit compares what was
     captured with what was computed and served, and ends in PASS, WARN, FAIL or INCONCLUSIVE with
-    the number that decided. It reads tables and no activation: actds regimes compares values. Exit
-    codes: 0, or 1 by --fail-on; 2 usage; 3 not readable, or imported, without a census to compare
-    with; 4 not writable.
+    the number that decided. It reads tables, and activations only with --follow-up: actds regimes
+    compares values. Exit codes: 0, or 1 by --fail-on; 2 usage; 3 not readable, or imported, without
+    a census to compare with; 4 not writable.
     """
     if strict and _is_given(ctx, "fail_on") and fail_on != "warn":
         raise click.UsageError(f"--strict is --fail-on warn and contradicts --fail-on {fail_on}")
@@ -111,6 +118,7 @@ def audit(
         weights=weights,
         classes=classes,
         accept=accept,
+        follow_up=follow_up,
         executor=executor,
         progress=told(),
     )

@@ -61,6 +61,7 @@ from actds_validators.pages.summary import (
     check_part,
     evidence_part,
     facts,
+    follow_up_part,
     lengths,
     lines,
     places_part,
@@ -126,6 +127,7 @@ SECTIONS: tuple[SectionOf, ...] = (
         "no token was lost: there is none to compare with the stored ones",
         of_losses=True,
     ),
+    SectionOf(follow_up_part),
     SectionOf(
         mechanism_part,
         (),
@@ -243,6 +245,9 @@ def _page(audit: Audit, about: About | None) -> Iterator[Line]:
     yield from _accounting(audit)
     yield from titled("Checks")
     yield from table_lines(check_part(audit).tables[0])
+    if (follow_up := follow_up_part(audit)) is not None:
+        yield from titled(follow_up.title)
+        yield from table_lines(follow_up.tables[0])
     if audit.missingness is not None:
         yield from _strata(audit.missingness)
         yield from _differences(audit.missingness.differences)

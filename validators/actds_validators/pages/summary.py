@@ -366,6 +366,35 @@ def _row(n: Number, state: State, *, deciding: bool) -> Row:
     return Row((n.name, measured(n.value, n.unit), limit_of(n), words), state.tone)
 
 
+def follow_up_part(audit: Audit) -> Part | None:
+    section = audit.follow_up
+    if section is None:
+        return None
+    lead = (
+        f"{count(section.n_requests)} requests that lack a row were drawn, each with probability "
+        f"{section.fraction:.3g} (seed {section.seed}); {count(section.n_answered)} of their "
+        f"{count(section.n_drawn)} positions without a row were computed again, of "
+        f"{count(section.n_missing)} in all. Of each hook, the mean that may be the farthest off."
+    )
+    names = ("hook", "means", "rows", "farthest", "bias, SD", "interval, all at once", "numerics")
+    rows = [
+        Row(
+            (
+                hook.hook,
+                count(hook.n_channels + 1),
+                count(hook.n_rows),
+                hook.variable,
+                f"{hook.bias.value:+.4f}",
+                f"{hook.bias.low:+.4f} to {hook.bias.high:+.4f}",
+                "not known" if hook.numerics is None else f"{hook.numerics:.4f}",
+            )
+        )
+        for hook in section.hooks
+    ]
+    table = Table("Stored rows against all", names, rows, frozenset({0, 3}))
+    return Part("follow-up", "Follow-up of the losses", Sentence(lead), [table])
+
+
 def evidence_part(audit: Audit) -> Part | None:
     """Return what was tested, what could not be, and what no audit of this dataset can detect."""
     missing = audit.missingness

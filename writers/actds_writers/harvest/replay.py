@@ -21,6 +21,7 @@ from actds.explore import dataset as reading
 from actds.explore.context import covered, lacking
 from actds.explore.dataset import Dataset
 from actds.explore.sequences import TokenSequence, token_sequences
+from actds.format.inclusion import is_drawn
 from actds.format.positions import Intervals, difference, position_key, split_key
 from actds.format.schema import Hook
 from actds.format.tables import UNSERVED
@@ -166,7 +167,13 @@ class Replays:
     @cached_property
     def owed(self) -> dict[tuple[str, int], Intervals] | None:
         """Return the positions that are to be filled, by request; ``None`` to serve every one."""
-        return missing(self.source) if self.settings.only == "missing" else None
+        if self.settings.only != "missing":
+            return None
+        return {name: keys for name, keys in missing(self.source).items() if self._is_drawn(*name)}
+
+    def _is_drawn(self, run: str, request: int) -> bool:
+        dataset = self.source.catalog.genesis.dataset
+        return bool(is_drawn(self.settings.seed, dataset, run, request, self.settings.fraction))
 
     def served(self, settings: WriteSettings, engine: EngineOptions, limit: int) -> Served:
         if engine.n_samples > 1:
@@ -219,13 +226,16 @@ class Replays:
 
     def _sequences(self) -> Iterator[TokenSequence]:
         for sequence in token_sequences(self.source):
-            if self.owed is None or (sequence.run, sequence.request) in self.owed:
+            name = sequence.run, sequence.request
+            if self._is_drawn(*name) if self.owed is None else name in self.owed:
                 yield sequence
 
     def _chosen(self) -> list[TokenSequence]:
         sequences = list(islice(self._sequences(), self.settings.max_requests))
-        if self.owed is not None and not sequences:
-            got = "no request that lacks a row"
+        if not sequences and (self.owed is not None or self.settings.fraction < 1):
+            lacks = " that lacks a row" if self.owed is not None else ""
+            share = f" in a fraction of {self.settings.fraction:g}" * (self.settings.fraction < 1)
+            got = f"no request{lacks}{share}"
             raise ActdsError("E006", self.settings.source, got=got, expected="one to serve again")
         return sequences
 
@@ -242,6 +252,8 @@ class Replays:
             Fact("prompts.source", PurePosixPath(self.source.path).name, "declared"),
             Fact("prompts.kind", KIND, "declared"),
             Fact("replay.only", settings.only or "all", "declared"),
+            Fact("replay.fraction", repr(settings.fraction), "declared"),
+            Fact("replay.seed", settings.seed, "declared"),
             Fact("replay.alone", settings.alone, "declared"),
             Fact(
                 "replay.neighbours",
