@@ -10,7 +10,6 @@ with it needs ``import actds.loader.hf_arrow`` where it is loaded.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -24,13 +23,12 @@ from datasets.formatting import TorchFormatter, _register_formatter
 from datasets.table import MemoryMappedTable, concat_tables
 
 from actds.explore.lazy import open_array, rows_at_a_time
-from actds.format import canonical
 from actds.format.arrays import ArrayReader, to_torch, widen
 from actds.format.row_weights import RowWeights
 from actds.format.schema import Hook
 from actds.format.shard import Shard
 from actds.format.tables import SCHEMAS
-from actds.loader.selection import ROLE, WEIGHT, Selection
+from actds.loader.selection import ROLE, WEIGHT, Selection, key_of
 from actds.store import refuse_within_dataset
 
 if TYPE_CHECKING:
@@ -128,7 +126,7 @@ def map_style(
     """Return a map-style dataset over Arrow files, which are written where they are not there."""
     hooks, weights = selection.hooks, selection.row_weights
     chosen = {name: value for name, value in selection.filter.identity.items() if value}
-    key = canonical.dump(
+    key = key_of(
         {
             "columns": list(columns),
             "digest": selection.dataset.result_key,
@@ -139,7 +137,7 @@ def map_style(
         | ({"weights": weights.sha256} if weights else {})
         | chosen
     )
-    fingerprint = hashlib.sha256(key).hexdigest()[:32]
+    fingerprint = key[:32]
     folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "actds" / fingerprint
     refuse_within_dataset(folder, "cache_dir")
     folder.mkdir(parents=True, exist_ok=True)

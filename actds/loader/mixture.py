@@ -25,7 +25,7 @@ from actds.format import canonical, tables
 from actds.format.positions import Index, Intervals, difference, position_key, split_key, union
 from actds.format.schema import Hook
 from actds.loader.filters import BUILT_IN, NOT_FINITE, bad, check_finite, finite_rows
-from actds.loader.selection import LEAVE_OUT, Counts, Floats, RowFilter, Selection, select
+from actds.loader.selection import LEAVE_OUT, Counts, Floats, RowFilter, Selection, key_of, select
 
 Known = dict[tuple[str, str], Intervals]
 
@@ -442,7 +442,7 @@ def statistics(
     shards = [shard for selection in mixture.selections for shard in selection.shards]
     times = _times(mixture)
     keys = [selection.result_key for selection in (*mixture.datasets, *mixture.others.values())]
-    key = canonical.digest(canonical.dump([keys, mixture.identity, served]))
+    key = key_of([keys, mixture.identity, served])
     # A filter of others may choose other rows tomorrow, under the same name.
     cache = cache_folder() if BUILT_IN.issuperset(mixture.excluded) else None
     work = [(hook.name, hook, shards, times) for hook in mixture.hooks]

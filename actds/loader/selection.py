@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 import warnings
@@ -18,7 +19,7 @@ import pyarrow.compute as pc
 from actds.dataset.multiplicity import Servings, served_again, served_counts
 from actds.errors import ActdsError, not_installed
 from actds.explore.dataset import Dataset
-from actds.format import tables
+from actds.format import canonical, tables
 from actds.format.labels import label_table
 from actds.format.roles import Roles
 from actds.format.row_weights import RowWeights
@@ -68,6 +69,11 @@ def split_weights(
     if not given or len(further) > 1 or len(given) != len(further) + (MULTIPLICITY in given):
         raise bad("weights", repr(weights)[:200], _WEIGHTS)
     return MULTIPLICITY in given, further[0] if further else None
+
+
+def key_of(what: object) -> str:
+    """Return the digest of JSON with floats, as of a split, which the canonical form refuses."""
+    return canonical.digest(canonical.dump(json.loads(json.dumps(what), parse_float=str)))
 
 
 def check_numbers(**values: int | None) -> None:
