@@ -14,8 +14,8 @@ from actds.dataset.reading import Catalog, unknown_columns
 from actds.errors import ActdsError
 from actds.executor import ExecutorName, open_executor
 from actds.explore import show
-from actds.explore.context import Context, RequestRows, RowPlaces, Tokenizer
 from actds.explore.lazy import LazyArray
+from actds.explore.requests import Context, RequestRows, RowPlaces, Tokenizer
 from actds.explore.show import fates, norm_profile
 from actds.explore.stats import Stats, cache_folder, stats_of_rows
 from actds.format import tables

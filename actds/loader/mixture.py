@@ -16,10 +16,15 @@ import pyarrow.compute as pc
 from actds.dataset.multiplicity import Servings
 from actds.dataset.reading import Catalog
 from actds.executor import ExecutorName, open_executor
-from actds.explore.context import covered, rows_of_positions
 from actds.explore.dataset import Dataset
 from actds.explore.dataset import open as open_dataset
-from actds.explore.pairs import Partners, find_partners, prefix_hashes
+from actds.explore.requests import (
+    Partners,
+    covered,
+    find_partners,
+    prefix_hashes,
+    rows_of_positions,
+)
 from actds.explore.stats import Stats, cache_folder, stats_of_rows
 from actds.format import canonical, tables
 from actds.format.positions import Index, Intervals, difference, position_key, split_key, union

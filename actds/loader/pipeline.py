@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.explore.lazy import OpenArrays
-from actds.explore.pairs import Partners
+from actds.explore.requests import Partners
 from actds.format.arrays import DTYPES
 from actds.format.roles import Roles
 from actds.format.schema import Hook

@@ -32,8 +32,8 @@ from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, 
 from actds_validators.pages.words import Part, Sentence, number, percent, short, table_of
 
 if TYPE_CHECKING:
-    from actds.explore.context import Tokenizer
     from actds.explore.dataset import Dataset
+    from actds.explore.requests import Tokenizer
 
 N_HOOKS = 8
 """Hooks whose norms are drawn."""

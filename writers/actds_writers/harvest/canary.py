@@ -28,7 +28,7 @@ from actds.dataset.commit import commit_part, in_parts
 from actds.dataset.ledger import Chain
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
-from actds.explore.sequences import TokenSequence
+from actds.explore.requests import TokenSequence
 from actds.store import local_folder, open_store
 from actds.text import counted
 from actds_writers.config import WriteSettings

@@ -1,8 +1,15 @@
-"""Requests as they were served: tokens and rows of every position, from the cache or not."""
+"""Requests as they were served: tokens and rows of every position, from the cache or not.
+
+Tokens come from rows, from the rows that prefix-cache references name, and from readouts, which
+lost rows have too. Rows of two datasets belong together where the tokens up to them are the same:
+the harvests may differ in model, engine, batching, and in which request computed a prefix.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import hashlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,11 +22,28 @@ from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.explore.lazy import LazyArray
 from actds.format.labels import Label, label_words, parse_labels
-from actds.format.positions import Intervals, Keys, difference, position_key, union
+from actds.format.positions import Intervals, Keys, difference, pair_key, position_key, union
+from actds.format.roles import Roles
+from actds.format.schema import Hook
 from actds.format.shard import Shard
-from actds.format.tables import TableName
+from actds.format.tables import UNSERVED, TableName
+
+Ints = npt.NDArray[np.int64]
+TokenIds = npt.NDArray[np.uint32]
 
 _LOST = pa.array(["dropped", "aborted"])
+_MAX_ROWS = 1 << 24  # rows of token tables that stay in memory
+_TOKEN_COLUMNS = ["request", "position", "token_id"]
+
+
+class Opened(Protocol):
+    """An open ``Dataset``, which is made of what stands here."""
+
+    catalog: Catalog
+    shards: list[Shard]
+    hooks: dict[str, Hook]
+
+    def shards_of(self, hook: str) -> list[Shard]: ...
 
 
 def covered(catalog: Catalog, run: str) -> Intervals:
@@ -77,10 +101,6 @@ def _keys(spans: pa.Table, request: str) -> Keys:
 def _lengths(spans: pa.Table) -> Keys:
     length: Keys = pc.subtract(spans["stop"], spans["start"]).to_numpy().astype(np.uint64)
     return length
-
-
-Ints = npt.NDArray[np.int64]
-_MAX_ROWS = 1 << 24  # rows of token tables that stay in memory
 
 
 class Tokenizer(Protocol):
@@ -320,3 +340,259 @@ class RowPlaces:
 def _range(shard: Shard) -> tuple[int, int]:
     request = shard.tokens(["request"])["request"].to_numpy()
     return (int(request.min()), int(request.max())) if len(request) else (0, -1)
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """What a request fed to the model, prompt and sampled tokens; ``n`` positions.
+
+    One that was never served has the positions of its prompt, and no token.
+
+    Args:
+        run: run of the request.
+        request: number of the request.
+        line: its line of the table ``requests``.
+        token_id: token of each position, int64 ``(n,)``; -1 where none is known.
+        role: who wrote each, None where that is not known.
+        n_given: positions from 0 that were given; those after them were sampled. Of a request that
+            was a replay itself, as its own origin says.
+        unknown: why the sequence is not known, in words; None where it has the census' digest.
+    """
+
+    run: str
+    request: int
+    line: dict[str, Any]
+    token_id: Ints
+    role: list[str | None]
+    n_given: int
+    unknown: str | None
+
+
+def token_sequences(dataset: Opened) -> Iterator[TokenSequence]:
+    """Yield the token sequence of every request, by run and number.
+
+    Holds 16 bytes for each row and readout of a run while it works on it.
+
+    Raises:
+        ActdsError: as reading tables.
+
+    Spec: 0.1 sections 6.3 and 7.4.
+    """
+    for run in dataset.catalog.run_ids:
+        requests = dataset.catalog.table("requests", run).sort_by("request").to_pylist()
+        if not requests:
+            continue
+        keys, ids = _run_tokens(dataset, run)
+        spans = defaultdict[int, list[dict[str, Any]]](list)
+        for span in dataset.catalog.table("spans", run).sort_by("start").to_pylist():
+            spans[span["request"]].append(span)
+        origins = dataset.catalog.table("origins", run)
+        given = dict(
+            zip(origins["request"].to_pylist(), origins["n_given"].to_pylist(), strict=True)
+        )
+        roles = Roles(dataset.catalog.table("roles", run))
+        for line in requests:
+            number, n_sampled = line["request"], line["generated_len"]
+            n = line["prompt_len"] + max(n_sampled - 1, 0)
+            token_id = _sequence(keys, ids, spans[number], number, n)
+            role = roles.of(np.full(n, number, np.int64), np.arange(n)).to_pylist()
+            n_given = min(given.get(number, line["prompt_len"]), n)
+            yield TokenSequence(
+                run, number, line, token_id, role, n_given, _unknown(line, token_id)
+            )
+
+
+def _run_tokens(dataset: Opened, run: str) -> tuple[Keys, TokenIds]:
+    """Return the positions of a run that have a row or a readout, ascending, and their tokens."""
+    parts = [shard.tokens(_TOKEN_COLUMNS) for shard in dataset.shards if shard.run == run]
+    if (run, "readouts") in dataset.catalog.parts:
+        parts.append(dataset.catalog.table("readouts", run).select(_TOKEN_COLUMNS))
+    keys = [position_key(part["request"], part["position"]) for part in parts]
+    ids = [part["token_id"].to_numpy().astype(np.uint32) for part in parts]
+    key = np.concatenate([*keys, np.empty(0, np.uint64)])
+    token = np.concatenate([*ids, np.empty(0, np.uint32)])
+    order = np.argsort(key, kind="stable")
+    key, token = key[order], token[order]
+    del order
+    # Shards of several stages have the same rows; a row that was computed again is the same.
+    first = np.concatenate([[True], key[1:] != key[:-1]])[: len(key)]
+    return (key, token) if first.all() else (key[first], token[first])
+
+
+def _sequence(
+    keys: Keys, ids: TokenIds, spans: Sequence[dict[str, Any]], request: int, n: int
+) -> Ints:
+    """Return the tokens of the positions [0, n) of a request, -1 where none is known."""
+    token_id: Ints = np.full(n, -1, np.int64)
+    for span in spans:
+        owner = span["ref_request"] if span["disposition"] == "cache_ref" else request
+        start, stop = span["start"], min(span["stop"], n)
+        if owner is None or start >= stop or not len(keys):
+            continue
+        wanted = position_key(owner, np.arange(start, stop))
+        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        known = keys[at] == wanted
+        token_id[start:stop][known] = ids[at[known]]
+    return token_id
+
+
+def _unknown(line: dict[str, Any], token_id: Ints) -> str | None:
+    """Return why a request's tokens are not known, None where they are."""
+    if line["finish_reason"] in UNSERVED:
+        return f"it was {line['finish_reason']} ({line['reason']})"
+    if line["token_digest"] is None:
+        return f"its census states no digest of its tokens ({line['finish_reason']})"
+    n_unknown = int((token_id < 0).sum())
+    if n_unknown or not len(token_id):
+        return f"no row, reference or readout has {n_unknown} of its {len(token_id)} tokens"
+    got = hashlib.sha256(token_id.astype("<u4").tobytes()).hexdigest()
+    if got != line["token_digest"]:
+        return f"its tokens have the digest {got[:16]}, the census says {line['token_digest'][:16]}"
+    return None
+
+
+@dataclass(frozen=True)
+class Partners:
+    """A hook of another dataset, and where the partners of rows are.
+
+    Args:
+        name: what a batch calls the hook.
+        hook: the hook, as the other dataset has it.
+        shards: the shards of the other dataset that hold it.
+        starts: number of the first row of each of them, and of the row after the last.
+        rows: per shard of this dataset the number of each row's partner, int64 ``(n_rows,)``; -1
+            where it has none.
+    """
+
+    name: str
+    hook: Hook
+    shards: Sequence[Shard]
+    starts: Ints
+    rows: Sequence[Ints]
+
+    @property
+    def n_pairs(self) -> int:
+        return sum(int((rows >= 0).sum()) for rows in self.rows)
+
+
+def find_partners(
+    hashes: Keys, shards: Sequence[Shard], label: str, other: Opened, hook: str
+) -> Partners:
+    """Return for each row of shards the row of another dataset with the same tokens up to it.
+
+    Holds some 50 bytes for each row of both while it works, and 8 for each row of the first after
+    that.
+
+    Args:
+        hashes: ``prefix_hashes`` of this dataset's shards.
+        shards: these shards, whose rows are asked for.
+        label: what a batch calls the other dataset.
+        other: the other dataset.
+        hook: its hook, whose rows are the partners.
+
+    Raises:
+        ActdsError: E014 the other dataset has no such hook; and as ``Shard.tokens``.
+    """
+    other_shards = other.shards_of(hook)
+    theirs = prefix_hashes(other, other_shards)
+    order = np.argsort(theirs, kind="stable")
+    ordered = theirs[order]
+    starts = np.cumsum([0, *(shard.n_rows for shard in other_shards)], dtype=np.int64)
+    at = np.minimum(np.searchsorted(ordered, hashes), max(len(ordered) - 1, 0))
+    paired = (
+        (hashes != 0) & (ordered[at] == hashes) if len(ordered) else np.zeros(len(hashes), bool)
+    )
+    partner = np.where(paired, order[at] if len(ordered) else 0, -1).astype(np.int64)
+    bounds = np.cumsum([shard.n_rows for shard in shards])[:-1]
+    name = f"{label}/{hook}"
+    return Partners(name, other.hooks[hook], other_shards, starts, np.split(partner, bounds))
+
+
+def prefix_hashes(dataset: Opened, shards: Sequence[Shard]) -> Keys:
+    """Return a hash of the tokens up to each row, over all shards; 0 where one is not known."""
+    hashes = np.zeros(sum(shard.n_rows for shard in shards), np.uint64)
+    starts = np.cumsum([0, *(shard.n_rows for shard in shards)])
+    for run in sorted({shard.run for shard in shards}):
+        numbers = [i for i, shard in enumerate(shards) if shard.run == run]
+        # A prefix is known by the rows of all phases, and of hooks that others have.
+        tokens = _Prefixes(*_run_tokens(dataset, run))
+        tokens.add_references(dataset, run)
+        for i in numbers:
+            rows = shards[i].tokens(["request", "position"])
+            hashes[starts[i] : starts[i + 1]] = tokens.of(
+                position_key(rows["request"], rows["position"])
+            )
+    return hashes
+
+
+def prefix_sums(token_id: Ints) -> Keys:
+    """Return a hash of the tokens up to each position of a request, uint64 ``(n,)``."""
+    key = pair_key(np.arange(len(token_id)), token_id)
+    return np.cumsum(_mixed(key), dtype=np.uint64)
+
+
+class _Prefixes:
+    """Keys of the tokens up to each stored position of a run.
+
+    The hash of a prefix is the sum of a random number for each position and its token, modulo
+    2^64. So what a request computed itself is a running sum, and what it got from another's
+    prefix is one number to add.
+    """
+
+    def __init__(self, key: Keys, token: TokenIds) -> None:
+        self._key = key
+        self._sum = _mixed(key << np.uint64(32) | token)
+        # A stretch is a run of positions of one request without a hole.
+        begins = np.concatenate([[True], key[1:] != key[:-1] + np.uint64(1)])[: len(key)]
+        at = np.flatnonzero(begins)
+        self._stretch = np.cumsum(begins, dtype=np.int32)
+        self._stretch -= 1
+        terms = self._sum[at]
+        np.cumsum(self._sum, out=self._sum)
+        self._sum -= (self._sum[at] - terms)[self._stretch]
+        self._start = key[at]
+        # What comes before a stretch: nothing where it begins at position 0.
+        self._base = np.zeros(len(at), np.uint64)
+        self._known = np.asarray(key[at] & np.uint64(0xFFFFFFFF) == 0)
+
+    def of(self, key: Keys) -> Keys:
+        """Return the hash of the tokens up to each key; 0 where it is not known."""
+        if not len(self._key):
+            return np.zeros(len(key), np.uint64)
+        at = np.minimum(np.searchsorted(self._key, key), len(self._key) - 1)
+        stretch = self._stretch[at]
+        known = (self._key[at] == key) & self._known[stretch]
+        # 0 says that it is not known; one hash in 2^64 is moved.
+        whole = np.maximum(self._sum[at] + self._base[stretch], np.uint64(1))
+        return np.where(known, whole, np.uint64(0))
+
+    def add_references(self, dataset: Opened, run: str) -> None:
+        """Learn what comes before stretches that begin where a prefix-cache reference ends."""
+        spans = dataset.catalog.table("spans", run)
+        kind = np.asarray(spans["disposition"].to_pylist()) == "cache_ref"
+        owner = spans["ref_request"].to_numpy(zero_copy_only=False)
+        kind &= np.asarray([value is not None and value == value for value in owner.tolist()], bool)
+        request, stop = (spans[name].to_numpy()[kind] for name in ("request", "stop"))
+        after = position_key(request, stop)
+        last = position_key(owner[kind].astype(np.int64), stop.astype(np.int64) - 1)
+        at = np.searchsorted(self._start, after)
+        inside = at < len(self._start)
+        inside[inside] &= self._start[at[inside]] == after[inside]
+        at, last = at[inside], last[inside]
+        # An owner may have got its own prefix from another one: as many rounds as that is deep.
+        while True:
+            hashes = self.of(last)
+            new = (hashes != 0) & ~self._known[at]
+            if not new.any():
+                return
+            self._base[at[new]] = hashes[new]
+            self._known[at[new]] = True
+
+
+def _mixed(x: Keys) -> Keys:
+    """Return a number that looks random for each number (the finalizer of SplitMix64), in place."""
+    x += np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        x ^= x >> np.uint64(shift)
+        x *= np.uint64(factor)
+    return x
