@@ -7,7 +7,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import gcd
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -37,8 +37,8 @@ from actds.loader.mixture import (
     read_once,
     statistics,
 )
-from actds.loader.order import ORDER_VERSION, Geometry, order_key
-from actds.loader.pipeline import Batch, BatchSpec, Part, Pipeline
+from actds.loader.order import ORDER_VERSION, BatchSpec, Geometry, Part, order_key
+from actds.loader.pipeline import Batch, Pipeline
 from actds.loader.selection import (
     MULTIPLICITY,
     PROVENANCE_COLUMNS,
@@ -606,7 +606,7 @@ class Loader:
             "order": ORDER_VERSION,
             "digest": self._rows.digest,
             "seed": self._seed,
-            "geometry": self._spec.geometry.as_dict(),
+            "geometry": asdict(self._spec.geometry),
             **self._rows.identity,
         }
 

@@ -8,7 +8,7 @@ import mmap
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
@@ -22,27 +22,15 @@ import pyarrow.compute as pc
 from actds.explore.lazy import OpenArrays
 from actds.explore.requests import Partners
 from actds.format.arrays import DTYPES
-from actds.format.roles import Roles
 from actds.format.schema import Hook
 from actds.format.shard import Shard
 from actds.format.tables import PHASES, ROLES
-from actds.loader.order import (
-    Counts,
-    Epoch,
-    EpochOrder,
-    Geometry,
-    Ints,
-    Pieces,
-    Window,
-    frequency_counts,
-)
+from actds.loader.order import PART, BatchSpec, Epoch, Ints, Window
 from actds.loader.selection import ROLE, WEIGHT
 
 Bits = npt.NDArray[Any]
 Columns = dict[str, npt.NDArray[Any]]
 
-PART = "part"
-"""The column that numbers the parts of a mixture."""
 COLUMN_TYPES: dict[str, npt.DTypeLike] = {
     "run": np.uint16,
     "request": np.uint32,
@@ -61,79 +49,6 @@ N_AHEAD = 2
 """Batches that wait for the trainer."""
 _MAX_TOKEN_ROWS = 1 << 23
 _N_KEPT = N_AHEAD + 4  # batches in flight outside the windows: ahead, and with the trainer
-
-
-@dataclass(frozen=True)
-class Part:
-    """The rows of one part of a mixture: a range of the shards, in an order of its own.
-
-    Args:
-        shards: its shards, as a range of those of the spec.
-        counts: how often each row of a shard comes; None where each comes once.
-        frequencies: what rows come in proportion to, per shard; None where they do not.
-        n_entries: entries of an epoch, where rows come in proportion.
-        share: its share of every batch, an integer of any sum.
-        key: the Philox key.
-    """
-
-    shards: range
-    counts: Counts
-    frequencies: Sequence[npt.NDArray[np.float64]] | None
-    n_entries: int
-    share: int
-    key: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class BatchSpec:
-    """What the batches of a rank are made of.
-
-    Args:
-        hooks: the hooks that are read.
-        shards: the shards of all parts.
-        runs: the runs of the shards.
-        parts: the parts of a mixture; one without.
-        geometry: the shape of the order.
-        lanes: the lanes of this rank.
-        provenance: the columns that say whose rows they are; none is read else.
-        weights: row weights per shard, float32 ``(n_rows,)`` each; None without.
-        pinned: make batches in pinned memory, from which a GPU reads by itself.
-        paired: hooks of other datasets, with the partner of each row of the shards.
-        roles: the roles of each run, where the column is asked for.
-    """
-
-    hooks: Sequence[Hook]
-    shards: Sequence[Shard]
-    runs: tuple[str, ...]
-    parts: Sequence[Part]
-    geometry: Geometry
-    lanes: range
-    provenance: tuple[str, ...]
-    weights: Sequence[npt.NDArray[np.float32]] | None = None
-    pinned: bool = False
-    paired: Sequence[Partners] = ()
-    roles: Mapping[str, Roles] = field(default_factory=dict)
-
-    @property
-    def widths(self) -> dict[str, Hook]:
-        return {hook.name: hook for hook in self.hooks} | {p.name: p.hook for p in self.paired}
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        columns = self.provenance
-        columns = (*columns, PART) if columns and len(self.parts) > 1 else columns
-        return columns if self.weights is None else (*columns, WEIGHT)
-
-    def epoch(self, epoch: int) -> Epoch:
-        orders = []
-        for part in self.parts:
-            counts = part.counts
-            if part.frequencies is not None:
-                counts = frequency_counts(part.frequencies, part.n_entries, part.key, epoch)
-            n_rows = [self.shards[i].n_rows for i in part.shards]
-            pieces = Pieces.of_shards(n_rows, self.geometry.piece_rows, counts)
-            orders.append(EpochOrder(pieces, self.geometry, part.key, epoch))
-        return Epoch(orders, [part.share for part in self.parts], self.geometry)
 
 
 @dataclass(frozen=True)
@@ -539,7 +454,6 @@ class Pipeline:
     def load(self, part: int, lane: int, window: Window, epoch: int, skip: int) -> _LoadedWindow:
         """Return a window whose reads are started, to be served from entry ``skip``."""
         order, n = self.epoch(epoch), window.order.size
-        pieces = order.orders[part].pieces
         end = order.before(part, lane, order.n_batches(self._drop_last)) - window.first
         stop = min(n, max(end, 0))  # what is in no batch is not read
         columns = {name: np.empty(n, COLUMN_TYPES[name]) for name in self._spec.columns}
@@ -555,17 +469,15 @@ class Pipeline:
             targets = {name: [(0, out)] for name, out in acts.items()}
             loaded = _LoadedWindow(epoch, skip, stop, targets, acts, columns)
         reads, used = [], 0
-        for piece, a, b in zip(
-            window.pieces.tolist(), window.start.tolist(), window.stop.tolist(), strict=True
-        ):
-            rows, of_piece = pieces.rows(piece)[a:b], slice(used, used + b - a)
+        for number, rows in order.orders[part].reads(window):
+            of_piece = slice(used, used + rows.size)
             turn, place = turns[of_piece], places[of_piece]
-            used += b - a
+            used += rows.size
             if skip or stop < n:
                 served = (turn >= skip) & (turn < stop)
                 rows, turn, place = rows[served], turn[served], place[served]
             if rows.size:
-                shard = self._spec.parts[part].shards[int(pieces.shard[piece])]
+                shard = self._spec.parts[part].shards[number]
                 reads.append(_PieceRead(shard, rows, turn, place))
         # As many tasks as threads: each hands the interpreter over many times, and waits for it.
         for first in range(min(self._n_readers, len(reads))):
