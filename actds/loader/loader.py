@@ -38,7 +38,7 @@ from actds.loader.mixture import (
     statistics,
 )
 from actds.loader.order import ORDER_VERSION, BatchSpec, Geometry, Part, order_key
-from actds.loader.pipeline import Batch, Pipeline
+from actds.loader.pipeline import Batch, Normalize, Pipeline, Transform
 from actds.loader.selection import (
     MULTIPLICITY,
     PROVENANCE_COLUMNS,
@@ -52,7 +52,6 @@ from actds.loader.selection import (
     split_weights,
     warn_where_none,
 )
-from actds.loader.transform import Normalize, Transform
 from actds.version import __version__
 
 if TYPE_CHECKING:
@@ -248,13 +247,12 @@ class Loader:
         warn_where_none(self._rows.excluded, self._rows.selections, stacklevel=2)
         shards = [shard for selection in self._rows.selections for shard in selection.shards]
         columns = _columns(provenance, shards)
-        if isinstance(normalize, str):
+        stats: dict[str, Stats] = {}
+        if isinstance(normalize, str) and normalize in ("norm", "channel"):
             # Both sides of a split are scaled alike, and neither by rows that are left out.
             of_stats = rows(choice.of_both_sides()) if split else self._rows
             stats = statistics(of_stats, served)
-        self._transform = Transform(
-            batch_hooks(self._rows), lambda name: stats[name], normalize, dtype, device
-        )
+        self._transform = Transform(batch_hooks(self._rows), stats, normalize, dtype, device)
         self._normalize = normalize if isinstance(normalize, str) else normalize and "stats"
         window_rows = _window_rows(datasets) if window_rows is None else window_rows
         piece_rows = _piece_rows(datasets, window_rows // lanes)

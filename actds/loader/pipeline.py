@@ -1,4 +1,7 @@
-"""Batches made ahead of time: threads read windows of rows into the batches they are served in."""
+"""Batches made ahead of time: threads read windows of rows into the batches they are served in.
+
+``Transform`` then normalizes a batch, casts it and sends it to a device, in the trainer's thread.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,14 +24,21 @@ import pyarrow.compute as pc
 
 from actds.explore.lazy import OpenArrays
 from actds.explore.requests import Partners
-from actds.format.arrays import DTYPES
+from actds.explore.stats import Stats
+from actds.format import canonical
+from actds.format.arrays import DTYPES, to_torch
 from actds.format.schema import Hook
 from actds.format.shard import Shard
 from actds.format.tables import PHASES, ROLES
-from actds.loader.order import PART, BatchSpec, Epoch, Ints, Window
+from actds.loader.filters import bad
+from actds.loader.order import PART, BatchSpec, Epoch, Floats, Ints, Window
 from actds.loader.selection import ROLE, WEIGHT
 
+if TYPE_CHECKING:
+    import torch
+
 Bits = npt.NDArray[Any]
+Normalize = Literal["norm", "channel"] | Mapping[str, Stats]
 Columns = dict[str, npt.NDArray[Any]]
 
 COLUMN_TYPES: dict[str, npt.DTypeLike] = {
@@ -48,6 +58,8 @@ TOKEN_COLUMNS = ("request", "position", "token_id", "step")
 N_AHEAD = 2
 """Batches that wait for the trainer."""
 _MAX_TOKEN_ROWS = 1 << 23
+_DTYPES = ("float32", "bfloat16", "float16")
+_HOW = "'norm', 'channel', or Stats by hook"
 _N_KEPT = N_AHEAD + 4  # batches in flight outside the windows: ahead, and with the trainer
 
 
@@ -623,3 +635,140 @@ def _read_partners(
         rows = partner[chosen] - pair.starts[number]
         for a, b, values in arrays.get(number, pair.hook).by_chunk(rows):
             put(values, read.places[chosen[a:b]], targets)
+
+
+class Transform:
+    """Turns the bit patterns of a batch into what the trainer gets.
+
+    ``norm`` divides by one number, so that the mean norm of a row is the square root of
+    ``d_model``; ``channel`` subtracts the mean of each channel and divides by its standard
+    deviation. Both are computed in float32.
+
+    Args:
+        hooks: the hooks of a batch by name.
+        stats: their statistics, for ``norm`` and ``channel`` by name.
+        normalize, dtype, device: as of ``Loader``.
+
+    Raises:
+        ActdsError: E014 another name, a hook without statistics, a device that is not there.
+
+    Attributes:
+        pinned: whether batches are best made in pinned memory.
+    """
+
+    def __init__(
+        self,
+        hooks: Mapping[str, Hook],
+        stats: Mapping[str, Stats],
+        normalize: Normalize | None,
+        dtype: str | None,
+        device: str | torch.device | None,
+    ) -> None:
+        if dtype not in (None, *_DTYPES):
+            raise bad("dtype", repr(dtype)[:80], f"None or one of {', '.join(_DTYPES)}")
+        self._hooks, self.dtype = hooks, dtype
+        if normalize is not None and dtype is None:
+            self.dtype = "float32"
+        self._device = None if device is None else _checked_device(device)
+        self.pinned = self._device is not None and self._device.type == "cuda"
+        self._affine = _affine(hooks, stats, normalize)
+        self._on_device: dict[str, tuple[Any, Any]] = {}
+        self._under_way: deque[tuple[Any, torch.Tensor]] = deque()
+
+    @property
+    def identity(self) -> str | None:
+        if not self._affine:
+            return None
+        values = {name: list(constants.values()) for name, constants in self.normalization.items()}
+        return canonical.digest(repr(values).encode())
+
+    @property
+    def normalization(self) -> dict[str, dict[str, Any]]:
+        """Return ``shift`` and ``scale`` by hook, as JSON; empty when rows are not normalized.
+
+        A normalized row is ``(row - shift) * scale``; ``shift`` is None for 0, and ``scale`` one
+        number or one for each channel.
+        """
+        return {
+            name: {"shift": None if shift is None else shift.tolist(), "scale": scale.tolist()}
+            for name, (shift, scale) in self._affine.items()
+        }
+
+    def __call__(self, acts: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
+        import torch
+
+        tensors: dict[str, torch.Tensor] = {}
+        for name, hook in self._hooks.items():
+            rows = to_torch(acts[name], hook.dtype)
+            if self._device is not None:
+                rows = self._sent(rows)
+            if name in self._affine:
+                shift, scale = self._constants(name)
+                rows = rows.to(torch.float32, copy=True)
+                rows = (rows if shift is None else rows.sub_(shift)).mul_(scale)
+            tensors[name] = rows if self.dtype is None else rows.to(getattr(torch, self.dtype))
+        return tensors
+
+    def _sent(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return a copy on the device, which is under way; host memory is held until it is made."""
+        import torch
+
+        sent = rows.to(self._device, non_blocking=self.pinned)
+        if self.pinned:
+            copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+            self._under_way.append((copied, rows))
+            while self._under_way[0][0].query() and len(self._under_way) > 1:
+                self._under_way.popleft()
+        return sent
+
+    def _constants(self, hook: str) -> tuple[Any, Any]:
+        """Return what to subtract and to multiply with, float32 on the device."""
+        import torch
+
+        if hook not in self._on_device:
+            self._on_device[hook] = tuple(  # type: ignore[assignment]
+                None
+                if values is None
+                else torch.from_numpy(values.astype(np.float32)).to(self._device)
+                for values in self._affine[hook]
+            )
+        return self._on_device[hook]
+
+
+def _affine(
+    hooks: Mapping[str, Hook], known: Mapping[str, Stats], normalize: Normalize | None
+) -> dict[str, tuple[Floats | None, Floats]]:
+    if normalize is None:
+        return {}
+    if not isinstance(normalize, Mapping) and str(normalize) not in ("norm", "channel"):
+        raise bad("normalize", repr(normalize)[:80], _HOW)
+    affine: dict[str, tuple[Floats | None, Floats]] = {}
+    for name, hook in hooks.items():
+        stats = (normalize if isinstance(normalize, Mapping) else known).get(name)
+        if not isinstance(stats, Stats) or stats.mean.shape != (hook.d_model,):
+            raise bad("normalize", f"no Stats of {hook.d_model} channels for {name}", _HOW)
+        if normalize == "norm":
+            scale = np.array(np.sqrt(hook.d_model) / stats.mean_norm)
+            affine[name] = (None, _finite("mean norm", name, scale))
+        else:
+            # A channel that never changes has nothing to be divided by.
+            std = np.where(stats.std > 0, stats.std, 1.0)
+            affine[name] = (stats.mean, _finite("variance", name, 1.0 / std))
+    return affine
+
+
+def _finite(what: str, hook: str, scale: Floats) -> Floats:
+    if not np.isfinite(scale).all():
+        raise bad("normalize", f"a {what} of {hook} that is no number", "rows of finite values")
+    return scale
+
+
+def _checked_device(device: str | torch.device) -> torch.device:
+    import torch
+
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        first = str(error).partition("\n")[0][:200]
+        raise bad("device", f"{device!r}: {first}", "a device that torch has here") from None
