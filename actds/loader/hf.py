@@ -34,7 +34,6 @@ from actds.format.tables import SCHEMAS
 from actds.loader.filters import bad
 from actds.loader.selection import (
     PROVENANCE_COLUMNS,
-    ROLE,
     WEIGHT,
     RowFilter,
     Selection,
@@ -43,6 +42,7 @@ from actds.loader.selection import (
     select,
     warn_where_none,
 )
+from actds.loader.where import ROLE
 from actds.store import refuse_within_dataset
 
 if TYPE_CHECKING:

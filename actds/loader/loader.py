@@ -26,32 +26,35 @@ from actds.format.schema import Hook
 from actds.format.shard import Shard
 from actds.loader.filters import bad
 from actds.loader.mixture import (
-    Choice,
     Mixture,
     Side,
     Source,
     are_replays,
     batch_hooks,
+    make_mixture,
     open_partners,
     open_sources,
     read_once,
     statistics,
+    with_partners,
 )
 from actds.loader.order import ORDER_VERSION, BatchSpec, Geometry, Part, order_key
 from actds.loader.pipeline import Batch, Normalize, Pipeline, Transform
 from actds.loader.selection import (
     MULTIPLICITY,
     PROVENANCE_COLUMNS,
-    ROLE,
+    Selection,
     check_int,
     check_lanes,
     check_numbers,
     check_torch,
     check_worker,
     provenance_columns,
+    select,
     split_weights,
     warn_where_none,
 )
+from actds.loader.where import ROLE
 from actds.version import __version__
 
 if TYPE_CHECKING:
@@ -228,17 +231,29 @@ class Loader:
         unsealed, unprovenanced = i_accept_unsealed, i_accept_unprovenanced
         datasets, shares = open_sources(source, unsealed, unprovenanced, seal)
         partners = open_partners(paired, unsealed, unprovenanced)
-        choice = Choice(
-            hooks, phase, where, exclude, split, held_out, mix, served, weight, frequency
-        )
         self.datasets, self.dataset = datasets, datasets[0]
         self._served = served
 
-        def rows(choice: Choice) -> Mixture:
-            chosen = choice.rows(datasets, shares, partners)
-            return read_once(chosen, served=served) if once else chosen
+        def rows(split: Side | None, held_out: float) -> Mixture:
+            def chosen(dataset: Dataset, phase: str | None, where: str | None) -> Selection:
+                return select(
+                    dataset,
+                    hooks,
+                    phase,
+                    where=where,
+                    exclude=exclude,
+                    split=split,
+                    held_out=held_out,
+                    multiplicity=served,
+                    weights=weight,
+                    frequency=frequency,
+                )
 
-        self._rows = rows(choice)
+            mixture = make_mixture(datasets, shares, mix, phase, where, chosen)
+            mixture = with_partners(mixture, partners) if partners else mixture
+            return read_once(mixture, served=served) if once else mixture
+
+        self._rows = rows(split, held_out)
         if len(self._rows.parts) > 1 and drop_last is False:
             raise bad("drop_last", "False with a mixture", "True: a mixture has whole batches only")
         if drop_last is None:
@@ -250,7 +265,7 @@ class Loader:
         stats: dict[str, Stats] = {}
         if isinstance(normalize, str) and normalize in ("norm", "channel"):
             # Both sides of a split are scaled alike, and neither by rows that are left out.
-            of_stats = rows(choice.of_both_sides()) if split else self._rows
+            of_stats = rows(None, 0.0) if split else self._rows
             stats = statistics(of_stats, served)
         self._transform = Transform(batch_hooks(self._rows), stats, normalize, dtype, device)
         self._normalize = normalize if isinstance(normalize, str) else normalize and "stats"

@@ -30,7 +30,7 @@ from actds.format import canonical, tables
 from actds.format.positions import Index, Intervals, difference, position_key, split_key, union
 from actds.format.schema import Hook
 from actds.loader.filters import BUILT_IN, NOT_FINITE, bad, check_finite, finite_rows
-from actds.loader.selection import LEAVE_OUT, Counts, Floats, RowFilter, Selection, key_of, select
+from actds.loader.selection import LEAVE_OUT, Counts, Floats, RowFilter, Selection, key_of
 
 Known = dict[tuple[str, str], Intervals]
 
@@ -281,48 +281,6 @@ def open_partners(
             raise bad("paired", f"several datasets for {label!r}", "one dataset for each name")
         opened[label] = partner[0]
     return opened
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What chooses and weights the rows of a loader; its arguments are those of ``Loader``."""
-
-    hooks: str | Sequence[str] | None
-    phase: str | None
-    where: str | None
-    exclude: str | Sequence[str]
-    split: Side | None
-    held_out: float
-    mix: Mapping[str, float] | None
-    served: bool
-    weight: str | os.PathLike[str] | None
-    frequency: str | None
-
-    def rows(
-        self,
-        datasets: Sequence[Dataset],
-        shares: Mapping[str, float] | None,
-        others: Mapping[str, Dataset],
-    ) -> Mixture:
-        def chosen(dataset: Dataset, phase: str | None, where: str | None) -> Selection:
-            return select(
-                dataset,
-                self.hooks,
-                phase,
-                where=where,
-                exclude=self.exclude,
-                split=self.split,
-                held_out=self.held_out,
-                multiplicity=self.served,
-                weights=self.weight,
-                frequency=self.frequency,
-            )
-
-        rows = make_mixture(datasets, shares, self.mix, self.phase, self.where, chosen)
-        return with_partners(rows, others) if others else rows
-
-    def of_both_sides(self) -> Choice:
-        return replace(self, split=None, held_out=0.0)
 
 
 def make_mixture(

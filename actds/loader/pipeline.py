@@ -32,7 +32,8 @@ from actds.format.shard import Shard
 from actds.format.tables import PHASES, ROLES
 from actds.loader.filters import bad
 from actds.loader.order import PART, BatchSpec, Epoch, Floats, Ints, Window
-from actds.loader.selection import ROLE, WEIGHT
+from actds.loader.selection import WEIGHT
+from actds.loader.where import ROLE
 
 if TYPE_CHECKING:
     import torch

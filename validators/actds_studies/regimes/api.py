@@ -16,8 +16,7 @@ from actds.errors import ActdsError
 from actds.exchange.containers import read_header
 from actds.explore.dataset import Dataset
 from actds.format.tables import UNSERVED
-from actds.loader.selection import RowValues
-from actds.loader.where import parse_expression
+from actds.loader.where import RowValues, parse_expression
 from actds.text import storable
 from actds_studies.dictionaries import load_dictionary
 from actds_studies.dictionaries.places import same_place
