@@ -95,7 +95,6 @@ def open_apart(uri: str | Path, *, imported: bool = False) -> Dataset:
     and has no need of it after a validation.
 
     Args:
-        uri: the dataset.
         imported: whether a dataset without provenance is accepted, with a warning.
     """
     catalog = open(uri, i_accept_unprovenanced=imported).catalog
@@ -130,6 +129,7 @@ class Dataset:
     other; positions and counts are integers, times are nanoseconds. Requests, steps and drops are
     numbered from 0 within their run: joins need ``run`` as well. Where there are several runs,
     give ``run=True``, which adds it as the first column, or ``run=False``, which leaves it out.
+    Spec: 0.1 section 6.3; of spans also 7.2, of readouts 7.8, of the canary 7.9.
 
     All these methods raise ``ActdsError``: E014 where there are several runs and ``run`` is not
     given; E104, E109, E201, E202 or E206 when a file is missing or damaged.
@@ -366,32 +366,21 @@ class Dataset:
         return _joined(schema.empty_table(), parts, run)
 
     def requests(self, *, run: bool | None = None) -> pa.Table:
-        """Return one line per request: lengths, end, cached tokens.
-
-        ``run`` and errors: see ``Dataset``. Spec: 0.1 section 6.3.
-        """
+        """Return one line per request: lengths, end, cached tokens."""
         return self._table("requests", run)
 
     def steps(self, *, run: bool | None = None) -> pa.Table:
-        """Return one line per scheduler step: its time and its tokens by phase.
-
-        ``run`` and errors: see ``Dataset``. Spec: 0.1 section 6.3.
-        """
+        """Return one line per scheduler step: its time and its tokens by phase."""
         return self._table("steps", run)
 
     def spans(self, *, run: bool | None = None) -> pa.Table:
-        """Return the disposition of every position, one line per span of positions.
-
-        ``run`` and errors: see ``Dataset``. Spec: 0.1 sections 6.3 and 7.2.
-        """
+        """Return the disposition of every position, one line per span of positions."""
         return self._table("spans", run)
 
     def roles(self, *, run: bool | None = None) -> pa.Table:
         """Return who wrote the positions of chats, one line per range of positions of one role.
 
         Positions in no line have no known role, as all of a prompt that is a text.
-
-        ``run`` and errors: see ``Dataset``. Spec: 0.1 section 6.3.
         """
         return self._table("roles", run)
 
@@ -400,8 +389,6 @@ class Dataset:
 
         Positions before ``n_given`` were given to the model there, the others it sampled. A request
         in no line was no replay.
-
-        ``run`` and errors: see ``Dataset``. Spec: 0.1 section 6.3.
         """
         return self._table("origins", run)
 
@@ -410,44 +397,27 @@ class Dataset:
 
         Of the model's own logits, in nats. ``position`` is the one that the token takes; the token
         that a request sampled last has a line and no row. A run without ``--entropy`` has none.
-
-        ``run`` and errors: see ``Dataset``. Spec: 0.1 section 6.3.
         """
         return self._table("sampled", run)
 
     def drops(self, *, run: bool | None = None) -> pa.Table:
-        """Return one line per range of rows that the writer dropped, with the reason.
-
-        ``run`` and errors: see ``Dataset``. Spec: 0.1 section 6.3.
-        """
+        """Return one line per range of rows that the writer dropped, with the reason."""
         return self._table("drops", run)
 
     def stalls(self, *, run: bool | None = None) -> pa.Table:
-        """Return one line per time that a stage of the writer had to wait.
-
-        ``run`` and errors: see ``Dataset``. Spec: 0.1 section 6.3.
-        """
+        """Return one line per time that a stage of the writer had to wait."""
         return self._table("stalls", run)
 
     def occupancy(self, *, run: bool | None = None) -> pa.Table:
-        """Return how long the queue of each stage had each depth, in nanoseconds.
-
-        ``run`` and errors: see ``Dataset``. Spec: 0.1 section 6.3.
-        """
+        """Return how long the queue of each stage had each depth, in nanoseconds."""
         return self._table("occupancy", run)
 
     def readouts(self, *, run: bool | None = None) -> pa.Table:
-        """Return the norm, projections and probes of every computed row, stored or lost.
-
-        ``run`` and errors: see ``Dataset``. Spec: 0.1 sections 6.3 and 7.8.
-        """
+        """Return the norm, projections and probes of every computed row, stored or lost."""
         return self._table("readouts", run)
 
     def canary(self, *, run: bool | None = None) -> pa.Table:
-        """Return the comparison of stored rows with rows of requests replayed alone.
-
-        ``run`` and errors: see ``Dataset``. Spec: 0.1 sections 6.3 and 7.9.
-        """
+        """Return the comparison of stored rows with rows of requests replayed alone."""
         return self._table("canary", run)
 
     def request(

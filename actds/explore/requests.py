@@ -8,7 +8,7 @@ the harvests may differ in model, engine, batching, and in which request compute
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
-from actds.explore.lazy import LazyArray
+from actds.explore.lazy import LazyArray, Recent
 from actds.format.labels import Label, label_words, parse_labels
 from actds.format.positions import Intervals, Keys, difference, pair_key, position_key, union
 from actds.format.roles import Roles
@@ -167,10 +167,7 @@ class Context:
     """The tokens around a row.
 
     Args:
-        run: run of the request.
         request: request that computed the row.
-        position: its position.
-        start: position of the first token.
         token_id: tokens from ``start`` on, int64 ``(n,)``; -1 where one is not known.
         pieces: the text of each token; None without a tokenizer.
     """
@@ -194,10 +191,6 @@ class RowPlaces:
 
     The first question reads the numbers of the requests of every shard; after that, only shards
     that hold rows of the request are read, and the most recent ones stay in memory.
-
-    Args:
-        catalog: the tables.
-        array: the rows of the hook.
     """
 
     def __init__(self, catalog: Catalog, array: LazyArray) -> None:
@@ -205,7 +198,7 @@ class RowPlaces:
         self._shards = array.shards
         self._starts = np.cumsum([0, *(shard.n_rows for shard in self._shards)])
         self._ranges: list[tuple[int, int]] | None = None
-        self._kept: OrderedDict[int, tuple[Ints, Ints, Ints]] = OrderedDict()
+        self._recent = Recent[int, tuple[Ints, ...]](_MAX_ROWS)
         self._tables: dict[tuple[str, str], Any] = {}
 
     def where(self, row: int) -> tuple[str, int, int]:
@@ -289,7 +282,9 @@ class RowPlaces:
 
     def _rows(self, run: str, request: int) -> tuple[Ints, Ints, Ints]:
         parts: list[tuple[Ints, Ints, Ints]] = []
-        for number, (low, high) in enumerate(self._request_ranges()):
+        if self._ranges is None:
+            self._ranges = [_range(shard) for shard in self._shards]
+        for number, (low, high) in enumerate(self._ranges):
             if self._shards[number].run != run or not low <= request <= high:
                 continue
             requests, positions, tokens = self._columns(number)
@@ -301,23 +296,11 @@ class RowPlaces:
         position, token, row = (np.concatenate(column) for column in zip(*parts, strict=True))
         return position, token, row
 
-    def _request_ranges(self) -> list[tuple[int, int]]:
-        if self._ranges is None:
-            self._ranges = [_range(shard) for shard in self._shards]
-        return self._ranges
-
-    def _columns(self, number: int) -> tuple[Ints, Ints, Ints]:
-        if number in self._kept:
-            self._kept.move_to_end(number)
-            return self._kept[number]
-        table = self._shards[number].tokens(["request", "position", "token_id"])
-        request, position, token = (
-            table[name].to_numpy().astype(np.int64) for name in ("request", "position", "token_id")
+    def _columns(self, number: int) -> tuple[Ints, ...]:
+        shard = self._shards[number]
+        return self._recent.get(
+            number, lambda: _integers(shard.tokens(_TOKEN_COLUMNS)), shard.n_rows
         )
-        self._kept[number] = request, position, token
-        while sum(len(k[0]) for k in self._kept.values()) > _MAX_ROWS and len(self._kept) > 1:
-            self._kept.popitem(last=False)
-        return self._kept[number]
 
     def _fill(self, run: str, owner: Ints, token_id: Ints) -> None:
         """Take tokens of positions without a row from the readouts, which lost rows have, too."""
@@ -328,13 +311,15 @@ class RowPlaces:
         table = table.filter(
             pc.is_in(table["request"], pc.cast(np.unique(owner[missing]), "uint32"))
         )
-        request, position, token = (
-            table[name].to_numpy().astype(np.int64) for name in ("request", "position", "token_id")
-        )
+        request, position, token = _integers(table)
         inside = position < len(owner)
         known = inside & (owner[np.where(inside, position, 0)] == request)
         wanted = known & (token_id[np.where(inside, position, 0)] < 0)
         token_id[position[wanted]] = token[wanted]
+
+
+def _integers(table: pa.Table) -> tuple[Ints, ...]:
+    return tuple(table[name].to_numpy().astype(np.int64) for name in _TOKEN_COLUMNS)
 
 
 def _range(shard: Shard) -> tuple[int, int]:
@@ -485,10 +470,7 @@ def find_partners(
 
     Args:
         hashes: ``prefix_hashes`` of this dataset's shards.
-        shards: these shards, whose rows are asked for.
         label: what a batch calls the other dataset.
-        other: the other dataset.
-        hook: its hook, whose rows are the partners.
 
     Raises:
         ActdsError: E014 the other dataset has no such hook; and as ``Shard.tokens``.

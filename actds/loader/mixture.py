@@ -42,7 +42,6 @@ def read_once(mixture: Mixture, *, served: bool) -> Mixture:
     replay before it has a row: its own position, or that of a prefix-cache hit on it.
 
     Args:
-        mixture: the rows of the datasets.
         served: let the row come once for each of these positions.
 
     Raises:
@@ -158,12 +157,9 @@ class Mixture:
     """The parts of what a loader reads; one where nothing is mixed.
 
     Args:
-        parts: the selections of each part: one, or several datasets one after the other.
         names: what each part is called: its key in the argument; empty for an only part.
         shares: the share of each part as integers; their sum is that of all.
-        others: datasets whose rows are paired with those of the parts, by name.
         partners: per hook of these where the partners of the rows of all shards are.
-        once: whether rows of a replay are left out where its source has a row.
     """
 
     parts: Sequence[Sequence[Selection]]
@@ -294,12 +290,7 @@ def make_mixture(
     """Return the parts of what a loader reads.
 
     Args:
-        datasets: the datasets.
         dataset_shares: the share of each by its path; None joins them to one part.
-        mix: shares by phase or by expression; None for one part.
-        phase: the phase of all parts.
-        where: the expression that all parts share.
-        select: makes the selection of a part.
 
     Raises:
         ActdsError: E014 shares of datasets and of rows at once, or that do not add up; hooks that
@@ -392,11 +383,6 @@ def statistics(
 
     That is as often as it was served, in proportion to ``frequency``, and as the shares of the
     parts have it: in the mean of many epochs, whatever the seed.
-
-    Args:
-        mixture: the rows.
-        served: whether rows come as often as they were served.
-        executor: where the shards are read.
 
     Raises:
         ActdsError: E104, E108, E201 to E204 when a shard is missing or damaged; E014 values that

@@ -59,12 +59,8 @@ class Geometry:
     """The shape of the order.
 
     Args:
-        batch: entries of a global batch, over all ranks; a multiple of ``lanes``.
-        lanes: virtual lanes; the world size divides it.
         window_rows: rows held in memory and shuffled together, over all lanes.
         piece_rows: rows of a piece at most.
-        phase: the phase that is read, or both.
-        weights: None, or ``multiplicity``.
     """
 
     batch: int
@@ -165,12 +161,6 @@ def frequency_counts(
     Systematic sampling: a comb of ``n_entries`` equal teeth with a random start is laid over the
     numbers. So a row comes as often as it should to less than one, in every epoch, and exactly so
     in the mean of many.
-
-    Args:
-        frequencies: numbers of the rows of each shard, at least 0.
-        n_entries: entries of the epoch.
-        key: the Philox key.
-        epoch: from 0.
     """
     start = float(_raw(key, epoch, _FREQUENCY_STREAM, 0, 1)[0] >> np.uint64(11)) / 2.0**53
     scale = n_entries / sum(float(numbers.sum()) for numbers in frequencies)
@@ -394,9 +384,6 @@ class Part:
         shards: its shards, as a range of those of the spec.
         counts: how often each row of a shard comes; None where each comes once.
         frequencies: what rows come in proportion to, per shard; None where they do not.
-        n_entries: entries of an epoch, where rows come in proportion.
-        share: its share of every batch, an integer of any sum.
-        key: the Philox key.
     """
 
     shards: range
@@ -412,17 +399,8 @@ class BatchSpec:
     """What the batches of a rank are made of.
 
     Args:
-        hooks: the hooks that are read.
-        shards: the shards of all parts.
-        runs: the runs of the shards.
-        parts: the parts of a mixture; one without.
-        geometry: the shape of the order.
-        lanes: the lanes of this rank.
-        provenance: the columns that say whose rows they are; none is read else.
         weights: row weights per shard, float32 ``(n_rows,)`` each; None without.
-        pinned: make batches in pinned memory, from which a GPU reads by itself.
         paired: hooks of other datasets, with the partner of each row of the shards.
-        roles: the roles of each run, where the column is asked for.
     """
 
     hooks: Sequence[Hook]

@@ -10,7 +10,7 @@ import itertools
 import mmap
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.explore.lazy import OpenArrays
+from actds.explore.lazy import OpenArrays, Recent
 from actds.explore.requests import Partners
 from actds.explore.stats import Stats
 from actds.format import canonical
@@ -72,7 +72,6 @@ class Batch:
         epoch: epoch of the next batch.
         step: number of the next batch in that epoch.
         acts: bit patterns ``(n, d_model)`` per hook.
-        rows: token columns and row weights, each of shape (n,); None when neither is asked for.
     """
 
     epoch: int
@@ -94,12 +93,6 @@ class BatchMemory:
 
     ``n_batches`` lie in one block; where more are kept, each has memory of its own. Row ``i`` of
     batch ``b`` has the number ``b * max_rows + i``.
-
-    Args:
-        hooks: the hooks of a batch by name.
-        max_rows: rows of a batch at most.
-        n_batches: batches of the block, at least 1.
-        pinned: take pinned memory.
     """
 
     def __init__(
@@ -144,12 +137,7 @@ class BatchMemory:
         }
 
     def batch(self, number: int, n_rows: int) -> dict[str, Bits]:
-        """Return a batch, ``(n_rows, d_model)`` per hook; its memory comes back with the last one.
-
-        Args:
-            number: from ``take``; not given out as a batch yet.
-            n_rows: its rows, ``max_rows`` at most.
-        """
+        """Return a batch; its memory comes back with the last reference to one of its arrays."""
         if number in self._further:
             return {name: rows[:n_rows] for name, rows in self._further[number].items()}
         self._given.add(number)
@@ -200,9 +188,7 @@ def put(values: Bits, places: npt.NDArray[np.int64], targets: list[Target]) -> N
     """Put rows where they belong.
 
     Args:
-        values: bit patterns ``(n, d_model)``.
         places: the number of each row, ``(n,)``, all different.
-        targets: memory that has these numbers.
     """
     if len(targets) == 1:
         ((first, rows),) = targets
@@ -228,32 +214,6 @@ def _pinned(nbytes: int) -> npt.NDArray[np.uint8]:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
 
 
-class _Tokens:
-    """The token columns of shards, the most recent ones kept."""
-
-    def __init__(self, spec: BatchSpec) -> None:
-        self._spec, self._shards = spec, spec.shards
-        self._lock = threading.Lock()
-        self._tokens: OrderedDict[int, Columns] = OrderedDict()
-        self._n_token_rows = 0
-
-    def get(self, shard: int) -> Columns:
-        with self._lock:
-            columns = self._tokens.get(shard)
-            if columns is not None:
-                self._tokens.move_to_end(shard)
-                return columns
-        columns = _token_columns(self._shards[shard], self._spec)
-        with self._lock:
-            if shard not in self._tokens:
-                self._tokens[shard] = columns
-                self._n_token_rows += self._shards[shard].n_rows
-            while self._n_token_rows > _MAX_TOKEN_ROWS and len(self._tokens) > 1:
-                oldest, _ = self._tokens.popitem(last=False)
-                self._n_token_rows -= self._shards[oldest].n_rows
-        return columns
-
-
 def _token_columns(shard: Shard, spec: BatchSpec) -> Columns:
     """Return the provenance of a shard's rows; words as small codes, not as strings."""
     needed = {*spec.provenance, *(("request", "position") if ROLE in spec.provenance else ())}
@@ -273,14 +233,8 @@ class _LoadedWindow:
     """A window in serving order, whose rows are in memory or on their way.
 
     Args:
-        epoch: its epoch.
-        at: the next entry to serve.
-        stop: the entry to stop before.
-        targets: where its rows go, per hook.
         acts: bit patterns ``(n_entries or more, d_model)`` per hook, to be copied to batches; empty
             where rows go to batches at once.
-        columns: provenance and weights, each ``(n_entries,)``.
-        reads: the reads under way.
     """
 
     epoch: int
@@ -381,14 +335,6 @@ class Pipeline:
     which is used again when it is served, and from there to batches: a part with a small share has
     a few rows in each of very many.
 
-    Args:
-        spec: what the batches are made of.
-        epoch: epoch of the first batch.
-        step: number of the first batch in its epoch.
-        n_epochs: epoch to end before; None never ends.
-        drop_last: leave out the short batch at the end of an epoch.
-        n_threads: threads that read and decode.
-
     Attributes:
         buffers: buffers of windows that are served.
     """
@@ -409,7 +355,7 @@ class Pipeline:
         self._epochs: dict[int, Epoch] = {}
         self._arrays = OpenArrays(spec.shards)
         self._partners = [OpenArrays(pair.shards) for pair in spec.paired]
-        self._tokens = _Tokens(spec)
+        self._tokens = Recent[int, Columns](_MAX_TOKEN_ROWS)
         # Where every read waits for a network, threads in flight count, not cores.
         self._n_readers = max([n_threads, *(shard.store.n_readers for shard in spec.shards[:1])])
         self._threads = ThreadPoolExecutor(self._n_readers, thread_name_prefix="actds-read")
@@ -544,7 +490,7 @@ class Pipeline:
                     put(values, read.places[a:b], targets)
             for pair, arrays in zip(self._spec.paired, self._partners, strict=True):
                 _read_partners(pair, arrays, read, window.targets[pair.name])
-            tokens = self._tokens.get(read.shard) if self._spec.provenance else {}
+            tokens = self._token_columns(read.shard) if self._spec.provenance else {}
             for name, column in window.columns.items():
                 if name == PART:
                     column[read.turns] = part
@@ -552,6 +498,10 @@ class Pipeline:
                     column[read.turns] = self._spec.weights[read.shard][read.rows]
                 else:
                     column[read.turns] = tokens[name][read.rows]
+
+    def _token_columns(self, number: int) -> Columns:
+        shard = self._spec.shards[number]
+        return self._tokens.get(number, lambda: _token_columns(shard, self._spec), shard.n_rows)
 
     def _put(self, item: Batch | BaseException | None) -> bool:
         with self._change:
@@ -644,11 +594,6 @@ class Transform:
     ``norm`` divides by one number, so that the mean norm of a row is the square root of
     ``d_model``; ``channel`` subtracts the mean of each channel and divides by its standard
     deviation. Both are computed in float32.
-
-    Args:
-        hooks: the hooks of a batch by name.
-        stats: their statistics, for ``norm`` and ``channel`` by name.
-        normalize, dtype, device: as of ``Loader``.
 
     Raises:
         ActdsError: E014 another name, a hook without statistics, a device that is not there.

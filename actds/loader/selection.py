@@ -134,12 +134,6 @@ class RowFilter:
     """Which rows of a dataset are read: those that names, expression and split leave.
 
     Args:
-        dataset: the dataset.
-        hooks: the hooks that are read.
-        exclude: names of ``FILTERS``: rows to leave out.
-        where: an expression: rows to read; None for all.
-        split: ``train`` or ``held_out``; None for both.
-        held_out: share of the requests that are held out, as their token digests fall.
         served: rows belong to all requests that they were served to, not only to the one that
             computed them: the split decides in `served_counts`, and leaves out no row here.
 
@@ -286,8 +280,6 @@ def held_out_requests(dataset: Dataset, run: str, share: float) -> tuple[Ints, M
     """Return the requests of a run, sorted, and which of them a split holds out ``(n,)``.
 
     Args:
-        dataset: the dataset.
-        run: the run.
         share: share of the requests that are held out, as their token digests fall.
 
     Raises:
@@ -376,17 +368,12 @@ class Selection:
     """Which rows of a dataset are read, and how often each comes.
 
     Args:
-        dataset: the dataset.
-        hooks: the hooks, in the order named; they may differ in width and type.
-        shards: the shards, each of which holds rows of every hook.
-        filter: which rows are left out.
         excluded: how many rows each name of ``exclude`` leaves out.
         n_kept: rows that are read, each counted once.
         counts: how often each row of a shard comes, ``(n_rows,)``, 0 for one that is left out;
             None where each comes once.
         row_weights: the weights file; None without.
         loss_weight: the expression that gives each row its weight; None without.
-        frequency: the expression that rows come in proportion to; None where they do not.
     """
 
     dataset: Dataset
@@ -477,16 +464,8 @@ def select(
     """Return what the arguments of a loader choose.
 
     Args:
-        dataset: the dataset.
-        hooks: names of hooks; None takes all.
-        phase: ``prefill`` or ``decode``; None takes both.
-        exclude: names of ``FILTERS``.
-        where: an expression: rows to read.
-        split: ``train`` or ``held_out``, by request.
-        held_out: the share of requests that are held out.
         multiplicity: let each row come as often as it was served, in a split to its requests.
         weights: a weights file of the dataset, or an expression.
-        frequency: an expression that rows come in proportion to.
         finite: refuse rows that are not finite; without, the caller leaves them out.
 
     Raises:

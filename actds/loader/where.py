@@ -60,12 +60,9 @@ class Column:
     """A column that an expression may name.
 
     Args:
-        name: as it is written; ``request.NAME`` and ``step.NAME`` are columns of these tables,
-            ``sampled.NAME`` of the token that was sampled after the row.
         table: ``tokens``, ``requests``, ``steps`` or ``sampled``; ``readouts`` for ``norm``,
             ``roles`` for ``role``, ``labels`` for ``labels.NAME``; None for what the manifest of a
             shard says.
-        kind: the type of its values.
         flag: the bit of ``flags`` that it is; 0 for none.
     """
 
@@ -422,7 +419,6 @@ class RowValues:
     """The columns that an expression names, joined to the rows of a shard.
 
     Args:
-        dataset: the dataset.
         hooks: the hooks that are read; ``norm`` is of the only one.
     """
 
