@@ -18,6 +18,7 @@ from actds.dataset.reading import Catalog
 from actds.executor import ExecutorName, open_executor
 from actds.explore.dataset import Dataset
 from actds.explore.dataset import open as open_dataset
+from actds.explore.lazy import rows_together
 from actds.explore.requests import (
     Partners,
     covered,
@@ -27,10 +28,24 @@ from actds.explore.requests import (
 )
 from actds.explore.stats import Stats, cache_folder, stats_of_rows
 from actds.format import canonical, tables
+from actds.format.arrays import DTYPES, chunk_rows
 from actds.format.positions import Index, Intervals, difference, position_key, split_key, union
+from actds.format.roles import Roles
 from actds.format.schema import Hook
+from actds.format.shard import Shard
 from actds.loader.filters import BUILT_IN, NOT_FINITE, bad, check_finite, finite_rows
-from actds.loader.selection import LEAVE_OUT, Counts, Floats, RowFilter, Selection, key_of
+from actds.loader.order import BatchSpec, Geometry, Part, order_key
+from actds.loader.selection import (
+    LEAVE_OUT,
+    PROVENANCE_COLUMNS,
+    Counts,
+    Floats,
+    RowFilter,
+    Selection,
+    key_of,
+    provenance_columns,
+)
+from actds.loader.where import ROLE
 
 Known = dict[tuple[str, str], Intervals]
 
@@ -148,6 +163,8 @@ Side = Literal["train", "held_out"]
 Select = Callable[[Dataset, str | None, str | None], Selection]
 """Returns the rows of a dataset in a phase for which an expression is true; None takes all."""
 
+_MIN_WINDOW_ROWS = 1 << 16
+_WINDOW_NBYTES = 1 << 27  # of the widest hook, unless that is fewer rows than the least
 _SHARES = 10_000  # what the shares of a mixture add up to, as integers
 _TOLERANCE = 1e-6
 
@@ -481,3 +498,78 @@ def _check_hooks(mixture: Mixture) -> None:
                     f"{b.name} of {b.d_model} {b.dtype} in {other.dataset.path}",
                     f"{a.name} of {a.d_model} {a.dtype}, as in {first.dataset.path}",
                 )
+
+
+def default_window_rows(datasets: Sequence[Dataset]) -> int:
+    """Return the rows of a window: as many of the widest hook as fit, the same for all hooks."""
+    hooks = [hook for dataset in datasets for hook in dataset.hooks.values()]
+    row_nbytes = max(hook.d_model * DTYPES[hook.dtype].itemsize for hook in hooks)
+    return max(_MIN_WINDOW_ROWS, 1 << (_WINDOW_NBYTES // row_nbytes).bit_length() - 1)
+
+
+def rows_of_pieces(datasets: Sequence[Dataset], most: int) -> int:
+    hooks = [hook for dataset in datasets for hook in dataset.hooks.values()]
+    return rows_together((chunk_rows(h.d_model, DTYPES[h.dtype].itemsize) for h in hooks), most)
+
+
+def batch_spec(
+    rows: Mixture,
+    geometry: Geometry,
+    seed: int,
+    lanes: range,
+    provenance: tuple[str, ...],
+    pinned: bool,
+) -> BatchSpec:
+    shards: list[Shard] = []
+    weights: list[Any] = []
+    parts = []
+    for number, (selections, share) in enumerate(zip(rows.parts, rows.shares, strict=True)):
+        first = len(shards)
+        counts: list[Any] = []
+        frequencies: list[Any] = []
+        for selection in selections:
+            shards += selection.shards
+            counts += selection.counts
+            frequencies += selection.frequencies() or []
+            weights += selection.weights() or []
+        n_entries = sum(
+            shard.n_rows if count is None else int(count.sum(dtype=np.int64))
+            for shard, count in zip(shards[first:], counts, strict=True)
+        )
+        digests = [selection.dataset.digest for selection in selections]
+        digest = digests[0] if len(digests) == 1 else canonical.digest(canonical.dump(digests))
+        key = order_key(digest, seed, number)
+        span = range(first, len(shards))
+        parts.append(Part(span, counts, frequencies or None, n_entries, share, key))
+    return BatchSpec(
+        rows.hooks,
+        shards,
+        rows.runs,
+        parts,
+        geometry,
+        lanes,
+        provenance,
+        weights or None,
+        pinned,
+        rows.partners,
+        _roles(rows) if ROLE in provenance else {},
+    )
+
+
+def row_columns(wanted: bool | Sequence[str], shards: Sequence[Shard]) -> tuple[str, ...]:
+    if isinstance(wanted, bool):
+        wanted = PROVENANCE_COLUMNS if wanted else ()
+    names = (wanted,) if isinstance(wanted, str) else tuple(wanted)
+    return provenance_columns("provenance", names, PROVENANCE_COLUMNS, shards)
+
+
+def _roles(rows: Mixture) -> dict[str, Roles]:
+    catalogs = {
+        shard.run: selection.dataset.catalog
+        for selection in rows.selections
+        for shard in selection.shards
+    }
+    tables = {run: catalog.table("roles", run) for run, catalog in catalogs.items()}
+    if not any(table.num_rows for table in tables.values()):
+        raise bad("provenance", "'role', and no run has roles", "a harvest of chats")
+    return {run: Roles(table) for run, table in tables.items()}
