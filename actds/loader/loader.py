@@ -183,8 +183,9 @@ class Loader:
 
     ``close()`` it, leave its ``with`` block or drop it, and its threads end.
 
-    Keywords that belong together may be dicts, ``Loader(path, hook, **rows, **order)``, with types of
-    ``actds.loader.loader``: ``RowOptions``, ``OrderOptions``, ``OutputOptions``, ``OpenOptions``.
+    Keywords that belong together may be dicts, as in ``Loader(path, hook, **rows, **order)``. Their
+    types are ``RowOptions``, ``OrderOptions``, ``OutputOptions`` and ``OpenOptions``, in
+    ``actds.loader.loader``.
 
     Args:
         source: path or URI of a dataset, or an open ``Dataset``; several are read as one, and a
