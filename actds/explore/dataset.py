@@ -327,7 +327,9 @@ class Dataset:
         Raises:
             ActdsError: E014 the dataset has no such hook.
         """
-        self._check_hook(hook)
+        if hook not in self.hooks:
+            expected = f"one of {', '.join(self.hooks)}"
+            raise ActdsError("E014", self.path, got=f"hook {hook!r}", expected=expected)
         return [shard for shard in self.shards if hook in shard.hooks]
 
     def tokens(
@@ -357,7 +359,9 @@ class Dataset:
             place = schema.get_field_index(name)
             schema = schema.set(place, schema.field(name).with_nullable(True))
         if columns is not None:
-            _check_columns(columns, schema.names)
+            for name in set(columns).difference(schema.names):
+                expected = f"one of {', '.join(schema.names)}"
+                raise ActdsError("E014", "tokens", got=f"column {name!r}", expected=expected)
             schema = pa.schema([schema.field(name) for name in columns])
         parts = [
             (shard.run, _with_nulls(shard.tokens(columns), shard.unknown).cast(schema))
@@ -507,15 +511,6 @@ class Dataset:
             )
         return bool(run)
 
-    def _check_hook(self, hook: str) -> None:
-        if hook not in self.hooks:
-            raise ActdsError(
-                "E014",
-                self.path,
-                got=f"hook {hook!r}",
-                expected=f"one of {', '.join(self.hooks)}",
-            )
-
 
 def _with_nulls(table: pa.Table, unknown: frozenset[str]) -> pa.Table:
     for name in sorted((unknown - ROW_NUMBERS).intersection(table.column_names)):
@@ -534,11 +529,3 @@ def _joined(empty: pa.Table, parts: list[tuple[str, pa.Table]], run: bool) -> pa
         type=pa.string(),
     )
     return joined.add_column(0, pa.field("run", pa.string(), nullable=False), column)
-
-
-def _check_columns(columns: list[str], known: list[str]) -> None:
-    for column in columns:
-        if column not in known:
-            raise ActdsError(
-                "E014", "tokens", got=f"column {column!r}", expected=f"one of {', '.join(known)}"
-            )

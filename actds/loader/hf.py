@@ -343,10 +343,7 @@ def register_format() -> None:
     class Formatter(TorchFormatter):  # type: ignore[misc]
         """Gives rows as tensors of the stored type, and every other column as ``torch`` would.
 
-        Args:
-            float32: columns of float32 that were stored as such; all others were bfloat16.
-            features: as ``datasets`` gives them.
-            token_per_repo_id: as ``datasets`` gives it.
+        Columns of float32 were bfloat16, but for those that are named as ``float32``.
         """
 
         def __init__(
