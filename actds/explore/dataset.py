@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypedDict, cast
 
 import pyarrow as pa
 
@@ -36,6 +36,14 @@ CACHE_NBYTES = 64 << 30
 """What a cache of remote datasets keeps at most, unless it is told otherwise."""
 ROW_NUMBERS = frozenset({"request", "position"})
 """Columns that number the rows of an imported run, also where they are no places in a text."""
+
+
+class OpenOptions(TypedDict, total=False):
+    """What ``open`` is told of a dataset."""
+
+    seal: str | None
+    i_accept_unsealed: bool
+    i_accept_unprovenanced: bool
 
 
 def open(

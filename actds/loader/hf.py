@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 
 from actds.errors import ActdsError, not_installed
-from actds.explore.dataset import Dataset
+from actds.explore.dataset import Dataset, OpenOptions
 from actds.explore.dataset import open as open_dataset
 from actds.explore.lazy import open_array, rows_at_a_time
 from actds.format.arrays import to_torch, widen
@@ -119,12 +119,12 @@ def load_dataset(
     if batched_chunks and not streaming:
         raise bad("batched_chunks", "True", "False, or streaming=True")
     path = os.fspath(path)
-    pins = {
+    pins: OpenOptions = {
         "seal": seal,
         "i_accept_unsealed": i_accept_unsealed,
         "i_accept_unprovenanced": i_accept_unprovenanced,
     }
-    dataset = open_dataset(path, **pins)  # type: ignore[arg-type]
+    dataset = open_dataset(path, **pins)
     rows: dict[str, Any] = {
         "exclude": (exclude,) if isinstance(exclude, str) else tuple(exclude),
         "where": where,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, Unpack, cast
 from actds.errors import ActdsError
 from actds.executor import ExecutorName
 from actds.explore import show
-from actds.explore.dataset import Dataset
+from actds.explore.dataset import Dataset, OpenOptions
 from actds.explore.stats import Stats
 from actds.format.schema import Hook
 from actds.loader.filters import bad
@@ -103,14 +103,6 @@ class OutputOptions(TypedDict, total=False):
     threads: int
 
 
-class OpenOptions(TypedDict, total=False):
-    """How its datasets are opened, as by ``actds.open``."""
-
-    seal: str | None
-    i_accept_unsealed: bool
-    i_accept_unprovenanced: bool
-
-
 class LoaderOptions(RowOptions, OrderOptions, OutputOptions, OpenOptions, total=False):
     """The keywords of a ``Loader``."""
 
@@ -184,8 +176,7 @@ class Loader:
     ``close()`` it, leave its ``with`` block or drop it, and its threads end.
 
     Keywords that belong together may be dicts, as in ``Loader(path, hook, **rows, **order)``. Their
-    types are ``RowOptions``, ``OrderOptions``, ``OutputOptions`` and ``OpenOptions``, in
-    ``actds.loader.loader``.
+    types are ``RowOptions``, ``OrderOptions`` and ``OutputOptions``, in ``actds.loader.loader``.
 
     Args:
         source: path or URI of a dataset, or an open ``Dataset``; several are read as one, and a
@@ -266,10 +257,13 @@ class Loader:
         lanes = given["lanes"] or gcd(given["batch"], _LANES)
         check_lanes(given["batch"], lanes, self._rank, self._world)
         self._served, weight = split_weights(given["weights"])
-        accepts = given["i_accept_unsealed"], given["i_accept_unprovenanced"]
-        self.datasets, shares = open_sources(source, *accepts, given["seal"])
+        how: OpenOptions = {
+            "i_accept_unsealed": given["i_accept_unsealed"],
+            "i_accept_unprovenanced": given["i_accept_unprovenanced"],
+        }
+        self.datasets, shares = open_sources(source, {**how, "seal": given["seal"]})
         self.dataset = self.datasets[0]
-        partners = open_partners(given["paired"], *accepts)
+        partners = open_partners(given["paired"], how)
 
         def rows(split: Side | None, held_out: float) -> Mixture:
             def chosen(dataset: Dataset, phase: str | None, where: str | None) -> Selection:

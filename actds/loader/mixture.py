@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from actds.dataset.multiplicity import Servings
 from actds.dataset.reading import Catalog
 from actds.executor import ExecutorName, open_executor
-from actds.explore.dataset import Dataset
+from actds.explore.dataset import Dataset, OpenOptions
 from actds.explore.dataset import open as open_dataset
 from actds.explore.lazy import rows_together
 from actds.explore.requests import (
@@ -252,27 +252,17 @@ class Mixture:
 
 
 def open_sources(
-    source: Source | Sequence[Source] | Mapping[Source, float],
-    unsealed: bool,
-    unprovenanced: bool,
-    seal: str | None = None,
+    source: Source | Sequence[Source] | Mapping[Source, float], how: OpenOptions
 ) -> tuple[list[Dataset], Mapping[str, float] | None]:
     """Return the datasets of an argument, and their shares by path where it says them."""
     several = not isinstance(source, str | os.PathLike | Dataset)
-    if seal is not None and (several or isinstance(source, Dataset)):
+    if how.get("seal") is not None and (several or isinstance(source, Dataset)):
         raise bad("seal", "a pin, and not one path", "datasets from actds.open(path, seal=...)")
     given = list(source) if several else [source]  # type: ignore[arg-type]
     if not given:
         raise bad("source", "no dataset", "a path, a dataset, several, or datasets with shares")
     datasets = [
-        item
-        if isinstance(item, Dataset)
-        else open_dataset(
-            os.fspath(item),  # type: ignore[arg-type]
-            seal=seal,
-            i_accept_unsealed=unsealed,
-            i_accept_unprovenanced=unprovenanced,
-        )
+        item if isinstance(item, Dataset) else open_dataset(os.fspath(item), **how)  # type: ignore[arg-type]
         for item in given
     ]
     digests = [dataset.digest for dataset in datasets]
@@ -284,12 +274,10 @@ def open_sources(
     return datasets, {d.path: share for d, share in zip(datasets, source.values(), strict=True)}
 
 
-def open_partners(
-    paired: Mapping[str, Source] | None, unsealed: bool, unprovenanced: bool
-) -> dict[str, Dataset]:
+def open_partners(paired: Mapping[str, Source] | None, how: OpenOptions) -> dict[str, Dataset]:
     opened: dict[str, Dataset] = {}
     for label, source in (paired or {}).items():
-        partner, _ = open_sources(source, unsealed, unprovenanced)
+        partner, _ = open_sources(source, how)
         if len(partner) > 1:
             raise bad("paired", f"several datasets for {label!r}", "one dataset for each name")
         opened[label] = partner[0]
