@@ -28,7 +28,7 @@ _MODULES = {
     "import_foreign": "actds.exchange.importing",
     "load_dataset": "actds.loader.hf",
     "Loader": "actds.loader.loader",
-    "mixing_report": "actds.loader.mixing",
+    "mixing_report": "actds.loader.order",
     "open": "actds.explore.dataset",
     "pull": "actds.publish.transfer",
     "push": "actds.publish.transfer",

@@ -11,8 +11,9 @@ turns, in another order each round; files are in the page cache; torch has one t
 first batches; for our loader after two windows. These are what it holds, so by then all of its
 memory was touched once (which costs more than reading does, and is paid once in a training), and it
 has read ahead as far as it does when the clocks stop, four windows later. The limits read the same
-bytes; the last two put the rows at random places, without which there is no shuffling. Peers have a
-copy of the first 65,536 rows and pass over it for ``--seconds``.
+bytes; the last four put the rows at random places, without which there is no shuffling, in one
+thread or in two, as many as our loader reads with. Peers have a copy of the first 65,536 rows and
+pass over it for ``--seconds``.
 
 GB are those of bfloat16 rows, also where a peer stores float32: figures compare rows per second.
 CPU seconds are those of all threads and child processes. Both are medians, least and most in
@@ -33,6 +34,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,17 +154,27 @@ def decode(path: Path) -> Batches:
                 yield len(array.read_chunks(index, index + 1, chunk))
 
 
-def placed(path: Path) -> Batches:
-    """Read, check and decode chunk by chunk, and put each row at a random place of a window."""
+def placed(path: Path, n_threads: int = 1) -> Batches:
+    """Read, check and decode chunk by chunk, and put each row at a random place of a window.
+
+    Each thread takes a shard, and so half a window. A thread costs more beside another one: they
+    share the memory's bandwidth, and on many machines a core.
+    """
     dataset = actds.open(path)
     rows = np.zeros((WINDOW_ROWS, dataset.hooks[HOOK].d_model), np.uint16)
-    places, used = np.random.default_rng(0).permutation(WINDOW_ROWS), 0
-    for shard in itertools.cycle(dataset.shards):
+    places = np.random.default_rng(0).permutation(WINDOW_ROWS)
+
+    def place(number: int) -> int:
+        first = number * SHARD_ROWS % WINDOW_ROWS
+        shard = dataset.shards[number % len(dataset.shards)]
         with open_array(shard, dataset.hooks[HOOK]) as array:
             for start, stop, values in array.by_chunk(np.arange(array.n_rows)):
-                rows[places[used : used + stop - start]] = values
-                used = (used + stop - start) % WINDOW_ROWS
-                yield stop - start
+                rows[places[first + start : first + stop]] = values
+        return array.n_rows
+
+    with ThreadPoolExecutor(n_threads) as pool:
+        for first in itertools.count(0, n_threads):
+            yield sum(pool.map(place, range(first, first + n_threads)))
 
 
 # Readers of our files.
@@ -437,12 +449,15 @@ def contestants(files: Files, only: str) -> list[Contestant]:
         Contestant(
             "limit: bare decode, default codec", lambda: decode(files.default), BATCH, n_rows
         ),
-        Contestant("limit: raw, rows to random places", lambda: placed(files.raw), BATCH, n_rows),
-        Contestant(
-            "limit: default codec, rows to random places",
-            lambda: placed(files.default),
-            BATCH,
-            n_rows,
+        *(
+            Contestant(
+                f"limit: {codec}, rows to random places{', 2 threads' if n == 2 else ''}",
+                lambda path=path, n=n: placed(path, n),
+                BATCH,
+                n_rows,
+            )
+            for codec, path in (("raw", files.raw), ("default codec", files.default))
+            for n in (1, 2)
         ),
         Contestant("actds.Loader, raw", lambda: ours(files.raw), 2 * WINDOW_ROWS, n_rows),
         Contestant(

@@ -34,7 +34,8 @@ from actds.format.arrays import DTYPES, widen
 from actds.format.roles import Roles
 from actds.format.schema import FileEntry, Hook
 from actds.loader.filters import bad
-from actds.loader.selection import PROVENANCE_COLUMNS, ROLE, Selection, select, warn_where_none
+from actds.loader.selection import PROVENANCE_COLUMNS, Selection, select, warn_where_none
+from actds.loader.where import ROLE
 from actds.store import file_sha256
 from actds.store.folders import new_folder
 from actds.store.local import LocalStore

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypedDict, cast
 
 import pyarrow as pa
 
@@ -14,8 +14,8 @@ from actds.dataset.reading import Catalog, unknown_columns
 from actds.errors import ActdsError
 from actds.executor import ExecutorName, open_executor
 from actds.explore import show
-from actds.explore.context import Context, RequestRows, RowPlaces, Tokenizer
 from actds.explore.lazy import LazyArray
+from actds.explore.requests import Context, RequestRows, RowPlaces, Tokenizer
 from actds.explore.show import fates, norm_profile
 from actds.explore.stats import Stats, cache_folder, stats_of_rows
 from actds.format import tables
@@ -35,6 +35,14 @@ CACHE_NBYTES = 64 << 30
 """What a cache of remote datasets keeps at most, unless it is told otherwise."""
 ROW_NUMBERS = frozenset({"request", "position"})
 """Columns that number the rows of an imported run, also where they are no places in a text."""
+
+
+class OpenOptions(TypedDict, total=False):
+    """What ``open`` is told of a dataset."""
+
+    seal: str | None
+    i_accept_unsealed: bool
+    i_accept_unprovenanced: bool
 
 
 def open(
@@ -94,7 +102,6 @@ def open_apart(uri: str | Path, *, imported: bool = False) -> Dataset:
     and has no need of it after a validation.
 
     Args:
-        uri: the dataset.
         imported: whether a dataset without provenance is accepted, with a warning.
     """
     catalog = open(uri, i_accept_unprovenanced=imported).catalog
@@ -129,6 +136,7 @@ class Dataset:
     other; positions and counts are integers, times are nanoseconds. Requests, steps and drops are
     numbered from 0 within their run: joins need ``run`` as well. Where there are several runs,
     give ``run=True``, which adds it as the first column, or ``run=False``, which leaves it out.
+    Spec: 0.1 section 6.3; of spans also 7.2, of readouts 7.8, of the canary 7.9.
 
     All these methods raise ``ActdsError``: E014 where there are several runs and ``run`` is not
     given; E104, E109, E201, E202 or E206 when a file is missing or damaged.
@@ -326,7 +334,9 @@ class Dataset:
         Raises:
             ActdsError: E014 the dataset has no such hook.
         """
-        self._check_hook(hook)
+        if hook not in self.hooks:
+            expected = f"one of {', '.join(self.hooks)}"
+            raise ActdsError("E014", self.path, got=f"hook {hook!r}", expected=expected)
         return [shard for shard in self.shards if hook in shard.hooks]
 
     def tokens(
@@ -356,7 +366,9 @@ class Dataset:
             place = schema.get_field_index(name)
             schema = schema.set(place, schema.field(name).with_nullable(True))
         if columns is not None:
-            _check_columns(columns, schema.names)
+            for name in set(columns).difference(schema.names):
+                expected = f"one of {', '.join(schema.names)}"
+                raise ActdsError("E014", "tokens", got=f"column {name!r}", expected=expected)
             schema = pa.schema([schema.field(name) for name in columns])
         parts = [
             (shard.run, _with_nulls(shard.tokens(columns), shard.unknown).cast(schema))
@@ -365,32 +377,21 @@ class Dataset:
         return _joined(schema.empty_table(), parts, run)
 
     def requests(self, *, run: bool | None = None) -> pa.Table:
-        """Return one line per request: lengths, end, cached tokens.
-
-        ``run`` and errors: see ``Dataset``. Spec: 0.1 section 6.3.
-        """
+        """Return one line per request: lengths, end, cached tokens."""
         return self._table("requests", run)
 
     def steps(self, *, run: bool | None = None) -> pa.Table:
-        """Return one line per scheduler step: its time and its tokens by phase.
-
-        ``run`` and errors: see ``Dataset``. Spec: 0.1 section 6.3.
-        """
+        """Return one line per scheduler step: its time and its tokens by phase."""
         return self._table("steps", run)
 
     def spans(self, *, run: bool | None = None) -> pa.Table:
-        """Return the disposition of every position, one line per span of positions.
-
-        ``run`` and errors: see ``Dataset``. Spec: 0.1 sections 6.3 and 7.2.
-        """
+        """Return the disposition of every position, one line per span of positions."""
         return self._table("spans", run)
 
     def roles(self, *, run: bool | None = None) -> pa.Table:
         """Return who wrote the positions of chats, one line per range of positions of one role.
 
         Positions in no line have no known role, as all of a prompt that is a text.
-
-        ``run`` and errors: see ``Dataset``. Spec: 0.1 section 6.3.
         """
         return self._table("roles", run)
 
@@ -399,8 +400,6 @@ class Dataset:
 
         Positions before ``n_given`` were given to the model there, the others it sampled. A request
         in no line was no replay.
-
-        ``run`` and errors: see ``Dataset``. Spec: 0.1 section 6.3.
         """
         return self._table("origins", run)
 
@@ -409,44 +408,27 @@ class Dataset:
 
         Of the model's own logits, in nats. ``position`` is the one that the token takes; the token
         that a request sampled last has a line and no row. A run without ``--entropy`` has none.
-
-        ``run`` and errors: see ``Dataset``. Spec: 0.1 section 6.3.
         """
         return self._table("sampled", run)
 
     def drops(self, *, run: bool | None = None) -> pa.Table:
-        """Return one line per range of rows that the writer dropped, with the reason.
-
-        ``run`` and errors: see ``Dataset``. Spec: 0.1 section 6.3.
-        """
+        """Return one line per range of rows that the writer dropped, with the reason."""
         return self._table("drops", run)
 
     def stalls(self, *, run: bool | None = None) -> pa.Table:
-        """Return one line per time that a stage of the writer had to wait.
-
-        ``run`` and errors: see ``Dataset``. Spec: 0.1 section 6.3.
-        """
+        """Return one line per time that a stage of the writer had to wait."""
         return self._table("stalls", run)
 
     def occupancy(self, *, run: bool | None = None) -> pa.Table:
-        """Return how long the queue of each stage had each depth, in nanoseconds.
-
-        ``run`` and errors: see ``Dataset``. Spec: 0.1 section 6.3.
-        """
+        """Return how long the queue of each stage had each depth, in nanoseconds."""
         return self._table("occupancy", run)
 
     def readouts(self, *, run: bool | None = None) -> pa.Table:
-        """Return the norm, projections and probes of every computed row, stored or lost.
-
-        ``run`` and errors: see ``Dataset``. Spec: 0.1 sections 6.3 and 7.8.
-        """
+        """Return the norm, projections and probes of every computed row, stored or lost."""
         return self._table("readouts", run)
 
     def canary(self, *, run: bool | None = None) -> pa.Table:
-        """Return the comparison of stored rows with rows of requests replayed alone.
-
-        ``run`` and errors: see ``Dataset``. Spec: 0.1 sections 6.3 and 7.9.
-        """
+        """Return the comparison of stored rows with rows of requests replayed alone."""
         return self._table("canary", run)
 
     def request(
@@ -536,15 +518,6 @@ class Dataset:
             )
         return bool(run)
 
-    def _check_hook(self, hook: str) -> None:
-        if hook not in self.hooks:
-            raise ActdsError(
-                "E014",
-                self.path,
-                got=f"hook {hook!r}",
-                expected=f"one of {', '.join(self.hooks)}",
-            )
-
 
 def _with_nulls(table: pa.Table, unknown: frozenset[str]) -> pa.Table:
     for name in sorted((unknown - ROW_NUMBERS).intersection(table.column_names)):
@@ -563,11 +536,3 @@ def _joined(empty: pa.Table, parts: list[tuple[str, pa.Table]], run: bool) -> pa
         type=pa.string(),
     )
     return joined.add_column(0, pa.field("run", pa.string(), nullable=False), column)
-
-
-def _check_columns(columns: list[str], known: list[str]) -> None:
-    for column in columns:
-        if column not in known:
-            raise ActdsError(
-                "E014", "tokens", got=f"column {column!r}", expected=f"one of {', '.join(known)}"
-            )

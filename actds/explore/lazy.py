@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ MAX_OPEN_ARRAYS = 64
 """Files that stay open: a dataset may have more shards than a process may open."""
 _MAX_READ_NBYTES = 1 << 26  # rows of all hooks that are read together, unless a chunk has more
 
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 Floats = npt.NDArray[np.float32]
 Values = npt.NDArray[Any]
 
@@ -41,53 +43,64 @@ def open_array(shard: Shard, hook: Hook) -> arrays.ArrayReader:
     return reader
 
 
-class OpenArrays:
-    """The arrays of shards, opened on first use; the most recent ones stay open. For any thread.
+class Recent(Generic[Key, Value]):
+    """What was made most recently, up to a size of all together. For any thread."""
 
-    Args:
-        shards: the shards.
-        n_open: how many stay open at most, `MAX_OPEN_ARRAYS` by default.
-    """
+    def __init__(self, most: int) -> None:
+        self._most, self._lock = most, threading.Lock()
+        self._made: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Another process makes its own, and opens its own files: spawned workers of a DataLoader.
+        return Recent, (self._most,)
+
+    def get(self, key: Key, make: Callable[[], Value], size: int = 1) -> Value:
+        """Return what stands under a key, made where it is not here.
+
+        What is past the size is forgotten, and not closed: another thread may be inside.
+        """
+        with self._lock:
+            if key in self._made:
+                self._made.move_to_end(key)
+                return self._made[key][0]
+        value = make()
+        with self._lock:
+            self._made[key] = value, size
+            while len(self._made) > 1 and sum(n for _, n in self._made.values()) > self._most:
+                self._made.popitem(last=False)
+        return value
+
+    def empty(self) -> list[Value]:
+        """Forget everything; return what it was."""
+        values = [value for value, _ in self._made.values()]
+        self._made.clear()
+        return values
+
+
+class OpenArrays:
+    """The arrays of shards, opened on first use; the most recent ones stay open. For any thread."""
 
     def __init__(self, shards: Sequence[Shard], n_open: int | None = None) -> None:
         self._shards = shards
-        self._n_open = MAX_OPEN_ARRAYS if n_open is None else n_open
-        self._lock = threading.Lock()
-        self._readers: OrderedDict[tuple[int, str], arrays.ArrayReader] = OrderedDict()
+        self._readers = Recent[tuple[int, str], arrays.ArrayReader](
+            MAX_OPEN_ARRAYS if n_open is None else n_open
+        )
 
     def __len__(self) -> int:
         return len(self._readers)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        # Another process opens its own files: spawned workers of a DataLoader get a copy.
-        return OpenArrays, (self._shards, self._n_open)
-
     def get(self, number: int, hook: Hook) -> arrays.ArrayReader:
-        """Return the reader of a hook's rows in the shard of that number.
-
-        Readers past the limit are forgotten, not closed: another thread may be inside one, and
-        the last reference closes the file.
-
-        Raises:
-            ActdsError: as ``open_array``.
-        """
-        key = (number, hook.name)
-        with self._lock:
-            reader = self._readers.get(key)
-            if reader is not None:
-                self._readers.move_to_end(key)
-                return reader
-        reader = open_array(self._shards[number], hook)
-        with self._lock:
-            self._readers[key] = reader
-            while len(self._readers) > self._n_open:
-                self._readers.popitem(last=False)
-        return reader
+        """Return the reader of a hook's rows in the shard of that number, as ``open_array``."""
+        return self._readers.get(
+            (number, hook.name), lambda: open_array(self._shards[number], hook)
+        )
 
     def close(self) -> None:
-        for reader in self._readers.values():
+        for reader in self._readers.empty():
             reader.close()
-        self._readers.clear()
 
 
 def rows_together(rows_per_chunk: Iterable[int], most: int) -> int:
@@ -99,7 +112,6 @@ def rows_together(rows_per_chunk: Iterable[int], most: int) -> int:
 
     Args:
         rows_per_chunk: rows of a chunk of each hook, powers of two.
-        most: rows to read together at most.
     """
     sizes = sorted(rows_per_chunk)
     return min(sizes[-1], max(sizes[0], 1 << max(most, 1).bit_length() - 1))

@@ -191,8 +191,6 @@ def shard_statistics(
     """Return what the rows of one shard add to the statistics: moments, norms and a sample.
 
     Args:
-        hook: the hook.
-        shard: the shard.
         counts: how often each row comes, or its share as a float; None where each comes once.
         before: rows of the shards before it, or the sum of their shares.
         n_rows: rows of all shards, or that sum.

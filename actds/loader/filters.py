@@ -29,7 +29,7 @@ longer than other rows. One of them, served by a prefix cache to every request, 
 of a variance."""
 _TOKEN_COLUMNS = frozenset(tables.SCHEMAS["tokens"].names)
 _NORM_COLUMNS = frozenset(("norm", "median_norm"))
-_FINITE = "finite"
+FINITE = "finite"
 NOT_FINITE = "not_finite"
 """The name that leaves out rows with a value that is NaN or infinite."""
 
@@ -72,7 +72,7 @@ def register_filter(new: Filter) -> Filter:
     """
     if new.name in FILTERS:
         raise bad("filter", f"a second {new.name!r}", f"a name beside {', '.join(FILTERS)}")
-    known = _TOKEN_COLUMNS | _NORM_COLUMNS | {_FINITE}
+    known = _TOKEN_COLUMNS | _NORM_COLUMNS | {FINITE}
     if not known.issuperset(new.columns):
         raise bad(f"filter {new.name}", ", ".join(new.columns), f"some of {', '.join(known)}")
     FILTERS[new.name] = new
@@ -110,8 +110,8 @@ register_filter(
     Filter(
         NOT_FINITE,
         "a value that is NaN or infinite, in one of the hooks",
-        (_FINITE,),
-        lambda columns: ~np.all(columns[_FINITE], axis=1),
+        (FINITE,),
+        lambda columns: ~np.all(columns[FINITE], axis=1),
     )
 )
 
@@ -122,74 +122,6 @@ BUILT_IN = frozenset(FILTERS)
 
 def is_by_norm(name: str) -> bool:
     return not _NORM_COLUMNS.isdisjoint(FILTERS[name].columns)
-
-
-class Exclusion:
-    """Which rows are left out, by name.
-
-    Filters by norm are applied here, to all shards: their medians need every norm, and a mask is
-    smaller than the norms.
-
-    Args:
-        dataset: the dataset.
-        hooks: the hooks that are read.
-        exclude: names of ``FILTERS``.
-
-    Raises:
-        ActdsError: E014 no such name, or norms of a run that has no norm readouts; E416 a row
-            without its readout.
-
-    Spec: 0.1 sections 6.3, 7.8 and 10.3.
-    """
-
-    def __init__(
-        self, dataset: Dataset, hooks: Sequence[Hook], exclude: str | Sequence[str] = ()
-    ) -> None:
-        names = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-        for name in names:
-            if name not in FILTERS:
-                raise bad("exclude", repr(name)[:80], f"some of {', '.join(FILTERS)}")
-        self.names = tuple(name for name in FILTERS if name in names)
-        self._filters = [FILTERS[name] for name in self.names]
-        self._by_norm = [FILTERS[name] for name in self.names if is_by_norm(name)]
-        self._hooks = hooks
-        self._finite: dict[str, Mask] = {}
-        self._found: dict[tuple[str, str], Mask] = {}
-        if self._by_norm:
-            self._apply_norms(dataset, hooks)
-
-    def left_out(self, shard: Shard) -> dict[str, Mask]:
-        """Return per name which rows of a shard it leaves out, each of shape ``(n_rows,)``."""
-        by_tokens = [chosen for chosen in self._filters if chosen not in self._by_norm]
-        columns = self._columns(shard, by_tokens)
-        masks = {chosen.name: _applied(chosen, columns, shard) for chosen in by_tokens}
-        masks |= {chosen.name: self._found[chosen.name, shard.name] for chosen in self._by_norm}
-        return {name: masks[name] for name in self.names}
-
-    def _apply_norms(self, dataset: Dataset, hooks: Sequence[Hook]) -> None:
-        by_hook = [norms_of_hook(dataset, hook.name) for hook in hooks]
-        medians = np.array([_median(np.concatenate(list(norms.values()))) for norms in by_hook])
-        for shard in dataset.shards:
-            if all(shard.name in norms for norms in by_hook):
-                columns = self._columns(shard, self._by_norm)
-                columns["norm"] = np.stack([norms[shard.name] for norms in by_hook], axis=1)
-                columns["median_norm"] = medians
-                for chosen in self._by_norm:
-                    self._found[chosen.name, shard.name] = _applied(chosen, columns, shard)
-
-    def _columns(self, shard: Shard, filters: Sequence[Filter]) -> dict[str, npt.NDArray[Any]]:
-        """Return what filters ask for beside norms; the rows of a shard are read for it once."""
-        columns = _token_columns(shard, filters)
-        if any(_FINITE in mask.columns for mask in filters):
-            finite = self._finite.get(shard.name)
-            if finite is None:
-                by_hook = [finite_rows(shard, hook) for hook in self._hooks]
-                whole = np.ones(shard.n_rows, np.bool_)
-                finite = np.stack([whole if mask is None else mask for mask in by_hook], axis=1)
-                if not finite.all():
-                    self._finite[shard.name] = finite
-            columns[_FINITE] = finite
-        return columns
 
 
 def finite_rows(shard: Shard, hook: Hook) -> Mask | None:
@@ -231,13 +163,13 @@ def check_finite(
         )
 
 
-def _median(norms: npt.NDArray[np.float32]) -> float:
+def median(norms: npt.NDArray[np.float32]) -> float:
     """Return the median of the norms that are numbers: one that is none must not hide them all."""
     finite = norms[np.isfinite(norms)]
     return float(np.median(finite)) if len(finite) else np.nan
 
 
-def _token_columns(shard: Shard, filters: Sequence[Filter]) -> dict[str, npt.NDArray[Any]]:
+def token_columns(shard: Shard, filters: Sequence[Filter]) -> dict[str, npt.NDArray[Any]]:
     wanted = {column for chosen in filters for column in chosen.columns if column in _TOKEN_COLUMNS}
     names = [name for name in tables.SCHEMAS["tokens"].names if name in wanted]
     need_known(shard, names, "exclude")
@@ -245,7 +177,7 @@ def _token_columns(shard: Shard, filters: Sequence[Filter]) -> dict[str, npt.NDA
     return {name: table[name].to_numpy() for name in names} if table is not None else {}
 
 
-def _applied(row_filter: Filter, columns: Columns, shard: Shard) -> Mask:
+def applied(row_filter: Filter, columns: Columns, shard: Shard) -> Mask:
     """Return the rows that a filter leaves out; one of others may return anything."""
     mask = np.asarray(row_filter.rows({name: columns[name] for name in row_filter.columns}))
     if mask.dtype != np.bool_ or mask.shape != (shard.n_rows,):

@@ -1,25 +1,32 @@
 """HF ``datasets`` objects over a dataset, without a step that widens bfloat16.
 
-``datasets`` has no bfloat16 feature, and turns bf16 tensors into float32 silently. So a
-stream is a generator whose tensors pass through untouched, and a map-style dataset holds float32
+``datasets`` has no bfloat16 feature, and turns bf16 tensors into float32 silently. So a stream is a
+generator whose tensors pass through untouched, and a map-style dataset holds float32 in Arrow files
 that a formatter gives as the stored type.
+
+Arrow has no bfloat16 either. Bit patterns would take half the space, but every other format,
+``map``, ``to_parquet`` and ``push_to_hub`` would take them for numbers: 8.3125 would leave as
+16645. Float32 holds each value and, in its upper half, each bit.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import pyarrow as pa
 
 from actds.errors import ActdsError, not_installed
-from actds.explore.dataset import Dataset
+from actds.explore.dataset import Dataset, OpenOptions
 from actds.explore.dataset import open as open_dataset
 from actds.explore.lazy import open_array, rows_at_a_time
-from actds.format.arrays import to_torch
+from actds.format.arrays import to_torch, widen
 from actds.format.row_weights import RowWeights
 from actds.format.schema import Hook
 from actds.format.shard import Shard
@@ -27,17 +34,25 @@ from actds.format.tables import SCHEMAS
 from actds.loader.filters import bad
 from actds.loader.selection import (
     PROVENANCE_COLUMNS,
-    ROLE,
     WEIGHT,
     RowFilter,
     Selection,
+    key_of,
     provenance_columns,
     select,
     warn_where_none,
 )
+from actds.loader.where import ROLE
+from actds.store import refuse_within_dataset
 
 if TYPE_CHECKING:
     import datasets
+    import torch
+
+_CACHE_VERSION = 2
+_ITEM_TYPES = {"bfloat16": pa.float32(), "float16": pa.float16(), "float32": pa.float32()}
+_COLUMN_TYPES = {field.name: field.type for field in SCHEMAS["tokens"]}
+_COLUMN_TYPES |= {"run": pa.string(), ROLE: pa.string(), WEIGHT: pa.float32()}
 
 
 def load_dataset(
@@ -103,45 +118,36 @@ def load_dataset(
         raise not_installed("datasets", "hf") from None
     if batched_chunks and not streaming:
         raise bad("batched_chunks", "True", "False, or streaming=True")
-    accept = (i_accept_unsealed, i_accept_unprovenanced)
-    dataset = open_dataset(
-        os.fspath(path),
-        seal=seal,
-        i_accept_unsealed=accept[0],
-        i_accept_unprovenanced=accept[1],
-    )
-    selection = select(
-        dataset,
-        hooks,
-        phase,
-        exclude=exclude,
-        where=where,
-        split=split,
-        held_out=held_out,
-        weights=weights,
-    )
+    path = os.fspath(path)
+    pins: OpenOptions = {
+        "seal": seal,
+        "i_accept_unsealed": i_accept_unsealed,
+        "i_accept_unprovenanced": i_accept_unprovenanced,
+    }
+    dataset = open_dataset(path, **pins)
+    rows: dict[str, Any] = {
+        "exclude": (exclude,) if isinstance(exclude, str) else tuple(exclude),
+        "where": where,
+        "split": split,
+        "held_out": held_out,
+    }
+    selection = select(dataset, hooks, phase, weights=weights, **rows)
     if selection.loss_weight is not None:
         raise bad("weights", f"no file {os.fspath(weights or '')!r}", "the path of a weights file")
     names = _select_columns(selection, columns)
     warn_where_none(selection.excluded, [selection], stacklevel=2)
     if not streaming:
-        from actds.loader.hf_arrow import map_style
-
-        return map_style(dataset.digest, selection, names, cache_dir)
+        return _map_style(selection, names, cache_dir)
     file = selection.row_weights
     source = Source(
-        path=os.fspath(path),
-        digest=dataset.digest,
-        seal=seal,
-        accept=accept,
-        hooks=tuple(hook.name for hook in selection.hooks),
-        columns=names,
-        batched_chunks=batched_chunks,
-        weights=None if file is None else (os.fspath(file.path), file.sha256),
-        exclude=selection.filter.exclusion.names,
-        where=where,
-        split=split,
-        held_out=held_out,
+        path,
+        dataset.digest,
+        tuple(pins.items()),
+        tuple(hook.name for hook in selection.hooks),
+        names,
+        batched_chunks,
+        None if file is None else (os.fspath(file.path), file.sha256),
+        tuple(rows.items()),
     )
     # datasets splits work along lists: this one and no other is a list.
     shards = [shard.name for shard in selection.shards]
@@ -168,105 +174,61 @@ def _select_columns(selection: Selection, columns: Sequence[str] | None) -> tupl
     return names
 
 
-def _shard_columns(
-    shard: Shard, names: Sequence[str], row_filter: RowFilter
-) -> dict[str, np.ndarray[Any, Any]]:
-    table = row_filter.values.provenance(shard, names)
-    columns = {name: table[name].to_numpy() for name in names}
-    # Words of numpy where every row has one; a role can be None.
-    return {n: c.astype(str) if n in ("run", "phase") else c for n, c in columns.items()}
-
-
 @dataclass(frozen=True)
 class Source:
-    """What a stream reads, as any process can open it.
-
-    Args:
-        path: path or URI of the dataset.
-        digest: its digest.
-        seal: the seal that was asked for.
-        accept: whether it may be unsealed, and unprovenanced.
-        hooks: names of hooks.
-        columns: provenance columns.
-        batched_chunks: whether an example is a chunk of rows.
-        weights: path and SHA-256 of a weights file.
-        exclude: names of rows to leave out.
-        where: an expression of the rows to read.
-        split: the part of a split by request.
-        held_out: the share of requests that are held out.
-    """
+    """What a stream reads, as any process can open it: the dataset must have the digest still."""
 
     path: str
     digest: str
-    seal: str | None
-    accept: tuple[bool, bool]
+    pins: tuple[tuple[str, Any], ...]
     hooks: tuple[str, ...]
     columns: tuple[str, ...]
     batched_chunks: bool
     weights: tuple[str, str] | None
-    exclude: tuple[str, ...]
-    where: str | None
-    split: str | None
-    held_out: float
+    """Path and SHA-256 of a weights file."""
+    rows: tuple[tuple[str, Any], ...]
+    """The arguments of ``RowFilter``."""
 
 
 @functools.lru_cache(maxsize=8)
 def _open(source: Source) -> tuple[Dataset, RowWeights | None, RowFilter]:
     """Return what a stream reads, opened once per process: DataLoader workers do so, too."""
-    dataset = open_dataset(
-        source.path,
-        seal=source.seal,
-        i_accept_unsealed=source.accept[0],
-        i_accept_unprovenanced=source.accept[1],
-    )
+    dataset = open_dataset(source.path, **dict(source.pins))
     if dataset.digest != source.digest:
-        raise ActdsError(
-            "E014",
-            source.path,
-            got=f"digest {dataset.digest}",
-            expected=source.digest,
-            next_step="The dataset changed after load_dataset: load it again.",
-        )
+        raise _changed("E014", source.path, f"digest {dataset.digest}", source.digest, "dataset")
     weights = None
     if source.weights is not None:
         file, sha256 = source.weights
         weights = dataset.row_weights(file)
         if weights.sha256 != sha256:
-            raise ActdsError(
-                "E018",
-                file,
-                got=f"SHA-256 {weights.sha256}",
-                expected=f"{sha256}, as when it was loaded",
-                next_step="The file changed after load_dataset: load it again.",
-            )
+            got, expected = f"SHA-256 {weights.sha256}", f"{sha256}, as when it was loaded"
+            raise _changed("E018", file, got, expected, "file")
     hooks = [dataset.hooks[name] for name in source.hooks]
-    row_filter = RowFilter(
-        dataset,
-        hooks,
-        exclude=source.exclude,
-        where=source.where,
-        split=source.split,
-        held_out=source.held_out,
-    )
-    return dataset, weights, row_filter
+    return dataset, weights, RowFilter(dataset, hooks, **dict(source.rows))
+
+
+def _changed(code: str, place: str, got: str, expected: str, what: str) -> ActdsError:
+    next_step = f"The {what} changed after load_dataset: load it again."
+    return ActdsError(code, place, got=got, expected=expected, next_step=next_step)
 
 
 def examples(shards: list[str], source: Source) -> Iterator[dict[str, Any]]:
     """Yield the examples of shards; what ``datasets`` calls, in any process."""
     dataset, row_weights, row_filter = _open(source)
     by_name = {shard.name: shard for shard in dataset.shards}
-    chosen = [dataset.hooks[name] for name in source.hooks]
+    hooks = [dataset.hooks[name] for name in source.hooks]
     for name in shards:
-        for chunk in _chunks(by_name[name], chosen, source.columns, row_weights, row_filter):
+        for chunk in _chunks(by_name[name], hooks, source.columns, row_weights, row_filter):
+            for hook in hooks:
+                chunk[hook.name] = to_torch(chunk[hook.name], hook.dtype)
             if source.batched_chunks:
                 yield chunk
                 continue
-            n_rows = len(chunk[source.hooks[0]])
             values = {key: chunk[key].tolist() for key in source.columns}
             if row_weights:
                 # As float32: a DataLoader makes float64 of Python's floats.
                 values[WEIGHT] = list(chunk[WEIGHT])
-            for row in range(n_rows):
+            for row in range(len(chunk[hooks[0].name])):
                 # A view would keep its whole chunk alive in a shuffle buffer.
                 example = {hook: chunk[hook][row].clone() for hook in source.hooks}
                 yield example | {key: value[row] for key, value in values.items()}
@@ -279,10 +241,13 @@ def _chunks(
     weights: RowWeights | None,
     row_filter: RowFilter,
 ) -> Iterator[dict[str, Any]]:
-    """Yield fresh tensors ``(n, d_model)`` and columns ``(n,)``, a chunk of rows at a time."""
+    """Yield fresh bit patterns ``(n, d_model)`` and columns ``(n,)``, a chunk of rows at a time."""
     readers = {hook.name: open_array(shard, hook) for hook in hooks}
     try:
-        tokens = _shard_columns(shard, columns, row_filter)
+        table = row_filter.values.provenance(shard, columns)
+        tokens = {name: table[name].to_numpy() for name in columns}
+        # Words of numpy where every row has one; a role can be None.
+        tokens |= {name: tokens[name].astype(str) for name in ("run", "phase") if name in tokens}
         if weights:
             tokens[WEIGHT] = weights.of_shards([shard.name])[shard.name]
         kept = row_filter.kept(shard)
@@ -290,8 +255,7 @@ def _chunks(
         for start in range(0, shard.n_rows, step):
             stop = min(start + step, shard.n_rows)
             chunk: dict[str, Any] = {
-                hook.name: to_torch(readers[hook.name].read(start, stop), hook.dtype)
-                for hook in hooks
+                name: reader.read(start, stop) for name, reader in readers.items()
             }
             chunk |= {name: column[start:stop].copy() for name, column in tokens.items()}
             if kept is not None:
@@ -303,3 +267,145 @@ def _chunks(
     finally:
         for reader in readers.values():
             reader.close()
+
+
+def _map_style(
+    selection: Selection, columns: Sequence[str], cache_dir: str | os.PathLike[str] | None
+) -> datasets.Dataset:
+    """Return a map-style dataset over Arrow files, which are written where they are not there."""
+    import datasets
+    from datasets.table import MemoryMappedTable, concat_tables
+
+    hooks, weights = selection.hooks, selection.row_weights
+    key = {
+        "columns": list(columns),
+        "digest": selection.dataset.result_key,
+        "hooks": [hook.name for hook in hooks],
+        "shards": [[shard.name, shard.manifest.root] for shard in selection.shards],
+        "version": _CACHE_VERSION,
+    }
+    key |= {"weights": weights.sha256} if weights else {}
+    key |= {name: value for name, value in selection.filter.identity.items() if value}
+    fingerprint = key_of(key)[:32]
+    folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "actds" / fingerprint
+    refuse_within_dataset(folder, "cache_dir")
+    folder.mkdir(parents=True, exist_ok=True)
+    tables = []
+    for shard in selection.shards:
+        file = folder / f"{shard.name}.arrow"
+        if not file.exists():
+            _write(file, shard, selection, columns)
+        tables.append(MemoryMappedTable.from_file(str(file)))
+    digest = selection.dataset.digest
+    dataset = datasets.Dataset(
+        concat_tables(tables),
+        info=datasets.DatasetInfo(
+            description=f"Activations of the actds dataset with digest {digest}.",
+            features=datasets.Features.from_arrow_schema(tables[0].schema),
+        ),
+        split=datasets.Split.TRAIN,
+        fingerprint=fingerprint,
+    )
+    register_format()
+    kept = [hook.name for hook in hooks if hook.dtype == "float32"]
+    return dataset.with_format("actds", **({"float32": kept} if kept else {}))
+
+
+def _write(file: Path, shard: Shard, selection: Selection, columns: Sequence[str]) -> None:
+    """Write one shard as an Arrow stream that appears whole or not at all."""
+    hooks, weights = selection.hooks, selection.row_weights
+    names = [*columns, *([WEIGHT] if weights else [])]
+    fields = [pa.field(h.name, pa.list_(_ITEM_TYPES[h.dtype], h.d_model)) for h in hooks]
+    schema = pa.schema([*fields, *(pa.field(name, _COLUMN_TYPES[name]) for name in names)])
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
+    try:
+        with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+            for chunk in _chunks(shard, hooks, columns, weights, selection.filter):
+                values = [_floats(chunk[hook.name].reshape(-1), hook) for hook in hooks]
+                values += [pa.array(chunk[name], _COLUMN_TYPES[name]) for name in names]
+                writer.write_table(pa.table(values, schema=schema))
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _floats(bits: np.ndarray[Any, Any], hook: Hook) -> pa.Array:
+    values = bits.view("<f2") if hook.dtype == "float16" else widen(bits, hook.dtype)
+    items = pa.array(values, _ITEM_TYPES[hook.dtype])
+    return pa.FixedSizeListArray.from_arrays(items, hook.d_model)
+
+
+@functools.cache
+def register_format() -> None:
+    """Make the format ``actds`` known to ``datasets``: where what was saved with it is loaded."""
+    from datasets.formatting import TorchFormatter, _register_formatter
+
+    class Formatter(TorchFormatter):  # type: ignore[misc]
+        """Gives rows as tensors of the stored type, and every other column as ``torch`` would.
+
+        Columns of float32 were bfloat16, but for those that are named as ``float32``.
+        """
+
+        def __init__(
+            self, features: Any = None, token_per_repo_id: Any = None, float32: Sequence[str] = ()
+        ) -> None:
+            super().__init__(features=features, token_per_repo_id=token_per_repo_id)
+            self._float32 = frozenset(float32)
+
+        def format_row(self, pa_table: pa.Table) -> Mapping[str, Any]:
+            acts, rest = _split(pa_table, self._float32)
+            row = dict(super().format_row(rest)) if rest.num_columns else {}
+            row |= {name: tensor[0] for name, tensor in acts.items()}
+            return {name: row[name] for name in pa_table.column_names}
+
+        def format_batch(self, pa_table: pa.Table) -> Mapping[str, Any]:
+            acts, rest = _split(pa_table, self._float32)
+            batch = (dict(super().format_batch(rest)) if rest.num_columns else {}) | acts
+            return {name: batch[name] for name in pa_table.column_names}
+
+        def format_column(self, pa_table: pa.Table) -> Any:
+            acts, rest = _split(pa_table, self._float32)
+            return super().format_column(rest) if rest.num_columns else next(iter(acts.values()))
+
+    _register_formatter(Formatter, "actds")
+
+
+def _split(table: pa.Table, float32: frozenset[str]) -> tuple[dict[str, torch.Tensor], pa.Table]:
+    """Return the rows of hooks as tensors, and the other columns."""
+    acts, rest = {}, []
+    for field in table.schema:
+        kind = field.type
+        if pa.types.is_fixed_size_list(kind) and pa.types.is_float16(kind.value_type):
+            acts[field.name] = to_torch(_bits(table[field.name], np.dtype("<u2")), "float16")
+        elif pa.types.is_fixed_size_list(kind) and pa.types.is_float32(kind.value_type):
+            bits = _bits(table[field.name], np.dtype("<u4"))
+            if field.name in float32:
+                acts[field.name] = to_torch(bits, "float32")
+            else:
+                acts[field.name] = to_torch(_narrow(bits, field.name), "bfloat16")
+        else:
+            rest.append(field.name)
+    return acts, table.select(rest)
+
+
+def _bits(column: pa.ChunkedArray, kind: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Return the bit patterns ``(n_rows, d_model)`` of a column, in fresh memory."""
+    out = np.empty((len(column), column.type.list_size), kind)
+    at = 0
+    # Copied: the file is mapped read-only, and a trainer that writes into a view would crash.
+    for chunk in column.chunks:
+        part = chunk.flatten().to_numpy(zero_copy_only=True).view(kind)
+        out[at : at + len(chunk)] = part.reshape(-1, out.shape[1])
+        at += len(chunk)
+    return out
+
+
+def _narrow(bits: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
+    """Return the bfloat16 patterns of float32 ones that were widened."""
+    halves = bits.view("<u2").reshape(*bits.shape, 2)
+    if halves[..., 0].any():
+        raise ValueError(
+            f"column {name!r} has float32 values that bfloat16 does not hold, so actds did not "
+            f"store them; use with_format('torch') or with_format('actds', float32=[{name!r}])"
+        )
+    return np.ascontiguousarray(halves[..., 1])

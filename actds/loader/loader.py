@@ -2,57 +2,54 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import gcd
-from typing import TYPE_CHECKING, Any, Literal, Self
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, Unpack, cast
 
 from actds.errors import ActdsError
 from actds.executor import ExecutorName
 from actds.explore import show
-from actds.explore.dataset import Dataset
-from actds.explore.lazy import rows_together
+from actds.explore.dataset import Dataset, OpenOptions
 from actds.explore.stats import Stats
-from actds.format import canonical
-from actds.format.arrays import DTYPES, chunk_rows
-from actds.format.roles import Roles
 from actds.format.schema import Hook
-from actds.format.shard import Shard
 from actds.loader.filters import bad
 from actds.loader.mixture import (
-    Choice,
     Mixture,
     Side,
     Source,
     are_replays,
     batch_hooks,
+    batch_spec,
+    default_window_rows,
+    make_mixture,
     open_partners,
     open_sources,
     read_once,
+    row_columns,
+    rows_of_pieces,
     statistics,
+    with_partners,
 )
-from actds.loader.order import ORDER_VERSION, Geometry, order_key
-from actds.loader.pipeline import Batch, BatchSpec, Part, Pipeline
+from actds.loader.order import ORDER_VERSION, BatchSpec, Geometry
+from actds.loader.pipeline import Batch, Normalize, Pipeline, Transform
 from actds.loader.selection import (
     MULTIPLICITY,
-    PROVENANCE_COLUMNS,
-    ROLE,
+    Selection,
     check_int,
     check_lanes,
     check_numbers,
     check_torch,
     check_worker,
-    provenance_columns,
+    select,
     split_weights,
     warn_where_none,
 )
-from actds.loader.transform import Normalize, Transform
 from actds.version import __version__
 
 if TYPE_CHECKING:
@@ -60,14 +57,76 @@ if TYPE_CHECKING:
 
 _LANES = 8
 _STATE_VERSION = 2
-_MIN_WINDOW_ROWS = 1 << 16
 _NOT_SELECTION = {
     *("format", "actds", "dataset", "digest", "datasets", "sealed", "runs", "hooks", "dtype"),
     *("excluded", "rows_per_epoch", "dropped_per_epoch", "order", "lanes", "window_rows", "batch"),
     *("drop_last", "epochs", "rank", "world", "seed"),
 }
 """What a loader's ``config`` says beside its selection of rows."""
-_WINDOW_NBYTES = 1 << 27  # of the widest hook, unless that is fewer rows than the least
+
+
+class RowOptions(TypedDict, total=False):
+    """Which rows the batches of a ``Loader`` have."""
+
+    phase: Literal["prefill", "decode"] | None
+    where: str | None
+    exclude: str | Sequence[str]
+    split: Side | None
+    held_out: float
+    mix: Mapping[str, float] | None
+    paired: Mapping[str, Source] | None
+    once: bool
+    frequency: str | None
+    weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
+
+
+class OrderOptions(TypedDict, total=False):
+    """In which order they come, and to which process."""
+
+    batch: int
+    window_rows: int | None
+    lanes: int | None
+    seed: int
+    rank: int
+    world: int
+    epochs: int | None
+    drop_last: bool | None
+
+
+class OutputOptions(TypedDict, total=False):
+    """What a batch is."""
+
+    normalize: Normalize | None
+    dtype: Literal["float32", "bfloat16", "float16"] | None
+    device: str | torch.device | None
+    provenance: bool | Sequence[str]
+    threads: int
+
+
+class LoaderOptions(RowOptions, OrderOptions, OutputOptions, OpenOptions, total=False):
+    """The keywords of a ``Loader``."""
+
+
+_NUMBERS = {"batch": 4096, "seed": 0, "rank": 0, "world": 1, "epochs": 1, "threads": 2}
+_FALSE = ("once", "provenance", "i_accept_unsealed", "i_accept_unprovenanced")
+_DEFAULTS: dict[str, Any] = dict.fromkeys(LoaderOptions.__annotations__)
+_DEFAULTS |= {**_NUMBERS, **dict.fromkeys(_FALSE, False), "exclude": (), "held_out": 0.0}
+
+
+def _with_defaults(options: LoaderOptions) -> LoaderOptions:
+    for name in options.keys() - _DEFAULTS.keys():
+        raise TypeError(f"Loader.__init__() got an unexpected keyword argument {name!r}")
+    given = _DEFAULTS | dict(options)
+    check_numbers(**{name: given[name] for name in (*_NUMBERS, "window_rows", "lanes")})
+    return cast("LoaderOptions", given)
+
+
+def _signature() -> inspect.Signature:
+    """Return the keywords and their defaults, as notebooks and ``help`` show them."""
+    place, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    first = [inspect.Parameter("source", place), inspect.Parameter("hooks", place, default=None)]
+    keywords = [inspect.Parameter(k, keyword, default=v) for k, v in _DEFAULTS.items()]
+    return inspect.Signature([*first, *keywords])
 
 
 class Loader:
@@ -115,6 +174,9 @@ class Loader:
     each row where some are left out, and 4 bytes with row weights.
 
     ``close()`` it, leave its ``with`` block or drop it, and its threads end.
+
+    Keywords that belong together may be dicts, as in ``Loader(path, hook, **rows, **order)``. Their
+    types are ``RowOptions``, ``OrderOptions`` and ``OutputOptions``, in ``actds.loader.loader``.
 
     Args:
         source: path or URI of a dataset, or an open ``Dataset``; several are read as one, and a
@@ -180,98 +242,82 @@ class Loader:
     Spec: 0.1 section 10.
     """
 
+    __signature__ = _signature()
+
     def __init__(
         self,
         source: Source | Sequence[Source] | Mapping[Source, float],
         hooks: str | Sequence[str] | None = None,
-        *,
-        batch: int = 4096,
-        phase: Literal["prefill", "decode"] | None = None,
-        where: str | None = None,
-        exclude: str | Sequence[str] = (),
-        split: Side | None = None,
-        held_out: float = 0.0,
-        mix: Mapping[str, float] | None = None,
-        paired: Mapping[str, Source] | None = None,
-        once: bool = False,
-        frequency: str | None = None,
-        weights: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
-        normalize: Normalize | None = None,
-        dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-        device: str | torch.device | None = None,
-        window_rows: int | None = None,
-        seed: int = 0,
-        rank: int = 0,
-        world: int = 1,
-        epochs: int | None = 1,
-        threads: int = 2,
-        provenance: bool | Sequence[str] = False,
-        drop_last: bool | None = None,
-        lanes: int | None = None,
-        seal: str | None = None,
-        i_accept_unsealed: bool = False,
-        i_accept_unprovenanced: bool = False,
+        **options: Unpack[LoaderOptions],
     ) -> None:
         check_torch()
-        check_numbers(
-            batch=batch,
-            window_rows=window_rows,
-            seed=seed,
-            world=world,
-            rank=rank,
-            epochs=epochs,
-            threads=threads,
-            lanes=lanes,
-        )
-        lanes = gcd(batch, _LANES) if lanes is None else lanes
-        check_lanes(batch, lanes, rank, world)
-        served, weight = split_weights(weights)
-        unsealed, unprovenanced = i_accept_unsealed, i_accept_unprovenanced
-        datasets, shares = open_sources(source, unsealed, unprovenanced, seal)
-        partners = open_partners(paired, unsealed, unprovenanced)
-        choice = Choice(
-            hooks, phase, where, exclude, split, held_out, mix, served, weight, frequency
-        )
-        self.datasets, self.dataset = datasets, datasets[0]
-        self._served = served
+        given = _with_defaults(options)
+        self._seed, self._rank, self._world = given["seed"], given["rank"], given["world"]
+        self._epochs, self._threads = given["epochs"], given["threads"]
+        lanes = given["lanes"] or gcd(given["batch"], _LANES)
+        check_lanes(given["batch"], lanes, self._rank, self._world)
+        self._served, weight = split_weights(given["weights"])
+        how: OpenOptions = {
+            "i_accept_unsealed": given["i_accept_unsealed"],
+            "i_accept_unprovenanced": given["i_accept_unprovenanced"],
+        }
+        self.datasets, shares = open_sources(source, {**how, "seal": given["seal"]})
+        self.dataset = self.datasets[0]
+        partners = open_partners(given["paired"], how)
 
-        def rows(choice: Choice) -> Mixture:
-            chosen = choice.rows(datasets, shares, partners)
-            return read_once(chosen, served=served) if once else chosen
+        def rows(split: Side | None, held_out: float) -> Mixture:
+            def chosen(dataset: Dataset, phase: str | None, where: str | None) -> Selection:
+                return select(
+                    dataset,
+                    hooks,
+                    phase,
+                    where=where,
+                    exclude=given["exclude"],
+                    split=split,
+                    held_out=held_out,
+                    multiplicity=self._served,
+                    weights=weight,
+                    frequency=given["frequency"],
+                )
 
-        self._rows = rows(choice)
-        if len(self._rows.parts) > 1 and drop_last is False:
-            raise bad("drop_last", "False with a mixture", "True: a mixture has whole batches only")
-        if drop_last is None:
-            whole = once or (epochs == 1 and are_replays(datasets))
-            drop_last = len(self._rows.parts) > 1 or not whole
+            of = given["mix"], given["phase"], given["where"]
+            mixture = make_mixture(self.datasets, shares, *of, chosen)
+            mixture = with_partners(mixture, partners) if partners else mixture
+            return read_once(mixture, served=self._served) if given["once"] else mixture
+
+        self._rows = rows(given["split"], given["held_out"])
+        self._drop_last = self._whole_batches(given["drop_last"], given["once"])
         warn_where_none(self._rows.excluded, self._rows.selections, stacklevel=2)
         shards = [shard for selection in self._rows.selections for shard in selection.shards]
-        columns = _columns(provenance, shards)
-        if isinstance(normalize, str):
+        columns = row_columns(given["provenance"], shards)
+        normalize, stats = given["normalize"], dict[str, Stats]()
+        if isinstance(normalize, str) and normalize in ("norm", "channel"):
             # Both sides of a split are scaled alike, and neither by rows that are left out.
-            of_stats = rows(choice.of_both_sides()) if split else self._rows
-            stats = statistics(of_stats, served)
+            stats = statistics(rows(None, 0.0) if given["split"] else self._rows, self._served)
         self._transform = Transform(
-            batch_hooks(self._rows), lambda name: stats[name], normalize, dtype, device
+            batch_hooks(self._rows), stats, normalize, given["dtype"], given["device"]
         )
         self._normalize = normalize if isinstance(normalize, str) else normalize and "stats"
-        window_rows = _window_rows(datasets) if window_rows is None else window_rows
-        piece_rows = _piece_rows(datasets, window_rows // lanes)
+        window_rows = given["window_rows"] or default_window_rows(self.datasets)
         geometry = Geometry(
-            batch, lanes, window_rows, piece_rows, phase, MULTIPLICITY if served else None
+            given["batch"],
+            lanes,
+            window_rows,
+            rows_of_pieces(self.datasets, window_rows // lanes),
+            given["phase"],
+            MULTIPLICITY if self._served else None,
         )
-        own_lanes = range(rank * (lanes // world), (rank + 1) * (lanes // world))
-        self._spec = _batch_spec(
-            self._rows, geometry, seed, own_lanes, columns, self._transform.pinned
+        per_rank = lanes // self._world
+        own_lanes = range(self._rank * per_rank, (self._rank + 1) * per_rank)
+        self._spec = batch_spec(
+            self._rows, geometry, self._seed, own_lanes, columns, self._transform.pinned
         )
-        self._seed, self._rank, self._world = seed, rank, world
-        self._epochs, self._threads, self._drop_last = epochs, threads, drop_last
         first = self._spec.epoch(0)
-        self._n_batches, self._n_left = first.n_batches(drop_last), first.n_left
+        self._n_batches, self._n_left = first.n_batches(self._drop_last), first.n_left
         self._n_entries = sum(order.n_entries for order in first.orders)
         if not self._n_batches:
-            raise bad("batch", str(batch), f"at most the {self._n_entries} rows of the selection")
+            expected = f"at most the {self._n_entries} rows of the selection"
+            raise bad("batch", str(given["batch"]), expected)
         self._began = self._waited = 0.0
         self._n_given = 0
         self._epoch = self._step = 0  # of the next batch
@@ -281,6 +327,13 @@ class Loader:
         self._closed = False
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._pid = os.getpid()
+
+    def _whole_batches(self, drop_last: bool | None, once: bool) -> bool:
+        is_mixed = len(self._rows.parts) > 1
+        if is_mixed and drop_last is False:
+            raise bad("drop_last", "False with a mixture", "True: a mixture has whole batches only")
+        gives_all = once or (self._epochs == 1 and are_replays(self.datasets))
+        return (is_mixed or not gives_all) if drop_last is None else drop_last
 
     @property
     def hooks(self) -> dict[str, Hook]:
@@ -606,7 +659,7 @@ class Loader:
             "order": ORDER_VERSION,
             "digest": self._rows.digest,
             "seed": self._seed,
-            "geometry": self._spec.geometry.as_dict(),
+            "geometry": asdict(self._spec.geometry),
             **self._rows.identity,
         }
 
@@ -691,78 +744,3 @@ class _Pass(Iterator[Any]):
                 UserWarning,
                 stacklevel=3,
             )
-
-
-def _window_rows(datasets: Sequence[Dataset]) -> int:
-    """Return the rows of a window: as many of the widest hook as fit, the same for all hooks."""
-    hooks = [hook for dataset in datasets for hook in dataset.hooks.values()]
-    row_nbytes = max(hook.d_model * DTYPES[hook.dtype].itemsize for hook in hooks)
-    return max(_MIN_WINDOW_ROWS, 1 << (_WINDOW_NBYTES // row_nbytes).bit_length() - 1)
-
-
-def _piece_rows(datasets: Sequence[Dataset], most: int) -> int:
-    hooks = [hook for dataset in datasets for hook in dataset.hooks.values()]
-    return rows_together((chunk_rows(h.d_model, DTYPES[h.dtype].itemsize) for h in hooks), most)
-
-
-def _batch_spec(
-    rows: Mixture,
-    geometry: Geometry,
-    seed: int,
-    lanes: range,
-    provenance: tuple[str, ...],
-    pinned: bool,
-) -> BatchSpec:
-    shards: list[Shard] = []
-    weights: list[Any] = []
-    parts = []
-    for number, (selections, share) in enumerate(zip(rows.parts, rows.shares, strict=True)):
-        first = len(shards)
-        counts: list[Any] = []
-        frequencies: list[Any] = []
-        for selection in selections:
-            shards += selection.shards
-            counts += selection.counts
-            frequencies += selection.frequencies() or []
-            weights += selection.weights() or []
-        n_entries = sum(
-            shard.n_rows if count is None else int(count.sum(dtype=np.int64))
-            for shard, count in zip(shards[first:], counts, strict=True)
-        )
-        digests = [selection.dataset.digest for selection in selections]
-        digest = digests[0] if len(digests) == 1 else canonical.digest(canonical.dump(digests))
-        key = order_key(digest, seed, number)
-        span = range(first, len(shards))
-        parts.append(Part(span, counts, frequencies or None, n_entries, share, key))
-    return BatchSpec(
-        rows.hooks,
-        shards,
-        rows.runs,
-        parts,
-        geometry,
-        lanes,
-        provenance,
-        weights or None,
-        pinned,
-        rows.partners,
-        _roles(rows) if ROLE in provenance else {},
-    )
-
-
-def _columns(wanted: bool | Sequence[str], shards: Sequence[Shard]) -> tuple[str, ...]:
-    if isinstance(wanted, bool):
-        wanted = PROVENANCE_COLUMNS if wanted else ()
-    names = (wanted,) if isinstance(wanted, str) else tuple(wanted)
-    return provenance_columns("provenance", names, PROVENANCE_COLUMNS, shards)
-
-
-def _roles(rows: Mixture) -> dict[str, Roles]:
-    catalogs = {
-        shard.run: selection.dataset.catalog
-        for selection in rows.selections
-        for shard in selection.shards
-    }
-    tables = {run: catalog.table("roles", run) for run, catalog in catalogs.items()}
-    if not any(table.num_rows for table in tables.values()):
-        raise bad("provenance", "'role', and no run has roles", "a harvest of chats")
-    return {run: Roles(table) for run, table in tables.items()}

@@ -16,16 +16,36 @@ import pyarrow.compute as pc
 from actds.dataset.multiplicity import Servings
 from actds.dataset.reading import Catalog
 from actds.executor import ExecutorName, open_executor
-from actds.explore.context import covered, rows_of_positions
-from actds.explore.dataset import Dataset
+from actds.explore.dataset import Dataset, OpenOptions
 from actds.explore.dataset import open as open_dataset
-from actds.explore.pairs import Partners, find_partners, prefix_hashes
+from actds.explore.lazy import rows_together
+from actds.explore.requests import (
+    Partners,
+    covered,
+    find_partners,
+    prefix_hashes,
+    rows_of_positions,
+)
 from actds.explore.stats import Stats, cache_folder, stats_of_rows
 from actds.format import canonical, tables
+from actds.format.arrays import DTYPES, chunk_rows
 from actds.format.positions import Index, Intervals, difference, position_key, split_key, union
+from actds.format.roles import Roles
 from actds.format.schema import Hook
+from actds.format.shard import Shard
 from actds.loader.filters import BUILT_IN, NOT_FINITE, bad, check_finite, finite_rows
-from actds.loader.selection import LEAVE_OUT, Counts, Floats, RowFilter, Selection, select
+from actds.loader.order import BatchSpec, Geometry, Part, order_key
+from actds.loader.selection import (
+    LEAVE_OUT,
+    PROVENANCE_COLUMNS,
+    Counts,
+    Floats,
+    RowFilter,
+    Selection,
+    key_of,
+    provenance_columns,
+)
+from actds.loader.where import ROLE
 
 Known = dict[tuple[str, str], Intervals]
 
@@ -37,7 +57,6 @@ def read_once(mixture: Mixture, *, served: bool) -> Mixture:
     replay before it has a row: its own position, or that of a prefix-cache hit on it.
 
     Args:
-        mixture: the rows of the datasets.
         served: let the row come once for each of these positions.
 
     Raises:
@@ -144,6 +163,8 @@ Side = Literal["train", "held_out"]
 Select = Callable[[Dataset, str | None, str | None], Selection]
 """Returns the rows of a dataset in a phase for which an expression is true; None takes all."""
 
+_MIN_WINDOW_ROWS = 1 << 16
+_WINDOW_NBYTES = 1 << 27  # of the widest hook, unless that is fewer rows than the least
 _SHARES = 10_000  # what the shares of a mixture add up to, as integers
 _TOLERANCE = 1e-6
 
@@ -153,12 +174,9 @@ class Mixture:
     """The parts of what a loader reads; one where nothing is mixed.
 
     Args:
-        parts: the selections of each part: one, or several datasets one after the other.
         names: what each part is called: its key in the argument; empty for an only part.
         shares: the share of each part as integers; their sum is that of all.
-        others: datasets whose rows are paired with those of the parts, by name.
         partners: per hook of these where the partners of the rows of all shards are.
-        once: whether rows of a replay are left out where its source has a row.
     """
 
     parts: Sequence[Sequence[Selection]]
@@ -234,27 +252,17 @@ class Mixture:
 
 
 def open_sources(
-    source: Source | Sequence[Source] | Mapping[Source, float],
-    unsealed: bool,
-    unprovenanced: bool,
-    seal: str | None = None,
+    source: Source | Sequence[Source] | Mapping[Source, float], how: OpenOptions
 ) -> tuple[list[Dataset], Mapping[str, float] | None]:
     """Return the datasets of an argument, and their shares by path where it says them."""
     several = not isinstance(source, str | os.PathLike | Dataset)
-    if seal is not None and (several or isinstance(source, Dataset)):
+    if how.get("seal") is not None and (several or isinstance(source, Dataset)):
         raise bad("seal", "a pin, and not one path", "datasets from actds.open(path, seal=...)")
     given = list(source) if several else [source]  # type: ignore[arg-type]
     if not given:
         raise bad("source", "no dataset", "a path, a dataset, several, or datasets with shares")
     datasets = [
-        item
-        if isinstance(item, Dataset)
-        else open_dataset(
-            os.fspath(item),  # type: ignore[arg-type]
-            seal=seal,
-            i_accept_unsealed=unsealed,
-            i_accept_unprovenanced=unprovenanced,
-        )
+        item if isinstance(item, Dataset) else open_dataset(os.fspath(item), **how)  # type: ignore[arg-type]
         for item in given
     ]
     digests = [dataset.digest for dataset in datasets]
@@ -266,58 +274,14 @@ def open_sources(
     return datasets, {d.path: share for d, share in zip(datasets, source.values(), strict=True)}
 
 
-def open_partners(
-    paired: Mapping[str, Source] | None, unsealed: bool, unprovenanced: bool
-) -> dict[str, Dataset]:
+def open_partners(paired: Mapping[str, Source] | None, how: OpenOptions) -> dict[str, Dataset]:
     opened: dict[str, Dataset] = {}
     for label, source in (paired or {}).items():
-        partner, _ = open_sources(source, unsealed, unprovenanced)
+        partner, _ = open_sources(source, how)
         if len(partner) > 1:
             raise bad("paired", f"several datasets for {label!r}", "one dataset for each name")
         opened[label] = partner[0]
     return opened
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What chooses and weights the rows of a loader; its arguments are those of ``Loader``."""
-
-    hooks: str | Sequence[str] | None
-    phase: str | None
-    where: str | None
-    exclude: str | Sequence[str]
-    split: Side | None
-    held_out: float
-    mix: Mapping[str, float] | None
-    served: bool
-    weight: str | os.PathLike[str] | None
-    frequency: str | None
-
-    def rows(
-        self,
-        datasets: Sequence[Dataset],
-        shares: Mapping[str, float] | None,
-        others: Mapping[str, Dataset],
-    ) -> Mixture:
-        def chosen(dataset: Dataset, phase: str | None, where: str | None) -> Selection:
-            return select(
-                dataset,
-                self.hooks,
-                phase,
-                where=where,
-                exclude=self.exclude,
-                split=self.split,
-                held_out=self.held_out,
-                multiplicity=self.served,
-                weights=self.weight,
-                frequency=self.frequency,
-            )
-
-        rows = make_mixture(datasets, shares, self.mix, self.phase, self.where, chosen)
-        return with_partners(rows, others) if others else rows
-
-    def of_both_sides(self) -> Choice:
-        return replace(self, split=None, held_out=0.0)
 
 
 def make_mixture(
@@ -331,12 +295,7 @@ def make_mixture(
     """Return the parts of what a loader reads.
 
     Args:
-        datasets: the datasets.
         dataset_shares: the share of each by its path; None joins them to one part.
-        mix: shares by phase or by expression; None for one part.
-        phase: the phase of all parts.
-        where: the expression that all parts share.
-        select: makes the selection of a part.
 
     Raises:
         ActdsError: E014 shares of datasets and of rows at once, or that do not add up; hooks that
@@ -430,11 +389,6 @@ def statistics(
     That is as often as it was served, in proportion to ``frequency``, and as the shares of the
     parts have it: in the mean of many epochs, whatever the seed.
 
-    Args:
-        mixture: the rows.
-        served: whether rows come as often as they were served.
-        executor: where the shards are read.
-
     Raises:
         ActdsError: E104, E108, E201 to E204 when a shard is missing or damaged; E014 values that
             are not finite.
@@ -442,7 +396,7 @@ def statistics(
     shards = [shard for selection in mixture.selections for shard in selection.shards]
     times = _times(mixture)
     keys = [selection.result_key for selection in (*mixture.datasets, *mixture.others.values())]
-    key = canonical.digest(canonical.dump([keys, mixture.identity, served]))
+    key = key_of([keys, mixture.identity, served])
     # A filter of others may choose other rows tomorrow, under the same name.
     cache = cache_folder() if BUILT_IN.issuperset(mixture.excluded) else None
     work = [(hook.name, hook, shards, times) for hook in mixture.hooks]
@@ -532,3 +486,78 @@ def _check_hooks(mixture: Mixture) -> None:
                     f"{b.name} of {b.d_model} {b.dtype} in {other.dataset.path}",
                     f"{a.name} of {a.d_model} {a.dtype}, as in {first.dataset.path}",
                 )
+
+
+def default_window_rows(datasets: Sequence[Dataset]) -> int:
+    """Return the rows of a window: as many of the widest hook as fit, the same for all hooks."""
+    hooks = [hook for dataset in datasets for hook in dataset.hooks.values()]
+    row_nbytes = max(hook.d_model * DTYPES[hook.dtype].itemsize for hook in hooks)
+    return max(_MIN_WINDOW_ROWS, 1 << (_WINDOW_NBYTES // row_nbytes).bit_length() - 1)
+
+
+def rows_of_pieces(datasets: Sequence[Dataset], most: int) -> int:
+    hooks = [hook for dataset in datasets for hook in dataset.hooks.values()]
+    return rows_together((chunk_rows(h.d_model, DTYPES[h.dtype].itemsize) for h in hooks), most)
+
+
+def batch_spec(
+    rows: Mixture,
+    geometry: Geometry,
+    seed: int,
+    lanes: range,
+    provenance: tuple[str, ...],
+    pinned: bool,
+) -> BatchSpec:
+    shards: list[Shard] = []
+    weights: list[Any] = []
+    parts = []
+    for number, (selections, share) in enumerate(zip(rows.parts, rows.shares, strict=True)):
+        first = len(shards)
+        counts: list[Any] = []
+        frequencies: list[Any] = []
+        for selection in selections:
+            shards += selection.shards
+            counts += selection.counts
+            frequencies += selection.frequencies() or []
+            weights += selection.weights() or []
+        n_entries = sum(
+            shard.n_rows if count is None else int(count.sum(dtype=np.int64))
+            for shard, count in zip(shards[first:], counts, strict=True)
+        )
+        digests = [selection.dataset.digest for selection in selections]
+        digest = digests[0] if len(digests) == 1 else canonical.digest(canonical.dump(digests))
+        key = order_key(digest, seed, number)
+        span = range(first, len(shards))
+        parts.append(Part(span, counts, frequencies or None, n_entries, share, key))
+    return BatchSpec(
+        rows.hooks,
+        shards,
+        rows.runs,
+        parts,
+        geometry,
+        lanes,
+        provenance,
+        weights or None,
+        pinned,
+        rows.partners,
+        _roles(rows) if ROLE in provenance else {},
+    )
+
+
+def row_columns(wanted: bool | Sequence[str], shards: Sequence[Shard]) -> tuple[str, ...]:
+    if isinstance(wanted, bool):
+        wanted = PROVENANCE_COLUMNS if wanted else ()
+    names = (wanted,) if isinstance(wanted, str) else tuple(wanted)
+    return provenance_columns("provenance", names, PROVENANCE_COLUMNS, shards)
+
+
+def _roles(rows: Mixture) -> dict[str, Roles]:
+    catalogs = {
+        shard.run: selection.dataset.catalog
+        for selection in rows.selections
+        for shard in selection.shards
+    }
+    tables = {run: catalog.table("roles", run) for run, catalog in catalogs.items()}
+    if not any(table.num_rows for table in tables.values()):
+        raise bad("provenance", "'role', and no run has roles", "a harvest of chats")
+    return {run: Roles(table) for run, table in tables.items()}

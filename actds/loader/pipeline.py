@@ -1,4 +1,7 @@
-"""Batches made ahead of time: threads read windows of rows into the batches they are served in."""
+"""Batches made ahead of time: threads read windows of rows into the batches they are served in.
+
+``Transform`` then normalizes a batch, casts it and sends it to a device, in the trainer's thread.
+"""
 
 from __future__ import annotations
 
@@ -7,42 +10,38 @@ import itertools
 import mmap
 import threading
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.explore.lazy import OpenArrays
-from actds.explore.pairs import Partners
-from actds.format.arrays import DTYPES
-from actds.format.roles import Roles
+from actds.explore.lazy import OpenArrays, Recent
+from actds.explore.requests import Partners
+from actds.explore.stats import Stats
+from actds.format import canonical
+from actds.format.arrays import DTYPES, to_torch
 from actds.format.schema import Hook
 from actds.format.shard import Shard
 from actds.format.tables import PHASES, ROLES
-from actds.loader.order import (
-    Counts,
-    Epoch,
-    EpochOrder,
-    Geometry,
-    Ints,
-    Pieces,
-    Window,
-    frequency_counts,
-)
-from actds.loader.selection import ROLE, WEIGHT
+from actds.loader.filters import bad
+from actds.loader.order import PART, BatchSpec, Epoch, Floats, Ints, Window
+from actds.loader.selection import WEIGHT
+from actds.loader.where import ROLE
+
+if TYPE_CHECKING:
+    import torch
 
 Bits = npt.NDArray[Any]
+Normalize = Literal["norm", "channel"] | Mapping[str, Stats]
 Columns = dict[str, npt.NDArray[Any]]
 
-PART = "part"
-"""The column that numbers the parts of a mixture."""
 COLUMN_TYPES: dict[str, npt.DTypeLike] = {
     "run": np.uint16,
     "request": np.uint32,
@@ -60,80 +59,9 @@ TOKEN_COLUMNS = ("request", "position", "token_id", "step")
 N_AHEAD = 2
 """Batches that wait for the trainer."""
 _MAX_TOKEN_ROWS = 1 << 23
+_DTYPES = ("float32", "bfloat16", "float16")
+_HOW = "'norm', 'channel', or Stats by hook"
 _N_KEPT = N_AHEAD + 4  # batches in flight outside the windows: ahead, and with the trainer
-
-
-@dataclass(frozen=True)
-class Part:
-    """The rows of one part of a mixture: a range of the shards, in an order of its own.
-
-    Args:
-        shards: its shards, as a range of those of the spec.
-        counts: how often each row of a shard comes; None where each comes once.
-        frequencies: what rows come in proportion to, per shard; None where they do not.
-        n_entries: entries of an epoch, where rows come in proportion.
-        share: its share of every batch, an integer of any sum.
-        key: the Philox key.
-    """
-
-    shards: range
-    counts: Counts
-    frequencies: Sequence[npt.NDArray[np.float64]] | None
-    n_entries: int
-    share: int
-    key: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class BatchSpec:
-    """What the batches of a rank are made of.
-
-    Args:
-        hooks: the hooks that are read.
-        shards: the shards of all parts.
-        runs: the runs of the shards.
-        parts: the parts of a mixture; one without.
-        geometry: the shape of the order.
-        lanes: the lanes of this rank.
-        provenance: the columns that say whose rows they are; none is read else.
-        weights: row weights per shard, float32 ``(n_rows,)`` each; None without.
-        pinned: make batches in pinned memory, from which a GPU reads by itself.
-        paired: hooks of other datasets, with the partner of each row of the shards.
-        roles: the roles of each run, where the column is asked for.
-    """
-
-    hooks: Sequence[Hook]
-    shards: Sequence[Shard]
-    runs: tuple[str, ...]
-    parts: Sequence[Part]
-    geometry: Geometry
-    lanes: range
-    provenance: tuple[str, ...]
-    weights: Sequence[npt.NDArray[np.float32]] | None = None
-    pinned: bool = False
-    paired: Sequence[Partners] = ()
-    roles: Mapping[str, Roles] = field(default_factory=dict)
-
-    @property
-    def widths(self) -> dict[str, Hook]:
-        return {hook.name: hook for hook in self.hooks} | {p.name: p.hook for p in self.paired}
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        columns = self.provenance
-        columns = (*columns, PART) if columns and len(self.parts) > 1 else columns
-        return columns if self.weights is None else (*columns, WEIGHT)
-
-    def epoch(self, epoch: int) -> Epoch:
-        orders = []
-        for part in self.parts:
-            counts = part.counts
-            if part.frequencies is not None:
-                counts = frequency_counts(part.frequencies, part.n_entries, part.key, epoch)
-            n_rows = [self.shards[i].n_rows for i in part.shards]
-            pieces = Pieces.of_shards(n_rows, self.geometry.piece_rows, counts)
-            orders.append(EpochOrder(pieces, self.geometry, part.key, epoch))
-        return Epoch(orders, [part.share for part in self.parts], self.geometry)
 
 
 @dataclass(frozen=True)
@@ -144,7 +72,6 @@ class Batch:
         epoch: epoch of the next batch.
         step: number of the next batch in that epoch.
         acts: bit patterns ``(n, d_model)`` per hook.
-        rows: token columns and row weights, each of shape (n,); None when neither is asked for.
     """
 
     epoch: int
@@ -166,12 +93,6 @@ class BatchMemory:
 
     ``n_batches`` lie in one block; where more are kept, each has memory of its own. Row ``i`` of
     batch ``b`` has the number ``b * max_rows + i``.
-
-    Args:
-        hooks: the hooks of a batch by name.
-        max_rows: rows of a batch at most.
-        n_batches: batches of the block, at least 1.
-        pinned: take pinned memory.
     """
 
     def __init__(
@@ -216,12 +137,7 @@ class BatchMemory:
         }
 
     def batch(self, number: int, n_rows: int) -> dict[str, Bits]:
-        """Return a batch, ``(n_rows, d_model)`` per hook; its memory comes back with the last one.
-
-        Args:
-            number: from ``take``; not given out as a batch yet.
-            n_rows: its rows, ``max_rows`` at most.
-        """
+        """Return a batch; its memory comes back with the last reference to one of its arrays."""
         if number in self._further:
             return {name: rows[:n_rows] for name, rows in self._further[number].items()}
         self._given.add(number)
@@ -272,9 +188,7 @@ def put(values: Bits, places: npt.NDArray[np.int64], targets: list[Target]) -> N
     """Put rows where they belong.
 
     Args:
-        values: bit patterns ``(n, d_model)``.
         places: the number of each row, ``(n,)``, all different.
-        targets: memory that has these numbers.
     """
     if len(targets) == 1:
         ((first, rows),) = targets
@@ -300,32 +214,6 @@ def _pinned(nbytes: int) -> npt.NDArray[np.uint8]:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
 
 
-class _Tokens:
-    """The token columns of shards, the most recent ones kept."""
-
-    def __init__(self, spec: BatchSpec) -> None:
-        self._spec, self._shards = spec, spec.shards
-        self._lock = threading.Lock()
-        self._tokens: OrderedDict[int, Columns] = OrderedDict()
-        self._n_token_rows = 0
-
-    def get(self, shard: int) -> Columns:
-        with self._lock:
-            columns = self._tokens.get(shard)
-            if columns is not None:
-                self._tokens.move_to_end(shard)
-                return columns
-        columns = _token_columns(self._shards[shard], self._spec)
-        with self._lock:
-            if shard not in self._tokens:
-                self._tokens[shard] = columns
-                self._n_token_rows += self._shards[shard].n_rows
-            while self._n_token_rows > _MAX_TOKEN_ROWS and len(self._tokens) > 1:
-                oldest, _ = self._tokens.popitem(last=False)
-                self._n_token_rows -= self._shards[oldest].n_rows
-        return columns
-
-
 def _token_columns(shard: Shard, spec: BatchSpec) -> Columns:
     """Return the provenance of a shard's rows; words as small codes, not as strings."""
     needed = {*spec.provenance, *(("request", "position") if ROLE in spec.provenance else ())}
@@ -345,14 +233,8 @@ class _LoadedWindow:
     """A window in serving order, whose rows are in memory or on their way.
 
     Args:
-        epoch: its epoch.
-        at: the next entry to serve.
-        stop: the entry to stop before.
-        targets: where its rows go, per hook.
         acts: bit patterns ``(n_entries or more, d_model)`` per hook, to be copied to batches; empty
             where rows go to batches at once.
-        columns: provenance and weights, each ``(n_entries,)``.
-        reads: the reads under way.
     """
 
     epoch: int
@@ -453,14 +335,6 @@ class Pipeline:
     which is used again when it is served, and from there to batches: a part with a small share has
     a few rows in each of very many.
 
-    Args:
-        spec: what the batches are made of.
-        epoch: epoch of the first batch.
-        step: number of the first batch in its epoch.
-        n_epochs: epoch to end before; None never ends.
-        drop_last: leave out the short batch at the end of an epoch.
-        n_threads: threads that read and decode.
-
     Attributes:
         buffers: buffers of windows that are served.
     """
@@ -481,7 +355,7 @@ class Pipeline:
         self._epochs: dict[int, Epoch] = {}
         self._arrays = OpenArrays(spec.shards)
         self._partners = [OpenArrays(pair.shards) for pair in spec.paired]
-        self._tokens = _Tokens(spec)
+        self._tokens = Recent[int, Columns](_MAX_TOKEN_ROWS)
         # Where every read waits for a network, threads in flight count, not cores.
         self._n_readers = max([n_threads, *(shard.store.n_readers for shard in spec.shards[:1])])
         self._threads = ThreadPoolExecutor(self._n_readers, thread_name_prefix="actds-read")
@@ -539,7 +413,6 @@ class Pipeline:
     def load(self, part: int, lane: int, window: Window, epoch: int, skip: int) -> _LoadedWindow:
         """Return a window whose reads are started, to be served from entry ``skip``."""
         order, n = self.epoch(epoch), window.order.size
-        pieces = order.orders[part].pieces
         end = order.before(part, lane, order.n_batches(self._drop_last)) - window.first
         stop = min(n, max(end, 0))  # what is in no batch is not read
         columns = {name: np.empty(n, COLUMN_TYPES[name]) for name in self._spec.columns}
@@ -555,17 +428,15 @@ class Pipeline:
             targets = {name: [(0, out)] for name, out in acts.items()}
             loaded = _LoadedWindow(epoch, skip, stop, targets, acts, columns)
         reads, used = [], 0
-        for piece, a, b in zip(
-            window.pieces.tolist(), window.start.tolist(), window.stop.tolist(), strict=True
-        ):
-            rows, of_piece = pieces.rows(piece)[a:b], slice(used, used + b - a)
+        for number, rows in order.orders[part].reads(window):
+            of_piece = slice(used, used + rows.size)
             turn, place = turns[of_piece], places[of_piece]
-            used += b - a
+            used += rows.size
             if skip or stop < n:
                 served = (turn >= skip) & (turn < stop)
                 rows, turn, place = rows[served], turn[served], place[served]
             if rows.size:
-                shard = self._spec.parts[part].shards[int(pieces.shard[piece])]
+                shard = self._spec.parts[part].shards[number]
                 reads.append(_PieceRead(shard, rows, turn, place))
         # As many tasks as threads: each hands the interpreter over many times, and waits for it.
         for first in range(min(self._n_readers, len(reads))):
@@ -619,7 +490,7 @@ class Pipeline:
                     put(values, read.places[a:b], targets)
             for pair, arrays in zip(self._spec.paired, self._partners, strict=True):
                 _read_partners(pair, arrays, read, window.targets[pair.name])
-            tokens = self._tokens.get(read.shard) if self._spec.provenance else {}
+            tokens = self._token_columns(read.shard) if self._spec.provenance else {}
             for name, column in window.columns.items():
                 if name == PART:
                     column[read.turns] = part
@@ -627,6 +498,10 @@ class Pipeline:
                     column[read.turns] = self._spec.weights[read.shard][read.rows]
                 else:
                     column[read.turns] = tokens[name][read.rows]
+
+    def _token_columns(self, number: int) -> Columns:
+        shard = self._spec.shards[number]
+        return self._tokens.get(number, lambda: _token_columns(shard, self._spec), shard.n_rows)
 
     def _put(self, item: Batch | BaseException | None) -> bool:
         with self._change:
@@ -711,3 +586,135 @@ def _read_partners(
         rows = partner[chosen] - pair.starts[number]
         for a, b, values in arrays.get(number, pair.hook).by_chunk(rows):
             put(values, read.places[chosen[a:b]], targets)
+
+
+class Transform:
+    """Turns the bit patterns of a batch into what the trainer gets.
+
+    ``norm`` divides by one number, so that the mean norm of a row is the square root of
+    ``d_model``; ``channel`` subtracts the mean of each channel and divides by its standard
+    deviation. Both are computed in float32.
+
+    Raises:
+        ActdsError: E014 another name, a hook without statistics, a device that is not there.
+
+    Attributes:
+        pinned: whether batches are best made in pinned memory.
+    """
+
+    def __init__(
+        self,
+        hooks: Mapping[str, Hook],
+        stats: Mapping[str, Stats],
+        normalize: Normalize | None,
+        dtype: str | None,
+        device: str | torch.device | None,
+    ) -> None:
+        if dtype not in (None, *_DTYPES):
+            raise bad("dtype", repr(dtype)[:80], f"None or one of {', '.join(_DTYPES)}")
+        self._hooks, self.dtype = hooks, dtype
+        if normalize is not None and dtype is None:
+            self.dtype = "float32"
+        self._device = None if device is None else _checked_device(device)
+        self.pinned = self._device is not None and self._device.type == "cuda"
+        self._affine = _affine(hooks, stats, normalize)
+        self._on_device: dict[str, tuple[Any, Any]] = {}
+        self._under_way: deque[tuple[Any, torch.Tensor]] = deque()
+
+    @property
+    def identity(self) -> str | None:
+        if not self._affine:
+            return None
+        values = {name: list(constants.values()) for name, constants in self.normalization.items()}
+        return canonical.digest(repr(values).encode())
+
+    @property
+    def normalization(self) -> dict[str, dict[str, Any]]:
+        """Return ``shift`` and ``scale`` by hook, as JSON; empty when rows are not normalized.
+
+        A normalized row is ``(row - shift) * scale``; ``shift`` is None for 0, and ``scale`` one
+        number or one for each channel.
+        """
+        return {
+            name: {"shift": None if shift is None else shift.tolist(), "scale": scale.tolist()}
+            for name, (shift, scale) in self._affine.items()
+        }
+
+    def __call__(self, acts: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
+        import torch
+
+        tensors: dict[str, torch.Tensor] = {}
+        for name, hook in self._hooks.items():
+            rows = to_torch(acts[name], hook.dtype)
+            if self._device is not None:
+                rows = self._sent(rows)
+            if name in self._affine:
+                shift, scale = self._constants(name)
+                rows = rows.to(torch.float32, copy=True)
+                rows = (rows if shift is None else rows.sub_(shift)).mul_(scale)
+            tensors[name] = rows if self.dtype is None else rows.to(getattr(torch, self.dtype))
+        return tensors
+
+    def _sent(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return a copy on the device, which is under way; host memory is held until it is made."""
+        import torch
+
+        sent = rows.to(self._device, non_blocking=self.pinned)
+        if self.pinned:
+            copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+            self._under_way.append((copied, rows))
+            while self._under_way[0][0].query() and len(self._under_way) > 1:
+                self._under_way.popleft()
+        return sent
+
+    def _constants(self, hook: str) -> tuple[Any, Any]:
+        """Return what to subtract and to multiply with, float32 on the device."""
+        import torch
+
+        if hook not in self._on_device:
+            self._on_device[hook] = tuple(  # type: ignore[assignment]
+                None
+                if values is None
+                else torch.from_numpy(values.astype(np.float32)).to(self._device)
+                for values in self._affine[hook]
+            )
+        return self._on_device[hook]
+
+
+def _affine(
+    hooks: Mapping[str, Hook], known: Mapping[str, Stats], normalize: Normalize | None
+) -> dict[str, tuple[Floats | None, Floats]]:
+    if normalize is None:
+        return {}
+    if not isinstance(normalize, Mapping) and str(normalize) not in ("norm", "channel"):
+        raise bad("normalize", repr(normalize)[:80], _HOW)
+    affine: dict[str, tuple[Floats | None, Floats]] = {}
+    for name, hook in hooks.items():
+        stats = (normalize if isinstance(normalize, Mapping) else known).get(name)
+        if not isinstance(stats, Stats) or stats.mean.shape != (hook.d_model,):
+            raise bad("normalize", f"no Stats of {hook.d_model} channels for {name}", _HOW)
+        if normalize == "norm":
+            scale = np.array(np.sqrt(hook.d_model) / stats.mean_norm)
+            affine[name] = (None, _finite("mean norm", name, scale))
+        else:
+            # A channel that never changes has nothing to be divided by.
+            std = np.where(stats.std > 0, stats.std, 1.0)
+            affine[name] = (stats.mean, _finite("variance", name, 1.0 / std))
+    return affine
+
+
+def _finite(what: str, hook: str, scale: Floats) -> Floats:
+    if not np.isfinite(scale).all():
+        raise bad("normalize", f"a {what} of {hook} that is no number", "rows of finite values")
+    return scale
+
+
+def _checked_device(device: str | torch.device) -> torch.device:
+    import torch
+
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        first = str(error).partition("\n")[0][:200]
+        raise bad("device", f"{device!r}: {first}", "a device that torch has here") from None

@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from actds.dataset.multiplicity import Servings, served_again, served_counts
 from actds.errors import ActdsError, not_installed
 from actds.explore.dataset import Dataset
-from actds.format import tables
-from actds.format.labels import label_table
-from actds.format.roles import Roles
+from actds.format import canonical, tables
 from actds.format.row_weights import RowWeights
-from actds.format.sampled import Sampled
 from actds.format.schema import Hook
 from actds.format.shard import Shard
-from actds.format.tables import TableName
 from actds.loader.filters import (
+    FILTERS,
+    FINITE,
     NOT_FINITE,
-    Exclusion,
+    Filter,
     Mask,
+    applied,
     bad,
     check_finite,
+    finite_rows,
     is_by_norm,
+    median,
     need_known,
     norms_of_hook,
+    token_columns,
 )
-from actds.loader.where import LABELS, Expression, Kind, column_of, parse_expression
+from actds.loader.where import ROLE, Expression, Kind, RowValues, parse_expression
 
 MULTIPLICITY = "multiplicity"
 _WEIGHTS = "'multiplicity', the path of a weights file or an expression, or one of each"
@@ -68,6 +69,11 @@ def split_weights(
     if not given or len(further) > 1 or len(given) != len(further) + (MULTIPLICITY in given):
         raise bad("weights", repr(weights)[:200], _WEIGHTS)
     return MULTIPLICITY in given, further[0] if further else None
+
+
+def key_of(what: object) -> str:
+    """Return the digest of JSON with floats, as of a split, which the canonical form refuses."""
+    return canonical.digest(canonical.dump(json.loads(json.dumps(what), parse_float=str)))
 
 
 def check_numbers(**values: int | None) -> None:
@@ -117,8 +123,6 @@ Ints = npt.NDArray[np.int64]
 
 PROVENANCE_COLUMNS = ("run", "request", "position", "token_id", "phase", "step")
 """Columns of a batch, or of an example."""
-ROLE = "role"
-"""A further one, on request: who wrote the position (section 6.3)."""
 WEIGHT = "weight"
 """The column of the row weights."""
 LEAVE_OUT = f'exclude="{NOT_FINITE}" leaves them out; actds check counts them.'
@@ -126,157 +130,10 @@ SPLITS = ("train", "held_out")
 _SPLIT_SALT = b"actds held-out requests\n"
 
 
-class RowValues:
-    """The columns that an expression names, joined to the rows of a shard.
-
-    Args:
-        dataset: the dataset.
-        hooks: the hooks that are read; ``norm`` is of the only one.
-    """
-
-    def __init__(self, dataset: Dataset, hooks: Sequence[Hook]) -> None:
-        self._dataset, self._hooks = dataset, hooks
-        self._tables: dict[tuple[str, str], pa.Table] = {}
-        self._norms: dict[str, npt.NDArray[np.float32]] | None = None
-        self._roles: dict[str, Roles] = {}
-        self._sampled: dict[str, Sampled] = {}
-        self._labels: dict[str, dict[str, pa.DictionaryArray]] = {}
-
-    def constant(self, shard: Shard) -> dict[str, pa.Array]:
-        """Return what the manifest says of all rows of a shard, each of length 1."""
-        phase = None if "phase" in shard.unknown else shard.phase
-        return {"run": pa.array([shard.run]), "phase": pa.array([phase], pa.string())}
-
-    def of(self, shard: Shard, names: Sequence[str]) -> dict[str, pa.Array]:
-        """Return the named columns, each of ``n_rows``; integers as int64, null where unknown.
-
-        Raises:
-            ActdsError: E014 norms of several hooks, or of a run that has no norm readouts, or a
-                label that no request has; E416 a row without its readout; and as
-                ``Shard.tokens``.
-        """
-        chosen = [column_of(name) for name in names]
-        wanted = {
-            "flags" if column.flag else column.name for column in chosen if column.table == "tokens"
-        }
-        if any(column.table in ("requests", "labels") for column in chosen):
-            wanted |= {"request"}
-        wanted |= {"step"} if any(column.table == "steps" for column in chosen) else set()
-        if any(column.table in ("roles", "sampled") for column in chosen):
-            wanted |= {"request", "position"}
-        tokens = shard.tokens(sorted(wanted)) if wanted else None
-        columns: dict[str, pa.Array] = {}
-        for column in chosen:
-            if column.table is None:
-                value = self.constant(shard)[column.name][0]
-                columns[column.name] = pa.repeat(value, shard.n_rows)
-            elif column.table == "readouts":
-                columns[column.name] = pa.array(self._norm(shard))
-            elif column.table == "roles":
-                assert tokens is not None
-                columns[column.name] = self._role(shard, tokens)
-            elif column.table == "labels":
-                assert tokens is not None
-                columns[column.name] = self._label(column.name.removeprefix(LABELS), shard, tokens)
-            elif column.table == "sampled":
-                assert tokens is not None
-                columns[column.name] = self._sampled_after(column.name, shard, tokens)
-            else:
-                assert tokens is not None
-                columns[column.name] = self._column(
-                    column.name, column.table, column.flag, shard, tokens
-                )
-        return columns
-
-    def provenance(self, shard: Shard, names: Sequence[str]) -> pa.Table:
-        """Return columns of the token table as stored, ``run`` and ``role``: ``n_rows``."""
-        stored = [name for name in names if name not in ("run", ROLE)]
-        wanted = {*stored, *(("request", "position") if ROLE in names else ())}
-        tokens = shard.tokens(sorted(wanted)) if wanted else None
-        columns: dict[str, Any] = {}
-        for name in names:
-            if name == "run":
-                columns[name] = pa.repeat(pa.scalar(shard.run), shard.n_rows)
-            elif tokens is not None:
-                columns[name] = self._role(shard, tokens) if name == ROLE else tokens[name]
-        return pa.table(columns)
-
-    def _column(self, name: str, table: str, flag: int, shard: Shard, tokens: pa.Table) -> pa.Array:
-        source = "flags" if flag else name.partition(".")[0]
-        if source in shard.unknown:
-            return pa.nulls(shard.n_rows, column_of(name).arrow_type)
-        if flag:
-            return pa.array((tokens["flags"].to_numpy() & flag) != 0)
-        if table == "tokens":
-            return _wide(tokens[name])
-        prefix, _, column = name.partition(".")
-        lines = self._table(shard.run, cast("TableName", table))
-        if not lines.num_rows:  # no census: read all the same, by somebody who said so
-            return pa.nulls(shard.n_rows, column_of(name).arrow_type)
-        at = np.searchsorted(lines[prefix].to_numpy(), tokens[prefix].to_numpy())
-        return _wide(lines[column].take(pa.array(at)))
-
-    def _label(self, name: str, shard: Shard, tokens: pa.Table) -> pa.Array:
-        if not self._labels:
-            for run in self._dataset.catalog.run_ids:
-                self._labels[run] = label_table(self._table(run, "requests")["labels"])
-        known = sorted({label for labels in self._labels.values() for label in labels})
-        if name not in known:
-            expected = f"one of {', '.join(known)}" if known else "none: requests have no labels"
-            raise bad(LABELS + name, "no request has it", expected)
-        labels = self._labels[shard.run].get(name)
-        if labels is None or "request" in shard.unknown:
-            return pa.nulls(shard.n_rows, pa.string())
-        number = self._table(shard.run, "requests")["request"].to_numpy()
-        at = np.searchsorted(number, tokens["request"].to_numpy())
-        return labels.take(pa.array(at))
-
-    def _table(self, run: str, name: TableName) -> pa.Table:
-        if (run, name) not in self._tables:
-            self._tables[run, name] = self._dataset.catalog.table(name, run).sort_by(name[:-1])
-        return self._tables[run, name]
-
-    def _role(self, shard: Shard, tokens: pa.Table) -> pa.Array:
-        if not shard.unknown.isdisjoint(("request", "position")):
-            return pa.nulls(shard.n_rows, pa.string())
-        if shard.run not in self._roles:
-            self._roles[shard.run] = Roles(self._dataset.catalog.table("roles", shard.run))
-        return self._roles[shard.run].of(tokens["request"], tokens["position"])
-
-    def _sampled_after(self, name: str, shard: Shard, tokens: pa.Table) -> pa.Array:
-        if shard.run not in self._sampled:
-            self._sampled[shard.run] = Sampled(self._dataset.catalog.table("sampled", shard.run))
-        column = name.partition(".")[2]
-        if not shard.unknown.isdisjoint(("request", "position")):
-            return pa.nulls(shard.n_rows, tables.SCHEMAS["sampled"].field(column).type)
-        values = self._sampled[shard.run].after(column, tokens["request"], tokens["position"])
-        return _wide(pa.chunked_array([values]))
-
-    def _norm(self, shard: Shard) -> npt.NDArray[np.float32]:
-        if len(self._hooks) != 1:
-            names = ", ".join(hook.name for hook in self._hooks)
-            raise bad("norm", f"the norms of {names}", "an expression over norm with one hook")
-        if self._norms is None:
-            self._norms = norms_of_hook(self._dataset, self._hooks[0].name)
-        return self._norms[shard.name]
-
-
-def _wide(column: pa.ChunkedArray) -> pa.Array:
-    """Return a column as one array; integers as int64, in which differences do not wrap."""
-    whole = column.combine_chunks()
-    return pc.cast(whole, pa.int64()) if pa.types.is_integer(whole.type) else whole
-
-
 class RowFilter:
     """Which rows of a dataset are read: those that names, expression and split leave.
 
     Args:
-        dataset: the dataset.
-        hooks: the hooks that are read.
-        exclude: names of ``FILTERS``: rows to leave out.
-        where: an expression: rows to read; None for all.
-        split: ``train`` or ``held_out``; None for both.
-        held_out: share of the requests that are held out, as their token digests fall.
         served: rows belong to all requests that they were served to, not only to the one that
             computed them: the split decides in `served_counts`, and leaves out no row here.
 
@@ -298,25 +155,35 @@ class RowFilter:
         held_out: float = 0.0,
         served: bool = False,
     ) -> None:
-        self._dataset, self._served = dataset, served
+        self._dataset, self._hooks, self._served = dataset, hooks, served
         self.values = RowValues(dataset, hooks)
         self.where = None if where is None else parse_expression(where, "where")
-        self.exclusion = Exclusion(dataset, hooks, exclude)
+        self.names = _known_names(exclude)
         self.split = _checked_split(split, held_out)
-        self._parts: dict[str, Ints] = {}
+        self._filters = [FILTERS[name] for name in self.names]
+        self._by_norm = [FILTERS[name] for name in self.names if is_by_norm(name)]
+        self._finite: dict[str, Mask] = {}
+        self._masks: dict[tuple[str, str], Mask] = {}  # of filters by norm
+        self._sides: dict[str, Ints] = {}
         self._again: dict[str, Servings] = {}
+        if self._by_norm:
+            self._apply_norms()
 
     @property
     def identity(self) -> dict[str, Any]:
         return {
-            "exclude": list(self.exclusion.names),
+            "exclude": list(self.names),
             "where": None if self.where is None else self.where.text,
             "split": None if self.split is None else list(self.split),
         }
 
     def left_out(self, shard: Shard) -> dict[str, Mask]:
-        """Return per name of ``exclude`` which rows of a shard it leaves out, ``(n_rows,)``."""
-        return self.exclusion.left_out(shard)
+        """Return per name which rows of a shard it leaves out, each of shape ``(n_rows,)``."""
+        by_tokens = [chosen for chosen in self._filters if chosen not in self._by_norm]
+        columns = self._columns(shard, by_tokens)
+        masks = {chosen.name: applied(chosen, columns, shard) for chosen in by_tokens}
+        masks |= {chosen.name: self._masks[chosen.name, shard.name] for chosen in self._by_norm}
+        return {name: masks[name] for name in self.names}
 
     def kept(self, shard: Shard) -> Mask | None:
         """Return which rows of a shard are read, bool ``(n_rows,)``; None for all."""
@@ -369,18 +236,50 @@ class RowFilter:
         return chosen
 
     def _in_split(self, shard: Shard) -> Mask:
-        if shard.run not in self._parts:
-            self._parts[shard.run] = self.requests_of(shard.run)
+        if shard.run not in self._sides:
+            self._sides[shard.run] = self.requests_of(shard.run)
         request = shard.tokens(["request"])["request"].to_numpy()
-        return np.isin(request, self._parts[shard.run])
+        return np.isin(request, self._sides[shard.run])
+
+    def _apply_norms(self) -> None:
+        # Of all shards: medians need every norm, and a mask is smaller than the norms.
+        by_hook = [norms_of_hook(self._dataset, hook.name) for hook in self._hooks]
+        medians = np.array([median(np.concatenate(list(norms.values()))) for norms in by_hook])
+        for shard in self._dataset.shards:
+            if all(shard.name in norms for norms in by_hook):
+                columns = self._columns(shard, self._by_norm)
+                columns["norm"] = np.stack([norms[shard.name] for norms in by_hook], axis=1)
+                columns["median_norm"] = medians
+                for chosen in self._by_norm:
+                    self._masks[chosen.name, shard.name] = applied(chosen, columns, shard)
+
+    def _columns(self, shard: Shard, filters: Sequence[Filter]) -> dict[str, npt.NDArray[Any]]:
+        """Return what filters ask for beside norms; the rows of a shard are read for it once."""
+        columns = token_columns(shard, filters)
+        if any(FINITE in mask.columns for mask in filters):
+            finite = self._finite.get(shard.name)
+            if finite is None:
+                by_hook = [finite_rows(shard, hook) for hook in self._hooks]
+                whole = np.ones(shard.n_rows, np.bool_)
+                finite = np.stack([whole if mask is None else mask for mask in by_hook], axis=1)
+                if not finite.all():
+                    self._finite[shard.name] = finite
+            columns[FINITE] = finite
+        return columns
+
+
+def _known_names(exclude: str | Sequence[str]) -> tuple[str, ...]:
+    names = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    for name in names:
+        if name not in FILTERS:
+            raise bad("exclude", repr(name)[:80], f"some of {', '.join(FILTERS)}")
+    return tuple(name for name in FILTERS if name in names)
 
 
 def held_out_requests(dataset: Dataset, run: str, share: float) -> tuple[Ints, Mask]:
     """Return the requests of a run, sorted, and which of them a split holds out ``(n,)``.
 
     Args:
-        dataset: the dataset.
-        run: the run.
         share: share of the requests that are held out, as their token digests fall.
 
     Raises:
@@ -456,10 +355,10 @@ def _is_of_other_hooks(name: str, selection: Selection) -> bool:
         if hook.name in hooks or not is_by_norm(name):
             continue
         try:
-            exclusion = Exclusion(dataset, [hook], name)
+            row_filter = RowFilter(dataset, [hook], exclude=name)
         except ActdsError:  # readouts that lack a row of it: nothing says that there are any
             continue
-        if any(exclusion.left_out(shard)[name].any() for shard in dataset.shards_of(hook.name)):
+        if any(row_filter.left_out(shard)[name].any() for shard in dataset.shards_of(hook.name)):
             return True
     return False
 
@@ -469,17 +368,12 @@ class Selection:
     """Which rows of a dataset are read, and how often each comes.
 
     Args:
-        dataset: the dataset.
-        hooks: the hooks, in the order named; they may differ in width and type.
-        shards: the shards, each of which holds rows of every hook.
-        filter: which rows are left out.
         excluded: how many rows each name of ``exclude`` leaves out.
         n_kept: rows that are read, each counted once.
         counts: how often each row of a shard comes, ``(n_rows,)``, 0 for one that is left out;
             None where each comes once.
         row_weights: the weights file; None without.
         loss_weight: the expression that gives each row its weight; None without.
-        frequency: the expression that rows come in proportion to; None where they do not.
     """
 
     dataset: Dataset
@@ -570,16 +464,8 @@ def select(
     """Return what the arguments of a loader choose.
 
     Args:
-        dataset: the dataset.
-        hooks: names of hooks; None takes all.
-        phase: ``prefill`` or ``decode``; None takes both.
-        exclude: names of ``FILTERS``.
-        where: an expression: rows to read.
-        split: ``train`` or ``held_out``, by request.
-        held_out: the share of requests that are held out.
         multiplicity: let each row come as often as it was served, in a split to its requests.
         weights: a weights file of the dataset, or an expression.
-        frequency: an expression that rows come in proportion to.
         finite: refuse rows that are not finite; without, the caller leaves them out.
 
     Raises:
@@ -600,7 +486,7 @@ def select(
         held_out=held_out,
         served=multiplicity,
     )
-    excluded = dict.fromkeys(row_filter.exclusion.names, 0)
+    excluded = dict.fromkeys(row_filter.names, 0)
     counts, n_kept = [], 0
     for shard in shards:
         count, n_left = _row_counts(shard, row_filter, excluded, multiplicity)
@@ -630,7 +516,7 @@ def _nothing(row_filter: RowFilter) -> ActdsError:
         return bad("where", f"{row_filter.where}, true for no row", "an expression that keeps one")
     if row_filter.split is not None:
         return bad("held_out", f"no request in {row_filter.split[0]}", "a share that leaves one")
-    return bad("exclude", ", ".join(row_filter.exclusion.names), "names that leave a row")
+    return bad("exclude", ", ".join(row_filter.names), "names that leave a row")
 
 
 def _weights(

@@ -11,12 +11,12 @@ from __future__ import annotations
 import ast
 import difflib
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import reduce
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.errors import ActdsError
+from actds.explore.dataset import Dataset
 from actds.format import tables
-from actds.format.labels import of_type
+from actds.format.labels import label_table, of_type
+from actds.format.roles import Roles
+from actds.format.sampled import Sampled
+from actds.format.schema import Hook
+from actds.format.shard import Shard
+from actds.format.tables import TableName
+from actds.loader.filters import bad, norms_of_hook
 
 Values = Mapping[str, pa.Array]
 Compiled = Callable[[Values], Any]
@@ -53,12 +60,9 @@ class Column:
     """A column that an expression may name.
 
     Args:
-        name: as it is written; ``request.NAME`` and ``step.NAME`` are columns of these tables,
-            ``sampled.NAME`` of the token that was sampled after the row.
         table: ``tokens``, ``requests``, ``steps`` or ``sampled``; ``readouts`` for ``norm``,
             ``roles`` for ``role``, ``labels`` for ``labels.NAME``; None for what the manifest of a
             shard says.
-        kind: the type of its values.
         flag: the bit of ``flags`` that it is; 0 for none.
     """
 
@@ -99,6 +103,8 @@ def _columns() -> dict[str, Column]:
 COLUMNS: dict[str, Column] = _columns()
 """Every column that an expression may name, but for the labels of a dataset's requests."""
 LABELS = "labels."
+ROLE = "role"
+"""Who wrote the position (section 6.3): a column of batches and examples on request."""
 
 
 def column_of(name: str) -> Column:
@@ -407,3 +413,143 @@ def _near(name: str) -> list[str]:
 def _of_kind(label: Compiled, kind: Kind) -> Compiled:
     """Return labels as values of a type; one that has another is not known."""
     return lambda v: of_type(label(v), _ARROW_TYPES[kind])
+
+
+class RowValues:
+    """The columns that an expression names, joined to the rows of a shard.
+
+    Args:
+        hooks: the hooks that are read; ``norm`` is of the only one.
+    """
+
+    def __init__(self, dataset: Dataset, hooks: Sequence[Hook]) -> None:
+        self._dataset, self._hooks = dataset, hooks
+        self._tables: dict[tuple[str, str], pa.Table] = {}
+        self._norms: dict[str, npt.NDArray[np.float32]] | None = None
+        self._roles: dict[str, Roles] = {}
+        self._sampled: dict[str, Sampled] = {}
+        self._labels: dict[str, dict[str, pa.DictionaryArray]] = {}
+
+    def constant(self, shard: Shard) -> dict[str, pa.Array]:
+        """Return what the manifest says of all rows of a shard, each of length 1."""
+        phase = None if "phase" in shard.unknown else shard.phase
+        return {"run": pa.array([shard.run]), "phase": pa.array([phase], pa.string())}
+
+    def of(self, shard: Shard, names: Sequence[str]) -> dict[str, pa.Array]:
+        """Return the named columns, each of ``n_rows``; integers as int64, null where unknown.
+
+        Raises:
+            ActdsError: E014 norms of several hooks, or of a run that has no norm readouts, or a
+                label that no request has; E416 a row without its readout; and as
+                ``Shard.tokens``.
+        """
+        chosen = [column_of(name) for name in names]
+        wanted = {
+            "flags" if column.flag else column.name for column in chosen if column.table == "tokens"
+        }
+        if any(column.table in ("requests", "labels") for column in chosen):
+            wanted |= {"request"}
+        wanted |= {"step"} if any(column.table == "steps" for column in chosen) else set()
+        if any(column.table in ("roles", "sampled") for column in chosen):
+            wanted |= {"request", "position"}
+        tokens = shard.tokens(sorted(wanted)) if wanted else None
+        columns: dict[str, pa.Array] = {}
+        for column in chosen:
+            if column.table is None:
+                value = self.constant(shard)[column.name][0]
+                columns[column.name] = pa.repeat(value, shard.n_rows)
+            elif column.table == "readouts":
+                columns[column.name] = pa.array(self._norm(shard))
+            elif column.table == "roles":
+                assert tokens is not None
+                columns[column.name] = self._role(shard, tokens)
+            elif column.table == "labels":
+                assert tokens is not None
+                columns[column.name] = self._label(column.name.removeprefix(LABELS), shard, tokens)
+            elif column.table == "sampled":
+                assert tokens is not None
+                columns[column.name] = self._sampled_after(column.name, shard, tokens)
+            else:
+                assert tokens is not None
+                columns[column.name] = self._column(
+                    column.name, column.table, column.flag, shard, tokens
+                )
+        return columns
+
+    def provenance(self, shard: Shard, names: Sequence[str]) -> pa.Table:
+        """Return columns of the token table as stored, ``run`` and ``role``: ``n_rows``."""
+        stored = [name for name in names if name not in ("run", ROLE)]
+        wanted = {*stored, *(("request", "position") if ROLE in names else ())}
+        tokens = shard.tokens(sorted(wanted)) if wanted else None
+        columns: dict[str, Any] = {}
+        for name in names:
+            if name == "run":
+                columns[name] = pa.repeat(pa.scalar(shard.run), shard.n_rows)
+            elif tokens is not None:
+                columns[name] = self._role(shard, tokens) if name == ROLE else tokens[name]
+        return pa.table(columns)
+
+    def _column(self, name: str, table: str, flag: int, shard: Shard, tokens: pa.Table) -> pa.Array:
+        source = "flags" if flag else name.partition(".")[0]
+        if source in shard.unknown:
+            return pa.nulls(shard.n_rows, column_of(name).arrow_type)
+        if flag:
+            return pa.array((tokens["flags"].to_numpy() & flag) != 0)
+        if table == "tokens":
+            return _wide(tokens[name])
+        prefix, _, column = name.partition(".")
+        lines = self._table(shard.run, cast("TableName", table))
+        if not lines.num_rows:  # no census: read all the same, by somebody who said so
+            return pa.nulls(shard.n_rows, column_of(name).arrow_type)
+        at = np.searchsorted(lines[prefix].to_numpy(), tokens[prefix].to_numpy())
+        return _wide(lines[column].take(pa.array(at)))
+
+    def _label(self, name: str, shard: Shard, tokens: pa.Table) -> pa.Array:
+        if not self._labels:
+            for run in self._dataset.catalog.run_ids:
+                self._labels[run] = label_table(self._table(run, "requests")["labels"])
+        known = sorted({label for labels in self._labels.values() for label in labels})
+        if name not in known:
+            expected = f"one of {', '.join(known)}" if known else "none: requests have no labels"
+            raise bad(LABELS + name, "no request has it", expected)
+        labels = self._labels[shard.run].get(name)
+        if labels is None or "request" in shard.unknown:
+            return pa.nulls(shard.n_rows, pa.string())
+        number = self._table(shard.run, "requests")["request"].to_numpy()
+        at = np.searchsorted(number, tokens["request"].to_numpy())
+        return labels.take(pa.array(at))
+
+    def _table(self, run: str, name: TableName) -> pa.Table:
+        if (run, name) not in self._tables:
+            self._tables[run, name] = self._dataset.catalog.table(name, run).sort_by(name[:-1])
+        return self._tables[run, name]
+
+    def _role(self, shard: Shard, tokens: pa.Table) -> pa.Array:
+        if not shard.unknown.isdisjoint(("request", "position")):
+            return pa.nulls(shard.n_rows, pa.string())
+        if shard.run not in self._roles:
+            self._roles[shard.run] = Roles(self._dataset.catalog.table("roles", shard.run))
+        return self._roles[shard.run].of(tokens["request"], tokens["position"])
+
+    def _sampled_after(self, name: str, shard: Shard, tokens: pa.Table) -> pa.Array:
+        if shard.run not in self._sampled:
+            self._sampled[shard.run] = Sampled(self._dataset.catalog.table("sampled", shard.run))
+        column = name.partition(".")[2]
+        if not shard.unknown.isdisjoint(("request", "position")):
+            return pa.nulls(shard.n_rows, tables.SCHEMAS["sampled"].field(column).type)
+        values = self._sampled[shard.run].after(column, tokens["request"], tokens["position"])
+        return _wide(pa.chunked_array([values]))
+
+    def _norm(self, shard: Shard) -> npt.NDArray[np.float32]:
+        if len(self._hooks) != 1:
+            names = ", ".join(hook.name for hook in self._hooks)
+            raise bad("norm", f"the norms of {names}", "an expression over norm with one hook")
+        if self._norms is None:
+            self._norms = norms_of_hook(self._dataset, self._hooks[0].name)
+        return self._norms[shard.name]
+
+
+def _wide(column: pa.ChunkedArray) -> pa.Array:
+    """Return a column as one array; integers as int64, in which differences do not wrap."""
+    whole = column.combine_chunks()
+    return pc.cast(whole, pa.int64()) if pa.types.is_integer(whole.type) else whole

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import actds
-from actds.explore.pairs import find_partners, prefix_hashes
+from actds.explore.requests import find_partners, prefix_hashes
 from actds_testing import harvest as h
 from actds_testing.tiny import make_tiny_model
 

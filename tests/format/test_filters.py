@@ -15,7 +15,8 @@ import pytest
 
 import actds
 from actds.format.readouts import Readouts
-from actds.loader.filters import FILTERS, Exclusion, Filter, register_filter
+from actds.loader.filters import FILTERS, Filter, register_filter
+from actds.loader.selection import RowFilter
 from actds_testing.synthetic import make_dataset, states
 
 HOOKS = ("resid_post.0", "resid_post.1")
@@ -116,7 +117,7 @@ def test_a_filter_by_norm_sees_every_hook_and_its_median(path: Path) -> None:
 
     register_filter(Filter("loud", "above the median", ("median_norm", "norm"), rows))
     try:
-        exclusion = Exclusion(dataset, hooks, "loud")
+        exclusion = RowFilter(dataset, hooks, exclude="loud")
     finally:
         del FILTERS["loud"]
     assert np.allclose(np.concatenate(told), norms, rtol=1e-4)

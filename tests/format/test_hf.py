@@ -378,6 +378,19 @@ def test_rows_are_left_out_by_name(tmp_path: Path, streaming: bool) -> None:
         actds.load_dataset(path, exclude="padding", **options)
 
 
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_side_of_a_split_has_the_requests_that_the_loader_has(
+    path: Path, tmp_path: Path, streaming: bool
+) -> None:
+    split: dict[str, Any] = {"split": "train", "held_out": 0.3}
+    options = split if streaming else {**split, "cache_dir": tmp_path}
+    requests = {
+        example["request"] for example in actds.load_dataset(path, streaming=streaming, **options)
+    }
+    loader = actds.Loader(path, batch=1, provenance=["request"], drop_last=False, **split)
+    assert {int(rows["request"][0]) for _, rows in loader} == {int(r) for r in requests}
+
+
 def served(batches: Iterable[dict[str, Any]]) -> Counter[tuple[Any, ...]]:
     """Return how often each row came: the bits of both hooks, its request and position."""
     found: Counter[tuple[Any, ...]] = Counter()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import json
+import re
 import runpy
 import shutil
 import subprocess
@@ -20,6 +22,7 @@ import torch
 
 import actds
 from actds.format.arrays import from_torch
+from actds.loader.loader import LoaderOptions
 from actds.loader.order import ORDER_VERSION
 from actds_testing.places import EXAMPLES
 from actds_testing.synthetic import make_dataset
@@ -95,6 +98,15 @@ def no_thread_is_left() -> Iterator[None]:
     yield
     gc.collect()
     assert our_threads() == []
+
+
+def test_every_keyword_is_documented_shown_and_typed(path: Path) -> None:
+    documented = re.findall(r"^    (\w+): ", inspect.getdoc(actds.Loader) or "", re.M)
+    shown = inspect.signature(actds.Loader).parameters
+    assert set(documented) - {"dataset", "datasets", "ActdsError"} == set(shown)
+    assert set(shown) == {"source", "hooks", *LoaderOptions.__annotations__}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'wher'"):
+        actds.Loader(path, wher="position > 3")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("window_rows, lanes", [(1, 1), (128, 4), (65536, 8)])

@@ -12,7 +12,7 @@ import scipy.stats
 
 import actds
 from actds.errors import ActdsError
-from actds.loader.mixing import MixingReport, mixing_report
+from actds.loader.order import MixingReport, mixing_report
 from actds_testing.simulate.dataset import write_dataset
 from actds_testing.simulate.run import simulate
 from actds_testing.simulate.scenario import Scenario

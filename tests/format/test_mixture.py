@@ -206,6 +206,14 @@ def test_a_split_is_by_request_and_the_same_in_every_harvest(path: Path, tmp_pat
     assert sum(len(side) for side in sides.values()) == actds.open(path).n_rows
 
 
+def test_statistics_of_a_side_are_those_of_its_rows(path: Path) -> None:
+    options: dict[str, Any] = {"batch": 1, "split": "train", "held_out": 0.3, "drop_last": False}
+    rows = torch.cat([acts for acts, _ in batches(path, HOOKS[0], **options)]).double().numpy()
+    stats = actds.Loader(path, HOOKS[0], **options).stats()[HOOKS[0]]
+    assert stats.count == len(rows)
+    np.testing.assert_allclose(stats.mean, rows.mean(axis=0), rtol=1e-12)
+
+
 @pytest.mark.parametrize("split", ["train", "held_out"])
 def test_a_side_counts_what_its_requests_were_served(path: Path, split: str) -> None:
     options: dict[str, Any] = {"batch": 1, "split": split, "held_out": 0.3, "drop_last": False}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import actds
 from actds.errors import ActdsError
-from actds.explore.context import covered, lacking
+from actds.explore.requests import covered, lacking
 from actds.format import tables
 from actds.format.positions import union
 from actds_testing import synthetic

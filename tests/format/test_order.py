@@ -13,7 +13,6 @@ from actds.loader.order import (
     Epoch,
     EpochOrder,
     Geometry,
-    Pieces,
     frequency_counts,
     order_key,
     piece_order,
@@ -23,7 +22,7 @@ from actds.loader.order import (
 KEY = order_key("0" * 64, 7)
 
 
-def lane_entries(order: EpochOrder, pieces: Pieces, lane: int) -> list[tuple[int, int, int]]:
+def lane_entries(order: EpochOrder, lane: int) -> list[tuple[int, int, int]]:
     """Return (shard, piece start, entry of the visit and the visit) of a lane in serving order."""
     out: list[tuple[int, int, int]] = []
     for index in range(order.n_windows(lane)):
@@ -58,8 +57,7 @@ def test_neighbouring_pieces_come_apart_in_every_epoch_and_seed() -> None:
 
 
 def test_the_pieces_do_not_share_a_stream_with_a_window() -> None:
-    pieces = Pieces.of_shards([4096], 1)
-    order = EpochOrder(pieces, Geometry(1, 1, 4096, 1), KEY, 0)
+    order = EpochOrder([4096], Geometry(1, 1, 4096, 1), KEY, 0)
     assert not np.array_equal(order.window(0, 0).order, piece_order(4096, KEY, 0))
 
 
@@ -84,10 +82,9 @@ def test_lanes_partition_the_entries_for_any_geometry(
 ) -> None:
     rng = np.random.default_rng(sum(n_rows))
     counts = [rng.integers(1, 9, n).astype(np.uint32) for n in n_rows] if counted else None
-    pieces = Pieces.of_shards(n_rows, piece_rows, counts)
     geometry = Geometry(lanes * per_lane, lanes, window_rows, piece_rows)
-    order = EpochOrder(pieces, geometry, KEY, epoch)
-    entries = [entry for lane in range(lanes) for entry in lane_entries(order, pieces, lane)]
+    order = EpochOrder(n_rows, geometry, KEY, epoch, counts)
+    entries = [entry for lane in range(lanes) for entry in lane_entries(order, lane)]
     n_entries = sum(int(c.sum()) for c in counts) if counts else sum(n_rows)
     assert len(entries) == order.n_entries == n_entries
     assert len({entry[:2] for entry in entries}) == n_entries
@@ -100,7 +97,7 @@ def test_lanes_partition_the_entries_for_any_geometry(
     for lane in range(lanes):
         for index in range(order.n_windows(lane)):
             window = order.window(lane, index)
-            n_rows_of = (pieces.stop - pieces.start)[window.pieces]
+            n_rows_of = (order.stop - order.start)[window.pieces]
             held = np.minimum(window.stop - window.start, n_rows_of).sum()
             assert held <= geometry.max_window_rows
     for lane in range(lanes):
@@ -125,19 +122,18 @@ def test_visits_partition_the_copies_of_every_row(counts: list[int], n_visits: i
 def test_a_much_served_piece_is_split_in_visits_of_about_its_rows() -> None:
     counts = np.ones(64, np.uint32)
     counts[:16] = 29
-    pieces = Pieces.of_shards([64, 10], 64, [counts, None])
-    assert pieces.shard.tolist() == [0] * 8 + [1]
-    assert pieces.n_visits.tolist() == [8] * 8 + [1]
-    assert pieces.n_entries.sum() == 16 * 29 + 48 + 10
-    assert pieces.n_entries[:8].max() - pieces.n_entries[:8].min() <= 16
+    order = EpochOrder([64, 10], Geometry(1, 1, 1, 64), KEY, 0, [counts, None])
+    assert order.shard.tolist() == [0] * 8 + [1]
+    assert order.n_visits.tolist() == [8] * 8 + [1]
+    assert order.sizes.sum() == 16 * 29 + 48 + 10
+    assert order.sizes[:8].max() - order.sizes[:8].min() <= 16
 
 
 def test_the_order_never_changes_between_versions() -> None:
     # Golden: a changed value breaks every saved state, and asks for a new ORDER_VERSION.
-    pieces = Pieces.of_shards([700, 40, 513], 64)
     hasher = hashlib.sha256()
     for epoch in (0, 1):
-        order = EpochOrder(pieces, Geometry(32, 4, 256, 64), order_key("a" * 64, 3), epoch)
+        order = EpochOrder([700, 40, 513], Geometry(32, 4, 256, 64), order_key("a" * 64, 3), epoch)
         for lane in range(4):
             for index in range(order.n_windows(lane)):
                 window = order.window(lane, index)
@@ -147,10 +143,9 @@ def test_the_order_never_changes_between_versions() -> None:
 
 
 def test_another_seed_epoch_or_dataset_gives_another_order() -> None:
-    pieces = Pieces.of_shards([4096], 64)
     geometry = Geometry(64, 4, 1024, 64)
     orders = [
-        EpochOrder(pieces, geometry, order_key(digest * 64, seed), epoch).window(0, 0)
+        EpochOrder([4096], geometry, order_key(digest * 64, seed), epoch).window(0, 0)
         for digest, seed, epoch in [("a", 0, 0), ("a", 0, 1), ("a", 1, 0), ("b", 0, 0)]
     ]
     assert len({order.pieces.tobytes() for order in orders}) == 4
@@ -178,9 +173,9 @@ def test_served_counts_follow_the_intervals_of_the_run() -> None:
 
 def test_pieces_whose_rows_are_all_left_out_are_not_read() -> None:
     counts = [np.array([0, 0, 0, 0, 1, 0, 2, 1], np.uint32), np.zeros(3, np.uint32)]
-    pieces = Pieces.of_shards([8, 3], 4, counts)
-    assert pieces.shard.tolist() == [0] and pieces.start.tolist() == [4]
-    order = EpochOrder(pieces, Geometry(batch=2, lanes=2, window_rows=8, piece_rows=4), (1, 2), 0)
+    geometry = Geometry(batch=2, lanes=2, window_rows=8, piece_rows=4)
+    order = EpochOrder([8, 3], geometry, (1, 2), 0, counts)
+    assert order.shard.tolist() == [0] and order.start.tolist() == [4]
     assert order.n_entries == 4
     windows = [order.window(lane, 0) for lane in range(2) if order.n_windows(lane)]
     assert sum(window.order.size for window in windows) == 4
@@ -199,7 +194,7 @@ def test_every_batch_has_the_shares_of_a_mixture_until_a_part_runs_out(
 ) -> None:
     shares = shares[: len(sizes)]
     geometry = Geometry(lanes * per_lane, lanes, 64, 16)
-    orders = [EpochOrder(Pieces.of_shards([n], 16), geometry, KEY, 0) for n in sizes]
+    orders = [EpochOrder([n], geometry, KEY, 0) for n in sizes]
     epoch = Epoch(orders, shares, geometry)
     given = np.zeros((lanes, len(sizes)), int)
     for step in range(epoch.n_full_batches):

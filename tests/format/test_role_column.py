@@ -11,7 +11,7 @@ import pytest
 
 import actds
 from actds.errors import ActdsError
-from actds.loader import loader as loader_module
+from actds.loader import mixture as mixture_module
 from actds_testing.synthetic import make_dataset
 
 Rows = dict[tuple[str, int, int], str | None]
@@ -84,7 +84,7 @@ def test_no_role_is_looked_up_unless_it_is_asked_for(
     def never(*_: Any) -> None:
         raise AssertionError("roles were looked up")
 
-    monkeypatch.setattr(loader_module, "Roles", never)
+    monkeypatch.setattr(mixture_module, "Roles", never)
     with actds.Loader(path, batch=32, provenance=True) as loader:
         _, rows = next(iter(loader))
     assert set(rows) == {"run", "request", "position", "token_id", "phase", "step"}

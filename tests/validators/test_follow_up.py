@@ -14,7 +14,7 @@ from click.testing import CliRunner
 import actds
 from actds.cli import cli
 from actds.errors import ActdsError
-from actds.explore.sequences import token_sequences
+from actds.explore.requests import token_sequences
 from actds.format.inclusion import is_drawn, salt_of, uniform
 from actds_testing import harvest as h
 from actds_testing.simulate import SCENARIOS, simulate, write_dataset

@@ -23,7 +23,7 @@ from scipy import stats
 import actds
 from actds.cli import cli
 from actds.errors import ActdsError
-from actds.explore.pairs import prefix_hashes
+from actds.explore.requests import prefix_hashes
 from actds.loader.selection import held_out_requests
 from actds_studies.cli.regimes import regimes as command
 from actds_studies.pages.regimes import page as page_of

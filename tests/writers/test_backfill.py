@@ -11,7 +11,7 @@ import pytest
 
 import actds
 from actds.errors import ActdsError
-from actds.explore.sequences import token_sequences
+from actds.explore.requests import token_sequences
 from actds.format.positions import Intervals, position_key
 from actds_testing import harvest as h
 from actds_testing.schedules import simulate, table_of

@@ -15,8 +15,7 @@ import actds
 from actds.dataset.commit import commit_part
 from actds.dataset.ledger import Chain
 from actds.errors import ActdsError
-from actds.explore.pairs import prefix_sums
-from actds.explore.sequences import TokenSequence, token_sequences
+from actds.explore.requests import TokenSequence, prefix_sums, token_sequences
 from actds.format import tables
 from actds.publish.sealing import seal
 from actds.store import open_store

@@ -15,8 +15,7 @@ from click.testing import CliRunner
 import actds
 from actds.cli import cli
 from actds.errors import ActdsError
-from actds.explore.pairs import find_partners, prefix_hashes
-from actds.explore.sequences import token_sequences
+from actds.explore.requests import find_partners, prefix_hashes, token_sequences
 from actds.format.readouts import Readouts
 from actds_testing import harvest as h
 from actds_testing.schedules import simulate

@@ -18,8 +18,7 @@ import numpy.typing as npt
 from actds.errors import ActdsError
 from actds.explore.dataset import Dataset, open_apart
 from actds.format.tables import PHASES, UNSERVED
-from actds.loader.selection import RowValues
-from actds.loader.where import parse_expression
+from actds.loader.where import RowValues, parse_expression
 from actds.text import storable
 from actds_studies.dictionaries import same_place
 from actds_studies.dictionaries.formats import load_dictionary

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from actds.dataset.multiplicity import Servings, served_again
 from actds.errors import ActdsError
 from actds.explore.dataset import Dataset
-from actds.explore.pairs import prefix_hashes
+from actds.explore.requests import prefix_hashes
 from actds.format import canonical
 from actds.format.positions import Keys, pair_key, split_key
 from actds.format.readouts import NONE

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from actds.dataset.multiplicity import resolved_references
 from actds.errors import ActdsError
 from actds.explore.dataset import Dataset
-from actds.explore.pairs import prefix_hashes
+from actds.explore.requests import prefix_hashes
 from actds.format.arrays import DTYPES
 from actds.format.inclusion import mixed
 from actds.format.positions import Keys, position_key

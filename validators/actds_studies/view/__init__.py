@@ -15,8 +15,8 @@ import numpy as np
 
 from actds.dataset.fates import NEVER
 from actds.errors import ActdsError, not_installed
-from actds.explore.context import Tokenizer
 from actds.explore.dataset import Dataset, open_apart
+from actds.explore.requests import Tokenizer
 from actds.explore.show import Fates, NormProfile, fates, norm_profile
 from actds.explore.stats import Stats
 from actds.format.labels import label_words

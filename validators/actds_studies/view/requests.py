@@ -26,7 +26,7 @@ from actds_studies.dictionaries.tensors import is_npz, is_torch, read_npz, read_
 from actds_validators.arrays import Array
 
 if TYPE_CHECKING:
-    from actds.explore.context import RequestRows, Tokenizer
+    from actds.explore.requests import RequestRows, Tokenizer
 
 MAX_SCORES = 4
 """The norm, and three more."""

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.executor import Threads
-from actds.explore.context import lacking, rows_of_positions
+from actds.explore.requests import lacking, rows_of_positions
 from actds.format.arrays import widen
 from actds.format.inclusion import is_drawn, salt_of, uniform
 from actds.format.positions import Intervals, Keys, position_key, split_key, union

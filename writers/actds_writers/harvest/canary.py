@@ -30,8 +30,7 @@ from actds.dataset.commit import commit_part, in_parts
 from actds.dataset.ledger import Chain
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
-from actds.explore.pairs import prefix_sums
-from actds.explore.sequences import TokenSequence
+from actds.explore.requests import TokenSequence, prefix_sums
 from actds.format import tables
 from actds.format.arrays import widen
 from actds.format.positions import Keys, position_key

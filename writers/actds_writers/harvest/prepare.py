@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
-from actds.explore.sequences import TokenSequence
+from actds.explore.requests import TokenSequence
 from actds.format import canonical
 from actds.format.readouts import NONE
 from actds.format.schema import RunRecord

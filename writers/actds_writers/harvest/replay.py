@@ -18,9 +18,8 @@ import numpy as np
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.explore import dataset as reading
-from actds.explore.context import covered, lacking
 from actds.explore.dataset import Dataset
-from actds.explore.sequences import TokenSequence, token_sequences
+from actds.explore.requests import TokenSequence, covered, lacking, token_sequences
 from actds.format.inclusion import is_drawn
 from actds.format.positions import Intervals, difference, position_key, split_key
 from actds.format.schema import Hook
