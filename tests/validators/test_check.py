@@ -123,7 +123,7 @@ def test_a_report_in_no_folder_is_refused_before_the_dataset_is_read(
     datasets: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[object] = []
-    monkeypatch.setattr("actds_validators.check.check", lambda *args, **kwargs: read.append(args))
+    monkeypatch.setattr("actds_validators.gate.check", lambda *args, **kwargs: read.append(args))
     told = run(datasets["PASS"], "--html", tmp_path / "no" / "audit.html")
     assert told.exit_code == 4 and "E503" in told.stderr and not read
     assert run(datasets["PASS"], "--html", "-").exit_code == 2 and not read

@@ -23,7 +23,7 @@ from actds_validators.cli.results import (
 from actds_validators.cli.validate import counting, finding_lines, verdict_line
 
 if TYPE_CHECKING:
-    from actds_validators.check import CheckResult, ImportedRows
+    from actds_validators.gate import CheckResult, ImportedRows
     from actds_validators.pages.index import Entry
 
 _MAX_FINDINGS, _MAX_STEPS = 2, 3
@@ -72,7 +72,7 @@ def check(
       actds check runs/* --html index.html
     """
     from actds_validators.audit.outputs import refuse_outputs
-    from actds_validators.check import check as run
+    from actds_validators.gate import check as run
     from actds_validators.pages.index import page_beside
     from actds_validators.pages.index import render as render_index
     from actds_validators.sections import need_extra

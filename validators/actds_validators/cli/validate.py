@@ -18,8 +18,8 @@ from actds_validators.cli.results import keep_little
 
 if TYPE_CHECKING:
     from actds.errors import Finding
-    from actds_validators.gate.gate import Passage
-    from actds_validators.gate.policy import Policy
+    from actds_validators.gate import Passage
+    from actds_validators.policy import Policy
     from actds_validators.validate.validation import Level, Progress, Validation
 
 LEVELS = ("quick", "standard", "full", "deep")
@@ -33,7 +33,7 @@ _SEVEREST = (3, 1, 5, 0)
 
 
 def _policy() -> type[Policy]:
-    from actds_validators.gate.policy import Policy
+    from actds_validators.policy import Policy
 
     return Policy
 
@@ -119,8 +119,8 @@ def validate(
       actds validate acts --watch
       actds validate acts --seal sha256:4f0c...
     """
-    from actds_validators.gate.gate import judge
-    from actds_validators.gate.policy import read_policy
+    from actds_validators.gate import judge
+    from actds_validators.policy import read_policy
 
     keep_little()
     form = "json" if as_json else form
@@ -156,7 +156,7 @@ def _print(passages: list[Passage], form: str) -> None:
         else:
             print_json(envelope("validations", {"datasets": [p.as_json() for p in passages]}))
     else:
-        from actds_validators.gate.gate import github, junit, sarif
+        from actds_validators.gate import github, junit, sarif
 
         write = {"junit": junit, "sarif": sarif, "github": github}[form]
         click.echo(write(passages), nl=False)
