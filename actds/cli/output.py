@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from actds.text import Line, printable
+
 if TYPE_CHECKING:
     from pydantic import BaseModel
-
-    from actds.text import Line
 
 _COLOURS = {"title": "bold", "good": "green", "bad": "bold red", "warn": "yellow", "dim": "dim"}
 
@@ -29,16 +29,17 @@ def print_json(document: Mapping[str, Any]) -> None:
 
 
 def print_lines(lines: Iterable[Line]) -> None:
+    """Print lines without control characters, in colour on a terminal."""
     if not sys.stdout.isatty():
         for line in lines:
-            click.echo(line.text)
+            click.echo(printable(line.text))
         return
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False)
     for line in lines:
-        console.print(Text(line.text, _COLOURS.get(line.style, "")), soft_wrap=True)
+        console.print(Text(printable(line.text), _COLOURS.get(line.style, "")), soft_wrap=True)
 
 
 class ResultCommand(click.Command):
