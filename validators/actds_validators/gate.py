@@ -28,8 +28,8 @@ from actds.text import counted, printable
 from actds.version import __version__
 from actds_validators.audit.result import Limits
 from actds_validators.policy import Policy, read_policy, refusals
+from actds_validators.validate.shards import hash_rows
 from actds_validators.validate.validation import LEVELS, Level, Progress, Validation, validate
-from actds_validators.validate.values import hash_rows
 
 if TYPE_CHECKING:
     from actds.exchange.doctor import Lack

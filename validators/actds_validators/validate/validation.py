@@ -1,6 +1,6 @@
 """Validation: the gate before training. Every check that a level asks for, and what they found.
 
-The ledger is checked here; files, accounting, roles and values have modules of their own.
+The ledger is checked here; shards, accounting and readouts have modules of their own.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from actds.store import Store, layout, local_folder, open_store
 from actds.store.local import lock_dataset
 from actds.trust.pin import check_pin, check_sums, parse_pin
 from actds.version import __version__
-from actds_validators.validate.accounting import RunAccount, check_accounting, check_shard_tokens
-from actds_validators.validate.files import (
-    Stamp,
-    check_array,
-    check_digests,
-    check_group,
-    check_indexes,
-    check_structure,
-    stamp,
-)
+from actds_validators.validate.accounting import RunAccount, check_accounting, check_side_tables
 from actds_validators.validate.readouts import RunReadouts, check_readouts
-from actds_validators.validate.side_tables import check_side_tables
-from actds_validators.validate.values import check_values, values_nbytes
+from actds_validators.validate.shards import (
+    Stamp,
+    check_arrays,
+    check_digests,
+    check_indexes,
+    check_shard_tokens,
+    check_structure,
+    check_values,
+    stamp,
+    values_nbytes,
+)
 
 Level = Literal["quick", "standard", "full", "deep"]
 State = Literal["passed", "failed", "skipped"]
@@ -514,10 +514,7 @@ class Watch:
         self._nbytes += nbytes
 
     def _check_shard(self, catalog: Catalog, manifest: ShardManifest) -> None:
-        check_group(catalog, manifest)
-        for hook in manifest.hooks:
-            with catalog.findings.noting("structure"):
-                check_array(catalog, manifest, hook)
+        check_arrays(catalog, manifest)
         path = f"{layout.shard_dir(manifest.shard)}/{TOKENS}"
         if self.level == "quick" or path in catalog.unsound:
             return
