@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from actds.text import counted
+from actds.text import Line, Style, counted
 from actds_validators.audit.result import (
     Accounting,
     Audit,
@@ -88,7 +88,25 @@ def accounting_part(audit: Audit) -> Part:
         Row(("positions whose KV came from outside the run", count(section.external))),
     ]
     tables = [*_findings(section), Table("What was counted", ("quantity", "number"), rows)]
-    return Part("accounting", "Accounting", Sentence(lead), tables)
+    return Part("accounting", "Accounting", Sentence(lead), tables, brief=_brief(section))
+
+
+def _brief(section: Accounting) -> list[Line]:
+    """Return the balance, and what took positions away, by reason."""
+    brief = [Line(f"  {balance(section)}")]
+    names = ("dropped", "aborted", "never computed", "filtered", "undelivered")
+    steps = [step for step in section.waterfall if step.name in names and step.n_positions]
+    for step in steps[:_MAX_STEPS]:
+        is_lost = step.name in ("dropped", "aborted")
+        share = step.n_positions / section.computed if is_lost else step.share
+        of = "of the computed" if is_lost else "of all"
+        line = f"{count(step.n_positions)} {step.name} ({percent(share)} {of})"
+        style: Style = "warn" if is_lost else "plain"
+        brief.append(Line(f"  {line}: {step.reason or 'no reason given'}", style))
+    if len(steps) > _MAX_STEPS:
+        more = f"  and {len(steps) - _MAX_STEPS:,} more; --json lists them all"
+        brief.append(Line(more, "dim"))
+    return brief
 
 
 def _findings(section: Accounting) -> list[Table]:

@@ -10,7 +10,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,17 @@ from actds.text import Line, Style
 from actds_validators.about import About
 from actds_validators.audit.place import Level
 from actds_validators.pages.svg import Picture
-from actds_validators.pages.words import LOOKS, STYLES, Fact, Part, Sentence, Table, clean, first
+from actds_validators.pages.words import (
+    LOOKS,
+    MAX_LIST,
+    STYLES,
+    Fact,
+    Part,
+    Sentence,
+    Table,
+    clean,
+    first,
+)
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -150,7 +160,6 @@ def _exact(text: str) -> Any:
     return Markup(text)
 
 
-MAX_LIST = 8
 _MAX_COLUMN = 64
 
 
@@ -175,10 +184,20 @@ def listed(
         yield Line(f"  and {len(items) - room:,} more; --json lists them all", "dim")
 
 
-def captioned(tables: Iterable[Table]) -> Iterator[Line]:
-    for table in tables:
-        yield from titled(table.caption)
-        yield from table_lines(table)
+def brief_lines(part: Part) -> Iterator[Line]:
+    """Yield a section as a terminal has it: its brief, and the first of each table."""
+    yield from titled(part.title)
+    yield from part.brief
+    for table in part.tables:
+        n_columns, n_rows = table.brief or (len(table.head), MAX_LIST)
+        if not n_rows:
+            continue
+        rows, more = first(table.rows, n_rows)
+        rows = [replace(row, cells=row.cells[:n_columns], note="") for row in rows]
+        yield Line(table.caption, "title")
+        yield from table_lines(
+            replace(table, head=table.head[:n_columns], rows=rows, more=more or table.more)
+        )
 
 
 def table_lines(table: Table) -> Iterator[Line]:
@@ -193,7 +212,8 @@ def table_lines(table: Table) -> Iterator[Line]:
         )
         for row in cut
     ]
-    yield Line(f"  {lines[0]}".rstrip(), "dim")
+    if any(table.head):
+        yield Line(f"  {lines[0]}".rstrip(), "dim")
     for row, line in zip(table.rows, lines[1:], strict=True):
         yield Line(f"  {line}".rstrip(), STYLES[row.tone])
         if row.note:

@@ -381,7 +381,9 @@ def evidence_part(audit: Audit) -> Part | None:
         "What this audit tested, what it could not test, and what it cannot detect. These are "
         "limits of the evidence, not faults of the data."
     )
-    return Part("evidence", "Limits of the evidence", Sentence(lead), (), [*map(Sentence, notes)])
+    brief = [Line(f"  - {note}", "dim") for note in notes]
+    title = "Limits of the evidence"
+    return Part("evidence", title, Sentence(lead), (), [*map(Sentence, notes)], brief)
 
 
 def settings_part(audit: Audit) -> Part:

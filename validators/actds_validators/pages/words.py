@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from actds.text import Style, printable
+from actds.text import Line, Style, printable
 from actds_validators.audit.result import BOUND, EVIDENCE, Estimate, Level, Must, Number
 
 Tone = Literal["", "good", "bad", "warn", "dim"]
@@ -220,6 +220,8 @@ def state_of(judged: Number, level: Level) -> State:
 
 MAX_ROWS = 50
 """Rows of a table or a chart; the result holds them all."""
+MAX_LIST = 8
+"""Those on a terminal."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,7 @@ class Table:
     """A table with a caption; ``left`` names the columns of words.
 
     ``narrow`` tables wrap their words on a phone; all others of four columns or more keep their
-    width there and scroll.
+    width there and scroll. ``brief``: how many columns and rows a terminal has.
     """
 
     caption: str
@@ -249,6 +251,7 @@ class Table:
     left: frozenset[int] = frozenset({0})
     more: str = ""
     narrow: bool = False
+    brief: tuple[int, int] | None = None
 
     @property
     def width(self) -> int:
@@ -259,13 +262,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Part:
-    """The words and tables of a section; its charts are in the registry of `html`."""
+    """The words and tables of a section; a terminal has ``brief`` in place of lead and notes."""
 
     name: str
     title: str
     lead: Sentence
     tables: Sequence[Table] = ()
     notes: Sequence[Sentence] = field(default_factory=list)
+    brief: Sequence[Line] = ()
 
 
 def first(items: Sequence[T], room: int = MAX_ROWS) -> tuple[list[T], str]:
@@ -287,8 +291,10 @@ def table_of(
     room: int = MAX_ROWS,
     tone: Callable[[T], Tone] = lambda item: "",
     note: Callable[[T], str] = lambda item: "",
+    brief: tuple[int, int] | None = None,
 ) -> list[Table]:
     """Return the table of the first items, a row each; nothing without one."""
     some, more = first(items, room)
     rows = [Row(tuple(say(item) for _, say in columns), tone(item), note(item)) for item in some]
-    return [Table(caption, tuple(name for name, _ in columns), rows, left, more)] if rows else []
+    head = tuple(name for name, _ in columns)
+    return [Table(caption, head, rows, left, more, brief=brief)] if rows else []
