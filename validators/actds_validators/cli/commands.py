@@ -1,23 +1,30 @@
-"""Commands ``actds validate``: verdict, checks, findings, totals; ``actds check``: the answer."""
+"""Commands ``validate``: is it valid; ``audit``: what was lost; ``check``: may I train on it."""
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from actds.cli.options import FiniteRange
 from actds.cli.output import ResultCommand, envelope, print_json, print_lines
 from actds.executor import EXECUTORS, ExecutorName
 from actds.text import Line, Style, counted, printable, storable
 from actds_validators.cli.results import (
+    COMMAND,
+    LimitsCommand,
+    Outputs,
     accept_option,
+    html_option,
+    json_option,
     keep_little,
     need_folders,
     no_dash,
@@ -26,7 +33,8 @@ from actds_validators.cli.results import (
 )
 
 if TYPE_CHECKING:
-    from actds.errors import Finding
+    from actds_validators.audit.passes import ExecutorName as AuditExecutorName
+    from actds_validators.audit.result import Audit
     from actds_validators.gate import CheckResult, ImportedRows, Passage
     from actds_validators.pages.report import Entry
     from actds_validators.policy import Policy
@@ -37,6 +45,12 @@ FORMATS = ("text", "json", "junit", "sarif", "github")
 MAX_FINDINGS = 50
 _MARKS = {"passed": "✓", "failed": "✗", "skipped": "-"}
 _STYLES: dict[str, Style] = {"passed": "good", "failed": "bad", "skipped": "dim"}
+_WORK = {
+    "bytes": ("hashed", 1e9, "GB"),
+    "rows": ("accounted for", 1e6, "M rows"),
+    "values": ("decoded", 1e9, "GB"),
+}
+"""Of each kind of work its words, how many make a unit of it, and the unit."""
 _QUIET_S = 2.0
 _SEVEREST = (3, 1, 5, 0)
 """Exit codes of one dataset; of several, the first of these that any of them has."""
@@ -200,54 +214,32 @@ def counting() -> Iterator[Progress]:
     if not sys.stderr.isatty():
         yield lambda what, amount: None
         return
-    done = {"bytes": 0, "rows": 0, "values": 0}
-    totals = dict.fromkeys(done, 0)
-    began = time.monotonic()
-    shown: list[Callable[[dict[str, int], dict[str, int]], None]] = []
-
-    def progress(what: str, amount: int) -> None:
-        if what.startswith("all "):
-            totals[what.removeprefix("all ")] += amount
-            return
-        done[what] += amount
-        if not shown and time.monotonic() - began >= _QUIET_S:
-            shown.append(stack.enter_context(_bars()))
-        for show in shown:
-            show(done, totals)
-
-    with ExitStack() as stack:
-        yield progress
-
-
-@contextmanager
-def _bars() -> Iterator[Callable[[dict[str, int], dict[str, int]], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-    units = {
-        "bytes": ("hashed", 1e9, "GB"),
-        "rows": ("accounted for", 1e6, "M rows"),
-        "values": ("decoded", 1e9, "GB"),
-    }
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[amount]}"),
-        TimeRemainingColumn(),
+    amount_of = "{task.completed:.2f} of {task.total:.2f} {task.fields[unit]}"
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn(amount_of))
+    bars = Progress(
+        *columns, TimeRemainingColumn(), console=Console(stderr=True), refresh_per_second=5
     )
     tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=Console(stderr=True), refresh_per_second=5) as bars:
+    began = time.monotonic()
 
-        def show(done: dict[str, int], totals: dict[str, int]) -> None:
-            for what, total in totals.items():
-                words, unit, name = units[what]
-                if total and what not in tasks:
-                    tasks[what] = bars.add_task(words, total=total, amount="")
-                if what in tasks:
-                    amount = f"{done[what] / unit:.2f} of {total / unit:.2f} {name}"
-                    bars.update(tasks[what], completed=done[what], total=total, amount=amount)
+    def progress(what: str, amount: int) -> None:
+        words, size, unit = _WORK[what.removeprefix("all ")]
+        if what.startswith("all "):
+            tasks[what.removeprefix("all ")] = bars.add_task(
+                words, total=amount / size, unit=unit, visible=amount > 0
+            )
+            return
+        bars.advance(tasks[what], amount / size)
+        if time.monotonic() - began >= _QUIET_S:
+            bars.start()
 
-        yield show
+    try:
+        yield progress
+    finally:
+        bars.stop()
 
 
 def _policy_lines(passage: Passage) -> Iterator[Line]:
@@ -313,21 +305,15 @@ def finding_lines(validation: Validation, room: int = MAX_FINDINGS) -> Iterator[
     yield Line("")
     advised: set[str] = set()
     for finding in validation.findings[:room]:
-        yield Line(f"{_label(finding)}{finding.line()}", _style(finding))
+        is_error = finding.severity == "error"
+        label = "" if is_error else f"{finding.severity} "
+        yield Line(f"{label}{finding.line()}", "bad" if is_error else "warn")
         if finding.code not in advised:
             advised.add(finding.code)
             yield Line(f"    Next: {finding.next_step}", "dim")
     more = len(validation.findings) - room
     if more > 0:
         yield Line(f"and {more:,} more findings; --json lists them all", "warn")
-
-
-def _label(finding: Finding) -> str:
-    return "" if finding.severity == "error" else f"{finding.severity} "
-
-
-def _style(finding: Finding) -> Style:
-    return "bad" if finding.severity == "error" else "warn"
 
 
 def _totals(validation: Validation) -> Iterator[Line]:
@@ -359,16 +345,110 @@ def _sentence(totals: dict[str, int]) -> str:
     return f"{', '.join(parts)}; {totals['scheduled']:,} tokens scheduled"
 
 
+def _result() -> type[Audit]:
+    from actds_validators.audit.result import Audit
+
+    return Audit
+
+
+@click.command(cls=LimitsCommand, result=_result)
+@click.argument("path", metavar="PATH")
+@html_option("Write the report.")
+@json_option()
+@click.option(
+    "--weights",
+    type=click.Path(dir_okay=False, path_type=Path),
+    callback=no_dash,
+    help="Write inverse-probability weights, one per stored row.",
+)
+@click.option(
+    "--classes",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Token classes for the coverage map: Parquet with request, start, stop, class.",
+)
+@accept_option()
+@click.option(
+    "--fail-on",
+    type=click.Choice(("fail", "inconclusive", "warn", "never")),
+    default="fail",
+    show_default=True,
+    help="Exit 1 at this verdict or worse.",
+)
+@click.option("--strict", is_flag=True, help="As --fail-on warn.")
+@click.option(
+    "--executor",
+    type=click.Choice(("threads", "ray")),
+    default="threads",
+    show_default=True,
+    help="Where the rows are read: the numbers are the same.",
+)
+@click.pass_context
+def audit(
+    ctx: click.Context,
+    /,
+    path: str,
+    html: Path | None,
+    json_out: Path | None,
+    weights: Path | None,
+    classes: Path | None,
+    accept: tuple[str, ...],
+    fail_on: str,
+    strict: bool,
+    executor: AuditExecutorName,
+    limits: dict[str, Any],
+) -> None:
+    """Estimate what a dataset lost, and whether it matters.
+
+    PATH is the dataset's folder, sealed and valid (actds validate). The audit compares what was
+    captured with what was computed and served, and ends in PASS, WARN, FAIL or INCONCLUSIVE with
+    the number that decided. It reads tables and no activation: actds regimes compares values. Exit
+    codes: 0, or 1 by --fail-on; 2 usage; 3 not readable, or imported, without a census to compare
+    with; 4 not writable.
+    """
+    is_default = ctx.get_parameter_source("fail_on") is ParameterSource.DEFAULT
+    if strict and not is_default and fail_on != "warn":
+        raise click.UsageError(f"--strict is --fail-on warn and contradicts --fail-on {fail_on}")
+    from actds_validators.audit.api import audit as run_audit
+
+    outputs = Outputs(
+        html, json_out, {"--weights": weights}, {"--classes": [classes] if classes else []}
+    )
+    from actds_validators.about import about as describe
+    from actds_validators.audit import place
+    from actds_validators.pages.report import render, render_lines
+
+    audited = run_audit(
+        path,
+        limits=limits,
+        weights=weights,
+        classes=classes,
+        accept=accept,
+        executor=executor,
+        progress=told(),
+    )
+    result = audited.result
+    about = describe(audited.catalog, ctx.meta[COMMAND])
+    outputs.write(
+        json.dumps(result.as_json(), indent=2, sort_keys=True),
+        lambda: render(result, about),
+        lambda: render_lines(result, about),
+    )
+    if result.accounting.is_sound:
+        outputs.say({"weights": weights})
+    elif outputs.on_terminal and weights is not None:
+        click.echo("weights: not written, because of accounting mismatches")
+    worst = "WARN" if strict else fail_on.upper()
+    failing = [] if worst == "NEVER" else place.LEVELS[place.LEVELS.index(worst) :]
+    sys.exit(int(result.answer.level in failing))
+
+
 _MAX_FEW_FINDINGS, _MAX_STEPS = 2, 3
 
 
 @click.command()
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True)
-@click.option(
-    "--html",
-    type=click.Path(dir_okay=False, path_type=Path),
-    callback=no_dash,
-    help="Write the audit's report; of several datasets an index, with their reports beside it.",
+@html_option(
+    "Write the audit's report; of several datasets an index, with their reports beside it."
 )
 @accept_option()
 @click.option(
@@ -378,10 +458,7 @@ _MAX_FEW_FINDINGS, _MAX_STEPS = 2, 3
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON (actds.check 1).")
 @click.option("--strict", is_flag=True, help="Fail on warnings, WARN and INCONCLUSIVE as well.")
-@click.pass_context
 def check(
-    ctx: click.Context,
-    /,
     paths: tuple[str, ...],
     html: Path | None,
     accept: tuple[str, ...],
