@@ -16,6 +16,7 @@ from actds_validators.audit.result import (
     Finding,
     WaterfallStep,
 )
+from actds_validators.pages.answer import SectionOf
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend, split_range
 from actds_validators.pages.words import (
     Columns,
@@ -340,3 +341,14 @@ def _grid(
 def _mean(parts: list[tuple[float, int]]) -> float | None:
     total = sum(n for _, n in parts)
     return sum(value * n for value, n in parts) / total if total else None
+
+
+SECTIONS = (
+    SectionOf(accounting_part, (waterfall,)),
+    SectionOf(
+        coverage_part,
+        (coverage_map,),
+        "Coverage",
+        "the tables hold no token classes or positions to map",
+    ),
+)

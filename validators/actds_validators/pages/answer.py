@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -19,6 +19,7 @@ from actds import __version__
 from actds.text import Line, Style
 from actds_validators.about import About
 from actds_validators.audit.place import Level
+from actds_validators.audit.result import Audit
 from actds_validators.pages.svg import Picture
 from actds_validators.pages.words import (
     LOOKS,
@@ -227,6 +228,27 @@ def _cut(cell: str) -> str:
 
 
 _MAX_STEPS, _MAX_STEPS_LINES, _MAX_VERDICTS, _MAX_NOTES = 12, 8, 40, 24
+
+
+Chart = Callable[[Audit], Picture | None]
+
+
+@dataclass(frozen=True)
+class SectionOf:
+    """A section of the report of an audit, made from its result.
+
+    Args:
+        part: its words and tables; ``None`` where the result has nothing for it.
+        charts: drawn between the words and the tables, each where the result has its numbers.
+        title: under which a missing section is named, with the reason; empty for none.
+        of_losses: whether it is about lost rows alone.
+    """
+
+    part: Callable[[Audit], Part | None]
+    charts: tuple[Chart, ...] = ()
+    title: str = ""
+    absent: str = ""
+    of_losses: bool = False
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from actds_validators.audit.result import (
     WeightCell,
 )
 from actds_validators.audit.wording import QUESTIONS
+from actds_validators.pages.answer import SectionOf
 from actds_validators.pages.svg import (
     WIDTH,
     FigureData,
@@ -556,3 +557,27 @@ def _cell(p: Picture, x: float, y: float, width: float, cell: WeightCell, top: f
         above, below = "all lost", f"n {short(cell.n)}"
     p.text(middle, y + 16, above, "middle", f"ink{step}", room=width - 4)
     p.text(middle, y + 31, below, "middle", f"ink{step}", room=width - 4)
+
+
+SECTIONS = (
+    SectionOf(
+        mechanism_part,
+        (),
+        "Mechanism",
+        "no token was lost, so there is nothing to test",
+        of_losses=True,
+    ),
+    SectionOf(
+        queues_part,
+        (capture_trace, loss_against_load, loss_against_step, occupancy, lag_plot),
+        "Time and queues",
+        "the run records neither steps nor queues",
+    ),
+    SectionOf(
+        weights_part,
+        (weight_map,),
+        "Weights",
+        "no token was dropped: every weight is 1",
+        of_losses=True,
+    ),
+)

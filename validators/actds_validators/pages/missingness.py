@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from actds.text import Line, counted
 from actds_validators.audit.result import (
@@ -18,6 +19,7 @@ from actds_validators.audit.result import (
     Stratum,
     StratumLoss,
 )
+from actds_validators.pages.answer import SectionOf
 from actds_validators.pages.svg import (
     WIDTH,
     FigureData,
@@ -506,3 +508,14 @@ def _decades(around: tuple[float, float]) -> list[float]:
 def _thinned(points: list[tuple[float, float]], room: int = 200) -> list[tuple[float, float]]:
     step = max(1, math.ceil(len(points) / room))
     return [*points[:-1:step], *points[-1:]]
+
+
+SECTIONS = (
+    SectionOf(
+        missingness_part,
+        (*(partial(forest, group=group) for group in GROUPS), stored_bias, heat_map, bound_curve),
+        "Missingness",
+        "no token was lost: there is none to compare with the stored ones",
+        of_losses=True,
+    ),
+)

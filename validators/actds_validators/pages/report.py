@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from actds.text import Line, counted
 from actds_validators.about import About
 from actds_validators.audit.place import LEVELS, TITLES, Level
-from actds_validators.audit.result import (
-    Accounting,
-    Audit,
-)
-from actds_validators.pages.accounting import (
-    accounting_part,
-    coverage_map,
-    coverage_part,
-    waterfall,
-)
+from actds_validators.audit.result import Accounting, Audit
+from actds_validators.pages import accounting, mechanism, missingness, summary
 from actds_validators.pages.answer import (
     AnswerPage,
     Shown,
@@ -32,40 +23,8 @@ from actds_validators.pages.answer import (
     render_page,
     titled,
 )
-from actds_validators.pages.mechanism import (
-    capture_trace,
-    lag_plot,
-    loss_against_load,
-    loss_against_step,
-    mechanism_part,
-    occupancy,
-    queues_part,
-    weight_map,
-    weights_part,
-)
-from actds_validators.pages.missingness import (
-    bound_curve,
-    forest,
-    heat_map,
-    missingness_part,
-    stored_bias,
-)
-from actds_validators.pages.summary import (
-    bar,
-    biases,
-    check_part,
-    evidence_part,
-    facts,
-    lengths,
-    lines,
-    places_part,
-    settings_part,
-    source_part,
-    terminal_lines,
-)
-from actds_validators.pages.svg import Picture
+from actds_validators.pages.summary import bar, biases, facts, lines, terminal_lines
 from actds_validators.pages.words import (
-    GROUPS,
     LOOKS,
     Fact,
     Part,
@@ -78,69 +37,14 @@ from actds_validators.pages.words import (
     state_of,
 )
 
-Chart = Callable[[Audit], Picture | None]
-
-
-@dataclass(frozen=True)
-class SectionOf:
-    """A section of the report, made from a result.
-
-    Args:
-        part: its words and tables; ``None`` where the result has nothing for it.
-        charts: drawn between the words and the tables, each where the result has its numbers.
-        title: under which a missing section is named, with the reason; empty for none.
-        of_losses: whether it is about lost rows alone.
-    """
-
-    part: Callable[[Audit], Part | None]
-    charts: tuple[Chart, ...] = ()
-    title: str = ""
-    absent: str = ""
-    of_losses: bool = False
-
-
-SECTIONS: tuple[SectionOf, ...] = (
-    SectionOf(places_part),
-    SectionOf(source_part, (lengths,), "Source", "no run record says what the source had"),
-    SectionOf(check_part),
-    SectionOf(accounting_part, (waterfall,)),
-    SectionOf(
-        coverage_part,
-        (coverage_map,),
-        "Coverage",
-        "the tables hold no token classes or positions to map",
-    ),
-    SectionOf(
-        missingness_part,
-        (*(partial(forest, group=group) for group in GROUPS), stored_bias, heat_map, bound_curve),
-        "Missingness",
-        "no token was lost: there is none to compare with the stored ones",
-        of_losses=True,
-    ),
-    SectionOf(
-        mechanism_part,
-        (),
-        "Mechanism",
-        "no token was lost, so there is nothing to test",
-        of_losses=True,
-    ),
-    SectionOf(
-        queues_part,
-        (capture_trace, loss_against_load, loss_against_step, occupancy, lag_plot),
-        "Time and queues",
-        "the run records neither steps nor queues",
-    ),
-    SectionOf(
-        weights_part,
-        (weight_map,),
-        "Weights",
-        "no token was dropped: every weight is 1",
-        of_losses=True,
-    ),
-    SectionOf(evidence_part),
-    SectionOf(settings_part),
+SECTIONS = (
+    *summary.SECTIONS[:3],
+    *accounting.SECTIONS,
+    *missingness.SECTIONS,
+    *mechanism.SECTIONS,
+    *summary.SECTIONS[3:],
 )
-"""Sections in the order of the report; a new section or chart is an entry here."""
+"""Sections in the order of the report; each module has its own, with their charts."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from actds.text import Line, format_nbytes
 from actds_validators.about import About
 from actds_validators.audit.place import TITLES, LeftOut, LengthBand, Place, SourceAccount
 from actds_validators.audit.result import Audit, Limits, Number, Options
-from actds_validators.pages.answer import dataset_facts
+from actds_validators.pages.answer import SectionOf, dataset_facts
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend
 from actds_validators.pages.words import (
     LOOKS,
@@ -429,3 +429,12 @@ def _options(options: Options) -> list[Row]:
             Row(("positions that have a label", labelled)),
         ]
     return rows
+
+
+SECTIONS = (
+    SectionOf(places_part),
+    SectionOf(source_part, (lengths,), "Source", "no run record says what the source had"),
+    SectionOf(check_part),
+    SectionOf(evidence_part),
+    SectionOf(settings_part),
+)
