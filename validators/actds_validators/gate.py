@@ -46,10 +46,8 @@ class Passage:
     """What the gate says of one dataset.
 
     Args:
-        policy: None where only the spec was asked.
         refused: the rules that it does not comply with; empty of a dataset that is not valid.
         verdict: level of the audit's answer; None where the policy does not ask for one.
-        strict: whether warnings are findings.
     """
 
     validation: Validation
@@ -89,7 +87,6 @@ def judge(
     policy: Policy | None = None,
     strict: bool = False,
     progress: Progress = lambda what, amount: None,
-    auditing: Callable[[str], None] = lambda what: None,
     executor: ExecutorName = "threads",
     seal: str | None = None,
     validation: Validation | None = None,
@@ -98,14 +95,10 @@ def judge(
 
     Args:
         level: how much is validated; that of the policy when None, ``full`` without one.
-        strict: whether warnings are findings; a policy may ask for it as well.
-        progress: as of ``validate``, like executor and seal.
-        auditing: as ``progress`` of ``audit``, which runs where the policy asks for it.
         validation: the validation, where there is one already.
 
     Raises:
-        ActdsError: E011 a package of the audit is not installed; what ``validate`` and ``audit``
-            raise.
+        ActdsError: E011 a package of the audit is not installed; as ``validate`` and ``audit``.
 
     Spec: 0.1 section 12.
     """
@@ -125,7 +118,7 @@ def judge(
     if asks and not any(map(catalog.is_imported, catalog.runs_with_data)):
         from actds_validators.audit.api import audit
 
-        result = audit(path, accept=policy.audit.accept, progress=auditing).result
+        result = audit(path, accept=policy.audit.accept).result
     refused = refusals(policy, catalog, validated.runs, result)
     verdict = None if result is None else result.answer.level
     return Passage(validated, policy, refused, verdict, strict)
@@ -191,13 +184,7 @@ _NOTHING_RECORDED = "nobody recorded how these rows were made"
 
 @dataclass(frozen=True)
 class ImportedHook:
-    """The rows of a hook.
-
-    Args:
-        n_not_finite: rows with a value that is NaN or infinite.
-        n_zero: rows of zeros alone.
-        n_repeated: rows that are bitwise copies of an earlier one; zeros are none.
-    """
+    """The rows of a hook; ``n_repeated`` are bitwise copies of an earlier one, zeros are none."""
 
     name: str
     dtype: str
@@ -214,8 +201,6 @@ class ImportedRows:
 
     Args:
         accepted: whether the caller takes imported rows, by name.
-        sealed: whether a seal covers them.
-        hooks: of each its rows.
         odd: which rows are not finite, zero or repeated, in words.
         lacks: what the set does not say, and what nobody can know without it.
     """
@@ -257,15 +242,7 @@ def imported_rows(
 ) -> ImportedRows | None:
     """Return what can be said of the rows, all of which are read; None where no run is imported.
 
-    Takes 8 bytes of memory for a row.
-
-    Args:
-        catalog: of a dataset of which nothing but seal and census may be missing.
-        accepted: whether imported rows are taken, by name.
-        progress: called with what is being done.
-
-    Raises:
-        ActdsError: E204 a chunk is damaged.
+    Takes 8 bytes of memory for a row. Raises E204 where a chunk is damaged.
     """
     runs = [run for run in catalog.runs_with_data if catalog.is_imported(run)]
     if not runs:

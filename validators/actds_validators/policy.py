@@ -292,9 +292,7 @@ def _bad(place: str, got: str, expected: str) -> ActdsError:
 def check_signature(rules: SignatureRules, catalog: Catalog) -> Iterator[Finding]:
     """Yield why the seal of a dataset is not signed as the rules ask.
 
-    Raises:
-        ActdsError: E009 there is nobody to trust; E021 a key that cannot be used; E011 a package
-            is not installed.
+    Raises E009 nobody to trust, E021 a key that cannot be used, E011 a package not installed.
 
     Spec: 0.1 section 15.4.
     """
@@ -329,19 +327,14 @@ def refusals(
     catalog: Catalog,
     runs: dict[str, dict[str, int]],
     audit: Audit | None = None,
-    now_ns: int | None = None,
 ) -> list[Finding]:
     """Return the rules that a dataset does not comply with, each as a finding E701.
 
     Args:
         runs: totals by run, from the accounting; empty where it was not done.
         audit: what the audit says; None where it was not asked.
-        now_ns: the wall clock; that of this machine when None.
-
-    Returns:
-        The findings; ``place`` is the rule, and the run that it is about.
     """
-    now = time.time_ns() if now_ns is None else now_ns
+    now = time.time_ns()
     refused = [
         *_hooks(policy, catalog),
         *_writers(policy, catalog),
@@ -498,8 +491,7 @@ def _prefix_cache(
 def _losses(rules: LossRules, run: str, accounted: Catalog | None) -> Iterator[Finding]:
     """Yield the shares above their limits, of the same positions as in the audit.
 
-    Args:
-        accounted: the dataset, ``None`` where the positions of the run were not accounted for.
+    ``accounted`` is None where the positions of the run were not accounted for.
     """
     names = [
         n for n in ("dropped", "aborted", "filtered") if getattr(rules, f"max_{n}") is not None

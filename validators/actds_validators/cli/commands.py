@@ -273,7 +273,6 @@ def _page(validation: Validation, strict: bool) -> Iterator[Line]:
 
 
 def verdict_line(validation: Validation, *, strict: bool = False) -> Line:
-    """Return the verdict: what was found, at which level, of which content."""
     n_errors, n_warnings = len(validation.errors), len(validation.warnings)
     code = validation.exit_code(strict=strict)
     if code == 3:
@@ -294,7 +293,6 @@ def verdict_line(validation: Validation, *, strict: bool = False) -> Line:
 
 
 def _level(validation: Validation) -> str:
-    """Return the level, with what it does not look at."""
     but = f", at which {validation.not_read}" if validation.not_read else ""
     return f"level {validation.level}{but}"
 

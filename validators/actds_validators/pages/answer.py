@@ -61,11 +61,7 @@ def harvested(started_ns: int, engines: Sequence[str]) -> str:
 
 
 def by_arm(words: Sequence[tuple[str, str]]) -> str:
-    """Return what is said of arms: once for those of which it is the same.
-
-    Args:
-        words: name of each arm, and what is said of it.
-    """
+    """Return what is said of arms, each a name and its words: once where it is the same."""
     arms: dict[str, list[str]] = {}  # by what is said of them
     for name, sentence in words:
         arms.setdefault(sentence, []).append(name)
@@ -101,13 +97,8 @@ def render_page(
 ) -> str:
     """Return a page: HTML in UTF-8, whose policy lets nothing in but its own style sheet.
 
-    Figures have their numbers as CSV behind a link. Where the page would be too large for them,
-    the longest are left out, which the page says.
-
-    Args:
-        template: of the folder ``templates``; it writes ``policy`` and ``style`` into its head.
-        styles: style sheets of that folder, joined in this order.
-        max_nbytes: size up to which the page has the numbers of its figures; None for any.
+    Figures have their numbers as CSV behind a link. Where the page would be larger than
+    ``max_nbytes`` the longest are left out, which the page says.
 
     Raises:
         ImportError: Jinja2 is not installed (the extra ``audit``).
@@ -239,9 +230,7 @@ class SectionOf:
 
     Args:
         part: its words and tables; ``None`` where the result has nothing for it.
-        charts: drawn between the words and the tables, each where the result has its numbers.
         title: under which a missing section is named, with the reason; empty for none.
-        of_losses: whether it is about lost rows alone.
     """
 
     part: Callable[[Audit], Part | None]
@@ -253,8 +242,6 @@ class SectionOf:
 
 @dataclass(frozen=True)
 class Shown:
-    """A section of a page with its charts."""
-
     part: Part
     pictures: Sequence[Picture] = ()
 
@@ -264,7 +251,6 @@ class AnswerPage:
     """What a page says, for HTML and for a terminal alike.
 
     Args:
-        facts: what it is about, each a name and its words.
         sections: of the page; a terminal has those of ``on_terminal``, without their charts.
         introduction: what the words of the answer mean.
         verdicts: that a terminal lists below the lead of the section ``verdicts``.
@@ -284,11 +270,7 @@ class AnswerPage:
     on_terminal: tuple[str, ...] = ()
 
     def html(self) -> str:
-        """Return the page: HTML in UTF-8, self-contained but for its links, without script.
-
-        Raises:
-            ImportError: Jinja2 is not installed (the extra ``audit``).
-        """
+        """Return the page: HTML in UTF-8, self-contained but for its links, without script."""
         return render_page(
             "answer.html.j2",
             actds=__version__,

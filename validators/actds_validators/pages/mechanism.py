@@ -202,12 +202,7 @@ def loss_against_step(audit: Audit) -> Picture | None:
 def _curves(
     name: str, title: str, what: tuple[str, str], curves: list[tuple[str, list[Loss]]]
 ) -> Picture:
-    """Return curves below each other.
-
-    Args:
-        what: whose deciles they are, and what a point of it is.
-        curves: of each the words of its axis, and its points.
-    """
+    """Return curves below each other; ``what``: whose deciles they are, and what a point is."""
     shown = [(x, sorted(p, key=lambda point: point.load)[:_MAX_POINTS]) for x, p in curves]
     p = Picture(
         name,

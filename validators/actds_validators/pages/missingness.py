@@ -154,13 +154,7 @@ def _differences(audit: Audit) -> list[Difference]:
 
 
 def forest(audit: Audit, group: str) -> Picture | None:
-    """Return the SMDs of a group of covariates with their intervals.
-
-    The largest are drawn, as many as fit on a printed page.
-
-    Args:
-        group: of the covariates, a key of ``GROUPS``.
-    """
+    """Return the SMDs of a group of ``GROUPS`` with their intervals: the largest, as fit a page."""
     differences = [d for d in _differences(audit) if d.covariate.group == group]
     if not differences:
         return None
@@ -179,10 +173,7 @@ def forest(audit: Audit, group: str) -> Picture | None:
 
 
 def stored_bias(audit: Audit) -> Picture | None:
-    """Return the bias of the stored rows, before and after weighting, on a scale of its own.
-
-    The largest of all groups are drawn, the first group first.
-    """
+    """Return the bias of the stored rows, before and after weighting, on a scale of its own."""
     limits = audit.limits
     having = [d for d in _differences(audit) if d.before_weighting]
     if not having:
@@ -291,7 +282,7 @@ def _reach(differences: Sequence[Difference], series: Sequence[_Series]) -> tupl
     return (-reach, reach)
 
 
-_MAX_COVARIATES, _MAX_CELLS = 18, 16
+_MAX_COVARIATES, _MAX_CELLS, _MAX_POINTS = 18, 16, 200
 _LEFT = 260.0
 _ENOUGH, _ENOUGH_SHARE = 1000, 0.01
 
@@ -301,7 +292,6 @@ class _Line:
     """A covariate with the strata that there is room for, and their words.
 
     Args:
-        strata: those of the most tokens, in their order.
         names: of the strata, in two lines; the second is empty where one does.
         shares: lost, all with the sign of per cent or all without.
         least: tokens of which a stratum's share is shaded.
@@ -320,7 +310,6 @@ class _Line:
 
     @property
     def height(self) -> float:
-        """Return the height of a cell: of the lines of its words."""
         n_lines = 2 + any(below for _, below in self.names) + any(map(self.is_few, self.strata))
         return 10.0 + 14 * max(n_lines, 3 if self.left_out else 2)
 
@@ -377,7 +366,6 @@ def heat_map(audit: Audit) -> Picture | None:
 
 
 def _line(d: Difference) -> _Line:
-    """Return a row: the strata of the most tokens, and their words."""
     order = sorted(range(len(d.strata)), key=lambda k: -d.strata[k].n)
     strata = [d.strata[k] for k in sorted(order[:_MAX_CELLS])]
     left_out = [d.strata[k] for k in order[_MAX_CELLS:]]
@@ -505,8 +493,8 @@ def _decades(around: tuple[float, float]) -> list[float]:
     return [float(k) for k in range(low, high + 1, step)]
 
 
-def _thinned(points: list[tuple[float, float]], room: int = 200) -> list[tuple[float, float]]:
-    step = max(1, math.ceil(len(points) / room))
+def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    step = max(1, math.ceil(len(points) / _MAX_POINTS))
     return [*points[:-1:step], *points[-1:]]
 
 

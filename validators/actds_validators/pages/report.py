@@ -49,17 +49,12 @@ SECTIONS = (
 
 @dataclass(frozen=True)
 class Absent:
-    """Sections that the result does not have, and why in one sentence."""
-
     title: str
     why: Sentence
 
 
 def render(audit: Audit, about: About | None = None) -> str:
     """Return the page: HTML in UTF-8, under 1 MB whatever the dataset.
-
-    Args:
-        about: what the dataset is; ``None`` where only the result is at hand.
 
     Raises:
         ImportError: Jinja2 is not installed (the extra ``audit``).
@@ -182,9 +177,7 @@ class Entry:
     """A dataset of the index.
 
     Args:
-        answer: whether to train on it, in a few words.
-        audit: its audit; None of one that is not valid, or is imported.
-        about: what it is; None with the audit.
+        audit: its audit; None of one that is not valid, or is imported, as is what it is about.
         why: what is wrong with one that is not valid.
         page: file name of its own page, in the folder of the index; empty for none.
         unaudited: level of the answer without an audit.
@@ -207,21 +200,14 @@ class Entry:
 def page_beside(index: Path, n: int, path: str) -> Path:
     """Return the file for the page of a dataset: beside the index, its number before its name.
 
-    Args:
-        n: number of the dataset, from 1.
-        path: of the dataset, anybody's: only letters, digits, ``.``, ``_`` and ``-`` are taken.
+    The path is anybody's: only letters, digits, ``.``, ``_`` and ``-`` of it are taken.
     """
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.rstrip("/").rpartition("/")[2])[:_MAX_SLUG]
     return index.with_name(f"{index.stem}-{n}-{name}.html")
 
 
 def render_index(entries: Sequence[Entry], command: str) -> str:
-    """Return the page: HTML in UTF-8, self-contained but for its links, without script.
-
-    Args:
-        entries: a dataset each, in the order of the rows.
-        command: that made it, as it was typed.
-    """
+    """Return the page: HTML in UTF-8, self-contained but for its links, without script."""
     levels = [entry.level for entry in entries]
     shown = [f"{n} {words}" for level, words in _ANSWERS.items() if (n := levels.count(level))]
     return AnswerPage(

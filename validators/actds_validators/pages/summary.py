@@ -336,11 +336,6 @@ def _three(value: float) -> str:
 
 
 def facts(audit: Audit, known: About | None) -> list[tuple[str, str]]:
-    """Return what the dataset is: model, hooks, rows, date, command; each a name and its words.
-
-    Args:
-        known: ``None`` where only the result is at hand.
-    """
     rows = f"{count(audit.accounting.captured)} of {count(audit.accounting.computed)} computed"
     if known is None:
         return [("Dataset", audit.dataset), ("Rows", rows)]

@@ -50,13 +50,7 @@ class Sentence(str):
 
 @dataclass(frozen=True)
 class Fact:
-    """One of the facts at the top of a page.
-
-    Args:
-        value: the fact, or why there is none.
-        note: more of it: the limit, the interval.
-        is_known: whether there is a value; without one nothing is wrong with the data.
-    """
+    """A fact at the top of a page; where it is not known nothing is wrong with the data."""
 
     title: str
     value: str
@@ -67,9 +61,7 @@ class Fact:
 def clean(text: str, room: int | None = None) -> str:
     """Return text without control characters, cut where it is longer than any honest one.
 
-    Args:
-        room: bytes that it may take in the page, escaped; by default those of a label, or of a
-            ``Sentence``.
+    ``room`` is of bytes in the page, escaped; by default that of a label, or of a ``Sentence``.
     """
     if room is None:
         room = _MAX_SENTENCE if isinstance(text, Sentence) else _MAX_WORD
@@ -161,11 +153,7 @@ def thousandths(value: float) -> str:
 
 
 def signed(value: float, *, three: bool = False) -> str:
-    """Return a number as ``thousandths`` does, with its sign; zero has none.
-
-    Args:
-        three: with three digits, as ``short``, where thousandths say too little.
-    """
+    """Return a number as ``thousandths`` does, or in three digits, with a sign but for zero."""
     words = short(value) if three else thousandths(value)
     return f"+{words}" if value > 0 else words
 
@@ -202,8 +190,7 @@ class State:
 def state_of(judged: Number, level: Level) -> State:
     """Return whether a number passes; too little evidence is no failure of the data.
 
-    Args:
-        level: of the verdict; under PASS no number beyond its limit is a reason not to train.
+    Under a verdict of PASS no number beyond its limit is a reason not to train.
     """
     if judged.ok is None:
         return State("-", "no limit", "dim")

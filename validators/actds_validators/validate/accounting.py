@@ -64,9 +64,7 @@ def check_accounting(
 ) -> list[RunAccount]:
     """Check every run that has a census, and the documents that quote its totals.
 
-    Args:
-        catalog: the dataset; notes E203, E206, E404 to E415 and whatever a table is wrong in.
-        progress: called with the rows of each token table that is done.
+    Notes E203, E206, E404 to E415 and whatever a table is wrong in.
 
     Spec: 0.1 section 7.
     """
@@ -535,8 +533,7 @@ def _check_missing(
 ) -> None:
     """Note the requests that have fewer lines than sampled tokens, by number.
 
-    Args:
-        free: numbers of those that may have none at all, ``None`` for every one.
+    Those of ``free`` may have none at all; so may every one where it is None.
     """
     ended = np.asarray(requests["finish_reason"].to_pylist()) != "unfinished"
     numbers, n = (ints(requests, name)[ended] for name in ("request", "generated_len"))

@@ -41,11 +41,7 @@ VALUES = ["norm", "projections", "probes"]
 
 
 def sound_tables(catalog: Catalog, run: str, *names: tables.TableName) -> list[pa.Table]:
-    """Return tables of a run; none where one is unsound, or what it should hold is not known.
-
-    Raises:
-        ActdsError: as ``Catalog.read_table``.
-    """
+    """Return tables of a run; none where one is unsound, or what it should hold is not known."""
     if run in catalog.incomplete:
         return []
     read = [catalog.sound_table(run, name) for name in names]
@@ -119,9 +115,7 @@ class HookReadouts:
 class RunReadouts:
     """The readouts of a run.
 
-    Args:
-        probes: the user's probes of each hook, ``(n_probes, d_model)``; empty when there are none,
-            or values are not wanted.
+    ``probes`` of each hook are ``(n_probes, d_model)``; none where values are not wanted.
     """
 
     hooks: dict[str, HookReadouts]
@@ -147,9 +141,6 @@ class RunReadouts:
 
 def check_readouts(catalog: Catalog, *, values: bool) -> dict[str, RunReadouts]:
     """Check row set and tokens of the readouts of every run; notes E416, E417.
-
-    Args:
-        values: whether the values will be compared with the rows.
 
     Returns:
         The readouts by run, of those runs that have any and whose tables can be read.
@@ -187,11 +178,7 @@ def compare(
     dtype: str,
     place: str,
 ) -> None:
-    """Compare the readouts of stored rows with those computed again; notes E417.
-
-    Args:
-        bits: their bit patterns ``(n, d_model)``.
-    """
+    """Compare readouts of rows, bits ``(n, d_model)``, with those computed again; notes E417."""
     where = of_run.hooks[hook].find(tokens)
     known = np.flatnonzero(where >= 0)  # those without are E416 already
     rows = arrays.as_ml_dtypes(bits[known], dtype).astype(np.float32)

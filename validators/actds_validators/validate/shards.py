@@ -146,11 +146,8 @@ def check_digests(
 ) -> None:
     """Check the SHA-256 of every pinned file; what differs is not parsed afterwards.
 
-    Args:
-        catalog: the dataset; notes E202, and E104 for what cannot be read.
-        progress: called with the bytes of files that are done.
-        known: files whose digest was checked before, each as it was then: one that has not
-            changed since is not read again.
+    Notes E202, and E104 for what cannot be read. A file that has not changed since its digest was
+    checked, as ``known`` says, is not read again.
 
     Spec: 0.1 section 2.3.
     """
@@ -314,10 +311,9 @@ def check_values(
     readouts: Mapping[str, RunReadouts] = MappingProxyType({}),
     executor: ExecutorName = "threads",
 ) -> None:
-    """Decode every chunk and look at every row.
+    """Decode every chunk and look at every row; notes E204, E417 and E601 to E604.
 
     Args:
-        catalog: the dataset; notes E204, E417 and E601 to E604.
         progress: called with the decoded bytes of each shard that is done.
         readouts: by run, to be compared with those computed again.
 

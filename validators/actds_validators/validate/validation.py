@@ -377,13 +377,7 @@ def _accounted(catalog: Catalog, accounts: list[RunAccount]) -> str:
 
 @dataclass(frozen=True)
 class Seen:
-    """What was validated so far.
-
-    Args:
-        n_shards: shards that are committed and were looked at.
-        nbytes: bytes that were read and hashed.
-        findings: what was found in this look, and in none before.
-    """
+    """What was validated so far; ``findings`` are those of this look, and of none before."""
 
     n_shards: int
     n_rows: int
@@ -423,7 +417,6 @@ class Watch:
         self._n_shards = self._n_rows = self._nbytes = 0
 
     def look(self) -> Seen:
-        """Return what was seen, after validating what is new."""
         findings: list[Finding] = []
         for chain, records in self._new_records(findings):
             findings += self._validate(chain, records)
