@@ -1,4 +1,4 @@
-"""Sections on what became of every position: accounting, and coverage by class and position."""
+"""Sections on what became of every position: source, accounting, coverage by class and place."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from actds.text import Line, Style, counted
+from actds_validators.audit.place import LeftOut, LengthBand, SourceAccount
 from actds_validators.audit.result import (
     Accounting,
     Audit,
@@ -29,6 +30,7 @@ from actds_validators.pages.words import (
     count,
     first,
     number,
+    or_dash,
     percent,
     short,
     table_of,
@@ -44,6 +46,94 @@ _KINDS = {
 }
 _STEP_WORDS = {"cache_ref": "prefix-cache hits", "positions": "all positions", "captured": "stored"}
 _MAX_STEPS = 20
+_MAX_LENGTHS = 14
+"""Bands of a chart, those of most tokens: it has to fit on a printed page."""
+
+
+def source_part(audit: Audit) -> Part | None:
+    source = audit.source
+    if source is None or source.records is None:
+        return None
+    left_out: Columns[LeftOut] = (
+        ("records", lambda item: f"{item.what}: {item.reason}"),
+        ("number", lambda item: count(item.n)),
+        ("prompt tokens", lambda item: or_dash(item.n_tokens, count)),
+    )
+    bands: Columns[LengthBand] = (
+        ("tokens of the prompt", _band),
+        ("records", lambda item: count(item.records)),
+        ("served", lambda item: count(item.served)),
+        ("share served", lambda item: percent(item.served / item.records)),
+        ("share of the source's tokens", lambda item: percent(item.tokens / source.tokens)),
+        ("share of the served tokens", lambda item: _share(item, source)),
+    )
+    tables = table_of("Records that were never served", left_out, source.left_out)
+    tables += table_of("Lengths of the prompts, source and served", bands, source.lengths)
+    ended = (
+        f" Ended before their source: {', '.join(source.interrupted[:5])}."
+        if source.interrupted
+        else ""
+    )
+    shift = ""
+    if source.length_shift is not None:
+        shift = (
+            f" The length of the prompt that a token is of: served against source, total variation "
+            f"{number(source.length_shift)}."
+        )
+    lead = (
+        f"{count(source.records)} records were read, {count(source.served)} served: "
+        f"{count(source.served_tokens)} of {count(source.tokens)} prompt tokens.{shift}{ended}"
+    )
+    return Part("source", "Source", Sentence(lead), tables)
+
+
+def _band(band: LengthBand) -> str:
+    return f"{band.low:,} to {band.high:,}" if band.high > band.low else f"{band.low:,}"
+
+
+def _share(band: LengthBand, source: SourceAccount) -> str:
+    return percent(band.served_tokens / source.served_tokens) if source.served_tokens else "-"
+
+
+def lengths(audit: Audit) -> Picture | None:
+    """Return the share of prompt tokens by length of the prompt: of the source, and as served."""
+    source = audit.source
+    if source is None or not source.lengths or not source.served_tokens:
+        return None
+    largest = sorted(source.lengths, key=lambda band: -band.tokens)[:_MAX_LENGTHS]
+    bands, room = sorted(largest, key=lambda band: band.low), 26.0
+    picture = Picture(
+        "lengths",
+        "Length of the prompt that a token is of, source and served",
+        "Share of all prompt tokens in prompts of a length; a difference of the two bars is what "
+        "skipping changed.",
+        WIDTH,
+        74 + 2 * room * len(bands),
+        FigureData(
+            ("tokens at least", "tokens at most", "tokens of the source", "served tokens"),
+            [(b.low, b.high, b.tokens, b.served_tokens) for b in bands],
+        ),
+    )
+    legend(picture, 170, 16, [("all", "source"), ("stored", "served")])
+    shares = [
+        (band, band.tokens / source.tokens, band.served_tokens / source.served_tokens)
+        for band in bands
+    ]
+    most = max(max(a, b) for _, a, b in shares)
+    frame = Frame(170, 30, 560, 2 * room * len(shares), (0, most), (0, 1))
+    axes(picture, frame, "share of prompt tokens", "", x_text=lambda x: short(100 * x) + " %",
+         y_marks=[])  # fmt: skip
+    for k, (band, of_source, of_served) in enumerate(shares):
+        top = frame.top + 2 * room * k
+        picture.label(frame.left - 10, top + room, f"{_band(band)} tokens", 154)
+        for row, (value, kind, name) in enumerate(
+            ((of_source, "all", "source"), (of_served, "stored", "served"))
+        ):
+            width = frame.x(value) - frame.left
+            words = f"{name}, {_band(band)} tokens: {percent(value)}"
+            picture.box(frame.left, top + 4 + row * 22, width, 18, kind, words)
+            picture.text(frame.left + width + 6, top + 18 + row * 22, percent(value))
+    return picture
 
 
 def balance(section: Accounting) -> str:
@@ -344,6 +434,7 @@ def _mean(parts: list[tuple[float, int]]) -> float | None:
 
 
 SECTIONS = (
+    SectionOf(source_part, (lengths,), "Source", "no run record says what the source had"),
     SectionOf(accounting_part, (waterfall,)),
     SectionOf(
         coverage_part,
