@@ -476,30 +476,15 @@ def sarif(passages: Sequence[Passage]) -> str:
     findings = [(passage, finding) for passage in passages for finding in _all(passage)]
     codes = sorted({finding.code for _, finding in findings})
     number = {code: n for n, code in enumerate(codes)}
-    log = {
-        "$schema": _SARIF,
-        "version": "2.1.0",
-        "runs": [
-            {
-                "tool": {
-                    "driver": {
-                        "name": "actds",
-                        "version": __version__,
-                        "rules": [_rule(code) for code in codes],
-                    }
-                },
-                "columnKind": "utf16CodeUnits",
-                "invocations": [
-                    {
-                        "executionSuccessful": all(
-                            passage.exit_code != UNREADABLE for passage in passages
-                        )
-                    }
-                ],
-                "results": [_result(passage, finding, number) for passage, finding in findings],
-            }
-        ],
+    driver = {"name": "actds", "version": __version__, "rules": [_rule(code) for code in codes]}
+    readable = all(passage.exit_code != UNREADABLE for passage in passages)
+    run = {
+        "tool": {"driver": driver},
+        "columnKind": "utf16CodeUnits",
+        "invocations": [{"executionSuccessful": readable}],
+        "results": [_result(passage, finding, number) for passage, finding in findings],
     }
+    log = {"$schema": _SARIF, "version": "2.1.0", "runs": [run]}
     return json.dumps(log, indent=2, sort_keys=True) + "\n"
 
 
@@ -521,22 +506,19 @@ def _rule(code: str) -> dict[str, Any]:
 
 
 def _result(passage: Passage, finding: Finding, number: dict[str, int]) -> dict[str, Any]:
+    place = printable(finding.place)
+    text = f"{finding.place}: {finding.got}; expected {finding.expected}. {finding.next_step}"
+    location = {
+        "physicalLocation": {"artifactLocation": {"uri": quote(_file(passage, finding))}},
+        "logicalLocations": [{"fullyQualifiedName": place}],
+    }
     return {
         "ruleId": finding.code,
         "ruleIndex": number[finding.code],
         "level": _SARIF_LEVELS[finding.severity],
-        "message": {
-            "text": printable(
-                f"{finding.place}: {finding.got}; expected {finding.expected}. {finding.next_step}"
-            )
-        },
-        "locations": [
-            {
-                "physicalLocation": {"artifactLocation": {"uri": quote(_file(passage, finding))}},
-                "logicalLocations": [{"fullyQualifiedName": printable(finding.place)}],
-            }
-        ],
-        "partialFingerprints": {"actds/v1": f"{finding.code} {printable(finding.place)}"},
+        "message": {"text": printable(text)},
+        "locations": [location],
+        "partialFingerprints": {"actds/v1": f"{finding.code} {place}"},
     }
 
 

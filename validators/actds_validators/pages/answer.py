@@ -16,7 +16,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from actds import __version__
-from actds.text import Line, Style
+from actds.text import Line
 from actds_validators.about import About
 from actds_validators.audit.place import Level
 from actds_validators.audit.result import Audit
@@ -166,12 +166,10 @@ def titled(title: str) -> Iterator[Line]:
     yield Line(title, "title")
 
 
-def listed(
-    title: str, items: Sequence[str], style: Style = "plain", room: int = MAX_LIST
-) -> Iterator[Line]:
+def listed(title: str, items: Sequence[str], room: int = MAX_LIST) -> Iterator[Line]:
     if items:
         yield from titled(title)
-    yield from (Line(f"  {words}", style) for words in items[:room])
+    yield from (Line(f"  {words}") for words in items[:room])
     if len(items) > room:
         yield Line(f"  and {len(items) - room:,} more; --json lists them all", "dim")
 

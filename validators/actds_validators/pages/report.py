@@ -365,12 +365,6 @@ SECTIONS = (
 """Sections in the order of the report; each module has its own, with their charts."""
 
 
-@dataclass(frozen=True)
-class Absent:
-    title: str
-    why: Sentence
-
-
 def render(audit: Audit, about: About | None = None) -> str:
     """Return the page: HTML in UTF-8, under 1 MB whatever the dataset.
 
@@ -408,7 +402,7 @@ def _shown(audit: Audit) -> list[Shown]:
     ]
 
 
-def _absent(audit: Audit) -> list[Absent]:
+def _absent(audit: Audit) -> list[tuple[str, Sentence]]:
     """Return the sections that the result lacks, each with the reason that the result shows."""
     reasons: dict[str, list[str]] = {}
     for section in SECTIONS:
@@ -419,7 +413,7 @@ def _absent(audit: Audit) -> list[Absent]:
             elif section.of_losses:
                 why = _without_losses(section.title, audit.accounting) or why
             reasons.setdefault(why, []).append(section.title)
-    return [Absent(", ".join(titles), Sentence(f"{why}.")) for why, titles in reasons.items()]
+    return [(", ".join(titles), Sentence(f"{why}.")) for why, titles in reasons.items()]
 
 
 def _without_losses(title: str, account: Accounting) -> str:

@@ -88,17 +88,18 @@ def _check_run(catalog: Catalog, run: str, progress: Callable[[int], None]) -> R
     for name in _READ_ALONE:
         reader.table(name)
     accounts = []
+    noted: dict[Finding, None] = {}
     row_sets = catalog.row_sets(run)
     for hooks, shards in row_sets:
-        account = census.account(reader.tokens(shards))
+        accounts.append(census.account(reader.tokens(shards)))
         suffix = f" (hooks {', '.join(hooks)})" if len(row_sets) > 1 else ""
-        findings = [_named(finding, suffix) for finding in account.findings]
-        accounts.append(replace(account, findings=findings))
+        for finding in accounts[-1].findings:
+            where = finding.place + (suffix if finding.place.startswith("shards") else "")
+            noted[replace(finding, place=where)] = None
     complete = not reader.broken and run not in catalog.incomplete
     if complete:
         reader.check_flags()
         # With a table missing, what then lacks a row is no second fault.
-        noted = dict.fromkeys(finding for account in accounts for finding in account.findings)
         for finding in noted:
             catalog.findings.take("accounting", finding)
     return RunAccount(run, accounts[0], complete, _dropped_by_chain(catalog, run, reader.n_dropped))
@@ -114,11 +115,6 @@ def _dropped_by_chain(catalog: Catalog, run: str, n_dropped: dict[str, int]) -> 
             if body.file.path in n_dropped:
                 dropped[chain.chain] = dropped.get(chain.chain, 0) + n_dropped[body.file.path]
     return dropped
-
-
-def _named(finding: Finding, suffix: str) -> Finding:
-    rows = finding.place.startswith("shards")
-    return replace(finding, place=finding.place + suffix) if rows else finding
 
 
 class _Tables:
@@ -207,32 +203,25 @@ def _check_close_totals(catalog: Catalog, account: RunAccount) -> None:
 
     Spec: 0.1 sections 8.2 and 8.3.
     """
-    required: dict[str, Set[str]]
     for chain in (chain for chain in catalog.chains.values() if chain.run == account.run):
         if chain.kind == "census":
-            expected = _census_totals(account)
-            required = {"finished": expected.keys(), "interrupted": expected.keys()}
-            _compare_close(catalog, chain, expected, required)
+            expected, of_cut_off = _census_totals(account), set[str]()
         elif chain.kind == "writer":
-            expected = _writer_totals(catalog, account, chain)
             # A writer that was cut off has not seen every step.
-            always = expected.keys() - {"recomputed_tokens"}
-            required = {"finished": expected.keys(), "interrupted": always}
-            _compare_close(catalog, chain, expected, required)
-            if chain.state == "fenced":
-                place = layout.record_path(chain.chain, len(chain.records) - 1)
-                got = "a fence: what was lost and not logged yet is not known"
-                wanted = "a writer that closed its log of losses"
-                catalog.findings.add("accounting", "E421", place, got, wanted, "warning")
-
-
-def _compare_close(
-    catalog: Catalog, chain: ChainState, expected: dict[str, int], required: Mapping[str, Set[str]]
-) -> None:
-    if chain.close is not None:
+            expected, of_cut_off = _writer_totals(catalog, account, chain), {"recomputed_tokens"}
+        else:
+            continue
         place = layout.record_path(chain.chain, len(chain.records) - 1)
-        names = required.get(chain.close.reason, set())
-        _compare_totals(catalog, place, chain.close.totals, expected, names)
+        if chain.close is not None:
+            required = {
+                "finished": expected.keys(),
+                "interrupted": expected.keys() - of_cut_off,
+            }.get(chain.close.reason, set())
+            _compare_totals(catalog, place, chain.close.totals, expected, required)
+        if chain.kind == "writer" and chain.state == "fenced":
+            got = "a fence: what was lost and not logged yet is not known"
+            wanted = "a writer that closed its log of losses"
+            catalog.findings.add("accounting", "E421", place, got, wanted, "warning")
 
 
 def _census_totals(account: RunAccount) -> dict[str, int]:

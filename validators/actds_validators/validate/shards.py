@@ -458,15 +458,9 @@ def _check_repeats(
     if not len(twins):
         return
     first, other = int(left[twins[0]]), int(right[twins[0]])
-    _note(
-        catalog,
-        "E603",
-        place,
-        right[some][twins],
-        tokens,
-        f"the bits of row {first}, {_who(tokens, first)} of token {token[first]}",
-        f"a row of its own for token {token[other]}",
-    )
+    got = f"the bits of row {first}, {_who(tokens, first)} of token {token[first]}"
+    expected = f"a row of its own for token {token[other]}"
+    _note(catalog, "E603", place, right[some][twins], tokens, got, expected)
 
 
 def may_equal(hook: str, other: str) -> bool:
@@ -499,10 +493,8 @@ def _check_hooks_apart(
             if may_equal(first, other):
                 continue
             place = f"shards/{manifest.shard} hook {other}"
-            rows = np.flatnonzero(same[j])
-            _note(
-                catalog, "E603", place, rows, tokens, f"the bits of hook {first}", "another state"
-            )
+            rows, got = np.flatnonzero(same[j]), f"the bits of hook {first}"
+            _note(catalog, "E603", place, rows, tokens, got, "another state")
             left -= 1
             if not left:
                 return
