@@ -202,8 +202,7 @@ def table_lines(table: Table) -> Iterator[Line]:
         )
         for row in cut
     ]
-    if any(table.head):
-        yield Line(f"  {lines[0]}".rstrip(), "dim")
+    yield Line(f"  {lines[0]}".rstrip(), "dim")
     for row, line in zip(table.rows, lines[1:], strict=True):
         yield Line(f"  {line}".rstrip(), STYLES[row.tone])
         if row.note:
@@ -216,8 +215,7 @@ def _cut(cell: str) -> str:
     return cell if len(cell) <= _MAX_COLUMN else cell[: _MAX_COLUMN - 1] + "…"
 
 
-_MAX_STEPS, _MAX_STEPS_LINES, _MAX_VERDICTS, _MAX_NOTES = 12, 8, 40, 24
-
+_MAX_STEPS, _MAX_VERDICTS, _MAX_NOTES = 8, 40, 24
 
 Chart = Callable[[Audit], Picture | None]
 
@@ -269,21 +267,8 @@ class AnswerPage:
 
     def html(self) -> str:
         """Return the page: HTML in UTF-8, self-contained but for its links, without script."""
-        return render_page(
-            "answer.html.j2",
-            actds=__version__,
-            subject=self.subject,
-            question=self.question,
-            level=self.level,
-            mark=LOOKS[self.level].mark,
-            answer=self.answer,
-            introduction=Sentence(self.introduction),
-            numbers=self.boxes,
-            split=[Sentence(words) for words in self.split],
-            next_steps=[Sentence(step) for step in self.next_steps[:_MAX_STEPS]],
-            facts=[(name, Sentence(words)) for name, words in self.facts],
-            sections=self.sections,
-        )
+        mark = LOOKS[self.level].mark
+        return render_page("answer.html.j2", actds=__version__, mark=mark, **vars(self))
 
     def lines(self) -> Iterator[Line]:
         """Yield the page for a terminal, line by line; no line holds a control character."""
@@ -308,7 +293,7 @@ class AnswerPage:
             more = len(self.verdicts) - _MAX_VERDICTS
             yield from [Line(f"  and {more:,} more (--json)", "dim")] if more > 0 else []
         steps = [f"{n}. {step}" for n, step in enumerate(self.next_steps, 1)]
-        yield from listed("What to do", steps, room=_MAX_STEPS_LINES)
+        yield from listed("What to do", steps, room=_MAX_STEPS)
         for part in (parts[name] for name in self.on_terminal if name in parts):
             yield from titled(part.title)
             for table in part.tables:

@@ -383,12 +383,9 @@ def render(audit: Audit, about: About | None = None) -> str:
         places=lines(audit),
         losses=bool(audit.accounting.loss_share or not audit.accounting.is_sound),
         biases=biases(audit),
-        facts=[(name, Sentence(words)) for name, words in facts(audit, about)],
-        sentence=Sentence(verdict.sentence),
+        facts=facts(audit, about),
         value=measured(deciding.value, deciding.unit),
         held=f"{against(deciding)}: {state.words}" if deciding.limit is not None else "",
-        next_steps=[Sentence(step) for step in audit.answer.next_steps[:20]],
-        lacks=[Sentence(lack) for lack in verdict.lacks[:20]],
         sections=_shown(audit),
         absent=_absent(audit),
     )
