@@ -22,11 +22,9 @@ from actds_validators.cli.results import (
     COMMAND,
     LimitsCommand,
     Outputs,
-    accept_option,
     html_option,
     json_option,
     keep_little,
-    need_folders,
     no_dash,
     told,
     write_text,
@@ -54,6 +52,14 @@ _WORK = {
 _QUIET_S = 2.0
 _SEVEREST = (3, 1, 5, 0)
 """Exit codes of one dataset; of several, the first of these that any of them has."""
+
+
+_accept_option = click.option(
+    "--accept",
+    type=click.Choice(("source", "cache", "rules", "ends", "queues", "values", "identity")),
+    multiple=True,
+    help="Waive a place where rows go, though it does not pass; repeatable.",
+)
 
 
 def _policy() -> type[Policy]:
@@ -364,7 +370,7 @@ def _result() -> type[Audit]:
     type=click.Path(dir_okay=False, path_type=Path),
     help="Token classes for the coverage map: Parquet with request, start, stop, class.",
 )
-@accept_option()
+@_accept_option
 @click.option(
     "--fail-on",
     type=click.Choice(("fail", "inconclusive", "warn", "never")),
@@ -448,7 +454,7 @@ _MAX_FEW_FINDINGS, _MAX_STEPS = 2, 3
 @html_option(
     "Write the audit's report; of several datasets an index, with their reports beside it."
 )
-@accept_option()
+@_accept_option
 @click.option(
     "--imported",
     is_flag=True,
@@ -479,15 +485,11 @@ def check(
       actds check acts --json --strict
       actds check runs/* --html index.html
     """
-    from actds_validators.audit.outputs import refuse_outputs
+    from actds_validators.about import about
     from actds_validators.gate import check as run
-    from actds_validators.pages.report import page_beside, render_index
-    from actds_validators.sections import need_extra
+    from actds_validators.pages.report import page_beside, render, render_index
 
-    need_extra(*(["jinja2"] if html else []))
-    refuse_outputs({"--html": html}, {})
-    need_folders(html)
-    keep_little()
+    Outputs(html, None)  # what cannot be written is refused before minutes of hashing
     several = len(paths) > 1
     codes: list[int] = []
     documents: list[dict[str, Any]] = []
@@ -504,7 +506,8 @@ def check(
         report = page_beside(html, n, path) if several and html is not None else html
         if report is not None and checked.audit is not None:
             command = shlex.join(["actds", "audit", path, "--html", str(report)])
-            write_text(report, _report(checked, command))
+            known = about(checked.audit.catalog, command)
+            write_text(report, render(checked.audit.result, known))
         codes.append(checked.exit_code(strict=strict))
         entries.append(_entry(checked, report))
         if as_json:
@@ -536,14 +539,6 @@ def _entry(checked: CheckResult, report: Path | None) -> Entry:
     page = "" if report is None else report.name
     known = about(checked.audit.catalog, "")
     return Entry(path, answer, checked.audit.result, known, page=page)
-
-
-def _report(checked: CheckResult, command: str) -> str:
-    from actds_validators.about import about
-    from actds_validators.pages.report import render
-
-    assert checked.audit is not None, "there is a result to report"
-    return render(checked.audit.result, about(checked.audit.catalog, command))
 
 
 def _screen(checked: CheckResult, html: Path | None, strict: bool) -> Iterator[Line]:

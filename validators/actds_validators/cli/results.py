@@ -88,16 +88,6 @@ def html_option(words: str) -> Callable[[Command], Command]:
     return click.option("--html", type=kind, callback=no_dash, help=words)
 
 
-def accept_option() -> Callable[[Command], Command]:
-    names = ("source", "cache", "rules", "ends", "queues", "values", "identity")
-    return click.option(
-        "--accept",
-        type=click.Choice(names),
-        multiple=True,
-        help="Waive a place where rows go, though it does not pass; repeatable.",
-    )
-
-
 def json_option() -> Callable[[Command], Command]:
     return click.option(
         "--json",

@@ -138,17 +138,14 @@ def lengths(audit: Audit) -> Picture | None:
 
 def balance(section: Accounting) -> str:
     never = f"{count(section.never_computed)} never computed + " if section.never_computed else ""
+    outside = f" ({count(section.external)} from outside)" if section.external else ""
     late = f" + {count(section.undelivered)} undelivered" if section.undelivered else ""
     return (
         f"{counted(section.positions, 'position')} = {count(section.captured)} stored + "
-        f"{count(section.cache_ref)} prefix-cache hits{_external(section)} + "
+        f"{count(section.cache_ref)} prefix-cache hits{outside} + "
         f"{count(section.dropped)} dropped + {count(section.aborted)} aborted + "
         f"{never}{count(section.filtered)} filtered{late}"
     )
-
-
-def _external(section: Accounting) -> str:
-    return f" ({count(section.external)} from outside)" if section.external else ""
 
 
 def never_computed(section: Accounting) -> str:

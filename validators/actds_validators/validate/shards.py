@@ -299,12 +299,6 @@ class _Item:
     readouts: RunReadouts | None
 
 
-@dataclass(frozen=True)
-class _Looked:
-    noted: list[tuple[CheckName, Finding]]
-    nbytes: int
-
-
 def check_values(
     catalog: Catalog,
     progress: Callable[[int], None] = lambda nbytes: None,
@@ -322,10 +316,10 @@ def check_values(
     # A thread holds some chunks and what is computed of them: eight of them, a gigabyte at most.
     n_workers = min(8, os.cpu_count() or 1) if executor == "threads" else None
     with open_executor(executor, n_workers) as on:
-        for looked in on.map(_look_at, _items(catalog, readouts)):
-            for check, finding in looked.noted:
+        for noted, nbytes in on.map(_look_at, _items(catalog, readouts)):
+            for check, finding in noted:
                 catalog.findings.take(check, finding)
-            progress(looked.nbytes)
+            progress(nbytes)
 
 
 def values_nbytes(catalog: Catalog, manifest: ShardManifest) -> int:
@@ -351,12 +345,12 @@ def _items(catalog: Catalog, readouts: Mapping[str, RunReadouts]) -> Iterator[_I
         yield _Item(catalog.of_shard(manifest), tokens, of_run)
 
 
-def _look_at(item: _Item) -> _Looked:
+def _look_at(item: _Item) -> tuple[list[tuple[CheckName, Finding]], int]:
     findings = item.catalog.findings
     nbytes = 0
     with findings.noting("integrity"):
         nbytes = _check_shard(item.catalog, item.tokens, item.readouts)
-    return _Looked(list(findings), nbytes)
+    return list(findings), nbytes
 
 
 def _check_shard(catalog: Catalog, tokens: pa.Table, readouts: RunReadouts | None) -> int:
