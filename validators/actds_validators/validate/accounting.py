@@ -280,16 +280,12 @@ def _check_multiplicity(catalog: Catalog, seal: Seal, accounts: list[RunAccount]
     implied = implied.sort_by(order)
     if stored.equals(implied):
         return
-    got, expected = (
-        [table[name].to_numpy(zero_copy_only=False) for name in table.column_names]
-        for table in (stored, implied)
-    )
     n = min(stored.num_rows, implied.num_rows)
-    differ = [
-        np.flatnonzero(account[:n] != other[:n])
-        for account, other in zip(got, expected, strict=True)
-    ]
-    row = min((int(where[0]) for where in differ if len(where)), default=n)
+    differ = (
+        pc.index(pc.not_equal(stored[name][:n], implied[name][:n]), True).as_py()
+        for name in stored.column_names
+    )
+    row = min((at for at in differ if at >= 0), default=n)
     entries = _entry(stored, row), _entry(implied, row)
     catalog.findings.add("accounting", "E413", f"{path} row {row}", *entries)
 
@@ -297,11 +293,8 @@ def _check_multiplicity(catalog: Catalog, seal: Seal, accounts: list[RunAccount]
 def _entry(table: pa.Table, row: int) -> str:
     if row >= table.num_rows:
         return "no further row"
-    entry = table.slice(row, 1).to_pylist()[0]
-    return (
-        f"run {entry['run']} request {entry['request']} [{entry['start']}, {entry['stop']}) "
-        f"count {entry['count']}"
-    )
+    words = "run {run} request {request} [{start}, {stop}) count {count}"
+    return words.format(**table.slice(row, 1).to_pylist()[0])
 
 
 ENTROPY = "capture.entropy"
@@ -367,11 +360,8 @@ def _check_foreign(catalog: Catalog, run: str, canary: pa.Table) -> None:
         row = foreign.slice(at, 1).to_pylist()[0]
         more = f" (and {count - 1} more rows)" if count > 1 else ""
         place = f"canary/{run} request {row['request']} position {row['position']}"
-        got, expected = (
-            "a row far from its replay",
-            "the row of the request that it is stored under",
-        )
-        where = f"{place} hook {row['hook']}{more}"
+        where, got = f"{place} hook {row['hook']}{more}", "a row far from its replay"
+        expected = "the row of the request that it is stored under"
         catalog.findings.add("accounting", "E418", where, got, expected)
 
 

@@ -234,10 +234,8 @@ def check_shard_tokens(
 ) -> None:
     place = layout.manifest_path(manifest.shard)
     if table.num_rows != manifest.n_rows:
-        got, expected = (
-            f"{table.num_rows} token rows",
-            f"{manifest.n_rows} rows, as in the manifest",
-        )
+        expected = f"{manifest.n_rows} rows, as in the manifest"
+        got = f"{table.num_rows} token rows"
         catalog.findings.add("integrity", "E203", path, got, expected)
         catalog.incomplete.add(manifest.run)
         return
@@ -248,10 +246,8 @@ def check_shard_tokens(
         expected = f"{manifest.phase}, the phase of the shard"
         note("E414", f"{path} row {wrong[0]} phase", got, expected)
     step = table["step"].to_numpy()
-    got, expected = (
-        f"{first}, {last}"
-        for first, last in ((manifest.first_step, manifest.last_step), (step.min(), step.max()))
-    )
+    got = f"{manifest.first_step}, {manifest.last_step}"
+    expected = f"{step.min()}, {step.max()}"
     if got != expected:
         note("E415", f"{place} first_step, last_step", got, f"{expected}, as in the token table")
     digest = row_set_sha256(table["request"].to_numpy(), table["position"].to_numpy())
