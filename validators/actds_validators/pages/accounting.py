@@ -20,6 +20,7 @@ from actds_validators.audit.result import (
 from actds_validators.pages.answer import SectionOf
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend, split_range
 from actds_validators.pages.words import (
+    MAX_ROWS,
     Columns,
     Part,
     Row,
@@ -180,7 +181,7 @@ def accounting_part(audit: Audit) -> Part:
 
 
 def _brief(section: Accounting) -> list[Line]:
-    """Return the balance, and what took positions away, by reason."""
+    """Return the balance, what took positions away, by reason, and the mismatches, whole."""
     brief = [Line(f"  {balance(section)}")]
     names = ("dropped", "aborted", "never computed", "filtered", "undelivered")
     steps = [step for step in section.waterfall if step.name in names and step.n_positions]
@@ -194,6 +195,14 @@ def _brief(section: Accounting) -> list[Line]:
     if len(steps) > _MAX_STEPS:
         more = f"  and {len(steps) - _MAX_STEPS:,} more; --json lists them all"
         brief.append(Line(more, "dim"))
+    if section.never_computed:
+        brief.append(Line(f" {never_computed(section)}"))
+    for f in section.findings[:MAX_ROWS]:
+        line = f"  {f.severity} {f.code} {f.place}: {f.got}; expected {f.expected}"
+        brief.append(Line(line, "bad" if f.severity == "error" else "warn"))
+    if len(section.findings) > MAX_ROWS:
+        more = f"  and {len(section.findings) - MAX_ROWS:,} more findings; --json lists them all"
+        brief.append(Line(more, "warn"))
     return brief
 
 
@@ -212,6 +221,7 @@ def _findings(section: Accounting) -> list[Table]:
         section.findings,
         frozenset(range(5)),
         tone=lambda f: tones[f.severity],
+        brief=(5, 0),
     )
 
 

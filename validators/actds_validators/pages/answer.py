@@ -24,7 +24,6 @@ from actds_validators.pages.svg import Picture
 from actds_validators.pages.words import (
     LOOKS,
     MAX_LIST,
-    STYLES,
     Fact,
     Part,
     Sentence,
@@ -204,7 +203,7 @@ def table_lines(table: Table) -> Iterator[Line]:
     ]
     yield Line(f"  {lines[0]}".rstrip(), "dim")
     for row, line in zip(table.rows, lines[1:], strict=True):
-        yield Line(f"  {line}".rstrip(), STYLES[row.tone])
+        yield Line(f"  {line}".rstrip(), row.tone or "plain")
         if row.note:
             yield Line(f"    {row.note}", "dim")
     if table.more:

@@ -307,9 +307,9 @@ def lag_plot(audit: Audit) -> Picture | None:
     step = -(-len(ordered) // _MAX_LAGS)
     shown = ordered[::step]
     description = (
-        "The correlation of the load with the share lost some steps later. A peak right of "
+        "The correlation of the load with the share lost some steps later. A peak right of zero is "
+        "the time that a queue takes to fill."
     )
-    description += "zero is the time that a queue takes to fill."
     if band is not None:
         description += (
             f" At each lag by itself {percent(band.confidence)} of the correlations of unrelated "

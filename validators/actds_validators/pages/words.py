@@ -10,13 +10,6 @@ from actds.text import Line, Style, printable
 from actds_validators.audit.result import BOUND, EVIDENCE, Estimate, Level, Must, Number
 
 Tone = Literal["", "good", "bad", "warn", "dim"]
-STYLES: dict[Tone, Style] = {
-    "": "plain",
-    "good": "good",
-    "bad": "bad",
-    "warn": "warn",
-    "dim": "dim",
-}
 T = TypeVar("T")
 SIDES: dict[Must, str] = {"at most": "≤", "below": "<", "at least": "≥", "above": ">"}
 GROUPS = {"system": "System", "content": "Content", "values": "Values"}
