@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from actds.cli.options import FiniteRange
-from actds.cli.output import ResultCommand, envelope, print_json, print_lines
+from actds.cli.command import FiniteRange, ResultCommand, envelope, print_json, print_lines
 from actds.executor import EXECUTORS, ExecutorName
 from actds.text import Line, Style, counted, printable, storable
 from actds_validators.cli.results import (
@@ -417,9 +416,9 @@ def audit(
     outputs = Outputs(
         html, json_out, {"--weights": weights}, {"--classes": [classes] if classes else []}
     )
-    from actds_validators.about import about as describe
     from actds_validators.audit import place
     from actds_validators.pages.report import render, render_lines
+    from actds_validators.sections import about as describe
 
     audited = run_audit(
         path,
@@ -485,9 +484,9 @@ def check(
       actds check acts --json --strict
       actds check runs/* --html index.html
     """
-    from actds_validators.about import about
     from actds_validators.gate import check as run
     from actds_validators.pages.report import page_beside, render, render_index
+    from actds_validators.sections import about
 
     Outputs(html, None)  # what cannot be written is refused before minutes of hashing
     several = len(paths) > 1
@@ -526,8 +525,8 @@ def check(
 
 
 def _entry(checked: CheckResult, report: Path | None) -> Entry:
-    from actds_validators.about import about
     from actds_validators.pages.report import Entry
+    from actds_validators.sections import about
 
     path, answer = checked.validation.path, checked.answer
     if checked.audit is None:
@@ -556,8 +555,8 @@ def _screen(checked: CheckResult, html: Path | None, strict: bool) -> Iterator[L
             yield Line(f"report: not written; {why}")
         yield Line(f"More: actds validate {path}", "dim")
         return
-    from actds_validators.about import about
     from actds_validators.pages.report import first_screen
+    from actds_validators.sections import about
 
     result = checked.audit.result
     answer, *rest = first_screen(result, about(checked.audit.catalog, ""))

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from actds import __version__
 from actds.text import Line
-from actds_validators.about import About
 from actds_validators.audit.place import Level
 from actds_validators.audit.result import Audit
 from actds_validators.pages.svg import Picture
@@ -31,6 +30,7 @@ from actds_validators.pages.words import (
     clean,
     first,
 )
+from actds_validators.sections import About
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actds.text import Line, counted, format_nbytes
-from actds_validators.about import About
 from actds_validators.audit.place import LEVELS, TITLES, Level, Place
 from actds_validators.audit.result import Accounting, Audit, Limits, Number, Options
 from actds_validators.pages import accounting, mechanism, missingness
@@ -52,6 +51,7 @@ from actds_validators.pages.words import (
     seconds,
     state_of,
 )
+from actds_validators.sections import About
 
 _STATES: dict[str, tuple[str, Look]] = {
     "PASS": ("passes", LOOKS["PASS"]),
