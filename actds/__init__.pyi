@@ -21,8 +21,8 @@ from actds_studies.regimes.api import regimes as regimes
 from actds_studies.stability.api import stability as stability
 from actds_studies.view import view as view
 from actds_validators.audit.api import audit as audit
-from actds_validators.check import check as check
-from actds_validators.gate.gate import require as require
+from actds_validators.gate import check as check
+from actds_validators.gate import require as require
 from actds_validators.validate.validation import validate as validate
 from actds_writers.harvest.plan import plan as plan
 from actds_writers.harvest.probe_cost import probe_cost as probe_cost

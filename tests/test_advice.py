@@ -45,7 +45,7 @@ REPORTS = {
     "validators/actds_validators/audit/places.py": ("check",),
     "validators/actds_validators/audit/verdict.py": ("audit", "write"),
     "validators/actds_validators/audit/wording.py": ("audit", "write"),
-    "validators/actds_validators/gate/policy.py": ("write",),
+    "validators/actds_validators/policy.py": ("write",),
     "validators/actds_studies/regimes/run.py": ("regimes", "write"),
     "validators/actds_validators/pages/accounting.py": ("audit",),
     "validators/actds_validators/pages/mechanism.py": ("audit",),

@@ -15,11 +15,10 @@ import click
 
 from actds.errors import ActdsError, advice
 from actds.executor import EXECUTORS
+from actds.text import Line, printable
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
-
-    from actds.text import Line
 
 _PATHS = re.compile("PATH|FILE|FOLDER")
 Model = Callable[[], "type[BaseModel]"]
@@ -260,14 +259,14 @@ def print_result(name: str, result: Any, as_json: bool, lines: Iterable[str]) ->
 def print_lines(lines: Iterable[Line]) -> None:
     if not sys.stdout.isatty():
         for line in lines:
-            click.echo(line.text)
+            click.echo(printable(line.text))
         return
     from rich.console import Console
     from rich.text import Text
 
     console = Console(highlight=False)
     for line in lines:
-        console.print(Text(line.text, _COLOURS.get(line.style, "")), soft_wrap=True)
+        console.print(Text(printable(line.text), _COLOURS.get(line.style, "")), soft_wrap=True)
 
 
 class ResultCommand(click.Command):

@@ -21,7 +21,7 @@ from actds_testing.simulate import SCENARIOS, simulate, write_dataset
 from actds_validators.audit import data, lookup, run
 from actds_validators.audit.data import StepRanges, column, explode, labels_of
 from actds_validators.audit.run import Sections, pass_over
-from actds_validators.cli.audit import audit as command
+from actds_validators.cli.commands import audit as command
 
 Tables = dict[str, pa.Table]
 

@@ -19,8 +19,7 @@ from actds_testing.audit_results import audit, hostile
 from actds_testing.simulate import SCENARIOS, simulate, write_dataset
 from actds_testing.synthetic import make_dataset
 from actds_validators.audit.place import TITLES
-from actds_validators.pages.index import Entry, page_beside
-from actds_validators.pages.index import render as render_index
+from actds_validators.pages.report import Entry, page_beside, render_index
 from actds_validators.sections import About
 
 MARKED = tuple(f"  {mark} " for mark in "✓!?✗-")
@@ -123,7 +122,7 @@ def test_a_report_in_no_folder_is_refused_before_the_dataset_is_read(
     datasets: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[object] = []
-    monkeypatch.setattr("actds_validators.check.check", lambda *args, **kwargs: read.append(args))
+    monkeypatch.setattr("actds_validators.gate.check", lambda *args, **kwargs: read.append(args))
     told = run(datasets["PASS"], "--html", tmp_path / "no" / "audit.html")
     assert told.exit_code == 4 and "E503" in told.stderr and not read
     assert run(datasets["PASS"], "--html", "-").exit_code == 2 and not read

@@ -37,7 +37,7 @@ from actds_testing.simulate import SCENARIOS, simulate, write_dataset
 from actds_testing.synthetic import make_dataset
 from actds_validators.audit.result import Limits
 from actds_validators.audit.run import audit_dataset
-from actds_validators.gate.policy import Policy, read_policy
+from actds_validators.policy import Policy, read_policy
 
 Copy = Callable[[], Path]
 

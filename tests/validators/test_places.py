@@ -25,8 +25,8 @@ from actds_validators.audit.place import TITLES, Level, Place, PlaceName, Worst,
 from actds_validators.audit.places import conclude, worst_of
 from actds_validators.audit.result import Audit, Queues, Stall, TracePoint
 from actds_validators.audit.verdict import _stored
-from actds_validators.cli.audit import audit as audit_command
-from actds_validators.cli.check import check as check_command
+from actds_validators.cli.commands import audit as audit_command
+from actds_validators.cli.commands import check as check_command
 
 
 def audited(path: Path, **given: Any) -> Audit:

@@ -28,8 +28,9 @@ from actds_validators.audit.place import TITLES
 from actds_validators.audit.result import Accounting, Audit, Must, Number
 from actds_validators.pages import report as page
 from actds_validators.pages import words
+from actds_validators.pages.answer import SectionOf
 from actds_validators.pages.missingness import heat_map, stored_bias
-from actds_validators.pages.report import SectionOf, render
+from actds_validators.pages.report import render
 from actds_validators.pages.svg import FigureData, Picture, fit
 from actds_validators.pages.words import LOOKS, percent
 from actds_validators.sections import About

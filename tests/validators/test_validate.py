@@ -26,9 +26,9 @@ from actds_testing.places import SCHEMAS, VECTORS
 from actds_testing.schedules import simulate
 from actds_testing.settling import write_table
 from actds_testing.synthetic import make_dataset
-from actds_validators.cli.validate import LEVELS as COMMAND_LEVELS
+from actds_validators.cli.commands import LEVELS as COMMAND_LEVELS
+from actds_validators.validate.shards import may_equal
 from actds_validators.validate.validation import LEVELS, Validation, validate
-from actds_validators.validate.values import may_equal
 
 MINIMAL = VECTORS / "valid" / "minimal"
 Copy = Callable[[], Path]

@@ -22,7 +22,7 @@ from actds_testing.faulty_disk import wait_until
 from actds_testing.recovery import harvest_and_kill, shard_records
 from actds_testing.synthetic import make_dataset
 from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
-from actds_validators.validate import files
+from actds_validators.validate import shards
 from actds_validators.validate.validation import Seen, Watch, watch
 from actds_writers.harvest.recover import recover
 from actds_writers.ipc.messages import ClientFacts
@@ -31,13 +31,13 @@ from actds_writers.ipc.messages import ClientFacts
 def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Return how often each file is hashed."""
     counts: Counter[str] = Counter()
-    real = files.file_sha256
+    real = shards.file_sha256
 
     def count(store: Any, path: str) -> str:
         counts[path] += 1
         return real(store, path)
 
-    monkeypatch.setattr(files, "file_sha256", count)
+    monkeypatch.setattr(shards, "file_sha256", count)
     return counts
 
 
@@ -64,7 +64,7 @@ def test_what_changes_after_it_was_hashed_is_read_again(copy_dataset: Callable[[
     data[40] ^= 1
     array.write_bytes(data)
     os.utime(array, ns=(before.st_atime_ns, before.st_mtime_ns))
-    found = files.stamp(following.store, array.relative_to(path).as_posix())
+    found = shards.stamp(following.store, array.relative_to(path).as_posix())
     assert found != following.known[array.relative_to(path).as_posix()]
     from actds_validators.validate.validation import validate
 

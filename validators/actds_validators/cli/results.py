@@ -24,19 +24,13 @@ COMMAND = "actds.command"
 
 
 class LimitsCommand(ResultCommand):
-    """A command with ``--limit NAME=VALUE`` for the limits of its result.
-
-    The model of the result has a field ``limits``, a ``LimitsSection``. The function gets all of
-    them as ``limits``, by name.
-    """
+    """A command with ``--limit NAME=VALUE`` for ``limits`` of its result, a ``LimitsSection``."""
 
     def limits(self) -> type[LimitsSection]:
-        """Return the model of the limits."""
         assert self.result is not None
         return cast("type[LimitsSection]", self.result().model_fields["limits"].annotation)
 
     def thresholds(self) -> dict[str, tuple[str, str]]:
-        """Return what ``--limit`` may set, by name: its default, and what it is."""
         fields = self.limits().thresholds()
         return {name: (f"{f.default:g}", f.description or "") for name, f in fields.items()}
 
@@ -46,12 +40,10 @@ class LimitsCommand(ResultCommand):
         return list(model_options(limits, limits.thresholds()))
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the parameters: those of the command, --limit, the settings, --help."""
         params, n = super().get_params(ctx), len(self.params)
         return [*params[:n], _LIMIT, *self._settings, *params[n:]]
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Call the function with the limits and settings that were given."""
         given = ctx.params["limits"]
         for option in self._settings:
             assert option.name is not None
@@ -91,24 +83,11 @@ _LIMIT = click.Option(
 
 
 def html_option(words: str) -> Callable[[Command], Command]:
-    """Return the option of the page, with its help."""
     kind = click.Path(dir_okay=False, path_type=Path)
     return click.option("--html", type=kind, callback=no_dash, help=words)
 
 
-def accept_option() -> Callable[[Command], Command]:
-    """Return the option that waives places by name: ``accept``."""
-    names = ("source", "cache", "rules", "ends", "queues", "values", "identity")
-    return click.option(
-        "--accept",
-        type=click.Choice(names),
-        multiple=True,
-        help="Waive a place where rows go, though it does not pass; repeatable.",
-    )
-
-
 def json_option() -> Callable[[Command], Command]:
-    """Return the option of the result as JSON: ``json_out``."""
     return click.option(
         "--json",
         "json_out",
@@ -128,7 +107,6 @@ class Outputs:
     """Where a result goes: a page, JSON, the terminal. What cannot be written is refused at once.
 
     Args:
-        html: file of the page, if any.
         json_out: file of the JSON, ``-`` for the terminal, if any.
         further: other files that the command writes, by option.
 
@@ -158,11 +136,7 @@ class Outputs:
     def write(
         self, text: str, page: Callable[[], str], lines: Callable[[], Iterable[Line]]
     ) -> None:
-        """Write the result.
-
-        Raises:
-            ActdsError: E503 a file that cannot be written.
-        """
+        """Write the result; raises E503 where a file cannot be written."""
         if self._json is not None:
             write_text(self._json, text + "\n")
         if self._html is not None:
@@ -174,7 +148,6 @@ class Outputs:
         self.say({"report": self._html, "result": self._json})
 
     def say(self, files: Mapping[str, Path | None]) -> None:
-        """Say where files are, unless the terminal has the JSON."""
         for what, path in files.items():
             if self.on_terminal and path is not None:
                 click.echo(f"{what}: {storable(str(path))}")

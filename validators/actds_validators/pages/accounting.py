@@ -1,11 +1,12 @@
-"""Sections on what became of every position: accounting, and coverage by class and position."""
+"""Sections on what became of every position: source, accounting, coverage by class and place."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
 
-from actds.text import counted
+from actds.text import Line, Style, counted
+from actds_validators.audit.place import LeftOut, LengthBand, SourceAccount
 from actds_validators.audit.result import (
     Accounting,
     Audit,
@@ -16,8 +17,10 @@ from actds_validators.audit.result import (
     Finding,
     WaterfallStep,
 )
+from actds_validators.pages.answer import SectionOf
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend, split_range
 from actds_validators.pages.words import (
+    MAX_ROWS,
     Columns,
     Part,
     Row,
@@ -28,6 +31,7 @@ from actds_validators.pages.words import (
     count,
     first,
     number,
+    or_dash,
     percent,
     short,
     table_of,
@@ -43,21 +47,106 @@ _KINDS = {
 }
 _STEP_WORDS = {"cache_ref": "prefix-cache hits", "positions": "all positions", "captured": "stored"}
 _MAX_STEPS = 20
+_MAX_LENGTHS = 14
+"""Bands of a chart, those of most tokens: it has to fit on a printed page."""
+
+
+def source_part(audit: Audit) -> Part | None:
+    source = audit.source
+    if source is None or source.records is None:
+        return None
+    left_out: Columns[LeftOut] = (
+        ("records", lambda item: f"{item.what}: {item.reason}"),
+        ("number", lambda item: count(item.n)),
+        ("prompt tokens", lambda item: or_dash(item.n_tokens, count)),
+    )
+    bands: Columns[LengthBand] = (
+        ("tokens of the prompt", _band),
+        ("records", lambda item: count(item.records)),
+        ("served", lambda item: count(item.served)),
+        ("share served", lambda item: percent(item.served / item.records)),
+        ("share of the source's tokens", lambda item: percent(item.tokens / source.tokens)),
+        ("share of the served tokens", lambda item: _share(item, source)),
+    )
+    tables = table_of("Records that were never served", left_out, source.left_out)
+    tables += table_of("Lengths of the prompts, source and served", bands, source.lengths)
+    ended = (
+        f" Ended before their source: {', '.join(source.interrupted[:5])}."
+        if source.interrupted
+        else ""
+    )
+    shift = ""
+    if source.length_shift is not None:
+        shift = (
+            f" The length of the prompt that a token is of: served against source, total variation "
+            f"{number(source.length_shift)}."
+        )
+    lead = (
+        f"{count(source.records)} records were read, {count(source.served)} served: "
+        f"{count(source.served_tokens)} of {count(source.tokens)} prompt tokens.{shift}{ended}"
+    )
+    return Part("source", "Source", Sentence(lead), tables)
+
+
+def _band(band: LengthBand) -> str:
+    return f"{band.low:,} to {band.high:,}" if band.high > band.low else f"{band.low:,}"
+
+
+def _share(band: LengthBand, source: SourceAccount) -> str:
+    return percent(band.served_tokens / source.served_tokens) if source.served_tokens else "-"
+
+
+def lengths(audit: Audit) -> Picture | None:
+    """Return the share of prompt tokens by length of the prompt: of the source, and as served."""
+    source = audit.source
+    if source is None or not source.lengths or not source.served_tokens:
+        return None
+    largest = sorted(source.lengths, key=lambda band: -band.tokens)[:_MAX_LENGTHS]
+    bands, room = sorted(largest, key=lambda band: band.low), 26.0
+    picture = Picture(
+        "lengths",
+        "Length of the prompt that a token is of, source and served",
+        "Share of all prompt tokens in prompts of a length; a difference of the two bars is what "
+        "skipping changed.",
+        WIDTH,
+        74 + 2 * room * len(bands),
+        FigureData(
+            ("tokens at least", "tokens at most", "tokens of the source", "served tokens"),
+            [(b.low, b.high, b.tokens, b.served_tokens) for b in bands],
+        ),
+    )
+    legend(picture, 170, 16, [("all", "source"), ("stored", "served")])
+    shares = [
+        (band, band.tokens / source.tokens, band.served_tokens / source.served_tokens)
+        for band in bands
+    ]
+    most = max(max(a, b) for _, a, b in shares)
+    frame = Frame(170, 30, 560, 2 * room * len(shares), (0, most), (0, 1))
+    axes(picture, frame, "share of prompt tokens", "", x_text=lambda x: short(100 * x) + " %",
+         y_marks=[])  # fmt: skip
+    for k, (band, of_source, of_served) in enumerate(shares):
+        top = frame.top + 2 * room * k
+        picture.label(frame.left - 10, top + room, f"{_band(band)} tokens", 154)
+        for row, (value, kind, name) in enumerate(
+            ((of_source, "all", "source"), (of_served, "stored", "served"))
+        ):
+            width = frame.x(value) - frame.left
+            words = f"{name}, {_band(band)} tokens: {percent(value)}"
+            picture.box(frame.left, top + 4 + row * 22, width, 18, kind, words)
+            picture.text(frame.left + width + 6, top + 18 + row * 22, percent(value))
+    return picture
 
 
 def balance(section: Accounting) -> str:
     never = f"{count(section.never_computed)} never computed + " if section.never_computed else ""
+    outside = f" ({count(section.external)} from outside)" if section.external else ""
     late = f" + {count(section.undelivered)} undelivered" if section.undelivered else ""
     return (
         f"{counted(section.positions, 'position')} = {count(section.captured)} stored + "
-        f"{count(section.cache_ref)} prefix-cache hits{_external(section)} + "
+        f"{count(section.cache_ref)} prefix-cache hits{outside} + "
         f"{count(section.dropped)} dropped + {count(section.aborted)} aborted + "
         f"{never}{count(section.filtered)} filtered{late}"
     )
-
-
-def _external(section: Accounting) -> str:
-    return f" ({count(section.external)} from outside)" if section.external else ""
 
 
 def never_computed(section: Accounting) -> str:
@@ -88,7 +177,33 @@ def accounting_part(audit: Audit) -> Part:
         Row(("positions whose KV came from outside the run", count(section.external))),
     ]
     tables = [*_findings(section), Table("What was counted", ("quantity", "number"), rows)]
-    return Part("accounting", "Accounting", Sentence(lead), tables)
+    return Part("accounting", "Accounting", Sentence(lead), tables, brief=_brief(section))
+
+
+def _brief(section: Accounting) -> list[Line]:
+    """Return the balance, what took positions away, by reason, and the mismatches, whole."""
+    brief = [Line(f"  {balance(section)}")]
+    names = ("dropped", "aborted", "never computed", "filtered", "undelivered")
+    steps = [step for step in section.waterfall if step.name in names and step.n_positions]
+    for step in steps[:_MAX_STEPS]:
+        is_lost = step.name in ("dropped", "aborted")
+        share = step.n_positions / section.computed if is_lost else step.share
+        of = "of the computed" if is_lost else "of all"
+        line = f"{count(step.n_positions)} {step.name} ({percent(share)} {of})"
+        style: Style = "warn" if is_lost else "plain"
+        brief.append(Line(f"  {line}: {step.reason or 'no reason given'}", style))
+    if len(steps) > _MAX_STEPS:
+        more = f"  and {len(steps) - _MAX_STEPS:,} more; --json lists them all"
+        brief.append(Line(more, "dim"))
+    if section.never_computed:
+        brief.append(Line(f" {never_computed(section)}"))
+    for f in section.findings[:MAX_ROWS]:
+        line = f"  {f.severity} {f.code} {f.place}: {f.got}; expected {f.expected}"
+        brief.append(Line(line, "bad" if f.severity == "error" else "warn"))
+    if len(section.findings) > MAX_ROWS:
+        more = f"  and {len(section.findings) - MAX_ROWS:,} more findings; --json lists them all"
+        brief.append(Line(more, "warn"))
+    return brief
 
 
 def _findings(section: Accounting) -> list[Table]:
@@ -106,6 +221,7 @@ def _findings(section: Accounting) -> list[Table]:
         section.findings,
         frozenset(range(5)),
         tone=lambda f: tones[f.severity],
+        brief=(5, 0),
     )
 
 
@@ -322,3 +438,15 @@ def _grid(
 def _mean(parts: list[tuple[float, int]]) -> float | None:
     total = sum(n for _, n in parts)
     return sum(value * n for value, n in parts) / total if total else None
+
+
+SECTIONS = (
+    SectionOf(source_part, (lengths,), "Source", "no run record says what the source had"),
+    SectionOf(accounting_part, (waterfall,)),
+    SectionOf(
+        coverage_part,
+        (coverage_map,),
+        "Coverage",
+        "the tables hold no token classes or positions to map",
+    ),
+)

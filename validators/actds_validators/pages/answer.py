@@ -9,17 +9,27 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from actds import __version__
-from actds.text import Line, Style
+from actds.text import Line
 from actds_validators.audit.place import Level
+from actds_validators.audit.result import Audit
 from actds_validators.pages.svg import Picture
-from actds_validators.pages.words import LOOKS, STYLES, Fact, Part, Sentence, Table, clean, first
+from actds_validators.pages.words import (
+    LOOKS,
+    MAX_LIST,
+    Fact,
+    Part,
+    Sentence,
+    Table,
+    clean,
+    first,
+)
 from actds_validators.sections import About
 
 if TYPE_CHECKING:
@@ -50,11 +60,7 @@ def harvested(started_ns: int, engines: Sequence[str]) -> str:
 
 
 def by_arm(words: Sequence[tuple[str, str]]) -> str:
-    """Return what is said of arms: once for those of which it is the same.
-
-    Args:
-        words: name of each arm, and what is said of it.
-    """
+    """Return what is said of arms, each a name and its words: once where it is the same."""
     arms: dict[str, list[str]] = {}  # by what is said of them
     for name, sentence in words:
         arms.setdefault(sentence, []).append(name)
@@ -90,13 +96,8 @@ def render_page(
 ) -> str:
     """Return a page: HTML in UTF-8, whose policy lets nothing in but its own style sheet.
 
-    Figures have their numbers as CSV behind a link. Where the page would be too large for them,
-    the longest are left out, which the page says.
-
-    Args:
-        template: of the folder ``templates``; it writes ``policy`` and ``style`` into its head.
-        styles: style sheets of that folder, joined in this order.
-        max_nbytes: size up to which the page has the numbers of its figures; None for any.
+    Figures have their numbers as CSV behind a link. Where the page would be larger than
+    ``max_nbytes`` the longest are left out, which the page says.
 
     Raises:
         ImportError: Jinja2 is not installed (the extra ``audit``).
@@ -150,7 +151,6 @@ def _exact(text: str) -> Any:
     return Markup(text)
 
 
-MAX_LIST = 8
 _MAX_COLUMN = 64
 
 
@@ -165,20 +165,28 @@ def titled(title: str) -> Iterator[Line]:
     yield Line(title, "title")
 
 
-def listed(
-    title: str, items: Sequence[str], style: Style = "plain", room: int = MAX_LIST
-) -> Iterator[Line]:
+def listed(title: str, items: Sequence[str], room: int = MAX_LIST) -> Iterator[Line]:
     if items:
         yield from titled(title)
-    yield from (Line(f"  {words}", style) for words in items[:room])
+    yield from (Line(f"  {words}") for words in items[:room])
     if len(items) > room:
         yield Line(f"  and {len(items) - room:,} more; --json lists them all", "dim")
 
 
-def captioned(tables: Iterable[Table]) -> Iterator[Line]:
-    for table in tables:
-        yield from titled(table.caption)
-        yield from table_lines(table)
+def brief_lines(part: Part) -> Iterator[Line]:
+    """Yield a section as a terminal has it: its brief, and the first of each table."""
+    yield from titled(part.title)
+    yield from part.brief
+    for table in part.tables:
+        n_columns, n_rows = table.brief or (len(table.head), MAX_LIST)
+        if not n_rows:
+            continue
+        rows, more = first(table.rows, n_rows)
+        rows = [replace(row, cells=row.cells[:n_columns], note="") for row in rows]
+        yield Line(table.caption, "title")
+        yield from table_lines(
+            replace(table, head=table.head[:n_columns], rows=rows, more=more or table.more)
+        )
 
 
 def table_lines(table: Table) -> Iterator[Line]:
@@ -195,7 +203,7 @@ def table_lines(table: Table) -> Iterator[Line]:
     ]
     yield Line(f"  {lines[0]}".rstrip(), "dim")
     for row, line in zip(table.rows, lines[1:], strict=True):
-        yield Line(f"  {line}".rstrip(), STYLES[row.tone])
+        yield Line(f"  {line}".rstrip(), row.tone or "plain")
         if row.note:
             yield Line(f"    {row.note}", "dim")
     if table.more:
@@ -206,13 +214,29 @@ def _cut(cell: str) -> str:
     return cell if len(cell) <= _MAX_COLUMN else cell[: _MAX_COLUMN - 1] + "…"
 
 
-_MAX_STEPS, _MAX_STEPS_LINES, _MAX_VERDICTS, _MAX_NOTES = 12, 8, 40, 24
+_MAX_STEPS, _MAX_VERDICTS, _MAX_NOTES = 8, 40, 24
+
+Chart = Callable[[Audit], Picture | None]
+
+
+@dataclass(frozen=True)
+class SectionOf:
+    """A section of the report of an audit, made from its result.
+
+    Args:
+        part: its words and tables; ``None`` where the result has nothing for it.
+        title: under which a missing section is named, with the reason; empty for none.
+    """
+
+    part: Callable[[Audit], Part | None]
+    charts: tuple[Chart, ...] = ()
+    title: str = ""
+    absent: str = ""
+    of_losses: bool = False
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A section of a page with its charts."""
-
     part: Part
     pictures: Sequence[Picture] = ()
 
@@ -222,7 +246,6 @@ class AnswerPage:
     """What a page says, for HTML and for a terminal alike.
 
     Args:
-        facts: what it is about, each a name and its words.
         sections: of the page; a terminal has those of ``on_terminal``, without their charts.
         introduction: what the words of the answer mean.
         verdicts: that a terminal lists below the lead of the section ``verdicts``.
@@ -242,26 +265,9 @@ class AnswerPage:
     on_terminal: tuple[str, ...] = ()
 
     def html(self) -> str:
-        """Return the page: HTML in UTF-8, self-contained but for its links, without script.
-
-        Raises:
-            ImportError: Jinja2 is not installed (the extra ``audit``).
-        """
-        return render_page(
-            "answer.html.j2",
-            actds=__version__,
-            subject=self.subject,
-            question=self.question,
-            level=self.level,
-            mark=LOOKS[self.level].mark,
-            answer=self.answer,
-            introduction=Sentence(self.introduction),
-            numbers=self.boxes,
-            split=[Sentence(words) for words in self.split],
-            next_steps=[Sentence(step) for step in self.next_steps[:_MAX_STEPS]],
-            facts=[(name, Sentence(words)) for name, words in self.facts],
-            sections=self.sections,
-        )
+        """Return the page: HTML in UTF-8, self-contained but for its links, without script."""
+        mark = LOOKS[self.level].mark
+        return render_page("answer.html.j2", actds=__version__, mark=mark, **vars(self))
 
     def lines(self) -> Iterator[Line]:
         """Yield the page for a terminal, line by line; no line holds a control character."""
@@ -286,7 +292,7 @@ class AnswerPage:
             more = len(self.verdicts) - _MAX_VERDICTS
             yield from [Line(f"  and {more:,} more (--json)", "dim")] if more > 0 else []
         steps = [f"{n}. {step}" for n, step in enumerate(self.next_steps, 1)]
-        yield from listed("What to do", steps, room=_MAX_STEPS_LINES)
+        yield from listed("What to do", steps, room=_MAX_STEPS)
         for part in (parts[name] for name in self.on_terminal if name in parts):
             yield from titled(part.title)
             for table in part.tables:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from actds.text import counted
+from actds.text import Line, counted
 from actds_validators.audit.result import (
     MIN_BLAMED,
     Association,
@@ -19,6 +19,7 @@ from actds_validators.audit.result import (
     WeightCell,
 )
 from actds_validators.audit.wording import QUESTIONS
+from actds_validators.pages.answer import SectionOf
 from actds_validators.pages.svg import (
     WIDTH,
     FigureData,
@@ -32,6 +33,7 @@ from actds_validators.pages.svg import (
     split_range,
 )
 from actds_validators.pages.words import (
+    MAX_LIST,
     Columns,
     Part,
     Row,
@@ -51,11 +53,6 @@ from actds_validators.pages.words import (
     thousandths,
 )
 
-
-def smallest_first(tests: list[Association]) -> list[Association]:
-    return sorted(tests, key=lambda t: (not t.rejected, t.adjusted_p, t.p))
-
-
 _FAMILIES: Columns[Family] = (
     ("question", lambda f: QUESTIONS[f.question]),
     ("tests", lambda f: count(f.n_tests)),
@@ -65,7 +62,7 @@ _FAMILIES: Columns[Family] = (
     ("could be found", lambda f: "yes" if f.could_be_found else "no"),
     ("draws", lambda f: count(f.n_draws)),
 )
-TESTS: Columns[Association] = (
+_TESTS: Columns[Association] = (
     ("rejected", lambda t: "yes" if t.rejected else "no"),
     ("test", lambda t: t.name),
     ("covariate", lambda t: t.covariate.label),
@@ -96,18 +93,23 @@ def mechanism_part(audit: Audit) -> Part | None:
             f" With fewer than {MIN_BLAMED} events no cause is named: anything that so few bursts "
             "have in common looks like one."
         )
+    n_rejected = sum(t.rejected for t in section.tests)
+    rejected = f"{n_rejected} of {counted(len(section.tests), 'test')} rejected"
+    few = ": too few to name a cause" if section.n_events < MIN_BLAMED else ""
+    brief = f"  {rejected}, {counted(section.n_events, 'independent loss event')}{few}"
     caption = (
         f"Tests, the smallest adjusted p first (blocks of {count(section.block_steps)} steps, "
         f"{count(section.n_blocks)} of them)"
     )
     tables = table_of(
         caption,
-        TESTS,
-        smallest_first(section.tests),
+        _TESTS,
+        sorted(section.tests, key=lambda t: (not t.rejected, t.adjusted_p, t.p)),
         frozenset(range(4)),
         room=40,
         tone=lambda t: "bad" if t.rejected else "",
         note=lambda t: t.note,
+        brief=(len(_TESTS) - 1, min(n_rejected, MAX_LIST)),
     )
     questions = table_of(
         "Questions to the losses",
@@ -116,7 +118,9 @@ def mechanism_part(audit: Audit) -> Part | None:
         frozenset({0, 5}),
         room=len(QUESTIONS),
     )
-    return Part("mechanism", "Mechanism", Sentence(lead), [*questions, *tables], _on_tests(section))
+    notes = _on_tests(section)
+    tables = [*questions, *tables]
+    return Part("mechanism", "Mechanism", Sentence(lead), tables, notes, [Line(brief)])
 
 
 def _on_tests(section: Mechanism) -> list[Sentence]:
@@ -198,12 +202,7 @@ def loss_against_step(audit: Audit) -> Picture | None:
 def _curves(
     name: str, title: str, what: tuple[str, str], curves: list[tuple[str, list[Loss]]]
 ) -> Picture:
-    """Return curves below each other.
-
-    Args:
-        what: whose deciles they are, and what a point of it is.
-        curves: of each the words of its axis, and its points.
-    """
+    """Return curves below each other; ``what``: whose deciles they are, and what a point is."""
     shown = [(x, sorted(p, key=lambda point: point.load)[:_MAX_POINTS]) for x, p in curves]
     p = Picture(
         name,
@@ -308,9 +307,9 @@ def lag_plot(audit: Audit) -> Picture | None:
     step = -(-len(ordered) // _MAX_LAGS)
     shown = ordered[::step]
     description = (
-        "The correlation of the load with the share lost some steps later. A peak right of "
+        "The correlation of the load with the share lost some steps later. A peak right of zero is "
+        "the time that a queue takes to fill."
     )
-    description += "zero is the time that a queue takes to fill."
     if band is not None:
         description += (
             f" At each lag by itself {percent(band.confidence)} of the correlations of unrelated "
@@ -487,7 +486,8 @@ def weights_part(audit: Audit) -> Part | None:
         ),
     ]
     table = Table("What weighting costs", ("quantity", "number"), rows)
-    return Part("weights", "Weights", Sentence(lead), [table])
+    brief = [Line(f"  {section.claim}")]
+    return Part("weights", "Weights", Sentence(lead), [table], brief=brief)
 
 
 def weight_map(audit: Audit) -> Picture | None:
@@ -552,3 +552,27 @@ def _cell(p: Picture, x: float, y: float, width: float, cell: WeightCell, top: f
         above, below = "all lost", f"n {short(cell.n)}"
     p.text(middle, y + 16, above, "middle", f"ink{step}", room=width - 4)
     p.text(middle, y + 31, below, "middle", f"ink{step}", room=width - 4)
+
+
+SECTIONS = (
+    SectionOf(
+        mechanism_part,
+        (),
+        "Mechanism",
+        "no token was lost, so there is nothing to test",
+        of_losses=True,
+    ),
+    SectionOf(
+        queues_part,
+        (capture_trace, loss_against_load, loss_against_step, occupancy, lag_plot),
+        "Time and queues",
+        "the run records neither steps nor queues",
+    ),
+    SectionOf(
+        weights_part,
+        (weight_map,),
+        "Weights",
+        "no token was dropped: every weight is 1",
+        of_losses=True,
+    ),
+)

@@ -8,21 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
 
-from actds.text import counted
+from actds.text import Line, counted
 from actds_validators.audit.result import (
     Audit,
     Difference,
     Estimate,
-    Limits,
     Missingness,
     Stratum,
     StratumLoss,
 )
+from actds_validators.pages.answer import SectionOf
 from actds_validators.pages.svg import (
     WIDTH,
-    Anchor,
     FigureData,
     Frame,
     Picture,
@@ -35,6 +34,7 @@ from actds_validators.pages.svg import (
 )
 from actds_validators.pages.words import (
     GROUPS,
+    MAX_LIST,
     Columns,
     Part,
     Row,
@@ -71,12 +71,14 @@ def missingness_part(audit: Audit) -> Part | None:
     note = f"{whole} lost every computed token. One request is one loss event, however long."
     notes = [Sentence(note)] if section.whole_requests else []
     tables = _worst(section) if section.n_strata else []
-    ordered, words = worst_first(section.differences), frozenset({0, 1, 4})
-    tables += table_of("Differences, the largest first", _DIFFERENCES, ordered, words)
-    return Part("missingness", "Missingness", Sentence(lead + _few(audit)), tables, notes)
+    ordered, words = worst_first(section.differences), frozenset({0, 1, 7})
+    caption = "Largest differences of the lost tokens from all"
+    tables += table_of(caption, _DIFFERENCES, ordered, words, brief=(5, MAX_LIST))
+    brief = [Line(f"  {note}")] if notes else []
+    return Part("missingness", "Missingness", Sentence(lead + _few(audit)), tables, notes, brief)
 
 
-STRATA: Columns[StratumLoss] = (
+_STRATA: Columns[StratumLoss] = (
     ("stratum", lambda s: s.kind),
     ("which", lambda s: s.label),
     ("lost", lambda s: percent(s.rate)),
@@ -88,10 +90,12 @@ STRATA: Columns[StratumLoss] = (
 _DIFFERENCES: Columns[Difference] = (
     ("covariate", lambda d: d.covariate.label),
     ("group", lambda d: d.covariate.group),
+    ("SMD [95 %]", lambda d: estimate(d.smd)),
+    ("stored", lambda d: or_dash(d.before_weighting, lambda e: number(e.value))),
+    ("stored, weighted", lambda d: or_dash(d.after_weighting, lambda e: number(e.value))),
     ("mean of all", lambda d: number(d.mean_all)),
     ("mean of lost", lambda d: number(d.mean_lost)),
     ("unit", lambda d: d.covariate.unit or "-"),
-    ("SMD [95 %]", lambda d: estimate(d.smd)),
     ("total variation", lambda d: or_dash(d.total_variation, number)),
     ("Jensen–Shannon distance", lambda d: or_dash(d.jensen_shannon, number)),
 )
@@ -104,10 +108,10 @@ def _worst(section: Missingness) -> list[Table]:
     )
     words = frozenset({0, 1})
     if not section.worst_strata:
-        none = Row(("none", *[""] * (len(STRATA) - 1)), "good")
-        return [Table(caption, tuple(name for name, _ in STRATA), [none], words)]
+        none = Row(("none", *[""] * (len(_STRATA) - 1)), "good")
+        return [Table(caption, tuple(name for name, _ in _STRATA), [none], words)]
     worst = section.worst_strata
-    return table_of(caption, STRATA, worst, words, room=_MAX_STRATA, tone=lambda s: "bad")
+    return table_of(caption, _STRATA, worst, words, room=_MAX_STRATA, tone=lambda s: "bad")
 
 
 _MAX_PIXELS = 960  # pixels of rows: a picture of so many fits on a printed page
@@ -150,13 +154,7 @@ def _differences(audit: Audit) -> list[Difference]:
 
 
 def forest(audit: Audit, group: str) -> Picture | None:
-    """Return the SMDs of a group of covariates with their intervals.
-
-    The largest are drawn, as many as fit on a printed page.
-
-    Args:
-        group: of the covariates, a key of ``GROUPS``.
-    """
+    """Return the SMDs of a group of ``GROUPS`` with their intervals: the largest, as fit a page."""
     differences = [d for d in _differences(audit) if d.covariate.group == group]
     if not differences:
         return None
@@ -175,10 +173,7 @@ def forest(audit: Audit, group: str) -> Picture | None:
 
 
 def stored_bias(audit: Audit) -> Picture | None:
-    """Return the bias of the stored rows, before and after weighting, on a scale of its own.
-
-    The largest of all groups are drawn, the first group first.
-    """
+    """Return the bias of the stored rows, before and after weighting, on a scale of its own."""
     limits = audit.limits
     having = [d for d in _differences(audit) if d.before_weighting]
     if not having:
@@ -287,7 +282,7 @@ def _reach(differences: Sequence[Difference], series: Sequence[_Series]) -> tupl
     return (-reach, reach)
 
 
-_MAX_COVARIATES, _MAX_CELLS = 18, 16
+_MAX_COVARIATES, _MAX_CELLS, _MAX_POINTS = 18, 16, 200
 _LEFT = 260.0
 _ENOUGH, _ENOUGH_SHARE = 1000, 0.01
 
@@ -297,7 +292,6 @@ class _Line:
     """A covariate with the strata that there is room for, and their words.
 
     Args:
-        strata: those of the most tokens, in their order.
         names: of the strata, in two lines; the second is empty where one does.
         shares: lost, all with the sign of per cent or all without.
         least: tokens of which a stratum's share is shaded.
@@ -316,7 +310,6 @@ class _Line:
 
     @property
     def height(self) -> float:
-        """Return the height of a cell: of the lines of its words."""
         n_lines = 2 + any(below for _, below in self.names) + any(map(self.is_few, self.strata))
         return 10.0 + 14 * max(n_lines, 3 if self.left_out else 2)
 
@@ -373,7 +366,6 @@ def heat_map(audit: Audit) -> Picture | None:
 
 
 def _line(d: Difference) -> _Line:
-    """Return a row: the strata of the most tokens, and their words."""
     order = sorted(range(len(d.strata)), key=lambda k: -d.strata[k].n)
     strata = [d.strata[k] for k in sorted(order[:_MAX_CELLS])]
     left_out = [d.strata[k] for k in order[_MAX_CELLS:]]
@@ -434,9 +426,6 @@ def _unit(d: Difference) -> str:
     return f"{d.covariate.group}, {unit}" if unit else d.covariate.group
 
 
-Box = tuple[float, float, float, float]
-
-
 def bound_curve(audit: Audit) -> Picture | None:
     if audit.missingness is None:
         return None
@@ -447,7 +436,7 @@ def bound_curve(audit: Audit) -> Picture | None:
         "The bound sqrt(loss / (1 - loss)), in SD, against the share lost; both axes are "
         "logarithmic.",
         WIDTH,
-        312,
+        336,
         FigureData(
             ("what", "share lost", "worst-case bias, SD"),
             [
@@ -462,7 +451,7 @@ def bound_curve(audit: Audit) -> Picture | None:
     p.data.rows += [("bound", x, y) for x, y in _thinned(points)]
     xs = [x for x, _ in pairs if x > 0] + [1e-4, 0.5]
     ys = [y for _, y in pairs if y > 0] + [limits.negligible_bias, 1.0]
-    f = Frame(90, 24, 740, 228, _log_range(xs), _log_range(ys))
+    f = Frame(90, 48, 740, 228, _log_range(xs), _log_range(ys))
     axes(
         p,
         f,
@@ -473,92 +462,24 @@ def bound_curve(audit: Audit) -> Picture | None:
         left=60,
     )
     p.path([(f.x(math.log10(x)), f.y(math.log10(y))) for x, y in _thinned(points)], "curve")
-    words_at, lines_at = _limit_lines(p, f, limits)
-    if bound.loss_share <= 0 or bound.bias <= 0:
-        p.text(f.left + 8, f.top + 32, "this dataset: no rows lost", kind="bold halo")
-        return p
-    label = (
-        f"this dataset: {percent(bound.loss_share)} lost",
-        f"bias at most {number(bound.bias)} SD",
-    )
-    x, y = f.x(math.log10(bound.loss_share)), f.y(math.log10(bound.bias))
-    p.dot(x, y, "mark lost-mark", ", ".join(label), 6)
-    width = max(text_width(words, bold=True) for words in label)
-    curve = [(f.x(math.log10(x)), f.y(math.log10(y))) for x, y in points]
-    pieces = [box for a, b in pairwise(curve) for box in _boxes(a, b)]
-    at, low, anchor = _place(f, (x, y), width, ((words_at, 4), (pieces, 2), (lines_at, 1)))
-    for n, words in enumerate(label):
-        p.text(at, low + 15 * n, words, anchor, "bold halo")
-    return p
-
-
-def _place(
-    f: Frame, point: tuple[float, float], width: float, covered: Sequence[tuple[Sequence[Box], int]]
-) -> tuple[float, float, Anchor]:
-    """Return where two lines of text beside a point cover the least of what is drawn.
-
-    Args:
-        f: the area that they stay in.
-        covered: boxes of what is drawn, each kind with how much it matters.
-    """
-    x, y = point
-    sides: tuple[tuple[float, Anchor], ...] = ((x + 12, "start"), (x - 12, "end"))
-    best, least = (f.left + 8, f.top + 16, sides[0][1]), math.inf
-    for step in range(22, 128, 15):
-        for low in (y + step, y - step):
-            for at, anchor in sides:
-                box = _box(at, low, width, anchor)
-                if box[0] < f.left or box[2] > f.right or box[1] < 2 or box[3] > f.bottom - 2:
-                    continue
-                cost = sum(k * any(_meet(box, b) for b in boxes) for boxes, k in covered)
-                if cost < least:
-                    best, least = (at, low, anchor), cost
-    return best
-
-
-def _limit_lines(p: Picture, f: Frame, limits: Limits) -> tuple[list[Box], list[Box]]:
-    """Draw the limits with their words; return the boxes of the words and of the lines."""
     y = f.y(math.log10(limits.negligible_bias))
     p.line(f.left, y, f.right, y, "limit", "negligible below")
     words = f"negligible below {number(limits.negligible_bias)}"
-    low = y + 15 if y + 18 < f.bottom else y - 6
-    p.text(f.right - 6, low, words, "end", "dim halo")
-    words_at = [_box(f.right - 6, low, text_width(words), "end", lines=1)]
-    lines_at = [(f.left, y, f.right, y)]
     if limits.max_loss > 0:
         x = f.x(math.log10(limits.max_loss))
         p.line(x, f.top, x, f.bottom, "limit", "heavy loss beyond")
-        words = f"heavy beyond {percent(limits.max_loss)}"
-        # Low down, where the curve is not, unless the other words are there.
-        anchor: Anchor = "end" if x - f.left > text_width(words) + 12 else "start"
-        at = x - 6 if anchor == "end" else x + 6
-        heights = (f.bottom - 8, f.bottom - 24, f.bottom - 40)
-        boxes = [(_box(at, h, text_width(words), anchor, lines=1), h) for h in heights]
-        box, height = next((b for b in boxes if not _meet(b[0], words_at[0])), boxes[0])
-        p.text(at, height, words, anchor, "dim halo")
-        words_at.append(box)
-        lines_at.append((x, f.top, x, f.bottom))
-    return words_at, lines_at
-
-
-def _boxes(a: tuple[float, float], b: tuple[float, float], n: int = 12) -> list[Box]:
-    """Return boxes along a rising line, far smaller together than the box of the whole."""
-    (left, low), (right, high) = a, b
-    wide, tall = (right - left) / n, (high - low) / n
-    return [
-        (left + wide * k, low + tall * (k + 1), left + wide * (k + 1), low + tall * k)
-        for k in range(n)
-    ]
-
-
-def _box(x: float, y: float, width: float, anchor: Anchor, lines: int = 2) -> Box:
-    """Return the left, upper, right and lower edge of lines of text."""
-    left = x if anchor == "start" else x - width
-    return (left, y - 12, left + width, y + 4 + 15 * (lines - 1))
-
-
-def _meet(a: Box, b: Box) -> bool:
-    return a[0] <= b[2] and b[0] <= a[2] and a[1] <= b[3] and b[1] <= a[3]
+        words += f"; heavy beyond {percent(limits.max_loss)}"
+    p.line(f.left, 30, f.left + 24, 30, "limit")
+    p.text(f.left + 32, 34, words, kind="dim")
+    label = "this dataset: no rows lost"
+    if bound.loss_share > 0 and bound.bias > 0:
+        lost, bias = percent(bound.loss_share), number(bound.bias)
+        label = f"this dataset: {lost} lost, bias at most {bias} SD"
+        x, y = f.x(math.log10(bound.loss_share)), f.y(math.log10(bound.bias))
+        p.dot(x, y, "mark lost-mark", label, 6)
+        p.dot(f.left + 12, 12, "mark lost-mark", radius=6)
+    p.text(f.left + 32, 16, label, kind="bold")
+    return p
 
 
 def _log_range(values: Sequence[float]) -> tuple[float, float]:
@@ -572,6 +493,47 @@ def _decades(around: tuple[float, float]) -> list[float]:
     return [float(k) for k in range(low, high + 1, step)]
 
 
-def _thinned(points: list[tuple[float, float]], room: int = 200) -> list[tuple[float, float]]:
-    step = max(1, math.ceil(len(points) / room))
+def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    step = max(1, math.ceil(len(points) / _MAX_POINTS))
     return [*points[:-1:step], *points[-1:]]
+
+
+def follow_up_part(audit: Audit) -> Part | None:
+    section = audit.follow_up
+    if section is None:
+        return None
+    lead = (
+        f"{count(section.n_requests)} requests that lack a row were drawn, each with probability "
+        f"{section.fraction:.3g} (seed {section.seed}); {count(section.n_answered)} of their "
+        f"{count(section.n_drawn)} positions without a row were computed again, of "
+        f"{count(section.n_missing)} in all. Of each hook, the mean that may be the farthest off."
+    )
+    names = ("hook", "means", "rows", "farthest", "bias, SD", "interval, all at once", "numerics")
+    rows = [
+        Row(
+            (
+                hook.hook,
+                count(hook.n_channels + 1),
+                count(hook.n_rows),
+                hook.variable,
+                f"{hook.bias.value:+.4f}",
+                f"{hook.bias.low:+.4f} to {hook.bias.high:+.4f}",
+                "not known" if hook.numerics is None else f"{hook.numerics:.4f}",
+            )
+        )
+        for hook in section.hooks
+    ]
+    table = Table("Stored rows against all", names, rows, frozenset({0, 3}))
+    return Part("follow-up", "Follow-up of the losses", Sentence(lead), [table])
+
+
+SECTIONS = (
+    SectionOf(
+        missingness_part,
+        (*(partial(forest, group=group) for group in GROUPS), stored_bias, heat_map, bound_curve),
+        "Missingness",
+        "no token was lost: there is none to compare with the stored ones",
+        of_losses=True,
+    ),
+    SectionOf(follow_up_part),
+)

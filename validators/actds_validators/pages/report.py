@@ -1,172 +1,372 @@
-"""The report of an audit: its sections with their charts as a page, its tables on a terminal."""
+"""The report of an audit, as a page and on a terminal, and the index of several datasets.
+
+First the answer: may I train on this, how far off can a mean be, and what is this dataset. The
+sections that follow from the verdict alone are here: places, checks, limits of the evidence,
+settings.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 
-from actds.text import Line, Style, counted
-from actds_validators.audit.result import (
-    MIN_BLAMED,
-    Accounting,
-    Audit,
-    Difference,
-    Mechanism,
-    Missingness,
-)
-from actds_validators.pages.accounting import (
-    accounting_part,
-    balance,
-    coverage_map,
-    coverage_part,
-    never_computed,
-    waterfall,
-)
+from actds.text import Line, counted, format_nbytes
+from actds_validators.audit.place import LEVELS, TITLES, Level, Place
+from actds_validators.audit.result import Accounting, Audit, Limits, Number, Options
+from actds_validators.pages import accounting, mechanism, missingness
 from actds_validators.pages.answer import (
-    MAX_LIST,
+    AnswerPage,
+    SectionOf,
     Shown,
-    captioned,
+    brief_lines,
     cleaned,
+    dataset_facts,
     listed,
     render_page,
-    table_lines,
     titled,
 )
-from actds_validators.pages.mechanism import (
-    TESTS,
-    capture_trace,
-    lag_plot,
-    loss_against_load,
-    loss_against_step,
-    mechanism_part,
-    occupancy,
-    queues_part,
-    smallest_first,
-    weight_map,
-    weights_part,
-)
-from actds_validators.pages.missingness import (
-    STRATA,
-    bound_curve,
-    forest,
-    heat_map,
-    missingness_part,
-    stored_bias,
-    worst_first,
-)
-from actds_validators.pages.summary import (
-    bar,
-    biases,
-    check_part,
-    evidence_part,
-    facts,
-    follow_up_part,
-    lengths,
-    lines,
-    places_part,
-    settings_part,
-    source_part,
-    terminal_lines,
-)
-from actds_validators.pages.svg import Picture
+from actds_validators.pages.svg import WIDTH, FigureData, Picture
 from actds_validators.pages.words import (
-    GROUPS,
     LOOKS,
-    Columns,
+    Fact,
+    Look,
     Part,
+    Row,
     Sentence,
+    State,
+    Table,
     against,
     count,
-    estimate,
+    first,
+    interval,
+    limit_of,
     measured,
     number,
     or_dash,
     percent,
+    seconds,
     state_of,
-    table_of,
 )
 from actds_validators.sections import About
 
-Chart = Callable[[Audit], Picture | None]
+_STATES: dict[str, tuple[str, Look]] = {
+    "PASS": ("passes", LOOKS["PASS"]),
+    "loaded": ("passes, loaded as said", Look("✓", "warn", "warn")),
+    "accepted": ("accepted", Look("-", "dim", "dim")),
+    "WARN": ("has limits", LOOKS["WARN"]),
+    "INCONCLUSIVE": ("not known", LOOKS["INCONCLUSIVE"]),
+    "FAIL": ("fails", LOOKS["FAIL"]),
+}
+"""Of each state of a place its words, and its look."""
+_FILLS = {
+    "source": "all",
+    "cache": "reused",
+    "rules": "filtered",
+    "ends": "ended",
+    "queues": "lost",
+    "values": "floor",
+    "identity": "none",
+}
+_BAR_PX = 26
 
 
 @dataclass(frozen=True)
-class SectionOf:
-    """A section of the report, made from a result.
+class PlaceLine:
+    """A place as a line of a page: its name, what it did, and how it is judged."""
 
-    Args:
-        part: its words and tables; ``None`` where the result has nothing for it.
-        charts: drawn between the words and the tables, each where the result has its numbers.
-        title: under which a missing section is named, with the reason; empty for none.
-        of_losses: whether it is about lost rows alone.
+    title: str
+    headline: str
+    bias: str
+    state: str
+    look: Look
+    fill: str
+    decides: bool
+
+
+def lines(audit: Audit) -> list[PlaceLine]:
+    return [
+        PlaceLine(
+            TITLES[place.name],
+            place.headline,
+            _bias(place),
+            *_STATES[_state(place)],
+            f"i-{_FILLS[place.name]}",
+            place.name == audit.answer.place,
+        )
+        for place in audit.places[: len(TITLES)]
+    ]
+
+
+def _state(place: Place) -> str:
+    if place.level == "PASS":
+        return "PASS"
+    return "accepted" if place.accepted else "loaded" if place.loaded else place.level
+
+
+def _bias(place: Place) -> str:
+    if place.bias is None:
+        return "not known"
+    if place.level == "PASS" and not place.n:
+        return ""
+    sign = "up to " if place.bias_is == "at most" else "about "
+    return f"{sign}{number(float(f'{place.bias:.2g}'))} SD"
+
+
+def terminal_lines(audit: Audit) -> Iterator[Line]:
+    """Yield a line for each place: what went there, and how far off a mean can be by it."""
+    each = lines(audit)
+    width = max((len(line.title) for line in each), default=0)
+    for line in each:
+        bias = f": a mean is off by {line.bias}" if line.bias not in ("", "not known") else ""
+        more = {"passes, loaded as said": "; passes, loaded as said", "accepted": "; accepted"}
+        text = f"  {line.look.mark} {line.title.ljust(width)}  {line.headline}{bias}"
+        yield Line(text + more.get(line.state, ""), line.look.style)
+
+
+def bar(audit: Audit) -> Picture | None:
+    """Return all that the source and its answers would have given, divided by where it went.
+
+    None where the accounting does not add up. In positions: a record that was never served counts
+    as many as its prompt has tokens, one of unknown length as many as the mean.
     """
+    parts = _parts(audit)
+    whole = sum(n for _, n in parts)
+    if not audit.places or not whole:
+        return None
+    summary = ", ".join(f"{name} {percent(n / whole)}" for name, n in parts if n)
+    picture = Picture(
+        "places",
+        "Where rows went between the source and a batch",
+        f"Of {count(whole)} positions: {summary}.",
+        WIDTH,
+        _BAR_PX,
+        FigureData(("place", "positions"), list(parts)),
+    )
+    x = 0.0
+    for name, n in parts:
+        width = WIDTH * n / whole
+        # What is too thin to see still shows as a line.
+        drawn = max(width, 2.0) if n else 0.0
+        kind = _FILLS.get(name, "stored")
+        words = TITLES.get(name, name)  # type: ignore[call-overload]
+        picture.box(min(x, WIDTH - drawn), 2, drawn, _BAR_PX - 4, kind, f"{words}: {count(n)}")
+        x += width
+    return picture
 
-    part: Callable[[Audit], Part | None]
-    charts: tuple[Chart, ...] = ()
-    title: str = ""
-    absent: str = ""
-    of_losses: bool = False
+
+def _parts(audit: Audit) -> list[tuple[str, int]]:
+    account, source = audit.accounting, audit.source
+    never = 0
+    if source is not None and source.records is not None:
+        never = source.tokens - source.served_tokens
+        measured = source.records - source.unmeasured
+        if measured > 0:
+            never += round(source.unmeasured * source.tokens / measured)
+    bad = sum(p.n or 0 for p in audit.places if p.name == "values")
+    return [
+        ("source", never),
+        ("cache", account.cache_ref),
+        ("rules", account.filtered),
+        ("ends", account.aborted + account.never_computed + account.undelivered),
+        ("queues", account.dropped),
+        ("values", bad),
+        ("stored", max(0, account.captured - bad)),
+    ]
 
 
-SECTIONS: tuple[SectionOf, ...] = (
+def places_part(audit: Audit) -> Part | None:
+    if not audit.places:
+        return None
+    rows = []
+    for place, line in zip(audit.places, lines(audit), strict=False):
+        worst = place.worst
+        of_whom = "-"
+        if worst is not None:
+            of_whom = f"{worst.kind} {worst.label}: {percent(worst.n / worst.of)}"
+        went = or_dash(place.n, count)
+        if place.n is not None and place.of:
+            went = f"{count(place.n)} of {count(place.of)} {place.unit}"
+        state = f"{line.look.mark} {line.state}" + (", decided" if line.decides else "")
+        cells = (line.title, went, of_whom, line.bias or "-", state)
+        note = f"{place.sentence} Limit: {place.limit}."
+        rows.append(Row(cells, line.look.tone, note))
+    table = Table(
+        "Places between the source and a batch",
+        ("place", "went there", "of whom most", "bias of a mean", ""),
+        rows,
+        frozenset({0, 1, 2, 3, 4}),
+    )
+    lead = (
+        "Every place where rows go between the source and a training batch, in the order in which "
+        "they pass. A bias is that of a mean over rows, in standard deviations: up to, for any "
+        "mean there is; about, as estimated."
+    )
+    return Part("places", "Seven places", Sentence(lead), [table])
+
+
+def biases(audit: Audit) -> list[Fact]:
+    return [_worst_case(audit), _estimated(audit)]
+
+
+def _worst_case(audit: Audit) -> Fact:
+    title, share = "Worst-case bias of any mean", audit.accounting.loss_share
+    if not audit.accounting.is_sound:
+        return Fact(title, "not known", "the accounting does not match", is_known=False)
+    if share >= 1:
+        return Fact(title, "no bound", "no computed token is stored")
+    bias = math.sqrt(share / (1 - share))
+    limit = f"{number(audit.limits.negligible_bias)} SD"
+    if not share:
+        note = "no rows were lost" + _chosen(audit)
+    elif bias <= audit.limits.negligible_bias:
+        note = f"negligible: at most {limit}"
+    else:
+        note = f"above {limit}: further evidence is needed"
+    return Fact(title, f"{_three(bias)} SD", note)
+
+
+def _chosen(audit: Audit) -> str:
+    n = audit.accounting.filtered
+    return f"; {n:,} positions that a rule left out are not compared" if n else ""
+
+
+def _estimated(audit: Audit) -> Fact:
+    title = "Largest estimated bias"
+    if not audit.accounting.is_sound:
+        return Fact(title, "not estimated", "the accounting does not match", is_known=False)
+    if not audit.accounting.loss_share:
+        return Fact(title, "0 SD", "no rows were lost" + _chosen(audit))
+    compared = [
+        (d.covariate.label, d.before_weighting, d.at_once)
+        for d in (audit.missingness.differences if audit.missingness else ())
+        if d.before_weighting and d.covariate.group != "system"
+    ]
+    if not compared:
+        return Fact(title, "not estimated", "no mean could be compared", is_known=False)
+    label, largest, at_once = max(compared, key=lambda entry: abs(entry[1].value))
+    tested = "the tested mean"
+    if len(compared) > 1:
+        tested = f"largest of {count(len(compared))} tested means"
+        tested += ", for all of which the interval holds at once" if at_once else ""
+    shown = at_once or largest
+    span = f"{100 * shown.confidence:g} % CI {interval(shown)}"
+    return Fact(title, f"{_three(largest.value)} SD", f"{label}; {span}; {tested}")
+
+
+def _three(value: float) -> str:
+    return number(float(f"{value:.3g}"))
+
+
+def facts(audit: Audit, known: About | None) -> list[tuple[str, str]]:
+    rows = f"{count(audit.accounting.captured)} of {count(audit.accounting.computed)} computed"
+    if known is None:
+        return [("Dataset", audit.dataset), ("Rows", rows)]
+    return [*dataset_facts(known, rows), ("Command", known.command)]
+
+
+def check_part(audit: Audit) -> Part:
+    verdict = audit.verdict
+    numbers = [verdict.deciding, *(n for n in verdict.numbers if n != verdict.deciding)]
+    some, more = first(numbers)
+    rows = [_row(n, state_of(n, verdict.level), deciding=n is verdict.deciding) for n in some]
+    table = Table("Every number with its limit", ("number", "value", "limit", ""), rows,
+                  frozenset({0, 3}), more, narrow=True)  # fmt: skip
+    lead = (
+        "The first number decided the verdict. SD is the standard deviation over all computed "
+        "tokens."
+    )
+    return Part("checks", "Checks", Sentence(lead), [table])
+
+
+def _row(n: Number, state: State, *, deciding: bool) -> Row:
+    words = f"{state.mark} {state.words}" + (", decided" if deciding else "")
+    return Row((n.name, measured(n.value, n.unit), limit_of(n), words), state.tone)
+
+
+def evidence_part(audit: Audit) -> Part | None:
+    """Return what was tested, what could not be, and what no audit of this dataset can detect."""
+    missing = audit.missingness
+    tested, untested = (missing.could_ask, missing.could_not_ask) if missing else ([], [])
+    notes = [
+        *(f"Tested: {question}" for question in tested[:16]),
+        *(f"Not tested: {question}" for question in untested[:16]),
+        *(f"Cannot be detected: {words}" for words in audit.would_not_notice[:16]),
+    ]
+    if not notes:
+        return None
+    lead = (
+        "What this audit tested, what it could not test, and what it cannot detect. These are "
+        "limits of the evidence, not faults of the data."
+    )
+    brief = [Line(f"  - {note}", "dim") for note in notes]
+    title = "Limits of the evidence"
+    return Part("evidence", title, Sentence(lead), (), [*map(Sentence, notes)], brief)
+
+
+def settings_part(audit: Audit) -> Part:
+    lead = "What was audited, with which settings; the same settings and seed give these numbers."
+    peak = "not measured" if audit.peak_nbytes is None else format_nbytes(audit.peak_nbytes)
+    runs, more = first(audit.runs, 20)
+    rows = [
+        Row(("path", Sentence(audit.path))),
+        Row(("dataset", audit.dataset)),
+        Row(("digest", audit.digest)),
+        Row(("seal", "not sealed" if audit.seal is None else str(audit.seal))),
+        Row(("runs", Sentence(", ".join(runs + ([more] if more else []))))),
+        Row(("overflow policies", Sentence(", ".join(audit.policies[:20]) or "none recorded"))),
+        Row(("actds", audit.actds)),
+        Row(("format", f"{audit.format} {audit.version}")),
+        Row(("audit took", f"{seconds(audit.duration_s)}, peak memory {peak}")),
+    ]
+    limits = [
+        Row((name, number(getattr(audit.limits, name)), Sentence(field.description or "")))
+        for name, field in Limits.model_fields.items()
+    ]
+    words = frozenset({0, 1})
+    tables = [
+        Table("Dataset", ("", ""), rows, words),
+        Table("Options", ("", ""), _options(audit.options), words),
+        Table("Settings", ("setting", "value", "meaning"), limits, frozenset({0, 2})),
+    ]
+    return Part("settings", "Settings and digests", Sentence(lead), tables)
+
+
+def _options(options: Options) -> list[Row]:
+    rows = [Row(("executor", options.engine))]
+    classes = options.classes
+    if classes is None:
+        rows.append(Row(("token classes", "from the tables of the dataset")))
+    else:
+        matching = f"{count(classes.n_matching)} of {count(classes.n_ranges)}"
+        labelled = f"{count(classes.n_labelled)} of {count(classes.n_positions)}"
+        rows += [
+            Row(("token classes", Sentence(classes.path))),
+            Row(("SHA-256 of that file", classes.sha256)),
+            Row(("ranges that begin within a request of the dataset", matching)),
+            Row(("positions that have a label", labelled)),
+        ]
+    return rows
+
+
+SECTIONS = (
     SectionOf(places_part),
-    SectionOf(source_part, (lengths,), "Source", "no run record says what the source had"),
+    accounting.SECTIONS[0],
     SectionOf(check_part),
-    SectionOf(accounting_part, (waterfall,)),
-    SectionOf(
-        coverage_part,
-        (coverage_map,),
-        "Coverage",
-        "the tables hold no token classes or positions to map",
-    ),
-    SectionOf(
-        missingness_part,
-        (*(partial(forest, group=group) for group in GROUPS), stored_bias, heat_map, bound_curve),
-        "Missingness",
-        "no token was lost: there is none to compare with the stored ones",
-        of_losses=True,
-    ),
-    SectionOf(follow_up_part),
-    SectionOf(
-        mechanism_part,
-        (),
-        "Mechanism",
-        "no token was lost, so there is nothing to test",
-        of_losses=True,
-    ),
-    SectionOf(
-        queues_part,
-        (capture_trace, loss_against_load, loss_against_step, occupancy, lag_plot),
-        "Time and queues",
-        "the run records neither steps nor queues",
-    ),
-    SectionOf(
-        weights_part,
-        (weight_map,),
-        "Weights",
-        "no token was dropped: every weight is 1",
-        of_losses=True,
-    ),
+    *accounting.SECTIONS[1:],
+    *missingness.SECTIONS,
+    *mechanism.SECTIONS,
     SectionOf(evidence_part),
     SectionOf(settings_part),
 )
-"""Sections in the order of the report; a new section or chart is an entry here."""
-
-
-@dataclass(frozen=True)
-class Absent:
-    """Sections that the result does not have, and why in one sentence."""
-
-    title: str
-    why: Sentence
+"""Sections in the order of the report; each module has its own, with their charts."""
 
 
 def render(audit: Audit, about: About | None = None) -> str:
     """Return the page: HTML in UTF-8, under 1 MB whatever the dataset.
-
-    Args:
-        about: what the dataset is; ``None`` where only the result is at hand.
 
     Raises:
         ImportError: Jinja2 is not installed (the extra ``audit``).
@@ -183,12 +383,9 @@ def render(audit: Audit, about: About | None = None) -> str:
         places=lines(audit),
         losses=bool(audit.accounting.loss_share or not audit.accounting.is_sound),
         biases=biases(audit),
-        facts=[(name, Sentence(words)) for name, words in facts(audit, about)],
-        sentence=Sentence(verdict.sentence),
+        facts=facts(audit, about),
         value=measured(deciding.value, deciding.unit),
         held=f"{against(deciding)}: {state.words}" if deciding.limit is not None else "",
-        next_steps=[Sentence(step) for step in audit.answer.next_steps[:20]],
-        lacks=[Sentence(lack) for lack in verdict.lacks[:20]],
         sections=_shown(audit),
         absent=_absent(audit),
     )
@@ -202,7 +399,7 @@ def _shown(audit: Audit) -> list[Shown]:
     ]
 
 
-def _absent(audit: Audit) -> list[Absent]:
+def _absent(audit: Audit) -> list[tuple[str, Sentence]]:
     """Return the sections that the result lacks, each with the reason that the result shows."""
     reasons: dict[str, list[str]] = {}
     for section in SECTIONS:
@@ -213,7 +410,7 @@ def _absent(audit: Audit) -> list[Absent]:
             elif section.of_losses:
                 why = _without_losses(section.title, audit.accounting) or why
             reasons.setdefault(why, []).append(section.title)
-    return [Absent(", ".join(titles), Sentence(f"{why}.")) for why, titles in reasons.items()]
+    return [(", ".join(titles), Sentence(f"{why}.")) for why, titles in reasons.items()]
 
 
 def _without_losses(title: str, account: Accounting) -> str:
@@ -228,7 +425,8 @@ def _without_losses(title: str, account: Accounting) -> str:
 
 
 _BIAS_WIDTH = len("Worst-case bias of any mean:")
-_MAX_ROWS = 25
+_NOT_BRIEF = ("places", "source", "coverage", "queues", "settings")
+"""Sections that a terminal has not; the places are on its first screen."""
 
 
 def render_lines(audit: Audit, about: About | None = None) -> Iterator[Line]:
@@ -241,23 +439,10 @@ def _page(audit: Audit, about: About | None) -> Iterator[Line]:
     yield from listed("What to do", [f"{n}. {s}" for n, s in enumerate(audit.answer.next_steps, 1)])
     yield from _losses(audit)
     yield from listed("Evidence that is missing", [f"- {lack}" for lack in audit.verdict.lacks])
-    yield from titled(f"Accounting: {balance(audit.accounting)}")
-    yield from _accounting(audit)
-    yield from titled("Checks")
-    yield from table_lines(check_part(audit).tables[0])
-    if (follow_up := follow_up_part(audit)) is not None:
-        yield from titled(follow_up.title)
-        yield from table_lines(follow_up.tables[0])
-    if audit.missingness is not None:
-        yield from _strata(audit.missingness)
-        yield from _differences(audit.missingness.differences)
-    if audit.mechanism is not None:
-        yield from _tests(audit.mechanism)
-    yield from _weights(audit)
-    untested = audit.missingness.could_not_ask if audit.missingness else []
-    yield from listed("Not tested", [f"- {question}" for question in untested], "dim", _MAX_ROWS)
-    blind = [f"- {words}" for words in audit.would_not_notice]
-    yield from listed("What this audit cannot detect", blind, "dim", _MAX_ROWS)
+    for section in SECTIONS:
+        part = section.part(audit)
+        if part is not None and part.name not in _NOT_BRIEF:
+            yield from brief_lines(part)
 
 
 def first_screen(audit: Audit, about: About | None) -> Iterator[Line]:
@@ -287,87 +472,110 @@ def _losses(audit: Audit) -> Iterator[Line]:
         yield Line(f"  {title}  {bias.value} ({bias.note})", "plain" if bias.is_known else "dim")
 
 
-def _accounting(audit: Audit) -> Iterator[Line]:
-    section = audit.accounting
-    names = ("dropped", "aborted", "never computed", "filtered", "undelivered")
-    steps = [step for step in section.waterfall if step.name in names and step.n_positions]
-    for step in steps[:_MAX_ROWS]:
-        why = step.reason or "no reason given"
-        is_lost = step.name in ("dropped", "aborted")
-        share = step.n_positions / section.computed if is_lost else step.share
-        of = "of the computed" if is_lost else "of all"
-        line = f"{count(step.n_positions)} {step.name} ({percent(share)} {of}): {why}"
-        yield Line(f"  {line}", "warn" if is_lost else "plain")
-    if len(steps) > _MAX_ROWS:
-        yield Line(f"  and {len(steps) - _MAX_ROWS:,} more; --json lists them all", "dim")
-    if section.never_computed:
-        yield Line(f" {never_computed(section)}", "plain")
-    if section.unresolved:
-        lost = counted(section.unresolved, "prefix-cache hit")
-        yield Line(f"  {lost} without a stored row (E410)", "warn")
-    if section.external:
-        served = counted(section.external, "position")
-        yield Line(f"  {served} served from KV that came from outside the run", "plain")
-    for finding in section.findings[:_MAX_ROWS]:
-        line = f"{finding.got}; expected {finding.expected}"
-        style: Style = "bad" if finding.severity == "error" else "warn"
-        yield Line(f"  {finding.severity} {finding.code} {finding.place}: {line}", style)
-    more = len(section.findings) - _MAX_ROWS
-    if more > 0:
-        yield Line(f"  and {more:,} more findings; --json lists them all", "warn")
+_ANSWERS: dict[Level, str] = {
+    "PASS": "yes",
+    "WARN": "yes with limits",
+    "INCONCLUSIVE": "not known",
+    "FAIL": "no",
+}
+_MAX_DATASETS, _MAX_SLUG = 500, 60
 
 
-_DIFFERENCES: Columns[Difference] = (
-    ("covariate", lambda d: d.covariate.label),
-    ("group", lambda d: d.covariate.group),
-    ("SMD [95 %]", lambda d: estimate(d.smd)),
-    ("stored", lambda d: or_dash(d.before_weighting, lambda e: number(e.value))),
-    ("stored, weighted", lambda d: or_dash(d.after_weighting, lambda e: number(e.value))),
-)
+@dataclass(frozen=True)
+class Entry:
+    """A dataset of the index.
+
+    Args:
+        audit: its audit; None of one that is not valid, or is imported, as is what it is about.
+        why: what is wrong with one that is not valid.
+        page: file name of its own page, in the folder of the index; empty for none.
+        unaudited: level of the answer without an audit.
+    """
+
+    path: str
+    answer: str
+    audit: Audit | None = None
+    about: About | None = None
+    why: str = ""
+    page: str = ""
+    unaudited: Level = "FAIL"
+
+    @property
+    def level(self) -> Level:
+        """Return the level of the answer; what is not valid fails."""
+        return self.unaudited if self.audit is None else self.audit.answer.level
 
 
-def _differences(differences: Sequence[Difference]) -> Iterator[Line]:
-    title = "Largest differences of the lost tokens from all, in SD"
-    ordered = worst_first(differences)
-    return captioned(table_of(title, _DIFFERENCES, ordered, frozenset({0, 1}), room=MAX_LIST))
+def page_beside(index: Path, n: int, path: str) -> Path:
+    """Return the file for the page of a dataset: beside the index, its number before its name.
+
+    The path is anybody's: only letters, digits, ``.``, ``_`` and ``-`` of it are taken.
+    """
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.rstrip("/").rpartition("/")[2])[:_MAX_SLUG]
+    return index.with_name(f"{index.stem}-{n}-{name}.html")
 
 
-def _strata(section: Missingness) -> Iterator[Line]:
-    title = f"Strata (kinds of token) with excess loss, of {count(section.n_strata)} tested"
-    yield from captioned(
-        table_of(title, STRATA, section.worst_strata, frozenset({0, 1}), room=MAX_LIST,
-                 tone=lambda s: "bad")
-    )  # fmt: skip
-    if section.whole_requests:
-        yield Line("")
-        yield Line(f"{counted(section.whole_requests, 'request')} lost every computed token")
+def render_index(entries: Sequence[Entry], command: str) -> str:
+    """Return the page: HTML in UTF-8, self-contained but for its links, without script."""
+    levels = [entry.level for entry in entries]
+    shown = [f"{n} {words}" for level, words in _ANSWERS.items() if (n := levels.count(level))]
+    return AnswerPage(
+        subject="check",
+        question=f"May I train on these {counted(len(entries), 'dataset')}?",
+        level=max(levels, key=LEVELS.index, default="PASS"),
+        answer=", ".join(shown).capitalize(),
+        boxes=_counts(entries),
+        next_steps=_first_steps(entries),
+        facts=[("Command", command)],
+        sections=[Shown(_table(entries))],
+    ).html()
 
 
-def _tests(section: Mechanism) -> Iterator[Line]:
-    rejected = [test for test in smallest_first(section.tests) if test.rejected]
-    events = counted(section.n_events, "independent loss event")
-    tests = counted(len(section.tests), "test")
-    few = ": too few to name a cause" if section.n_events < MIN_BLAMED else ""
-    title = f"What the loss depends on: {len(rejected)} of {tests} rejected, {events}{few}"
-    if not rejected:
-        yield from titled(title)
-    yield from captioned(
-        table_of(
-            title, TESTS[:-1], rejected, frozenset(range(4)), room=MAX_LIST, tone=lambda t: "bad"
-        )
+def _counts(entries: Sequence[Entry]) -> list[Fact]:
+    audits = [entry.audit for entry in entries if entry.audit is not None]
+    places = Counter(TITLES[a.answer.place] for a in audits if a.answer.place is not None)
+    note = "what is not valid, or imported, is not audited"
+    valid = Fact("Valid", f"{len(audits)} of {len(entries)}", note)
+    if not places:
+        return [Fact("Decided at", "no place", "every audited dataset passes"), valid]
+    title, n = places.most_common(1)[0]
+    return [Fact("Decided most often at", title, f"in {counted(n, 'dataset')}"), valid]
+
+
+def _first_steps(entries: Sequence[Entry]) -> list[str]:
+    """Return the first step of each dataset that does not pass, those that fail first."""
+    steps = []
+    for level in reversed(LEVELS[1:]):
+        for entry in entries:
+            known = [entry.why] if entry.audit is None else entry.audit.answer.next_steps
+            if entry.level == level and known:
+                steps.append(f"{entry.path}: {known[0]}")
+    return steps or ["Nothing: use them as they are."]
+
+
+def _table(entries: Sequence[Entry]) -> Part:
+    left = len(entries) - _MAX_DATASETS
+    more = f"and {count(left)} more, each with its own page" if left > 0 else ""
+    head = ("dataset", "decided at", "bias of a mean by it", "train on it?")
+    rows = [_dataset_row(entry) for entry in entries[:_MAX_DATASETS]]
+    table = Table("Datasets", head, rows, frozenset({0, 1, 3}), more, narrow=True)
+    lead = (
+        "A dataset is decided at the worst of the seven places between its source and a batch; "
+        "a bias is in standard deviations. Each valid dataset links to its own page."
     )
+    return Part("datasets", "Datasets", Sentence(lead), [table])
 
 
-def _weights(audit: Audit) -> Iterator[Line]:
-    if audit.weighting is None:
-        return
-    w = audit.weighting
-    share = percent(w.effective_rows / w.n_rows) if w.n_rows else "-"
-    yield Line("")
-    yield Line(
-        f"Weights: {count(w.n_rows)} rows are worth {w.effective_rows:,.0f} ({share}), the "
-        f"largest weight is {number(w.largest)}; {w.claim}"
-    )
-    for b in w.balance[:MAX_LIST]:
-        change = f"{number(b.before)} to {number(b.after)} SD"
-        yield Line(f"  largest bias of a stored mean, {b.group}: {change}")
+def _dataset_row(entry: Entry) -> Row:
+    look = LOOKS[entry.level]
+    answer = f"{look.mark} {entry.answer}"
+    path, audit, tone = Sentence(entry.path), entry.audit, look.tone
+    if audit is None:
+        return Row((path, "-", "-", answer), tone, entry.why, entry.page)
+    notes, account = [audit.answer.sentence], audit.accounting
+    if entry.about is not None:
+        rows = f"{count(account.captured)} of {count(account.computed)} computed"
+        notes += [f"{name}: {words}" for name, words in dataset_facts(entry.about, rows)]
+    line = next((line for line in lines(audit) if line.decides), None)
+    decided = ("-", "-") if line is None else (line.title, line.bias or "-")
+    return Row((path, *decided, answer), tone, " ".join(notes), entry.page)

@@ -50,12 +50,7 @@ _SAFE = ",:;/()[]"  # of the characters of a URL that need no escape here
 
 @dataclass
 class FigureData:
-    """What a figure draws.
-
-    Args:
-        header: names of the columns, with their units.
-        rows: a cell per column; numbers at full precision, None for none.
-    """
+    """What a figure draws: numbers at full precision, None for none; headings have their units."""
 
     header: tuple[str, ...]
     rows: list[tuple[Cell, ...]] = field(default_factory=list)
@@ -232,10 +227,7 @@ def _em(letter: str) -> float:
 
 
 def fit(words: str, room: float, *, bold: bool = False) -> str:
-    """Return printable words, cut with an ellipsis where they are wider than the room.
-
-    The cut goes before a number, never through it.
-    """
+    """Return printable words, cut with an ellipsis, before a number and never through it."""
     words = clean(words)
     if text_width(words, bold=bold) <= room:
         return words

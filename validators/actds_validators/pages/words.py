@@ -6,17 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from actds.text import Style, printable
+from actds.text import Line, Style, printable
 from actds_validators.audit.result import BOUND, EVIDENCE, Estimate, Level, Must, Number
 
 Tone = Literal["", "good", "bad", "warn", "dim"]
-STYLES: dict[Tone, Style] = {
-    "": "plain",
-    "good": "good",
-    "bad": "bad",
-    "warn": "warn",
-    "dim": "dim",
-}
 T = TypeVar("T")
 SIDES: dict[Must, str] = {"at most": "≤", "below": "<", "at least": "≥", "above": ">"}
 GROUPS = {"system": "System", "content": "Content", "values": "Values"}
@@ -50,13 +43,7 @@ class Sentence(str):
 
 @dataclass(frozen=True)
 class Fact:
-    """One of the facts at the top of a page.
-
-    Args:
-        value: the fact, or why there is none.
-        note: more of it: the limit, the interval.
-        is_known: whether there is a value; without one nothing is wrong with the data.
-    """
+    """A fact at the top of a page; where it is not known nothing is wrong with the data."""
 
     title: str
     value: str
@@ -67,9 +54,7 @@ class Fact:
 def clean(text: str, room: int | None = None) -> str:
     """Return text without control characters, cut where it is longer than any honest one.
 
-    Args:
-        room: bytes that it may take in the page, escaped; by default those of a label, or of a
-            ``Sentence``.
+    ``room`` is of bytes in the page, escaped; by default that of a label, or of a ``Sentence``.
     """
     if room is None:
         room = _MAX_SENTENCE if isinstance(text, Sentence) else _MAX_WORD
@@ -161,11 +146,7 @@ def thousandths(value: float) -> str:
 
 
 def signed(value: float, *, three: bool = False) -> str:
-    """Return a number as ``thousandths`` does, with its sign; zero has none.
-
-    Args:
-        three: with three digits, as ``short``, where thousandths say too little.
-    """
+    """Return a number as ``thousandths`` does, or in three digits, with a sign but for zero."""
     words = short(value) if three else thousandths(value)
     return f"+{words}" if value > 0 else words
 
@@ -202,8 +183,7 @@ class State:
 def state_of(judged: Number, level: Level) -> State:
     """Return whether a number passes; too little evidence is no failure of the data.
 
-    Args:
-        level: of the verdict; under PASS no number beyond its limit is a reason not to train.
+    Under a verdict of PASS no number beyond its limit is a reason not to train.
     """
     if judged.ok is None:
         return State("-", "no limit", "dim")
@@ -220,6 +200,8 @@ def state_of(judged: Number, level: Level) -> State:
 
 MAX_ROWS = 50
 """Rows of a table or a chart; the result holds them all."""
+MAX_LIST = 8
+"""Those on a terminal."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +222,7 @@ class Table:
     """A table with a caption; ``left`` names the columns of words.
 
     ``narrow`` tables wrap their words on a phone; all others of four columns or more keep their
-    width there and scroll.
+    width there and scroll. ``brief``: how many columns and rows a terminal has.
     """
 
     caption: str
@@ -249,6 +231,7 @@ class Table:
     left: frozenset[int] = frozenset({0})
     more: str = ""
     narrow: bool = False
+    brief: tuple[int, int] | None = None
 
     @property
     def width(self) -> int:
@@ -259,13 +242,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Part:
-    """The words and tables of a section; its charts are in the registry of `html`."""
+    """The words and tables of a section; a terminal has ``brief`` in place of lead and notes."""
 
     name: str
     title: str
     lead: Sentence
     tables: Sequence[Table] = ()
     notes: Sequence[Sentence] = field(default_factory=list)
+    brief: Sequence[Line] = ()
 
 
 def first(items: Sequence[T], room: int = MAX_ROWS) -> tuple[list[T], str]:
@@ -287,8 +271,10 @@ def table_of(
     room: int = MAX_ROWS,
     tone: Callable[[T], Tone] = lambda item: "",
     note: Callable[[T], str] = lambda item: "",
+    brief: tuple[int, int] | None = None,
 ) -> list[Table]:
     """Return the table of the first items, a row each; nothing without one."""
     some, more = first(items, room)
     rows = [Row(tuple(say(item) for _, say in columns), tone(item), note(item)) for item in some]
-    return [Table(caption, tuple(name for name, _ in columns), rows, left, more)] if rows else []
+    head = tuple(name for name, _ in columns)
+    return [Table(caption, head, rows, left, more, brief=brief)] if rows else []

@@ -1,7 +1,12 @@
-"""Accounting: the tables of every run add up, to the position, and so does what quotes them."""
+"""Accounting: the tables of every run add up, to the position, and so does what quotes them.
+
+Each line of its side tables (roles, origins, sampled tokens, canaries) names a position or a
+request that there is, none twice, with values that can be.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
@@ -13,18 +18,28 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.dataset.account import TOTALS, Account, Census
-from actds.dataset.columns import COLUMNS
+from actds.dataset.columns import COLUMNS, MAX_FINDINGS_PER_CODE, Notes, check_words, ints
 from actds.dataset.ledger import ChainState
 from actds.dataset.reading import CENSUS_TABLES, Catalog
 from actds.errors import ActdsError, Finding
 from actds.format import tables
-from actds.format.positions import pair_key, split_key
-from actds.format.schema import PartBody, Seal, ShardManifest
-from actds.format.shard import TOKENS, Shard, row_order, row_set_sha256
+from actds.format.positions import (
+    Keys,
+    depth,
+    difference,
+    overlap,
+    pair_key,
+    position_key,
+    split_key,
+    union,
+)
+from actds.format.schema import PartBody, RunRecord, Seal
+from actds.format.shard import TOKENS, Shard
 from actds.store import layout
+from actds_validators.arrays import Bools, Ints
+from actds_validators.validate.readouts import check_n_rows, read_parts, sound_tables
+from actds_validators.validate.shards import check_shard_tokens
 
-MIN_STEPS_TO_JUDGE_ORDER = 16
-"""A random order of so many steps is sorted by chance less than once in 10**13 shards."""
 _READ_ALONE: tuple[tables.TableName, ...] = ("stalls", "occupancy", "roles", "origins", "sampled")
 """Tables that the account does not need; that they can be read is checked all the same."""
 
@@ -49,9 +64,7 @@ def check_accounting(
 ) -> list[RunAccount]:
     """Check every run that has a census, and the documents that quote its totals.
 
-    Args:
-        catalog: the dataset; notes E203, E206, E404 to E415 and whatever a table is wrong in.
-        progress: called with the rows of each token table that is done.
+    Notes E203, E206, E404 to E415 and whatever a table is wrong in.
 
     Spec: 0.1 section 7.
     """
@@ -75,17 +88,18 @@ def _check_run(catalog: Catalog, run: str, progress: Callable[[int], None]) -> R
     for name in _READ_ALONE:
         reader.table(name)
     accounts = []
+    noted: dict[Finding, None] = {}
     row_sets = catalog.row_sets(run)
     for hooks, shards in row_sets:
-        account = census.account(reader.tokens(shards))
+        accounts.append(census.account(reader.tokens(shards)))
         suffix = f" (hooks {', '.join(hooks)})" if len(row_sets) > 1 else ""
-        findings = [_named(finding, suffix) for finding in account.findings]
-        accounts.append(replace(account, findings=findings))
+        for finding in accounts[-1].findings:
+            where = finding.place + (suffix if finding.place.startswith("shards") else "")
+            noted[replace(finding, place=where)] = None
     complete = not reader.broken and run not in catalog.incomplete
     if complete:
         reader.check_flags()
         # With a table missing, what then lacks a row is no second fault.
-        noted = dict.fromkeys(finding for account in accounts for finding in account.findings)
         for finding in noted:
             catalog.findings.take("accounting", finding)
     return RunAccount(run, accounts[0], complete, _dropped_by_chain(catalog, run, reader.n_dropped))
@@ -101,11 +115,6 @@ def _dropped_by_chain(catalog: Catalog, run: str, n_dropped: dict[str, int]) -> 
             if body.file.path in n_dropped:
                 dropped[chain.chain] = dropped.get(chain.chain, 0) + n_dropped[body.file.path]
     return dropped
-
-
-def _named(finding: Finding, suffix: str) -> Finding:
-    rows = finding.place.startswith("shards")
-    return replace(finding, place=finding.place + suffix) if rows else finding
 
 
 class _Tables:
@@ -128,7 +137,7 @@ class _Tables:
             path = body.file.path
             part = self._read(name, path, kept)
             if part is not None:
-                _check_n_rows(self.catalog, path, part.num_rows, body.n_rows)
+                check_n_rows(self.catalog, path, part.num_rows, body.n_rows)
                 parts.append(part)
                 if name == "drops":
                     lengths = pc.subtract(*(part[c].cast(pa.int64()) for c in ("stop", "start")))
@@ -187,57 +196,6 @@ class _Tables:
             return None
 
 
-def check_shard_tokens(
-    catalog: Catalog, manifest: ShardManifest, table: pa.Table, path: str
-) -> None:
-    place = layout.manifest_path(manifest.shard)
-    if table.num_rows != manifest.n_rows:
-        got, expected = (
-            f"{table.num_rows} token rows",
-            f"{manifest.n_rows} rows, as in the manifest",
-        )
-        catalog.findings.add("integrity", "E203", path, got, expected)
-        catalog.incomplete.add(manifest.run)
-        return
-    note = partial(catalog.findings.add, "accounting")
-    wrong = np.flatnonzero(pc.not_equal(table["phase"], manifest.phase).to_numpy())
-    if len(wrong):
-        got = f"{table['phase'][int(wrong[0])].as_py()!r:.20} in {len(wrong)} rows"
-        expected = f"{manifest.phase}, the phase of the shard"
-        note("E414", f"{path} row {wrong[0]} phase", got, expected)
-    step = table["step"].to_numpy()
-    got, expected = (
-        f"{first}, {last}"
-        for first, last in ((manifest.first_step, manifest.last_step), (step.min(), step.max()))
-    )
-    if got != expected:
-        note("E415", f"{place} first_step, last_step", got, f"{expected}, as in the token table")
-    digest = row_set_sha256(table["request"].to_numpy(), table["position"].to_numpy())
-    if digest != manifest.row_set_sha256:
-        note("E415", f"{place} row_set_sha256", manifest.row_set_sha256, digest)
-    _check_order(catalog, manifest, step, place)
-
-
-def _check_order(
-    catalog: Catalog, manifest: ShardManifest, step: npt.NDArray[np.uint64], place: str
-) -> None:
-    if manifest.order == "sequence" and not _is_sorted(step):
-        expected = "rows in the order of their steps"
-        catalog.findings.add("accounting", "E415", f"{place} order", "sequence", expected)
-    if manifest.permutation_seed is None or len(np.unique(step)) < MIN_STEPS_TO_JUDGE_ORDER:
-        return
-    before = np.empty_like(step)
-    before[row_order(len(step), manifest.permutation_seed)] = step
-    if _is_sorted(step) and not _is_sorted(before):
-        expected = f"the permutation of seed {manifest.permutation_seed}"
-        got = "rows in the order of their steps"
-        catalog.findings.add("accounting", "E415", f"{place} order", got, expected)
-
-
-def _is_sorted(values: npt.NDArray[np.uint64]) -> bool:
-    return bool((values[1:] >= values[:-1]).all())
-
-
 def _check_close_totals(catalog: Catalog, account: RunAccount) -> None:
     """Check what the chains of a run say that they counted, whatever their number.
 
@@ -245,32 +203,25 @@ def _check_close_totals(catalog: Catalog, account: RunAccount) -> None:
 
     Spec: 0.1 sections 8.2 and 8.3.
     """
-    required: dict[str, Set[str]]
     for chain in (chain for chain in catalog.chains.values() if chain.run == account.run):
         if chain.kind == "census":
-            expected = _census_totals(account)
-            required = {"finished": expected.keys(), "interrupted": expected.keys()}
-            _compare_close(catalog, chain, expected, required)
+            expected, of_cut_off = _census_totals(account), set[str]()
         elif chain.kind == "writer":
-            expected = _writer_totals(catalog, account, chain)
             # A writer that was cut off has not seen every step.
-            always = expected.keys() - {"recomputed_tokens"}
-            required = {"finished": expected.keys(), "interrupted": always}
-            _compare_close(catalog, chain, expected, required)
-            if chain.state == "fenced":
-                place = layout.record_path(chain.chain, len(chain.records) - 1)
-                got = "a fence: what was lost and not logged yet is not known"
-                wanted = "a writer that closed its log of losses"
-                catalog.findings.add("accounting", "E421", place, got, wanted, "warning")
-
-
-def _compare_close(
-    catalog: Catalog, chain: ChainState, expected: dict[str, int], required: Mapping[str, Set[str]]
-) -> None:
-    if chain.close is not None:
+            expected, of_cut_off = _writer_totals(catalog, account, chain), {"recomputed_tokens"}
+        else:
+            continue
         place = layout.record_path(chain.chain, len(chain.records) - 1)
-        names = required.get(chain.close.reason, set())
-        _compare_totals(catalog, place, chain.close.totals, expected, names)
+        if chain.close is not None:
+            required = {
+                "finished": expected.keys(),
+                "interrupted": expected.keys() - of_cut_off,
+            }.get(chain.close.reason, set())
+            _compare_totals(catalog, place, chain.close.totals, expected, required)
+        if chain.kind == "writer" and chain.state == "fenced":
+            got = "a fence: what was lost and not logged yet is not known"
+            wanted = "a writer that closed its log of losses"
+            catalog.findings.add("accounting", "E421", place, got, wanted, "warning")
 
 
 def _census_totals(account: RunAccount) -> dict[str, int]:
@@ -329,16 +280,12 @@ def _check_multiplicity(catalog: Catalog, seal: Seal, accounts: list[RunAccount]
     implied = implied.sort_by(order)
     if stored.equals(implied):
         return
-    got, expected = (
-        [table[name].to_numpy(zero_copy_only=False) for name in table.column_names]
-        for table in (stored, implied)
-    )
     n = min(stored.num_rows, implied.num_rows)
-    differ = [
-        np.flatnonzero(account[:n] != other[:n])
-        for account, other in zip(got, expected, strict=True)
-    ]
-    row = min((int(where[0]) for where in differ if len(where)), default=n)
+    differ = (
+        pc.index(pc.not_equal(stored[name][:n], implied[name][:n]), True).as_py()
+        for name in stored.column_names
+    )
+    row = min((at for at in differ if at >= 0), default=n)
     entries = _entry(stored, row), _entry(implied, row)
     catalog.findings.add("accounting", "E413", f"{path} row {row}", *entries)
 
@@ -346,37 +293,278 @@ def _check_multiplicity(catalog: Catalog, seal: Seal, accounts: list[RunAccount]
 def _entry(table: pa.Table, row: int) -> str:
     if row >= table.num_rows:
         return "no further row"
-    entry = table.slice(row, 1).to_pylist()[0]
+    words = "run {run} request {request} [{start}, {stop}) count {count}"
+    return words.format(**table.slice(row, 1).to_pylist()[0])
+
+
+ENTROPY = "capture.entropy"
+VERDICTS = ("same", "diverged", "foreign")
+_FORMS = {
+    "source_dataset": "[0-9a-f]{32}",
+    "source_seal": "[0-9a-f]{64}",
+    "source_run": "[a-z0-9][a-z0-9._-]{0,63}",
+}
+
+
+def check_side_tables(catalog: Catalog) -> None:
+    """Check canaries, roles, origins and sampled tokens of every run that has any.
+
+    Args:
+        catalog: the dataset; notes E103 for a word, a name or a digest that is none, E414 for a
+            canary of no stored row, E418 for a row of another request, E420 for positions that the
+            request does not have, or that have two roles, E422 for a request that the run does not
+            have, that has an origin already, or of whose prompt more was given than there is, E423
+            for a line that is of no sampled token of its request, of one that has a line already,
+            of another token than the stored row, of an unknown step or with values that no softmax
+            has, and for tokens without a line: a warning where the run was cut off.
+
+    Spec: 0.1 sections 6.3 and 7.9.
+    """
+    for check in (_check_canary, _check_roles, _check_origins, _check_sampled):
+        for run in catalog.runs_with_data:
+            notes = Notes(run)
+            with catalog.findings.noting("integrity"):
+                check(catalog, run, notes)
+            for finding in notes.findings():
+                catalog.findings.take("accounting", finding)
+
+
+def _check_canary(catalog: Catalog, run: str, notes: Notes) -> None:
+    paths = {body.file.path for body in catalog.parts.get((run, "canary"), [])}
+    if not paths or paths & catalog.unsound:
+        return
+    canary = read_parts(catalog, run, "canary", ["request", "position", "hook", "verdict"])
+    spans = sound_tables(catalog, run, "spans")
+    hooks = [hook.name for hook in catalog.genesis.hooks]
+    for column, known in (("verdict", VERDICTS), ("hook", hooks)):
+        unknown = sorted(set(pc.unique(canary[column]).to_pylist()) - set(known))
+        if unknown:
+            got, expected = repr(unknown[0])[:80], f"one of {', '.join(known)}"
+            notes.add("E414", f"canary/{run} {column}", got, expected)
+    _check_foreign(catalog, run, canary)
+    if spans:
+        _check_stored(canary, spans[0], notes)
+
+
+def _check_foreign(catalog: Catalog, run: str, canary: pa.Table) -> None:
+    foreign = canary.filter(pc.equal(canary["verdict"], "foreign")).sort_by(
+        [("request", "ascending"), ("position", "ascending")]
+    )
+    request = foreign["request"].to_numpy()
+    _, first, counts = np.unique(request, return_index=True, return_counts=True)
+    some = slice(0, MAX_FINDINGS_PER_CODE)
+    if len(first) > MAX_FINDINGS_PER_CODE:
+        got = f"{len(first) - MAX_FINDINGS_PER_CODE} further requests with such rows"
+        catalog.findings.add("accounting", "E418", f"canary/{run}", got, "none")
+    for at, count in zip(first[some].tolist(), counts[some].tolist(), strict=True):
+        row = foreign.slice(at, 1).to_pylist()[0]
+        more = f" (and {count - 1} more rows)" if count > 1 else ""
+        place = f"canary/{run} request {row['request']} position {row['position']}"
+        where, got = f"{place} hook {row['hook']}{more}", "a row far from its replay"
+        expected = "the row of the request that it is stored under"
+        catalog.findings.add("accounting", "E418", where, got, expected)
+
+
+def _check_stored(canary: pa.Table, spans: pa.Table, notes: Notes) -> None:
+    captured = pc.equal(spans["disposition"], "captured")
+    referenced = pc.and_(
+        pc.equal(spans["disposition"], "cache_ref"), pc.is_valid(spans["ref_request"])
+    )
+    stored = spans.filter(pc.or_(captured, referenced))
+    start, stop = (position_key(stored["request"], stored[name]) for name in ("start", "stop"))
+    key = position_key(canary["request"], canary["position"])
+    where = np.flatnonzero(depth(start, stop, key) == 0)
+    if len(where):
+        row = canary.slice(int(where[0]), 1).to_pylist()[0]
+        more = f" (and {len(where) - 1} more rows)" if len(where) > 1 else ""
+        place = f"canary/{notes.run} request {row['request']} position {row['position']}{more}"
+        expected = "a captured position, or a reference to one"
+        notes.add("E414", place, "a canary of a position without a row", expected)
+
+
+def _check_roles(catalog: Catalog, run: str, notes: Notes) -> None:
+    read = sound_tables(catalog, run, "roles", "spans") if catalog.parts.get((run, "roles")) else []
+    if not read:
+        return
+    roles, spans = read
+    check_words(roles, "role", tables.ROLES, f"census/{run}/roles", notes)
+    empty = pc.greater_equal(roles["start"], roles["stop"])
+    names = ("request", "start", "stop")
+    for row in notes.each("E420", np.flatnonzero(empty.to_numpy())):
+        place = notes.place("census", "roles", *(roles[name][row] for name in names))
+        notes.add("E420", place, "no position", "a stop above the start")
+    start, stop = _keys(roles.filter(pc.invert(empty)))
+    for place in notes.places("E420", "census", "roles", overlap(start, stop)):
+        notes.add("E420", place, "two roles", "one role, or none")
+    theirs = union(*_keys(spans.filter(pc.less(spans["start"], spans["stop"]))))
+    for place in notes.places("E420", "census", "roles", difference(union(start, stop), theirs)):
+        notes.add("E420", place, "a role", "none: the request has no such position")
+
+
+def _keys(table: pa.Table) -> tuple[Keys, Keys]:
     return (
-        f"run {entry['run']} request {entry['request']} [{entry['start']}, {entry['stop']}) "
-        f"count {entry['count']}"
+        position_key(table["request"], table["start"]),
+        position_key(table["request"], table["stop"]),
     )
 
 
-def sound_tables(catalog: Catalog, run: str, *names: tables.TableName) -> list[pa.Table]:
-    """Return tables of a run; none where one is unsound, or what it should hold is not known.
+def _check_origins(catalog: Catalog, run: str, notes: Notes) -> None:
+    if not catalog.parts.get((run, "origins")):
+        return
+    if read := sound_tables(catalog, run, "origins", "requests"):
+        _check_names(read[0], notes)
+        _check_requests(read[0], read[1], notes)
 
-    Raises:
-        ActdsError: as ``Catalog.read_table``.
+
+def _check_names(origins: pa.Table, notes: Notes) -> None:
+    for name, form in _FORMS.items():
+        for value in pc.unique(origins[name]).to_pylist():
+            if re.fullmatch(form, value) is None:
+                place = f"census/{notes.run}/origins"
+                notes.add("E103", place, f"{name} {value[:80]!r}", f"a text of the form {form}")
+
+
+def _check_requests(origins: pa.Table, requests: pa.Table, notes: Notes) -> None:
+    named, n_given = (origins[name].to_numpy().astype(np.int64) for name in ("request", "n_given"))
+    numbers = requests["request"].to_numpy().astype(np.int64)
+    served = ~np.isin(requests["finish_reason"].to_pylist(), tables.UNSERVED)
+    room = np.where(served, requests["prompt_len"].to_numpy().astype(np.int64), 2**32)
+    order = np.argsort(numbers, kind="stable")
+    at = np.minimum(np.searchsorted(numbers[order], named), max(len(numbers) - 1, 0))
+    known = numbers[order][at] == named if len(numbers) else np.zeros(len(named), bool)
+    first = np.zeros(len(named), bool)
+    first[np.unique(named, return_index=True)[1]] = True
+    beyond = known & (n_given > room[order][at]) if len(numbers) else ~known
+    for wrong, got, expected in (
+        (~known, "an origin", "none: the run has no such request"),
+        (known & ~first, "two origins", "one at most"),
+        (beyond, "more given positions than prompt tokens", "at most the tokens of the prompt"),
+    ):
+        for row in notes.each("E422", np.flatnonzero(wrong)):
+            notes.add("E422", f"census/{notes.run}/origins request {named[row]}", got, expected)
+
+
+def _check_sampled(catalog: Catalog, run: str, notes: Notes) -> None:
+    record = catalog.runs.get(run)
+    if record is None or run in catalog.incomplete:
+        return
+    field = record.fields.get(ENTROPY)
+    is_recorded = None if field is None else field.value
+    if is_recorded is not None and not isinstance(is_recorded, bool):
+        place = f"{layout.run_path(run)} {ENTROPY}"
+        notes.add("E103", place, repr(is_recorded)[:80], "true or false")
+        return
+    if not is_recorded and not catalog.parts.get((run, "sampled")):
+        return
+    read = sound_tables(catalog, run, "sampled", "requests", "steps", "spans")
+    if not read:
+        return
+    sampled, requests, steps, spans = read
+    if is_recorded:
+        key, is_owed = _check_lines(sampled, requests, steps, notes)
+        _check_values(sampled, notes)
+        _check_missing(catalog, requests, _free(record, spans), key[is_owed], notes)
+        _check_tokens(catalog, run, key, ints(sampled, "token_id"), notes)
+    elif sampled.num_rows:
+        got = f"{sampled.num_rows} lines"
+        notes.add("E423", f"census/{run}/sampled", got, f"none: {ENTROPY} is not true")
+
+
+def _check_lines(
+    sampled: pa.Table, requests: pa.Table, steps: pa.Table, notes: Notes
+) -> tuple[Keys, Bools]:
+    named, position, step = (ints(sampled, name) for name in ("request", "position", "step"))
+    order = np.argsort(ints(requests, "request"), kind="stable")
+    numbers, first, n = (
+        ints(requests, name)[order] for name in ("request", "prompt_len", "generated_len")
+    )
+    known = np.isin(named, numbers)
+    at = np.where(known, np.searchsorted(numbers, named), 0)
+    within = known.copy()
+    if len(numbers):
+        within &= (position >= first[at]) & (position < first[at] + n[at])
+    key = position_key(sampled["request"], sampled["position"])
+    once = np.zeros(len(key), bool)
+    once[np.unique(key, return_index=True)[1]] = True
+    for wrong, got, expected in (
+        (~within, "a line", "none: its request sampled no token there"),
+        (within & ~once, "two lines", "one"),
+        (~np.isin(step, ints(steps, "step")), "an unknown step", "a step of the run"),
+    ):
+        for row in notes.each("E423", np.flatnonzero(wrong)):
+            notes.add("E423", _place(notes, named[row], position[row]), got, expected)
+    return key, within & once
+
+
+def _check_values(sampled: pa.Table, notes: Notes) -> None:
+    for name, sign in (("entropy", 1), ("logprob", -1), ("margin", 1)):
+        values = sampled[name].to_numpy()
+        wrong = ~(np.isfinite(values) & (sign * values >= 0))
+        for row in notes.each("E423", np.flatnonzero(wrong)):
+            request, position = (sampled[n][row].as_py() for n in ("request", "position"))
+            expected = f"a finite number, at {'least' if sign > 0 else 'most'} 0"
+            place = f"{_place(notes, request, position)} {name}"
+            notes.add("E423", place, f"{values[row]}", expected)
+
+
+def _check_missing(
+    catalog: Catalog, requests: pa.Table, free: Ints | None, owed: Keys, notes: Notes
+) -> None:
+    """Note the requests that have fewer lines than sampled tokens, by number.
+
+    Those of ``free`` may have none at all; so may every one where it is None.
     """
-    if run in catalog.incomplete:
-        return []
-    read = [catalog.sound_table(run, name) for name in names]
-    sound = [table for table in read if table is not None]
-    return sound if len(sound) == len(names) else []
+    ended = np.asarray(requests["finish_reason"].to_pylist()) != "unfinished"
+    numbers, n = (ints(requests, name)[ended] for name in ("request", "generated_len"))
+    with_lines, n_lines = np.unique(owed >> np.uint64(32), return_counts=True)
+    n_of = np.zeros(len(numbers), np.int64)
+    if len(with_lines):
+        at = np.minimum(np.searchsorted(with_lines, numbers), len(with_lines) - 1)
+        n_of = np.where(with_lines[at] == numbers, n_lines[at], 0)
+    may_lack = np.ones(len(numbers), bool) if free is None else np.isin(numbers, free)
+    short = np.flatnonzero((n_of < n) & ~((n_of == 0) & may_lack))
+    if not len(short):
+        return
+    if _was_cut_off(catalog, notes.run):
+        got = f"{(n - n_of)[short].sum()} sampled tokens of {len(short)} requests without a line"
+        place = f"census/{notes.run}/sampled"
+        notes.add("E423", place, got, "a line for each", "warning")
+        return
+    for row in notes.each("E423", short):
+        place = f"census/{notes.run}/sampled request {numbers[row]}"
+        notes.add("E423", place, f"{n_of[row]} lines", f"{n[row]}, one per sampled token")
 
 
-def read_parts(catalog: Catalog, run: str, name: tables.TableName, columns: list[str]) -> pa.Table:
-    """Return columns of a table; notes E203 for a part of another length than was committed."""
-    parts = [tables.empty(name).select(columns)]
-    for body in catalog.parts.get((run, name), []):
-        path = body.file.path
-        part = catalog.read_table(name, path, columns)
-        _check_n_rows(catalog, path, part.num_rows, body.n_rows)
-        parts.append(part)
-    return pa.concat_tables(parts)
+def _free(record: RunRecord, spans: pa.Table) -> Ints | None:
+    if record.fields["capture.sampling"].value not in (None, "all"):
+        return None
+    return ints(spans.filter(pc.equal(spans["disposition"], "filtered")), "request")
 
 
-def _check_n_rows(catalog: Catalog, path: str, got: int, expected: int) -> None:
-    if got != expected:
-        catalog.findings.add("integrity", "E203", path, f"{got} rows", f"{expected} rows")
+def _check_tokens(catalog: Catalog, run: str, key: Keys, token: Ints, notes: Notes) -> None:
+    order = np.argsort(key, kind="stable")
+    key, token = key[order], token[order]
+    for manifest in catalog.shards_by_run[run]:
+        path = f"{layout.shard_dir(manifest.shard)}/{TOKENS}"
+        if path in catalog.unsound or not len(key):
+            continue
+        rows = catalog.read_table("tokens", path, ["request", "position", "token_id"])
+        of_rows = position_key(rows["request"], rows["position"])
+        at = np.minimum(np.searchsorted(key, of_rows), len(key) - 1)
+        fed = ints(rows, "token_id")
+        for row in notes.each("E423", np.flatnonzero((key[at] == of_rows) & (token[at] != fed))):
+            place = _place(notes, *(rows[name][row].as_py() for name in ("request", "position")))
+            notes.add("E423", place, f"token {token[at[row]]}", f"{fed[row]}, as in {path}")
+
+
+def _was_cut_off(catalog: Catalog, run: str) -> bool:
+    chains = [chain for chain in catalog.chains.values() if chain.run == run]
+    return any(
+        chain.close is None or chain.close.reason != "finished"
+        for chain in chains
+        if chain.kind in ("census", "writer")
+    )
+
+
+def _place(notes: Notes, request: object, position: object) -> str:
+    return notes.place("census", "sampled", request, position)

@@ -26,7 +26,6 @@ from actds.format.readouts import Readouts, compute, load_probes, matrix, readou
 from actds.format.schema import Hook
 from actds.format.shard import TOKENS
 from actds.store import layout
-from actds_validators.validate.accounting import read_parts, sound_tables
 
 Ints = npt.NDArray[np.int64]
 TOLERANCE = 1e-4
@@ -39,6 +38,31 @@ _Tokens = tuple[Keys, Ints]
 KEYS = ["request", "position", "step"]
 TOKEN = "token_id"
 VALUES = ["norm", "projections", "probes"]
+
+
+def sound_tables(catalog: Catalog, run: str, *names: tables.TableName) -> list[pa.Table]:
+    """Return tables of a run; none where one is unsound, or what it should hold is not known."""
+    if run in catalog.incomplete:
+        return []
+    read = [catalog.sound_table(run, name) for name in names]
+    sound = [table for table in read if table is not None]
+    return sound if len(sound) == len(names) else []
+
+
+def read_parts(catalog: Catalog, run: str, name: tables.TableName, columns: list[str]) -> pa.Table:
+    """Return columns of a table; notes E203 for a part of another length than was committed."""
+    parts = [tables.empty(name).select(columns)]
+    for body in catalog.parts.get((run, name), []):
+        path = body.file.path
+        part = catalog.read_table(name, path, columns)
+        check_n_rows(catalog, path, part.num_rows, body.n_rows)
+        parts.append(part)
+    return pa.concat_tables(parts)
+
+
+def check_n_rows(catalog: Catalog, path: str, got: int, expected: int) -> None:
+    if got != expected:
+        catalog.findings.add("integrity", "E203", path, f"{got} rows", f"{expected} rows")
 
 
 class HookReadouts:
@@ -91,9 +115,7 @@ class HookReadouts:
 class RunReadouts:
     """The readouts of a run.
 
-    Args:
-        probes: the user's probes of each hook, ``(n_probes, d_model)``; empty when there are none,
-            or values are not wanted.
+    ``probes`` of each hook are ``(n_probes, d_model)``; none where values are not wanted.
     """
 
     hooks: dict[str, HookReadouts]
@@ -119,9 +141,6 @@ class RunReadouts:
 
 def check_readouts(catalog: Catalog, *, values: bool) -> dict[str, RunReadouts]:
     """Check row set and tokens of the readouts of every run; notes E416, E417.
-
-    Args:
-        values: whether the values will be compared with the rows.
 
     Returns:
         The readouts by run, of those runs that have any and whose tables can be read.
@@ -159,11 +178,7 @@ def compare(
     dtype: str,
     place: str,
 ) -> None:
-    """Compare the readouts of stored rows with those computed again; notes E417.
-
-    Args:
-        bits: their bit patterns ``(n, d_model)``.
-    """
+    """Compare readouts of rows, bits ``(n, d_model)``, with those computed again; notes E417."""
     where = of_run.hooks[hook].find(tokens)
     known = np.flatnonzero(where >= 0)  # those without are E416 already
     rows = arrays.as_ml_dtypes(bits[known], dtype).astype(np.float32)

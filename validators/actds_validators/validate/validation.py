@@ -1,6 +1,6 @@
 """Validation: the gate before training. Every check that a level asks for, and what they found.
 
-The ledger is checked here; files, accounting, roles and values have modules of their own.
+The ledger is checked here; shards, accounting and readouts have modules of their own.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -25,19 +26,19 @@ from actds.publish.sealing import check_pin, check_provenance, check_sums, parse
 from actds.store import Store, layout, local_folder, open_store
 from actds.store.local import lock_dataset
 from actds.version import __version__
-from actds_validators.validate.accounting import RunAccount, check_accounting, check_shard_tokens
-from actds_validators.validate.files import (
+from actds_validators.validate.accounting import RunAccount, check_accounting, check_side_tables
+from actds_validators.validate.readouts import check_readouts
+from actds_validators.validate.shards import (
     Stamp,
-    check_array,
+    check_arrays,
     check_digests,
-    check_group,
     check_indexes,
+    check_shard_tokens,
     check_structure,
+    check_values,
     stamp,
+    values_nbytes,
 )
-from actds_validators.validate.readouts import RunReadouts, check_readouts
-from actds_validators.validate.side_tables import check_side_tables
-from actds_validators.validate.values import check_values, values_nbytes
 
 Level = Literal["quick", "standard", "full", "deep"]
 State = Literal["passed", "failed", "skipped"]
@@ -154,10 +155,7 @@ class Validation:
             "seal": self.seal,
             "digest": self.digest,
             "pinned": self.pinned,
-            "checks": [
-                {"name": check.name, "state": check.state, "detail": check.detail}
-                for check in self.checks
-            ],
+            "checks": [asdict(check) for check in self.checks],
             "findings": [finding.as_json() for finding in self.findings],
             "runs": self.runs,
             "totals": self.totals,
@@ -207,61 +205,117 @@ def validate(
     store = open_store(path)
     try:
         catalog = read_dataset(store)
-    except ActdsError as error:
-        return _unreadable(store, level, error, began)
     except Exception as error:
-        return _unreadable(store, level, _unexpected(error), began)
-    accounts: list[RunAccount] = []
-    pinned = None
+        return _unreadable(store, level, _coded(error), began)
+    checks, pinned = _Checks(catalog, level, progress, executor, known, imported), None
     try:
         if pin is not None:
             with catalog.findings.noting("ledger"):
                 pinned = check_pin(catalog, pin)
-        _check_all(catalog, level, progress, executor, accounts, known, imported)
-    except ActdsError as error:
-        catalog.findings.take("structure", error)
+        checks.run()
     except Exception as error:
-        # The gate stays shut, with a code: what is not understood is not valid.
-        catalog.findings.take("structure", _unexpected(error))
-    return replace(_result(catalog, level, accounts, began), pinned=pinned)
+        catalog.findings.take("structure", _coded(error))
+    return checks.result(began, pinned)
 
 
-def _check_all(
-    catalog: Catalog,
-    level: Level,
-    progress: Progress,
-    executor: ExecutorName,
-    accounts: list[RunAccount],
-    known: Mapping[str, Stamp],
-    imported: bool,
-) -> None:
-    if level != "quick":
-        catalog.parse_apart()
-    _check_ledger(catalog)
-    check_structure(catalog)
-    _check_list(catalog)
-    check_provenance(catalog, catalog.findings, imported=imported)
-    if level in ("full", "deep"):
-        files = catalog.files.keys() - catalog.unsound
-        progress("all bytes", sum(catalog.files[path].nbytes for path in files))
-        check_digests(catalog, lambda amount: progress("bytes", amount), executor, known)
-        check_indexes(catalog)
-    readouts: dict[str, RunReadouts] = {}
-    if level != "quick":
-        progress("all rows", sum(manifest.n_rows for manifest in catalog.shards))
-        accounts += check_accounting(catalog, lambda amount: progress("rows", amount))
-        check_side_tables(catalog)
-        readouts = check_readouts(catalog, values=level == "deep")
-    if level == "deep":
-        progress("all values", sum(values_nbytes(catalog, m) for m in catalog.shards))
-        check_values(catalog, lambda amount: progress("values", amount), readouts, executor)
-    if level != "quick":
-        _check_card(catalog)
-
-
-def _unexpected(error: BaseException) -> ActdsError:
+def _coded(error: Exception) -> ActdsError:
+    """Return an error with a code: the gate stays shut, what is not understood is not valid."""
+    if isinstance(error, ActdsError):
+        return error
     got = f"{type(error).__name__}: {error}"[:400]
     return ActdsError("E901", "actds", got=got, expected="a check that ends")
+
+
+@dataclass
+class _Checks:
+    """The checks of a level, and the accounts of the runs, once they are made."""
+
+    catalog: Catalog
+    level: Level
+    progress: Progress
+    executor: ExecutorName
+    known: Mapping[str, Stamp]
+    imported: bool
+    accounts: list[RunAccount] = field(default_factory=list)
+
+    def run(self) -> None:
+        catalog, level, progress = self.catalog, self.level, self.progress
+        if level != "quick":
+            catalog.parse_apart()
+        _check_ledger(catalog)
+        check_structure(catalog)
+        _check_list(catalog)
+        check_provenance(catalog, catalog.findings, imported=self.imported)
+        if level in ("full", "deep"):
+            files = catalog.files.keys() - catalog.unsound
+            progress("all bytes", sum(catalog.files[path].nbytes for path in files))
+            check_digests(catalog, partial(progress, "bytes"), self.executor, self.known)
+            check_indexes(catalog)
+        if level == "quick":
+            return
+        progress("all rows", sum(manifest.n_rows for manifest in catalog.shards))
+        self.accounts += check_accounting(catalog, partial(progress, "rows"))
+        check_side_tables(catalog)
+        readouts = check_readouts(catalog, values=level == "deep")
+        if level == "deep":
+            progress("all values", sum(values_nbytes(catalog, m) for m in catalog.shards))
+            check_values(catalog, partial(progress, "values"), readouts, self.executor)
+        _check_card(catalog)
+
+    def result(self, began: float, pinned: int | None) -> Validation:
+        catalog = self.catalog
+        order = {"error": 0, "warning": 1, "note": 2}
+        noted = dict.fromkeys(finding for _, finding in catalog.findings)
+        seal = catalog.seal if catalog.is_sealed else None
+        return Validation(
+            path=catalog.store.uri,
+            level=self.level,
+            dataset=catalog.genesis.dataset,
+            seal=seal.n if seal else None,
+            digest=catalog.seal_sha256 if seal else None,
+            checks=[self._check(name) for name in CHECKS],
+            findings=sorted(noted, key=lambda finding: (order[finding.severity], finding.code)),
+            runs={account.run: account.account.totals for account in self.accounts},
+            duration_s=time.monotonic() - began,
+            pinned=pinned,
+            catalog=catalog,
+        )
+
+    def _check(self, name: CheckName) -> Check:
+        if LEVELS.index(CHECKS[name]) > LEVELS.index(self.level):
+            return Check(name, "skipped", f"level {CHECKS[name]} runs it")
+        noted = ((check, finding.severity) for check, finding in self.catalog.findings)
+        failed = (name, "error") in noted
+        unjudged = name == "accounting" and any(not account.complete for account in self.accounts)
+        return Check(name, "failed" if failed or unjudged else "passed", self._detail(name))
+
+    def _detail(self, name: CheckName) -> str:
+        catalog = self.catalog
+        match name:
+            case "ledger":
+                n_records = sum(len(chain.records) for chain in catalog.chains.values())
+                n_chains, n_seals = len(catalog.chains), len(catalog.seals)
+                return f"chains {n_chains}, records {n_records}, seals {n_seals}"
+            case "structure":
+                n_hooks = len(catalog.genesis.hooks)
+                return f"shards {len(catalog.shards)}, hooks {n_hooks}, files {len(catalog.files)}"
+            case "integrity":
+                return _INTEGRITY[self.level]
+            case "provenance":
+                return f"run records {len(catalog.runs)}"
+            case "accounting":
+                return self._accounted()
+            case "values":
+                return "every row of every hook decoded"
+
+    def _accounted(self) -> str:
+        judged = [account for account in self.accounts if account.complete]
+        rows = sum(account.account.totals["rows"] for account in judged)
+        runs = self.catalog.runs_with_data
+        text = f"runs {len(judged)} of {len(runs)}, rows {rows:,} against the census"
+        imported = sum(map(self.catalog.is_imported, runs))
+        text += f"; {imported} imported, which have none" if imported else ""
+        return text if len(judged) + imported == len(runs) else f"{text}; the others cannot be read"
 
 
 def _check_ledger(catalog: Catalog) -> None:
@@ -280,12 +334,17 @@ def _check_ledger(catalog: Catalog) -> None:
         catalog.findings.take("ledger", catalog.not_sealed())
 
 
+def _is_clean(catalog: Catalog) -> bool:
+    noted = (finding.severity for _, finding in catalog.findings)
+    return catalog.is_sealed and "error" not in noted
+
+
 def _check_card(catalog: Catalog) -> None:
     """Compare the card with the dataset; notes E110. Nothing hashes it: it names the seal.
 
     Spec: 0.1 section 2.4.
     """
-    if catalog.is_sealed and not any(noted.severity == "error" for _, noted in catalog.findings):
+    if _is_clean(catalog):
         with catalog.findings.noting("structure"):
             for finding in compare_card(catalog):
                 catalog.findings.take("structure", finding)
@@ -298,7 +357,7 @@ def _check_list(catalog: Catalog) -> None:
 
     Spec: 0.1 section 15.1.
     """
-    if catalog.is_sealed and not any(noted.severity == "error" for _, noted in catalog.findings):
+    if _is_clean(catalog):
         try:
             check_sums(catalog)
         except ActdsError as error:
@@ -314,82 +373,16 @@ def _unreadable(store: Store, level: Level, error: ActdsError, began: float) -> 
     return Validation(store.uri, level, None, None, None, checks, [finding], {}, took)
 
 
-def _result(catalog: Catalog, level: Level, accounts: list[RunAccount], began: float) -> Validation:
-    order = {"error": 0, "warning": 1, "note": 2}
-    noted = [finding for _, finding in catalog.findings]
-    findings = sorted(
-        dict.fromkeys(noted), key=lambda finding: (order[finding.severity], finding.code)
-    )
-    seal = catalog.seal if catalog.is_sealed else None
-    return Validation(
-        path=catalog.store.uri,
-        level=level,
-        dataset=catalog.genesis.dataset,
-        seal=seal.n if seal else None,
-        digest=catalog.seal_sha256 if seal else None,
-        checks=[_check(catalog, name, level, accounts) for name in CHECKS],
-        findings=findings,
-        runs={account.run: account.account.totals for account in accounts},
-        duration_s=time.monotonic() - began,
-        catalog=catalog,
-    )
-
-
-def _check(catalog: Catalog, name: CheckName, level: Level, accounts: list[RunAccount]) -> Check:
-    if LEVELS.index(CHECKS[name]) > LEVELS.index(level):
-        return Check(name, "skipped", f"level {CHECKS[name]} runs it")
-    failed = any(
-        check == name and finding.severity == "error" for check, finding in catalog.findings
-    )
-    unjudged = name == "accounting" and any(not account.complete for account in accounts)
-    state: State = "failed" if failed or unjudged else "passed"
-    return Check(name, state, _detail(catalog, name, level, accounts))
-
-
-def _detail(catalog: Catalog, name: CheckName, level: Level, accounts: list[RunAccount]) -> str:
-    match name:
-        case "ledger":
-            n_records = sum(len(chain.records) for chain in catalog.chains.values())
-            return f"chains {len(catalog.chains)}, records {n_records}, seals {len(catalog.seals)}"
-        case "structure":
-            n_hooks = len(catalog.genesis.hooks)
-            return f"shards {len(catalog.shards)}, hooks {n_hooks}, files {len(catalog.files)}"
-        case "integrity":
-            return _INTEGRITY[level]
-        case "provenance":
-            return f"run records {len(catalog.runs)}"
-        case "accounting":
-            return _accounted(catalog, accounts)
-        case "values":
-            return "every row of every hook decoded"
-
-
-def _accounted(catalog: Catalog, accounts: list[RunAccount]) -> str:
-    judged = [account for account in accounts if account.complete]
-    rows = sum(account.account.totals["rows"] for account in judged)
-    runs = catalog.runs_with_data
-    text = f"runs {len(judged)} of {len(runs)}, rows {rows:,} against the census"
-    imported = sum(map(catalog.is_imported, runs))
-    text += f"; {imported} imported, which have none" if imported else ""
-    return text if len(judged) + imported == len(runs) else f"{text}; the others cannot be read"
-
-
 @dataclass(frozen=True)
 class Seen:
-    """What was validated so far.
-
-    Args:
-        n_shards: shards that are committed and were looked at.
-        nbytes: bytes that were read and hashed.
-        findings: what was found in this look, and in none before.
-    """
+    """What was validated so far; ``findings`` are those of this look, and of none before."""
 
     n_shards: int
     n_rows: int
     nbytes: int
     n_chains: int
     n_open: int
-    findings: list[Finding]
+    findings: list[Finding] = field(compare=False)
 
 
 @dataclass
@@ -422,7 +415,6 @@ class Watch:
         self._n_shards = self._n_rows = self._nbytes = 0
 
     def look(self) -> Seen:
-        """Return what was seen, after validating what is new."""
         findings: list[Finding] = []
         for chain, records in self._new_records(findings):
             findings += self._validate(chain, records)
@@ -513,10 +505,7 @@ class Watch:
         self._nbytes += nbytes
 
     def _check_shard(self, catalog: Catalog, manifest: ShardManifest) -> None:
-        check_group(catalog, manifest)
-        for hook in manifest.hooks:
-            with catalog.findings.noting("structure"):
-                check_array(catalog, manifest, hook)
+        check_arrays(catalog, manifest)
         path = f"{layout.shard_dir(manifest.shard)}/{TOKENS}"
         if self.level == "quick" or path in catalog.unsound:
             return
@@ -565,7 +554,7 @@ def watch(
     last_news = time.monotonic()
     while True:
         now = following.look()
-        if before is None or _news(now) != _news(before) or now.findings:
+        if now != before or now.findings:
             seen(now)
             last_news = time.monotonic()
         before = now
@@ -577,7 +566,3 @@ def watch(
             last_news = time.monotonic()
         time.sleep(interval_s)
     return validate(path, level, progress, executor, seal, following.known)
-
-
-def _news(seen: Seen) -> tuple[int, ...]:
-    return seen.n_shards, seen.n_rows, seen.n_chains, seen.n_open
