@@ -17,6 +17,7 @@ import numpy as np
 from scipy import special  # type: ignore[import-untyped]
 
 from actds.text import counted
+from actds_studies.regimes.contrast import halves
 from actds_studies.regimes.result import Element, Outcome, StudyLimits, Value
 from actds_studies.regimes.strata import ALL, MIN_REQUESTS, MIN_ROWS, Stratum
 from actds_studies.regimes.sums import COUNT, GroupSums, Made, Totals
@@ -32,7 +33,6 @@ from actds_validators.statistics.intervals import (
     slope,
     to_scale,
 )
-from actds_validators.statistics.samples import halves
 
 N_FLIPS = 9_999
 N_FLIPS_OVERLAP = 1_999

@@ -14,7 +14,7 @@ from actds.explore.lazy import LazyArray
 from actds.loader.filters import SINK_NORM
 from actds_studies.regimes.arms import Arm, ArmRows, described_rows
 from actds_studies.regimes.conclusions import about, answer_of, verdicts
-from actds_studies.regimes.contrast import Contrast, Pairing, Side, contrast
+from actds_studies.regimes.contrast import Contrast, Pairing, Side, contrast, some_rows
 from actds_studies.regimes.entropies import Entropies
 from actds_studies.regimes.equal_tokens import (
     PARTING,
@@ -43,7 +43,6 @@ from actds_studies.regimes.result import (
 from actds_studies.regimes.strata import ALL
 from actds_studies.regimes.sums import COUNT, Part, RowReader, Sums, blocks_of
 from actds_validators.arrays import Bools, Floats, Ints, Rows
-from actds_validators.statistics.samples import some_rows
 
 N_SAMPLE = 4096
 MAX_PAIRS = 50_000
