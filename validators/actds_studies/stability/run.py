@@ -15,6 +15,7 @@ import numpy as np
 from actds.exchange.containers import NewTensor, write_tensors
 from actds.format.tables import PHASES
 from actds.store import refuse_within_dataset
+from actds.store.folders import unwritable
 from actds.text import storable
 from actds.version import __version__
 from actds_studies.dictionaries import Dictionary
@@ -37,7 +38,6 @@ from actds_studies.stability.result import (
 from actds_studies.stability.rows import Errors, Gathered, Plan, cross_values, errors_of, gather
 from actds_validators.about import about
 from actds_validators.arrays import Bools
-from actds_validators.audit.outputs import unwritable
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array  # type: ignore[import-untyped]

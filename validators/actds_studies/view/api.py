@@ -386,7 +386,7 @@ class View:
         Raises:
             ActdsError: E503 it cannot be written.
         """
-        from actds_validators.audit.outputs import replaced
+        from actds.store.folders import replaced
 
         with replaced(Path(path)) as new:
             new.write_text(self.html, encoding="utf-8")

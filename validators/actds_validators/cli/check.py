@@ -71,7 +71,7 @@ def check(
       actds check acts --json --strict
       actds check runs/* --html index.html
     """
-    from actds_validators.audit.outputs import refuse_outputs
+    from actds.store.folders import refuse_outputs
     from actds_validators.check import check as run
     from actds_validators.pages.index import page_beside
     from actds_validators.pages.index import render as render_index
