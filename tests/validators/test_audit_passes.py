@@ -94,9 +94,7 @@ def read(runs: list[Tables], executor: Executor, n_parts: int) -> Read:
             known, tokens = passed.lookups[source.run], list(source.parts["tokens"])
             readouts, rows = list(source.parts["readouts"]), read_rows(source, own)
             pieces = [*tokens, *lost_pieces(known, 100)]
-            one = RowPass(
-                known, passed.definitions, edges, source.hooks, passed.widths, passed.scale
-            )
+            one = RowPass(known, replace(passed.measured, hooks=source.hooks))
             calls += [(one, pieces), (one, readouts)]
             calls += [(WordPass(rows, None), tokens), (WordPass(rows, source.hooks[0]), readouts)]
         return Read(passed, calls)

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from actds_testing.calibration.parts import Way, made_rows, selections_of
-from actds_validators.audit.accumulate import CONTENT, PartialRows
+from actds_validators.audit.passes import CONTENT, PartialRows
 from actds_validators.audit.within import Units, all_rows
 
 

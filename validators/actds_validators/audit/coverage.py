@@ -24,7 +24,6 @@ from actds.format import tables
 from actds.format.positions import Keys, pair_key, split_key
 from actds.loader.filters import SINK_NORM
 from actds_validators.arrays import Bools, Floats, Ints
-from actds_validators.audit.accumulate import ClassCounts
 from actds_validators.audit.covariates import COVARIATES, N_BANDS, N_BITS, Widths, position_band
 from actds_validators.audit.data import (
     CLASSES,
@@ -36,7 +35,7 @@ from actds_validators.audit.data import (
     is_known,
 )
 from actds_validators.audit.lookup import Lookup, Rows
-from actds_validators.audit.passes import scale_of
+from actds_validators.audit.passes import ClassCounts, scale_of
 from actds_validators.audit.result import (
     CapturedShift,
     ClassesFile,

@@ -16,11 +16,11 @@ from typing import Literal
 import numpy as np
 
 from actds_validators.arrays import Floats, Ints
-from actds_validators.audit.accumulate import CovariateSums
 from actds_validators.audit.census import Series
 from actds_validators.audit.covariates import COVARIATES, defined
 from actds_validators.audit.data import RunSource
 from actds_validators.audit.missingness import rate_estimate
+from actds_validators.audit.passes import CovariateSums
 from actds_validators.audit.result import (
     Association,
     Covariate,

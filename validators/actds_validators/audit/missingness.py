@@ -18,11 +18,11 @@ import pyarrow.compute as pc
 from actds.format.labels import label_table, label_text
 from actds.format.positions import pair_key, split_key
 from actds_validators.arrays import Floats, Ints
-from actds_validators.audit.accumulate import Bands, CovariateSums
 from actds_validators.audit.census import Series
 from actds_validators.audit.covariates import COVARIATES, N_BANDS, defined
 from actds_validators.audit.data import RUN_LABELS, RunSource
 from actds_validators.audit.lookup import Lookup
+from actds_validators.audit.passes import Bands, CovariateSums
 from actds_validators.audit.result import (
     PROVEN,
     Bound,

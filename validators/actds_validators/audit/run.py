@@ -17,15 +17,12 @@ from actds.executor import Executor, Threads, open_executor
 from actds.publish.sealing import check_provenance
 from actds.store import open_store
 from actds_validators.arrays import Floats, Ints
-from actds_validators.audit.accumulate import CONTENT, CovariateSums, PartialRows, Sums
 from actds_validators.audit.census import RunSteps, Series, accounting, make_series, read_steps
 from actds_validators.audit.covariates import (
     MAX_PROBES,
-    CovariateDef,
     Widths,
     content,
     defined,
-    squares,
 )
 from actds_validators.audit.coverage import CoverageCounts, coverage, dominant_cell, read_spans
 from actds_validators.audit.data import (
@@ -73,13 +70,21 @@ from actds_validators.audit.missingness import (
     system_sums,
     worst_strata,
 )
-from actds_validators.audit.passes import TAIL, ExecutorName, RowPass, Scale, accumulate, scale_of
+from actds_validators.audit.passes import (
+    TAIL,
+    CovariateSums,
+    ExecutorName,
+    Measured,
+    PartialRows,
+    RowPass,
+    Sums,
+    scale_of,
+)
 from actds_validators.audit.place import Answer, Place, PlaceName, SourceAccount
 from actds_validators.audit.places import Audited, conclude, places, unaccounted
 from actds_validators.audit.result import (
     Audit,
     ClassesFile,
-    Covariate,
     Difference,
     Limits,
     Options,
@@ -244,7 +249,7 @@ def audit_sources(
     seen = coverage(passed.covered, named)
     if seen is not None:
         progress("rows that were served often")
-        cell = dominant_cell([(s, passed.lookups[s.run]) for s in used], passed.hooks, on)
+        cell = dominant_cell([(s, passed.lookups[s.run]) for s in used], passed.measured.hooks, on)
         seen = seen.model_copy(update={"dominant": cell})
     waits = queues(used, series, limits.seed)
     policies = {source.labels.get("overflow policy") for source in sources} - {None}
@@ -258,7 +263,7 @@ def audit_sources(
     everything = _covariate_sums(passed, passed.sums, series)
     read = 1 - account.unread / max(1, account.dropped)
     totals = of_all_lost(block_totals(series.blocks, everything), everything, read)
-    bands = passed.sums.bands_of(passed.definitions)
+    bands = passed.sums.bands_of(passed.measured.definitions)
     differing = differences(everything, totals, bands, series.effective_events)
     progress("weights")
     cells = weigh(counted_cells(edges, series, passed.sums.cell_n))
@@ -272,7 +277,7 @@ def audit_sources(
     missing = missingness(
         differing,
         account.loss_share,
-        has_values=passed.scale is not None,
+        has_values=passed.measured.scale is not None,
         has_ids=has_ids,
         has_entropy=has_entropy,
         unread=(account.unread, account.dropped),
@@ -289,8 +294,8 @@ def audit_sources(
 
 def _covariate_sums(passed: Passed, sums: Sums, series: Series) -> list[CovariateSums]:
     every = system_sums(series)
-    for group, covariates in passed.covariates.items():
-        middle = passed.middle(group)
+    for group, covariates in passed.measured.covariates.items():
+        middle = passed.measured.middles[group]
         every += sums.moments[group].covariate_sums(covariates, middle, series.blocks)
     return every
 
@@ -305,7 +310,6 @@ class Passed:
     """What the rows of all runs add up to.
 
     Args:
-        scale: where the readouts lie; ``None`` where nothing was lost or no run has readouts.
         slots: token ids that were counted block by block, and how many there were to choose from.
         within: of each group of covariates, the rows of each run in steps that lost a part.
         means: of each hook, how far the means lie from where its rows were taken.
@@ -313,29 +317,12 @@ class Passed:
 
     lookups: dict[str, Lookup]
     covered: CoverageCounts
-    definitions: tuple[CovariateDef, ...]
-    hooks: tuple[str, ...]
-    widths: Widths
-    scale: Scale | None = None
+    measured: Measured
     sums: Sums | None = None
     spans: SpanStrata | None = None
     slots: tuple[Ints, int] = field(default_factory=lambda: (np.zeros(0, np.int64), 0))
     within: dict[str, list[PartialRows]] = field(default_factory=dict)
     means: dict[str, Floats] = field(default_factory=dict)
-
-    @property
-    def covariates(self) -> dict[str, list[Covariate]]:
-        groups = {CONTENT: [covariate.facts() for covariate in self.definitions]}
-        for hook in self.hooks if self.scale else ():
-            numbers = self.widths.facts(hook)
-            groups[hook] = [*numbers, *squares(numbers)]
-        return groups
-
-    def middle(self, group: str) -> Floats:
-        if group == CONTENT or self.scale is None:
-            return np.zeros(len(self.definitions))
-        middle: Floats = self.scale.middle[self.hooks.index(group)]
-        return middle
 
 
 def pass_over(
@@ -358,39 +345,45 @@ def pass_over(
         for source, of_run in zip(sources, steps, strict=True)
         if of_run.run in series.runs
     ]
-    own_sources = [source for source, _, _ in runs]
+    used = [source for source, _, _ in runs]
     has_ids, has_entropy = knows_ids(sources), knows_entropy(sources)
     progress("counting token ids")
     counted = [(source, rows) for source, _, rows in runs]
     vocabulary, lost_ids = read_vocabulary(counted, executor.map, has_ids=has_ids)
-    passed = Passed(
-        {},
-        CoverageCounts(class_words(labels) if labels is not None else ()),
-        content(
-            prompt_sources(own_sources)[:MAX_SOURCES], has_ids=has_ids, has_entropy=has_entropy
-        ),
-        _hooks(own_sources),
-        _widths(own_sources),
-    )
+    words = prompt_sources(used)[:MAX_SOURCES]
+    definitions = content(words, has_ids=has_ids, has_entropy=has_entropy)
+    measured = Measured(definitions, edges, _hooks(used), _widths(used))
+    if edges is not None and measured.hooks:
+        progress("sampling readouts")
+        readouts = [part for source in used for part in source.parts["readouts"]]
+        scale = scale_of(readouts, measured.hooks, measured.widths, executor)
+        measured = replace(measured, scale=scale)
+    classes = class_words(labels) if labels is not None else ()
+    passed = Passed({}, CoverageCounts(classes), measured)
     if edges is not None:
         passed.spans = SpanStrata(series.blocks.n_blocks)
         if has_ids:
             passed.slots = _slots(vocabulary, lost_ids, limits or Limits())
-        if passed.hooks:
-            progress("sampling readouts")
-            readouts = [part for source in own_sources for part in source.parts["readouts"]]
-            passed.scale = scale_of(readouts, passed.hooks, passed.widths, executor)
     token_slot = np.full(len(vocabulary.counts) + 1, -1, np.int64)
     token_slot[passed.slots[0]] = np.arange(len(passed.slots[0]))
-    n_numbers = len(passed.definitions) + len(passed.hooks) * passed.widths.n_values
+    n_numbers = len(definitions) + len(measured.hooks) * measured.widths.n_values
     every = thinning([of_run for _, of_run, _ in runs], n_numbers)
-    shared = Shared(series, vocabulary, passed.definitions, token_slot, has_ids, every)
+    shared = Shared(series, vocabulary, definitions, token_slot, has_ids, every)
     total: Sums | None = None
     for (source, of_run, rows), ids in zip(runs, lost_ids, strict=True):
-        classes = None if labels is None else labels_of(labels, source.run)
-        lookup = make_lookup(source, of_run, rows, shared, ids, classes)
+        of_labels = None if labels is None else labels_of(labels, source.run)
+        lookup = make_lookup(source, of_run, rows, shared, ids, of_labels)
+        passed.lookups[source.run] = lookup
         progress(f"rows of {source.run}")
-        total = _add_run(passed, total, source, lookup, edges, executor)
+        read_spans(source, lookup, passed.covered)
+        row_pass = RowPass(lookup, measured)
+        total = total or row_pass.sums([*measured.covariates])
+        for sums in executor.map(row_pass, row_pass.pieces(source.parts)):
+            total.add(sums)
+        for group, moments in total.moments.items():
+            passed.within.setdefault(group, []).append(moments.take_within())
+        if passed.spans is not None:
+            passed.spans.add(source, lookup)
     if total is not None:
         passed.covered.rows.add(total.classes)
     if edges is not None and total is not None:
@@ -399,33 +392,14 @@ def pass_over(
     return passed
 
 
-def _add_run(
-    passed: Passed,
-    total: Sums | None,
-    source: RunSource,
-    lookup: Lookup,
-    edges: CellEdges | None,
-    executor: Executor,
-) -> Sums:
-    passed.lookups[source.run] = lookup
-    read_spans(source, lookup, passed.covered)
-    row_pass = RowPass(lookup, passed.definitions, edges, passed.hooks, passed.widths, passed.scale)
-    total = total or row_pass.sums()
-    accumulate(total, row_pass, source.parts, executor)
-    for group, moments in total.moments.items():
-        passed.within.setdefault(group, []).append(moments.take_within())
-    if passed.spans is not None:
-        passed.spans.add(source, lookup)
-    return total
-
-
 def _centre(passed: Passed, total: Sums, block: Ints) -> None:
     """Put the sums of the readouts about their means, which no pass knew before."""
-    if passed.scale is None:
+    measured, scale = passed.measured, passed.measured.scale
+    if scale is None:
         return
-    shifts = np.stack([total.moments[hook].centre(block) for hook in passed.hooks])
-    passed.scale = replace(passed.scale, middle=passed.scale.middle + shifts)
-    passed.means = dict(zip(passed.hooks, shifts, strict=True))
+    shifts = np.stack([total.moments[hook].centre(block) for hook in measured.hooks])
+    passed.measured = replace(measured, scale=replace(scale, middle=scale.middle + shifts))
+    passed.means = dict(zip(measured.hooks, shifts, strict=True))
 
 
 def _row_strata(passed: Passed) -> Iterator[Strata]:
@@ -444,13 +418,13 @@ def _row_strata(passed: Passed) -> Iterator[Strata]:
     if classes:
         some = slice(1, 1 + len(classes))
         yield Strata("class", list(classes), computed[some], lost[some], len(classes))
-    if passed.scale is not None:
+    if passed.measured.scale is not None:
         stored, n_lost = (t.reshape(-1, t.shape[-1]) for t in passed.sums.tails)
         words = [
             f"{side} {TAIL:.0%} of the {word} at {hook}"
             for side in ("lowest", "highest")
-            for hook in passed.hooks
-            for word in passed.widths.words
+            for hook in passed.measured.hooks
+            for word in passed.measured.widths.words
         ]
         yield Strata("tail of a value", words, stored + n_lost, n_lost, len(words))
 
@@ -473,7 +447,7 @@ def _after_weighting(
 ) -> list[Difference]:
     if cells.weights is None or passed.sums is None:
         return differing
-    stored = stored_cells(passed.sums, {group: passed.middle(group) for group in passed.covariates})
+    stored = stored_cells(passed.sums, passed.measured.middles)
     estimates = after_weighting(cells, passed.sums.cell_n, stored, totals)
     after = dict(zip((summed.covariate.name for summed in everything), estimates, strict=True))
     return [
@@ -514,8 +488,9 @@ def _within(passed: Passed, series: Series, limits: Limits) -> list[Question]:
         return []
     began = [lookup.request_block for lookup in passed.lookups.values()]
     n_draws = draws_for(N_FAMILIES, limits.fdr, LEAST_DRAWS)
+    covariates = passed.measured.covariates
     return asked_within(
-        selections(passed.within, passed.covariates, passed.means, began, n_draws, limits.seed)
+        selections(passed.within, covariates, passed.means, began, n_draws, limits.seed)
     )
 
 

@@ -24,10 +24,10 @@ from actds.format.shard import Shard
 from actds.store import refuse_within_dataset
 from actds.store.folders import replaced
 from actds_validators.arrays import Floats
-from actds_validators.audit.accumulate import Sums
 from actds_validators.audit.census import Series
 from actds_validators.audit.lookup import CellEdges, Lookup, Rows
 from actds_validators.audit.missingness import estimate, unbounded
+from actds_validators.audit.passes import Sums
 from actds_validators.audit.result import (
     Balance,
     Difference,

@@ -16,7 +16,7 @@ import numpy as np
 
 from actds.format.positions import Keys, pair_key, position_key, split_key
 from actds_validators.arrays import Bools, Floats, Ints
-from actds_validators.audit.accumulate import CONTENT, PartialRows
+from actds_validators.audit.passes import CONTENT, PartialRows
 from actds_validators.audit.result import Covariate
 from actds_validators.statistics.association import JointDraws, Turns, Within, within_cells
 from actds_validators.statistics.intervals import benjamini_hochberg
