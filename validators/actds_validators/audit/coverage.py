@@ -34,8 +34,8 @@ from actds_validators.audit.data import (
     explode,
     is_known,
 )
-from actds_validators.audit.lookup import Lookup, Rows
-from actds_validators.audit.passes import ClassCounts, scale_of
+from actds_validators.audit.lookup import Lookup, Rows, scale_of
+from actds_validators.audit.passes import ClassCounts
 from actds_validators.audit.result import (
     CapturedShift,
     ClassesFile,

@@ -6,6 +6,7 @@ Small tables against which rows are read; they travel to every worker of the pas
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,16 +17,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.dataset.multiplicity import Servings
+from actds.executor import Executor
 from actds.format.positions import Index
 from actds.format.sampled import Sampled
 from actds.format.tables import FLAG_SPECIAL
 from actds_validators.arrays import Bools, Floats, Ints
-from actds_validators.audit.census import RunSteps, Series
 from actds_validators.audit.covariates import (
     LOAD,
     MAX_BITS,
     NO_BITS,
     CovariateDef,
+    Widths,
     columns_of,
     defined,
 )
@@ -37,7 +39,9 @@ from actds_validators.audit.data import (
     TablePart,
     column,
     is_known,
+    places,
 )
+from actds_validators.audit.series import RunSteps, Series
 
 MAX_SOURCES = 8
 MAX_ROWS = 1 << 19
@@ -318,9 +322,6 @@ def _partial(steps: RunSteps) -> Bools:
     return (steps.lost > 0) & (steps.lost < steps.computed)
 
 
-MAX_DENSE = 1 << 22
-
-
 @dataclass(frozen=True)
 class WordCounts:
     """Token ids of a part.
@@ -348,72 +349,31 @@ class WordPass:
     hook: str | None
 
     def __call__(self, part: TablePart) -> WordCounts:
-        counts = _IdCounts()
-        special: list[Ints] = []
-        lost: list[Ints] = []
-        lost_ids: list[Ints] = []
-        if self.hook is None:
-            for batch in part.batches(["token_id", "flags"]):
-                ids = column(batch, "token_id")
-                counts.count(ids)
-                marked = column(batch, "flags") & FLAG_SPECIAL != 0
-                special.append(np.unique(ids[marked]))
-        else:
-            for batch in part.batches(["request", "position", "token_id", "step", "hook"]):
+        ids, counts, special, lost, lost_ids = ([np.zeros(0, np.int64)] for _ in range(5))
+        more = ["flags"] if self.hook is None else ["request", "position", "step", "hook"]
+        for batch in part.batches(["token_id", *more]):
+            if self.hook is None:
+                token = column(batch, "token_id")
+                special.append(np.unique(token[column(batch, "flags") & FLAG_SPECIAL != 0]))
+            else:
                 lines = batch.filter(pc.equal(batch["hook"], self.hook))
                 step = self.rows.steps.of(column(lines, "step"))
                 request = self.rows.requests.of(column(lines, "request"))
                 position, token = column(lines, "position"), column(lines, "token_id")
-                kept = self.rows.recomputed.count(step, request, position)
-                counts.count(token[kept])
                 at = self.rows.losses.find(step, request, position)
                 lost.append(at[at >= 0])
                 lost_ids.append(token[at >= 0])
-        return WordCounts(
-            *counts.total(), np.unique(_joined(special)), _joined(lost), _joined(lost_ids)
-        )
+                token = token[self.rows.recomputed.count(step, request, position)]
+            known, at = places(token)
+            ids.append(known)
+            counts.append(np.bincount(at, minlength=len(known)))
+        return WordCounts(*_counted(ids, counts), *map(np.concatenate, (special, lost, lost_ids)))
 
 
-def _joined(parts: list[Ints]) -> Ints:
-    return np.concatenate([np.zeros(0, np.int64), *parts])
-
-
-class _IdCounts:
-    """Counts by id: in an array by id, or one by one where ids are beyond it."""
-
-    def __init__(self) -> None:
-        self._dense = np.zeros(0, np.int64)
-        self._ids, self._counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
-
-    def count(self, ids: Ints) -> None:
-        low = ids[ids < MAX_DENSE]
-        self._grow(np.bincount(low, minlength=len(self._dense)))
-        if len(low) < len(ids):
-            self._add_sparse(*np.unique(ids[ids >= MAX_DENSE], return_counts=True))
-
-    def add(self, ids: Ints, counts: Ints) -> None:
-        n = int(np.searchsorted(ids, MAX_DENSE))
-        if n:
-            dense = np.zeros(max(len(self._dense), int(ids[n - 1]) + 1), np.int64)
-            dense[ids[:n]] = counts[:n]
-            self._grow(dense)
-        if n < len(ids):
-            self._add_sparse(ids[n:], counts[n:])
-
-    def total(self) -> tuple[Ints, Ints]:
-        low = np.flatnonzero(self._dense)
-        return np.concatenate([low, self._ids]), np.concatenate([self._dense[low], self._counts])
-
-    def _grow(self, dense: Ints) -> None:
-        dense[: len(self._dense)] += self._dense
-        self._dense = dense
-
-    def _add_sparse(self, ids: Ints, counts: Ints) -> None:
-        every = np.concatenate([self._ids, ids])
-        self._ids, at = np.unique(every, return_inverse=True)
-        total = np.zeros(len(self._ids), np.int64)
-        np.add.at(total, at.reshape(-1), np.concatenate([self._counts, counts]))
-        self._counts = total
+def _counted(ids: list[Ints], counts: list[Ints]) -> tuple[Ints, Ints]:
+    known, at = places(np.concatenate(ids))
+    n = np.bincount(at, weights=np.concatenate(counts), minlength=len(known))
+    return known, n.astype(np.int64)
 
 
 def knows_ids(sources: list[RunSource]) -> bool:
@@ -429,22 +389,21 @@ def read_vocabulary(
     runs: list[tuple[RunSource, RunRows]], read: Read, *, has_ids: bool
 ) -> tuple[Vocabulary, list[Ints]]:
     """Return the vocabulary of all runs, and the ids of each run's lost positions."""
-    counts, special = _IdCounts(), _IdCounts()
+    known = n = special = np.zeros(0, np.int64)
     lost_ids = []
     for source, rows in runs:
         ids = np.full(rows.losses.n_positions if has_ids else 0, -1, np.int64)
         for part in read(WordPass(rows, None), source.parts["tokens"]):
-            special.count(part.special)
+            special = np.union1d(special, part.special)
             if not source.hooks:
-                counts.add(part.ids, part.counts)
+                known, n = _counted([known, part.ids], [n, part.counts])
         if source.hooks:
             for part in read(WordPass(rows, source.hooks[0]), source.parts["readouts"]):
-                counts.add(part.ids, part.counts)
+                known, n = _counted([known, part.ids], [n, part.counts])
                 if has_ids:
                     ids[part.lost] = part.lost_ids
         lost_ids.append(ids)
-    known, n = counts.total()
-    return Vocabulary(known, n.astype(np.float64), np.isin(known, special.total()[0])), lost_ids
+    return Vocabulary(known, n.astype(np.float64), np.isin(known, special)), lost_ids
 
 
 def prompt_sources(sources: list[RunSource]) -> tuple[str, ...]:
@@ -540,3 +499,80 @@ class Recomputed:
     def _places(self, request: Ints, position: Ints) -> Ints:
         inside = position < self._length[request]
         return np.where(inside, self._first[request] + position, len(self._step) - 1)
+
+
+# where the readouts lie -----------------------------------------------------------------------
+
+TAIL = 0.01
+"""Share of the rows in a tail."""
+SAMPLE = 1 << 16
+"""Rows of a hook in the sample, about, at most."""
+MAX_PARTS, MAX_PART_ROWS = 16, 1 << 20
+"""Parts of all runs that the sample is of, evenly spaced, where all have more rows than that."""
+MIN_SAMPLE = 200
+"""Fewer rows of a hook have no tail."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Where readouts lie, ``(n_hooks, n_values)`` each; NaN where there are too few.
+
+    Args:
+        middle: about which sums are taken: the median of the sample, and after the pass the mean
+            of all.
+        low: a hundredth of the rows lies below.
+    """
+
+    middle: Floats
+    median: Floats
+    low: Floats
+    high: Floats
+
+
+@dataclass(frozen=True)
+class _SamplePass:
+    hooks: tuple[str, ...]
+    widths: Widths
+    every: int
+
+    def __call__(self, part: TablePart) -> list[npt.NDArray[np.float32]]:
+        samples: list[list[npt.NDArray[np.float32]]] = [[] for _ in self.hooks]
+        seen = [0] * len(self.hooks)
+        for batch in part.batches(["hook", *self.widths.columns]):
+            for number, hook in enumerate(self.hooks):
+                at = np.flatnonzero(pc.equal(batch["hook"], hook).to_numpy(False))
+                chosen = at[-seen[number] % self.every :: self.every]
+                seen[number] += len(at)
+                if len(chosen):
+                    some = self.widths.read(batch.take(pa.array(chosen)))
+                    samples[number].append(some.astype(np.float32))
+        empty = np.zeros((self.widths.n_values, 0), np.float32)
+        return [np.concatenate([empty, *of_hook], axis=1) for of_hook in samples]
+
+
+def scale_of(
+    parts: Sequence[TablePart], hooks: tuple[str, ...], widths: Widths, executor: Executor
+) -> Scale:
+    """Return the scale of the readouts in some parts, from an even sample of them.
+
+    The sample knows nothing of the losses: it is of all computed rows.
+    """
+    some = [part for part in parts if part.n_rows]
+    n_parts = len(some) if sum(part.n_rows for part in some) <= MAX_PART_ROWS else MAX_PARTS
+    at = np.unique(np.linspace(0, len(some) - 1, min(n_parts, len(some))).astype(int))
+    chosen = [some[k] for k in at.tolist()]
+    n_rows = sum(part.n_rows for part in chosen) // max(1, len(hooks))
+    sample = _SamplePass(hooks, widths, max(1, n_rows // SAMPLE))
+    drawn = list(executor.map(sample, chosen))
+    shape = len(hooks), widths.n_values
+    median, low, high = (np.full(shape, np.nan) for _ in range(3))
+    for number in range(len(hooks)):
+        values = [of_part[number] for of_part in drawn]
+        for k, row in enumerate(np.concatenate(values, axis=1) if values else ()):
+            x = np.sort(row[~np.isnan(row)].astype(np.float64))
+            if len(x):
+                median[number, k] = np.median(x)
+            if len(x) >= MIN_SAMPLE and x[0] < x[-1]:
+                low[number, k], high[number, k] = np.quantile(x, [TAIL, 1 - TAIL])
+    # Not the mean: fourth powers about one that a few outliers moved would lose all digits.
+    return Scale(np.nan_to_num(median), median, low, high)

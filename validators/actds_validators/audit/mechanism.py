@@ -1,68 +1,261 @@
-"""Mechanism: what the losses go with, tested by question; and how the queues stood.
+"""Mechanism: what the losses go with, tested by question.
 
 No test takes tokens for independent draws: between steps losses are moved along the run, within
 steps they are drawn anew and clustered by request.
+
+Within steps, whether lost tokens differ from those that shared their step, and so their load: of
+two tests of each covariate the larger p counts. One draws the losses anew among the tokens of each
+step: exact for losses that hit tokens, the tokens of a request in a step, or whole requests,
+however rare or heavy-tailed the covariate. The other takes scores clustered by request and step: it
+needs many, and holds for losses that lie side by side in any way.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any
 
 import numpy as np
 
-from actds_validators.arrays import Floats, Ints
-from actds_validators.audit.census import Series
-from actds_validators.audit.covariates import COVARIATES, defined
-from actds_validators.audit.data import RunSource
-from actds_validators.audit.missingness import rate_estimate
-from actds_validators.audit.passes import CovariateSums
+from actds.format.positions import Keys, pair_key, position_key, split_key
+from actds_validators.arrays import Bools, Floats, Ints
+from actds_validators.audit.covariates import defined
+from actds_validators.audit.passes import CONTENT, CovariateSums, PartialRows
 from actds_validators.audit.result import (
     Association,
     Covariate,
     Family,
     FamilyName,
     Group,
-    Lag,
-    LagBand,
     Limits,
-    Loss,
-    LossCurve,
     Mechanism,
-    Occupancy,
-    Queues,
-    Stall,
-    TracePoint,
 )
-from actds_validators.audit.within import WithinTest
+from actds_validators.audit.series import Series
 from actds_validators.statistics.association import (
     JointDraws,
+    Turns,
+    Within,
     block_score,
     change,
     draws_for,
     least_over_families,
     naive_z,
     over_families,
+    within_cells,
 )
 from actds_validators.statistics.intervals import (
     Interval,
     benjamini_hochberg,
-    block_sums,
     detectable,
-    jackknife_many,
-    loss_rate,
 )
 from actds_validators.statistics.series import (
     circular_shift,
-    isotonic,
-    lag_correlation,
-    load_groups,
     one_per_event,
 )
+
+MIN_REQUESTS = 10
+"""Requests with a token in a step that lost a part, at least: of fewer nothing is tested."""
+LEAST_DRAWS = 500
+
+
+@dataclass(frozen=True)
+class WithinTest:
+    """The test of one covariate.
+
+    Args:
+        p: the larger of both.
+        inside: adjusted over the family: by the largest of all tests in each draw, and after
+            Benjamini and Hochberg; the larger.
+    """
+
+    covariate: Covariate
+    scores: Within
+    p: float
+    inside: float
+
+
+@dataclass(frozen=True)
+class RowsOfSteps:
+    """Rows of the steps that lost a part, of all runs, in an order that no reader decides.
+
+    Args:
+        step: number of the step of each, ``(n_rows,)``, another in each run.
+        began: block of the jackknife in which the request began.
+        keys: of each run, request and position of these.
+    """
+
+    step: Ints
+    request: Ints
+    began: Ints
+    lost: Bools
+    orders: list[Ints]
+    keys: list[Keys]
+
+    def values(self, runs: Sequence[PartialRows]) -> Floats:
+        every = []
+        for order, keys, run in zip(self.orders, self.keys, runs, strict=True):
+            positions = position_key(run.request, run.position)
+            by_key = np.argsort(positions, kind="stable")
+            at = np.searchsorted(positions[by_key], keys)
+            known = np.flatnonzero(at < len(positions))
+            known = known[positions[by_key[at[known]]] == keys[known]]
+            x = np.full((len(run.values), len(order)), np.nan)
+            x[:, known] = run.values[:, by_key[at[known]]]
+            every.append(x)
+        return np.concatenate(every, axis=1)
+
+
+def all_rows(runs: Sequence[PartialRows], began: Sequence[Ints]) -> RowsOfSteps:
+    orders = [np.lexsort((run.position, run.request, run.step)) for run in runs]
+    some = list(enumerate(zip(runs, orders, strict=True)))
+    return RowsOfSteps(
+        step=np.concatenate([run.step[order] + (k << 40) for k, (run, order) in some]),
+        request=np.concatenate([run.request[order] + (k << 40) for k, (run, order) in some]),
+        began=np.concatenate([began[k][run.request[order]] for k, (run, order) in some]),
+        lost=np.concatenate([run.lost[order] for _, (run, order) in some]),
+        orders=orders,
+        keys=[position_key(run.request[order], run.position[order]) for _, (run, order) in some],
+    )
+
+
+class _Numbers(Sequence[Floats]):
+    """The numbers of the rows of a group, and of a hook their squared deviations after them.
+
+    Args:
+        away: how far the mean of each lies from 0; ``None`` where squares are no covariates.
+    """
+
+    def __init__(self, values: Floats, shift: Floats | None) -> None:
+        self._values, self._is_squared = values, shift is not None
+        if shift is not None:
+            values -= shift[:, np.newaxis]
+
+    def __len__(self) -> int:
+        return len(self._values) * (1 + self._is_squared)
+
+    def __getitem__(self, k: Any) -> Any:
+        """Return one number of the rows: side by side the squares would be held as well."""
+        if not 0 <= k < len(self):
+            raise IndexError(k)
+        x = self._values[k % len(self._values)]
+        return x if k < len(self._values) else x * x
+
+
+class Units:
+    """What is lost together, told by the losses alone: tokens, cells or whole requests.
+
+    A cell is the tokens of a request in a step. Requests are lost whole where most of those that
+    lost a token, of two at least, lost all of these; cells likewise. A unit counts as lost where
+    most of its tokens are.
+    """
+
+    def __init__(self, rows: RowsOfSteps, n_draws: int, seed: int) -> None:
+        self.n_rows = len(rows.step)
+        self.step, self.request = _numbered(rows.step), _numbered(rows.request)
+        pairs, cell = np.unique(pair_key(self.step, self.request), return_inverse=True)
+        self.cell: Ints = cell.reshape(-1)
+        self.lost = rows.lost
+        self.kind = "tokens"
+        unit, stratum = np.arange(self.n_rows), self.step
+        if _lost_whole(self.request, rows.lost):
+            self.kind, unit, stratum = "requests", self.request, rows.began
+        elif _lost_whole(self.cell, rows.lost):
+            self.kind, unit = "cells", self.cell
+        self.unit, self.size = unit, np.bincount(unit)
+        of_unit = np.zeros(len(self.size), np.int64)
+        of_unit[unit] = stratum
+        is_lost = 2 * np.bincount(unit, rows.lost) > self.size
+        self.turns = Turns(of_unit, is_lost, n_draws, seed)
+        self.pairs = split_key(pairs)
+
+    def about_step(self, x: Floats) -> Floats:
+        known = ~np.isnan(x)
+        at = self.step[known]
+        mean = np.bincount(at, x[known]) / np.maximum(np.bincount(at), 1)
+        about = np.zeros_like(x)
+        about[known] = x[known] - mean[at]
+        return about
+
+    def drawn(self, numbers: Iterable[Floats]) -> Floats:
+        """Return sums over the lost units of each draw ``(n_numbers, 1 + n_draws)``.
+
+        Of requests each counts the same: of a stored one only the tokens are here that shared a
+        step with lost ones, and sums over fewer tokens would vary less than those of lost ones.
+        """
+        of_units = []
+        for x in numbers:
+            about = self.about_step(x)
+            if self.kind != "tokens":
+                about = np.bincount(self.unit, about).astype(np.float64)
+            if self.kind == "requests":
+                about /= self.size
+            of_units.append(about[self.turns.units])
+        return self.turns.sums(np.stack(of_units))
+
+    def scores(self, x: Floats) -> Within | None:
+        known = ~np.isnan(x)
+        n = len(self.pairs[0])
+        sums = []
+        for some in (known, known & self.lost):
+            at = self.cell[some]
+            sums += [np.bincount(at, minlength=n), np.bincount(at, x[some], n)]
+        used = sums[0] > 0
+        return within_cells(*(v[used] for v in (*self.pairs, *sums)))
+
+
+def _lost_whole(unit: Ints, lost: Bools) -> bool:
+    n, n_lost = np.bincount(unit), np.bincount(unit, lost)
+    hit = (n_lost > 0) & (n > 1)
+    n_hit, n_part = (int(np.count_nonzero(some)) for some in (hit, hit & (n_lost < n)))
+    return n_hit > 0 and 2 * n_part <= n_hit
+
+
+def _numbered(values: Ints) -> Ints:
+    return np.unique(values, return_inverse=True)[1].reshape(-1)
+
+
+def selections(
+    runs: dict[str, list[PartialRows]],
+    covariates: dict[str, list[Covariate]],
+    means: dict[str, Floats],
+    began: Sequence[Ints],
+    n_draws: int,
+    seed: int,
+) -> Iterator[tuple[list[WithinTest], int]]:
+    """Yield the tests of content, then those of the values of all hooks, and their draws."""
+    rows = all_rows(runs[CONTENT], began)
+    if len(np.unique(rows.step)) < 2:
+        return
+    units = Units(rows, n_draws, seed)
+    for groups in ([CONTENT], [g for g in runs if g != CONTENT]):
+        joint, tests = JointDraws(), []
+        for group in groups:
+            numbers = _Numbers(rows.values(runs[group]), means.get(group))
+            scores = [units.scores(x) for x in numbers]
+            kept = [k for k, t in enumerate(scores) if t and t.n_requests >= MIN_REQUESTS]
+            if kept:
+                sizes = np.abs(units.drawn(numbers[k] for k in kept))
+                joint.add(sizes)
+                reached = sizes >= sizes[:, :1] - 1e-9 * sizes.max(axis=1, keepdims=True)
+                of = [covariates[group][k] for k in kept]
+                tests += list(zip(of, (scores[k] for k in kept), reached.mean(axis=1), strict=True))
+        if tests:
+            clustered = benjamini_hochberg([t.p for _, t, _ in tests if t])
+            inside = np.maximum(joint.adjusted(), clustered)
+            yield (
+                [
+                    WithinTest(covariate, t, max(t.p, float(p)), float(q))
+                    for (covariate, t, p), q in zip(tests, inside, strict=True)
+                    if t
+                ],
+                joint.n_draws,
+            )
+
+
+# between steps ------------------------------------------------------------------------------
 
 TIME = Covariate(name="time", label="time in the run", unit="s", group="system")
 MAX_PARTIAL = 0.05
@@ -305,156 +498,3 @@ def _time(series: Series, limits: Limits) -> list[Question]:
         note=note,
     )
     return [Question("time", [test], np.array([changed.p]), n_draws + 1, "permutations of blocks")]
-
-
-N_BINS = 240
-N_MARKS = 200
-STEP_CURVES = ("batch_tokens", "max_seq_len")
-Direction = Literal["increasing", "decreasing"]
-MAX_LAG = 64
-MAX_DEPTHS = 64
-
-
-def queues(sources: list[RunSource], series: Series, seed: int = 0) -> Queues:
-    """Return the section."""
-    lags, band = _lags(series, seed)
-    return Queues(
-        trace=_trace(series),
-        stalls=_stalls(sources, series),
-        occupancy=_occupancy(sources),
-        lags=lags,
-        lag_band=band,
-        loss_by_load=_loss_by_load(series),
-        loss_by_step=_loss_by_step(series),
-    )
-
-
-def _stalls(sources: list[RunSource], series: Series) -> list[Stall]:
-    n: Counter[str] = Counter()
-    waited_s: dict[str, float] = defaultdict(float)
-    marks_s: dict[str, list[float]] = defaultdict(list)
-    for source in sources:
-        stalls = source.columns("stalls", ["stage", "t_ns", "duration_ns"])
-        for stage in sorted(set(stalls["stage"])):
-            of_stage = stalls["stage"] == stage
-            n[stage] += int(of_stage.sum())
-            waited_s[stage] += int(stalls["duration_ns"][of_stage].sum()) / 1e9
-        begin = int(series.offsets[series.runs.index(source.run)])
-        steps = source.columns("steps", ["t_ns", "captured_tokens", "dropped_tokens"])
-        first = int(steps["t_ns"][steps["captured_tokens"] + steps["dropped_tokens"] > 0].min())
-        for at in np.argsort(-stalls["duration_ns"], kind="stable")[:N_MARKS]:
-            mark = max(0.0, (int(stalls["t_ns"][at]) - first) / 1e9) + float(series.t_s[begin])
-            marks_s[stalls["stage"][at]].append(mark)
-    return [
-        Stall(stage=stage, n=n[stage], seconds=waited_s[stage], marks_s=marks[:N_MARKS])
-        for stage in sorted(n)
-        for marks in [sorted(marks_s[stage])]
-    ]
-
-
-def _occupancy(sources: list[RunSource]) -> list[Occupancy]:
-    spent_s: dict[str, dict[tuple[int, int], float]] = defaultdict(lambda: defaultdict(float))
-    for source in sources:
-        occupancy = source.columns("occupancy", ["stage", "depth", "capacity", "duration_ns"])
-        lines = list(zip(*(column.tolist() for column in occupancy.values()), strict=True))
-        capacity: dict[tuple[str, int], int] = {}
-        lasted: Counter[tuple[str, int]] = Counter()
-        for stage, depth, room, ns in lines:
-            capacity[stage, depth] = max(room, capacity.get((stage, depth), room))
-            lasted[stage, depth] += ns
-        for (stage, depth), ns in lasted.items():
-            spent_s[stage][depth, capacity[stage, depth]] += ns / 1e9
-    return [
-        Occupancy(stage=stage, depth=depth, capacity=room, seconds=seconds)
-        for stage, depths in sorted(spent_s.items())
-        for (depth, room), seconds in sorted(depths.items())[:MAX_DEPTHS]
-    ]
-
-
-def _trace(series: Series) -> list[TracePoint]:
-    end = float((series.t_s + series.seconds).max())
-    if end <= 0:
-        return []
-    index = np.minimum((series.t_s / end * N_BINS).astype(int), N_BINS - 1)
-    computed = np.bincount(index, weights=series.computed, minlength=N_BINS)
-    lost = np.bincount(index, weights=series.lost, minlength=N_BINS)
-    load = np.bincount(index, weights=series.load * series.computed, minlength=N_BINS)
-    width = end / N_BINS
-    return [
-        TracePoint(
-            t_s=k * width,
-            seconds=width,
-            computed=int(computed[k]),
-            lost=int(lost[k]),
-            load=float(load[k] / computed[k]) if computed[k] else 0.0,
-        )
-        for k in range(N_BINS)
-    ]
-
-
-def _lags(series: Series, seed: int) -> tuple[list[Lag], LagBand | None]:
-    reach = min(MAX_LAG, max(0, series.n_ticks // 4))
-    lagged = lag_correlation(series.computed, series.share, series.run, reach, seed=seed)
-    if lagged is None:
-        return [], None
-    lags = [
-        Lag(steps=int(lag) * series.steps_per_tick, correlation=float(value))
-        for lag, value in zip(lagged.lags, lagged.correlation, strict=True)
-    ]
-    return lags, LagBand(
-        low=lagged.low,
-        high=lagged.high,
-        confidence=lagged.confidence,
-        n_shifts=lagged.n_shifts,
-        n_effective=lagged.n_effective,
-    )
-
-
-def _loss_by_load(series: Series) -> list[Loss]:
-    if not series.lost.any() or np.ptp(series.load) == 0:
-        return []
-    return _curve(series, series.load)[1]
-
-
-def _loss_by_step(series: Series) -> list[LossCurve]:
-    """Return the curve of every number of a step that the essay's drops are said to go with.
-
-    What it describes is tested as any covariate, by shifts: no test more.
-    """
-    if not series.lost.any():
-        return []
-    curves = []
-    for name in STEP_CURVES:
-        direction, points = _curve(series, series.system[name][0] / series.computed)
-        curves.append(
-            LossCurve(covariate=COVARIATES[name].facts(), direction=direction, points=points)
-        )
-    return curves
-
-
-def _curve(series: Series, value: Floats) -> tuple[Direction, list[Loss]]:
-    """Return the loss by deciles of a number of the step, with the better monotone fit."""
-    groups = load_groups(value)
-    n = np.bincount(groups, weights=series.computed)
-    rate = np.bincount(groups, weights=series.lost) / n
-    rising, falling = isotonic(rate, n), -isotonic(-rate, n)
-    is_rising = bool(((rising - rate) ** 2 * n).sum() <= ((falling - rate) ** 2 * n).sum())
-    mean = np.bincount(groups, weights=series.computed * value) / n
-    points = _points(series, groups, mean, rate, rising if is_rising else falling)
-    return "increasing" if is_rising else "decreasing", points
-
-
-def _points(series: Series, groups: Ints, mean: Floats, rate: Floats, fitted: Floats) -> list[Loss]:
-    inside = groups == np.arange(len(mean))[:, np.newaxis]
-    cut = series.blocks
-    n = block_sums(np.where(inside, series.computed, 0.0), cut.labels, cut.n_blocks)
-    lost = block_sums(np.where(inside, series.lost, 0.0), cut.labels, cut.n_blocks)
-    rates = jackknife_many(np.stack([n, lost]), loss_rate)
-    return [
-        Loss(
-            load=float(mean[k]),
-            rate=rate_estimate(interval, float(rate[k])),
-            fitted=float(fitted[k]),
-        )
-        for k, interval in enumerate(rates)
-    ]

@@ -18,7 +18,6 @@ import pyarrow.compute as pc
 from actds.format.labels import label_table, label_text
 from actds.format.positions import pair_key, split_key
 from actds_validators.arrays import Floats, Ints
-from actds_validators.audit.census import Series
 from actds_validators.audit.covariates import COVARIATES, N_BANDS, defined
 from actds_validators.audit.data import RUN_LABELS, RunSource
 from actds_validators.audit.lookup import Lookup
@@ -34,6 +33,7 @@ from actds_validators.audit.result import (
     Stratum,
     StratumLoss,
 )
+from actds_validators.audit.series import Series, rate_estimate
 from actds_validators.statistics.intervals import (
     Blocks,
     Interval,
@@ -53,19 +53,6 @@ from actds_validators.statistics.intervals import (
 from actds_validators.statistics.strata import jensen_shannon, stratum_p, total_variation
 
 CURVE = (0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
-
-
-def estimate(interval: Interval | None) -> Estimate | None:
-    if interval is None:
-        return None
-    return Estimate(
-        value=interval.value, low=interval.low, high=interval.high, confidence=interval.confidence
-    )
-
-
-def rate_estimate(interval: Interval | None, rate: float) -> Estimate:
-    share = estimate(interval) or Estimate(value=rate, low=0.0, high=1.0)
-    return Estimate(value=share.value, low=max(0.0, share.low), high=min(1.0, share.high))
 
 
 def unbounded(value: float, n: float, effective: float) -> Estimate | None:
@@ -138,7 +125,7 @@ def differences(
     for k, summed in enumerate(sums):
         n, sx, sxx, n_lost, lx = whole = totals[:, k].sum(axis=1)
         interval = lost_against_all[k]
-        lost = estimate(interval) or unbounded(float(smd(whole)), n, n_lost)
+        lost = Estimate.of(interval) or unbounded(float(smd(whole)), n, n_lost)
         if lost is None:
             continue
         stored = stored_against_all[k]
@@ -151,12 +138,12 @@ def differences(
                 sd_all=float(np.sqrt(max(0.0, sxx / n - (sx / n) ** 2))),
                 mean_lost=lx / n_lost,
                 smd=lost,
-                equivalence=estimate(
+                equivalence=Estimate.of(
                     # Of losses in one block the stored rows have a jackknife, too narrow by far.
                     at_least(stored, error, PROVEN) if stored and interval else None
                 ),
                 at_once=_at_once(stored, error, at_once) if interval and is_tested[k] else None,
-                before_weighting=estimate(stored)
+                before_weighting=Estimate.of(stored)
                 or unbounded(float(smd_of_stored(whole)), n, n - n_lost),
                 total_variation=_distance(total_variation, banded),
                 jensen_shannon=_distance(jensen_shannon, banded),
@@ -167,7 +154,7 @@ def differences(
 
 
 def _at_once(stored: Interval | None, error: float, each: float) -> Estimate | None:
-    interval = estimate(at_least(stored, error, each)) if stored else None
+    interval = Estimate.of(at_least(stored, error, each)) if stored else None
     return interval.model_copy(update={"confidence": 0.95}) if interval else None
 
 

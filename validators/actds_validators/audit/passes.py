@@ -13,10 +13,8 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.executor import Executor
 from actds.format.tables import TableName
 from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.covariates import (
@@ -28,7 +26,7 @@ from actds_validators.audit.covariates import (
     squares,
 )
 from actds_validators.audit.data import CLASSES, TablePart, explode, places
-from actds_validators.audit.lookup import CellEdges, Lookup, Rows
+from actds_validators.audit.lookup import CellEdges, Lookup, Rows, Scale
 from actds_validators.audit.result import Covariate
 from actds_validators.statistics.intervals import Blocks
 
@@ -370,14 +368,6 @@ class Sums:
 
 ExecutorName = Literal["threads", "ray"]
 """The executors of ``actds.executor`` that an audit may name in its result."""
-TAIL = 0.01
-"""Share of the rows in a tail."""
-SAMPLE = 1 << 16
-"""Rows of a hook in the sample, about, at most."""
-MAX_PARTS, MAX_ROWS = 16, 1 << 20
-"""Parts of all runs that the sample is of, evenly spaced, where all have more rows than that."""
-MIN_SAMPLE = 200
-"""Fewer rows of a hook have no tail."""
 
 
 # the pass -------------------------------------------------------------------------------------
@@ -587,71 +577,3 @@ def _add_tails(
                 for fate, some in enumerate((at[~is_lost], at[is_lost])):
                     n = np.bincount(block[some], minlength=rows.lookup.n_blocks)
                     sums.tails[fate, side, hook, k] += n
-
-
-# where the readouts lie -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Where readouts lie, ``(n_hooks, n_values)`` each; NaN where there are too few.
-
-    Args:
-        middle: about which sums are taken: the median of the sample, and after the pass the mean
-            of all.
-        low: a hundredth of the rows lies below.
-    """
-
-    middle: Floats
-    median: Floats
-    low: Floats
-    high: Floats
-
-
-@dataclass(frozen=True)
-class _SamplePass:
-    hooks: tuple[str, ...]
-    widths: Widths
-    every: int
-
-    def __call__(self, part: TablePart) -> list[npt.NDArray[np.float32]]:
-        samples: list[list[npt.NDArray[np.float32]]] = [[] for _ in self.hooks]
-        seen = [0] * len(self.hooks)
-        for batch in part.batches(["hook", *self.widths.columns]):
-            for number, hook in enumerate(self.hooks):
-                at = np.flatnonzero(pc.equal(batch["hook"], hook).to_numpy(False))
-                chosen = at[-seen[number] % self.every :: self.every]
-                seen[number] += len(at)
-                if len(chosen):
-                    some = self.widths.read(batch.take(pa.array(chosen)))
-                    samples[number].append(some.astype(np.float32))
-        empty = np.zeros((self.widths.n_values, 0), np.float32)
-        return [np.concatenate([empty, *of_hook], axis=1) for of_hook in samples]
-
-
-def scale_of(
-    parts: Sequence[TablePart], hooks: tuple[str, ...], widths: Widths, executor: Executor
-) -> Scale:
-    """Return the scale of the readouts in some parts, from an even sample of them.
-
-    The sample knows nothing of the losses: it is of all computed rows.
-    """
-    some = [part for part in parts if part.n_rows]
-    n_parts = len(some) if sum(part.n_rows for part in some) <= MAX_ROWS else MAX_PARTS
-    at = np.unique(np.linspace(0, len(some) - 1, min(n_parts, len(some))).astype(int))
-    chosen = [some[k] for k in at.tolist()]
-    n_rows = sum(part.n_rows for part in chosen) // max(1, len(hooks))
-    sample = _SamplePass(hooks, widths, max(1, n_rows // SAMPLE))
-    drawn = list(executor.map(sample, chosen))
-    shape = len(hooks), widths.n_values
-    median, low, high = (np.full(shape, np.nan) for _ in range(3))
-    for number in range(len(hooks)):
-        values = [of_part[number] for of_part in drawn]
-        for k, row in enumerate(np.concatenate(values, axis=1) if values else ()):
-            x = np.sort(row[~np.isnan(row)].astype(np.float64))
-            if len(x):
-                median[number, k] = np.median(x)
-            if len(x) >= MIN_SAMPLE and x[0] < x[-1]:
-                low[number, k], high[number, k] = np.quantile(x, [TAIL, 1 - TAIL])
-    # Not the mean: fourth powers about one that a few outliers moved would lose all digits.
-    return Scale(np.nan_to_num(median), median, low, high)

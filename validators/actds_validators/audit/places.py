@@ -23,6 +23,14 @@ from actds.dataset.info import overflowed
 from actds.dataset.reading import Catalog
 from actds.format.schema import RowCounts
 from actds.text import counted, format_seconds, share
+from actds_validators.audit.census import (
+    differing_facts,
+    groups_left_out,
+    of_unknown_weights,
+    one_model,
+    rows_by_adapter,
+    rows_of,
+)
 from actds_validators.audit.place import (
     LEVELS,
     TITLES,
@@ -41,14 +49,6 @@ from actds_validators.audit.result import (
     Limits,
     Queues,
     Verdict,
-)
-from actds_validators.audit.source import (
-    differing_facts,
-    groups_left_out,
-    of_unknown_weights,
-    one_model,
-    rows_by_adapter,
-    rows_of,
 )
 from actds_validators.audit.verdict import Evidence
 from actds_validators.audit.wording import DOMINANT, stratum_words

@@ -17,7 +17,7 @@ from actds.executor import Executor, Threads, open_executor
 from actds.publish.sealing import check_provenance
 from actds.store import open_store
 from actds_validators.arrays import Floats, Ints
-from actds_validators.audit.census import RunSteps, Series, accounting, make_series, read_steps
+from actds_validators.audit.census import accounting, source_account
 from actds_validators.audit.covariates import (
     MAX_PROBES,
     Widths,
@@ -38,6 +38,7 @@ from actds_validators.audit.data import (
 )
 from actds_validators.audit.lookup import (
     MAX_SOURCES,
+    TAIL,
     CellEdges,
     Lookup,
     Shared,
@@ -48,15 +49,17 @@ from actds_validators.audit.lookup import (
     prompt_sources,
     read_rows,
     read_vocabulary,
+    scale_of,
     thinning,
 )
 from actds_validators.audit.mechanism import (
+    LEAST_DRAWS,
     N_FAMILIES,
     Question,
     asked_between,
     asked_within,
     mechanism,
-    queues,
+    selections,
 )
 from actds_validators.audit.missingness import (
     MIN_TOKENS,
@@ -71,14 +74,12 @@ from actds_validators.audit.missingness import (
     worst_strata,
 )
 from actds_validators.audit.passes import (
-    TAIL,
     CovariateSums,
     ExecutorName,
     Measured,
     PartialRows,
     RowPass,
     Sums,
-    scale_of,
 )
 from actds_validators.audit.place import Answer, Place, PlaceName, SourceAccount
 from actds_validators.audit.places import Audited, conclude, places, unaccounted
@@ -91,7 +92,7 @@ from actds_validators.audit.result import (
     Queues,
     Verdict,
 )
-from actds_validators.audit.source import source_account
+from actds_validators.audit.series import RunSteps, Series, make_series, queues, read_steps
 from actds_validators.audit.verdict import Evidence, judge
 from actds_validators.audit.weights import (
     Cells,
@@ -103,7 +104,6 @@ from actds_validators.audit.weights import (
     weighting,
     write_weights,
 )
-from actds_validators.audit.within import LEAST_DRAWS, selections
 from actds_validators.audit.wording import blind_spots
 from actds_validators.statistics.association import draws_for
 from actds_validators.statistics.intervals import Interval, jackknife_many, smd_of_stored

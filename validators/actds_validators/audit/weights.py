@@ -24,9 +24,8 @@ from actds.format.shard import Shard
 from actds.store import refuse_within_dataset
 from actds.store.folders import replaced
 from actds_validators.arrays import Floats
-from actds_validators.audit.census import Series
 from actds_validators.audit.lookup import CellEdges, Lookup, Rows
-from actds_validators.audit.missingness import estimate, unbounded
+from actds_validators.audit.missingness import unbounded
 from actds_validators.audit.passes import Sums
 from actds_validators.audit.result import (
     Balance,
@@ -37,6 +36,7 @@ from actds_validators.audit.result import (
     Weighting,
     Worse,
 )
+from actds_validators.audit.series import Series
 from actds_validators.statistics.intervals import Interval, from_replicates, smd
 from actds_validators.statistics.strata import (
     effective_rows,
@@ -161,7 +161,7 @@ def after_weighting(
         parts = _weighted(stored, lambda s: ((s.sum(axis=0) - s) * weights).sum(axis=1))
         intervals = from_replicates(values, smd(np.stack([*left, *parts])))
     return [
-        estimate(interval)
+        Estimate.of(interval)
         or unbounded(float(value), float(n_all), effective_rows(w, x.n.sum(axis=0)))
         for interval, value, n_all, x in zip(intervals, values, sums[0], stored, strict=True)
     ]
