@@ -34,18 +34,7 @@ from actds_validators.audit.result import (
     Mechanism,
 )
 from actds_validators.audit.series import Series
-from actds_validators.statistics.association import (
-    JointDraws,
-    Turns,
-    Within,
-    block_score,
-    change,
-    draws_for,
-    least_over_families,
-    naive_z,
-    over_families,
-    within_cells,
-)
+from actds_validators.statistics import association
 from actds_validators.statistics.intervals import (
     Interval,
     benjamini_hochberg,
@@ -72,7 +61,7 @@ class WithinTest:
     """
 
     covariate: Covariate
-    scores: Within
+    scores: association.Within
     p: float
     inside: float
 
@@ -168,7 +157,7 @@ class Units:
         of_unit = np.zeros(len(self.size), np.int64)
         of_unit[unit] = stratum
         is_lost = 2 * np.bincount(unit, rows.lost) > self.size
-        self.turns = Turns(of_unit, is_lost, n_draws, seed)
+        self.turns = association.Turns(of_unit, is_lost, n_draws, seed)
         self.pairs = split_key(pairs)
 
     def about_step(self, x: Floats) -> Floats:
@@ -195,7 +184,7 @@ class Units:
             of_units.append(about[self.turns.units])
         return self.turns.sums(np.stack(of_units))
 
-    def scores(self, x: Floats) -> Within | None:
+    def scores(self, x: Floats) -> association.Within | None:
         known = ~np.isnan(x)
         n = len(self.pairs[0])
         sums = []
@@ -203,7 +192,7 @@ class Units:
             at = self.cell[some]
             sums += [np.bincount(at, minlength=n), np.bincount(at, x[some], n)]
         used = sums[0] > 0
-        return within_cells(*(v[used] for v in (*self.pairs, *sums)))
+        return association.within_cells(*(v[used] for v in (*self.pairs, *sums)))
 
 
 def _lost_whole(unit: Ints, lost: Bools) -> bool:
@@ -231,7 +220,7 @@ def selections(
         return
     units = Units(rows, n_draws, seed)
     for groups in ([CONTENT], [g for g in runs if g != CONTENT]):
-        joint, tests = JointDraws(), []
+        joint, tests = association.JointDraws(), []
         for group in groups:
             numbers = _Numbers(rows.values(runs[group]), means.get(group))
             scores = [units.scores(x) for x in numbers]
@@ -325,7 +314,7 @@ def asked_within(selections: Iterable[tuple[list[WithinTest], int]]) -> list[Que
 
 
 def families(questions: list[Question], fdr: float) -> tuple[list[Association], list[Family]]:
-    adjusted, of_families = over_families([question.inside for question in questions])
+    adjusted, of_families = association.over_families([question.inside for question in questions])
     least = [question.inside.min() for question in questions]
     tests, listed = [], []
     for k, (question, inside) in enumerate(zip(questions, adjusted, strict=True)):
@@ -335,7 +324,7 @@ def families(questions: list[Question], fdr: float) -> tuple[list[Association], 
             )
             for test, q in zip(question.tests, inside, strict=True)
         ]
-        possible = least_over_families(least, k, 1 / question.n_draws)
+        possible = association.least_over_families(least, k, 1 / question.n_draws)
         listed.append(
             Family(
                 question=question.name,
@@ -419,8 +408,8 @@ def _steps(
     Where losses do not lie along the run each has to hold over blocks of it as well.
     """
     one_run = len(series.runs) == 1
-    n_draws = draws_for(N_FAMILIES, limits.fdr, LEAST_SHIFTS)
-    joint, tests, of_blocks = JointDraws(), [], []
+    n_draws = association.draws_for(N_FAMILIES, limits.fdr, LEAST_SHIFTS)
+    joint, tests, of_blocks = association.JointDraws(), [], []
     of_events = _event_losses(series) if name == "load" else None
     loads = {definition.name for definition in defined("step") if definition.is_load}
     each = [("shift", summed, series.lost) for summed in sums]
@@ -467,7 +456,9 @@ def _shift(
         return None
     of_blocks = 0.0
     if not along:
-        p = block_score(series.blocks, series.run, series.computed, lost, values, weight=weight)
+        p = association.block_score(
+            series.blocks, series.run, series.computed, lost, values, weight=weight
+        )
         of_blocks = float(p[0])
     test = _test(
         name=name,
@@ -476,14 +467,16 @@ def _shift(
         p=max(float(shifts.p[0]), of_blocks),
         n_units=max(1, int(shifts.n_effective[0])),
         unit="shifts",
-        naive_p=naive_z([n, x, xx, n_lost, lost_x]) if name == "shift" else None,
+        naive_p=association.naive_z([n, x, xx, n_lost, lost_x]) if name == "shift" else None,
     )
     return test, shifts.sizes, of_blocks
 
 
 def _time(series: Series, limits: Limits) -> list[Question]:
-    n_draws = draws_for(N_FAMILIES, limits.fdr, LEAST_SHIFTS)
-    changed = change(series.computed, series.lost, series.run, n_draws=n_draws, seed=limits.seed)
+    n_draws = association.draws_for(N_FAMILIES, limits.fdr, LEAST_SHIFTS)
+    changed = association.change(
+        series.computed, series.lost, series.run, n_draws=n_draws, seed=limits.seed
+    )
     if changed is None or not changed.long_enough:
         return []
     at = float(series.t_s[min(changed.at, series.n_ticks - 1)])

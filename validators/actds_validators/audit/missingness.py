@@ -34,22 +34,7 @@ from actds_validators.audit.result import (
     StratumLoss,
 )
 from actds_validators.audit.series import Series, rate_estimate
-from actds_validators.statistics.intervals import (
-    Blocks,
-    Interval,
-    at_least,
-    difference_sums,
-    error_of_draws,
-    farthest_mean,
-    from_replicates,
-    jackknife_many,
-    joint_confidence,
-    loss_rate,
-    replicates,
-    smd,
-    smd_of_stored,
-    worst_case,
-)
+from actds_validators.statistics import intervals
 from actds_validators.statistics.strata import jensen_shannon, stratum_p, total_variation
 
 CURVE = (0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
@@ -59,7 +44,7 @@ def unbounded(value: float, n: float, effective: float) -> Estimate | None:
     """Return a mean's distance whose jackknife says nothing, with the worst case about it."""
     if not np.isfinite(value) or effective <= 0:
         return None
-    far = farthest_mean(n, effective)
+    far = intervals.farthest_mean(n, effective)
     return Estimate(value=value, low=-far, high=far, confidence=1.0)
 
 
@@ -72,10 +57,11 @@ def system_sums(series: Series) -> list[CovariateSums]:
     ]
 
 
-def block_totals(blocks: Blocks, sums: list[CovariateSums]) -> Floats:
+def block_totals(blocks: intervals.Blocks, sums: list[CovariateSums]) -> Floats:
     # One by one: all of them side by side would be the largest arrays of an audit.
     each = [
-        difference_sums(blocks, s.n, s.sums[:1], s.sums[1:2], s.n_lost, s.sums[2:]) for s in sums
+        intervals.difference_sums(blocks, s.n, s.sums[:1], s.sums[1:2], s.n_lost, s.sums[2:])
+        for s in sums
     ]
     return np.concatenate(each, axis=1)
 
@@ -115,21 +101,21 @@ def differences(
     if not sums:
         return []
     every = []
-    lost_against_all = jackknife_many(totals, smd)
-    value, without = replicates(totals, smd_of_stored)
+    lost_against_all = intervals.jackknife_many(totals, intervals.smd)
+    value, without = intervals.replicates(totals, intervals.smd_of_stored)
     stored_against_all = (
-        from_replicates(value, without) if without.shape[1] > 1 else [None] * len(sums)
+        intervals.from_replicates(value, without) if without.shape[1] > 1 else [None] * len(sums)
     )
     is_tested = [summed.covariate.group != "system" for summed in sums]
-    at_once = joint_confidence(without[is_tested])
+    at_once = intervals.joint_confidence(without[is_tested])
     for k, summed in enumerate(sums):
         n, sx, sxx, n_lost, lx = whole = totals[:, k].sum(axis=1)
         interval = lost_against_all[k]
-        lost = Estimate.of(interval) or unbounded(float(smd(whole)), n, n_lost)
+        lost = Estimate.of(interval) or unbounded(float(intervals.smd(whole)), n, n_lost)
         if lost is None:
             continue
         stored = stored_against_all[k]
-        error = error_of_draws(n, n_lost, n_events) if stored and interval else 0.0
+        error = intervals.error_of_draws(n, n_lost, n_events) if stored and interval else 0.0
         banded = bands.get(summed.covariate.name)
         every.append(
             Difference(
@@ -140,11 +126,11 @@ def differences(
                 smd=lost,
                 equivalence=Estimate.of(
                     # Of losses in one block the stored rows have a jackknife, too narrow by far.
-                    at_least(stored, error, PROVEN) if stored and interval else None
+                    intervals.at_least(stored, error, PROVEN) if stored and interval else None
                 ),
                 at_once=_at_once(stored, error, at_once) if interval and is_tested[k] else None,
                 before_weighting=Estimate.of(stored)
-                or unbounded(float(smd_of_stored(whole)), n, n - n_lost),
+                or unbounded(float(intervals.smd_of_stored(whole)), n, n - n_lost),
                 total_variation=_distance(total_variation, banded),
                 jensen_shannon=_distance(jensen_shannon, banded),
                 strata=strata(banded) if banded else [],
@@ -153,14 +139,14 @@ def differences(
     return every
 
 
-def _at_once(stored: Interval | None, error: float, each: float) -> Estimate | None:
-    interval = Estimate.of(at_least(stored, error, each)) if stored else None
+def _at_once(stored: intervals.Interval | None, error: float, each: float) -> Estimate | None:
+    interval = Estimate.of(intervals.at_least(stored, error, each)) if stored else None
     return interval.model_copy(update={"confidence": 0.95}) if interval else None
 
 
 def strata(bands: Bands) -> list[Stratum]:
     sums = np.stack([bands.n.T, bands.lost.T])
-    rates = jackknife_many(sums, loss_rate)
+    rates = intervals.jackknife_many(sums, intervals.loss_rate)
     losses = []
     for k, label in enumerate(bands.labels):
         n, n_lost = float(bands.n[:, k].sum()), float(bands.lost[:, k].sum())
@@ -184,8 +170,8 @@ def bound(loss_share: float) -> Bound:
     share = min(loss_share, 1 - 1e-9)
     return Bound(
         loss_share=loss_share,
-        bias=worst_case(share),
-        curve=[BoundPoint(loss_share=s, bias=worst_case(s)) for s in CURVE],
+        bias=intervals.worst_case(share),
+        curve=[BoundPoint(loss_share=s, bias=intervals.worst_case(s)) for s in CURVE],
     )
 
 

@@ -17,6 +17,8 @@ from actds.executor import Executor, Threads, open_executor
 from actds.publish.sealing import check_provenance
 from actds.store import open_store
 from actds_validators.arrays import Floats, Ints
+from actds_validators.audit import data as tables
+from actds_validators.audit import mechanism, missingness
 from actds_validators.audit.census import accounting, source_account
 from actds_validators.audit.covariates import (
     MAX_PROBES,
@@ -25,17 +27,6 @@ from actds_validators.audit.covariates import (
     defined,
 )
 from actds_validators.audit.coverage import CoverageCounts, coverage, dominant_cell, read_spans
-from actds_validators.audit.data import (
-    CLASSES,
-    N_THREADS,
-    RunSource,
-    catalog_source,
-    class_words,
-    labels_of,
-    match_labels,
-    read_labels,
-    role_labels,
-)
 from actds_validators.audit.lookup import (
     MAX_SOURCES,
     TAIL,
@@ -51,27 +42,6 @@ from actds_validators.audit.lookup import (
     read_vocabulary,
     scale_of,
     thinning,
-)
-from actds_validators.audit.mechanism import (
-    LEAST_DRAWS,
-    N_FAMILIES,
-    Question,
-    asked_between,
-    asked_within,
-    mechanism,
-    selections,
-)
-from actds_validators.audit.missingness import (
-    MIN_TOKENS,
-    SpanStrata,
-    Strata,
-    block_totals,
-    candidates,
-    differences,
-    missingness,
-    of_all_lost,
-    system_sums,
-    worst_strata,
 )
 from actds_validators.audit.passes import (
     CovariateSums,
@@ -157,17 +127,17 @@ def audit_dataset(
     Spec: 0.1 section 14.
     """
     began = time.monotonic()
-    labels = None if classes is None else read_labels(classes)
+    labels = None if classes is None else tables.read_labels(classes)
     catalog = Catalog.read(open_store(path), apart=True)
     if not catalog.is_sealed:
         raise catalog.not_sealed(str(path))
     check_provenance(catalog)
-    with open_executor(executor, N_THREADS) as runner:
+    with open_executor(executor, tables.N_THREADS) as runner:
         progress("hashing and opening tables")
-        sources = [catalog_source(catalog, run) for run in catalog.run_ids]
-        named = None if labels is None else match_labels(labels, sources)
+        sources = [tables.catalog_source(catalog, run) for run in catalog.run_ids]
+        named = None if labels is None else tables.match_labels(labels, sources)
         unseen = _unseen(sources)
-        table = role_labels(sources) if labels is None else labels.table
+        table = tables.role_labels(sources) if labels is None else labels.table
         sections = audit_sources(sources, limits, progress, table, runner, named)
         if weights is not None and sections.accounting.is_sound:
             progress("writing weights")
@@ -223,14 +193,14 @@ def _answered(
 
 
 def audit_sources(
-    sources: list[RunSource],
+    sources: list[tables.RunSource],
     limits: Limits,
     progress: Progress = lambda what: None,
     labels: pa.Table | None = None,
     executor: Executor | None = None,
     named: ClassesFile | None = None,
 ) -> Sections:
-    on = executor or Threads(N_THREADS)
+    on = executor or Threads(tables.N_THREADS)
     progress("accounting")
     account = accounting(sources, on.map)
     if not account.is_sound:
@@ -262,19 +232,21 @@ def audit_sources(
     progress("differences")
     everything = _covariate_sums(passed, passed.sums, series)
     read = 1 - account.unread / max(1, account.dropped)
-    totals = of_all_lost(block_totals(series.blocks, everything), everything, read)
+    totals = missingness.of_all_lost(
+        missingness.block_totals(series.blocks, everything), everything, read
+    )
     bands = passed.sums.bands_of(passed.measured.definitions)
-    differing = differences(everything, totals, bands, series.effective_events)
+    differing = missingness.differences(everything, totals, bands, series.effective_events)
     progress("weights")
     cells = weigh(counted_cells(edges, series, passed.sums.cell_n))
     differing = _after_weighting(differing, everything, totals, passed, cells)
     progress("tests")
     of_requests = passed.spans.of_requests if passed.spans else 0.0
     questions = [
-        *asked_between(everything, series, limits, of_requests),
+        *mechanism.asked_between(everything, series, limits, of_requests),
         *_within(passed, series, limits),
     ]
-    missing = missingness(
+    missing = missingness.missingness(
         differing,
         account.loss_share,
         has_values=passed.measured.scale is not None,
@@ -285,7 +257,7 @@ def audit_sources(
     return replace(
         sections,
         missingness=missing.model_copy(update=_strata(passed, limits)),
-        mechanism=mechanism(series, questions, _intervals(everything, totals), limits),
+        mechanism=mechanism.mechanism(series, questions, _intervals(everything, totals), limits),
         blocks_long_enough=series.blocks.long_enough,
         weighting=weighting(cells, differing, limits.negligible_bias),
         cells=cells,
@@ -293,7 +265,7 @@ def audit_sources(
 
 
 def _covariate_sums(passed: Passed, sums: Sums, series: Series) -> list[CovariateSums]:
-    every = system_sums(series)
+    every = missingness.system_sums(series)
     for group, covariates in passed.measured.covariates.items():
         middle = passed.measured.middles[group]
         every += sums.moments[group].covariate_sums(covariates, middle, series.blocks)
@@ -319,14 +291,14 @@ class Passed:
     covered: CoverageCounts
     measured: Measured
     sums: Sums | None = None
-    spans: SpanStrata | None = None
+    spans: missingness.SpanStrata | None = None
     slots: tuple[Ints, int] = field(default_factory=lambda: (np.zeros(0, np.int64), 0))
     within: dict[str, list[PartialRows]] = field(default_factory=dict)
     means: dict[str, Floats] = field(default_factory=dict)
 
 
 def pass_over(
-    sources: list[RunSource],
+    sources: list[tables.RunSource],
     steps: list[RunSteps],
     series: Series,
     edges: CellEdges | None,
@@ -358,10 +330,10 @@ def pass_over(
         readouts = [part for source in used for part in source.parts["readouts"]]
         scale = scale_of(readouts, measured.hooks, measured.widths, executor)
         measured = replace(measured, scale=scale)
-    classes = class_words(labels) if labels is not None else ()
+    classes = tables.class_words(labels) if labels is not None else ()
     passed = Passed({}, CoverageCounts(classes), measured)
     if edges is not None:
-        passed.spans = SpanStrata(series.blocks.n_blocks)
+        passed.spans = missingness.SpanStrata(series.blocks.n_blocks)
         if has_ids:
             passed.slots = _slots(vocabulary, lost_ids, limits or Limits())
     token_slot = np.full(len(vocabulary.counts) + 1, -1, np.int64)
@@ -371,7 +343,7 @@ def pass_over(
     shared = Shared(series, vocabulary, definitions, token_slot, has_ids, every)
     total: Sums | None = None
     for (source, of_run, rows), ids in zip(runs, lost_ids, strict=True):
-        of_labels = None if labels is None else labels_of(labels, source.run)
+        of_labels = None if labels is None else tables.labels_of(labels, source.run)
         lookup = make_lookup(source, of_run, rows, shared, ids, of_labels)
         passed.lookups[source.run] = lookup
         progress(f"rows of {source.run}")
@@ -402,22 +374,22 @@ def _centre(passed: Passed, total: Sums, block: Ints) -> None:
     passed.means = dict(zip(measured.hooks, shifts, strict=True))
 
 
-def _row_strata(passed: Passed) -> Iterator[Strata]:
+def _row_strata(passed: Passed) -> Iterator[missingness.Strata]:
     if passed.sums is None or not passed.lookups:
         return
     lookup = next(iter(passed.lookups.values()))
-    classes = passed.covered.rows.words[len(CLASSES) :]
+    classes = passed.covered.rows.words[len(tables.CLASSES) :]
     chosen, n_ids = passed.slots
     stored, lost = passed.sums.strata
     computed = stored + lost
     if lookup.has_ids:
-        yield Strata("special tokens", ["all of them"], computed[:1], lost[:1], 1)
+        yield missingness.Strata("special tokens", ["all of them"], computed[:1], lost[:1], 1)
         ids = [str(i) for i in lookup.vocabulary.index.numbers(chosen).tolist()]
         first = 1 + len(classes)
-        yield Strata("token id", ids, computed[first:], lost[first:], n_ids)
+        yield missingness.Strata("token id", ids, computed[first:], lost[first:], n_ids)
     if classes:
         some = slice(1, 1 + len(classes))
-        yield Strata("class", list(classes), computed[some], lost[some], len(classes))
+        yield missingness.Strata("class", list(classes), computed[some], lost[some], len(classes))
     if passed.measured.scale is not None:
         stored, n_lost = (t.reshape(-1, t.shape[-1]) for t in passed.sums.tails)
         words = [
@@ -426,7 +398,7 @@ def _row_strata(passed: Passed) -> Iterator[Strata]:
             for hook in passed.measured.hooks
             for word in passed.measured.widths.words
         ]
-        yield Strata("tail of a value", words, stored + n_lost, n_lost, len(words))
+        yield missingness.Strata("tail of a value", words, stored + n_lost, n_lost, len(words))
 
 
 def _slots(vocabulary: Vocabulary, lost_ids: list[Ints], limits: Limits) -> tuple[Ints, int]:
@@ -435,7 +407,7 @@ def _slots(vocabulary: Vocabulary, lost_ids: list[Ints], limits: Limits) -> tupl
         places = vocabulary.index.of(ids[ids >= 0])
         lost += np.bincount(places[places >= 0], minlength=len(vocabulary.counts))
     n = np.maximum(vocabulary.counts, lost)  # of a run without readouts the stored ones
-    return candidates(n, lost, limits), int((n >= MIN_TOKENS).sum())
+    return missingness.candidates(n, lost, limits), int((n >= missingness.MIN_TOKENS).sum())
 
 
 def _after_weighting(
@@ -455,17 +427,17 @@ def _after_weighting(
     ]
 
 
-def _unseen(sources: list[RunSource]) -> list[str]:
+def _unseen(sources: list[tables.RunSource]) -> list[str]:
     n_probes = max((source.n_probes for source in sources), default=0)
     hooks = _hooks(sources) if knows_ids(sources) else ()
     return blind_spots(hooks, _widths(sources), n_probes)
 
 
-def _hooks(sources: list[RunSource]) -> tuple[str, ...]:
+def _hooks(sources: list[tables.RunSource]) -> tuple[str, ...]:
     return tuple(sorted({hook for source in sources for hook in source.hooks}))
 
 
-def _widths(sources: list[RunSource]) -> Widths:
+def _widths(sources: list[tables.RunSource]) -> Widths:
     return Widths(
         max((source.n_projections for source in sources), default=0),
         min(MAX_PROBES, max((source.n_probes for source in sources), default=0)),
@@ -477,20 +449,22 @@ def _strata(passed: Passed, limits: Limits) -> dict[str, object]:
     assert passed.spans is not None
     every = [*passed.spans.strata(limits), *_row_strata(passed)]
     return {
-        "worst_strata": worst_strata(every, passed.spans.rate, passed.spans.share, limits),
+        "worst_strata": missingness.worst_strata(
+            every, passed.spans.rate, passed.spans.share, limits
+        ),
         "n_strata": sum(strata.n_tested for strata in every),
         "whole_requests": passed.spans.n_whole,
     }
 
 
-def _within(passed: Passed, series: Series, limits: Limits) -> list[Question]:
+def _within(passed: Passed, series: Series, limits: Limits) -> list[mechanism.Question]:
     if series.n_partial_steps < 2:
         return []
     began = [lookup.request_block for lookup in passed.lookups.values()]
-    n_draws = draws_for(N_FAMILIES, limits.fdr, LEAST_DRAWS)
+    n_draws = draws_for(mechanism.N_FAMILIES, limits.fdr, mechanism.LEAST_DRAWS)
     covariates = passed.measured.covariates
-    return asked_within(
-        selections(passed.within, covariates, passed.means, began, n_draws, limits.seed)
+    return mechanism.asked_within(
+        mechanism.selections(passed.within, covariates, passed.means, began, n_draws, limits.seed)
     )
 
 

@@ -25,14 +25,7 @@ from actds_validators.audit.result import (
     Stall,
     TracePoint,
 )
-from actds_validators.statistics.intervals import (
-    Blocks,
-    Interval,
-    block_sums,
-    blocks,
-    jackknife_many,
-    loss_rate,
-)
+from actds_validators.statistics import intervals
 from actds_validators.statistics.series import (
     correlation_steps,
     count_events,
@@ -83,7 +76,7 @@ class Series:
     lost: Floats
     load: Floats
     system: dict[str, Floats]
-    blocks: Blocks
+    blocks: intervals.Blocks
     offsets: Ints
     steps_per_tick: int
     n_events: int
@@ -158,7 +151,7 @@ def make_series(runs: list[RunSteps], n_blocks: int) -> Series | None:
         lost=lost,
         load=system[LOAD][0] / computed,
         system=system,
-        blocks=blocks(len(labels), labels, share, n_blocks, min(20, n_blocks)),
+        blocks=intervals.blocks(len(labels), labels, share, n_blocks, min(20, n_blocks)),
         offsets=np.cumsum([0, *(len(s) for s in starts)]),
         steps_per_tick=width,
         n_events=n_events,
@@ -342,7 +335,7 @@ def _curve(series: Series, value: Floats) -> tuple[Direction, list[Loss]]:
     return "increasing" if is_rising else "decreasing", points
 
 
-def rate_estimate(interval: Interval | None, rate: float) -> Estimate:
+def rate_estimate(interval: intervals.Interval | None, rate: float) -> Estimate:
     share = Estimate.of(interval) or Estimate(value=rate, low=0.0, high=1.0)
     return Estimate(value=share.value, low=max(0.0, share.low), high=min(1.0, share.high))
 
@@ -350,9 +343,9 @@ def rate_estimate(interval: Interval | None, rate: float) -> Estimate:
 def _points(series: Series, groups: Ints, mean: Floats, rate: Floats, fitted: Floats) -> list[Loss]:
     inside = groups == np.arange(len(mean))[:, np.newaxis]
     cut = series.blocks
-    n = block_sums(np.where(inside, series.computed, 0.0), cut.labels, cut.n_blocks)
-    lost = block_sums(np.where(inside, series.lost, 0.0), cut.labels, cut.n_blocks)
-    rates = jackknife_many(np.stack([n, lost]), loss_rate)
+    n = intervals.block_sums(np.where(inside, series.computed, 0.0), cut.labels, cut.n_blocks)
+    lost = intervals.block_sums(np.where(inside, series.lost, 0.0), cut.labels, cut.n_blocks)
+    rates = intervals.jackknife_many(np.stack([n, lost]), intervals.loss_rate)
     return [
         Loss(
             load=float(mean[k]),
