@@ -190,11 +190,7 @@ def _findings(
     every = _KeySums.of_ranges(spans["request"], spans["start"], spans["stop"])
     dropped = _KeySums.of_ranges(drops["request"], drops["start"], drops["stop"])
     n_dropped = _KeySums.of_counts(drops["step"], drops["stop"] - drops["start"])
-    owed, batch, became = (
-        _owed(source, spans, is_computed),
-        counted("batch_tokens"),
-        _FATES.values(),
-    )
+    owed, batch = _owed(source, spans, is_computed), counted("batch_tokens")
     census, of_census = f"census/{source.run}", "the census'"
     shards, losses = f"shards (run {source.run}) rows of", f"losses/{source.run} drops of"
     captured, lost = counted("captured_tokens"), counted("dropped_tokens")
@@ -205,7 +201,13 @@ def _findings(
         ("E408", f"{losses} request", dropped, ranges("dropped"), f"{of_census} dropped positions"),
         ("E412", f"{shards} step", n_rows, captured, f"{of_census} captured_tokens"),
         ("E408", f"{losses} step", n_dropped, lost, f"{of_census} dropped_tokens"),
-        ("E409", f"{census}/steps step", batch, counted(*became), "the sum of what became of them"),
+        (
+            "E409",
+            f"{census}/steps step",
+            batch,
+            counted(*_FATES.values()),
+            "the sum of what became of them",
+        ),
     )
     findings = [
         _finding(code, f"{place} {key}", n, n_wanted, expected)
@@ -264,6 +266,10 @@ def _unresolved(source: RunSource) -> int:
     return int((served["stop"] - served["start"]).sum() - (up_to - before).sum())
 
 
+_DISPOSITIONS = ("captured", "cache_ref", "dropped", "aborted", "filtered", "undelivered")
+_COUNTS = ("never_computed_requests", "recomputed", "unresolved", "requests", "steps")
+
+
 def accounting(sources: list[RunSource], read: Read) -> Accounting:
     spans: FateCounts = Counter()
     counts: Counter[str] = Counter()
@@ -288,19 +294,10 @@ def accounting(sources: list[RunSource], read: Read) -> Accounting:
     return Accounting(
         positions=total,
         computed=computed,
-        captured=by["captured"],
-        cache_ref=by["cache_ref"],
-        dropped=by["dropped"],
-        aborted=by["aborted"],
+        **{name: by[name] for name in _DISPOSITIONS},
         never_computed=by[NEVER],
-        never_computed_requests=counts["never_computed_requests"],
-        filtered=by["filtered"],
-        undelivered=by["undelivered"],
-        recomputed=counts["recomputed"],
-        unresolved=counts["unresolved"],
+        **{name: counts[name] for name in _COUNTS},
         external=spans["cache_ref", tables.EXTERNAL],
-        requests=counts["requests"],
-        steps=counts["steps"],
         loss_share=(by["dropped"] + by["aborted"]) / computed if computed else 0.0,
         waterfall=waterfall,
         findings=findings,

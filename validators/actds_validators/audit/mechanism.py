@@ -16,7 +16,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -110,27 +109,10 @@ def all_rows(runs: Sequence[PartialRows], began: Sequence[Ints]) -> RowsOfSteps:
     )
 
 
-class _Numbers(Sequence[Floats]):
-    """The numbers of the rows of a group, and of a hook their squared deviations after them.
-
-    Args:
-        away: how far the mean of each lies from 0; ``None`` where squares are no covariates.
-    """
-
-    def __init__(self, values: Floats, shift: Floats | None) -> None:
-        self._values, self._is_squared = values, shift is not None
-        if shift is not None:
-            values -= shift[:, np.newaxis]
-
-    def __len__(self) -> int:
-        return len(self._values) * (1 + self._is_squared)
-
-    def __getitem__(self, k: Any) -> Any:
-        """Return one number of the rows: side by side the squares would be held as well."""
-        if not 0 <= k < len(self):
-            raise IndexError(k)
-        x = self._values[k % len(self._values)]
-        return x if k < len(self._values) else x * x
+def _number(values: Floats, k: int) -> Floats:
+    """Return a number of the rows, or its square: side by side all would be held twice."""
+    x: Floats = values[k % len(values)]
+    return x if k < len(values) else x * x
 
 
 class Units:
@@ -222,11 +204,13 @@ def selections(
     for groups in ([CONTENT], [g for g in runs if g != CONTENT]):
         joint, tests = association.JointDraws(), []
         for group in groups:
-            numbers = _Numbers(rows.values(runs[group]), means.get(group))
-            scores = [units.scores(x) for x in numbers]
+            values = rows.values(runs[group])
+            if group in means:
+                values -= means[group][:, np.newaxis]
+            scores = [units.scores(_number(values, k)) for k in range(len(covariates[group]))]
             kept = [k for k, t in enumerate(scores) if t and t.n_requests >= MIN_REQUESTS]
             if kept:
-                sizes = np.abs(units.drawn(numbers[k] for k in kept))
+                sizes = np.abs(units.drawn(_number(values, k) for k in kept))
                 joint.add(sizes)
                 reached = sizes >= sizes[:, :1] - 1e-9 * sizes.max(axis=1, keepdims=True)
                 of = [covariates[group][k] for k in kept]

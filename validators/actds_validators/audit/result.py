@@ -45,10 +45,7 @@ class Estimate(Section):
 
     @classmethod
     def of(cls, interval: Interval | None) -> Estimate | None:
-        if interval is None:
-            return None
-        known = {name: getattr(interval, name) for name in cls.model_fields}
-        return cls(**known)
+        return None if interval is None else cls.model_validate(interval, from_attributes=True)
 
 
 class Number(Section):

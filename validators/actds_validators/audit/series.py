@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from itertools import groupby, islice
 from typing import Literal
 
 import numpy as np
@@ -244,21 +245,17 @@ def _stalls(sources: list[RunSource], series: Series) -> list[Stall]:
 
 
 def _occupancy(sources: list[RunSource]) -> list[Occupancy]:
-    spent_s: dict[str, dict[tuple[int, int], float]] = defaultdict(lambda: defaultdict(float))
+    spent_s: dict[tuple[str, int, int], float] = defaultdict(float)
+    sums = [("capacity", "max"), ("duration_ns", "sum")]
     for source in sources:
-        occupancy = source.columns("occupancy", ["stage", "depth", "capacity", "duration_ns"])
-        lines = list(zip(*(column.tolist() for column in occupancy.values()), strict=True))
-        capacity: dict[tuple[str, int], int] = {}
-        lasted: Counter[tuple[str, int]] = Counter()
-        for stage, depth, room, ns in lines:
-            capacity[stage, depth] = max(room, capacity.get((stage, depth), room))
-            lasted[stage, depth] += ns
-        for (stage, depth), ns in lasted.items():
-            spent_s[stage][depth, capacity[stage, depth]] += ns / 1e9
+        table = source.table("occupancy", ["stage", "depth", "capacity", "duration_ns"])
+        for line in table.group_by(["stage", "depth"]).aggregate(sums).to_pylist():
+            place = line["stage"], line["depth"], line["capacity_max"]
+            spent_s[place] += line["duration_ns_sum"] / 1e9
     return [
         Occupancy(stage=stage, depth=depth, capacity=room, seconds=seconds)
-        for stage, depths in sorted(spent_s.items())
-        for (depth, room), seconds in sorted(depths.items())[:MAX_DEPTHS]
+        for _, lines in groupby(sorted(spent_s.items()), lambda item: item[0][0])
+        for (stage, depth, room), seconds in islice(lines, MAX_DEPTHS)
     ]
 
 
@@ -292,13 +289,7 @@ def _lags(series: Series, seed: int) -> tuple[list[Lag], LagBand | None]:
         Lag(steps=int(lag) * series.steps_per_tick, correlation=float(value))
         for lag, value in zip(lagged.lags, lagged.correlation, strict=True)
     ]
-    return lags, LagBand(
-        low=lagged.low,
-        high=lagged.high,
-        confidence=lagged.confidence,
-        n_shifts=lagged.n_shifts,
-        n_effective=lagged.n_effective,
-    )
+    return lags, LagBand.model_validate(lagged, from_attributes=True)
 
 
 def _loss_by_load(series: Series) -> list[Loss]:
@@ -314,13 +305,13 @@ def _loss_by_step(series: Series) -> list[LossCurve]:
     """
     if not series.lost.any():
         return []
-    curves = []
-    for name in STEP_CURVES:
-        direction, points = _curve(series, series.system[name][0] / series.computed)
-        curves.append(
-            LossCurve(covariate=COVARIATES[name].facts(), direction=direction, points=points)
-        )
-    return curves
+    curves = {
+        name: _curve(series, series.system[name][0] / series.computed) for name in STEP_CURVES
+    }
+    return [
+        LossCurve(covariate=COVARIATES[name].facts(), direction=direction, points=points)
+        for name, (direction, points) in curves.items()
+    ]
 
 
 def _curve(series: Series, value: Floats) -> tuple[Direction, list[Loss]]:

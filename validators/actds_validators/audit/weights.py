@@ -169,11 +169,9 @@ def after_weighting(
 
 def _weighted(
     stored: Sequence[StoredCells], weigh_sums: Callable[[Floats], Floats]
-) -> tuple[Floats, Floats]:
-    return (
-        np.stack([weigh_sums(covariate.n) for covariate in stored]),
-        np.stack([weigh_sums(covariate.x) for covariate in stored]),
-    )
+) -> Iterator[Floats]:
+    for name in ("n", "x"):
+        yield np.stack([weigh_sums(getattr(covariate, name)) for covariate in stored])
 
 
 def weighting(
@@ -204,6 +202,7 @@ def weighting(
         claim = f"{empty} cells lost every row: no weight can make up for them"
     elif np.ptp(of_stored) < 1e-9:
         claim = "every weight is 1: no load and no complexity lost more than chance"
+    changes = _changes(differences)
     return Weighting(
         n_cells=len(listed),
         n_rows=round(stored.sum()),
@@ -211,21 +210,14 @@ def weighting(
         largest=float(cells.weights.max()),
         complexity=cells.edges.words,
         cells=listed,
-        balance=_balance(differences),
-        worse=_worse(differences, negligible),
+        balance=list(_balance(changes)),
+        worse=_worse(changes, negligible),
         claim=claim,
     )
 
 
-def _worse(differences: Sequence[Difference], negligible: float) -> list[Worse]:
-    """Return the covariates whose bias the weights make larger and not negligible, worst first.
-
-    A tenth of what is negligible is no growth.
-
-    The bias before and after is of the same rows: most of its noise is in both, and what an
-    interval of either allows would hide a bias that grew by a quarter.
-    """
-    changes = [
+def _changes(differences: Sequence[Difference]) -> list[Worse]:
+    return [
         Worse(
             label=d.covariate.label,
             group=d.covariate.group,
@@ -235,26 +227,26 @@ def _worse(differences: Sequence[Difference], negligible: float) -> list[Worse]:
         for d in differences
         if d.before_weighting and d.after_weighting
     ]
-    grown = [
-        change
-        for change in changes
-        if change.after > max(negligible, change.before + negligible / 10)
-    ]
+
+
+def _worse(changes: Sequence[Worse], negligible: float) -> list[Worse]:
+    """Return the covariates whose bias the weights make larger and not negligible, worst first.
+
+    A tenth of what is negligible is no growth.
+
+    The bias before and after is of the same rows: most of its noise is in both, and what an
+    interval of either allows would hide a bias that grew by a quarter.
+    """
+    grown = [x for x in changes if x.after > max(negligible, x.before + negligible / 10)]
     return sorted(grown, key=lambda change: change.before - change.after)
 
 
-def _balance(differences: Sequence[Difference]) -> list[Balance]:
-    balance = []
+def _balance(changes: Sequence[Worse]) -> Iterator[Balance]:
     for group in get_args(Group):
-        pairs = [
-            (abs(d.before_weighting.value), abs(d.after_weighting.value))
-            for d in differences
-            if d.covariate.group == group and d.before_weighting and d.after_weighting
-        ]
-        if pairs:
-            before, after = (max(side) for side in zip(*pairs, strict=True))
-            balance.append(Balance(group=group, before=before, after=after))
-    return balance
+        some = [change for change in changes if change.group == group]
+        if some:
+            before, after = max(x.before for x in some), max(x.after for x in some)
+            yield Balance(group=group, before=before, after=after)
 
 
 def _label(cells: Cells, j: int) -> str:
