@@ -29,7 +29,7 @@ from actds.format.labels import label_table, label_text
 from actds.format.positions import Index, position_key, union
 from actds.format.schema import CloseBody, FenceBody
 from actds_validators.arrays import Bools, Ints
-from actds_validators.audit.covariates import N_BANDS, position_band
+from actds_validators.audit.covariates import N_BANDS, band_edges, position_band
 from actds_validators.audit.data import (
     Read,
     RunSource,
@@ -488,9 +488,10 @@ def _bands(length: Ints, begun: Bools) -> Iterator[LengthBand]:
     )
     for band, (records, served, n, n_served) in enumerate(columns):
         if records:
+            low, high = band_edges(band)
             yield LengthBand(
-                low=2**band - 1,
-                high=2 ** (band + 1) - 2,
+                low=low,
+                high=high,
                 records=records,
                 served=served,
                 tokens=n,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -64,20 +63,21 @@ class Bins:
         return np.asarray(np.minimum(values, self.n - 1), np.int64)
 
 
-def _length_edges(k: int) -> tuple[float, float]:
-    return float(2**k - 1), float(2 ** (k + 1) - 2)
+def band_edges(k: int) -> tuple[int, int]:
+    """Return the first and the last position of a band, or the least and largest length."""
+    return 2**k - 1, 2 ** (k + 1) - 2
 
 
-def _length_label(k: int) -> str:
-    low, high = _length_edges(k)
-    return f"{low:,.0f} to {high:,.0f}" if k else "0"
+def band_words(k: int) -> str:
+    low, high = band_edges(k)
+    return f"{low:,} to {high:,}" if k else "0"
 
 
 def _bits_label(k: int) -> str:
     return f"{k} to {k + 1} bits" if k < MAX_BITS else f"{MAX_BITS} bits on"
 
 
-_LENGTHS = Bins(N_BANDS, _length_label, _length_edges)  # of log2(n + 1)
+_LENGTHS = Bins(N_BANDS, band_words, band_edges)  # of log2(n + 1)
 _BITS = Bins(MAX_BITS + 1, _bits_label, lambda k: (float(k), float(k + 1)))
 
 
@@ -178,13 +178,9 @@ class Widths:
 
 
 def squares(of: Sequence[Covariate]) -> list[Covariate]:
+    words = {"name": "{} squared", "label": "squared deviation of {}", "unit": "{}, squared"}
     return [
-        Covariate(
-            name=f"{c.name} squared",
-            label=f"squared deviation of {c.label}",
-            unit=f"{c.unit}, squared",
-            group=c.group,
-        )
+        c.model_copy(update={k: word.format(getattr(c, k)) for k, word in words.items()})
         for c in of
     ]
 
@@ -209,31 +205,20 @@ def content(
 
 
 def from_source(word: str) -> CovariateDef:
-    return CovariateDef(
-        f"source:{word}",
-        f"from {word}",
-        "share",
-        "request",
-        lambda requests: requests["source"] == word,
-        bins=halves("other sources", word),
+    bins = halves("other sources", word)
+    return _of_request(
+        f"source:{word}", f"from {word}", "share", bins, lambda r: r["source"] == word
     )
 
 
-def _load(n_steps: int) -> CovariateDef:
-    def averaged(steps: dict[str, Floats]) -> Floats:
-        batch = steps["batch_tokens"]
-        return ewma(batch, np.zeros(len(batch), np.int64), n_steps)
+def _of_request(
+    name: str, label: str, unit: str, bins: Bins, values: Callable[..., Any]
+) -> CovariateDef:
+    return CovariateDef(name, label, unit, "request", values, bins=bins)
 
-    return CovariateDef(
-        f"load_{n_steps}",
-        f"tokens per step, last {n_steps} steps",
-        "tokens",
-        "step",
-        averaged,
-        columns=("batch_tokens",),
-        is_load=True,
-        sides=("busy times", "quiet times"),
-    )
+
+def _length(name: str, label: str) -> CovariateDef:
+    return _of_request(name, label, "log2 tokens", _LENGTHS, lambda r: np.log2(r[name] + 1.0))
 
 
 def _of_step(name: str, label: str, unit: str, column: str) -> CovariateDef:
@@ -242,25 +227,23 @@ def _of_step(name: str, label: str, unit: str, column: str) -> CovariateDef:
     )
 
 
-def _length(name: str, label: str) -> CovariateDef:
-    return CovariateDef(
-        name,
-        label,
-        "log2 tokens",
-        "request",
-        lambda requests: np.log2(requests[name] + 1.0),
-        bins=_LENGTHS,
-    )
+def _load(n: int) -> CovariateDef:
+    def averaged(steps: dict[str, Floats]) -> Floats:
+        return ewma(steps["batch_tokens"], np.zeros(len(steps["batch_tokens"]), np.int64), n)
+
+    load = _of_step(f"load_{n}", f"tokens per step, last {n} steps", "tokens", "batch_tokens")
+    return replace(load, values=averaged, is_load=True, sides=("busy times", "quiet times"))
 
 
-def _token(
-    name: str, label: str, unit: str, bins: Bins, of_rows: str = "", *, needs_ids: bool = False
+def _token(name: str, label: str, unit: str, bins: Bins, of_rows: str = "") -> CovariateDef:
+    return CovariateDef(name, label, unit, "token", attrgetter(of_rows or name), bins=bins)
+
+
+def _readout(
+    word: str, values: Callable[[pa.RecordBatch, int], Floats], column: str, size: str = ""
 ) -> CovariateDef:
-    values = attrgetter(of_rows or name)
-    return CovariateDef(name, label, unit, "token", values, bins=bins, needs_ids=needs_ids)
-
-
-_readout = partial(CovariateDef, unit="activation units", source="readout")
+    unit = "activation units"
+    return CovariateDef(word, word, unit, "readout", values, (column,), size=size)
 
 
 def _list(column: str) -> Callable[[pa.RecordBatch, int], Floats]:
@@ -277,6 +260,7 @@ def _list(column: str) -> Callable[[pa.RecordBatch, int], Floats]:
     return read
 
 
+_SPECIAL = halves("ordinary", "special")
 _ALL = (
     _of_step("batch_tokens", "tokens in the step", "tokens", "batch_tokens"),
     *(_load(n) for n in LOADS),
@@ -287,30 +271,12 @@ _ALL = (
     _length("prompt_len", "prompt length of the request"),
     _length("request_len", "length of the request"),
     _token("prefill", "prefill, against decode", "share", halves("decode", "prefill")),
-    _token(
-        "special",
-        "special token",
-        "share",
-        halves("ordinary", "special"),
-        "is_special",
-        needs_ids=True,
-    ),
-    _token("rarity", "rarity of the token", "bits", _BITS, needs_ids=True),
+    replace(_token("special", "special token", "share", _SPECIAL, "is_special"), needs_ids=True),
+    replace(_token("rarity", "rarity of the token", "bits", _BITS), needs_ids=True),
     replace(_token("entropy", "entropy over the next token", "bits", _BITS), needs_entropy=True),
-    _readout(
-        "norm",
-        "norm",
-        columns=("norm",),
-        values=lambda batch, n: batch["norm"].to_numpy(zero_copy_only=False),
-    ),
+    _readout("norm", lambda batch, n: batch["norm"].to_numpy(zero_copy_only=False), "norm"),
     *(
-        _readout(
-            f"{word} {{}}",
-            f"{word} {{}}",
-            columns=(f"{word}s",),
-            size=f"n_{word}s",
-            values=_list(f"{word}s"),
-        )
+        _readout(f"{word} {{}}", _list(f"{word}s"), f"{word}s", f"n_{word}s")
         for word in ("projection", "probe")
     ),
 )

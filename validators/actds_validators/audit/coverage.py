@@ -9,7 +9,7 @@ a variance is made of.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +106,9 @@ def _by_class(spans: _Spans, chosen: Bools, lookup: Lookup, counts: CoverageCoun
     return np.asarray(kept.lost.sum(axis=2), np.int64)
 
 
+_FATES = ("stored", "reused", "lost", "filtered", "external")
+
+
 def coverage(counts: CoverageCounts, labels: ClassesFile | None = None) -> Coverage | None:
     """Return the section, ``None`` when nothing is stored.
 
@@ -117,7 +120,7 @@ def coverage(counts: CoverageCounts, labels: ClassesFile | None = None) -> Cover
     if not stored:
         return None
     cells = _cells(counts)
-    served = sum(n + again + lost for n, again, lost, *_ in cells.values())
+    served = sum(sum(cell[:3]) for cell in cells.values())
     shifts = {
         "token class": _by(cells, 0),
         "position band": _by(cells, 1),
@@ -130,15 +133,11 @@ def coverage(counts: CoverageCounts, labels: ClassesFile | None = None) -> Cover
                 token_class=name,
                 low=2**band - 1,
                 high=2 ** (band + 1) - 1,
-                stored=n,
-                reused=again,
-                lost=lost,
-                filtered=filtered,
-                external=external,
-                stored_share=n / (n + again + lost) if n + again + lost else None,
+                **dict(zip(_FATES, cell, strict=True)),
+                stored_share=cell[0] / sum(cell[:3]) if sum(cell[:3]) else None,
             )
             for name in (*given, *EVERY_CLASS)
-            for (word, band), (n, again, lost, filtered, external) in sorted(cells.items())
+            for (word, band), cell in sorted(cells.items())
             if word == name
         ],
         classes_from="; ".join([*_labels_from(labels, given), CLASSES_FROM]),
@@ -180,20 +179,12 @@ def _labels_from(labels: ClassesFile | None, given: list[str]) -> list[str]:
 
 def _cells(counts: CoverageCounts) -> dict[tuple[str, int], list[int]]:
     rows = counts.rows
-    table = np.stack(
-        [
-            rows.stored.sum(axis=2),
-            rows.reused.sum(axis=2),
-            rows.lost.sum(axis=2) + counts.aborted,
-            counts.filtered,
-            counts.external,
-        ]
-    )
-    cells: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0, 0, 0, 0])
-    for word, band in np.argwhere(table.any(axis=0)).tolist():
-        cell = cells[rows.words[word], band]
-        for k, n in enumerate(table[:, word, band].tolist()):
-            cell[k] += n
+    of_rows = (n.sum(axis=2) for n in (rows.stored, rows.reused, rows.lost))
+    table = np.stack([*of_rows, counts.filtered, counts.external], axis=-1)
+    table[..., 2] += counts.aborted
+    cells: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0] * len(_FATES))
+    for word, band in np.argwhere(table.any(axis=-1)).tolist():
+        cells[rows.words[word], band] = table[word, band].tolist()
     # A reference to a row that is not stored has no class: nothing says which token it was.
     nowhere = counts.referenced - rows.reused.sum(axis=(0, 2))
     for band in np.flatnonzero(nowhere).tolist():
@@ -209,15 +200,15 @@ def _loss_by_class(cells: dict[tuple[str, int], list[int]], given: list[str]) ->
     """
     if not given:
         return []
-    by_class: dict[str, list[int]] = {name: [0, 0] for name in (*given, OTHERS)}
-    for (word, _band), (stored, _reused, lost, *_) in cells.items():
-        counts = by_class[word if word in given else OTHERS]
-        counts[0] += stored + lost
-        counts[1] += lost
+    n, n_lost = Counter[str](), Counter[str]()
+    for (word, _), (stored, _, lost, *_) in cells.items():
+        name = word if word in given else OTHERS
+        n[name] += stored + lost
+        n_lost[name] += lost
     return [
-        ClassLoss(token_class=name, n=n, n_lost=n_lost, rate=n_lost / n)
-        for name, (n, n_lost) in by_class.items()
-        if n
+        ClassLoss(token_class=name, n=n[name], n_lost=n_lost[name], rate=n_lost[name] / n[name])
+        for name in (*given, OTHERS)
+        if n[name]
     ]
 
 
@@ -243,18 +234,12 @@ def _shift(name: str, triple: Floats) -> CapturedShift | None:
     stored, weighted, existing = triple
     if not stored.sum():
         return None
-    total, jensen, weighted_total, weighted_jensen = (
-        measure(side, existing) or 0.0  # None only of an empty histogram
-        for side in (stored, weighted)
+    measures = {
+        f"{prefix}{measure.__name__}": measure(side, existing) or 0.0  # None only of an empty one
+        for prefix, side in (("", stored), ("weighted_", weighted))
         for measure in (total_variation, jensen_shannon)
-    )
-    return CapturedShift(
-        variable=name,
-        total_variation=total,
-        jensen_shannon=jensen,
-        weighted_total_variation=weighted_total,
-        weighted_jensen_shannon=weighted_jensen,
-    )
+    }
+    return CapturedShift(variable=name, **measures)
 
 
 MAX_CELLS = 1 << 16

@@ -181,8 +181,7 @@ def catalog_source(catalog: Catalog, run: str) -> RunSource:
     shards = row_sets[0][1] if row_sets else []
     of_shards = [f"{layout.shard_dir(shard.name)}/{TOKENS}" for shard in shards]
     for name in RUN_TABLES:
-        committed = catalog.parts.get((run, name), [])
-        entries = [part.file.path for part in committed]
+        entries = [part.file.path for part in catalog.parts.get((run, name), [])]
         entries = of_shards if name == "tokens" else entries
         if isinstance(catalog.store, LocalStore) and entries:
             parts[name] = tuple(_local_part(catalog, name, path) for path in entries)
@@ -190,16 +189,9 @@ def catalog_source(catalog: Catalog, run: str) -> RunSource:
         read = [s.tokens() for s in shards] if name == "tokens" else [catalog.table(name, run)]
         parts[name] = tuple(TablePart(name, table.num_rows, table=table) for table in read)
     record = catalog.runs.get(run)
-    known = record.fields if record else {}
-    return _source(
-        run,
-        parts,
-        {
-            kind: str(known[name].value)
-            for kind, name in RUN_LABELS.items()
-            if name in known and known[name].value is not None
-        },
-    )
+    known = {name: field.value for name, field in (record.fields if record else {}).items()}
+    labels = {k: str(known[f]) for k, f in RUN_LABELS.items() if known.get(f) is not None}
+    return _source(run, parts, labels)
 
 
 def _local_part(catalog: Catalog, name: TableName, path: str) -> TablePart:
@@ -220,14 +212,11 @@ def arrow_source(
 def _source(
     run: str, parts: Mapping[TableName, tuple[TablePart, ...]], labels: Mapping[str, str]
 ) -> RunSource:
-    hooks: set[str] = set()
-    for part in parts["readouts"]:
-        for batch in part.batches(["hook"]):
-            hooks.update(pc.unique(batch.column(0)).to_pylist())
-    n_projections, n_probes = (
-        longest(parts["readouts"], name) for name in ("projections", "probes")
-    )
-    return RunSource(run, parts, tuple(sorted(hooks)), n_projections, n_probes, labels)
+    readouts = parts["readouts"]
+    batches = (batch for part in readouts for batch in part.batches(["hook"]))
+    hooks = sorted({hook for batch in batches for hook in pc.unique(batch["hook"]).to_pylist()})
+    n_projections, n_probes = (longest(readouts, name) for name in ("projections", "probes"))
+    return RunSource(run, parts, tuple(hooks), n_projections, n_probes, labels)
 
 
 def longest(parts: tuple[TablePart, ...], name: str) -> int:
@@ -473,8 +462,8 @@ def _column(path: Path, given: pa.Table, name: str, kind: pa.DataType) -> pa.Chu
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     words = pa.types.is_string(kind)
-    fits = (_is_text if words else pa.types.is_integer)(column.type)
-    if not fits:
+    is_text = column.type in (pa.string(), pa.large_string(), pa.string_view())
+    if not (is_text if words else pa.types.is_integer(column.type)):
         expected = f"a column of {'strings' if words else 'whole numbers'}"
         raise _bad(path, f"{name} of type {column.type}", expected)
 
@@ -489,9 +478,8 @@ def _column(path: Path, given: pa.Table, name: str, kind: pa.DataType) -> pa.Chu
         blank = pc.equal(pc.utf8_trim_whitespace(column.cast(kind)), "")
         refuse(blank, lambda value: "is empty", expected)
     else:
-        top = pa.scalar(2**32 - 1)
         wide = column.cast(pa.int64(), safe=False)  # of a uint64 beyond it, a negative one
-        beyond = pc.or_(pc.less(wide, 0), pc.greater(wide, top))
+        beyond = pc.or_(pc.less(wide, 0), pc.greater(wide, 2**32 - 1))
         refuse(beyond, lambda value: f"is {value}", expected)
     if name == "class":
         reserved = (*CLASSES, NOWHERE)
@@ -501,24 +489,15 @@ def _column(path: Path, given: pa.Table, name: str, kind: pa.DataType) -> pa.Chu
     return column.cast(kind)
 
 
-def _is_text(kind: pa.DataType) -> bool:
-    return any(
-        is_kind(kind)
-        for is_kind in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-    )
-
-
 def _refuse_ranges(path: Path, table: pa.Table) -> None:
-    request, start, stop = (
-        table[name].to_numpy().astype(np.int64) for name in ("request", "start", "stop")
-    )
+    request, start, stop = (column(table, name) for name in ("request", "start", "stop"))
     empty = np.flatnonzero(stop <= start)
     if len(empty):
         got = f"row {empty[0]}: {_range(table, int(empty[0]))}, which ends before it begins"
         raise _bad(path, got, "a stop above its start")
     run = np.zeros(len(request), np.int64)
     if "run" in table.column_names:
-        run = table["run"].combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64)
+        run = table["run"].combine_chunks().dictionary_encode().indices.to_numpy()
     order = np.lexsort((start, request, run))
     before, after = order[:-1], order[1:]
     same = (request[before] == request[after]) & (run[before] == run[after])

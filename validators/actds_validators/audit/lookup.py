@@ -424,7 +424,10 @@ def read_rows(source: RunSource, steps: RunSteps) -> RunRows:
     numbers, first = np.unique(columns["request"], return_index=True)
     columns["request_len"] = columns["prompt_len"] + np.maximum(columns["generated_len"], 1) - 1
     index, requests = Index(steps.step), Index(numbers)
-    losses = _losses(source, index, requests)
+    drops = source.columns("drops", ["step", "request", "start", "stop"])
+    drops |= {"step": index.of(drops["step"]), "request": requests.of(drops["request"])}
+    known = (drops["step"] >= 0) & (drops["request"] >= 0) & (drops["stop"] > drops["start"])
+    losses = StepRanges(*(values[known] for values in drops.values()))
     return RunRows(
         steps=index,
         requests=requests,
@@ -443,13 +446,6 @@ def _first_steps(source: RunSource, steps: Ints, requests: Index) -> Ints:
     first = np.full(len(requests), len(steps), np.int64)
     np.minimum.at(first, place[place >= 0], step[place >= 0])
     return first
-
-
-def _losses(source: RunSource, steps: Index, requests: Index) -> StepRanges:
-    drops = source.columns("drops", ["step", "request", "start", "stop"])
-    step, request = steps.of(drops["step"]), requests.of(drops["request"])
-    known = (step >= 0) & (request >= 0) & (drops["stop"] > drops["start"])
-    return StepRanges(step[known], request[known], drops["start"][known], drops["stop"][known])
 
 
 class Recomputed:

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from actds.format.labels import label_table, label_text
 from actds.format.positions import pair_key, split_key
 from actds_validators.arrays import Floats, Ints
-from actds_validators.audit.covariates import COVARIATES, N_BANDS, defined
+from actds_validators.audit.covariates import COVARIATES, N_BANDS, band_edges, band_words, defined
 from actds_validators.audit.data import RUN_LABELS, RunSource
 from actds_validators.audit.lookup import Lookup
 from actds_validators.audit.passes import Bands, CovariateSums
@@ -280,14 +280,8 @@ class _Groups:
     def add(self, group: Ints, block: Ints, n: Floats, lost: Floats) -> None:
         used = group >= 0
         pairs, at = np.unique(pair_key(group[used], block[used]), return_inverse=True)
-        at = at.reshape(-1)
-        self.parts.append(
-            (
-                *split_key(pairs),
-                _summed(at, n[used], len(pairs)),
-                _summed(at, lost[used], len(pairs)),
-            )
-        )
+        of_all, of_lost = (_summed(at.reshape(-1), x[used], len(pairs)) for x in (n, lost))
+        self.parts.append((*split_key(pairs), of_all, of_lost))
 
     def places(self, names: list[str | None]) -> Ints:
         return np.array(
@@ -299,7 +293,8 @@ class _Groups:
         """Return the groups beyond the limit; with a rate those that lost everything anyway."""
         size = len(self.names)
         if not size:
-            return Strata(kind, [], np.zeros((0, n_blocks)), np.zeros((0, n_blocks)), 0)
+            nothing = np.zeros((0, n_blocks))
+            return Strata(kind, [], nothing, nothing, 0)
         group, block, n, lost = (np.concatenate([part[k] for part in self.parts]) for k in range(4))
         total = _summed(group, n, size)
         # One that was there in too few blocks could not have been named.
@@ -313,16 +308,12 @@ class _Groups:
         place[chosen] = np.arange(len(chosen))
         is_chosen = place[group] >= 0
         at = place[group[is_chosen]] * n_blocks + block[is_chosen]
-        shape = len(chosen), n_blocks
-        words = list(self.names)
-        return Strata(
-            kind,
-            [words[k] for k in chosen],
-            _summed(at, n[is_chosen], shape[0] * n_blocks).reshape(shape),
-            _summed(at, lost[is_chosen], shape[0] * n_blocks).reshape(shape),
-            int(testable.sum()),
-            rate,
+        words = np.array(list(self.names), object)[chosen].tolist()
+        n, lost = (
+            _summed(at, x[is_chosen], len(chosen) * n_blocks).reshape(-1, n_blocks)
+            for x in (n, lost)
         )
+        return Strata(kind, words, n, lost, int(testable.sum()), rate)
 
 
 class SpanStrata:
@@ -354,10 +345,8 @@ class SpanStrata:
                 self._phases[lost, phase] += np.bincount(
                     block, weights=weights, minlength=self.n_blocks
                 )
-        for lost in (0, 1):
-            self.total[lost] += np.bincount(
-                lookup.request_block, weights=n[lost], minlength=self.n_blocks
-            )
+        for total, weights in zip(self.total, n, strict=True):
+            total += np.bincount(lookup.request_block, weights=weights, minlength=self.n_blocks)
         computed = n.sum(axis=0)
         self._halved += float(n[1][2 * n[1] >= computed].sum())
         self.n_whole += int(((n[1] > 0) & (n[0] == 0)).sum())
@@ -392,7 +381,7 @@ class SpanStrata:
     def strata(self, limits: Limits) -> Iterator[Strata]:
         for name, kind in (("start", "position"), ("end", "position from the end")):
             stored, lost = self._bands[name]
-            yield _some(kind, [_range(k) for k in range(N_BANDS)], stored + lost, lost)
+            yield _some(kind, [band_words(k) for k in range(N_BANDS)], stored + lost, lost)
         stored, lost = self._phases
         yield _some("phase", list(PHASES), stored + lost, lost)
         common = np.full(self.n_blocks, self.share)
@@ -406,8 +395,8 @@ class SpanStrata:
 
     def _add_bands(self, name: str, lost: int, start: Ints, stop: Ints, block: Ints) -> None:
         for band in range(N_BANDS):
-            low, high = 2**band - 1, 2 ** (band + 1) - 1
-            inside = np.minimum(stop, high) - np.maximum(start, low)
+            low, last = band_edges(band)
+            inside = np.minimum(stop, last + 1) - np.maximum(start, low)
             some = np.flatnonzero(inside > 0)
             if len(some):
                 self._bands[name][lost, band] += np.bincount(
@@ -455,11 +444,6 @@ def _labels(source: RunSource, lookup: Lookup) -> Iterator[tuple[str, list[str |
 def _some(kind: str, labels: list[str], n: Floats, lost: Floats) -> Strata:
     used = np.flatnonzero(n.sum(axis=1) >= MIN_TOKENS)
     return Strata(kind, [labels[k] for k in used], n[used], lost[used], len(used))
-
-
-def _range(band: int) -> str:
-    low, high = 2**band - 1, 2 ** (band + 1) - 2
-    return f"{low:,} to {high:,}" if band else "0"
 
 
 def worst_strata(
