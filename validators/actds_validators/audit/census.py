@@ -29,7 +29,7 @@ from actds.format.labels import label_table, label_text
 from actds.format.positions import Index, position_key, union
 from actds.format.schema import CloseBody, FenceBody
 from actds_validators.arrays import Bools, Ints
-from actds_validators.audit.covariates import N_BANDS, band_edges, position_band
+from actds_validators.audit.covariates import band_edges, position_band
 from actds_validators.audit.data import (
     Read,
     RunSource,
@@ -470,40 +470,25 @@ def _n_read(catalog: Catalog) -> int | None:
 
 
 def _bands(length: Ints, begun: Bools) -> Iterator[LengthBand]:
-    known = length > 0
     at = position_band(length)
-
-    def counted(rows: Bools, weights: npt.NDArray[np.float64] | None = None) -> list[int]:
-        chosen = None if weights is None else weights[rows]
-        sums = np.bincount(at[rows], weights=chosen, minlength=N_BANDS)
-        return [int(n) for n in sums.tolist()]
-
-    tokens = length.astype(np.float64)
-    columns = zip(
-        counted(known),
-        counted(known & begun),
-        counted(known, tokens),
-        counted(known & begun, tokens),
-        strict=True,
-    )
-    for band, (records, served, n, n_served) in enumerate(columns):
-        if records:
-            low, high = band_edges(band)
-            yield LengthBand(
-                low=low,
-                high=high,
-                records=records,
-                served=served,
-                tokens=n,
-                served_tokens=n_served,
-            )
+    for band in np.unique(at[length > 0]).tolist():
+        records, served = length[at == band], length[(at == band) & begun]
+        low, high = band_edges(band)
+        yield LengthBand(
+            low=low,
+            high=high,
+            records=len(records),
+            served=len(served),
+            tokens=int(records.sum()),
+            served_tokens=int(served.sum()),
+        )
 
 
 def _left_out(records: pa.Table, silent: int) -> list[LeftOut]:
-    sums_of: dict[tuple[str, str], list[int]] = {}
+    sums_of = defaultdict[tuple[str, str], list[int]](lambda: [0, 0])
     columns = (records[name].to_pylist() for name in ("finish_reason", "reason", "prompt_len"))
     for end, reason, n_tokens in zip(*columns, strict=True):
-        sums = sums_of.setdefault((end, _kind(reason)), [0, 0])
+        sums = sums_of[end, _kind(reason)]
         sums[0] += 1
         sums[1] += n_tokens
     records_out = [

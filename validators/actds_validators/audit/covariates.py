@@ -48,16 +48,11 @@ def position_band(position: Ints) -> Ints:
 
 @dataclass(frozen=True)
 class Bins:
-    """Bins of a covariate, whose loss rates are told one by one.
+    """Bins of a covariate, whose loss rates are told one by one."""
 
-    Args:
-        n: how many; values from ``n - 1`` on are in the last one.
-        edges: low and high of each, in the covariate's own unit; ``None`` for classes.
-    """
-
-    n: int
+    n: int  # how many; values from n - 1 on are in the last one
     label: Callable[[int], str]
-    edges: Callable[[int], tuple[float, float] | None] = lambda k: None
+    edges: Callable[[int], tuple[float, float] | None] = lambda k: None  # None for classes
 
     def of(self, values: Floats | Bools) -> Ints:
         return np.asarray(np.minimum(values, self.n - 1), np.int64)

@@ -248,15 +248,10 @@ MAX_CELLS = 1 << 16
 
 @dataclass
 class _Cells:
-    """Sums by token id and position; the columns are rows, w, w x and w x².
+    """Sums by token id and position; the columns are rows, w, w x and w x²."""
 
-    Args:
-        keys: ``pair_key`` of token id and position, rising.
-        sums: ``(n_cells, 4)``.
-    """
-
-    keys: Keys
-    sums: Floats
+    keys: Keys  # pair_key of token id and position, rising
+    sums: Floats  # (n_cells, 4)
     special: Bools
     whole: Floats
 

@@ -56,15 +56,11 @@ Read = Callable[[Callable[["TablePart"], Any], Sequence["TablePart"]], Iterator[
 
 @dataclass(frozen=True)
 class TablePart:
-    """Rows of a table: one file, or what is in memory instead.
-
-    Args:
-        path: Parquet file on a local disk; ``None`` for rows in memory.
-    """
+    """Rows of a table: one file, or what is in memory instead."""
 
     of: TableName
     n_rows: int
-    path: str | None = None
+    path: str | None = None  # Parquet file on a local disk; None for rows in memory
     table: pa.Table | None = None
 
     def batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
@@ -109,21 +105,14 @@ RUN_LABELS = {"replica": "serving.replica", "overflow policy": "capture.overflow
 
 @dataclass(frozen=True)
 class RunSource:
-    """One run: its tables in parts, a shard or a ledger entry each.
-
-    Args:
-        n_projections: projections per readout, of the longest of the first ten thousand.
-        n_probes: user's probes per readout, likewise.
-        labels: what the run record says that tells runs apart: of `RUN_LABELS`, those that are
-            known.
-    """
+    """One run: its tables in parts, a shard or a ledger entry each."""
 
     run: str
     parts: Mapping[TableName, tuple[TablePart, ...]]
     hooks: tuple[str, ...] = ()
-    n_projections: int = 0
-    n_probes: int = 0
-    labels: Mapping[str, str] = field(default_factory=dict)
+    n_projections: int = 0  # projections per readout, of the longest of the first ten thousand
+    n_probes: int = 0  # user's probes per readout, likewise
+    labels: Mapping[str, str] = field(default_factory=dict)  # of `RUN_LABELS`, those that are known
 
     def n_rows(self, name: TableName) -> int:
         return sum(part.n_rows for part in self.parts[name])
@@ -295,16 +284,11 @@ _NUMBER = "a whole number from 0 to 4294967295"
 
 @dataclass(frozen=True)
 class LabelFile:
-    """Labels as they were given.
-
-    Args:
-        table: request, half-open range of positions, class, and maybe run; ranges of one request
-            do not overlap.
-    """
+    """Labels as they were given."""
 
     path: Path
     sha256: str
-    table: pa.Table
+    table: pa.Table  # request, half-open range, class, maybe run; those of a request do not overlap
 
 
 def read_labels(path: Path) -> LabelFile:

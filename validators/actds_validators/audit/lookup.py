@@ -77,48 +77,33 @@ class RunRows:
     Args:
         columns: of the requests, ``(n_requests,)`` each: tokens of the prompt, positions owed
             (``request_len``), prompt source (``None`` unknown), and what a covariate reads.
-        first_step: place of the step in which each began, ``(n_requests,)``; the number of steps
-            where it never did.
     """
 
     steps: Index
     requests: Index
     columns: dict[str, npt.NDArray[Any]]
-    first_step: Ints
+    first_step: Ints  # place of the step in which each began; the number of steps where none
     losses: StepRanges
     recomputed: Recomputed
 
 
 @dataclass(frozen=True)
 class Lookup(RunRows):
-    """What is known of the steps, requests and token ids of one run.
-
-    Args:
-        tick: tick of the series, ``(n_steps,)``.
-        block: block of the jackknife, ``(n_steps,)``.
-        load: load of the step as the cells see it, ``(n_steps,)`` float32.
-        system: system covariates of the step, ``(n_steps,)`` each.
-        of_request: content covariates of the requests by name, ``(n_requests,)`` each.
-        request_block: block of the jackknife in which each request began, ``(n_requests,)``.
-        token_slot: place of each token id among those of `strata` that are counted block by
-            block, -1 another, ``(n_ids + 1,)``.
-        lost_ids: token id of each dropped position, -1 where its readout is missing; empty
-            without ids.
-    """
+    """What is known of the steps, requests and token ids of one run."""
 
     run: str
-    tick: Ints
-    block: Ints
-    load: npt.NDArray[np.float32]
-    system: dict[str, Floats]
+    tick: Ints  # tick of the series, (n_steps,)
+    block: Ints  # block of the jackknife, (n_steps,)
+    load: npt.NDArray[np.float32]  # load of the step as the cells see it, (n_steps,) float32
+    system: dict[str, Floats]  # system covariates of the step, (n_steps,) each
     lossy: Bools
     within: Bools
-    of_request: dict[str, Floats | Bools]
-    request_block: Ints
-    token_slot: Ints
+    of_request: dict[str, Floats | Bools]  # content covariates by name, (n_requests,) each
+    request_block: Ints  # block of the jackknife in which each request began, (n_requests,)
+    token_slot: Ints  # place among the ids that `strata` counts by block, -1 another, (n_ids + 1,)
     vocabulary: Vocabulary
     has_ids: bool
-    lost_ids: Ints
+    lost_ids: Ints  # id of each dropped position, -1 where no readout has it; empty without ids
     servings: Servings
     labels: Labels | None
     sampled: Sampled | None
@@ -132,17 +117,13 @@ class Lookup(RunRows):
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows with what the lookup knows of them; every array is a place in the lookup.
-
-    Args:
-        token: place of the token id, -1 unknown.
-    """
+    """Rows with what the lookup knows of them; every array is a place in the lookup."""
 
     lookup: Lookup
     step: Ints
     request: Ints
     position: Ints
-    token: Ints
+    token: Ints  # place of the token id, -1 unknown
 
     @classmethod
     def read(cls, lookup: Lookup, batch: pa.RecordBatch | pa.Table) -> tuple[Rows, Bools]:
@@ -198,18 +179,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class CellEdges:
-    """Cells of load by complexity.
-
-    Args:
-        complexity: ``rarity`` or, where lost tokens have no ids, ``position``.
-        entropy: inner edges of the entropy over the next token, which comes before the
-            complexity where it is known; none without.
-    """
+    """Cells of load by complexity."""
 
     load: tuple[float, ...]
-    complexity: str
+    complexity: str  # rarity or, where lost tokens have no ids, position
     edges: tuple[float, ...]
-    entropy: tuple[float, ...] = ()
+    entropy: tuple[float, ...] = ()  # inner edges; where it is known it comes before the complexity
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -251,18 +226,14 @@ class CellEdges:
 
 @dataclass(frozen=True)
 class Shared:
-    """What the lookups of all runs have in common.
-
-    Args:
-        every: of the steps that lost a part, every so many-th is looked into.
-    """
+    """What the lookups of all runs have in common."""
 
     series: Series
     vocabulary: Vocabulary
     definitions: tuple[CovariateDef, ...]
     token_slot: Ints
     has_ids: bool
-    every: int
+    every: int  # of the steps that lost a part, every so many-th is looked into
 
 
 def make_lookup(
@@ -324,29 +295,21 @@ def _partial(steps: RunSteps) -> Bools:
 
 @dataclass(frozen=True)
 class WordCounts:
-    """Token ids of a part.
-
-    Args:
-        lost: numbers of dropped positions, as ``StepRanges.find`` has them.
-    """
+    """Token ids of a part."""
 
     ids: Ints
     counts: Ints
     special: Ints
-    lost: Ints
+    lost: Ints  # numbers of dropped positions, as StepRanges.find has them
     lost_ids: Ints
 
 
 @dataclass(frozen=True)
 class WordPass:
-    """Counts the token ids of a part of the table ``tokens`` or ``readouts``.
-
-    Args:
-        hook: whose readouts to count; ``None`` to count stored rows.
-    """
+    """Counts the token ids of a part of the table ``tokens`` or ``readouts``."""
 
     rows: RunRows
-    hook: str | None
+    hook: str | None  # whose readouts to count; None to count stored rows
 
     def __call__(self, part: TablePart) -> WordCounts:
         ids, counts, special, lost, lost_ids = ([np.zeros(0, np.int64)] for _ in range(5))
@@ -511,17 +474,11 @@ MIN_SAMPLE = 200
 
 @dataclass(frozen=True)
 class Scale:
-    """Where readouts lie, ``(n_hooks, n_values)`` each; NaN where there are too few.
+    """Where readouts lie, ``(n_hooks, n_values)`` each; NaN where there are too few."""
 
-    Args:
-        middle: about which sums are taken: the median of the sample, and after the pass the mean
-            of all.
-        low: a hundredth of the rows lies below.
-    """
-
-    middle: Floats
+    middle: Floats  # sums are about it: the median of the sample, after the pass the mean of all
     median: Floats
-    low: Floats
+    low: Floats  # a hundredth of the rows lies below
     high: Floats
 
 

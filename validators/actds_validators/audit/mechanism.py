@@ -54,33 +54,26 @@ class WithinTest:
     """The test of one covariate.
 
     Args:
-        p: the larger of both.
         inside: adjusted over the family: by the largest of all tests in each draw, and after
             Benjamini and Hochberg; the larger.
     """
 
     covariate: Covariate
     scores: association.Within
-    p: float
+    p: float  # the larger of both
     inside: float
 
 
 @dataclass(frozen=True)
 class RowsOfSteps:
-    """Rows of the steps that lost a part, of all runs, in an order that no reader decides.
+    """Rows of the steps that lost a part, of all runs, in an order that no reader decides."""
 
-    Args:
-        step: number of the step of each, ``(n_rows,)``, another in each run.
-        began: block of the jackknife in which the request began.
-        keys: of each run, request and position of these.
-    """
-
-    step: Ints
+    step: Ints  # number of the step of each, (n_rows,), another in each run
     request: Ints
-    began: Ints
+    began: Ints  # block of the jackknife in which the request began
     lost: Bools
     orders: list[Ints]
-    keys: list[Keys]
+    keys: list[Keys]  # of each run, request and position of these
 
     def values(self, runs: Sequence[PartialRows]) -> Floats:
         every = []
@@ -243,19 +236,14 @@ LEAST_SHIFTS = 2000
 
 @dataclass(frozen=True)
 class Question:
-    """The tests of one question, before they are adjusted over the questions.
-
-    Args:
-        n_draws: rearrangements of the losses behind it, the observed one among them.
-        is_enumerated: whether there are no more than these.
-    """
+    """The tests of one question, before they are adjusted over the questions."""
 
     name: FamilyName
     tests: list[Association]
     inside: Floats
-    n_draws: int
+    n_draws: int  # rearrangements of the losses behind it, the observed one among them
     drawn: str
-    is_enumerated: bool = False
+    is_enumerated: bool = False  # whether there are no more than these
 
 
 _test = partial(Association, adjusted_p=1.0, rejected=False)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.format.labels import label_table, label_text
@@ -152,7 +153,7 @@ def strata(bands: Bands) -> list[Stratum]:
         n, n_lost = float(bands.n[:, k].sum()), float(bands.lost[:, k].sum())
         if not n:
             continue
-        edges = bands.edges[k] if bands.edges else None
+        edges = bands.edges[k]
         losses.append(
             Stratum(
                 label=label,
@@ -236,17 +237,14 @@ class Strata:
     """Strata of one kind.
 
     Args:
-        n: computed tokens ``(n_strata, n_blocks)``.
-        n_tested: strata of the kind that could have been named, those that are not here as well.
-        rate: share lost that chance would give each block, where it is not that of the block: of
-            strata that own whole blocks.
+        rate: that of chance by block, of strata that own whole blocks; else each block's
     """
 
     kind: str
     labels: list[str]
-    n: Floats
+    n: Floats  # computed tokens (n_strata, n_blocks)
     lost: Floats
-    n_tested: int
+    n_tested: int  # strata of the kind that could have been named, those that are not here as well
     rate: Floats | None = None
 
 
@@ -418,27 +416,27 @@ def _captured(source: RunSource, lookup: Lookup) -> tuple[Ints, Ints, Ints]:
 
 
 def _prefixes(source: RunSource, lookup: Lookup) -> list[str | None]:
-    names: list[str | None] = [None] * len(lookup.request_block)
     table = source.table("requests", ["request", "block_digests"])
     table = table.filter(pc.greater(pc.list_value_length(table["block_digests"]), 0))
     firsts = pc.list_element(table["block_digests"], 0).to_pylist()
     n = Counter(firsts)
+    return _of_requests(lookup, table, [f"{d.hex()[:16]}…" if n[d] > 1 else None for d in firsts])
+
+
+def _of_requests(lookup: Lookup, table: pa.Table, words: list[str | None]) -> list[str | None]:
+    names: list[str | None] = [None] * len(lookup.request_block)
     places = lookup.requests.of(table["request"].to_numpy()).tolist()
-    for place, digest in zip(places, firsts, strict=True):
-        if n[digest] > 1 and place >= 0:
-            names[place] = f"{digest.hex()[:16]}…"
+    for place, word in zip(places, words, strict=True):
+        if place >= 0 and word is not None:
+            names[place] = word
     return names
 
 
 def _labels(source: RunSource, lookup: Lookup) -> Iterator[tuple[str, list[str | None]]]:
     table = source.table("requests", ["request", "labels"])
-    places = lookup.requests.of(table["request"].to_numpy()).tolist()
     for name, column in label_table(table["labels"]).items():
-        values: list[str | None] = [None] * len(lookup.request_block)
-        for place, value in zip(places, column.to_pylist(), strict=True):
-            if place >= 0 and value is not None:
-                values[place] = label_text(json.loads(value))
-        yield name, values
+        words = [None if v is None else label_text(json.loads(v)) for v in column.to_pylist()]
+        yield name, _of_requests(lookup, table, words)
 
 
 def _some(kind: str, labels: list[str], n: Floats, lost: Floats) -> Strata:

@@ -8,7 +8,7 @@ another draws the sample that says where the readouts lie.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -40,18 +40,13 @@ CONTENT = "content"
 
 @dataclass(frozen=True)
 class PartialRows:
-    """Rows of the steps that lost a part, ``(n_rows,)`` each.
-
-    Args:
-        values: of each number, about the middle of the sums ``(n_numbers, n_rows)``; NaN where a
-            row has none.
-    """
+    """Rows of the steps that lost a part, ``(n_rows,)`` each."""
 
     step: Ints
     request: Ints
     position: Ints
     lost: Bools
-    values: npt.NDArray[np.floating[Any]]
+    values: npt.NDArray[np.floating[Any]]  # about the middle, (n_numbers, n_rows); NaN for none
 
     @classmethod
     def together(cls, parts: Sequence[PartialRows], n_numbers: int) -> PartialRows:
@@ -128,32 +123,25 @@ class CovariateSums:
     """One covariate over the series.
 
     Args:
-        n: tokens that have a value, ``(n_ticks,)``.
         sums: ``(3, n_ticks)``: x and its square over all computed tokens, x over the lost ones.
             What is known by block only stands at the first tick of the block: nobody asks for it
             tick by tick, and what is 0 takes no memory.
-        n_lost: lost tokens that have a value, ``(n_ticks,)``, likewise.
     """
 
     covariate: Covariate
-    n: Floats
+    n: Floats  # tokens that have a value, (n_ticks,)
     sums: Floats
-    n_lost: Floats
+    n_lost: Floats  # lost tokens that have a value, (n_ticks,), likewise
 
 
 @dataclass
 class Bands:
-    """Computed and lost tokens of each block by the bins of a covariate.
-
-    Args:
-        n: computed tokens ``(n_blocks, n_bins)``.
-        edges: low and high of each bin, ``None`` for classes.
-    """
+    """Computed and lost tokens of each block by the bins of a covariate."""
 
     labels: list[str]
-    n: Floats
+    n: Floats  # computed tokens (n_blocks, n_bins)
     lost: Floats
-    edges: list[tuple[float, float] | None] = field(default_factory=list)
+    edges: list[tuple[float, float] | None]  # low and high of each bin, None for classes
 
 
 def _add_runs(target: Floats, where: Ints, sums: Floats) -> None:
@@ -309,25 +297,15 @@ class Moments:
 
 @dataclass(frozen=True)
 class Sums:
-    """What rows add up to; of two, the stored rows and the lost ones.
+    """What rows add up to; of two, the stored rows and the lost ones."""
 
-    Args:
-        moments: of each group of covariates that is summed: of `CONTENT` and the hooks.
-        bands: of each covariate in bins ``(2, n_blocks, n_bins)``.
-        cell_n: rows ``(2, n_blocks, n_cells)``.
-        cell_system: system covariates over the stored rows ``(n_system, n_blocks, n_cells)``.
-        strata: by the block in which the request began ``(2, n_strata, n_blocks)``: special tokens,
-            the classes and the ids.
-        tails: by the same block ``(2, 2, n_hooks, n_values, n_blocks)``, below and above.
-    """
-
-    moments: dict[str, Moments]
+    moments: dict[str, Moments]  # of each group that is summed: of `CONTENT` and the hooks
     classes: ClassCounts
-    bands: dict[str, Floats]
-    cell_n: Floats
-    cell_system: Floats
-    strata: Floats
-    tails: Floats
+    bands: dict[str, Floats]  # of each covariate in bins (2, n_blocks, n_bins)
+    cell_n: Floats  # rows (2, n_blocks, n_cells)
+    cell_system: Floats  # system covariates over the stored rows (n_system, n_blocks, n_cells)
+    strata: Floats  # (2, n_strata, n_blocks), where the request began: special tokens, classes, ids
+    tails: Floats  # by the same block (2, 2, n_hooks, n_values, n_blocks), below and above
 
     def cut(self) -> Sums:
         for moments in self.moments.values():
@@ -378,15 +356,14 @@ class Measured:
     """What is summed of each row.
 
     Args:
-        cells: of the weights; ``None`` where nothing was lost: then classes alone are counted.
-        scale: where the readouts lie; ``None`` where nothing was lost or no run has readouts.
+        cells: of the weights; None where nothing was lost: classes alone are counted
     """
 
     definitions: tuple[CovariateDef, ...]
     cells: CellEdges | None
     hooks: tuple[str, ...]
     widths: Widths
-    scale: Scale | None = None
+    scale: Scale | None = None  # where readouts lie; None where nothing was lost or no run has any
 
     @property
     def covariates(self) -> dict[str, list[Covariate]]:

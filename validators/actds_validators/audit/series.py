@@ -43,18 +43,14 @@ MAX_TICKS = 1 << 17
 
 @dataclass(frozen=True)
 class RunSteps:
-    """The steps of one run that computed a token, in order.
-
-    Args:
-        covariates: values of the system covariates, ``(n_steps,)`` each.
-    """
+    """The steps of one run that computed a token, in order."""
 
     run: str
     step: Ints
     t_ns: Ints
     computed: Floats
     lost: Floats
-    covariates: dict[str, Floats]
+    covariates: dict[str, Floats]  # values of the system covariates, (n_steps,) each
 
 
 @dataclass(frozen=True)
@@ -62,26 +58,23 @@ class Series:
     """All runs one after the other, as ticks of one or more steps.
 
     Args:
-        t_s: seconds since the first step of the first run, without the time between runs.
         system: system covariate to sums ``(2, n_ticks)``: x and its square over the tokens; and
             of x over the lost ones, ``(3, n_ticks)`` in all.
-        offsets: first tick of each run, and the number of ticks.
-        effective_events: events of equal size that a mean over the lost tokens rests on.
     """
 
     runs: tuple[str, ...]
     run: Ints
-    t_s: Floats
+    t_s: Floats  # seconds since the first step of the first run, without the time between runs
     seconds: Floats
     computed: Floats
     lost: Floats
     load: Floats
     system: dict[str, Floats]
     blocks: intervals.Blocks
-    offsets: Ints
+    offsets: Ints  # first tick of each run, and the number of ticks
     steps_per_tick: int
     n_events: int
-    effective_events: float
+    effective_events: float  # events of equal size that a mean over the lost tokens rests on
     n_steps: int
     n_lost_steps: int
     n_partial_steps: int
@@ -264,9 +257,10 @@ def _trace(series: Series) -> list[TracePoint]:
     if end <= 0:
         return []
     index = np.minimum((series.t_s / end * N_BINS).astype(int), N_BINS - 1)
-    computed = np.bincount(index, weights=series.computed, minlength=N_BINS)
-    lost = np.bincount(index, weights=series.lost, minlength=N_BINS)
-    load = np.bincount(index, weights=series.load * series.computed, minlength=N_BINS)
+    computed, lost, load = (
+        np.bincount(index, weights=x, minlength=N_BINS)
+        for x in (series.computed, series.lost, series.load * series.computed)
+    )
     width = end / N_BINS
     return [
         TracePoint(

@@ -54,19 +54,14 @@ ENTROPY_EDGES = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True)
 class Cells:
-    """The cells: load by complexity.
-
-    Args:
-        rates: share lost, shrunk; ``None`` before `weigh`.
-        weights: of a stored row; ``None`` before `weigh` or when nothing is stored.
-    """
+    """The cells: load by complexity."""
 
     edges: CellEdges
     load_max: float
     n: Floats
     lost: Floats
-    rates: Floats | None = None
-    weights: Floats | None = None
+    rates: Floats | None = None  # share lost, shrunk; None before `weigh`
+    weights: Floats | None = None  # of a stored row; None before `weigh` or when nothing is stored
 
 
 def cell_edges(series: Series, *, has_ids: bool, has_entropy: bool = False) -> CellEdges:
@@ -111,13 +106,9 @@ def weigh(cells: Cells) -> Cells:
 
 @dataclass(frozen=True)
 class StoredCells:
-    """A covariate over the stored rows, by block and cell.
+    """A covariate over the stored rows, by block and cell."""
 
-    Args:
-        n: rows that have a value, ``(n_blocks, n_cells)``.
-    """
-
-    n: Floats
+    n: Floats  # rows that have a value, (n_blocks, n_cells)
     x: Floats
 
 
