@@ -29,16 +29,8 @@ from actds.format.labels import label_table, label_text
 from actds.format.positions import Index, position_key, union
 from actds.format.schema import CloseBody, FenceBody
 from actds_validators.arrays import Bools, Ints
+from actds_validators.audit import data
 from actds_validators.audit.covariates import band_edges, position_band
-from actds_validators.audit.data import (
-    Read,
-    RunSource,
-    TablePart,
-    column,
-    is_known,
-    numbers,
-    places,
-)
 from actds_validators.audit.place import LeftOut, LengthBand, SourceAccount, Worst
 from actds_validators.audit.result import Accounting, Finding, WaterfallStep
 from actds_validators.statistics.strata import total_variation
@@ -99,17 +91,17 @@ class _KeySums:
         return [(int(keys[k]), int(n[0, k]), int(n[1, k])) for k in wrong]
 
 
-def _sum_rows(part: TablePart) -> tuple[_KeySums, _KeySums]:
+def _sum_rows(part: data.TablePart) -> tuple[_KeySums, _KeySums]:
     by_request = [_KeySums.of_ranges(*np.zeros((3, 0), np.int64))]
     by_step = [by_request[0].counts()]
     for batch in part.batches(["request", "step", "position"]):
-        request, step = column(batch, "request"), column(batch, "step")
-        p = column(batch, "position").astype(np.uint64)
-        keys, at = places(request)
+        request, step = data.column(batch, "request"), data.column(batch, "step")
+        p = data.column(batch, "position").astype(np.uint64)
+        keys, at = data.places(request)
         n, first, second = (_exact(at, values, len(keys)) for values in (None, p, p * p))
         sums = np.stack([n, 2 * first + n, 3 * second + 3 * first + n])
         by_request.append(_KeySums(keys, sums))
-        keys, at = places(step)
+        keys, at = data.places(step)
         by_step.append(_KeySums(keys, _exact(at, None, len(keys))[np.newaxis]))
     return _KeySums.together(by_request), _KeySums.together(by_step)
 
@@ -130,16 +122,16 @@ def _exact(at: Ints, values: npt.NDArray[np.uint64] | None, size: int) -> npt.ND
 
 
 def account_run(
-    source: RunSource, read: Read = map
+    source: data.RunSource, read: data.Read = map
 ) -> tuple[FateCounts, Counter[str], list[Finding]]:
     """Return positions by fate and reason, other counts, and what does not add up.
 
     The fate is the disposition, or ``never computed``.
     """
     table = source.table("spans", ["request", "start", "stop", "step", "disposition", "reason"])
-    spans = numbers(table)
+    spans = data.numbers(table)
     length = spans["stop"] - spans["start"]
-    is_computed = is_known(spans["step"])
+    is_computed = data.is_known(spans["step"])
     # Section 7.2: an aborted position without a step is owed, and no step computed it.
     never = (spans["disposition"] == "aborted") & ~is_computed
     fates = fate_counts(table)
@@ -167,11 +159,11 @@ _FATES = {
 
 
 def _findings(
-    source: RunSource,
+    source: data.RunSource,
     spans: dict[str, npt.NDArray[Any]],
     is_computed: Bools,
     steps: dict[str, npt.NDArray[Any]],
-    read: Read,
+    read: data.Read,
 ) -> list[Finding]:
     """Return where positions by request, or numbers of tokens by step and in all, are not equal."""
 
@@ -234,7 +226,9 @@ def _finding(code: str, place: str, got: int, wanted: int, expected: str) -> Fin
     )
 
 
-def _owed(source: RunSource, spans: dict[str, npt.NDArray[Any]], is_computed: Bools) -> _KeySums:
+def _owed(
+    source: data.RunSource, spans: dict[str, npt.NDArray[Any]], is_computed: Bools
+) -> _KeySums:
     """Return the positions that each request owes, from 0 on.
 
     Section 7.1: a request that an engine computed past its end owes that as well.
@@ -254,11 +248,11 @@ def _owed(source: RunSource, spans: dict[str, npt.NDArray[Any]], is_computed: Bo
     return _KeySums.of_ranges(requests["request"][some], np.zeros_like(n[some]), n[some])
 
 
-def _unresolved(source: RunSource) -> int:
+def _unresolved(source: data.RunSource) -> int:
     """Return how many referenced positions no captured span holds."""
     served, kept = source.spans("cache_ref", ["ref_request"]), source.spans("captured", ["request"])
     stored = union(*(position_key(kept["request"], kept[name]) for name in ("start", "stop")))
-    known = is_known(served["ref_request"])
+    known = data.is_known(served["ref_request"])
     request = served["ref_request"][known].astype(np.int64)
     before, up_to = (
         stored.n_below(position_key(request, served[name][known])) for name in ("start", "stop")
@@ -270,7 +264,7 @@ _DISPOSITIONS = ("captured", "cache_ref", "dropped", "aborted", "filtered", "und
 _COUNTS = ("never_computed_requests", "recomputed", "unresolved", "requests", "steps")
 
 
-def accounting(sources: list[RunSource], read: Read) -> Accounting:
+def accounting(sources: list[data.RunSource], read: data.Read) -> Accounting:
     spans: FateCounts = Counter()
     counts: Counter[str] = Counter()
     findings = []

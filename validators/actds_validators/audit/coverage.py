@@ -24,30 +24,14 @@ from actds.format import tables
 from actds.format.positions import Keys, pair_key, split_key
 from actds.loader.filters import SINK_NORM
 from actds_validators.arrays import Bools, Floats, Ints
+from actds_validators.audit import data, result
 from actds_validators.audit.covariates import COVARIATES, N_BANDS, N_BITS, Widths, position_band
-from actds_validators.audit.data import (
-    CLASSES,
-    NOWHERE,
-    RunSource,
-    TablePart,
-    column,
-    explode,
-    is_known,
-)
 from actds_validators.audit.lookup import Lookup, Rows, scale_of
 from actds_validators.audit.passes import ClassCounts
-from actds_validators.audit.result import (
-    CapturedShift,
-    ClassesFile,
-    ClassLoss,
-    Coverage,
-    CoverageCell,
-    Dominant,
-)
 from actds_validators.statistics.strata import jensen_shannon, total_variation
 
 OTHERS = "all others"
-EVERY_CLASS = (*CLASSES, NOWHERE)
+EVERY_CLASS = (*data.CLASSES, data.NOWHERE)
 CLASSES_FROM = (
     "special: the tokenizer's special tokens; shared prefix: prompt positions that were served "
     "more than once (system prompts, templates); prompt and generated: the others, by phase"
@@ -63,13 +47,13 @@ class CoverageCounts:
         self.referenced = np.zeros(N_BANDS, np.int64)
 
 
-def read_spans(source: RunSource, lookup: Lookup, counts: CoverageCounts) -> None:
+def read_spans(source: data.RunSource, lookup: Lookup, counts: CoverageCounts) -> None:
     hits = source.spans("cache_ref", ["request", "ref_request", "reason"])
-    for _, position in _positions(hits, is_known(hits["ref_request"])):
+    for _, position in _positions(hits, data.is_known(hits["ref_request"])):
         counts.referenced += np.bincount(position_band(position), minlength=N_BANDS)
     counts.external += _by_class(hits, hits["reason"] == tables.EXTERNAL, lookup, counts)
     aborted = source.spans("aborted", ["request", "step"])
-    counts.aborted += _by_class(aborted, is_known(aborted["step"]), lookup, counts)
+    counts.aborted += _by_class(aborted, data.is_known(aborted["step"]), lookup, counts)
     filtered = source.spans("filtered", ["request"])
     every = np.ones(len(filtered["request"]), bool)
     counts.filtered += _by_class(filtered, every, lookup, counts)
@@ -80,7 +64,7 @@ _Spans = dict[str, npt.NDArray[Any]]
 
 def _positions(spans: _Spans, chosen: Bools) -> Iterator[tuple[Ints, Ints]]:
     request, start, stop = (spans[name][chosen] for name in ("request", "start", "stop"))
-    for of_span, position in explode(start, stop):
+    for of_span, position in data.explode(start, stop):
         yield request[of_span], position
 
 
@@ -89,7 +73,7 @@ def _by_class(spans: _Spans, chosen: Bools, lookup: Lookup, counts: CoverageCoun
 
     None has a row, so that its token and how often it was served are not known.
     """
-    kept = ClassCounts(counts.rows.words[len(CLASSES) :])
+    kept = ClassCounts(counts.rows.words[len(data.CLASSES) :])
     for request, position in _positions(spans, chosen):
         place = lookup.requests.of(request)
         known = np.flatnonzero(place >= 0)
@@ -109,7 +93,9 @@ def _by_class(spans: _Spans, chosen: Bools, lookup: Lookup, counts: CoverageCoun
 _FATES = ("stored", "reused", "lost", "filtered", "external")
 
 
-def coverage(counts: CoverageCounts, labels: ClassesFile | None = None) -> Coverage | None:
+def coverage(
+    counts: CoverageCounts, labels: result.ClassesFile | None = None
+) -> result.Coverage | None:
     """Return the section, ``None`` when nothing is stored.
 
     Args:
@@ -127,9 +113,9 @@ def coverage(counts: CoverageCounts, labels: ClassesFile | None = None) -> Cover
         "rarity of the token": _by_rarity(rows),
     }
     given = sorted(set(rows.words) - set(EVERY_CLASS))
-    return Coverage(
+    return result.Coverage(
         cells=[
-            CoverageCell(
+            result.CoverageCell(
                 token_class=name,
                 low=2**band - 1,
                 high=2 ** (band + 1) - 1,
@@ -167,7 +153,7 @@ def _once_bias(rows: ClassCounts, served: int) -> float:
     return math.sqrt(max(0.0, served * (stored + rows.inverses) / stored**2 - 1))
 
 
-def _labels_from(labels: ClassesFile | None, given: list[str]) -> list[str]:
+def _labels_from(labels: result.ClassesFile | None, given: list[str]) -> list[str]:
     if labels is None:
         return ["the roles of chats, where they are known; of the other positions"] if given else []
     return [
@@ -188,11 +174,13 @@ def _cells(counts: CoverageCounts) -> dict[tuple[str, int], list[int]]:
     # A reference to a row that is not stored has no class: nothing says which token it was.
     nowhere = counts.referenced - rows.reused.sum(axis=(0, 2))
     for band in np.flatnonzero(nowhere).tolist():
-        cells[NOWHERE, band][1] += int(nowhere[band])
+        cells[data.NOWHERE, band][1] += int(nowhere[band])
     return dict(cells)
 
 
-def _loss_by_class(cells: dict[tuple[str, int], list[int]], given: list[str]) -> list[ClassLoss]:
+def _loss_by_class(
+    cells: dict[tuple[str, int], list[int]], given: list[str]
+) -> list[result.ClassLoss]:
     """Return the loss rates of the given classes, which lost positions have like stored ones.
 
     The others are taken together: only of a stored row is it known whether it was served again,
@@ -206,7 +194,9 @@ def _loss_by_class(cells: dict[tuple[str, int], list[int]], given: list[str]) ->
         n[name] += stored + lost
         n_lost[name] += lost
     return [
-        ClassLoss(token_class=name, n=n[name], n_lost=n_lost[name], rate=n_lost[name] / n[name])
+        result.ClassLoss(
+            token_class=name, n=n[name], n_lost=n_lost[name], rate=n_lost[name] / n[name]
+        )
         for name in (*given, OTHERS)
         if n[name]
     ]
@@ -215,7 +205,7 @@ def _loss_by_class(cells: dict[tuple[str, int], list[int]], given: list[str]) ->
 def _by(cells: dict[tuple[str, int], list[int]], axis: int) -> Floats:
     sums: dict[str | int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for key, (stored, reused, lost, *_) in sorted(cells.items()):
-        known = key[0] != NOWHERE
+        known = key[0] != data.NOWHERE
         sums[key[axis]][0] += stored
         sums[key[axis]][1] += stored + (reused if known else 0)
         sums[key[axis]][2] += stored + reused + lost
@@ -230,7 +220,7 @@ def _by_rarity(rows: ClassCounts) -> Floats:
     return table[:, table.any(axis=0)]
 
 
-def _shift(name: str, triple: Floats) -> CapturedShift | None:
+def _shift(name: str, triple: Floats) -> result.CapturedShift | None:
     stored, weighted, existing = triple
     if not stored.sum():
         return None
@@ -239,7 +229,7 @@ def _shift(name: str, triple: Floats) -> CapturedShift | None:
         for prefix, side in (("", stored), ("weighted_", weighted))
         for measure in (total_variation, jensen_shannon)
     }
-    return CapturedShift(variable=name, **measures)
+    return result.CapturedShift(variable=name, **measures)
 
 
 MAX_CELLS = 1 << 16
@@ -284,7 +274,7 @@ class _DominancePass:
     hooks: tuple[str, ...]
     median: Floats
 
-    def __call__(self, part: TablePart) -> list[_Cells]:
+    def __call__(self, part: data.TablePart) -> list[_Cells]:
         lookup, totals = self.lookup, [_no_cells() for _ in self.hooks]
         for batch in part.batches(["request", "position", "token_id", "step", "hook", "norm"]):
             rows, kept = Rows.read(lookup, batch)
@@ -296,7 +286,7 @@ class _DominancePass:
             for number, hook in enumerate(self.hooks):
                 of_hook = np.flatnonzero(kept & pc.equal(batch["hook"], hook).to_numpy(False))
                 stored, x = rows.take(of_hook), norm[of_hook]
-                at, id_ = stored.position, column(batch, "token_id")[of_hook]
+                at, id_ = stored.position, data.column(batch, "token_id")[of_hook]
                 w = 1.0 + lookup.servings.of(lookup.requests.numbers(stored.request), at)
                 special = stored.special
                 some = np.flatnonzero((at == 0) | special | (x > SINK_NORM * self.median[number]))
@@ -311,8 +301,8 @@ class _DominancePass:
 
 
 def dominant_cell(
-    runs: Sequence[tuple[RunSource, Lookup]], hooks: tuple[str, ...], executor: Executor
-) -> Dominant | None:
+    runs: Sequence[tuple[data.RunSource, Lookup]], hooks: tuple[str, ...], executor: Executor
+) -> result.Dominant | None:
     """Return the token id and position that hold most of the squared deviation of the norm.
 
     Each stored row counts as often as it was served, about the mean that this gives. None where
@@ -337,7 +327,7 @@ def dominant_cell(
     return max(largest, key=lambda cell: cell.share, default=None)
 
 
-def _largest(hook: str, cells: _Cells, median: float) -> Dominant | None:
+def _largest(hook: str, cells: _Cells, median: float) -> result.Dominant | None:
     _, w, wx, wxx = cells.whole
     if w <= 0 or not len(cells.keys):
         return None
@@ -352,7 +342,7 @@ def _largest(hook: str, cells: _Cells, median: float) -> Dominant | None:
     names = ["first_position"] if position == 0 else ["special"] * bool(cells.special[k])
     if of_x[k] / of_w[k] > SINK_NORM * median:
         names.append("sink")
-    return Dominant(
+    return result.Dominant(
         hook=hook,
         token_id=token_id,
         position=position,

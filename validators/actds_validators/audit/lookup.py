@@ -22,6 +22,7 @@ from actds.format.positions import Index
 from actds.format.sampled import Sampled
 from actds.format.tables import FLAG_SPECIAL
 from actds_validators.arrays import Bools, Floats, Ints
+from actds_validators.audit import data
 from actds_validators.audit.covariates import (
     LOAD,
     MAX_BITS,
@@ -30,16 +31,6 @@ from actds_validators.audit.covariates import (
     Widths,
     columns_of,
     defined,
-)
-from actds_validators.audit.data import (
-    Labels,
-    Read,
-    RunSource,
-    StepRanges,
-    TablePart,
-    column,
-    is_known,
-    places,
 )
 from actds_validators.audit.series import RunSteps, Series
 
@@ -83,7 +74,7 @@ class RunRows:
     requests: Index
     columns: dict[str, npt.NDArray[Any]]
     first_step: Ints  # place of the step in which each began; the number of steps where none
-    losses: StepRanges
+    losses: data.StepRanges
     recomputed: Recomputed
 
 
@@ -105,7 +96,7 @@ class Lookup(RunRows):
     has_ids: bool
     lost_ids: Ints  # id of each dropped position, -1 where no readout has it; empty without ids
     servings: Servings
-    labels: Labels | None
+    labels: data.Labels | None
     sampled: Sampled | None
     n_ticks: int
     n_blocks: int
@@ -128,10 +119,10 @@ class Rows:
     @classmethod
     def read(cls, lookup: Lookup, batch: pa.RecordBatch | pa.Table) -> tuple[Rows, Bools]:
         """Return the rows of a batch, and whether their step and request are known."""
-        step = lookup.steps.of(column(batch, "step"))
-        request = lookup.requests.of(column(batch, "request"))
-        token = lookup.vocabulary.index.of(column(batch, "token_id"))
-        rows = cls(lookup, step, request, column(batch, "position"), token)
+        step = lookup.steps.of(data.column(batch, "step"))
+        request = lookup.requests.of(data.column(batch, "request"))
+        token = lookup.vocabulary.index.of(data.column(batch, "token_id"))
+        rows = cls(lookup, step, request, data.column(batch, "position"), token)
         return rows, (step >= 0) & (request >= 0)
 
     @cached_property
@@ -237,12 +228,12 @@ class Shared:
 
 
 def make_lookup(
-    source: RunSource,
+    source: data.RunSource,
     steps: RunSteps,
     rows: RunRows,
     shared: Shared,
     lost_ids: Ints,
-    labels: Labels | None,
+    labels: data.Labels | None,
 ) -> Lookup:
     series = shared.series
     index = series.runs.index(steps.run)
@@ -254,7 +245,7 @@ def make_lookup(
     within = np.zeros(len(steps.step), bool)
     within[np.flatnonzero(_partial(steps))[:: shared.every]] = True
     served = source.spans("cache_ref", ["ref_request"])
-    known = is_known(served["ref_request"])
+    known = data.is_known(served["ref_request"])
     referenced = (served[name][known] for name in ("ref_request", "start", "stop"))
     return Lookup(
         **vars(rows),
@@ -275,7 +266,7 @@ def make_lookup(
         vocabulary=shared.vocabulary,
         has_ids=shared.has_ids,
         lost_ids=lost_ids,
-        servings=Servings(*(column.astype(np.int64) for column in referenced)),
+        servings=Servings(*(values.astype(np.int64) for values in referenced)),
         labels=labels,
         sampled=sampled,
         n_ticks=series.n_ticks,
@@ -311,45 +302,45 @@ class WordPass:
     rows: RunRows
     hook: str | None  # whose readouts to count; None to count stored rows
 
-    def __call__(self, part: TablePart) -> WordCounts:
+    def __call__(self, part: data.TablePart) -> WordCounts:
         ids, counts, special, lost, lost_ids = ([np.zeros(0, np.int64)] for _ in range(5))
         more = ["flags"] if self.hook is None else ["request", "position", "step", "hook"]
         for batch in part.batches(["token_id", *more]):
             if self.hook is None:
-                token = column(batch, "token_id")
-                special.append(np.unique(token[column(batch, "flags") & FLAG_SPECIAL != 0]))
+                token = data.column(batch, "token_id")
+                special.append(np.unique(token[data.column(batch, "flags") & FLAG_SPECIAL != 0]))
             else:
                 lines = batch.filter(pc.equal(batch["hook"], self.hook))
-                step = self.rows.steps.of(column(lines, "step"))
-                request = self.rows.requests.of(column(lines, "request"))
-                position, token = column(lines, "position"), column(lines, "token_id")
+                step = self.rows.steps.of(data.column(lines, "step"))
+                request = self.rows.requests.of(data.column(lines, "request"))
+                position, token = data.column(lines, "position"), data.column(lines, "token_id")
                 at = self.rows.losses.find(step, request, position)
                 lost.append(at[at >= 0])
                 lost_ids.append(token[at >= 0])
                 token = token[self.rows.recomputed.count(step, request, position)]
-            known, at = places(token)
+            known, at = data.places(token)
             ids.append(known)
             counts.append(np.bincount(at, minlength=len(known)))
         return WordCounts(*_counted(ids, counts), *map(np.concatenate, (special, lost, lost_ids)))
 
 
 def _counted(ids: list[Ints], counts: list[Ints]) -> tuple[Ints, Ints]:
-    known, at = places(np.concatenate(ids))
+    known, at = data.places(np.concatenate(ids))
     n = np.bincount(at, weights=np.concatenate(counts), minlength=len(known))
     return known, n.astype(np.int64)
 
 
-def knows_ids(sources: list[RunSource]) -> bool:
+def knows_ids(sources: list[data.RunSource]) -> bool:
     """Return whether the ids of every computed token are known, those of lost ones as well."""
     return all(s.hooks or not s.n_rows("drops") for s in sources)
 
 
-def knows_entropy(sources: list[RunSource]) -> bool:
+def knows_entropy(sources: list[data.RunSource]) -> bool:
     return any(source.n_rows("sampled") for source in sources)
 
 
 def read_vocabulary(
-    runs: list[tuple[RunSource, RunRows]], read: Read, *, has_ids: bool
+    runs: list[tuple[data.RunSource, RunRows]], read: data.Read, *, has_ids: bool
 ) -> tuple[Vocabulary, list[Ints]]:
     """Return the vocabulary of all runs, and the ids of each run's lost positions."""
     known = n = special = np.zeros(0, np.int64)
@@ -369,7 +360,7 @@ def read_vocabulary(
     return Vocabulary(known, n.astype(np.float64), np.isin(known, special)), lost_ids
 
 
-def prompt_sources(sources: list[RunSource]) -> tuple[str, ...]:
+def prompt_sources(sources: list[data.RunSource]) -> tuple[str, ...]:
     n: Counter[str] = Counter()
     for source in sources:
         names = source.served_requests(["source"])["source"]
@@ -377,7 +368,7 @@ def prompt_sources(sources: list[RunSource]) -> tuple[str, ...]:
     return tuple(name for name, _ in n.most_common()) if len(n) > 1 else ()
 
 
-def read_rows(source: RunSource, steps: RunSteps) -> RunRows:
+def read_rows(source: data.RunSource, steps: RunSteps) -> RunRows:
     """Return the requests and losses of a run.
 
     Spec: 0.1 section 7.8.
@@ -390,7 +381,7 @@ def read_rows(source: RunSource, steps: RunSteps) -> RunRows:
     drops = source.columns("drops", ["step", "request", "start", "stop"])
     drops |= {"step": index.of(drops["step"]), "request": requests.of(drops["request"])}
     known = (drops["step"] >= 0) & (drops["request"] >= 0) & (drops["stop"] > drops["start"])
-    losses = StepRanges(*(values[known] for values in drops.values()))
+    losses = data.StepRanges(*(values[known] for values in drops.values()))
     return RunRows(
         steps=index,
         requests=requests,
@@ -401,9 +392,9 @@ def read_rows(source: RunSource, steps: RunSteps) -> RunRows:
     )
 
 
-def _first_steps(source: RunSource, steps: Ints, requests: Index) -> Ints:
+def _first_steps(source: data.RunSource, steps: Ints, requests: Index) -> Ints:
     spans = source.columns("spans", ["request", "step"])
-    known = is_known(spans["step"])
+    known = data.is_known(spans["step"])
     place = requests.of(spans["request"][known])
     step = np.searchsorted(steps, spans["step"][known].astype(np.int64))
     first = np.full(len(requests), len(steps), np.int64)
@@ -420,7 +411,7 @@ class Recomputed:
     """
 
     def __init__(
-        self, source: RunSource, steps: Index, requests: Index, losses: StepRanges
+        self, source: data.RunSource, steps: Index, requests: Index, losses: data.StepRanges
     ) -> None:
         given = source.columns("requests", ["request", "n_preemptions"])
         aborted = source.table("spans", ["request", "disposition"])
@@ -441,10 +432,10 @@ class Recomputed:
         if self._is_odd.any():
             for part in source.parts["tokens"]:
                 for batch in part.batches(["step", "request", "position"]):
-                    request = requests.of(column(batch, "request"))
+                    request = requests.of(data.column(batch, "request"))
                     odd = self._is_odd[request]
-                    at = self._places(request[odd], column(batch, "position")[odd])
-                    self._step[at] = steps.of(column(batch, "step")[odd])
+                    at = self._places(request[odd], data.column(batch, "position")[odd])
+                    self._step[at] = steps.of(data.column(batch, "step")[odd])
             self._step[-1] = -1
 
     def count(self, step: Ints, request: Ints, position: Ints) -> Bools:
@@ -488,7 +479,7 @@ class _SamplePass:
     widths: Widths
     every: int
 
-    def __call__(self, part: TablePart) -> list[npt.NDArray[np.float32]]:
+    def __call__(self, part: data.TablePart) -> list[npt.NDArray[np.float32]]:
         samples: list[list[npt.NDArray[np.float32]]] = [[] for _ in self.hooks]
         seen = [0] * len(self.hooks)
         for batch in part.batches(["hook", *self.widths.columns]):
@@ -504,7 +495,7 @@ class _SamplePass:
 
 
 def scale_of(
-    parts: Sequence[TablePart], hooks: tuple[str, ...], widths: Widths, executor: Executor
+    parts: Sequence[data.TablePart], hooks: tuple[str, ...], widths: Widths, executor: Executor
 ) -> Scale:
     """Return the scale of the readouts in some parts, from an even sample of them.
 

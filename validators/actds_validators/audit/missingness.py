@@ -19,21 +19,11 @@ import pyarrow.compute as pc
 from actds.format.labels import label_table, label_text
 from actds.format.positions import pair_key, split_key
 from actds_validators.arrays import Floats, Ints
+from actds_validators.audit import result
 from actds_validators.audit.covariates import COVARIATES, N_BANDS, band_edges, band_words, defined
 from actds_validators.audit.data import RUN_LABELS, RunSource
 from actds_validators.audit.lookup import Lookup
 from actds_validators.audit.passes import Bands, CovariateSums
-from actds_validators.audit.result import (
-    PROVEN,
-    Bound,
-    BoundPoint,
-    Difference,
-    Estimate,
-    Limits,
-    Missingness,
-    Stratum,
-    StratumLoss,
-)
 from actds_validators.audit.series import Series, rate_estimate
 from actds_validators.statistics import intervals
 from actds_validators.statistics.strata import jensen_shannon, stratum_p, total_variation
@@ -41,12 +31,12 @@ from actds_validators.statistics.strata import jensen_shannon, stratum_p, total_
 CURVE = (0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
 
 
-def unbounded(value: float, n: float, effective: float) -> Estimate | None:
+def unbounded(value: float, n: float, effective: float) -> result.Estimate | None:
     """Return a mean's distance whose jackknife says nothing, with the worst case about it."""
     if not np.isfinite(value) or effective <= 0:
         return None
     far = intervals.farthest_mean(n, effective)
-    return Estimate(value=value, low=-far, high=far, confidence=1.0)
+    return result.Estimate(value=value, low=-far, high=far, confidence=1.0)
 
 
 def system_sums(series: Series) -> list[CovariateSums]:
@@ -93,7 +83,7 @@ def of_all_lost(totals: Floats, sums: list[CovariateSums], read: float) -> Float
 
 def differences(
     sums: list[CovariateSums], totals: Floats, bands: dict[str, Bands], n_events: float
-) -> list[Difference]:
+) -> list[result.Difference]:
     """Return the difference of every covariate that varies and of which something was lost.
 
     Where the jackknife has no interval, as when one block holds all losses, that of the worst case
@@ -112,25 +102,27 @@ def differences(
     for k, summed in enumerate(sums):
         n, sx, sxx, n_lost, lx = whole = totals[:, k].sum(axis=1)
         interval = lost_against_all[k]
-        lost = Estimate.of(interval) or unbounded(float(intervals.smd(whole)), n, n_lost)
+        lost = result.Estimate.of(interval) or unbounded(float(intervals.smd(whole)), n, n_lost)
         if lost is None:
             continue
         stored = stored_against_all[k]
         error = intervals.error_of_draws(n, n_lost, n_events) if stored and interval else 0.0
         banded = bands.get(summed.covariate.name)
         every.append(
-            Difference(
+            result.Difference(
                 covariate=summed.covariate,
                 mean_all=sx / n,
                 sd_all=float(np.sqrt(max(0.0, sxx / n - (sx / n) ** 2))),
                 mean_lost=lx / n_lost,
                 smd=lost,
-                equivalence=Estimate.of(
+                equivalence=result.Estimate.of(
                     # Of losses in one block the stored rows have a jackknife, too narrow by far.
-                    intervals.at_least(stored, error, PROVEN) if stored and interval else None
+                    intervals.at_least(stored, error, result.PROVEN)
+                    if stored and interval
+                    else None
                 ),
                 at_once=_at_once(stored, error, at_once) if interval and is_tested[k] else None,
-                before_weighting=Estimate.of(stored)
+                before_weighting=result.Estimate.of(stored)
                 or unbounded(float(intervals.smd_of_stored(whole)), n, n - n_lost),
                 total_variation=_distance(total_variation, banded),
                 jensen_shannon=_distance(jensen_shannon, banded),
@@ -140,12 +132,14 @@ def differences(
     return every
 
 
-def _at_once(stored: intervals.Interval | None, error: float, each: float) -> Estimate | None:
-    interval = Estimate.of(intervals.at_least(stored, error, each)) if stored else None
+def _at_once(
+    stored: intervals.Interval | None, error: float, each: float
+) -> result.Estimate | None:
+    interval = result.Estimate.of(intervals.at_least(stored, error, each)) if stored else None
     return interval.model_copy(update={"confidence": 0.95}) if interval else None
 
 
-def strata(bands: Bands) -> list[Stratum]:
+def strata(bands: Bands) -> list[result.Stratum]:
     sums = np.stack([bands.n.T, bands.lost.T])
     rates = intervals.jackknife_many(sums, intervals.loss_rate)
     losses = []
@@ -155,7 +149,7 @@ def strata(bands: Bands) -> list[Stratum]:
             continue
         edges = bands.edges[k]
         losses.append(
-            Stratum(
+            result.Stratum(
                 label=label,
                 low=edges[0] if edges else None,
                 high=edges[1] if edges else None,
@@ -167,24 +161,24 @@ def strata(bands: Bands) -> list[Stratum]:
     return losses
 
 
-def bound(loss_share: float) -> Bound:
+def bound(loss_share: float) -> result.Bound:
     share = min(loss_share, 1 - 1e-9)
-    return Bound(
+    return result.Bound(
         loss_share=loss_share,
         bias=intervals.worst_case(share),
-        curve=[BoundPoint(loss_share=s, bias=intervals.worst_case(s)) for s in CURVE],
+        curve=[result.BoundPoint(loss_share=s, bias=intervals.worst_case(s)) for s in CURVE],
     )
 
 
 def missingness(
-    differing: list[Difference],
+    differing: list[result.Difference],
     loss_share: float,
     *,
     has_values: bool,
     has_ids: bool,
     has_entropy: bool,
     unread: tuple[int, int] = (0, 0),
-) -> Missingness:
+) -> result.Missingness:
     could = [
         "whether losses depend on the load, the batch and the time",
         "whether losses depend on position, length, phase and source",
@@ -210,7 +204,7 @@ def missingness(
         could.append(entropy)
     else:
         not_asked.append(f"{entropy}: the run was not harvested with --entropy")
-    return Missingness(
+    return result.Missingness(
         differences=differing, bound=bound(loss_share), could_ask=could, could_not_ask=not_asked
     )
 
@@ -248,7 +242,7 @@ class Strata:
     rate: Floats | None = None
 
 
-def candidates(n: Floats, lost: Floats, limits: Limits) -> Ints:
+def candidates(n: Floats, lost: Floats, limits: result.Limits) -> Ints:
     """Return the strata to count block by block: those beyond the limit, `MAX_CANDIDATES` at most.
 
     Where there are more, those whose loss is the least likely of independent tokens (a ranking, no
@@ -264,7 +258,7 @@ def candidates(n: Floats, lost: Floats, limits: Limits) -> Ints:
     return np.sort(beyond[np.argsort(-surprise, kind="stable")[:MAX_CANDIDATES]])
 
 
-def _beyond(n: Floats, lost: Floats, limits: Limits) -> Ints:
+def _beyond(n: Floats, lost: Floats, limits: result.Limits) -> Ints:
     return np.flatnonzero((n >= MIN_TOKENS) & (lost >= limits.worst_stratum_warn * n))
 
 
@@ -287,7 +281,9 @@ class _Groups:
             np.int64,
         )
 
-    def strata(self, kind: str, n_blocks: int, limits: Limits, rate: Floats | None) -> Strata:
+    def strata(
+        self, kind: str, n_blocks: int, limits: result.Limits, rate: Floats | None
+    ) -> Strata:
         """Return the groups beyond the limit; with a rate those that lost everything anyway."""
         size = len(self.names)
         if not size:
@@ -376,7 +372,7 @@ class SpanStrata:
     def share(self) -> float:
         return float(self.total[1].sum()) / max(1.0, float(self.total.sum()))
 
-    def strata(self, limits: Limits) -> Iterator[Strata]:
+    def strata(self, limits: result.Limits) -> Iterator[Strata]:
         for name, kind in (("start", "position"), ("end", "position from the end")):
             stored, lost = self._bands[name]
             yield _some(kind, [band_words(k) for k in range(N_BANDS)], stored + lost, lost)
@@ -445,8 +441,8 @@ def _some(kind: str, labels: list[str], n: Floats, lost: Floats) -> Strata:
 
 
 def worst_strata(
-    every: list[Strata], rate: Floats, share: float, limits: Limits
-) -> list[StratumLoss]:
+    every: list[Strata], rate: Floats, share: float, limits: result.Limits
+) -> list[result.StratumLoss]:
     """Return the strata that lost more than all by the limit and than chance, the worst first.
 
     Spec: 0.1 section 14.6.
@@ -464,7 +460,7 @@ def worst_strata(
             # A run that stored nothing at all needs no test to be named.
             if adjusted <= LEVEL or (strata.rate is not None and lost[k] == n[k]):
                 named.append(
-                    StratumLoss(
+                    result.StratumLoss(
                         kind=strata.kind,
                         label=strata.labels[k],
                         n=int(n[k]),

@@ -11,20 +11,10 @@ from typing import Literal
 import numpy as np
 
 from actds_validators.arrays import Floats, Ints
+from actds_validators.audit import result
 from actds_validators.audit.covariates import COVARIATES, LOAD, columns_of, defined
 from actds_validators.audit.data import (
     RunSource,
-)
-from actds_validators.audit.result import (
-    Estimate,
-    Lag,
-    LagBand,
-    Loss,
-    LossCurve,
-    Occupancy,
-    Queues,
-    Stall,
-    TracePoint,
 )
 from actds_validators.statistics import intervals
 from actds_validators.statistics.series import (
@@ -200,10 +190,10 @@ MAX_LAG = 64
 MAX_DEPTHS = 64
 
 
-def queues(sources: list[RunSource], series: Series, seed: int = 0) -> Queues:
+def queues(sources: list[RunSource], series: Series, seed: int = 0) -> result.Queues:
     """Return the section."""
     lags, band = _lags(series, seed)
-    return Queues(
+    return result.Queues(
         trace=_trace(series),
         stalls=_stalls(sources, series),
         occupancy=_occupancy(sources),
@@ -214,7 +204,7 @@ def queues(sources: list[RunSource], series: Series, seed: int = 0) -> Queues:
     )
 
 
-def _stalls(sources: list[RunSource], series: Series) -> list[Stall]:
+def _stalls(sources: list[RunSource], series: Series) -> list[result.Stall]:
     n: Counter[str] = Counter()
     waited_s: dict[str, float] = defaultdict(float)
     marks_s: dict[str, list[float]] = defaultdict(list)
@@ -231,13 +221,13 @@ def _stalls(sources: list[RunSource], series: Series) -> list[Stall]:
             mark = max(0.0, (int(stalls["t_ns"][at]) - first) / 1e9) + float(series.t_s[begin])
             marks_s[stalls["stage"][at]].append(mark)
     return [
-        Stall(stage=stage, n=n[stage], seconds=waited_s[stage], marks_s=marks[:N_MARKS])
+        result.Stall(stage=stage, n=n[stage], seconds=waited_s[stage], marks_s=marks[:N_MARKS])
         for stage in sorted(n)
         for marks in [sorted(marks_s[stage])]
     ]
 
 
-def _occupancy(sources: list[RunSource]) -> list[Occupancy]:
+def _occupancy(sources: list[RunSource]) -> list[result.Occupancy]:
     spent_s: dict[tuple[str, int, int], float] = defaultdict(float)
     sums = [("capacity", "max"), ("duration_ns", "sum")]
     for source in sources:
@@ -246,13 +236,13 @@ def _occupancy(sources: list[RunSource]) -> list[Occupancy]:
             place = line["stage"], line["depth"], line["capacity_max"]
             spent_s[place] += line["duration_ns_sum"] / 1e9
     return [
-        Occupancy(stage=stage, depth=depth, capacity=room, seconds=seconds)
+        result.Occupancy(stage=stage, depth=depth, capacity=room, seconds=seconds)
         for _, lines in groupby(sorted(spent_s.items()), lambda item: item[0][0])
         for (stage, depth, room), seconds in islice(lines, MAX_DEPTHS)
     ]
 
 
-def _trace(series: Series) -> list[TracePoint]:
+def _trace(series: Series) -> list[result.TracePoint]:
     end = float((series.t_s + series.seconds).max())
     if end <= 0:
         return []
@@ -263,7 +253,7 @@ def _trace(series: Series) -> list[TracePoint]:
     )
     width = end / N_BINS
     return [
-        TracePoint(
+        result.TracePoint(
             t_s=k * width,
             seconds=width,
             computed=int(computed[k]),
@@ -274,25 +264,25 @@ def _trace(series: Series) -> list[TracePoint]:
     ]
 
 
-def _lags(series: Series, seed: int) -> tuple[list[Lag], LagBand | None]:
+def _lags(series: Series, seed: int) -> tuple[list[result.Lag], result.LagBand | None]:
     reach = min(MAX_LAG, max(0, series.n_ticks // 4))
     lagged = lag_correlation(series.computed, series.share, series.run, reach, seed=seed)
     if lagged is None:
         return [], None
     lags = [
-        Lag(steps=int(lag) * series.steps_per_tick, correlation=float(value))
+        result.Lag(steps=int(lag) * series.steps_per_tick, correlation=float(value))
         for lag, value in zip(lagged.lags, lagged.correlation, strict=True)
     ]
-    return lags, LagBand.model_validate(lagged, from_attributes=True)
+    return lags, result.LagBand.model_validate(lagged, from_attributes=True)
 
 
-def _loss_by_load(series: Series) -> list[Loss]:
+def _loss_by_load(series: Series) -> list[result.Loss]:
     if not series.lost.any() or np.ptp(series.load) == 0:
         return []
     return _curve(series, series.load)[1]
 
 
-def _loss_by_step(series: Series) -> list[LossCurve]:
+def _loss_by_step(series: Series) -> list[result.LossCurve]:
     """Return the curve of every number of a step that the essay's drops are said to go with.
 
     What it describes is tested as any covariate, by shifts: no test more.
@@ -303,12 +293,12 @@ def _loss_by_step(series: Series) -> list[LossCurve]:
         name: _curve(series, series.system[name][0] / series.computed) for name in STEP_CURVES
     }
     return [
-        LossCurve(covariate=COVARIATES[name].facts(), direction=direction, points=points)
+        result.LossCurve(covariate=COVARIATES[name].facts(), direction=direction, points=points)
         for name, (direction, points) in curves.items()
     ]
 
 
-def _curve(series: Series, value: Floats) -> tuple[Direction, list[Loss]]:
+def _curve(series: Series, value: Floats) -> tuple[Direction, list[result.Loss]]:
     """Return the loss by deciles of a number of the step, with the better monotone fit."""
     groups = load_groups(value)
     n = np.bincount(groups, weights=series.computed)
@@ -320,19 +310,21 @@ def _curve(series: Series, value: Floats) -> tuple[Direction, list[Loss]]:
     return "increasing" if is_rising else "decreasing", points
 
 
-def rate_estimate(interval: intervals.Interval | None, rate: float) -> Estimate:
-    share = Estimate.of(interval) or Estimate(value=rate, low=0.0, high=1.0)
-    return Estimate(value=share.value, low=max(0.0, share.low), high=min(1.0, share.high))
+def rate_estimate(interval: intervals.Interval | None, rate: float) -> result.Estimate:
+    share = result.Estimate.of(interval) or result.Estimate(value=rate, low=0.0, high=1.0)
+    return result.Estimate(value=share.value, low=max(0.0, share.low), high=min(1.0, share.high))
 
 
-def _points(series: Series, groups: Ints, mean: Floats, rate: Floats, fitted: Floats) -> list[Loss]:
+def _points(
+    series: Series, groups: Ints, mean: Floats, rate: Floats, fitted: Floats
+) -> list[result.Loss]:
     inside = groups == np.arange(len(mean))[:, np.newaxis]
     cut = series.blocks
     n = intervals.block_sums(np.where(inside, series.computed, 0.0), cut.labels, cut.n_blocks)
     lost = intervals.block_sums(np.where(inside, series.lost, 0.0), cut.labels, cut.n_blocks)
     rates = intervals.jackknife_many(np.stack([n, lost]), intervals.loss_rate)
     return [
-        Loss(
+        result.Loss(
             load=float(mean[k]),
             rate=rate_estimate(interval, float(rate[k])),
             fitted=float(fitted[k]),

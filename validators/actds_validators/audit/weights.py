@@ -24,18 +24,10 @@ from actds.format.shard import Shard
 from actds.store import refuse_within_dataset
 from actds.store.folders import replaced
 from actds_validators.arrays import Floats
+from actds_validators.audit import result
 from actds_validators.audit.lookup import CellEdges, Lookup, Rows
 from actds_validators.audit.missingness import unbounded
 from actds_validators.audit.passes import Sums
-from actds_validators.audit.result import (
-    Balance,
-    Difference,
-    Estimate,
-    Group,
-    WeightCell,
-    Weighting,
-    Worse,
-)
 from actds_validators.audit.series import Series
 from actds_validators.statistics.intervals import Interval, from_replicates, smd
 from actds_validators.statistics.strata import (
@@ -124,7 +116,7 @@ def stored_cells(sums: Sums, middles: Mapping[str, Floats]) -> list[StoredCells]
 
 def after_weighting(
     cells: Cells, n: Floats, stored: Sequence[StoredCells], totals: Floats
-) -> list[Estimate | None]:
+) -> list[result.Estimate | None]:
     """Return how far the weighted rows lie from all, one covariate after the other.
 
     The jackknife leaves a block out of the weights as well: they are made of the same losses.
@@ -152,7 +144,7 @@ def after_weighting(
         parts = _weighted(stored, lambda s: ((s.sum(axis=0) - s) * weights).sum(axis=1))
         intervals = from_replicates(values, smd(np.stack([*left, *parts])))
     return [
-        Estimate.of(interval)
+        result.Estimate.of(interval)
         or unbounded(float(value), float(n_all), effective_rows(w, x.n.sum(axis=0)))
         for interval, value, n_all, x in zip(intervals, values, sums[0], stored, strict=True)
     ]
@@ -166,14 +158,14 @@ def _weighted(
 
 
 def weighting(
-    cells: Cells, differences: Sequence[Difference], negligible: float
-) -> Weighting | None:
+    cells: Cells, differences: Sequence[result.Difference], negligible: float
+) -> result.Weighting | None:
     if cells.weights is None or cells.rates is None:
         return None
     stored = cells.n - cells.lost
     lows, highs = (0.0, *cells.edges.load), (*cells.edges.load, cells.load_max)
     listed = [
-        WeightCell(
+        result.WeightCell(
             load_low=lows[i],
             load_high=highs[i],
             label=_label(cells, j),
@@ -194,7 +186,7 @@ def weighting(
     elif np.ptp(of_stored) < 1e-9:
         claim = "every weight is 1: no load and no complexity lost more than chance"
     changes = _changes(differences)
-    return Weighting(
+    return result.Weighting(
         n_cells=len(listed),
         n_rows=round(stored.sum()),
         effective_rows=effective_rows(cells.weights.reshape(-1), stored.reshape(-1)),
@@ -207,9 +199,9 @@ def weighting(
     )
 
 
-def _changes(differences: Sequence[Difference]) -> list[Worse]:
+def _changes(differences: Sequence[result.Difference]) -> list[result.Worse]:
     return [
-        Worse(
+        result.Worse(
             label=d.covariate.label,
             group=d.covariate.group,
             before=abs(d.before_weighting.value),
@@ -220,7 +212,7 @@ def _changes(differences: Sequence[Difference]) -> list[Worse]:
     ]
 
 
-def _worse(changes: Sequence[Worse], negligible: float) -> list[Worse]:
+def _worse(changes: Sequence[result.Worse], negligible: float) -> list[result.Worse]:
     """Return the covariates whose bias the weights make larger and not negligible, worst first.
 
     A tenth of what is negligible is no growth.
@@ -232,12 +224,12 @@ def _worse(changes: Sequence[Worse], negligible: float) -> list[Worse]:
     return sorted(grown, key=lambda change: change.before - change.after)
 
 
-def _balance(changes: Sequence[Worse]) -> Iterator[Balance]:
-    for group in get_args(Group):
+def _balance(changes: Sequence[result.Worse]) -> Iterator[result.Balance]:
+    for group in get_args(result.Group):
         some = [change for change in changes if change.group == group]
         if some:
             before, after = max(x.before for x in some), max(x.after for x in some)
-            yield Balance(group=group, before=before, after=after)
+            yield result.Balance(group=group, before=before, after=after)
 
 
 def _label(cells: Cells, j: int) -> str:
