@@ -102,11 +102,14 @@ def parse(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
     nbytes = table.nbytes
     if request["kept"] is not None:
         table = table.select(request["kept"])
+    yield stream_of(table, nbytes=nbytes)
+
+
+def stream_of(table: pa.Table, **words: Any) -> Reply:
+    """Return an answer with a table, as the other process gives it."""
     counted = pa.MockOutputStream()
     _stream(table, counted)
-    yield Reply(
-        {"nbytes": nbytes}, counted.size(), lambda sink: _stream(table, pa.PythonFile(sink, "w"))
-    )
+    return Reply(words, counted.size(), lambda sink: _stream(table, pa.PythonFile(sink, "w")))
 
 
 def _stream(table: pa.Table, sink: Any) -> None:

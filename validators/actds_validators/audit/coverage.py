@@ -79,14 +79,9 @@ def _by_class(spans: _Spans, chosen: Bools, lookup: Lookup, counts: CoverageCoun
         known = np.flatnonzero(place >= 0)
         label = lookup.labels.of(request, position)[known] if lookup.labels else None
         nothing = np.zeros(len(known), np.int64)
-        kept.count(
-            special=nothing > 0,
-            prefill=(position < lookup.columns["prompt_len"][place])[known],
-            served=None,
-            label=label,
-            band=position_band(position)[known],
-            bits=nothing + N_BITS - 1,
-        )
+        prefill = (position < lookup.columns["prompt_len"][place])[known]
+        band = position_band(position)[known]
+        kept.count(nothing > 0, prefill, band, nothing + N_BITS - 1, None, label)
     return np.asarray(kept.lost.sum(axis=2), np.int64)
 
 

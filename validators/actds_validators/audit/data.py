@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from actds.apart import Apart, Reply, Request, cpu_seconds
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.format import tables
+from actds.format.apart import stream_of
 from actds.format.parquet import max_nbytes
 from actds.format.positions import Index, pair_key, position_key
 from actds.format.shard import TOKENS
@@ -338,15 +339,7 @@ def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
     given = pq.read_table(pa.BufferReader(body), use_threads=False, pre_buffer=False)
     given.validate(full=True)
     names = [name for name in (*LABEL_COLUMNS, "run") if name in given.column_names]
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, given.select(names).schema) as stream:
-        stream.write_table(given.select(names))
-    data = sink.getvalue()
-
-    def write(pipe: BinaryIO) -> None:
-        pipe.write(data)
-
-    yield Reply({}, data.size, write)
+    yield stream_of(given.select(names))
 
 
 def match_labels(labels: LabelFile, sources: list[RunSource]) -> ClassesFile:

@@ -380,7 +380,6 @@ def _steps(
     Where losses do not lie along the run each has to hold over blocks of it as well.
     """
     one_run = len(series.runs) == 1
-    n_draws = association.draws_for(N_FAMILIES, limits.fdr, LEAST_SHIFTS)
     joint, tests, of_blocks = association.JointDraws(), [], []
     of_events = _event_losses(series) if name == "load" else None
     loads = {definition.name for definition in defined("step") if definition.is_load}
@@ -388,7 +387,7 @@ def _steps(
     if of_events is not None:
         each += [("event", summed, of_events) for summed in sums if summed.covariate.name in loads]
     for kind, summed, lost in each:
-        result = _shift(kind, summed, series, lost, n_draws, limits.seed, along=along)
+        result = _shift(kind, summed, series, lost, limits, along=along)
         if result is not None:
             test, sizes, p = result
             tests.append(test)
@@ -402,14 +401,7 @@ def _steps(
 
 
 def _shift(
-    name: str,
-    summed: CovariateSums,
-    series: Series,
-    lost: Floats,
-    n_draws: int,
-    seed: int,
-    *,
-    along: bool,
+    name: str, summed: CovariateSums, series: Series, lost: Floats, limits: Limits, *, along: bool
 ) -> tuple[Association, Floats, float] | None:
     """Return a test of a covariate, what its shifts give, and its p over blocks."""
     n, n_lost = summed.n.sum(), summed.n_lost.sum()
@@ -417,12 +409,13 @@ def _shift(
     variance = xx / max(n, 1) - (x / max(n, 1)) ** 2
     if n <= 0 or variance <= 1e-12 * max(1.0, xx / n):
         return None
+    n_draws = association.draws_for(N_FAMILIES, limits.fdr, LEAST_SHIFTS)
     values, weight = summed.sums[0], summed.n
     if summed.covariate.group == "system":  # one value, however many tokens share the step
         values, weight = values / series.computed, np.ones(series.n_ticks)
         variance = float(values.var())
     shifts = circular_shift(
-        series.run, series.computed, lost, values, weight=weight, n_draws=n_draws, seed=seed
+        series.run, series.computed, lost, values, weight=weight, n_draws=n_draws, seed=limits.seed
     )
     if shifts is None:
         return None

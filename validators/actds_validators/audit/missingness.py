@@ -23,7 +23,7 @@ from actds_validators.audit import result
 from actds_validators.audit.covariates import COVARIATES, N_BANDS, band_edges, band_words, defined
 from actds_validators.audit.data import RUN_LABELS, RunSource
 from actds_validators.audit.lookup import Lookup
-from actds_validators.audit.passes import Bands, CovariateSums
+from actds_validators.audit.passes import Bands, CovariateSums, Measured
 from actds_validators.audit.series import Series, rate_estimate
 from actds_validators.statistics import intervals
 from actds_validators.statistics.strata import jensen_shannon, stratum_p, total_variation
@@ -171,14 +171,9 @@ def bound(loss_share: float) -> result.Bound:
 
 
 def missingness(
-    differing: list[result.Difference],
-    loss_share: float,
-    *,
-    has_values: bool,
-    has_ids: bool,
-    has_entropy: bool,
-    unread: tuple[int, int] = (0, 0),
+    differing: list[result.Difference], account: result.Accounting, measured: Measured
 ) -> result.Missingness:
+    has_ids = any(covariate.needs_ids for covariate in measured.definitions)
     could = [
         "whether losses depend on the load, the batch and the time",
         "whether losses depend on position, length, phase and source",
@@ -190,22 +185,25 @@ def missingness(
         could.append(ids)
     else:
         not_asked.append(f"{ids}: the ids of lost tokens are known only with readouts")
-    if has_values:
+    if measured.scale:
         could.append(values)
     else:
         not_asked.append(f"{values}: the run has no readouts of lost rows")
-    if unread[0] and (has_ids or has_values):
+    if account.unread and (has_ids or measured.scale):
         not_asked.append(
-            f"either of {unread[0]:,} of the {unread[1]:,} lost tokens: there was no room for "
-            "their readouts, and in the means the others represent them"
+            f"either of {account.unread:,} of the {account.dropped:,} lost tokens: there was no "
+            "room for their readouts, and in the means the others represent them"
         )
     entropy = "whether losses depend on the model's entropy over the next token"
-    if has_entropy:
+    if any(covariate.needs_entropy for covariate in measured.definitions):
         could.append(entropy)
     else:
         not_asked.append(f"{entropy}: the run was not harvested with --entropy")
     return result.Missingness(
-        differences=differing, bound=bound(loss_share), could_ask=could, could_not_ask=not_asked
+        differences=differing,
+        bound=bound(account.loss_share),
+        could_ask=could,
+        could_not_ask=not_asked,
     )
 
 

@@ -80,13 +80,12 @@ class ClassCounts:
 
     def count(
         self,
-        *,
         special: Bools,
         prefill: Bools,
-        served: Ints | None,
-        label: Ints | None,
         band: Ints,
         bits: Ints,
+        served: Ints | None,
+        label: Ints | None,
     ) -> None:
         """Count rows.
 
@@ -519,14 +518,9 @@ def _add_classes(counts: ClassCounts, rows: Rows, *, lost: bool) -> Ints | None:
     lookup = rows.lookup
     number = lookup.requests.numbers(rows.request)
     label = lookup.labels.of(number, rows.position) if lookup.labels else None
-    counts.count(
-        special=rows.special,
-        prefill=rows.prefill,
-        served=None if lost else lookup.servings.of(number, rows.position),
-        label=label,
-        band=position_band(rows.position),
-        bits=lookup.vocabulary.bits[rows.token],
-    )
+    served = None if lost else lookup.servings.of(number, rows.position)
+    band, bits = position_band(rows.position), lookup.vocabulary.bits[rows.token]
+    counts.count(rows.special, rows.prefill, band, bits, served, label)
     return label
 
 

@@ -246,14 +246,7 @@ def audit_sources(
         *mechanism.asked_between(everything, series, limits, of_requests),
         *_within(passed, series, limits),
     ]
-    missing = missingness.missingness(
-        differing,
-        account.loss_share,
-        has_values=passed.measured.scale is not None,
-        has_ids=has_ids,
-        has_entropy=has_entropy,
-        unread=(account.unread, account.dropped),
-    )
+    missing = missingness.missingness(differing, account, passed.measured)
     return replace(
         sections,
         missingness=missing.model_copy(update=_strata(passed, limits)),
