@@ -57,7 +57,7 @@ class _KeySums:
         known, at = np.unique(keys, return_inverse=True)
         total = np.zeros((len(sums), len(known)), np.uint64)
         for row, values in zip(total, sums, strict=True):
-            np.add.at(row, at.reshape(-1), values)
+            np.add.at(row, at, values)
         return cls(known, total)
 
     @classmethod
@@ -242,7 +242,7 @@ def _owed(
     np.maximum.at(reached, place, spans["stop"][is_computed])  # the last for requests of no line
     reached[-1] = 0
     n = requests["prompt_len"] + np.maximum(requests["generated_len"], 1) - 1
-    n = np.maximum(n, reached[at.reshape(-1)])
+    n = np.maximum(n, reached[at])
     n[np.isin(requests["finish_reason"].astype(str), tables.UNSERVED)] = 0
     some = n > 0
     return _KeySums.of_ranges(requests["request"][some], np.zeros_like(n[some]), n[some])

@@ -150,19 +150,19 @@ class Widths:
         return columns_of(d for d in self.definitions if self.size(d))
 
     def facts(self, hook: str) -> list[Covariate]:
-        return [
-            d.facts(hook, k if d.size else None)
-            for d in self.definitions
-            for k in range(self.size(d))
-        ]
+        return [d.facts(hook, k if d.size else None) for d, k in self._values]
+
+    @property
+    def _values(self) -> list[tuple[CovariateDef, int]]:
+        return [(d, k) for d in self.definitions for k in range(self.size(d))]
 
     @property
     def words(self) -> list[str]:
-        return [d.name.format(k) for d in self.definitions for k in range(self.size(d))]
+        return [d.name.format(k) for d, k in self._values]
 
     @property
     def n_values(self) -> int:
-        return len(self.words)
+        return len(self._values)
 
     def read(self, batch: pa.RecordBatch) -> Floats:
         sizes = [(d, self.size(d)) for d in self.definitions if self.size(d)]

@@ -244,7 +244,7 @@ class _Cells:
         every = np.concatenate([self.keys, other.keys])
         self.keys, first, at = np.unique(every, return_index=True, return_inverse=True)
         sums = np.zeros((len(self.keys), 4))
-        np.add.at(sums, at.reshape(-1), np.concatenate([self.sums, other.sums]))
+        np.add.at(sums, at, np.concatenate([self.sums, other.sums]))
         self.sums, self.whole = sums, self.whole + other.whole
         self.special = np.concatenate([self.special, other.special])[first]
         if len(self.keys) > MAX_CELLS:
@@ -290,7 +290,7 @@ class _DominancePass:
                     pair_key(id_[some], at[some]), return_index=True, return_inverse=True
                 )
                 sums = np.zeros((len(keys), 4))
-                np.add.at(sums, of.reshape(-1), four[some])
+                np.add.at(sums, of, four[some])
                 totals[number].add(_Cells(keys, sums, special[some][first], four.sum(axis=0)))
         return totals
 

@@ -90,8 +90,7 @@ def places(keys: Ints) -> tuple[Ints, Ints]:
     low = int(keys.min()) if len(keys) else 0
     size = int(keys.max()) - low + 1 if len(keys) else 0
     if size > DENSE * len(keys):
-        known, at = np.unique(keys, return_inverse=True)
-        return known, at.reshape(-1)
+        return np.unique(keys, return_inverse=True)
     is_used = np.zeros(size, bool)
     is_used[keys - low] = True
     known = np.flatnonzero(is_used)
@@ -230,8 +229,7 @@ class StepRanges:
         order = np.lexsort((start, pair))
         self.step, self.request = step[order], request[order]
         self.start, self.stop = start[order], stop[order]
-        self._pairs, group = np.unique(pair[order], return_inverse=True)
-        self._group = group.reshape(-1)
+        self._pairs, self._group = np.unique(pair[order], return_inverse=True)
         self._keys = pair_key(self._group, self.start)
         self._offset = np.cumsum(self.stop - self.start) - (self.stop - self.start)
 

@@ -118,9 +118,10 @@ class Units:
 
     def __init__(self, rows: RowsOfSteps, n_draws: int, seed: int) -> None:
         self.n_rows = len(rows.step)
-        self.step, self.request = _numbered(rows.step), _numbered(rows.request)
-        pairs, cell = np.unique(pair_key(self.step, self.request), return_inverse=True)
-        self.cell: Ints = cell.reshape(-1)
+        self.step, self.request = (
+            np.unique(values, return_inverse=True)[1] for values in (rows.step, rows.request)
+        )
+        pairs, self.cell = np.unique(pair_key(self.step, self.request), return_inverse=True)
         self.lost = rows.lost
         self.kind = "tokens"
         unit, stratum = np.arange(self.n_rows), self.step
@@ -175,10 +176,6 @@ def _lost_whole(unit: Ints, lost: Bools) -> bool:
     hit = (n_lost > 0) & (n > 1)
     n_hit, n_part = (int(np.count_nonzero(some)) for some in (hit, hit & (n_lost < n)))
     return n_hit > 0 and 2 * n_part <= n_hit
-
-
-def _numbered(values: Ints) -> Ints:
-    return np.unique(values, return_inverse=True)[1].reshape(-1)
 
 
 def selections(

@@ -270,7 +270,7 @@ class _Groups:
     def add(self, group: Ints, block: Ints, n: Floats, lost: Floats) -> None:
         used = group >= 0
         pairs, at = np.unique(pair_key(group[used], block[used]), return_inverse=True)
-        of_all, of_lost = (_summed(at.reshape(-1), x[used], len(pairs)) for x in (n, lost))
+        of_all, of_lost = (_summed(at, x[used], len(pairs)) for x in (n, lost))
         self.parts.append((*split_key(pairs), of_all, of_lost))
 
     def places(self, names: list[str | None]) -> Ints:
