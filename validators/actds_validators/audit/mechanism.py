@@ -34,15 +34,8 @@ from actds_validators.audit.result import (
 )
 from actds_validators.audit.series import Series
 from actds_validators.statistics import association
-from actds_validators.statistics.intervals import (
-    Interval,
-    benjamini_hochberg,
-    detectable,
-)
-from actds_validators.statistics.series import (
-    circular_shift,
-    one_per_event,
-)
+from actds_validators.statistics.intervals import Interval, benjamini_hochberg, detectable
+from actds_validators.statistics.series import circular_shift, one_per_event
 
 MIN_REQUESTS = 10
 """Requests with a token in a step that lost a part, at least: of fewer nothing is tested."""

@@ -20,12 +20,7 @@ from actds_validators.arrays import Floats, Ints
 from actds_validators.audit import data as tables
 from actds_validators.audit import mechanism, missingness
 from actds_validators.audit.census import accounting, source_account
-from actds_validators.audit.covariates import (
-    MAX_PROBES,
-    Widths,
-    content,
-    defined,
-)
+from actds_validators.audit.covariates import MAX_PROBES, Widths, content, defined
 from actds_validators.audit.coverage import CoverageCounts, coverage, dominant_cell, read_spans
 from actds_validators.audit.lookup import (
     MAX_SOURCES,

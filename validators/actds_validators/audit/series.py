@@ -13,9 +13,7 @@ import numpy as np
 from actds_validators.arrays import Floats, Ints
 from actds_validators.audit import result
 from actds_validators.audit.covariates import COVARIATES, LOAD, columns_of, defined
-from actds_validators.audit.data import (
-    RunSource,
-)
+from actds_validators.audit.data import RunSource
 from actds_validators.statistics import intervals
 from actds_validators.statistics.series import (
     correlation_steps,
