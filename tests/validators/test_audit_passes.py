@@ -28,11 +28,11 @@ from actds_testing.simulate import SCENARIOS, simulate
 from actds_testing.synthetic import make_dataset
 from actds_validators.audit import lookup
 from actds_validators.audit import run as audit_run
+from actds_validators.audit.covariates import make_series, read_steps
 from actds_validators.audit.data import RUN_TABLES, RunSource, TablePart
 from actds_validators.audit.lookup import WordPass, knows_ids, read_rows
 from actds_validators.audit.passes import RowPass, lost_pieces
 from actds_validators.audit.run import Passed, pass_over
-from actds_validators.audit.series import make_series, read_steps
 from actds_validators.audit.weights import cell_edges
 
 Tables = dict[str, pa.Table]

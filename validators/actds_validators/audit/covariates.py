@@ -1,12 +1,15 @@
-"""Covariates: what losses are held against, each of them one object.
+"""Covariates: what losses are held against, each of them one object; and the series of the steps.
 
 A covariate says what it is called, how it is computed from a step, a request, a token or a readout,
 into which bands it is cut, and how it is worded. All that sums, tests, draws or words one asks the
 object: a further covariate is one more entry of `COVARIATES`.
+
+The series has the covariates of the steps over time: all runs, one after the other.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -17,8 +20,15 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from actds_validators.arrays import Bools, Floats, Ints
+from actds_validators.audit.data import RunSource
 from actds_validators.audit.result import Covariate, Group
-from actds_validators.statistics.series import ewma
+from actds_validators.statistics import intervals
+from actds_validators.statistics.series import (
+    correlation_steps,
+    count_events,
+    effective_events,
+    ewma,
+)
 
 Source = Literal["step", "request", "token", "readout"]
 _GROUPS: dict[Source, Group] = {
@@ -277,3 +287,159 @@ _ALL = (
 )
 COVARIATES: dict[str, CovariateDef] = {covariate.name: covariate for covariate in _ALL}
 """Every covariate by its name, in the order of the result; prompt sources add one each."""
+
+
+# the steps over time ---------------------------------------------------------------------------
+
+_COUNTED = ("step", "t_ns", "captured_tokens", "dropped_tokens")
+MAX_TICKS = 1 << 17
+"""Longest series; a longer run is looked at several steps at a time."""
+
+
+@dataclass(frozen=True)
+class RunSteps:
+    """The steps of one run that computed a token, in order."""
+
+    run: str
+    step: Ints
+    t_ns: Ints
+    computed: Floats
+    lost: Floats
+    covariates: dict[str, Floats]  # values of the system covariates, (n_steps,) each
+
+
+@dataclass(frozen=True)
+class Series:
+    """All runs one after the other, as ticks of one or more steps.
+
+    Args:
+        system: system covariate to sums ``(2, n_ticks)``: x and its square over the tokens; and
+            of x over the lost ones, ``(3, n_ticks)`` in all.
+    """
+
+    runs: tuple[str, ...]
+    run: Ints
+    t_s: Floats  # seconds since the first step of the first run, without the time between runs
+    seconds: Floats
+    computed: Floats
+    lost: Floats
+    load: Floats
+    system: dict[str, Floats]
+    blocks: intervals.Blocks
+    offsets: Ints  # first tick of each run, and the number of ticks
+    steps_per_tick: int
+    n_events: int
+    effective_events: float  # events of equal size that a mean over the lost tokens rests on
+    n_steps: int
+    n_lost_steps: int
+    n_partial_steps: int
+
+    @property
+    def n_ticks(self) -> int:
+        return len(self.run)
+
+    @property
+    def share(self) -> Floats:
+        return np.divide(
+            self.lost, self.computed, out=np.zeros(self.n_ticks), where=self.computed > 0
+        )
+
+
+def read_steps(source: RunSource) -> RunSteps:
+    """Return the steps of a run that computed something new; the load counts the others, too."""
+    definitions = defined("step")
+    more = [name for name in columns_of(definitions) if name not in _COUNTED]
+    columns = source.columns("steps", [*_COUNTED, *more])
+    order = np.argsort(columns["step"], kind="stable")
+    columns = {name: values[order] for name, values in columns.items()}
+    lost = columns["dropped_tokens"].astype(np.float64)
+    computed = columns["captured_tokens"] + lost
+    floats = {name: np.asarray(columns[name], np.float64) for name in columns_of(definitions)}
+    covariates = {
+        covariate.name: np.asarray(covariate.values(floats), np.float64)
+        for covariate in definitions
+    }
+    kept = computed > 0
+    return RunSteps(
+        source.run,
+        columns["step"][kept],
+        columns["t_ns"][kept],
+        computed[kept],
+        lost[kept],
+        {name: values[kept] for name, values in covariates.items()},
+    )
+
+
+def make_series(runs: list[RunSteps], n_blocks: int) -> Series | None:
+    """Return the series of some runs, ``None`` when no token was computed."""
+    runs = [run for run in runs if len(run.step)]
+    n_steps = sum(len(run.step) for run in runs)
+    if not n_steps:
+        return None
+    width = -(-n_steps // MAX_TICKS)
+    starts = [np.arange(0, len(run.step), width) for run in runs]
+    labels = np.repeat(np.arange(len(runs)), [len(s) for s in starts])
+
+    def summed(values: list[Floats]) -> Floats:
+        parts = [np.add.reduceat(v, s, axis=-1) for v, s in zip(values, starts, strict=True)]
+        return np.concatenate(parts, axis=-1)
+
+    computed, lost = summed([r.computed for r in runs]), summed([r.lost for r in runs])
+    system = {
+        name: summed([_sums(r, r.covariates[name]) for r in runs]) for name in runs[0].covariates
+    }
+    t_s, seconds = _clock(runs, starts)
+    share = np.divide(lost, computed)
+    n_events, effective = _events(lost, share, labels)
+    return Series(
+        runs=tuple(run.run for run in runs),
+        run=labels,
+        t_s=t_s,
+        seconds=seconds,
+        computed=computed,
+        lost=lost,
+        load=system[LOAD][0] / computed,
+        system=system,
+        blocks=intervals.blocks(len(labels), labels, share, n_blocks, min(20, n_blocks)),
+        offsets=np.cumsum([0, *(len(s) for s in starts)]),
+        steps_per_tick=width,
+        n_events=n_events,
+        effective_events=effective,
+        n_steps=n_steps,
+        n_lost_steps=sum(int((r.lost > 0).sum()) for r in runs),
+        n_partial_steps=sum(int(((r.lost > 0) & (r.lost < r.computed)).sum()) for r in runs),
+    )
+
+
+def _events(lost: Floats, share: Floats, labels: Ints) -> tuple[int, float]:
+    """Return the independent loss events, and how many of equal size they are worth.
+
+    The correlation is that of the share lost: lost tokens go with the size of the steps as well.
+    Where most ticks lose something there are no gaps to count: then as many as there are
+    correlation times.
+    """
+    if not lost.any():
+        return 0, 0.0
+    time = correlation_steps(share, labels)
+    if np.count_nonzero(lost) <= len(lost) / 2:
+        gap = math.ceil(time)
+        return count_events(lost, labels, gap), effective_events(lost, labels, gap)
+    n_events = max(1, int(len(lost) / time))
+    return n_events, float(n_events)
+
+
+def _sums(run: RunSteps, x: Floats) -> Floats:
+    return np.stack([run.computed * x, run.computed * x * x, run.lost * x])
+
+
+def _clock(runs: list[RunSteps], starts: list[Ints]) -> tuple[Floats, Floats]:
+    """Return seconds since the first step, runs put one behind the other, and tick lengths."""
+    times, lengths, base = [], [], 0.0
+    for run, start in zip(runs, starts, strict=True):
+        t = (np.maximum.accumulate(run.t_ns[start]) - run.t_ns[0]) / 1e9
+        last = (max(int(run.t_ns[-1]), int(run.t_ns[0])) - int(run.t_ns[0])) / 1e9
+        end = max(last, float(t[-1]))
+        times.append(base + t)
+        lengths.append(np.diff(t, append=end))
+        base += end
+    return np.concatenate(times), np.concatenate(lengths)

@@ -28,11 +28,12 @@ from actds_validators.audit.covariates import (
     MAX_BITS,
     NO_BITS,
     CovariateDef,
+    RunSteps,
+    Series,
     Widths,
     columns_of,
     defined,
 )
-from actds_validators.audit.series import RunSteps, Series
 
 MAX_SOURCES = 8
 MAX_ROWS = 1 << 19

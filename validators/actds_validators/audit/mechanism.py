@@ -1,4 +1,4 @@
-"""Mechanism: what the losses go with, tested by question.
+"""Mechanism: what the losses go with, tested by question; and how the queues stood.
 
 No test takes tokens for independent draws: between steps losses are moved along the run, within
 steps they are drawn anew and clustered by request.
@@ -13,15 +13,20 @@ needs many, and holds for losses that lie side by side in any way.
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby, islice
+from typing import Literal
 
 import numpy as np
 
 from actds.format.positions import Keys, pair_key, position_key, split_key
 from actds_validators.arrays import Bools, Floats, Ints
-from actds_validators.audit.covariates import defined
+from actds_validators.audit.covariates import COVARIATES, Series, defined
+from actds_validators.audit.data import RunSource
+from actds_validators.audit.missingness import rate_estimate
 from actds_validators.audit.passes import CONTENT, CovariateSums, PartialRows
 from actds_validators.audit.result import (
     Association,
@@ -29,13 +34,25 @@ from actds_validators.audit.result import (
     Family,
     FamilyName,
     Group,
+    Lag,
+    LagBand,
     Limits,
+    Loss,
+    LossCurve,
     Mechanism,
+    Occupancy,
+    Queues,
+    Stall,
+    TracePoint,
 )
-from actds_validators.audit.series import Series
-from actds_validators.statistics import association
-from actds_validators.statistics.intervals import Interval, benjamini_hochberg, detectable
-from actds_validators.statistics.series import circular_shift, one_per_event
+from actds_validators.statistics import association, intervals
+from actds_validators.statistics.series import (
+    circular_shift,
+    isotonic,
+    lag_correlation,
+    load_groups,
+    one_per_event,
+)
 
 MIN_REQUESTS = 10
 """Requests with a token in a step that lost a part, at least: of fewer nothing is tested."""
@@ -199,7 +216,7 @@ def selections(
                 of = [covariates[group][k] for k in kept]
                 tests += list(zip(of, (scores[k] for k in kept), reached.mean(axis=1), strict=True))
         if tests:
-            clustered = benjamini_hochberg([t.p for _, t, _ in tests if t])
+            clustered = intervals.benjamini_hochberg([t.p for _, t, _ in tests if t])
             inside = np.maximum(joint.adjusted(), clustered)
             yield (
                 [
@@ -255,8 +272,9 @@ def asked_between(
 
 def asked_within(selections: Iterable[tuple[list[WithinTest], int]]) -> list[Question]:
     questions = []
+    drawn = "draws of the lost tokens of each step"
     for chosen, n_draws in selections:
-        of_values = chosen[0].covariate.group == "values"
+        group = chosen[0].covariate.group
         tests = [
             _test(
                 name="within",
@@ -268,9 +286,8 @@ def asked_within(selections: Iterable[tuple[list[WithinTest], int]]) -> list[Que
             )
             for test in chosen
         ]
-        name: FamilyName = "values of tokens" if of_values else "content of tokens"
+        name: FamilyName = "values of tokens" if group == "values" else "content of tokens"
         inside = np.array([test.inside for test in chosen])
-        drawn = "draws of the lost tokens of each step"
         questions.append(Question(name, tests, inside, n_draws, drawn))
     return questions
 
@@ -304,21 +321,20 @@ def families(questions: list[Question], fdr: float) -> tuple[list[Association], 
     return tests, listed
 
 
+_COUNTS = ("n_events", "n_steps", "n_lost_steps", "n_partial_steps")
+
+
 def mechanism(
-    series: Series, questions: list[Question], intervals: list[Interval], limits: Limits
+    series: Series, questions: list[Question], stored: list[intervals.Interval], limits: Limits
 ) -> Mechanism:
-    error = max((i.error for i in intervals), default=0.0)
     tests, of_families = families(questions, limits.fdr)
     return Mechanism(
         tests=tests,
         families=of_families,
-        n_events=series.n_events,
-        n_steps=series.n_steps,
-        n_lost_steps=series.n_lost_steps,
-        n_partial_steps=series.n_partial_steps,
+        **{name: getattr(series, name) for name in _COUNTS},
         n_blocks=series.blocks.n_blocks,
         block_steps=series.blocks.steps * series.steps_per_tick,
-        detectable=detectable(error) if intervals else None,
+        detectable=intervals.detectable(max(i.error for i in stored)) if stored else None,
     )
 
 
@@ -385,7 +401,7 @@ def _steps(
             joint.add(sizes)
     if not tests:
         return None
-    inside = np.maximum(joint.adjusted(), benjamini_hochberg(of_blocks))
+    inside = np.maximum(joint.adjusted(), intervals.benjamini_hochberg(of_blocks))
     drawn = "circular shifts of the losses"
     return Question(name, tests, inside, joint.n_draws, drawn, is_enumerated=one_run)
 
@@ -446,3 +462,143 @@ def _time(series: Series, limits: Limits) -> list[Question]:
         note=note,
     )
     return [Question("time", [test], np.array([changed.p]), n_draws + 1, "permutations of blocks")]
+
+
+# when it was lost, and how the queues stood --------------------------------------------------
+
+N_BINS = 240
+N_MARKS = 200
+STEP_CURVES = ("batch_tokens", "max_seq_len")
+MAX_LAG = 64
+MAX_DEPTHS = 64
+
+
+def queues(sources: list[RunSource], series: Series, seed: int = 0) -> Queues:
+    """Return the section."""
+    lags, band = _lags(series, seed)
+    return Queues(
+        trace=_trace(series),
+        stalls=_stalls(sources, series),
+        occupancy=_occupancy(sources),
+        lags=lags,
+        lag_band=band,
+        loss_by_load=_loss_by_load(series),
+        loss_by_step=_loss_by_step(series),
+    )
+
+
+def _stalls(sources: list[RunSource], series: Series) -> list[Stall]:
+    n: Counter[str] = Counter()
+    waited_s: dict[str, float] = defaultdict(float)
+    marks_s: dict[str, list[float]] = defaultdict(list)
+    for source in sources:
+        stalls = source.columns("stalls", ["stage", "t_ns", "duration_ns"])
+        for stage in sorted(set(stalls["stage"])):
+            of_stage = stalls["stage"] == stage
+            n[stage] += int(of_stage.sum())
+            waited_s[stage] += int(stalls["duration_ns"][of_stage].sum()) / 1e9
+        begin = int(series.offsets[series.runs.index(source.run)])
+        steps = source.columns("steps", ["t_ns", "captured_tokens", "dropped_tokens"])
+        first = int(steps["t_ns"][steps["captured_tokens"] + steps["dropped_tokens"] > 0].min())
+        for at in np.argsort(-stalls["duration_ns"], kind="stable")[:N_MARKS]:
+            mark = max(0.0, (int(stalls["t_ns"][at]) - first) / 1e9) + float(series.t_s[begin])
+            marks_s[stalls["stage"][at]].append(mark)
+    return [
+        Stall(stage=s, n=n[s], seconds=waited_s[s], marks_s=sorted(marks_s[s])[:N_MARKS])
+        for s in sorted(n)
+    ]
+
+
+def _occupancy(sources: list[RunSource]) -> list[Occupancy]:
+    spent_s: dict[tuple[str, int, int], float] = defaultdict(float)
+    sums = [("capacity", "max"), ("duration_ns", "sum")]
+    for source in sources:
+        table = source.table("occupancy", ["stage", "depth", "capacity", "duration_ns"])
+        for line in table.group_by(["stage", "depth"]).aggregate(sums).to_pylist():
+            place = line["stage"], line["depth"], line["capacity_max"]
+            spent_s[place] += line["duration_ns_sum"] / 1e9
+    return [
+        Occupancy(stage=stage, depth=depth, capacity=room, seconds=seconds)
+        for _, lines in groupby(sorted(spent_s.items()), lambda item: item[0][0])
+        for (stage, depth, room), seconds in islice(lines, MAX_DEPTHS)
+    ]
+
+
+def _trace(series: Series) -> list[TracePoint]:
+    end = float((series.t_s + series.seconds).max())
+    if end <= 0:
+        return []
+    index = np.minimum((series.t_s / end * N_BINS).astype(int), N_BINS - 1)
+    computed, lost, load = (
+        np.bincount(index, weights=x, minlength=N_BINS)
+        for x in (series.computed, series.lost, series.load * series.computed)
+    )
+    width = end / N_BINS
+    return [
+        TracePoint(
+            t_s=k * width,
+            seconds=width,
+            computed=int(computed[k]),
+            lost=int(lost[k]),
+            load=float(load[k] / computed[k]) if computed[k] else 0.0,
+        )
+        for k in range(N_BINS)
+    ]
+
+
+def _lags(series: Series, seed: int) -> tuple[list[Lag], LagBand | None]:
+    reach = min(MAX_LAG, max(0, series.n_ticks // 4))
+    lagged = lag_correlation(series.computed, series.share, series.run, reach, seed=seed)
+    if lagged is None:
+        return [], None
+    lags = [
+        Lag(steps=int(lag) * series.steps_per_tick, correlation=float(value))
+        for lag, value in zip(lagged.lags, lagged.correlation, strict=True)
+    ]
+    return lags, LagBand.model_validate(lagged, from_attributes=True)
+
+
+def _loss_by_load(series: Series) -> list[Loss]:
+    if not series.lost.any() or np.ptp(series.load) == 0:
+        return []
+    return _curve(series, series.load)[1]
+
+
+def _loss_by_step(series: Series) -> list[LossCurve]:
+    """Return the curve of every number of a step that the essay's drops are said to go with.
+
+    What it describes is tested as any covariate, by shifts: no test more.
+    """
+    if not series.lost.any():
+        return []
+    curves = {
+        name: _curve(series, series.system[name][0] / series.computed) for name in STEP_CURVES
+    }
+    return [
+        LossCurve(covariate=COVARIATES[name].facts(), direction=direction, points=points)
+        for name, (direction, points) in curves.items()
+    ]
+
+
+def _curve(series: Series, value: Floats) -> tuple[Literal["increasing", "decreasing"], list[Loss]]:
+    """Return the loss by deciles of a number of the step, with the better monotone fit."""
+    groups = load_groups(value)
+    n = np.bincount(groups, weights=series.computed)
+    rate = np.bincount(groups, weights=series.lost) / n
+    rising, falling = isotonic(rate, n), -isotonic(-rate, n)
+    is_rising = bool(((rising - rate) ** 2 * n).sum() <= ((falling - rate) ** 2 * n).sum())
+    mean = np.bincount(groups, weights=series.computed * value) / n
+    points = _points(series, groups, mean, rate, rising if is_rising else falling)
+    return "increasing" if is_rising else "decreasing", points
+
+
+def _points(series: Series, groups: Ints, mean: Floats, rate: Floats, fitted: Floats) -> list[Loss]:
+    inside = groups == np.arange(len(mean))[:, np.newaxis]
+    cut = series.blocks
+    n = intervals.block_sums(np.where(inside, series.computed, 0.0), cut.labels, cut.n_blocks)
+    lost = intervals.block_sums(np.where(inside, series.lost, 0.0), cut.labels, cut.n_blocks)
+    rates = intervals.jackknife_many(np.stack([n, lost]), intervals.loss_rate)
+    return [
+        Loss(load=x, rate=rate_estimate(interval, of_all), fitted=fit)
+        for interval, x, of_all, fit in zip(rates, mean, rate, fitted, strict=True)
+    ]

@@ -20,15 +20,26 @@ from actds.format.labels import label_table, label_text
 from actds.format.positions import pair_key, split_key
 from actds_validators.arrays import Floats, Ints
 from actds_validators.audit import result
-from actds_validators.audit.covariates import COVARIATES, N_BANDS, band_edges, band_words, defined
+from actds_validators.audit.covariates import (
+    COVARIATES,
+    N_BANDS,
+    Series,
+    band_edges,
+    band_words,
+    defined,
+)
 from actds_validators.audit.data import RUN_LABELS, RunSource
 from actds_validators.audit.lookup import Lookup
 from actds_validators.audit.passes import Bands, CovariateSums, Measured
-from actds_validators.audit.series import Series, rate_estimate
 from actds_validators.statistics import intervals
 from actds_validators.statistics.strata import jensen_shannon, stratum_p, total_variation
 
 CURVE = (0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
+
+
+def rate_estimate(interval: intervals.Interval | None, rate: float) -> result.Estimate:
+    share = result.Estimate.of(interval) or result.Estimate(value=rate, low=0.0, high=1.0)
+    return result.Estimate(value=share.value, low=max(0.0, share.low), high=min(1.0, share.high))
 
 
 def unbounded(value: float, n: float, effective: float) -> result.Estimate | None:

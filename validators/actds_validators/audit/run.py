@@ -20,7 +20,16 @@ from actds_validators.arrays import Floats, Ints
 from actds_validators.audit import data as tables
 from actds_validators.audit import mechanism, missingness
 from actds_validators.audit.census import accounting, source_account
-from actds_validators.audit.covariates import MAX_PROBES, Widths, content, defined
+from actds_validators.audit.covariates import (
+    MAX_PROBES,
+    RunSteps,
+    Series,
+    Widths,
+    content,
+    defined,
+    make_series,
+    read_steps,
+)
 from actds_validators.audit.coverage import CoverageCounts, coverage, dominant_cell, read_spans
 from actds_validators.audit.lookup import (
     MAX_SOURCES,
@@ -57,7 +66,6 @@ from actds_validators.audit.result import (
     Queues,
     Verdict,
 )
-from actds_validators.audit.series import RunSteps, Series, make_series, queues, read_steps
 from actds_validators.audit.verdict import Evidence, judge
 from actds_validators.audit.weights import (
     Cells,
@@ -216,7 +224,7 @@ def audit_sources(
         progress("rows that were served often")
         cell = dominant_cell([(s, passed.lookups[s.run]) for s in used], passed.measured.hooks, on)
         seen = seen.model_copy(update={"dominant": cell})
-    waits = queues(used, series, limits.seed)
+    waits = mechanism.queues(used, series, limits.seed)
     policies = {source.labels.get("overflow policy") for source in sources} - {None}
     words = tuple(sorted(map(str, policies)))
     sections = Sections(

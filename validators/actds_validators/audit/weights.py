@@ -25,10 +25,10 @@ from actds.store import refuse_within_dataset
 from actds.store.folders import replaced
 from actds_validators.arrays import Floats
 from actds_validators.audit import result
+from actds_validators.audit.covariates import Series
 from actds_validators.audit.lookup import CellEdges, Lookup, Rows
 from actds_validators.audit.missingness import unbounded
 from actds_validators.audit.passes import Sums
-from actds_validators.audit.series import Series
 from actds_validators.statistics.intervals import Interval, from_replicates, smd
 from actds_validators.statistics.strata import (
     effective_rows,
