@@ -476,13 +476,14 @@ MAX_DEPTHS = 64
 def queues(sources: list[RunSource], series: Series, seed: int = 0) -> Queues:
     """Return the section."""
     lags, band = _lags(series, seed)
+    varies = series.lost.any() and np.ptp(series.load) > 0
     return Queues(
         trace=_trace(series),
         stalls=_stalls(sources, series),
         occupancy=_occupancy(sources),
         lags=lags,
         lag_band=band,
-        loss_by_load=_loss_by_load(series),
+        loss_by_load=_curve(series, series.load)[1] if varies else [],
         loss_by_step=_loss_by_step(series),
     )
 
@@ -556,12 +557,6 @@ def _lags(series: Series, seed: int) -> tuple[list[Lag], LagBand | None]:
         for lag, value in zip(lagged.lags, lagged.correlation, strict=True)
     ]
     return lags, LagBand.model_validate(lagged, from_attributes=True)
-
-
-def _loss_by_load(series: Series) -> list[Loss]:
-    if not series.lost.any() or np.ptp(series.load) == 0:
-        return []
-    return _curve(series, series.load)[1]
 
 
 def _loss_by_step(series: Series) -> list[LossCurve]:
