@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from actds_studies.regimes.contrast import halves
-from actds_studies.regimes.equal_tokens import distances
+from actds_studies.regimes.instruments import distances
 
 
 def test_distances_equal_a_direct_computation() -> None:

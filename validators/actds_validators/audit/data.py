@@ -19,11 +19,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from actds.apart import Apart, Reply, Request, cpu_seconds
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.format import tables
-from actds.format.apart import stream_of
+from actds.format.apart import Apart, Reply, Request, cpu_seconds, stream_of
 from actds.format.parquet import max_nbytes
 from actds.format.positions import Index, pair_key, position_key
 from actds.format.shard import TOKENS

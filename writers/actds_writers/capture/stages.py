@@ -42,7 +42,7 @@ from actds_writers.ipc.messages import (
 from actds_writers.ipc.ring import QueuePage, RingSpace, aligned
 from actds_writers.policies import POLICIES
 from actds_writers.sampling import EVERYTHING, LeftOut
-from actds_writers.sizing.needs import Geometry, Sizes, WorkerMemory, narrow_nbytes, worker_memory
+from actds_writers.sizing import Geometry, Sizes, WorkerMemory, narrow_nbytes, worker_memory
 
 
 @dataclass(frozen=True)

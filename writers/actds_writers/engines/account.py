@@ -41,7 +41,7 @@ from actds_writers.ipc.messages import (
     TokensSampled,
 )
 from actds_writers.sampling import EVERYTHING, LeftOut
-from actds_writers.sizing.needs import WorkerMemory
+from actds_writers.sizing import WorkerMemory
 
 
 class Channel(Protocol):

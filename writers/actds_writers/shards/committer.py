@@ -22,7 +22,7 @@ from actds.dataset.write_threads import N_HELD, N_OPEN, WriteThreads
 from actds.errors import ActdsError
 from actds.store import Store
 from actds_writers.config import Order
-from actds_writers.monitor.meters import CommitMeter, Occupancy
+from actds_writers.monitor.metrics import CommitMeter, Occupancy
 from actds_writers.shards.assembly import ShardBuffer
 
 TELL_INTERVAL_S = 0.05

@@ -36,11 +36,11 @@ from actds_writers.ipc.messages import (
     WorkerHello,
 )
 from actds_writers.ipc.ring import QueuePage, RowLayout
-from actds_writers.monitor.meters import DiskMeter, Meters
+from actds_writers.monitor.metrics import DiskMeter, Meters
 from actds_writers.shards.assembly import Assembly, ShardBuffer
 from actds_writers.shards.committer import CommitPlan, Committer
 from actds_writers.shards.logs import DropLog, LaneReader, ReadoutLog, TableLog
-from actds_writers.sizing.needs import Geometry, Sizes, memory_bound
+from actds_writers.sizing import Geometry, Sizes, memory_bound
 
 
 class TimedStore:
