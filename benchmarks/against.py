@@ -1,11 +1,12 @@
 """Whether writing or loading got slower: this tree against an older one, in turns.
 
-    python benchmarks/against.py OLD_TREE [--rounds 20] [--what write load] [--json]
+    python benchmarks/against.py OLD_TREE [--rounds 20] [--what write load audit] [--json]
 
 One process of each tree does the same work, never both at a time: which is first changes from
 round to round. *Write*: from the ring to committed shards of 2,048 channels, 0.54 GB in a memory
 file system, on one thread (``bench_writer.py`` of each tree). *Load*: a pass over 65,536 rows of
-576 channels after a first one, files in the page cache. Each with the default codec and raw. The
+576 channels after a first one, files in the page cache. Each with the default codec and raw.
+*Audit*: ``actds.audit`` of 300,000 simulated tokens with readouts, as the tree wrote them. The
 ratio is taken per round, of CPU seconds, so that what slows a machine down for a while is in both;
 its interval is that of the median (order statistics, 95 %).
 """
@@ -30,6 +31,8 @@ from bench_codec import synthetic, table, timed
 
 MIB, N_SHARDS = 128, 4
 N_ROWS, D_MODEL, BATCH = 65_536, 576, 4096
+N_TOKENS = 300_000
+WHAT = ("write", "load")
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class Tree:
 
 def serve(root: Path, folder: Path) -> None:
     """Do the work that standard input names, and print what each took: the other process."""
+    from bench_audit import write
     from bench_writer import Work, ours
     from load_data import activations, make_dataset
 
@@ -89,6 +93,10 @@ def serve(root: Path, folder: Path) -> None:
         if what == "write":
             with tempfile.TemporaryDirectory(dir=folder) as base:
                 took = timed(partial(ours(1, raw=codec == "raw"), Path(base), work))
+        elif what == "audit":
+            if not (folder / what).exists():
+                write(folder / what, N_TOKENS, readouts=True)
+            took = timed(partial(actds.audit, folder / what / "dataset"))
         else:
             if codec not in loaders:  # of its own tree: a format may have changed between them
                 rows = activations(N_ROWS // 4, D_MODEL, 0)
@@ -130,7 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("old", type=Path)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--what", nargs="+", choices=("write", "load"), default=["write", "load"])
+    parser.add_argument("--what", nargs="+", choices=(*WHAT, "audit"), default=WHAT)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -143,7 +151,9 @@ def main() -> None:
         for name in roots:
             (Path(base) / name).mkdir()
         trees = {name: Tree(root, Path(base) / name) for name, root in roots.items()}
-        works = [f"{what}, {codec}" for what in args.what for codec in ("default codec", "raw")]
+        codecs = ("default codec", "raw")
+        works = [f"{what}, {codec}" for what in args.what if what in WHAT for codec in codecs]
+        works += ["audit"] if "audit" in args.what else []
         results = [asdict(measure(trees, work, args.rounds)) for work in works]
         for tree in trees.values():
             tree.end()

@@ -431,12 +431,15 @@ def parse(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
     nbytes = table.nbytes
     if request["kept"] is not None:
         table = table.select(request["kept"])
+    yield stream_of(table, nbytes=nbytes)
+
+
+def stream_of(table: pa.Table, **words: Any) -> Reply:
+    """Return an answer with a table, as the other process gives it."""
     counted = pa.MockOutputStream()
     _stream(table, counted)
-    yield Reply(
-        {"nbytes": nbytes},
-        nbytes=counted.size(),
-        write=lambda sink: _stream(table, pa.PythonFile(sink, "w")),
+    return Reply(
+        words, nbytes=counted.size(), write=lambda sink: _stream(table, pa.PythonFile(sink, "w"))
     )
 
 

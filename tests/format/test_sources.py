@@ -11,7 +11,7 @@ from actds.format.labels import dump_labels
 from actds.format.schema import ProvenanceField
 from actds_testing.schedules import Schedule, simulate, table_of
 from actds_testing.synthetic import make_dataset
-from actds_validators.audit.source import source_account
+from actds_validators.audit.census import source_account
 
 WHY = "the harvest was interrupted before it was served"
 

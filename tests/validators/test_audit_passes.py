@@ -28,7 +28,7 @@ from actds_testing.simulate import SCENARIOS, simulate
 from actds_testing.synthetic import make_dataset
 from actds_validators.audit import lookup
 from actds_validators.audit import run as audit_run
-from actds_validators.audit.census import make_series, read_steps
+from actds_validators.audit.covariates import make_series, read_steps
 from actds_validators.audit.data import RUN_TABLES, RunSource, TablePart
 from actds_validators.audit.lookup import WordPass, knows_ids, read_rows
 from actds_validators.audit.passes import RowPass, lost_pieces
@@ -94,9 +94,7 @@ def read(runs: list[Tables], executor: Executor, n_parts: int) -> Read:
             known, tokens = passed.lookups[source.run], list(source.parts["tokens"])
             readouts, rows = list(source.parts["readouts"]), read_rows(source, own)
             pieces = [*tokens, *lost_pieces(known, 100)]
-            one = RowPass(
-                known, passed.definitions, edges, source.hooks, passed.widths, passed.scale
-            )
+            one = RowPass(known, replace(passed.measured, hooks=source.hooks))
             calls += [(one, pieces), (one, readouts)]
             calls += [(WordPass(rows, None), tokens), (WordPass(rows, source.hooks[0]), readouts)]
         return Read(passed, calls)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from actds.dataset.multiplicity import Servings
 from actds.format.positions import Index
-from actds_validators.audit.accumulate import ClassCounts
 from actds_validators.audit.covariates import N_BITS, position_band
 from actds_validators.audit.data import (
     CLASSES,
@@ -23,6 +22,7 @@ from actds_validators.audit.data import (
     explode,
     labels_of,
 )
+from actds_validators.audit.passes import ClassCounts
 
 TOP = 2**32 - 1
 Range = tuple[int, int, int, int]

@@ -9,8 +9,8 @@ import pytest
 from scipy import stats
 
 from actds_testing.calibration.parts import Way, made_rows, selections_of
-from actds_validators.audit.accumulate import CONTENT, PartialRows
-from actds_validators.audit.within import Units, all_rows
+from actds_validators.audit.mechanism import Units, all_rows
+from actds_validators.audit.passes import CONTENT, PartialRows
 
 
 def smallest(n_lost: int, seed: int, way: Way = "tokens", **more: Any) -> tuple[float, float]:

@@ -18,9 +18,9 @@ from actds.errors import ActdsError
 from actds.format.readouts import Readouts
 from actds_testing.schedules import simulate
 from actds_testing.synthetic import make_dataset
-from actds_validators.audit.accumulate import ClassCounts
 from actds_validators.audit.covariates import position_band
 from actds_validators.audit.coverage import CoverageCounts, coverage
+from actds_validators.audit.passes import ClassCounts
 from actds_validators.audit.place import TITLES, Level, Place, PlaceName, Worst, places_of
 from actds_validators.audit.places import conclude, worst_of
 from actds_validators.audit.result import Audit, Queues, Stall, TracePoint

@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow as pa
 
 from actds_validators.arrays import Floats
-from actds_validators.audit.accumulate import CONTENT, PartialRows
 from actds_validators.audit.covariates import squares
 from actds_validators.audit.lookup import MAX_ROWS
+from actds_validators.audit.mechanism import WithinTest, selections
+from actds_validators.audit.passes import CONTENT, PartialRows
 from actds_validators.audit.result import Covariate
-from actds_validators.audit.within import WithinTest, selections
 
 Tables = dict[str, pa.Table]
 Way = Literal["tokens", "cells", "requests"]

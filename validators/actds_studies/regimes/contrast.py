@@ -30,7 +30,6 @@ from actds_studies.regimes.strata import (
     strata_of,
 )
 from actds_validators.arrays import Bools, Floats, Ints, Whole, narrow
-from actds_validators.statistics.samples import drawn
 
 Pairing = Literal["token", "position", "unpaired"]
 MAX_GROUPS = 32
@@ -425,3 +424,49 @@ def _balanced(
         )
         for code, weight, place in zip(codes, weights, places, strict=True)
     )
+
+
+# rows and requests that are drawn ---------------------------------------------------------------
+
+
+MANY = 40
+"""Requests that some of the rows are taken of, if there are as many."""
+
+
+def halves(n_units: int, n: int, seed: int) -> Bools:
+    """Return random halves ``(n, n_units)`` of the units of one side."""
+    rng = np.random.Generator(np.random.Philox(seed))
+    return rng.permuted(np.tile(np.arange(n_units) < n_units // 2, (n, 1)), axis=1)
+
+
+def drawn(key: Whole, quota: Ints, rng: np.random.Generator) -> Bools:
+    """Return which rows are drawn ``(n,)``: of each key so many random ones, or all it has.
+
+    Args:
+        key: of each row ``(n,)``, from 0.
+        quota: rows to draw of each key ``(n_keys,)``.
+    """
+    shuffled = np.lexsort((rng.random(len(key)), key))
+    ordered = key[shuffled]
+    place = np.arange(len(ordered)) - np.searchsorted(ordered, ordered, side="left")
+    is_drawn = np.zeros(len(key), np.bool_)
+    is_drawn[shuffled[place < quota[ordered]]] = True
+    return is_drawn
+
+
+def some_rows(cluster: Whole, order: Ints, n_rows: int, rng: np.random.Generator) -> Ints:
+    """Return which rows to keep, ascending: of whole requests, unless fewer than 40 would fit.
+
+    Args:
+        order: numbers of the clusters; the first that fit are taken.
+        rng: chooses rows of clusters that are too long.
+    """
+    counts = np.bincount(cluster, minlength=len(order))
+    used = order[counts[order] > 0]
+    many = min(MANY, len(used))
+    if int((np.cumsum(counts[used]) <= n_rows).sum()) < many:
+        counts = np.minimum(counts, max(1, n_rows // many))
+    quota = np.zeros(len(counts), np.int64)
+    fits = used[np.cumsum(counts[used]) <= n_rows]
+    quota[fits] = counts[fits]
+    return np.flatnonzero(drawn(cluster, quota, rng))

@@ -18,6 +18,7 @@ from scipy import special  # type: ignore[import-untyped]
 
 from actds.text import counted
 from actds_studies.regimes.conclusions import beyond
+from actds_studies.regimes.contrast import halves
 from actds_studies.regimes.result import (
     ALL,
     MIN_REQUESTS,
@@ -39,7 +40,6 @@ from actds_validators.statistics.intervals import (
     slope,
     to_scale,
 )
-from actds_validators.statistics.samples import halves
 
 N_FLIPS = 9_999
 N_FLIPS_OVERLAP = 1_999

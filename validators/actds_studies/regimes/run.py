@@ -25,7 +25,7 @@ from actds.explore.lazy import LazyArray
 from actds.loader.filters import SINK_NORM
 from actds_studies.regimes.arms import Arm, ArmRows, described_rows
 from actds_studies.regimes.conclusions import about, answer_of, verdicts
-from actds_studies.regimes.contrast import Contrast, Pairing, contrast
+from actds_studies.regimes.contrast import Contrast, Pairing, contrast, some_rows
 from actds_studies.regimes.entropies import Entropies
 from actds_studies.regimes.inference import Measure, decide, judge
 from actds_studies.regimes.instruments import (
@@ -34,6 +34,7 @@ from actds_studies.regimes.instruments import (
     Instrument,
     Numerics,
     PairInstrument,
+    distances,
     of_pairs,
     over,
 )
@@ -52,7 +53,6 @@ from actds_studies.regimes.result import (
 )
 from actds_studies.regimes.strata import COUNT, Part, RowReader, Side, Stratum, Sums, blocks_of
 from actds_validators.arrays import Bools, Floats, Ints, Rows, Whole
-from actds_validators.statistics.samples import cosine_distance, relative_l2, some_rows
 
 N_SAMPLE = 4096
 MAX_PAIRS = 50_000
@@ -436,8 +436,7 @@ def beside_repeats(
     for repeats, array in zip(plan.repeats, arrays, strict=True):
         first, other = (_read(array, repeat) for repeat in repeats)
         fine = _usable(first) & _usable(other)
-        pairs = first[fine], other[fine]
-        parts.append((relative_l2(*pairs), cosine_distance(*pairs)))
+        parts.append(distances(first[fine], other[fine]))
     words = "tokens that one arm computed twice, in two requests"
     if sum(len(relative) for relative, _ in parts) < _MIN_TOKENS:
         parts, words = [], "canaries, tokens computed again in requests replayed alone"

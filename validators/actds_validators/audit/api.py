@@ -55,8 +55,8 @@ def audit(
     Spec: 0.1 section 14.
     """
     need_extra()
+    from actds.store.folders import refuse_outputs
     from actds_validators.audit import run
-    from actds_validators.audit.outputs import refuse_outputs
     from actds_validators.audit.place import places_of
     from actds_validators.audit.result import Limits
 

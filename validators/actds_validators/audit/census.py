@@ -1,198 +1,39 @@
-"""Census: what became of every position, and what was computed and lost over time.
+"""Census: what became of every record of the source and of every position of its requests.
 
 ``actds validate`` accounts position by position; here counts and sums of positions and of their
-squares stand for the sets, so that a hundred million rows need no memory.
+squares stand for the sets, so that a hundred million rows need no memory. A record that was skipped
+or never begun is a line of the requests table like any other; one that a later run of the dataset
+served counts as served. And whether the runs are of one model.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Sequence
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
+from actds.codes import CODES
 from actds.dataset.fates import NEVER, FateCounts, fate_counts
+from actds.dataset.reading import Catalog
+from actds.dataset.sources import records_read
 from actds.format import tables
+from actds.format.labels import label_table, label_text
 from actds.format.positions import Index, position_key, union
-from actds_validators.arrays import Bools, Floats, Ints
-from actds_validators.audit.covariates import LOAD, columns_of, defined
-from actds_validators.audit.data import (
-    Read,
-    RunSource,
-    TablePart,
-    column,
-    is_known,
-    numbers,
-    places,
-)
+from actds.format.schema import CloseBody, FenceBody
+from actds_validators.arrays import Bools, Ints
+from actds_validators.audit import data
+from actds_validators.audit.covariates import band_edges, position_band
+from actds_validators.audit.place import LeftOut, LengthBand, SourceAccount, Worst
 from actds_validators.audit.result import Accounting, Finding, WaterfallStep
-from actds_validators.statistics.intervals import Blocks, blocks
-from actds_validators.statistics.series import correlation_steps, count_events, effective_events
-
-_COUNTED = ("step", "t_ns", "captured_tokens", "dropped_tokens")
-MAX_TICKS = 1 << 17
-"""Longest series; a longer run is looked at several steps at a time."""
-
-
-@dataclass(frozen=True)
-class RunSteps:
-    """The steps of one run that computed a token, in order.
-
-    Args:
-        covariates: values of the system covariates, ``(n_steps,)`` each.
-    """
-
-    run: str
-    step: Ints
-    t_ns: Ints
-    computed: Floats
-    lost: Floats
-    covariates: dict[str, Floats]
-
-
-@dataclass(frozen=True)
-class Series:
-    """All runs one after the other, as ticks of one or more steps.
-
-    Args:
-        t_s: seconds since the first step of the first run, without the time between runs.
-        system: system covariate to sums ``(2, n_ticks)``: x and its square over the tokens; and
-            of x over the lost ones, ``(3, n_ticks)`` in all.
-        offsets: first tick of each run, and the number of ticks.
-        effective_events: events of equal size that a mean over the lost tokens rests on.
-    """
-
-    runs: tuple[str, ...]
-    run: Ints
-    t_s: Floats
-    seconds: Floats
-    computed: Floats
-    lost: Floats
-    load: Floats
-    system: dict[str, Floats]
-    blocks: Blocks
-    offsets: Ints
-    steps_per_tick: int
-    n_events: int
-    effective_events: float
-    n_steps: int
-    n_lost_steps: int
-    n_partial_steps: int
-
-    @property
-    def n_ticks(self) -> int:
-        return len(self.run)
-
-    @property
-    def share(self) -> Floats:
-        return np.divide(
-            self.lost, self.computed, out=np.zeros(self.n_ticks), where=self.computed > 0
-        )
-
-
-def read_steps(source: RunSource) -> RunSteps:
-    """Return the steps of a run that computed something new; the load counts the others, too."""
-    definitions = defined("step")
-    more = [name for name in columns_of(definitions) if name not in _COUNTED]
-    columns = source.columns("steps", [*_COUNTED, *more])
-    order = np.argsort(columns["step"], kind="stable")
-    columns = {name: values[order] for name, values in columns.items()}
-    lost = columns["dropped_tokens"].astype(np.float64)
-    computed = columns["captured_tokens"] + lost
-    floats = {name: np.asarray(columns[name], np.float64) for name in columns_of(definitions)}
-    covariates = {
-        covariate.name: np.asarray(covariate.values(floats), np.float64)
-        for covariate in definitions
-    }
-    kept = computed > 0
-    return RunSteps(
-        source.run,
-        columns["step"][kept],
-        columns["t_ns"][kept],
-        computed[kept],
-        lost[kept],
-        {name: values[kept] for name, values in covariates.items()},
-    )
-
-
-def make_series(runs: list[RunSteps], n_blocks: int) -> Series | None:
-    """Return the series of some runs, ``None`` when no token was computed."""
-    runs = [run for run in runs if len(run.step)]
-    n_steps = sum(len(run.step) for run in runs)
-    if not n_steps:
-        return None
-    width = -(-n_steps // MAX_TICKS)
-    starts = [np.arange(0, len(run.step), width) for run in runs]
-    labels = np.repeat(np.arange(len(runs)), [len(s) for s in starts])
-
-    def summed(values: list[Floats]) -> Floats:
-        parts = [np.add.reduceat(v, s, axis=-1) for v, s in zip(values, starts, strict=True)]
-        return np.concatenate(parts, axis=-1)
-
-    computed, lost = summed([r.computed for r in runs]), summed([r.lost for r in runs])
-    system = {
-        name: summed([_sums(r, r.covariates[name]) for r in runs]) for name in runs[0].covariates
-    }
-    t_s, seconds = _clock(runs, starts)
-    share = np.divide(lost, computed)
-    n_events, effective = _events(lost, share, labels)
-    return Series(
-        runs=tuple(run.run for run in runs),
-        run=labels,
-        t_s=t_s,
-        seconds=seconds,
-        computed=computed,
-        lost=lost,
-        load=system[LOAD][0] / computed,
-        system=system,
-        blocks=blocks(len(labels), labels, share, n_blocks, min(20, n_blocks)),
-        offsets=np.cumsum([0, *(len(s) for s in starts)]),
-        steps_per_tick=width,
-        n_events=n_events,
-        effective_events=effective,
-        n_steps=n_steps,
-        n_lost_steps=sum(int((r.lost > 0).sum()) for r in runs),
-        n_partial_steps=sum(int(((r.lost > 0) & (r.lost < r.computed)).sum()) for r in runs),
-    )
-
-
-def _events(lost: Floats, share: Floats, labels: Ints) -> tuple[int, float]:
-    """Return the independent loss events, and how many of equal size they are worth.
-
-    The correlation is that of the share lost: lost tokens go with the size of the steps as well.
-    Where most ticks lose something there are no gaps to count: then as many as there are
-    correlation times.
-    """
-    if not lost.any():
-        return 0, 0.0
-    time = correlation_steps(share, labels)
-    if np.count_nonzero(lost) <= len(lost) / 2:
-        gap = math.ceil(time)
-        return count_events(lost, labels, gap), effective_events(lost, labels, gap)
-    n_events = max(1, int(len(lost) / time))
-    return n_events, float(n_events)
-
-
-def _sums(run: RunSteps, x: Floats) -> Floats:
-    return np.stack([run.computed * x, run.computed * x * x, run.lost * x])
-
-
-def _clock(runs: list[RunSteps], starts: list[Ints]) -> tuple[Floats, Floats]:
-    """Return seconds since the first step, runs put one behind the other, and tick lengths."""
-    times, lengths, base = [], [], 0.0
-    for run, start in zip(runs, starts, strict=True):
-        t = (np.maximum.accumulate(run.t_ns[start]) - run.t_ns[0]) / 1e9
-        last = (max(int(run.t_ns[-1]), int(run.t_ns[0])) - int(run.t_ns[0])) / 1e9
-        end = max(last, float(t[-1]))
-        times.append(base + t)
-        lengths.append(np.diff(t, append=end))
-        base += end
-    return np.concatenate(times), np.concatenate(lengths)
-
+from actds_validators.statistics.strata import total_variation
 
 MAX_FINDINGS = 20
 
@@ -216,7 +57,7 @@ class _KeySums:
         known, at = np.unique(keys, return_inverse=True)
         total = np.zeros((len(sums), len(known)), np.uint64)
         for row, values in zip(total, sums, strict=True):
-            np.add.at(row, at.reshape(-1), values)
+            np.add.at(row, at, values)
         return cls(known, total)
 
     @classmethod
@@ -250,17 +91,17 @@ class _KeySums:
         return [(int(keys[k]), int(n[0, k]), int(n[1, k])) for k in wrong]
 
 
-def _sum_rows(part: TablePart) -> tuple[_KeySums, _KeySums]:
+def _sum_rows(part: data.TablePart) -> tuple[_KeySums, _KeySums]:
     by_request = [_KeySums.of_ranges(*np.zeros((3, 0), np.int64))]
     by_step = [by_request[0].counts()]
     for batch in part.batches(["request", "step", "position"]):
-        request, step = column(batch, "request"), column(batch, "step")
-        p = column(batch, "position").astype(np.uint64)
-        keys, at = places(request)
+        request, step = data.column(batch, "request"), data.column(batch, "step")
+        p = data.column(batch, "position").astype(np.uint64)
+        keys, at = data.places(request)
         n, first, second = (_exact(at, values, len(keys)) for values in (None, p, p * p))
         sums = np.stack([n, 2 * first + n, 3 * second + 3 * first + n])
         by_request.append(_KeySums(keys, sums))
-        keys, at = places(step)
+        keys, at = data.places(step)
         by_step.append(_KeySums(keys, _exact(at, None, len(keys))[np.newaxis]))
     return _KeySums.together(by_request), _KeySums.together(by_step)
 
@@ -281,16 +122,16 @@ def _exact(at: Ints, values: npt.NDArray[np.uint64] | None, size: int) -> npt.ND
 
 
 def account_run(
-    source: RunSource, read: Read = map
+    source: data.RunSource, read: data.Read = map
 ) -> tuple[FateCounts, Counter[str], list[Finding]]:
     """Return positions by fate and reason, other counts, and what does not add up.
 
     The fate is the disposition, or ``never computed``.
     """
     table = source.table("spans", ["request", "start", "stop", "step", "disposition", "reason"])
-    spans = numbers(table)
+    spans = data.numbers(table)
     length = spans["stop"] - spans["start"]
-    is_computed = is_known(spans["step"])
+    is_computed = data.is_known(spans["step"])
     # Section 7.2: an aborted position without a step is owed, and no step computed it.
     never = (spans["disposition"] == "aborted") & ~is_computed
     fates = fate_counts(table)
@@ -318,11 +159,11 @@ _FATES = {
 
 
 def _findings(
-    source: RunSource,
+    source: data.RunSource,
     spans: dict[str, npt.NDArray[Any]],
     is_computed: Bools,
     steps: dict[str, npt.NDArray[Any]],
-    read: Read,
+    read: data.Read,
 ) -> list[Finding]:
     """Return where positions by request, or numbers of tokens by step and in all, are not equal."""
 
@@ -341,11 +182,7 @@ def _findings(
     every = _KeySums.of_ranges(spans["request"], spans["start"], spans["stop"])
     dropped = _KeySums.of_ranges(drops["request"], drops["start"], drops["stop"])
     n_dropped = _KeySums.of_counts(drops["step"], drops["stop"] - drops["start"])
-    owed, batch, became = (
-        _owed(source, spans, is_computed),
-        counted("batch_tokens"),
-        _FATES.values(),
-    )
+    owed, batch = _owed(source, spans, is_computed), counted("batch_tokens")
     census, of_census = f"census/{source.run}", "the census'"
     shards, losses = f"shards (run {source.run}) rows of", f"losses/{source.run} drops of"
     captured, lost = counted("captured_tokens"), counted("dropped_tokens")
@@ -356,7 +193,13 @@ def _findings(
         ("E408", f"{losses} request", dropped, ranges("dropped"), f"{of_census} dropped positions"),
         ("E412", f"{shards} step", n_rows, captured, f"{of_census} captured_tokens"),
         ("E408", f"{losses} step", n_dropped, lost, f"{of_census} dropped_tokens"),
-        ("E409", f"{census}/steps step", batch, counted(*became), "the sum of what became of them"),
+        (
+            "E409",
+            f"{census}/steps step",
+            batch,
+            counted(*_FATES.values()),
+            "the sum of what became of them",
+        ),
     )
     findings = [
         _finding(code, f"{place} {key}", n, n_wanted, expected)
@@ -383,7 +226,9 @@ def _finding(code: str, place: str, got: int, wanted: int, expected: str) -> Fin
     )
 
 
-def _owed(source: RunSource, spans: dict[str, npt.NDArray[Any]], is_computed: Bools) -> _KeySums:
+def _owed(
+    source: data.RunSource, spans: dict[str, npt.NDArray[Any]], is_computed: Bools
+) -> _KeySums:
     """Return the positions that each request owes, from 0 on.
 
     Section 7.1: a request that an engine computed past its end owes that as well.
@@ -397,17 +242,17 @@ def _owed(source: RunSource, spans: dict[str, npt.NDArray[Any]], is_computed: Bo
     np.maximum.at(reached, place, spans["stop"][is_computed])  # the last for requests of no line
     reached[-1] = 0
     n = requests["prompt_len"] + np.maximum(requests["generated_len"], 1) - 1
-    n = np.maximum(n, reached[at.reshape(-1)])
+    n = np.maximum(n, reached[at])
     n[np.isin(requests["finish_reason"].astype(str), tables.UNSERVED)] = 0
     some = n > 0
     return _KeySums.of_ranges(requests["request"][some], np.zeros_like(n[some]), n[some])
 
 
-def _unresolved(source: RunSource) -> int:
+def _unresolved(source: data.RunSource) -> int:
     """Return how many referenced positions no captured span holds."""
     served, kept = source.spans("cache_ref", ["ref_request"]), source.spans("captured", ["request"])
     stored = union(*(position_key(kept["request"], kept[name]) for name in ("start", "stop")))
-    known = is_known(served["ref_request"])
+    known = data.is_known(served["ref_request"])
     request = served["ref_request"][known].astype(np.int64)
     before, up_to = (
         stored.n_below(position_key(request, served[name][known])) for name in ("start", "stop")
@@ -415,7 +260,11 @@ def _unresolved(source: RunSource) -> int:
     return int((served["stop"] - served["start"]).sum() - (up_to - before).sum())
 
 
-def accounting(sources: list[RunSource], read: Read) -> Accounting:
+_DISPOSITIONS = ("captured", "cache_ref", "dropped", "aborted", "filtered", "undelivered")
+_COUNTS = ("never_computed_requests", "recomputed", "unresolved", "requests", "steps")
+
+
+def accounting(sources: list[data.RunSource], read: data.Read) -> Accounting:
     spans: FateCounts = Counter()
     counts: Counter[str] = Counter()
     findings = []
@@ -439,20 +288,232 @@ def accounting(sources: list[RunSource], read: Read) -> Accounting:
     return Accounting(
         positions=total,
         computed=computed,
-        captured=by["captured"],
-        cache_ref=by["cache_ref"],
-        dropped=by["dropped"],
-        aborted=by["aborted"],
+        **{name: by[name] for name in _DISPOSITIONS},
         never_computed=by[NEVER],
-        never_computed_requests=counts["never_computed_requests"],
-        filtered=by["filtered"],
-        undelivered=by["undelivered"],
-        recomputed=counts["recomputed"],
-        unresolved=counts["unresolved"],
+        **{name: counts[name] for name in _COUNTS},
         external=spans["cache_ref", tables.EXTERNAL],
-        requests=counts["requests"],
-        steps=counts["steps"],
         loss_share=(by["dropped"] + by["aborted"]) / computed if computed else 0.0,
         waterfall=waterfall,
         findings=findings,
     )
+
+
+# the records of the source, and the models of the runs ---------------------------------------
+
+MODEL = ("model.weights_sha256", "model.config_sha256", "model.quantization", "tokenizer.sha256")
+"""Facts in which runs of one model agree."""
+LOADED = "model.parameters_sha256"
+"""The weights in the memory of an engine; also of one whose weights came from no file."""
+LAYOUT = (
+    "engine.name",
+    "engine.version",
+    "engine.runner",
+    "model.quantization",
+    "machine.processor",
+    "machine.torch",
+    "numerics.device",
+    "numerics.dtype",
+    "serving.tensor_parallel",
+    "serving.pipeline_parallel",
+)
+"""Facts on which the form of weights in memory depends: runs that differ in one say nothing."""
+SETTINGS = (
+    "capture.overflow_policy",
+    "capture.cast",
+    "capture.sampling",
+    "engine.name",
+    "engine.version",
+    "engine.runner",
+    "serving.mode",
+    "serving.prefix_caching",
+    "serving.chunked_prefill",
+    "serving.enforce_eager",
+    "serving.compilation_mode",
+    "serving.cudagraph_mode",
+    "serving.speculative_method",
+    "serving.tensor_parallel",
+    "sampling.temperature",
+    "sampling.max_tokens",
+)
+"""Facts in which runs of one set of settings agree, beside all of the numerics."""
+
+
+def one_model(name: str) -> bool:
+    return name in MODEL or name == LOADED
+
+
+def rows_of(catalog: Catalog) -> dict[str, int]:
+    return {
+        run: sum({m.row_set_sha256: m.n_rows for m in catalog.shards_by_run[run]}.values())
+        for run in catalog.runs_with_data
+    }
+
+
+def differing_facts(catalog: Catalog) -> dict[str, dict[str, str]]:
+    """Return the facts in which runs differ, the model first, each with its value in every run.
+
+    A fact that some run does not know is no difference.
+    """
+    records = {run: catalog.runs[run].fields for run in catalog.runs_with_data}
+    numerics = sorted({n for f in records.values() for n in f if n.startswith("numerics.")})
+    differing = {}
+    for name in (*MODEL, LOADED, *numerics, *SETTINGS):
+        values = {
+            run: str(fields[name].value)
+            for run, fields in records.items()
+            if name in fields and fields[name].value is not None
+        }
+        alike = defaultdict[object, set[str]](set)
+        for run, value in values.items():
+            fields = records[run]
+            alike[name == LOADED and tuple(repr(fields.get(n)) for n in LAYOUT)].add(value)
+        if any(len(some) > 1 for some in alike.values()):
+            differing[name] = values
+    return differing
+
+
+def of_unknown_weights(catalog: Catalog) -> list[str]:
+    """Return the runs with rows whose weights changed, nobody knows when (section 9.4)."""
+    closes = {c.run: c.close for c in catalog.chains.values() if c.kind == "census" and c.close}
+    return [
+        run
+        for run in catalog.runs_with_data
+        if run in closes and closes[run].totals.get(tables.UNKNOWN_WEIGHTS)
+    ]
+
+
+def rows_by_adapter(catalog: Catalog) -> dict[str | None, int]:
+    """Return the stored rows of each adapter by its digest, None for the model alone.
+
+    Empty where no request had an adapter.
+    """
+    columns = ["request", "adapter_sha256"]  # the others of a million requests are most of them
+    requests_of = {
+        run: catalog.table("requests", run).select(columns) for run in catalog.runs_with_data
+    }
+    if all(t["adapter_sha256"].null_count == t.num_rows for t in requests_of.values()):
+        return {}  # no need to read the spans, which are long
+    n_rows = defaultdict[str | None, int](int)
+    for run, requests in requests_of.items():
+        spans = catalog.table("spans", run)
+        spans = spans.filter(pc.equal(spans["disposition"], "captured"))
+        spans = spans.append_column("n", pc.subtract(spans["stop"], spans["start"]))
+        rows = spans.select(["request", "n"]).join(requests, "request")
+        for line in rows.group_by("adapter_sha256").aggregate([("n", "sum")]).to_pylist():
+            name = line["adapter_sha256"]
+            n_rows[None if name is None else name[:12]] += line["n_sum"]
+    return dict(n_rows)
+
+
+NOT_ON_RECORD = "no line of the requests table says what became of them"
+_CODE = re.compile(r"E\d{3}\b")
+_MAX_REASONS = 20
+
+
+def source_account(catalog: Catalog, records: pa.Table) -> SourceAccount:
+    """Return what became of the records of the sources.
+
+    Spec: 0.1 section 14.10.
+    """
+    begun = np.asarray(tables.is_served(records))
+    length = records["prompt_len"].to_numpy().astype(np.int64)
+    n_read = _n_read(catalog)
+    silent = 0 if n_read is None else max(0, n_read - len(begun))
+    bands = list(_bands(length, begun))
+    tokens, served = (
+        np.array([getattr(b, name) for b in bands], np.float64)
+        for name in ("tokens", "served_tokens")
+    )
+    return SourceAccount(
+        records=None if n_read is None else max(n_read, len(begun)),
+        served=int(begun.sum()),
+        left_out=_left_out(records.filter(pa.array(~begun)), silent),
+        tokens=int(length.sum()),
+        served_tokens=int(length[begun].sum()),
+        unmeasured=int((length == 0).sum()) + silent,
+        lengths=bands,
+        length_shift=total_variation(served, tokens) if bands else None,
+        interrupted=list(_interrupted(catalog)),
+    )
+
+
+def groups_left_out(records: pa.Table, account: SourceAccount) -> Iterator[Worst]:
+    """Yield how many records of each group no request was begun for.
+
+    Groups are the prompt sources, the values of the user's label columns, and bands of lengths.
+    """
+    left = ~np.asarray(tables.is_served(records))
+    labels = {f"label {name}": column for name, column in label_table(records["labels"]).items()}
+    sources = records["source"].combine_chunks().dictionary_encode()
+    for kind, encoded in {"source": sources, **labels}.items():
+        code = pc.fill_null(encoded.indices, len(encoded.dictionary)).to_numpy()
+        n = np.bincount(code, minlength=len(encoded.dictionary) + 1).tolist()
+        n_left = np.bincount(code[left], minlength=len(n)).tolist()
+        for word, of, lost in zip(encoded.dictionary.to_pylist(), n, n_left, strict=False):
+            label = str(word) if kind == "source" else label_text(json.loads(word))
+            yield Worst(kind=kind, label=label, n=lost, of=of, unit="records")
+    for band in account.lengths:
+        words = f"{band.low:,} to {band.high:,} tokens"
+        lost = band.records - band.served
+        yield Worst(kind="prompt length", label=words, n=lost, of=band.records, unit="records")
+
+
+def _n_read(catalog: Catalog) -> int | None:
+    read = list(records_read(catalog).values())
+    return None if None in read else sum(n for n in read if n is not None)
+
+
+def _bands(length: Ints, begun: Bools) -> Iterator[LengthBand]:
+    at = position_band(length)
+    for band in np.unique(at[length > 0]).tolist():
+        records, served = length[at == band], length[(at == band) & begun]
+        low, high = band_edges(band)
+        yield LengthBand(
+            low=low,
+            high=high,
+            records=len(records),
+            served=len(served),
+            tokens=int(records.sum()),
+            served_tokens=int(served.sum()),
+        )
+
+
+def _left_out(records: pa.Table, silent: int) -> list[LeftOut]:
+    sums_of = defaultdict[tuple[str, str], list[int]](lambda: [0, 0])
+    columns = (records[name].to_pylist() for name in ("finish_reason", "reason", "prompt_len"))
+    for end, reason, n_tokens in zip(*columns, strict=True):
+        sums = sums_of[end, _kind(reason)]
+        sums[0] += 1
+        sums[1] += n_tokens
+    records_out = [
+        LeftOut(
+            what="skipped" if end == "skipped" else "never begun",
+            reason=reason,
+            n=n,
+            n_tokens=n_tokens or None,
+        )
+        for (end, reason), (n, n_tokens) in sums_of.items()
+    ]
+    if silent:
+        records_out.append(
+            LeftOut(what="not on record", reason=NOT_ON_RECORD, n=silent, n_tokens=None)
+        )
+    return sorted(records_out, key=lambda left: (-(left.n_tokens or 0), -left.n))[:_MAX_REASONS]
+
+
+def _kind(reason: str | None) -> str:
+    code = _CODE.match(reason or "")
+    if code is not None and code[0] in CODES:
+        return f"{CODES[code[0]].title} ({code[0]})"
+    return (reason or "no reason given")[:200]
+
+
+def _interrupted(catalog: Catalog) -> Iterator[str]:
+    for state in catalog.chains.values():
+        if state.kind != "census" or not state.records:
+            continue
+        last = state.records[-1].typed_body()
+        if isinstance(last, CloseBody) and last.reason != "finished":
+            yield f"{state.run}: {last.reason}"
+        elif isinstance(last, FenceBody):
+            yield f"{state.run}: ended by another process"

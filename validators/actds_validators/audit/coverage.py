@@ -9,7 +9,7 @@ a variance is made of.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,31 +24,14 @@ from actds.format import tables
 from actds.format.positions import Keys, pair_key, split_key
 from actds.loader.filters import SINK_NORM
 from actds_validators.arrays import Bools, Floats, Ints
-from actds_validators.audit.accumulate import ClassCounts
+from actds_validators.audit import data, result
 from actds_validators.audit.covariates import COVARIATES, N_BANDS, N_BITS, Widths, position_band
-from actds_validators.audit.data import (
-    CLASSES,
-    NOWHERE,
-    RunSource,
-    TablePart,
-    column,
-    explode,
-    is_known,
-)
-from actds_validators.audit.lookup import Lookup, Rows
-from actds_validators.audit.passes import scale_of
-from actds_validators.audit.result import (
-    CapturedShift,
-    ClassesFile,
-    ClassLoss,
-    Coverage,
-    CoverageCell,
-    Dominant,
-)
+from actds_validators.audit.lookup import Lookup, Rows, scale_of
+from actds_validators.audit.passes import ClassCounts
 from actds_validators.statistics.strata import jensen_shannon, total_variation
 
 OTHERS = "all others"
-EVERY_CLASS = (*CLASSES, NOWHERE)
+EVERY_CLASS = (*data.CLASSES, data.NOWHERE)
 CLASSES_FROM = (
     "special: the tokenizer's special tokens; shared prefix: prompt positions that were served "
     "more than once (system prompts, templates); prompt and generated: the others, by phase"
@@ -64,13 +47,13 @@ class CoverageCounts:
         self.referenced = np.zeros(N_BANDS, np.int64)
 
 
-def read_spans(source: RunSource, lookup: Lookup, counts: CoverageCounts) -> None:
+def read_spans(source: data.RunSource, lookup: Lookup, counts: CoverageCounts) -> None:
     hits = source.spans("cache_ref", ["request", "ref_request", "reason"])
-    for _, position in _positions(hits, is_known(hits["ref_request"])):
+    for _, position in _positions(hits, data.is_known(hits["ref_request"])):
         counts.referenced += np.bincount(position_band(position), minlength=N_BANDS)
     counts.external += _by_class(hits, hits["reason"] == tables.EXTERNAL, lookup, counts)
     aborted = source.spans("aborted", ["request", "step"])
-    counts.aborted += _by_class(aborted, is_known(aborted["step"]), lookup, counts)
+    counts.aborted += _by_class(aborted, data.is_known(aborted["step"]), lookup, counts)
     filtered = source.spans("filtered", ["request"])
     every = np.ones(len(filtered["request"]), bool)
     counts.filtered += _by_class(filtered, every, lookup, counts)
@@ -81,7 +64,7 @@ _Spans = dict[str, npt.NDArray[Any]]
 
 def _positions(spans: _Spans, chosen: Bools) -> Iterator[tuple[Ints, Ints]]:
     request, start, stop = (spans[name][chosen] for name in ("request", "start", "stop"))
-    for of_span, position in explode(start, stop):
+    for of_span, position in data.explode(start, stop):
         yield request[of_span], position
 
 
@@ -90,24 +73,24 @@ def _by_class(spans: _Spans, chosen: Bools, lookup: Lookup, counts: CoverageCoun
 
     None has a row, so that its token and how often it was served are not known.
     """
-    kept = ClassCounts(counts.rows.words[len(CLASSES) :])
+    kept = ClassCounts(counts.rows.words[len(data.CLASSES) :])
     for request, position in _positions(spans, chosen):
         place = lookup.requests.of(request)
         known = np.flatnonzero(place >= 0)
         label = lookup.labels.of(request, position)[known] if lookup.labels else None
         nothing = np.zeros(len(known), np.int64)
-        kept.count(
-            special=nothing > 0,
-            prefill=(position < lookup.columns["prompt_len"][place])[known],
-            served=None,
-            label=label,
-            band=position_band(position)[known],
-            bits=nothing + N_BITS - 1,
-        )
+        prefill = (position < lookup.columns["prompt_len"][place])[known]
+        band = position_band(position)[known]
+        kept.count(nothing > 0, prefill, band, nothing + N_BITS - 1, None, label)
     return np.asarray(kept.lost.sum(axis=2), np.int64)
 
 
-def coverage(counts: CoverageCounts, labels: ClassesFile | None = None) -> Coverage | None:
+_FATES = ("stored", "reused", "lost", "filtered", "external")
+
+
+def coverage(
+    counts: CoverageCounts, labels: result.ClassesFile | None = None
+) -> result.Coverage | None:
     """Return the section, ``None`` when nothing is stored.
 
     Args:
@@ -118,28 +101,24 @@ def coverage(counts: CoverageCounts, labels: ClassesFile | None = None) -> Cover
     if not stored:
         return None
     cells = _cells(counts)
-    served = sum(n + again + lost for n, again, lost, *_ in cells.values())
+    served = sum(sum(cell[:3]) for cell in cells.values())
     shifts = {
         "token class": _by(cells, 0),
         "position band": _by(cells, 1),
         "rarity of the token": _by_rarity(rows),
     }
     given = sorted(set(rows.words) - set(EVERY_CLASS))
-    return Coverage(
+    return result.Coverage(
         cells=[
-            CoverageCell(
+            result.CoverageCell(
                 token_class=name,
                 low=2**band - 1,
                 high=2 ** (band + 1) - 1,
-                stored=n,
-                reused=again,
-                lost=lost,
-                filtered=filtered,
-                external=external,
-                stored_share=n / (n + again + lost) if n + again + lost else None,
+                **dict(zip(_FATES, cell, strict=True)),
+                stored_share=cell[0] / sum(cell[:3]) if sum(cell[:3]) else None,
             )
             for name in (*given, *EVERY_CLASS)
-            for (word, band), (n, again, lost, filtered, external) in sorted(cells.items())
+            for (word, band), cell in sorted(cells.items())
             if word == name
         ],
         classes_from="; ".join([*_labels_from(labels, given), CLASSES_FROM]),
@@ -169,7 +148,7 @@ def _once_bias(rows: ClassCounts, served: int) -> float:
     return math.sqrt(max(0.0, served * (stored + rows.inverses) / stored**2 - 1))
 
 
-def _labels_from(labels: ClassesFile | None, given: list[str]) -> list[str]:
+def _labels_from(labels: result.ClassesFile | None, given: list[str]) -> list[str]:
     if labels is None:
         return ["the roles of chats, where they are known; of the other positions"] if given else []
     return [
@@ -181,28 +160,22 @@ def _labels_from(labels: ClassesFile | None, given: list[str]) -> list[str]:
 
 def _cells(counts: CoverageCounts) -> dict[tuple[str, int], list[int]]:
     rows = counts.rows
-    table = np.stack(
-        [
-            rows.stored.sum(axis=2),
-            rows.reused.sum(axis=2),
-            rows.lost.sum(axis=2) + counts.aborted,
-            counts.filtered,
-            counts.external,
-        ]
-    )
-    cells: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0, 0, 0, 0])
-    for word, band in np.argwhere(table.any(axis=0)).tolist():
-        cell = cells[rows.words[word], band]
-        for k, n in enumerate(table[:, word, band].tolist()):
-            cell[k] += n
+    of_rows = (n.sum(axis=2) for n in (rows.stored, rows.reused, rows.lost))
+    table = np.stack([*of_rows, counts.filtered, counts.external], axis=-1)
+    table[..., 2] += counts.aborted
+    cells: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0] * len(_FATES))
+    for word, band in np.argwhere(table.any(axis=-1)).tolist():
+        cells[rows.words[word], band] = table[word, band].tolist()
     # A reference to a row that is not stored has no class: nothing says which token it was.
     nowhere = counts.referenced - rows.reused.sum(axis=(0, 2))
     for band in np.flatnonzero(nowhere).tolist():
-        cells[NOWHERE, band][1] += int(nowhere[band])
+        cells[data.NOWHERE, band][1] += int(nowhere[band])
     return dict(cells)
 
 
-def _loss_by_class(cells: dict[tuple[str, int], list[int]], given: list[str]) -> list[ClassLoss]:
+def _loss_by_class(
+    cells: dict[tuple[str, int], list[int]], given: list[str]
+) -> list[result.ClassLoss]:
     """Return the loss rates of the given classes, which lost positions have like stored ones.
 
     The others are taken together: only of a stored row is it known whether it was served again,
@@ -210,22 +183,24 @@ def _loss_by_class(cells: dict[tuple[str, int], list[int]], given: list[str]) ->
     """
     if not given:
         return []
-    by_class: dict[str, list[int]] = {name: [0, 0] for name in (*given, OTHERS)}
-    for (word, _band), (stored, _reused, lost, *_) in cells.items():
-        counts = by_class[word if word in given else OTHERS]
-        counts[0] += stored + lost
-        counts[1] += lost
+    n, n_lost = Counter[str](), Counter[str]()
+    for (word, _), (stored, _, lost, *_) in cells.items():
+        name = word if word in given else OTHERS
+        n[name] += stored + lost
+        n_lost[name] += lost
     return [
-        ClassLoss(token_class=name, n=n, n_lost=n_lost, rate=n_lost / n)
-        for name, (n, n_lost) in by_class.items()
-        if n
+        result.ClassLoss(
+            token_class=name, n=n[name], n_lost=n_lost[name], rate=n_lost[name] / n[name]
+        )
+        for name in (*given, OTHERS)
+        if n[name]
     ]
 
 
 def _by(cells: dict[tuple[str, int], list[int]], axis: int) -> Floats:
     sums: dict[str | int, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for key, (stored, reused, lost, *_) in sorted(cells.items()):
-        known = key[0] != NOWHERE
+        known = key[0] != data.NOWHERE
         sums[key[axis]][0] += stored
         sums[key[axis]][1] += stored + (reused if known else 0)
         sums[key[axis]][2] += stored + reused + lost
@@ -240,22 +215,16 @@ def _by_rarity(rows: ClassCounts) -> Floats:
     return table[:, table.any(axis=0)]
 
 
-def _shift(name: str, triple: Floats) -> CapturedShift | None:
+def _shift(name: str, triple: Floats) -> result.CapturedShift | None:
     stored, weighted, existing = triple
     if not stored.sum():
         return None
-    total, jensen, weighted_total, weighted_jensen = (
-        measure(side, existing) or 0.0  # None only of an empty histogram
-        for side in (stored, weighted)
+    measures = {
+        f"{prefix}{measure.__name__}": measure(side, existing) or 0.0  # None only of an empty one
+        for prefix, side in (("", stored), ("weighted_", weighted))
         for measure in (total_variation, jensen_shannon)
-    )
-    return CapturedShift(
-        variable=name,
-        total_variation=total,
-        jensen_shannon=jensen,
-        weighted_total_variation=weighted_total,
-        weighted_jensen_shannon=weighted_jensen,
-    )
+    }
+    return result.CapturedShift(variable=name, **measures)
 
 
 MAX_CELLS = 1 << 16
@@ -264,15 +233,10 @@ MAX_CELLS = 1 << 16
 
 @dataclass
 class _Cells:
-    """Sums by token id and position; the columns are rows, w, w x and w x².
+    """Sums by token id and position; the columns are rows, w, w x and w x²."""
 
-    Args:
-        keys: ``pair_key`` of token id and position, rising.
-        sums: ``(n_cells, 4)``.
-    """
-
-    keys: Keys
-    sums: Floats
+    keys: Keys  # pair_key of token id and position, rising
+    sums: Floats  # (n_cells, 4)
     special: Bools
     whole: Floats
 
@@ -280,7 +244,7 @@ class _Cells:
         every = np.concatenate([self.keys, other.keys])
         self.keys, first, at = np.unique(every, return_index=True, return_inverse=True)
         sums = np.zeros((len(self.keys), 4))
-        np.add.at(sums, at.reshape(-1), np.concatenate([self.sums, other.sums]))
+        np.add.at(sums, at, np.concatenate([self.sums, other.sums]))
         self.sums, self.whole = sums, self.whole + other.whole
         self.special = np.concatenate([self.special, other.special])[first]
         if len(self.keys) > MAX_CELLS:
@@ -305,7 +269,7 @@ class _DominancePass:
     hooks: tuple[str, ...]
     median: Floats
 
-    def __call__(self, part: TablePart) -> list[_Cells]:
+    def __call__(self, part: data.TablePart) -> list[_Cells]:
         lookup, totals = self.lookup, [_no_cells() for _ in self.hooks]
         for batch in part.batches(["request", "position", "token_id", "step", "hook", "norm"]):
             rows, kept = Rows.read(lookup, batch)
@@ -317,7 +281,7 @@ class _DominancePass:
             for number, hook in enumerate(self.hooks):
                 of_hook = np.flatnonzero(kept & pc.equal(batch["hook"], hook).to_numpy(False))
                 stored, x = rows.take(of_hook), norm[of_hook]
-                at, id_ = stored.position, column(batch, "token_id")[of_hook]
+                at, id_ = stored.position, data.column(batch, "token_id")[of_hook]
                 w = 1.0 + lookup.servings.of(lookup.requests.numbers(stored.request), at)
                 special = stored.special
                 some = np.flatnonzero((at == 0) | special | (x > SINK_NORM * self.median[number]))
@@ -326,14 +290,14 @@ class _DominancePass:
                     pair_key(id_[some], at[some]), return_index=True, return_inverse=True
                 )
                 sums = np.zeros((len(keys), 4))
-                np.add.at(sums, of.reshape(-1), four[some])
+                np.add.at(sums, of, four[some])
                 totals[number].add(_Cells(keys, sums, special[some][first], four.sum(axis=0)))
         return totals
 
 
 def dominant_cell(
-    runs: Sequence[tuple[RunSource, Lookup]], hooks: tuple[str, ...], executor: Executor
-) -> Dominant | None:
+    runs: Sequence[tuple[data.RunSource, Lookup]], hooks: tuple[str, ...], executor: Executor
+) -> result.Dominant | None:
     """Return the token id and position that hold most of the squared deviation of the norm.
 
     Each stored row counts as often as it was served, about the mean that this gives. None where
@@ -358,7 +322,7 @@ def dominant_cell(
     return max(largest, key=lambda cell: cell.share, default=None)
 
 
-def _largest(hook: str, cells: _Cells, median: float) -> Dominant | None:
+def _largest(hook: str, cells: _Cells, median: float) -> result.Dominant | None:
     _, w, wx, wxx = cells.whole
     if w <= 0 or not len(cells.keys):
         return None
@@ -373,7 +337,7 @@ def _largest(hook: str, cells: _Cells, median: float) -> Dominant | None:
     names = ["first_position"] if position == 0 else ["special"] * bool(cells.special[k])
     if of_x[k] / of_w[k] > SINK_NORM * median:
         names.append("sink")
-    return Dominant(
+    return result.Dominant(
         hook=hook,
         token_id=token_id,
         position=position,

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.format import tables
-from actds.format.apart import Apart, Reply, Request, cpu_seconds
+from actds.format.apart import Apart, Reply, Request, cpu_seconds, stream_of
 from actds.format.parquet import max_nbytes
 from actds.format.positions import Index, pair_key, position_key
 from actds.format.shard import TOKENS
@@ -56,15 +56,11 @@ Read = Callable[[Callable[["TablePart"], Any], Sequence["TablePart"]], Iterator[
 
 @dataclass(frozen=True)
 class TablePart:
-    """Rows of a table: one file, or what is in memory instead.
-
-    Args:
-        path: Parquet file on a local disk; ``None`` for rows in memory.
-    """
+    """Rows of a table: one file, or what is in memory instead."""
 
     of: TableName
     n_rows: int
-    path: str | None = None
+    path: str | None = None  # Parquet file on a local disk; None for rows in memory
     table: pa.Table | None = None
 
     def batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
@@ -93,8 +89,7 @@ def places(keys: Ints) -> tuple[Ints, Ints]:
     low = int(keys.min()) if len(keys) else 0
     size = int(keys.max()) - low + 1 if len(keys) else 0
     if size > DENSE * len(keys):
-        known, at = np.unique(keys, return_inverse=True)
-        return known, at.reshape(-1)
+        return np.unique(keys, return_inverse=True)
     is_used = np.zeros(size, bool)
     is_used[keys - low] = True
     known = np.flatnonzero(is_used)
@@ -109,21 +104,14 @@ RUN_LABELS = {"replica": "serving.replica", "overflow policy": "capture.overflow
 
 @dataclass(frozen=True)
 class RunSource:
-    """One run: its tables in parts, a shard or a ledger entry each.
-
-    Args:
-        n_projections: projections per readout, of the longest of the first ten thousand.
-        n_probes: user's probes per readout, likewise.
-        labels: what the run record says that tells runs apart: of `RUN_LABELS`, those that are
-            known.
-    """
+    """One run: its tables in parts, a shard or a ledger entry each."""
 
     run: str
     parts: Mapping[TableName, tuple[TablePart, ...]]
     hooks: tuple[str, ...] = ()
-    n_projections: int = 0
-    n_probes: int = 0
-    labels: Mapping[str, str] = field(default_factory=dict)
+    n_projections: int = 0  # projections per readout, of the longest of the first ten thousand
+    n_probes: int = 0  # user's probes per readout, likewise
+    labels: Mapping[str, str] = field(default_factory=dict)  # of `RUN_LABELS`, those that are known
 
     def n_rows(self, name: TableName) -> int:
         return sum(part.n_rows for part in self.parts[name])
@@ -181,8 +169,7 @@ def catalog_source(catalog: Catalog, run: str) -> RunSource:
     shards = row_sets[0][1] if row_sets else []
     of_shards = [f"{layout.shard_dir(shard.name)}/{TOKENS}" for shard in shards]
     for name in RUN_TABLES:
-        committed = catalog.parts.get((run, name), [])
-        entries = [part.file.path for part in committed]
+        entries = [part.file.path for part in catalog.parts.get((run, name), [])]
         entries = of_shards if name == "tokens" else entries
         if isinstance(catalog.store, LocalStore) and entries:
             parts[name] = tuple(_local_part(catalog, name, path) for path in entries)
@@ -190,16 +177,9 @@ def catalog_source(catalog: Catalog, run: str) -> RunSource:
         read = [s.tokens() for s in shards] if name == "tokens" else [catalog.table(name, run)]
         parts[name] = tuple(TablePart(name, table.num_rows, table=table) for table in read)
     record = catalog.runs.get(run)
-    known = record.fields if record else {}
-    return _source(
-        run,
-        parts,
-        {
-            kind: str(known[name].value)
-            for kind, name in RUN_LABELS.items()
-            if name in known and known[name].value is not None
-        },
-    )
+    known = {name: field.value for name, field in (record.fields if record else {}).items()}
+    labels = {k: str(known[f]) for k, f in RUN_LABELS.items() if known.get(f) is not None}
+    return _source(run, parts, labels)
 
 
 def _local_part(catalog: Catalog, name: TableName, path: str) -> TablePart:
@@ -220,14 +200,11 @@ def arrow_source(
 def _source(
     run: str, parts: Mapping[TableName, tuple[TablePart, ...]], labels: Mapping[str, str]
 ) -> RunSource:
-    hooks: set[str] = set()
-    for part in parts["readouts"]:
-        for batch in part.batches(["hook"]):
-            hooks.update(pc.unique(batch.column(0)).to_pylist())
-    n_projections, n_probes = (
-        longest(parts["readouts"], name) for name in ("projections", "probes")
-    )
-    return RunSource(run, parts, tuple(sorted(hooks)), n_projections, n_probes, labels)
+    readouts = parts["readouts"]
+    batches = (batch for part in readouts for batch in part.batches(["hook"]))
+    hooks = sorted({hook for batch in batches for hook in pc.unique(batch["hook"]).to_pylist()})
+    n_projections, n_probes = (longest(readouts, name) for name in ("projections", "probes"))
+    return RunSource(run, parts, tuple(hooks), n_projections, n_probes, labels)
 
 
 def longest(parts: tuple[TablePart, ...], name: str) -> int:
@@ -251,8 +228,7 @@ class StepRanges:
         order = np.lexsort((start, pair))
         self.step, self.request = step[order], request[order]
         self.start, self.stop = start[order], stop[order]
-        self._pairs, group = np.unique(pair[order], return_inverse=True)
-        self._group = group.reshape(-1)
+        self._pairs, self._group = np.unique(pair[order], return_inverse=True)
         self._keys = pair_key(self._group, self.start)
         self._offset = np.cumsum(self.stop - self.start) - (self.stop - self.start)
 
@@ -306,16 +282,11 @@ _NUMBER = "a whole number from 0 to 4294967295"
 
 @dataclass(frozen=True)
 class LabelFile:
-    """Labels as they were given.
-
-    Args:
-        table: request, half-open range of positions, class, and maybe run; ranges of one request
-            do not overlap.
-    """
+    """Labels as they were given."""
 
     path: Path
     sha256: str
-    table: pa.Table
+    table: pa.Table  # request, half-open range, class, maybe run; those of a request do not overlap
 
 
 def read_labels(path: Path) -> LabelFile:
@@ -365,10 +336,7 @@ def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
     given = pq.read_table(pa.BufferReader(body), use_threads=False, pre_buffer=False)
     given.validate(full=True)
     names = [name for name in (*LABEL_COLUMNS, "run") if name in given.column_names]
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, given.select(names).schema) as stream:
-        stream.write_table(given.select(names))
-    yield Reply({}, [sink.getvalue()])
+    yield stream_of(given.select(names))
 
 
 def match_labels(labels: LabelFile, sources: list[RunSource]) -> ClassesFile:
@@ -468,8 +436,8 @@ def _column(path: Path, given: pa.Table, name: str, kind: pa.DataType) -> pa.Chu
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     words = pa.types.is_string(kind)
-    fits = (_is_text if words else pa.types.is_integer)(column.type)
-    if not fits:
+    is_text = column.type in (pa.string(), pa.large_string(), pa.string_view())
+    if not (is_text if words else pa.types.is_integer(column.type)):
         expected = f"a column of {'strings' if words else 'whole numbers'}"
         raise _bad(path, f"{name} of type {column.type}", expected)
 
@@ -484,9 +452,8 @@ def _column(path: Path, given: pa.Table, name: str, kind: pa.DataType) -> pa.Chu
         blank = pc.equal(pc.utf8_trim_whitespace(column.cast(kind)), "")
         refuse(blank, lambda value: "is empty", expected)
     else:
-        top = pa.scalar(2**32 - 1)
         wide = column.cast(pa.int64(), safe=False)  # of a uint64 beyond it, a negative one
-        beyond = pc.or_(pc.less(wide, 0), pc.greater(wide, top))
+        beyond = pc.or_(pc.less(wide, 0), pc.greater(wide, 2**32 - 1))
         refuse(beyond, lambda value: f"is {value}", expected)
     if name == "class":
         reserved = (*CLASSES, NOWHERE)
@@ -496,24 +463,15 @@ def _column(path: Path, given: pa.Table, name: str, kind: pa.DataType) -> pa.Chu
     return column.cast(kind)
 
 
-def _is_text(kind: pa.DataType) -> bool:
-    return any(
-        is_kind(kind)
-        for is_kind in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-    )
-
-
 def _refuse_ranges(path: Path, table: pa.Table) -> None:
-    request, start, stop = (
-        table[name].to_numpy().astype(np.int64) for name in ("request", "start", "stop")
-    )
+    request, start, stop = (column(table, name) for name in ("request", "start", "stop"))
     empty = np.flatnonzero(stop <= start)
     if len(empty):
         got = f"row {empty[0]}: {_range(table, int(empty[0]))}, which ends before it begins"
         raise _bad(path, got, "a stop above its start")
     run = np.zeros(len(request), np.int64)
     if "run" in table.column_names:
-        run = table["run"].combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64)
+        run = table["run"].combine_chunks().dictionary_encode().indices.to_numpy()
     order = np.lexsort((start, request, run))
     before, after = order[:-1], order[1:]
     same = (request[before] == request[after]) & (run[before] == run[after])

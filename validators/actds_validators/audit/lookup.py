@@ -6,6 +6,7 @@ Small tables against which rows are read; they travel to every worker of the pas
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,27 +17,22 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.dataset.multiplicity import Servings
+from actds.executor import Executor
 from actds.format.positions import Index
 from actds.format.sampled import Sampled
 from actds.format.tables import FLAG_SPECIAL
 from actds_validators.arrays import Bools, Floats, Ints
-from actds_validators.audit.census import RunSteps, Series
+from actds_validators.audit import data
 from actds_validators.audit.covariates import (
     LOAD,
     MAX_BITS,
     NO_BITS,
     CovariateDef,
+    RunSteps,
+    Series,
+    Widths,
     columns_of,
     defined,
-)
-from actds_validators.audit.data import (
-    Labels,
-    Read,
-    RunSource,
-    StepRanges,
-    TablePart,
-    column,
-    is_known,
 )
 
 MAX_SOURCES = 8
@@ -73,50 +69,35 @@ class RunRows:
     Args:
         columns: of the requests, ``(n_requests,)`` each: tokens of the prompt, positions owed
             (``request_len``), prompt source (``None`` unknown), and what a covariate reads.
-        first_step: place of the step in which each began, ``(n_requests,)``; the number of steps
-            where it never did.
     """
 
     steps: Index
     requests: Index
     columns: dict[str, npt.NDArray[Any]]
-    first_step: Ints
-    losses: StepRanges
+    first_step: Ints  # place of the step in which each began; the number of steps where none
+    losses: data.StepRanges
     recomputed: Recomputed
 
 
 @dataclass(frozen=True)
 class Lookup(RunRows):
-    """What is known of the steps, requests and token ids of one run.
-
-    Args:
-        tick: tick of the series, ``(n_steps,)``.
-        block: block of the jackknife, ``(n_steps,)``.
-        load: load of the step as the cells see it, ``(n_steps,)`` float32.
-        system: system covariates of the step, ``(n_steps,)`` each.
-        of_request: content covariates of the requests by name, ``(n_requests,)`` each.
-        request_block: block of the jackknife in which each request began, ``(n_requests,)``.
-        token_slot: place of each token id among those of `strata` that are counted block by
-            block, -1 another, ``(n_ids + 1,)``.
-        lost_ids: token id of each dropped position, -1 where its readout is missing; empty
-            without ids.
-    """
+    """What is known of the steps, requests and token ids of one run."""
 
     run: str
-    tick: Ints
-    block: Ints
-    load: npt.NDArray[np.float32]
-    system: dict[str, Floats]
+    tick: Ints  # tick of the series, (n_steps,)
+    block: Ints  # block of the jackknife, (n_steps,)
+    load: npt.NDArray[np.float32]  # load of the step as the cells see it, (n_steps,) float32
+    system: dict[str, Floats]  # system covariates of the step, (n_steps,) each
     lossy: Bools
     within: Bools
-    of_request: dict[str, Floats | Bools]
-    request_block: Ints
-    token_slot: Ints
+    of_request: dict[str, Floats | Bools]  # content covariates by name, (n_requests,) each
+    request_block: Ints  # block of the jackknife in which each request began, (n_requests,)
+    token_slot: Ints  # place among the ids that `strata` counts by block, -1 another, (n_ids + 1,)
     vocabulary: Vocabulary
     has_ids: bool
-    lost_ids: Ints
+    lost_ids: Ints  # id of each dropped position, -1 where no readout has it; empty without ids
     servings: Servings
-    labels: Labels | None
+    labels: data.Labels | None
     sampled: Sampled | None
     n_ticks: int
     n_blocks: int
@@ -128,25 +109,21 @@ class Lookup(RunRows):
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows with what the lookup knows of them; every array is a place in the lookup.
-
-    Args:
-        token: place of the token id, -1 unknown.
-    """
+    """Rows with what the lookup knows of them; every array is a place in the lookup."""
 
     lookup: Lookup
     step: Ints
     request: Ints
     position: Ints
-    token: Ints
+    token: Ints  # place of the token id, -1 unknown
 
     @classmethod
     def read(cls, lookup: Lookup, batch: pa.RecordBatch | pa.Table) -> tuple[Rows, Bools]:
         """Return the rows of a batch, and whether their step and request are known."""
-        step = lookup.steps.of(column(batch, "step"))
-        request = lookup.requests.of(column(batch, "request"))
-        token = lookup.vocabulary.index.of(column(batch, "token_id"))
-        rows = cls(lookup, step, request, column(batch, "position"), token)
+        step = lookup.steps.of(data.column(batch, "step"))
+        request = lookup.requests.of(data.column(batch, "request"))
+        token = lookup.vocabulary.index.of(data.column(batch, "token_id"))
+        rows = cls(lookup, step, request, data.column(batch, "position"), token)
         return rows, (step >= 0) & (request >= 0)
 
     @cached_property
@@ -194,18 +171,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class CellEdges:
-    """Cells of load by complexity.
-
-    Args:
-        complexity: ``rarity`` or, where lost tokens have no ids, ``position``.
-        entropy: inner edges of the entropy over the next token, which comes before the
-            complexity where it is known; none without.
-    """
+    """Cells of load by complexity."""
 
     load: tuple[float, ...]
-    complexity: str
+    complexity: str  # rarity or, where lost tokens have no ids, position
     edges: tuple[float, ...]
-    entropy: tuple[float, ...] = ()
+    entropy: tuple[float, ...] = ()  # inner edges; where it is known it comes before the complexity
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -247,27 +218,23 @@ class CellEdges:
 
 @dataclass(frozen=True)
 class Shared:
-    """What the lookups of all runs have in common.
-
-    Args:
-        every: of the steps that lost a part, every so many-th is looked into.
-    """
+    """What the lookups of all runs have in common."""
 
     series: Series
     vocabulary: Vocabulary
     definitions: tuple[CovariateDef, ...]
     token_slot: Ints
     has_ids: bool
-    every: int
+    every: int  # of the steps that lost a part, every so many-th is looked into
 
 
 def make_lookup(
-    source: RunSource,
+    source: data.RunSource,
     steps: RunSteps,
     rows: RunRows,
     shared: Shared,
     lost_ids: Ints,
-    labels: Labels | None,
+    labels: data.Labels | None,
 ) -> Lookup:
     series = shared.series
     index = series.runs.index(steps.run)
@@ -279,7 +246,7 @@ def make_lookup(
     within = np.zeros(len(steps.step), bool)
     within[np.flatnonzero(_partial(steps))[:: shared.every]] = True
     served = source.spans("cache_ref", ["ref_request"])
-    known = is_known(served["ref_request"])
+    known = data.is_known(served["ref_request"])
     referenced = (served[name][known] for name in ("ref_request", "start", "stop"))
     return Lookup(
         **vars(rows),
@@ -300,7 +267,7 @@ def make_lookup(
         vocabulary=shared.vocabulary,
         has_ids=shared.has_ids,
         lost_ids=lost_ids,
-        servings=Servings(*(column.astype(np.int64) for column in referenced)),
+        servings=Servings(*(values.astype(np.int64) for values in referenced)),
         labels=labels,
         sampled=sampled,
         n_ticks=series.n_ticks,
@@ -318,136 +285,83 @@ def _partial(steps: RunSteps) -> Bools:
     return (steps.lost > 0) & (steps.lost < steps.computed)
 
 
-MAX_DENSE = 1 << 22
-
-
 @dataclass(frozen=True)
 class WordCounts:
-    """Token ids of a part.
-
-    Args:
-        lost: numbers of dropped positions, as ``StepRanges.find`` has them.
-    """
+    """Token ids of a part."""
 
     ids: Ints
     counts: Ints
     special: Ints
-    lost: Ints
+    lost: Ints  # numbers of dropped positions, as StepRanges.find has them
     lost_ids: Ints
 
 
 @dataclass(frozen=True)
 class WordPass:
-    """Counts the token ids of a part of the table ``tokens`` or ``readouts``.
-
-    Args:
-        hook: whose readouts to count; ``None`` to count stored rows.
-    """
+    """Counts the token ids of a part of the table ``tokens`` or ``readouts``."""
 
     rows: RunRows
-    hook: str | None
+    hook: str | None  # whose readouts to count; None to count stored rows
 
-    def __call__(self, part: TablePart) -> WordCounts:
-        counts = _IdCounts()
-        special: list[Ints] = []
-        lost: list[Ints] = []
-        lost_ids: list[Ints] = []
-        if self.hook is None:
-            for batch in part.batches(["token_id", "flags"]):
-                ids = column(batch, "token_id")
-                counts.count(ids)
-                marked = column(batch, "flags") & FLAG_SPECIAL != 0
-                special.append(np.unique(ids[marked]))
-        else:
-            for batch in part.batches(["request", "position", "token_id", "step", "hook"]):
+    def __call__(self, part: data.TablePart) -> WordCounts:
+        ids, counts, special, lost, lost_ids = ([np.zeros(0, np.int64)] for _ in range(5))
+        more = ["flags"] if self.hook is None else ["request", "position", "step", "hook"]
+        for batch in part.batches(["token_id", *more]):
+            if self.hook is None:
+                token = data.column(batch, "token_id")
+                special.append(np.unique(token[data.column(batch, "flags") & FLAG_SPECIAL != 0]))
+            else:
                 lines = batch.filter(pc.equal(batch["hook"], self.hook))
-                step = self.rows.steps.of(column(lines, "step"))
-                request = self.rows.requests.of(column(lines, "request"))
-                position, token = column(lines, "position"), column(lines, "token_id")
-                kept = self.rows.recomputed.count(step, request, position)
-                counts.count(token[kept])
+                step = self.rows.steps.of(data.column(lines, "step"))
+                request = self.rows.requests.of(data.column(lines, "request"))
+                position, token = data.column(lines, "position"), data.column(lines, "token_id")
                 at = self.rows.losses.find(step, request, position)
                 lost.append(at[at >= 0])
                 lost_ids.append(token[at >= 0])
-        return WordCounts(
-            *counts.total(), np.unique(_joined(special)), _joined(lost), _joined(lost_ids)
-        )
+                token = token[self.rows.recomputed.count(step, request, position)]
+            known, at = data.places(token)
+            ids.append(known)
+            counts.append(np.bincount(at, minlength=len(known)))
+        return WordCounts(*_counted(ids, counts), *map(np.concatenate, (special, lost, lost_ids)))
 
 
-def _joined(parts: list[Ints]) -> Ints:
-    return np.concatenate([np.zeros(0, np.int64), *parts])
+def _counted(ids: list[Ints], counts: list[Ints]) -> tuple[Ints, Ints]:
+    known, at = data.places(np.concatenate(ids))
+    n = np.bincount(at, weights=np.concatenate(counts), minlength=len(known))
+    return known, n.astype(np.int64)
 
 
-class _IdCounts:
-    """Counts by id: in an array by id, or one by one where ids are beyond it."""
-
-    def __init__(self) -> None:
-        self._dense = np.zeros(0, np.int64)
-        self._ids, self._counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
-
-    def count(self, ids: Ints) -> None:
-        low = ids[ids < MAX_DENSE]
-        self._grow(np.bincount(low, minlength=len(self._dense)))
-        if len(low) < len(ids):
-            self._add_sparse(*np.unique(ids[ids >= MAX_DENSE], return_counts=True))
-
-    def add(self, ids: Ints, counts: Ints) -> None:
-        n = int(np.searchsorted(ids, MAX_DENSE))
-        if n:
-            dense = np.zeros(max(len(self._dense), int(ids[n - 1]) + 1), np.int64)
-            dense[ids[:n]] = counts[:n]
-            self._grow(dense)
-        if n < len(ids):
-            self._add_sparse(ids[n:], counts[n:])
-
-    def total(self) -> tuple[Ints, Ints]:
-        low = np.flatnonzero(self._dense)
-        return np.concatenate([low, self._ids]), np.concatenate([self._dense[low], self._counts])
-
-    def _grow(self, dense: Ints) -> None:
-        dense[: len(self._dense)] += self._dense
-        self._dense = dense
-
-    def _add_sparse(self, ids: Ints, counts: Ints) -> None:
-        every = np.concatenate([self._ids, ids])
-        self._ids, at = np.unique(every, return_inverse=True)
-        total = np.zeros(len(self._ids), np.int64)
-        np.add.at(total, at.reshape(-1), np.concatenate([self._counts, counts]))
-        self._counts = total
-
-
-def knows_ids(sources: list[RunSource]) -> bool:
+def knows_ids(sources: list[data.RunSource]) -> bool:
     """Return whether the ids of every computed token are known, those of lost ones as well."""
     return all(s.hooks or not s.n_rows("drops") for s in sources)
 
 
-def knows_entropy(sources: list[RunSource]) -> bool:
+def knows_entropy(sources: list[data.RunSource]) -> bool:
     return any(source.n_rows("sampled") for source in sources)
 
 
 def read_vocabulary(
-    runs: list[tuple[RunSource, RunRows]], read: Read, *, has_ids: bool
+    runs: list[tuple[data.RunSource, RunRows]], read: data.Read, *, has_ids: bool
 ) -> tuple[Vocabulary, list[Ints]]:
     """Return the vocabulary of all runs, and the ids of each run's lost positions."""
-    counts, special = _IdCounts(), _IdCounts()
+    known = n = special = np.zeros(0, np.int64)
     lost_ids = []
     for source, rows in runs:
         ids = np.full(rows.losses.n_positions if has_ids else 0, -1, np.int64)
         for part in read(WordPass(rows, None), source.parts["tokens"]):
-            special.count(part.special)
+            special = np.union1d(special, part.special)
             if not source.hooks:
-                counts.add(part.ids, part.counts)
+                known, n = _counted([known, part.ids], [n, part.counts])
         if source.hooks:
             for part in read(WordPass(rows, source.hooks[0]), source.parts["readouts"]):
-                counts.add(part.ids, part.counts)
+                known, n = _counted([known, part.ids], [n, part.counts])
                 if has_ids:
                     ids[part.lost] = part.lost_ids
         lost_ids.append(ids)
-    known, n = counts.total()
-    return Vocabulary(known, n.astype(np.float64), np.isin(known, special.total()[0])), lost_ids
+    return Vocabulary(known, n.astype(np.float64), np.isin(known, special)), lost_ids
 
 
-def prompt_sources(sources: list[RunSource]) -> tuple[str, ...]:
+def prompt_sources(sources: list[data.RunSource]) -> tuple[str, ...]:
     n: Counter[str] = Counter()
     for source in sources:
         names = source.served_requests(["source"])["source"]
@@ -455,7 +369,7 @@ def prompt_sources(sources: list[RunSource]) -> tuple[str, ...]:
     return tuple(name for name, _ in n.most_common()) if len(n) > 1 else ()
 
 
-def read_rows(source: RunSource, steps: RunSteps) -> RunRows:
+def read_rows(source: data.RunSource, steps: RunSteps) -> RunRows:
     """Return the requests and losses of a run.
 
     Spec: 0.1 section 7.8.
@@ -465,7 +379,10 @@ def read_rows(source: RunSource, steps: RunSteps) -> RunRows:
     numbers, first = np.unique(columns["request"], return_index=True)
     columns["request_len"] = columns["prompt_len"] + np.maximum(columns["generated_len"], 1) - 1
     index, requests = Index(steps.step), Index(numbers)
-    losses = _losses(source, index, requests)
+    drops = source.columns("drops", ["step", "request", "start", "stop"])
+    drops |= {"step": index.of(drops["step"]), "request": requests.of(drops["request"])}
+    known = (drops["step"] >= 0) & (drops["request"] >= 0) & (drops["stop"] > drops["start"])
+    losses = data.StepRanges(*(values[known] for values in drops.values()))
     return RunRows(
         steps=index,
         requests=requests,
@@ -476,21 +393,14 @@ def read_rows(source: RunSource, steps: RunSteps) -> RunRows:
     )
 
 
-def _first_steps(source: RunSource, steps: Ints, requests: Index) -> Ints:
+def _first_steps(source: data.RunSource, steps: Ints, requests: Index) -> Ints:
     spans = source.columns("spans", ["request", "step"])
-    known = is_known(spans["step"])
+    known = data.is_known(spans["step"])
     place = requests.of(spans["request"][known])
     step = np.searchsorted(steps, spans["step"][known].astype(np.int64))
     first = np.full(len(requests), len(steps), np.int64)
     np.minimum.at(first, place[place >= 0], step[place >= 0])
     return first
-
-
-def _losses(source: RunSource, steps: Index, requests: Index) -> StepRanges:
-    drops = source.columns("drops", ["step", "request", "start", "stop"])
-    step, request = steps.of(drops["step"]), requests.of(drops["request"])
-    known = (step >= 0) & (request >= 0) & (drops["stop"] > drops["start"])
-    return StepRanges(step[known], request[known], drops["start"][known], drops["stop"][known])
 
 
 class Recomputed:
@@ -502,7 +412,7 @@ class Recomputed:
     """
 
     def __init__(
-        self, source: RunSource, steps: Index, requests: Index, losses: StepRanges
+        self, source: data.RunSource, steps: Index, requests: Index, losses: data.StepRanges
     ) -> None:
         given = source.columns("requests", ["request", "n_preemptions"])
         aborted = source.table("spans", ["request", "disposition"])
@@ -523,10 +433,10 @@ class Recomputed:
         if self._is_odd.any():
             for part in source.parts["tokens"]:
                 for batch in part.batches(["step", "request", "position"]):
-                    request = requests.of(column(batch, "request"))
+                    request = requests.of(data.column(batch, "request"))
                     odd = self._is_odd[request]
-                    at = self._places(request[odd], column(batch, "position")[odd])
-                    self._step[at] = steps.of(column(batch, "step")[odd])
+                    at = self._places(request[odd], data.column(batch, "position")[odd])
+                    self._step[at] = steps.of(data.column(batch, "step")[odd])
             self._step[-1] = -1
 
     def count(self, step: Ints, request: Ints, position: Ints) -> Bools:
@@ -540,3 +450,74 @@ class Recomputed:
     def _places(self, request: Ints, position: Ints) -> Ints:
         inside = position < self._length[request]
         return np.where(inside, self._first[request] + position, len(self._step) - 1)
+
+
+# where the readouts lie -----------------------------------------------------------------------
+
+TAIL = 0.01
+"""Share of the rows in a tail."""
+SAMPLE = 1 << 16
+"""Rows of a hook in the sample, about, at most."""
+MAX_PARTS, MAX_PART_ROWS = 16, 1 << 20
+"""Parts of all runs that the sample is of, evenly spaced, where all have more rows than that."""
+MIN_SAMPLE = 200
+"""Fewer rows of a hook have no tail."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Where readouts lie, ``(n_hooks, n_values)`` each; NaN where there are too few."""
+
+    middle: Floats  # sums are about it: the median of the sample, after the pass the mean of all
+    median: Floats
+    low: Floats  # a hundredth of the rows lies below
+    high: Floats
+
+
+@dataclass(frozen=True)
+class _SamplePass:
+    hooks: tuple[str, ...]
+    widths: Widths
+    every: int
+
+    def __call__(self, part: data.TablePart) -> list[npt.NDArray[np.float32]]:
+        samples: list[list[npt.NDArray[np.float32]]] = [[] for _ in self.hooks]
+        seen = [0] * len(self.hooks)
+        for batch in part.batches(["hook", *self.widths.columns]):
+            for number, hook in enumerate(self.hooks):
+                at = np.flatnonzero(pc.equal(batch["hook"], hook).to_numpy(False))
+                chosen = at[-seen[number] % self.every :: self.every]
+                seen[number] += len(at)
+                if len(chosen):
+                    some = self.widths.read(batch.take(pa.array(chosen)))
+                    samples[number].append(some.astype(np.float32))
+        empty = np.zeros((self.widths.n_values, 0), np.float32)
+        return [np.concatenate([empty, *of_hook], axis=1) for of_hook in samples]
+
+
+def scale_of(
+    parts: Sequence[data.TablePart], hooks: tuple[str, ...], widths: Widths, executor: Executor
+) -> Scale:
+    """Return the scale of the readouts in some parts, from an even sample of them.
+
+    The sample knows nothing of the losses: it is of all computed rows.
+    """
+    some = [part for part in parts if part.n_rows]
+    n_parts = len(some) if sum(part.n_rows for part in some) <= MAX_PART_ROWS else MAX_PARTS
+    at = np.unique(np.linspace(0, len(some) - 1, min(n_parts, len(some))).astype(int))
+    chosen = [some[k] for k in at.tolist()]
+    n_rows = sum(part.n_rows for part in chosen) // max(1, len(hooks))
+    sample = _SamplePass(hooks, widths, max(1, n_rows // SAMPLE))
+    drawn = list(executor.map(sample, chosen))
+    shape = len(hooks), widths.n_values
+    median, low, high = (np.full(shape, np.nan) for _ in range(3))
+    for number in range(len(hooks)):
+        values = [of_part[number] for of_part in drawn]
+        for k, row in enumerate(np.concatenate(values, axis=1) if values else ()):
+            x = np.sort(row[~np.isnan(row)].astype(np.float64))
+            if len(x):
+                median[number, k] = np.median(x)
+            if len(x) >= MIN_SAMPLE and x[0] < x[-1]:
+                low[number, k], high[number, k] = np.quantile(x, [TAIL, 1 - TAIL])
+    # Not the mean: fourth powers about one that a few outliers moved would lose all digits.
+    return Scale(np.nan_to_num(median), median, low, high)

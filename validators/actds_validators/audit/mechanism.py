@@ -2,25 +2,32 @@
 
 No test takes tokens for independent draws: between steps losses are moved along the run, within
 steps they are drawn anew and clustered by request.
+
+Within steps, whether lost tokens differ from those that shared their step, and so their load: of
+two tests of each covariate the larger p counts. One draws the losses anew among the tokens of each
+step: exact for losses that hit tokens, the tokens of a request in a step, or whole requests,
+however rare or heavy-tailed the covariate. The other takes scores clustered by request and step: it
+needs many, and holds for losses that lie side by side in any way.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby, islice
 from typing import Literal
 
 import numpy as np
 
-from actds_validators.arrays import Floats, Ints
-from actds_validators.audit.accumulate import CovariateSums
-from actds_validators.audit.census import Series
-from actds_validators.audit.covariates import COVARIATES, defined
+from actds.format.positions import Keys, pair_key, position_key, split_key
+from actds_validators.arrays import Bools, Floats, Ints
+from actds_validators.audit.covariates import COVARIATES, Series, defined
 from actds_validators.audit.data import RunSource
 from actds_validators.audit.missingness import rate_estimate
+from actds_validators.audit.passes import CONTENT, CovariateSums, PartialRows
 from actds_validators.audit.result import (
     Association,
     Covariate,
@@ -38,24 +45,7 @@ from actds_validators.audit.result import (
     Stall,
     TracePoint,
 )
-from actds_validators.audit.within import WithinTest
-from actds_validators.statistics.association import (
-    JointDraws,
-    block_score,
-    change,
-    draws_for,
-    least_over_families,
-    naive_z,
-    over_families,
-)
-from actds_validators.statistics.intervals import (
-    Interval,
-    benjamini_hochberg,
-    block_sums,
-    detectable,
-    jackknife_many,
-    loss_rate,
-)
+from actds_validators.statistics import association, intervals
 from actds_validators.statistics.series import (
     circular_shift,
     isotonic,
@@ -63,6 +53,182 @@ from actds_validators.statistics.series import (
     load_groups,
     one_per_event,
 )
+
+MIN_REQUESTS = 10
+"""Requests with a token in a step that lost a part, at least: of fewer nothing is tested."""
+LEAST_DRAWS = 500
+
+
+@dataclass(frozen=True)
+class WithinTest:
+    """The test of one covariate.
+
+    Args:
+        inside: adjusted over the family: by the largest of all tests in each draw, and after
+            Benjamini and Hochberg; the larger.
+    """
+
+    covariate: Covariate
+    scores: association.Within
+    p: float  # the larger of both
+    inside: float
+
+
+@dataclass(frozen=True)
+class RowsOfSteps:
+    """Rows of the steps that lost a part, of all runs, in an order that no reader decides."""
+
+    step: Ints  # number of the step of each, (n_rows,), another in each run
+    request: Ints
+    began: Ints  # block of the jackknife in which the request began
+    lost: Bools
+    orders: list[Ints]
+    keys: list[Keys]  # of each run, request and position of these
+
+    def values(self, runs: Sequence[PartialRows]) -> Floats:
+        every = []
+        for order, keys, run in zip(self.orders, self.keys, runs, strict=True):
+            positions = position_key(run.request, run.position)
+            by_key = np.argsort(positions, kind="stable")
+            at = np.searchsorted(positions[by_key], keys)
+            known = np.flatnonzero(at < len(positions))
+            known = known[positions[by_key[at[known]]] == keys[known]]
+            x = np.full((len(run.values), len(order)), np.nan)
+            x[:, known] = run.values[:, by_key[at[known]]]
+            every.append(x)
+        return np.concatenate(every, axis=1)
+
+
+def all_rows(runs: Sequence[PartialRows], began: Sequence[Ints]) -> RowsOfSteps:
+    orders = [np.lexsort((run.position, run.request, run.step)) for run in runs]
+    some = list(enumerate(zip(runs, orders, strict=True)))
+    return RowsOfSteps(
+        step=np.concatenate([run.step[order] + (k << 40) for k, (run, order) in some]),
+        request=np.concatenate([run.request[order] + (k << 40) for k, (run, order) in some]),
+        began=np.concatenate([began[k][run.request[order]] for k, (run, order) in some]),
+        lost=np.concatenate([run.lost[order] for _, (run, order) in some]),
+        orders=orders,
+        keys=[position_key(run.request[order], run.position[order]) for _, (run, order) in some],
+    )
+
+
+def _number(values: Floats, k: int) -> Floats:
+    """Return a number of the rows, or its square: side by side all would be held twice."""
+    x: Floats = values[k % len(values)]
+    return x if k < len(values) else x * x
+
+
+class Units:
+    """What is lost together, told by the losses alone: tokens, cells or whole requests.
+
+    A cell is the tokens of a request in a step. Requests are lost whole where most of those that
+    lost a token, of two at least, lost all of these; cells likewise. A unit counts as lost where
+    most of its tokens are.
+    """
+
+    def __init__(self, rows: RowsOfSteps, n_draws: int, seed: int) -> None:
+        self.n_rows = len(rows.step)
+        self.step, self.request = (
+            np.unique(values, return_inverse=True)[1] for values in (rows.step, rows.request)
+        )
+        pairs, self.cell = np.unique(pair_key(self.step, self.request), return_inverse=True)
+        self.lost = rows.lost
+        self.kind = "tokens"
+        unit, stratum = np.arange(self.n_rows), self.step
+        if _lost_whole(self.request, rows.lost):
+            self.kind, unit, stratum = "requests", self.request, rows.began
+        elif _lost_whole(self.cell, rows.lost):
+            self.kind, unit = "cells", self.cell
+        self.unit, self.size = unit, np.bincount(unit)
+        of_unit = np.zeros(len(self.size), np.int64)
+        of_unit[unit] = stratum
+        is_lost = 2 * np.bincount(unit, rows.lost) > self.size
+        self.turns = association.Turns(of_unit, is_lost, n_draws, seed)
+        self.pairs = split_key(pairs)
+
+    def about_step(self, x: Floats) -> Floats:
+        known = ~np.isnan(x)
+        at = self.step[known]
+        mean = np.bincount(at, x[known]) / np.maximum(np.bincount(at), 1)
+        about = np.zeros_like(x)
+        about[known] = x[known] - mean[at]
+        return about
+
+    def drawn(self, numbers: Iterable[Floats]) -> Floats:
+        """Return sums over the lost units of each draw ``(n_numbers, 1 + n_draws)``.
+
+        Of requests each counts the same: of a stored one only the tokens are here that shared a
+        step with lost ones, and sums over fewer tokens would vary less than those of lost ones.
+        """
+        of_units = []
+        for x in numbers:
+            about = self.about_step(x)
+            if self.kind != "tokens":
+                about = np.bincount(self.unit, about).astype(np.float64)
+            if self.kind == "requests":
+                about /= self.size
+            of_units.append(about[self.turns.units])
+        return self.turns.sums(np.stack(of_units))
+
+    def scores(self, x: Floats) -> association.Within | None:
+        known = ~np.isnan(x)
+        n = len(self.pairs[0])
+        sums = []
+        for some in (known, known & self.lost):
+            at = self.cell[some]
+            sums += [np.bincount(at, minlength=n), np.bincount(at, x[some], n)]
+        used = sums[0] > 0
+        return association.within_cells(*(v[used] for v in (*self.pairs, *sums)))
+
+
+def _lost_whole(unit: Ints, lost: Bools) -> bool:
+    n, n_lost = np.bincount(unit), np.bincount(unit, lost)
+    hit = (n_lost > 0) & (n > 1)
+    n_hit, n_part = (int(np.count_nonzero(some)) for some in (hit, hit & (n_lost < n)))
+    return n_hit > 0 and 2 * n_part <= n_hit
+
+
+def selections(
+    runs: dict[str, list[PartialRows]],
+    covariates: dict[str, list[Covariate]],
+    means: dict[str, Floats],
+    began: Sequence[Ints],
+    n_draws: int,
+    seed: int,
+) -> Iterator[tuple[list[WithinTest], int]]:
+    """Yield the tests of content, then those of the values of all hooks, and their draws."""
+    rows = all_rows(runs[CONTENT], began)
+    if len(np.unique(rows.step)) < 2:
+        return
+    units = Units(rows, n_draws, seed)
+    for groups in ([CONTENT], [g for g in runs if g != CONTENT]):
+        joint, tests = association.JointDraws(), []
+        for group in groups:
+            values = rows.values(runs[group])
+            if group in means:
+                values -= means[group][:, np.newaxis]
+            scores = [units.scores(_number(values, k)) for k in range(len(covariates[group]))]
+            kept = [k for k, t in enumerate(scores) if t and t.n_requests >= MIN_REQUESTS]
+            if kept:
+                sizes = np.abs(units.drawn(_number(values, k) for k in kept))
+                joint.add(sizes)
+                reached = sizes >= sizes[:, :1] - 1e-9 * sizes.max(axis=1, keepdims=True)
+                of = [covariates[group][k] for k in kept]
+                tests += list(zip(of, (scores[k] for k in kept), reached.mean(axis=1), strict=True))
+        if tests:
+            clustered = intervals.benjamini_hochberg([t.p for _, t, _ in tests if t])
+            inside = np.maximum(joint.adjusted(), clustered)
+            yield (
+                [
+                    WithinTest(covariate, t, max(t.p, float(p)), float(q))
+                    for (covariate, t, p), q in zip(tests, inside, strict=True)
+                    if t
+                ],
+                joint.n_draws,
+            )
+
+
+# between steps ------------------------------------------------------------------------------
 
 TIME = Covariate(name="time", label="time in the run", unit="s", group="system")
 MAX_PARTIAL = 0.05
@@ -77,19 +243,14 @@ LEAST_SHIFTS = 2000
 
 @dataclass(frozen=True)
 class Question:
-    """The tests of one question, before they are adjusted over the questions.
-
-    Args:
-        n_draws: rearrangements of the losses behind it, the observed one among them.
-        is_enumerated: whether there are no more than these.
-    """
+    """The tests of one question, before they are adjusted over the questions."""
 
     name: FamilyName
     tests: list[Association]
     inside: Floats
-    n_draws: int
+    n_draws: int  # rearrangements of the losses behind it, the observed one among them
     drawn: str
-    is_enumerated: bool = False
+    is_enumerated: bool = False  # whether there are no more than these
 
 
 _test = partial(Association, adjusted_p=1.0, rejected=False)
@@ -111,8 +272,9 @@ def asked_between(
 
 def asked_within(selections: Iterable[tuple[list[WithinTest], int]]) -> list[Question]:
     questions = []
+    drawn = "draws of the lost tokens of each step"
     for chosen, n_draws in selections:
-        of_values = chosen[0].covariate.group == "values"
+        group = chosen[0].covariate.group
         tests = [
             _test(
                 name="within",
@@ -124,15 +286,14 @@ def asked_within(selections: Iterable[tuple[list[WithinTest], int]]) -> list[Que
             )
             for test in chosen
         ]
-        name: FamilyName = "values of tokens" if of_values else "content of tokens"
+        name: FamilyName = "values of tokens" if group == "values" else "content of tokens"
         inside = np.array([test.inside for test in chosen])
-        drawn = "draws of the lost tokens of each step"
         questions.append(Question(name, tests, inside, n_draws, drawn))
     return questions
 
 
 def families(questions: list[Question], fdr: float) -> tuple[list[Association], list[Family]]:
-    adjusted, of_families = over_families([question.inside for question in questions])
+    adjusted, of_families = association.over_families([question.inside for question in questions])
     least = [question.inside.min() for question in questions]
     tests, listed = [], []
     for k, (question, inside) in enumerate(zip(questions, adjusted, strict=True)):
@@ -142,7 +303,7 @@ def families(questions: list[Question], fdr: float) -> tuple[list[Association], 
             )
             for test, q in zip(question.tests, inside, strict=True)
         ]
-        possible = least_over_families(least, k, 1 / question.n_draws)
+        possible = association.least_over_families(least, k, 1 / question.n_draws)
         listed.append(
             Family(
                 question=question.name,
@@ -160,21 +321,20 @@ def families(questions: list[Question], fdr: float) -> tuple[list[Association], 
     return tests, listed
 
 
+_COUNTS = ("n_events", "n_steps", "n_lost_steps", "n_partial_steps")
+
+
 def mechanism(
-    series: Series, questions: list[Question], intervals: list[Interval], limits: Limits
+    series: Series, questions: list[Question], stored: list[intervals.Interval], limits: Limits
 ) -> Mechanism:
-    error = max((i.error for i in intervals), default=0.0)
     tests, of_families = families(questions, limits.fdr)
     return Mechanism(
         tests=tests,
         families=of_families,
-        n_events=series.n_events,
-        n_steps=series.n_steps,
-        n_lost_steps=series.n_lost_steps,
-        n_partial_steps=series.n_partial_steps,
+        **{name: getattr(series, name) for name in _COUNTS},
         n_blocks=series.blocks.n_blocks,
         block_steps=series.blocks.steps * series.steps_per_tick,
-        detectable=detectable(error) if intervals else None,
+        detectable=intervals.detectable(max(i.error for i in stored)) if stored else None,
     )
 
 
@@ -226,15 +386,14 @@ def _steps(
     Where losses do not lie along the run each has to hold over blocks of it as well.
     """
     one_run = len(series.runs) == 1
-    n_draws = draws_for(N_FAMILIES, limits.fdr, LEAST_SHIFTS)
-    joint, tests, of_blocks = JointDraws(), [], []
+    joint, tests, of_blocks = association.JointDraws(), [], []
     of_events = _event_losses(series) if name == "load" else None
     loads = {definition.name for definition in defined("step") if definition.is_load}
     each = [("shift", summed, series.lost) for summed in sums]
     if of_events is not None:
         each += [("event", summed, of_events) for summed in sums if summed.covariate.name in loads]
     for kind, summed, lost in each:
-        result = _shift(kind, summed, series, lost, n_draws, limits.seed, along=along)
+        result = _shift(kind, summed, series, lost, limits, along=along)
         if result is not None:
             test, sizes, p = result
             tests.append(test)
@@ -242,20 +401,13 @@ def _steps(
             joint.add(sizes)
     if not tests:
         return None
-    inside = np.maximum(joint.adjusted(), benjamini_hochberg(of_blocks))
+    inside = np.maximum(joint.adjusted(), intervals.benjamini_hochberg(of_blocks))
     drawn = "circular shifts of the losses"
     return Question(name, tests, inside, joint.n_draws, drawn, is_enumerated=one_run)
 
 
 def _shift(
-    name: str,
-    summed: CovariateSums,
-    series: Series,
-    lost: Floats,
-    n_draws: int,
-    seed: int,
-    *,
-    along: bool,
+    name: str, summed: CovariateSums, series: Series, lost: Floats, limits: Limits, *, along: bool
 ) -> tuple[Association, Floats, float] | None:
     """Return a test of a covariate, what its shifts give, and its p over blocks."""
     n, n_lost = summed.n.sum(), summed.n_lost.sum()
@@ -263,18 +415,21 @@ def _shift(
     variance = xx / max(n, 1) - (x / max(n, 1)) ** 2
     if n <= 0 or variance <= 1e-12 * max(1.0, xx / n):
         return None
+    n_draws = association.draws_for(N_FAMILIES, limits.fdr, LEAST_SHIFTS)
     values, weight = summed.sums[0], summed.n
     if summed.covariate.group == "system":  # one value, however many tokens share the step
         values, weight = values / series.computed, np.ones(series.n_ticks)
         variance = float(values.var())
     shifts = circular_shift(
-        series.run, series.computed, lost, values, weight=weight, n_draws=n_draws, seed=seed
+        series.run, series.computed, lost, values, weight=weight, n_draws=n_draws, seed=limits.seed
     )
     if shifts is None:
         return None
     of_blocks = 0.0
     if not along:
-        p = block_score(series.blocks, series.run, series.computed, lost, values, weight=weight)
+        p = association.block_score(
+            series.blocks, series.run, series.computed, lost, values, weight=weight
+        )
         of_blocks = float(p[0])
     test = _test(
         name=name,
@@ -283,14 +438,16 @@ def _shift(
         p=max(float(shifts.p[0]), of_blocks),
         n_units=max(1, int(shifts.n_effective[0])),
         unit="shifts",
-        naive_p=naive_z([n, x, xx, n_lost, lost_x]) if name == "shift" else None,
+        naive_p=association.naive_z([n, x, xx, n_lost, lost_x]) if name == "shift" else None,
     )
     return test, shifts.sizes, of_blocks
 
 
 def _time(series: Series, limits: Limits) -> list[Question]:
-    n_draws = draws_for(N_FAMILIES, limits.fdr, LEAST_SHIFTS)
-    changed = change(series.computed, series.lost, series.run, n_draws=n_draws, seed=limits.seed)
+    n_draws = association.draws_for(N_FAMILIES, limits.fdr, LEAST_SHIFTS)
+    changed = association.change(
+        series.computed, series.lost, series.run, n_draws=n_draws, seed=limits.seed
+    )
     if changed is None or not changed.long_enough:
         return []
     at = float(series.t_s[min(changed.at, series.n_ticks - 1)])
@@ -307,10 +464,11 @@ def _time(series: Series, limits: Limits) -> list[Question]:
     return [Question("time", [test], np.array([changed.p]), n_draws + 1, "permutations of blocks")]
 
 
+# when it was lost, and how the queues stood --------------------------------------------------
+
 N_BINS = 240
 N_MARKS = 200
 STEP_CURVES = ("batch_tokens", "max_seq_len")
-Direction = Literal["increasing", "decreasing"]
 MAX_LAG = 64
 MAX_DEPTHS = 64
 
@@ -318,13 +476,14 @@ MAX_DEPTHS = 64
 def queues(sources: list[RunSource], series: Series, seed: int = 0) -> Queues:
     """Return the section."""
     lags, band = _lags(series, seed)
+    varies = series.lost.any() and np.ptp(series.load) > 0
     return Queues(
         trace=_trace(series),
         stalls=_stalls(sources, series),
         occupancy=_occupancy(sources),
         lags=lags,
         lag_band=band,
-        loss_by_load=_loss_by_load(series),
+        loss_by_load=_curve(series, series.load)[1] if varies else [],
         loss_by_step=_loss_by_step(series),
     )
 
@@ -346,28 +505,23 @@ def _stalls(sources: list[RunSource], series: Series) -> list[Stall]:
             mark = max(0.0, (int(stalls["t_ns"][at]) - first) / 1e9) + float(series.t_s[begin])
             marks_s[stalls["stage"][at]].append(mark)
     return [
-        Stall(stage=stage, n=n[stage], seconds=waited_s[stage], marks_s=marks[:N_MARKS])
-        for stage in sorted(n)
-        for marks in [sorted(marks_s[stage])]
+        Stall(stage=s, n=n[s], seconds=waited_s[s], marks_s=sorted(marks_s[s])[:N_MARKS])
+        for s in sorted(n)
     ]
 
 
 def _occupancy(sources: list[RunSource]) -> list[Occupancy]:
-    spent_s: dict[str, dict[tuple[int, int], float]] = defaultdict(lambda: defaultdict(float))
+    spent_s: dict[tuple[str, int, int], float] = defaultdict(float)
+    sums = [("capacity", "max"), ("duration_ns", "sum")]
     for source in sources:
-        occupancy = source.columns("occupancy", ["stage", "depth", "capacity", "duration_ns"])
-        lines = list(zip(*(column.tolist() for column in occupancy.values()), strict=True))
-        capacity: dict[tuple[str, int], int] = {}
-        lasted: Counter[tuple[str, int]] = Counter()
-        for stage, depth, room, ns in lines:
-            capacity[stage, depth] = max(room, capacity.get((stage, depth), room))
-            lasted[stage, depth] += ns
-        for (stage, depth), ns in lasted.items():
-            spent_s[stage][depth, capacity[stage, depth]] += ns / 1e9
+        table = source.table("occupancy", ["stage", "depth", "capacity", "duration_ns"])
+        for line in table.group_by(["stage", "depth"]).aggregate(sums).to_pylist():
+            place = line["stage"], line["depth"], line["capacity_max"]
+            spent_s[place] += line["duration_ns_sum"] / 1e9
     return [
         Occupancy(stage=stage, depth=depth, capacity=room, seconds=seconds)
-        for stage, depths in sorted(spent_s.items())
-        for (depth, room), seconds in sorted(depths.items())[:MAX_DEPTHS]
+        for _, lines in groupby(sorted(spent_s.items()), lambda item: item[0][0])
+        for (stage, depth, room), seconds in islice(lines, MAX_DEPTHS)
     ]
 
 
@@ -376,9 +530,10 @@ def _trace(series: Series) -> list[TracePoint]:
     if end <= 0:
         return []
     index = np.minimum((series.t_s / end * N_BINS).astype(int), N_BINS - 1)
-    computed = np.bincount(index, weights=series.computed, minlength=N_BINS)
-    lost = np.bincount(index, weights=series.lost, minlength=N_BINS)
-    load = np.bincount(index, weights=series.load * series.computed, minlength=N_BINS)
+    computed, lost, load = (
+        np.bincount(index, weights=x, minlength=N_BINS)
+        for x in (series.computed, series.lost, series.load * series.computed)
+    )
     width = end / N_BINS
     return [
         TracePoint(
@@ -401,19 +556,7 @@ def _lags(series: Series, seed: int) -> tuple[list[Lag], LagBand | None]:
         Lag(steps=int(lag) * series.steps_per_tick, correlation=float(value))
         for lag, value in zip(lagged.lags, lagged.correlation, strict=True)
     ]
-    return lags, LagBand(
-        low=lagged.low,
-        high=lagged.high,
-        confidence=lagged.confidence,
-        n_shifts=lagged.n_shifts,
-        n_effective=lagged.n_effective,
-    )
-
-
-def _loss_by_load(series: Series) -> list[Loss]:
-    if not series.lost.any() or np.ptp(series.load) == 0:
-        return []
-    return _curve(series, series.load)[1]
+    return lags, LagBand.model_validate(lagged, from_attributes=True)
 
 
 def _loss_by_step(series: Series) -> list[LossCurve]:
@@ -423,16 +566,16 @@ def _loss_by_step(series: Series) -> list[LossCurve]:
     """
     if not series.lost.any():
         return []
-    curves = []
-    for name in STEP_CURVES:
-        direction, points = _curve(series, series.system[name][0] / series.computed)
-        curves.append(
-            LossCurve(covariate=COVARIATES[name].facts(), direction=direction, points=points)
-        )
-    return curves
+    curves = {
+        name: _curve(series, series.system[name][0] / series.computed) for name in STEP_CURVES
+    }
+    return [
+        LossCurve(covariate=COVARIATES[name].facts(), direction=direction, points=points)
+        for name, (direction, points) in curves.items()
+    ]
 
 
-def _curve(series: Series, value: Floats) -> tuple[Direction, list[Loss]]:
+def _curve(series: Series, value: Floats) -> tuple[Literal["increasing", "decreasing"], list[Loss]]:
     """Return the loss by deciles of a number of the step, with the better monotone fit."""
     groups = load_groups(value)
     n = np.bincount(groups, weights=series.computed)
@@ -447,14 +590,10 @@ def _curve(series: Series, value: Floats) -> tuple[Direction, list[Loss]]:
 def _points(series: Series, groups: Ints, mean: Floats, rate: Floats, fitted: Floats) -> list[Loss]:
     inside = groups == np.arange(len(mean))[:, np.newaxis]
     cut = series.blocks
-    n = block_sums(np.where(inside, series.computed, 0.0), cut.labels, cut.n_blocks)
-    lost = block_sums(np.where(inside, series.lost, 0.0), cut.labels, cut.n_blocks)
-    rates = jackknife_many(np.stack([n, lost]), loss_rate)
+    n = intervals.block_sums(np.where(inside, series.computed, 0.0), cut.labels, cut.n_blocks)
+    lost = intervals.block_sums(np.where(inside, series.lost, 0.0), cut.labels, cut.n_blocks)
+    rates = intervals.jackknife_many(np.stack([n, lost]), intervals.loss_rate)
     return [
-        Loss(
-            load=float(mean[k]),
-            rate=rate_estimate(interval, float(rate[k])),
-            fitted=float(fitted[k]),
-        )
-        for k, interval in enumerate(rates)
+        Loss(load=x, rate=rate_estimate(interval, of_all), fitted=fit)
+        for interval, x, of_all, fit in zip(rates, mean, rate, fitted, strict=True)
     ]

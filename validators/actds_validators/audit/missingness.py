@@ -13,67 +13,41 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.format.labels import label_table, label_text
 from actds.format.positions import pair_key, split_key
 from actds_validators.arrays import Floats, Ints
-from actds_validators.audit.accumulate import Bands, CovariateSums
-from actds_validators.audit.census import Series
-from actds_validators.audit.covariates import COVARIATES, N_BANDS, defined
+from actds_validators.audit import result
+from actds_validators.audit.covariates import (
+    COVARIATES,
+    N_BANDS,
+    Series,
+    band_edges,
+    band_words,
+    defined,
+)
 from actds_validators.audit.data import RUN_LABELS, RunSource
 from actds_validators.audit.lookup import Lookup
-from actds_validators.audit.result import (
-    PROVEN,
-    Bound,
-    BoundPoint,
-    Difference,
-    Estimate,
-    Limits,
-    Missingness,
-    Stratum,
-    StratumLoss,
-)
-from actds_validators.statistics.intervals import (
-    Blocks,
-    Interval,
-    at_least,
-    difference_sums,
-    error_of_draws,
-    farthest_mean,
-    from_replicates,
-    jackknife_many,
-    joint_confidence,
-    loss_rate,
-    replicates,
-    smd,
-    smd_of_stored,
-    worst_case,
-)
+from actds_validators.audit.passes import Bands, CovariateSums, Measured
+from actds_validators.statistics import intervals
 from actds_validators.statistics.strata import jensen_shannon, stratum_p, total_variation
 
 CURVE = (0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
 
 
-def estimate(interval: Interval | None) -> Estimate | None:
-    if interval is None:
-        return None
-    return Estimate(
-        value=interval.value, low=interval.low, high=interval.high, confidence=interval.confidence
-    )
+def rate_estimate(interval: intervals.Interval | None, rate: float) -> result.Estimate:
+    share = result.Estimate.of(interval) or result.Estimate(value=rate, low=0.0, high=1.0)
+    return result.Estimate(value=share.value, low=max(0.0, share.low), high=min(1.0, share.high))
 
 
-def rate_estimate(interval: Interval | None, rate: float) -> Estimate:
-    share = estimate(interval) or Estimate(value=rate, low=0.0, high=1.0)
-    return Estimate(value=share.value, low=max(0.0, share.low), high=min(1.0, share.high))
-
-
-def unbounded(value: float, n: float, effective: float) -> Estimate | None:
+def unbounded(value: float, n: float, effective: float) -> result.Estimate | None:
     """Return a mean's distance whose jackknife says nothing, with the worst case about it."""
     if not np.isfinite(value) or effective <= 0:
         return None
-    far = farthest_mean(n, effective)
-    return Estimate(value=value, low=-far, high=far, confidence=1.0)
+    far = intervals.farthest_mean(n, effective)
+    return result.Estimate(value=value, low=-far, high=far, confidence=1.0)
 
 
 def system_sums(series: Series) -> list[CovariateSums]:
@@ -85,10 +59,11 @@ def system_sums(series: Series) -> list[CovariateSums]:
     ]
 
 
-def block_totals(blocks: Blocks, sums: list[CovariateSums]) -> Floats:
+def block_totals(blocks: intervals.Blocks, sums: list[CovariateSums]) -> Floats:
     # One by one: all of them side by side would be the largest arrays of an audit.
     each = [
-        difference_sums(blocks, s.n, s.sums[:1], s.sums[1:2], s.n_lost, s.sums[2:]) for s in sums
+        intervals.difference_sums(blocks, s.n, s.sums[:1], s.sums[1:2], s.n_lost, s.sums[2:])
+        for s in sums
     ]
     return np.concatenate(each, axis=1)
 
@@ -119,7 +94,7 @@ def of_all_lost(totals: Floats, sums: list[CovariateSums], read: float) -> Float
 
 def differences(
     sums: list[CovariateSums], totals: Floats, bands: dict[str, Bands], n_events: float
-) -> list[Difference]:
+) -> list[result.Difference]:
     """Return the difference of every covariate that varies and of which something was lost.
 
     Where the jackknife has no interval, as when one block holds all losses, that of the worst case
@@ -128,36 +103,38 @@ def differences(
     if not sums:
         return []
     every = []
-    lost_against_all = jackknife_many(totals, smd)
-    value, without = replicates(totals, smd_of_stored)
+    lost_against_all = intervals.jackknife_many(totals, intervals.smd)
+    value, without = intervals.replicates(totals, intervals.smd_of_stored)
     stored_against_all = (
-        from_replicates(value, without) if without.shape[1] > 1 else [None] * len(sums)
+        intervals.from_replicates(value, without) if without.shape[1] > 1 else [None] * len(sums)
     )
     is_tested = [summed.covariate.group != "system" for summed in sums]
-    at_once = joint_confidence(without[is_tested])
+    at_once = intervals.joint_confidence(without[is_tested])
     for k, summed in enumerate(sums):
         n, sx, sxx, n_lost, lx = whole = totals[:, k].sum(axis=1)
         interval = lost_against_all[k]
-        lost = estimate(interval) or unbounded(float(smd(whole)), n, n_lost)
+        lost = result.Estimate.of(interval) or unbounded(float(intervals.smd(whole)), n, n_lost)
         if lost is None:
             continue
         stored = stored_against_all[k]
-        error = error_of_draws(n, n_lost, n_events) if stored and interval else 0.0
+        error = intervals.error_of_draws(n, n_lost, n_events) if stored and interval else 0.0
         banded = bands.get(summed.covariate.name)
         every.append(
-            Difference(
+            result.Difference(
                 covariate=summed.covariate,
                 mean_all=sx / n,
                 sd_all=float(np.sqrt(max(0.0, sxx / n - (sx / n) ** 2))),
                 mean_lost=lx / n_lost,
                 smd=lost,
-                equivalence=estimate(
+                equivalence=result.Estimate.of(
                     # Of losses in one block the stored rows have a jackknife, too narrow by far.
-                    at_least(stored, error, PROVEN) if stored and interval else None
+                    intervals.at_least(stored, error, result.PROVEN)
+                    if stored and interval
+                    else None
                 ),
                 at_once=_at_once(stored, error, at_once) if interval and is_tested[k] else None,
-                before_weighting=estimate(stored)
-                or unbounded(float(smd_of_stored(whole)), n, n - n_lost),
+                before_weighting=result.Estimate.of(stored)
+                or unbounded(float(intervals.smd_of_stored(whole)), n, n - n_lost),
                 total_variation=_distance(total_variation, banded),
                 jensen_shannon=_distance(jensen_shannon, banded),
                 strata=strata(banded) if banded else [],
@@ -166,22 +143,24 @@ def differences(
     return every
 
 
-def _at_once(stored: Interval | None, error: float, each: float) -> Estimate | None:
-    interval = estimate(at_least(stored, error, each)) if stored else None
+def _at_once(
+    stored: intervals.Interval | None, error: float, each: float
+) -> result.Estimate | None:
+    interval = result.Estimate.of(intervals.at_least(stored, error, each)) if stored else None
     return interval.model_copy(update={"confidence": 0.95}) if interval else None
 
 
-def strata(bands: Bands) -> list[Stratum]:
+def strata(bands: Bands) -> list[result.Stratum]:
     sums = np.stack([bands.n.T, bands.lost.T])
-    rates = jackknife_many(sums, loss_rate)
+    rates = intervals.jackknife_many(sums, intervals.loss_rate)
     losses = []
     for k, label in enumerate(bands.labels):
         n, n_lost = float(bands.n[:, k].sum()), float(bands.lost[:, k].sum())
         if not n:
             continue
-        edges = bands.edges[k] if bands.edges else None
+        edges = bands.edges[k]
         losses.append(
-            Stratum(
+            result.Stratum(
                 label=label,
                 low=edges[0] if edges else None,
                 high=edges[1] if edges else None,
@@ -193,24 +172,19 @@ def strata(bands: Bands) -> list[Stratum]:
     return losses
 
 
-def bound(loss_share: float) -> Bound:
+def bound(loss_share: float) -> result.Bound:
     share = min(loss_share, 1 - 1e-9)
-    return Bound(
+    return result.Bound(
         loss_share=loss_share,
-        bias=worst_case(share),
-        curve=[BoundPoint(loss_share=s, bias=worst_case(s)) for s in CURVE],
+        bias=intervals.worst_case(share),
+        curve=[result.BoundPoint(loss_share=s, bias=intervals.worst_case(s)) for s in CURVE],
     )
 
 
 def missingness(
-    differing: list[Difference],
-    loss_share: float,
-    *,
-    has_values: bool,
-    has_ids: bool,
-    has_entropy: bool,
-    unread: tuple[int, int] = (0, 0),
-) -> Missingness:
+    differing: list[result.Difference], account: result.Accounting, measured: Measured
+) -> result.Missingness:
+    has_ids = any(covariate.needs_ids for covariate in measured.definitions)
     could = [
         "whether losses depend on the load, the batch and the time",
         "whether losses depend on position, length, phase and source",
@@ -222,22 +196,25 @@ def missingness(
         could.append(ids)
     else:
         not_asked.append(f"{ids}: the ids of lost tokens are known only with readouts")
-    if has_values:
+    if measured.scale:
         could.append(values)
     else:
         not_asked.append(f"{values}: the run has no readouts of lost rows")
-    if unread[0] and (has_ids or has_values):
+    if account.unread and (has_ids or measured.scale):
         not_asked.append(
-            f"either of {unread[0]:,} of the {unread[1]:,} lost tokens: there was no room for "
-            "their readouts, and in the means the others represent them"
+            f"either of {account.unread:,} of the {account.dropped:,} lost tokens: there was no "
+            "room for their readouts, and in the means the others represent them"
         )
     entropy = "whether losses depend on the model's entropy over the next token"
-    if has_entropy:
+    if any(covariate.needs_entropy for covariate in measured.definitions):
         could.append(entropy)
     else:
         not_asked.append(f"{entropy}: the run was not harvested with --entropy")
-    return Missingness(
-        differences=differing, bound=bound(loss_share), could_ask=could, could_not_ask=not_asked
+    return result.Missingness(
+        differences=differing,
+        bound=bound(account.loss_share),
+        could_ask=could,
+        could_not_ask=not_asked,
     )
 
 
@@ -263,21 +240,18 @@ class Strata:
     """Strata of one kind.
 
     Args:
-        n: computed tokens ``(n_strata, n_blocks)``.
-        n_tested: strata of the kind that could have been named, those that are not here as well.
-        rate: share lost that chance would give each block, where it is not that of the block: of
-            strata that own whole blocks.
+        rate: that of chance by block, of strata that own whole blocks; else each block's
     """
 
     kind: str
     labels: list[str]
-    n: Floats
+    n: Floats  # computed tokens (n_strata, n_blocks)
     lost: Floats
-    n_tested: int
+    n_tested: int  # strata of the kind that could have been named, those that are not here as well
     rate: Floats | None = None
 
 
-def candidates(n: Floats, lost: Floats, limits: Limits) -> Ints:
+def candidates(n: Floats, lost: Floats, limits: result.Limits) -> Ints:
     """Return the strata to count block by block: those beyond the limit, `MAX_CANDIDATES` at most.
 
     Where there are more, those whose loss is the least likely of independent tokens (a ranking, no
@@ -293,7 +267,7 @@ def candidates(n: Floats, lost: Floats, limits: Limits) -> Ints:
     return np.sort(beyond[np.argsort(-surprise, kind="stable")[:MAX_CANDIDATES]])
 
 
-def _beyond(n: Floats, lost: Floats, limits: Limits) -> Ints:
+def _beyond(n: Floats, lost: Floats, limits: result.Limits) -> Ints:
     return np.flatnonzero((n >= MIN_TOKENS) & (lost >= limits.worst_stratum_warn * n))
 
 
@@ -307,14 +281,8 @@ class _Groups:
     def add(self, group: Ints, block: Ints, n: Floats, lost: Floats) -> None:
         used = group >= 0
         pairs, at = np.unique(pair_key(group[used], block[used]), return_inverse=True)
-        at = at.reshape(-1)
-        self.parts.append(
-            (
-                *split_key(pairs),
-                _summed(at, n[used], len(pairs)),
-                _summed(at, lost[used], len(pairs)),
-            )
-        )
+        of_all, of_lost = (_summed(at, x[used], len(pairs)) for x in (n, lost))
+        self.parts.append((*split_key(pairs), of_all, of_lost))
 
     def places(self, names: list[str | None]) -> Ints:
         return np.array(
@@ -322,11 +290,14 @@ class _Groups:
             np.int64,
         )
 
-    def strata(self, kind: str, n_blocks: int, limits: Limits, rate: Floats | None) -> Strata:
+    def strata(
+        self, kind: str, n_blocks: int, limits: result.Limits, rate: Floats | None
+    ) -> Strata:
         """Return the groups beyond the limit; with a rate those that lost everything anyway."""
         size = len(self.names)
         if not size:
-            return Strata(kind, [], np.zeros((0, n_blocks)), np.zeros((0, n_blocks)), 0)
+            nothing = np.zeros((0, n_blocks))
+            return Strata(kind, [], nothing, nothing, 0)
         group, block, n, lost = (np.concatenate([part[k] for part in self.parts]) for k in range(4))
         total = _summed(group, n, size)
         # One that was there in too few blocks could not have been named.
@@ -340,16 +311,12 @@ class _Groups:
         place[chosen] = np.arange(len(chosen))
         is_chosen = place[group] >= 0
         at = place[group[is_chosen]] * n_blocks + block[is_chosen]
-        shape = len(chosen), n_blocks
-        words = list(self.names)
-        return Strata(
-            kind,
-            [words[k] for k in chosen],
-            _summed(at, n[is_chosen], shape[0] * n_blocks).reshape(shape),
-            _summed(at, lost[is_chosen], shape[0] * n_blocks).reshape(shape),
-            int(testable.sum()),
-            rate,
+        words = np.array(list(self.names), object)[chosen].tolist()
+        n, lost = (
+            _summed(at, x[is_chosen], len(chosen) * n_blocks).reshape(-1, n_blocks)
+            for x in (n, lost)
         )
+        return Strata(kind, words, n, lost, int(testable.sum()), rate)
 
 
 class SpanStrata:
@@ -381,10 +348,8 @@ class SpanStrata:
                 self._phases[lost, phase] += np.bincount(
                     block, weights=weights, minlength=self.n_blocks
                 )
-        for lost in (0, 1):
-            self.total[lost] += np.bincount(
-                lookup.request_block, weights=n[lost], minlength=self.n_blocks
-            )
+        for total, weights in zip(self.total, n, strict=True):
+            total += np.bincount(lookup.request_block, weights=weights, minlength=self.n_blocks)
         computed = n.sum(axis=0)
         self._halved += float(n[1][2 * n[1] >= computed].sum())
         self.n_whole += int(((n[1] > 0) & (n[0] == 0)).sum())
@@ -416,10 +381,10 @@ class SpanStrata:
     def share(self) -> float:
         return float(self.total[1].sum()) / max(1.0, float(self.total.sum()))
 
-    def strata(self, limits: Limits) -> Iterator[Strata]:
+    def strata(self, limits: result.Limits) -> Iterator[Strata]:
         for name, kind in (("start", "position"), ("end", "position from the end")):
             stored, lost = self._bands[name]
-            yield _some(kind, [_range(k) for k in range(N_BANDS)], stored + lost, lost)
+            yield _some(kind, [band_words(k) for k in range(N_BANDS)], stored + lost, lost)
         stored, lost = self._phases
         yield _some("phase", list(PHASES), stored + lost, lost)
         common = np.full(self.n_blocks, self.share)
@@ -433,8 +398,8 @@ class SpanStrata:
 
     def _add_bands(self, name: str, lost: int, start: Ints, stop: Ints, block: Ints) -> None:
         for band in range(N_BANDS):
-            low, high = 2**band - 1, 2 ** (band + 1) - 1
-            inside = np.minimum(stop, high) - np.maximum(start, low)
+            low, last = band_edges(band)
+            inside = np.minimum(stop, last + 1) - np.maximum(start, low)
             some = np.flatnonzero(inside > 0)
             if len(some):
                 self._bands[name][lost, band] += np.bincount(
@@ -456,27 +421,27 @@ def _captured(source: RunSource, lookup: Lookup) -> tuple[Ints, Ints, Ints]:
 
 
 def _prefixes(source: RunSource, lookup: Lookup) -> list[str | None]:
-    names: list[str | None] = [None] * len(lookup.request_block)
     table = source.table("requests", ["request", "block_digests"])
     table = table.filter(pc.greater(pc.list_value_length(table["block_digests"]), 0))
     firsts = pc.list_element(table["block_digests"], 0).to_pylist()
     n = Counter(firsts)
+    return _of_requests(lookup, table, [f"{d.hex()[:16]}…" if n[d] > 1 else None for d in firsts])
+
+
+def _of_requests(lookup: Lookup, table: pa.Table, words: list[str | None]) -> list[str | None]:
+    names: list[str | None] = [None] * len(lookup.request_block)
     places = lookup.requests.of(table["request"].to_numpy()).tolist()
-    for place, digest in zip(places, firsts, strict=True):
-        if n[digest] > 1 and place >= 0:
-            names[place] = f"{digest.hex()[:16]}…"
+    for place, word in zip(places, words, strict=True):
+        if place >= 0 and word is not None:
+            names[place] = word
     return names
 
 
 def _labels(source: RunSource, lookup: Lookup) -> Iterator[tuple[str, list[str | None]]]:
     table = source.table("requests", ["request", "labels"])
-    places = lookup.requests.of(table["request"].to_numpy()).tolist()
     for name, column in label_table(table["labels"]).items():
-        values: list[str | None] = [None] * len(lookup.request_block)
-        for place, value in zip(places, column.to_pylist(), strict=True):
-            if place >= 0 and value is not None:
-                values[place] = label_text(json.loads(value))
-        yield name, values
+        words = [None if v is None else label_text(json.loads(v)) for v in column.to_pylist()]
+        yield name, _of_requests(lookup, table, words)
 
 
 def _some(kind: str, labels: list[str], n: Floats, lost: Floats) -> Strata:
@@ -484,14 +449,9 @@ def _some(kind: str, labels: list[str], n: Floats, lost: Floats) -> Strata:
     return Strata(kind, [labels[k] for k in used], n[used], lost[used], len(used))
 
 
-def _range(band: int) -> str:
-    low, high = 2**band - 1, 2 ** (band + 1) - 2
-    return f"{low:,} to {high:,}" if band else "0"
-
-
 def worst_strata(
-    every: list[Strata], rate: Floats, share: float, limits: Limits
-) -> list[StratumLoss]:
+    every: list[Strata], rate: Floats, share: float, limits: result.Limits
+) -> list[result.StratumLoss]:
     """Return the strata that lost more than all by the limit and than chance, the worst first.
 
     Spec: 0.1 section 14.6.
@@ -509,7 +469,7 @@ def worst_strata(
             # A run that stored nothing at all needs no test to be named.
             if adjusted <= LEVEL or (strata.rate is not None and lost[k] == n[k]):
                 named.append(
-                    StratumLoss(
+                    result.StratumLoss(
                         kind=strata.kind,
                         label=strata.labels[k],
                         n=int(n[k]),

@@ -23,6 +23,7 @@ from actds.dataset.info import overflowed
 from actds.dataset.reading import Catalog
 from actds.format.schema import RowCounts
 from actds.text import counted, format_seconds, share
+from actds_validators.audit import census
 from actds_validators.audit.place import (
     LEVELS,
     TITLES,
@@ -41,14 +42,6 @@ from actds_validators.audit.result import (
     Limits,
     Queues,
     Verdict,
-)
-from actds_validators.audit.source import (
-    differing_facts,
-    groups_left_out,
-    of_unknown_weights,
-    one_model,
-    rows_by_adapter,
-    rows_of,
 )
 from actds_validators.audit.verdict import Evidence
 from actds_validators.audit.wording import DOMINANT, stratum_words
@@ -173,7 +166,7 @@ def _source(audited: Audited) -> Place:
     part = f", with {share(n_tokens, source.tokens)} of the prompt tokens," if n_tokens else ""
     return place(
         share=lost,
-        worst=worst_of(groups_left_out(audited.records, source)),
+        worst=worst_of(census.groups_left_out(audited.records, source)),
         headline=f"{lost:.1%} of the source was never served{cut}",
         sentence=f"{n:,} of {counted(source.records, 'record')} ({share(n, source.records)})"
         f"{part} were never served{cut}: {reasons}.",
@@ -444,11 +437,11 @@ def _values(audited: Audited) -> Place:
 
 
 def _identity(audited: Audited) -> Place:
-    rows = rows_of(audited.catalog)
+    rows = census.rows_of(audited.catalog)
     total, runs = sum(rows.values()), counted(len(rows), "run")
-    differing = differing_facts(audited.catalog)
-    adapters = rows_by_adapter(audited.catalog)
-    models = [name for name in differing if one_model(name)]
+    differing = census.differing_facts(audited.catalog)
+    adapters = census.rows_by_adapter(audited.catalog)
+    models = [name for name in differing if census.one_model(name)]
     n_others = max((_minority(values, rows) for values in differing.values()), default=0)
     some = "; ".join(
         f"{name}: {' / '.join(sorted({_brief(value) for value in values.values()}))}"
@@ -458,7 +451,7 @@ def _identity(audited: Audited) -> Place:
     facts: dict[str, Any] = {"level": "PASS", "limit": limit}
     headline = "one model, one set of settings"
     sentence = f"{runs}, {headline}."
-    doubtful = of_unknown_weights(audited.catalog)
+    doubtful = census.of_unknown_weights(audited.catalog)
     if doubtful:
         n_others = max(n_others, sum(rows[run] for run in doubtful))
         headline = "rows of weights that nobody knows"

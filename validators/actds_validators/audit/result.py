@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,6 +10,9 @@ from actds.format import tables
 from actds_validators.audit.place import Answer, Place, PlaceName, SourceAccount
 from actds_validators.audit.place import Level as Level
 from actds_validators.sections import LimitsSection, Section, Share
+
+if TYPE_CHECKING:
+    from actds_validators.statistics.intervals import Interval
 
 BOUND = "worst-case bias of any mean"
 """Name of the number that holds for any losses: above its limit the tests decide."""
@@ -39,6 +42,10 @@ class Estimate(Section):
     low: float
     high: float
     confidence: Share = 0.95
+
+    @classmethod
+    def of(cls, interval: Interval | None) -> Estimate | None:
+        return None if interval is None else cls.model_validate(interval, from_attributes=True)
 
 
 class Number(Section):

@@ -17,31 +17,24 @@ from actds.executor import Executor, Threads, open_executor
 from actds.publish.sealing import check_provenance
 from actds.store import open_store
 from actds_validators.arrays import Floats, Ints
+from actds_validators.audit import data as tables
 from actds_validators.audit import follow_up as following
-from actds_validators.audit.accumulate import CONTENT, CovariateSums, PartialRows, Sums
-from actds_validators.audit.census import RunSteps, Series, accounting, make_series, read_steps
+from actds_validators.audit import mechanism, missingness
+from actds_validators.audit.census import accounting, source_account
 from actds_validators.audit.covariates import (
     MAX_PROBES,
-    CovariateDef,
+    RunSteps,
+    Series,
     Widths,
     content,
     defined,
-    squares,
+    make_series,
+    read_steps,
 )
 from actds_validators.audit.coverage import CoverageCounts, coverage, dominant_cell, read_spans
-from actds_validators.audit.data import (
-    CLASSES,
-    N_THREADS,
-    RunSource,
-    catalog_source,
-    class_words,
-    labels_of,
-    match_labels,
-    read_labels,
-    role_labels,
-)
 from actds_validators.audit.lookup import (
     MAX_SOURCES,
+    TAIL,
     CellEdges,
     Lookup,
     Shared,
@@ -52,42 +45,28 @@ from actds_validators.audit.lookup import (
     prompt_sources,
     read_rows,
     read_vocabulary,
+    scale_of,
     thinning,
 )
-from actds_validators.audit.mechanism import (
-    N_FAMILIES,
-    Question,
-    asked_between,
-    asked_within,
-    mechanism,
-    queues,
+from actds_validators.audit.passes import (
+    CovariateSums,
+    ExecutorName,
+    Measured,
+    PartialRows,
+    RowPass,
+    Sums,
 )
-from actds_validators.audit.missingness import (
-    MIN_TOKENS,
-    SpanStrata,
-    Strata,
-    block_totals,
-    candidates,
-    differences,
-    missingness,
-    of_all_lost,
-    system_sums,
-    worst_strata,
-)
-from actds_validators.audit.passes import TAIL, ExecutorName, RowPass, Scale, accumulate, scale_of
 from actds_validators.audit.place import Answer, Place, PlaceName, SourceAccount
 from actds_validators.audit.places import Audited, conclude, places, unaccounted
 from actds_validators.audit.result import (
     Audit,
     ClassesFile,
-    Covariate,
     Difference,
     Limits,
     Options,
     Queues,
     Verdict,
 )
-from actds_validators.audit.source import source_account
 from actds_validators.audit.verdict import Evidence, judge
 from actds_validators.audit.weights import (
     Cells,
@@ -99,7 +78,6 @@ from actds_validators.audit.weights import (
     weighting,
     write_weights,
 )
-from actds_validators.audit.within import LEAST_DRAWS, selections
 from actds_validators.audit.wording import blind_spots
 from actds_validators.statistics.association import draws_for
 from actds_validators.statistics.intervals import Interval, jackknife_many, smd_of_stored
@@ -155,17 +133,17 @@ def audit_dataset(
     Spec: 0.1 section 14.
     """
     began = time.monotonic()
-    labels = None if classes is None else read_labels(classes)
+    labels = None if classes is None else tables.read_labels(classes)
     catalog = Catalog.read(open_store(path), apart=True)
     if not catalog.is_sealed:
         raise catalog.not_sealed(str(path))
     check_provenance(catalog)
-    with open_executor(executor, N_THREADS) as runner:
+    with open_executor(executor, tables.N_THREADS) as runner:
         progress("hashing and opening tables")
-        sources = [catalog_source(catalog, run) for run in catalog.run_ids]
-        named = None if labels is None else match_labels(labels, sources)
+        sources = [tables.catalog_source(catalog, run) for run in catalog.run_ids]
+        named = None if labels is None else tables.match_labels(labels, sources)
         unseen = _unseen(sources)
-        table = role_labels(sources) if labels is None else labels.table
+        table = tables.role_labels(sources) if labels is None else labels.table
         sections = audit_sources(sources, limits, progress, table, runner, named)
         if weights is not None and sections.accounting.is_sound:
             progress("writing weights")
@@ -226,14 +204,14 @@ def _answered(
 
 
 def audit_sources(
-    sources: list[RunSource],
+    sources: list[tables.RunSource],
     limits: Limits,
     progress: Progress = lambda what: None,
     labels: pa.Table | None = None,
     executor: Executor | None = None,
     named: ClassesFile | None = None,
 ) -> Sections:
-    on = executor or Threads(N_THREADS)
+    on = executor or Threads(tables.N_THREADS)
     progress("accounting")
     account = accounting(sources, on.map)
     if not account.is_sound:
@@ -252,9 +230,9 @@ def audit_sources(
     seen = coverage(passed.covered, named)
     if seen is not None:
         progress("rows that were served often")
-        cell = dominant_cell([(s, passed.lookups[s.run]) for s in used], passed.hooks, on)
+        cell = dominant_cell([(s, passed.lookups[s.run]) for s in used], passed.measured.hooks, on)
         seen = seen.model_copy(update={"dominant": cell})
-    waits = queues(used, series, limits.seed)
+    waits = mechanism.queues(used, series, limits.seed)
     policies = {source.labels.get("overflow policy") for source in sources} - {None}
     words = tuple(sorted(map(str, policies)))
     sections = Sections(
@@ -265,30 +243,25 @@ def audit_sources(
     progress("differences")
     everything = _covariate_sums(passed, passed.sums, series)
     read = 1 - account.unread / max(1, account.dropped)
-    totals = of_all_lost(block_totals(series.blocks, everything), everything, read)
-    bands = passed.sums.bands_of(passed.definitions)
-    differing = differences(everything, totals, bands, series.effective_events)
+    totals = missingness.of_all_lost(
+        missingness.block_totals(series.blocks, everything), everything, read
+    )
+    bands = passed.sums.bands_of(passed.measured.definitions)
+    differing = missingness.differences(everything, totals, bands, series.effective_events)
     progress("weights")
     cells = weigh(counted_cells(edges, series, passed.sums.cell_n))
     differing = _after_weighting(differing, everything, totals, passed, cells)
     progress("tests")
     of_requests = passed.spans.of_requests if passed.spans else 0.0
     questions = [
-        *asked_between(everything, series, limits, of_requests),
+        *mechanism.asked_between(everything, series, limits, of_requests),
         *_within(passed, series, limits),
     ]
-    missing = missingness(
-        differing,
-        account.loss_share,
-        has_values=passed.scale is not None,
-        has_ids=has_ids,
-        has_entropy=has_entropy,
-        unread=(account.unread, account.dropped),
-    )
+    missing = missingness.missingness(differing, account, passed.measured)
     return replace(
         sections,
         missingness=missing.model_copy(update=_strata(passed, limits)),
-        mechanism=mechanism(series, questions, _intervals(everything, totals), limits),
+        mechanism=mechanism.mechanism(series, questions, _intervals(everything, totals), limits),
         blocks_long_enough=series.blocks.long_enough,
         weighting=weighting(cells, differing, limits.negligible_bias),
         cells=cells,
@@ -296,9 +269,9 @@ def audit_sources(
 
 
 def _covariate_sums(passed: Passed, sums: Sums, series: Series) -> list[CovariateSums]:
-    every = system_sums(series)
-    for group, covariates in passed.covariates.items():
-        middle = passed.middle(group)
+    every = missingness.system_sums(series)
+    for group, covariates in passed.measured.covariates.items():
+        middle = passed.measured.middles[group]
         every += sums.moments[group].covariate_sums(covariates, middle, series.blocks)
     return every
 
@@ -313,7 +286,6 @@ class Passed:
     """What the rows of all runs add up to.
 
     Args:
-        scale: where the readouts lie; ``None`` where nothing was lost or no run has readouts.
         slots: token ids that were counted block by block, and how many there were to choose from.
         within: of each group of covariates, the rows of each run in steps that lost a part.
         means: of each hook, how far the means lie from where its rows were taken.
@@ -321,33 +293,16 @@ class Passed:
 
     lookups: dict[str, Lookup]
     covered: CoverageCounts
-    definitions: tuple[CovariateDef, ...]
-    hooks: tuple[str, ...]
-    widths: Widths
-    scale: Scale | None = None
+    measured: Measured
     sums: Sums | None = None
-    spans: SpanStrata | None = None
+    spans: missingness.SpanStrata | None = None
     slots: tuple[Ints, int] = field(default_factory=lambda: (np.zeros(0, np.int64), 0))
     within: dict[str, list[PartialRows]] = field(default_factory=dict)
     means: dict[str, Floats] = field(default_factory=dict)
 
-    @property
-    def covariates(self) -> dict[str, list[Covariate]]:
-        groups = {CONTENT: [covariate.facts() for covariate in self.definitions]}
-        for hook in self.hooks if self.scale else ():
-            numbers = self.widths.facts(hook)
-            groups[hook] = [*numbers, *squares(numbers)]
-        return groups
-
-    def middle(self, group: str) -> Floats:
-        if group == CONTENT or self.scale is None:
-            return np.zeros(len(self.definitions))
-        middle: Floats = self.scale.middle[self.hooks.index(group)]
-        return middle
-
 
 def pass_over(
-    sources: list[RunSource],
+    sources: list[tables.RunSource],
     steps: list[RunSteps],
     series: Series,
     edges: CellEdges | None,
@@ -366,39 +321,45 @@ def pass_over(
         for source, of_run in zip(sources, steps, strict=True)
         if of_run.run in series.runs
     ]
-    own_sources = [source for source, _, _ in runs]
+    used = [source for source, _, _ in runs]
     has_ids, has_entropy = knows_ids(sources), knows_entropy(sources)
     progress("counting token ids")
     counted = [(source, rows) for source, _, rows in runs]
     vocabulary, lost_ids = read_vocabulary(counted, executor.map, has_ids=has_ids)
-    passed = Passed(
-        {},
-        CoverageCounts(class_words(labels) if labels is not None else ()),
-        content(
-            prompt_sources(own_sources)[:MAX_SOURCES], has_ids=has_ids, has_entropy=has_entropy
-        ),
-        _hooks(own_sources),
-        _widths(own_sources),
-    )
+    words = prompt_sources(used)[:MAX_SOURCES]
+    definitions = content(words, has_ids=has_ids, has_entropy=has_entropy)
+    measured = Measured(definitions, edges, _hooks(used), _widths(used))
+    if edges is not None and measured.hooks:
+        progress("sampling readouts")
+        readouts = [part for source in used for part in source.parts["readouts"]]
+        scale = scale_of(readouts, measured.hooks, measured.widths, executor)
+        measured = replace(measured, scale=scale)
+    classes = tables.class_words(labels) if labels is not None else ()
+    passed = Passed({}, CoverageCounts(classes), measured)
     if edges is not None:
-        passed.spans = SpanStrata(series.blocks.n_blocks)
+        passed.spans = missingness.SpanStrata(series.blocks.n_blocks)
         if has_ids:
             passed.slots = _slots(vocabulary, lost_ids, limits or Limits())
-        if passed.hooks:
-            progress("sampling readouts")
-            readouts = [part for source in own_sources for part in source.parts["readouts"]]
-            passed.scale = scale_of(readouts, passed.hooks, passed.widths, executor)
     token_slot = np.full(len(vocabulary.counts) + 1, -1, np.int64)
     token_slot[passed.slots[0]] = np.arange(len(passed.slots[0]))
-    n_numbers = len(passed.definitions) + len(passed.hooks) * passed.widths.n_values
+    n_numbers = len(definitions) + len(measured.hooks) * measured.widths.n_values
     every = thinning([of_run for _, of_run, _ in runs], n_numbers)
-    shared = Shared(series, vocabulary, passed.definitions, token_slot, has_ids, every)
+    shared = Shared(series, vocabulary, definitions, token_slot, has_ids, every)
     total: Sums | None = None
     for (source, of_run, rows), ids in zip(runs, lost_ids, strict=True):
-        classes = None if labels is None else labels_of(labels, source.run)
-        lookup = make_lookup(source, of_run, rows, shared, ids, classes)
+        of_labels = None if labels is None else tables.labels_of(labels, source.run)
+        lookup = make_lookup(source, of_run, rows, shared, ids, of_labels)
+        passed.lookups[source.run] = lookup
         progress(f"rows of {source.run}")
-        total = _add_run(passed, total, source, lookup, edges, executor)
+        read_spans(source, lookup, passed.covered)
+        row_pass = RowPass(lookup, measured)
+        total = total or row_pass.sums([*measured.covariates])
+        for sums in executor.map(row_pass, row_pass.pieces(source.parts)):
+            total.add(sums)
+        for group, moments in total.moments.items():
+            passed.within.setdefault(group, []).append(moments.take_within())
+        if passed.spans is not None:
+            passed.spans.add(source, lookup)
     if total is not None:
         passed.covered.rows.add(total.classes)
     if edges is not None and total is not None:
@@ -407,60 +368,41 @@ def pass_over(
     return passed
 
 
-def _add_run(
-    passed: Passed,
-    total: Sums | None,
-    source: RunSource,
-    lookup: Lookup,
-    edges: CellEdges | None,
-    executor: Executor,
-) -> Sums:
-    passed.lookups[source.run] = lookup
-    read_spans(source, lookup, passed.covered)
-    row_pass = RowPass(lookup, passed.definitions, edges, passed.hooks, passed.widths, passed.scale)
-    total = total or row_pass.sums()
-    accumulate(total, row_pass, source.parts, executor)
-    for group, moments in total.moments.items():
-        passed.within.setdefault(group, []).append(moments.take_within())
-    if passed.spans is not None:
-        passed.spans.add(source, lookup)
-    return total
-
-
 def _centre(passed: Passed, total: Sums, block: Ints) -> None:
     """Put the sums of the readouts about their means, which no pass knew before."""
-    if passed.scale is None:
+    measured, scale = passed.measured, passed.measured.scale
+    if scale is None:
         return
-    shifts = np.stack([total.moments[hook].centre(block) for hook in passed.hooks])
-    passed.scale = replace(passed.scale, middle=passed.scale.middle + shifts)
-    passed.means = dict(zip(passed.hooks, shifts, strict=True))
+    shifts = np.stack([total.moments[hook].centre(block) for hook in measured.hooks])
+    passed.measured = replace(measured, scale=replace(scale, middle=scale.middle + shifts))
+    passed.means = dict(zip(measured.hooks, shifts, strict=True))
 
 
-def _row_strata(passed: Passed) -> Iterator[Strata]:
+def _row_strata(passed: Passed) -> Iterator[missingness.Strata]:
     if passed.sums is None or not passed.lookups:
         return
     lookup = next(iter(passed.lookups.values()))
-    classes = passed.covered.rows.words[len(CLASSES) :]
+    classes = passed.covered.rows.words[len(tables.CLASSES) :]
     chosen, n_ids = passed.slots
     stored, lost = passed.sums.strata
     computed = stored + lost
     if lookup.has_ids:
-        yield Strata("special tokens", ["all of them"], computed[:1], lost[:1], 1)
+        yield missingness.Strata("special tokens", ["all of them"], computed[:1], lost[:1], 1)
         ids = [str(i) for i in lookup.vocabulary.index.numbers(chosen).tolist()]
         first = 1 + len(classes)
-        yield Strata("token id", ids, computed[first:], lost[first:], n_ids)
+        yield missingness.Strata("token id", ids, computed[first:], lost[first:], n_ids)
     if classes:
         some = slice(1, 1 + len(classes))
-        yield Strata("class", list(classes), computed[some], lost[some], len(classes))
-    if passed.scale is not None:
+        yield missingness.Strata("class", list(classes), computed[some], lost[some], len(classes))
+    if passed.measured.scale is not None:
         stored, n_lost = (t.reshape(-1, t.shape[-1]) for t in passed.sums.tails)
         words = [
             f"{side} {TAIL:.0%} of the {word} at {hook}"
             for side in ("lowest", "highest")
-            for hook in passed.hooks
-            for word in passed.widths.words
+            for hook in passed.measured.hooks
+            for word in passed.measured.widths.words
         ]
-        yield Strata("tail of a value", words, stored + n_lost, n_lost, len(words))
+        yield missingness.Strata("tail of a value", words, stored + n_lost, n_lost, len(words))
 
 
 def _slots(vocabulary: Vocabulary, lost_ids: list[Ints], limits: Limits) -> tuple[Ints, int]:
@@ -469,7 +411,7 @@ def _slots(vocabulary: Vocabulary, lost_ids: list[Ints], limits: Limits) -> tupl
         places = vocabulary.index.of(ids[ids >= 0])
         lost += np.bincount(places[places >= 0], minlength=len(vocabulary.counts))
     n = np.maximum(vocabulary.counts, lost)  # of a run without readouts the stored ones
-    return candidates(n, lost, limits), int((n >= MIN_TOKENS).sum())
+    return missingness.candidates(n, lost, limits), int((n >= missingness.MIN_TOKENS).sum())
 
 
 def _after_weighting(
@@ -481,7 +423,7 @@ def _after_weighting(
 ) -> list[Difference]:
     if cells.weights is None or passed.sums is None:
         return differing
-    stored = stored_cells(passed.sums, {group: passed.middle(group) for group in passed.covariates})
+    stored = stored_cells(passed.sums, passed.measured.middles)
     estimates = after_weighting(cells, passed.sums.cell_n, stored, totals)
     after = dict(zip((summed.covariate.name for summed in everything), estimates, strict=True))
     return [
@@ -489,17 +431,17 @@ def _after_weighting(
     ]
 
 
-def _unseen(sources: list[RunSource], *, followed_up: bool = False) -> list[str]:
+def _unseen(sources: list[tables.RunSource], *, followed_up: bool = False) -> list[str]:
     n_probes = max((source.n_probes for source in sources), default=0)
     hooks = _hooks(sources) if knows_ids(sources) else ()
     return blind_spots(hooks, _widths(sources), n_probes, followed_up=followed_up)
 
 
-def _hooks(sources: list[RunSource]) -> tuple[str, ...]:
+def _hooks(sources: list[tables.RunSource]) -> tuple[str, ...]:
     return tuple(sorted({hook for source in sources for hook in source.hooks}))
 
 
-def _widths(sources: list[RunSource]) -> Widths:
+def _widths(sources: list[tables.RunSource]) -> Widths:
     return Widths(
         max((source.n_projections for source in sources), default=0),
         min(MAX_PROBES, max((source.n_probes for source in sources), default=0)),
@@ -511,19 +453,22 @@ def _strata(passed: Passed, limits: Limits) -> dict[str, object]:
     assert passed.spans is not None
     every = [*passed.spans.strata(limits), *_row_strata(passed)]
     return {
-        "worst_strata": worst_strata(every, passed.spans.rate, passed.spans.share, limits),
+        "worst_strata": missingness.worst_strata(
+            every, passed.spans.rate, passed.spans.share, limits
+        ),
         "n_strata": sum(strata.n_tested for strata in every),
         "whole_requests": passed.spans.n_whole,
     }
 
 
-def _within(passed: Passed, series: Series, limits: Limits) -> list[Question]:
+def _within(passed: Passed, series: Series, limits: Limits) -> list[mechanism.Question]:
     if series.n_partial_steps < 2:
         return []
     began = [lookup.request_block for lookup in passed.lookups.values()]
-    n_draws = draws_for(N_FAMILIES, limits.fdr, LEAST_DRAWS)
-    return asked_within(
-        selections(passed.within, passed.covariates, passed.means, began, n_draws, limits.seed)
+    n_draws = draws_for(mechanism.N_FAMILIES, limits.fdr, mechanism.LEAST_DRAWS)
+    covariates = passed.measured.covariates
+    return mechanism.asked_within(
+        mechanism.selections(passed.within, covariates, passed.means, began, n_draws, limits.seed)
     )
 
 

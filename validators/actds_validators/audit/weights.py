@@ -22,21 +22,13 @@ from actds.errors import ActdsError
 from actds.format.row_weights import FORMAT, GROUP_ROWS, SCHEMA, VERSION
 from actds.format.shard import Shard
 from actds.store import refuse_within_dataset
+from actds.store.folders import replaced
 from actds_validators.arrays import Floats
-from actds_validators.audit.accumulate import Sums
-from actds_validators.audit.census import Series
+from actds_validators.audit import result
+from actds_validators.audit.covariates import Series
 from actds_validators.audit.lookup import CellEdges, Lookup, Rows
-from actds_validators.audit.missingness import estimate, unbounded
-from actds_validators.audit.outputs import replaced
-from actds_validators.audit.result import (
-    Balance,
-    Difference,
-    Estimate,
-    Group,
-    WeightCell,
-    Weighting,
-    Worse,
-)
+from actds_validators.audit.missingness import unbounded
+from actds_validators.audit.passes import Sums
 from actds_validators.statistics.intervals import Interval, from_replicates, smd
 from actds_validators.statistics.strata import (
     effective_rows,
@@ -54,19 +46,14 @@ ENTROPY_EDGES = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True)
 class Cells:
-    """The cells: load by complexity.
-
-    Args:
-        rates: share lost, shrunk; ``None`` before `weigh`.
-        weights: of a stored row; ``None`` before `weigh` or when nothing is stored.
-    """
+    """The cells: load by complexity."""
 
     edges: CellEdges
     load_max: float
     n: Floats
     lost: Floats
-    rates: Floats | None = None
-    weights: Floats | None = None
+    rates: Floats | None = None  # share lost, shrunk; None before `weigh`
+    weights: Floats | None = None  # of a stored row; None before `weigh` or when nothing is stored
 
 
 def cell_edges(series: Series, *, has_ids: bool, has_entropy: bool = False) -> CellEdges:
@@ -111,13 +98,9 @@ def weigh(cells: Cells) -> Cells:
 
 @dataclass(frozen=True)
 class StoredCells:
-    """A covariate over the stored rows, by block and cell.
+    """A covariate over the stored rows, by block and cell."""
 
-    Args:
-        n: rows that have a value, ``(n_blocks, n_cells)``.
-    """
-
-    n: Floats
+    n: Floats  # rows that have a value, (n_blocks, n_cells)
     x: Floats
 
 
@@ -133,7 +116,7 @@ def stored_cells(sums: Sums, middles: Mapping[str, Floats]) -> list[StoredCells]
 
 def after_weighting(
     cells: Cells, n: Floats, stored: Sequence[StoredCells], totals: Floats
-) -> list[Estimate | None]:
+) -> list[result.Estimate | None]:
     """Return how far the weighted rows lie from all, one covariate after the other.
 
     The jackknife leaves a block out of the weights as well: they are made of the same losses.
@@ -161,7 +144,7 @@ def after_weighting(
         parts = _weighted(stored, lambda s: ((s.sum(axis=0) - s) * weights).sum(axis=1))
         intervals = from_replicates(values, smd(np.stack([*left, *parts])))
     return [
-        estimate(interval)
+        result.Estimate.of(interval)
         or unbounded(float(value), float(n_all), effective_rows(w, x.n.sum(axis=0)))
         for interval, value, n_all, x in zip(intervals, values, sums[0], stored, strict=True)
     ]
@@ -169,22 +152,20 @@ def after_weighting(
 
 def _weighted(
     stored: Sequence[StoredCells], weigh_sums: Callable[[Floats], Floats]
-) -> tuple[Floats, Floats]:
-    return (
-        np.stack([weigh_sums(covariate.n) for covariate in stored]),
-        np.stack([weigh_sums(covariate.x) for covariate in stored]),
-    )
+) -> Iterator[Floats]:
+    for name in ("n", "x"):
+        yield np.stack([weigh_sums(getattr(covariate, name)) for covariate in stored])
 
 
 def weighting(
-    cells: Cells, differences: Sequence[Difference], negligible: float
-) -> Weighting | None:
+    cells: Cells, differences: Sequence[result.Difference], negligible: float
+) -> result.Weighting | None:
     if cells.weights is None or cells.rates is None:
         return None
     stored = cells.n - cells.lost
     lows, highs = (0.0, *cells.edges.load), (*cells.edges.load, cells.load_max)
     listed = [
-        WeightCell(
+        result.WeightCell(
             load_low=lows[i],
             load_high=highs[i],
             label=_label(cells, j),
@@ -204,29 +185,23 @@ def weighting(
         claim = f"{empty} cells lost every row: no weight can make up for them"
     elif np.ptp(of_stored) < 1e-9:
         claim = "every weight is 1: no load and no complexity lost more than chance"
-    return Weighting(
+    changes = _changes(differences)
+    return result.Weighting(
         n_cells=len(listed),
         n_rows=round(stored.sum()),
         effective_rows=effective_rows(cells.weights.reshape(-1), stored.reshape(-1)),
         largest=float(cells.weights.max()),
         complexity=cells.edges.words,
         cells=listed,
-        balance=_balance(differences),
-        worse=_worse(differences, negligible),
+        balance=list(_balance(changes)),
+        worse=_worse(changes, negligible),
         claim=claim,
     )
 
 
-def _worse(differences: Sequence[Difference], negligible: float) -> list[Worse]:
-    """Return the covariates whose bias the weights make larger and not negligible, worst first.
-
-    A tenth of what is negligible is no growth.
-
-    The bias before and after is of the same rows: most of its noise is in both, and what an
-    interval of either allows would hide a bias that grew by a quarter.
-    """
-    changes = [
-        Worse(
+def _changes(differences: Sequence[result.Difference]) -> list[result.Worse]:
+    return [
+        result.Worse(
             label=d.covariate.label,
             group=d.covariate.group,
             before=abs(d.before_weighting.value),
@@ -235,26 +210,26 @@ def _worse(differences: Sequence[Difference], negligible: float) -> list[Worse]:
         for d in differences
         if d.before_weighting and d.after_weighting
     ]
-    grown = [
-        change
-        for change in changes
-        if change.after > max(negligible, change.before + negligible / 10)
-    ]
+
+
+def _worse(changes: Sequence[result.Worse], negligible: float) -> list[result.Worse]:
+    """Return the covariates whose bias the weights make larger and not negligible, worst first.
+
+    A tenth of what is negligible is no growth.
+
+    The bias before and after is of the same rows: most of its noise is in both, and what an
+    interval of either allows would hide a bias that grew by a quarter.
+    """
+    grown = [x for x in changes if x.after > max(negligible, x.before + negligible / 10)]
     return sorted(grown, key=lambda change: change.before - change.after)
 
 
-def _balance(differences: Sequence[Difference]) -> list[Balance]:
-    balance = []
-    for group in get_args(Group):
-        pairs = [
-            (abs(d.before_weighting.value), abs(d.after_weighting.value))
-            for d in differences
-            if d.covariate.group == group and d.before_weighting and d.after_weighting
-        ]
-        if pairs:
-            before, after = (max(side) for side in zip(*pairs, strict=True))
-            balance.append(Balance(group=group, before=before, after=after))
-    return balance
+def _balance(changes: Sequence[result.Worse]) -> Iterator[result.Balance]:
+    for group in get_args(result.Group):
+        some = [change for change in changes if change.group == group]
+        if some:
+            before, after = max(x.before for x in some), max(x.after for x in some)
+            yield result.Balance(group=group, before=before, after=after)
 
 
 def _label(cells: Cells, j: int) -> str:

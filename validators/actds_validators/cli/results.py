@@ -122,7 +122,7 @@ class Outputs:
         further: Mapping[str, Path | None] | None = None,
         inputs: Mapping[str, Sequence[Path]] | None = None,
     ) -> None:
-        from actds_validators.audit.outputs import refuse_outputs
+        from actds.store.folders import refuse_outputs
         from actds_validators.sections import need_extra
 
         need_extra(*(["jinja2"] if html else []))
@@ -184,7 +184,7 @@ def keep_little() -> None:
 def need_folders(*outputs: Path | None) -> None:
     """Refuse a file inside a dataset (E009), or in a folder that is not there (E503), at once."""
     from actds.store import refuse_within_dataset
-    from actds_validators.audit.outputs import unwritable
+    from actds.store.folders import unwritable
 
     for out in outputs:
         if out is not None:
@@ -196,7 +196,7 @@ def need_folders(*outputs: Path | None) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all; raises E503 where it cannot be written."""
-    from actds_validators.audit.outputs import replaced
+    from actds.store.folders import replaced
 
     with replaced(path) as new:
         new.write_text(text, encoding="utf-8")

@@ -202,7 +202,6 @@ def _some_strata(stratum: Ints, lost: Bools, most: int) -> Ints:
 
 def _counted(stratum: Ints, lost: Bools) -> tuple[Ints, Ints, Ints]:
     known, at = np.unique(stratum, return_inverse=True)
-    at = at.reshape(-1)
     return known, at, np.bincount(at, lost, len(known)).astype(np.int64)
 
 
@@ -210,7 +209,7 @@ def _runs(rising: Ints) -> tuple[Ints, Ints, Ints]:
     _, first, at, size = np.unique(
         rising, return_index=True, return_inverse=True, return_counts=True
     )
-    return at.reshape(-1), first.astype(np.int32), size.astype(np.int32)
+    return at, first.astype(np.int32), size.astype(np.int32)
 
 
 def block_score(

@@ -42,15 +42,8 @@ class Interval:
     def at(self, confidence: float) -> Interval:
         """Return the same estimate with an interval of another confidence."""
         half = _half(self.error, self.freedom, confidence)
-        return Interval(
-            self.value,
-            self.value - half,
-            self.value + half,
-            self.error,
-            self.n_blocks,
-            self.freedom,
-            confidence,
-        )
+        low, high = self.value - half, self.value + half
+        return replace(self, low=low, high=high, confidence=confidence)
 
 
 @dataclass(frozen=True)
