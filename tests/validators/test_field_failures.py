@@ -32,7 +32,7 @@ from actds_testing.places import DOCS
 from actds_testing.schedules import Schedule, simulate
 from actds_testing.synthetic import make_dataset
 from actds_validators.validate.validation import Level, validate
-from actds_writers.capture import kinds
+from actds_writers.capture import hooks
 from actds_writers.capture.taps import Tap, decoder_layers
 from actds_writers.engines.account import WorkerSide
 
@@ -151,7 +151,7 @@ def _tap_of(patch: pytest.MonkeyPatch, where: Callable[[Any, int], torch.nn.Modu
         return output.flatten(0, -2).to(torch.bfloat16), None
 
     patch.setattr(
-        type(kinds.BUILT_IN["resid_post"]),
+        type(hooks.BUILT_IN["resid_post"]),
         "tap",
         lambda self, model, layer, form: Tap(where(decoder_layers(model), layer), read),
     )

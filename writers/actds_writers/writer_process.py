@@ -32,7 +32,7 @@ from actds_writers.ipc.messages import (
     WorkerHello,
     WriterProgress,
 )
-from actds_writers.shards.join import JoinedStep, StageJoin
+from actds_writers.shards.assembly import JoinedStep, StageJoin
 from actds_writers.shards.logs import LaneEnd
 from actds_writers.shards.writer import Writer
 

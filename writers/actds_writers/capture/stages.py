@@ -23,10 +23,17 @@ import torch
 from actds.errors import ActdsError
 from actds.format import tables
 from actds_writers.capture.op import TORCH_TYPES, HookBuffers
-from actds_writers.capture.overflow import Entry, Handover
-from actds_writers.capture.transfer import CLOSE_TIMEOUT_S, Copier, HostMemory, Lane, Mark, typed
-from actds_writers.ipc import ring
-from actds_writers.ipc.link import Link, Sender
+from actds_writers.capture.transfer import (
+    CLOSE_TIMEOUT_S,
+    Copier,
+    Entry,
+    Handover,
+    HostMemory,
+    Lane,
+    Mark,
+    typed,
+)
+from actds_writers.ipc.link import Link, QueuePage, RingSpace, Sender, aligned, create_memory
 from actds_writers.ipc.messages import (
     BoolArray,
     Fact,
@@ -39,9 +46,7 @@ from actds_writers.ipc.messages import (
     StepRows,
     WorkerHello,
 )
-from actds_writers.ipc.ring import QueuePage, RingSpace, aligned
-from actds_writers.policies import POLICIES
-from actds_writers.sampling import EVERYTHING, LeftOut
+from actds_writers.sampling import EVERYTHING, POLICIES, LeftOut
 from actds_writers.sizing.needs import Geometry, Sizes, WorkerMemory, narrow_nbytes, worker_memory
 
 
@@ -197,7 +202,7 @@ class Stages:
         self.ring_path = Path(link.folder) / f"ring-{stage}"
         self.ring_nbytes = memory.ring
         self._ring = RingSpace(memory.ring)
-        self._host = HostMemory(ring.create(self.ring_path, memory.ring), self._device)
+        self._host = HostMemory(create_memory(self.ring_path, memory.ring), self._device)
         queues = QueuePage.beside(self.ring_path, new=True)
         self.lane: Lane | None = None
         if self._width:

@@ -25,7 +25,7 @@ from actds.text import format_nbytes
 from actds_writers.capture import op as capture
 from actds_writers.capture.check import NO_CHECK, HookCheck
 from actds_writers.capture.hooks import cast_of, directions, hook_specs
-from actds_writers.capture.logits import Reading
+from actds_writers.capture.op import Reading
 from actds_writers.capture.stages import Stages, Step, memory_of
 from actds_writers.capture.taps import ModelConfig, StreamForm
 from actds_writers.capture.transfer import Mark

@@ -19,7 +19,7 @@ from actds_writers.engine_protocol import find_engine
 from actds_writers.harvest.stress import StressResult, stress
 from actds_writers.ipc.messages import HookSpec
 from actds_writers.model_folder import computed_dtype, model_config
-from actds_writers.policies import POLICIES
+from actds_writers.sampling import POLICIES
 from actds_writers.sizing.machine import (
     DEFAULTS,
     Capacity,

@@ -24,7 +24,7 @@ from actds.errors import ActdsError
 from actds.format.readouts import NONE
 from actds.format.schema import CloseReason
 from actds_writers.config import CensusSettings, WriterSettings
-from actds_writers.ipc.link import Link
+from actds_writers.ipc.link import Link, require_room
 from actds_writers.ipc.messages import (
     CensusProgress,
     ClientFacts,
@@ -32,7 +32,6 @@ from actds_writers.ipc.messages import (
     Finish,
     WriterProgress,
 )
-from actds_writers.ipc.ring import require_room
 from actds_writers.sizing.needs import LANE_NBYTES
 
 

@@ -19,8 +19,8 @@ from actds.dataset.ledger import Chain
 from actds.format import tables
 from actds.format.schema import RowCounts
 from actds.store import Store
+from actds_writers.ipc.link import aligned
 from actds_writers.ipc.messages import CommitTotals, StageState, Stall, StepRows, WorkerHello
-from actds_writers.ipc.ring import aligned
 
 LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 LATENCIES_KEPT = 512

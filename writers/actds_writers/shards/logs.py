@@ -26,7 +26,7 @@ from actds.format import tables
 from actds.format.readouts import Readouts
 from actds.format.schema import PartTable
 from actds.store import Store
-from actds_writers.ipc import ring
+from actds_writers.ipc.link import attach_memory, view_memory
 from actds_writers.ipc.messages import (
     HookSpec,
     ReadoutsFree,
@@ -129,7 +129,7 @@ class LaneReader:
 
     def __init__(self, hooks: Sequence[HookSpec], path: str, nbytes: int) -> None:
         self.hooks = [hook.name for hook in hooks]
-        self.memory, self.nbytes = ring.attach(Path(path), nbytes), nbytes
+        self.memory, self.nbytes = attach_memory(Path(path), nbytes), nbytes
         self.depth: int | None = None
         self.arrived: deque[tuple[StepReadouts, np.ndarray]] = deque()
         """Steps that wait for the other stages."""
@@ -174,7 +174,7 @@ class ReadoutLog:
         """Copy the readouts of a step out of a stage's lane; commits a part when it is full."""
         lane = self._lanes[stage]
         shape = (len(lane.hooks), len(message.positions), self._readouts.width)
-        values = ring.view(lane.memory, message.offset, shape, np.dtype(np.float32)).copy()
+        values = view_memory(lane.memory, message.offset, shape, np.dtype(np.float32)).copy()
         with self._changed:
             lane.depth = message.depth - 1
             self._n_taken += 1

@@ -30,7 +30,6 @@ from actds_writers.engine_protocol import (
     Workers,
     bad_option,
 )
-from actds_writers.engines.vllm import versions
 from actds_writers.engines.vllm.options import (
     _KV_FROM_OUTSIDE,
     _SAMPLING,
@@ -40,6 +39,7 @@ from actds_writers.engines.vllm.options import (
     Adapter,
     VllmOptions,
     adapter_sha256,
+    admit,
     argument_names,
     graph_key,
     read_adapter,
@@ -92,7 +92,7 @@ class VllmEngine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         if link is not None:
-            versions.admit(link.settings.check)
+            admit(link.settings.check)
         self._lora = adapter.request() if adapter else None
         additional = {"actds": graph_key(link)} if link else {}
         n_replicas = link.replica[1] if link else 1

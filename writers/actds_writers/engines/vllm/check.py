@@ -38,7 +38,7 @@ from actds_writers.capture.check import (
 from actds_writers.capture.hooks import find_kind, raise_all
 from actds_writers.capture.op import HookBuffers
 from actds_writers.capture.taps import StreamForm, decoder_layers
-from actds_writers.engines.vllm.options import random_adapters
+from actds_writers.engines.vllm.options import is_verified, random_adapters
 from actds_writers.engines.vllm.runner import (
     Dispatch,
     eager,
@@ -47,7 +47,6 @@ from actds_writers.engines.vllm.runner import (
     loaded_model,
     share_tokens,
 )
-from actds_writers.engines.vllm.versions import is_verified
 from actds_writers.ipc.messages import HookSpec
 
 _NAME = "actds-check-{}"

@@ -410,7 +410,7 @@ def _wrap_scheduler() -> None:
     @functools.wraps(update_from_output)
     def updating(self: Any, output: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
         if self._actds is not None and self.connector is not None:
-            from actds_writers.engines.vllm.blocks import refuse_unseen
+            from actds_writers.engines.vllm.requests import refuse_unseen
 
             _reported(self, refuse_unseen, self, output, results)
         if self._actds is not None:
@@ -443,7 +443,7 @@ def _look_at_weights(scheduler: Any) -> None:
 
 
 def _follow_weights(scheduler: Any, live: LiveRun) -> None:
-    from actds_writers.engines.vllm.blocks import WrittenBlocks
+    from actds_writers.engines.vllm.requests import WrittenBlocks
     from actds_writers.engines.vllm.weights import change_run, weights_facts
 
     global _live, _link

@@ -255,7 +255,7 @@ class _Bench:
 
     def _install(self) -> None:
         from actds_writers.engines.vllm.check import check_hooks
-        from actds_writers.engines.vllm.versions import VERIFIED
+        from actds_writers.engines.vllm.options import VERIFIED
 
         worker = plugin.worker_of(self.core)
         model = loaded_model(worker.model_runner)

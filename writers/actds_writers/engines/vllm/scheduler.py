@@ -24,9 +24,18 @@ from actds.errors import ActdsError
 from actds.format import tables
 from actds.text import printable
 from actds_writers.engines.account import Channel, SchedulerSide
-from actds_writers.engines.vllm.blocks import Blocks, Owner, Owners, WrittenBlocks, blocks_of_step
 from actds_writers.engines.vllm.options import adapter_sha256
-from actds_writers.engines.vllm.requests import ChatRoles, StopStrings, recorded, take_roles
+from actds_writers.engines.vllm.requests import (
+    Blocks,
+    ChatRoles,
+    Owner,
+    Owners,
+    StopStrings,
+    WrittenBlocks,
+    blocks_of_step,
+    recorded,
+    take_roles,
+)
 from actds_writers.ipc.messages import Reference, RequestFinished, StepScheduled
 from actds_writers.sampling import EVERYTHING, MIXED_WEIGHTS, Labels, LeftOut, SamplingRules
 

@@ -27,8 +27,7 @@ from actds.store import layout, local_folder, open_store
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import LiveSettings, WriterSettings, settings_of
 from actds_writers.engines.account import layer_config
-from actds_writers.engines.vllm import versions
-from actds_writers.engines.vllm.options import graph_key, refuse_options, refuse_unread
+from actds_writers.engines.vllm.options import admit, graph_key, refuse_options, refuse_unread
 from actds_writers.engines.vllm.weights import WeightsWatch
 from actds_writers.engines.vllm.worker import model_files
 from actds_writers.harvest.prepare import hold
@@ -232,7 +231,7 @@ def start(config: Any, document: Any) -> LiveRun:
             accounting, E010 a dataset with other hooks or in use.
     """
     settings = parse_live_settings(document)
-    versions.admit(settings.check)
+    admit(settings.check)
     refuse(config, check=settings.check)
     if settings.entropy:
         parallel = config.parallel_config

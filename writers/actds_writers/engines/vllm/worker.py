@@ -16,8 +16,7 @@ import torch
 from actds.errors import ActdsError
 from actds.format import canonical, tables
 from actds_writers.capture.hooks import find_kind, raise_all
-from actds_writers.capture.logits import Reading
-from actds_writers.capture.op import install
+from actds_writers.capture.op import Reading, install
 from actds_writers.capture.taps import ModelConfig, StreamForm
 from actds_writers.engines.account import (
     Room,
@@ -26,8 +25,8 @@ from actds_writers.engines.account import (
     reporting_failure,
     specs_of,
 )
-from actds_writers.engines.vllm.blocks import LoadErrors
-from actds_writers.engines.vllm.options import refuse_options
+from actds_writers.engines.vllm.options import VERIFIED, installed, is_verified, refuse_options
+from actds_writers.engines.vllm.requests import LoadErrors
 from actds_writers.engines.vllm.runner import (
     Dispatch,
     RowIdentity,
@@ -38,7 +37,6 @@ from actds_writers.engines.vllm.runner import (
     watch,
     whole,
 )
-from actds_writers.engines.vllm.versions import VERIFIED, installed, is_verified
 from actds_writers.engines.vllm.weights import WeightsSample
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact
