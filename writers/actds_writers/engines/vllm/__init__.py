@@ -30,6 +30,7 @@ from actds_writers.engine_protocol import (
     Workers,
     bad_option,
 )
+from actds_writers.engines import wrap
 from actds_writers.engines.vllm.options import (
     _KV_FROM_OUTSIDE,
     _SAMPLING,
@@ -194,17 +195,15 @@ def wake_when_dead(client: Any) -> None:
 
     The client of an engine core in this process has no queue.
     """
-    outputs, shutdown = getattr(client, "outputs_queue", None), client.shutdown
+    outputs = getattr(client, "outputs_queue", None)
     if outputs is None:
         return
 
-    @functools.wraps(shutdown)
-    def shutting_down(*args: Any, **kwargs: Any) -> Any:
+    @wrap(client, "shutdown")
+    def shutting_down(shutdown: Any, *args: Any, **kwargs: Any) -> Any:
         # Called by the thread that watches the process, too.
         outputs.put_nowait(RuntimeError("the process of the engine has ended"))
         return shutdown(*args, **kwargs)
-
-    client.shutdown = shutting_down
 
 
 def _devices(options: Mapping[str, Any], number: int) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from actds.errors import ActdsError
+from actds_writers.engines import wrap
 from actds_writers.ipc.messages import count_packed, packed
 from actds_writers.prompts.encoding import NO_OFFSETS, Rendered, chat_roles
 from actds_writers.prompts.roles import ThinkingMarks, Unlabelled, sampled_labels
@@ -40,15 +41,12 @@ class LoadErrors:
         self._blocks: set[int] = set()
         if not has_kv_transfer_group():
             return
-        connector: Any = get_kv_transfer_group()
-        get = connector.get_block_ids_with_load_errors
 
-        def getting(*args: Any, **kwargs: Any) -> Any:
+        @wrap(get_kv_transfer_group(), "get_block_ids_with_load_errors")
+        def getting(get: Any, *args: Any, **kwargs: Any) -> Any:
             blocks = get(*args, **kwargs)
             self._blocks |= set(blocks or ())
             return blocks
-
-        connector.get_block_ids_with_load_errors = getting
 
     def touch(self, scheduled: Any) -> bool:
         blocks, self._blocks = self._blocks, set()
@@ -352,11 +350,10 @@ def label_chats(processor: Any) -> None:
         return
     replace(TokenizeParams(max_total_tokens=None), return_token_offsets=True)  # or raises now
     labeller = ChatLabeller(renderer)
-    render, process = renderer.render_chat_async, processor.process_inputs
 
-    @functools.wraps(render)
+    @wrap(renderer, "render_chat_async")
     async def rendering(
-        conversations: Any, chat_params: Any, tok_params: Any = None, **options: Any
+        render: Any, conversations: Any, chat_params: Any, tok_params: Any = None, **options: Any
     ) -> Any:
         given = tok_params or renderer.default_chat_tok_params
         placing = replace(given, return_token_offsets=True)
@@ -370,8 +367,8 @@ def label_chats(processor: Any) -> None:
                 await labeller.label(chat, prompt, offsets, chat_params)
         return chats, prompts
 
-    @functools.wraps(process)
-    def processing(request_id: str, prompt: Any, *args: Any, **options: Any) -> Any:
+    @wrap(processor, "process_inputs")
+    def processing(process: Any, request_id: str, prompt: Any, *args: Any, **options: Any) -> Any:
         request = process(request_id, prompt, *args, **options)
         params = getattr(request, "sampling_params", None)
         if params is not None:
@@ -379,5 +376,3 @@ def label_chats(processor: Any) -> None:
             if isinstance(prompt, dict) and KEY in prompt:
                 params.extra_args = {**(params.extra_args or {}), KEY: prompt[KEY]}
         return request
-
-    renderer.render_chat_async, processor.process_inputs = rendering, processing

@@ -23,6 +23,7 @@ import numpy as np
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.text import printable
+from actds_writers.engines import wrap
 from actds_writers.engines.account import Channel, SchedulerSide
 from actds_writers.engines.vllm.options import adapter_sha256
 from actds_writers.engines.vllm.requests import (
@@ -203,23 +204,22 @@ class VllmSchedulerSide(SchedulerSide):
 
     def follow(self, connector: Any) -> None:
         """Note what a ``KVConnectorBase_V1`` supplies, from the two calls that admit requests."""
-        matched = connector.get_num_new_matched_tokens
-        allocated = connector.update_state_after_alloc
 
-        def matching(request: Any, n_local: int, *args: Any, **kwargs: Any) -> Any:
+        @wrap(connector, "get_num_new_matched_tokens")
+        def matching(matched: Any, request: Any, n_local: int, *args: Any, **kwargs: Any) -> Any:
             if (tracked := self._tracked.get(request.request_id)) is not None:
                 tracked.loading = (n_local, n_local)
             return matched(request, n_local, *args, **kwargs)
 
-        def allocating(request: Any, blocks: Any, n_external: int, *args: Any, **kw: Any) -> Any:
+        @wrap(connector, "update_state_after_alloc")
+        def allocating(
+            allocated: Any, request: Any, blocks: Any, n_external: int, *args: Any, **kwargs: Any
+        ) -> Any:
             tracked = self._tracked.get(request.request_id)
             # 0 when the rest is allocated after an asynchronous load.
             if tracked is not None and n_external:
                 tracked.loading = (tracked.loading[0], tracked.loading[0] + n_external)
-            return allocated(request, blocks, n_external, *args, **kw)
-
-        connector.get_num_new_matched_tokens = matching
-        connector.update_state_after_alloc = allocating
+            return allocated(request, blocks, n_external, *args, **kwargs)
 
     def chat_of(self, request: Any) -> ChatRoles | None:
         tracked = self._tracked.get(request.request_id)
