@@ -95,12 +95,10 @@ def spoil_hand_over(patch: pytest.MonkeyPatch, spoil: Callable[[Any, int], None]
     """Change the rows between the model and the capture, as a broken runner does."""
     real = WorkerSide.hand_over
 
-    def hand_over(
-        self: Any, step: int, requests: Any, n_rows: Any, *more: Any, **named: Any
-    ) -> None:
+    def hand_over(self: Any, step: Any, *more: Any, **named: Any) -> None:
         for rows in self.buffers.rows:
-            spoil(rows, sum(n_rows))
-        real(self, step, requests, n_rows, *more, **named)
+            spoil(rows, int(step.n_rows.sum()))
+        real(self, step, *more, **named)
 
     patch.setattr(WorkerSide, "hand_over", hand_over)
 

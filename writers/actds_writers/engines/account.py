@@ -40,7 +40,6 @@ from actds_writers.ipc.messages import (
     StepScheduled,
     TokensSampled,
 )
-from actds_writers.sampling import EVERYTHING, LeftOut
 from actds_writers.sizing.needs import WorkerMemory
 
 
@@ -75,19 +74,14 @@ class SchedulerSide:
         *,
         internal_id: str | None = None,
         arrival_ns: int | None = None,
-        block_digests: tuple[bytes, ...] = (),
-        left_out: LeftOut = EVERYTHING,
-        adapter: tuple[str, str | None] | None = None,
-        roles: str = "",
+        **about: Any,
     ) -> int:
         """Report a request that the scheduler took; return its number.
 
         Args:
             internal_id: the engine's id, if it differs.
             arrival_ns: wall clock of its arrival, ``None`` for now.
-            block_digests: digests of its full prefix blocks.
-            adapter: name and digest of its LoRA adapter.
-            roles: of its prompt, packed; empty where the client tells them, or nobody does.
+            about: further fields of ``RequestArrived``.
         """
         number = self._n_requests
         self._n_requests += 1
@@ -99,19 +93,9 @@ class SchedulerSide:
         words = None
         if sampling is not None:
             words = json.dumps(sampling, sort_keys=True, separators=(",", ":"))
+        arrived = time.time_ns() if arrival_ns is None else arrival_ns
         self._census.send(
-            RequestArrived(
-                request=number,
-                internal_id=internal_id,
-                external_id=external_id,
-                prompt_len=prompt_len,
-                arrival_ns=time.time_ns() if arrival_ns is None else arrival_ns,
-                sampling=words,
-                block_digests=block_digests or None,
-                left_out=left_out,
-                adapter=adapter,
-                roles=roles,
-            )
+            RequestArrived(number, internal_id, external_id, prompt_len, arrived, words, **about)
         )
         return number
 
@@ -361,39 +345,20 @@ class WorkerSide:
 
     def hand_over(
         self,
-        step: int,
-        requests: Sequence[int],
-        n_rows: Sequence[int],
-        prompt_lens: Sequence[int],
+        step: Step,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         *,
-        finished: tuple[int, ...],
-        duration_ns: int,
-        kernel_mode: str | None,
-        left_out: tuple[LeftOut, ...] = (),
-        lost: str | None = None,
         waits: bool = False,
         changed: torch.Tensor | None = None,
     ) -> None:
-        """Hand over the rows of the step that just ran; arguments as of ``Step`` and ``Stages``.
+        """Hand over the rows of the step that just ran; arguments as of ``Stages``.
 
         Raises:
             ActdsError: E501 when a hook did not see every row, E502 when the writer is gone.
         """
-        ran = Step(
-            step=step,
-            requests=np.array(requests, np.int64),
-            n_rows=np.array(n_rows, np.int64),
-            prompt_lens=np.array(prompt_lens, np.int64),
-            left_out=left_out,
-            finished=finished,
-            duration_ns=duration_ns,
-            kernel_mode=kernel_mode,
-            began=self._began,
-            lost=lost,
-        )
-        self.stages.hand_over(ran, token_ids, positions, waits=waits, changed=changed)
+        step = replace(step, began=self._began)
+        self.stages.hand_over(step, token_ids, positions, waits=waits, changed=changed)
 
     def add_sampled(
         self, step: int, requests: Sequence[int], reading: Reading, token_ids: torch.Tensor

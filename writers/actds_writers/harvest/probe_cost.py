@@ -440,7 +440,7 @@ class TimesProbes(Protocol):
         """
 
 
-def _timer(kind: EngineKind) -> TimesProbes:
+def _timer(kind: EngineKind[Any]) -> TimesProbes:
     if not hasattr(kind, "time_probes"):
         got = f"{kind.name}: its steps are not timed"
         raise ActdsError("E012", "engine", got=got, expected="vllm")

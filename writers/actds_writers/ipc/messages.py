@@ -298,7 +298,7 @@ class RequestArrived:
     prompt_len: int
     arrival_ns: int
     sampling: str | None
-    block_digests: tuple[bytes, ...] | None
+    block_digests: tuple[bytes, ...] | None = None
     left_out: LeftOut = EVERYTHING
     adapter: tuple[str, str | None] | None = None
     roles: str = ""

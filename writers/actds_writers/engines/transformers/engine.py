@@ -45,6 +45,7 @@ try:
     )
     from actds_writers.capture.hooks import raise_all
     from actds_writers.capture.op import Reading
+    from actds_writers.capture.stages import Step
     from actds_writers.capture.taps import decoder_layers
     from actds_writers.engines.account import (
         SchedulerSide,
@@ -253,16 +254,11 @@ class Capture(WorkerSide):
         index = torch.from_numpy(columns.index).to(input_ids.device)
         if n < n_padded:
             self.buffers.compact(index)
+        numbers, prompt_lens = np.array([(s.number, s.prompt_len) for s in columns.sequences]).T
         self.hand_over(
-            step,
-            [sequence.number for sequence in columns.sequences],
-            columns.n_rows.tolist(),
-            [sequence.prompt_len for sequence in columns.sequences],
+            Step(step, numbers, columns.n_rows, prompt_lens, (), finished, duration_ns, "eager"),
             input_ids.flatten()[index],
             torch.from_numpy(columns.positions).to(input_ids.device),
-            finished=finished,
-            duration_ns=duration_ns,
-            kernel_mode="eager",
             waits=self.link.settings.entropy,
         )
 

@@ -25,7 +25,6 @@ from actds_writers.engine_protocol import (
     OPTION,
     Engine,
     EngineKind,
-    EngineOptions,
     Finished,
     Workers,
     bad_option,
@@ -290,13 +289,13 @@ def _engine_error(error: Exception) -> ActdsError:
     return ActdsError("E504", "engine", got=one_line(error, 400), expected="an engine that runs")
 
 
-class Vllm(EngineKind):
+class Vllm(EngineKind[VllmOptions]):
     """vLLM, in processes of its own."""
 
     name = "vllm"
     option_type = VllmOptions
 
-    def options(self, given: Mapping[str, object]) -> EngineOptions:
+    def options(self, given: Mapping[str, object]) -> VllmOptions:
         """Return validated options.
 
         Raises:
@@ -315,10 +314,9 @@ class Vllm(EngineKind):
         refuse_options({key: v for key, v in given.items() if key != "data_parallel_size"})
         return super().options(given)
 
-    def checked(self, given: Mapping[str, object]) -> EngineOptions:
+    def checked(self, given: Mapping[str, object]) -> VllmOptions:
         """Return validated options whose names the installed vLLM knows, or E009, or E011."""
         options = self.options(given)  # a typing error needs no engine to be found
-        assert isinstance(options, VllmOptions)
         if options.lora is not None:
             read_adapter(options.lora)
         known = argument_names() if given else frozenset()
@@ -330,33 +328,28 @@ class Vllm(EngineKind):
         return options
 
     def start(
-        self, model: Path, options: EngineOptions, link: Link, *, temperature: float, seed: int
+        self, model: Path, options: VllmOptions, link: Link, *, temperature: float, seed: int
     ) -> Engine:
-        assert isinstance(options, VllmOptions)
         adapter = read_adapter(options.lora) if options.lora else None
         return VllmEngine(model, options, link, temperature=temperature, seed=seed, adapter=adapter)
 
-    def replicas(self, options: EngineOptions) -> int:
+    def replicas(self, options: VllmOptions) -> int:
         """Return ``data_parallel_size``: vLLM runs dense replicas as independent engines too."""
-        assert isinstance(options, VllmOptions)
         return options.data_parallel_size or 1
 
-    def workers(self, options: EngineOptions) -> Workers:
+    def workers(self, options: VllmOptions) -> Workers:
         """Return stages and steps in flight; one more than vLLM's default on GPUs may have."""
-        assert isinstance(options, VllmOptions)
         stages = options.pipeline_parallel_size or 1
         return Workers(stages, stages + (options.async_scheduling is not False))
 
-    def of_replica(self, options: EngineOptions, number: int) -> EngineOptions:
-        assert isinstance(options, VllmOptions)
+    def of_replica(self, options: VllmOptions, number: int) -> VllmOptions:
         devices = _devices(options.arguments(), number)
         return options.model_copy(update={"data_parallel_size": 1, **devices})
 
-    def require_logits(self, options: EngineOptions) -> None:
-        assert isinstance(options, VllmOptions)
+    def require_logits(self, options: VllmOptions) -> None:
         refuse_unread(options.arguments(), OPTION)
 
-    def alone(self, options: EngineOptions) -> EngineOptions:
+    def alone(self, options: VllmOptions) -> VllmOptions:
         """Return the options of the same engine, one request at a time, with no KV but its own."""
         given = options.model_fields_set.intersection(_KV_FROM_OUTSIDE)
         changes = {"enable_prefix_caching": False, **dict.fromkeys(given)}
@@ -370,8 +363,7 @@ class Vllm(EngineKind):
         self.checked(task.engine_args)
         return probe_timing.time_probes(task, VllmEngine, progress)
 
-    def adapter_sha256(self, options: EngineOptions) -> str | None:
-        assert isinstance(options, VllmOptions)
+    def adapter_sha256(self, options: VllmOptions) -> str | None:
         return adapter_sha256(str(read_adapter(options.lora).folder)) if options.lora else None
 
 

@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from actds.errors import ActdsError
 from actds.format import canonical, tables
 from actds_writers.capture.hooks import find_kind, raise_all
 from actds_writers.capture.op import Reading, install
+from actds_writers.capture.stages import Step
 from actds_writers.capture.taps import ModelConfig, StreamForm
 from actds_writers.engines.account import (
     Room,
@@ -175,24 +177,24 @@ class WorkerCapture(WorkerSide):
             for request, count in zip(identity.request_ids, identity.n_rows.tolist(), strict=True)
             if count
         ]
-        numbers, prompt_lens, n_rows, left_out = zip(*rows, strict=True)
-        wanted = zip(numbers, left_out, strict=True)
+        *columns, left_out = zip(*rows, strict=True)
+        numbers, prompt_lens, n_rows = (np.array(column, np.int64) for column in columns)
+        wanted = zip(columns[0], left_out, strict=True)
         self._sampling = mark.step, [n if out.decode is None else -1 for n, out in wanted]
-        self.hand_over(
+        failed = self._loads is not None and self._loads.touch(scheduled)
+        step = Step(
             mark.step,
             numbers,
             n_rows,
             prompt_lens,
-            identity.token_ids,
-            identity.positions,
-            finished=mark.finished,
-            duration_ns=duration_ns,
-            kernel_mode=self._dispatch.mode,
-            left_out=left_out if self._left_out else (),
-            waits=True,
-            lost=tables.FAILED_LOAD if self._loads and self._loads.touch(scheduled) else mark.lost,
-            changed=self.sample.changed() if self.sample is not None else None,
+            left_out if self._left_out else (),
+            mark.finished,
+            duration_ns,
+            self._dispatch.mode,
+            lost=tables.FAILED_LOAD if failed else mark.lost,
         )
+        changed = self.sample.changed() if self.sample is not None else None
+        self.hand_over(step, identity.token_ids, identity.positions, waits=True, changed=changed)
 
     def _learn(self, scheduled: Any, mark: Any) -> None:
         for request in scheduled.finished_req_ids:
