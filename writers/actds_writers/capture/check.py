@@ -9,6 +9,7 @@ result is the fact ``capture.check`` of the run record.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import subprocess
@@ -26,6 +27,7 @@ from actds.format import canonical
 from actds.format.schema import DType
 from actds.text import one_line
 from actds_writers.capture.hooks import find_kind, raise_all
+from actds_writers.capture.op import watch_tap
 from actds_writers.capture.taps import Tap, decoder_layers
 from actds_writers.ipc.messages import Fact, HookSpec
 
@@ -516,26 +518,18 @@ def _require_own_states(
 def _watched(
     taps: Mapping[str, Mapping[int, Tap]], rows: dict[tuple[str, int], torch.Tensor]
 ) -> Iterator[None]:
-    def keep(key: tuple[str, int], tap: Tap) -> Any:
-        def hook(_module: Any, args: Any, kwargs: Any, output: Any = None) -> None:
-            try:
-                first, second = tap.read(args, kwargs, output)
-            except ActdsError:
-                return  # another form than the kind reads: its rows are missing
+    def keep(
+        key: tuple[str, int], tap: Tap, _module: Any, args: Any, kwargs: Any, output: Any = None
+    ) -> None:
+        with contextlib.suppress(ActdsError):  # another form than the kind reads: rows are missing
+            first, second = tap.read(args, kwargs, output)
             rows[key] = first.clone() if second is None else first + second
 
-        if tap.before:
-            return tap.module.register_forward_pre_hook(hook, with_kwargs=True)
-        return tap.module.register_forward_hook(hook, with_kwargs=True)
-
-    handles = [
-        keep((kind, layer), tap) for kind, places in taps.items() for layer, tap in places.items()
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for kind, places in taps.items():
+            for layer, tap in places.items():
+                hooks.callback(watch_tap(tap, functools.partial(keep, (kind, layer), tap)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager

@@ -360,8 +360,11 @@ def _require_channels(hook: str, n_channels: int, d_model: int) -> bool:
     return True
 
 
-def watch_tap(tap: Tap, hook: Callable[..., None]) -> None:
-    """Call ``hook(module, args, kwargs, output)`` at every forward; without output before it."""
+def watch_tap(tap: Tap, hook: Callable[..., None]) -> Callable[[], None]:
+    """Call ``hook(module, args, kwargs, output)`` at every forward; without output before it.
+
+    Returns what removes it.
+    """
     if tap.wrapped:
         forward = tap.module.forward
 
@@ -370,7 +373,7 @@ def watch_tap(tap: Tap, hook: Callable[..., None]) -> None:
             return forward(*args, **kwargs)
 
         tap.module.forward = watched
-    elif tap.before:
-        tap.module.register_forward_pre_hook(hook, with_kwargs=True)
-    else:
-        tap.module.register_forward_hook(hook, with_kwargs=True)
+        return lambda: setattr(tap.module, "forward", forward)
+    if tap.before:
+        return tap.module.register_forward_pre_hook(hook, with_kwargs=True).remove
+    return tap.module.register_forward_hook(hook, with_kwargs=True).remove

@@ -255,14 +255,9 @@ class Stall:
 
 @dataclass(frozen=True)
 class RingFree:
-    """The writer has taken a step at an offset of the ring, or ``None``, one that was dropped."""
+    """The writer has taken a step, from an offset of the ring or lane if it was not dropped."""
 
     offset: int | None
-
-
-@dataclass(frozen=True)
-class ReadoutsFree:
-    offset: int
 
 
 # writer → census and back ----------------------------------------------------------------------

@@ -25,6 +25,7 @@ from actds_writers.ipc.messages import (
     Fact,
     HookSpec,
     StepDropped,
+    StepReadouts,
     StepRows,
     StepsDropped,
     WorkerHello,
@@ -170,14 +171,10 @@ def _joined(parts: Mapping[int, _Part]) -> JoinedStep:
     if not later:
         return JoinedStep(first.loss or first.rows, places)
     for stage, part in later:
-        differing = _differing(first, part)
-        if differing:
-            raise ActdsError(
-                "E501",
-                f"step {first.rows.step}",
-                got=f"other {', '.join(differing)} in stage {stage} than in stage {first_stage}",
-                expected="the same rows in every pipeline stage",
-            )
+        # A dropped step has no token ids any more.
+        names = _IDENTITY if first.loss or part.loss else (*_IDENTITY, "token_ids")
+        if error := disagreement({first_stage: first.rows, stage: part.rows}, names):
+            raise error
     rows = tuple(part.rows for part in parts.values())
     whole = replace(
         first.rows,
@@ -193,10 +190,21 @@ def _joined(parts: Mapping[int, _Part]) -> JoinedStep:
     return JoinedStep(whole if loss is None else replace(loss, rows=whole), places)
 
 
-def _differing(a: _Part, b: _Part) -> list[str]:
-    # A dropped step has no token ids any more.
-    names = _IDENTITY if a.loss or b.loss else (*_IDENTITY, "token_ids")
-    return [n for n in names if not np.array_equal(getattr(a.rows, n), getattr(b.rows, n))]
+def disagreement(
+    messages: Mapping[int, StepRows | StepReadouts], names: Sequence[str], of: str = ""
+) -> ActdsError | None:
+    """Return how the messages of the first two pipeline stages that differ do so, in some fields.
+
+    In the same words for rows and for readouts: those of one fault arrive in either order.
+    """
+    (first_stage, first), *later = sorted(messages.items())
+    for stage, message in later:
+        unlike = [n for n in names if not np.array_equal(getattr(first, n), getattr(message, n))]
+        if unlike:
+            got = f"{of}other {', '.join(unlike)} in stage {stage} than in stage {first_stage}"
+            expected = "the same rows in every pipeline stage"
+            return ActdsError("E501", f"step {first.step}", got=got, expected=expected)
+    return None
 
 
 def joined_facts(by_stage: Sequence[Sequence[Fact]]) -> tuple[Fact, ...]:

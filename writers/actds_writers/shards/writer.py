@@ -41,7 +41,6 @@ from actds_writers.ipc.messages import (
     Stall,
     StepDropped,
     StepRows,
-    StepsDropped,
     WorkerHello,
 )
 from actds_writers.monitor.meters import CommitMeter, DiskMeter, Meters, Occupancy
@@ -292,7 +291,8 @@ class RawFallback:
         wanted, self.is_wanted = self.is_wanted, False
         if not wanted:
             return False
-        if self._pays():
+        normal, raw = self._cost[False], self._cost[True]
+        if not normal or not raw or sum(raw) / len(raw) < sum(normal) / len(normal):
             return True
         self._n_refused += 1
         if self._n_refused >= RETRY_AFTER:
@@ -303,12 +303,6 @@ class RawFallback:
     def learn(self, nbytes: int, seconds: float, *, raw: bool) -> None:
         if nbytes:
             self._cost[raw].append(seconds / nbytes)
-
-    def _pays(self) -> bool:
-        normal, raw = self._cost[False], self._cost[True]
-        if not normal or not raw:
-            return True
-        return sum(raw) / len(raw) < sum(normal) / len(normal)
 
 
 class TimedStore:
@@ -458,12 +452,7 @@ class Writer:
         for page in self._queues:
             page.publish(QueueState(depth, backlog, self.disk.p99()))
 
-    def dropped(self, message: StepsDropped) -> RingFree:
-        for loss in message.losses:
-            self._log_loss(loss)
-        return self.free(None)
-
-    def _log_loss(self, message: StepDropped) -> None:
+    def dropped(self, message: StepDropped) -> RingFree:
         self._stalls.add(map(asdict, message.rows.stalls))
         self.meters.step(message.rows)
         self.last_step = message.rows.step
@@ -475,7 +464,8 @@ class Writer:
             **queues._asdict(),
             "cache_hit_ratio": self._assembly.cache_hit_ratio,
         }
-        self._losses.add(message, intervals, state)
+        self._losses.drop(message, intervals, state)
+        return self.free(None)
 
     def finish(self, reason: CloseReason) -> dict[str, int]:
         """Commit all buffers and close the chain; return its totals, E503 if the disk refused."""

@@ -176,18 +176,14 @@ def missing(root: Path) -> list[str]:
         tree = names_of[file]
         if tree is None and file.startswith(_SECOND_RUNNER):
             continue
-        scope = _scope(tree, class_name) if tree is not None else None
+        nodes = ast.walk(tree) if tree is not None else iter(())
+        classes = (node for node in nodes if isinstance(node, ast.ClassDef))
+        named = (node for node in classes if node.name == class_name)
+        scope = next(named, None) if class_name else tree
         present = _names(scope) if scope is not None else frozenset[str]()
         where = f"{file}:{class_name}." if class_name else f"{file}:"
         lacks += [where + name for name in names.split() if name not in present]
     return lacks
-
-
-def _scope(tree: ast.Module, class_name: str) -> ast.AST | None:
-    if not class_name:
-        return tree
-    classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
-    return next((node for node in classes if node.name == class_name), None)
 
 
 def _names(scope: ast.AST) -> frozenset[str]:

@@ -399,8 +399,11 @@ class VllmSchedulerSide(SchedulerSide):
             invalid = output.num_invalid_spec_tokens or {}
             flying.n_drafted += part.n_drafts - invalid.get(engine_id, 0)
             flying.n_accepted += n_accepted
-            if not stale:
-                self._roll_back(flying, request, part.count - part.n_good)
+            for later in self._unsent if not stale else ():
+                # It was scheduled as if nothing was rejected.
+                ahead = self._part_of(request, later)
+                if ahead is not None and later is not flying:
+                    ahead.start -= part.count - part.n_good
 
     def taken(self, output: Any) -> None:
         """Settle a step whose results the scheduler has taken, and report it."""
@@ -501,13 +504,6 @@ class VllmSchedulerSide(SchedulerSide):
     @staticmethod
     def _part_of(request: Any, unsent: _Flying | RequestFinished) -> _Part | None:
         return unsent.parts.get(request.request_id) if isinstance(unsent, _Flying) else None
-
-    def _roll_back(self, flying: _Flying, request: Any, n_rejected: int) -> None:
-        """Move the later steps of a request, which were scheduled as if nothing was rejected."""
-        for later in self._unsent:
-            part = self._part_of(request, later)
-            if part is not None and later is not flying:
-                part.start -= n_rejected
 
     def finished(self, request: Any) -> None:
         """Report the end of a request, unless a stop string has ended it before."""

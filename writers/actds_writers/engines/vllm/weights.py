@@ -307,7 +307,7 @@ class WeightsWatch:
         try:
             return self.rpc(method, *args, **kwargs)
         finally:
-            given = _keywords(args, kwargs)
+            given = kwargs.get("kwargs") or (args[2] if len(args) > 2 else None) or {}
             if name in WAKE and "weights" in (given.get("tags") or ("weights",)):
                 self._asleep = False
             self._note(name, given)
@@ -318,11 +318,6 @@ class WeightsWatch:
             self._folder = Path(given.get("weights_path") or self._folder)
             folder = self._folder
         self._calls.append((name, folder))
-
-
-def _keywords(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    given = kwargs.get("kwargs") or (args[2] if len(args) > 2 else None)
-    return dict(given or {})
 
 
 def weights_facts(change: Change, before: str, *, hashed: bool) -> list[Fact]:
