@@ -157,9 +157,8 @@ class WriterProcess:
     def _secure(self, last_step: int) -> None:
         """Wait until the census of a step is durable; runs before each commit, on its thread.
 
-        Raises:
-            ActdsError: E505 when the census is gone, E506 when it does not answer, or the error
-                that it answers with.
+        Raises E505 when the census is gone, E506 when it does not answer, or the error that it
+        answers with.
         """
         try:
             with self._securing:

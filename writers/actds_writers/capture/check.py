@@ -212,15 +212,13 @@ def compare_with_forward(
     """Compare the rows of every hook with every layer of a plain forward.
 
     Prompts and decoded tokens are compared separately, and the larger distance counts: a decode
-    step has few rows, and a mean over all would hide them.
+    step has few rows, and a mean over all would hide them. Raises E507 when rows differ, or equal
+    another layer's; it names all such hooks.
 
     Args:
         rows: float32 ``(n, d_model)`` by hook.
         states: the same by kind and layer.
         decoded: bool ``(n,)``: rows of a decode step; ``None`` without one.
-
-    Raises:
-        ActdsError: E507 when rows differ, or equal another layer's; it names all such hooks.
     """
     n_rows = len(next(iter(rows.values())))
     parts = [np.ones(n_rows, bool)] if decoded is None else [~decoded, decoded]
@@ -262,12 +260,11 @@ def compare_with_eager(
 ) -> float:
     """Return the largest distance of a hook's rows from those of the same engine in eager mode.
 
+    Raises E507 with all hooks whose rows differ.
+
     Args:
         rows: float32 ``(n, d_model)`` by hook, of compiled code or graphs.
         parts: bool ``(n,)`` each: rows that are compared apart, as prompts and decoded tokens.
-
-    Raises:
-        ActdsError: E507 with all hooks whose rows differ.
     """
     distances, errors = [], []
     for hook, got in rows.items():

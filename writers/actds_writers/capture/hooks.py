@@ -41,9 +41,8 @@ def plan_readouts(
 ) -> tuple[Readouts, bytes | None]:
     """Return the readouts of a run (spec 0.1 section 7.8), and the bytes of its probes' file.
 
-    Raises:
-        ActdsError: E015 when the file does not fit the hooks, or these differ in width: a dataset
-            stores the probes of all hooks as one array.
+    Raises E015 when the file does not fit the hooks, or these differ in width: a dataset stores the
+    probes of all hooks as one array.
     """
     if file is None:
         return Readouts(DEFAULT_PROJECTIONS, seed), None
@@ -79,13 +78,12 @@ def directions(
 def read_probes(path: Path, hooks: list[str], d_model: int) -> Floats:
     """Return the probes of every hook, float32 ``(n_hooks, n_probes, d_model)``.
 
+    Raises E015 unreadable, another shape, or values that are not finite.
+
     Args:
         path: ``.npy`` with ``(n_probes, d_model)`` for all hooks or ``(n_hooks, n_probes,
             d_model)``; ``.safetensors`` with one ``(n_probes, d_model)`` tensor per hook, under
             the hook's name.
-
-    Raises:
-        ActdsError: E015 unreadable, another shape, or values that are not finite.
     """
     if path.suffix == ".safetensors":
         values = _from_safetensors(path, hooks)
@@ -515,11 +513,8 @@ def parse_hooks(spec: str, n_layers: int) -> list[HookPlace]:
 
     ``KIND:LAYERS``, several separated by ``;``. Layers are numbers, inclusive ranges (``0-29``) and
     ``all``, separated by commas; ``-1`` is the last layer. A kind with one place, such as
-    ``embed``, needs no layer.
-
-    Raises:
-        ActdsError: E007 for an unknown kind, a layer that the model or the kind lacks, or no layer
-            at all.
+    ``embed``, needs no layer. Raises E007 for an unknown kind, a layer that the model or the kind
+    lacks, or no layer at all.
     """
     if len(spec) > MAX_SPEC_LENGTH:
         raise _unknown(f"{len(spec)} characters", f"at most {MAX_SPEC_LENGTH}")

@@ -272,6 +272,9 @@ def install(
 ) -> HookBuffers:
     """Install hooks that write their rows into buffers at every forward.
 
+    Raises E007 when a layer does not exist, or several lists could be the decoder's; at the first
+    forward when the output of a layer has another form.
+
     Args:
         model: the model, its weights loaded and not yet compiled.
         hooks: rows are cast where the model computes in another type than is stored.
@@ -279,10 +282,6 @@ def install(
         directions: of the readouts of each hook float32 ``(d_model, n_products)``.
         gather: of kinds that are ``split_by_rank``, returns the whole row of so many channels from
             this rank's part; every rank calls it. ``None`` for one rank.
-
-    Raises:
-        ActdsError: E007 when a layer does not exist, or several lists could be the decoder's; at
-            the first forward when the output of a layer has another form.
     """
     taps = find_taps(model, hooks, form)
     if gather is not None:

@@ -165,13 +165,12 @@ def memory_of(
 class Stages:
     """Moves the steps of one worker from its hooks to writer and census.
 
+    Raises E503 when memory cannot be reserved, E506 when no process listens.
+
     Args:
         hooks: at least one, all of one pipeline stage; the writer joins the stages.
         max_rows: rows of the largest step, padding excluded.
         in_flight: most steps that are held at a time.
-
-    Raises:
-        ActdsError: E503 when memory cannot be reserved, E506 when no process listens.
     """
 
     def __init__(
@@ -285,14 +284,13 @@ class Stages:
     ) -> None:
         """Take the rows of the step that just ran; returns when the hooks' buffers are free.
 
+        Raises of this or an earlier step: E501 rows that differ from the schedule, E502 the writer
+        is gone.
+
         Args:
             token_ids: token fed at each row, ``(n,)``, from the buffer that the model read.
             waits: whether they stay here until ``settle``.
             changed: as in ``_Moving``.
-
-        Raises:
-            ActdsError: of this or an earlier step: E501 rows that differ from the schedule, E502
-                the writer is gone.
         """
         self._check()
         n = int(step.n_rows.sum())

@@ -109,10 +109,8 @@ class HookKind(ABC):
 def decoder_layers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
     """Return the decoder layers of a model by number, found by module path.
 
-    For a multimodal model, those of its language model: a vision tower has its own layers.
-
-    Raises:
-        ActdsError: E007 when several lists of layers could be the decoder's.
+    For a multimodal model, those of its language model: a vision tower has its own layers. Raises
+    E007 when several lists of layers could be the decoder's.
     """
     lists: dict[str, dict[int, torch.nn.Module]] = {}
     for path, module in model.named_modules():
@@ -155,10 +153,8 @@ def residual_stream(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return hidden and residual of a layer's output, whose sum is the residual stream.
 
-    Rows of a padded batch, ``(batch, width, d_model)``, are flattened.
-
-    Raises:
-        ActdsError: E007 when the output does not have that form (spec 0.1 section 16.3).
+    Rows of a padded batch, ``(batch, width, d_model)``, are flattened. Raises E007 when the output
+    does not have that form (spec 0.1 section 16.3).
     """
     import torch
 

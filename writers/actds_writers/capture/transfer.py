@@ -134,13 +134,12 @@ class Handover:
     def admit(self, nbytes: int, step: int, lost: str | None = None) -> Entry:
         """Add a step and reserve its slot; its state is ``dropped`` when there was no room.
 
+        Raises E502 when the writer is gone, E506 when it stands still for longer than there is
+        memory, E009 when the ring is too small for the step.
+
         Args:
             nbytes: bytes over all hooks, 0 where nothing is stored.
             lost: reason to drop it under every policy.
-
-        Raises:
-            ActdsError: E502 when the writer is gone, E506 when it stands still for longer than
-                there is memory, E009 when the ring is too small for the step.
         """
         with self._changed:
             entry = Entry(step, None)
@@ -190,8 +189,7 @@ class Handover:
     def place(self, entry: Entry, nbytes: int) -> int | None:
         """Return the offset of the next entry's rows in the host ring, ``None`` if it is dropped.
 
-        Raises:
-            ActdsError: E502 when the writer is gone.
+        Raises E502 when the writer is gone.
         """
         with self._changed:
             if entry.state == "dropped" or not nbytes:
@@ -503,8 +501,7 @@ class Lane:
     def put(self, step: int, rows: Sequence[IntArray], readouts: torch.Tensor) -> bool:
         """Copy readouts ``(n_hooks, n, width)`` into the lane; return whether they are kept.
 
-        Raises:
-            ActdsError: E502 when the writer is gone.
+        Raises E502 when the writer is gone.
         """
         if not readouts.numel():
             return True

@@ -81,8 +81,7 @@ class StageJoin:
     def meet(self, hello: WorkerHello) -> WorkerHello | None:
         """Take the hello of a stage; return the hello of all once every hook has its stage.
 
-        Raises:
-            ActdsError: E501 when two workers have one stage or one hook.
+        Raises E501 when two workers have one stage or one hook.
         """
         twice = {hook.name for known in self._hellos.values() for hook in known.hooks}
         twice &= {hook.name for hook in hello.hooks}

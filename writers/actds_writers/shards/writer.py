@@ -364,14 +364,11 @@ SPARE_BUFFERS = 1
 
 
 class Writer:
-    """Writes one run.
+    """Writes one run; raises E010 when the dataset has other hooks, E503 when the disk refuses.
 
     Args:
         before_commit: makes the census of a step durable, before any row of it.
         probes: the bytes of their file.
-
-    Raises:
-        ActdsError: E010 when the dataset has other hooks, E503 when the disk refuses.
     """
 
     def __init__(

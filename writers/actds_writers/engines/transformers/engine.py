@@ -206,8 +206,7 @@ class Scheduler(SchedulerSide):
 class Capture(WorkerSide):
     """The worker side: captures from one transformers model.
 
-    Raises:
-        ActdsError: as ``WorkerSide``; E507 rows that are not the model's.
+    Raises as ``WorkerSide``; E507 rows that are not the model's.
     """
 
     def __init__(self, model: Any, link: Link, max_rows: int) -> None:
@@ -268,9 +267,8 @@ def check_hooks(
 ) -> HookCheck:
     """Return the result of the check of the hooks (spec 0.1 section 9.1).
 
-    Raises:
-        ActdsError: E507 when rows are not the model's, E601 when they are not finite; E007 when
-            the model's layers do not return its own hidden states.
+    Raises E507 when rows are not the model's, E601 when they are not finite; E007 when the model's
+    layers do not return its own hidden states.
     """
     vocabulary = model.get_input_embeddings().num_embeddings
     prompts = check_prompts(vocabulary, max_tokens)

@@ -61,9 +61,8 @@ END_TIMEOUT_S = 10.0
 class VllmEngine:
     """A vLLM engine that captures, or does not without a link.
 
-    Raises:
-        ActdsError: E504 when the engine does not start, E012 for a vLLM that was never tested,
-            without the check of the hooks.
+    Raises E504 when the engine does not start, E012 for a vLLM that was never tested, without the
+    check of the hooks.
     """
 
     def __init__(
@@ -298,9 +297,8 @@ class Vllm(EngineKind[VllmOptions]):
     def options(self, given: Mapping[str, object]) -> VllmOptions:
         """Return validated options.
 
-        Raises:
-            ActdsError: E009 for one that ``actds write`` sets itself, E012 for one that capture
-                cannot account for.
+        Raises E009 for one that ``actds write`` sets itself, E012 for one that capture cannot
+        account for.
         """
         for key in given:
             if key in OWNED:

@@ -64,14 +64,13 @@ def check_hooks(
 ) -> HookCheck:
     """Return the result of the check of the hooks, as in spec 0.1 section 9.1.
 
+    Raises E507 when rows are not the model's, E601 when they are not finite; E007 when nothing can
+    be compared and the model class is not verified; E012 when the KV cache has no room for a short
+    prompt, or an adapter changes rows of a request without one.
+
     Args:
         worker: a worker whose engine is set up and has not run a request.
         live: whether requests with and without a LoRA adapter may meet in a step.
-
-    Raises:
-        ActdsError: E507 when rows are not the model's, E601 when they are not finite; E007 when
-            nothing can be compared and the model class is not verified; E012 when the KV cache has
-            no room for a short prompt, or an adapter changes rows of a request without one.
     """
     prompts = prompts_of(worker)
     if not prompts:

@@ -217,10 +217,8 @@ def is_tested(version: str) -> bool:
 def admit(check: bool) -> None:
     """Warn of a vLLM that the tests never ran with; it runs only with the check of the hooks.
 
-    Such a one is looked through for all that is read in it by name, before anything starts.
-
-    Raises:
-        ActdsError: E012 for such a version without the check, and for one that lacks a name.
+    Such a one is looked through for all that is read in it by name, before anything starts. Raises
+    E012 for such a version without the check, and for one that lacks a name.
     """
     version = installed()
     if is_tested(version):
@@ -427,13 +425,12 @@ REFUSED_CONNECTORS: Mapping[str, str] = {
 def refuse_options(options: Mapping[str, object], place: str = OPTION) -> None:
     """Raise for a configuration that capture cannot account for.
 
+    Raises E012 with the option and the reason.
+
     Args:
         options: engine arguments by name, from a command line or from a live engine. What holds
             for a ``speculative_config`` is its method.
         place: what the error names before the option.
-
-    Raises:
-        ActdsError: E012 with the option and the reason.
     """
     for key, rule in REFUSED.items():
         value = options.get(key)

@@ -74,8 +74,7 @@ class Session:
 def with_step_options(task: TimingTask) -> TimingTask:
     """Return the task with the options that the timing needs where the user's say nothing.
 
-    Raises:
-        ActdsError: E009 or E012 for an option with which steps cannot be timed.
+    Raises E009 or E012 for an option with which steps cannot be timed.
     """
     given = dict(task.engine_args)
     longest = max(task.batches)

@@ -71,10 +71,8 @@ def refuse_unseen(scheduler: Any, scheduled: Any, result: Any) -> None:
     """Stop where the worker that captures cannot know of every row on blocks that were not loaded.
 
     Another rank may have failed to load its share; and a step that was scheduled before the results
-    of this one were seen has read the same blocks.
-
-    Raises:
-        ActdsError: E501 when the forward read blocks that were not loaded, and either holds.
+    of this one were seen has read the same blocks. Raises E501 when the forward read blocks that
+    were not loaded, and either holds.
     """
     failed = getattr(result.kv_connector_output, "invalid_block_ids", None)
     config = scheduler.vllm_config

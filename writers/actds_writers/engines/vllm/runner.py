@@ -158,12 +158,11 @@ def watch(
 ) -> None:
     """Call back with the logits that a model returns, and with the tokens sampled from them.
 
+    Raises E012 for a runner that samples elsewhere.
+
     Args:
         on_logits: called with ``(n, vocabulary)``, before anything changes it in place.
         on_tokens: called with the sampled token of each row, ``(n, 1)``.
-
-    Raises:
-        ActdsError: E012 for a runner that samples elsewhere.
     """
     name = next((name for name in _SAMPLERS if hasattr(runner, name)), None)
     computes = hasattr(model, "compute_logits")

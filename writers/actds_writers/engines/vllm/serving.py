@@ -223,12 +223,11 @@ LIVE_TRAFFIC = "live traffic: prompts come from clients"
 def start(config: Any, document: Any) -> LiveRun:
     """Start writer and census of a serving engine; return the run.
 
+    Raises E017 a bad setting, E007 an unknown layer, E012 an engine option that breaks accounting,
+    E010 a dataset with other hooks or in use.
+
     Args:
         config: vLLM's effective configuration; gets what capture adds to the graph.
-
-    Raises:
-        ActdsError: E017 a bad setting, E007 an unknown layer, E012 an engine option that breaks
-            accounting, E010 a dataset with other hooks or in use.
     """
     settings = parse_live_settings(document)
     admit(settings.check)

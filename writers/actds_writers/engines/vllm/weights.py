@@ -273,8 +273,7 @@ class WeightsWatch:
     def verify(self, timeout_s: float | None = None) -> None:
         """Compare the weights with those of the last look, where no call may have set others.
 
-        Raises:
-            ActdsError: E509 they differ: nobody knows since when.
+        Raises E509 they differ: nobody knows since when.
         """
         if self.digest is None or self._calls or self._asleep:
             return

@@ -54,11 +54,8 @@ _ADAPTIVE = "enable_adaptive_verification"
 class WorkerCapture(WorkerSide):
     """The worker side: captures in one vLLM worker, the hooks of its pipeline stage.
 
-    Its model is loaded and not yet compiled.
-
-    Raises:
-        ActdsError: E007 unknown layer, or a model class that is not verified, without check; E012
-            a configuration that cannot be accounted for.
+    Its model is loaded and not yet compiled. Raises E007 unknown layer, or a model class that is
+    not verified, without check; E012 a configuration that cannot be accounted for.
     """
 
     def __init__(self, worker: Any, link: Link) -> None:
