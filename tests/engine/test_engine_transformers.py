@@ -270,8 +270,8 @@ def test_options_that_cannot_be_used_are_refused(option: str, tmp_path: Path) ->
 def test_a_model_that_lacks_a_weight_is_refused(model: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    from actds_writers.engines.transformers import Options
     from actds_writers.engines.transformers.engine import load_model
+    from actds_writers.engines.transformers.options import Options
 
     broken = tmp_path / "model"
     shutil.copytree(model, broken)
@@ -287,8 +287,8 @@ def test_a_model_that_lacks_a_weight_is_refused(model: Path, tmp_path: Path) -> 
 
 
 def test_more_positions_than_the_model_has_are_refused(model: Path) -> None:
-    from actds_writers.engines.transformers import Options
     from actds_writers.engines.transformers.engine import load_model, max_model_len_of
+    from actds_writers.engines.transformers.options import Options
 
     plain = load_model(model, Options())
     assert max_model_len_of(plain, Options()) == 1024

@@ -17,7 +17,7 @@ from actds.format.schema import Genesis, Hook
 from actds.store import Put, layout
 from actds.store.local import LocalStore, NewLocalFile
 from actds_writers.ipc.messages import HookSpec
-from actds_writers.shards.assembly import TOKEN_COLUMNS, ShardBuffer, Slice
+from actds_writers.shards import TOKEN_COLUMNS, ShardBuffer, Slice
 from actds_writers.shards.writer import RETRY_AFTER, CommitPlan, Committer, RawFallback
 
 D_MODEL, ROWS_PER_SHARD = 16, 32

@@ -43,7 +43,8 @@ from actds_writers.config import HarvestSettings, WriterSettings
 from actds_writers.engine_protocol import Workers
 from actds_writers.ipc.link import Link, QueuePage, create_memory, view_memory
 from actds_writers.ipc.messages import ClientFacts, Fact, HookSpec, StepRows, WorkerHello
-from actds_writers.shards.assembly import TOKEN_COLUMNS, SpecialTokens
+from actds_writers.model_folder import SpecialTokens
+from actds_writers.shards import TOKEN_COLUMNS
 from actds_writers.shards.writer import PHASES, SPARE_BUFFERS, Writer
 from actds_writers.sizing import needs as sizing
 from actds_writers.sizing.machine import (

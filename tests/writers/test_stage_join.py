@@ -38,7 +38,7 @@ from actds_writers.ipc.messages import (
     StepsDropped,
     WorkerHello,
 )
-from actds_writers.shards.assembly import StageJoin, joined_facts
+from actds_writers.shards import StageJoin, joined_facts
 
 PLACES = [(hook.kind, hook.layer) for hook in HOOKS]
 N_POSITIONS = PROMPT_LEN + GENERATED - 1

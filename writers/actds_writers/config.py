@@ -38,7 +38,7 @@ from actds_writers.sampling import POLICIES, SamplingRules
 
 if TYPE_CHECKING:
     from actds_writers.ipc.messages import Fact
-    from actds_writers.shards.assembly import SpecialTokens
+    from actds_writers.model_folder import SpecialTokens
 
 Order = Literal["permuted", "sequence"]
 DTypeName = Literal["bfloat16", "float16", "float32"]

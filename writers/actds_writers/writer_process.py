@@ -32,7 +32,7 @@ from actds_writers.ipc.messages import (
     WorkerHello,
     WriterProgress,
 )
-from actds_writers.shards.assembly import StageJoin
+from actds_writers.shards import StageJoin
 from actds_writers.shards.logs import LaneEnd
 from actds_writers.shards.writer import Writer
 

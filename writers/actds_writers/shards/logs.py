@@ -35,7 +35,7 @@ from actds_writers.ipc.messages import (
     StepDropped,
     StepReadouts,
 )
-from actds_writers.shards.assembly import Interval, disagreement
+from actds_writers.shards import Interval, disagreement
 from actds_writers.sizing.needs import READOUT_PART_NBYTES as PART_NBYTES
 
 PACKED_ROWS = 2048

@@ -44,7 +44,7 @@ from actds_writers.ipc.messages import (
     WorkerHello,
 )
 from actds_writers.monitor.meters import CommitMeter, DiskMeter, Meters, Occupancy
-from actds_writers.shards.assembly import Assembly, ShardBuffer
+from actds_writers.shards import Assembly, ShardBuffer
 from actds_writers.shards.logs import DropLog, LaneReader, ReadoutLog, TableLog
 from actds_writers.sizing.needs import Geometry, Sizes, memory_bound
 

@@ -21,7 +21,7 @@ import numpy as np
 from actds.errors import ActdsError
 from actds.text import one_line
 from actds_writers.engine_protocol import OPTION, Finished
-from actds_writers.engines.transformers import Options
+from actds_writers.engines.transformers.options import Options
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact, HookSpec, IntArray
 from actds_writers.model_folder import model_name

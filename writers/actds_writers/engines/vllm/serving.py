@@ -34,10 +34,10 @@ from actds_writers.harvest.prepare import hold
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact, HookSpec
+from actds_writers.model_folder import SpecialTokens
 from actds_writers.monitor.progress import Snapshot, take_snapshot
 from actds_writers.provenance import capture_facts, model_facts, observed
 from actds_writers.sampling import SamplingRules
-from actds_writers.shards.assembly import SpecialTokens
 
 log = logging.getLogger("vllm.actds")
 PLACE = "additional_config actds"
