@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
-
-from pydantic import Field
 
 from actds_writers.engine_protocol import Engine, EngineKind, bad_option
 from actds_writers.engines.transformers.options import Options
