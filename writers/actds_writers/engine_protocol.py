@@ -20,6 +20,7 @@ from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from actds.errors import ActdsError
+from actds.text import one_line
 from actds_writers.capture.hooks import load_registered
 from actds_writers.config import explained
 from actds_writers.ipc.link import Link
@@ -278,6 +279,11 @@ def parse_words(items: Sequence[str]) -> dict[str, EngineValue]:
             raise bad_option(key, "the same option twice", "each option once")
         options[key] = _value(key, text)
     return options
+
+
+def engine_error(error: Exception) -> ActdsError:
+    """Return E504 for whatever an engine raises, in one line."""
+    return ActdsError("E504", "engine", got=one_line(error, 400), expected="an engine that runs")
 
 
 def bad_option(key: str, got: str, expected: str) -> ActdsError:

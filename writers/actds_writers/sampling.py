@@ -1,20 +1,19 @@
 """What is not stored: rows that sampling rules leave out, and steps for which a ring has no room.
 
-What the rules leave out is computed and served like the rest; the census calls it ``filtered``. An
-overflow policy is a class; its name is used in options, run records and drop logs.
+What the rules leave out is computed and served like the rest; the census calls it ``filtered``. The
+name of an overflow policy is used in options, run records and drop logs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from fractions import Fraction
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import (
     BaseModel,
@@ -31,8 +30,8 @@ from actds.format import canonical
 class Rings(Protocol):
     """What a policy can do with the two rings."""
 
-    def wait(self, entry: Any, stage: str) -> None:
-        """Wait for room in ``staging`` or ``ring``."""
+    def wait(self, entry: Any, stage: str) -> bool:
+        """Wait for room in ``staging`` or ``ring``; return that it is worth another try."""
 
     def drop_staged(self) -> bool:
         """Drop the oldest step that waits in stage 1; return whether there was one."""
@@ -41,63 +40,40 @@ class Rings(Protocol):
         """Drop the oldest step in stage 2 that the writer has not taken; return as above."""
 
 
-class Policy(ABC):
+MakesRoom = Callable[[Rings, Any], bool]
+"""Makes room for a step; called under the handover's lock, again until the step fits. Returns
+whether to try again; if not, the step itself is dropped."""
+
+
+@dataclass(frozen=True)
+class Policy:
     """What happens to a step for which a ring has no room.
 
-    Both methods are called under the handover's lock, again until the step fits. They return
-    whether to try again; if not, the step itself is dropped.
+    Args:
+        summary: half a line of help.
+        staging_is_full: makes room in stage 1, in the engine's thread.
+        ring_is_full: makes room in stage 2, in the transfer's thread: mostly it waits, and lets
+            stage 1 fill up.
     """
 
-    name: ClassVar[str]
-    summary: ClassVar[str]
-    """Half a line of help."""
-
-    @abstractmethod
-    def staging_is_full(self, rings: Rings, entry: Any) -> bool:
-        """Make room in stage 1, in the engine's thread."""
-
-    def ring_is_full(self, rings: Rings, entry: Any) -> bool:
-        """Make room in stage 2, in the transfer's thread: wait, and let stage 1 fill up."""
-        rings.wait(entry, "ring")
-        return True
-
-
-class Block(Policy):
-    """The engine waits; no row is lost."""
-
-    name = "block"
-    summary = "the engine waits"
-
-    def staging_is_full(self, rings: Rings, entry: Any) -> bool:
-        rings.wait(entry, "staging")
-        return True
-
-
-class DropOldest(Policy):
-    """The step that has waited longest is dropped, in either ring."""
-
-    name = "drop_oldest"
-    summary = "the steps that waited longest are dropped and recorded"
-
-    def staging_is_full(self, rings: Rings, entry: Any) -> bool:
-        return rings.drop_staged()
-
-    def ring_is_full(self, rings: Rings, entry: Any) -> bool:
-        return rings.drop_ready()
-
-
-class DropNewest(Policy):
-    """The new step is dropped."""
-
-    name = "drop_newest"
-    summary = "the newest steps are dropped and recorded"
-
-    def staging_is_full(self, rings: Rings, entry: Any) -> bool:
-        return False
+    name: str
+    summary: str
+    staging_is_full: MakesRoom
+    ring_is_full: MakesRoom = lambda rings, entry: rings.wait(entry, "ring")
 
 
 POLICIES: dict[str, Policy] = {
-    policy.name: policy for policy in (Block(), DropOldest(), DropNewest())
+    policy.name: policy
+    for policy in (
+        Policy("block", "the engine waits", lambda rings, entry: rings.wait(entry, "staging")),
+        Policy(
+            "drop_oldest",
+            "the steps that waited longest are dropped and recorded",
+            lambda rings, _: rings.drop_staged(),
+            lambda rings, _: rings.drop_ready(),
+        ),
+        Policy("drop_newest", "the newest steps are dropped and recorded", lambda *_: False),
+    )
 }
 
 

@@ -225,13 +225,7 @@ class HookBuffers:
     ) -> HookBuffers:
         layout = RowLayout(hooks)
         blocks = tuple(
-            torch.zeros(
-                len(block.hooks),
-                max_rows,
-                block.d_model,
-                dtype=TORCH_TYPES[block.dtype],
-                device=device,
-            )
+            torch.zeros(block.shape(max_rows), dtype=TORCH_TYPES[block.dtype], device=device)
             for block in layout.blocks
         )
         seen = torch.zeros(len(hooks), dtype=torch.int64, device=device)

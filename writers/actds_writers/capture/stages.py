@@ -573,13 +573,8 @@ class Stages:
 
     def _rows_views(self, memory: torch.Tensor, offset: int, n: int) -> list[torch.Tensor]:
         return [
-            typed(
-                memory,
-                offset + n * block.before_nbytes,
-                (len(block.hooks), n, block.d_model),
-                TORCH_TYPES[block.dtype],
-            )
-            for block in self._layout.blocks
+            typed(memory, offset + n * b.before_nbytes, b.shape(n), TORCH_TYPES[b.dtype])
+            for b in self._layout.blocks
         ]
 
 

@@ -45,7 +45,7 @@ from actds_writers.ipc.messages import (
     StepRows,
     StepsDropped,
 )
-from actds_writers.sampling import Block, Policy
+from actds_writers.sampling import Policy
 
 NO_TOKENS = np.empty(0, np.int64)
 AHEAD = 2
@@ -144,7 +144,7 @@ class Handover:
         with self._changed:
             entry = Entry(step, None)
             while self._notes_nbytes > NOTES_NBYTES:
-                if self._sender is not None and self._policy.name != Block.name:
+                if self._sender is not None and self._policy.name != "block":
                     raise ActdsError(
                         "E506",
                         "ring",
@@ -244,7 +244,7 @@ class Handover:
 
     # for policies, under the lock -------------------------------------------------------------
 
-    def wait(self, entry: Entry, stage: str) -> None:
+    def wait(self, entry: Entry, stage: str) -> bool:
         """Wait for a change; the time is one stall of the stage, ``staging`` or ``ring``."""
         depth = self._ring.depth if stage == "ring" else self._staging.depth
         began, began_ns = time.monotonic_ns(), time.time_ns()
@@ -257,6 +257,7 @@ class Handover:
             stall = replace(before, duration_ns=began_ns + stall.duration_ns - before.t_ns)
         entry.stalls.append(stall)
         self._check()
+        return True
 
     def drop_staged(self) -> bool:
         while self._in_staging:

@@ -158,6 +158,9 @@ class Block:
     def row_nbytes(self) -> int:
         return len(self.hooks) * self.d_model * DTYPES[self.dtype].itemsize
 
+    def shape(self, n_rows: int) -> tuple[int, int, int]:
+        return len(self.hooks), n_rows, self.d_model
+
 
 class RowLayout:
     """The memory layout of the rows of several hooks: one block per stage, width and type.
@@ -178,6 +181,7 @@ class RowLayout:
             blocks.append(Block(tuple(numbers), d_model, dtype, self.row_nbytes))
             self.row_nbytes += blocks[-1].row_nbytes
         self.blocks = tuple(blocks)
+        self._bits = [(block, DTYPES[block.dtype].bits) for block in blocks]
         places = {
             number: (b, i) for b, block in enumerate(blocks) for i, number in enumerate(block.hooks)
         }
@@ -187,20 +191,12 @@ class RowLayout:
     def arrays(self, memory: mmap.mmap, offset: int, n_rows: int) -> Arrays:
         """Return the bit patterns of ``n_rows`` rows in shared memory, by block, without a copy."""
         return tuple(
-            view_memory(
-                memory,
-                offset + n_rows * block.before_nbytes,
-                (len(block.hooks), n_rows, block.d_model),
-                DTYPES[block.dtype].bits,
-            )
-            for block in self.blocks
+            view_memory(memory, offset + n_rows * b.before_nbytes, b.shape(n_rows), bits)
+            for b, bits in self._bits
         )
 
     def empty(self, n_rows: int) -> Arrays:
-        return tuple(
-            np.empty((len(block.hooks), n_rows, block.d_model), DTYPES[block.dtype].bits)
-            for block in self.blocks
-        )
+        return tuple(np.empty(block.shape(n_rows), bits) for block, bits in self._bits)
 
 
 def view_memory(

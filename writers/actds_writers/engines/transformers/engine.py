@@ -20,7 +20,7 @@ import numpy as np
 
 from actds.errors import ActdsError
 from actds.text import one_line
-from actds_writers.engine_protocol import OPTION, Finished
+from actds_writers.engine_protocol import OPTION, Finished, engine_error
 from actds_writers.engines.transformers.options import Options
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact, HookSpec, IntArray
@@ -376,10 +376,8 @@ class Engine:
     def step(self) -> list[Finished]:
         try:
             return self._step()
-        except Exception as error:  # whatever torch raises becomes one line
-            raise ActdsError(
-                "E504", "engine", got=one_line(error, 400), expected="an engine that runs"
-            ) from error
+        except Exception as error:  # whatever torch raises
+            raise engine_error(error) from error
 
     def abort(self, keys: list[str]) -> None:
         ended = set(keys)

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actds.errors import ActdsError
-from actds.text import one_line
 from actds_writers.engine_protocol import (
     OPTION,
     Engine,
@@ -28,6 +27,7 @@ from actds_writers.engine_protocol import (
     Finished,
     Workers,
     bad_option,
+    engine_error,
 )
 from actds_writers.engines import wrap
 from actds_writers.engines.vllm.options import (
@@ -127,7 +127,7 @@ class VllmEngine:
         except Exception as error:  # whatever the engine raises becomes one line
             _close_links()  # in this process; writer and census wait for them
             _end_processes(before)
-            raise _engine_error(error) from error
+            raise engine_error(error) from error
 
     @property
     def max_model_len(self) -> int:
@@ -147,13 +147,13 @@ class VllmEngine:
         except Exception as error:  # whatever the engine raises becomes one line
             if any(kind.__name__ == _REFUSAL for kind in type(error).__mro__):
                 raise ValueError(str(error)) from error
-            raise _engine_error(error) from error
+            raise engine_error(error) from error
 
     def step(self) -> list[Finished]:
         try:
             outputs = self._engine.step()
         except Exception as error:  # whatever the engine raises becomes one line
-            raise _engine_error(error) from error
+            raise engine_error(error) from error
         self._settle()
         return [
             Finished(
@@ -282,10 +282,6 @@ def _interrupts_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-def _engine_error(error: Exception) -> ActdsError:
-    return ActdsError("E504", "engine", got=one_line(error, 400), expected="an engine that runs")
 
 
 class Vllm(EngineKind[VllmOptions]):
