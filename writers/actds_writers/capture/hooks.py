@@ -352,7 +352,8 @@ class _Embed(_OfStream):
     def tap(self, model: torch.nn.Module, layer: int, form: StreamForm) -> Tap:
         import torch
 
-        embedding = self.part(taps.token_embedding(model), layer, "token embedding")
+        embedding = taps.child(taps.stem(model), taps.EMBEDDING)
+        self.part(embedding, layer, "token embedding")
         # Some embeddings of transformers return the row of the table times a constant.
         table = isinstance(embedding, torch.nn.Embedding)
 
@@ -372,7 +373,8 @@ class _Final(_OfStream):
         return range(n_layers - 1, n_layers)
 
     def tap(self, model: torch.nn.Module, layer: int, form: StreamForm) -> Tap:
-        return Tap(self.part(taps.final_norm(model), layer, "final norm"), taps.returned)
+        norm = taps.child(taps.stem(model), taps.FINAL_NORM)
+        return Tap(self.part(norm, layer, "final norm"), taps.returned)
 
     def own_states(self, output: Any, n_layers: int) -> Mapping[int, torch.Tensor]:
         states = taps.hidden_states(output, n_layers)
@@ -431,11 +433,6 @@ MAX_SPEC_LENGTH = 4096
 _ITEM = re.compile(r"(-?[0-9]{1,6})(?:-(-?[0-9]{1,6}))?")
 
 
-def kind_names() -> list[str]:
-    registered = {entry.name for entry in entry_points(group=HOOK_KINDS)}
-    return [*BUILT_IN, *sorted(registered - set(BUILT_IN))]
-
-
 @functools.cache
 def find_kind(name: str) -> HookKind:
     """Return a kind; raises E007 when no package registers it, E011 when it is not importable."""
@@ -443,7 +440,8 @@ def find_kind(name: str) -> HookKind:
         return BUILT_IN[name]
     kind: HookKind | None = load_registered(HOOK_KINDS, name, "hook kind")
     if kind is None:
-        names = kind_names()
+        registered = {entry.name for entry in entry_points(group=HOOK_KINDS)}
+        names = [*BUILT_IN, *sorted(registered - set(BUILT_IN))]
         close = difflib.get_close_matches(name, names, n=1) or names
         raise _unknown(f"the kind {name[:40]!r}", f"one of {', '.join(close)}")
     return kind

@@ -233,7 +233,7 @@ def child(parent: Any, names: tuple[str, ...]) -> Any:
 
 
 def children(parent: Any, names: tuple[str, ...]) -> Iterator[torch.nn.Module]:
-    modules = dict(parent.named_children())
+    modules = {} if parent is None else dict(parent.named_children())
     for name in names:
         module = modules.get(name)
         if module is not None and not type(module).__name__.startswith("PPMissing"):
@@ -243,14 +243,13 @@ def children(parent: Any, names: tuple[str, ...]) -> Iterator[torch.nn.Module]:
 def attention(layer: torch.nn.Module) -> Any:
     for module in children(layer, ATTENTION):
         for inner in (module, child(module, ("attention", "self"))):
-            if inner is not None and child(inner, QUERIES) is not None:
+            if child(inner, QUERIES) is not None:
                 return inner
     return None
 
 
 def output_projection(layer: torch.nn.Module) -> Any:
-    module = attention(layer)
-    return None if module is None else child(module, OUTPUT)
+    return child(attention(layer), OUTPUT)
 
 
 def feed_forward(layer: torch.nn.Module) -> tuple[Any, Any]:
@@ -277,10 +276,10 @@ def feed_forward(layer: torch.nn.Module) -> tuple[Any, Any]:
 
 def router(layer: torch.nn.Module) -> Any:
     block, _ = feed_forward(layer)
-    if block is None or child(block, ("experts", "input_linear")) is None:
+    if child(block, ("experts", "input_linear")) is None:
         return None
     gate = child(block, GATE)
-    inner = None if gate is None else child(gate, ("layer", "wg", "gate"))
+    inner = child(gate, ("layer", "wg", "gate"))
     return inner if inner is not None else gate
 
 
@@ -326,16 +325,6 @@ def stem(model: torch.nn.Module) -> Any:
             if layers & {id(layer) for layer in stack.children()}:
                 return module
     return None
-
-
-def token_embedding(model: torch.nn.Module) -> Any:
-    parent = stem(model)
-    return None if parent is None else child(parent, EMBEDDING)
-
-
-def final_norm(model: torch.nn.Module) -> Any:
-    parent = stem(model)
-    return None if parent is None else child(parent, FINAL_NORM)
 
 
 def heads(layer: torch.nn.Module) -> Any:

@@ -186,23 +186,6 @@ class Batch:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.model.device)
 
 
-class Scheduler(SchedulerSide):
-    def scheduled(
-        self, columns: Columns, waiting: int, running: int
-    ) -> tuple[int, tuple[int, ...]]:
-        starts = np.concatenate([[0], np.cumsum(columns.n_rows)[:-1]])
-        return self.number_step(
-            [sequence.number for sequence in columns.sequences],
-            columns.positions[starts].tolist(),
-            columns.n_rows.tolist(),
-            waiting=waiting,
-            running=running,
-        )
-
-    def finished(self, sequence: Sequence, reason: str) -> None:
-        self.end_request(sequence.number, reason, sequence.token_ids, sequence.prompt_len)
-
-
 class Capture(WorkerSide):
     """The worker side: captures from one transformers model.
 
@@ -350,7 +333,7 @@ class Engine:
             links.callback(self._capture.close)
             census = link.connect("census", "scheduler")
             links.callback(census.close)
-            self._scheduler = Scheduler(census)
+            self._scheduler = SchedulerSide(census)
             self._links = links.pop_all()
 
     def add(self, key: str, token_ids: list[int], max_tokens: int) -> None:
@@ -383,7 +366,7 @@ class Engine:
         ended = set(keys)
         for sequence in [*(self._batch.sequences if self._batch else ()), *self._waiting]:
             if sequence.key in ended:
-                self._scheduler.finished(sequence, "abort")
+                self._end(sequence, "abort")
         self._waiting = deque(s for s in self._waiting if s.key not in ended)
         if self._batch is not None:
             self._batch.keep([s.key not in ended for s in self._batch.sequences])
@@ -402,8 +385,14 @@ class Engine:
             batch = Batch(self._model, requests, self._options.max_num_batched_tokens)
             self._batch = batch
         columns = batch.next_columns()
-        n_running = len(batch.sequences)
-        step, finished = self._scheduler.scheduled(columns, len(self._waiting), n_running)
+        starts = np.concatenate([[0], np.cumsum(columns.n_rows)[:-1]])
+        step, finished = self._scheduler.number_step(
+            [sequence.number for sequence in columns.sequences],
+            columns.positions[starts].tolist(),
+            columns.n_rows.tolist(),
+            waiting=len(self._waiting),
+            running=len(batch.sequences),
+        )
         self._capture.before_step()
         began = time.monotonic_ns()
         with torch.inference_mode():
@@ -478,10 +467,14 @@ class Engine:
         ended = []
         for sequence, reason in zip(requests, reasons, strict=True):
             if reason is not None:
-                self._scheduler.finished(sequence, reason)
+                self._end(sequence, reason)
                 sampled = tuple(sequence.token_ids[sequence.prompt_len :])
                 ended.append(Finished(sequence.key, None, sampled))
         return ended
+
+    def _end(self, sequence: Sequence, reason: str) -> None:
+        ids, prompt_len = sequence.token_ids, sequence.prompt_len
+        self._scheduler.end_request(sequence.number, reason, ids, prompt_len)
 
     def _pick(self, sequence: Sequence, logits: torch.Tensor) -> int:
         if sequence.generator is None:

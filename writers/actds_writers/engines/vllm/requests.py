@@ -99,11 +99,12 @@ class Owners:
         self._limit = limit
         self.requests: OrderedDict[bytes, Owner] = OrderedDict()
 
-    def find(self, block: bytes) -> Owner | None:
-        owner = self.requests.get(block)
-        if owner is not None:
-            self.requests.move_to_end(block)
-        return owner
+    def find(self, request: Any, block: int) -> Owner:
+        hashes = request.block_hashes
+        digest = bytes(hashes[block]) if block < len(hashes) else b""
+        if digest in self.requests:
+            self.requests.move_to_end(digest)
+        return self.requests.get(digest, (None, 0))
 
     def note(self, block: bytes, owner: Owner) -> None:
         self.requests[block] = owner

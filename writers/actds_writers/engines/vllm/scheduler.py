@@ -29,7 +29,6 @@ from actds_writers.engines.vllm.options import adapter_sha256
 from actds_writers.engines.vllm.requests import (
     Blocks,
     ChatRoles,
-    Owner,
     Owners,
     StopStrings,
     WrittenBlocks,
@@ -46,7 +45,8 @@ DIGEST_NBYTES = 16
 OWNERS_PER_BLOCK = 4
 """Remembered prefix blocks per KV block: a block in use may be touched less often than new ones are
 added, and a hit on a forgotten block cannot be resolved."""
-_RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}")
+_RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
+"""What the engine adds to the client's id."""
 _WORDS = {"repetition": "stop"}
 """The spec's words for vLLM's reasons of an end, where they differ."""
 
@@ -240,7 +240,7 @@ class VllmSchedulerSide(SchedulerSide):
         if request.request_id in self._tracked:
             return  # the next input of a session
         prompt_len = request.num_prompt_tokens
-        external_id = _external_id(request.request_id)
+        external_id = _RANDOM_SUFFIX.sub("", request.request_id)
         stops = None
         try:
             chat = chat or take_roles(request.sampling_params, prompt_len)
@@ -579,7 +579,7 @@ class VllmSchedulerSide(SchedulerSide):
                 external, stop = True, min(edge, loaded)
                 tracked.external_end = stop
             else:
-                owner, first = self._owner(request, block)
+                owner, first = self.owners.find(request, block)
                 external = position < first
                 stop = min(edge, first) if external else edge
                 if position < first_loaded < loaded:
@@ -594,12 +594,6 @@ class VllmSchedulerSide(SchedulerSide):
         local = min(start, first_loaded) if loaded > first_loaded else start
         tracked.n_owned_blocks = max(tracked.n_owned_blocks, local // self._block_size)
         return references
-
-    def _owner(self, request: Any, block: int) -> Owner:
-        owner = None
-        if block < len(request.block_hashes):
-            owner = self.owners.find(bytes(request.block_hashes[block]))
-        return owner or (None, 0)
 
     def _own_blocks(self, request: Any, tracked: _Tracked, high_water: int) -> None:
         if tracked.mixed:
@@ -629,8 +623,3 @@ def _unsupported(kind: str) -> LeftOut:
 
 def _mixed(left_out: LeftOut) -> LeftOut:
     return LeftOut(left_out.prefill or MIXED_WEIGHTS, left_out.decode or MIXED_WEIGHTS)
-
-
-def _external_id(internal_id: str) -> str:
-    """Return the client's id, without the random suffix that the engine adds."""
-    return internal_id[:-9] if _RANDOM_SUFFIX.fullmatch(internal_id[-9:]) else internal_id

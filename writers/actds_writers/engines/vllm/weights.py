@@ -191,7 +191,12 @@ def readable_weights(model: torch.nn.Module) -> tuple[Iterator[tuple[str, torch.
         if isinstance(weight := getattr(module, "weight", None), torch.nn.Parameter)
         and not weight.numel()
     }
-    probed = {name: m for name, m in packed.items() if _n_inputs(m) is not None}
+    probed = {
+        name: module
+        for name, module in packed.items()
+        if isinstance(getattr(module, "input_size_per_partition", None), int)
+        and hasattr(module, "cpu_linear")
+    }
     unread = [name for name, p in model.named_parameters() if not is_readable(p)]
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -202,12 +207,6 @@ def readable_weights(model: torch.nn.Module) -> tuple[Iterator[tuple[str, torch.
             yield f"{name} products", _products(module)
 
     return tensors(), len(probed) == len(packed) and not unread
-
-
-def _n_inputs(module: torch.nn.Module) -> int | None:
-    """Return the inputs of a linear layer whose weights are in a CPU kernel's own form."""
-    n = getattr(module, "input_size_per_partition", None)
-    return n if isinstance(n, int) and hasattr(module, "cpu_linear") else None
 
 
 def _products(module: Any) -> torch.Tensor:
