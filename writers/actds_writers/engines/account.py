@@ -14,7 +14,8 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Protocol
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from actds_writers.capture.stages import Stages, Step, memory_of
 from actds_writers.capture.taps import ModelConfig, StreamForm
 from actds_writers.capture.transfer import Mark
 from actds_writers.engine_protocol import OPTION
-from actds_writers.ipc.link import Link
+from actds_writers.ipc.link import Link, Sender
 from actds_writers.ipc.messages import (
     Fact,
     HookSpec,
@@ -42,13 +43,7 @@ from actds_writers.ipc.messages import (
 )
 from actds_writers.sizing.needs import WorkerMemory
 
-
-class Channel(Protocol):
-    def send(self, message: object) -> None:
-        """Send the census a message."""
-
-    def close(self) -> None:
-        """Close the connection."""
+Channel = Connection | Sender
 
 
 class SchedulerSide:

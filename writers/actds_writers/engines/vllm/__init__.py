@@ -30,6 +30,7 @@ from actds_writers.engine_protocol import (
     engine_error,
 )
 from actds_writers.engines import wrap
+from actds_writers.engines.vllm import plugin
 from actds_writers.engines.vllm.options import (
     _KV_FROM_OUTSIDE,
     _SAMPLING,
@@ -84,7 +85,7 @@ class VllmEngine:
         allowed = os.environ.get("VLLM_PLUGINS")
         if allowed and "actds" not in allowed.split(","):
             os.environ["VLLM_PLUGINS"] = f"{allowed},actds"
-        _plugin().renew()
+        plugin.renew()
         from vllm import EngineArgs, SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
         from vllm.usage.usage_lib import UsageContext
@@ -168,11 +169,9 @@ class VllmEngine:
         self._settle()
 
     def _settle(self) -> None:
-        from actds_writers.engines.vllm.plugin import settle_last_step
-
         in_this_process = getattr(self._engine.engine_core, "engine_core", None)
         if in_this_process is not None:
-            settle_last_step(in_this_process)
+            plugin.settle_last_step(in_this_process)
 
     def shutdown(self) -> None:
         self._engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
@@ -224,17 +223,11 @@ def _devices(options: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {"device_ids": list(given)[part]}
 
 
-def _plugin() -> Any:
-    from actds_writers.engines.vllm import plugin
-
-    return plugin
-
-
 def _close_links() -> None:
     """Close the connections of this process, of which no later engine is part of the harvest."""
     os.environ.pop(ENVIRONMENT, None)
-    _plugin().close()
-    _plugin().renew()
+    plugin.close()
+    plugin.renew()
 
 
 def _end_processes(before: Collection[BaseProcess]) -> None:
