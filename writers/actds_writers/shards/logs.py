@@ -211,9 +211,15 @@ class ReadoutLog:
             self._changed.notify_all()
 
     def end_at(self, step: int) -> None:
-        """Discard the readouts of later steps, whose rows the stages do not have in common."""
+        """Discard and refuse the readouts of later steps, which the stages have not in common."""
         with self._changed:
-            self._end_at(step)
+            self._limit = step if self._limit is None else min(step, self._limit)
+            self._last_step = min(self._last_step, self._limit)
+            self._pending = [piece for piece in self._pending if piece[1].step <= self._limit]
+            for lane in self._lanes.values():
+                while lane.arrived and lane.arrived[-1][0].step > self._limit:
+                    lane.arrived.pop()
+            self._changed.notify_all()
 
     @property
     def last_step(self) -> int:
@@ -270,7 +276,7 @@ class ReadoutLog:
             fault = disagreement(heads, _SAME, "readouts of ")
             if fault is not None:
                 self.fault = fault
-                self._end_at(self._last_step)
+                self.end_at(self._last_step)
                 return
             for lane in lanes:
                 message, values = lane.arrived.popleft()
@@ -288,16 +294,6 @@ class ReadoutLog:
             if is_lost and lane.arrived[0][0].step == step:
                 lane.arrived.popleft()
         return is_lost
-
-    def _end_at(self, step: int) -> None:
-        """Discard and refuse what is of later steps; under the lock."""
-        self._limit = step if self._limit is None else min(step, self._limit)
-        self._last_step = min(self._last_step, self._limit)
-        self._pending = [piece for piece in self._pending if piece[1].step <= self._limit]
-        for lane in self._lanes.values():
-            while lane.arrived and lane.arrived[-1][0].step > self._limit:
-                lane.arrived.pop()
-        self._changed.notify_all()
 
     def _commit(self) -> None:
         with self._commit_lock:
