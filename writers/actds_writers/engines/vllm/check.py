@@ -98,10 +98,13 @@ def check_hooks(
         _require_base_rows(hooks, forwarded, beside, bounds)
     # Rows of a second replay would be the same and say nothing.
     was_eager = Dispatch(worker.model_runner, model).mode == "eager"
-    if worker.vllm_config.model_config.enforce_eager or not was_eager:
-        apart = None
-    else:
-        apart = _apart(hooks, forwarded, plain, bounds)
+    apart = None
+    if was_eager and not worker.vllm_config.model_config.enforce_eager:
+        parts = [~forwarded.decoded]
+        if forwarded.sequences == plain.sequences:  # else another token was decoded
+            parts.append(forwarded.decoded)
+        eager_rows = dict(zip(hooks, plain.rows, strict=True))
+        apart = compare_with_eager(rows, eager_rows, bounds, parts)
     try:
         states = _reference_states(worker, model, hooks, forwarded)
     except NoReferenceError as missing:
@@ -112,18 +115,6 @@ def check_hooks(
         return _without_reference(type(model).__name__, ranks, form, hooks, check)
     raise_all(without_reference(rows, states))
     return replace(compare_with_forward(rows, states, bounds, forwarded.decoded), eager=apart)
-
-
-def _apart(
-    hooks: Sequence[HookSpec], served: Forwarded, plain: Forwarded, bounds: dict[str, float]
-) -> float:
-    """Return how far rows as they will be served are from those of the eager forward; or E507."""
-    names = [hook.name for hook in hooks]
-    parts = [~served.decoded]
-    if served.sequences == plain.sequences:  # else another token was decoded
-        parts.append(served.decoded)
-    rows, eager_rows = (dict(zip(names, run.rows, strict=True)) for run in (served, plain))
-    return compare_with_eager(rows, eager_rows, bounds, parts)
 
 
 def _forward_beside_adapter(
