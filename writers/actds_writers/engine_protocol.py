@@ -206,11 +206,10 @@ class EngineKind(ABC, Generic[OptionsT]):
         Raises:
             ActdsError: E012 an engine, or options, with which it does not.
         """
-        raise ActdsError(
-            "E012",
+        raise refused(
             "entropy",
-            got=f"the engine {self.name}, which does not read its logits",
-            expected="an engine that does: vllm or transformers",
+            f"the engine {self.name}, which does not read its logits",
+            "an engine that does: vllm or transformers",
         )
 
     def workers(self, options: OptionsT) -> Workers:
@@ -284,6 +283,11 @@ def parse_words(items: Sequence[str]) -> dict[str, EngineValue]:
 def engine_error(error: Exception) -> ActdsError:
     """Return E504 for whatever an engine raises, in one line."""
     return ActdsError("E504", "engine", got=one_line(error, 400), expected="an engine that runs")
+
+
+def refused(place: str, got: str, expected: str, next_step: str | None = None) -> ActdsError:
+    """Return E012 for what capture cannot account for."""
+    return ActdsError("E012", place, got=got, expected=expected, next_step=next_step)
 
 
 def bad_option(key: str, got: str, expected: str) -> ActdsError:

@@ -30,7 +30,7 @@ from actds_writers.capture.op import Reading
 from actds_writers.capture.stages import Stages, Step, memory_of
 from actds_writers.capture.taps import ModelConfig, StreamForm
 from actds_writers.capture.transfer import Mark
-from actds_writers.engine_protocol import OPTION
+from actds_writers.engine_protocol import OPTION, refused
 from actds_writers.ipc.link import Link, Sender
 from actds_writers.ipc.messages import (
     Fact,
@@ -228,13 +228,11 @@ def _require_room(link: Link, room: Room, needed: WorkerMemory) -> None:
         logging.getLogger("vllm.actds").info("actds: %s", words)
     if needed.device_nbytes > room.nbytes:
         left = f"{format_nbytes(max(room.nbytes, 0))} of it free"
-        raise ActdsError(
-            "E012",
+        raise refused(
             "memory of the GPU",
-            got=f"{nbytes} for capture, and {left}{room.but_for and f' beside {room.but_for}'}",
-            expected="room for the hooks' buffers and the steps in flight",
-            next_step="Take fewer hooks, lower max_num_batched_tokens or staging_mib, or "
-            f"{room.next_step}.",
+            f"{nbytes} for capture, and {left}{room.but_for and f' beside {room.but_for}'}",
+            "room for the hooks' buffers and the steps in flight",
+            f"Take fewer hooks, lower max_num_batched_tokens or staging_mib, or {room.next_step}.",
         )
 
 
@@ -385,9 +383,7 @@ def _stored_type(computed: torch.dtype) -> DType:
     for name, dtype in capture.TORCH_TYPES.items():
         if dtype == computed:
             return name
-    raise ActdsError(
-        "E012", f"{OPTION} dtype", got=str(computed), expected=", ".join(capture.TORCH_TYPES)
-    )
+    raise refused(f"{OPTION} dtype", str(computed), ", ".join(capture.TORCH_TYPES))
 
 
 def specs_of(link: Link, config: ModelConfig, computed: torch.dtype) -> tuple[HookSpec, ...]:

@@ -19,7 +19,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actds.errors import ActdsError
 from actds_writers.engine_protocol import (
     OPTION,
     Engine,
@@ -28,6 +27,7 @@ from actds_writers.engine_protocol import (
     Workers,
     bad_option,
     engine_error,
+    refused,
 )
 from actds_writers.engines import wrap
 from actds_writers.engines.vllm import plugin
@@ -214,12 +214,7 @@ def _devices(options: Mapping[str, Any], number: int) -> dict[str, Any]:
     part = slice(number * world, (number + 1) * world)
     given = options.get("device_ids") or list(range(part.stop))
     if len(given) < part.stop:
-        raise ActdsError(
-            "E012",
-            f"{OPTION} device_ids",
-            got=f"{len(given)} devices",
-            expected=f"{world} for each replica",
-        )
+        raise refused(f"{OPTION} device_ids", f"{len(given)} devices", f"{world} for each replica")
     return {"device_ids": list(given)[part]}
 
 

@@ -38,6 +38,7 @@ from actds_writers.capture.check import (
 from actds_writers.capture.hooks import find_kind, raise_all
 from actds_writers.capture.op import HookBuffers
 from actds_writers.capture.taps import StreamForm, decoder_layers
+from actds_writers.engine_protocol import refused
 from actds_writers.engines.vllm.options import is_verified, random_adapters
 from actds_writers.engines.vllm.runner import (
     Dispatch,
@@ -74,11 +75,10 @@ def check_hooks(
     """
     prompts = prompts_of(worker)
     if not prompts:
-        raise ActdsError(
-            "E012",
+        raise refused(
             "engine option num_gpu_blocks_override",
-            got="a KV cache without room for one short prompt",
-            expected="room for the two prompts of the check",
+            "a KV cache without room for one short prompt",
+            "room for the two prompts of the check",
         )
     forwarded = forward_prompts(worker, prompts, buffers)
     assert forwarded is not None
@@ -149,12 +149,11 @@ def _require_base_rows(
 
 
 def _mixed_rows(got: str, expected: str) -> ActdsError:
-    return ActdsError(
-        "E012",
+    return refused(
         "engine option enable_lora",
-        got=got,
-        expected=expected,
-        next_step="Serve requests with adapters from another engine.",
+        got,
+        expected,
+        "Serve requests with adapters from another engine.",
     )
 
 

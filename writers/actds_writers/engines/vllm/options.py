@@ -34,10 +34,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from actds.errors import ActdsError, not_installed
+from actds.errors import not_installed
 from actds.format.canonical import read_bounded
 from actds_writers.capture.taps import StreamForm
-from actds_writers.engine_protocol import OPTION, EngineOptions, EngineValue, bad_option
+from actds_writers.engine_protocol import OPTION, EngineOptions, EngineValue, bad_option, refused
 from actds_writers.ipc.link import Link
 from actds_writers.model_folder import ModelFiles, file_sha256, find_model
 
@@ -225,21 +225,19 @@ def admit(check: bool) -> None:
         return
     known = ", ".join(TESTED)
     if not check:
-        raise ActdsError(
-            "E012",
+        raise refused(
             f"vLLM {version}",
-            got="a version that the tests never ran with, and the check is off",
-            expected=f"one of {known}, or the check of the hooks",
-            next_step="Leave the check on: it compares rows before the first request.",
+            "a version that the tests never ran with, and the check is off",
+            f"one of {known}, or the check of the hooks",
+            "Leave the check on: it compares rows before the first request.",
         )
     lacks = missing(folder())
     if lacks:
-        raise ActdsError(
-            "E012",
+        raise refused(
             f"vLLM {version}",
-            got=f"a version without {', '.join(lacks)}",
-            expected=f"all names that capture reads there, as in {known}",
-            next_step=f"pip install 'vllm=={TESTED[-1]}.*'",
+            f"a version without {', '.join(lacks)}",
+            f"all names that capture reads there, as in {known}",
+            f"pip install 'vllm=={TESTED[-1]}.*'",
         )
     logging.getLogger("actds").warning(
         "actds: the tests never ran with vLLM %s, but with %s. The check of the hooks compares "
@@ -441,28 +439,23 @@ def refuse_options(options: Mapping[str, object], place: str = OPTION) -> None:
         if any(value == allowed and type(value) is type(allowed) for allowed in rule.allowed):
             continue
         usable = " or ".join(json.dumps(allowed) for allowed in rule.allowed if allowed is not None)
-        raise ActdsError(
-            "E012",
-            f"{place} {key}",
-            got=f"{str(value)[:80]}: {rule.reason}",
-            expected=usable or "no such option",
+        raise refused(
+            f"{place} {key}", f"{str(value)[:80]}: {rule.reason}", usable or "no such option"
         )
     stages = options.get("pipeline_parallel_size") or 1
     if stages != 1 and any(options.get(name) for name in DRAFTS):
-        raise ActdsError(
-            "E012",
+        raise refused(
             f"{place} speculative_config",
-            got=f"drafts with {stages} pipeline stages: {_STAGED_DRAFTS}",
-            expected="no drafts, or one stage",
+            f"drafts with {stages} pipeline stages: {_STAGED_DRAFTS}",
+            "no drafts, or one stage",
         )
     transfer = str(options.get("kv_transfer_config") or "")
     for connector, reason in REFUSED_CONNECTORS.items():
         if connector in transfer:  # also inside a MultiConnector
-            raise ActdsError(
-                "E012",
+            raise refused(
                 f"{place} kv_transfer_config",
-                got=f"{connector}: {reason}",
-                expected="a connector of KV that a model computed",
+                f"{connector}: {reason}",
+                "a connector of KV that a model computed",
             )
 
 
@@ -477,11 +470,10 @@ def refuse_unread(options: Mapping[str, object], place: str) -> None:
     """Raise E012 for a configuration whose sampled tokens cannot be followed to their logits."""
     for key, reason in UNREAD.items():
         if options.get(key) not in (None, 1):
-            raise ActdsError(
-                "E012",
+            raise refused(
                 f"{place} {key}",
-                got=f"{str(options[key])[:80]} with entropy: {reason}",
-                expected="no such option, or entropy=False",
+                f"{str(options[key])[:80]} with entropy: {reason}",
+                "no such option, or entropy=False",
             )
 
 

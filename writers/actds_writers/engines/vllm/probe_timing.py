@@ -33,7 +33,7 @@ from actds_writers.capture.hooks import plan_readouts
 from actds_writers.capture.op import find_taps, watch_tap
 from actds_writers.capture.taps import StreamForm, Tap
 from actds_writers.config import WriterSettings, WriteSettings
-from actds_writers.engine_protocol import OPTION
+from actds_writers.engine_protocol import OPTION, refused
 from actds_writers.engines.vllm import plugin
 from actds_writers.engines.vllm.options import DRAFTS, VllmOptions
 from actds_writers.engines.vllm.runner import Dispatch, loaded_model
@@ -81,10 +81,10 @@ def with_step_options(task: TimingTask) -> TimingTask:
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         if given.get(name) not in (None, 1):
             got, expected = f"{given[name]}: the steps of one worker are timed", "1"
-            raise ActdsError("E012", f"{OPTION} {name}", got=got, expected=expected)
+            raise refused(f"{OPTION} {name}", got, expected)
     if any(given.get(name) for name in DRAFTS):
         got = "drafts, with which a step is no token"
-        raise ActdsError("E012", f"{OPTION} speculative_config", got=got, expected="no such option")
+        raise refused(f"{OPTION} speculative_config", got, "no such option")
     for name, least, words in (
         ("max_num_seqs", longest, f"at least {longest}, the largest batch"),
         ("max_model_len", PROMPT_TOKENS + N_STEPS, f"at least {PROMPT_TOKENS + N_STEPS}"),

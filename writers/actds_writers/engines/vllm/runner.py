@@ -26,6 +26,7 @@ import torch
 
 from actds.errors import ActdsError
 from actds_writers.capture.taps import decoder_layers
+from actds_writers.engine_protocol import refused
 from actds_writers.engines import wrap
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import IntArray
@@ -167,11 +168,10 @@ def watch(
     name = next((name for name in _SAMPLERS if hasattr(runner, name)), None)
     computes = hasattr(model, "compute_logits")
     if name is None or not computes or getattr(runner, "batch_sharder", None) is not None:
-        raise ActdsError(
-            "E012",
+        raise refused(
             "entropy",
-            got=f"{type(runner).__name__} with {type(model).__name__}, which samples elsewhere",
-            expected="a runner that samples from the logits of its model, on one rank",
+            f"{type(runner).__name__} with {type(model).__name__}, which samples elsewhere",
+            "a runner that samples from the logits of its model, on one rank",
         )
 
     # On the objects: a class may be shared with a drafter's model.

@@ -44,10 +44,14 @@ PLACE = "additional_config actds"
 POLL_S = 0.25
 
 
+def _bad_setting(place: str, got: str, expected: str, next_step: str | None = None) -> ActdsError:
+    return ActdsError("E017", place, got=got, expected=expected, next_step=next_step)
+
+
 def parse_live_settings(document: Any) -> LiveSettings:
     if not isinstance(document, dict):
         expected = 'an object such as {"out": "...", "hooks": "..."}'
-        raise ActdsError("E017", PLACE, got=repr(document)[:80], expected=expected)
+        raise _bad_setting(PLACE, repr(document)[:80], expected)
     return settings_of(
         LiveSettings, document, lambda key: f"{PLACE}.{key}" if key else PLACE, "E017"
     )
@@ -338,23 +342,15 @@ def destination(out: str) -> str:
         names = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
         foreign = bool(names) and layout.GENESIS not in names
     except OSError as error:
-        raise ActdsError(
-            "E017",
-            place,
-            got=f"{out}: {error.strerror}",
-            expected="a folder that can be created, or a dataset",
+        raise _bad_setting(
+            place, f"{out}: {error.strerror}", "a folder that can be created, or a dataset"
         ) from None
     except ActdsError as error:
         advice = error.next_step if error.code == "E011" else None
-        raise ActdsError(
-            "E017", place, got=f"{out}: {error.got}", expected=error.expected, next_step=advice
-        ) from None
+        raise _bad_setting(place, f"{out}: {error.got}", error.expected, advice) from None
     if foreign:
-        raise ActdsError(
-            "E017",
-            place,
-            got=f"{out}: a folder with other files",
-            expected="a new or empty folder, or a dataset",
+        raise _bad_setting(
+            place, f"{out}: a folder with other files", "a new or empty folder, or a dataset"
         )
     return str(folder)
 
@@ -376,11 +372,8 @@ def _readouts(settings: LiveSettings, hooks: Sequence[HookSpec]) -> tuple[str, b
 
     if not settings.readouts:
         if settings.probes is not None:
-            raise ActdsError(
-                "E017",
-                f"{PLACE}.probes",
-                got="a file, but readouts is false",
-                expected="readouts true, or no probes",
+            raise _bad_setting(
+                f"{PLACE}.probes", "a file, but readouts is false", "readouts true, or no probes"
             )
         return NONE, None
     readouts, probes = plan_readouts(settings.seed, settings.probes, hooks)

@@ -20,6 +20,7 @@ from actds_writers.capture.hooks import find_kind, raise_all
 from actds_writers.capture.op import Reading, install
 from actds_writers.capture.stages import Step
 from actds_writers.capture.taps import ModelConfig, StreamForm
+from actds_writers.engine_protocol import refused
 from actds_writers.engines.account import (
     Room,
     WorkerSide,
@@ -216,7 +217,7 @@ class WorkerCapture(WorkerSide):
         drafts = config.speculative_config
         refuse_options({"speculative_config": getattr(drafts, "method", None)})
         passes = config.compilation_config.pass_config
-        refused = {
+        in_use = {
             # The device alone knows how many drafts of which request are in a step.
             f"speculative_config.{_ADAPTIVE}": bool(getattr(drafts, _ADAPTIVE, False)),
             # Sequence parallelism, until 0.31: each rank has the residual stream of some rows.
@@ -224,11 +225,9 @@ class WorkerCapture(WorkerSide):
             # The size of a KV cache that was measured without capture leaves no room for it.
             STARTUP_PLAN: os.environ.get(STARTUP_PLAN, "0") != "0",
         }
-        for option, present in refused.items():
+        for option, present in in_use.items():
             if present:
-                raise ActdsError(
-                    "E012", f"engine option {option}", got="in use", expected="not in use"
-                )
+                raise refused(f"engine option {option}", "in use", "not in use")
 
 
 def room_beside(worker: Any, free: int) -> Room:
