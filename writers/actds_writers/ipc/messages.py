@@ -1,8 +1,7 @@
 """The messages between the processes of a harvest: one frozen dataclass each.
 
 They are sent pickled, a failure as the ``ActdsError`` itself; those that the census takes are also
-lines of its journal, as JSON. Roles of a request's positions are a string: a letter each, or packed
-by their runs.
+lines of its journal, as JSON. Roles of positions are a letter each, or packed by their runs.
 """
 
 from __future__ import annotations
