@@ -35,8 +35,8 @@ _MODULES = {
     "recompress": "actds.rewrite.recompression",
     "seal": "actds.publish.sealing",
     "shuffle": "actds.rewrite.shuffling",
-    "sign": "actds.trust.signing",
-    "verify": "actds.trust.signing",
+    "sign": "actds.publish.signing",
+    "verify": "actds.publish.signing",
 }
 """The module of each name of this package; ``__init__.pyi`` has all of them for type checkers."""
 

@@ -11,12 +11,12 @@ from actds.loader.loader import Loader as Loader
 from actds.loader.mixing import mixing_report as mixing_report
 from actds.publish.card import card as card
 from actds.publish.sealing import seal as seal
+from actds.publish.signing import sign as sign
+from actds.publish.signing import verify as verify
 from actds.publish.transfer import pull as pull
 from actds.publish.transfer import push as push
 from actds.rewrite.recompression import recompress as recompress
 from actds.rewrite.shuffling import shuffle as shuffle
-from actds.trust.signing import sign as sign
-from actds.trust.signing import verify as verify
 from actds_studies.regimes.api import regimes as regimes
 from actds_studies.stability.api import stability as stability
 from actds_studies.view.api import view as view

@@ -10,34 +10,11 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal, Self
 
-from actds.codes import CODES, Code
-
-__all__ = [
-    "CODES",
-    "ActdsError",
-    "BusyError",
-    "CheckName",
-    "Code",
-    "EngineError",
-    "ExistsError",
-    "Finding",
-    "Findings",
-    "InternalError",
-    "InvalidDatasetError",
-    "InvalidInputError",
-    "MissingDependencyError",
-    "NoProvenanceError",
-    "NotFoundError",
-    "NotSealedError",
-    "RefusedError",
-    "Severity",
-    "StoreError",
-    "UntrustedError",
-    "code_entry",
-    "not_installed",
-]
+from actds.codes import CODES as CODES
+from actds.codes import Code as Code
 
 Severity = Literal["error", "warning", "note"]
 CheckName = Literal["ledger", "structure", "integrity", "provenance", "accounting", "values"]
@@ -92,15 +69,9 @@ class ActdsError(Exception):
         return CODES[self.code].exit_code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how to rebuild the error in another process."""
-        parts = (self.code, self.place, self.got, self.expected, self.next_step)
-        return (_rebuild, (type(self), *parts))
-
-
-def _rebuild(
-    kind: type[ActdsError], code: str, place: str, got: str, expected: str, next_step: str
-) -> ActdsError:
-    return kind(code, place, got=got, expected=expected, next_step=next_step)
+        """Return how to make the error anew in another process."""
+        words = {"got": self.got, "expected": self.expected, "next_step": self.next_step}
+        return (partial(type(self), **words), (self.code, self.place))
 
 
 class InvalidInputError(ActdsError, ValueError):
@@ -273,11 +244,7 @@ class Findings:
         return iter(self._found)
 
     def take(self, check: CheckName, finding: Finding | ActdsError) -> None:
-        """Note a finding, or an error as one.
-
-        Raises:
-            ActdsError: the finding, when strict.
-        """
+        """Note a finding, or an error as one; a strict one raises it."""
         if isinstance(finding, ActdsError):
             if self._strict:
                 raise finding
@@ -295,20 +262,11 @@ class Findings:
         expected: str,
         severity: Severity = "error",
     ) -> None:
-        """Note one finding of a check.
-
-        Raises:
-            ActdsError: as ``take``.
-        """
         self.take(check, Finding(code, place, got, expected, severity))
 
     @contextmanager
     def noting(self, check: CheckName) -> Iterator[None]:
-        """Run a block; the error that ends it becomes a finding of a check.
-
-        Raises:
-            ActdsError: as ``take``.
-        """
+        """Run a block; the error that ends it becomes a finding of a check, as in ``take``."""
         try:
             yield
         except ActdsError as error:

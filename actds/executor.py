@@ -11,8 +11,9 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor as Pool
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from actds.errors import ActdsError, not_installed
@@ -38,37 +39,32 @@ class Executor(Protocol):
 
 
 class Pooled:
-    """Workers of a pool; functions, items and results of processes are pickled.
+    """Workers; of those in other processes, functions, items and results are pickled.
 
     Args:
-        pool: the pool.
-        n_workers: how many it has.
+        bind: returns what works on an item with a function, and promises its result.
     """
 
-    def __init__(self, pool: Pool, n_workers: int) -> None:
-        self._pool, self._ahead = pool, AHEAD * n_workers
+    def __init__(self, bind: Callable[[Any], Callable[[Any], Future[Any]]], n_workers: int) -> None:
+        self._bind, self._ahead = bind, AHEAD * n_workers
 
     def map(self, function: Callable[[P], R], items: Iterable[P]) -> Iterator[R]:
         """Yield what the function returns, in the order of the items."""
-        waiting: deque[Any] = deque()
+        submit, waiting = self._bind(function), deque[Any]()
         try:
             for item in items:
                 if len(waiting) == self._ahead:
-                    yield waiting.popleft().result()
-                waiting.append(self._pool.submit(function, item))
+                    yield _result(waiting.popleft())
+                waiting.append(submit(item))
             while waiting:
-                yield waiting.popleft().result()
+                yield _result(waiting.popleft())
         finally:
             for future in waiting:  # of a map that failed, or that nobody reads to its end
                 future.cancel()
 
 
 class Threads:
-    """Threads of this process, which end with each map.
-
-    Args:
-        n_workers: how many; one for each core, 32 at most, when None.
-    """
+    """Threads of this process, which end with each map: one for each core, to 32, when None."""
 
     def __init__(self, n_workers: int | None = None) -> None:
         self.n_workers = n_workers or min(32, os.cpu_count() or 1)
@@ -76,34 +72,11 @@ class Threads:
     def map(self, function: Callable[[P], R], items: Iterable[P]) -> Iterator[R]:
         """Yield what the function returns, in the order of the items."""
         with ThreadPoolExecutor(self.n_workers, "actds-map") as pool:
-            yield from Pooled(pool, self.n_workers).map(function, items)
+            yield from _pooled(pool, self.n_workers).map(function, items)
 
 
-class Ray:
-    """Workers of a Ray cluster that sees the same files at the same paths."""
-
-    def __init__(self, ray: Any) -> None:
-        self._ray = ray
-        self._call = ray.remote(_call)
-
-    def map(self, function: Callable[[P], R], items: Iterable[P]) -> Iterator[R]:
-        """Yield what the function returns, in the order of the items."""
-        ray = self._ray
-        shared = ray.put(function)
-        ahead = AHEAD * max(1, int(ray.cluster_resources().get("CPU", 1)))
-        waiting: deque[Any] = deque()
-        for item in items:
-            if len(waiting) == ahead:
-                yield self._result(waiting.popleft())
-            waiting.append(self._call.remote(shared, item))
-        while waiting:
-            yield self._result(waiting.popleft())
-
-    def _result(self, reference: Any) -> Any:
-        result = self._ray.get(reference)
-        if isinstance(result, ActdsError):
-            raise result
-        return result
+def _pooled(pool: Pool, n_workers: int) -> Pooled:
+    return Pooled(lambda function: partial(pool.submit, function), n_workers)
 
 
 def _call(function: Callable[[P], R], item: P) -> R | ActdsError:
@@ -112,6 +85,13 @@ def _call(function: Callable[[P], R], item: P) -> R | ActdsError:
         return function(item)
     except ActdsError as error:
         return error
+
+
+def _result(future: Future[R]) -> R:
+    result = future.result()
+    if isinstance(result, ActdsError):
+        raise result
+    return result
 
 
 @contextmanager
@@ -134,17 +114,18 @@ def open_executor(name: ExecutorName, n_workers: int | None = None) -> Iterator[
         count = n_workers or os.cpu_count() or 1
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(count, spawn) as pool:
-            yield Pooled(pool, count)
+            yield _pooled(pool, count)
     elif name == "ray":
-        with _ray() as ray:
-            yield Ray(ray)
+        with _ray() as workers:
+            yield workers
     else:
         expected = f"one of {', '.join(EXECUTORS)}"
         raise ActdsError("E009", "executor", got=str(name)[:80], expected=expected)
 
 
 @contextmanager
-def _ray() -> Iterator[Any]:
+def _ray() -> Iterator[Pooled]:
+    """Workers of a Ray cluster that sees the same files at the same paths."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -153,8 +134,14 @@ def _ray() -> Iterator[Any]:
     started_here = not ray.is_initialized()
     if started_here:
         ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    call = ray.remote(_call)
+
+    def bind(function: Any) -> Callable[[Any], Future[Any]]:
+        shared = ray.put(function)
+        return lambda item: call.remote(shared, item).future()
+
     try:
-        yield ray
+        yield Pooled(bind, max(1, int(ray.cluster_resources().get("CPU", 1))))
     finally:
         if started_here:
             ray.shutdown()

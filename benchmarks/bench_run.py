@@ -25,9 +25,9 @@ import torch
 
 from actds.format.readouts import Readouts, compute, matrix
 from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
+from actds_writers.harvest import machine
 from actds_writers.ipc.messages import HookSpec, RequestArrived, RequestFinished
 from actds_writers.monitor.progress import take_snapshot
-from actds_writers.sizing import machine
 
 KEEP_S = 10.0
 

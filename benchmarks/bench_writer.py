@@ -42,7 +42,7 @@ from actds.store.local import LocalStore
 from actds_writers.ipc.messages import HookSpec
 from actds_writers.shards import TOKEN_COLUMNS, ShardBuffer, Slice
 from actds_writers.shards.writer import CommitPlan, Committer
-from actds_writers.sizing.needs import N_BUFFERS
+from actds_writers.sizing import N_BUFFERS
 
 STEP_ROWS = 2048
 CORES = 16

@@ -12,7 +12,7 @@ import pytest
 
 import actds
 from actds.cli import cli
-from actds.cli.options import as_typed
+from actds.cli.command import as_typed
 from actds.errors import CODES, ActdsError
 from actds_testing.cli_tree import leaves
 from actds_testing.places import DOCS, EXAMPLES, ROOT

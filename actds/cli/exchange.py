@@ -1,4 +1,4 @@
-"""The commands export, import and doctor: files of other libraries."""
+"""The commands for others: files of other libraries, the card, the hub, and signatures."""
 
 from __future__ import annotations
 
@@ -11,12 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from actds.cli.options import FiniteRange, default_option, json_option
-from actds.cli.output import envelope, print_json, print_lines
+from actds.cli.command import (
+    FiniteRange,
+    default_option,
+    envelope,
+    executor_option,
+    json_option,
+    print_json,
+    print_lines,
+    print_result,
+)
+from actds.executor import ExecutorName
 from actds.text import Line, counted, format_nbytes, printable
 
 if TYPE_CHECKING:
     from actds.exchange.doctor import FoundSet, Report, ValueCounts
+    from actds.publish.transfer import Transfer
 
 _MAX_ARRAYS = 12
 
@@ -119,11 +129,10 @@ def export_command(
 def import_command(
     foreign: str,
     out: str,
-    kind: Any,
     hooks: tuple[str, ...],
-    dtype: Any,
     declare: tuple[str, ...],
     as_json: bool,
+    **how: Any,
 ) -> None:
     """Write activations that were made elsewhere as a dataset.
 
@@ -142,15 +151,14 @@ def import_command(
     from actds.exchange.importing import import_foreign
 
     facts = dict(map(_fact, declare))
-    done = import_foreign(foreign, out, kind=kind, hooks=hooks or None, dtype=dtype, declare=facts)
-    if as_json:
-        print_json(envelope("import", asdict(done)))
-        return
-    click.echo(f"{done.n_rows:,} rows of {', '.join(done.hooks)} in {done.n_sequences:,} sequences")
-    click.echo(f"unknown: {', '.join(done.unknown)}")
-    if done.left_out:
-        click.echo(f"left out: {', '.join(done.left_out)}")
-    click.echo(f"no census: seal it with actds seal {shlex.quote(out)} --imported")
+    done = import_foreign(foreign, out, hooks=hooks or None, declare=facts, **how)
+    lines = [
+        f"{done.n_rows:,} rows of {', '.join(done.hooks)} in {done.n_sequences:,} sequences",
+        f"unknown: {', '.join(done.unknown)}",
+        *([f"left out: {', '.join(done.left_out)}"] if done.left_out else []),
+        f"no census: seal it with actds seal {shlex.quote(out)} --imported",
+    ]
+    print_result("import", done, as_json, lines)
 
 
 def _fact(text: str) -> tuple[str, Any]:
@@ -245,3 +253,172 @@ def _values(counts: ValueCounts) -> Line:
     words = ", ".join(f"{n:,} {what}" for what, n in wrong.items() if n) or "none of them wrong"
     text = f"  {counts.hook or '(no name)'}: {counted(counts.n_rows, 'row')}, {words}"
     return Line(text, "bad" if counts.not_finite or counts.zero else "plain")
+
+
+@click.command("card")
+@click.argument("path", metavar="PATH")
+@click.option("--licence", default="unknown", show_default=True, metavar="ID", help="Its licence.")
+@click.option(
+    "--audit", metavar="FILE", help="Show the verdict of this audit (actds audit --json FILE)."
+)
+def card_command(path: str, licence: str, audit: str | None) -> None:
+    """Write the card of a sealed dataset: README.md and croissant.json.
+
+    PATH is the dataset's folder or its s3:// URI. Each seal writes a card without licence and
+    verdict, and croissant.json where there is one.
+
+    \b
+    Examples:
+      actds card acts --licence cc-by-4.0
+      actds card acts --audit audit.json
+    """
+    from actds.publish.card import card
+
+    for name in card(path, licence=licence, audit=audit):
+        click.echo(f"wrote {name}", err=True)
+
+
+@click.command("push")
+@click.argument("path", metavar="PATH")
+@click.argument("uri", metavar="URI")
+@click.option("--public", is_flag=True, help="Make a public repository, where none is there yet.")
+@executor_option("Where files are compared with their digests before they leave.")
+@json_option("Print what was done (actds.push 1).")
+def push_command(path: str, uri: str, public: bool, executor: ExecutorName, as_json: bool) -> None:
+    """Upload a sealed dataset to the Hugging Face Hub.
+
+    PATH is the dataset's folder, URI is hf://datasets/OWNER/NAME. Every file is checked against
+    its digest before it leaves and after it arrived, and the seal is the last to go. Run it again
+    to continue a push that was cut, or to add what is new. The token is that of HF_TOKEN or of
+    hf auth login.
+
+    \b
+    Examples:
+      actds push acts hf://datasets/someone/acts
+      actds push acts hf://datasets/someone/acts --public
+    """
+    from actds.publish.transfer import push
+
+    done = push(path, uri, private=not public, progress=_transfer_line, executor=executor)
+    _print_transfer("push", done, as_json)
+
+
+@click.command("pull")
+@click.argument("uri", metavar="URI")
+@click.argument("out", metavar="OUT")
+@click.option("--seal", metavar="SHA256", help="Refuse a dataset that does not extend this seal.")
+@json_option("Print what was done (actds.pull 1).")
+def pull_command(uri: str, out: str, seal: str | None, as_json: bool) -> None:
+    """Download a dataset from the Hugging Face Hub.
+
+    URI is hf://datasets/OWNER/NAME, or with @REVISION. Every file is checked against its digest as
+    it arrives. OUT appears when all of them are there; until then they are in OUT.partial, and the
+    same command continues.
+
+    \b
+    Examples:
+      actds pull hf://datasets/someone/acts acts
+      actds pull hf://datasets/someone/acts@v1 acts
+    """
+    from actds.publish.transfer import pull
+
+    _print_transfer("pull", pull(uri, out, seal=seal, progress=_transfer_line), as_json)
+
+
+def _transfer_line(n_done: int, n_files: int, done_nbytes: int, nbytes: int) -> None:
+    # Some twenty lines, however many files there are.
+    if n_done == n_files or n_done % max(n_files // 20, 1) == 0:
+        sizes = f"{format_nbytes(done_nbytes)} of {format_nbytes(nbytes)}"
+        click.echo(f"{n_done:,} of {n_files:,} files, {sizes}", err=True)
+
+
+def _print_transfer(name: str, done: Transfer, as_json: bool) -> None:
+    moved = f"{counted(done.n_moved, 'file')} moved, {format_nbytes(done.moved_nbytes)}"
+    checked = f"{counted(done.n_files, 'file')} checked, {moved}"
+    lines = [checked, f"{done.path} {done.uri}@{done.revision}", f"digest {done.digest}"]
+    print_result(name, done, as_json, lines)
+
+
+@click.command("sign")
+@click.argument("path", metavar="PATH")
+@click.option("--key", metavar="FILE", help="PEM file of an Ed25519 private key.")
+@click.option(
+    "--keyless", is_flag=True, help="Sign with an OIDC identity instead, through Sigstore."
+)
+@json_option("Print what was signed (actds.sign 1).")
+def sign_command(path: str, key: str | None, keyless: bool, as_json: bool) -> None:
+    """Sign the seal of a dataset.
+
+    PATH is the dataset's folder or its s3:// URI. The signature is of the present seal: sign again
+    after the dataset was sealed again. Several keys may sign, one call each. ACTDS_KEY_PASSWORD
+    has the password of an encrypted key. --keyless takes the token of SIGSTORE_IDENTITY_TOKEN or
+    of the CI that it runs in; the identity becomes public in Sigstore's log.
+
+    \b
+    Examples:
+      openssl genpkey -algorithm ed25519 -out key.pem
+      openssl pkey -in key.pem -pubout -out key.pub
+      actds sign acts --key key.pem
+      actds sign acts --keyless
+    """
+    from actds.publish.signing import sign
+
+    done = sign(path, key, keyless=keyless)
+    who = "identity" if done.keyid is None else f"key {done.keyid}"
+    words = f"{'signed' if done.is_new else 'signed before'} by {who}: {done.file}"
+    print_result("sign", done, as_json, [f"seal {done.seal} sha256:{done.digest}", words])
+
+
+@click.command("verify")
+@click.argument("path", metavar="PATH")
+@click.option(
+    "--key",
+    "keys",
+    multiple=True,
+    metavar="FILE",
+    help="PEM file of public keys that you trust; repeatable. ACTDS_TRUSTED_KEYS names one, too.",
+)
+@default_option(
+    "--need", click.IntRange(1), 1, "How many of the keys must have signed.", metavar="N"
+)
+@click.option("--identity", metavar="NAME", help="Who must have signed keyless: address or URI.")
+@click.option("--issuer", metavar="URL", help="Who must have vouched for the identity.")
+@click.option("--trusted-root", metavar="FILE", help="Root of another instance of Sigstore.")
+@click.option("--offline", is_flag=True, help="Take the root of Sigstore that is on this machine.")
+@click.option("--seal", metavar="SHA256", help="The seal of this digest, not the present one.")
+@json_option("Print who signed (actds.verify 1).")
+def verify_command(path: str, keys: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Check who signed the seal of a dataset.
+
+    PATH is the dataset's folder or URI. You say whom you trust; nothing is taken from the dataset.
+    Ledger and documents are checked; actds validate with the digest as --seal compares every byte
+    with the seal.
+
+    \b
+    Examples:
+      actds verify acts --key key.pub
+      actds verify acts --key alice.pub --key bob.pub --need 2
+      actds verify acts --identity me@example.org --issuer https://accounts.google.com
+    """
+    from actds.publish.signing import verify
+
+    verified = verify(path, keys, **options)
+    if as_json:
+        print_json(envelope("verify", asdict(verified, dict_factory=_plain)))
+        return
+    looked = "ledger, documents and signatures were checked, no table and no array was read"
+    click.echo(f"seal {verified.seal} sha256:{verified.digest}: {looked}")
+    for key in verified.keys:
+        click.echo(f"signed by key {key.keyid} ({printable(key.file)})")
+    if verified.identity is not None:
+        who = verified.identity
+        click.echo(f"signed by {printable(who.identity)}, vouched for by {printable(who.issuer)}")
+    for rejected in verified.rejected:
+        keyid = printable(rejected.keyid[:64]) or "without an id"
+        click.echo(f"not counted: signature {keyid}, {rejected.why}", err=True)
+    click.echo(f"every byte: actds validate PATH --seal sha256:{verified.digest}", err=True)
+
+
+def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields that JSON can hold: of a key its id and file."""
+    return {name: value for name, value in items if name != "key"}

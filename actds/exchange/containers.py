@@ -1,6 +1,6 @@
 """What a file of arrays holds: the arrays of each container by name, type and shape.
 
-It runs in the process of ``actds.exchange.apart``: it parses what strangers made. No length is
+It runs in the process of ``actds.exchange.opening``: it parses what strangers made. No length is
 believed that the file has no bytes for, and nothing is unpickled but tensors.
 """
 
@@ -159,13 +159,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def read_document(path: Path) -> dict[str, Any]:
     """The object of a stranger's JSON file; E019 it is none, no regular file, or over 16 MiB."""
+    with reading(path, "a JSON object"):
+        data = canonical.read_bounded(path)
     try:
-        with reading(path, "a JSON object"):
-            data = canonical.read_bounded(path)
         document = json.loads(data, object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, ActdsError):
-            raise
+    except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict):
         raise foreign(path, "a document that cannot be read", "a JSON object")
@@ -178,12 +176,9 @@ def itemsize(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array of a file.
+    """One array of a file; ``read`` returns its values, bfloat16 as bit patterns in ``uint16``.
 
-    Args:
-        dtype: type of its values, by the name that torch has for it, else the container's.
-        shape: its shape.
-        read: returns its values ``shape``; bfloat16 as bit patterns in ``uint16``.
+    The type is named as torch names it, or else as the container does.
     """
 
     dtype: str
@@ -411,6 +406,36 @@ def type_name(kind: pa.DataType) -> str:
     """NumPy's name of a type of numbers, of others Arrow's."""
     names = {"float": "float32", "double": "float64", "halffloat": "float16"}
     return names.get(str(kind), str(kind)[:200])
+
+
+def lists_of(column: pa.Array, name: str, file: Path) -> tuple[Array, pa.Array]:
+    """Lengths of the lists of a column, and their elements."""
+    if not is_list(column.type):
+        raise foreign(file, f"{name} of {column.type}"[:200], "lists of numbers")
+    refuse_nulls(column, name, file)
+    lengths: Array = column.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
+    return lengths, column.flatten()
+
+
+def refuse_nulls(column: pa.Array, name: str, file: Path) -> None:
+    if column.null_count:
+        raise foreign(file, f"{name} with {column.null_count} nulls", "no null")
+
+
+def numbers_of(flat: pa.Array, name: str, dtype: str, file: Path) -> Array:
+    refuse_nulls(flat, name, file)
+    values: Array = flat.to_numpy(zero_copy_only=False)
+    if values.dtype.name != dtype:
+        raise foreign(file, f"{name} of {values.dtype}", dtype)
+    return values
+
+
+def nesting(kind: pa.DataType) -> tuple[int, str]:
+    """How deep lists are nested, and the type of their elements."""
+    depth = 0
+    while is_list(kind):
+        depth, kind = depth + 1, kind.value_type
+    return depth, type_name(kind)
 
 
 def _column(kind: pa.DataType, n_rows: int, feature: Any) -> tuple[str, tuple[int, ...]]:

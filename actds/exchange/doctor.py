@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from actds.errors import ActdsError
-from actds.exchange.apart import KINDS, arrays_of, files_of, open_foreign, reader
 from actds.exchange.containers import ANY, foreign, itemsize, read_document, reading
-from actds.exchange.export import RECORD_FILE
-from actds.exchange.foreign import LABELS, ForeignSet, own_name
+from actds.exchange.foreign import LABELS, RECORD_FILE, ForeignSet, own_name
 from actds.exchange.importing import named_hook
+from actds.exchange.opening import KINDS, arrays_of, files_of, open_foreign, reader
 from actds.format.arrays import widen
 from actds.store import layout, local_folder
 
@@ -56,28 +55,21 @@ _COLUMNS = {
     "mask": ("attention_mask", "loss_mask"),
 }
 """Names under which arrays that label rows are known, by what they label."""
-_WORDS = {
-    "token_id": "token ids",
-    "position": "positions",
-    "request": "request ids",
-    "phase": "the phase (prefill or decode)",
-    "step": "scheduler steps",
-    "flags": "flags of special tokens and padding",
-}
 _UNKNOWABLE = {
-    "token_id": "which token a row belongs to: no filter or class by token, no text beside a "
-    "feature, and repeated prefixes cannot be seen",
-    "position": "where in its text a row is: BOS and attention sinks cannot be excluded, and "
-    "padding cannot be recognised",
-    "request": "which rows are of one text: no split by request, so held-out rows may be of "
-    "training texts; how well rows are mixed is unknown",
-    "phase": "whether a row is of a prompt or generated: prefill and decode cannot be compared or "
-    "weighted",
-    "step": "with which others a row was computed: batch composition, load and time cannot be "
-    "tested as causes",
-    "flags": "which rows are padding or special tokens: a mask applied before is not recorded",
+    "token_id": "token ids: which token a row belongs to: no filter or class by token, no text "
+    "beside a feature, and repeated prefixes cannot be seen",
+    "position": "positions: where in its text a row is: BOS and attention sinks cannot be "
+    "excluded, and padding cannot be recognised",
+    "request": "request ids: which rows are of one text: no split by request, so held-out rows "
+    "may be of training texts; how well rows are mixed is unknown",
+    "phase": "the phase (prefill or decode): whether a row is of a prompt or generated: prefill "
+    "and decode cannot be compared or weighted",
+    "step": "scheduler steps: with which others a row was computed: batch composition, load and "
+    "time cannot be tested as causes",
+    "flags": "flags of special tokens and padding: which rows are padding or special tokens: a "
+    "mask applied before is not recorded",
 }
-"""What cannot be answered without a column of the token table."""
+"""A column of the token table in words, and what cannot be answered without it."""
 _NEVER = {
     "a drop log": "which computed rows are missing and why: whether loss depends on content "
     "(MNAR) cannot be tested",
@@ -347,10 +339,7 @@ def _common(shapes: list[tuple[int, ...]]) -> list[int | None]:
 def _of_raw(files: list[Path], names: list[str]) -> tuple[str, list[str]]:
     """What raw files do not say, and lines that make an array of each, and import them."""
     raw = [_RawFile.guess(file) for file in files]
-    words, least = (
-        "raw bytes say neither type nor width",
-        max(raw, key=lambda file: len(file.lacks)),
-    )
+    words, least = "raw bytes say neither type nor width", max(raw, key=lambda f: len(f.lacks))
     if least.lacks:
         nbytes = f"{least.path.stat().st_size:,} bytes are rows x channels x bytes of a value"
         words += f": put for {' and for '.join(least.lacks)} ({least.path.name}: {nbytes})"
@@ -428,7 +417,8 @@ def _lacks(path: Path, opened: ForeignSet | None, names: set[str]) -> list[Lack]
 
 def lacks_of_columns(unknown: Collection[str]) -> list[Lack]:
     """What nobody can know without these columns of the token table."""
-    return [Lack(_WORDS[name], words) for name, words in _UNKNOWABLE.items() if name in unknown]
+    known = (words.partition(": ") for name, words in _UNKNOWABLE.items() if name in unknown)
+    return [Lack(missing, unknowable) for missing, _, unknowable in known]
 
 
 def lacks_of_every_set() -> list[Lack]:

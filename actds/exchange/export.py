@@ -7,7 +7,6 @@ bytes a row, and blocks of rows, whatever the size of the dataset.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -26,7 +25,7 @@ from pydantic import BaseModel, Field
 
 from actds.errors import ActdsError, not_installed
 from actds.exchange.containers import NewTensor, write_tensors
-from actds.exchange.foreign import narrowed
+from actds.exchange.foreign import BLOCK_NBYTES, RECORD_FILE, narrowed
 from actds.explore.dataset import ROW_NUMBERS, Dataset
 from actds.explore.dataset import open as open_dataset
 from actds.explore.lazy import open_array, rows_at_a_time
@@ -36,16 +35,16 @@ from actds.format.roles import Roles
 from actds.format.schema import FileEntry, Hook
 from actds.loader.filters import bad
 from actds.loader.selection import PROVENANCE_COLUMNS, ROLE, Selection, select, warn_where_none
+from actds.store import file_sha256
 from actds.store.folders import new_folder
+from actds.store.local import LocalStore
 from actds.version import __version__
 
 Bits = npt.NDArray[Any]
-ROWS_FILE, RECORD_FILE = "rows.parquet", "actds_export.json"
+ROWS_FILE = "rows.parquet"
 _ARROW = {"float16": pa.float16(), "float32": pa.float32()}
 _OF_RUNS = ("engine.", "model.", "numerics.", "capture.cast", "tokenizer.")
 ORDER = "run, request, position"
-BLOCK_NBYTES = 1 << 26
-"""Bytes of rows that are held at a time."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,6 @@ class OrderedRows:
         places: place of each of these rows in the export.
         columns: provenance of the rows in the order of the export, ``(n_rows,)`` each; run is a
             number into ``runs``, phase one into ``PHASES``, role one into ``ROLES``, or -1.
-        runs: in the order in which they began.
-        unknown: columns of which nothing is known, by run.
     """
 
     selection: Selection
@@ -171,13 +168,7 @@ def blocks(n_rows: int, row_nbytes: int, multiple: int = 1) -> Iterator[tuple[in
 
 @dataclass(frozen=True)
 class ExportSource:
-    """What is written.
-
-    Args:
-        dtypes: type of the values of each hook as they are written.
-        values: bit patterns of each hook, ``(n_rows, d_model)``, mapped from files.
-        context_size: rows of a window, where the target has windows.
-    """
+    """What is written: bit patterns by hook, ``(n_rows, d_model)``, in the types of the files."""
 
     rows: OrderedRows
     hooks: list[Hook]
@@ -207,7 +198,6 @@ class Target:
         write: writes the files into a folder; returns the sequence of each row for the table of
             rows, None where it has none.
         dtypes: types that it holds; the first stands for those that it does not.
-        name: what it calls a hook.
         in_place: whether the values that were laid out are the files.
         windows: whether rows are cut in windows of ``context_size``.
         with_rows: whether the files hold the provenance of their rows themselves.
@@ -467,7 +457,12 @@ def export(
     with new_folder(os.fspath(out)) as folder:
         source, n_rows = _write(selection, target, dtype, context_size, folder)
         chosen = {"to": to, "phase": phase, "split": split, "held_out": held_out}
-        record = _record(source, target, n_rows, _entries(folder), chosen)
+        store = LocalStore(folder)
+        files = [
+            FileEntry(path=path, nbytes=store.size(path), sha256=file_sha256(store, path))
+            for path in store.list()
+        ]
+        record = _record(source, target, n_rows, files, chosen)
         (folder / RECORD_FILE).write_text(record.model_dump_json(indent=1) + "\n", "utf-8")
     return record
 
@@ -559,13 +554,3 @@ def _run(rows: OrderedRows, run: str) -> ExportedRun:
     digest = canonical.digest(schema.to_bytes(record))
     unknown = sorted(rows.unknown[run])
     return ExportedRun(record_sha256=digest, fields=fields, unknown=unknown)
-
-
-def _entries(folder: Path) -> list[FileEntry]:
-    entries = []
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        name = path.relative_to(folder).as_posix()
-        entries.append(FileEntry(path=name, nbytes=path.stat().st_size, sha256=sha256))
-    return entries

@@ -1,6 +1,6 @@
 """Sets of activations made elsewhere: which of their arrays are rows, tokens and positions.
 
-It runs in the process of ``actds.exchange.apart``. Opening a set reads the form of every file, so
+It runs in the process of ``actds.exchange.opening``. Opening a set reads the form of every file, so
 that a truncated file or a width that differs is found before anything is written. Facts about the
 forms: SAELens ``cache_activations_runner`` (6.54), the ``ExampleHiddenStatesConnector`` of vLLM
 (0.32), ``train/data.py`` of speculators, ``ActivationCache`` of TransformerLens (2.16); saved Arrow
@@ -10,8 +10,10 @@ datasets are the windows of SAELens, and lists of numbers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,20 @@ from actds.exchange.containers import (
     batches,
     features_of,
     foreign,
-    is_list,
+    lists_of,
     map_npy,
+    nesting,
+    numbers_of,
+    refuse_nulls,
     schema_of,
-    type_name,
 )
 from actds.format.arrays import DTYPES
 
 _FLOATS = (*DTYPES, "float64")
 BLOCK_ROWS, BLOCK_NBYTES = 4096, 1 << 26
 """Rows of a sequence that are read at a time, and their bytes, unless one row has more."""
+RECORD_FILE = "actds_export.json"
+"""What ``actds export`` says of the files beside it."""
 NEVER_SAID = ("attempt", "chunk", "flags", "phase", "step")
 """Columns of the token table that no such set has."""
 LABELS = {
@@ -73,21 +79,15 @@ class Block:
 
 @dataclass(frozen=True)
 class ForeignSet:
-    """A set that was opened.
-
-    Args:
-        unknown: columns of the token table of which it says nothing.
-        n_rows: rows of a hook.
-        left_out: what else is there, which is not imported.
-    """
+    """A set that was opened: of the columns ``unknown`` it says nothing, ``left_out`` stays out."""
 
     kind: str
     files: list[Path]
     hooks: list[ForeignHook]
-    unknown: tuple[str, ...]
+    unknown: Collection[str]
     n_rows: int
     blocks: Callable[[], Iterator[Block]]
-    left_out: tuple[str, ...] = field(default=())
+    left_out: Collection[str]
 
 
 def own_name(hook: ForeignHook) -> str:
@@ -122,13 +122,11 @@ def check_labels(file: Path, sequence: SequenceRows) -> None:
         raise foreign(file, "positions that do not ascend", "each position once")
 
 
-def cut_rows(
-    file: Path, number: int, sequence: SequenceRows, stored: list[str], tokens: bool
-) -> Iterator[Block]:
+def cut_rows(file: Path, number: int, sequence: SequenceRows, stored: list[str]) -> Iterator[Block]:
     """Yield the rows of a sequence in blocks, in the types that they are imported in."""
     row_nbytes = sum(rows.shape[1] * rows.itemsize for rows in sequence.rows)
     step = max(1, min(BLOCK_ROWS, BLOCK_NBYTES // max(row_nbytes, 1)))
-    n, ids = len(sequence.rows[0]), sequence.token_ids if tokens else None
+    n, ids = len(sequence.rows[0]), sequence.token_ids
     for start in range(0, n, step):
         cut = slice(start, min(start + step, n))
         if sequence.position is None:
@@ -215,11 +213,12 @@ def _open_sequences(
         number = 0
         for file in files:
             for sequence in load(file).sequences:
-                yield from cut_rows(file, number, sequence, dtypes, "token_id" not in unknown)
+                if "token_id" in unknown:  # of another sequence
+                    sequence = replace(sequence, token_ids=None)
+                yield from cut_rows(file, number, sequence, dtypes)
                 number += 1
 
-    columns, other = tuple(sorted(unknown)), tuple(sorted(left_out))
-    return ForeignSet(kind, files, hooks, columns, n_rows, blocks, other)
+    return ForeignSet(kind, files, hooks, unknown, n_rows, blocks, left_out)
 
 
 def open_tensors(kind: str, path: Path, files: list[Path], dtype: str | None) -> ForeignSet:
@@ -451,64 +450,34 @@ def open_sae_lens(path: Path, files: list[Path], dtype: str | None) -> ForeignSe
             got = f"columns {', '.join(columns)}"[:200]
             raise foreign(file, got, f"also {', '.join(missing)}")
 
-    def blocks() -> Iterator[Block]:
-        number = 0
-        for file in files:
-            for batch in batches(file):
-                values = [_flat(batch, h, t, size, file) for h, t in zip(hooks, types, strict=True)]
-                ids = _tokens(batch, size, file) if tokens else None
-                for n in range(batch.num_rows):
-                    cut = slice(n * size, (n + 1) * size)
-                    labels = None if ids is None else ids[cut]
-                    rows = SequenceRows([flat[cut] for flat in values], types, labels, None)
-                    yield from cut_rows(file, number, rows, kept, tokens)
-                    number += 1
+    def read(file: Path, batch: pa.RecordBatch) -> _Batch:
+        rows = [_flat(batch, h, t, size, file) for h, t in zip(hooks, types, strict=True)]
+        ids = _tokens(batch, size, file) if tokens else None
+        return rows, ids, [size] * batch.num_rows
 
     unknown = {*NEVER_SAID, "position"} | (set() if tokens else {"token_id"})
     # What actds export packs are rows of any requests.
-    unknown |= {"request"} if (path / "actds_export.json").exists() else set()
-    other = tuple(sorted(set(features) - set(names)))
+    unknown |= {"request"} if (path / RECORD_FILE).exists() else set()
     n_rows = size * sum(batch.num_rows for file in files for batch in batches(file))
-    return ForeignSet("sae-lens", files, hooks, tuple(sorted(unknown)), n_rows, blocks, other)
+    blocks = partial(_blocks, files, hooks, types, read)
+    return ForeignSet("sae-lens", files, hooks, unknown, n_rows, blocks, {*features} - {*names})
 
 
 def _flat(batch: pa.RecordBatch, hook: ForeignHook, dtype: str, size: int, file: Path) -> Array:
     """Rows of a column of windows, each window of the size that the features say."""
     column = batch.column(hook.called)
     windows = column.storage if isinstance(column, pa.ExtensionArray) else column
-    lengths, rows = _lists(windows, hook.called, file)
-    widths, flat = _lists(rows, hook.called, file)
+    lengths, rows = lists_of(windows, hook.called, file)
+    widths, flat = lists_of(rows, hook.called, file)
     if set(widths.tolist()) - {hook.d_model} or set(lengths.tolist()) - {size}:
         got = f"{hook.called} windows of {sorted(set(lengths.tolist()))[:9]} rows of "
         got += f"{sorted(set(widths.tolist()))[:9]}"
         raise foreign(file, got, f"{size} rows of {hook.d_model}")
-    return _values(flat, hook.called, dtype, file).reshape(-1, hook.d_model)
-
-
-def _lists(column: pa.Array, name: str, file: Path) -> tuple[Array, pa.Array]:
-    """Lengths of the lists of a column, and their elements."""
-    if not is_list(column.type):
-        raise foreign(file, f"{name} of {column.type}"[:200], "lists of numbers")
-    _refuse_nulls(column, name, file)
-    lengths: Array = column.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
-    return lengths, column.flatten()
-
-
-def _refuse_nulls(column: pa.Array, name: str, file: Path) -> None:
-    if column.null_count:
-        raise foreign(file, f"{name} with {column.null_count} nulls", "no null")
-
-
-def _values(flat: pa.Array, name: str, dtype: str, file: Path) -> Array:
-    _refuse_nulls(flat, name, file)
-    values: Array = flat.to_numpy(zero_copy_only=False)
-    if values.dtype.name != dtype:
-        raise foreign(file, f"{name} of {values.dtype}", dtype)
-    return values
+    return numbers_of(flat, hook.called, dtype, file).reshape(-1, hook.d_model)
 
 
 def _tokens(batch: pa.RecordBatch, size: int, file: Path) -> Array:
-    lengths, ids = _lists(batch.column("token_ids"), "token_ids", file)
+    lengths, ids = lists_of(batch.column("token_ids"), "token_ids", file)
     if ids.null_count or len(ids) != batch.num_rows * size or set(lengths.tolist()) - {size}:
         raise foreign(file, f"{len(ids)} token_ids", f"{size} for each of {batch.num_rows} windows")
     values: Array = ids.to_numpy(zero_copy_only=False)
@@ -520,7 +489,7 @@ def _tokens(batch: pa.RecordBatch, size: int, file: Path) -> Array:
 def open_datasets(path: Path, files: list[Path], dtype: str | None) -> ForeignSet:
     """Open a dataset of lists of floats: a row of channels, or a sequence of them, in each line."""
     schema = schema_of(files[0])
-    kinds = {column.name: _nesting(column.type) for column in schema}
+    kinds = {column.name: nesting(column.type) for column in schema}
     hooks = {n: k for n, k in kinds.items() if k[1] in (*DTYPES, "float64") and k[0] in (1, 2)}
     if not hooks:
         raise foreign(files[0], f"columns {', '.join(schema.names)}"[:200], "lists of floats")
@@ -533,32 +502,43 @@ def open_datasets(path: Path, files: list[Path], dtype: str | None) -> ForeignSe
         if schema_of(file) != schema:
             raise foreign(file, "other columns", f"those of {files[0].name}")
     widths, n_rows = _widths(files, list(hooks), depth)
-    stored = {n: stored_type(f"{path} {n}", k[1], dtype) for n, k in hooks.items()}
-    kept = list(stored.values())
-
-    def blocks() -> Iterator[Block]:
-        number, first = 0, 0
-        for file in files:
-            for batch in batches(file):
-                for rows in _lines(file, batch, hooks, widths, label, depth):
-                    placed = replace(rows, first=first)
-                    yield from cut_rows(file, number, placed, kept, label is not None)
-                    number += depth - 1
-                    first += len(rows.rows[0]) if depth == 1 else 0
-
+    types = {n: dtype for n, (_, dtype) in hooks.items()}
+    places = [
+        ForeignHook(n, widths[n], stored_type(f"{path} {n}", kind, dtype))
+        for n, kind in types.items()
+    ]
     unknown = {*NEVER_SAID, "position"} | (set() if label else {"token_id"})
     unknown |= {"request"} if depth == 1 else set()
-    other = tuple(sorted(set(schema.names) - set(hooks) - {label}))
-    places = [ForeignHook(n, widths[n], stored[n]) for n in hooks]
-    return ForeignSet("datasets", files, places, tuple(sorted(unknown)), n_rows, blocks, other)
+    other = set(schema.names) - set(hooks) - {label}
+    read = partial(_lines, hooks=types, widths=widths, label=label, depth=depth)
+    blocks = partial(_blocks, files, places, list(types.values()), read)
+    return ForeignSet("datasets", files, places, unknown, n_rows, blocks, other)
 
 
-def _nesting(kind: pa.DataType) -> tuple[int, str]:
-    """How deep lists are nested, and the type of their elements."""
-    depth = 0
-    while is_list(kind):
-        depth, kind = depth + 1, kind.value_type
-    return depth, type_name(kind)
+_Batch = tuple[list[Array], "Array | None", "list[int] | None"]
+"""Rows of each hook, labels, and the lengths of the sequences; None where all rows are of one."""
+
+
+def _blocks(
+    files: list[Path],
+    hooks: list[ForeignHook],
+    types: list[str],
+    read: Callable[[Path, pa.RecordBatch], _Batch],
+) -> Iterator[Block]:
+    """The sequences of all batches, one after the other; ``types`` are those in the files."""
+    number = first = 0
+    for file in files:
+        for batch in batches(file):
+            rows, ids, lengths = read(file, batch)
+            ends = np.cumsum([len(rows[0])] if lengths is None else lengths).tolist()
+            for start, stop in pairwise([0, *map(int, ends)]):
+                cut = [values[start:stop] for values in rows]
+                labels = None if ids is None else ids[start:stop]
+                sequence = SequenceRows(cut, types, labels, None, first)
+                check_labels(file, sequence)
+                yield from cut_rows(file, number, sequence, [hook.dtype for hook in hooks])
+                number += lengths is not None
+                first += stop - start if lengths is None else 0
 
 
 def _widths(files: list[Path], names: list[str], depth: int) -> tuple[dict[str, int], int]:
@@ -570,8 +550,8 @@ def _widths(files: list[Path], names: list[str], depth: int) -> tuple[dict[str, 
             for name in names:
                 column = batch.column(name)
                 for _ in range(depth - 1):
-                    column = _lists(column, name, file)[1]
-                lengths = _lists(column, name, file)[0]
+                    column = lists_of(column, name, file)[1]
+                lengths = lists_of(column, name, file)[0]
                 widths[name] |= set(np.unique(lengths).tolist())
             n_rows += len(lengths)
     for name, sizes in widths.items():
@@ -584,11 +564,11 @@ def _widths(files: list[Path], names: list[str], depth: int) -> tuple[dict[str, 
 def _lines(
     file: Path,
     batch: pa.RecordBatch,
-    hooks: dict[str, tuple[int, str]],
+    hooks: dict[str, str],
     widths: dict[str, int],
     label: str | None,
     depth: int,
-) -> Iterator[SequenceRows]:
+) -> _Batch:
     """The sequences of a batch: all its lines as one, or one each."""
     lengths: Array | None = None
 
@@ -596,25 +576,19 @@ def _lines(
         nonlocal lengths
         column = batch.column(name)
         if depth == 2:
-            sizes, column = _lists(column, name, file)
+            sizes, column = lists_of(column, name, file)
             if lengths is not None and (sizes != lengths).any():
                 raise foreign(file, f"{name} of other lengths", expected)
             lengths = sizes
         return column
 
     rows: list[Array] = []
-    for name, (_, dtype) in hooks.items():
-        flat = _lists(column_of(name, "those of the other columns"), name, file)[1]
-        rows.append(_values(flat, name, dtype, file).reshape(-1, widths[name]))
+    for name, dtype in hooks.items():
+        flat = lists_of(column_of(name, "those of the other columns"), name, file)[1]
+        rows.append(numbers_of(flat, name, dtype, file).reshape(-1, widths[name]))
     ids: Array | None = None
     if label is not None:
         column = column_of(label, "one per row")
-        _refuse_nulls(column, label, file)
+        refuse_nulls(column, label, file)
         ids = column.to_numpy(zero_copy_only=False)
-    ends = [len(rows[0])] if lengths is None else np.cumsum(lengths).tolist()
-    dtypes = [dtype for _, dtype in hooks.values()]
-    for start, stop in zip([0, *ends[:-1]], ends, strict=True):
-        labels = None if ids is None else ids[start:stop]
-        sequence = SequenceRows([values[start:stop] for values in rows], dtypes, labels, None)
-        check_labels(file, sequence)
-        yield sequence
+    return rows, ids, None if lengths is None else lengths.tolist()

@@ -18,11 +18,17 @@ from pydantic import ValidationError
 from actds.dataset.commit import ShardRows, commit_shard
 from actds.dataset.ledger import Chain
 from actds.errors import ActdsError
-from actds.exchange.apart import open_foreign, reader
 from actds.exchange.containers import foreign as bad_set
 from actds.exchange.containers import read_document
-from actds.exchange.export import BLOCK_NBYTES, RECORD_FILE
-from actds.exchange.foreign import Block, ForeignHook, ForeignSet, own_name
+from actds.exchange.foreign import (
+    BLOCK_NBYTES,
+    RECORD_FILE,
+    Block,
+    ForeignHook,
+    ForeignSet,
+    own_name,
+)
+from actds.exchange.opening import open_foreign, reader
 from actds.format import schema
 from actds.format.arrays import DTYPES
 from actds.format.schema import (
@@ -192,7 +198,10 @@ def _shards(opened: ForeignSet, hooks: list[Hook]) -> Iterator[tuple[ShardRows, 
     n_rows = 0
     for block in opened.blocks():
         for start in range(0, len(block.position), most):
-            piece = _slice(block, start, start + most)
+            cut = slice(start, start + most)
+            ids = None if block.token_ids is None else block.token_ids[cut]
+            bits = [rows[cut] for rows in block.bits]
+            piece = Block(block.sequence, block.position[cut], ids, bits)
             if n_rows + len(piece.position) > most:
                 yield _joined(pieces, hooks), pieces[-1].sequence
                 pieces, n_rows = [], 0
@@ -200,12 +209,6 @@ def _shards(opened: ForeignSet, hooks: list[Hook]) -> Iterator[tuple[ShardRows, 
             n_rows += len(piece.position)
     if pieces:
         yield _joined(pieces, hooks), pieces[-1].sequence
-
-
-def _slice(block: Block, start: int, stop: int) -> Block:
-    ids = None if block.token_ids is None else block.token_ids[start:stop]
-    bits = [rows[start:stop] for rows in block.bits]
-    return Block(block.sequence, block.position[start:stop], ids, bits)
 
 
 def _joined(pieces: list[Block], hooks: list[Hook]) -> ShardRows:

@@ -23,11 +23,10 @@ from actds.format.row_weights import RowWeights, read_row_weights
 from actds.format.schema import Hook, Phase, RunRecord, Seal
 from actds.format.shard import Shard
 from actds.format.tables import TableName
-from actds.publish.sealing import check_provenance
+from actds.publish.sealing import check_provenance, parse_pin
 from actds.store import Store, layout, open_store, refuse_within_dataset
 from actds.store.cache import Cache
 from actds.text import counted, format_nbytes
-from actds.trust.pin import parse_pin
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

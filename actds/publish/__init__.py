@@ -1,1 +1,1 @@
-"""Close a dataset and give it to others: seal, card, and the hub."""
+"""Close a dataset and give it to others: seal, card, hub, and who signed it."""

@@ -10,7 +10,8 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import zip_longest
 from pathlib import Path
@@ -23,9 +24,8 @@ from actds.dataset.info import Facts, describe, missing, odd_values
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError, Finding
 from actds.format import canonical
-from actds.format.schema import REQUIRED_PROVENANCE, FileEntry
+from actds.format.schema import REQUIRED_PROVENANCE
 from actds.format.tables import DISPOSITIONS, SCHEMAS
-from actds.publish.methods import methods
 from actds.store import layout, open_store
 from actds.text import counted, format_nbytes, printable, share
 
@@ -49,7 +49,7 @@ _CONTEXT: dict[str, Any] = {
         *("samplingRate", "separator", "source", "subField", "transform"),
     )
 }
-_PARQUET = "application/x-parquet"
+_PARQUET, _BYTES = "application/x-parquet", "application/octet-stream"
 
 
 def croissant(
@@ -58,7 +58,6 @@ def croissant(
     """Return ``croissant.json`` of a sealed dataset."""
     seal = catalog.seal
     n, sealed_ns = (0, catalog.genesis.created_ns) if seal is None else (seal.n, seal.sealed_ns)
-    entries = sorted(catalog.files.items())
     document = {
         "@context": _CONTEXT,
         "@type": "sc:Dataset",
@@ -70,8 +69,29 @@ def croissant(
         "datePublished": _date(sealed_ns),
         # zarr's own metadata is pinned by the manifests; listed, it would be most of the list.
         "distribution": [
-            *(_file(path, entry) for path, entry in entries if not path.endswith("zarr.json")),
-            *(_file_set(table, includes) for table, includes in tables.items()),
+            *(
+                {
+                    "@type": "cr:FileObject",
+                    "@id": path,
+                    "name": path,
+                    "contentUrl": path,
+                    "contentSize": f"{entry.nbytes} B",
+                    "encodingFormat": _PARQUET if path.endswith(".parquet") else _BYTES,
+                    "sha256": entry.sha256,
+                }
+                for path, entry in sorted(catalog.files.items())
+                if not path.endswith("zarr.json")
+            ),
+            *(
+                {
+                    "@type": "cr:FileSet",
+                    "@id": f"{table}-files",
+                    "name": f"{table}-files",
+                    "encodingFormat": _PARQUET,
+                    "includes": includes,
+                }
+                for table, includes in tables.items()
+            ),
         ],
         "recordSet": [
             {"@type": "cr:RecordSet", "@id": table, "name": table, "field": list(_fields(table))}
@@ -86,28 +106,6 @@ def _date(time_ns: int) -> str:
         return datetime.fromtimestamp(time_ns // 10**9, UTC).strftime("%Y-%m-%d")
     except (OverflowError, ValueError):
         return "1970-01-01"
-
-
-def _file(path: str, entry: FileEntry) -> dict[str, Any]:
-    return {
-        "@type": "cr:FileObject",
-        "@id": path,
-        "name": path,
-        "contentUrl": path,
-        "contentSize": f"{entry.nbytes} B",
-        "encodingFormat": _PARQUET if path.endswith(".parquet") else "application/octet-stream",
-        "sha256": entry.sha256,
-    }
-
-
-def _file_set(table: str, includes: list[str]) -> dict[str, Any]:
-    return {
-        "@type": "cr:FileSet",
-        "@id": f"{table}-files",
-        "name": f"{table}-files",
-        "encodingFormat": _PARQUET,
-        "includes": includes,
-    }
 
 
 def _fields(table: Any) -> Iterator[dict[str, Any]]:
@@ -166,15 +164,6 @@ _NUMERICS = [
 ]
 
 
-@dataclass(frozen=True)
-class AuditVerdict:
-    """What an audit's JSON says: the answer, and a line for every place."""
-
-    level: str
-    sentence: str
-    places: tuple[str, ...]
-
-
 class _Answer(BaseModel):
     level: str
     words: str
@@ -198,8 +187,8 @@ class _Audit(BaseModel):
     places: list[_Place]
 
 
-def read_verdict(file: str | os.PathLike[str], digest: str) -> AuditVerdict:
-    """Return the verdict of an audit of the dataset with this digest."""
+def _read_audit(file: str | os.PathLike[str], digest: str) -> _Audit:
+    """The verdict of an audit of the dataset with this digest."""
     place = f"audit {os.fspath(file)}"
     try:
         audit = _Audit.model_validate_json(canonical.read_bounded(Path(file)))
@@ -210,14 +199,7 @@ def read_verdict(file: str | os.PathLike[str], digest: str) -> AuditVerdict:
         got, expected = f"{audit.format} of digest {audit.digest}"[:200], f"actds.audit of {digest}"
         step = "Audit the dataset as it is now: actds audit PATH --json FILE."
         raise ActdsError("E009", place, got=got, expected=expected, next_step=step)
-    answer = audit.answer
-    lines = [
-        f"{at.name}: {at.level}{' (accepted)' if at.accepted else ''}, {at.headline}"
-        for at in audit.places
-    ]
-    if answer.load is not None:
-        lines.append(f"load it like this: {answer.load}")
-    return AuditVerdict(answer.level, f"{answer.words}. {answer.sentence}", tuple(lines))
+    return audit
 
 
 def card(
@@ -241,8 +223,8 @@ def card(
     catalog = Catalog.read(open_store(os.fspath(path)))
     if not catalog.is_sealed:
         raise catalog.not_sealed()
-    verdict = None if audit is None else read_verdict(audit, catalog.digest)
-    put_card(catalog, licence=licence, verdict=verdict)
+    read = None if audit is None else _read_audit(audit, catalog.digest)
+    put_card(catalog, licence=licence, audit=read)
     return list(layout.DERIVED)
 
 
@@ -251,12 +233,12 @@ def put_card(
     names: Collection[str] = layout.DERIVED,
     *,
     licence: str = UNKNOWN,
-    verdict: AuditVerdict | None = None,
+    audit: _Audit | None = None,
 ) -> None:
     """Write the card of a sealed dataset over an older one."""
-    facts = _facts(catalog)
-    tables = table_files(catalog)
-    text = card_text(facts, tables, licence, verdict)
+    # Files that are no part of the dataset are none of its card.
+    facts, tables = replace(describe(catalog), unreachable=[]), table_files(catalog)
+    text = card_text(facts, tables, licence, audit)
     if layout.CARD in names:
         catalog.store.replace(layout.CARD, text.encode())
     if layout.CROISSANT in names:
@@ -264,20 +246,11 @@ def put_card(
         catalog.store.replace(layout.CROISSANT, document)
 
 
-def _facts(catalog: Catalog) -> Facts:
-    """Return what a card says: nothing of files that are no part of the dataset."""
-    return replace(describe(catalog), unreachable=[])
-
-
 def compare_card(catalog: Catalog) -> Iterator[Finding]:
-    """Yield a warning for each file of the card that says something else than a sealed dataset.
+    """Yield a warning for each file of the card (2.4) that says something else than the dataset.
 
     Licence and verdict of an audit are the owner's to choose, and are taken as they stand there.
-
-    Raises:
-        ActdsError: E102 a file of more than 16 MiB; E107 no regular file; a table cannot be read.
-
-    Spec: 0.1 section 2.4.
+    E102 a file of more than 16 MiB; E107 no regular file; or a table cannot be read.
     """
     texts = {
         name: catalog.store.read(name, _MAX_NBYTES).decode("utf-8", "replace")
@@ -286,7 +259,7 @@ def compare_card(catalog: Catalog) -> Iterator[Finding]:
     }
     if not texts:
         return
-    facts, tables = _facts(catalog), table_files(catalog)
+    facts, tables = replace(describe(catalog), unreachable=[]), table_files(catalog)
     if (text := texts.get(layout.CARD)) is not None:
         match = re.search(r"^license: (.*)$", text, re.MULTILINE)
         licence = _licence(match[1] if match else None)
@@ -317,14 +290,14 @@ def _difference(name: str, got: str, expected: str, end: str) -> Iterator[Findin
 
 
 def card_text(
-    facts: Facts, tables: Mapping[str, list[str]], licence: str, verdict: AuditVerdict | None
+    facts: Facts, tables: Mapping[str, list[str]], licence: str, audit: _Audit | None
 ) -> str:
     """Front matter that previews the tables, and what a visitor asks first."""
     if not _LICENCE.fullmatch(licence):
         expected = "an identifier such as cc-by-4.0, or unknown"
         raise ActdsError("E009", "licence", got=repr(licence)[:80], expected=expected)
     lines = [*_front_matter(facts, licence, tables), "", *_body(facts)]
-    lines += [*_precision(facts), *_provenance(facts), *_gaps(facts), *_audit(facts, verdict)]
+    lines += [*_precision(facts), *_provenance(facts), *_gaps(facts), *_audit(facts, audit)]
     return "\n".join([*lines, *_use(facts), ""])
 
 
@@ -439,13 +412,18 @@ def _gaps(facts: Facts) -> Iterator[str]:
         yield "None: no row is missing, and no fact of the run record is unknown."
 
 
-def _audit(facts: Facts, verdict: AuditVerdict | None) -> Iterator[str]:
+def _audit(facts: Facts, audit: _Audit | None) -> Iterator[str]:
     yield from ("", "## Audit", "")
-    if verdict is None:
+    if audit is None:
         yield _IMPORTED if facts.is_imported else _NO_AUDIT
         return
-    yield f"**{_escaped(verdict.level)}**: {_escaped(verdict.sentence)}"
-    yield from (f"- {_escaped(line)}" for line in verdict.places)
+    answer = audit.answer
+    yield f"**{_escaped(answer.level)}**: {_escaped(f'{answer.words}. {answer.sentence}')}"
+    for at in audit.places:
+        accepted = " (accepted)" if at.accepted else ""
+        yield "- " + _escaped(f"{at.name}: {at.level}{accepted}, {at.headline}")
+    if answer.load is not None:
+        yield "- " + _escaped(f"load it like this: {answer.load}")
 
 
 def _use(facts: Facts) -> Iterator[str]:
@@ -473,3 +451,121 @@ def _value(provenance: dict[str, dict[str, object]], name: str, *, why: bool = F
 def _escaped(text: str) -> str:
     """Text that Markdown and HTML take literally."""
     return _SPECIAL.sub(r"\\\1", printable(text)).replace("\\<", "&lt;").replace("\\>", "&gt;")
+
+
+# A paragraph for the methods section of a paper: what the run records say, in sentences.
+
+_FATES = {
+    "captured": "have a row",
+    "cache_ref": "were read from the prefix cache, where another request has the row",
+    "dropped": "were computed and lost",
+    "aborted": "belong to requests that were aborted",
+    "filtered": "were left out by a rule",
+    "undelivered": "lie past an end that nobody was given",
+}
+_DIGITS = 12
+"""Of a digest: enough to tell files apart."""
+
+
+def methods(facts: Facts) -> str:
+    """Return the paragraph: model, engine, precision, determinism, what became of the positions.
+
+    A fact that is not known is called unknown; values in which the runs differ stand side by side.
+    """
+
+    def of(name: str, n: int | None = None) -> str:
+        values = [_raw(run.provenance, name) for run in facts.runs]
+        words = (v[:n] if isinstance(v, str) else json.dumps(v)[:n] for v in values)
+        shown = ("unknown" if v is None else word for v, word in zip(values, words, strict=True))
+        return " / ".join(dict.fromkeys(shown)) or "unknown"
+
+    def switch(name: str) -> str:
+        words: dict[object, str] = {True: "on", False: "off"}
+        values = [_raw(run.provenance, name) for run in facts.runs]
+        return " / ".join(dict.fromkeys(words.get(v, "not on record") for v in values))
+
+    hooks = ", ".join(hook.name for hook in facts.hooks)
+    stored = ", ".join(sorted({hook.dtype for hook in facts.hooks}))
+    # Of the one token that a replay samples there is no row: its temperature says nothing.
+    sampling = f"; temperature {of('sampling.temperature')}"
+    if (further := of("sampling.params")) not in ("none", "unknown"):
+        sampling += f", further sampling parameters {further}"
+    if facts.runs and not any(_samples(run.provenance) for run in facts.runs):
+        sampling = ""
+    kernels = switch("numerics.batch_invariant")
+    depends = ": the last bits of a row depend on what else was in its batch."
+    sentences = (
+        f"Activations of {of('model.name')} ({of('model.architecture')}, weights SHA-256 "
+        f"{of('model.weights_sha256', _DIGITS)}) were captured at {hooks} while "
+        f"{of('engine.name')} {of('engine.version')} served it ({of('serving.mode')}).",
+        *dict.fromkeys(_author(run.provenance) for run in facts.runs),
+        f"The model computed in {of('numerics.dtype')} (quantization {of('model.quantization')}) "
+        f"on {of('machine.processor')}; attention {of('numerics.attention_backend')}, KV cache "
+        f"{of('numerics.kv_cache_dtype')}. Rows are stored as {stored} (cast: "
+        f"{of('capture.cast')}).",
+        f"Prefix caching was {switch('serving.prefix_caching')} and chunked prefill "
+        f"{switch('serving.chunked_prefill')}; at most {of('serving.max_num_seqs')} requests and "
+        f"{of('serving.max_num_batched_tokens')} tokens shared a step{sampling}.",
+        f"Batch-invariant kernels were {kernels}, deterministic algorithms "
+        f"{switch('numerics.deterministic')}, TF32 {switch('numerics.tf32')}"
+        + ("." if kernels == "on" else depends),
+        _fates(facts),
+        f"Dataset {facts.dataset}, digest {facts.digest}, format actds {facts.format_version}.",
+    )
+    return " ".join(filter(None, sentences))
+
+
+def _author(provenance: Mapping[str, Mapping[str, object]]) -> str:
+    """Whose tokens were fed, where a run says it: a replay's, or those of documents."""
+    if _is_replay(provenance):
+        return (
+            "This is a replay: token sequences of another dataset, which the table origins names, "
+            "were read again as prompts, what had been sampled in them included."
+        )
+    given = _documents(provenance)
+    if not given:
+        return ""
+    n_prompt, n_tokens = given.get("n_prompt"), given.get("max_tokens")
+    if given.get("by") == "document":
+        return (
+            f"The tokens are those of documents: the first {n_prompt} of each and up to {n_tokens} "
+            "that follow in it."
+        )
+    return (
+        f"The first {n_prompt} tokens of each document were the prompt, and up to {n_tokens} were "
+        "sampled after them."
+    )
+
+
+def _is_replay(provenance: Mapping[str, Mapping[str, object]]) -> bool:
+    return _raw(provenance, "replay.only") is not None
+
+
+def _samples(provenance: Mapping[str, Mapping[str, object]]) -> bool:
+    """Whether a run has rows of tokens that it sampled itself."""
+    return not (_documents(provenance).get("by") == "document" or _is_replay(provenance))
+
+
+def _documents(provenance: Mapping[str, Mapping[str, object]]) -> Mapping[str, object]:
+    """What ``--continue`` said, a fact in JSON; empty where there were no documents."""
+    words = _raw(provenance, "prompts.continue")
+    with suppress(ValueError):
+        options = json.loads(words) if isinstance(words, str) else None
+        return options if isinstance(options, dict) else {}
+    return {}
+
+
+def _fates(facts: Facts) -> str:
+    n_positions = sum(run.n_positions or 0 for run in facts.runs)
+    if not n_positions or any(run.n_positions is None for run in facts.runs):
+        return "What became of every position is unknown."
+    parts = [
+        f"{count:,} ({share(count, n_positions)}) {_FATES[name]}"
+        for name in DISPOSITIONS
+        if (count := facts.totals.get(name, 0))
+    ]
+    return f"Of {n_positions:,} positions {'; '.join(parts)}."
+
+
+def _raw(provenance: Mapping[str, Mapping[str, object]], name: str) -> object:
+    return provenance.get(name, {}).get("value")

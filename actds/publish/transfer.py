@@ -16,6 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,10 +26,11 @@ from actds.errors import ActdsError, not_installed
 from actds.executor import Executor, ExecutorName, open_executor
 from actds.format.shard import data_files
 from actds.publish.card import put_card
+from actds.publish.sealing import check_pin, parse_pin, put_sums
 from actds.store import check_path, file_sha256, layout, local_folder, refuse_within_dataset
+from actds.store.folders import sync
 from actds.store.local import LocalStore, lock_dataset, refuse_links
 from actds.text import one_line
-from actds.trust.pin import check_pin, parse_pin, put_sums
 from actds.version import __version__
 
 if TYPE_CHECKING:
@@ -54,10 +56,7 @@ Progress = Callable[[int, int, int, int], None]
 class Repository:
     """One repository of the Hub; failures are errors with a code, and never hold the token.
 
-    Raises:
-        ActdsError: E009 another URI than ``hf://datasets/OWNER/NAME[@REVISION]``; E011 without the
-            package ``huggingface_hub``; of each call E101 no such repository, E508 every other
-            failure.
+    E101 no such repository, E508 every other failure of a call.
     """
 
     def __init__(self, uri: str, token: str | None) -> None:
@@ -325,8 +324,8 @@ def pull(
     partial = target.with_name(target.name + PARTIAL)
     refuse_links(partial)
     partial.mkdir(parents=True, exist_ok=True)
-    lock = lock_dataset(partial)
-    try:
+    with ExitStack() as stack:
+        stack.callback(os.close, lock_dataset(partial))
         for path in LocalStore(partial).list():  # what this revision does not have
             if path not in entries and not path.startswith(f"{_NOTES}/"):
                 (partial / path).unlink()
@@ -338,8 +337,6 @@ def pull(
         catalog = Catalog.read(LocalStore(partial))
         shutil.rmtree(partial / _NOTES, ignore_errors=True)
         partial.rename(target)
-    finally:
-        os.close(lock)
     return Transfer(
         uri=hub.uri,
         revision=revision,
@@ -491,8 +488,7 @@ class _Fetching:
             local.unlink(missing_ok=True)
             self._hub.download(path, self._revision, self._folder, again=again)
             if self._is_whole(path, sha256):
-                with local.open("rb") as file:
-                    os.fsync(file.fileno())
+                sync(local)
                 return True
         got, expected = f"{digest_of(local)} at arrival, twice", "the digest that the Hub names"
         local.unlink()

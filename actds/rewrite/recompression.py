@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from actds.dataset.reading import Catalog, need_dataset
 from actds.errors import ActdsError
 from actds.executor import ExecutorName, open_executor
 from actds.format import arrays, encoding
-from actds.format.schema import ShardManifest
+from actds.format.schema import Seal, ShardManifest
 from actds.format.shard import GROUP_METADATA, TOKENS, Shard, files_root
 from actds.publish.sealing import seal
 from actds.store import Store, layout, open_store
@@ -34,6 +34,7 @@ from actds.version import __version__
 
 COMPARED_CHUNKS = 8
 Progress = Callable[[ShardManifest, ShardManifest], None]
+Pieces = Callable[..., Iterator[Any]]
 
 
 @dataclass(frozen=True)
@@ -91,52 +92,23 @@ def recompress(
     store = open_store(path)
     if not isinstance(store, LocalStore):
         # Without a lock two calls at once would replace one shard twice, and that is for good.
-        got, step = (
-            "an object store, which has no lock",
-            "Recompress a local copy before it is uploaded.",
-        )
+        got = "an object store, which has no lock"
+        step = "Recompress a local copy before it is uploaded."
         raise ActdsError("E009", store.uri, got=got, expected="a local folder", next_step=step)
     need_dataset(store)
-    lock = lock_dataset(store.root)
-    try:
-        return _recompress(store, shards, keep, progress, executor)
-    finally:
-        os.close(lock)
-
-
-def _recompress(
-    store: LocalStore,
-    wanted: Sequence[str] | None,
-    keep: bool,
-    progress: Progress,
-    executor: ExecutorName,
-) -> Recompressed:
-    _end_dead_tools(store)
-    catalog = Catalog.read(store)
-    is_sealed = _was_sealed(catalog)
-    raw = _selected(catalog, wanted)
     done: list[tuple[ShardManifest, ShardManifest]] = []
 
     def note(old: ShardManifest, new: ShardManifest) -> None:
         done.append((old, new))
         progress(old, new)
 
-    try:
-        for run in dict.fromkeys(manifest.run for manifest in raw):
-            _replace_run(store, catalog, [m for m in raw if m.run == run], note, executor)
-    except ActdsError:
-        # A damaged shard must not cost the others their seal. After a failed write a chain is
-        # open, and then there is none: the next call makes it.
-        with suppress(ActdsError):
-            if is_sealed:
-                seal(store)
-        raise
-    sealed = seal(store) if is_sealed else None
-    catalog = Catalog.read(store)
-    n_removed = _remove_leftovers(store, catalog)
-    removable = catalog.removable
-    if not keep:
-        for name in removable:
+    with ExitStack() as stack:
+        stack.callback(os.close, lock_dataset(store.root))
+        sealed = _replace(store, shards, note, executor)
+        catalog = Catalog.read(store)
+        n_removed = _remove_leftovers(store, catalog)
+        removable = catalog.removable
+        for name in () if keep else removable:
             _remove(store, name)
     return Recompressed(
         shards={old.shard: new.shard for old, new in done},
@@ -149,6 +121,31 @@ def _recompress(
     )
 
 
+def _replace(
+    store: LocalStore, wanted: Sequence[str] | None, note: Progress, executor: ExecutorName
+) -> Seal | None:
+    """Replace shards; the new seal of a dataset that was sealed."""
+    _end_dead_tools(store)
+    catalog = Catalog.read(store)
+    raw = _selected(catalog, wanted)
+    # The last seal lacks nothing but chains of tools that came after it.
+    is_sealed = catalog.seal is not None and all(
+        state.kind == "tool" or chain in catalog.seal.heads
+        for chain, state in catalog.chains.items()
+    )
+    try:
+        for run in dict.fromkeys(manifest.run for manifest in raw):
+            _replace_run(store, catalog, [m for m in raw if m.run == run], note, executor)
+    except ActdsError:
+        # A damaged shard must not cost the others their seal. After a failed write a chain is
+        # open, and then there is none: the next call makes it.
+        with suppress(ActdsError):
+            if is_sealed:
+                seal(store)
+        raise
+    return seal(store) if is_sealed else None
+
+
 def _end_dead_tools(store: LocalStore) -> None:
     """Fence the open tool chains, after making sure that no process of an open chain is left."""
     catalog = Catalog.read(store)
@@ -159,16 +156,6 @@ def _end_dead_tools(store: LocalStore) -> None:
             fence(store, catalog.genesis.dataset, chain, f"{who}, and had not closed it")
     remove_stale(store)
     store.remove_temporary()
-
-
-def _was_sealed(catalog: Catalog) -> bool:
-    """Whether the last seal lacks nothing but chains of tools that came after it."""
-    if catalog.seal is None:
-        return False
-    return all(
-        state.kind == "tool" or chain in catalog.seal.heads
-        for chain, state in catalog.chains.items()
-    )
 
 
 def _selected(catalog: Catalog, wanted: Sequence[str] | None) -> list[ShardManifest]:
@@ -194,8 +181,10 @@ def _replace_run(
     chain = Chain.begin(store, catalog.genesis.dataset, raw[0].run, "tool", software)
     totals = {"shards": 0, "rows": 0}
     try:
-        names = (f"{chain.chain}-{number:06d}" for number in range(len(raw)))
-        work = [_Work(store, chain.chain, name, old) for name, old in zip(names, raw, strict=True)]
+        work = [
+            (Shard(store, old), chain.chain, f"{chain.chain}-{number:06d}")
+            for number, old in enumerate(raw)
+        ]
         with mapped(executor) as each:
             manifests = each(_write, work)
             for old in raw:
@@ -212,44 +201,37 @@ def _replace_run(
     chain.close("finished", totals)
 
 
-@dataclass(frozen=True)
-class _Work:
-    store: LocalStore
-    chain: str
-    name: str
-    old: ShardManifest
-    n_threads: int = 1
-
-
 @contextmanager
-def mapped(executor: ExecutorName) -> Iterator[Callable[..., Iterator[Any]]]:
-    """What calls a function with every piece of work, in order; a piece has its ``n_threads``."""
+def mapped(executor: ExecutorName) -> Iterator[Pieces]:
+    """What calls a function with every piece of work, in order, and with a number of threads."""
     if executor == "threads":
         # One after the other: each is held in memory as a whole.
-        n = os.cpu_count() or 1
-        yield lambda function, work: (function(replace(piece, n_threads=n)) for piece in work)
+        n_threads = os.cpu_count() or 1
+        yield lambda function, work: (function(piece, n_threads) for piece in work)
         return
     with open_executor(executor) as on:
         yield on.map
 
 
-def _write(work: _Work) -> ShardManifest:
-    store, old = work.store, Shard(work.store, work.old)
-    new = NewShard(store, Chain(store, work.old.dataset, work.chain), work.name)
+def _write(work: tuple[Shard, str, str], n_threads: int = 1) -> ShardManifest:
+    """Write a shard anew, under the id of a chain and a name."""
+    old, chain, name = work
+    store, values = old.store, old.manifest.values
+    new = NewShard(store, Chain(store, old.manifest.dataset, chain), name)
     new.put(GROUP_METADATA, [arrays.group_metadata()])
-    with ThreadPoolExecutor(work.n_threads, thread_name_prefix="actds-encode") as pool:
+    with ThreadPoolExecutor(n_threads, thread_name_prefix="actds-encode") as pool:
         for hook in old.hooks:
             # A new array over changed bytes would hide the change.
             old.check(f"{layout.array_dir(hook)}/{arrays.SHARD_PATH}")
             with old.array(hook) as reader:
                 encoded = encoding.encode_array(reader.read_all(pool), reader.dtype, pool=pool)
-            if encoded.counts != work.old.values[hook]:
+            if encoded.counts != values[hook]:
                 place = f"{layout.manifest_path(old.name)} values {hook}"
-                got, expected = str(work.old.values[hook]), str(encoded.counts)
+                got, expected = str(values[hook]), str(encoded.counts)
                 raise ActdsError("E604", place, got=got, expected=expected)
             new.put_array(hook, encoded)
     new.put(TOKENS, [old.read(TOKENS)])
-    facts = {"chain": work.chain, "shard": work.name, "compression": "normal"}
+    facts = {"chain": chain, "shard": name, "compression": "normal"}
     files = {"files": new.files, "root": files_root(new.files)}
     manifest = old.manifest.model_copy(update=facts | files)
     for hook in old.hooks:

@@ -9,7 +9,6 @@ has its name is whole and durable.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
@@ -29,8 +28,9 @@ from actds.errors import ActdsError
 from actds.format import arrays, canonical
 from actds.format.codec import crc32c
 from actds.format.schema import Hook, Phase
-from actds.format.shard import Shard
+from actds.format.shard import Shard, check_sha256
 from actds.store import file_sha256, layout
+from actds.store.folders import sync
 
 SHUFFLE_VERSION = 1
 """Raised when the same dataset and seed give another order; a resumed call needs the same."""
@@ -70,12 +70,7 @@ def shard_cuts(words: Callable[[], Iterator[Keys]], n_rows: int, rows_per_shard:
 class RowGroup:
     """The rows that are shuffled together: of one run and phase, for one set of hooks.
 
-    Args:
-        name: of its folder of blocks.
-        key: words of the Philox key.
-        shards: the shards of the dataset, in its order.
-        first: number of its first new shard in the run.
-        rows_per_shard: rows of a new shard.
+    ``key`` are words of the Philox key, ``first`` is the number of the first new shard in the run.
     """
 
     name: str
@@ -179,10 +174,8 @@ class Blocks:
     def write(self, start: int, stop: int, pool: Executor) -> None:
         """Write a block, unless it is there."""
         folder = self.folder / f"{start // self.rows_per_block:06d}"
-        if not folder.exists():
-            self._write(folder, start, stop, pool)
-
-    def _write(self, folder: Path, start: int, stop: int, pool: Executor) -> None:
+        if folder.exists():
+            return
         segments = list(self.group.segments(start, stop))
         for shard, first, _ in segments:
             if not first:
@@ -215,10 +208,12 @@ class Blocks:
 
     def tokens(self, number: int) -> pa.Table:
         """Lines of the token table of a new shard, in the order of the blocks."""
+        pieces = []
         with on_disk(self.folder):
-            return pa.concat_tables(
-                [_token_piece(folder, a, b) for folder, a, b in self._pieces(number)]
-            )
+            for folder, a, b in self._pieces(number):
+                with pa.memory_map(str(folder / "tokens.arrow")) as source:
+                    pieces.append(pa.ipc.open_file(source).read_all().slice(a, b - a))
+        return pa.concat_tables(pieces)
 
     def gather(self, number: int, hook: Hook, place: Ints) -> npt.NDArray[Any]:
         """Bits ``(n_rows, d_model)``; ``place`` is the new row of each line of ``tokens``."""
@@ -266,28 +261,12 @@ def _read(segments: list[tuple[Shard, int, int]], hook: Hook, n_rows: int, pool:
     return out
 
 
-def _token_piece(folder: Path, first: int, last: int) -> pa.Table:
-    with pa.memory_map(str(folder / "tokens.arrow")) as source:
-        return pa.ipc.open_file(source).read_all().slice(first, last - first)
-
-
 def _check_digests(shard: Shard) -> None:
     """A new array over changed bytes would hide the change."""
     for entry in shard.manifest.files:
-        if not entry.path.endswith(f"/{arrays.SHARD_PATH}"):
-            continue
-        place = f"{layout.shard_dir(shard.name)}/{entry.path}"
-        got = file_sha256(shard.store, place)
-        if got != entry.sha256:
-            raise ActdsError("E202", place, got=f"sha256 {got}", expected=entry.sha256)
-
-
-def sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        if entry.path.endswith(f"/{arrays.SHARD_PATH}"):
+            place = f"{layout.shard_dir(shard.name)}/{entry.path}"
+            check_sha256(place, file_sha256(shard.store, place), entry.sha256)
 
 
 @contextmanager

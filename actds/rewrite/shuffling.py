@@ -50,16 +50,16 @@ from actds.format.shard import (
     row_set_sha256,
 )
 from actds.publish.sealing import account_run, seal
-from actds.rewrite.recompression import array_nbytes, mapped
-from actds.rewrite.scatter import SHUFFLE_VERSION, Blocks, on_disk, row_groups, sync
+from actds.rewrite.recompression import Pieces, array_nbytes, mapped
+from actds.rewrite.scatter import SHUFFLE_VERSION, Blocks, on_disk, row_groups
 from actds.store import Store, layout, open_store, refuse_within_dataset
+from actds.store.folders import sync
 from actds.store.local import LocalStore, lock_dataset, refuse_links
 from actds.version import __version__
 
 CODECS = ("default", "raw")
 Codec = Literal["default", "raw"]
 Progress = Callable[[str, int, int], None]
-_Map = Callable[[Callable[[Any], int], list[Any]], Iterator[int]]
 
 _SOFTWARE = f"actds {__version__} shuffle"
 _PLAN, _DATASET, _BLOCKS = "plan.json", "dataset", "blocks"
@@ -205,8 +205,11 @@ def _read_plan(partial: Path, wanted: _Plan) -> _Plan:
 
 def _rows_in_memory(catalog: Catalog, memory_nbytes: int) -> int:
     """Rows of the widest hook that fit in memory twice."""
-    widest = max(h.d_model * arrays.DTYPES[h.dtype].itemsize for h in catalog.genesis.hooks)
-    return max(1, memory_nbytes // (2 * widest))
+    return max(1, memory_nbytes // (2 * max(map(_row_nbytes, catalog.genesis.hooks))))
+
+
+def _row_nbytes(hook: Hook) -> int:
+    return hook.d_model * arrays.DTYPES[hook.dtype].itemsize
 
 
 def _rows_that_fit(catalog: Catalog, rows_per_shard: int, memory_nbytes: int) -> int:
@@ -227,7 +230,7 @@ class _Shuffle:
     """One call at work in ``OUT.partial``."""
 
     def __init__(
-        self, catalog: Catalog, partial: Path, plan: _Plan, run: _Map, progress: Progress
+        self, catalog: Catalog, partial: Path, plan: _Plan, run: Pieces, progress: Progress
     ) -> None:
         self._catalog, self._plan, self._map = catalog, plan, run
         self._partial, self._progress = partial, progress
@@ -247,14 +250,10 @@ class _Shuffle:
             hooks = self._catalog.genesis.hooks
             genesis = Genesis.model_validate({**facts, "writer": _SOFTWARE, "hooks": hooks})
             self._store.put_new(layout.GENESIS, [schema.to_bytes(genesis)])
-        blocks = [
-            _Block(blocks, start, stop)
-            for blocks in self._blocks
-            for start, stop in blocks.bounds()
-        ]
-        self._work("scatter", _scatter, blocks)
+        bounds = [(blocks, *bounds) for blocks in self._blocks for bounds in blocks.bounds()]
+        self._work("scatter", _scatter, bounds)
         shards = [
-            _NewShard(self._store, self._plan, blocks, number)
+            (self._store, self._plan, blocks, number)
             for blocks in self._blocks
             for number in range(blocks.group.n_shards)
         ]
@@ -264,9 +263,7 @@ class _Shuffle:
 
     def _check_space(self) -> None:
         """E503 a disk that cannot hold the blocks and the copy."""
-        hooks = self._catalog.genesis.hooks
-        row_nbytes = {h.name: h.d_model * arrays.DTYPES[h.dtype].itemsize for h in hooks}
-        rows = sum(g.n_rows * sum(row_nbytes[h.name] for h in g.hooks) for g in self._groups)
+        rows = sum(g.n_rows * sum(map(_row_nbytes, g.hooks)) for g in self._groups)
         raw = self._plan.codec == "raw"
         copy = rows if raw else min(rows, array_nbytes(*self._catalog.shards))
         written = sum(file.stat().st_size for file in self._partial.rglob("*") if file.is_file())
@@ -276,7 +273,7 @@ class _Shuffle:
             got = f"{free:,} bytes free"
             raise ActdsError("E503", str(self._partial), got=got, expected=need)
 
-    def _work(self, stage: str, function: Callable[[Any], int], work: list[Any]) -> None:
+    def _work(self, stage: str, function: Callable[..., int], work: list[Any]) -> None:
         done = 0
         for n_rows in self._map(function, work):
             done += n_rows
@@ -345,36 +342,20 @@ class _Shuffle:
         return record.model_copy(update=update)
 
 
-@dataclass(frozen=True)
-class _Block:
-    blocks: Blocks
-    start: int
-    stop: int
-    n_threads: int = 1
-
-
-@dataclass(frozen=True)
-class _NewShard:
-    store: LocalStore
-    plan: _Plan
-    blocks: Blocks
-    number: int
-    n_threads: int = 1
-
-
 def _threads(n: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(n, thread_name_prefix="actds-shuffle")
 
 
-def _scatter(work: _Block) -> int:
-    with _threads(work.n_threads) as pool:
-        work.blocks.write(work.start, work.stop, pool)
-    return work.stop - work.start
+def _scatter(work: tuple[Blocks, int, int], n_threads: int = 1) -> int:
+    blocks, start, stop = work
+    with _threads(n_threads) as pool:
+        blocks.write(start, stop, pool)
+    return stop - start
 
 
-def _write(work: _NewShard) -> int:
+def _write(work: tuple[LocalStore, _Plan, Blocks, int], n_threads: int = 1) -> int:
     """Write a new shard up to its manifest; return its rows."""
-    store, plan, blocks, number = work.store, work.plan, work.blocks, work.number
+    store, plan, blocks, number = work
     group = blocks.group
     chain = plan.chain(group.run, "writer")
     name = f"{chain}-{group.first + number:06d}"
@@ -394,7 +375,7 @@ def _write(work: _NewShard) -> int:
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     raw = plan.codec == "raw"
-    with _threads(work.n_threads) as pool:
+    with _threads(n_threads) as pool:
         values = {
             hook.name: _put(new, hook, blocks.gather(number, hook, place), raw, pool)
             for hook in group.hooks

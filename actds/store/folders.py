@@ -40,11 +40,11 @@ def new_folder(out: str | Path) -> Iterator[Path]:
         yield draft
         for folder, _, names in os.walk(draft):
             for path in [*(Path(folder) / name for name in names), Path(folder)]:
-                _sync(path)
+                sync(path)
         # Refused by the system when somebody made a file or a folder of this name meanwhile, but
         # for an empty folder, in whose place it goes.
         draft.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
     except OSError as error:
         if isinstance(error, ActdsError):
             raise
@@ -55,7 +55,7 @@ def new_folder(out: str | Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

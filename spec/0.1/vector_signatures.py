@@ -20,9 +20,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from actds.dataset.reading import Catalog
 from actds.format import canonical
+from actds.publish.sealing import PAYLOAD_TYPE, statement, sums
 from actds.store import layout
 from actds.store.local import LocalStore
-from actds.trust.pin import PAYLOAD_TYPE, statement, sums
 
 __all__ = ["write_signatures"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import click
 from click.testing import Result
 
-from actds.cli.options import as_typed
+from actds.cli.command import as_typed
 from actds.errors import ActdsError
 
 __all__ = ["leaves", "printed"]

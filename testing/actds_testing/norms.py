@@ -10,13 +10,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from actds_studies.cli.study import command_of
+from actds_studies.regimes.conclusions import Words
 from actds_studies.regimes.inference import Measure
 from actds_studies.regimes.instruments import difference, mean_of
 from actds_studies.regimes.result import StudyLimits
-from actds_studies.regimes.sums import GroupSums, Part
-from actds_studies.regimes.wording import Words
-from actds_studies.study import Study
+from actds_studies.regimes.strata import GroupSums, Part
+from actds_studies.study import Study, command_of
 from actds_validators.arrays import Floats, Ints, Rows
 
 

@@ -47,7 +47,7 @@ class Stalled(Feed):
 
 harvest(WriteSettings.of(json.loads(sys.argv[1])), feed=Stalled)
 """
-REPLAY = "from actds_writers.cli.replay import replay; replay()"
+REPLAY = "from actds_writers.cli import replay; replay()"
 
 Position = tuple[int, int]
 

@@ -18,7 +18,7 @@ from actds_testing.tiny import make_tiny_model
 pytestmark = pytest.mark.engine
 
 HOOKS = ("resid_post.0", "resid_post.3")
-REPLAY = "from actds_writers.cli.replay import replay; replay()"
+REPLAY = "from actds_writers.cli import replay; replay()"
 
 
 @pytest.fixture(scope="module")

@@ -248,7 +248,7 @@ def refused(model: Path, prompts: Path, tmp_path: Path, *options: str) -> ActdsE
     """Return the error of a harvest in this process, which must leave nothing behind."""
     from click.testing import CliRunner
 
-    from actds_writers.cli.write import write
+    from actds_writers.cli import write
 
     out = tmp_path / "acts"
     words = ["--model", str(model), "--prompts", str(prompts), "--engine", "transformers"]

@@ -102,7 +102,9 @@ def test_a_file_that_ends_its_parser_is_a_finding_and_the_next_one_is_read(
     roomy: TablesApart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, data = roomy, endless()
-    monkeypatch.setattr("actds.apart._CPU_S", 0)  # a fast processor may need less than it has
+    monkeypatch.setattr(
+        "actds.format.apart._CPU_S", 0
+    )  # a fast processor may need less than it has
     for _ in range(3):
         with pytest.raises(ActdsError, match="E206 x: a file that takes too long"):
             one.from_parquet("stalls", data, "x")

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
@@ -390,6 +391,21 @@ def test_tensors_of_another_form_are_refused(
     (tmp_path / "set").mkdir()
     save_file(tensors, tmp_path / "set" / "hs_0.safetensors")
     refused(tmp_path, f"E019 .*{words}", hooks=TWO)
+
+
+def test_tokens_of_windows_that_no_column_can_hold_are_refused(tmp_path: Path) -> None:
+    """They were cut to 32 bits in silence."""
+    features = datasets.Features(
+        {
+            "blocks.3.hook_resid_post": datasets.Array2D((4, 8), "float32"),
+            "token_ids": datasets.List(datasets.Value("int64"), 4),
+        }
+    )
+    rows = {"blocks.3.hook_resid_post": np.zeros((2, 4, 8), "f4")}
+    values = rows | {"token_ids": np.full((2, 4), 2**32 + 5)}
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict(values, features=features).save_to_disk(str(tmp_path / "set"))
+    refused(tmp_path, "E019 .*token_ids to 4294967301; expected numbers from 0 below 2", hooks=None)
 
 
 @pytest.mark.parametrize(

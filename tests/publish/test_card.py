@@ -19,7 +19,7 @@ from actds.cli import cli
 from actds.dataset.info import describe
 from actds.dataset.reading import Catalog
 from actds.format.readouts import Readouts
-from actds.publish.methods import methods
+from actds.publish.card import methods
 from actds.store.local import LocalStore
 from actds_testing.synthetic import make_dataset
 

@@ -17,7 +17,7 @@ import actds
 from actds.cli import cli
 from actds.errors import ActdsError
 from actds.format import canonical
-from actds.trust.pin import statement
+from actds.publish.sealing import statement
 from actds_testing.sigstore_instance import Instance
 from actds_testing.synthetic import make_dataset
 from actds_validators.validate.validation import validate
@@ -243,7 +243,7 @@ def test_one_identity_signs_a_seal(
     signed: Path, monkeypatch: pytest.MonkeyPatch, instance: Instance
 ) -> None:
     """The services are this instance's; the bundle is stored and verified as it came."""
-    from actds.trust import signing
+    from actds.publish import signing
 
     def sign_statement(payload: bytes) -> bytes:
         return canonical.dump(instance.bundle(payload, **WHO))

@@ -22,8 +22,8 @@ import actds
 from actds.cli import cli
 from actds.errors import ActdsError, UntrustedError
 from actds.format import canonical
+from actds.publish.envelope import MAX_SIGNATURES
 from actds.store import open_store
-from actds.trust.envelope import MAX_SIGNATURES
 from actds_testing.synthetic import make_dataset
 from actds_validators.validate.validation import validate
 

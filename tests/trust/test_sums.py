@@ -92,7 +92,7 @@ def test_writing_the_list_reads_no_data(acts: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(LocalStore, "read", refuse)
     monkeypatch.setattr(LocalStore, "open_file", refuse)
-    from actds.trust.pin import put_sums
+    from actds.publish.sealing import put_sums
 
     put_sums(catalog)
     assert listed(acts).keys() == files(acts) - NOT_DATA

@@ -18,10 +18,10 @@ from actds.cli import cli
 from actds_testing.audit_results import audit, hostile
 from actds_testing.simulate import SCENARIOS, simulate, write_dataset
 from actds_testing.synthetic import make_dataset
-from actds_validators.about import About
 from actds_validators.audit.place import TITLES
 from actds_validators.pages.index import Entry, page_beside
 from actds_validators.pages.index import render as render_index
+from actds_validators.sections import About
 
 MARKED = tuple(f"  {mark} " for mark in "✓!?✗-")
 # Verdict, and exit code as it is and with --strict.

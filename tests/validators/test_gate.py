@@ -334,7 +334,7 @@ def _pair(folder: Path, name: str) -> Path:
 def test_an_unsigned_dataset_is_refused_where_a_signature_is_asked_for(
     copy_dataset: Copy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from actds.trust.signing import sign
+    from actds.publish.signing import sign
 
     path = copy_dataset()
     mine, other = _pair(tmp_path, "mine"), _pair(tmp_path, "other")

@@ -27,10 +27,10 @@ from actds.explore.pairs import prefix_hashes
 from actds.loader.selection import held_out_requests
 from actds_studies.cli.regimes import regimes as command
 from actds_studies.pages.regimes import page as page_of
-from actds_studies.regimes.api import read_probes, regimes
+from actds_studies.regimes.api import ArmWords, parse_arms, parse_contrasts, regimes
 from actds_studies.regimes.arms import TRAINED, Arm, read_arm
-from actds_studies.regimes.asking import ArmWords, parse_arms, parse_contrasts
 from actds_studies.regimes.contrast import contrast
+from actds_studies.regimes.instruments.probes import read_probes
 from actds_studies.regimes.result import Regimes
 from actds_testing.cli_tree import printed
 from actds_testing.places import SCHEMAS
@@ -179,7 +179,7 @@ def test_json_on_stdout_is_the_result_and_keeps_its_schema(arms: dict[str, Path]
 
 
 def test_the_published_schema_is_that_of_the_model() -> None:
-    from actds.cli.output import document_schema
+    from actds.cli.command import document_schema
 
     published = json.loads((SCHEMAS / "regimes.json").read_bytes())
     assert published == document_schema(Regimes, "serialization"), (

@@ -15,17 +15,10 @@ from actds.explore.dataset import Dataset
 from actds_studies.regimes import contrast as contrast_module
 from actds_studies.regimes.arms import TRAINED, Arm, ArmRows, read_arm
 from actds_studies.regimes.contrast import contrast, groups_of, plan
-from actds_studies.regimes.equal_tokens import Numerics
-from actds_studies.regimes.instruments.moments import Moments
+from actds_studies.regimes.instruments import Moments, Numerics
 from actds_studies.regimes.result import Limits, Regimes
 from actds_studies.regimes.run import Asked, compare
-from actds_studies.regimes.strata import (
-    MARGIN_EDGES,
-    banded,
-    entropy_edges,
-    fine_bands,
-    strata_of,
-)
+from actds_studies.regimes.strata import MARGIN_EDGES, banded, entropy_edges, fine_bands, strata_of
 from actds_testing.regime_datasets import other_continuations
 from actds_testing.schedules import simulate
 from actds_testing.synthetic import make_dataset

@@ -13,13 +13,11 @@ import pytest
 from actds_studies.pages import regimes as report
 from actds_studies.pages import regimes_charts as charts
 from actds_studies.pages.regimes import page
-from actds_studies.regimes.conclusions import about, verdicts
-from actds_studies.regimes.equal_tokens import Numerics
-from actds_studies.regimes.instruments.moments import Moments
+from actds_studies.regimes.conclusions import MEASURES, about, big, in_words, verdicts
+from actds_studies.regimes.instruments import Moments, Numerics
 from actds_studies.regimes.instruments.probes import Probes
 from actds_studies.regimes.instruments.reconstruction import Overlap, Reconstruction
 from actds_studies.regimes.result import Limits, Outcome
-from actds_studies.regimes.wording import WORDS, big, in_words
 from actds_testing.calibration.regimes import Orthonormal
 from actds_testing.regime_results import (
     contrast,
@@ -259,10 +257,10 @@ def test_the_words_of_every_measure_are_those_of_an_instrument() -> None:
     for one in instruments:
         names |= {m.name for m in getattr(one, "measures", lambda *_: [])(sums, limits)}
         names |= {m.name for m in getattr(one, "pair_measures", lambda *_: [])(limits)}
-    assert set(WORDS) <= names
+    assert set(MEASURES) <= names
     tested = {m for m in names if not m.startswith(("order of", "top "))}
     described = {"equal to the bit", "cosine distance", "KL divergence of a channel"}
-    assert tested - set(WORDS) == described
+    assert tested - set(MEASURES) == described
 
 
 def test_the_head_says_in_which_instruments_each_of_the_two_shifts() -> None:

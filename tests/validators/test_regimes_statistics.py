@@ -20,19 +20,19 @@ from actds_studies.dictionaries import Dictionary
 from actds_studies.dictionaries.dictionary import Source
 from actds_studies.regimes import inference, run
 from actds_studies.regimes.contrast import Contrast, Layer, Side, plan
-from actds_studies.regimes.equal_tokens import Histogram, Numerics
-from actds_studies.regimes.instruments import Remembered, probes
-from actds_studies.regimes.instruments import reconstruction as overlap
-from actds_studies.regimes.instruments.moments import (
+from actds_studies.regimes.instruments import (
     Moments,
+    Numerics,
+    Remembered,
     central_moments,
     kurtosis,
     normal_divergence,
+    probes,
 )
+from actds_studies.regimes.instruments import reconstruction as overlap
 from actds_studies.regimes.instruments.reconstruction import Reconstruction, log_rates
 from actds_studies.regimes.result import Limits, Value
-from actds_studies.regimes.strata import Stratum
-from actds_studies.regimes.sums import COUNT, Part, Sums, Totals
+from actds_studies.regimes.strata import COUNT, Part, Stratum, Sums, Totals
 from actds_testing.calibration.regimes import Orthonormal, Sequences
 from actds_validators.arrays import Rows
 from actds_validators.statistics.intervals import Scale, ends
@@ -317,7 +317,7 @@ def test_a_family_too_large_for_any_p_is_said(n_groups: int, least: float) -> No
     arms = [summed(own, np.arange(len(own)) // 40, instrument) for own in rows]
     mean = instrument.measures(with_sinks(arms[0]).total(), Limits())[0]
     judged = inference.judge("moments", "h", EVERYTHING, mean, (arms[0], arms[1]), Limits())
-    other = replace(judged, value=judged.value.model_copy(update={"p": 1.0, "value": 0.0}))
+    other = judged.model_copy(update={"p": 1.0, "value": 0.0})
     n = math.ceil(0.05 / least) + 1
     for n_others, outcome in ((n - 3, "shifts"), (n, "undecided")):
         value = inference.decide([judged, *[other] * n_others], Limits())[0]
@@ -334,7 +334,7 @@ def test_what_is_short_never_asks_for_the_requests_that_are_there() -> None:
     arms = [summed(own, np.arange(960) // 40, instrument) for own in rows]
     mean = instrument.measures(with_sinks(arms[0]).total(), Limits(mean=0.25))[0]
     judged = inference.judge("moments", "h", EVERYTHING, mean, (arms[0], arms[1]), Limits())
-    assert judged.value.short == (
+    assert judged.short == (
         "some more than the 24 requests that are there are needed to tell the estimate from the "
         "limit"
     )
@@ -351,10 +351,10 @@ def test_what_lies_beyond_its_limit_is_told_before_what_is_only_surer() -> None:
     instrument.prepare(rows[0])
     arms = [summed(own, request, instrument) for own in rows]
     mean = instrument.measures(with_sinks(arms[0]).total(), Limits())[0]
-    value = inference.judge("moments", "h", EVERYTHING, mean, (arms[0], arms[1]), Limits()).value
+    value = inference.judge("moments", "h", EVERYTHING, mean, (arms[0], arms[1]), Limits())
     assert value.element == "1" and value.value is not None and value.value > 0.25
     alone = replace(mean, limit=None)
-    surest = inference.judge("moments", "h", EVERYTHING, alone, (arms[0], arms[1]), Limits()).value
+    surest = inference.judge("moments", "h", EVERYTHING, alone, (arms[0], arms[1]), Limits())
     assert surest.element == "0" and surest.value is not None and surest.value < 0.25
     assert value.p is not None and surest.p is not None and value.p >= surest.p
 
@@ -371,7 +371,7 @@ def test_nothing_is_estimated_from_seven_requests() -> None:
     for n, known in ((7, False), (8, True)):
         arm = summed(rows, np.arange(70) % n, instrument)
         mean = instrument.measures(with_sinks(arm).total(), Limits())[0]
-        value = inference.judge("moments", "h", EVERYTHING, mean, (arm, arm), Limits()).value
+        value = inference.judge("moments", "h", EVERYTHING, mean, (arm, arm), Limits())
         assert (value.value is not None) == known
         assert known or (value.short is not None and "7 requests" in value.short)
 
@@ -393,7 +393,7 @@ def test_nothing_is_estimated_from_thirty_one_effective_rows(
     arm.add(slice(0, n), [Part(COUNT, np.ones(n)), *instrument.parts(rows, 0, np.arange(n))])
     totals = with_sinks(arm.totals(0))
     mean = instrument.measures(totals.total(), Limits())[0]
-    value = inference.judge("moments", "h", EVERYTHING, mean, (totals, totals), Limits()).value
+    value = inference.judge("moments", "h", EVERYTHING, mean, (totals, totals), Limits())
     assert (value.value is not None) == known and value.n_tokens == (3, 3)
     if not known:
         assert (
@@ -431,9 +431,7 @@ def test_a_turn_that_is_said_to_be_detectable_is_found_in_four_of_five(size: flo
             added = {COUNT: np.full((24, 1), 50.0), "turned n": n, "turned aa": n,
                      "turned": rest.reshape(24, -1)}  # fmt: skip
             arms.append(Totals(added, 1200, 24, 1200.0))
-        return inference.judge(
-            "d", "h", EVERYTHING, turn, (arms[0], arms[1]), Limits(seed=seed)
-        ).value
+        return inference.judge("d", "h", EVERYTHING, turn, (arms[0], arms[1]), Limits(seed=seed))
 
     least = judged(99, 0).detectable
     assert least is not None and 10 < least < 40
@@ -528,7 +526,7 @@ def test_a_turned_direction_is_found_at_its_angle(degrees: float) -> None:
         arms.append(summed(rows, np.arange(2400) % 16, instrument))
     limits = Limits()
     turn = instrument.measures(arms[0].total(), limits)[-1]
-    value = inference.judge("dictionary", "h", EVERYTHING, turn, (arms[0], arms[1]), limits).value
+    value = inference.judge("dictionary", "h", EVERYTHING, turn, (arms[0], arms[1]), limits)
     assert value.value is not None and value.p is not None
     if degrees:
         assert value.element == "0"
@@ -558,8 +556,7 @@ def test_a_turn_of_few_events_is_found_as_often_as_its_level_says() -> None:
             sums = {COUNT: np.full((24, 1), 50.0), "turned n": n, "turned aa": n,
                     "turned": noise.reshape(24, -1)}  # fmt: skip
             arms.append(Totals(sums, 1200, 24, 1200.0))
-        value = inference.judge("d", "h", EVERYTHING, turn, (arms[0], arms[1]), Limits(seed=seed))
-        told = value.value
+        told = inference.judge("d", "h", EVERYTHING, turn, (arms[0], arms[1]), Limits(seed=seed))
         assert told.p is not None and told.value is not None
         found += told.p <= 0.05
         n_untested += told.n_untested
@@ -632,7 +629,7 @@ def test_the_largest_quantile_of_features_that_differ_is_the_worst_pair() -> Non
 def test_quantiles_of_counts_are_those_of_numpy() -> None:
     values = np.random.default_rng(12).lognormal(-8, 2, 20_000)
     values[:50] = 0
-    histogram = Histogram(2)
+    histogram = run.Histogram(2)
     stratum = np.arange(20_000) % 2
     for start in range(0, 20_000, 6000):
         which = slice(start, min(start + 6000, 20_000))
@@ -662,13 +659,13 @@ def test_an_overlap_is_lost_when_other_features_are_used(changed: bool) -> None:
     found = instrument.measures(arms[0].total(), limits)
     assert [one.kind for one in found] == ["overlap"] * 3
     for one in found[:2]:
-        value = inference.judge("overlap", "h", EVERYTHING, one, (arms[0], arms[1]), limits).value
+        value = inference.judge("overlap", "h", EVERYTHING, one, (arms[0], arms[1]), limits)
         assert value.value is not None and value.floor is not None and value.p is not None
         if changed:
             assert value.value < value.floor - 0.2 and value.p <= 0.01
         else:
             assert abs(value.value - value.floor) < 0.15 and value.p > 0.01
-    same = inference.judge("overlap", "h", EVERYTHING, found[2], (arms[0], arms[0]), limits).value
+    same = inference.judge("overlap", "h", EVERYTHING, found[2], (arms[0], arms[0]), limits)
     assert "Kendall" in same.measure and same.value is not None and same.p is None
     assert same.value == same.floor  # of as many requests as its floor
 
@@ -685,9 +682,7 @@ def test_what_is_short_tells_its_number_from_the_limit() -> None:
     def judged(limit: float) -> Value:
         limits = Limits(overlap=limit)
         measure = instrument.measures(arms[0].total(), limits)[0]
-        return inference.judge(
-            "overlap", "h", EVERYTHING, measure, (arms[0], arms[1]), limits
-        ).value
+        return inference.judge("overlap", "h", EVERYTHING, measure, (arms[0], arms[1]), limits)
 
     farthest = judged(1e-6).farthest
     assert farthest is not None
@@ -715,7 +710,7 @@ def test_an_arm_of_few_rows_loses_no_overlap_for_that_alone() -> None:
     ]
     assert even[0] == even[1] > 0.9 * len(arms[1])
     found = run.measure(planned, (rows[0], rows[1]), [instrument], Limits(), "h").judged
-    values = [one.value for one in found if one.value.axis == "all" and one.value.p is not None]
+    values = [one for one in found if one.axis == "all" and one.p is not None]
     assert len(values) == 2
     for value in values:
         assert value.value is not None and value.floor is not None and value.p is not None
@@ -736,7 +731,7 @@ def test_pairs_of_sinks_do_not_decide_the_drift() -> None:
         arrays = first * lengths, (second * (1 + 0.1 * (lengths > 1)) * lengths).astype(np.float32)
         instruments = [Moments(), Numerics(dictionary)]
         found = run.measure(told, arrays, instruments, Limits(), "h")
-        values.append({one.value.measure: one.value for one in found.judged})
+        values.append({one.measure: one for one in found.judged})
         assert found.n_sinks == 2 * (48 * (factor > 1),)
     drift = [one["drift over the dictionary's error"] for one in values]
     assert drift[1].n_rows == (432, 432) and drift[1].value == pytest.approx(
@@ -755,7 +750,7 @@ def test_sinks_do_not_set_the_scale_of_outliers_and_probes() -> None:
     told = Contrast("position", own, own, (EVERYTHING,), 24, (own.row, own.row), 1.0)
     instruments = [Moments(), probes.Probes(np.eye(8)[:1], labels=(labels[0], labels[1]))]
     found = run.measure(told, (rows[0], rows[1]), instruments, Limits(), "h")
-    values = {one.value.measure: one.value for one in found.judged}
+    values = {one.measure: one for one in found.judged}
     kept = np.arange(960) % 40 > 0
     spread = rows[0, kept, 0].std()
     far = np.abs(rows[1, kept, 0] - rows[0, kept, 0].mean()) > 6 * spread
@@ -776,7 +771,7 @@ def test_what_is_told_of_pairs_has_no_floor_of_halves() -> None:
     told = Contrast("token", own, own, (EVERYTHING,), 12, (own.row, own.row), 1.0)
     told = replace(told, parted=(rng.random(480) < 0.1).astype(np.int8))
     found = run.measure(told, (first, second), [Numerics()], Limits(), "h").judged
-    values = {one.value.measure: one.value for one in found}
+    values = {one.measure: one for one in found}
     assert {"equal to the bit", "cosine distance", "forks of the sampled token"} <= set(values)
     assert all(one.value is not None and one.floor is None for one in values.values())
 
@@ -827,7 +822,7 @@ def test_pairs_of_long_requests_are_of_many_requests(
     pairs = np.arange(len(rows)), np.arange(len(rows))
     told = Contrast("token", own, own, (EVERYTHING,), 12, pairs, 1.0)
     found = run.measure(told, (rows, rows), [Numerics()], Limits(), "h").judged
-    [value] = [one.value for one in found if one.value.measure == "relative L2"]
+    [value] = [one for one in found if one.measure == "relative L2"]
     assert value.n_requests == (12, 12) and 400 < value.n_rows[0] <= 500 and value.value == 0
 
 

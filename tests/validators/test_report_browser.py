@@ -19,13 +19,13 @@ from actds_testing.regime_results import many as many_regimes
 from actds_testing.stability_results import hostile as hostile_stability
 from actds_testing.stability_results import made as stability
 from actds_testing.stability_results import many as many_stability
-from actds_validators.about import About
 from actds_validators.audit.result import Audit
 from actds_validators.pages.accounting import waterfall
 from actds_validators.pages.index import Entry
 from actds_validators.pages.index import render as render_index
 from actds_validators.pages.mechanism import lag_plot
 from actds_validators.pages.report import render
+from actds_validators.sections import About
 
 pytestmark = [
     pytest.mark.browser,

@@ -24,7 +24,6 @@ from actds_testing.audit_results import (
     hostile,
     wide,
 )
-from actds_validators.about import About
 from actds_validators.audit.place import TITLES
 from actds_validators.audit.result import Accounting, Audit, Must, Number
 from actds_validators.pages import report as page
@@ -33,6 +32,7 @@ from actds_validators.pages.missingness import heat_map, stored_bias
 from actds_validators.pages.report import SectionOf, render
 from actds_validators.pages.svg import FigureData, Picture, fit
 from actds_validators.pages.words import LOOKS, percent
+from actds_validators.sections import About
 
 MAX_NBYTES = 1_000_000
 SECTIONS = ("checks", "accounting", "coverage", "missingness", "mechanism", "queues", "weights")

@@ -25,7 +25,7 @@ from actds_studies.cli.stability import stability as command
 from actds_studies.dictionaries import Dictionary, load_dictionary
 from actds_studies.dictionaries.dictionary import Source
 from actds_studies.pages.stability import facts, page, words_of_art
-from actds_studies.regimes.asking import MIXTURE_KEYS, ArmWords, parse_arms, parse_named
+from actds_studies.regimes.api import MIXTURE_KEYS, ArmWords, parse_arms, parse_named
 from actds_studies.stability import arms as order
 from actds_studies.stability.api import stability
 from actds_studies.stability.arms import Arm, chosen, most, name_hash, open_arm, scored_apart
@@ -693,7 +693,7 @@ def test_the_command_writes_what_it_finds(sets: dict[str, Path], tmp_path: Path)
 
 
 def test_the_published_schema_is_that_of_the_model() -> None:
-    from actds.cli.output import document_schema
+    from actds.cli.command import document_schema
 
     published = json.loads((SCHEMAS / "stability.json").read_bytes())
     assert published == document_schema(Stability, "serialization"), (

@@ -16,7 +16,7 @@ import pytest
 
 import actds
 from actds.errors import ActdsError
-from actds_studies.regimes.wording import Words, register_words
+from actds_studies.regimes.conclusions import Words, register_words
 from actds_testing import norms, synthetic
 from actds_testing.norms import NORMS
 from actds_testing.regime_datasets import HOOKS

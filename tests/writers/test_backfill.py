@@ -20,7 +20,7 @@ from actds_testing.synthetic_engine import writer_stopped
 from actds_testing.tiny import make_random_model
 from actds_writers.config import ReplaySettings, WriteSettings
 from actds_writers.engine_protocol import Engine
-from actds_writers.harvest.compare import Pair, compare, pairs_of
+from actds_writers.harvest.canary import Pair, compare, pairs_of
 from actds_writers.harvest.one_engine import Feed
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.harvest.replay import Replays, filled, missing

@@ -24,8 +24,8 @@ from actds_testing import harvest as h
 from actds_testing.synthetic import make_dataset
 from actds_testing.tiny import make_random_model
 from actds_validators.validate.validation import validate
-from actds_writers.harvest import compare
-from actds_writers.harvest.canary import Share
+from actds_writers.harvest import canary as compare
+from actds_writers.harvest.canary import n_replayed
 from actds_writers.harvest.result import HarvestResult, Observer
 
 N_REQUESTS, LENGTH, D_MODEL = 6, 40, 64
@@ -151,13 +151,13 @@ def test_a_worker_that_mixes_up_rows_and_tokens_together_is_found(tmp_path: Path
     ("text", "n", "wanted"), [("0.1%", 10_000, 10), ("0.1%", 3, 1), ("5", 100, 5), ("5", 2, 2)]
 )
 def test_a_share_is_a_number_of_requests(text: str, n: int, wanted: int) -> None:
-    assert Share.parse(text).of(n) == wanted
+    assert n_replayed(text, n) == wanted
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "101%", "2.5", "all", "nan%", "NaN", "inf"])
 def test_other_shares_are_refused(text: str) -> None:
     with pytest.raises(ActdsError, match="E009"):
-        Share.parse(text)
+        n_replayed(text, 9)
 
 
 def with_canary(path: Path, **changes: Any) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from actds_writers.census.census import Census
-from actds_writers.census.journal import from_line, to_line
+from actds_writers.census.process import from_line, to_line
 from actds_writers.ipc.messages import (
     ClientFacts,
     PromptFact,
@@ -41,7 +41,7 @@ def finished(request: int, generated: int, reason: str = "length") -> RequestFin
 
 
 def spans(census: Census, acknowledged: dict[str, int]) -> list[tuple]:
-    found = census.tables(acknowledged, ClientFacts(), "writer_ended")
+    found = census.tables(acknowledged, ClientFacts())
     names = ("request", "start", "stop", "disposition", "reason", "step", "ref_request")
     return [tuple(row[name] for name in names) for row in found.spans.to_pylist()]
 
@@ -71,7 +71,7 @@ def test_roles_that_came_with_a_request_are_of_its_positions() -> None:
     census.observe(finished(2, 1))
     # The client's word counts where there is one; the last request has no end.
     told = ClientFacts((PromptFact("p1", "p1", "x", 0, roles="s4"),))
-    found = census.tables(ALL, told, "writer_ended").roles.to_pylist()
+    found = census.tables(ALL, told).roles.to_pylist()
     prompt = [(0, 1, "template"), (1, 3, "user"), (3, 4, "template")]
     assert [tuple(line.values()) for line in found] == [
         *((0, *line) for line in prompt), (0, 4, 5, "thinking"), (0, 5, 6, "assistant"),
@@ -87,7 +87,7 @@ def test_a_prefix_hit_names_the_request_that_computed_it() -> None:
     census.observe(scheduled(0, (0, 0, 40), (1, 32, 40), references=hit))
     census.observe(finished(0, 1))
     census.observe(finished(1, 1))
-    found = census.tables(ALL, ClientFacts(engine_cached={"p1": 32}), "writer_ended")
+    found = census.tables(ALL, ClientFacts(engine_cached={"p1": 32}))
     assert spans(census, ALL)[1] == (1, 0, 32, "cache_ref", None, None, 0)
     assert found.requests["cached_tokens"].to_pylist() == [0, 32]
     assert found.requests["engine_cached_tokens"].to_pylist() == [None, 32]
@@ -102,7 +102,7 @@ def test_the_hit_ratio_is_of_the_step() -> None:
     census.observe(scheduled(1, (0, 40, 41)))
     hits = (Reference(1, 0, 32, 0), Reference(2, 0, 16, 0))
     census.observe(scheduled(2, (1, 32, 40), (2, 16, 40), (0, 41, 42), references=hits))
-    ratios = census.tables(ALL, ClientFacts(), "writer_ended").steps["cache_hit_ratio"]
+    ratios = census.tables(ALL, ClientFacts()).steps["cache_hit_ratio"]
     assert ratios.to_pylist() == [0.0, None, 48 / 80]
 
 
@@ -113,7 +113,7 @@ def test_recomputation_is_counted_in_steps_and_not_in_spans() -> None:
     census.observe(scheduled(1, (0, 4, 5)))
     census.observe(scheduled(2, (0, 0, 6), preempted=(0,)))
     census.observe(finished(0, 3))
-    found = census.tables(ALL, ClientFacts(), "writer_ended")
+    found = census.tables(ALL, ClientFacts())
     assert spans(census, ALL) == [(0, 0, 6, "captured", None, 0, None)]
     assert found.steps["recomputed_tokens"].to_pylist() == [0, 0, 5]
     assert found.steps["captured_tokens"].to_pylist() == [4, 1, 1]
@@ -141,7 +141,7 @@ def test_a_drop_that_nobody_logged_is_aborted_though_later_rows_are_committed() 
     for step in (1, 2):
         census.observe(StepLost(step, "queue_full"))
     census.observe(finished(0, 3))
-    found = census.tables(ALL, ClientFacts(), "writer_ended", logged_drops=frozenset([2]))
+    found = census.tables(ALL, ClientFacts(), logged_drops=frozenset([2]))
     names = ("start", "stop", "disposition", "reason")
     assert [tuple(span[name] for name in names) for span in found.spans.to_pylist()] == [
         (0, 2, "captured", None),
@@ -170,7 +170,7 @@ def test_execution_may_be_told_before_the_schedule() -> None:
     census.observe(StepExecuted(0, 7, "eager", 2, 0, 1, None, None, None))
     census.observe(scheduled(0, (0, 0, 2)))
     census.observe(finished(0, 1))
-    [row] = census.tables(ALL, ClientFacts(), "x").steps.to_pylist()
+    [row] = census.tables(ALL, ClientFacts()).steps.to_pylist()
     assert (row["duration_ns"], row["kernel_mode"], row["batch_tokens"]) == (7, "eager", 2)
 
 
@@ -179,7 +179,7 @@ def test_skipped_prompts_stand_in_the_requests_table() -> None:
     census.observe(arrived(0, 2))
     long = PromptFact("p1", "b", "s", 1, "E004 too long", prompt_len=70_000)
     prompts = (PromptFact("p0", "a", "s", 0), long)
-    requests = census.tables(ALL, ClientFacts(prompts), "x").requests.to_pylist()
+    requests = census.tables(ALL, ClientFacts(prompts)).requests.to_pylist()
     assert [(r["external_id"], r["finish_reason"]) for r in requests] == [
         ("a", "unfinished"), ("b", "skipped"),
     ]  # fmt: skip
@@ -193,7 +193,7 @@ def test_prompts_that_never_arrived_were_not_begun_also_of_several_samples() -> 
     prompts = tuple(PromptFact(f"p{n}", f"e{n}", "s", n, prompt_len=7 + n) for n in range(5))
     why = "the harvest was interrupted before it was served"
     for said, words in (("", "the process ended before it was served"), (why, why)):
-        found = census.tables(ALL, ClientFacts(prompts, unbegun=said), "x")
+        found = census.tables(ALL, ClientFacts(prompts, unbegun=said))
         lines = [(r["request"], r["external_id"], r["finish_reason"], r["prompt_len"], r["reason"])
                  for r in found.requests.to_pylist()]  # fmt: skip
         assert [line[:3] for line in lines[:3]] == [
@@ -202,7 +202,7 @@ def test_prompts_that_never_arrived_were_not_begun_also_of_several_samples() -> 
         assert lines[3:] == [(3 + i, f"e{n}", "unbegun", 7 + n, words)
                              for i, n in enumerate((1, 3, 4))]  # fmt: skip
     # A live census knows of no prompt, and so of none that it did not see.
-    assert census.tables(ALL, ClientFacts(), "x").requests.num_rows == 3
+    assert census.tables(ALL, ClientFacts()).requests.num_rows == 3
 
 
 def test_replays_lead_to_their_source_by_number_the_unserved_ones_too() -> None:
@@ -218,7 +218,7 @@ def test_replays_lead_to_their_source_by_number_the_unserved_ones_too() -> None:
             (None, Replayed("d" * 32, "e" * 64, "r-1", 8, 3)),
         ])
     )  # fmt: skip
-    found = census.tables(ALL, ClientFacts(prompts), "x")
+    found = census.tables(ALL, ClientFacts(prompts))
     assert [tuple(line.values()) for line in found.origins.to_pylist()] == [
         (1, "d" * 32, "e" * 64, "r-1", 7, 2),
         (2, "d" * 32, "e" * 64, "r-1", 9, 4),
@@ -228,7 +228,7 @@ def test_replays_lead_to_their_source_by_number_the_unserved_ones_too() -> None:
     assert found.requests["finish_reason"].to_pylist() == ends
     line = to_line(ClientFacts(prompts))  # a killed census has them from its journal
     assert from_line(line) == ClientFacts(prompts)
-    assert not census.tables(ALL, ClientFacts(prompts[:1]), "x").origins.num_rows
+    assert not census.tables(ALL, ClientFacts(prompts[:1])).origins.num_rows
 
 
 def test_an_idle_engine_has_no_running_request() -> None:

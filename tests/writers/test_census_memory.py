@@ -25,7 +25,7 @@ from actds_writers.ipc.messages import (
     StepLost,
     StepScheduled,
 )
-from actds_writers.sizing.needs import census_nbytes
+from actds_writers.sizing import census_nbytes
 
 PROMPT_LEN, N_BLOCKS = 20, 2
 
@@ -113,7 +113,7 @@ def tables_of(seed: int) -> CensusTables:
         {"cmpl-4-0": 8},
     )
     logged = frozenset(step for step in range(200) if step % 3)
-    return census.tables({"prefill": 190, "decode": 180}, client, "writer_ended", logged)
+    return census.tables({"prefill": 190, "decode": 180}, client, logged)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

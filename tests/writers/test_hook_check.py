@@ -194,10 +194,10 @@ def test_there_is_no_reference_without_weights_or_without_room(
     with pytest.raises(NoReferenceError, match="transformers does not load it"):
         load_reference(folder, 100_000)
     with pytest.raises(NoReferenceError, match="billion parameters take too long"):
-        monkeypatch.setattr(reference, "_free_nbytes", lambda: 10**15)
+        monkeypatch.setattr(reference, "free_nbytes", lambda: 10**15)
         load_reference(folder, 10**12)
     with pytest.raises(NoReferenceError, match=r"4\.0 GB of float32 weights, 2\.0 GB free"):
-        monkeypatch.setattr(reference, "_free_nbytes", lambda: 2 * 10**9)
+        monkeypatch.setattr(reference, "free_nbytes", lambda: 2 * 10**9)
         load_reference(folder, 10**9)
 
 

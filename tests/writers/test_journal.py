@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from actds.errors import ActdsError
 from actds.store import layout
 from actds.store.local import LocalStore
-from actds_writers.census import journal as journal_module
-from actds_writers.census.journal import (
+from actds_writers.census import process as journal_module
+from actds_writers.census.process import (
     Journal,
     from_line,
     merged,

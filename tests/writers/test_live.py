@@ -36,7 +36,7 @@ from actds_testing.synthetic_engine import (
     pipeline_for,
 )
 from actds_validators.validate.validation import validate
-from actds_writers.census.journal import from_line, to_line
+from actds_writers.census.process import from_line, to_line
 from actds_writers.config import HarvestSettings, WriterSettings
 from actds_writers.engines.vllm import serving
 from actds_writers.engines.vllm.plugin import when_imported

@@ -24,9 +24,8 @@ from actds.publish.sealing import seal
 from actds.store import open_store
 from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
 from actds_writers.ipc.messages import ClientFacts
-from actds_writers.monitor.meters import LATENCY_BUCKETS_S
-from actds_writers.monitor.metrics import serve_metrics
-from actds_writers.monitor.progress import Progress, Snapshot, format_line, take_snapshot
+from actds_writers.monitor.metrics import LATENCY_BUCKETS_S, serve_metrics
+from actds_writers.monitor.progress import Snapshot, format_line, show_progress, take_snapshot
 
 pytestmark = pytest.mark.standard
 
@@ -148,7 +147,8 @@ def test_without_the_extra_the_option_says_what_to_install() -> None:
     script = (
         "import sys; sys.modules['prometheus_client'] = None\n"
         "from actds.errors import ActdsError\n"
-        "try: import actds_writers.monitor.metrics\n"
+        "from actds_writers.monitor.metrics import serve_metrics\n"
+        "try: serve_metrics('127.0.0.1', 0, lambda: None)\n"
         "except ActdsError as error: print(error)"
     )
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -195,7 +195,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Watched:
 
             growing: set[str] = set()
             look()
-            with Progress(present, stream, terminal=False, interval_s=0.05):
+            with show_progress(present, stream, terminal=False, interval_s=0.05):
                 engine.request(0)
                 engine.drain(pipeline)
                 look()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from actds.format import tables
 from actds_writers.ipc.messages import Fact, Stall, StepRows, WorkerHello
-from actds_writers.monitor.meters import (
+from actds_writers.monitor.metrics import (
     EXACT_DEPTHS,
     LATENCY_BUCKETS_S,
     CommitMeter,
@@ -58,7 +58,7 @@ def test_the_ring_is_less_deep_once_the_writer_has_taken_a_step(
     none = np.empty(0, np.int64)
     stall = Stall("ring", 5, 1_500, 3, 0)
     now = 0
-    monkeypatch.setattr("actds_writers.monitor.meters.time.time_ns", lambda: now)
+    monkeypatch.setattr("actds_writers.monitor.metrics.time.time_ns", lambda: now)
     for step, (t_ns, depth, taken_ns) in enumerate([(10, 1, 12), (20, 3, 25), (22, 2, 30)]):
         message = StepRows(
             step, 0, 100, none, none, none, none, none, (), (stall,), None, t_ns, 1, depth

@@ -20,7 +20,7 @@ from actds_testing.tiny import VOCAB_SIZE, make_random_model, make_tiny_model
 from actds_writers.harvest import probe_cost
 from actds_writers.harvest.probe_cost import (
     Arm,
-    Bar,
+    ProbeArithmetic,
     Timed,
     Timing,
     TimingTask,
@@ -28,7 +28,7 @@ from actds_writers.harvest.probe_cost import (
     fit,
     log_bars,
 )
-from actds_writers.sizing.weights import Attention, ProbeArithmetic, Weights, read_weights
+from actds_writers.model_folder import Attention, Weights, read_weights
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -131,10 +131,10 @@ def test_mixtral_has_46_7_billion_parameters_of_which_a_token_passes_12_9(tmp_pa
 
 def test_one_probe_is_six_in_ten_million_of_the_operations_of_a_7b_model() -> None:
     weights = Weights(7_000_000_000, 7_000_000_000, 0, 14_000_000_000, 0)
-    paper = ProbeArithmetic.of(1, [4096], weights, Attention(0.0, 0.0), 1, [1, 32])
+    paper = ProbeArithmetic(1, [4096], weights, Attention(0.0, 0.0), 1, [1, 32])
     assert paper.probe_flops == 8192 and paper.forward_flops == 14e9
     assert paper.ratio == pytest.approx(5.85e-7, rel=1e-3)
-    thousand = ProbeArithmetic.of(1000, [4096], weights, Attention(0.0, 0.0), 1, [1, 32])
+    thousand = ProbeArithmetic(1000, [4096], weights, Attention(0.0, 0.0), 1, [1, 32])
     # Probes of 16 MB beside the 14 GB of the model's weights, whatever the batch is.
     assert [step.probes for step in thousand.steps] == [16_384_000, 16_384_000]
     assert [step.scores for step in thousand.steps] == [4_000, 128_000]
@@ -159,7 +159,7 @@ def test_operations_are_those_that_torch_counts(n_kv_heads: int, tmp_path: Path)
     attention = Attention.of(config, context, 4)
     assert attention.unknown is None
     assert attention.kv_nbytes == 2 * 3 * context * n_kv_heads * 32 * 4
-    paper = ProbeArithmetic.of(5, [48], read_weights(folder), attention, context, [1])
+    paper = ProbeArithmetic(5, [48], read_weights(folder), attention, context, [1])
     assert counter.get_total_flops() == paper.forward_flops
     with FlopCounterMode(display=False) as counter:
         torch.ones(1, 48) @ torch.ones(48, 5)
@@ -183,7 +183,7 @@ def test_operations_of_a_mixture_of_experts_are_those_that_torch_counts(tmp_path
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.tensor([[5]]))
     found = json.loads((tmp_path / "config.json").read_text())
-    paper = ProbeArithmetic.of(1, [32], read_weights(tmp_path), Attention.of(found, 1, 4), 1, [1])
+    paper = ProbeArithmetic(1, [32], read_weights(tmp_path), Attention.of(found, 1, 4), 1, [1])
     assert paper.weights.n_experts == 4 and paper.weights.top_k == 2
     assert counter.get_total_flops() == paper.forward_flops
 
@@ -370,16 +370,16 @@ def test_a_compiled_engine_is_started_anew_for_each_variant_of_each_round(tmp_pa
 
 
 def test_bars_are_as_long_as_their_logarithm() -> None:
-    bars = [Bar("a", 0.01), Bar("bc", 1.0), Bar("d", 10.0), Bar("e", None), Bar("f", -0.5)]
+    bars = {"a": 0.01, "bc": 1.0, "d": 10.0, "e": 0.0, "f": -0.5}
     assert log_bars(bars, width=30) == [
         "            0.01      0.1       1         10",
         "a   0.01 %  #",
         "bc     1 %  ####################",
         "d     10 %  ##############################",
-        "e        -",
+        "e      0 %",
         "f     -0 %",
     ]
-    assert log_bars([Bar("a", None), Bar("b", 0.0)]) == []
+    assert log_bars({"a": -1.0, "b": 0.0}) == []
 
 
 # the command ----------------------------------------------------------------------------------

@@ -18,16 +18,16 @@ from actds.text import format_nbytes, format_seconds
 from actds_writers.engines.vllm.options import VllmOptions
 from actds_writers.harvest.one_engine import Run
 from actds_writers.harvest.processes import Pipeline
-from actds_writers.harvest.result import Totals, format_summary
+from actds_writers.harvest.result import Terminal, Totals, format_summary
 from actds_writers.ipc.messages import CensusProgress, CommitTotals, StageState, WriterProgress
 from actds_writers.monitor.progress import (
     WIDTH,
-    Progress,
     Snapshot,
     Stage,
     eta_s,
     format_line,
     format_screen,
+    show_progress,
     take_snapshot,
 )
 
@@ -316,7 +316,7 @@ class Taken:
 
 def show(snapshots: list[Snapshot], **options: Any) -> str:
     stream, taken = io.StringIO(), Taken(snapshots)
-    with Progress(taken, stream, interval_s=0.001, **options):
+    with show_progress(taken, stream, interval_s=0.001, **options):
         taken.ended.wait()
     return stream.getvalue()
 
@@ -331,7 +331,7 @@ def test_plain_stream_gets_a_line_each_time_and_one_for_the_whole_at_the_end() -
 def test_drops_stand_in_the_last_line_even_of_a_short_harvest() -> None:
     stream = io.StringIO()
     dropped = dataclasses.replace(NOW, dropped={"queue_full": 1_234})
-    with Progress(lambda: dropped, stream, terminal=False, interval_s=60.0):
+    with show_progress(lambda: dropped, stream, terminal=False, interval_s=60.0):
         pass
     assert stream.getvalue() == format_line(dropped) + "\n"
     assert stream.getvalue().endswith("1,234 dropped\n")
@@ -343,7 +343,7 @@ def test_terminal_shows_the_screen_and_quiet_shows_nothing(monkeypatch: pytest.M
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", show([NOW], terminal=True))
     assert "ring      ######....  60% 15 steps" in shown
     stream = io.StringIO()
-    with Progress(lambda: NOW, stream, quiet=True, interval_s=0.001):
+    with Terminal("acts", quiet=True, stream=stream).harvesting(lambda: NOW):
         pass
     assert stream.getvalue() == ""
 
@@ -363,11 +363,11 @@ class Stuck(io.StringIO):
 
 def test_a_terminal_that_takes_no_words_does_not_stop_the_harvest() -> None:
     stream = Stuck()
-    with Progress(lambda: NOW, stream, terminal=False, interval_s=0.001) as progress:
+    with show_progress(lambda: NOW, stream, terminal=False, interval_s=0.001) as display:
         stream.reached.wait()
-        assert progress.is_showing  # the display waits, and the harvest has come as far as here
+        assert display.is_alive()  # the display waits, and the harvest has come as far as here
         stream.released.set()
-    assert not progress.is_showing
+    assert not display.is_alive()
     assert stream.getvalue()
 
 
@@ -386,7 +386,7 @@ class Gone(io.StringIO):
 @pytest.mark.parametrize("error", [BrokenPipeError(), ValueError("I/O on closed file")])
 def test_a_terminal_that_is_gone_does_not_end_the_harvest(error: Exception) -> None:
     stream = Gone(error)
-    with Progress(lambda: NOW, stream, terminal=False, interval_s=60.0):
+    with show_progress(lambda: NOW, stream, terminal=False, interval_s=60.0):
         pass
     assert stream.n_words == 1
 

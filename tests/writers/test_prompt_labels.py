@@ -102,7 +102,7 @@ def test_a_label_that_is_none_breaks_its_record(tmp_path: Path, value: Any, got:
     assert (error.code, error.place, error.got) == ("E002", "p.jsonl line 2", got)
     found = read_prompts(str(path), "skip", ["domain"])
     assert len(found.prompts) == 1
-    assert found.skips[0].reason.startswith(f"E002 p.jsonl line 2: {got}")
+    assert found.skips[0].broken.startswith(f"E002 p.jsonl line 2: {got}")
     assert read_prompts(str(path), label_columns=[]).prompts[1].labels is None
 
 

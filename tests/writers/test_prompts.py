@@ -246,7 +246,7 @@ def test_broken_line_is_refused_with_its_number_or_skipped_on_request(
     assert [(prompt.index, prompt.text) for prompt in found.prompts] == [(0, "a"), (2, "b")]
     (skip,) = found.skips
     assert (skip.index, skip.row, skip.external_id) == (1, 1, "row-1")
-    assert skip.reason == f"E002 prompts.jsonl line 3: {error.got}; expected {error.expected}"
+    assert skip.broken == f"E002 prompts.jsonl line 3: {error.got}; expected {error.expected}"
     assert found.source.n_records == 3
 
 

@@ -23,10 +23,10 @@ from actds_testing import harvest as h
 from actds_testing import toy
 from actds_writers.config import WriteSettings
 from actds_writers.engine_protocol import find_engine
-from actds_writers.harvest import replicas
+from actds_writers.harvest import run as replicas
 from actds_writers.harvest.prepare import Plan, make_plan
-from actds_writers.harvest.replicas import shares
 from actds_writers.harvest.result import Observer, Totals
+from actds_writers.harvest.run import shares
 from actds_writers.ipc.messages import CommitTotals
 from actds_writers.monitor.progress import Snapshot, Stage, summed
 

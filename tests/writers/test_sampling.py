@@ -121,7 +121,7 @@ def spans_and_findings(
     census: Census, acknowledged: dict[str, int], drops: frozenset[int] = frozenset()
 ) -> tuple[list[tuple], list[Any], dict[str, int]]:
     """Return spans, and what the accounting says of the census with rows to match."""
-    found = census.tables(acknowledged, ClientFacts(), "writer_ended", drops)
+    found = census.tables(acknowledged, ClientFacts(), drops)
     names = ("request", "start", "stop", "disposition", "reason", "step", "ref_request")
     spans = [tuple(row[name] for name in names) for row in found.spans.to_pylist()]
     lost: list[dict[str, Any]] = []
@@ -246,5 +246,5 @@ def test_steps_count_what_the_rules_left_out() -> None:
     census.observe(scheduled(0, (0, 0, 3), (1, 0, 2)))
     census.observe(finished(0, 1))
     census.observe(finished(1, 1))
-    [step] = census.tables(ALL, ClientFacts(), "x").steps.to_pylist()
+    [step] = census.tables(ALL, ClientFacts()).steps.to_pylist()
     assert (step["filtered_tokens"], step["captured_tokens"], step["batch_tokens"]) == (3, 2, 5)

@@ -18,8 +18,8 @@ from actds.cli import cli
 from actds.errors import ActdsError
 from actds_testing.places import ROOT
 from actds_testing.synthetic import make_dataset
-from actds_writers.cli.plan import plan as plan_command
-from actds_writers.cli.write import write as write_command
+from actds_writers.cli import plan as plan_command
+from actds_writers.cli import write as write_command
 from actds_writers.config import HarvestSettings, LiveSettings, PlanSettings, WriteSettings
 from actds_writers.engines.vllm.options import graph_key
 from actds_writers.ipc.link import ENVIRONMENT, Link

@@ -38,39 +38,36 @@ from actds_testing.synthetic_engine import (
     SyntheticEngine,
     pipeline_for,
 )
-from actds_writers.cli.plan import plan
-from actds_writers.config import HarvestSettings, WriterSettings
+from actds_writers import sizing
+from actds_writers.cli import plan
+from actds_writers.config import MIB, HarvestSettings, WriterSettings
 from actds_writers.engine_protocol import Workers
+from actds_writers.harvest.machine import (
+    DEFAULTS,
+    DiskRates,
+    measure,
+    rates_of,
+    shared_with,
+    until_sustained,
+)
+from actds_writers.harvest.plan import overhead_of, read_profile
 from actds_writers.ipc.link import Link, QueuePage, create_memory, view_memory
 from actds_writers.ipc.messages import ClientFacts, Fact, HookSpec, StepRows, WorkerHello
 from actds_writers.model_folder import SpecialTokens
 from actds_writers.shards import TOKEN_COLUMNS
 from actds_writers.shards.writer import PHASES, SPARE_BUFFERS, Writer
-from actds_writers.sizing import needs as sizing
-from actds_writers.sizing.machine import (
-    DEFAULTS,
-    MIB,
-    DiskRates,
-    Machine,
-    Rate,
-    capacity,
-    machine,
-    measure,
-    shared_with,
-    until_sustained,
-)
-from actds_writers.sizing.needs import (
+from actds_writers.sizing import (
     MEASURED,
     Burst,
     Geometry,
     Load,
     Overhead,
+    Rate,
     Sizes,
     Width,
+    capacity,
     memory_bound,
-    overhead_of,
     peak_queue,
-    read_profile,
     stalled,
     stored_nbytes_per_token,
     windows,
@@ -350,14 +347,14 @@ def test_a_stall_costs_what_does_not_fit_the_ring() -> None:
 
 # stages ---------------------------------------------------------------------------------------
 
-RATES = Machine(*(Rate(gbps, "given") for gbps in (10.0, 5.0, 1.0, 0.5)), n_threads=2)
+RATES = rates_of({"d2h": 10.0, "copy": 5.0, "encode": 1.0, "disk": 0.5}, {})
 
 
-def judged(load: Load, rates: Machine = RATES, **options: Any) -> Any:
+def judged(load: Load, rates: dict[str, Rate] = RATES, **options: Any) -> Any:
     facts: dict[str, Any] = {"stall_s": 10.0}
     return capacity(
         Geometry((Width(1_000, 2),) * 2),
-        Sizes(512, 65_536, 0),
+        Sizes(512, 65_536, 0, n_threads=2),
         load,
         rates,
         MEASURED,
@@ -375,13 +372,13 @@ def judged(load: Load, rates: Machine = RATES, **options: Any) -> Any:
     ],
 )
 def test_the_slow_stage_saturates_first(name: str, slow: float, stage: str) -> None:
-    rates = dataclasses.replace(RATES, **{name: Rate(slow, "given")})
+    rates = {**RATES, name: Rate(slow, "given")}
     found = judged(LOAD, rates)
     assert found.bottleneck.name == stage
     assert found.bottleneck.max_tokens < judged(LOAD).bottleneck.max_tokens
     limits = {s.name: s.max_tokens for s in found.stages}
-    assert limits["link"] == pytest.approx(rates.d2h.gbps * 1e9 / 4_000)
-    assert limits["encode"] == pytest.approx(2 * rates.encode.gbps * 1e9 / 4_000)
+    assert limits["link"] == pytest.approx(rates["d2h"].gbps * 1e9 / 4_000)
+    assert limits["encode"] == pytest.approx(2 * rates["encode"].gbps * 1e9 / 4_000)
     # Shards are on their way side by side: the slower of both counts, not their sum.
     assert found.bottleneck.max_tokens == min(limits.values())
 
@@ -467,10 +464,10 @@ def test_a_measured_machine_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_given_rates_come_before_measured_and_these_before_assumed() -> None:
-    rates = machine({"disk": 3.0, "copy": None}, {"disk": 1.5, "copy": 2.0}, 4)
-    assert rates.disk == Rate(3.0, "given")
-    assert rates.copy == Rate(2.0, "measured")
-    assert rates.encode == Rate(DEFAULTS["encode"], "assumed")
+    rates = rates_of({"disk": 3.0, "copy": None}, {"disk": 1.5, "copy": 2.0})
+    assert rates["disk"] == Rate(3.0, "given")
+    assert rates["copy"] == Rate(2.0, "measured")
+    assert rates["encode"] == Rate(DEFAULTS["encode"], "assumed")
 
 
 @dataclasses.dataclass
@@ -587,7 +584,7 @@ def test_a_measured_disk_is_said_with_those_who_share_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("actds_writers.harvest.plan.shared_with", lambda folder: ["logs (/x)"])
-    monkeypatch.setattr("actds_writers.sizing.machine.MEASURED_NBYTES", 1 << 20)
+    monkeypatch.setattr("actds_writers.harvest.machine.MEASURED_NBYTES", 1 << 20)
     words = (*MODEL, *RATE, "--measure", tmp_path, "--measure-seconds", 0.2)
     page, facts = run(*words), json.loads(run(*words, "--json").stdout)
     assert "disk measured: burst" in page.stdout
@@ -601,7 +598,7 @@ def test_a_measured_disk_is_said_with_those_who_share_it(
 
 
 def test_options_that_follow_are_options_of_write() -> None:
-    from actds_writers.cli.write import write
+    from actds_writers.cli import write
 
     options = write.get_params(click.Context(write))
     known = {name for option in options for name in option.opts}

@@ -13,8 +13,8 @@ from actds.errors import ActdsError
 from actds_testing.faulty_disk import FaultyDisk, unavailable
 from actds_testing.tiny import make_random_model
 from actds_writers.config import WriteSettings
-from actds_writers.harvest import stress
-from actds_writers.harvest.stress import BLOCK, MAX_GENERATED, Queue, StressResult, long_tailed
+from actds_writers.harvest import machine
+from actds_writers.harvest.machine import BLOCK, MAX_GENERATED, Queue, StressResult, long_tailed
 
 N_LAYERS, HIDDEN, LIMIT = 8, 512, 384
 ROW_NBYTES = N_LAYERS * HIDDEN * 4
@@ -130,10 +130,10 @@ def test_memory_of_the_gpus_is_what_their_tool_says(
     def says(script: str) -> int | None:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
-        return stress.device_memory()
+        return machine.device_memory()
 
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert says("echo 1024; echo 512") == 1536 << 20
     assert says("echo '[N/A]'") is says("exit 9") is None
     monkeypatch.setenv("PATH", "/nowhere")
-    assert stress.device_memory() is None
+    assert machine.device_memory() is None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from actds_writers.cli.terminal import TAIL_LINES, Terminal
+from actds_writers.harvest.result import TAIL_LINES, Terminal
 
 WORDS = "Starting the engine for small"
 NOISE = b"W1122 torch/_library/triton.py:53] Triton not available\n"

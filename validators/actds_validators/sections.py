@@ -1,16 +1,20 @@
-"""What the documents of results are made of, and the extra that making one needs."""
+"""What documents of results and their pages are made of: sections, limits, what a dataset is."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
-from typing import Annotated, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from actds.errors import ActdsError, not_installed
+
+if TYPE_CHECKING:
+    from actds.dataset.reading import Catalog
 
 
 def need_extra(*more: str) -> None:
@@ -90,3 +94,40 @@ def settings_of(
             next_step = f"Did you mean {near[0]}? {more}" if near else more
         place = f"limits {name[:80]}"
         raise ActdsError("E009", place, got=got, expected=expected, next_step=next_step) from None
+
+
+@dataclass(frozen=True)
+class About:
+    """What a dataset is, as the head of every page says it, beyond what a result holds.
+
+    ``models``: one per run that has another. ``started_ns``: of the first run, wall clock.
+    """
+
+    models: tuple[str, ...]
+    engines: tuple[str, ...]
+    hooks: tuple[str, ...]
+    started_ns: int
+    command: str
+
+
+def about(catalog: Catalog, command: str) -> About:
+    """Return what a dataset is, from its genesis and its run records."""
+    return About(
+        models=recorded(catalog, "model.name"),
+        engines=recorded(catalog, "engine.name", "engine.version"),
+        hooks=tuple(f"{h.name} ({h.d_model:,} × {h.dtype})" for h in catalog.genesis.hooks),
+        started_ns=min(
+            (run.started_ns for run in catalog.runs.values()), default=catalog.genesis.created_ns
+        ),
+        command=command,
+    )
+
+
+def recorded(catalog: Catalog, *fields: str) -> tuple[str, ...]:
+    """Return the values of fields that the runs of a dataset know, joined, each once."""
+    runs = (
+        [run.fields[name].value for name in fields if name in run.fields]
+        for run in catalog.runs.values()
+    )
+    words = (" ".join(str(value) for value in values if value is not None) for values in runs)
+    return tuple(dict.fromkeys(text for text in words if text))

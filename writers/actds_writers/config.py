@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -51,9 +52,7 @@ def _text(path: Any) -> Any:
 
 
 Location = Annotated[
-    str,
-    BeforeValidator(_text),
-    Field(min_length=1, json_schema_extra={"format": "path"}),
+    str, BeforeValidator(_text), Field(min_length=1, json_schema_extra={"format": "path"})
 ]
 
 
@@ -114,8 +113,7 @@ class HarvestSettings(Settings):
         description="Dataset to write: a new folder, or a URI such as s3://bucket/name"
     )
     hooks: str = Field(
-        description="Activations to capture: resid_post:10,20, resid_post:all, "
-        "'mlp_in:8;mlp_out:8'",
+        description="Activations to capture: resid_post:10,20, resid_post:all, 'mlp_in:8;mlp_out:8'"
     )
     # NumPy, which engines seed as well, takes 32 bits.
     seed: Annotated[int, Field(ge=0, lt=2**32)] = Field(
@@ -172,8 +170,7 @@ class HarvestSettings(Settings):
         "metrics",
     )
     metrics_host: str = Field(
-        default="127.0.0.1",
-        description="Address of the metrics server; it has no authentication",
+        default="127.0.0.1", description="Address of the metrics server; it has no authentication"
     )
 
     @property
@@ -213,7 +210,7 @@ class WriteSettings(ModelSettings, HarvestSettings):
     )
     prompts: Location = Field(
         description="JSONL, JSON, Parquet or text file, or hf:FOLDER. A record has prompt, text, "
-        "messages, prompt_token_ids or input_ids",
+        "messages, prompt_token_ids or input_ids"
     )
     engine: str = Field(
         default="vllm",
@@ -260,6 +257,11 @@ class WriteSettings(ModelSettings, HarvestSettings):
     )
 
 
+def _as_in(model: type[BaseModel], name: str) -> Any:
+    """Return the field of another model: default, description and option."""
+    return copy(model.model_fields[name])
+
+
 class ReplaySettings(ModelSettings, HarvestSettings):
     """Settings of a replay: the options of ``actds replay``."""
 
@@ -268,14 +270,8 @@ class ReplaySettings(ModelSettings, HarvestSettings):
         default=None, description="Activations to capture. Default: those of SOURCE"
     )
     model: Folder = Field(description="Model, with the weights and tokenizer of SOURCE")
-    engine: str = Field(
-        default="vllm", description=WriteSettings.model_fields["engine"].description
-    )
-    engine_args: dict[str, Any] = Field(
-        default={},
-        description=WriteSettings.model_fields["engine_args"].description,
-        json_schema_extra={"option": "--engine-arg", "metavar": "KEY=VALUE"},
-    )
+    engine: str = _as_in(WriteSettings, "engine")
+    engine_args: dict[str, Any] = _as_in(WriteSettings, "engine_args")
     neighbours: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
         default=None,
         description="Serve the requests in another order, of this seed, and so in other company. "
@@ -300,7 +296,7 @@ class ReplaySettings(ModelSettings, HarvestSettings):
         description="Serve the first N requests of SOURCE only",
         json_schema_extra={"metavar": "N"},
     )
-    resume: bool = Field(default=False, description="Resume OUT; skip finished requests")
+    resume: bool = _as_in(WriteSettings, "resume")
 
     @property
     def compares(self) -> bool:
@@ -448,25 +444,15 @@ class ProbeSettings(ModelSettings):
     rounds: Annotated[int, Field(ge=5)] = Field(
         default=8, description="With --probes and --measure: times that each variant is timed"
     )
-    measure: Folder | None = Field(
-        default=None,
-        description=PlanSettings.model_fields["measure"].description,
-        json_schema_extra={"metavar": "[FOLDER]", "flag_value": "."},
-    )
-    engine: str = Field(default="vllm", description="Engine that runs the model")
-    engine_args: dict[str, Any] = Field(
-        default={},
-        description=PlanSettings.model_fields["engine_args"].description,
-        json_schema_extra={"option": "--engine-arg", "metavar": "KEY=VALUE"},
-    )
+    measure: Folder | None = _as_in(PlanSettings, "measure")
+    engine: str = _as_in(PlanSettings, "engine")
+    engine_args: dict[str, Any] = _as_in(PlanSettings, "engine_args")
 
 
 class PlanOptions(ProbeSettings, PlanSettings):
     """The options of ``actds plan``: those of a harvest, and those of probes."""
 
-    model: Folder | None = Field(  # type: ignore[assignment]
-        default=None, description=PlanSettings.model_fields["model"].description
-    )
+    model: Folder | None = _as_in(PlanSettings, "model")  # type: ignore[assignment]
     probes: Annotated[int, Field(ge=1, le=MAX_PROBES)] | None = Field(  # type: ignore[assignment]
         default=None,
         description=ProbeSettings.model_fields["probes"].description,

@@ -184,7 +184,6 @@ def capture_facts(
 
 
 def model_facts(files: ModelFiles, *, weights: bool = True, no_tokenizer: str) -> list[Fact]:
-    """Return the digests of a model's files."""
     digest, why = None, "weights_digest is false"
     if not files.weights.is_dir():
         why = "the repository was not in the local hub cache when the engine started"

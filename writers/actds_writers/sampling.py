@@ -194,8 +194,7 @@ class SamplingRules(_Model):
     )
     only: list[Match] = Field(default=[], description="A request must match one of these")
     skip: list[Match] = Field(
-        default=[],
-        description="A request that matches one of these is never stored",
+        default=[], description="A request that matches one of these is never stored"
     )
 
     @field_serializer("fraction")

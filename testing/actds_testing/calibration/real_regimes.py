@@ -29,8 +29,7 @@ from actds_studies.dictionaries import Dictionary, load_dictionary
 from actds_studies.regimes.arms import Arm, ArmRows, read_arm
 from actds_studies.regimes.conclusions import verdicts
 from actds_studies.regimes.contrast import matched_requests, plan
-from actds_studies.regimes.instruments import Remembered
-from actds_studies.regimes.instruments.moments import Moments
+from actds_studies.regimes.instruments import Moments, Remembered
 from actds_studies.regimes.instruments.reconstruction import Overlap, Reconstruction
 from actds_studies.regimes.result import Limits
 from actds_studies.regimes.run import conclude, measure

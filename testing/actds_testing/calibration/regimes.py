@@ -27,8 +27,7 @@ from actds.explore.dataset import Dataset
 from actds_studies.regimes.arms import ArmRows, Requests
 from actds_studies.regimes.conclusions import verdicts
 from actds_studies.regimes.contrast import plan
-from actds_studies.regimes.equal_tokens import Numerics
-from actds_studies.regimes.instruments.moments import Moments
+from actds_studies.regimes.instruments import Moments, Numerics
 from actds_studies.regimes.instruments.reconstruction import Reconstruction
 from actds_studies.regimes.result import Limits, Value
 from actds_studies.regimes.run import Measured, conclude, measure

@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -140,7 +141,7 @@ def helpers(engine: int) -> dict[str, int]:
         for pid in Path(f"/proc/{engine}/task/{engine}/children").read_text().split():
             command = Path(f"/proc/{pid}/cmdline").read_text()
             for role in ("writer", "census"):
-                if f"{role}_process" in command:
+                if re.search(rf"actds_writers\.{role}[._]process", command):
                     found[role] = int(pid)
     return found
 

@@ -32,7 +32,8 @@ from actds.format.schema import ShardBody
 from actds_testing import synthetic_engine
 from actds_testing.synthetic_engine import D_MODEL, HOOKS, SyntheticEngine, pipeline_for
 from actds_validators.validate.validation import validate
-from actds_writers import census_process, writer_process
+from actds_writers import writer_process
+from actds_writers.census import process as census_process
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.harvest.recover import recover
 from actds_writers.ipc import link
@@ -144,7 +145,7 @@ class ForkedPipeline(Pipeline):
     synced = True
 
     def _start(self, module: str, settings: Any, lock: int) -> Any:
-        name = module.removesuffix("_process")
+        name = "writer" if module == "writer_process" else "census"
         say(self.voice, {"folder": self.link.folder})
 
         def body() -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from actds_studies.cli.study import WORST, compare_options, finish, result_options
+from actds_studies.study import WORST, compare_options, finish, result_options
 from actds_validators.cli.results import COMMAND, LimitsCommand, Outputs, files_of, told
 
 if TYPE_CHECKING:

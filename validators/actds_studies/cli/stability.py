@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from actds_studies.cli.study import exit_code, result_options
+from actds_studies.study import exit_code, result_options
 from actds_validators.cli.results import COMMAND, LimitsCommand, Outputs, no_dash, told
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ import re
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -26,9 +26,9 @@ import numpy.typing as npt
 import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 
-from actds.apart import Apart, Reply, Request, cpu_seconds
 from actds.errors import ActdsError, not_installed
 from actds.exchange.containers import read_header
+from actds.format.apart import Apart, Reply, Request, cpu_seconds
 from actds_validators.arrays import Array
 
 MAX_JSON_NBYTES = 1 << 22
@@ -259,16 +259,7 @@ def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
     read = {"npz": _npz, "torch": _torch}[request["container"]]
     for name, array in read(Path(request["path"])).items():
         words = {"name": name, "dtype": array.dtype.name, "shape": array.shape}
-        yield Reply(words, array.nbytes, _writer(array))
-
-
-def _writer(array: Array) -> Callable[[BinaryIO], None]:
-    flat = np.ascontiguousarray(array).reshape(-1)
-
-    def write(sink: BinaryIO) -> None:
-        sink.write(flat.view(np.uint8).data)
-
-    return write
+        yield Reply(words, [np.ascontiguousarray(array).reshape(-1).view(np.uint8)])
 
 
 def of_names(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from actds.text import counted
 from actds_studies.pages import regimes_charts as charts
-from actds_studies.regimes.conclusions import judged, leading
+from actds_studies.regimes.conclusions import LEADS, big, element_of, judged, leading
 from actds_studies.regimes.result import (
+    MIN_REQUESTS,
+    MIN_ROWS,
     About,
     ArmResult,
     ContrastResult,
@@ -15,8 +17,6 @@ from actds_studies.regimes.result import (
     Used,
     Value,
 )
-from actds_studies.regimes.strata import MIN_REQUESTS, MIN_ROWS
-from actds_studies.regimes.wording import ADDED, big, element_of
 from actds_validators.audit.place import Level
 from actds_validators.pages.answer import AnswerPage, Shown, day
 from actds_validators.pages.words import (
@@ -57,6 +57,7 @@ NOT_ASKED = (
     "Not tested here: what the harvest lost and what its prefix cache left out, which actds audit "
     "tests."
 )
+_FEATURES = Sentence("Features that are active more often, or less often, in the second arm.")
 _MAX_INTRODUCED, _MAX_HOOKS = 4, 6
 _MAX_VERDICTS, _MAX_VALUES, _MAX_TABLES, _MAX_SHORT = 60, 16, 12, 12
 
@@ -97,7 +98,7 @@ def _sections(result: StudyResult) -> list[Shown]:
         Shown(_verdicts(result)),
         Shown(_short(result)),
         *([Shown(_where(result), figures)] if figures else []),
-        *([Shown(_features(), scatter)] if scatter else []),
+        *([Shown(Part("features", "Features", _FEATURES), scatter)] if scatter else []),
         *([Shown(_numerics(result), [rungs])] if rungs is not None else []),
         Shown(_compared(result)),
         Shown(_values(result)),
@@ -120,13 +121,8 @@ def facts(result: StudyResult) -> list[Fact]:
             return [Fact("Largest shift", "not known", "nothing could be tested", False), separated]
         return [Fact("Largest shift", "none found", note), separated]
     contrast = next(c for c in result.contrasts if c.name == answer.largest.contrast)
-    figure = big(answer.largest.value, names_of(contrast))
+    figure = big(answer.largest.value, contrast.names)
     return [Fact("Largest shift", figure, answer.largest.sentence), separated]
-
-
-def names_of(contrast: ContrastResult) -> tuple[str, str]:
-    """Return the names of the reference and of the other arm."""
-    return contrast.first.name, contrast.second.name
 
 
 def introduction(result: StudyResult) -> str:
@@ -136,15 +132,13 @@ def introduction(result: StudyResult) -> str:
     words += [f"{len(known) - len(words):,} more arms below"] if len(known) > len(words) else []
     if not known:
         return "Nothing was compared."
-    first = result.contrasts[0]
-    name = f"{first.name} is {first.second.name} compared with its reference, {first.first.name}."
-    return f"{'; '.join(words)}. {name}"
+    reference, other = result.contrasts[0].names
+    contrast = f"{result.contrasts[0].name} is {other} compared with its reference, {reference}."
+    return f"{'; '.join(words)}. {contrast}"
 
 
 def _arms(result: StudyResult) -> dict[str, ArmResult]:
-    return {
-        arm.name: arm for contrast in result.contrasts for arm in (contrast.first, contrast.second)
-    }
+    return {arm.name: arm for c in result.contrasts for arm in (c.first, c.second)}
 
 
 def parts(result: StudyResult) -> list[str]:
@@ -169,7 +163,8 @@ def about(result: StudyResult, command: str) -> list[tuple[str, str]]:
     hooks = list(dict.fromkeys(name for dataset in datasets for name in dataset.hooks))
     more = [f"and {len(hooks) - _MAX_HOOKS} more"] if len(hooks) > _MAX_HOOKS else []
     engines = list(dict.fromkeys(name for dataset in datasets for name in dataset.engines))
-    days = dict.fromkeys(day(ns) for ns in _ends([dataset.started_ns for dataset in datasets]))
+    times = sorted(dataset.started_ns for dataset in datasets)
+    days = dict.fromkeys(day(ns) for ns in (*times[:1], *times[-1:]))
     facts += [
         ("Model", ", ".join(list(models)[:3]) or "not recorded"),
         ("Hooks", ", ".join(hooks[:_MAX_HOOKS] + more) or "not recorded"),
@@ -177,10 +172,6 @@ def about(result: StudyResult, command: str) -> list[tuple[str, str]]:
         ("Command", command),
     ]
     return facts
-
-
-def _ends(times: list[int]) -> list[int]:
-    return [min(times), max(times)] if times else []
 
 
 def arms(contrast: ContrastResult) -> str:
@@ -201,10 +192,6 @@ def arms(contrast: ContrastResult) -> str:
         f"{ABOUT[contrast.about]}."
         f"{left_out}"
     )
-
-
-def number(value: float | None) -> str:
-    return "-" if value is None else short(value)
 
 
 def _verdicts(result: StudyResult) -> Part:
@@ -248,7 +235,7 @@ def _short(result: StudyResult) -> Part:
 
 def _where(result: StudyResult) -> Part:
     leads = dict.fromkeys(leading(contrast) for contrast in result.contrasts)
-    added = [measure for instrument, measure in leads if instrument in ADDED]
+    added = [lead[1] for lead in leads if lead not in LEADS]
     lead = (
         f"The leading measure is {added[0]}, of the second arm against the first."
         if added
@@ -259,21 +246,16 @@ def _where(result: StudyResult) -> Part:
     return Part("where", "Where the gap is", Sentence(lead))
 
 
-def _features() -> Part:
-    lead = "Features that are active more often, or less often, in the second arm."
-    return Part("features", "Features", Sentence(lead))
-
-
 _QUANTILES: Columns[tuple[ContrastResult, Quantiles]] = (
     ("contrast", lambda pair: pair[0].name),
     ("hook", lambda pair: pair[0].hook),
     ("rows", lambda pair: "all" if pair[1].axis == "all" else f"{pair[1].axis} {pair[1].stratum}"),
     ("measure", lambda pair: pair[1].measure),
     ("pairs", lambda pair: count(pair[1].n_pairs)),
-    ("50 %", lambda pair: number(pair[1].p50)),
-    ("90 %", lambda pair: number(pair[1].p90)),
-    ("99 %", lambda pair: number(pair[1].p99)),
-    ("100 %", lambda pair: number(pair[1].p100)),
+    ("50 %", lambda pair: or_dash(pair[1].p50, short)),
+    ("90 %", lambda pair: or_dash(pair[1].p90, short)),
+    ("99 %", lambda pair: or_dash(pair[1].p99, short)),
+    ("100 %", lambda pair: or_dash(pair[1].p100, short)),
 )
 
 
@@ -292,40 +274,40 @@ def _numerics(result: StudyResult) -> Part:
     return Part("numerics", "Numerics", Sentence(lead), tables)
 
 
+_ARMS: Columns[tuple[ContrastResult, ArmResult]] = (
+    ("contrast", lambda row: row[0].name),
+    ("hook", lambda row: row[0].hook),
+    ("arm", lambda row: row[1].name),
+    ("rows", lambda row: count(row[1].n_rows)),
+    (
+        "of decode steps",
+        lambda row: or_dash(row[1].n_decode, lambda n: percent(n / max(row[1].n_rows, 1))),
+    ),
+    ("requests", lambda row: count(row[1].n_requests)),
+    ("compared", lambda row: count(row[1].n_compared)),
+)
+_USED: Columns[Used] = (
+    ("hook", lambda row: row.hook),
+    ("what", lambda row: row.kind),
+    ("sha256", lambda row: row.sha256[:16]),
+    ("of", lambda row: row.path),
+)
+
+
+def _left_out(arm: ArmResult) -> str:
+    apart = ", ".join(f"{n:,} {name}" for name, n in arm.n_apart.items() if n) or "none"
+    return (
+        f"{arm.words}; left out: {apart}; {count(arm.n_repeats)} repeated prefixes; "
+        f"{count(arm.n_sinks)} sinks; {count(arm.n_broken)} not finite or zero"
+    )
+
+
 def _compared(result: StudyResult) -> Part:
-    rows = []
-    for contrast in result.contrasts:
-        for arm in (contrast.first, contrast.second):
-            apart = ", ".join(f"{n:,} {name}" for name, n in arm.n_apart.items() if n) or "none"
-            decode = "-" if arm.n_decode is None else percent(arm.n_decode / max(arm.n_rows, 1))
-            further = f"left out: {apart}; {count(arm.n_repeats)} repeated prefixes; "
-            further += f"{count(arm.n_sinks)} sinks; {count(arm.n_broken)} not finite or zero"
-            cells = (
-                contrast.name,
-                contrast.hook,
-                arm.name,
-                count(arm.n_rows),
-                decode,
-                count(arm.n_requests),
-                count(arm.n_compared),
-            )
-            rows.append(Row(cells, "", f"{arm.words}; {further}"))
-    some, more = first(rows)
-    head = ("contrast", "hook", "arm", "rows", "of decode steps", "requests", "compared")
-    tables = [Table("Arms", head, some, frozenset({0, 1, 2}), more)]
-    columns: Columns[Used] = (
-        ("hook", lambda row: row.hook),
-        ("what", lambda row: row.kind),
-        ("sha256", lambda row: row.sha256[:16]),
-        ("of", lambda row: row.path),
-    )
-    tables += table_of(
-        "Dictionaries and probes",
-        columns,
-        result.used,
-        frozenset(range(4)),
-        note=lambda row: row.words,
-    )
+    rows = [(c, arm) for c in result.contrasts for arm in (c.first, c.second)]
+    words = frozenset({0, 1, 2})
+    tables = table_of("Arms", _ARMS, rows, words, note=lambda row: _left_out(row[1]))
+    what, words = "Dictionaries and probes", frozenset(range(4))
+    tables += table_of(what, _USED, result.used, words, note=lambda row: row.words)
     notes = [Sentence(arms(contrast)) for contrast in result.contrasts[:24]]
     lead = "Which rows were compared, how they were paired, and what was left out."
     return Part("compared", "What was compared", Sentence(lead), tables, notes)
@@ -334,11 +316,11 @@ def _compared(result: StudyResult) -> Part:
 _VALUES: Columns[Value] = (
     ("rows", lambda row: "all" if row.axis == "all" else f"{row.axis} {row.stratum}"),
     ("measure", lambda row: _measure(row)),
-    ("value", lambda row: number(row.value)),
+    ("value", lambda row: or_dash(row.value, short)),
     ("unit", lambda row: row.unit),
-    ("95 % interval", lambda row: f"{number(row.low)} to {number(row.high)}"),
-    ("floor", lambda row: number(row.floor)),
-    ("limit", lambda row: number(row.limit)),
+    ("95 % interval", lambda row: f"{or_dash(row.low, short)} to {or_dash(row.high, short)}"),
+    ("floor", lambda row: or_dash(row.floor, short)),
+    ("limit", lambda row: or_dash(row.limit, short)),
     ("adjusted p", lambda row: or_dash(row.adjusted_p, p_value)),
     ("verdict", lambda row: row.outcome or "described"),
 )

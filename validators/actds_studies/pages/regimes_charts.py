@@ -45,12 +45,8 @@ def step_gaps(result: StudyResult) -> Picture | None:
         tops[-1] + height + 44,
         _gaps("decode step", [(c.name, c.hook, v) for c, values in shown for v in values]),
     )
-    legend(
-        p,
-        150,
-        20,
-        [("lost", "shifts"), ("stored", "carries over"), ("floor", "undecided"), ("band", "floor")],
-    )
+    keys = [("lost", "shifts"), ("stored", "carries over"), ("floor", "undecided")]
+    legend(p, 150, 20, [*keys, ("band", "floor")])
     names = list(dict.fromkeys(v.stratum for _, values in shown for v in values))
     for (contrast, values), top in zip(shown, tops, strict=True):
         # One scale for a hook: its contrasts are parts of one another.
@@ -62,51 +58,23 @@ def step_gaps(result: StudyResult) -> Picture | None:
     return p
 
 
+_ENDS = ("value", "low", "high", "floor", "limit")
+
+
 def _gaps(axis: str, shown: Sequence[tuple[str, str, Value]]) -> FigureData:
     """Return the values of a measure in the strata of an axis, as CSV has them."""
-    header = (
-        "contrast",
-        "hook",
-        "measure",
-        "unit",
-        axis,
-        "value",
-        "low",
-        "high",
-        "floor",
-        "limit",
-        "verdict",
-    )
     return FigureData(
-        header,
+        ("contrast", "hook", "measure", "unit", axis, *_ENDS, "verdict"),
         [
-            (
-                contrast,
-                hook,
-                value.measure,
-                value.unit,
-                value.stratum,
-                value.value,
-                value.low,
-                value.high,
-                value.floor,
-                value.limit,
-                value.outcome,
-            )
-            for contrast, hook, value in shown
+            (name, hook, v.measure, v.unit, v.stratum, *(getattr(v, k) for k in _ENDS), v.outcome)
+            for name, hook, v in shown
         ],
     )
 
 
 def _range(values: Sequence[Value]) -> tuple[float, float]:
-    ends = [
-        v
-        for value in values
-        for v in (value.value, value.low, value.high, value.floor, value.limit)
-        if v is not None
-    ]
-    ends += [-v for value in values for v in (value.floor, value.limit) if v is not None]
-    return span(ends)
+    ends = [end for v in values for k in _ENDS if (end := getattr(v, k)) is not None]
+    return span([*ends, *(-v for of in values for v in (of.floor, of.limit) if v is not None)])
 
 
 def _panel(
@@ -136,14 +104,12 @@ def _panel(
 _KINDS = {
     "shifts": ("lost-mark mark", "lost-line whisker"),
     "carries over": ("stored-mark mark", "stored-line whisker"),
-    "undecided": ("floor mark", "axis whisker"),
-    None: ("floor mark", "axis whisker"),
 }
 
 
 def _point(p: Picture, f: Frame, value: Value, x: float) -> None:
     assert value.value is not None
-    mark, whisker = _KINDS[value.outcome]
+    mark, whisker = _KINDS.get(value.outcome or "", ("floor mark", "axis whisker"))
     words = f"{short(value.value)}, {value.outcome or 'described'}"
     if value.low is not None and value.high is not None:
         p.line(x, f.y(value.low), x, f.y(value.high), whisker)
@@ -167,6 +133,13 @@ def positions(result: StudyResult) -> Picture | None:
     )
     seen = {band for rows in blocks.values() for _, values in rows for band in values}
     bands = [band for band in bands_known if band in seen][:_MAX_BANDS]
+    shown = [
+        (name, hook, values[band])
+        for name, rows in blocks.items()
+        for hook, values in rows
+        for band in bands
+        if band in values
+    ]
     cell, left, y = min(72.0, 660 / len(bands)), 150.0, 56.0
     height = y + sum(56 + 26 * len(rows) for rows in blocks.values())
     p = Picture(
@@ -177,16 +150,7 @@ def positions(result: StudyResult) -> Picture | None:
         "Empty: no estimate there.",
         WIDTH,
         height,
-        _gaps(
-            "position",
-            [
-                (name, hook, values[band])
-                for name, rows in blocks.items()
-                for hook, values in rows
-                for band in bands
-                if band in values
-            ],
-        ),
+        _gaps("position", shown),
     )
     p.text(left, 20, "0")
     for step in range(7):
@@ -238,6 +202,7 @@ def _scatter(contrast: ContrastResult, value: Value, n: int) -> Picture:
         for first, other in ([element.arms] if element.arms is not None else [])
         if first is not None and other is not None
     ]
+    arms = [f"rate in {name}" for name in contrast.names]
     ends = [end for _, x, y in points for end in (x, y)] or [-3.0, 0.0]
     around = (math.floor(min(ends)), max(math.ceil(max(ends)), math.floor(min(ends)) + 1))
     p = Picture(
@@ -250,27 +215,13 @@ def _scatter(contrast: ContrastResult, value: Value, n: int) -> Picture:
         WIDTH,
         430,
         FigureData(
-            (
-                "feature",
-                f"rate in {contrast.first.name}",
-                f"rate in {contrast.second.name}",
-                "ln of the ratio",
-                "standard error",
-            ),
+            ("feature", *arms, "ln of the ratio", "standard error"),
             [(e.name, *(e.arms or ()), e.value, e.error) for e, _, _ in points],
         ),
     )
     f = Frame(150, 30, 340, 340, around, around)
     marks = [(float(k), f"1e{k}" if k else "1") for k in range(around[0], around[1] + 1)]
-    axes(
-        p,
-        f,
-        f"rate in {contrast.first.name}",
-        f"rate in {contrast.second.name}",
-        x_marks=marks,
-        y_marks=marks,
-        left=58,
-    )
+    axes(p, f, *arms, x_marks=marks, y_marks=marks, left=58)
     p.line(f.x(around[0]), f.y(around[0]), f.x(around[1]), f.y(around[1]), "axis")
     limit = value.limit or 0.0
     far: list[Element] = []

@@ -1,145 +1,51 @@
-"""Regimes from Python: `regimes`, which the command calls as well."""
+"""Regimes from Python: arms and contrasts in words, opened, and `regimes`, which the command calls.
+
+An arm is ``G=acts:phase=decode``, a contrast ``G-R``; `Study` opens them here as well.
+"""
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
-from actds.exchange.containers import read_header
-from actds.explore.dataset import Dataset
-from actds.format.tables import UNSERVED
+from actds.explore.dataset import Dataset, open_apart
+from actds.format.tables import PHASES, UNSERVED
 from actds.loader.selection import RowValues
 from actds.loader.where import parse_expression
 from actds.text import storable
 from actds_studies.dictionaries import load_dictionary
 from actds_studies.dictionaries.places import same_place
-from actds_studies.dictionaries.tensors import (
-    file_sha256,
-    is_npz,
-    of_names,
-    read_npz,
-    read_safetensors,
-    refused,
-)
+from actds_studies.dictionaries.tensors import refused
 from actds_studies.regimes.arms import Arm
-from actds_studies.regimes.asking import dataset_results, open_arms
-from actds_studies.regimes.result import Limits, Regimes, Used
-from actds_validators.about import recorded
-from actds_validators.arrays import Bools
-from actds_validators.sections import need_extra, settings_of
+from actds_studies.regimes.result import DatasetResult, Limits, Regimes, StudyLimits, Used
+from actds_validators.sections import about, need_extra, recorded, settings_of
 
 if TYPE_CHECKING:
     from actds_studies.dictionaries import Dictionary
     from actds_studies.regimes.contrast import Pairing
-    from actds_studies.regimes.run import AnyInstrument
-    from actds_validators.arrays import Rows
+    from actds_studies.regimes.entropies import Entropies
+    from actds_studies.regimes.instruments.probes import ProbeFile
+    from actds_studies.regimes.run import AnyInstrument, Result
 
-MAX_PROBES = 1024
-MAX_NAME = 80
-_MAX_WEIGHT = float(np.finfo(np.float32).max)
-_EXPECTED = "a .safetensors or .npz file with weights (n_probes, d_model)"
-_NEXT_STEP = (
-    "Save float weights (n_probes, d_model), and bias (n_probes,), with safetensors or numpy.savez."
-)
-
-
-@dataclass(frozen=True)
-class ProbeFile:
-    """Linear probes of a file.
-
-    Args:
-        weights: float64 ``(n_probes, d_model)``.
-        bias: float64 ``(n_probes,)``.
-        names: of the probes; their numbers where the file has none.
-        hook: that they are for; None where the file does not say.
-    """
-
-    path: str
-    sha256: str
-    weights: npt.NDArray[np.float64]
-    bias: npt.NDArray[np.float64]
-    names: tuple[str, ...]
-    hook: str | None
-
-
-def read_probes(path: str | Path) -> ProbeFile:
-    """Return the probes of a file; nothing in it is run.
-
-    ``.safetensors`` with the tensors ``weights`` ``(n_probes, d_model)`` and, where wanted,
-    ``bias`` ``(n_probes,)``; its metadata may say ``hook``, and ``names`` as a JSON list. Or
-    ``.npz`` with the same two arrays.
-
-    Raises:
-        ActdsError: E015 no such file, another format, a pickle, other shapes, more than 1,024
-            probes, values that are not finite, or names of another number.
-    """
-    path = Path(path)
-    try:
-        if not path.is_file():
-            raise refused(path, "no such file", _EXPECTED, _NEXT_STEP)
-        if is_npz(path):
-            tensors, metadata = read_npz(path), {}
-        elif path.suffix == ".safetensors":
-            tensors, metadata = read_safetensors(path), read_header(path)[1]
-        else:
-            got = f"a {path.suffix or 'bare'} file"
-            raise refused(path, got, _EXPECTED, f"Nothing in it was run. {_NEXT_STEP}")
-        arrays = of_names(path, tensors, ("weights",), ("bias",))
-    except OSError as error:
-        if isinstance(error, ActdsError):
-            raise
-        raise refused(path, error.strerror or error, _EXPECTED, _NEXT_STEP) from None
-    weights = arrays["weights"].astype(np.float64)
-    if weights.ndim != 2 or not 1 <= len(weights) <= MAX_PROBES or not weights.shape[1]:
-        expected = f"(n_probes, d_model), at most {MAX_PROBES:,} probes"
-        raise refused(f"{path} weights", str(weights.shape), expected, _NEXT_STEP)
-    n = len(weights)
-    bias = arrays["bias"].astype(np.float64) if "bias" in arrays else np.zeros(n)
-    if bias.shape != (n,):
-        raise refused(f"{path} bias", str(bias.shape), f"({n},)", _NEXT_STEP)
-    for name, array in (("weights", weights), ("bias", bias)):
-        if not np.isfinite(array).all():
-            raise refused(f"{path} {name}", "NaN or infinity", "finite numbers", _NEXT_STEP)
-        # Products with rows, and their squares, have to be finite as well.
-        if np.abs(array).max() > _MAX_WEIGHT:
-            got = f"{np.abs(array).max():g}"
-            raise refused(f"{path} {name}", got, f"at most {_MAX_WEIGHT:g}", _NEXT_STEP)
-    names = _names(path, metadata.get("names"), n)
-    return ProbeFile(str(path), file_sha256(path), weights, bias, names, metadata.get("hook"))
-
-
-def _names(path: Path, text: str | None, n: int) -> tuple[str, ...]:
-    if text is None:
-        return tuple(str(k) for k in range(n))
-    try:
-        names = json.loads(text)
-    except (ValueError, RecursionError):
-        names = None
-    if (
-        not isinstance(names, list)
-        or not all(isinstance(name, str) and _is_name(name) for name in names)
-        or len(set(names)) != n
-        or len(names) != n
-    ):
-        expected = f"a JSON list of {n} different names of up to {MAX_NAME} characters"
-        raise refused(f"{path} names", text[:80], expected, _NEXT_STEP)
-    return tuple(names)
-
-
-def _is_name(text: str) -> bool:
-    return 1 <= len(text) <= MAX_NAME and not any("\ud800" <= c <= "\udfff" for c in text)
-
-
+SELECTION_KEYS = ("phase", "where", "exclude")
+MIXTURE_KEYS = (*SELECTION_KEYS, *PHASES, "weights")
+"""Keys of an arm that something is trained on: its shares by phase, and how rows count."""
 MAX_LABELLED = 32
 """Probes of which ROC areas are compared: counts in bins, by group and stratum."""
+_ONCE = ("phase", "where", *PHASES)
+_OTHER_KEY = re.compile(r":([a-z_]+)=(?!=)")
+_NAMED = re.compile(r"([A-Za-z][A-Za-z0-9_]{0,31})=(.*)", re.DOTALL)
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+Words = str | os.PathLike[str]
+OfHook = TypeVar("OfHook", "Dictionary", "ProbeFile")
 
 
 def regimes(
@@ -191,55 +97,274 @@ def regimes(
     """
     need_extra()
     from actds_studies.regimes.entropies import Entropies, model_folder
-    from actds_studies.regimes.run import Asked, compare
 
     chosen = settings_of(Limits, limits)
     model = None if model is None else os.fspath(model)
-    compared, pairs, shared = open_arms(arms, contrasts, hooks, held_out, floor)
-    dictionaries = _dictionaries(sae, shared, list(compared.values()), model)
-    compared = _whole_where_unseen(compared, list(dictionaries.values()))
-    linear = _probes(probes, shared, list(compared.values()))
+    opened = open_arms(arms, contrasts, hooks, held_out, floor)
+    dictionaries = _dictionaries(sae, opened, model)
+    opened = replace(opened, arms=_whole_where_unseen(opened.arms, list(dictionaries.values())))
+    linear = _probes(probes, opened)
     _check_labels(label, linear)
-    requested = [
-        Asked(
-            f"{other}-{first}",
-            compared[first],
-            compared[other],
-            hook,
-            _instruments(
-                (compared[first], compared[other]), hook, dictionaries, linear.get(hook), label
-            ),
-            pairing,
-        )
-        for first, other in pairs
-        for hook in shared
-    ]
     folder = model_folder(model)
     entropies = None
     if folder is not None:
-        entropies = Entropies(folder, list(compared.values()), shared[0], progress)
-    result = compare(requested, chosen, progress, floor=floor, entropies=entropies)
-    used = [
-        _dictionary_used(hook, dictionary, compared, result)
-        for hook, dictionary in dictionaries.items()
+        entropies = Entropies(folder, list(opened.arms.values()), opened.hooks[0], progress)
+    result = opened.compared(
+        lambda first, second, hook: _instruments(
+            (first, second), hook, dictionaries.get(hook), linear.get(hook), label
+        ),
+        pairing,
+        chosen,
+        progress,
+        entropies,
+        kind=Regimes,
+    )
+    used = [_dictionary_used(hook, each, result) for hook, each in dictionaries.items()]
+    used += [_probes_used(hook, each) for hook, each in linear.items()]
+    return result.model_copy(update={"used": used})
+
+
+@dataclass(frozen=True)
+class ArmWords:
+    """An arm in words.
+
+    Args:
+        mix: shares by phase, which add up to 1; empty for rows as they are.
+        weights: ``multiplicity``, a weights file or an expression, as of the loader.
+    """
+
+    name: str
+    path: str
+    phase: str | None = None
+    where: str | None = None
+    exclude: tuple[str, ...] = ()
+    mix: tuple[tuple[str, float], ...] = ()
+    weights: tuple[str, ...] = ()
+
+
+def parse_arms(words: Sequence[Words]) -> list[ArmWords]:
+    """Return the arms that are asked for; one alone is its prefill rows, H, and decode rows, G.
+
+    Each is ``[NAME=]PATH[:KEY=VALUE,...]`` with the keys ``phase``, ``where`` and ``exclude``,
+    which may come again. Arms without a name are called A, B, C in their order.
+
+    Raises:
+        ActdsError: E009 an unknown key, one that comes twice, no path, or a name that comes twice.
+    """
+    arms = parse_named(words)
+    if len(arms) == 1:
+        text = os.fspath(words[0])
+        only, named = arms[0], _NAMED.fullmatch(text)
+        if only.phase is not None or named:
+            got = "a name or a phase of the only arm"
+            expected = "a dataset, whose prefill and decode rows are compared, or two arms"
+            raise ActdsError("E009", text[:200], got=got, expected=expected)
+        return [
+            ArmWords(name, only.path, phase, only.where, only.exclude)
+            for name, phase in (("H", "prefill"), ("G", "decode"))
+        ]
+    return arms
+
+
+def parse_named(words: Sequence[Words], keys: Sequence[str] = SELECTION_KEYS) -> list[ArmWords]:
+    """Return the arms that are asked for, one or more; errors are those of `parse_arms`.
+
+    Keys are those that there are; ``exclude`` and ``weights`` may come again. E009 also for shares
+    that are none, or do not add up to 1.
+    """
+    if not words or len(words) > len(_LETTERS):
+        expected = f"1 to {len(_LETTERS)} arms"
+        raise ActdsError("E009", "arms", got=f"{len(words)} of them", expected=expected)
+    arms = [
+        _parse(os.fspath(text), letter, keys) for text, letter in zip(words, _LETTERS, strict=False)
     ]
-    used += [_probes_used(hook, dictionary) for hook, dictionary in linear.items()]
-    datasets = dataset_results(compared.values(), shared)
-    return result.model_copy(update={"used": used, "datasets": datasets})
+    names = [arm.name for arm in arms]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ActdsError("E009", "arms", got=f"{twice} twice", expected="names of their own")
+    return arms
 
 
-def _hook_and_path(
-    text: str | os.PathLike[str], hooks: Sequence[str], argument: str
-) -> tuple[str | None, str]:
-    """Return the hook that ``HOOK=PATH`` names, None for a path alone."""
-    text = os.fspath(text)
-    head, is_named, path = text.partition("=")
-    if not is_named or "/" in head:
-        return None, text
-    if head not in hooks:
-        expected = f"one of the hooks that are compared: {', '.join(hooks)}"
-        raise ActdsError("E009", argument, got=head[:80], expected=expected)
-    return head, path
+def parse_contrasts(
+    names: Sequence[str], requested: Sequence[str], argument: str = "contrasts"
+) -> list[tuple[str, str]]:
+    """Return the contrasts as (reference, other): ``G-R`` compares G with the reference R.
+
+    Every later arm is compared with the first where none is requested. E009 for no such arm.
+    """
+    if not requested:
+        return [(names[0], other) for other in names[1:]]
+    result = []
+    for words in dict.fromkeys(requested):
+        parts = words.split("-")
+        if len(parts) != 2 or parts[0] == parts[1] or not set(parts) <= set(names):
+            expected = f"two of {', '.join(names)}, as {names[1]}-{names[0]}"
+            raise ActdsError("E009", argument, got=words[:80], expected=expected)
+        result.append((parts[1], parts[0]))
+    return result
+
+
+def _parse(text: str, letter: str, keys: Sequence[str]) -> ArmWords:
+    named = _NAMED.fullmatch(text)
+    name, rest = (named[1], named[2]) if named else (letter, text)
+    # A URI has colons and an expression has commas: both divide before a key only.
+    key_ahead = f"(?=(?:{'|'.join(keys)})=(?!=))"
+    path, *selections = re.split(":" + key_ahead, rest, maxsplit=1)
+    other = _OTHER_KEY.search(path)
+    if other or not path:
+        got = f"the key {other[1]}" if other else "no path"
+        expected = f"[NAME=]PATH[:KEY=VALUE,...] with the keys {', '.join(keys)}"
+        raise ActdsError("E009", text[:200], got=got, expected=expected)
+    values: dict[str, list[str]] = {key: [] for key in MIXTURE_KEYS}
+    for selection in re.split("," + key_ahead, selections[0]) if selections else []:
+        key, _, value = selection.partition("=")
+        values[key].append(value.strip())
+    for key in _ONCE:
+        if len(values[key]) > 1:
+            raise ActdsError("E009", text[:200], got=f"{key} twice", expected="each key once")
+    phase, where = (values[key][0] if values[key] else None for key in ("phase", "where"))
+    mix = tuple((key, _share(text, values[key][0])) for key in PHASES if values[key])
+    if mix and (phase is not None or abs(sum(share for _, share in mix) - 1) > 1e-6):
+        got = "a phase and shares" if phase else f"shares of {sum(s for _, s in mix):g}"
+        raise ActdsError("E009", text[:200], got=got, expected="shares by phase that add up to 1")
+    exclude, weights = tuple(values["exclude"]), tuple(values["weights"])
+    return ArmWords(name, path, phase, where, exclude, mix, weights)
+
+
+def _share(text: str, value: str) -> float:
+    with suppress(ValueError):
+        if 0 < (share := float(value)) <= 1:
+            return share
+    raise ActdsError("E009", text[:200], got=f"the share {value[:40]}", expected="0 to 1, above 0")
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Arms that are compared, by name; contrasts, reference first; hooks; the floor's contrast."""
+
+    arms: dict[str, Arm]
+    pairs: list[tuple[str, str]]
+    hooks: list[str]
+    floor: str | None
+
+    def compared(
+        self,
+        instruments: Callable[[Arm, Arm, str], Sequence[AnyInstrument]],
+        pairing: Pairing | None,
+        limits: StudyLimits,
+        progress: Callable[[str], None],
+        entropies: Entropies | None = None,
+        *,
+        kind: type[Result],
+    ) -> Result:
+        """Return what every contrast finds at every hook, and what the datasets are."""
+        from actds_studies.regimes.run import Asked, compare
+
+        questions = [
+            Asked(f"{b}-{a}", arms[0], arms[1], hook, instruments(*arms, hook), pairing)
+            for a, b in self.pairs
+            for arms in [(self.arms[a], self.arms[b])]
+            for hook in self.hooks
+        ]
+        result = compare(
+            questions, limits, progress, floor=self.floor, entropies=entropies, kind=kind
+        )
+        datasets = {arm.dataset.digest: arm.dataset for arm in self.arms.values()}
+        of = [_dataset_result(dataset, self.hooks) for dataset in datasets.values()]
+        return result.model_copy(update={"datasets": of})
+
+
+def open_arms(
+    words: Sequence[Words],
+    contrasts: Sequence[str],
+    hooks: Sequence[str],
+    held_out: float | None,
+    floor: str | None,
+) -> Opened:
+    """Return the arms that contrasts name, opened; a dataset that several name is opened once.
+
+    Raises:
+        ActdsError: E009 an argument that cannot be used; E014 a hook that an arm lacks, or none
+            that all have; and as ``actds.open``.
+    """
+    if held_out is not None and not 0 < held_out < 1:
+        raise ActdsError("E009", "held_out", got=f"{held_out}", expected="a share from 0 to 1")
+    requested = parse_arms(words)
+    paths: dict[str, Dataset] = {}
+    datasets: dict[str, Dataset] = {}
+    for arm in requested:
+        if arm.path not in paths:
+            dataset = open_apart(arm.path)
+            paths[arm.path] = datasets.setdefault(dataset.digest, dataset)
+    names = [arm.name for arm in requested]
+    pairs = parse_contrasts(names, contrasts)
+    if floor is not None:
+        pairs = list(dict.fromkeys([*parse_contrasts(names, [floor], "floor"), *pairs]))
+    split: Literal["held_out"] | None = None if held_out is None else "held_out"
+    arms = {
+        arm.name: Arm(
+            arm.name, paths[arm.path], arm.phase, arm.where, arm.exclude, split, held_out or 0.0
+        )
+        for arm in requested
+        if any(arm.name in pair for pair in pairs)
+    }
+    return Opened(arms, pairs, _shared_hooks(list(arms.values()), hooks), floor)
+
+
+def _shared_hooks(arms: Sequence[Arm], hooks: Sequence[str]) -> list[str]:
+    """Return the hooks to compare, in the order of the first arm's dataset."""
+    shared = [
+        hook for hook in arms[0].dataset.hooks if all(hook in arm.dataset.hooks for arm in arms)
+    ]
+    for hook in hooks:
+        if hook not in shared:
+            expected = f"one of {', '.join(shared)}" if shared else "a hook that all arms have"
+            raise ActdsError("E014", "hooks", got=hook[:80], expected=expected)
+    if not shared:
+        names = "; ".join(f"{arm.name}: {', '.join(arm.dataset.hooks)}" for arm in arms)
+        raise ActdsError("E014", "hooks", got=names[:200], expected="a hook that all arms have")
+    return [hook for hook in shared if not hooks or hook in hooks]
+
+
+def _dataset_result(dataset: Dataset, hooks: Sequence[str]) -> DatasetResult:
+    head, named = about(dataset.catalog, ""), dataset.catalog.genesis.hooks
+    return DatasetResult(
+        path=storable(dataset.path),
+        digest=dataset.digest,
+        models=list(head.models),
+        engines=list(head.engines),
+        hooks=[w for w, hook in zip(head.hooks, named, strict=True) if hook.name in hooks],
+        started_ns=head.started_ns,
+    )
+
+
+def _by_hook(
+    argument: str,
+    words: Sequence[Words],
+    opened: Opened,
+    load: Callable[[str, str | None, int | None], OfHook],
+) -> dict[str, OfHook]:
+    """Return what was loaded of ``[HOOK=]PATH``, by hook; its hook and width where it is named."""
+    result: dict[str, OfHook] = {}
+    hooks = next(iter(opened.arms.values())).dataset.hooks
+    for word in words:
+        head, is_named, path = os.fspath(word).partition("=")
+        hook = head if is_named and "/" not in head else None
+        if hook is None:
+            path = os.fspath(word)
+        elif hook not in opened.hooks:
+            expected = f"one of the hooks that are compared: {', '.join(opened.hooks)}"
+            raise ActdsError("E009", argument, got=head[:80], expected=expected)
+        loaded = load(path, hook, None if hook is None else hooks[hook].d_model)
+        hook = hook or _of_hook(path, loaded.hook, opened.hooks)
+        if loaded.d_model != hooks[hook].d_model:
+            what = "probes" if argument == "probes" else "a dictionary"
+            got, expected = f"{what} of {loaded.d_model:,} channels", f"{hooks[hook].d_model:,}"
+            raise refused(path, got, f"{expected}, as {hook} has")
+        if hook in result:
+            raise ActdsError("E009", argument, got=f"two for {hook}", expected="one to a hook")
+        result[hook] = loaded
+    return result
 
 
 def _of_hook(place: str, hook: str | None, hooks: Sequence[str]) -> str:
@@ -256,34 +381,18 @@ def _of_hook(place: str, hook: str | None, hooks: Sequence[str]) -> str:
 
 
 def _dictionaries(
-    words: Sequence[str | os.PathLike[str]],
-    hooks: Sequence[str],
-    arms: Sequence[Arm],
-    model: str | None,
+    words: Sequence[Words], opened: Opened, model: str | None
 ) -> dict[str, Dictionary]:
-    name = model or _model_of(arms)
-    result: dict[str, Dictionary] = {}
-    for text in words:
-        hook, path = _hook_and_path(text, hooks, "sae")
-        width = None if hook is None else arms[0].dataset.hooks[hook].d_model
+    arms = list(opened.arms.values())
+    named = {name for arm in arms for name in recorded(arm.dataset.catalog, "model.name")}
+    name = model or (named.pop() if len(named) == 1 else None)
+
+    def load(path: str, hook: str | None, width: int | None) -> Dictionary:
         dictionary = load_dictionary(path, hook, width, model=name)
-        if hook is None:
-            hook = _of_hook(path, dictionary.hook, hooks)
-            width = arms[0].dataset.hooks[hook].d_model
-        if dictionary.d_model != width:
-            expected = f"{width:,}, as {hook} has"
-            raise refused(path, f"a dictionary of {dictionary.d_model:,} channels", expected)
-        if hook in result:
-            raise ActdsError("E009", "sae", got=f"two for {hook}", expected="one to a hook")
         _refuse_fitted(path, dictionary, arms)
-        result[hook] = dictionary
-    return result
+        return dictionary
 
-
-def _model_of(arms: Sequence[Arm]) -> str | None:
-    """Return the model of the arms' runs; None where they name none, or several."""
-    names = {name for arm in arms for name in recorded(arm.dataset.catalog, "model.name")}
-    return names.pop() if len(names) == 1 else None
+    return _by_hook("sae", words, opened, load)
 
 
 def _refuse_fitted(path: str, dictionary: Dictionary, arms: Sequence[Arm]) -> None:
@@ -335,65 +444,16 @@ def _sequences(dataset: Dataset) -> set[str | None]:
     return {line["token_digest"] for line in lines if line["finish_reason"] not in UNSERVED}
 
 
-def _probes(
-    words: Sequence[str | os.PathLike[str]], hooks: Sequence[str], arms: Sequence[Arm]
-) -> dict[str, ProbeFile]:
-    result: dict[str, ProbeFile] = {}
-    for text in words:
-        hook, path = _hook_and_path(text, hooks, "probes")
+def _probes(words: Sequence[Words], opened: Opened) -> dict[str, ProbeFile]:
+    from actds_studies.regimes.instruments.probes import read_probes
+
+    def load(path: str, hook: str | None, width: int | None) -> ProbeFile:
         probes = read_probes(path)
         if hook is not None and probes.hook is not None and not same_place(hook, probes.hook):
             raise refused(path, f"probes of {probes.hook}", hook)
-        hook = hook or _of_hook(path, probes.hook, hooks)
-        width = arms[0].dataset.hooks[hook].d_model
-        if probes.weights.shape[1] != width:
-            got = f"probes of {probes.weights.shape[1]:,} channels"
-            raise refused(path, got, f"{width:,}, as {hook} has")
-        if hook in result:
-            raise ActdsError("E009", "probes", got=f"two for {hook}", expected="one to a hook")
-        result[hook] = probes
-    return result
+        return probes
 
-
-class _Finite:
-    """A dictionary on rows of which some may not be finite: those count as zeros, and are unused.
-
-    Args:
-        dictionary: the dictionary.
-
-    Raises:
-        ActdsError: E015 it makes numbers of finite rows that are not finite.
-    """
-
-    def __init__(self, dictionary: Dictionary) -> None:
-        self._dictionary = dictionary
-
-    def encode(self, rows: Rows) -> Rows:
-        """Return the features ``(n, n_features)`` of rows ``(n, d_model)``."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            return self._checked("features", self._dictionary.encode(_finite(rows)))
-
-    def decode(self, features: Rows, rows: Rows | None = None) -> Rows:
-        """Return the rows ``(n, d_model)`` of features ``(n, n_features)``."""
-        finite_rows = None if rows is None else _finite(rows)
-        with np.errstate(over="ignore", invalid="ignore"):
-            return self._checked("rows", self._dictionary.decode(features, finite_rows))
-
-    def _checked(self, what: str, values: Rows) -> Rows:
-        if not np.isfinite(values.sum(dtype=np.float64)):
-            got = f"{what} that are not finite in float32"
-            raise refused(self._dictionary.source.path, got, "finite ones of finite rows")
-        return values
-
-    def frame(self, rows: Rows) -> tuple[Rows, Rows]:
-        """Return what a normalization takes off each row and divides it by, each ``(n, 1)``."""
-        return self._dictionary.frame(_finite(rows))
-
-
-def _finite(rows: Rows) -> Rows:
-    """Return rows ``(n, d_model)``, those that are not finite as zeros."""
-    fine: Bools = np.asarray(np.isfinite(rows).all(axis=1))
-    return rows if fine.all() else np.where(fine[:, np.newaxis], rows, np.float32(0))
+    return _by_hook("probes", words, opened, load)
 
 
 def _labels(arm: Arm, hook: str, label: str) -> npt.NDArray[np.int8]:
@@ -425,39 +485,26 @@ def _check_labels(label: str | None, linear: Mapping[str, ProbeFile]) -> None:
 def _instruments(
     arms: tuple[Arm, Arm],
     hook: str,
-    dictionaries: Mapping[str, Dictionary],
+    dictionary: Dictionary | None,
     probes: ProbeFile | None,
     label: str | None,
 ) -> list[AnyInstrument]:
     """Return instruments that nothing else uses: they keep what they learn of a reference."""
-    from actds_studies.regimes.equal_tokens import Numerics
-    from actds_studies.regimes.instruments import Remembered
-    from actds_studies.regimes.instruments.moments import Moments
+    from actds_studies.regimes.instruments import Moments, Numerics, Remembered
     from actds_studies.regimes.instruments.probes import Probes
     from actds_studies.regimes.instruments.reconstruction import Overlap, Reconstruction
 
-    instruments: list[AnyInstrument] = []
-    if hook not in dictionaries:
-        instruments += [Moments(), Numerics()]
-    else:
-        dictionary = Remembered(_Finite(dictionaries[hook]))
-        instruments += [
-            Reconstruction(dictionary),
-            Overlap(dictionary),
-            Moments(),
-            Numerics(dictionary),
-        ]
+    instruments: list[AnyInstrument] = [Moments(), Numerics()]
+    if dictionary is not None:
+        features = Remembered(dictionary, dictionary.source.path)
+        instruments = [Reconstruction(features), Overlap(features), Moments(), Numerics(features)]
     if probes is not None:
-        labels = None
-        if label is not None:
-            labels = _labels(arms[0], hook, label), _labels(arms[1], hook, label)
-        instruments.append(Probes(probes.weights, probes.bias, probes.names, labels))
+        labels = label and (_labels(arms[0], hook, label), _labels(arms[1], hook, label))
+        instruments.append(Probes(probes.weights, probes.bias, probes.names, labels or None))
     return instruments
 
 
-def _dictionary_used(
-    hook: str, dictionary: Dictionary, arms: Mapping[str, Arm], result: Regimes
-) -> Used:
+def _dictionary_used(hook: str, dictionary: Dictionary, result: Regimes) -> Used:
     source = dictionary.source
     words = [f"{dictionary.kind}, {dictionary.n_features:,} features, {source.format}"]
     if dictionary.normalization != "none":

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -46,19 +47,16 @@ class Requests:
         self.source: list[str | None] = ordered["source"].to_pylist()
         self.source_row: list[int | None] = ordered["source_row"].to_pylist()
         self.token_digest: list[str | None] = ordered["token_digest"].to_pylist()
-        generated = ordered["generated_len"].to_numpy().astype(np.int64)
-        prompt = ordered["prompt_len"].to_numpy().astype(np.int64)
+        prompt, generated = (
+            ordered[name].to_numpy().astype(np.int64) for name in ("prompt_len", "generated_len")
+        )
         self.n_fed: Ints = prompt + np.maximum(generated - 1, 0)
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def index(self, run: str, request: npt.NDArray[Any]) -> Ints:
-        """Return the index of requests of a run.
-
-        Raises:
-            ActdsError: E405 a row's request has no line.
-        """
+        """Return the index of requests of a run; E405 where one has no line."""
         key = pair_key(self._runs[run], request)
         at = np.searchsorted(self.keys, key)
         if len(key) and not np.array_equal(self.keys.take(at, mode="clip"), key):
@@ -84,7 +82,7 @@ def match(first: Requests, second: Requests, eligible: tuple[Bools, Bools]) -> I
     name is not matched by it: tokens decide later which positions are the same.
     """
     numbers = np.full(len(second), -1, np.int64)
-    free = [np.flatnonzero(eligible[0]).tolist(), np.flatnonzero(eligible[1]).tolist()]
+    free = [np.flatnonzero(present).tolist() for present in eligible]
     for by_tokens, keys in (
         (True, ("token_digest", "external_id", "source", "source_row")),
         (True, ("token_digest",)),
@@ -112,10 +110,9 @@ def match(first: Requests, second: Requests, eligible: tuple[Bools, Bools]) -> I
 def _by_key(
     requests: Requests, rows: list[int], names: tuple[str, ...]
 ) -> dict[Hashable, list[int]]:
-    columns = [getattr(requests, name) for name in names]
     result: dict[Hashable, list[int]] = defaultdict(list)
     for row in rows:
-        key = tuple(column[row] for column in columns)
+        key = tuple(getattr(requests, name)[row] for name in names)
         if key[0] is not None:
             result[key].append(row)
     return result
@@ -135,22 +132,7 @@ _COLUMNS = (
     "step.kernel_mode",
     "role",
 )
-_OF_ROWS = (
-    "row",
-    "request",
-    "position",
-    "token_id",
-    "decode_step",
-    "chunk",
-    "kernel_mode",
-    "role",
-    "phase",
-)
-_SAMPLED = {
-    "sampled.token_id": np.int64,
-    "sampled.entropy": np.float32,
-    "sampled.margin": np.float32,
-}
+_SAMPLED = ("sampled.token_id", "sampled.entropy", "sampled.margin")
 KERNEL_MODES = ("eager", "compiled", "piecewise", "full")
 _MAX_REPEATS = 4096
 
@@ -160,13 +142,9 @@ class Arm:
     """Rows of one dataset.
 
     Args:
-        name: what a reader calls it, as ``G``.
-        phase: ``prefill``, ``decode`` or None for both.
-        where: expression that keeps rows, as of the loader; None for all.
         exclude: filters of the loader that leave out more than `APART`.
         split: ``train`` or ``held_out``, to score a dictionary on other requests than it was
             fitted on; None for all requests.
-        held_out: share of the requests that are held out.
         fitted: held-out arms of other datasets that a dictionary was fitted on: rows with a prefix
             of their training side are left out.
     """
@@ -192,12 +170,9 @@ class Arm:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What the model sampled after each row, and what its own logits said of it.
+    """What the model sampled after each row ``(n,)``, -1 and NaN where it sampled none.
 
-    Args:
-        token_id: the token ``(n,)``, -1 where none was sampled.
-        entropy: of the distribution, in nats ``(n,)``; NaN where none was sampled.
-        margin: largest logit minus the second largest ``(n,)``; NaN where none was sampled.
+    Entropy of the distribution, in nats, and margin, the largest logit less the second largest.
     """
 
     token_id: Whole
@@ -255,11 +230,14 @@ class ArmRows:
 
     def take(self, kept: Whole) -> ArmRows:
         """Return some of the rows; what was left out stays as it is."""
-        columns = {name: getattr(self, name)[kept] for name in (*_OF_ROWS[:-1], "prefix")}
-        after = self.sampled
-        if after is not None:
-            after = Sampled(after.token_id[kept], after.entropy[kept], after.margin[kept])
-        return replace(self, sampled=after, **columns)
+        columns: dict[str, Any] = {
+            name: column[kept]
+            for name, column in vars(self).items()
+            if isinstance(column, np.ndarray)
+        }
+        if self.sampled is not None:
+            columns["sampled"] = Sampled(*(column[kept] for column in vars(self.sampled).values()))
+        return replace(self, **columns)
 
 
 def read_arm(arm: Arm, hook: str) -> ArmRows:
@@ -287,19 +265,16 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
     )
     requests = Requests(dataset)
     given = _given(dataset, requests)
-    place, start = {}, 0
-    for shard in dataset.shards_of(hook):
-        place[shard.name] = start
-        start += shard.n_rows
+    shards = dataset.shards_of(hook)
+    starts = accumulate((shard.n_rows for shard in shards), initial=0)
+    start_of = {shard.name: start for shard, start in zip(shards, starts, strict=False)}
     hashes = prefix_hashes(dataset, chosen.shards)
     trained = _trained(arm, hook, chosen.shards, hashes)
     apart = dict(chosen.excluded)
     if trained is not None:
         apart[TRAINED] = 0
-    parts: dict[str, list[Whole]] = {name: [] for name in _OF_ROWS}
-    sampled: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in _SAMPLED}
     is_sampled = dataset.sampled(run=False).num_rows > 0
-    prefix: list[Keys] = []
+    parts: dict[str, list[npt.NDArray[Any]]] = defaultdict(list)
     at = 0
     for shard, count in zip(chosen.shards, chosen.counts, strict=True):
         need_known(shard, ("request", "position", "token_id"), f"arm {arm.name}")
@@ -309,69 +284,42 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
             apart[TRAINED] += int(seen.sum())
             kept = kept[~seen]
         table = chosen.filter.values.of(shard, _COLUMNS)
-        columns_known = {name: _whole(table[name], name)[kept] for name in _COLUMNS}
-        request = requests.index(shard.run, columns_known["request"])
-        n_given = np.where(given[request] >= 0, given[request], columns_known["request.prompt_len"])
-        step = np.where(
-            n_given >= 0, columns_known["position"] - n_given + 1, np.iinfo(np.int32).min
-        )
-        values_of = {
-            "row": place[shard.name] + kept,
-            "request": request,
-            "position": columns_known["position"],
-            "token_id": columns_known["token_id"],
-            "decode_step": step,
-            "chunk": columns_known["chunk"],
-            "kernel_mode": columns_known["step.kernel_mode"],
-            "role": columns_known["role"],
-            "phase": columns_known["phase"],
-        }
-        for name, values in values_of.items():
-            parts[name].append(narrow(values))
+        values = {name: _whole(table[name], name)[kept] for name in _COLUMNS}
+        n_prompt = values.pop("request.prompt_len")
+        values["kernel_mode"] = values.pop("step.kernel_mode")
+        values["request"] = request = requests.index(shard.run, values["request"])
+        values["row"] = start_of[shard.name] + kept
+        n_given = np.where(given[request] >= 0, given[request], n_prompt)
+        step = np.where(n_given >= 0, values["position"] - n_given + 1, np.iinfo(np.int32).min)
+        values["decode_step"] = step
+        for name, column in values.items():
+            parts[name].append(narrow(column))
         if is_sampled:
-            after = chosen.filter.values.of(shard, list(_SAMPLED))
-            for name, dtype in _SAMPLED.items():
-                nothing = -1 if dtype is np.int64 else np.nan
-                filled = after[name].fill_null(nothing).to_numpy(zero_copy_only=False)
-                values = filled.astype(dtype)[kept]
-                sampled[name].append(narrow(values) if dtype is np.int64 else values)
-        prefix.append(hashes[at : at + shard.n_rows][kept])
+            after = chosen.filter.values.of(shard, _SAMPLED)
+            parts[_SAMPLED[0]].append(narrow(_whole(after[_SAMPLED[0]], _SAMPLED[0])[kept]))
+            for name in _SAMPLED[1:]:
+                known = after[name].fill_null(np.nan).to_numpy(zero_copy_only=False)
+                parts[name].append(known.astype(np.float32)[kept])
+        parts["prefix"].append(hashes[at : at + shard.n_rows][kept])
         at += shard.n_rows
     del hashes
-    known: Keys = np.concatenate(prefix)
-    del prefix
-    columns = {name: np.concatenate(parts.pop(name)) for name in _OF_ROWS}
-    after_rows = [np.concatenate(some) for some in sampled.values() if is_sampled]
-    once = _once(known, columns["request"])
+    columns: dict[str, Any] = {name: np.concatenate(parts.pop(name)) for name in list(parts)}
+    row, prefix = columns["row"], columns["prefix"]
+    once = _once(prefix, columns["request"])
     n_repeats = int(len(once) - np.count_nonzero(once))
-    row = columns["row"]
     run = split_key(requests.keys[columns["request"]])[0]
-    repeats = _repeats(row, known, once, pair_key(run, columns["phase"] + 1))
-    del run
+    repeats = _repeats(row, prefix, once, pair_key(run, columns["phase"] + 1))
+    del run, prefix
     if n_repeats or (row[1:] <= row[:-1]).any():
         kept = np.flatnonzero(once)
         kept = kept[np.argsort(row[kept], kind="stable")]
-        known = known[kept]
         for name in columns:
             columns[name] = columns[name][kept]
-        after_rows = [column[kept] for column in after_rows]
-    return ArmRows(
-        row=columns["row"],
-        request=columns["request"],
-        position=columns["position"],
-        token_id=columns["token_id"],
-        prefix=known,
-        decode_step=columns["decode_step"],
-        chunk=columns["chunk"],
-        kernel_mode=columns["kernel_mode"],
-        role=columns["role"],
-        requests=requests,
-        sampled=Sampled(*after_rows) if is_sampled else None,
-        n_apart=apart,
-        n_repeats=n_repeats,
-        n_decode=_n_decode(columns["phase"]),
-        repeats=repeats,
-    )
+    phase = columns.pop("phase")
+    n_decode = None if (phase < 0).any() else int((phase == PHASES.index("decode")).sum())
+    sampled = Sampled(*(columns.pop(name) for name in _SAMPLED)) if is_sampled else None
+    columns |= {"n_apart": apart, "n_repeats": n_repeats, "n_decode": n_decode, "repeats": repeats}
+    return ArmRows(**columns, requests=requests, sampled=sampled)
 
 
 def _trained(arm: Arm, hook: str, shards: Sequence[Shard], hashes: Keys) -> Bools | None:
@@ -430,10 +378,7 @@ def _given(dataset: Dataset, requests: Requests) -> Ints:
 
 
 def _continued_at(dataset: Dataset, run: str) -> int:
-    """Return the tokens of each document that were its prompt, -1 where there were no documents.
-
-    Spec: 0.1 section 6.3.
-    """
+    """Return the tokens of each document that were its prompt, -1 without documents: 6.3."""
     field = dataset.runs[run].fields.get("prompts.continue")
     if field is None or field.value in (None, NONE):
         return -1
@@ -463,11 +408,7 @@ def described_rows(arm: Arm, rows: ArmRows) -> str:
 
 
 def need_requests(arm: Arm, hook: str, rows: ArmRows, least: int) -> None:
-    """Refuse an arm of too few requests.
-
-    Raises:
-        ActdsError: E014 fewer than ``least``.
-    """
+    """Refuse, E014, an arm of fewer requests than ``least``."""
     if rows.n_requests < least:
         raise ActdsError(
             "E014",
@@ -475,11 +416,6 @@ def need_requests(arm: Arm, hook: str, rows: ArmRows, least: int) -> None:
             got=f"rows of {rows.n_requests} requests",
             expected=f"{least} at least: nothing is estimated from fewer",
         )
-
-
-def _n_decode(phase: Whole) -> int | None:
-    """Return how many rows decode steps computed; None where it is not known of each."""
-    return None if (phase < 0).any() else int((phase == PHASES.index("decode")).sum())
 
 
 def _once(prefix: Keys, request: Whole) -> Bools:
@@ -499,11 +435,7 @@ def _once(prefix: Keys, request: Whole) -> Bools:
 def _repeats(row: Whole, prefix: Keys, once: Bools, way: Keys) -> tuple[Whole, Whole]:
     """Return numbers of rows that count for their prefix, and of one other row of the same.
 
-    Args:
-        row: number of each row ``(n,)``.
-        prefix: its hash ``(n,)``.
-        once: whether it counts for it ``(n,)``.
-        way: how it was computed ``(n,)``: the other row is one that was in the same way.
+    The other row is one that was computed in the same way.
     """
     other = np.flatnonzero(~once)
     first = np.flatnonzero(once & np.isin(prefix, prefix[other]))
@@ -516,15 +448,8 @@ def _repeats(row: Whole, prefix: Keys, once: Bools, way: Keys) -> tuple[Whole, W
 
 def _whole(column: pa.Array, name: str) -> Ints:
     """Return a column as whole numbers, -1 where it is not known; strings as their places."""
-    if name in ("step.kernel_mode", "role", "phase"):
-        words = {"step.kernel_mode": KERNEL_MODES, "role": ROLES, "phase": PHASES}[name]
-        code = {word: n for n, word in enumerate(words)}
-        if isinstance(column, pa.ChunkedArray):
-            column = column.combine_chunks()
-        coded = column.dictionary_encode()
-        known = [code.get(word, -1) for word in coded.dictionary.to_pylist()]
-        indices = coded.indices.fill_null(len(known)).to_numpy(zero_copy_only=False)
-        coded_rows: Ints = np.array([*known, -1], np.int64)[indices]
-        return coded_rows
+    words = {"step.kernel_mode": KERNEL_MODES, "role": ROLES, "phase": PHASES}.get(name)
+    if words is not None:
+        column = pc.index_in(column.cast(pa.string()), pa.array(words))
     numbers: Ints = column.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
     return numbers

@@ -1,15 +1,19 @@
-"""Conclusions: a verdict per instrument and hook, and the answer of all of them.
+"""Conclusions: a value in words, a verdict per instrument and hook, and the answer of all of them.
 
 Pages and terminals word what stands here; they decide nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
+from actds.errors import ActdsError
 from actds.text import counted
 from actds_studies.regimes.result import (
+    ALL,
     About,
     Answer,
     ContrastResult,
@@ -20,33 +24,270 @@ from actds_studies.regimes.result import (
     Value,
     Verdict,
 )
-from actds_studies.regimes.strata import ALL
-from actds_studies.regimes.wording import ADDED, beyond, in_floor, in_words, limits_of, rows_of
 
+Names = tuple[str, str]
+"""Of the reference and of the other arm."""
 LEADS = (("dictionary", "FVU over the reference's variance"), ("moments", "mean"))
 """Instrument and measure that charts and sentences follow, where they are there."""
 _ORDER: tuple[Outcome, ...] = ("shifts", "undecided", "carries over")
 _MAX_SHORT = 5
 _ALIKE = 0.02
 """Difference of the shares of decode rows up to which two arms were computed alike."""
-_WHAT = {
-    "moments": "Take means and scales for normalization from rows of {other}, not of {first}",
-    "numerics": "Do not mix rows of {first} and {other}: compute with the settings of one of them "
-    "throughout",
-    "dictionary": "Fit the dictionary on rows of both {first} and {other}, or report its numbers "
-    "for each of them",
-    "overlap": "Do not expect the same features in {first} and {other}: compare features within "
-    "one arm",
-    "probes": "Set the probes' thresholds on rows of {other}, or fit them on rows of both",
+_MOST = 300.0  # of a logarithm: what is above has no number
+
+
+@dataclass(frozen=True)
+class Words:
+    """What an instrument says, beside its measures' names.
+
+    Args:
+        advice: what to do where it shifts, with ``{first}`` and ``{other}`` for the arms.
+        noun: of one of its elements, as ``channel``; empty where it has one alone.
+        measures: by name of a measure what is said in the room of a figure, and as a sentence. A
+            measure without them is told as its name and number.
+    """
+
+    advice: str
+    noun: str = ""
+    measures: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+
+
+MEASURES: dict[str, tuple[str, str]] = {
+    "mean": (
+        "{size} SD {higher}",
+        "{second} lies {size} standard deviations {higher} than {first} in {element}",
+    ),
+    "variance": (
+        "{ratio} × the variance",
+        "the variance of {element} in {second} is {ratio} times that in {first}",
+    ),
+    "kurtosis": (
+        "{ratio} × the kurtosis",
+        "the kurtosis of {element} in {second} is {ratio} times that in {first}",
+    ),
+    "outlier rate of rows": (
+        "{points} points {more} outliers",
+        "{points} percentage points {more} rows of {second} than of {first} lie above 10 median "
+        "norms",
+    ),
+    "outlier rate of channels": (
+        "{points} points {more} outliers",
+        "in {element} {points} percentage points {more} values of {second} than of {first} lie "
+        "beyond 6 standard deviations",
+    ),
+    "FVU over the reference's variance": (
+        "{points} points {more_of} unexplained",
+        "the dictionary leaves {points} percentage points {more_of} of the variance of {first} "
+        "unexplained in {second} than in {first}",
+    ),
+    "FVU over the arm's own variance": (
+        "{points} points {more_of} unexplained",
+        "the dictionary leaves {points} percentage points {more_of} of the variance unexplained in "
+        "{second} than in {first}, each over its own variance",
+    ),
+    "active features of a row": (
+        "{ratio} × the active features",
+        "a row of {second} has {ratio} times as many active features as one of {first}",
+    ),
+    "rates of features": (
+        "{ratio} × as often active",
+        "{element} is active {ratio} times as often in {second} as in {first}",
+    ),
+    "turn of features": (
+        "turned by {size}°",
+        "the direction of {element} turns by {size}° from {first} to {second}",
+    ),
+    "relative L2": (
+        "{percent} % of the norm apart",
+        "rows of the same tokens lie {percent} % of their norm apart in {first} and {second}",
+    ),
+    "drift over the dictionary's error": (
+        "{percent} % of the dictionary's error apart",
+        "the squared distance between rows of the same tokens in {first} and {second} is {percent} "
+        "% of the dictionary's squared error",
+    ),
+    "features that switch": (
+        "{percent} % of the features switch",
+        "{percent} % of the features that are active on a token in {first} or {second} are active "
+        "in one of them only",
+    ),
+    "features of a token that differ": (
+        "{percent} % of a token's features differ",
+        "{percent} % of the features of a token are active in {first} or in {second} only, mean "
+        "over tokens",
+    ),
+    "score": (
+        "{size} SD {higher}",
+        "scores of {element} lie {size} standard deviations {higher} in {second} than in {first}",
+    ),
+    "ROC area": (
+        "{size} {higher} ROC area",
+        "the area under the ROC curve of {element} is {size} {higher} in {second} than in {first}",
+    ),
+}
+"""Of the instruments of regimes, by measure: in the room of a figure, and as a sentence."""
+WORDS = {
+    "moments": Words(
+        "Take means and scales for normalization from rows of {other}, not of {first}",
+        "channel",
+        MEASURES,
+    ),
+    "numerics": Words(
+        "Do not mix rows of {first} and {other}: compute with the settings of one of them "
+        "throughout",
+        "",
+        MEASURES,
+    ),
+    "dictionary": Words(
+        "Fit the dictionary on rows of both {first} and {other}, or report its numbers for each of "
+        "them",
+        "feature",
+        MEASURES,
+    ),
+    "overlap": Words(
+        "Do not expect the same features in {first} and {other}: compare features within one arm",
+        "",
+        MEASURES,
+    ),
+    "probes": Words(
+        "Set the probes' thresholds on rows of {other}, or fit them on rows of both",
+        "probe",
+        MEASURES,
+    ),
+}
+"""By instrument; `register_words` adds those that other studies bring."""
+
+
+def register_words(instrument: str, words: Words) -> None:
+    """Make the words of an instrument known to all pages; E009 where another has its name."""
+    if WORDS.setdefault(instrument, words) != words:
+        expected = "a name that no other instrument has"
+        raise ActdsError("E009", "instrument", got=instrument[:80], expected=expected)
+
+
+def _templates(value: Value) -> tuple[str, str] | None:
+    words = WORDS.get(value.instrument)
+    return words.measures.get(value.measure) if words else None
+
+
+_UNITS = {"{ratio}": " times", "{points}": " points", "{percent}": " %"}
+_AT = {
+    "all": "over all rows",
+    "position": "at position {}",
+    "decode step": "at decode step {}",
+    "entropy": "in entropy {}",
+    "margin": "at a margin {}",
 }
 
 
-def about(pairing: str, decode: tuple[float | None, float | None]) -> About:
-    """Return what differs between two arms.
+def in_words(value: Value, names: Names) -> str:
+    """Return how far, and in which direction, the second arm lies from the reference.
 
-    Args:
-        pairing: how their rows were paired: pairs by token are equal tokens behind equal prefixes.
-        decode: share of the rows of either arm that decode steps computed; None unknown.
+    An overlap is read beside that within the reference.
+    """
+    if value.value is not None and (templates := _templates(value)):
+        return _filled(templates[1], value, value.value, names)
+    number = "nothing" if value.value is None else f"{value.value:.3g}"
+    if value.kind == "overlap":
+        return f"{value.measure}, is {number} between {names[0]} and {names[1]}"
+    of = element_of(value)
+    return f"{value.measure}{f' of {of}' if of else ''} is {number} ({value.unit})"
+
+
+def big(value: Value, names: Names) -> str:
+    """Return the same in the room of a figure, with the first word of its unit at least."""
+    if value.value is not None and (templates := _templates(value)):
+        return _filled(templates[0], value, value.value, names)
+    return f"{value.unit.partition(' ')[0]} {value.value or 0.0:.3g}"
+
+
+def _filled(template: str, value: Value, number: float, names: Names) -> str:
+    size, rises = abs(number), number >= 0
+    return template.format(
+        first=names[0],
+        second=names[1],
+        element=element_of(value) or "the only element",
+        size=f"{size:.3g}",
+        points=f"{100 * size:.3g}",
+        percent=f"{100 * size:.3g}",
+        ratio=f"{_exp(number):.3g}",
+        higher="higher" if rises else "lower",
+        more="more" if rises else "fewer",
+        more_of="more" if rises else "less",
+    )
+
+
+def _exp(value: float) -> float:
+    return math.exp(max(-_MOST, min(value, _MOST)))
+
+
+def limits_of(value: Value, names: Names) -> str:
+    """Return what a value is compared with, in its own unit: interval, limit and floor."""
+    template = (_templates(value) or ("", ""))[1]
+    hundred = "{points}" in template or "{percent}" in template
+
+    def number(of: float) -> str:
+        return f"{_exp(of) if '{ratio}' in template else 100 * of if hundred else of:.3g}"
+
+    unit = next((words for field, words in _UNITS.items() if field in template), "")
+    parts = []
+    if value.low is not None and value.high is not None:
+        parts.append(f"95 % interval {number(value.low)} to {number(value.high)}{unit}")
+    if value.limit is not None:
+        under = " below the floor" if value.kind == "overlap" else ""
+        parts.append(f"limit {number(value.limit)}{under}")
+    between = f"between halves of {names[0]}"
+    if value.kind == "overlap":
+        between = f"within {names[0]}"
+    elif "floor:" in value.note:
+        between = "between rows computed alike twice"
+    parts.append("no floor" if value.floor is None else f"floor {number(value.floor)} {between}")
+    return "; ".join(parts)
+
+
+def rows_of(value: Value, names: Names) -> str:
+    """Return over which rows a value is, what they are worth weighted, and of how many tokens."""
+    where = _AT.get(value.axis, f"in {value.axis} {{}}").format(value.stratum)
+    tokens = ["", ""]
+    if value.n_tokens is not None and value.axis != ALL:
+        tokens = [
+            ", all of one token" if n == 1 else f", {n:,} different tokens" for n in value.n_tokens
+        ]
+    if value.kind == "size" or value.instrument == "numerics":
+        return f"{where} ({value.n_rows[0]:,} pairs{tokens[0]})"
+    rows = [
+        f"{n:,} of {name}{f', weighted worth {worth:,.0f}' if worth < 0.99 * n else ''}{of_tokens}"
+        for n, name, worth, of_tokens in zip(
+            value.n_rows, names, value.n_effective, tokens, strict=True
+        )
+    ]
+    return f"{where} ({'; '.join(rows)})"
+
+
+def element_of(value: Value) -> str:
+    """Return which element a value is of, with its noun: ``channel 12``; empty for none."""
+    words = WORDS.get(value.instrument)
+    return f"{words.noun if words else ''} {value.element}".lstrip() if value.element else ""
+
+
+def beyond(value: Value) -> float:
+    """Return the size of a value over its limit; of an overlap, what is lost to its floor."""
+    number = value.value or 0.0
+    size = (value.floor or 0.0) - number if value.kind == "overlap" else abs(number)
+    return size / (value.limit or 1.0)
+
+
+def in_floor(value: Value) -> bool:
+    """Return whether a value is no larger than what halves of the reference differ by."""
+    if value.kind == "overlap" or value.floor is None:  # an overlap is measured from its floor
+        return False
+    return abs(value.value or 0.0) <= value.floor
+
+
+def about(pairing: str, decode: tuple[float | None, float | None]) -> About:
+    """Return what differs between two arms; decode steps computed a share of each, None unknown.
+
+    Pairs by token are equal tokens behind equal prefixes.
     """
     if pairing == "token":
         return "computation"
@@ -60,15 +301,12 @@ def about(pairing: str, decode: tuple[float | None, float | None]) -> About:
 
 
 def verdicts(
-    values: Sequence[Value], names: tuple[str, str] = ("the reference", "the other arm")
+    values: Sequence[Value], names: Names = ("the reference", "the other arm")
 ) -> list[Verdict]:
     """Return a verdict per instrument and hook: over all its measures and strata.
 
     It shifts when any value does; it carries over when every value that was judged does; else it is
     undecided. Strata of too few requests or rows are named, and decide nothing.
-
-    Args:
-        names: of the reference and of the other arm.
     """
     groups: dict[tuple[str, str], list[Value]] = {}
     for value in values:
@@ -76,23 +314,20 @@ def verdicts(
     return [_verdict(*key, group, names) for key, group in groups.items()]
 
 
-def _verdict(instrument: str, hook: str, values: list[Value], names: tuple[str, str]) -> Verdict:
+def _verdict(instrument: str, hook: str, values: list[Value], names: Names) -> Verdict:
     tested = [value for value in values if value.outcome is not None]
     shifted = [value for value in tested if value.outcome == "shifts"]
     undecided = [value for value in tested if value.outcome == "undecided"]
     silent = [value for value in values if value.value is None and value.short]
     short = [f"{_place(value)}: {value.short}" for value in undecided if value.short]
     short += [f"{_stratum(value)}: {value.short}" for value in silent]
-    outcome: Outcome
-    if shifted:
-        outcome = "shifts"
+    outcome = outcome_of(tested)
+    if outcome == "shifts":
         sentence = _shift(shifted, len(tested), names)
-    elif undecided or not tested:
-        outcome = "undecided"
+    elif outcome == "undecided":
         n = f"{len(undecided)} of {counted(len(tested), 'value')}"
         sentence = f"undecided, {n if tested else 'nothing could be tested'}."
     else:
-        outcome = "carries over"
         n = f"all {len(tested)} values lie" if len(tested) > 1 else "the only value lies"
         sentence = f"carries over, {n} within the limit."
     return Verdict(
@@ -104,8 +339,19 @@ def _verdict(instrument: str, hook: str, values: list[Value], names: tuple[str, 
     )
 
 
-def _shift(shifted: Sequence[Value], n_tested: int, names: tuple[str, str]) -> str:
-    first = min(shifted, key=lambda value: (*_telling(value), value.adjusted_p, -beyond(value)))
+def _shift(shifted: Sequence[Value], n_tested: int, names: Names) -> str:
+    # One over all rows is a number to weigh; a stratum may be of few rows and fewer tokens. What
+    # lies below its floor may shift, but is no example of it.
+    first = min(
+        shifted,
+        key=lambda value: (
+            value.axis != ALL,
+            in_floor(value),
+            (value.instrument, value.measure) not in LEADS,
+            value.adjusted_p,
+            -beyond(value),
+        ),
+    )
     none = ", none over all rows" if first.axis != ALL else ""
     where, shift = rows_of(first, names), in_words(first, names)
     beside = f"{limits_of(first, names)}; adjusted p {first.adjusted_p:.2g}"
@@ -113,16 +359,6 @@ def _shift(shifted: Sequence[Value], n_tested: int, names: tuple[str, str]) -> s
         f"shifts in {len(shifted)} of {counted(n_tested, 'value')}{none}. "
         f"{where[0].upper()}{where[1:]} {shift} ({beside})."
     )
-
-
-def _telling(value: Value) -> tuple[bool, bool, bool]:
-    """Return what orders values that shift: one that tells a reader most comes first.
-
-    One over all rows is a number to weigh; a stratum may be of few rows and fewer tokens. What
-    lies below its floor may shift, but is no example of it.
-    """
-    leads = (value.instrument, value.measure) in LEADS
-    return value.axis != ALL, in_floor(value), not leads
 
 
 def _place(value: Value) -> str:
@@ -138,9 +374,9 @@ def judged(contrasts: Sequence[ContrastResult]) -> Iterator[tuple[ContrastResult
     yield from sorted(pairs, key=lambda pair: _ORDER.index(pair[1].outcome))
 
 
-def outcome_of(ended: Sequence[Verdict]) -> Outcome:
-    """Return what verdicts say together: one that shifts decides, then one that is undecided."""
-    outcomes = {verdict.outcome for verdict in ended}
+def outcome_of(ended: Sequence[Verdict] | Sequence[Value]) -> Outcome:
+    """Return what they say together: one that shifts decides, then one that is undecided."""
+    outcomes = {each.outcome for each in ended}
     return next((outcome for outcome in _ORDER if outcome in outcomes), "undecided")
 
 
@@ -193,7 +429,7 @@ def _largest(contrasts: Sequence[ContrastResult]) -> Largest | None:
             -beyond(pair[1]),
         ),
     )
-    names = contrast.first.name, contrast.second.name
+    names = contrast.names
     times = f"{beyond(value):.2g} times the limit; " if value.limit else ""
     sentence = (
         f"{contrast.name} at {value.hook}, {rows_of(value, names)}: {in_words(value, names)} "
@@ -304,10 +540,8 @@ def _next_steps(contrasts: Sequence[ContrastResult], separated: Separated) -> li
     known = {"both"} if {"computation", "authorship"} <= abouts else set()
     for contrast, verdict in pairs:
         if verdict.outcome == "shifts" and contrast.about not in known:
-            added = ADDED.get(verdict.instrument)
-            words = (added.advice if added else _WHAT[verdict.instrument]).format(
-                first=contrast.first.name, other=contrast.second.name
-            )
+            first, other = contrast.names
+            words = WORDS[verdict.instrument].advice.format(first=first, other=other)
             hooks = [
                 c.hook
                 for c, v in pairs

@@ -7,7 +7,7 @@ test exchanges; the two arms share them, matched requests in the same one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -19,9 +19,10 @@ from actds.errors import ActdsError
 from actds.format.positions import Keys, pair_key, position_key, split_key
 from actds_studies.regimes.arms import Arm, ArmRows, match, need_requests, read_arm
 from actds_studies.regimes.entropies import Entropies
+from actds_studies.regimes.result import ALL, MIN_REQUESTS
 from actds_studies.regimes.strata import (
-    ALL,
-    MIN_REQUESTS,
+    Layer,
+    Side,
     Strata,
     Stratum,
     entropy_edges,
@@ -36,44 +37,6 @@ MAX_GROUPS = 32
 _ENOUGH = 0.5  # of the pairs by position that decide must be the same token, to pair by token
 _UNION_AXES = ("decode step", "role", "entropy", "margin")  # what a partner may tell of a row
 _OF_TEXT = ("entropy", "margin")  # what follows from the tokens of an arm, and chooses among them
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Where rows stand in the strata of an axis, and how much each counts there.
-
-    Args:
-        stratum: index of the stratum of each row ``(n,)``, -1 for none.
-        weight: weight of each row ``(n,)``; None where each counts once.
-        even: rows that are as many in either arm ``(n,)``, for what depends on their number; None
-            where all of them are.
-    """
-
-    stratum: Whole
-    weight: npt.NDArray[np.float32] | None = None
-    even: Bools | None = None
-
-
-@dataclass(frozen=True)
-class Side:
-    """What one arm gives to a contrast; ``n`` rows, some 20 bytes for each, 55 if it is unpaired.
-
-    Args:
-        row: number of each row in the arm's array ``(n,)``, ascending.
-        cluster: request of each row, the same number for matched ones ``(n,)``.
-        group: group of requests of each row ``(n,)``, from 0.
-        layers: where the rows stand.
-        token_id: token fed at each row ``(n,)``; None where it is not needed.
-    """
-
-    row: Whole
-    cluster: Whole
-    group: Whole
-    layers: tuple[Layer, ...]
-    token_id: Whole | None = None
-
-    def __len__(self) -> int:
-        return len(self.row)
 
 
 @dataclass(frozen=True)
@@ -129,25 +92,26 @@ def contrast(
         ActdsError: E014 a hook that one of them lacks or that differs in width; too few requests;
             or no pair of the kind that was asked for.
     """
-    widths = [arm.dataset.hooks[hook].d_model for arm in (first, second) if _has(arm, hook)]
+    for arm in (first, second):
+        if hook not in arm.dataset.hooks:
+            got, expected = f"hook {hook!r}", f"one of {', '.join(arm.dataset.hooks)}"
+            raise ActdsError("E014", f"arm {arm.name}", got=got, expected=expected)
+    widths = [arm.dataset.hooks[hook].d_model for arm in (first, second)]
     if widths[0] != widths[1]:
-        raise ActdsError(
-            "E014",
-            f"arm {second.name} at {hook}",
-            got=f"rows of {widths[1]} channels",
-            expected=f"{widths[0]}, as arm {first.name} has",
-        )
-    rows = read_arm(first, hook), read_arm(second, hook)
-    if entropies is not None:
-        rows = (
-            entropies.filled(first.dataset, hook, rows[0]),
-            entropies.filled(second.dataset, hook, rows[1]),
-        )
+        got, expected = f"rows of {widths[1]} channels", f"{widths[0]}, as arm {first.name} has"
+        raise ActdsError("E014", f"arm {second.name} at {hook}", got=got, expected=expected)
+    rows = []
+    for arm in (first, second):
+        arm_rows = read_arm(arm, hook)
+        if entropies is not None:
+            arm_rows = entropies.filled(arm.dataset, hook, arm_rows)
+        rows.append(arm_rows)
     for arm, arm_rows in zip((first, second), rows, strict=True):
         need_requests(arm, hook, arm_rows, MIN_REQUESTS)
+    runs = [arm_rows.requests.runs_of(arm_rows.request) for arm_rows in rows]
     planned = plan(
         *rows,
-        same_dataset=same_requests(first, second, rows),
+        same_dataset=first.dataset is second.dataset and not runs[0].isdisjoint(runs[1]),
         pairing=pairing,
         adjust=adjust,
         seed=seed,
@@ -166,16 +130,11 @@ def plan(
     seed: int = 0,
     place: str = "arms",
 ) -> Contrast:
-    """Return the contrast of rows that are known.
+    """Return the contrast of rows that are known; arguments are those of `contrast`.
 
     Args:
-        second: rows of the other arm.
-        same_dataset: whether both number the same requests, as `same_requests` says.
-        pairing: see `contrast`.
-        adjust: see `contrast`.
-
-    Raises:
-        ActdsError: E014 no pair of the kind that was asked for.
+        same_dataset: whether both number the same requests: they are of one dataset, and share a
+            run.
     """
     matched = matched_requests(first, second, same_dataset)
     by_position = _pairs_by_position(first, second, matched, same_dataset)
@@ -184,35 +143,31 @@ def plan(
     pairs = {"token": by_token, "position": by_position}.get(chosen, _NO_PAIRS)
     del by_token, by_position
     if chosen != "unpaired" and not len(pairs[0]):
-        raise ActdsError(
-            "E014", place, got=f"no rows in common to pair by {chosen}", expected="some"
-        )
+        got = f"no rows in common to pair by {chosen}"
+        raise ActdsError("E014", place, got=got, expected="some")
     of_pairs = chosen == "token"
     edges = entropy_edges(first, second, of_pairs=of_pairs)
-    strata = (
-        strata_of(first, edges, of_pairs=of_pairs),
-        strata_of(second, edges, of_pairs=of_pairs),
+    clusters = _clusters(first, second, matched, pairs if of_pairs else _NO_PAIRS)
+    placed, other = (
+        _Placed(rows, strata_of(rows, edges, of_pairs=of_pairs), narrow(cluster)[rows.request])
+        for rows, cluster in zip((first, second), clusters, strict=True)
     )
-    clusters = _clusters(first, second, matched, pairs if chosen == "token" else _NO_PAIRS)
     if chosen == "unpaired":
-        return _unpaired(first, second, strata, clusters, adjust, seed)
-    planned = _paired(chosen, first, second, strata, clusters, pairs, seed)
-    return replace(planned, repeats=(first.repeats, second.repeats))
+        return _unpaired(placed, other, adjust, seed)
+    return _paired(chosen, placed, other, pairs, seed)
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """The rows of an arm, where they stand in strata, and the cluster of each ``(n,)``."""
+
+    rows: ArmRows
+    strata: Strata
+    cluster: Whole
 
 
 Pairs = tuple[Whole, Whole]
 _NO_PAIRS: Pairs = (np.empty(0, np.int64), np.empty(0, np.int64))
-
-
-def _has(arm: Arm, hook: str) -> bool:
-    if hook not in arm.dataset.hooks:
-        raise ActdsError(
-            "E014",
-            f"arm {arm.name}",
-            got=f"hook {hook!r}",
-            expected=f"one of {', '.join(arm.dataset.hooks)}",
-        )
-    return True
 
 
 def _chosen(first: ArmRows, second: ArmRows, by_token: Pairs, by_position: Pairs) -> Pairing:
@@ -234,31 +189,18 @@ def _chosen(first: ArmRows, second: ArmRows, by_token: Pairs, by_position: Pairs
     return "position" if many_position and n_position else "unpaired"
 
 
-def same_requests(first: Arm, second: Arm, rows: tuple[ArmRows, ArmRows]) -> bool:
-    """Return whether two arms number the same requests: they are of one dataset and share a run."""
-    runs = (arm_rows.requests.runs_of(arm_rows.request) for arm_rows in rows)
-    return first.dataset is second.dataset and not set.isdisjoint(*runs)
-
-
 def matched_requests(first: ArmRows, second: ArmRows, same_dataset: bool) -> Ints:
     """Return for each request of the second arm the first's of the same origin, -1 if none."""
     if same_dataset:
         return np.arange(len(second.requests))
-    eligible: list[Bools] = []
-    for rows in (first, second):
-        present = np.zeros(len(rows.requests), np.bool_)
-        present[rows.request] = True
-        eligible.append(present)
-    return match(first.requests, second.requests, (eligible[0], eligible[1]))
+    present, other = (
+        np.bincount(rows.request, minlength=len(rows.requests)) > 0 for rows in (first, second)
+    )
+    return match(first.requests, second.requests, (present, other))
 
 
 def _pairs_by_token(first: ArmRows, second: ArmRows, by_position: Pairs) -> Pairs:
-    """Return rows that have the same tokens up to the same position.
-
-    Args:
-        second: rows of the other arm.
-        by_position: pairs by request and position, of which some may be known by digests alone.
-    """
+    """Return rows that have the same tokens up to the same position; some by digests alone."""
     left, right = _common(first.prefix, second.prefix)
     same = first.prefix[left] != 0
     same &= first.position[left] == second.position[right]
@@ -344,11 +286,7 @@ def _clusters(first: ArmRows, second: ArmRows, matched: Ints, pairs: Pairs) -> t
 
 
 def groups_of(clusters: tuple[Whole, Whole], seed: int) -> tuple[int, Whole]:
-    """Return how many groups there are, and the group of each cluster.
-
-    Args:
-        clusters: those of the rows of either arm.
-    """
+    """Return how many groups there are, and the group of each cluster of either arm's rows."""
     left, right = (np.unique(side) for side in clusters)
     shared = np.intersect1d(left, right)
     alone = [np.setdiff1d(side, shared) for side in (left, right)]
@@ -360,15 +298,7 @@ def groups_of(clusters: tuple[Whole, Whole], seed: int) -> tuple[int, Whole]:
     return n, narrow(group)
 
 
-def _paired(
-    pairing: Pairing,
-    first: ArmRows,
-    second: ArmRows,
-    strata: tuple[Strata, Strata],
-    clusters: tuple[Ints, Ints],
-    pairs: Pairs,
-    seed: int,
-) -> Contrast:
+def _paired(pairing: Pairing, first: _Placed, second: _Placed, pairs: Pairs, seed: int) -> Contrast:
     """Return the contrast of pairs: both rows of one stand in the same strata.
 
     But for what each text says of itself: of other tokens each row stands where its own entropy
@@ -377,13 +307,13 @@ def _paired(
     left, right = pairs
     if pairing == "position":
         # The same token behind the same prefix tells of the computation, not of who wrote it.
-        unlike = ~_alike(first, second, pairs)
+        unlike = ~_alike(first.rows, second.rows, pairs)
         left, right = (left[unlike], right[unlike]) if unlike.any() else (left, right)
-    cluster = narrow(clusters[0])[first.request[left]]
+    cluster = first.cluster[left]
     n_groups, group_of = groups_of((cluster, cluster), seed)
     codes: list[tuple[Whole, Whole]] = []
-    for axis, code_second in strata[1].codes.items():
-        ours, code = strata[0].codes[axis][left], code_second[right]
+    for axis, of_axis in second.strata.codes.items():
+        ours, code = first.strata.codes[axis][left], of_axis[right]
         if axis in _OF_TEXT and pairing == "position":
             # Rows that the other text chose would differ from the rest of their own arm as well.
             known = (ours >= 0) & (code >= 0)
@@ -392,81 +322,69 @@ def _paired(
         if axis in _UNION_AXES:
             code = np.where(code >= 0, code, ours)
         codes.append((code, code))
-    sides = []
-    place = []
-    for n, (rows, index) in enumerate(((first, left), (second, right))):
+    sides, place = [], []
+    for n, (rows, index) in enumerate(((first.rows, left), (second.rows, right))):
         order = np.argsort(rows.row[index], kind="stable")
         layers = tuple(Layer(code[n][order]) for code in codes)
-        ours = cluster[order]
-        token_id = rows.token_id[index][order]
-        sides.append(Side(rows.row[index][order], ours, group_of[ours], layers, token_id))
+        row, token_id, of_pairs = rows.row[index], rows.token_id[index], cluster[order]
+        sides.append(Side(row[order], of_pairs, group_of[of_pairs], layers, token_id[order]))
         inverse = np.empty(len(order), left.dtype)
         inverse[order] = np.arange(len(order))
         place.append(inverse)
-    coverage = len(right) / max(len(second), 1)
-    places = place[0], place[1]
-    made = Contrast(pairing, sides[0], sides[1], strata[0].strata, n_groups, places, coverage)
-    return replace(made, parted=_parted(first, second, left, right))
+    parted = None
+    if first.rows.sampled is not None and second.rows.sampled is not None:
+        ours, code = first.rows.sampled.token_id[left], second.rows.sampled.token_id[right]
+        parted = np.where((ours >= 0) & (code >= 0), ours != code, -1).astype(np.int8)
+    return Contrast(
+        pairing,
+        sides[0],
+        sides[1],
+        first.strata.strata,
+        n_groups,
+        (place[0], place[1]),
+        len(right) / max(len(second.rows), 1),
+        parted=parted,
+        repeats=(first.rows.repeats, second.rows.repeats),
+    )
 
 
-def _parted(
-    first: ArmRows, second: ArmRows, left: Whole, right: Whole
-) -> npt.NDArray[np.int8] | None:
-    """Return whether the arms sampled different tokens after each pair, -1 unknown ``(n_pairs,)``.
-
-    None where an arm does not say what it sampled.
-    """
-    if first.sampled is None or second.sampled is None:
-        return None
-    tokens = first.sampled.token_id[left], second.sampled.token_id[right]
-    known = (tokens[0] >= 0) & (tokens[1] >= 0)
-    return np.where(known, tokens[0] != tokens[1], -1).astype(np.int8)
-
-
-def _unpaired(
-    first: ArmRows,
-    second: ArmRows,
-    strata: tuple[Strata, Strata],
-    clusters: tuple[Ints, Ints],
-    adjust: bool,
-    seed: int,
-) -> Contrast:
-    clusters_of = narrow(clusters[0])[first.request], narrow(clusters[1])[second.request]
-    n_groups, group_of = groups_of(clusters_of, seed)
-    nowhere = np.zeros(len(first), np.int64), np.zeros(len(second), np.int64)
-    cells = _cells(first, second) if adjust else nowhere
+def _unpaired(first: _Placed, second: _Placed, adjust: bool, seed: int) -> Contrast:
+    n_groups, group_of = groups_of((first.cluster, second.cluster), seed)
+    nowhere = np.zeros(len(first.rows), np.int64), np.zeros(len(second.rows), np.int64)
+    cells = _cells(first.rows, second.rows) if adjust else nowhere
     rng = np.random.Generator(np.random.Philox(seed))
     layers: tuple[list[Layer], list[Layer]] = ([], [])
     coverage = 1.0
-    for axis, code in strata[1].codes.items():
-        reference = strata[0].codes[axis]
-        spread = axis == "decode step" and not (reference >= 0).any()
-        # A prompt has no decode steps: all of it is weighted to the rows of each of them.
-        for band in np.unique(code[code >= 0]).tolist() if spread else [None]:
-            codes_first = reference if band is None else np.full(len(first), band, np.int8)
-            codes_second = (
-                code if band is None else np.where(code == band, code, -1).astype(np.int8)
-            )
-            pair = _balanced((codes_first, codes_second), cells, rng)
-            if not adjust:
-                pair = (
-                    Layer(codes_first, None, pair[0].even),
-                    Layer(codes_second, None, pair[1].even),
-                )
-            for side, layer in zip(layers, pair, strict=True):
-                side.append(layer)
+    for axis, code in second.strata.codes.items():
+        reference = first.strata.codes[axis]
+        bands: list[tuple[Whole, Whole]] = [(reference, code)]
+        if axis == "decode step" and not (reference >= 0).any():
+            # A prompt has no decode steps: all of it is weighted to the rows of each of them.
+            bands = [
+                (np.full(len(reference), band, np.int8), np.where(code == band, code, -1))
+                for band in np.unique(code[code >= 0])
+            ]
+        for codes in bands:
+            pair = _balanced(codes, cells, rng)
+            for side, of_codes, layer in zip(layers, codes, pair, strict=True):
+                side.append(layer if adjust else Layer(of_codes, None, layer.even))
             if axis == ALL and adjust:
-                weight = pair[1].weight
-                assert weight is not None
-                coverage = float(weight.mean())
+                assert pair[1].weight is not None
+                coverage = float(pair[1].weight.mean())
     sides = [
-        Side(rows.row, cluster, group_of[cluster], tuple(made), rows.token_id)
-        for rows, cluster, made in zip((first, second), clusters_of, layers, strict=True)
+        Side(arm.rows.row, arm.cluster, group_of[arm.cluster], tuple(made), arm.rows.token_id)
+        for arm, made in zip((first, second), layers, strict=True)
     ]
-    contrast = Contrast(
-        "unpaired", sides[0], sides[1], strata[0].strata, n_groups, _NO_PAIRS, coverage
+    return Contrast(
+        "unpaired",
+        sides[0],
+        sides[1],
+        first.strata.strata,
+        n_groups,
+        _NO_PAIRS,
+        coverage,
+        adjusted=adjust,
     )
-    return replace(contrast, adjusted=adjust)
 
 
 def _cells(first: ArmRows, second: ArmRows) -> tuple[Ints, Ints]:
@@ -474,8 +392,7 @@ def _cells(first: ArmRows, second: ArmRows) -> tuple[Ints, Ints]:
         position_key(rows.token_id, fine_bands(rows.position)).astype(np.uint64)
         for rows in (first, second)
     ]
-    _, place = np.unique(np.concatenate(keys), return_inverse=True)
-    place = place.reshape(-1).astype(np.int64)
+    place = np.unique(np.concatenate(keys), return_inverse=True)[1].reshape(-1)
     return place[: len(first)], place[len(first) :]
 
 

@@ -9,7 +9,7 @@ are, that one is taken which gives the entropies that were recorded, and none if
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from actds.exchange.containers import read_document, read_header
 from actds.explore.dataset import Dataset
 from actds.format.schema import Hook
 from actds_studies.regimes.arms import Arm, ArmRows, Sampled, read_arm
-from actds_validators.about import recorded
-from actds_validators.arrays import Floats, Ints, Rows, Whole
+from actds_validators.arrays import Floats, Rows, Whole
+from actds_validators.sections import recorded
 
 AGREE = 0.05
 """Nats that computed entropies may differ from recorded ones, median over `N_CHECKED` rows at most:
@@ -50,10 +50,7 @@ def model_folder(model: str | None) -> Path | None:
 
 
 class Unembedding:
-    """The final norm and the unembedding of a model folder.
-
-    Args:
-        folder: with ``config.json`` and weights in ``.safetensors`` files.
+    """The final norm and the unembedding of a folder: ``config.json`` and ``.safetensors`` files.
 
     Raises:
         ActdsError: E014 no unembedding of that width in them; E019 a file that is truncated.
@@ -66,40 +63,35 @@ class Unembedding:
             for path in sorted(folder.glob("*.safetensors"))
             for name, tensor in read_header(path)[0].items()
         }
-        names = [*self._ending(_HEADS), *self._ending(_EMBEDDINGS)]
-        name = next((n for n in names if self._is_unembedding(n, d_model)), None)
+        name = next(
+            (
+                name
+                for end in (*_HEADS, *_EMBEDDINGS)
+                for name, tensor in self._stored.items()
+                if f".{name}".endswith(f".{end}")
+                and tensor.shape[1:] == (d_model,)
+                and tensor.dtype in _FLOATS
+            ),
+            None,
+        )
         if name is None:
             got = f"no unembedding of {d_model:,} channels among {len(self._stored):,} tensors"
             expected = f"{' or '.join(_HEADS)}, or an embedding, in its .safetensors files"
             raise ActdsError("E014", f"model {folder}", got=got, expected=expected)
-        self._weight = self._read(name)
-        bias = name.removesuffix("weight") + "bias"
-        self._bias = self._read(bias) if bias in self._stored else None
+        self._weight, self._bias = self._read(name), self._bias_of(name)
 
     def forms(self, kind: str) -> list[Callable[[Rows], Rows]]:
-        """Return what may make the input of the unembedding of rows ``(n, d_model)`` of a hook.
-
-        Args:
-            kind: ``final``, whose rows are that already, or ``resid_post``.
-        """
+        """Return what may make the input of the unembedding of rows ``(n, d_model)`` of a hook."""
         if kind == "final":
             return [lambda rows: rows]
         names = [name for name in self._stored if _is_final_norm(name)]
         if len(names) != 1:
             return []
-        weight = self._read(names[0]).astype(np.float32)
-        bias = self._stored.get(names[0].removesuffix("weight") + "bias")
-        eps = next(
-            (
-                float(v)
-                for k, v in self._config.items()
-                if k.endswith(("norm_eps", "norm_epsilon")) and v
-            ),
-            1e-5,
-        )
+        weight, bias = self._read(names[0]).astype(np.float32), self._bias_of(names[0])
+        ends = ("norm_eps", "norm_epsilon")
+        eps = next((float(v) for k, v in self._config.items() if k.endswith(ends) and v), 1e-5)
         if bias is not None:
-            offset = self._read(names[0].removesuffix("weight") + "bias").astype(np.float32)
-            return [partial(_layer_norm, weight=weight, bias=offset, eps=eps)]
+            return [partial(_layer_norm, weight=weight, bias=bias.astype(np.float32), eps=eps)]
         plain = np.zeros_like(weight)
         return [
             partial(_rms_norm, weight=weight, eps=eps),
@@ -108,11 +100,7 @@ class Unembedding:
         ]
 
     def entropies(self, rows: Rows) -> tuple[Floats, Floats]:
-        """Return entropy of the softmax and margin of the two largest logits, nats, ``(n,)`` each.
-
-        Args:
-            rows: the input of the unembedding ``(n, d_model)``.
-        """
+        """Return entropies of the softmax and margins of the two largest logits, nats, ``(n,)``."""
         n = len(rows)
         at = np.arange(n)
         largest, second = np.full(n, -np.inf), np.full(n, -np.inf)
@@ -144,14 +132,9 @@ class Unembedding:
         cap = self._config.get("final_logit_softcapping")
         return np.asarray(cap * np.tanh(logits / cap), np.float32) if cap else logits
 
-    def _is_unembedding(self, name: str, d_model: int) -> bool:
-        tensor = self._stored[name]
-        return tensor.shape[1:] == (d_model,) and tensor.dtype in _FLOATS
-
-    def _ending(self, ends: Sequence[str]) -> list[str]:
-        return [
-            name for end in ends for name in self._stored if name == end or name.endswith(f".{end}")
-        ]
+    def _bias_of(self, weight: str) -> npt.NDArray[Any] | None:
+        name = weight.removesuffix("weight") + "bias"
+        return self._read(name) if name in self._stored else None
 
     def _read(self, name: str) -> npt.NDArray[Any]:
         values = self._stored[name].map()
@@ -183,20 +166,11 @@ def _layer_norm(rows: Rows, weight: Rows, bias: Rows, eps: float) -> Rows:
     return np.asarray(_rms_norm(centred, weight, eps) + bias)
 
 
-@dataclass(frozen=True)
-class _Last:
-    """Rows of the last layer of a dataset: the hook, and what makes logits of them."""
-
-    hook: str
-    form: Callable[[Rows], Rows]
-
-
 class Entropies:
     """Entropies of the rows of arms of one model, computed where none was recorded.
 
-    Args:
-        arms: the arms; what they recorded is what the computation is checked with.
-        hook: a hook that is compared; rows of the last layer must be of the same shards.
+    Rows of the last layer must be of the same shards as those of the hook. What the arms recorded
+    is what the computation is checked with.
 
     Raises:
         ActdsError: E014 the folder has no unembedding, or its entropies are not the recorded ones:
@@ -207,7 +181,7 @@ class Entropies:
         self, folder: Path, arms: Sequence[Arm], hook: str, progress: Callable[[str], None]
     ) -> None:
         self._progress = progress
-        self._last: dict[str, _Last] = {}
+        self._last: dict[str, tuple[str, Callable[[Rows], Rows]]] = {}
         self._values: dict[str, Floats] = {}
         self.lacks = "no rows of the last layer (final, or the last resid_post) are stored"
         hooks = [(arm, last) for arm in arms if (last := _last_hook(arm.dataset, hook))]
@@ -221,39 +195,33 @@ class Entropies:
             if len(rows) >= MIN_CHECKED:
                 checked[_weights(arm), last.kind] = self._agreeing(folder, last.kind, rows, entropy)
         for arm, last in hooks:
-            form = checked.get((_weights(arm), last.kind))
-            if form is not None:
-                self._last[arm.dataset.digest] = _Last(last.name, form)
+            if form := checked.get((_weights(arm), last.kind)):
+                self._last[arm.dataset.digest] = last.name, form
 
     def filled(self, dataset: Dataset, hook: str, rows: ArmRows) -> ArmRows:
-        """Return rows that have an entropy and a margin each, where they can be computed.
+        """Return rows with an entropy and a margin each, where they can be computed.
 
-        Args:
-            rows: the rows; a token that was not sampled stays unknown.
+        A token that was not sampled stays unknown.
         """
-        last = self._last.get(dataset.digest)
-        if last is None or not _same_shards(dataset, last.hook, hook):
+        last, form = self._last.get(dataset.digest, (None, None))
+        if last is None or form is None or not _same_shards(dataset, last, hook):
             return rows
-        n = len(rows)
-        known = rows.sampled or Sampled(
-            np.full(n, -1, np.int64), np.full(n, np.nan, np.float32), np.full(n, np.nan, np.float32)
-        )
+        unknown = np.full(len(rows), np.nan, np.float32)
+        known = rows.sampled or Sampled(np.full(len(rows), -1, np.int64), unknown, unknown)
+        array = dataset.array(last)
         if dataset.digest not in self._values:
-            self._values[dataset.digest] = np.full((dataset.array(last.hook).shape[0], 2), np.nan)
+            self._values[dataset.digest] = np.full((array.shape[0], 2), np.nan)
         values = self._values[dataset.digest]
         missing = np.isnan(known.entropy)
         wanted = rows.row[missing].astype(np.int64)
-        self._compute(dataset, last, wanted[np.isnan(values[wanted, 0])], values)
-        entropy, margin = known.entropy.copy(), known.margin.copy()
-        entropy[missing], margin[missing] = values[wanted].T
-        return replace(rows, sampled=replace(known, entropy=entropy, margin=margin))
-
-    def _compute(self, dataset: Dataset, last: _Last, row: Ints, values: Floats) -> None:
-        array = dataset.array(last.hook)
+        row = wanted[np.isnan(values[wanted, 0])]
         for start in range(0, len(row), _N_ROWS):
             self._progress(f"entropies of {dataset.path}: row {start:,} of {len(row):,}")
             some = row[start : start + _N_ROWS]
-            values[some] = np.column_stack(self._model.entropies(last.form(array[some])))
+            values[some] = np.column_stack(self._model.entropies(form(array[some])))
+        entropy, margin = known.entropy.copy(), known.margin.copy()
+        entropy[missing], margin[missing] = values[wanted].T
+        return replace(rows, sampled=replace(known, entropy=entropy, margin=margin))
 
     def _agreeing(
         self, folder: Path, kind: str, rows: Rows, entropy: Floats
@@ -280,10 +248,7 @@ def _weights(arm: Arm) -> str:
 
 
 def _last_hook(dataset: Dataset, hook: str) -> Hook | None:
-    """Return the hook whose rows the logits follow from, of the shards of another; None for none.
-
-    The last layer is that of ``final``, or the one that the run record counts to.
-    """
+    """Return the hook of the same shards whose rows the logits follow from; None without one."""
     n_layers = recorded(dataset.catalog, "model.n_layers")
     for last in sorted(dataset.hooks.values(), key=lambda place: place.kind != "final"):
         is_last = last.kind == "resid_post" and (str(last.layer + 1),) == n_layers

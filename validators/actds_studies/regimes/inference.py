@@ -17,10 +17,17 @@ import numpy as np
 from scipy import special  # type: ignore[import-untyped]
 
 from actds.text import counted
-from actds_studies.regimes.result import Element, Outcome, StudyLimits, Value
-from actds_studies.regimes.strata import ALL, MIN_REQUESTS, MIN_ROWS, Stratum
-from actds_studies.regimes.sums import COUNT, GroupSums, Made, Totals
-from actds_studies.regimes.wording import beyond
+from actds_studies.regimes.conclusions import beyond
+from actds_studies.regimes.result import (
+    ALL,
+    MIN_REQUESTS,
+    MIN_ROWS,
+    Element,
+    Outcome,
+    StudyLimits,
+    Value,
+)
+from actds_studies.regimes.strata import COUNT, GroupSums, Made, Stratum, Totals
 from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.statistics.intervals import (
     Scale,
@@ -91,14 +98,6 @@ class Measure:
     keep: int = 0
 
 
-@dataclass(frozen=True)
-class Judged:
-    """A value before the family of tests is known: ``tested`` names what its p is of."""
-
-    value: Value
-    tested: bool
-
-
 def judge(
     instrument: str,
     hook: str,
@@ -106,19 +105,16 @@ def judge(
     measure: Measure,
     sums: tuple[Totals, Totals],
     limits: StudyLimits,
-) -> Judged:
-    """Return what a measure finds in a stratum.
-
-    Args:
-        sums: of the reference and of the other arm, of the same groups.
-    """
-    first, second = sums
+) -> Value:
+    """Return what a measure finds in a stratum, before the family of tests is known."""
     short = _too_few(sums)
     n = 0
     if short is None:
-        first, second = _with_rows(sums)
-        n = len(first.groups[COUNT])
+        present = np.flatnonzero(sums[0].groups[COUNT][:, 0] + sums[1].groups[COUNT][:, 0] > 0)
+        sums = _of_groups(sums[0], present), _of_groups(sums[1], present)
+        n = len(present)
         short = None if n > 1 else "all requests are one group: none can be left out"
+    first, second = sums
     value = Value(
         instrument=instrument,
         hook=hook,
@@ -138,14 +134,13 @@ def judge(
         note=measure.note,
     )
     if short is not None:
-        return Judged(value.model_copy(update={"short": short}), False)
+        return value.model_copy(update={"short": short})
     work = {"direction": _direction, "overlap": _overlap}.get(measure.kind, _elements)
     with np.errstate(invalid="ignore", divide="ignore"):
         changes = work(measure, first, second, limits)
         if measure.keep and stratum.axis == ALL:
             changes["elements"] = _kept(measure, first, second)
-    changed = value.model_copy(update=changes)
-    return Judged(changed, changed.p is not None)
+    return value.model_copy(update=changes)
 
 
 def _too_few(sums: tuple[Totals, Totals]) -> str | None:
@@ -162,24 +157,11 @@ def _too_few(sums: tuple[Totals, Totals]) -> str | None:
     return None
 
 
-def _with_rows(sums: tuple[Totals, Totals]) -> tuple[Totals, Totals]:
-    present = sums[0].groups[COUNT][:, 0] + sums[1].groups[COUNT][:, 0] > 0
-    half, other = (
-        replace(total, groups={name: values[present] for name, values in total.groups.items()})
-        for total in sums
-    )
-    return half, other
-
-
 def pseudo_values(value: Floats, without: Floats) -> tuple[Floats, Floats]:
     """Return the jackknife's pseudo-values ``(n, ...)`` and the standard error ``(...)``.
 
-    ``n value - (n - 1) without`` (Tukey 1958); their standard error is that of
-    ``intervals.from_replicates``.
-
-    Args:
-        value: ``(...)``.
-        without: the values without each of n groups ``(n, ...)``.
+    ``n value - (n - 1) without`` (Tukey 1958), without each of n groups ``(n, ...)``; their
+    standard error is that of ``intervals.from_replicates``.
     """
     n = len(without)
     deviation = without - without.mean(axis=0)
@@ -196,23 +178,19 @@ def influences(of_arm: Callable[[GroupSums], Floats], first: Totals, second: Tot
     sums of the second arm less those of the first (the infinitesimal jackknife, Jaeckel 1972). An
     exchange of the group's two sides leaves the pool as it is and turns the sign, whatever the
     function: pseudo-values, which are taken about each arm by itself, do so for means only.
-
-    Args:
-        of_arm: function of the sums of an arm, unchanged when all are multiplied.
-        second: sums of the other arm.
     """
     half, other = first.total(), second.total()
-    pool = Made(half, lambda name: half[name] + other[name])
+    pool = Made(lambda name: half[name] + other[name])
     n_rows = [np.maximum(total[COUNT], 1e-300) for total in (half, other)]
+
+    def toward(groups: GroupSums, step: float) -> Floats:
+        return of_arm(Made(lambda name: pool[name] + step * groups[name]))
+
     values = []
     for totals, n in zip((first, second), n_rows, strict=True):
-        up, down = (of_arm(_toward(pool, totals.groups, step)) for step in (_STEP, -_STEP))
-        values.append((up - down) / (2 * _STEP) * (pool[COUNT] / n))
+        slope_of = (toward(totals.groups, _STEP) - toward(totals.groups, -_STEP)) / (2 * _STEP)
+        values.append(slope_of * (pool[COUNT] / n))
     return np.asarray(np.nan_to_num(values[1] - values[0]), np.float64)
-
-
-def _toward(pool: GroupSums, groups: GroupSums, step: float) -> Made:
-    return Made(pool, lambda name: pool[name] + step * groups[name])
 
 
 def effective(weights: Floats) -> Floats:
@@ -236,7 +214,6 @@ def flip_p(
 
     Args:
         statistic: of signs ``(n, n_groups)`` to ``(n,)``; large is evidence.
-        n_flips: random flips at most.
         observed: its value for one of the elements, of which it is the maximum: p is then that of
             the element, adjusted for all of them (Westfall & Young 1993); None for the maximum.
     """
@@ -290,11 +267,7 @@ def lengths(gram: Floats) -> Callable[[Floats], Floats]:
 
 
 def largest_p(of_each: Callable[[Floats], Floats], n_worst: int, n_groups: int, seed: int) -> float:
-    """Return p of one of many elements: against the largest of all, by flips.
-
-    Args:
-        of_each: statistic of each element, of signs ``(n, n_groups)`` to ``(n, m)``.
-    """
+    """Return p of one of many elements ``(n, m)``: against the largest of all, by flips."""
     observed = float(of_each(np.ones((1, n_groups)))[0, n_worst])
 
     def largest(signs: Floats) -> Floats:
@@ -372,7 +345,8 @@ def _elements(
     if measure.limit is not None:
         changes["equivalent"] = bool(far.max() <= measure.limit)
         half = one_sided * float(error[int(np.argmax(far))])
-        changes["short"] = _short(bool(changes["equivalent"]), half, needed, measure, first, second)
+        if not changes["equivalent"]:
+            changes["short"] = _short(half, needed, measure, first, second)
     return changes
 
 
@@ -478,13 +452,10 @@ def _direction(
 def detectable_turn(gram: Floats) -> Floats:
     """Return the turn of each direction that its test finds with a power of 80 %, in degrees.
 
-    Under no turn the squared length of what n groups add is about a chi-squared variable, of as
-    many degrees of freedom as their products say (Satterthwaite 1946). It has to exceed the
-    quantile that is left to each of m directions; about a turn it is about normal, and wider by
-    what the groups add along it.
-
-    Args:
-        gram: products of what each group adds to the difference ``(m, n, n)``.
+    Under no turn the squared length of what n groups add, of products ``(m, n, n)``, is about a
+    chi-squared variable, of as many degrees of freedom as their products say (Satterthwaite 1946).
+    It has to exceed the quantile that is left to each of m directions; about a turn it is about
+    normal, and wider by what the groups add along it.
     """
     m, n, _ = gram.shape
     rows = gram.mean(axis=2, keepdims=True)
@@ -523,8 +494,7 @@ def _chord_floor(
 
 
 def _of_groups(total: Totals, chosen: Ints) -> Totals:
-    groups = total.groups
-    return replace(total, groups=Made(groups, lambda name: groups[name][chosen]))
+    return replace(total, groups=Made(lambda name: total.groups[name][chosen]))
 
 
 def _overlap(
@@ -535,7 +505,7 @@ def _overlap(
     An overlap of two samples falls with their size by itself. So half of the first arm's groups
     is compared with the other half of the second's, and with the other half of its own.
     """
-    n = len(next(iter(first.groups.values())))
+    n = len(first.groups[COUNT])
     split = halves(n, N_HALVES, limits.seed)
     within = measure.statistic(first.of(split), first.of(~split))[:, 0]
     across = measure.statistic(first.of(split), second.of(~split))[:, 0]
@@ -549,13 +519,12 @@ def _overlap(
         half, other = first.of(kept), second.of(~kept)
         swapped, back = second.of(kept), first.of(~kept)
         mixed = measure.statistic(
-            Made(half, lambda name: half[name] + other[name]),
-            Made(half, lambda name: swapped[name] + back[name]),
+            Made(lambda name: half[name] + other[name]),
+            Made(lambda name: swapped[name] + back[name]),
         )[:, 0]
         return np.asarray(1 - mixed)
 
     low, high = np.quantile(across, [0.025, 0.975])
-    farthest = float(np.quantile(lost, 0.95))
     changes: dict[str, object] = {
         "value": value,
         "low": float(low),
@@ -582,7 +551,7 @@ def _overlap(
 
 def _floor(measure: Measure, first: Totals, element: int, limits: StudyLimits) -> float | None:
     """Return the 95 % quantile of the measure's size between halves of the reference."""
-    n = len(next(iter(first.groups.values())))
+    n = len(first.groups[COUNT])
     if n < 4:
         return None
     split = halves(n, N_HALVES, limits.seed)
@@ -590,18 +559,8 @@ def _floor(measure: Measure, first: Totals, element: int, limits: StudyLimits) -
     return _finite(float(np.quantile(values[:, element], 0.95)))
 
 
-def _short(
-    equivalent: bool, half: float, size: float, measure: Measure, first: Totals, second: Totals
-) -> str | None:
-    """Return what is missing for equivalence, None when nothing is.
-
-    Args:
-        half: half of the widest interval, which falls with the root of the requests.
-        measure: has the limit: a size is tested against it, a difference against none.
-        second: sums of the other arm.
-    """
-    if equivalent:
-        return None
+def _short(half: float, size: float, measure: Measure, first: Totals, second: Totals) -> str:
+    """Return what is missing for equivalence; half an interval falls with the root of requests."""
     n = min(first.n_requests, second.n_requests)
     limit = measure.limit
     assert limit is not None
@@ -620,7 +579,7 @@ def _short(
     return f"about {needed:,} requests are needed {why}, {n:,} are there"
 
 
-def decide(judged: Sequence[Judged], limits: StudyLimits) -> list[Value]:
+def decide(judged: Sequence[Value], limits: StudyLimits) -> list[Value]:
     """Return the values with adjusted p and verdict: one family of tests over all of them.
 
     A value carries over when it is shown to lie within its limit. It shifts when it is not, the
@@ -628,12 +587,11 @@ def decide(judged: Sequence[Judged], limits: StudyLimits) -> list[Value]:
     Else it is undecided: also where a test finds a difference, and whether it is beyond the limit
     remains open.
     """
-    p = np.array([item.value.p for item in judged if item.tested], np.float64)
+    p = np.array([value.p for value in judged if value.p is not None], np.float64)
     adjusted = iter(benjamini_hochberg(p).tolist())
     values = []
-    for item in judged:
-        value = item.value
-        if not item.tested:
+    for value in judged:
+        if value.p is None:
             values.append(value)
             continue
         q = float(next(adjusted))
@@ -643,7 +601,7 @@ def decide(judged: Sequence[Judged], limits: StudyLimits) -> list[Value]:
         elif q <= limits.fdr and (value.limit is None or beyond(value) >= 1):
             outcome = "shifts"
         short = value.short if outcome == "undecided" else None
-        if outcome == "undecided" and beyond(value) >= 1 and (value.p or 0) <= _least_p(value):
+        if outcome == "undecided" and beyond(value) >= 1 and value.p <= _least_p(value):
             short = (
                 f"p is {value.p:.2g}, as small as exchanges of {value.n_groups} groups make it, "
                 f"and {q:.2g} among {len(p):,} tests: compare fewer hooks and contrasts, or "

@@ -8,6 +8,13 @@ from pydantic import Field, SerializeAsAny
 
 from actds_validators.sections import Document, LimitsSection, Section, Share
 
+ALL = "all"
+"""Axis and stratum of all rows."""
+MIN_REQUESTS = 8
+"""Requests that an arm must have in a stratum: nothing is estimated from fewer."""
+MIN_ROWS = 32
+"""Effective rows, ``(sum w)² / sum w²``, that an arm must have in a stratum: eight requests may
+give a dozen rows, all of one token of a template, which are no sample of a regime."""
 Outcome = Literal["carries over", "shifts", "undecided"]
 About = Literal["computation", "authorship", "both", "text"]
 """What differs between two arms: how equal tokens were computed; who wrote the tokens behind equal
@@ -192,6 +199,11 @@ class ContrastResult(Section):
     values: list[Value]
     quantiles: list[Quantiles]
     verdicts: list[Verdict]
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of the reference and of the other arm."""
+        return self.first.name, self.second.name
 
 
 class Used(Section):

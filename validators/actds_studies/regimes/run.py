@@ -1,12 +1,23 @@
-"""One engine for everything: contrasts, instruments and strata, in one pass over each arm."""
+"""One engine for everything: contrasts, instruments and strata, in one pass over each arm.
+
+Pairs of equal tokens have more. Their floor is how far rows lie apart that were computed twice in
+the same way: requests that share a prompt compute its tokens more than once; else canaries of the
+run say it; a contrast with the same harvest made again, in a process of its own, says it of every
+measure. Quantiles of distances are of counts in bins of equal ratio. Forks are pairs after which
+both arms sampled (``--entropy``), and sampled different tokens: greedy answers part where the
+difference of two computations exceeds the margin between the two largest logits; answers that are
+drawn at a temperature part by chance.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 from typing_extensions import TypeVar
 
 from actds.errors import ActdsError
@@ -14,23 +25,22 @@ from actds.explore.lazy import LazyArray
 from actds.loader.filters import SINK_NORM
 from actds_studies.regimes.arms import Arm, ArmRows, described_rows
 from actds_studies.regimes.conclusions import about, answer_of, verdicts
-from actds_studies.regimes.contrast import Contrast, Pairing, Side, contrast
+from actds_studies.regimes.contrast import Contrast, Pairing, contrast
 from actds_studies.regimes.entropies import Entropies
-from actds_studies.regimes.equal_tokens import (
-    PARTING,
-    Histogram,
+from actds_studies.regimes.inference import Measure, decide, judge
+from actds_studies.regimes.instruments import (
+    ALL_ROWS,
+    SINKS,
+    Instrument,
     Numerics,
-    beside_contrast,
-    beside_floor,
-    parting_parts,
-    quantile_lines,
-    repeat_floor,
+    PairInstrument,
+    of_pairs,
+    over,
 )
-from actds_studies.regimes.inference import Judged, Measure, decide, judge
-from actds_studies.regimes.instruments import Instrument, PairInstrument
-from actds_studies.regimes.instruments.moments import ALL_ROWS, SINKS
 from actds_studies.regimes.instruments.probes import Probes
 from actds_studies.regimes.result import (
+    ALL,
+    MIN_REQUESTS,
     ArmResult,
     ContrastResult,
     Limits,
@@ -40,10 +50,9 @@ from actds_studies.regimes.result import (
     StudyResult,
     Value,
 )
-from actds_studies.regimes.strata import ALL
-from actds_studies.regimes.sums import COUNT, Part, RowReader, Sums, blocks_of
-from actds_validators.arrays import Bools, Floats, Ints, Rows
-from actds_validators.statistics.samples import some_rows
+from actds_studies.regimes.strata import COUNT, Part, RowReader, Side, Stratum, Sums, blocks_of
+from actds_validators.arrays import Bools, Floats, Ints, Rows, Whole
+from actds_validators.statistics.samples import cosine_distance, relative_l2, some_rows
 
 N_SAMPLE = 4096
 MAX_PAIRS = 50_000
@@ -56,14 +65,18 @@ AnyInstrument = Instrument | PairInstrument
 Result = TypeVar("Result", bound=StudyResult, default=Regimes)
 
 
+FORKS = of_pairs(
+    "forks of the sampled token",
+    lambda sums: over(sums["parted"], sums["sampled"]),
+    "share of pairs that both sampled after",
+    "linear",
+)
+"""Share of the pairs after which the arms sampled different tokens; only described."""
+
+
 @dataclass(frozen=True)
 class Asked:
-    """A contrast that is asked for.
-
-    Args:
-        name: what a reader calls it, as ``G-R``.
-        pairing: how to pair the rows; None for the closest way there is.
-    """
+    """A contrast that is asked for; None pairs its rows the closest way there is."""
 
     name: str
     first: Arm
@@ -77,12 +90,10 @@ class Asked:
 class Measured:
     """What was measured on two arms, before the family of tests is known.
 
-    Args:
-        n_sinks: rows of either arm left out because their norm is a sink's.
-        n_broken: rows left out because they are not finite, or zero.
+    Rows of either arm are left out as sinks, by their norm, or as broken: not finite, or zero.
     """
 
-    judged: list[Judged]
+    judged: list[Value]
     quantiles: list[Quantiles]
     n_sinks: tuple[int, int]
     n_broken: tuple[int, int]
@@ -100,13 +111,10 @@ def compare(
     """Return what contrasts find; all their tests are one family.
 
     Args:
-        asked: the contrasts; each has instruments of its own, which keep what they learnt of its
-            reference.
-        limits: what counts as none, level and seed; None for the defaults.
+        questions: each has instruments of its own, which keep what they learnt of its reference.
         floor: name of the contrast of arms that were served alike, whose distances are the floor
             of the others'.
         entropies: computes those that were not recorded; None without.
-        kind: of the result.
 
     Raises:
         ActdsError: E014 arms that cannot be compared; what reading raises.
@@ -116,36 +124,32 @@ def compare(
     all_measured, results = [], []
     for question in questions:
         progress(f"{question.name} at {question.hook}")
-        arrays = _rows_of(question.first, question.hook), _rows_of(question.second, question.hook)
+        arms, hook = (question.first, question.second), question.hook
+        # Read in their order: few files need to stay open.
+        first, second = (
+            LazyArray(arm.dataset.hooks[hook], arm.dataset.shards_of(hook), n_open=N_OPEN)
+            for arm in arms
+        )
         plan, result = planned.pop(0)
-        measured = measure(plan, arrays, question.instruments, limits, question.hook)
+        measured = measure(plan, (first, second), question.instruments, limits, hook)
         if plan.pairing == "token":
-            repeats = repeat_floor((question.first, question.second), plan, arrays, question.hook)
-            measured = replace(measured, judged=beside_floor(measured.judged, repeats))
+            judged = beside_repeats(measured.judged, arms, plan, (first, second), hook)
+            measured = replace(measured, judged=judged)
         all_measured.append(measured)
-        results.append(_with_counts(result, measured))
+        results.append(result)
     results = [
-        result.model_copy(update={"values": values})
-        for result, values in zip(results, conclude(all_measured, limits), strict=True)
+        _with_values(*parts)
+        for parts in zip(results, all_measured, conclude(all_measured, limits), strict=True)
     ]
     if floor is not None:
         results = beside_contrast(results, floor)
     results = [
-        question.model_copy(
-            update={
-                "verdicts": verdicts(question.values, (question.first.name, question.second.name))
-            }
-        )
-        for question in results
+        result.model_copy(update={"verdicts": verdicts(result.values, result.names)})
+        for result in results
     ]
     n_tests = sum(value.p is not None for result in results for value in result.values)
     facts: dict[str, Any] = {"limits": limits, "answer": answer_of(results), "n_tests": n_tests}
     return kind(contrasts=results, **facts)
-
-
-def _rows_of(arm: Arm, hook: str) -> LazyArray:
-    """Return the rows of an arm: read in their order, so that few files need to stay open."""
-    return LazyArray(arm.dataset.hooks[hook], arm.dataset.shards_of(hook), n_open=N_OPEN)
 
 
 def _planned(
@@ -155,33 +159,54 @@ def _planned(
 
     What the tables say of each row is not kept: there may be many contrasts.
     """
-    plan, first, second = contrast(
-        question.first,
-        question.second,
-        question.hook,
-        pairing=question.pairing,
-        seed=seed,
-        entropies=entropies,
-    )
-    _refuse_same(question, plan)
+    arms, pairing = (question.first, question.second), question.pairing
+    plan, *rows = contrast(*arms, question.hook, pairing=pairing, seed=seed, entropies=entropies)
+    sides = plan.first, plan.second
+    numbers = plan.first.row, plan.second.row
+    if plan.pairing != "unpaired":
+        numbers = numbers[0][plan.pairs[0]], numbers[1][plan.pairs[1]]
+    if arms[0].dataset.digest == arms[1].dataset.digest and np.array_equal(*numbers):
+        raise ActdsError(
+            "E014",
+            f"arms {arms[0].name} and {arms[1].name} at {question.hook}",
+            got="the same rows",
+            expected="rows that were written or computed in two ways",
+        )
     for instrument in question.instruments:
         if isinstance(instrument, Probes):
-            rows = plan.first.row, plan.second.row
-            instrument.need_labels((question.first.name, question.second.name), rows)
+            names = arms[0].name, arms[1].name
+            instrument.need_labels(names, (plan.first.row, plan.second.row))
+    first, second = (
+        ArmResult(
+            name=arm.name,
+            words=arm.words,
+            rows=described_rows(arm, of_arm),
+            digest=arm.dataset.digest,
+            n_rows=len(of_arm),
+            n_requests=of_arm.n_requests,
+            n_compared=len(side),
+            n_apart=of_arm.n_apart,
+            n_repeats=of_arm.n_repeats,
+            n_decode=of_arm.n_decode,
+        )
+        for arm, of_arm, side in zip(arms, rows, sides, strict=True)
+    )
+    decode = [
+        None if arm.n_decode is None else arm.n_decode / max(arm.n_rows, 1)
+        for arm in (first, second)
+    ]
     result = ContrastResult(
         name=question.name,
         hook=question.hook,
         pairing=plan.pairing,
-        about=about(plan.pairing, (_decode_share(first), _decode_share(second))),
+        about=about(plan.pairing, (decode[0], decode[1])),
         adjusted=plan.adjusted,
         n_pairs=len(plan.pairs[0]),
         n_groups=plan.n_groups,
         coverage=min(1.0, plan.coverage),
-        left_out=_left_out(
-            plan, entropies, (question.first.name, first), (question.second.name, second)
-        ),
-        first=_arm_result(question.first, first, plan.first),
-        second=_arm_result(question.second, second, plan.second),
+        left_out=_left_out(plan, entropies, {first.name: rows[0], second.name: rows[1]}),
+        first=first,
+        second=second,
         values=[],
         quantiles=[],
         verdicts=[],
@@ -189,42 +214,22 @@ def _planned(
     return plan, result
 
 
-def _refuse_same(question: Asked, plan: Contrast) -> None:
-    """Refuse rows that would be compared with themselves."""
-    if question.first.dataset.digest != question.second.dataset.digest:
-        return
-    first, second = plan.first.row, plan.second.row
-    if plan.pairing != "unpaired":
-        first, second = first[plan.pairs[0]], second[plan.pairs[1]]
-    if np.array_equal(first, second):
-        raise ActdsError(
-            "E014",
-            f"arms {question.first.name} and {question.second.name} at {question.hook}",
-            got="the same rows",
-            expected="rows that were written or computed in two ways",
-        )
-
-
-def _with_counts(result: ContrastResult, measured: Measured) -> ContrastResult:
-    """Return a result with what was left out when the rows were read, and the quantiles."""
+def _with_values(result: ContrastResult, measured: Measured, values: list[Value]) -> ContrastResult:
+    """Return a result with what was measured, and what was left out when the rows were read."""
     first, second = (
         arm.model_copy(update={"n_sinks": n_sinks, "n_broken": n_broken})
         for arm, n_sinks, n_broken in zip(
             (result.first, result.second), measured.n_sinks, measured.n_broken, strict=True
         )
     )
-    more = {"first": first, "second": second, "quantiles": measured.quantiles}
+    more = {"first": first, "second": second, "quantiles": measured.quantiles, "values": values}
     return result.model_copy(update=more)
 
 
 def conclude(measured: Sequence[Measured], limits: StudyLimits) -> list[list[Value]]:
     """Return the values of each contrast with their outcomes, one family over all."""
-    values = decide([judged for each in measured for judged in each.judged], limits)
-    values_of, start = [], 0
-    for each in measured:
-        values_of.append(values[start : start + len(each.judged)])
-        start += len(each.judged)
-    return values_of
+    values = iter(decide([value for each in measured for value in each.judged], limits))
+    return [list(islice(values, len(each.judged))) for each in measured]
 
 
 def measure(
@@ -234,11 +239,7 @@ def measure(
     limits: StudyLimits,
     hook: str,
 ) -> Measured:
-    """Measure two arms: one pass over each, one over the pairs where an instrument asks for them.
-
-    Args:
-        arrays: the rows of either arm, by number.
-    """
+    """Measure two arms: a pass over each, and over the pairs where an instrument asks for them."""
     single = [instrument for instrument in instruments if isinstance(instrument, Instrument)]
     double = [instrument for instrument in instruments if isinstance(instrument, PairInstrument)]
     coarse = np.array([n for n, s in enumerate(plan.strata) if s.axis in COARSE], np.int64)
@@ -249,28 +250,24 @@ def measure(
     sink = SINK_NORM * float(np.median(norms))
     for instrument in single:
         instrument.prepare(sample[norms <= sink])  # a few sinks would make up all of a scale
-    judged: list[Judged] = []
     passes = [
         _pass(arrays[n], side, n, single, plan, coarse, sink)
         for n, side in enumerate((plan.first, plan.second))
     ]
-    sums = passes[0][0], passes[1][0]
-    if single:
-        reference = sums[0].totals(0).total()
-        for instrument in single:
-            judged += _judged(
-                instrument.name, instrument.measures(reference, limits), plan, sums, limits, hook
-            )
-    quantiles: list[Quantiles] = []
+    sums, quantiles = (passes[0][0], passes[1][0]), list[Quantiles]()
+    reference = sums[0].totals(0).total()
+    judged: list[Value] = []
+    for instrument in single:
+        measures = instrument.measures(reference, limits)
+        judged += _judged(instrument.name, measures, plan, sums, limits, hook)
     if plan.pairing == "token" and double:
-        pair_sums, lines = _pair_pass(plan, arrays, double, coarse, sink, hook)
-        quantiles = lines
+        of_pairs, quantiles = _pair_pass(plan, arrays, double, coarse, sink, hook)
         for pair_instrument in double:
             measures = pair_instrument.pair_measures(limits)
             if plan.parted is not None and pair_instrument.name == Numerics.name:
-                measures = [*measures, PARTING]
+                measures = [*measures, FORKS]
             judged += _judged(
-                pair_instrument.name, measures, plan, (pair_sums, pair_sums), limits, hook
+                pair_instrument.name, measures, plan, (of_pairs, of_pairs), limits, hook
             )
     return Measured(judged, quantiles, (passes[0][1], passes[1][1]), (passes[0][2], passes[1][2]))
 
@@ -353,7 +350,8 @@ def _pair_pass(
         sums.leave_out(block, fine)
         sums.add(block, [Part(COUNT, np.ones(len(rows)))])
         if parted is not None:
-            sums.add(block, parting_parts(parted[block]))
+            after = {"sampled": parted[block] >= 0, "parted": parted[block] > 0}
+            sums.add(block, (Part(name, known.astype(np.float64)) for name, known in after.items()))
         strata = [np.where(fine, layer.stratum[block], -1) for layer in layers]
         with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
             for instrument in instruments:
@@ -383,7 +381,7 @@ def _judged(
     sums: tuple[Sums, Sums],
     limits: StudyLimits,
     hook: str,
-) -> list[Judged]:
+) -> list[Value]:
     measured = []
     for n, stratum in enumerate(plan.strata):
         totals = sums[0].totals(n), sums[1].totals(n)
@@ -398,42 +396,179 @@ def _judged(
     return measured
 
 
-def _left_out(plan: Contrast, entropies: Entropies | None, *arms: tuple[str, ArmRows]) -> list[str]:
+def _left_out(
+    plan: Contrast, entropies: Entropies | None, arms: Mapping[str, ArmRows]
+) -> list[str]:
     """Return which strata are not formed for want of entropies, and of which arm."""
     has_axis = any(stratum.axis == "entropy" for stratum in plan.strata)
-    if has_axis or not any(rows.sampled is not None for _, rows in arms):
+    if has_axis or not any(rows.sampled is not None for rows in arms.values()):
         return []
-    known = [
-        f"{np.isfinite(rows.sampled.entropy).mean():.1%}" if rows.sampled is not None else "none"
-        for _, rows in arms
-    ]
-    shares = " and ".join(
-        f"{share} of the rows of {name}" for share, (name, _) in zip(known, arms, strict=True)
-    )
+    shares = []
+    for name, rows in arms.items():
+        known = "none"
+        if rows.sampled is not None:
+            known = f"{np.isfinite(rows.sampled.entropy).mean():.1%}"
+        shares.append(f"{known} of the rows of {name}")
     more = "the model's folder (--model) gives the others where rows of the last layer are stored"
     if entropies is not None:
         more = f"the model's folder gives no others: {entropies.lacks}"
     return [
         "entropy and margin: the model's distribution over the next token is known after "
-        f"{shares}. A harvest with --entropy records it where the model sampled, and {more}. Bands "
-        "of so different rows would not mean the same"
+        f"{' and '.join(shares)}. A harvest with --entropy records it where the model sampled, and "
+        f"{more}. Bands of so different rows would not mean the same"
     ]
 
 
-def _decode_share(rows: ArmRows) -> float | None:
-    return None if rows.n_decode is None else rows.n_decode / max(len(rows), 1)
+_MIN_TOKENS = 20
+_OF_PAIRS = ("numerics", "overlap")
+"""Instruments with sizes of pairs of equal tokens: halves of the reference have none."""
 
 
-def _arm_result(arm: Arm, rows: ArmRows, side: Side) -> ArmResult:
-    return ArmResult(
-        name=arm.name,
-        words=arm.words,
-        rows=described_rows(arm, rows),
-        digest=arm.dataset.digest,
-        n_rows=len(rows),
-        n_requests=rows.n_requests,
-        n_compared=len(side),
-        n_apart=rows.n_apart,
-        n_repeats=rows.n_repeats,
-        n_decode=rows.n_decode,
-    )
+def beside_repeats(
+    judged: list[Value],
+    arms: tuple[Arm, Arm],
+    plan: Contrast,
+    arrays: tuple[RowReader, RowReader],
+    hook: str,
+) -> list[Value]:
+    """Return values with the floor of numerics over all rows, if 20 tokens were computed twice."""
+    parts: list[tuple[Floats, Floats]] = []
+    for repeats, array in zip(plan.repeats, arrays, strict=True):
+        first, other = (_read(array, repeat) for repeat in repeats)
+        fine = _usable(first) & _usable(other)
+        pairs = first[fine], other[fine]
+        parts.append((relative_l2(*pairs), cosine_distance(*pairs)))
+    words = "tokens that one arm computed twice, in two requests"
+    if sum(len(relative) for relative, _ in parts) < _MIN_TOKENS:
+        parts, words = [], "canaries, tokens computed again in requests replayed alone"
+        for dataset in {id(arm.dataset): arm.dataset for arm in arms}.values():
+            lines = dataset.canary(run=False)
+            same = pc.and_(pc.equal(lines["hook"], hook), pc.equal(lines["verdict"], "same"))
+            lines = lines.filter(same)
+            parts.append((lines["relative_l2"].to_numpy(), 1 - lines["cosine"].to_numpy()))
+    relative, cosine = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    if len(relative) < _MIN_TOKENS:
+        return judged
+    floors = {
+        "equal to the bit": float((relative == 0).mean()),
+        "relative L2": float(relative.mean()),
+        "cosine distance": float(cosine.mean()),
+    }
+    words = f"{len(relative):,} {words}"
+    return [
+        _with_floor(value, floors[value.measure], words)
+        if value.instrument == "numerics" and value.axis == ALL and value.measure in floors
+        else value
+        for value in judged
+    ]
+
+
+def _with_floor(value: Value, floor: float | None, words: str) -> Value:
+    if value.value is None:
+        return value
+    return value.model_copy(update={"floor": floor, "note": f"floor: {words}"})
+
+
+def beside_contrast(results: Sequence[ContrastResult], name: str) -> list[ContrastResult]:
+    """Return results in which sizes of pairs stand beside the same of one of the contrasts.
+
+    E014 where that one is not paired by token.
+    """
+    known: dict[tuple[str, ...], Value] = {}
+    for result in results:
+        if result.name == name and result.pairing != "token":
+            got = f"{name} at {result.hook} is paired by {result.pairing}"
+            expected = "a contrast of the same tokens, as of a replay made twice"
+            raise ActdsError("E014", "floor", got=got, expected=expected)
+        if result.name == name:
+            known |= {_place(value): value for value in result.values}
+    beside = []
+    for result in results:
+        values = [
+            _with_floor(value, known[_place(value)].value, name)
+            if value.instrument in _OF_PAIRS
+            and value.kind in ("size", "described")
+            and _place(value) in known
+            else value
+            for value in result.values
+        ]
+        is_beside = result.name != name and result.pairing == "token"
+        beside.append(result.model_copy(update={"values": values}) if is_beside else result)
+    return beside
+
+
+def _place(value: Value) -> tuple[str, ...]:
+    return value.hook, value.instrument, value.measure, value.axis, value.stratum
+
+
+def _read(array: RowReader, rows: Whole) -> Rows:
+    known, place = np.unique(rows, return_inverse=True)
+    return np.asarray(array[known])[place.reshape(-1)]
+
+
+LOWEST = 1e-12
+"""Distances below count as 0."""
+PER_DECADE = 200
+"""Bins: a quantile is off by 0.6 % of itself at most."""
+_DECADES = 15
+
+
+class Histogram:
+    """Counts of values by stratum."""
+
+    def __init__(self, n_strata: int) -> None:
+        self._n_strata = n_strata
+        self._counts: dict[str, Ints] = {}
+        self._largest: dict[str, Floats] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Return what was counted."""
+        return list(self._counts)
+
+    def add(self, name: str, values: Floats, strata: Sequence[Ints]) -> None:
+        """Count values ``(n,)`` in the strata of each axis ``(n,)``, -1 for none."""
+        n_bins = _DECADES * PER_DECADE + 2
+        if name not in self._counts:
+            self._counts[name] = np.zeros((self._n_strata, n_bins), np.int64)
+            self._largest[name] = np.zeros(self._n_strata)
+        positive = np.maximum(np.nan_to_num(values), LOWEST / 10)
+        place = np.floor(np.log10(positive / LOWEST) * PER_DECADE).astype(np.int64) + 1
+        place = np.clip(place, 0, n_bins - 1)
+        for stratum in strata:
+            present = stratum >= 0
+            np.add.at(self._counts[name], (stratum[present], place[present]), 1)
+            np.maximum.at(self._largest[name], stratum[present], values[present])
+
+    def count(self, name: str, stratum: int) -> int:
+        """Return how many values a stratum has."""
+        return int(self._counts[name][stratum].sum())
+
+    def quantile(self, name: str, stratum: int, share: float) -> float:
+        """Return a quantile; share 1 gives the largest value itself."""
+        largest = float(self._largest[name][stratum])
+        if share >= 1:
+            return largest
+        counts = np.cumsum(self._counts[name][stratum])
+        place = int(np.searchsorted(counts, share * counts[-1], side="left"))
+        if place == 0:
+            return 0.0
+        return min(float(LOWEST * 10 ** ((place - 0.5) / PER_DECADE)), largest)
+
+
+def quantile_lines(histogram: Histogram, strata: Sequence[Stratum], hook: str) -> list[Quantiles]:
+    """Return the quantiles at 50, 90, 99 and 100 % of every stratum of at least eight pairs."""
+    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p100": 1.0}
+    return [
+        Quantiles(
+            hook=hook,
+            axis=stratum.axis,
+            stratum=stratum.name,
+            measure=name,
+            n_pairs=n_pairs,
+            **{p: histogram.quantile(name, n, share) for p, share in shares.items()},
+        )
+        for name in histogram.names
+        for n, stratum in enumerate(strata)
+        if (n_pairs := histogram.count(name, n)) >= MIN_REQUESTS
+    ]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from actds.errors import ActdsError
 from actds.explore.dataset import Dataset, open_apart
-from actds_studies.regimes.asking import MIXTURE_KEYS, parse_named
+from actds_studies.regimes.api import MIXTURE_KEYS, parse_named
 from actds_studies.stability.fit import need_torch
 from actds_studies.stability.result import Limits, Stability
 from actds_validators.sections import need_extra, settings_of

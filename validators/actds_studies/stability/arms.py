@@ -24,8 +24,8 @@ from actds.format.tables import PHASES
 from actds.loader.filters import need_known
 from actds.loader.selection import Selection, held_out_requests, select, split_weights
 from actds.text import storable
+from actds_studies.regimes.api import ArmWords
 from actds_studies.regimes.arms import APART, Requests
-from actds_studies.regimes.asking import ArmWords
 from actds_validators.arrays import Bools, Floats, Ints
 
 _POSITION, _COPY = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)

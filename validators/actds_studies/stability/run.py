@@ -35,9 +35,9 @@ from actds_studies.stability.result import (
     Trained,
 )
 from actds_studies.stability.rows import Errors, Gathered, Plan, cross_values, errors_of, gather
-from actds_validators.about import about
 from actds_validators.arrays import Bools
 from actds_validators.audit.outputs import unwritable
+from actds_validators.sections import about
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array  # type: ignore[import-untyped]

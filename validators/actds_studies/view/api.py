@@ -24,12 +24,12 @@ from actds.loader.filters import SINK_NORM
 from actds.text import counted, format_nbytes, storable
 from actds.version import __version__
 from actds_studies.view.requests import Score, ShownRequest
-from actds_validators.about import about
 from actds_validators.audit.result import CoverageCell, WaterfallStep
 from actds_validators.pages.accounting import map_of, waterfall_of
 from actds_validators.pages.answer import Shown, dataset_facts, render_page
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend, span, ticks
 from actds_validators.pages.words import Part, Sentence, number, percent, short, table_of
+from actds_validators.sections import about
 
 if TYPE_CHECKING:
     from actds.explore.context import Tokenizer

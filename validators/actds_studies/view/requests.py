@@ -15,10 +15,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.apart import Apart, Reply, Request, cpu_seconds
 from actds.errors import ActdsError
 from actds.exchange.containers import map_npy
 from actds.explore.dataset import Dataset
+from actds.format.apart import Apart, Reply, Request, cpu_seconds
 from actds.format.tables import FLAG_BOS, FLAG_EOS, FLAG_SPECIAL, is_served
 from actds_studies.dictionaries import Dictionary, load_dictionary, saelens
 from actds_studies.dictionaries.load import PARAMETERS

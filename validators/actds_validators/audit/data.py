@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +19,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from actds.apart import Apart, Reply, Request, cpu_seconds
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.format import tables
+from actds.format.apart import Apart, Reply, Request, cpu_seconds
 from actds.format.parquet import max_nbytes
 from actds.format.positions import Index, pair_key, position_key
 from actds.format.shard import TOKENS
@@ -368,12 +368,7 @@ def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, given.select(names).schema) as stream:
         stream.write_table(given.select(names))
-    data = sink.getvalue()
-
-    def write(pipe: BinaryIO) -> None:
-        pipe.write(data)
-
-    yield Reply({}, data.size, write)
+    yield Reply({}, [sink.getvalue()])
 
 
 def match_labels(labels: LabelFile, sources: list[RunSource]) -> ClassesFile:

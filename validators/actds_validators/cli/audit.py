@@ -102,8 +102,8 @@ def audit(
     outputs = Outputs(
         html, json_out, {"--weights": weights}, {"--classes": [classes] if classes else []}
     )
-    from actds_validators.about import about as describe
     from actds_validators.pages.report import render, render_lines
+    from actds_validators.sections import about as describe
 
     audited = run_audit(
         path,

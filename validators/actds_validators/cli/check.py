@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from actds.cli.output import envelope, print_json, print_lines
+from actds.cli.command import envelope, print_json, print_lines
 from actds.text import Line, printable, storable
 from actds_validators.cli.results import (
     accept_option,
@@ -116,8 +116,8 @@ def check(
 
 
 def _entry(checked: CheckResult, report: Path | None) -> Entry:
-    from actds_validators.about import about
     from actds_validators.pages.index import Entry
+    from actds_validators.sections import about
 
     path, answer = checked.validation.path, checked.answer
     if checked.audit is None:
@@ -132,8 +132,8 @@ def _entry(checked: CheckResult, report: Path | None) -> Entry:
 
 
 def _report(checked: CheckResult, command: str) -> str:
-    from actds_validators.about import about
     from actds_validators.pages.report import render
+    from actds_validators.sections import about
 
     assert checked.audit is not None, "there is a result to report"
     return render(checked.audit.result, about(checked.audit.catalog, command))
@@ -165,8 +165,8 @@ def _page(checked: CheckResult, html: Path | None, strict: bool) -> Iterator[Lin
             yield Line(f"report: not written; {why}")
         yield Line(f"More: actds validate {path}", "dim")
         return
-    from actds_validators.about import about
     from actds_validators.pages.report import first_screen
+    from actds_validators.sections import about
 
     result = checked.audit.result
     answer, *rest = first_screen(result, about(checked.audit.catalog, ""))

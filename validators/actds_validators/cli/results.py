@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from actds.cli.options import model_options
-from actds.cli.output import ResultCommand, print_lines
+from actds.cli.command import ResultCommand, model_options, print_lines
 from actds.text import Line, storable
 
 if TYPE_CHECKING:

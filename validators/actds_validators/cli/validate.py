@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from actds.cli.options import FiniteRange
-from actds.cli.output import ResultCommand, envelope, print_json, print_lines
+from actds.cli.command import FiniteRange, ResultCommand, envelope, print_json, print_lines
 from actds.executor import EXECUTORS, ExecutorName
 from actds.text import Line, Style, counted, printable
 from actds_validators.cli.results import keep_little

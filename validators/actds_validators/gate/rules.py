@@ -30,7 +30,7 @@ def check_signature(rules: SignatureRules, catalog: Catalog) -> Iterator[Finding
     """
     if not rules.required and rules.keys is None and rules.identity is None:
         return
-    from actds.trust.signing import verify
+    from actds.publish.signing import verify
 
     try:
         verify(

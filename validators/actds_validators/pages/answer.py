@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from actds import __version__
 from actds.text import Line, Style
-from actds_validators.about import About
 from actds_validators.audit.place import Level
 from actds_validators.pages.svg import Picture
 from actds_validators.pages.words import LOOKS, STYLES, Fact, Part, Sentence, Table, clean, first
+from actds_validators.sections import About
 
 if TYPE_CHECKING:
     from jinja2 import Environment

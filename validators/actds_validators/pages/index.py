@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actds.text import counted
-from actds_validators.about import About
 from actds_validators.audit.place import LEVELS, TITLES, Level
 from actds_validators.audit.result import Audit
 from actds_validators.pages.answer import AnswerPage, Shown, dataset_facts
 from actds_validators.pages.summary import lines
 from actds_validators.pages.words import LOOKS, Fact, Part, Row, Sentence, Table, count
+from actds_validators.sections import About
 
 _WORDS: dict[Level, str] = {
     "PASS": "yes",

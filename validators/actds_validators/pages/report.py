@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from actds.text import Line, Style, counted
-from actds_validators.about import About
 from actds_validators.audit.result import (
     MIN_BLAMED,
     Accounting,
@@ -86,6 +85,7 @@ from actds_validators.pages.words import (
     state_of,
     table_of,
 )
+from actds_validators.sections import About
 
 Chart = Callable[[Audit], Picture | None]
 

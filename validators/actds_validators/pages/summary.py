@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from actds.text import Line, format_nbytes
-from actds_validators.about import About
 from actds_validators.audit.place import TITLES, LeftOut, LengthBand, Place, SourceAccount
 from actds_validators.audit.result import Audit, Limits, Number, Options
 from actds_validators.pages.answer import dataset_facts
@@ -38,6 +37,7 @@ from actds_validators.pages.words import (
     state_of,
     table_of,
 )
+from actds_validators.sections import About
 
 _STATES: dict[str, tuple[str, Look]] = {
     "PASS": ("passes", LOOKS["PASS"]),

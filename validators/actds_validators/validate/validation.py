@@ -21,10 +21,9 @@ from actds.executor import ExecutorName
 from actds.format.schema import Genesis, LedgerRecord, OpenBody, ShardManifest
 from actds.format.shard import TOKENS
 from actds.publish.card import compare_card
-from actds.publish.sealing import check_provenance
+from actds.publish.sealing import check_pin, check_provenance, check_sums, parse_pin
 from actds.store import Store, layout, local_folder, open_store
 from actds.store.local import lock_dataset
-from actds.trust.pin import check_pin, check_sums, parse_pin
 from actds.version import __version__
 from actds_validators.validate.accounting import RunAccount, check_accounting, check_shard_tokens
 from actds_validators.validate.files import (

@@ -30,6 +30,7 @@ from actds_writers.capture.hooks import find_kind, raise_all
 from actds_writers.capture.op import watch_tap
 from actds_writers.capture.taps import Tap, decoder_layers
 from actds_writers.ipc.messages import Fact, HookSpec
+from actds_writers.sizing import free_nbytes
 
 OF_ATTENTION = ("attn_out", "attn_out_post")
 OF_MLP = ("mlp_out", "mlp_out_post")
@@ -344,7 +345,7 @@ def load_reference(
     Raises:
         NoReferenceError: transformers cannot load it completely, or it does not fit in memory.
     """
-    free = _free_nbytes()
+    free = free_nbytes()
     nbytes = 4 * n_parameters * n_copies
     if nbytes > MEMORY_SHARE * free:
         room = f"{nbytes / 1e9:.1f} GB of float32 weights, {free / 1e9:.1f} GB free"
@@ -537,19 +538,6 @@ def _own_randomness() -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(state)
-
-
-def _free_nbytes() -> int:
-    free = 0
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable"):
-                free = int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        free = min(free, max(int(limit) - used, 0)) if limit != "max" else free
-    return free
 
 
 if __name__ == "__main__":

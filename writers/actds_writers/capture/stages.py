@@ -47,7 +47,7 @@ from actds_writers.ipc.messages import (
     WorkerHello,
 )
 from actds_writers.sampling import EVERYTHING, POLICIES, LeftOut
-from actds_writers.sizing.needs import Geometry, Sizes, WorkerMemory, narrow_nbytes, worker_memory
+from actds_writers.sizing import Geometry, Sizes, WorkerMemory, narrow_nbytes, worker_memory
 
 
 @dataclass(frozen=True)

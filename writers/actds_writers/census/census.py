@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from typing import ClassVar
 
 import numpy as np
@@ -152,17 +152,10 @@ _COLUMNS = {
 }
 
 
-@dataclass
-class _Growing:
-    fill: int
-    values: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-
-    def reach(self, n: int) -> np.ndarray:
-        if n > len(self.values):
-            grown = np.full(max(n, 2 * len(self.values), 256), self.fill, np.int64)
-            grown[: len(self.values)] = self.values
-            self.values = grown
-        return self.values
+_COUNTS = np.dtype(
+    [(name, np.int64) for name in ("high_water", "prompt_len", "cached", "generated")]
+)
+_NO_COUNTS = (0, 0, -1, NO_REQUEST)
 
 
 @dataclass(frozen=True)
@@ -184,10 +177,8 @@ class Census:
         self._steps = StepLog()
         self._pieces = StepPieces()
         self.sampled = SampledLog()
-        self._high_water = _Growing(0)
-        self._prompt_len = _Growing(0)
-        self._cached = _Growing(-1)
-        self._generated = _Growing(NO_REQUEST)
+        self._counts = np.empty(0, _COUNTS)
+        """By request number."""
         self._left_out: dict[str, dict[int, str]] = {"prefill": {}, "decode": {}}
         self._scheduled_tokens = 0
         self._queried_tokens = 0
@@ -230,10 +221,12 @@ class Census:
     def _arrived(self, message: RequestArrived) -> None:
         number = message.request
         self._requests.arrive(message)
-        self._prompt_len.reach(number + 1)[number] = message.prompt_len
-        self._generated.reach(number + 1)[number] = RUNNING
-        self._high_water.reach(number + 1)
-        self._cached.reach(number + 1)
+        counts = self._counts
+        if number >= len(counts):
+            more = max(number + 1 - len(counts), len(counts), 256)
+            self._counts = np.append(counts, np.full(more, np.array(_NO_COUNTS, _COUNTS)))
+        self._counts["prompt_len"][number] = message.prompt_len
+        self._counts["generated"][number] = RUNNING
         for phase, left_out in self._left_out.items():
             if (reason := getattr(message.left_out, phase)) is not None:
                 left_out[number] = reason
@@ -253,8 +246,8 @@ class Census:
         n_rejected = nothing if message.n_rejected is None else message.n_rejected
         # A rejected draft is no position of its request.
         stop = start + message.n_tokens - n_rejected
-        high, cached = self._high_water.values, self._cached.values
-        prompt = self._prompt_len.values[who]
+        high, cached = self._counts["high_water"], self._counts["cached"]
+        prompt = self._counts["prompt_len"][who]
         first = cached[who] < 0
         cached[who[first]] = start[first]
         # A request that runs on from another run may begin behind its prompt.
@@ -300,7 +293,7 @@ class Census:
         who, start, stop = np.array([[reference.request], [reference.start], [reference.stop]])
         reason = tables.EXTERNAL if reference.external else None
         self._pieces.add(who, start, stop, CACHE_REF, NO_STEP, owner, reason=reason)
-        high = self._high_water.values
+        high = self._counts["high_water"]
         high[reference.request] = max(high[reference.request], reference.stop)
 
     def _executed(self, message: StepExecuted) -> None:
@@ -328,7 +321,9 @@ class Census:
     def _finished(self, message: RequestFinished) -> None:
         self._requests.end(message)
         unserved = message.reason in tables.UNSERVED
-        self._generated.values[message.request] = NO_REQUEST if unserved else message.generated_len
+        self._counts["generated"][message.request] = (
+            NO_REQUEST if unserved else message.generated_len
+        )
         self._n_finished += 1
 
     TAKES: ClassVar[dict[type, Callable[..., None]]] = {
@@ -346,22 +341,19 @@ class Census:
         self,
         acknowledged: dict[str, int],
         client: ClientFacts,
-        lost_reason: str,
         logged_drops: frozenset[int] = frozenset(),
     ) -> CensusTables:
         """Return the census after the run has ended (spec 0.1 section 7.1).
 
         Args:
             acknowledged: per phase, the last step whose rows are committed.
-            lost_reason: reason of rows that were computed and not committed.
             logged_drops: steps in the writer's committed drop log. A drop that a killed writer did
                 not log is known to the scheduler side alone, and counts as aborted.
         """
         dropped = {step: lost.reason for step, lost in self._lost.items() if step in logged_drops}
         pieces = self._pieces.settled(
-            self._prompt_len.values,
+            self._counts["prompt_len"],
             acknowledged,
-            lost_reason,
             dropped,
             self._left_out,
             frozenset(self._lost) - logged_drops,
@@ -384,15 +376,15 @@ class Census:
         return CensusTables(requests, steps, spans, roles, origins, sampled, totals)
 
     def _n_positions(self) -> np.ndarray:
-        prompt, high = self._prompt_len.values, self._high_water.values
-        n_positions: np.ndarray = prompt + _generated(self._generated.values, high, prompt)
+        prompt, high = self._counts["prompt_len"], self._counts["high_water"]
+        n_positions: np.ndarray = prompt + _generated(self._counts["generated"], high, prompt)
         return n_positions
 
     def _add_uncomputed(self, pieces: StepPieces) -> None:
         """Add the positions that belong to requests and were never computed, as aborted."""
-        numbers = np.flatnonzero(self._generated.values != NO_REQUEST)
-        sampled, length = self._generated.values[numbers], self._prompt_len.values[numbers]
-        high = self._high_water.values[numbers]
+        numbers = np.flatnonzero(self._counts["generated"] != NO_REQUEST)
+        sampled, length = self._counts["generated"][numbers], self._counts["prompt_len"][numbers]
+        high = self._counts["high_water"][numbers]
         generated = _generated(sampled, high, length)
         due = np.maximum(np.where(generated > 0, length + generated - 1, length), high)
         for ended, reason in (
@@ -423,8 +415,8 @@ class Census:
             rows = [
                 _request_row(
                     request,
-                    high=int(self._high_water.values[request.arrived.request]),
-                    cached=int(self._cached.values[request.arrived.request]),
+                    high=int(self._counts["high_water"][request.arrived.request]),
+                    cached=int(self._counts["cached"][request.arrived.request]),
                     prompt=_prompt_of(request.arrived.external_id, prompts),
                     engine_cached=client.engine_cached.get(request.arrived.external_id),
                 )
@@ -439,7 +431,6 @@ class Census:
         return pa.concat_tables(parts).combine_chunks()
 
     def _origin_table(self, prompts: dict[str, PromptFact], unserved: list[PromptFact]) -> pa.Table:
-        columns: dict[str, list[object]] = {name: [] for name in tables.SCHEMAS["origins"].names}
         if all(prompt.origin is None for prompt in prompts.values()):
             return tables.empty("origins")
         served = (
@@ -447,16 +438,16 @@ class Census:
             for request in self._requests.all()
         )
         n_served = sum(len(batch) for batch in self._requests.batches())
-        for request, prompt in itertools.chain(served, enumerate(unserved, n_served)):
-            if prompt is not None and prompt.origin is not None:
-                line = (request, *astuple(prompt.origin))
-                for column, value in zip(columns.values(), line, strict=True):
-                    column.append(value)
-        return tables.build("origins", dict(columns)).sort_by("request")
+        lines = [
+            (request, *astuple(prompt.origin))
+            for request, prompt in itertools.chain(served, enumerate(unserved, n_served))
+            if prompt is not None and prompt.origin is not None
+        ]
+        return _table("origins", lines).sort_by("request")
 
     def _role_table(self, client: ClientFacts) -> pa.Table:
         known = {prompt.key: prompt.roles for prompt in client.prompts if prompt.roles}
-        columns: dict[str, list[object]] = {name: [] for name in tables.SCHEMAS["roles"].names}
+        lines: list[tuple[object, ...]] = []
         for request in self._requests.all():
             arrived, finished = request.arrived, request.finished
             if finished and finished.reason in tables.UNSERVED:
@@ -464,14 +455,19 @@ class Census:
             generated = finished.generated_len if finished else 0
             n_positions = arrived.prompt_len + max(generated - 1, 0)
             of_engine = arrived.roles + (finished.roles if finished else "")
-            for start, stop, role in intervals(known.get(arrived.external_id, of_engine)):
-                if start < n_positions:
-                    line = (arrived.request, start, min(stop, n_positions), role)
-                    for column, value in zip(columns.values(), line, strict=True):
-                        column.append(value)
-        return tables.build("roles", dict(columns)).sort_by(
-            [("request", "ascending"), ("start", "ascending")]
-        )
+            lines += [
+                (arrived.request, start, min(stop, n_positions), role)
+                for start, stop, role in intervals(known.get(arrived.external_id, of_engine))
+                if start < n_positions
+            ]
+        return _table("roles", lines).sort_by([("request", "ascending"), ("start", "ascending")])
+
+
+def _table(name: tables.TableName, lines: list[tuple[object, ...]]) -> pa.Table:
+    if not lines:
+        return tables.empty(name)
+    columns = zip(tables.SCHEMAS[name].names, zip(*lines, strict=True), strict=True)
+    return tables.build(name, dict(columns))
 
 
 def _key_of(external_id: str, prompts: dict[str, PromptFact]) -> str:

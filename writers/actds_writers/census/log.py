@@ -180,6 +180,8 @@ def unpack(data: bytes, n_columns: int) -> IntMatrix:
 
 CAPTURED, CACHE_REF, DROPPED, ABORTED, FILTERED, UNDELIVERED = range(len(tables.DISPOSITIONS))
 NONE = -1
+LOST_REASON = "writer_ended"
+"""Reason of rows that were computed and are not committed."""
 BLOCK_PIECES = 1 << 16
 """Pieces that are packed together; fewer wait as they are."""
 MAX_CHUNKS = 1024
@@ -242,7 +244,6 @@ class StepPieces:
         self,
         prompt_len: np.ndarray,
         acknowledged: dict[str, int],
-        lost_reason: str,
         dropped: dict[int, str],
         left_out: dict[str, dict[int, str]],
         unlogged: frozenset[int],
@@ -261,7 +262,7 @@ class StepPieces:
         """
         settled = StepPieces()
         settled.reasons = list(self.reasons)
-        lost = settled._reason(lost_reason)
+        lost = settled._reason(LOST_REASON)
         rules = {
             phase: settled._rules(reasons, len(prompt_len)) for phase, reasons in left_out.items()
         }

@@ -41,7 +41,7 @@ from actds_writers.ipc.messages import (
     StepScheduled,
     TokensSampled,
 )
-from actds_writers.sizing.needs import WorkerMemory
+from actds_writers.sizing import WorkerMemory
 
 Channel = Connection | Sender
 

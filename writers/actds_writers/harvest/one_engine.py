@@ -17,18 +17,14 @@ from actds.text import one_line
 from actds_writers.config import WriterSettings, WriteSettings
 from actds_writers.engine_protocol import Engine, Finished, find_engine
 from actds_writers.harvest.canary import Canary, Outcome
-from actds_writers.harvest.prepare import (
-    Plan,
-    has_dataset,
-    request_key,
-)
+from actds_writers.harvest.prepare import Plan, has_dataset, request_key
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.harvest.result import Observer
 from actds_writers.ipc.messages import ClientFacts, PromptFact, packed
 from actds_writers.monitor.progress import Snapshot, take_snapshot
 from actds_writers.prompts.encoding import Encoded
 from actds_writers.prompts.roles import sampled_labels
-from actds_writers.sizing.machine import usual_threads
+from actds_writers.sizing import usual_threads
 
 CONNECT_TIMEOUT_S = 30.0
 DRAIN_TIMEOUT_S = 300.0
@@ -38,8 +34,6 @@ CAUSE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended."""
-
     run: str | None
     interrupted: bool
     failure: ActdsError | None
@@ -129,18 +123,12 @@ class Feed:
         self.live = self.live - keys
 
     def facts(self, unbegun: str) -> ClientFacts:
-        """Return the facts of every prompt."""
 
         def outcome(prompt: PromptFact) -> PromptFact:
             words = self.refused.get(prompt.key, prompt.skip)
             return replace(prompt, skip=words, roles=self._roles.get(prompt.key, prompt.roles))
 
         return ClientFacts(tuple(map(outcome, self._client)), self._cached, unbegun)
-
-
-def _unbegun(failure: ActdsError | None, reason: CloseReason) -> str:
-    words = f"{reason} ({failure.code})" if failure else f"was {reason}"
-    return f"the harvest {words} before it was served"
 
 
 @contextmanager
@@ -157,8 +145,6 @@ def interrupts_handled(handle: Callable[[int, FrameType | None], None]) -> Itera
 
 
 class Run:
-    """One run, from its processes to their end."""
-
     def __init__(
         self,
         settings: WriteSettings,
@@ -193,7 +179,9 @@ class Run:
         ended: dict[str, dict[str, int]] | None = None
         with self._pipeline, self._interruptible(), ExitStack() as watch:
             failure, reason = self._serve(watch)
-            self._pipeline.send_client_facts(self.feed.facts(_unbegun(failure, reason)))
+            how = f"{reason} ({failure.code})" if failure else f"was {reason}"
+            facts = self.feed.facts(f"the harvest {how} before it was served")
+            self._pipeline.send_client_facts(facts)
             try:
                 ended = self._pipeline.finish(reason)
                 self._pipeline.poll()
@@ -227,7 +215,10 @@ class Run:
             self._observer.doing(f"Serving {self.feed.n_requests:,} requests")
             with self._observer.harvesting(self._snapshot):
                 self.feed.serve(engine)
-                self._require_served()
+                if not self.feed.n_finished and not self._interrupts:
+                    got = next(iter(self.feed.refused.values()), "none")
+                    expected = "a prompt the engine takes"
+                    raise ActdsError("E006", self._settings.prompts, got=got, expected=expected)
                 self._drain()
         except ActdsError as error:
             failure = self._cause(error)
@@ -245,41 +236,30 @@ class Run:
         return outcome
 
     def _start(self) -> Engine:
-        link, observer = self._pipeline.link, self._observer
-        words = f"Starting the engine for {self._settings.model}"
+        settings, link, observer = self._settings, self._pipeline.link, self._observer
+        words = f"Starting the engine for {settings.model}"
         with observer.starting(words), link.notes(observer.doing):
-            return self._connected_engine()
+            engine = find_engine(settings.engine).start(
+                settings.model,
+                self._plan.engine,
+                link,
+                temperature=settings.temperature,
+                seed=settings.seed,
+            )
+            self._await_plugin(engine)
+        return engine
 
-    def _connected_engine(self) -> Engine:
-        settings = self._settings
-        engine = find_engine(settings.engine).start(
-            settings.model,
-            self._plan.engine,
-            self._pipeline.link,
-            temperature=settings.temperature,
-            seed=settings.seed,
-        )
+    def _await_plugin(self, engine: Engine) -> None:
         deadline = time.monotonic() + CONNECT_TIMEOUT_S
         while not (self._pipeline.counted and self._pipeline.counted.connected):
             self._pipeline.poll()
             if time.monotonic() > deadline:
                 engine.shutdown()
-                raise ActdsError(
-                    "E501",
-                    "engine",
-                    got="no message from the plugin inside it",
-                    expected="the vllm plugin of actds to be loaded",
-                    next_step="Install actds where vllm is installed; see VLLM_PLUGINS.",
-                )
+                got = "no message from the plugin inside it"
+                expected = "the vllm plugin of actds to be loaded"
+                step = "Install actds where vllm is installed; see VLLM_PLUGINS."
+                raise ActdsError("E501", "engine", got=got, expected=expected, next_step=step)
             time.sleep(0.02)
-        return engine
-
-    def _require_served(self) -> None:
-        if not self.feed.n_finished and not self._interrupts:
-            first = next(iter(self.feed.refused.values()), "none")
-            raise ActdsError(
-                "E006", self._settings.prompts, got=first, expected="a prompt the engine takes"
-            )
 
     def _drain(self) -> None:
         """Wait until every request has left the scheduler and the writer has every step."""

@@ -7,54 +7,132 @@ import json
 import math
 import shlex
 from collections import Counter
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+import pyarrow.compute as pc
+
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
-from actds.store import open_store
+from actds.format.arrays import DTYPES
+from actds.format.tables import is_served
+from actds.store import Store, open_store
 from actds.text import counted, format_nbytes, format_seconds
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import MIB, PlanSettings, keywords_of
 from actds_writers.engine_protocol import find_engine
-from actds_writers.harvest.stress import StressResult, stress
+from actds_writers.harvest.machine import (
+    DEFAULTS,
+    DiskRates,
+    StressResult,
+    measure,
+    rates_of,
+    shared_with,
+    stress,
+)
 from actds_writers.ipc.messages import HookSpec
 from actds_writers.model_folder import computed_dtype, model_config
 from actds_writers.sampling import POLICIES
-from actds_writers.sizing.machine import (
-    DEFAULTS,
-    Capacity,
-    DiskRates,
-    Machine,
-    capacity,
-    machine,
-    measure,
-    shared_with,
-    usual_threads,
-)
-from actds_writers.sizing.needs import (
+from actds_writers.sizing import (
     LANE_NBYTES,
     MEASURED,
     Burst,
+    Capacity,
     Geometry,
     Load,
     Overhead,
-    Profile,
+    Rate,
     Sizes,
+    Windows,
+    capacity,
     census_nbytes,
-    read_profile,
     rows_per_shard,
     staged_steps,
+    usual_threads,
+    windows,
 )
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 LABEL = 9
 FOLD = 76
 _LOSING = ", ".join(sorted(set(POLICIES) - {"block"}))
-USUAL_LOAD = {
-    "prefill": 0.0,
-    "decode": 0.0,
-    "tokens_per_request": 512.0,
-    "tokens_per_step": 512.0,
-}
+USUAL_LOAD = {"prefill": 0.0, "decode": 0.0, "tokens_per_request": 512.0, "tokens_per_step": 512.0}
+
+
+WINDOWS_S = (1.0, 10.0)
+FEW_WINDOWS = 20
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Load and bytes of an earlier harvest.
+
+    Args:
+        is_short: whether there are too few windows for a 99th percentile.
+    """
+
+    windows: tuple[Windows, ...]
+    load: Load
+    overhead: Overhead
+    is_short: bool
+
+
+def read_profile(store: Store) -> Profile:
+    catalog = Catalog.read(store)
+    steps = [catalog.table("steps", run) for run in catalog.run_ids]
+    series = [(s["t_ns"].to_numpy(), s["batch_tokens"].to_numpy()) for s in steps]
+    lengths = tuple(w for seconds in WINDOWS_S if (w := windows(series, seconds)) is not None)
+    if not lengths or not catalog.shards:
+        got = f"{sum(s.num_rows for s in steps)} steps in less than two seconds, or no shard"
+        expected = "a harvest of at least a few seconds"
+        step = "Give prefill_rate, decode_rate and bursts instead."
+        raise ActdsError("E009", f"profile {store.uri}", got=got, expected=expected, next_step=step)
+    prefill = sum(int(s["prefill_tokens"].to_numpy().sum()) for s in steps)
+    decode = sum(int(s["decode_tokens"].to_numpy().sum()) for s in steps)
+    n_steps = sum(s.num_rows for s in steps)
+    requests = [catalog.table("requests", run) for run in catalog.run_ids]
+    n_served = sum(pc.sum(is_served(table)).as_py() or 0 for table in requests)
+    total, mean = prefill + decode, lengths[0].mean
+    return Profile(
+        windows=lengths,
+        load=Load(
+            prefill=mean * prefill / total,
+            decode=mean * decode / total,
+            tokens_per_request=total / max(1, n_served),
+            tokens_per_step=total / n_steps,
+            bursts=tuple(w.burst for w in lengths),
+        ),
+        overhead=overhead_of(catalog, store, sum(table.num_rows for table in requests), n_steps),
+        is_short=lengths[0].n < FEW_WINDOWS,
+    )
+
+
+def overhead_of(catalog: Catalog, store: Store, n_requests: int, n_steps: int) -> Overhead:
+    hooks = {hook.name: hook for hook in catalog.genesis.hooks}
+    sizes = {hook: h.d_model * DTYPES[h.dtype].itemsize for hook, h in hooks.items()}
+    n_rows = sum(shard.n_rows for shard in catalog.shards)
+    rows = sum(shard.n_rows * sizes[hook] for shard in catalog.shards for hook in shard.hooks)
+    frames = _nbytes(catalog, lambda path: path.endswith("/c/0/0"))
+    tokens = _nbytes(catalog, lambda path: path == "tokens.parquet")
+    parts: dict[str, int] = {}
+    for (_run, table), bodies in catalog.parts.items():
+        parts[table] = parts.get(table, 0) + sum(body.file.nbytes for body in bodies)
+    requests = parts.get("requests", 0) + parts.get("spans", 0)
+    return replace(
+        MEASURED,
+        ratio=rows / max(1, frames),
+        token=tokens / max(1, n_rows),
+        request=requests / max(1, n_requests),
+        step=parts.get("steps", 0) / max(1, n_steps),
+        source=f"measured: {n_rows:,} rows of {store.uri}",
+    )
+
+
+def _nbytes(catalog: Catalog, wanted: Callable[[str], bool]) -> int:
+    return sum(e.nbytes for shard in catalog.shards for e in shard.files if wanted(e.path))
 
 
 @dataclass(frozen=True)
@@ -68,7 +146,7 @@ class PlanResult:
 
     settings: PlanSettings
     capacity: Capacity
-    machine: Machine
+    rates: dict[str, Rate]
     measured: dict[str, float]
     overhead: Overhead
     profile: Profile | None
@@ -101,7 +179,7 @@ class PlanResult:
         g, load = needs.geometry, needs.load
         bursts = ", ".join(f"{b.factor:.3g}x for {b.seconds:g} s" for b in load.bursts) or "none"
         rates = ", ".join(
-            f"{name} {rate.gbps:.3g} ({rate.origin})" for name, rate in self.machine.rates.items()
+            f"{name} {rate.gbps:.3g} ({rate.origin})" for name, rate in self.rates.items()
         )
         rates = f"{rates} GB/s"
         parts = f"{load.prefill:,.0f} prefill + {load.decode:,.0f} decode"
@@ -167,34 +245,47 @@ class PlanResult:
         return lines
 
     def as_json(self) -> dict[str, Any]:
-        needs, machine, overhead = self.capacity, self.machine, self.overhead
-        n_tokens = self.settings.tokens
-        memory = needs.memory
+        needs, n_tokens, memory = self.capacity, self.settings.tokens, self.capacity.memory
+        load, overhead = needs.load, self.overhead
+        stages = [
+            {
+                "name": stage.name,
+                "nbytes_per_token": stage.nbytes_per_token,
+                "mean_gbps": stage.gbps(load.mean),
+                "burst_gbps": stage.gbps(load.peak),
+                "max_tokens_per_s": _finite(stage.max_tokens),
+                "rate": stage.origin,
+            }
+            for stage in needs.stages
+        ]
+        pipeline = [
+            {
+                "stage": number,
+                "layers": [layers.start, layers.stop],
+                "n_hooks": part.n_hooks,
+                "row_nbytes": part.row_nbytes,
+                "staging_nbytes": bound.staging,
+                "device_nbytes": bound.device_nbytes,
+                "ring_nbytes": bound.ring,
+                "shared_nbytes": bound.shared_nbytes,
+            }
+            for (number, layers), part, bound in zip(
+                self.stages, needs.parts, needs.by_stage, strict=True
+            )
+        ]
+        stalls = [
+            {name: _finite(value) for name, value in asdict(stall).items()}
+            for stall in needs.stalls
+        ]
         return {
-            "geometry": {
-                **asdict(needs.geometry),
-                "n_hooks": needs.geometry.n_hooks,
-                "row_nbytes": needs.geometry.row_nbytes,
-            },
-            "load": {**asdict(needs.load), "mean": needs.load.mean, "peak": needs.load.peak},
-            "stages": [
-                {
-                    "name": stage.name,
-                    "nbytes_per_token": stage.nbytes_per_token,
-                    "mean_gbps": stage.gbps(needs.load.mean),
-                    "burst_gbps": stage.gbps(needs.load.peak),
-                    "max_tokens_per_s": _finite(stage.max_tokens),
-                    "rate": stage.origin,
-                }
-                for stage in needs.stages
-            ],
-            "rates": {name: asdict(rate) for name, rate in machine.rates.items()},
-            "measured_disk": None if self.disk is None else asdict(self.disk),
+            "geometry": _with(needs.geometry, "n_hooks", "row_nbytes"),
+            "load": _with(load, "mean", "peak"),
+            "stages": stages,
+            "rates": {name: asdict(rate) for name, rate in self.rates.items()},
+            "measured_disk": self.disk and asdict(self.disk),
             "shares_drive_with": list(self.shared),
-            "stress": None
-            if self.stress is None
-            else {**asdict(self.stress), "tokens_per_s": self.stress.tokens_per_s},
-            "n_threads": machine.n_threads,
+            "stress": self.stress and _with(self.stress, "tokens_per_s"),
+            "n_threads": needs.sizes.n_threads,
             "bottleneck": needs.bottleneck.name,
             "fits_mean": needs.fits,
             "fits_burst": needs.fits_burst,
@@ -214,36 +305,22 @@ class PlanResult:
                 "stall_s": needs.stall_s,
             },
             "memory": {
-                **asdict(memory),
-                **{name: getattr(memory, name) for name in _MEMORY_SUMS},
-                "census_nbytes": _census_nbytes(needs.load, n_tokens),
+                **_with(memory, *_MEMORY_SUMS),
+                "census_nbytes": _census_nbytes(load, n_tokens),
             },
             "engines": {
                 "n": needs.n_replicas,
                 "in_flight": needs.sizes.in_flight,
                 "nbytes": needs.n_replicas * memory.nbytes,
-                "stages": [
-                    {
-                        "stage": number,
-                        "layers": [layers.start, layers.stop],
-                        "n_hooks": part.n_hooks,
-                        "row_nbytes": part.row_nbytes,
-                        "staging_nbytes": bound.staging,
-                        "device_nbytes": bound.device_nbytes,
-                        "ring_nbytes": bound.ring,
-                        "shared_nbytes": bound.shared_nbytes,
-                    }
-                    for (number, layers), part, bound in zip(
-                        self.stages, needs.parts, needs.by_stage, strict=True
-                    )
-                ],
+                "stages": pipeline,
             },
-            "stalls": [
-                {name: _finite(value) for name, value in asdict(stall).items()}
-                for stall in needs.stalls
-            ],
+            "stalls": stalls,
             "options": self.command,
         }
+
+
+def _with(facts: DataclassInstance, *properties: str) -> dict[str, Any]:
+    return {**asdict(facts), **{name: getattr(facts, name) for name in properties}}
 
 
 _MEMORY_SUMS = ("device_nbytes", "shared_nbytes", "pinned_nbytes", "writer_nbytes", "nbytes")
@@ -297,7 +374,7 @@ def plan(**settings: Any) -> PlanResult:
         measured, disk = measure(inputs.measure, inputs.measure_seconds)
         shared = tuple(shared_with(inputs.measure))
     given = {name: getattr(inputs, f"{name}_gbps") for name in DEFAULTS}
-    rates = machine(given, measured, sizes.n_threads)
+    rates = rates_of(given, measured)
     needs = capacity(
         geometry,
         sizes,
@@ -308,22 +385,7 @@ def plan(**settings: Any) -> PlanResult:
         parts=[Geometry.of(of_stage, inputs.readouts) for _, _, of_stage in stages],
         n_replicas=n_replicas,
     )
-    stressed = None
-    if inputs.stress is not None:
-        if inputs.model is None:
-            raise ActdsError(
-                "E009", "stress", got="no model", expected="the model that is to be harvested"
-            )
-        stressed = stress(
-            inputs.stress,
-            inputs.model,
-            inputs.hooks,
-            needs.sizes,
-            seconds=inputs.stress_seconds,
-            engine=inputs.engine,
-            engine_args=inputs.engine_args,
-            readouts=inputs.readouts > 0,
-        )
+    stressed = None if inputs.stress is None else stress(inputs, needs.sizes)
     places = tuple((number, layers) for number, layers, _ in stages)
     return PlanResult(
         inputs, needs, rates, measured, overhead, profile, disk, shared, stressed, places
@@ -340,12 +402,8 @@ def _hook_specs(settings: PlanSettings) -> tuple[tuple[HookSpec, ...], int]:
             **{k: v for k, v in given.items() if v is not None},
         }
     if None in (config["hidden_size"], config["num_hidden_layers"]):
-        raise ActdsError(
-            "E009",
-            "model",
-            got="neither a model folder nor a shape",
-            expected="model, or d_model and layers",
-        )
+        got, expected = "neither a model folder nor a shape", "model, or d_model and layers"
+        raise ActdsError("E009", "model", got=got, expected=expected)
     places = parse_hooks(settings.hooks, config["num_hidden_layers"])
     return hook_specs(places, config, computed_dtype(config), settings.dtype), config[
         "num_hidden_layers"
@@ -373,12 +431,8 @@ def _load(settings: PlanSettings) -> tuple[Load, Overhead, Profile | None]:
         load = Load(**{**facts, **known}, bursts=bursts or load.bursts)
         return load, profile.overhead, profile
     if not known.get("prefill", 0.0) + known.get("decode", 0.0):
-        raise ActdsError(
-            "E009",
-            "prefill_rate, decode_rate",
-            got="no rate",
-            expected='tokens per second, or profile="DATASET"',
-        )
+        got, expected = "no rate", 'tokens per second, or profile="DATASET"'
+        raise ActdsError("E009", "prefill_rate, decode_rate", got=got, expected=expected)
     return Load(**{**USUAL_LOAD, **known}, bursts=bursts), MEASURED, None
 
 
@@ -388,12 +442,9 @@ def _burst(text: str) -> Burst:
     except ValueError:
         factor = seconds = 0.0
     if not (1.0 <= factor < 1e6 and 0.0 < seconds < 1e9):
-        raise ActdsError(
-            "E009",
-            "bursts",
-            got=ascii(text)[:80],
-            expected="FACTOR:SECONDS with a factor of at least 1, for example 4:10",
-        )
+        got = ascii(text)[:80]
+        expected = "FACTOR:SECONDS with a factor of at least 1, for example 4:10"
+        raise ActdsError("E009", "bursts", got=got, expected=expected)
     return Burst(factor, seconds)
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,12 +26,14 @@ from actds.format.readouts import NONE
 from actds.format.schema import RunRecord
 from actds.store import layout, local_folder, open_for_writing, open_store, refuse_within_dataset
 from actds.store.local import lock_dataset
+from actds.text import counted
 from actds_writers.capture.hooks import hook_specs, parse_hooks, plan_readouts
 from actds_writers.config import WriteSettings
 from actds_writers.engine_protocol import EngineOptions
 from actds_writers.harvest.recover import recover_runs, require_accounted
 from actds_writers.ipc.messages import LETTERS, UNKNOWN, Fact, PromptFact, Replayed, packed
 from actds_writers.model_folder import ModelFiles, SpecialTokens, generation_eos, model_config
+from actds_writers.monitor.progress import Snapshot
 from actds_writers.prompts.encoding import (
     Continuation,
     Encoded,
@@ -45,7 +47,7 @@ from actds_writers.prompts.encoding import (
 from actds_writers.prompts.records import OnBroken, Prompt, PromptSet, read_prompts
 from actds_writers.prompts.roles import ThinkingMarks
 from actds_writers.provenance import capture_facts, in_words, model_facts, observed
-from actds_writers.sizing.needs import Geometry, rows_per_shard
+from actds_writers.sizing import Geometry, rows_per_shard
 
 NO_ROLES = "a request without roles in the source"
 
@@ -87,11 +89,7 @@ def _fact_of(index: int, sequence: TokenSequence, source: Catalog, encoded: Enco
         encoded.skip,
         encoded.roles,
         Replayed(
-            source.genesis.dataset,
-            source.digest,
-            sequence.run,
-            sequence.request,
-            sequence.n_given,
+            source.genesis.dataset, source.digest, sequence.run, sequence.request, sequence.n_given
         ),
         len(sequence.token_id),
         sequence.line["labels"] and sys.intern(sequence.line["labels"]),
@@ -120,8 +118,6 @@ MUST_AGREE = (
 
 @dataclass(frozen=True)
 class Plan:
-    """A run that is ready to start."""
-
     engine: EngineOptions
     hooks: tuple[tuple[str, int], ...]
     encoded: tuple[Encoded, ...]
@@ -193,7 +189,6 @@ def make_plan(
 
 
 def serve_prompts(settings: WriteSettings, engine: EngineOptions, limit: int) -> Served:
-    """Return the prompts of the settings, encoded."""
     on_broken: OnBroken = "skip" if settings.skip_broken else "error"
     prompts = read_prompts(settings.prompts, on_broken, settings.label_columns)
     files = engine.files(settings.model)
@@ -208,10 +203,12 @@ def serve_prompts(settings: WriteSettings, engine: EngineOptions, limit: int) ->
         prompts.prompts, tokenizer, limit, settings.max_tokens, on_broken, continuation
     )
     template = chat_template_sha256(prompts.prompts, tokenizer)
+    broken = [Encoded(skip, [], 0, skip.broken) for skip in prompts.skips]
+    client = [_prompt_fact(e) for e in sorted([*encoded, *broken], key=lambda e: e.prompt.row)]
     return Served(
         tokenizer,
         encoded,
-        _client(prompts, encoded),
+        client,
         (
             *_prompt_facts(prompts, encoded),
             observed(SECOND_BOS, n_second_bos(encoded, tokenizer.bos_token_id)),
@@ -236,25 +233,18 @@ def request_key(index: int) -> str:
     return f"p{index}"
 
 
-def _client(prompts: PromptSet, encoded: list[Encoded]) -> tuple[PromptFact, ...]:
-    served = [
-        PromptFact(
-            request_key(e.prompt.index),
-            e.prompt.external_id,
-            e.prompt.source,
-            e.prompt.row,
-            e.skip,
-            e.roles,
-            prompt_len=len(e.token_ids),
-            labels=e.prompt.labels,
-        )
-        for e in encoded
-    ]
-    broken = [
-        PromptFact(request_key(s.index), s.external_id, s.source, s.row, s.reason, labels=s.labels)
-        for s in prompts.skips
-    ]
-    return tuple(sorted([*served, *broken], key=lambda prompt: prompt.source_row or 0))
+def _prompt_fact(encoded: Encoded) -> PromptFact:
+    prompt = encoded.prompt
+    return PromptFact(
+        request_key(prompt.index),
+        prompt.external_id,
+        prompt.source,
+        prompt.row,
+        encoded.skip,
+        encoded.roles,
+        prompt_len=len(encoded.token_ids),
+        labels=prompt.labels,
+    )
 
 
 def _serving_facts(settings: WriteSettings, engine: EngineOptions) -> list[Fact]:
@@ -314,7 +304,6 @@ def roles_field(encoded: Sequence[Encoded]) -> str:
 
 
 def is_taken(out: str | Path) -> bool:
-    """Return whether the location is in use."""
     folder = local_folder(out)
     if folder is None:
         return bool(open_store(out, write=True).list())
@@ -345,13 +334,9 @@ def hold(out: str | Path, *, shared: bool = False) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ActdsError(
-            "E503",
-            str(out),
-            got=error.strerror or str(error),
-            expected="a folder that can be made",
-            next_step="Give another path.",
-        ) from None
+        got, expected = error.strerror or str(error), "a folder that can be made"
+        step = "Give another path."
+        raise ActdsError("E503", str(out), got=got, expected=expected, next_step=step) from None
     return lock_dataset(folder, shared=shared)
 
 
@@ -437,3 +422,51 @@ def _compare_run(record: RunRecord, declared: dict[str, bool | int | str | None]
             raise ActdsError(
                 "E010", name, got=repr(declared[name]), expected=f"{before!r} as in {record.run}"
             )
+
+
+def without_finished(plan: Plan, done: set[Identity]) -> Plan:
+    client = tuple(prompt for prompt in plan.client if identity(prompt) not in done)
+    keys = {prompt.key for prompt in client}
+    encoded = tuple(e for e in plan.encoded if request_key(e.prompt.index) in keys)
+    return replace(plan, encoded=encoded, client=client)
+
+
+def say_second_bos(plan: Plan, say: Callable[[str], None]) -> None:
+    n = next((fact.value for fact in plan.facts if fact.name == SECOND_BOS), None)
+    if n:
+        say(
+            f"{counted(int(n), 'prompt')} of {len(plan.encoded):,} begin with BOS twice: the text "
+            "has one, and the tokenizer adds one. Give chats as messages, or token ids."
+        )
+
+
+def is_servable(plan: Plan) -> bool:
+    return any(encoded.skip is None for encoded in plan.encoded)
+
+
+def require_prompt(settings: WriteSettings, plan: Plan) -> None:
+    if is_servable(plan):
+        return
+    skips = [prompt.skip for prompt in plan.client if prompt.skip]
+    got = f"{len(skips)} prompts, all skipped; the first: {skips[0] if skips else 'none'}"
+    expected = "at least one prompt that fits the model"
+    raise ActdsError("E006", settings.prompts, got=got, expected=expected)
+
+
+def check_out(settings: WriteSettings) -> None:
+    if settings.resume and not has_dataset(settings.out):
+        got, expected = "no dataset", "a dataset to resume"
+        step = "To write a new dataset, leave out resume=True."
+        raise ActdsError("E010", settings.out, got=got, expected=expected, next_step=step)
+    if not settings.resume and is_taken(settings.out):
+        got, expected = "it exists", "a new path"
+        step = "Choose a new path, or continue with resume=True."
+        raise ActdsError("E008", settings.out, got=got, expected=expected, next_step=step)
+
+
+def check_metrics(settings: WriteSettings) -> None:
+    if settings.metrics_port is not None:
+        from actds_writers.monitor.metrics import serve_metrics
+
+        idle = Snapshot(elapsed_s=0.0, requests_done=0, requests_total=0)
+        serve_metrics(settings.metrics_host, settings.metrics_port, lambda: idle).close()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
-import shutil
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
@@ -20,11 +19,16 @@ from actds.format.readouts import DEFAULT_PROJECTIONS, MAX_WIDTH
 from actds.text import counted, format_nbytes
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import MIB, ProbeSettings, keywords_of
-from actds_writers.engine_protocol import EngineKind, find_engine
+from actds_writers.engine_protocol import find_engine
 from actds_writers.ipc.messages import HookSpec
-from actds_writers.model_folder import computed_dtype, model_config
-from actds_writers.sizing.needs import Geometry, Sizes, memory_bound
-from actds_writers.sizing.weights import Attention, ProbeArithmetic, read_weights
+from actds_writers.model_folder import (
+    Attention,
+    Weights,
+    computed_dtype,
+    model_config,
+    read_weights,
+)
+from actds_writers.sizing import Geometry, Sizes, free_nbytes, memory_bound
 
 Way = Literal["none", "again", "packed", "naive"]
 """``none``: the engine alone. ``again``: the same, once more, which shows what noise is.
@@ -36,8 +40,6 @@ RING_MIB, SHARD_NBYTES = 32, 64 << 20
 ONE_PERCENT = 0.01
 LEVEL = 0.95
 N_RESAMPLES = 2000
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, order=True)
@@ -90,10 +92,8 @@ class Timed:
 
 @dataclass(frozen=True)
 class Timing:
-    """What an engine timed."""
-
     timed: tuple[Timed, ...]
-    facts: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,7 @@ class ProbeFit:
             largest = max(self.ratios)
             below = max(self.floor, self.m.high * largest)
             return f"not measurable: {counted(largest, 'probe')} cost less than {below:.1%}"
-        more = self.n_for(ONE_PERCENT)
-        assert more is not None
-        beyond = f"1 % more: {more:,.0f} probes"
+        beyond = f"1 % more: {self.n_for(ONE_PERCENT):,.0f} probes"
         whole = self.n_for(ONE_PERCENT, self.s.value)
         if whole is not None:
             return f"1 % in all: {whole:,.0f} probes; {beyond}"
@@ -187,13 +185,11 @@ def fit(
     Args:
         timed: rounds that have both and every N of the way; others are left out.
     """
-    rounds: dict[int, dict[Arm, float]] = {}
+    rounds: dict[int, dict[Arm, float]] = defaultdict(dict)
     for step in timed:
         if step.batch == batch:
-            rounds.setdefault(step.round, {})[step.arm] = getattr(step, clock)
-    counts = sorted(
-        {arm.n_probes for by_arm in rounds.values() for arm in by_arm if arm.way == way}
-    )
+            rounds[step.round][step.arm] = getattr(step, clock)
+    counts = sorted({arm.n_probes for arm in set().union(*rounds.values()) if arm.way == way})
     wanted = [Arm("none"), Arm("again"), *(Arm(way, n) for n in counts)]
     whole = [by_arm for by_arm in rounds.values() if all(arm in by_arm for arm in wanted)]
     if len(counts) < 2 or not whole:
@@ -202,78 +198,133 @@ def fit(
     alone = seconds[:, :2].mean(axis=1)
     ratios = seconds[:, 2:] / alone[:, None] - 1
     again = seconds[:, 1] / seconds[:, 0] - 1
-    n = np.array(counts, np.float64)
     drawn = np.random.default_rng(seed).integers(len(whole), size=(N_RESAMPLES, len(whole)))
-    s, m = _least_squares(n, np.median(ratios, axis=0))
-    all_s, all_m = _least_squares(n, np.median(ratios[drawn], axis=1))
+    medians = np.median(ratios, axis=0)
+    m, s = np.polyfit(counts, medians, 1)
+    all_m, all_s = np.polyfit(counts, np.median(ratios[drawn], axis=1).T, 1)
     return ProbeFit(
         way=way,
         clock=clock,
         batch=batch,
         n_rounds=len(whole),
         step_s=float(np.median(alone)),
-        ratios=dict(zip(counts, np.median(ratios, axis=0).tolist(), strict=True)),
+        ratios=dict(zip(counts, medians.tolist(), strict=True)),
         s=_interval(float(s), all_s),
         m=_interval(float(m), all_m),
         noise=_interval(float(np.median(again)), np.median(again[drawn], axis=1)),
     )
 
 
-def _least_squares(n: Floats, y: Floats) -> tuple[Floats, Floats]:
-    """Return intercept and slope of least squares, of ``y`` ``(..., len(n))``."""
-    centred = n - n.mean()
-    slope = (y * centred).sum(axis=-1) / (centred**2).sum()
-    return y.mean(axis=-1) - slope * n.mean(), slope
-
-
-def _interval(value: float, resampled: Floats) -> Interval:
+def _interval(value: float, resampled: np.ndarray) -> Interval:
     tail = (1 - LEVEL) / 2
     low, high = np.quantile(resampled, (tail, 1 - tail))
     return Interval(value, float(low), float(high))
 
 
+PROBE_ITEMSIZE = 4
+"""Probes and scores are float32, whatever the rows are."""
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    batch: int
+    weights: float
+    kv: float
+    probes: int
+    scores: int
+
+    @property
+    def ratio(self) -> float:
+        return (self.probes + self.scores) / (self.weights + self.kv)
+
+
+@dataclass(frozen=True)
+class ProbeArithmetic:
+    n_probes: int
+    widths: Sequence[int]
+    weights: Weights
+    attention: Attention
+    context: int
+    batches: Sequence[int]
+
+    @property
+    def steps(self) -> list[StepBytes]:
+        of_probe = PROBE_ITEMSIZE * self.n_probes
+        return [
+            StepBytes(
+                batch=batch,
+                weights=self.weights.step_nbytes(batch),
+                kv=batch * self.attention.kv_nbytes,
+                probes=of_probe * sum(self.widths),
+                scores=of_probe * len(self.widths) * batch,
+            )
+            for batch in self.batches
+        ]
+
+    @property
+    def forward_flops(self) -> float:
+        return 2 * self.weights.n_active + self.attention.flops
+
+    @property
+    def probe_flops(self) -> int:
+        return 2 * self.n_probes * sum(self.widths)
+
+    @property
+    def ratio(self) -> float:
+        """Return operations of the probes over those of the forward pass: the floor."""
+        return self.probe_flops / self.forward_flops
+
+    def as_json(self) -> dict[str, Any]:
+        known = self.attention.unknown is None
+        return {
+            "n_probes": self.n_probes,
+            "n_hooks": len(self.widths),
+            "context": self.context,
+            "n_params": self.weights.n_params,
+            "n_active": self.weights.n_active,
+            "n_experts": self.weights.n_experts,
+            "experts_per_token": self.weights.top_k,
+            "forward_flops": self.forward_flops,
+            "attention_flops": self.attention.flops if known else None,
+            "attention_unknown": self.attention.unknown,
+            "probe_flops": self.probe_flops,
+            "ratio": self.ratio,
+            "ratio_of_one_probe": self.ratio / max(1, self.n_probes * len(self.widths)),
+            "steps": [
+                {**vars(step), "kv": step.kv if known else None, "ratio": step.ratio}
+                for step in self.steps
+            ],
+        }
+
+
 WIDTH = 48
 
 
-class Bar(NamedTuple):
-    """A bar: its label, and its length in percent; ``None`` or not above 0 has no bar."""
-
-    label: str
-    percent: float | None
-
-
-def log_bars(bars: Sequence[Bar], width: int = WIDTH) -> list[str]:
-    """Return the axis, then a line for each bar; no line without a value above 0.
+def log_bars(bars: Mapping[str, float], width: int = WIDTH) -> list[str]:
+    """Return the axis, then a line for each bar, in percent; no line without a value above 0.
 
     The axis has whole decades, from the one below the smallest value to the one above the largest.
     """
-    values = [bar.percent for bar in bars if bar.percent is not None and bar.percent > 0]
+    values = [percent for percent in bars.values() if percent > 0]
     if not values:
         return []
     low = math.floor(math.log10(min(values)))
     high = max(low + 1, math.ceil(math.log10(max(values))))
-    label = max(len(bar.label) for bar in bars)
-    figures = [_figure(bar.percent) for bar in bars]
-    room = max(map(len, figures))
-    every = -(-8 * (high - low) // width)
+    figures = [f"{n:.2g} %" if 0 < n < 10 else f"{n:.0f} %" for n in bars.values()]
+    label, room = max(map(len, bars)), max(map(len, figures))
+
+    def place(decade: float) -> int:
+        return round(width * (decade - low) / (high - low))
+
     axis = [" "] * (width + 8)
-    for decade in range(low, high + 1, every):
-        at = round(width * (decade - low) / (high - low))
+    for decade in range(low, high + 1, -(-8 * (high - low) // width)):
         words = f"{10.0**decade:g}"
-        axis[at : at + len(words)] = words
+        axis[place(decade) : place(decade) + len(words)] = words
     lines = [f"{'':<{label}}  {'':>{room}}  {''.join(axis).rstrip()}"]
-    for bar, figure in zip(bars, figures, strict=True):
-        filled = 0
-        if bar.percent is not None and bar.percent > 0:
-            filled = max(1, round(width * (math.log10(bar.percent) - low) / (high - low)))
-        lines.append(f"{bar.label:<{label}}  {figure:>{room}}  {'#' * filled}".rstrip())
+    for (name, percent), figure in zip(bars.items(), figures, strict=True):
+        filled = max(1, place(math.log10(percent))) if percent > 0 else 0
+        lines.append(f"{name:<{label}}  {figure:>{room}}  {'#' * filled}".rstrip())
     return lines
-
-
-def _figure(percent: float | None) -> str:
-    if percent is None:
-        return "-"
-    return f"{percent:.2g} %" if 0 < percent < 10 else f"{percent:.0f} %"
 
 
 LABEL = 9
@@ -295,7 +346,7 @@ class ProbeCost:
     facts: dict[str, str] | None = None
 
     def as_json(self) -> dict[str, Any]:
-        measured = None
+        measured: dict[str, Any] | None = None
         if self.facts is not None:
             measured = {"ran": self.facts, "fits": [fit.as_json() for fit in self.fits]}
         hooks = [hook.name for hook in self.hooks]
@@ -312,28 +363,26 @@ class ProbeCost:
 
     def _paper(self) -> list[str]:
         paper, weights = self.arithmetic, self.arithmetic.weights
-        routed = f", {weights.top_k} of {weights.n_experts} experts"
-        experts = routed if weights.n_experts else ""
+        experts = f", {weights.top_k} of {weights.n_experts} experts" if weights.n_experts else ""
         attention = f"attention over {counted(paper.context, 'position')}"
         if paper.attention.unknown is not None:
             attention = f"attention not counted: {paper.attention.unknown}"
-        per_hook = (
-            f"{counted(paper.n_probes, 'probe')} at each of {counted(len(self.hooks), 'hook')}"
-        )
+        probes = counted(paper.n_probes, "probe")
+        probes += f" at each of {counted(len(self.hooks), 'hook')}"
         of_one = paper.ratio / (paper.n_probes * len(self.hooks))
         active = f"{weights.n_active:,.0f} of {weights.n_params:,}"
         floor = f"{_flops(paper.probe_flops)} = {paper.ratio:.3%}"
         lines = [
-            _line("probes", f"{per_hook}, float32, in one product with the rows"),
+            _line("probes", f"{probes}, float32, in one product with the rows"),
             _line("forward", f"{_flops(paper.forward_flops)} a generated token"),
             _line("", f"{active} weights{experts}; {attention}"),
             _line("floor", f"{floor} of it; one probe {of_one:.1e}"),
         ]
-        for step in paper.steps:
+        for number, step in enumerate(paper.steps):
             moved = f"{format_nbytes(step.weights)} weights + {format_nbytes(step.kv)} KV"
             more = f"{format_nbytes(step.probes)} probes + {format_nbytes(step.scores)} scores"
             words = f"batch {step.batch}: {moved}; {more}: {step.ratio:.3%}"
-            lines.append(_line("bytes" if step is paper.steps[0] else "", words))
+            lines.append(_line("" if number else "bytes", words))
         return lines
 
     def _clock(self) -> list[str]:
@@ -356,25 +405,22 @@ class ProbeCost:
                 f"{_percent(fits[0].noise)}",
             ]
             for line in fits:
-                lines += [
-                    _line(line.way, f"s = {_percent(line.s)}   m = {_percent(line.m, 3)}"),
-                    _line("", line.words()),
-                ]
+                costs = f"s = {_percent(line.s)}   m = {_percent(line.m, 3)}"
+                lines += [_line(line.way, costs), _line("", line.words())]
         return lines
 
-    def _bars(self) -> list[Bar]:
+    def _bars(self) -> dict[str, float]:
         paper = self.arithmetic
-        bars = [Bar("operations", 100 * paper.ratio)]
-        bars += [Bar(f"bytes, batch {step.batch}", 100 * step.ratio) for step in paper.steps]
+        bars = {"operations": 100 * paper.ratio}
+        bars |= {f"bytes, batch {step.batch}": 100 * step.ratio for step in paper.steps}
         for line in self.fits:
-            measured = line.ratios.get(paper.n_probes)
-            words = "" if measured is not None else ", by its line"
+            measured, words = line.ratios.get(paper.n_probes), ""
             if measured is None:
-                measured = line.s.value + line.m.value * paper.n_probes
+                measured, words = line.s.value + line.m.value * paper.n_probes, ", by its line"
             if abs(measured) < line.floor:
                 words += ", in the noise"
             label = f"{line.way}, batch {line.batch}, {_CLOCKS[line.clock]}{words}"
-            bars.append(Bar(label, 100 * measured))
+            bars[label] = 100 * measured
         return bars
 
 
@@ -408,7 +454,7 @@ def probe_cost(
     places = parse_hooks(question.hooks, int(config["num_hidden_layers"]))
     hooks = hook_specs(places, config, computed)
     batches = tuple(dict.fromkeys(question.batches)) or (1,)
-    arithmetic = ProbeArithmetic.of(
+    arithmetic = ProbeArithmetic(
         question.probes,
         [hook.d_model for hook in hooks],
         read_weights(question.model),
@@ -418,13 +464,16 @@ def probe_cost(
     )
     if question.measure is None:
         return ProbeCost(question, hooks, arithmetic)
-    task, timer = _task(question, hooks, batches), _timer(kind)
+    task = _task(question, hooks, batches)
+    if not hasattr(kind, "time_probes"):
+        got = f"{kind.name}: its steps are not timed"
+        raise ActdsError("E012", "engine", got=got, expected="vllm")
+    timer: TimesProbes = kind
     _require_memory(task)
-    place = Path(tempfile.mkdtemp(prefix=".actds-probes-", dir=question.measure))
-    try:
-        timing = timer.time_probes(replace(task, folder=place), progress)
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+    with tempfile.TemporaryDirectory(
+        prefix=".actds-probes-", dir=question.measure, ignore_cleanup_errors=True
+    ) as folder:
+        timing = timer.time_probes(replace(task, folder=Path(folder)), progress)
     return fitted(question, hooks, arithmetic, timing)
 
 
@@ -440,18 +489,9 @@ class TimesProbes(Protocol):
         """
 
 
-def _timer(kind: EngineKind[Any]) -> TimesProbes:
-    if not hasattr(kind, "time_probes"):
-        got = f"{kind.name}: its steps are not timed"
-        raise ActdsError("E012", "engine", got=got, expected="vllm")
-    timer: TimesProbes = kind
-    return timer
-
-
 def _task(
     settings: ProbeSettings, hooks: tuple[HookSpec, ...], batches: tuple[int, ...]
 ) -> TimingTask:
-    """Return what is to be timed."""
     assert settings.measure is not None
     if not settings.measure.is_dir():
         got, expected = f"{settings.measure}: no such folder", "a folder for datasets"
@@ -498,14 +538,6 @@ def _require_memory(task: TimingTask) -> None:
         raise ActdsError("E009", "probes", got=got, expected="fewer probes, or fewer hooks")
 
 
-def free_nbytes() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if "MemAvailable" in line)
-    except (OSError, StopIteration):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def fitted(
     settings: ProbeSettings,
     hooks: tuple[HookSpec, ...],
@@ -514,16 +546,12 @@ def fitted(
 ) -> ProbeCost:
     # On a GPU the engine's process waits for it, and its CPU time is not what a step takes.
     clocks: tuple[Clock, ...] = ("wall", "cpu") if timing.facts["device"] == "cpu" else ("wall",)
-    timed: Sequence[Timed] = timing.timed
     ways: tuple[Way, ...] = ("packed", "naive")
-    at = [(clock, step.batch) for clock in clocks for step in arithmetic.steps]
-    return ProbeCost(
-        settings,
-        hooks,
-        arithmetic,
-        tuple(fit(timed, way, batch, clock) for clock, batch in at for way in ways),
-        timing.facts,
+    fits = tuple(
+        fit(timing.timed, way, batch, clock)
+        for clock, batch, way in product(clocks, arithmetic.batches, ways)
     )
+    return ProbeCost(settings, hooks, arithmetic, fits, timing.facts)
 
 
 def _line(label: str, words: str) -> str:

@@ -25,14 +25,8 @@ from actds.format.readouts import NONE
 from actds.format.schema import CloseReason
 from actds_writers.config import CensusSettings, WriterSettings
 from actds_writers.ipc.link import Link, require_room
-from actds_writers.ipc.messages import (
-    CensusProgress,
-    ClientFacts,
-    Done,
-    Finish,
-    WriterProgress,
-)
-from actds_writers.sizing.needs import LANE_NBYTES
+from actds_writers.ipc.messages import CensusProgress, ClientFacts, Done, Finish, WriterProgress
+from actds_writers.sizing import LANE_NBYTES
 
 
 class Detached:
@@ -62,7 +56,6 @@ class Detached:
         return 0 if select.select([self._handle], [], [], 0)[0] else None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end."""
         if not select.select([self._handle], [], [], timeout)[0]:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
         return 0
@@ -145,7 +138,7 @@ class Pipeline:
         dataset = None if writer.resume or writer.may_join else writer.dataset
         census = CensusSettings(settings.out, writer.run, writer.software, dataset)
         self.processes = {
-            "census": self._start("census_process", census, lock),
+            "census": self._start("census.process", census, lock),
             "writer": self._start("writer_process", writer, lock),
         }
         self._connections: dict[str, Connection] = {}
@@ -155,7 +148,6 @@ class Pipeline:
         self.failure: ActdsError | None = None
 
     def connect(self) -> None:
-        """Connect to both processes."""
         for name, process in self.processes.items():
             self._connections[name] = self.link.connect(
                 name, "harvest", is_alive=functools.partial(_is_running, process)
@@ -218,12 +210,8 @@ class Pipeline:
                     self._await(name, connection)
             if time.monotonic() > deadline:
                 missing = ", ".join(sorted(set(self.processes) - set(self._done)))
-                raise ActdsError(
-                    "E506",
-                    missing,
-                    got=f"no answer within {FINISH_TIMEOUT_S:.0f} s",
-                    expected="a closed chain",
-                )
+                got, expected = f"no answer within {FINISH_TIMEOUT_S:.0f} s", "a closed chain"
+                raise ActdsError("E506", missing, got=got, expected=expected)
         return {name: done.totals for name, done in self._done.items()}
 
     def _await(self, name: str, connection: Connection) -> None:

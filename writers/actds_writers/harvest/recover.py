@@ -23,8 +23,7 @@ from actds.store import TEMPORARY, Store, layout, local_folder, open_for_writing
 from actds.store.local import LocalStore, lock_dataset
 from actds.version import __version__
 from actds_writers.census.census import Census
-from actds_writers.census.journal import (
-    LOST_REASON,
+from actds_writers.census.process import (
     RESERVE,
     WriterEnd,
     broken,
@@ -239,7 +238,7 @@ def _replay(store: Store, catalog: Catalog, run: str, ended: WriterEnd) -> dict[
             raise broken(
                 place, f"no message for step {step}", f"one: its {phase} rows are committed"
             )
-    tables = census.tables(ended.acknowledged, client, LOST_REASON, ended.dropped_steps)
+    tables = census.tables(ended.acknowledged, client, ended.dropped_steps)
     present = {
         part.file.path: part
         for table in (*CENSUS_TABLES, "roles", "origins", "sampled")

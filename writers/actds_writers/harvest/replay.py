@@ -29,7 +29,7 @@ from actds.text import counted
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import ReplaySettings, WriteSettings, keywords_of
 from actds_writers.engine_protocol import OPTION, EngineOptions, find_engine
-from actds_writers.harvest.compare import compare, pairs_of
+from actds_writers.harvest.canary import compare, pairs_of
 from actds_writers.harvest.prepare import Served, as_requests, files_facts, roles_field
 from actds_writers.harvest.result import HarvestResult, Observer
 from actds_writers.harvest.run import harvest
@@ -57,8 +57,6 @@ def missing(dataset: Dataset) -> dict[tuple[str, int], Intervals]:
 
 @dataclass(frozen=True)
 class Filled:
-    """What a backfill has found."""
-
     n_lacked: int
     why: Mapping[str, int]
 
@@ -210,13 +208,9 @@ class Replays:
         self.observer.compared("compared", words)
         # A backfill of requests that lost every row has nothing to compare with.
         if not compared.n_rows and (self.settings.compare or compared.n_unreplayed):
-            raise ActdsError(
-                "E006",
-                self.settings.out,
-                got="no position with a row in both",
-                expected="at least one to compare",
-                next_step="Replay requests of which the source has rows: see actds info.",
-            )
+            got, expected = "no position with a row in both", "at least one to compare"
+            step = "Replay requests of which the source has rows: see actds info."
+            raise ActdsError("E006", self.settings.out, got=got, expected=expected, next_step=step)
         wrong = compared.error(
             self.settings.source, "Do not join the two: what was computed differs."
         )
@@ -288,12 +282,9 @@ class Replays:
                 if theirs is None or value is None:
                     unknown[name] += 1
                 elif theirs != value:
-                    raise ActdsError(
-                        "E022",
-                        name,
-                        got=f"{str(value)[:16]}... of {model_name(model.weights)}",
-                        expected=f"{str(theirs)[:16]}..., as in {run} of {self.settings.source}",
-                    )
+                    got = f"{str(value)[:16]}... of {model_name(model.weights)}"
+                    expected = f"{str(theirs)[:16]}..., as in {run} of {self.settings.source}"
+                    raise ActdsError("E022", name, got=got, expected=expected)
         for name in sorted(unknown):
             self.observer.said(f"{name} is not known on both sides, and was not compared.")
 

@@ -1,20 +1,30 @@
-"""The result of a harvest, its summary, and the observer that gets both and the progress before."""
+"""The result of a harvest, its summary, and who observes both and the progress before: a terminal.
+
+A person sees progress on stderr, the summary on stdout, and finds what the engine prints in a log.
+"""
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from pathlib import Path
+from typing import Literal, TextIO
 
 from actds.dataset.info import HookValues, values_in_words
 from actds.errors import ActdsError
 from actds.format.schema import RowCounts, Seal
-from actds.text import counted, format_seconds
+from actds.store import local_folder
+from actds.text import counted, format_seconds, printable, shortened
 from actds_writers.harvest.canary import Outcome
-from actds_writers.monitor.progress import Snapshot
+from actds_writers.monitor.progress import Snapshot, beside, is_screen, show_progress
 
 
 @dataclass(frozen=True)
@@ -148,26 +158,27 @@ class Totals:
             **_some(undelivered=self.undelivered, rejected=self.rejected),
         }
         if sum(computed.values()) != self.scheduled or min(computed.values()) < 0:
-            raise ActdsError(
-                "E409",
-                self.path,
-                got=f"{self.scheduled:,} scheduled tokens",
-                expected=f"{sum(computed.values()):,} = {_sum(computed)}",
-            )
+            got = f"{self.scheduled:,} scheduled tokens"
+            expected = f"{sum(computed.values()):,} = {_sum(computed)}"
+            raise ActdsError("E409", self.path, got=got, expected=expected)
         return computed
 
 
-_ADDED = (
-    "scheduled",
+OF_CENSUS = (
     "recomputed",
     "captured",
     "cache_ref",
     "dropped",
     "aborted",
-    "aborted_uncomputed",
     "filtered",
     "undelivered",
     "rejected",
+)
+"""Totals that the census of a run counts, by their names in it."""
+_ADDED = (
+    *OF_CENSUS,
+    "scheduled",
+    "aborted_uncomputed",
     "skipped_tokens",
     "n_shards",
     "row_nbytes",
@@ -247,3 +258,132 @@ def _speed(totals: Totals) -> str:
         return words
     tokens, nbytes = totals.scheduled / totals.elapsed_s, totals.row_nbytes / totals.elapsed_s
     return f"{words}, {tokens:,.0f} tokens/s, {nbytes / 1e6:,.1f} MB/s of rows"
+
+
+TAIL_LINES = 40
+_INTERVAL_S = 0.5
+_CLEAR = "\r\x1b[K"
+
+
+class Terminal(Observer):
+    """Shows a harvest to a person.
+
+    On a terminal, what the engine and its libraries print goes to ``OUT.log``, or to a temporary
+    file where ``OUT`` is no local path; elsewhere it stays on stderr.
+
+    Args:
+        quiet: show no progress; the summary is still printed.
+    """
+
+    def __init__(self, out: str, *, quiet: bool = False, stream: TextIO | None = None) -> None:
+        self._out, self._quiet = out, quiet
+        self._stream = sys.stderr if stream is None else stream
+        self._log: Path | None = None
+        self._screen: TextIO | None = None
+
+    def said(self, line: str) -> None:
+        if self._screen is not None:
+            _put(self._screen, f"{_CLEAR}{line}\n")
+        else:
+            print(line, file=self._stream, flush=True)
+
+    def doing(self, words: str) -> None:
+        if not self._quiet:
+            self.said(f"{shortened(printable(words))} ...")
+
+    @contextmanager
+    def starting(self, words: str) -> Iterator[None]:
+        if self._quiet or not is_screen(self._stream):
+            self.said(f"{words} ...")
+            yield
+            return
+        self._log = _log_of(self._out)
+        self.said(f"What the engine prints is in {printable(str(self._log))}")
+        began = time.monotonic()
+        with _copy(self._stream) as screen:
+
+            def show(ended: threading.Event) -> None:
+                while not ended.wait(_INTERVAL_S):
+                    _put(screen, f"{_CLEAR}{words} … {time.monotonic() - began:.0f} s")
+
+            self._screen = screen
+            try:
+                with _logged(self._log), beside(show, "actds-starting", _INTERVAL_S):
+                    yield
+            finally:
+                self.said(f"{words}: {format_seconds(time.monotonic() - began)}")
+                self._screen = None
+
+    def harvesting(self, snapshot: Callable[[], Snapshot]) -> AbstractContextManager[object]:
+        return nullcontext() if self._quiet else show_progress(snapshot, self._stream)
+
+    def ended(self, result: HarvestResult) -> None:
+        print(result.summary, flush=True)
+
+    def compared(self, label: str, words: str) -> None:
+        print(f"{label:<{SUMMARY_LABEL_WIDTH}}{words}", flush=True)
+
+    def failed(self) -> None:
+        if self._log is not None:
+            for line in _tail(self._log):
+                self.said(line)
+            self.said(f"These are the last lines of {printable(str(self._log))}")
+
+
+def _copy(stream: TextIO) -> TextIO:
+    """Return a stream on a copy of another one's descriptor; it refuses no letter."""
+    number = os.dup(stream.fileno())
+    return os.fdopen(number, "w", encoding=stream.encoding or "ascii", errors="replace")
+
+
+def _log_of(out: str) -> Path:
+    folder = local_folder(out)
+    if folder is None:
+        number, name = tempfile.mkstemp(prefix="actds-", suffix=".log")
+        os.close(number)
+        return Path(name)
+    return folder.with_name(f"{folder.name}.log")
+
+
+@contextmanager
+def _logged(log: Path) -> Iterator[None]:
+    """Let file descriptors 1 and 2 be those of a log file, to which is appended.
+
+    Processes that the block starts inherit it and keep it: warnings of engines and their libraries
+    are in the file, from their start to their end.
+    """
+    _flush()
+    kept = [os.dup(1), os.dup(2)]
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for number in (1, 2):
+        os.dup2(file, number)
+    os.close(file)
+    try:
+        yield
+    finally:
+        _flush()
+        for number, descriptor in zip((1, 2), kept, strict=True):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+
+
+def _put(screen: TextIO, text: str) -> None:
+    # A terminal that has gone away is no reason to end a harvest.
+    with suppress(OSError, ValueError):
+        screen.write(text)
+        screen.flush()
+
+
+def _tail(log: Path) -> list[str]:
+    """Return the last lines of a log, without control characters; none of one that is not there."""
+    try:
+        with log.open(encoding="utf-8", errors="replace") as file:
+            return [printable(line.rstrip("\n")) for line in deque(file, TAIL_LINES)]
+    except OSError:
+        return []
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()

@@ -1,15 +1,26 @@
-"""One harvest from the caller's process: plan, the runs of its engines, seal."""
+"""One harvest from the caller's process: plan, the runs of its engines, seal.
+
+vLLM runs the data-parallel replicas of a dense model as independent engines that share only the
+requests. So each gets a share of the prompts and is a run with writer, census and chains of its
+own, in a process: ``python -m actds_writers.harvest.run FD``, which takes its work from a
+connection and tells its progress there. Without an argument the process replays canaries.
+"""
 
 from __future__ import annotations
 
 import os
 import pickle
+import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from types import FrameType
 from typing import Any
 
 import pyarrow.compute as pc
@@ -21,29 +32,264 @@ from actds.format.arrays import DTYPES
 from actds.format.schema import RowCounts, Seal
 from actds.publish.sealing import seal
 from actds.store import open_store
-from actds.text import counted
 from actds_writers.config import WriteSettings, keywords_of
 from actds_writers.engine_protocol import Finished, find_engine
-from actds_writers.harvest.canary import Share
-from actds_writers.harvest.one_engine import Ended, Feed, Run
+from actds_writers.harvest.canary import n_replayed
+from actds_writers.harvest.one_engine import Ended, Feed, Run, interrupts_handled
 from actds_writers.harvest.prepare import (
-    SECOND_BOS,
-    Identity,
     Plan,
     ServedBy,
+    check_metrics,
+    check_out,
     discard_empty,
     finished_rows,
     has_dataset,
     hold,
-    identity,
+    is_servable,
     is_taken,
     make_plan,
     request_key,
+    require_prompt,
+    say_second_bos,
+    without_finished,
 )
 from actds_writers.harvest.recover import recover_runs, require_accounted
-from actds_writers.harvest.replicas import harvest_replicas, shares
-from actds_writers.harvest.result import HarvestResult, Observer, Totals
-from actds_writers.monitor.progress import Snapshot
+from actds_writers.harvest.result import OF_CENSUS, HarvestResult, Observer, Totals
+from actds_writers.monitor.progress import Snapshot, beside, summed
+
+MODULE = "actds_writers.harvest.run"
+READY = "interrupts are heeded"
+"""What a replica says when a signal ends its run in order; before that it would end the process."""
+POLL_S = 0.2
+SNAPSHOT_S = 0.5
+
+
+@dataclass(frozen=True)
+class Work:
+    settings: WriteSettings
+    plan: Plan
+    lock: int
+    number: int
+    n_replicas: int
+
+
+def shares(settings: WriteSettings, plan: Plan, n_replicas: int) -> list[Plan]:
+    """Return the plan of each replica: every ``n_replicas``-th prompt; never more than prompts.
+
+    Prompts that are skipped before the engine starts belong to the first.
+    """
+    servable = [encoded.prompt.index for encoded in plan.encoded if encoded.skip is None]
+    n_replicas = max(1, min(n_replicas, len(servable)))
+    owner = {index: number % n_replicas for number, index in enumerate(servable)}
+    owners = {request_key(index): number for index, number in owner.items()}
+    kind = find_engine(settings.engine)
+    return [
+        replace(
+            plan,
+            engine=kind.of_replica(plan.engine, number),
+            encoded=tuple(e for e in plan.encoded if owner.get(e.prompt.index, 0) == number),
+            client=tuple(p for p in plan.client if owners.get(p.key, 0) == number),
+        )
+        for number in range(n_replicas)
+    ]
+
+
+def harvest_replicas(
+    settings: WriteSettings, plans: Sequence[Plan], lock: int, observer: Observer
+) -> list[Ended]:
+    """Harvest every plan with an engine of its own; return how each run ended.
+
+    A replica that fails ends the others in order. Ctrl-C or SIGTERM ends all in order, a second one
+    at once.
+    """
+    with ExitStack() as stack:
+        replicas = [
+            Replica(Work(settings, plan, lock, number, len(plans)))
+            for number, plan in enumerate(plans)
+        ]
+        for replica in replicas:
+            stack.callback(replica.end)
+        with _interrupts_passed_on(replicas, observer) as n_interrupts:
+            _await_all(replicas, settings, observer)
+    if n_interrupts() > 1:
+        raise KeyboardInterrupt
+    return [replica.ended for replica in replicas if replica.ended is not None]
+
+
+def _await_all(replicas: Sequence[Replica], settings: WriteSettings, observer: Observer) -> None:
+    pending, is_ending = set(replicas), False
+    words = f"Starting {len(replicas)} engines for {settings.model}"
+    with ExitStack() as starting, ExitStack() as harvesting:
+        starting.enter_context(observer.starting(words))
+        serving = False
+        while pending:
+            by_connection = {replica.connection: replica for replica in pending}
+            for ready in wait(list(by_connection), POLL_S):
+                assert isinstance(ready, Connection)
+                by_connection[ready].take(observer)
+            pending = {replica for replica in pending if replica.ended is None}
+            if not is_ending and any(r.ended is not None and r.ended.failure for r in replicas):
+                is_ending = True
+                for replica in pending:
+                    replica.interrupt()
+            heard = [r for r in replicas if r.snapshot is not None]
+            if not serving and heard and all(r in heard or r.ended for r in replicas):
+                serving = True
+                starting.close()
+                harvesting.enter_context(
+                    observer.harvesting(
+                        lambda: summed([r.snapshot for r in replicas if r.snapshot is not None])
+                    )
+                )
+
+
+class Replica:
+    def __init__(self, work: Work) -> None:
+        self.number = work.number
+        self.connection, theirs = Pipe()
+        self.snapshot: Snapshot | None = None
+        self.ended: Ended | None = None
+        self._is_ready, self._n_interrupts = False, 0
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", MODULE, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),  # what the engine prints; stdout is for the result
+            start_new_session=True,  # a Ctrl-C is for the command, which passes it on
+            pass_fds=(work.lock, theirs.fileno()),
+        )
+        theirs.close()
+        with suppress(OSError):  # it has died; its end is noticed when it is read
+            self.connection.send(work)
+
+    def take(self, observer: Observer) -> None:
+        try:
+            message = self.connection.recv()
+        except (EOFError, OSError):
+            code = self._process.wait()
+            message = Ended.failed(
+                ActdsError(
+                    "E504",
+                    f"replica {self.number}",
+                    got=f"its process ended with code {code}",
+                    expected="a process until the end of its run",
+                )
+            )
+        if isinstance(message, Ended):
+            self.ended = message
+        elif message == READY:
+            self._is_ready = True
+            if self._n_interrupts:
+                self._signal()
+        elif isinstance(message, Snapshot):
+            self.snapshot = message
+        else:
+            observer.said(f"replica {self.number}: {message}")
+
+    def interrupt(self) -> None:
+        """End its run in order, or at once the second time; one that starts hears of it later."""
+        self._n_interrupts += 1
+        if self._is_ready or self._n_interrupts > 1:
+            self._signal()
+
+    def _signal(self) -> None:
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+
+    def end(self) -> None:
+        """Wait for the end of the process, or bring it about."""
+        self.connection.close()  # at which it ends its run
+        try:
+            self._process.wait(60 if self.ended is not None else 600)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextmanager
+def _interrupts_passed_on(
+    replicas: Sequence[Replica], observer: Observer
+) -> Iterator[Callable[[], int]]:
+    """Pass Ctrl-C and SIGTERM on to all replicas; yields the number of both so far."""
+    n_interrupts = 0
+
+    def note(signum: int, _frame: FrameType | None) -> None:
+        nonlocal n_interrupts
+        n_interrupts += 1
+        for replica in replicas:
+            replica.interrupt()
+        if n_interrupts == 1:
+            observer.said(f"\n{signal.Signals(signum).name}: draining; repeat to stop at once.")
+
+    with interrupts_handled(note):
+        yield lambda: n_interrupts
+
+
+class _Relay(Observer):
+    """Tells the command what the run of this replica has to say."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._sending = connection, threading.Lock()
+        self.is_ready = False
+
+    def send(self, message: object) -> None:
+        with self._sending, suppress(OSError):
+            self._connection.send(message)
+
+    def said(self, line: str) -> None:
+        if "draining; repeat" not in line:
+            self.send(line.strip())
+
+    def starting(self, words: str) -> AbstractContextManager[object]:
+        """Say that the run has its signal handlers: it sets them before it starts the engine."""
+        self.is_ready = True
+        self.send(READY)
+        return super().starting(words)
+
+    @contextmanager
+    def harvesting(self, snapshot: Callable[[], Snapshot]) -> Iterator[None]:
+        def work(ended: threading.Event) -> None:
+            self.send(snapshot())
+            while not ended.wait(SNAPSHOT_S):
+                self.send(snapshot())
+
+        try:
+            with beside(work, "actds-relay"):
+                yield
+        finally:
+            self.send(snapshot())
+
+
+def _end_with(connection: Connection) -> None:
+    """End the run in order when the command is gone."""
+    with suppress(EOFError, OSError):
+        connection.recv()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def serve_replica() -> int:
+    connection = Connection(int(sys.argv[1]))
+    work: Work = connection.recv()
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    relay = _Relay(connection)
+
+    def interrupted(signum: int, _frame: FrameType | None) -> None:
+        # The run has handlers of its own; once they are gone a late interrupt has nothing to end.
+        if not relay.is_ready:
+            os._exit(128 + signum)
+
+    signal.signal(signal.SIGTERM, interrupted)
+    settings = work.settings
+    if settings.metrics_port:
+        port = settings.metrics_port + work.number
+        settings = settings.model_copy(update={"metrics_port": port})
+    replica = (work.number, work.n_replicas)
+    try:
+        run = Run(settings, work.plan, work.lock, time.monotonic(), relay, replica=replica)
+        ended = run.run()
+    except ActdsError as error:
+        ended = Ended.failed(error)
+    relay.send(ended)
+    return 0
 
 
 @keywords_of(WriteSettings)
@@ -85,13 +331,10 @@ def _one_at_a_time() -> Iterator[None]:
     Engines find their harvest in the environment, of which a process has one.
     """
     if not _harvesting.acquire(blocking=False):
-        raise ActdsError(
-            "E009",
-            "actds.write",
-            got="a second harvest in this process, while the first is under way",
-            expected="one after the other",
-            next_step="Wait for the first, or start each in a process of its own.",
-        )
+        got = "a second harvest in this process, while the first is under way"
+        expected = "one after the other"
+        step = "Wait for the first, or start each in a process of its own."
+        raise ActdsError("E009", "actds.write", got=got, expected=expected, next_step=step)
     try:
         yield
     finally:
@@ -114,30 +357,27 @@ def harvest(
     engine = kind.alone(engine) if alone else engine
     n_replicas = kind.replicas(engine)
     if settings.canary is not None:
-        Share.parse(settings.canary)
+        n_replayed(settings.canary, 0)
         if engine.n_samples > 1:
-            raise ActdsError(
-                "E009",
-                "canary",
-                got=f"{engine.n_samples} samples of each prompt",
-                expected="one: a replay must know which of them it compares with",
-            )
+            got = f"{engine.n_samples} samples of each prompt"
+            expected = "one: a replay must know which of them it compares with"
+            raise ActdsError("E009", "canary", got=got, expected=expected)
     if settings.entropy:
         kind.require_logits(engine)
-    _check_out(settings)
-    _check_metrics(settings)
+    check_out(settings)
+    check_metrics(settings)
     observer.doing(f"Reading {settings.prompts}, and the weights of {settings.model} for a digest")
     plan = make_plan(settings, engine, n_replicas, served_by)
-    _say_second_bos(plan, observer)
+    say_second_bos(plan, observer.said)
     created = not is_taken(settings.out)
     if created:
-        _require_prompt(settings, plan)
+        require_prompt(settings, plan)
     lock = hold(settings.out)
     try:
         if settings.resume:
             observer.doing(f"Looking for the requests that {settings.out} has")
-            plan = _without(plan, finished_rows(settings.out, plan, observer.said))
-            if not _servable(plan):
+            plan = without_finished(plan, finished_rows(settings.out, plan, observer.said))
+            if not is_servable(plan):
                 sealed = seal(open_store(settings.out))
                 result = HarvestResult(settings.out, None, "finished", sealed)
                 observer.ended(result)
@@ -170,65 +410,6 @@ def harvest_plan(
         return _result(settings, [run.run()], began, observer)
     finally:
         os.close(lock)
-
-
-def _say_second_bos(plan: Plan, observer: Observer) -> None:
-    n = next((fact.value for fact in plan.facts if fact.name == SECOND_BOS), None)
-    if n:
-        observer.said(
-            f"{counted(int(n), 'prompt')} of {len(plan.encoded):,} begin with BOS twice: the text "
-            "has one, and the tokenizer adds one. Give chats as messages, or token ids."
-        )
-
-
-def _servable(plan: Plan) -> bool:
-    return any(encoded.skip is None for encoded in plan.encoded)
-
-
-def _require_prompt(settings: WriteSettings, plan: Plan) -> None:
-    if _servable(plan):
-        return
-    skips = [prompt.skip for prompt in plan.client if prompt.skip]
-    raise ActdsError(
-        "E006",
-        settings.prompts,
-        got=f"{len(skips)} prompts, all skipped; the first: {skips[0] if skips else 'none'}",
-        expected="at least one prompt that fits the model",
-    )
-
-
-def _check_out(settings: WriteSettings) -> None:
-    if settings.resume and not has_dataset(settings.out):
-        raise ActdsError(
-            "E010",
-            settings.out,
-            got="no dataset",
-            expected="a dataset to resume",
-            next_step="To write a new dataset, leave out resume=True.",
-        )
-    if not settings.resume and is_taken(settings.out):
-        raise ActdsError(
-            "E008",
-            settings.out,
-            got="it exists",
-            expected="a new path",
-            next_step="Choose a new path, or continue with resume=True.",
-        )
-
-
-def _check_metrics(settings: WriteSettings) -> None:
-    if settings.metrics_port is not None:
-        from actds_writers.monitor.metrics import serve_metrics
-
-        idle = Snapshot(elapsed_s=0.0, requests_done=0, requests_total=0)
-        serve_metrics(settings.metrics_host, settings.metrics_port, lambda: idle).close()
-
-
-def _without(plan: Plan, done: set[Identity]) -> Plan:
-    client = tuple(prompt for prompt in plan.client if identity(prompt) not in done)
-    keys = {prompt.key for prompt in client}
-    encoded = tuple(e for e in plan.encoded if request_key(e.prompt.index) in keys)
-    return replace(plan, encoded=encoded, client=client)
 
 
 def _result(
@@ -313,6 +494,7 @@ def _totals_of(
     reasons = requests["finish_reason"].value_counts().to_pylist()
     skipped = requests.filter(pc.equal(requests["finish_reason"], "skipped"))
     census = ended["census"]
+    counts: dict[str, Any] = {name: census[name] for name in OF_CENSUS}
     spans = catalog.table("spans", run)
     never = pc.and_(pc.equal(spans["disposition"], "aborted"), pc.is_null(spans["step"]))
     owed = spans.filter(never)
@@ -321,14 +503,7 @@ def _totals_of(
         elapsed_s=0.0,
         requests={row["values"]: row["counts"] for row in reasons},
         scheduled=census["scheduled_tokens"],
-        recomputed=census["recomputed"],
-        captured=census["captured"],
-        cache_ref=census["cache_ref"],
-        dropped=census["dropped"],
-        aborted=census["aborted"],
-        filtered=census["filtered"],
-        undelivered=census["undelivered"],
-        rejected=census["rejected"],
+        **counts,
         aborted_uncomputed=pc.sum(pc.subtract(owed["stop"], owed["start"])).as_py() or 0,
         skipped_tokens=pc.sum(skipped["prompt_len"]).as_py() or 0,
         unresolved=0,
@@ -366,4 +541,7 @@ def replay_canaries() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(replay_canaries())
+    # Under its own name, so that what is sent can be read by the command.
+    from actds_writers.harvest import run
+
+    sys.exit(run.serve_replica() if sys.argv[1:] else run.replay_canaries())

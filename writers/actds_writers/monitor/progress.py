@@ -7,15 +7,13 @@ terminal delays nothing else.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from itertools import islice
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from actds.dataset.info import HookValues, values_in_words
 from actds.format.schema import RowCounts
@@ -91,6 +89,7 @@ class Snapshot:
         return self.cached_tokens / self.queried_tokens if self.queried_tokens else None
 
 
+BEGIN = Snapshot(elapsed_s=0.0, requests_done=0, requests_total=None)
 _CENSUS_COUNTS = (
     "waiting",
     "running",
@@ -165,84 +164,39 @@ def _age_s(then_ns: int | None, now_ns: int) -> float | None:
     return None if then_ns is None else max(0.0, (now_ns - then_ns) / 1e9)
 
 
-def summed(snapshots: Sequence[Snapshot]) -> Snapshot:
-    """Return the counters of several engines that run side by side, at least one."""
-    first, n = snapshots[0], len(snapshots)
-    if n == 1:
-        return first
-    names = ("requests_done", *_CENSUS_COUNTS, "rows", "backlog_nbytes")
-    dropped: Counter[str] = Counter()
-    for snapshot in snapshots:
-        dropped.update(snapshot.dropped)
-    staging, ring, pool = (
-        _stages([snapshot.stages[i] for snapshot in snapshots]) for i in range(3)
-    )
-    lanes = [snapshot.lane for snapshot in snapshots if snapshot.lane is not None]
-    totals = [
-        snapshot.requests_total for snapshot in snapshots if snapshot.requests_total is not None
-    ]
-    return replace(
-        first,
-        elapsed_s=max(snapshot.elapsed_s for snapshot in snapshots),
-        requests_total=sum(totals) if len(totals) == n else None,
-        row_nbytes=max(snapshot.row_nbytes for snapshot in snapshots),
-        dropped=dict(dropped),
-        stages=(staging, ring, pool),
-        lane=_stages(lanes) if lanes else None,
-        commits=_commits_of([snapshot.commits for snapshot in snapshots]),
-        memory_nbytes=_sum_of([snapshot.memory_nbytes for snapshot in snapshots]),
-        last_commit_age_s=min(
-            (
-                snapshot.last_commit_age_s
-                for snapshot in snapshots
-                if snapshot.last_commit_age_s is not None
-            ),
-            default=None,
-        ),
-        writer_silent_s=max(
-            (
-                snapshot.writer_silent_s
-                for snapshot in snapshots
-                if snapshot.writer_silent_s is not None
-            ),
-            default=None,
-        ),
-        **{name: sum(getattr(snapshot, name) for snapshot in snapshots) for name in names},
-    )
+_LARGEST = {"elapsed_s", "row_nbytes", "writer_silent_s", "fill", "p50_s", "p99_s", "last_ns"}
+_OF_FIRST = {"name", "cast"}
+S = TypeVar("S", Snapshot, Stage, CommitTotals)
 
 
-def _stages(stages: Sequence[Stage]) -> Stage:
-    return Stage(
-        name=stages[0].name,
-        nbytes=sum(stage.nbytes for stage in stages),
-        depth=_sum_of([stage.depth for stage in stages]),
-        capacity=_sum_of([stage.capacity for stage in stages]),
-        fill=max((stage.fill for stage in stages if stage.fill is not None), default=None),
-        n_stalls=sum(stage.n_stalls for stage in stages),
-        stall_s=sum(stage.stall_s for stage in stages),
-    )
+def summed(parts: Sequence[S]) -> S:
+    """Return the counters of several engines that run side by side, at least one.
+
+    Of quantiles, ages and fills the largest, of the time since a commit the smallest.
+    """
+    values = {f.name: [getattr(part, f.name) for part in parts] for f in fields(parts[0])}
+    return replace(parts[0], **{name: _joined(name, of_each) for name, of_each in values.items()})
 
 
-def _commits_of(commits: Sequence[CommitTotals]) -> CommitTotals:
-    """Return the commits of several writers; of their quantiles the largest."""
-    names = ("n_shards", "n_raw_shards", "n_rows", "nbytes_in", "nbytes_out", "seconds")
-    buckets = [commit.buckets for commit in commits if commit.buckets]
-    return replace(
-        commits[0],
-        buckets=tuple(map(sum, zip(*buckets, strict=True))),
-        p50_s=max((commit.p50_s for commit in commits if commit.p50_s is not None), default=None),
-        p99_s=max((commit.p99_s for commit in commits if commit.p99_s is not None), default=None),
-        last_ns=max(
-            (commit.last_ns for commit in commits if commit.last_ns is not None), default=None
-        ),
-        values=RowCounts.by_hook(commit.values for commit in commits),
-        **{name: sum(getattr(commit, name) for commit in commits) for name in names},
-    )
-
-
-def _sum_of(values: Sequence[int | None]) -> int | None:
+def _joined(name: str, values: list[Any]) -> Any:
     known = [value for value in values if value is not None]
-    return sum(known) if known else None
+    if name in _OF_FIRST:
+        return values[0]
+    if not known or (name == "requests_total" and len(known) < len(values)):
+        return None
+    if name == "last_commit_age_s":
+        return min(known)
+    if name in _LARGEST:
+        return max(known)
+    if name == "values":
+        return RowCounts.by_hook(known)
+    if name == "dropped":
+        return {why: sum(n.get(why, 0) for n in known) for why in dict.fromkeys(chain(*known))}
+    if name == "stages":
+        return tuple(map(summed, zip(*known, strict=True)))
+    if name == "buckets":
+        return tuple(map(sum, zip(*filter(None, known), strict=True)))
+    return summed(known) if is_dataclass(known[0]) else sum(known)
 
 
 WIDTH = 79
@@ -277,10 +231,9 @@ def format_line(
         before: earlier counters; rates are since then, else since the start.
         started: the counters when the engine began to step, for the time left.
     """
-    left = eta_s(now, started)
-    seconds = now.elapsed_s - (before.elapsed_s if before else 0.0)
-    tokens = now.scheduled_tokens - (before.scheduled_tokens if before else 0)
-    rows = now.rows - (before.rows if before else 0)
+    left, since = eta_s(now, started), before or BEGIN
+    seconds = now.elapsed_s - since.elapsed_s
+    tokens, rows = now.scheduled_tokens - since.scheduled_tokens, now.rows - since.rows
     parts = [
         format_seconds(now.elapsed_s),
         f"{_requests(now)} requests",
@@ -303,20 +256,20 @@ def format_screen(
     """Return the screen; arguments as in ``format_line``."""
     from rich.text import Text
 
-    seconds = now.elapsed_s - (before.elapsed_s if before else 0.0)
+    since = before or BEGIN
+    seconds = now.elapsed_s - since.elapsed_s
     screen = Text(overflow="ellipsis", no_wrap=True)
     left = eta_s(now, started)
     rest = f"   {format_seconds(left)} left" if left else ""
     _line(screen, "time", format_seconds(now.elapsed_s) + rest)
     _line(screen, "requests", _head(now))
-    _line(screen, "tokens", _tokens(now, before, seconds))
+    _line(screen, "tokens", _tokens(now, since, seconds))
     _line(screen, "rows", f"{now.rows:,} captured   {now.commits.n_rows:,} durable")
-    for index, stage in enumerate(now.stages):
-        _stage_line(screen, stage, before.stages[index] if before else Stage(stage.name), seconds)
+    for stage, earlier in zip(now.stages, since.stages, strict=True):
+        _stage_line(screen, stage, earlier, seconds)
     if now.lane is not None:
-        earlier = before.lane if before else None
-        _stage_line(screen, now.lane, earlier or Stage(LANE), seconds)
-    _line(screen, "disk", _disk(now, before, seconds))
+        _stage_line(screen, now.lane, since.lane or Stage(LANE), seconds)
+    _line(screen, "disk", _disk(now, since, seconds))
     _line(screen, "commits", _commits(now))
     if now.writer_silent_s is not None and now.writer_silent_s > SILENT_S:
         waits = f"no message for {format_seconds(now.writer_silent_s)}; it waits for the disk"
@@ -342,8 +295,8 @@ def _head(now: Snapshot) -> str:
     return f"{_requests(now)}{share}   {now.running:,} running   {now.waiting:,} waiting"
 
 
-def _tokens(now: Snapshot, before: Snapshot | None, seconds: float) -> str:
-    tokens = now.scheduled_tokens - (before.scheduled_tokens if before else 0)
+def _tokens(now: Snapshot, since: Snapshot, seconds: float) -> str:
+    tokens = now.scheduled_tokens - since.scheduled_tokens
     rate = f"{tokens / seconds:,.0f}/s" if seconds > 0 else "-"
     share = now.cache_hit_share
     hits = "-" if share is None else f"{share:.1%}"
@@ -365,9 +318,9 @@ def _stage_line(screen: Text, stage: Stage, before: Stage, seconds: float) -> No
         screen.append(f"  {stage.n_stalls:,} stalls {stage.stall_s:,.1f} s", "yellow")
 
 
-def _disk(now: Snapshot, before: Snapshot | None, seconds: float) -> str:
+def _disk(now: Snapshot, since: Snapshot, seconds: float) -> str:
     c = now.commits
-    written = c.nbytes_out - (before.commits.nbytes_out if before else 0)
+    written = c.nbytes_out - since.commits.nbytes_out
     ratio = f"   {c.nbytes_in / c.nbytes_out:.2f}x" if c.nbytes_out else ""
     behind = f"   {format_nbytes(now.backlog_nbytes)} to encode" if now.backlog_nbytes else ""
     return f"{format_nbytes(c.nbytes_out)}   {format_rate(written, seconds)}{ratio}{behind}"
@@ -456,46 +409,41 @@ def is_screen(stream: TextIO) -> bool:
     return os.environ.get("TERM", "") != "dumb" and stream.isatty()
 
 
-class Progress:
-    """Shows a harvest while the block runs."""
+@contextmanager
+def beside(
+    work: Callable[[threading.Event], None], name: str, leave_s: float | None = None
+) -> Iterator[threading.Thread]:
+    """Run work on a thread while the block runs; it ends soon after the event it is given is set.
 
-    def __init__(
-        self,
-        snapshot: Callable[[], Snapshot],
-        stream: TextIO | None = None,
-        *,
-        terminal: bool | None = None,
-        interval_s: float | None = None,
-        quiet: bool = False,
-    ) -> None:
-        self._snapshot = snapshot
-        self._stream = stream if stream is not None else sys.stderr
-        self._terminal = is_screen(self._stream) if terminal is None else terminal
-        usual = TERMINAL_INTERVAL_S if self._terminal else PLAIN_INTERVAL_S
-        self._interval_s = usual if interval_s is None else interval_s
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-        if not quiet:
-            self._thread = threading.Thread(target=self._run, name="actds-progress", daemon=True)
+    Args:
+        leave_s: how long the end of the block waits for it at most.
+    """
+    ended = threading.Event()
+    thread = threading.Thread(target=work, args=(ended,), name=name, daemon=True)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        ended.set()
+        thread.join(leave_s)
 
-    def __enter__(self) -> Progress:
-        if self._thread is not None:
-            self._thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join(LEAVE_TIMEOUT_S)
+def show_progress(
+    snapshot: Callable[[], Snapshot],
+    stream: TextIO,
+    *,
+    terminal: bool | None = None,
+    interval_s: float | None = None,
+) -> AbstractContextManager[threading.Thread]:
+    on_screen = is_screen(stream) if terminal is None else terminal
+    usual = TERMINAL_INTERVAL_S if on_screen else PLAIN_INTERVAL_S
 
-    @property
-    def is_showing(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def _run(self) -> None:
+    def show(ended: threading.Event) -> None:
         # A terminal that has gone away is no reason to end a harvest.
         with suppress(OSError, ValueError):
-            display = Display(self._stream, terminal=self._terminal)
-            while not self._ended.wait(self._interval_s):
-                display.show(self._snapshot())
-            display.close(self._snapshot())
+            display = Display(stream, terminal=on_screen)
+            while not ended.wait(usual if interval_s is None else interval_s):
+                display.show(snapshot())
+            display.close(snapshot())
+
+    return beside(show, "actds-progress", LEAVE_TIMEOUT_S)

@@ -104,12 +104,8 @@ def load_tokenizer(model: Path) -> Tokenizer:
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise ActdsError(
-            "E005",
-            f"{model.name} tokenizer",
-            got=first_line(error),
-            expected="a readable tokenizer",
-        ) from None
+        got, expected = first_line(error), "a readable tokenizer"
+        raise ActdsError("E005", f"{model.name} tokenizer", got=got, expected=expected) from None
     return tokenizer
 
 
@@ -215,8 +211,6 @@ def _with_roles(
 
 @dataclass(frozen=True)
 class Rendered:
-    """A chat as the engine gets it."""
-
     text: str
     token_ids: list[int]
     offsets: list[tuple[int, int]]

@@ -45,6 +45,7 @@ class Prompt:
         row: record of the source, from 0; blank lines are not counted.
         external_id: the record's ``id``, else ``row-<row>``; need not be unique.
         labels: what the user says of it, as in the table ``requests``; None for nothing.
+        broken: why the record is no prompt, None where it is.
     """
 
     index: int
@@ -53,26 +54,11 @@ class Prompt:
     text: str | None
     messages: list[Message] | None
     external_id: str
+    broken: str | None = None
     tools: list[Message] | None = None
     labels: str | None = None
     token_ids: list[int] | None = None
     options: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class SkippedRecord:
-    """A broken record, skipped at the caller's request.
-
-    Args:
-        labels: as of a prompt, if they could be read.
-    """
-
-    index: int
-    source: str
-    row: int
-    external_id: str
-    reason: str
-    labels: str | None = None
 
 
 @dataclass(frozen=True)
@@ -91,11 +77,12 @@ class PromptSet:
     """The prompts of a source, its broken records, the source itself, and who labels them.
 
     Args:
+        skips: broken records, skipped at the caller's request; with labels, if these could be read.
         label_columns: fields that are labels, sorted.
     """
 
     prompts: list[Prompt]
-    skips: list[SkippedRecord]
+    skips: list[Prompt]
     source: PromptSource
     label_columns: tuple[str, ...] = ()
 
@@ -122,28 +109,25 @@ def read_prompts(
             label that no record has.
     """
     prompts: list[Prompt] = []
-    skips: list[SkippedRecord] = []
+    skips: list[Prompt] = []
     wanted = (LABEL,) if label_columns is None else tuple(label_columns)
     source = open_source(spec, wanted)
-    for row, record in enumerate(source.records()):
+    for row, (place, value) in enumerate(source.records()):
         external_id, labels = f"row-{row}", None
         try:
-            value = record.value
             if isinstance(value, Broken):
                 raise value
             external_id = _external_id(value, external_id)
             labels = _labels(value, wanted, is_asked=label_columns is not None)
             content = _content(value)
         except Broken as broken:
-            error = ActdsError("E002", record.place, got=broken.got, expected=broken.expected)
+            error = ActdsError("E002", place, got=broken.got, expected=broken.expected)
             if on_broken == "error":
                 raise error from None
-            reason = f"E002 {record.place}: {broken.got}; expected {broken.expected}"
-            skips.append(SkippedRecord(row, source.name, row, external_id, reason, labels))
-            continue
-        prompts.append(
-            Prompt(row, source.name, row, external_id=external_id, labels=labels, **content)
-        )
+            reason = f"E002 {place}: {broken.got}; expected {broken.expected}"
+            content = {"text": None, "messages": None, "broken": reason}
+        prompt = Prompt(row, source.name, row, external_id=external_id, labels=labels, **content)
+        (prompts if prompt.broken is None else skips).append(prompt)
     if not prompts and not skips:
         raise ActdsError("E003", source.name, got="no record", expected="at least one prompt")
     unknown = sorted(set(wanted) - source.fields)
@@ -328,7 +312,9 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "number" if isinstance(value, int | float) else "value")
 
 
-Reader = Callable[["_HashedLines", str, "Fields"], Iterator["Record"]]
+Records = Iterator[tuple[str, Any]]
+"""Place and value of each raw record."""
+Reader = Callable[["_HashedLines", str, "Source"], Records]
 COLUMNS = ("id", *FIELDS, "tools", MASK, *CHAT_OPTIONS)
 BATCH_ROWS = 1024
 BLOCK_NBYTES = 1 << 20
@@ -344,39 +330,25 @@ class Broken(Exception):
 
 
 @dataclass(frozen=True)
-class Record:
-    """One raw record."""
-
-    place: str
-    value: Any
-
-
-@dataclass(frozen=True)
-class Fields:
-    """The fields of the records of a source."""
-
-    labels: tuple[str, ...] = ()
-    present: set[str] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
 class Source:
-    """A stream of records, and after the last one the digest of a single file."""
+    """A stream of records, and after the last one the digest of a single file.
+
+    Args:
+        labels: fields that are labels.
+        fields: those of the records that were read.
+    """
 
     kind: str
     name: str
     files: list[tuple[str, _HashedLines]]
     read: Reader
-    fields_read: Fields
+    labels: tuple[str, ...] = ()
+    fields: set[str] = field(default_factory=set)
 
-    @property
-    def fields(self) -> set[str]:
-        return self.fields_read.present
-
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Records:
         try:
             for place, lines in self.files:
-                yield from self.read(lines, place, self.fields_read)
+                yield from self.read(lines, place, self)
         except ActdsError:
             raise
         except OSError as error:
@@ -396,22 +368,22 @@ def open_source(spec: str, labels: tuple[str, ...] = ()) -> Source:
     if spec.startswith("hf:"):
         if not (folder := spec.removeprefix("hf:")) or folder.startswith("//"):
             raise _unreadable(spec, "no folder", "hf:FOLDER, a folder on this machine")
-        return _open_folder(Path(folder), spec, Fields(labels))
+        return _open_folder(Path(folder), spec, labels)
     path = Path(spec)
     if path.is_dir():
         raise _unreadable(path.name, "a folder", "a file, or hf:FOLDER for a folder of prompts")
     if not path.exists():
         raise _unreadable(spec, "no such file", "a JSONL, Parquet or text file, or hf:FOLDER")
-    return _open_file(path, Fields(labels))
+    return _open_file(path, labels)
 
 
-def _open_file(path: Path, fields_read: Fields) -> Source:
+def _open_file(path: Path, labels: tuple[str, ...]) -> Source:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         got = f"a file with suffix {path.suffix!r}" if path.suffix else "a file without suffix"
         raise _unreadable(path.name, got, f"one of {', '.join(sorted(_READERS))}")
     kind, read = reader
-    return Source(kind, path.name, [(path.name, _HashedLines(path))], read, fields_read)
+    return Source(kind, path.name, [(path.name, _HashedLines(path))], read, labels)
 
 
 class _HashedLines:
@@ -451,34 +423,34 @@ def _numbered(lines: _HashedLines, name: str) -> Iterator[tuple[str, str | Broke
             yield place, Broken(f"byte {raw[error.start]:#04x} at {error.start}", "UTF-8")
 
 
-def _read_text(lines: _HashedLines, name: str, fields_read: Fields) -> Iterator[Record]:
-    fields_read.present.add("text")
+def _read_text(lines: _HashedLines, name: str, source: Source) -> Records:
+    source.fields.add("text")
     for place, text in _numbered(lines, name):
         value = text if isinstance(text, Broken) else {"text": text.rstrip("\r\n")}
-        yield Record(place, value)
+        yield place, value
 
 
-def _read_jsonl(lines: _HashedLines, name: str, fields_read: Fields) -> Iterator[Record]:
+def _read_jsonl(lines: _HashedLines, name: str, source: Source) -> Records:
     for place, text in _numbered(lines, name):
         value = text if isinstance(text, Broken) else _parse(text)
-        fields_read.present.update(value if isinstance(value, dict) else ())
-        yield Record(place, value)
+        source.fields.update(value if isinstance(value, dict) else ())
+        yield place, value
 
 
-def _read_json(lines: _HashedLines, name: str, fields_read: Fields) -> Iterator[Record]:
+def _read_json(lines: _HashedLines, name: str, source: Source) -> Records:
     """Yield the members of a JSON array; a ``.json`` file of JSON lines is accepted too."""
     with lines.path.open("rb") as stream:
         head = stream.read(BLOCK_NBYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
     if head and not head.startswith(b"["):
-        yield from _read_jsonl(lines, name, fields_read)
+        yield from _read_jsonl(lines, name, source)
         return
     try:
         members = json.loads(b"".join(lines).decode("utf-8-sig").strip() or "[]")
     except (ValueError, RecursionError) as error:
         raise ActdsError("E002", name, got=first_line(error), expected="a JSON array") from None
     for row, value in enumerate(members):
-        fields_read.present.update(value if isinstance(value, dict) else ())
-        yield Record(f"{name} row {row}", value)
+        source.fields.update(value if isinstance(value, dict) else ())
+        yield f"{name} row {row}", value
 
 
 def _parse(text: str) -> Any:
@@ -488,41 +460,41 @@ def _parse(text: str) -> Any:
         return Broken(first_line(error), "a JSON object on one line")
 
 
-def _read_parquet(lines: _HashedLines, name: str, fields_read: Fields) -> Iterator[Record]:
+def _read_parquet(lines: _HashedLines, name: str, source: Source) -> Records:
     try:
         with pq.ParquetFile(lines.path) as file:
-            columns = _columns(file.schema_arrow.names, name, fields_read)
+            columns = _columns(file.schema_arrow.names, name, source)
             yield from _rows(file.iter_batches(BATCH_ROWS, columns=columns), name)
     except pa.ArrowException as error:
         raise _unreadable(name, first_line(error), "a Parquet file") from None
 
 
-def _read_arrow(lines: _HashedLines, name: str, fields_read: Fields) -> Iterator[Record]:
+def _read_arrow(lines: _HashedLines, name: str, source: Source) -> Records:
     try:
         with pa.memory_map(str(lines.path)) as file, pa.ipc.open_stream(file) as stream:
-            columns = _columns(stream.schema.names, name, fields_read)
+            columns = _columns(stream.schema.names, name, source)
             yield from _rows((batch.select(columns) for batch in stream), name)
     except pa.ArrowException as error:
         raise _unreadable(name, first_line(error), "an Arrow file of save_to_disk") from None
 
 
-def _columns(names: list[str], place: str, fields_read: Fields) -> list[str]:
+def _columns(names: list[str], place: str, source: Source) -> list[str]:
     columns = [name for name in COLUMNS if name in names]
     if not set(columns) & {*FIELDS}:
         got = f"columns {', '.join(names[:8]) or 'none'}"
         raise ActdsError("E002", place, got=got, expected=f"a column {' or '.join(FIELDS)}")
-    fields_read.present.update(names)
+    source.fields.update(names)
     return [
         *columns,
-        *(name for name in fields_read.labels if name in names and name not in columns),
+        *(name for name in source.labels if name in names and name not in columns),
     ]
 
 
-def _rows(batches: Iterator[pa.RecordBatch], name: str) -> Iterator[Record]:
+def _rows(batches: Iterator[pa.RecordBatch], name: str) -> Records:
     row = 0
     for batch in batches:
         for value in _doubles(batch).to_pylist():
-            yield Record(f"{name} row {row}", _filled(value))
+            yield f"{name} row {row}", _filled(value)
             row += 1
 
 
@@ -535,9 +507,9 @@ def _doubles(batch: pa.RecordBatch) -> pa.RecordBatch:
     return batch
 
 
-def _open_folder(root: Path, spec: str, fields_read: Fields) -> Source:
+def _open_folder(root: Path, spec: str, labels: tuple[str, ...]) -> Source:
     if root.is_file():
-        return _open_file(root, fields_read)
+        return _open_file(root, labels)
     if not root.is_dir():
         raise _unreadable(spec, "no such folder", "a folder on this machine")
     name = root.resolve().name
@@ -546,7 +518,7 @@ def _open_folder(root: Path, spec: str, fields_read: Fields) -> Source:
         example = f"{spec}/{splits[0]}" if splits else "a dataset with a split"
         raise _unreadable(spec, f"splits {', '.join(splits) or 'none'}", f"one split: {example}")
     if (root / "state.json").is_file():
-        return _folder(name, root, _saved_files(root, spec), _read_arrow, fields_read)
+        return _folder(name, root, _saved_files(root, spec), _read_arrow, labels)
     paths = {
         suffix: sorted(path for path in root.rglob(f"*{suffix}") if path.is_file())
         for suffix in (".parquet", ".jsonl")
@@ -555,13 +527,15 @@ def _open_folder(root: Path, spec: str, fields_read: Fields) -> Source:
     if len(suffixes) != 1:
         got = "both Parquet and JSONL files" if suffixes else "no Parquet or JSONL file"
         raise _unreadable(spec, got, "a folder of save_to_disk, of Parquet or of JSONL files")
-    return _folder(name, root, paths[suffixes[0]], _READERS[suffixes[0]][1], fields_read)
+    return _folder(name, root, paths[suffixes[0]], _READERS[suffixes[0]][1], labels)
 
 
-def _folder(name: str, root: Path, paths: list[Path], read: Reader, fields_read: Fields) -> Source:
+def _folder(
+    name: str, root: Path, paths: list[Path], read: Reader, labels: tuple[str, ...]
+) -> Source:
     places = [f"{name}/{path.relative_to(root).as_posix()}" for path in paths]
     files = list(zip(places, map(_HashedLines, paths), strict=True))
-    return Source("hf", name, files, read, fields_read)
+    return Source("hf", name, files, read, labels)
 
 
 def _saved_files(root: Path, spec: str) -> list[Path]:

@@ -36,7 +36,7 @@ from actds_writers.ipc.messages import (
     StepReadouts,
 )
 from actds_writers.shards import Interval, disagreement
-from actds_writers.sizing.needs import READOUT_PART_NBYTES as PART_NBYTES
+from actds_writers.sizing import READOUT_PART_NBYTES as PART_NBYTES
 
 PACKED_ROWS = 2048
 """A row takes 0.5 to 1 kB as an object, about a tenth of it packed."""

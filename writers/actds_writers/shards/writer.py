@@ -43,10 +43,10 @@ from actds_writers.ipc.messages import (
     StepRows,
     WorkerHello,
 )
-from actds_writers.monitor.meters import CommitMeter, DiskMeter, Meters, Occupancy
+from actds_writers.monitor.metrics import CommitMeter, DiskMeter, Meters, Occupancy
 from actds_writers.shards import Assembly, ShardBuffer
 from actds_writers.shards.logs import DropLog, LaneReader, ReadoutLog, TableLog
-from actds_writers.sizing.needs import Geometry, Sizes, memory_bound
+from actds_writers.sizing import Geometry, Sizes, memory_bound
 
 TELL_INTERVAL_S = 0.05
 N_UNCOMMITTED = 4

@@ -6,18 +6,37 @@ within a bin count half, which costs less than one part in the number of bins.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
+from actds.exchange.containers import read_header
+from actds_studies.dictionaries.tensors import (
+    file_sha256,
+    is_npz,
+    of_names,
+    read_npz,
+    read_safetensors,
+    refused,
+)
 from actds_studies.regimes.inference import Measure
 from actds_studies.regimes.instruments import difference, mean_of
 from actds_studies.regimes.result import Limits
-from actds_studies.regimes.sums import GroupSums, Part
+from actds_studies.regimes.strata import GroupSums, Part
 from actds_validators.arrays import Floats, Ints, Rows, Whole
 
+MAX_PROBES = 1024
+MAX_NAME = 80
+_MAX_WEIGHT = float(np.finfo(np.float32).max)
+_EXPECTED = "a .safetensors or .npz file with weights (n_probes, d_model)"
+_NEXT_STEP = (
+    "Save float weights (n_probes, d_model), and bias (n_probes,), with safetensors or numpy.savez."
+)
 N_BINS = 512
 MIN_LABELLED = 20
 """Rows of either label that an arm must have for an area."""
@@ -27,8 +46,6 @@ class Probes:
     """Linear probes ``rows @ weights.T + bias``.
 
     Args:
-        weights: ``(n_probes, d_model)``.
-        bias: ``(n_probes,)``; None for 0.
         names: of the probes; None for their numbers.
         labels: for either arm the label of each row of its array ``(n_rows,)``: 1, 0, or -1 where
             there is none; None without labels.
@@ -62,11 +79,7 @@ class Probes:
         self._edges: Floats = np.zeros((n, N_BINS - 1))
 
     def need_labels(self, names: tuple[str, str], rows: tuple[Whole, Whole]) -> None:
-        """Refuse labels that do not tell the rows of an arm apart.
-
-        Raises:
-            ActdsError: E014 true of all rows that have a label, or of none.
-        """
+        """Refuse, E014, labels that are true of all rows of an arm that have one, or of none."""
         for name, labels, row in zip(names, self._labels or (), rows, strict=False):
             n_false, n_true = ((labels[row] == value).sum() for value in (0, 1))
             if not n_false or not n_true:
@@ -74,11 +87,7 @@ class Probes:
                 raise ActdsError("E014", "label", got=got, expected="some of either")
 
     def prepare(self, sample: Rows) -> None:
-        """Take the edges of the bins from scores of the reference, rows ``(n, d_model)``.
-
-        Raises:
-            ActdsError: E014 rows of another width than the probes.
-        """
+        """Take the edges of the bins from scores of the reference; E014 for another width."""
         if sample.shape[1] != self._weights.shape[1]:
             got = f"weights of {self._weights.shape[1]} channels"
             raise ActdsError("E014", "probes", got=got, expected=f"{sample.shape[1]}, as the hook")
@@ -164,3 +173,88 @@ def area(negative: Floats, positive: Floats) -> Floats:
 def _spread(sums: GroupSums) -> Floats:
     mean = mean_of(sums, "score")
     return np.asarray(np.sqrt(np.maximum(mean_of(sums, "score²") - mean**2, 0.0)))
+
+
+@dataclass(frozen=True)
+class ProbeFile:
+    """Linear probes of a file; ``hook`` is None where the file does not say it."""
+
+    path: str
+    sha256: str
+    weights: npt.NDArray[np.float64]
+    bias: npt.NDArray[np.float64]
+    names: tuple[str, ...]
+    hook: str | None
+
+    @property
+    def d_model(self) -> int:
+        return int(self.weights.shape[1])
+
+
+def read_probes(path: str | Path) -> ProbeFile:
+    """Return the probes of a file; nothing in it is run.
+
+    ``.safetensors`` with the tensors ``weights`` ``(n_probes, d_model)`` and, where wanted,
+    ``bias`` ``(n_probes,)``; its metadata may say ``hook``, and ``names`` as a JSON list. Or
+    ``.npz`` with the same two arrays.
+
+    Raises:
+        ActdsError: E015 no such file, another format, a pickle, other shapes, more than 1,024
+            probes, values that are not finite, or names of another number.
+    """
+    path = Path(path)
+    try:
+        if not path.is_file():
+            raise refused(path, "no such file", _EXPECTED, _NEXT_STEP)
+        if is_npz(path):
+            tensors, metadata = read_npz(path), {}
+        elif path.suffix == ".safetensors":
+            tensors, metadata = read_safetensors(path), read_header(path)[1]
+        else:
+            got = f"a {path.suffix or 'bare'} file"
+            raise refused(path, got, _EXPECTED, f"Nothing in it was run. {_NEXT_STEP}")
+        arrays = of_names(path, tensors, ("weights",), ("bias",))
+    except OSError as error:
+        if isinstance(error, ActdsError):
+            raise
+        raise refused(path, error.strerror or error, _EXPECTED, _NEXT_STEP) from None
+    weights = arrays["weights"].astype(np.float64)
+    if weights.ndim != 2 or not 1 <= len(weights) <= MAX_PROBES or not weights.shape[1]:
+        expected = f"(n_probes, d_model), at most {MAX_PROBES:,} probes"
+        raise refused(f"{path} weights", str(weights.shape), expected, _NEXT_STEP)
+    n = len(weights)
+    bias = arrays["bias"].astype(np.float64) if "bias" in arrays else np.zeros(n)
+    if bias.shape != (n,):
+        raise refused(f"{path} bias", str(bias.shape), f"({n},)", _NEXT_STEP)
+    for name, array in (("weights", weights), ("bias", bias)):
+        if not np.isfinite(array).all():
+            raise refused(f"{path} {name}", "NaN or infinity", "finite numbers", _NEXT_STEP)
+        # Products with rows, and their squares, have to be finite as well.
+        if np.abs(array).max() > _MAX_WEIGHT:
+            got = f"{np.abs(array).max():g}"
+            raise refused(f"{path} {name}", got, f"at most {_MAX_WEIGHT:g}", _NEXT_STEP)
+    names = _names(path, metadata.get("names"), n)
+    return ProbeFile(str(path), file_sha256(path), weights, bias, names, metadata.get("hook"))
+
+
+def _names(path: Path, text: str | None, n: int) -> tuple[str, ...]:
+    if text is None:
+        return tuple(str(k) for k in range(n))
+    try:
+        names = json.loads(text)
+    except (ValueError, RecursionError):
+        names = None
+    if (
+        not isinstance(names, list)
+        or not all(
+            isinstance(name, str)
+            and 1 <= len(name) <= MAX_NAME
+            and not any("\ud800" <= c <= "\udfff" for c in name)
+            for name in names
+        )
+        or len(set(names)) != n
+        or len(names) != n
+    ):
+        expected = f"a JSON list of {n} different names of up to {MAX_NAME} characters"
+        raise refused(f"{path} names", text[:80], expected, _NEXT_STEP)
+    return tuple(names)

@@ -6,18 +6,27 @@ arm's own, always both, because the second alone can turn the sign of a gap.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
 from scipy import stats  # type: ignore[import-untyped]
 
 from actds_studies.regimes.inference import Measure
-from actds_studies.regimes.instruments import Dictionary, difference, events, mean_of
+from actds_studies.regimes.instruments import (
+    Dictionary,
+    difference,
+    events,
+    log_of,
+    mean_of,
+    of_pairs,
+    over,
+)
 from actds_studies.regimes.result import Limits
-from actds_studies.regimes.sums import COUNT, GroupSums, Part
+from actds_studies.regimes.strata import COUNT, GroupSums, Part
 from actds_validators.arrays import Bools, Floats, Ints, Rows
 
+OfRates = Callable[[Floats, Floats], float]
 TOPS = (50, 200, 1000)
 _EVENTS, _ROWS = "overlap events", "overlap rows"
 _DIFFER = "features of a token that differ"
@@ -54,32 +63,20 @@ class Overlap:
     def measures(self, reference: GroupSums, limits: Limits) -> list[Measure]:
         """Return the overlaps of the most frequent features, and of the order of all of them."""
         n_features = reference[_EVENTS].shape[-1]
-        measures = [
-            Measure(
-                f"top {k} features, Jaccard",
-                partial(_of_rates, function=partial(top_jaccard, k=k)),
-                "Jaccard at equal n",
-                "overlap",
-                limits.overlap,
-                coarse=True,
-            )
+        jaccard, correlation = "Jaccard at equal n", "correlation at equal n"
+        order = "order of features by rate"
+        measures: list[tuple[str, OfRates, str, float | None]] = [
+            (f"top {k} features, Jaccard", partial(top_jaccard, k=k), jaccard, limits.overlap)
             for k in self._tops
             if 2 * k <= n_features
         ]
-        for name, function in (("Spearman", spearman), ("Kendall", kendall)):
-            if name == "Spearman" or n_features <= _MAX_KENDALL:
-                measure = partial(_of_rates, function=function)
-                measures.append(
-                    Measure(
-                        f"order of features by rate, {name}",
-                        measure,
-                        "correlation at equal n",
-                        "overlap",
-                        limits.overlap if name == "Spearman" else None,
-                        coarse=True,
-                    )
-                )
-        return measures
+        measures.append((f"{order}, Spearman", spearman, correlation, limits.overlap))
+        if n_features <= _MAX_KENDALL:
+            measures.append((f"{order}, Kendall", kendall, correlation, None))
+        return [
+            Measure(name, partial(_of_rates, function=of), unit, "overlap", limit, coarse=True)
+            for name, of, unit, limit in measures
+        ]
 
     def pair_parts(self, first: Rows, second: Rows) -> Iterator[Part]:
         yield Part("jaccard", 1 - self.pair_values(first, second)[_DIFFER])
@@ -95,20 +92,11 @@ class Overlap:
     def pair_measures(self, limits: Limits) -> list[Measure]:
         """Return how much of a token's features is lost on average: 1 less their Jaccard index."""
 
-        def lost(pairs: GroupSums, _: GroupSums) -> Floats:
-            return 1 - mean_of(pairs, "jaccard")
-
-        return [
-            Measure(
-                _DIFFER, lost, "1 - Jaccard, mean over pairs", "size", limits.overlap, scale="logit"
-            )
-        ]
+        unit, limit = "1 - Jaccard, mean over pairs", limits.overlap
+        return [of_pairs(_DIFFER, lambda sums: 1 - mean_of(sums, "jaccard"), unit, "logit", limit)]
 
 
-def jaccard_of_rows(
-    active: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
-    other: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
-) -> Floats:
+def jaccard_of_rows(active: Bools, other: Bools) -> Floats:
     """Return the Jaccard index of each row's two sets ``(n,)``, 1 where both are empty."""
     shared, either = (active & other).sum(axis=1), (active | other).sum(axis=1)
     return np.where(either > 0, shared / np.maximum(either, 1), 1.0)
@@ -145,16 +133,12 @@ def kendall(first: Floats, second: Floats) -> float:
     return float(stats.kendalltau(first, second).statistic)
 
 
-def _of_rates(first: GroupSums, second: GroupSums, function: object) -> Floats:
+def _of_rates(first: GroupSums, second: GroupSums, function: OfRates) -> Floats:
     """Return a function of the rates of features ``(..., 1)``; those that no arm has are left out.
 
     NaN where an arm has no row.
     """
-    assert callable(function)
-    rates = [
-        np.atleast_2d(sums[_EVENTS] / np.where(sums[_ROWS] > 0, sums[_ROWS], np.nan))
-        for sums in (first, second)
-    ]
+    rates = [np.atleast_2d(over(sums[_EVENTS], sums[_ROWS])) for sums in (first, second)]
     answers = []
     for left, right in zip(*rates, strict=True):
         good = np.isfinite(left).all() and np.isfinite(right).all()
@@ -229,43 +213,38 @@ class Reconstruction:
         """Return the differences of fit, of the features' rates and of their directions."""
         assert self._turned is not None
         n_turned, labels = len(self._turned), [str(n) for n in self._turned.tolist()]
-        whole = float(variance_of(reference)[..., 0])
+        whole = variance_of(reference)
 
-        def over_reference(sums: GroupSums) -> Floats:
-            return np.asarray(mean_of(sums, "error") / (whole if whole > 0 else np.nan))
+        def fvu(sums: GroupSums) -> Floats:
+            return over(mean_of(sums, "error"), whole)
 
-        def over_own(sums: GroupSums) -> Floats:
-            variance = variance_of(sums)
-            return np.asarray(mean_of(sums, "error") / np.where(variance > 0, variance, np.nan))
+        def fvu_of_arm(sums: GroupSums) -> Floats:
+            return over(mean_of(sums, "error"), variance_of(sums))
 
-        def log_l0(sums: GroupSums) -> Floats:
-            return _log(mean_of(sums, "l0"))
+        def active(sums: GroupSums) -> Floats:
+            return mean_of(sums, "l0")
+
+        def log_active(sums: GroupSums) -> Floats:
+            return log_of(mean_of(sums, "l0"))
 
         def direction(sums: GroupSums) -> Floats:
             # sum of a (x - x̂ + a d): the row as this feature alone should explain it, times it.
             vector = sums["turned"].reshape(*sums["turned"].shape[:-1], n_turned, -1)
             vector = vector + sums["turned aa"][..., None] * self._directions
-            length = np.linalg.norm(vector, axis=-1, keepdims=True)
-            return np.asarray(vector / np.where(length > 0, length, np.nan))
+            return over(vector, np.linalg.norm(vector, axis=-1, keepdims=True))
 
         def turn(first: GroupSums, second: GroupSums) -> Floats:
             enough = np.minimum(first["turned n"], second["turned n"]) >= MIN_TURN_EVENTS
             return np.where(enough[..., None], direction(second) - direction(first), np.nan)
 
-        ratio, gap = "ln of the ratio", "difference"
+        ratio, gap, limit = "ln of the ratio", "difference", limits.fvu
         values = [
+            difference("FVU over the reference's variance", fvu, gap, limit, arm_value=fvu),
             difference(
-                "FVU over the reference's variance",
-                over_reference,
-                gap,
-                limits.fvu,
-                arm_value=over_reference,
+                "FVU over the arm's own variance", fvu_of_arm, gap, limit, arm_value=fvu_of_arm
             ),
             difference(
-                "FVU over the arm's own variance", over_own, gap, limits.fvu, arm_value=over_own
-            ),
-            difference(
-                "active features of a row", log_l0, ratio, limits.log_l0, arm_value=_active_features
+                "active features of a row", log_active, ratio, limits.log_l0, arm_value=active
             ),
             Measure(
                 "rates of features",
@@ -273,7 +252,7 @@ class Reconstruction:
                 ratio,
                 "difference",
                 limits.log_rate,
-                of_arm=lambda sums: _log(mean_of(sums, ACTIVE)),
+                of_arm=lambda sums: log_of(mean_of(sums, ACTIVE)),
                 arm_value=lambda sums: mean_of(sums, ACTIVE),
                 coarse=True,
                 note=f"features with under {MIN_EVENTS} events are counted, not tested",
@@ -313,11 +292,3 @@ def log_rates(first: GroupSums, second: GroupSums) -> Floats:
     rates = [np.log((sums[ACTIVE] + 0.5) / (sums[COUNT] + 1)) for sums in (first, second)]
     enough = first[ACTIVE] + second[ACTIVE] >= MIN_EVENTS
     return np.where(enough, rates[1] - rates[0], np.nan)
-
-
-def _active_features(sums: GroupSums) -> Floats:
-    return mean_of(sums, "l0")
-
-
-def _log(value: Floats) -> Floats:
-    return np.asarray(np.log(np.where(value > 0, value, np.nan)))

@@ -40,7 +40,7 @@ from actds_writers.engines.vllm.runner import Dispatch, loaded_model
 from actds_writers.harvest.prepare import Plan, hold, make_plan
 from actds_writers.harvest.probe_cost import RING_MIB, SHARD_NBYTES, Arm, Timed, Timing, TimingTask
 from actds_writers.harvest.processes import Pipeline
-from actds_writers.sizing.needs import Geometry, rows_per_shard
+from actds_writers.sizing import Geometry, rows_per_shard
 
 PROMPT_TOKENS, N_STEPS, N_UNTIMED = 16, 16, 4
 """Of a request: the prompt, the generated tokens, and how many of their steps are not timed: the

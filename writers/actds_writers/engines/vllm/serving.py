@@ -387,7 +387,7 @@ def _writer_settings(
     readouts: str,
     replica: tuple[int, int],
 ) -> WriterSettings:
-    from actds_writers.sizing.needs import Geometry, rows_per_shard
+    from actds_writers.sizing import Geometry, rows_per_shard
 
     rows = settings.rows_per_shard or rows_per_shard(Geometry.of(hooks).row_nbytes)
     return WriterSettings(

@@ -46,7 +46,7 @@ from actds_writers.ipc.messages import Fact
 from actds_writers.model_folder import ModelFiles, local_folder_of, model_name
 from actds_writers.provenance import Readers, batch_invariant, engine_facts, in_words
 from actds_writers.sampling import EVERYTHING, LeftOut
-from actds_writers.sizing.needs import PADDING_ROWS
+from actds_writers.sizing import PADDING_ROWS
 
 STARTUP_PLAN = "VLLM_ENABLE_STARTUP_PLAN"
 _ADAPTIVE = "enable_adaptive_verification"

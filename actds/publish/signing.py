@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
-from actds.store import Store, layout, local_folder, open_for_writing, open_store
-from actds.store.local import lock_dataset
-from actds.trust.envelope import (
+from actds.format import canonical
+from actds.publish.envelope import (
     KEYS_VARIABLE,
     MAX_ENVELOPE_NBYTES,
     Envelope,
@@ -20,13 +22,26 @@ from actds.trust.envelope import (
     Rejected,
     TrustedKey,
     judge,
+    needs_extra,
     parse,
     signer,
     trusted_keys,
     with_signature,
 )
-from actds.trust.keyless import sign_statement, signed_payload, trust_root
-from actds.trust.pin import check_statement, check_sums, parse_pin, put_sums, statement
+from actds.publish.sealing import (
+    PAYLOAD_TYPE,
+    check_statement,
+    check_sums,
+    parse_pin,
+    put_sums,
+    statement,
+)
+from actds.store import Store, layout, local_folder, open_for_writing, open_store
+from actds.store.local import lock_dataset
+from actds.text import one_line
+
+if TYPE_CHECKING:
+    from sigstore.models import TrustedRoot
 
 
 @dataclass(frozen=True)
@@ -34,8 +49,6 @@ class Signed:
     """What a signature covers, and where it is.
 
     Args:
-        seal: number of the seal.
-        digest: its digest.
         file: path of the signature in the dataset.
         keyid: id of the key; None of an identity.
         is_new: whether this call added it; a key signs a seal once.
@@ -62,10 +75,8 @@ class Verified:
     """Who signed a seal, of those whom the consumer trusts.
 
     Args:
-        path: the dataset.
         dataset: its id.
-        seal: number of the seal.
-        digest: its digest: what ``actds.open`` and ``actds validate`` take as a pin.
+        digest: of the seal: what ``actds.open`` and ``actds validate`` take as a pin.
         keys: the trusted keys that signed it.
         identity: the identity that signed it, where one was asked for.
         rejected: signatures that count for nothing.
@@ -109,7 +120,11 @@ def sign(
         raise ActdsError("E009", "key", got="both or neither", expected="a key, or an identity")
     store = open_for_writing(os.fspath(path))
     private = None if key is None else signer(key, store)
-    with _alone(store):
+    with ExitStack() as stack:
+        folder = local_folder(store.uri)
+        if folder is not None and folder.is_dir():
+            # Two who sign at once would undo each other.
+            stack.callback(os.close, lock_dataset(folder))
         catalog = _sealed(store, None)
         assert catalog.seal is not None
         n, payload = catalog.seal.n, statement(catalog)
@@ -182,7 +197,7 @@ def verify(
     if trusted:
         judgement = _by_keys(catalog, trusted, need, expected_payload)
     if who is not None:
-        _by_identity(catalog, who, trusted_root, offline, expected_payload)
+        _by_identity(catalog, who, partial(trust_root, trusted_root, offline), expected_payload)
     if seal is None:
         check_sums(catalog)
     return Verified(
@@ -214,18 +229,13 @@ def _by_keys(
 
 
 def _by_identity(
-    catalog: Catalog,
-    who: Identity,
-    trusted_root: str | os.PathLike[str] | None,
-    offline: bool,
-    expected: bytes,
+    catalog: Catalog, who: Identity, root: Callable[[], TrustedRoot], expected: bytes
 ) -> None:
     file = layout.bundle_path(len(catalog.seals))
     if not catalog.store.exists(file):
         raise _unsigned(catalog, file, layout.bundle_path)
     data = catalog.store.read(file, MAX_ENVELOPE_NBYTES)
-    root = trust_root(trusted_root, offline)
-    payload = signed_payload(data, who.identity, who.issuer, root, file)
+    payload = signed_payload(data, who, root(), file)
     check_statement(payload, expected, file)
 
 
@@ -265,15 +275,96 @@ def _identity(identity: str | None, issuer: str | None) -> Identity | None:
     return Identity(identity, issuer)
 
 
-@contextmanager
-def _alone(store: Store) -> Iterator[None]:
-    """Two who sign at once would undo each other."""
-    folder: Path | None = local_folder(store.uri)
-    if folder is None or not folder.is_dir():
-        yield
-        return
-    lock = lock_dataset(folder)
+# Sigstore: an identity instead of a key of one's own. All of it is the library ``sigstore``; here
+# are its calls, and a code for each way to fail. Signing needs the network, and verifying needs it
+# for the newest root of trust only.
+
+TOKEN_VARIABLE = "SIGSTORE_IDENTITY_TOKEN"
+
+
+def sign_statement(payload: bytes) -> bytes:
+    """Return a bundle: a certificate for the identity, the signature, its entry in a public log.
+
+    The identity (an e-mail address, or the workflow of a CI) becomes public in that log, and so
+    does the digest of what is signed. E009 no identity token; E807 a service fails; E011.
+    """
+    with needs_extra():
+        from sigstore.dsse import Statement
+        from sigstore.models import ClientTrustConfig
+        from sigstore.oidc import IdentityToken, detect_credential
+        from sigstore.sign import SigningContext
     try:
-        yield
-    finally:
-        os.close(lock)
+        raw = os.environ.get(TOKEN_VARIABLE) or detect_credential()
+        token = None if raw is None else IdentityToken(raw)
+    except Exception as error:  # its own errors, and those of each CI
+        raise _no_token(one_line(error, 200)) from None
+    if token is None:
+        raise _no_token("no identity token")
+    try:
+        context = SigningContext.from_trust_config(ClientTrustConfig.production())
+        with context.signer(token) as signer:
+            bundle = signer.sign_dsse(Statement(payload))
+    except Exception as error:  # four services, each with clients of its own
+        raise _failed("Sigstore", error) from None
+    return canonical.dump(json.loads(bundle.to_json()))
+
+
+def trust_root(file: str | os.PathLike[str] | None, offline: bool) -> TrustedRoot:
+    """Return the certificates and logs to trust: of a file, or of the public instance (15.6).
+
+    E009 a file that cannot be read; E807 the newest cannot be had; E011.
+    """
+    with needs_extra():
+        from sigstore.models import ClientTrustConfig, TrustedRoot
+    if file is not None:
+        try:
+            return TrustedRoot.from_file(os.fspath(Path(file).expanduser()))
+        except Exception as error:  # of the file, of JSON, of the models
+            got = one_line(error, 200)
+            place = os.fspath(file)
+            raise ActdsError("E009", place, got=got, expected="a trusted_root.json") from None
+    try:
+        return ClientTrustConfig.production(offline=offline).trusted_root
+    except Exception as error:  # of the network, of TUF, of the cache folder
+        step = "Try again, or take the root that is on this machine: offline=True."
+        raise _failed("the root of trust", error, step) from None
+
+
+def signed_payload(data: bytes, who: Identity, root: TrustedRoot, place: str) -> bytes:
+    """Return what an identity signed, after all checks of a bundle (15.6); no network is used.
+
+    E102 no canonical JSON; E103 no bundle; E802 it does not hold: another identity, another
+    certificate, no entry in the log; E803 another payload type; E011.
+    """
+    with needs_extra():
+        from sigstore.models import Bundle
+        from sigstore.verify import Verifier
+        from sigstore.verify import policy as policies
+    canonical.parse(data, place)
+    try:
+        bundle = Bundle.from_json(data)
+    except Exception as error:  # of its models, and of pydantic
+        got = one_line(error, 200)
+        raise ActdsError("E103", place, got=got, expected="a Sigstore bundle") from None
+    try:
+        policy = policies.Identity(identity=who.identity, issuer=who.issuer)
+        kind, payload = Verifier(trusted_root=root).verify_dsse(bundle, policy)
+    except Exception as error:  # whatever it is, it is not verified
+        expected = f"a signature of {who.identity} by {who.issuer}"
+        raise ActdsError("E802", place, got=one_line(error, 300), expected=expected) from None
+    if kind != PAYLOAD_TYPE:
+        raise ActdsError("E803", place, got=repr(kind)[:120], expected=PAYLOAD_TYPE)
+    return payload
+
+
+def _no_token(got: str) -> ActdsError:
+    step = f"Run it in a CI with an OIDC token, set {TOKEN_VARIABLE}, or sign with a key."
+    expected = "an OIDC identity token"
+    return ActdsError("E009", TOKEN_VARIABLE, got=got, expected=expected, next_step=step)
+
+
+def _failed(place: str, error: Exception, next_step: str | None = None) -> ActdsError:
+    words = one_line(error, 200)
+    if error.__cause__ is not None:
+        words = f"{words}: {one_line(error.__cause__, 200)}"
+    return ActdsError("E807", place, got=words, expected="an answer", next_step=next_step)

@@ -1,11 +1,15 @@
-"""Command line options made from a model of settings."""
+"""What commands share: options of a model of settings, what they print, errors as typed."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -15,7 +19,13 @@ from actds.executor import EXECUTORS
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from actds.text import Line
+
 _PATHS = re.compile("PATH|FILE|FOLDER")
+Model = Callable[[], "type[BaseModel]"]
+"""What imports a model where it is needed."""
+Models = Mapping[str, Model]
+_NONE: Models = MappingProxyType({})
 
 
 def refuse_empty(command: click.Command, context: click.Context, words: Sequence[str]) -> None:
@@ -158,11 +168,7 @@ class SettingsCommand(click.Command):
     """
 
     def __init__(
-        self,
-        *args: Any,
-        settings: Callable[[], type[BaseModel]],
-        skip: Collection[str] = (),
-        **kwargs: Any,
+        self, *args: Any, settings: Model, skip: Collection[str] = (), **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         self._settings, self._skip = settings, skip
@@ -225,3 +231,62 @@ def _type(kind: Mapping[str, Any]) -> click.ParamType[Any]:
             return click.INT if whole else FiniteRange()
         return click.IntRange(**bounds) if whole else FiniteRange(**bounds)
     return click.Path() if kind.get("format") == "path" else click.STRING
+
+
+# what commands print ----------------------------------------------------------------------------
+
+_COLOURS = {"title": "bold", "good": "green", "bad": "bold red", "warn": "yellow", "dim": "dim"}
+
+
+def envelope(name: str, facts: Mapping[str, Any], version: str = "1") -> dict[str, Any]:
+    """Return the one form of what ``--json`` prints: its format, its version, then the facts."""
+    return {"format": f"actds.{name}", "version": version, **facts}
+
+
+def print_json(document: Mapping[str, Any]) -> None:
+    """Print a document on stdout, the only thing that a command with ``--json`` prints there."""
+    click.echo(json.dumps(document, indent=2, sort_keys=True))
+
+
+def print_result(name: str, result: Any, as_json: bool, lines: Iterable[str]) -> None:
+    """Print what a function did: a dataclass as JSON, else lines of text."""
+    if as_json:
+        print_json(envelope(name, asdict(result)))
+        return
+    for line in lines:
+        click.echo(line)
+
+
+def print_lines(lines: Iterable[Line]) -> None:
+    if not sys.stdout.isatty():
+        for line in lines:
+            click.echo(line.text)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for line in lines:
+        console.print(Text(line.text, _COLOURS.get(line.style, "")), soft_wrap=True)
+
+
+class ResultCommand(click.Command):
+    """A command that prints or reads documents whose schemas ``actds schema`` knows."""
+
+    def __init__(
+        self, *args: Any, result: Model | None = None, reads: Models = _NONE, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.result, self.reads = result, reads
+
+    def thresholds(self) -> dict[str, tuple[str, str]]:
+        """Return what ``--limit`` may set, by name: its default, and what it is."""
+        return {}
+
+
+def document_schema(
+    model: type[BaseModel], mode: Literal["validation", "serialization"]
+) -> dict[str, Any]:
+    """Return the JSON Schema of a document."""
+    schema = model.model_json_schema(by_alias=True, mode=mode)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

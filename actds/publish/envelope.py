@@ -11,19 +11,20 @@ import binascii
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from actds.errors import ActdsError, not_installed
 from actds.format import canonical
+from actds.publish.sealing import PAYLOAD_TYPE
 from actds.store import Store, local_folder
 from actds.text import one_line
-from actds.trust.pin import PAYLOAD_TYPE
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -50,13 +51,10 @@ class TrustedKey:
 
 
 def trusted_keys(files: Iterable[str | os.PathLike[str]], store: Store) -> list[TrustedKey]:
-    """Return the public keys of PEM files, each once; a file may hold several.
+    """Return the public keys of PEM files (15.4), each once; a file may hold several.
 
-    Raises:
-        ActdsError: E021 a file that cannot be read, holds no public key, a private one, one that
-            is not Ed25519, or lies inside the dataset; E011 without the extra ``actds[sign]``.
-
-    Spec: 0.1 section 15.4.
+    E021 a file that cannot be read, holds no public key, a private one, one that is not Ed25519,
+    or lies inside the dataset; E011 without the extra ``actds[sign]``.
     """
     keys: dict[str, TrustedKey] = {}
     with needs_extra():
@@ -68,28 +66,25 @@ def trusted_keys(files: Iterable[str | os.PathLike[str]], store: Store) -> list[
             blocks = _PUBLIC.findall(data)
             if not blocks:
                 raise _bad(file, "no PEM block of a public key", "BEGIN PUBLIC KEY")
+            from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
             for block in blocks:
-                key = _trusted(block, file)
-                keys.setdefault(key.keyid, key)
+                load = partial(load_pem_public_key, block)
+                key = _sslib_key(_ed25519(file, load, "a public key in PEM"))
+                keys.setdefault(key.keyid, TrustedKey(key.keyid, file, key))
     if len(keys) > MAX_KEYS:
         raise _bad("keys", f"{len(keys)} keys", f"at most {MAX_KEYS}")
     return list(keys.values())
 
 
 def signer(file: str | os.PathLike[str], store: Store) -> CryptoSigner:
-    """Return what signs with a private key; the password of one is read from the environment.
+    """Return what signs with a private key (15.3); a password is read from the environment.
 
-    Raises:
-        ActdsError: E021 a file that cannot be read, is no private Ed25519 key, is encrypted and
-            the password is missing or wrong, or lies inside the dataset; E011 without the extra
-            ``actds[sign]``.
-
-    Spec: 0.1 section 15.3.
+    E021 a file that cannot be read, is no private Ed25519 key, is encrypted and the password is
+    missing or wrong, or lies inside the dataset; E011 without the extra ``actds[sign]``.
     """
     file = os.fspath(file)
     with needs_extra():
-        from cryptography.exceptions import UnsupportedAlgorithm
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
         from securesystemslib.signer import CryptoSigner
 
@@ -102,13 +97,8 @@ def signer(file: str | os.PathLike[str], store: Store) -> CryptoSigner:
             step = f"Set {PASSWORD_VARIABLE}, or sign with a key that is not encrypted."
             raise _bad(file, "an encrypted key", f"its password in {PASSWORD_VARIABLE}", step)
         secret = password.encode() if is_encrypted and password else None
-        try:
-            key = load_pem_private_key(data, secret)
-        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-            expected = "the password of the key" if is_encrypted else "a private key in PEM"
-            raise _bad(file, one_line(error, 120), expected) from None
-        if not isinstance(key, Ed25519PrivateKey):
-            raise _bad(file, "a key of another algorithm", "an Ed25519 key")
+        expected = "the password of the key" if is_encrypted else "a private key in PEM"
+        key = _ed25519(file, partial(load_pem_private_key, data, secret), expected)
         return CryptoSigner(key, _sslib_key(key.public_key()))
 
 
@@ -122,19 +112,18 @@ def needs_extra() -> Iterator[None]:
         raise not_installed(name, "sign") from None
 
 
-def _trusted(block: bytes, file: str) -> TrustedKey:
+def _ed25519(file: str, load: Callable[[], Any], expected: str) -> Any:
+    """The key that a block holds, private or public."""
     from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+    from cryptography.hazmat.primitives.asymmetric import ed25519
 
     try:
-        key = load_pem_public_key(block)
-    except (ValueError, UnsupportedAlgorithm) as error:
-        raise _bad(file, one_line(error, 120), "a public key in PEM") from None
-    if not isinstance(key, Ed25519PublicKey):
+        key = load()
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise _bad(file, one_line(error, 120), expected) from None
+    if not isinstance(key, ed25519.Ed25519PrivateKey | ed25519.Ed25519PublicKey):
         raise _bad(file, "a key of another algorithm", "an Ed25519 key")
-    public = _sslib_key(key)
-    return TrustedKey(public.keyid, file, public)
+    return key
 
 
 def _sslib_key(key: Ed25519PublicKey) -> SSlibKey:
@@ -216,13 +205,10 @@ class Judgement:
 
 
 def parse(data: bytes, place: str) -> Envelope:
-    """Return the envelope that a file holds; nothing of it is believed yet.
+    """Return the envelope that a file holds (15.3); nothing of it is believed yet.
 
-    Raises:
-        ActdsError: E102 too large, too deep, or no canonical JSON; E103 another form, no signature,
-            too many, or no standard base64; E803 another payload type.
-
-    Spec: 0.1 section 15.3.
+    E102 too large, too deep, or no canonical JSON; E103 another form, no signature, too many, or
+    no standard base64; E803 another payload type.
     """
     if len(data) > MAX_ENVELOPE_NBYTES:
         expected = f"at most {MAX_ENVELOPE_NBYTES} bytes"
@@ -248,12 +234,10 @@ def parse(data: bytes, place: str) -> Envelope:
 
 
 def judge(envelope: Envelope, keys: Sequence[TrustedKey]) -> Judgement:
-    """Return which keys of a list have signed.
+    """Return which keys of a list have signed (15.4).
 
     The ``keyid`` of a signature is a hint that anybody can write: each signature is tried with
     every key of the list.
-
-    Spec: 0.1 section 15.4.
     """
     data = _pae(envelope)
     accepted: dict[str, TrustedKey] = {}

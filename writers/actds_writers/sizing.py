@@ -1,26 +1,26 @@
 """What a harvest needs, in bytes, and what it loses when a stage is too slow.
 
-Arithmetic only; worker and writer reserve memory by the same formulas, and tests compare them. A
-load is given, or read from the steps and file sizes of an earlier harvest.
+Arithmetic only; worker and writer reserve memory by the same formulas, and tests compare them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow.compute as pc
 
-from actds.dataset.reading import Catalog
 from actds.dataset.write_threads import N_HELD, window
-from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
 from actds.format.encoding import encoded_nbytes
-from actds.format.tables import is_served
-from actds.store import Store
+from actds.text import counted
+from actds_writers.config import MIB
 from actds_writers.ipc.link import PAGE, aligned
 from actds_writers.ipc.messages import HookSpec
 
@@ -267,9 +267,6 @@ def rows_per_shard(row_nbytes: int) -> int:
     return rows
 
 
-# disk -----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Overhead:
     """Bytes on disk other than rows, and how well rows compress.
@@ -344,14 +341,6 @@ def stored_nbytes_per_token(
     }
 
 
-# queues ---------------------------------------------------------------------------------------
-
-
-def _arrivals(load: Load, burst: Burst, seconds: float) -> float:
-    high = load.mean * burst.factor
-    return high * min(seconds, burst.seconds) + load.mean * max(0.0, seconds - burst.seconds)
-
-
 def peak_queue(load: Load, service: float, stall_s: float = 0.0) -> float:
     """Return the peak of the queue in tokens, infinite when the mean load is too much.
 
@@ -367,7 +356,8 @@ def peak_queue(load: Load, service: float, stall_s: float = 0.0) -> float:
         queue, now = 0.0, 0.0
         for until in sorted({stall_s, burst.seconds}):
             served = service * max(0.0, until - max(now, stall_s))
-            arrived = _arrivals(load, burst, until) - _arrivals(load, burst, now)
+            extra = (burst.factor - 1) * (min(until, burst.seconds) - min(now, burst.seconds))
+            arrived = load.mean * (until - now + extra)
             queue = max(0.0, queue + arrived - served)
             peak, now = max(peak, queue), max(now, until)
     return peak
@@ -401,10 +391,6 @@ def stalled(load: Load, ring_tokens: float, stall_s: float) -> Stalled:
     return Stalled(stall_s, filled_s, waits, lost, lost / total if total else 0.0)
 
 
-WINDOWS_S = (1.0, 10.0)
-FEW_WINDOWS = 20
-
-
 @dataclass(frozen=True)
 class Windows:
     """Tokens per second over windows of one length.
@@ -424,20 +410,6 @@ class Windows:
         return Burst(max(1.0, self.p99 / self.mean), self.seconds)
 
 
-@dataclass(frozen=True)
-class Profile:
-    """Load and bytes of an earlier harvest.
-
-    Args:
-        is_short: whether there are too few windows for a 99th percentile.
-    """
-
-    windows: tuple[Windows, ...]
-    load: Load
-    overhead: Overhead
-    is_short: bool
-
-
 def windows(runs: Iterable[tuple[npt.ArrayLike, npt.ArrayLike]], seconds: float) -> Windows | None:
     """Return the rates over whole windows, ``None`` with fewer than two."""
     rates: list[np.ndarray] = []
@@ -452,70 +424,172 @@ def windows(runs: Iterable[tuple[npt.ArrayLike, npt.ArrayLike]], seconds: float)
     if len(of_windows) < 2 or not of_windows.sum():
         return None
     p50, p99 = np.quantile(of_windows, (0.5, 0.99))
-    return Windows(
-        seconds,
-        len(of_windows),
-        float(of_windows.mean()),
-        float(p50),
-        float(p99),
-        float(of_windows.max()),
+    figures = of_windows.mean(), p50, p99, of_windows.max()
+    return Windows(seconds, len(of_windows), *map(float, figures))
+
+
+GB = 1e9
+Origin = Literal["assumed", "given", "measured"]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Bytes per second, in GB/s, and where the figure comes from."""
+
+    gbps: float
+    origin: Origin
+
+
+def usual_threads() -> int:
+    return max(1, (os.cpu_count() or 2) // 2)
+
+
+def free_nbytes() -> int:
+    """Return the main memory that processes can still take, here and in their control group."""
+    free = 0
+    with suppress(OSError, ValueError, IndexError):
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                free = int(line.split()[1]) * 1024
+    with suppress(OSError, ValueError):
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        free = min(free, max(int(limit) - used, 0)) if limit != "max" else free
+    return free
+
+
+RING_HEADROOM = 1.25
+"""Rings are taken in slices of whole steps, and a slice must not wrap around the end."""
+
+
+@dataclass(frozen=True)
+class StageNeed:
+    name: str
+    what: str
+    nbytes_per_token: float
+    max_tokens: float
+    origin: str
+
+    def gbps(self, tokens_per_s: float) -> float:
+        return self.nbytes_per_token * tokens_per_s / GB
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What a load needs, by stage.
+
+    Args:
+        ring_burst_nbytes: ring that holds the worst burst; infinite when the mean is too much.
+        ring_stall_nbytes: ring that holds a disk stall at the mean load.
+        ring_nbytes: ring that holds both at once, with headroom.
+        stalls: cost of stalls with the ring of ``sizes``.
+        memory: of one engine. The rings are those of one pipeline stage, which are all of one size.
+        parts: what each pipeline stage has of a token.
+    """
+
+    geometry: Geometry
+    sizes: Sizes
+    load: Load
+    stages: tuple[StageNeed, ...]
+    bottleneck: StageNeed
+    stored: dict[str, float]
+    memory: MemoryBound
+    stall_s: float
+    ring_burst_nbytes: float
+    ring_stall_nbytes: float
+    ring_nbytes: float
+    stalls: tuple[Stalled, ...]
+    parts: tuple[Geometry, ...]
+    by_stage: tuple[MemoryBound, ...]
+    n_replicas: int = 1
+
+    @property
+    def stored_nbytes(self) -> float:
+        return sum(self.stored.values())
+
+    @property
+    def sustained_share(self) -> float:
+        return min(1.0, self.bottleneck.max_tokens / self.load.mean)
+
+    @property
+    def fits(self) -> bool:
+        return self.bottleneck.max_tokens >= self.load.mean
+
+    @property
+    def fits_burst(self) -> bool:
+        return self.bottleneck.max_tokens >= self.load.peak
+
+
+def capacity(
+    geometry: Geometry,
+    sizes: Sizes,
+    load: Load,
+    rates: Mapping[str, Rate],
+    overhead: Overhead,
+    *,
+    stall_s: float,
+    parts: Sequence[Geometry] = (),
+    n_replicas: int = 1,
+) -> Capacity:
+    """Return what a load needs.
+
+    Args:
+        sizes: sizes to check; a ring of 0 for the one that burst and stall need.
+    """
+    parts = tuple(parts) or (geometry,)
+    stored = stored_nbytes_per_token(geometry, overhead, load, sizes.rows_per_shard)
+    stages = _stages(geometry, rates, sizes.n_threads, sum(stored.values()))
+    bottleneck = min(stages, key=lambda stage: stage.max_tokens)
+    service = bottleneck.max_tokens
+    # A stage has the same tokens in its ring as the others, and the widest decides the size.
+    ring_row = max(part.row_nbytes for part in parts) / n_replicas
+    queue_nbytes = peak_queue(load, service, stall_s) * ring_row * RING_HEADROOM
+    proposed = int(_whole_mib(queue_nbytes)) if math.isfinite(queue_nbytes) else 0
+    chosen = replace(sizes, ring_nbytes=sizes.ring_nbytes or proposed)
+    own_threads = replace(chosen, n_threads=max(1, chosen.n_threads // n_replicas))
+    by_stage = tuple(memory_bound(part, own_threads) for part in parts)
+    memory = joined_memory(by_stage, memory_bound(geometry, own_threads))
+    ring_tokens = n_replicas * min(
+        bound.ring / part.row_nbytes for bound, part in zip(by_stage, parts, strict=True)
+    )
+    return Capacity(
+        geometry=geometry,
+        sizes=chosen,
+        load=load,
+        stages=stages,
+        bottleneck=bottleneck,
+        stored=stored,
+        memory=memory,
+        stall_s=stall_s,
+        ring_burst_nbytes=peak_queue(load, service) * ring_row,
+        ring_stall_nbytes=load.mean * stall_s * ring_row,
+        ring_nbytes=_whole_mib(queue_nbytes),
+        stalls=tuple(stalled(load, ring_tokens, stall_s * n) for n in (1, 2, 5, 10)),
+        parts=parts,
+        by_stage=by_stage,
+        n_replicas=n_replicas,
     )
 
 
-def read_profile(store: Store) -> Profile:
-    """Return the profile of a dataset."""
-    catalog = Catalog.read(store)
-    steps = [catalog.table("steps", run) for run in catalog.run_ids]
-    series = [(s["t_ns"].to_numpy(), s["batch_tokens"].to_numpy()) for s in steps]
-    lengths = tuple(w for seconds in WINDOWS_S if (w := windows(series, seconds)) is not None)
-    if not lengths or not catalog.shards:
-        raise ActdsError(
-            "E009",
-            f"profile {store.uri}",
-            got=f"{sum(s.num_rows for s in steps)} steps in less than two seconds, or no shard",
-            expected="a harvest of at least a few seconds",
-            next_step="Give prefill_rate, decode_rate and bursts instead.",
-        )
-    prefill = sum(int(s["prefill_tokens"].to_numpy().sum()) for s in steps)
-    decode = sum(int(s["decode_tokens"].to_numpy().sum()) for s in steps)
-    n_steps = sum(s.num_rows for s in steps)
-    requests = [catalog.table("requests", run) for run in catalog.run_ids]
-    n_served = sum(pc.sum(is_served(table)).as_py() or 0 for table in requests)
-    total, mean = prefill + decode, lengths[0].mean
-    return Profile(
-        windows=lengths,
-        load=Load(
-            prefill=mean * prefill / total,
-            decode=mean * decode / total,
-            tokens_per_request=total / max(1, n_served),
-            tokens_per_step=total / n_steps,
-            bursts=tuple(w.burst for w in lengths),
-        ),
-        overhead=overhead_of(catalog, store, sum(table.num_rows for table in requests), n_steps),
-        is_short=lengths[0].n < FEW_WINDOWS,
+def _stages(
+    g: Geometry, rates: Mapping[str, Rate], n_threads: int, stored: float
+) -> tuple[StageNeed, ...]:
+    moved, rows = g.row_nbytes + g.readout_nbytes, g.row_nbytes
+
+    def stage(name: str, what: str, nbytes: float, rate: str, n: int = 1) -> StageNeed:
+        max_tokens = rates[rate].gbps * n * GB / nbytes
+        return StageNeed(name, what, nbytes, max_tokens, rates[rate].origin)
+
+    threads = counted(n_threads, "thread")
+    return (
+        StageNeed("staging", "copy on the device", moved, math.inf, "not modelled"),
+        stage("link", "device to ring", moved, "d2h"),
+        stage("ring", "ring to shard buffer", rows, "copy"),
+        stage("encode", f"compress and hash, {threads}", rows, "encode", n_threads),
+        stage("disk", "write, fsync", stored, "disk"),
     )
 
 
-def overhead_of(catalog: Catalog, store: Store, n_requests: int, n_steps: int) -> Overhead:
-    hooks = {hook.name: hook for hook in catalog.genesis.hooks}
-    sizes = {hook: h.d_model * DTYPES[h.dtype].itemsize for hook, h in hooks.items()}
-    n_rows = sum(shard.n_rows for shard in catalog.shards)
-    rows = sum(shard.n_rows * sizes[hook] for shard in catalog.shards for hook in shard.hooks)
-    frames = _nbytes(catalog, lambda path: path.endswith("/c/0/0"))
-    tokens = _nbytes(catalog, lambda path: path == "tokens.parquet")
-    parts: dict[str, int] = {}
-    for (_run, table), bodies in catalog.parts.items():
-        parts[table] = parts.get(table, 0) + sum(body.file.nbytes for body in bodies)
-    requests = parts.get("requests", 0) + parts.get("spans", 0)
-    return replace(
-        MEASURED,
-        ratio=rows / max(1, frames),
-        token=tokens / max(1, n_rows),
-        request=requests / max(1, n_requests),
-        step=parts.get("steps", 0) / max(1, n_steps),
-        source=f"measured: {n_rows:,} rows of {store.uri}",
-    )
-
-
-def _nbytes(catalog: Catalog, wanted: Callable[[str], bool]) -> int:
-    return sum(e.nbytes for shard in catalog.shards for e in shard.files if wanted(e.path))
+def _whole_mib(nbytes: float) -> float:
+    return math.ceil(nbytes / MIB) * MIB if math.isfinite(nbytes) else nbytes

@@ -9,14 +9,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from actds.apart import Apart, Reply, Request, cpu_seconds
 from actds.errors import ActdsError
 from actds.exchange.containers import READERS, features_of, foreign, leaves, read_document, reading
 from actds.exchange.foreign import (
@@ -28,6 +26,7 @@ from actds.exchange.foreign import (
     open_sae_lens,
     open_tensors,
 )
+from actds.format.apart import Apart, Reply, Request, cpu_seconds
 from actds.format.arrays import DTYPES
 from actds.text import storable
 
@@ -216,17 +215,12 @@ def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
     opened = KINDS[kind][1](Path(request["path"]), files, request["dtype"])
     if request["what"] == "open":
         hooks = [(storable(hook.called), hook.d_model, hook.dtype) for hook in opened.hooks]
-        left_out = _bounded([storable(name)[:MAX_NAME] for name in opened.left_out])
+        left_out = _bounded([storable(name)[:MAX_NAME] for name in sorted(opened.left_out)])
         words = {"hooks": hooks, "n_rows": opened.n_rows}
-        yield Reply({**words, "unknown": opened.unknown, "left_out": left_out})
+        yield Reply({**words, "unknown": sorted(opened.unknown), "left_out": left_out})
         return
     for block in opened.blocks():
         ids = [] if block.token_ids is None else [block.token_ids.astype("<i8")]
-        parts = [block.position.astype("<i8"), *ids, *block.bits]
+        parts = [block.position.astype("<i8"), *ids, *map(np.ascontiguousarray, block.bits)]
         words = {"sequence": block.sequence, "n": len(block.position), "tokens": bool(ids)}
-        yield Reply(words, sum(part.nbytes for part in parts), partial(_write, parts))
-
-
-def _write(parts: list[Any], sink: BinaryIO) -> None:
-    for part in parts:
-        sink.write(np.ascontiguousarray(part).data)
+        yield Reply(words, parts)

@@ -1,0 +1,271 @@
+"""The commands ``actds write``, ``actds replay``, ``actds recover`` and ``actds plan``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+import actds
+from actds.cli.command import SettingsCommand
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pydantic import BaseModel
+
+    from actds_writers.harvest.plan import Profile
+    from actds_writers.harvest.recover import RecoverResult, RunFound
+    from actds_writers.harvest.result import HarvestResult
+
+
+def _model(name: str) -> Callable[[], type[BaseModel]]:
+    return lambda: getattr(import_module("actds_writers.config"), name)
+
+
+def _renamed(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        words = (
+            "No such option '--writer': --engine names the engine, --engine-arg sets its options."
+        )
+        raise click.UsageError(words, ctx)
+
+
+WRITE_EXAMPLES = """\b
+Examples:
+  actds write acts --model models/small --prompts prompts.jsonl --hooks resid_post:10,20
+  actds write acts --model models/small --prompts prompts.jsonl --hooks resid_post:10,20 --resume
+  actds write s3://bucket/acts --model models/small --prompts hf:chats --hooks resid_post:all \\
+      --engine transformers --engine-arg max_num_seqs=4 --canary 0.1%
+"""
+
+
+@click.command(
+    cls=SettingsCommand, settings=_model("WriteSettings"), skip=["out"], epilog=WRITE_EXAMPLES
+)
+@click.argument("out", metavar="OUT")
+@click.option(
+    "--writer", hidden=True, expose_value=False, callback=_renamed, help="Renamed to --engine."
+)
+@click.option("--quiet", is_flag=True, help="Show no progress; the summary is still printed.")
+def write(out: str, quiet: bool, engine_args: tuple[str, ...], **settings: Any) -> None:
+    """Harvest activations from a real engine into OUT.
+
+    Serves every prompt, stores the activations of every token that the engine computes, and
+    accounts for every token. Ctrl-C drains, commits and seals; --resume continues.
+    """
+    _run_shown(actds.write, out, engine_args, quiet=quiet, **settings)
+
+
+REPLAY_EXAMPLES = """\b
+Examples:
+  actds replay acts alone --model models/small --alone
+  actds replay acts other --model models/small --neighbours 7
+  actds replay acts missing --model models/small --only missing
+  actds replay acts exact --model models/small --engine-arg dtype=float32 --max-requests 64
+"""
+
+
+@click.command(
+    cls=SettingsCommand,
+    settings=_model("ReplaySettings"),
+    skip=["source", "out"],
+    epilog=REPLAY_EXAMPLES,
+)
+@click.argument("source", metavar="SOURCE")
+@click.argument("out", metavar="OUT")
+@click.option("--quiet", is_flag=True, help="Show no progress; the summary is still printed.")
+def replay(out: str, quiet: bool, engine_args: tuple[str, ...], **settings: Any) -> None:
+    """Serve the token sequences of SOURCE again under other settings, into OUT.
+
+    Each request of SOURCE, a sealed dataset, becomes one prompt, its sampled tokens included: every
+    token is read in prefill, and nothing is generated. The table origins of OUT leads each request
+    to its source and says which tokens had been sampled. Requests whose tokens are not all known
+    are skipped and counted.
+    """
+    _run_shown(actds.replay, out, engine_args, quiet=quiet, **settings)
+
+
+def _run_shown(
+    run: Callable[..., HarvestResult],
+    out: str,
+    engine_args: tuple[str, ...],
+    *,
+    quiet: bool,
+    **settings: Any,
+) -> None:
+    """Run ``actds.write`` or ``actds.replay`` on a terminal; exits with 1 when interrupted."""
+    from actds_writers.engine_protocol import parse_words
+    from actds_writers.harvest.result import Terminal
+
+    terminal = Terminal(out, quiet=quiet)
+    options = parse_words(engine_args)
+    try:
+        result = run(observer=terminal, out=out, engine_args=options, **settings)
+    except BaseException:
+        terminal.failed()
+        raise
+    if result.reason == "interrupted":
+        click.echo(
+            "Interrupted. Everything committed is sealed. Continue with the same command and "
+            "--resume.",
+            err=True,
+        )
+        click.get_current_context().exit(1)
+
+
+_SHOWN = 20
+_WORDS = {
+    "accounted": "its census is complete",
+    "recovered": "accounted for from its journal",
+    "empty": "it committed nothing",
+    "imported": "it never had a census",
+    "unaccountable": "it has neither census nor journal",
+}
+RECOVER_EXAMPLES = """\b
+Examples:
+  actds recover acts
+  actds recover acts --clear
+  actds recover s3://bucket/acts --json
+"""
+
+
+@click.command(epilog=RECOVER_EXAMPLES)
+@click.argument("path", metavar="PATH")
+@click.option(
+    "--clear", is_flag=True, help="Remove files that no record names: uncommitted shards, journals."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON (actds.recover 1).")
+def recover(path: str, clear: bool, as_json: bool) -> None:
+    """Recover a dataset whose harvest was killed or lost its power.
+
+    PATH is the dataset's folder or its s3:// location. Keeps every acknowledged row, accounts for
+    all others as aborted, closes open ledger chains and seals the dataset. Refuses while a process
+    still writes: one of this machine is looked up, one of another is watched for a minute.
+    """
+    from actds.cli.command import envelope, print_json
+
+    done = actds.recover(path, clear=clear, say=lambda line: click.echo(line, err=True))
+    if as_json:
+        print_json(envelope("recover", done.as_json()))
+    else:
+        for line in _lines(done):
+            click.echo(line)
+    if done.error is not None:
+        raise done.error
+
+
+def _lines(done: RecoverResult) -> Iterator[str]:
+    from actds.text import printable
+
+    for run in done.runs:
+        yield from _run_lines(run)
+    nbytes = sum(done.unreachable.values())
+    verb = "removed" if done.cleared else "kept; --clear removes them"
+    if done.unreachable:
+        yield f"{len(done.unreachable)} unreachable files, {nbytes:,} bytes: {verb}"
+        for path in list(done.unreachable)[:_SHOWN]:
+            yield f"  {printable(path)}"
+        if len(done.unreachable) > _SHOWN:
+            yield f"  and {len(done.unreachable) - _SHOWN} more"
+    if done.seal is not None:
+        yield f"sealed: seal {done.seal.n}, {done.seal.totals['rows']:,} rows"
+
+
+def _run_lines(run: RunFound) -> Iterator[str]:
+    yield f"run {run.run}: {run.outcome}, {_WORDS[run.outcome]}"
+    chains = ", ".join(f"{chain} {state}" for chain, state in run.chains.items())
+    yield f"  found: chains {chains}; {run.n_segments} journal segments"
+    text = f"  kept: {run.n_rows:,} acknowledged rows"
+    aborted = run.totals.get("aborted")
+    yield text if aborted is None else f"{text}; {aborted:,} tokens accounted for as aborted"
+
+
+PLAN_EXAMPLES = """\b
+Examples:
+  actds plan --model models/small --hooks resid_post:10,20 --prefill-rate 9000 --decode-rate 1000
+  actds plan --d-model 4096 --layers 32 --profile acts --measure /data --burst 4:10 --json
+  actds plan --model models/small --hooks resid_post:10 --probes 100 --measure
+"""
+
+
+@click.command(cls=SettingsCommand, settings=_model("PlanOptions"), epilog=PLAN_EXAMPLES)
+@click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON (actds.plan 1).")
+def plan(as_json: bool, engine_args: tuple[str, ...], **settings: Any) -> None:
+    """Size a harvest: bytes per second at every stage, disk, rings, memory.
+
+    Shows which stage saturates first, and what a disk stall costs under each overflow policy.
+    Sizes for the burst, not for the mean. Exits with 1 when a stage cannot carry the mean load,
+    or rows were lost under --stress. With --probes it says instead what linear probes cost.
+    """
+    from actds.cli.command import envelope, print_json
+    from actds_writers.config import PlanSettings
+    from actds_writers.engine_protocol import parse_words
+
+    given = {**settings, "engine_args": parse_words(engine_args)}
+    if settings["probes"] is not None:
+        _say_probes(given, as_json=as_json)
+        return
+    _refuse_others(PlanSettings, "--probes N beside it")
+    result = actds.plan(**{name: given[name] for name in PlanSettings.model_fields})
+    if result.profile is not None:
+        _say_profile(result.profile)
+    if result.measured:
+        rates = ", ".join(f"{name} {gbps:.2f}" for name, gbps in sorted(result.measured.items()))
+        click.echo(f"measured: {rates} GB/s", err=True)
+    if as_json:
+        print_json(envelope("plan", result.as_json()))
+    else:
+        click.echo("\n".join(result.lines()))
+    if not result.fits:
+        click.get_current_context().exit(1)
+
+
+def _say_probes(given: dict[str, Any], *, as_json: bool) -> None:
+    """Print what probes cost.
+
+    Raises:
+        ActdsError: E009 for an option of sizing beside them; as ``probe_cost``.
+    """
+    from actds.cli.command import envelope, print_json
+    from actds.errors import ActdsError
+    from actds_writers.config import ProbeSettings
+
+    _refuse_others(ProbeSettings, "no --probes beside it")
+    if given["model"] is None:
+        expected = "a model folder with config.json and weights"
+        raise ActdsError("E009", "--model", got="no model folder", expected=expected)
+    questions = {name: given[name] for name in ProbeSettings.model_fields}
+    questions["batches"] = questions["batches"] or ProbeSettings.model_fields["batches"].default
+    cost = actds.probe_cost(progress=lambda line: click.echo(line, err=True), **questions)
+    if as_json:
+        print_json(envelope("plan", cost.as_json()))
+    else:
+        click.echo("\n".join(cost.lines()))
+
+
+def _refuse_others(settings: type[BaseModel], expected: str) -> None:
+    """Refuse options that were given and are not those of the question; raises E009."""
+    from actds.errors import ActdsError
+
+    context = click.get_current_context()
+    known = {*settings.model_fields, "as_json", "help"}
+    for param in context.command.get_params(context):
+        name = param.name or ""
+        source = context.get_parameter_source(name)
+        if name not in known and source is ParameterSource.COMMANDLINE:
+            got = "an option of the other question of this command"
+            raise ActdsError("E009", param.opts[0], got=got, expected=expected)
+
+
+def _say_profile(profile: Profile) -> None:
+    for windows in profile.windows:
+        click.echo(
+            f"profile: windows of {windows.seconds:g} s: mean {windows.mean:,.0f}, "
+            f"p50 {windows.p50:,.0f}, p99 {windows.p99:,.0f}, max {windows.max:,.0f} tokens/s "
+            f"({windows.n} windows{', too few for p99' if profile.is_short else ''})",
+            err=True,
+        )

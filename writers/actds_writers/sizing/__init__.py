@@ -1,1 +1,0 @@
-"""Sizing: what a harvest needs, and the rates of a machine."""
