@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from actds_writers.capture.logits import Reading
+from actds_writers.capture.op import Reading
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ from actds.format.shard import row_order
 from actds.store import NewFile, Put, layout
 from actds.store.local import LocalStore
 from actds_writers.ipc.messages import HookSpec
-from actds_writers.shards.assembly import TOKEN_COLUMNS, ShardBuffer, Slice
-from actds_writers.shards.committer import CommitPlan, Committer
+from actds_writers.shards import TOKEN_COLUMNS, ShardBuffer, Slice
+from actds_writers.shards.writer import CommitPlan, Committer
 from actds_writers.sizing import N_BUFFERS
 
 STEP_ROWS = 2048

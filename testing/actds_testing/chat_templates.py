@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from actds_testing.tiny import byte_tokenizer
+from actds_writers.ipc.messages import intervals
 from actds_writers.prompts.encoding import Encoded, encode
 from actds_writers.prompts.records import Message, Prompt
-from actds_writers.roles import intervals
 
 __all__ = ["CHATS", "Outcome", "compare", "main", "texts_by_role"]
 

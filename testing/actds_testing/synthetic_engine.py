@@ -39,7 +39,7 @@ from actds_writers.ipc.messages import (
     RequestFinished,
     StepScheduled,
 )
-from actds_writers.shards.assembly import SpecialTokens
+from actds_writers.model_folder import SpecialTokens
 
 D_MODEL = 32
 HOOKS = tuple(HookSpec(f"resid_post.{i}", "resid_post", i, D_MODEL, "bfloat16") for i in (1, 2))

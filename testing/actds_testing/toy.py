@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from pydantic import Field
 
@@ -21,6 +22,7 @@ from actds.errors import ActdsError
 from actds.format.schema import REQUIRED_PROVENANCE, DType
 from actds_testing.tiny import write_byte_tokenizer
 from actds_writers.capture.check import HookCheck, bound, check_prompts, compare_with_forward
+from actds_writers.capture.stages import Step
 from actds_writers.capture.taps import HookKind, ModelConfig, StreamForm, Tap, decoder_layers
 from actds_writers.engine_protocol import Engine, EngineKind, EngineOptions, Finished
 from actds_writers.engines.account import SchedulerSide, WorkerSide
@@ -158,22 +160,20 @@ class ToyOptions(EngineOptions):
     step_s: float | int = 0
 
 
-class Toy(EngineKind):
+class Toy(EngineKind[ToyOptions]):
     """What the entry point names."""
 
     name = "toy"
     option_type = ToyOptions
 
     def start(
-        self, model: Path, options: EngineOptions, link: Link, *, temperature: float, seed: int
+        self, model: Path, options: ToyOptions, link: Link, *, temperature: float, seed: int
     ) -> Engine:
         """Return the engine with its model hooked."""
-        assert isinstance(options, ToyOptions)
         return ToyEngine(model, options, link)
 
-    def replicas(self, options: EngineOptions) -> int:
+    def replicas(self, options: ToyOptions) -> int:
         """Return the engines side by side."""
-        assert isinstance(options, ToyOptions)
         return options.replicas
 
 
@@ -275,17 +275,10 @@ class ToyEngine:
             sampled = self._model(token_ids, positions).argmax(dim=1).tolist()
         duration_ns = time.monotonic_ns() - began
         self._worker.introduce(self._facts)
-        self._worker.hand_over(
-            step,
-            numbers,
-            counts,
-            [request.prompt_len for request in running],
-            token_ids,
-            positions,
-            finished=finished,
-            duration_ns=duration_ns,
-            kernel_mode="eager",
-        )
+        columns = numbers, counts, [request.prompt_len for request in running]
+        arrays = [np.array(column, np.int64) for column in columns]
+        ran = Step(step, *arrays, (), finished, duration_ns, "eager")
+        self._worker.hand_over(ran, token_ids, positions)
         return self._advance(counts, sampled)
 
     def _advance(self, counts: list[int], sampled: list[int]) -> list[Finished]:

@@ -47,7 +47,7 @@ capture.install_tap = shifted
 """
 SWAPPED = """
 from actds_writers.capture import op as capture
-from actds_writers.capture.kinds import BUILT_IN
+from actds_writers.capture.hooks import BUILT_IN
 find = capture.find_kind
 names = {"attn_out": "mlp_out", "mlp_out": "attn_out", "k": "v", "v": "k"}
 capture.find_kind = lambda name: find(names.get(name, name))
@@ -164,7 +164,7 @@ def test_a_kind_without_a_reference_is_refused_where_nobody_verified_it(
     tmp_path: Path, model: Path, prompts: Path
 ) -> None:
     words = (*FLOAT32[2:], *h.EAGER, *DUMMY, "--hooks", "resid_post:1;attn_out:1")
-    patch = "from actds_writers.engines.vllm import versions as f; f.VERIFIED_KINDS.clear()"
+    patch = "from actds_writers.engines.vllm import options as f; f.VERIFIED_KINDS.clear()"
     done = write(patch, tmp_path / "acts", model, prompts, *words)
     assert done.returncode != 0
     words = (

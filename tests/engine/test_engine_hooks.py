@@ -16,7 +16,7 @@ from actds_testing import harvest as h
 from actds_testing.families.layouts import stack_of, watched
 from actds_testing.families.models import FAMILIES
 from actds_testing.places import ROOT
-from actds_writers.capture.kinds import BUILT_IN
+from actds_writers.capture.hooks import BUILT_IN
 
 pytestmark = pytest.mark.engine
 

@@ -32,7 +32,7 @@ from actds_testing.places import DOCS
 from actds_testing.schedules import Schedule, simulate
 from actds_testing.synthetic import make_dataset
 from actds_validators.validate.validation import Level, validate
-from actds_writers.capture import kinds
+from actds_writers.capture import hooks
 from actds_writers.capture.taps import Tap, decoder_layers
 from actds_writers.engines.account import WorkerSide
 
@@ -95,12 +95,10 @@ def spoil_hand_over(patch: pytest.MonkeyPatch, spoil: Callable[[Any, int], None]
     """Change the rows between the model and the capture, as a broken runner does."""
     real = WorkerSide.hand_over
 
-    def hand_over(
-        self: Any, step: int, requests: Any, n_rows: Any, *more: Any, **named: Any
-    ) -> None:
+    def hand_over(self: Any, step: Any, *more: Any, **named: Any) -> None:
         for rows in self.buffers.rows:
-            spoil(rows, sum(n_rows))
-        real(self, step, requests, n_rows, *more, **named)
+            spoil(rows, int(step.n_rows.sum()))
+        real(self, step, *more, **named)
 
     patch.setattr(WorkerSide, "hand_over", hand_over)
 
@@ -151,7 +149,7 @@ def _tap_of(patch: pytest.MonkeyPatch, where: Callable[[Any, int], torch.nn.Modu
         return output.flatten(0, -2).to(torch.bfloat16), None
 
     patch.setattr(
-        type(kinds.BUILT_IN["resid_post"]),
+        type(hooks.BUILT_IN["resid_post"]),
         "tap",
         lambda self, model, layer, form: Tap(where(decoder_layers(model), layer), read),
     )

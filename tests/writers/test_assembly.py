@@ -6,7 +6,8 @@ import numpy as np
 
 from actds.format.tables import FLAG_BOS, FLAG_EOS, FLAG_SPECIAL
 from actds_writers.ipc.messages import StepRows
-from actds_writers.shards.assembly import Assembly, SpecialTokens
+from actds_writers.model_folder import SpecialTokens
+from actds_writers.shards import Assembly
 
 
 def step(

@@ -17,8 +17,8 @@ from actds.format.schema import Genesis, Hook
 from actds.store import Put, layout
 from actds.store.local import LocalStore, NewLocalFile
 from actds_writers.ipc.messages import HookSpec
-from actds_writers.shards.assembly import TOKEN_COLUMNS, ShardBuffer, Slice
-from actds_writers.shards.committer import RETRY_AFTER, CommitPlan, Committer, RawFallback
+from actds_writers.shards import TOKEN_COLUMNS, ShardBuffer, Slice
+from actds_writers.shards.writer import RETRY_AFTER, CommitPlan, Committer, RawFallback
 
 D_MODEL, ROWS_PER_SHARD = 16, 32
 HOOK = HookSpec("resid_post.1", "resid_post", 1, D_MODEL, "bfloat16")

@@ -28,7 +28,7 @@ from actds_validators.validate.validation import validate
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.harvest.recover import recover
 from actds_writers.ipc.messages import ClientFacts
-from actds_writers.policies import POLICIES
+from actds_writers.sampling import POLICIES
 
 pytestmark = pytest.mark.full
 

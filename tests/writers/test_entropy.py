@@ -12,7 +12,7 @@ from scipy.special import log_softmax
 
 from actds.errors import ActdsError
 from actds_testing import toy
-from actds_writers.capture.logits import Reading
+from actds_writers.capture.op import Reading
 from actds_writers.census import census
 from actds_writers.census.census import SampledLog
 from actds_writers.engine_protocol import find_engine

@@ -10,7 +10,7 @@ import pytest
 from actds_testing.families import table
 from actds_testing.families.layouts import KINDS
 from actds_testing.families.table import verified_kinds
-from actds_writers.engines.vllm.versions import VERIFIED, VERIFIED_KINDS
+from actds_writers.engines.vllm.options import VERIFIED, VERIFIED_KINDS
 
 # GELU computed in another way; bfloat16, where rounding can send a token to another expert.
 BOUNDS = {"Bloom": 1e-3, "Qwen3-Next": 0.05}

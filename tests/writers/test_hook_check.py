@@ -59,14 +59,15 @@ def test_a_residual_that_counts_twice_is_refused_with_hook_distance_and_bound() 
 def test_rows_of_graphs_are_held_against_eager_ones_prompts_and_decoded_apart() -> None:
     served, decoded = STATES[1].copy(), np.arange(20) == 19
     served[0] = 0  # a row of zeros equals itself
-    parts, eager = [~decoded, decoded], {"resid_post.1": served.copy()}
+    hook = HookSpec("resid_post.1", "resid_post", 1, 16, "float32")
+    parts, eager = [~decoded, decoded], {hook: served.copy()}
     served[:19] *= 1.0001
     compare = hook_check.compare_with_eager
-    assert compare({"resid_post.1": served}, eager, BOUND, parts) == pytest.approx(95e-6, rel=0.1)
+    assert compare({hook: served}, eager, BOUND, parts) == pytest.approx(95e-6, rel=0.1)
     served[19] = STATES[1][18]  # one row of twenty, of another token
     with pytest.raises(ActdsError, match=r"E507 hook resid_post\.1: .* without compilation"):
-        compare({"resid_post.1": served}, eager, BOUND, parts)
-    assert compare({"resid_post.1": served}, eager, BOUND, parts[:1]) < 1e-3
+        compare({hook: served}, eager, BOUND, parts)
+    assert compare({hook: served}, eager, BOUND, parts[:1]) < 1e-3
     fact = HookCheck("table", {}, {}, 0, "no weights", 2e-6).fact()
     assert json.loads(str(fact.value))["eager"] == "2e-06"
 

@@ -16,8 +16,7 @@ from actds_testing.families.models import FAMILIES, N_LAYERS, TOKENS, Family
 from actds_testing.tiny import make_random_model
 from actds_writers.capture import op as capture
 from actds_writers.capture.check import load_reference, reference_states, require_sums
-from actds_writers.capture.hooks import find_kind, hook_specs
-from actds_writers.capture.kinds import BUILT_IN
+from actds_writers.capture.hooks import BUILT_IN, find_kind, hook_specs
 from actds_writers.engines.vllm import runner, worker
 from actds_writers.ipc.messages import HookSpec
 

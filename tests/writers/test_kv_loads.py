@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actds.errors import ActdsError
-from actds_writers.engines.vllm.blocks import refuse_unseen, were_read
+from actds_writers.engines.vllm.requests import refuse_unseen, were_read
 from actds_writers.engines.vllm.scheduler import VllmSchedulerSide
 
 BLOCK = 4

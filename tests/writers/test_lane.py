@@ -12,7 +12,7 @@ import torch
 
 from actds_testing.faulty_disk import wait_until
 from actds_writers.capture.transfer import Lane
-from actds_writers.ipc import ring
+from actds_writers.ipc.link import aligned
 
 
 def take(writer: Connection, begun: threading.Event, seen: list[int]) -> None:
@@ -68,7 +68,7 @@ def test_a_lane_of_a_server_gives_up_whole_steps_and_says_which(tmp_path: Path) 
     """What is kept does not depend on how large a step is, only on whether any would fit."""
     ours, theirs = Pipe()
     largest, small = 4 * 2 * 8 * 9, 4 * 2 * 1 * 9
-    nbytes = 7 * ring.aligned(largest) + ring.aligned(small)
+    nbytes = 7 * aligned(largest) + aligned(small)
     lane = Lane(ours, tmp_path / "lane", nbytes, step_nbytes=largest)
 
     def put(step: int, n_rows: int) -> bool:

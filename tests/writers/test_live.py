@@ -46,8 +46,8 @@ from actds_writers.engines.vllm.worker import WorkerCapture
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.ipc.link import Sender
 from actds_writers.ipc.messages import ClientFacts, Fact
+from actds_writers.model_folder import SpecialTokens
 from actds_writers.sampling import LeftOut, SamplingRules
-from actds_writers.shards.assembly import SpecialTokens
 
 pytestmark = pytest.mark.standard
 

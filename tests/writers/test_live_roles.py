@@ -21,10 +21,10 @@ from actds_testing.chat_templates import CHATS
 from actds_testing.tiny import byte_tokenizer, make_tiny_model
 from actds_writers.engines.vllm.requests import KEY, ChatLabeller, ChatRoles, take_roles
 from actds_writers.engines.vllm.scheduler import VllmSchedulerSide
+from actds_writers.ipc.messages import count_packed, packed
 from actds_writers.prompts.encoding import encode
 from actds_writers.prompts.records import Prompt
 from actds_writers.prompts.roles import ThinkingMarks
-from actds_writers.roles import count, packed
 
 pytestmark = pytest.mark.standard
 
@@ -290,4 +290,4 @@ def test_the_scheduler_side_tells_the_roles_of_prompt_and_sampled_tokens() -> No
     assert [m.roles for m in arrived] == ["t2u5t2"] * 3 + [""]
     assert [m.roles for m in finished] == [packed("kkkaa"), "", "", ""]
     assert len({m.sampling for m in arrived}) == 1 and KEY not in arrived[0].sampling
-    assert [count(m.roles) for m in finished] == [5, 0, 0, 0]
+    assert [count_packed(m.roles) for m in finished] == [5, 0, 0, 0]

@@ -13,8 +13,8 @@ from actds.errors import ActdsError
 from actds.format import canonical
 from actds.store import Buffer, Put
 from actds.store.local import LocalStore, NewLocalFile
+from actds_writers.ipc.link import QueuePage
 from actds_writers.ipc.messages import QueueState
-from actds_writers.ipc.ring import QueuePage
 from actds_writers.monitor.metrics import DISK_WINDOW_S, DiskMeter
 from actds_writers.shards.writer import TimedStore
 

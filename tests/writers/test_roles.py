@@ -14,6 +14,7 @@ from actds.format import tables
 from actds_testing.chat_templates import CHATS, compare, texts_by_role
 from actds_testing.places import DEMO_MODEL
 from actds_testing.tiny import CHAT_TEMPLATE, byte_tokenizer
+from actds_writers.ipc.messages import LETTERS, count_packed, intervals, packed
 from actds_writers.prompts.encoding import Encoded, encode, load_tokenizer
 from actds_writers.prompts.records import Message, Prompt
 from actds_writers.prompts.roles import (
@@ -24,7 +25,6 @@ from actds_writers.prompts.roles import (
     token_labels,
     with_thinking,
 )
-from actds_writers.roles import LETTERS, count, intervals, packed
 
 VLLM = find_spec("vllm")
 INSTALLED = (
@@ -221,10 +221,10 @@ def test_a_message_in_parts_has_its_role_and_one_with_an_image_makes_all_unknown
 
 
 def test_packed_labels_are_counted_and_nothing_else_is_taken_for_them() -> None:
-    assert [count(runs) for runs in ("", "t2u5-3", packed("ttsu"))] == [0, 10, 4]
+    assert [count_packed(runs) for runs in ("", "t2u5-3", packed("ttsu"))] == [0, 10, 4]
     for other in ("x3", "t", "3", "t-2", "t2 u1", "t2\n", "t1234567890"):
         with pytest.raises(ValueError, match="packed"):
-            count(other)
+            count_packed(other)
 
 
 def test_chat_with_characters_that_serve_as_marks_is_unknown() -> None:

@@ -13,7 +13,7 @@ import pytest
 from actds.errors import ActdsError
 from actds_writers.engines.account import SchedulerSide
 from actds_writers.engines.vllm import scheduler
-from actds_writers.engines.vllm.blocks import WrittenBlocks
+from actds_writers.engines.vllm.requests import WrittenBlocks
 from actds_writers.engines.vllm.scheduler import Settled, VllmSchedulerSide
 from actds_writers.ipc.messages import RequestFinished, StepScheduled, TokensSampled
 from actds_writers.sampling import EVERYTHING, LeftOut

@@ -51,11 +51,10 @@ from actds_writers.harvest.machine import (
     until_sustained,
 )
 from actds_writers.harvest.plan import overhead_of, read_profile
-from actds_writers.ipc import ring
-from actds_writers.ipc.link import Link
+from actds_writers.ipc.link import Link, QueuePage, create_memory, view_memory
 from actds_writers.ipc.messages import ClientFacts, Fact, HookSpec, StepRows, WorkerHello
-from actds_writers.ipc.ring import QueuePage
-from actds_writers.shards.assembly import TOKEN_COLUMNS, SpecialTokens
+from actds_writers.model_folder import SpecialTokens
+from actds_writers.shards import TOKEN_COLUMNS
 from actds_writers.shards.writer import PHASES, SPARE_BUFFERS, Writer
 from actds_writers.sizing import (
     MEASURED,
@@ -240,7 +239,7 @@ def written_run(out: Path, *, d_model: int, n_rows: int, rows_per_shard: int) ->
     hooks = tuple(HookSpec(f"resid_post.{i}", "resid_post", i, d_model, "bfloat16") for i in (1, 2))
     per_step, rng = 256, np.random.default_rng(5)
     nbytes = len(hooks) * per_step * d_model * 2
-    memory = ring.create(out.parent / "ring", nbytes)
+    memory = create_memory(out.parent / "ring", nbytes)
     QueuePage.beside(out.parent / "ring", new=True)
     settings = WriterSettings(
         harvest=HarvestSettings(out=str(out), hooks="resid_post:1,2", seed=3),
@@ -258,7 +257,7 @@ def written_run(out: Path, *, d_model: int, n_rows: int, rows_per_shard: int) ->
     one = np.ones(1, np.int64)
     for step in range(n_rows // per_step):
         values = rng.standard_normal((len(hooks), per_step, d_model), dtype=np.float32)
-        rows = ring.view(memory, 0, values.shape, np.uint16)
+        rows = view_memory(memory, 0, values.shape, np.uint16)
         rows[:] = (values.view(np.uint32) >> 16).astype(np.uint16)
         positions = np.arange(step * per_step, (step + 1) * per_step)
         writer.step(

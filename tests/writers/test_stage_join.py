@@ -28,6 +28,7 @@ from actds_testing.synthetic_engine import (
 from actds_validators.validate.validation import validate
 from actds_writers.capture.transfer import Lane
 from actds_writers.harvest.processes import Pipeline
+from actds_writers.ipc.link import RingSpace
 from actds_writers.ipc.messages import (
     ClientFacts,
     Fact,
@@ -37,8 +38,7 @@ from actds_writers.ipc.messages import (
     StepsDropped,
     WorkerHello,
 )
-from actds_writers.ipc.ring import RingSpace
-from actds_writers.shards.join import StageJoin, joined_facts
+from actds_writers.shards import StageJoin, joined_facts
 
 PLACES = [(hook.kind, hook.layer) for hook in HOOKS]
 N_POSITIONS = PROMPT_LEN + GENERATED - 1

@@ -12,13 +12,12 @@ import pytest
 from actds.errors import ActdsError
 from actds_testing.faulty_disk import wait_until
 from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
-from actds_writers.capture import overflow
-from actds_writers.capture.overflow import Entry, Handover
+from actds_writers.capture import transfer
 from actds_writers.capture.stages import Step
+from actds_writers.capture.transfer import Entry, Handover
+from actds_writers.ipc.link import RingSpace
 from actds_writers.ipc.messages import QueueState, RingFree, StepRows, StepsDropped
-from actds_writers.ipc.ring import RingSpace
-from actds_writers.policies import POLICIES
-from actds_writers.sampling import LeftOut
+from actds_writers.sampling import POLICIES, LeftOut
 
 pytestmark = pytest.mark.standard
 
@@ -163,7 +162,7 @@ def test_a_server_waits_for_no_writer_whatever_it_has_to_send(
         worker.handover.send(b"x" * (64 << 20))
         for _ in range(8):
             worker.step()
-        monkeypatch.setattr(overflow, "NOTES_NBYTES", 1)
+        monkeypatch.setattr(transfer, "NOTES_NBYTES", 1)
         try:
             worker.step()
         except ActdsError as error:

@@ -10,8 +10,8 @@ import pytest
 
 from actds.errors import ActdsError
 from actds_testing.places import ROOT
-from actds_writers.engines.vllm import versions
-from actds_writers.engines.vllm.versions import SEAMS, missing
+from actds_writers.engines.vllm import options
+from actds_writers.engines.vllm.options import SEAMS, missing
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,8 @@ def package() -> Path:
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch, package: Path) -> pytest.MonkeyPatch:
-    monkeypatch.setattr(versions, "installed", lambda: "0.99.1+cpu")
-    monkeypatch.setattr(versions, "folder", lambda: package)
+    monkeypatch.setattr(options, "installed", lambda: "0.99.1+cpu")
+    monkeypatch.setattr(options, "folder", lambda: package)
     return monkeypatch
 
 
@@ -54,9 +54,9 @@ def test_a_version_without_some_names_is_refused_with_all_of_them(
         "config/vllm.py:VllmConfig.max_concurrent_batches",
     ]
     assert missing(older) == lacks
-    pretend.setattr(versions, "folder", lambda: older)
+    pretend.setattr(options, "folder", lambda: older)
     with pytest.raises(ActdsError) as caught:
-        versions.admit(check=True)
+        options.admit(check=True)
     assert (caught.value.code, caught.value.place) == ("E012", "vLLM 0.99.1+cpu")
     assert all(name in caught.value.got for name in lacks)
 
@@ -67,28 +67,28 @@ def test_a_version_without_some_names_is_refused_with_all_of_them(
      ("0.320.0", False), ("dev", False)],
 )  # fmt: skip
 def test_a_version_is_known_by_its_minor_number(version: str, tested: bool) -> None:
-    assert versions.is_tested(version) is tested
+    assert options.is_tested(version) is tested
 
 
 def test_an_unknown_version_starts_with_a_warning(
     pretend: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        versions.admit(check=True)
+        options.admit(check=True)
     assert "never ran with vLLM 0.99.1+cpu, but with 0.31, 0.32" in caplog.text
 
 
 def test_an_unknown_version_is_refused_without_the_check(pretend: pytest.MonkeyPatch) -> None:
     with pytest.raises(ActdsError) as caught:
-        versions.admit(check=False)
+        options.admit(check=False)
     assert (caught.value.code, caught.value.place) == ("E012", "vLLM 0.99.1+cpu")
 
 
 def test_a_tested_version_says_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(versions, "installed", lambda: "0.32.0")
-    versions.admit(check=False)
+    monkeypatch.setattr(options, "installed", lambda: "0.32.0")
+    options.admit(check=False)
     assert not caplog.records
 
 
@@ -97,5 +97,5 @@ def test_the_table_of_the_docs_has_every_tested_version() -> None:
     rows = [line.split("|") for line in text.splitlines() if line.startswith("| 0.")]
     states = {version.strip(): state.strip() for _, version, state, *_ in rows}
     tested = {version.rpartition(".")[0] for version, state in states.items() if state == "tested"}
-    assert tested == set(versions.TESTED)
+    assert tested == set(options.TESTED)
     assert set(states.values()) == {"tested", "run", "read", "refused"}

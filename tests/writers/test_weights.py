@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from actds.errors import ActdsError
-from actds_writers.engines.vllm.blocks import WrittenBlocks, blocks_of_step
+from actds_writers.engines.vllm.requests import WrittenBlocks, blocks_of_step
 from actds_writers.engines.vllm.weights import (
     WeightsSample,
     WeightsWatch,

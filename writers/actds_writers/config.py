@@ -35,12 +35,11 @@ from actds.format.labels import MAX_LABELS, MAX_LENGTH
 from actds.store import layout
 from actds.version import __version__
 from actds_writers.model_folder import find_model
-from actds_writers.policies import POLICIES
-from actds_writers.sampling import SamplingRules
+from actds_writers.sampling import POLICIES, SamplingRules
 
 if TYPE_CHECKING:
     from actds_writers.ipc.messages import Fact
-    from actds_writers.shards.assembly import SpecialTokens
+    from actds_writers.model_folder import SpecialTokens
 
 Order = Literal["permuted", "sequence"]
 DTypeName = Literal["bfloat16", "float16", "float32"]

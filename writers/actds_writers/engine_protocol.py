@@ -15,11 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from actds.errors import ActdsError
+from actds.text import one_line
 from actds_writers.capture.hooks import load_registered
 from actds_writers.config import explained
 from actds_writers.ipc.link import Link
@@ -139,7 +140,10 @@ class Workers:
         return tuple(range(end - n, end) for end, n in zip(ends, sizes, strict=True))
 
 
-class EngineKind(ABC):
+OptionsT = TypeVar("OptionsT", bound=EngineOptions)
+
+
+class EngineKind(ABC, Generic[OptionsT]):
     """An engine before it runs: the object that an entry point names.
 
     Only ``start`` imports the engine itself. What not every engine can do stands beside its user:
@@ -147,11 +151,11 @@ class EngineKind(ABC):
     """
 
     name: ClassVar[str]
-    option_type: ClassVar[type[EngineOptions]] = EngineOptions
+    option_type: type[OptionsT] = EngineOptions  # type: ignore[assignment]
 
     @abstractmethod
     def start(
-        self, model: Path, options: EngineOptions, link: Link, *, temperature: float, seed: int
+        self, model: Path, options: OptionsT, link: Link, *, temperature: float, seed: int
     ) -> Engine:
         """Return a running engine with its hooks installed and connected to writer and census.
 
@@ -163,7 +167,7 @@ class EngineKind(ABC):
                 run or capture; E011 a missing package.
         """
 
-    def options(self, given: Mapping[str, object]) -> EngineOptions:
+    def options(self, given: Mapping[str, object]) -> OptionsT:
         """Return validated options.
 
         Raises:
@@ -180,11 +184,11 @@ class EngineKind(ABC):
                 raise bad_option(key, got, " or ".join(close)) from None
             raise explained(error, lambda key: f"{OPTION} {key}", "E009") from None
 
-    def parse(self, words: Sequence[str]) -> EngineOptions:
+    def parse(self, words: Sequence[str]) -> OptionsT:
         """Return the options of ``key=value`` arguments; raises as ``parse_words``, ``checked``."""
         return self.checked(parse_words(words))
 
-    def checked(self, given: Mapping[str, object]) -> EngineOptions:
+    def checked(self, given: Mapping[str, object]) -> OptionsT:
         """Return validated options whose names the installed engine knows.
 
         Raises:
@@ -192,36 +196,35 @@ class EngineKind(ABC):
         """
         return self.options(given)
 
-    def replicas(self, options: EngineOptions) -> int:
+    def replicas(self, options: OptionsT) -> int:
         """Return how many engines the options ask for, each with a share of the prompts."""
         return 1
 
-    def require_logits(self, options: EngineOptions) -> None:
+    def require_logits(self, options: OptionsT) -> None:
         """Raise unless the engine records entropies where the settings of its link ask for them.
 
         Raises:
             ActdsError: E012 an engine, or options, with which it does not.
         """
-        raise ActdsError(
-            "E012",
+        raise refused(
             "entropy",
-            got=f"the engine {self.name}, which does not read its logits",
-            expected="an engine that does: vllm or transformers",
+            f"the engine {self.name}, which does not read its logits",
+            "an engine that does: vllm or transformers",
         )
 
-    def workers(self, options: EngineOptions) -> Workers:
+    def workers(self, options: OptionsT) -> Workers:
         """Return the workers of one engine that capture, as far as the options say."""
         return Workers()
 
-    def of_replica(self, options: EngineOptions, number: int) -> EngineOptions:
+    def of_replica(self, options: OptionsT, number: int) -> OptionsT:
         """Return the options of one of several replicas, by its number."""
         return options
 
-    def alone(self, options: EngineOptions) -> EngineOptions:
+    def alone(self, options: OptionsT) -> OptionsT:
         """Return the options of the same engine with one request at a time and no prefix cache."""
         return options.model_copy(update={"max_num_seqs": 1})
 
-    def adapter_sha256(self, options: EngineOptions) -> str | None:
+    def adapter_sha256(self, options: OptionsT) -> str | None:
         """Return the digest of the adapter that every request has, ``None`` without one."""
         return None
 
@@ -232,13 +235,13 @@ def engine_names() -> list[str]:
 
 
 @functools.cache
-def find_engine(name: str) -> EngineKind:
+def find_engine(name: str) -> EngineKind[Any]:
     """Return an engine by name.
 
     Raises:
         ActdsError: E009 when no package registers the name, E011 when it cannot be imported.
     """
-    engine: EngineKind | None = load_registered(GROUP, name, "engine")
+    engine: EngineKind[Any] | None = load_registered(GROUP, name, "engine")
     if engine is None:
         names = engine_names()
         close = difflib.get_close_matches(name, names, n=1) or names
@@ -275,6 +278,16 @@ def parse_words(items: Sequence[str]) -> dict[str, EngineValue]:
             raise bad_option(key, "the same option twice", "each option once")
         options[key] = _value(key, text)
     return options
+
+
+def engine_error(error: Exception) -> ActdsError:
+    """Return E504 for whatever an engine raises, in one line."""
+    return ActdsError("E504", "engine", got=one_line(error, 400), expected="an engine that runs")
+
+
+def refused(place: str, got: str, expected: str, next_step: str | None = None) -> ActdsError:
+    """Return E012 for what capture cannot account for."""
+    return ActdsError("E012", place, got=got, expected=expected, next_step=next_step)
 
 
 def bad_option(key: str, got: str, expected: str) -> ActdsError:

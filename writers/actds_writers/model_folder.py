@@ -29,6 +29,13 @@ _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+")
 
 
 @dataclass(frozen=True)
+class SpecialTokens:
+    special: tuple[int, ...] = ()
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class ModelFiles:
     """The folders that have the files of a model: mostly one."""
 

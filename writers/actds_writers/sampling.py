@@ -1,18 +1,19 @@
-"""Sampling rules: which requests and phases of live traffic are stored.
+"""What is not stored: rows that sampling rules leave out, and steps for which a ring has no room.
 
-What the rules leave out is computed and served like the rest; the census calls it ``filtered``.
+What the rules leave out is computed and served like the rest; the census calls it ``filtered``. The
+name of an overflow policy is used in options, run records and drop logs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from fractions import Fraction
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import (
     BaseModel,
@@ -24,6 +25,57 @@ from pydantic import (
 )
 
 from actds.format import canonical
+
+
+class Rings(Protocol):
+    """What a policy can do with the two rings."""
+
+    def wait(self, entry: Any, stage: str) -> bool:
+        """Wait for room in ``staging`` or ``ring``; return that it is worth another try."""
+
+    def drop_staged(self) -> bool:
+        """Drop the oldest step that waits in stage 1; return whether there was one."""
+
+    def drop_ready(self) -> bool:
+        """Drop the oldest step in stage 2 that the writer has not taken; return as above."""
+
+
+MakesRoom = Callable[[Rings, Any], bool]
+"""Makes room for a step; called under the handover's lock, again until the step fits. Returns
+whether to try again; if not, the step itself is dropped."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What happens to a step for which a ring has no room.
+
+    Args:
+        summary: half a line of help.
+        staging_is_full: makes room in stage 1, in the engine's thread.
+        ring_is_full: makes room in stage 2, in the transfer's thread: mostly it waits, and lets
+            stage 1 fill up.
+    """
+
+    name: str
+    summary: str
+    staging_is_full: MakesRoom
+    ring_is_full: MakesRoom = lambda rings, entry: rings.wait(entry, "ring")
+
+
+POLICIES: dict[str, Policy] = {
+    policy.name: policy
+    for policy in (
+        Policy("block", "the engine waits", lambda rings, entry: rings.wait(entry, "staging")),
+        Policy(
+            "drop_oldest",
+            "the steps that waited longest are dropped and recorded",
+            lambda rings, _: rings.drop_staged(),
+            lambda rings, _: rings.drop_ready(),
+        ),
+        Policy("drop_newest", "the newest steps are dropped and recorded", lambda *_: False),
+    )
+}
+
 
 Phase = Literal["prefill", "decode"]
 _HASH_RANGE = 2**64

@@ -21,8 +21,8 @@ from actds.format.arrays import DTYPES
 from actds.format.encoding import encoded_nbytes
 from actds.text import counted
 from actds_writers.config import MIB
+from actds_writers.ipc.link import PAGE, aligned
 from actds_writers.ipc.messages import HookSpec
-from actds_writers.ipc.ring import PAGE, aligned
 
 PADDING_ROWS = 1024
 """Padding rows that a batch may have above the scheduler's limit."""

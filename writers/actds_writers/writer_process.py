@@ -32,7 +32,7 @@ from actds_writers.ipc.messages import (
     WorkerHello,
     WriterProgress,
 )
-from actds_writers.shards.join import JoinedStep, StageJoin
+from actds_writers.shards import StageJoin
 from actds_writers.shards.logs import LaneEnd
 from actds_writers.shards.writer import Writer
 
@@ -112,15 +112,9 @@ class WriterProcess:
             return
         for joined in self._join.steps():
             step = joined.step
-            if isinstance(step, StepDropped):
-                free = writer.dropped(StepsDropped((step,)))
-            else:
-                free = writer.step(step)
-            self._acknowledge(free, joined)
-
-    def _acknowledge(self, free: RingFree, joined: JoinedStep) -> None:
-        for stage, place in joined.places.items():
-            self._free(stage, replace(free, offset=place))
+            free = writer.dropped(step) if isinstance(step, StepDropped) else writer.step(step)
+            for stage, place in joined.places.items():
+                self._free(stage, replace(free, offset=place))
 
     def _free(self, stage: int, free: RingFree) -> None:
         try:
@@ -163,9 +157,8 @@ class WriterProcess:
     def _secure(self, last_step: int) -> None:
         """Wait until the census of a step is durable; runs before each commit, on its thread.
 
-        Raises:
-            ActdsError: E505 when the census is gone, E506 when it does not answer, or the error
-                that it answers with.
+        Raises E505 when the census is gone, E506 when it does not answer, or the error that it
+        answers with.
         """
         try:
             with self._securing:

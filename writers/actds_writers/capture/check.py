@@ -9,6 +9,7 @@ result is the fact ``capture.check`` of the run record.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import subprocess
@@ -26,6 +27,7 @@ from actds.format import canonical
 from actds.format.schema import DType
 from actds.text import one_line
 from actds_writers.capture.hooks import find_kind, raise_all
+from actds_writers.capture.op import watch_tap
 from actds_writers.capture.taps import Tap, decoder_layers
 from actds_writers.ipc.messages import Fact, HookSpec
 from actds_writers.sizing import free_nbytes
@@ -211,15 +213,13 @@ def compare_with_forward(
     """Compare the rows of every hook with every layer of a plain forward.
 
     Prompts and decoded tokens are compared separately, and the larger distance counts: a decode
-    step has few rows, and a mean over all would hide them.
+    step has few rows, and a mean over all would hide them. Raises E507 when rows differ, or equal
+    another layer's; it names all such hooks.
 
     Args:
         rows: float32 ``(n, d_model)`` by hook.
         states: the same by kind and layer.
         decoded: bool ``(n,)``: rows of a decode step; ``None`` without one.
-
-    Raises:
-        ActdsError: E507 when rows differ, or equal another layer's; it names all such hooks.
     """
     n_rows = len(next(iter(rows.values())))
     parts = [np.ones(n_rows, bool)] if decoded is None else [~decoded, decoded]
@@ -254,28 +254,27 @@ def compare_with_forward(
 
 
 def compare_with_eager(
-    rows: Mapping[str, np.ndarray],
-    eager: Mapping[str, np.ndarray],
+    rows: Mapping[HookSpec, np.ndarray],
+    eager: Mapping[HookSpec, np.ndarray],
     bounds: Mapping[str, float],
     parts: Sequence[np.ndarray],
 ) -> float:
     """Return the largest distance of a hook's rows from those of the same engine in eager mode.
 
+    Raises E507 with all hooks whose rows differ.
+
     Args:
         rows: float32 ``(n, d_model)`` by hook, of compiled code or graphs.
         parts: bool ``(n,)`` each: rows that are compared apart, as prompts and decoded tokens.
-
-    Raises:
-        ActdsError: E507 with all hooks whose rows differ.
     """
     distances, errors = [], []
     for hook, got in rows.items():
         want = eager[hook]
         apart = np.where((got == want).all(axis=-1), 0.0, row_distances(got, want))
         distances.append(float(np.max([apart[part].mean() for part in parts])))
-        if not distances[-1] <= bounds[hook]:  # also true for not-a-number
+        if not distances[-1] <= bounds[hook.name]:  # also true for not-a-number
             words = "as the same engine computes them without compilation and graphs"
-            errors.append(_mismatch(hook, distances[-1], bounds[hook], words))
+            errors.append(_mismatch(hook.name, distances[-1], bounds[hook.name], words))
     raise_all(errors)
     return max(distances)
 
@@ -517,26 +516,18 @@ def _require_own_states(
 def _watched(
     taps: Mapping[str, Mapping[int, Tap]], rows: dict[tuple[str, int], torch.Tensor]
 ) -> Iterator[None]:
-    def keep(key: tuple[str, int], tap: Tap) -> Any:
-        def hook(_module: Any, args: Any, kwargs: Any, output: Any = None) -> None:
-            try:
-                first, second = tap.read(args, kwargs, output)
-            except ActdsError:
-                return  # another form than the kind reads: its rows are missing
+    def keep(
+        key: tuple[str, int], tap: Tap, _module: Any, args: Any, kwargs: Any, output: Any = None
+    ) -> None:
+        with contextlib.suppress(ActdsError):  # another form than the kind reads: rows are missing
+            first, second = tap.read(args, kwargs, output)
             rows[key] = first.clone() if second is None else first + second
 
-        if tap.before:
-            return tap.module.register_forward_pre_hook(hook, with_kwargs=True)
-        return tap.module.register_forward_hook(hook, with_kwargs=True)
-
-    handles = [
-        keep((kind, layer), tap) for kind, places in taps.items() for layer, tap in places.items()
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for kind, places in taps.items():
+            for layer, tap in places.items():
+                hooks.callback(watch_tap(tap, functools.partial(keep, (kind, layer), tap)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager

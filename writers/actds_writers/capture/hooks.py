@@ -1,9 +1,11 @@
-"""What is captured: hooks, such as ``resid_mid:8;mlp_out:8,9``, and the directions of readouts.
+"""What is captured: hooks of some kinds (``resid_mid:8;mlp_out:8,9``), and what is read of rows.
 
-A kind is an object, in ``kinds`` or in a package that registers it under the entry point group
-``actds.hook_kinds``: every process of a harvest finds it by name. Rows are multiplied with random
-directions, and with a user's probes from a file. No torch is imported at module level, so that a
-harvest can be planned without it.
+A kind is an object, built in or of a package that registers it under the entry point group
+``actds.hook_kinds``: every process of a harvest finds it by name. It has a width, and a place in
+the tree of modules, in vLLM's models and in those of ``transformers``. A model without such a place
+is refused by name. Rows are read where they arise, before a module may change them in place. Rows
+are multiplied with random directions, and with a user's probes from a file. No torch is imported at
+module level, so that a harvest can be planned without it.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ import difflib
 import functools
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +26,12 @@ from actds.errors import ActdsError
 from actds.format.readouts import DEFAULT_PROJECTIONS, Readouts, matrix, probe_bytes
 from actds.format.schema import HOOK_KINDS, DType
 from actds.text import one_line
-from actds_writers.capture.kinds import BUILT_IN
-from actds_writers.capture.taps import HookKind, ModelConfig
+from actds_writers.capture import taps
+from actds_writers.capture.taps import HookKind, ModelConfig, StreamForm, Tap
 from actds_writers.ipc.messages import HookSpec
+
+if TYPE_CHECKING:
+    import torch
 
 Floats = npt.NDArray[np.float32]
 
@@ -36,9 +41,8 @@ def plan_readouts(
 ) -> tuple[Readouts, bytes | None]:
     """Return the readouts of a run (spec 0.1 section 7.8), and the bytes of its probes' file.
 
-    Raises:
-        ActdsError: E015 when the file does not fit the hooks, or these differ in width: a dataset
-            stores the probes of all hooks as one array.
+    Raises E015 when the file does not fit the hooks, or these differ in width: a dataset stores the
+    probes of all hooks as one array.
     """
     if file is None:
         return Readouts(DEFAULT_PROJECTIONS, seed), None
@@ -74,13 +78,12 @@ def directions(
 def read_probes(path: Path, hooks: list[str], d_model: int) -> Floats:
     """Return the probes of every hook, float32 ``(n_hooks, n_probes, d_model)``.
 
+    Raises E015 unreadable, another shape, or values that are not finite.
+
     Args:
         path: ``.npy`` with ``(n_probes, d_model)`` for all hooks or ``(n_hooks, n_probes,
             d_model)``; ``.safetensors`` with one ``(n_probes, d_model)`` tensor per hook, under
             the hook's name.
-
-    Raises:
-        ActdsError: E015 unreadable, another shape, or values that are not finite.
     """
     if path.suffix == ".safetensors":
         values = _from_safetensors(path, hooks)
@@ -135,13 +138,299 @@ def _bad(path: Path, got: str, expected: str) -> ActdsError:
     return ActdsError("E015", str(path), got=got, expected=expected)
 
 
+class _OfStream(HookKind):
+    """A kind as wide as the residual stream."""
+
+    def width(self, config: ModelConfig) -> int:
+        return int(config["hidden_size"])
+
+    def layer(self, model: torch.nn.Module, layer: int) -> torch.nn.Module:
+        layers = taps.decoder_layers(model)
+        if layer not in layers:
+            highest = f"a layer of 0-{max(layers, default=-1)}"
+            raise self.missing(layer, "no such decoder layer", highest)
+        return layers[layer]
+
+    def missing(self, layer: int, got: str, expected: str) -> ActdsError:
+        return ActdsError("E007", f"{self.name}:{layer}", got=got, expected=expected)
+
+    def part(self, module: Any, layer: int, what: str) -> Any:
+        """Return a module of a layer; raises E007 where there is none, or it has but a part."""
+        if module is None:
+            raise self.missing(layer, f"a layer without a known {what}", "a layer that has one")
+        if taps.is_partial(module):
+            got = f"a {what} that returns a part of the sum on every tensor-parallel rank"
+            raise self.missing(layer, got, "an output that is summed, or one rank")
+        return module
+
+
+class _Whole(_OfStream):
+    """A kind whose rows one module returns.
+
+    Args:
+        find: returns the module of a decoder layer, ``None`` without one.
+        what: it is.
+        norm: of its output, by which ``transformers`` shows the same rows; ``None`` without one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        find: Callable[[torch.nn.Module], Any],
+        what: str,
+        norm: Callable[[torch.nn.Module], Any] = lambda _: None,
+    ) -> None:
+        self.name, self._find, self._what, self._norm = name, find, what, norm
+
+    def tap(self, model: torch.nn.Module, layer: int, form: StreamForm) -> Tap:
+        module = self.part(self._find(self.layer(model, layer)), layer, self._what)
+        return Tap(module, taps.returned)
+
+    def reference(self, model: torch.nn.Module, layer: int) -> Tap:
+        norm = self._norm(self.layer(model, layer))
+        return self.tap(model, layer, "first") if norm is None else Tap(norm, taps.given, True)
+
+
+class _Given(_Whole):
+    """A kind whose rows one module is given; it may return a part of a sum."""
+
+    def tap(self, model: torch.nn.Module, layer: int, form: StreamForm) -> Tap:
+        module = self._find(self.layer(model, layer))
+        return Tap(
+            self.part(None, layer, self._what) if module is None else module, taps.given, True
+        )
+
+
+class _ResidPre(_OfStream):
+    name = "resid_pre"
+
+    def tap(self, model: torch.nn.Module, layer: int, form: StreamForm) -> Tap:
+        module, place = self.layer(model, layer), f"{type(model).__name__} layer {layer}"
+
+        def read(args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> taps.Rows:
+            hidden, second = taps.inputs(args, kwargs)
+            if second is None or form == "first":
+                return hidden, None
+            return taps.residual_stream((hidden, second), form, place)
+
+        return Tap(module, read, before=True)
+
+    def own_states(self, output: Any, n_layers: int) -> Mapping[int, torch.Tensor]:
+        return dict(enumerate(taps.hidden_states(output, n_layers)[:-1]))
+
+
+class _ResidMid(_OfStream):
+    """What the norm before the MLP reads, or the MLP itself where it has none."""
+
+    name = "resid_mid"
+
+    def tap(self, model: torch.nn.Module, layer: int, form: StreamForm) -> Tap:
+        module, place = self.layer(model, layer), f"{type(model).__name__} layer {layer}"
+        if taps.is_parallel(module):
+            raise self.missing(layer, "attention and MLP side by side", "one after the other")
+        norm = taps.norm_before_mlp(module)
+        reader = norm
+        if norm is None and taps.norm_after_attention(module) is not None:
+            reader, _ = taps.feed_forward(module)  # it reads the stream itself
+
+        def read(args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> taps.Rows:
+            hidden, second = taps.inputs(args, kwargs)
+            if second is None or norm is None:
+                return hidden, None
+            return taps.residual_stream((hidden, second), "sum", place)  # it adds the two
+
+        return Tap(self.part(reader, layer, "norm before the MLP"), read, before=True)
+
+
+class _ResidPost(_OfStream):
+    name = "resid_post"
+    next_reads = True
+
+    def tap(self, model: torch.nn.Module, layer: int, form: StreamForm) -> Tap:
+        module, place = self.layer(model, layer), f"{type(model).__name__} layer {layer}"
+        return Tap(module, lambda _args, _kw, output: taps.residual_stream(output, form, place))
+
+    def own_states(self, output: Any, n_layers: int) -> Mapping[int, torch.Tensor]:
+        # The last one is taken after the final norm.
+        return dict(enumerate(taps.hidden_states(output, n_layers)[1:-1]))
+
+
+class _MlpOut(_Whole):
+    def tap(self, model: torch.nn.Module, layer: int, form: StreamForm) -> Tap:
+        reader, writer = taps.feed_forward(self.layer(model, layer))
+        what = "MLP" if reader is None or writer is not None else "single MLP or MoE block"
+        return Tap(self.part(writer, layer, what), taps.returned)
+
+
+class _Heads(_OfStream):
+    """A kind that stands in the heads of an attention, all heads of a position in one row.
+
+    Args:
+        number: which of query, key and value the attention is given.
+        of_values: whether a head has the channels of a value, which differ from a query's in some
+            families.
+    """
+
+    split_by_rank = True
+
+    def __init__(self, name: str, number: int, *, of_values: bool = False) -> None:
+        self.name, self._number, self._of_values = name, number, of_values
+
+    def width(self, config: ModelConfig) -> int:
+        n_heads = _n_heads(config) if self._number == 0 else _n_kv_heads(config)
+        return n_heads * _head_dim(config, self._of_values)
+
+    def tap(self, model: torch.nn.Module, layer: int, form: StreamForm) -> Tap:
+        module, number = self.layer(model, layer), self._number
+        kernel = taps.heads(module)
+        if kernel is not None:
+            names = ("query", "key", "value")
+
+            def read(args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> taps.Rows:
+                given = args[number] if number < len(args) else kwargs.get(names[number])
+                if given is None:  # it shares the keys and values of another layer
+                    raise self.missing(layer, f"no {names[number]} of its own", "one")
+                return given.reshape(given.shape[0], -1), None
+
+            return Tap(kernel, read, wrapped=True)
+        attention = self.part(taps.attention(module), layer, "attention")
+        if not hasattr(getattr(attention, "config", None), "_attn_implementation"):
+            raise self.missing(layer, "an attention whose kernel is not found", "queries and keys")
+
+        def read_heads(args: tuple[Any, ...], _kwargs: dict[str, Any], _output: Any) -> taps.Rows:
+            return args[number].transpose(1, 2).flatten(2).flatten(0, 1), None
+
+        return Tap(taps.attended(attention), read_heads, before=True)
+
+
+class _Z(_Heads):
+    """The input of the output projection."""
+
+    def tap(self, model: torch.nn.Module, layer: int, form: StreamForm) -> Tap:
+        projection = taps.output_projection(self.layer(model, layer))
+        return Tap(self.part(projection, layer, "attention"), taps.given, before=True)
+
+
+class _Router(_OfStream):
+    name = "router"
+
+    def width(self, config: ModelConfig) -> int:
+        names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+        return int(_first(config, *names))
+
+    def dtype(self, computed: DType) -> DType:
+        return "float32"  # many models compute the logits in it, whatever the rest
+
+    def tap(self, model: torch.nn.Module, layer: int, form: StreamForm) -> Tap:
+        gate = self.part(taps.router(self.layer(model, layer)), layer, "gate of experts")
+        if hasattr(gate, "quant_method"):  # a linear layer of vLLM
+            return Tap(gate, taps.returned)
+        return self.reference(model, layer)
+
+    def reference(self, model: torch.nn.Module, layer: int) -> Tap:
+        """Return the product with the gate's weight: its module may return probabilities."""
+        gate = self.part(taps.router(self.layer(model, layer)), layer, "gate of experts")
+        weight, bias = getattr(gate, "weight", None), getattr(gate, "bias", None)
+        if weight is None or weight.ndim != 2:
+            raise self.missing(layer, "a gate without a weight of experts", "one matrix")
+
+        def read(args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> taps.Rows:
+            import torch
+
+            rows = taps.inputs(args, kwargs)[0].to(weight.dtype)
+            return torch.nn.functional.linear(rows, weight, bias), None
+
+        return Tap(gate, read, before=True)
+
+
+class _Embed(_OfStream):
+    name = "embed"
+
+    def layers(self, n_layers: int) -> range:
+        return range(1)
+
+    def tap(self, model: torch.nn.Module, layer: int, form: StreamForm) -> Tap:
+        import torch
+
+        embedding = taps.child(taps.stem(model), taps.EMBEDDING)
+        self.part(embedding, layer, "token embedding")
+        # Some embeddings of transformers return the row of the table times a constant.
+        table = isinstance(embedding, torch.nn.Embedding)
+
+        def read(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> taps.Rows:
+            if table:
+                ids = args[0] if args else next(iter(kwargs.values()))
+                output = torch.nn.functional.embedding(ids, embedding.weight)
+            return taps.flat(output), None
+
+        return Tap(embedding, read)
+
+
+class _Final(_OfStream):
+    name = "final"
+
+    def layers(self, n_layers: int) -> range:
+        return range(n_layers - 1, n_layers)
+
+    def tap(self, model: torch.nn.Module, layer: int, form: StreamForm) -> Tap:
+        norm = taps.child(taps.stem(model), taps.FINAL_NORM)
+        return Tap(self.part(norm, layer, "final norm"), taps.returned)
+
+    def own_states(self, output: Any, n_layers: int) -> Mapping[int, torch.Tensor]:
+        states = taps.hidden_states(output, n_layers)
+        return {n_layers - 1: states[-1]} if states else {}
+
+
+_KINDS: tuple[HookKind, ...] = (
+    _Embed(),
+    _ResidPre(),
+    _ResidMid(),
+    _ResidPost(),
+    _Whole("attn_out", taps.output_projection, "attention", norm=taps.norm_after_attention),
+    _Whole("attn_out_post", taps.norm_after_attention, "norm of the attention's output"),
+    _Z("z", 0, of_values=True),
+    _Heads("q", 0),
+    _Heads("k", 1),
+    _Heads("v", 2, of_values=True),
+    _Given("mlp_in", lambda layer: taps.feed_forward(layer)[0], "MLP"),
+    _MlpOut("mlp_out", taps.feed_forward, "MLP", norm=taps.norm_after_mlp),
+    _Whole("mlp_out_post", taps.norm_after_mlp, "norm of the MLP's output"),
+    _Router(),
+    _Final(),
+)
+BUILT_IN: dict[str, HookKind] = {kind.name: kind for kind in _KINDS}
+
+
+def _first(config: ModelConfig, *names: str) -> Any:
+    values = [config[name] for name in names if config.get(name) is not None]
+    if not values:
+        raise KeyError(names[0])
+    return values[0]
+
+
+def _n_heads(config: ModelConfig) -> int:
+    return int(_first(config, "num_attention_heads", "n_head", "num_heads", "n_heads"))
+
+
+def _n_kv_heads(config: ModelConfig) -> int:
+    shared = config.get("multi_query") and not config.get("new_decoder_architecture")
+    known = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+    if shared or all(config.get(name) is None for name in known):
+        return 1 if shared else _n_heads(config)
+    return int(_first(config, *known))
+
+
+def _head_dim(config: ModelConfig, of_values: bool) -> int:
+    """Return the channels of a head, of its own in models with latent attention."""
+    if config.get("qk_nope_head_dim") and config.get("v_head_dim"):
+        query = int(config["qk_nope_head_dim"]) + int(config["qk_rope_head_dim"])
+        return int(config["v_head_dim"]) if of_values else query
+    given = config.get("head_dim")
+    return int(given) if given else int(config["hidden_size"]) // _n_heads(config)
+
+
 MAX_SPEC_LENGTH = 4096
 _ITEM = re.compile(r"(-?[0-9]{1,6})(?:-(-?[0-9]{1,6}))?")
-
-
-def kind_names() -> list[str]:
-    registered = {entry.name for entry in entry_points(group=HOOK_KINDS)}
-    return [*BUILT_IN, *sorted(registered - set(BUILT_IN))]
 
 
 @functools.cache
@@ -151,7 +440,8 @@ def find_kind(name: str) -> HookKind:
         return BUILT_IN[name]
     kind: HookKind | None = load_registered(HOOK_KINDS, name, "hook kind")
     if kind is None:
-        names = kind_names()
+        registered = {entry.name for entry in entry_points(group=HOOK_KINDS)}
+        names = [*BUILT_IN, *sorted(registered - set(BUILT_IN))]
         close = difflib.get_close_matches(name, names, n=1) or names
         raise _unknown(f"the kind {name[:40]!r}", f"one of {', '.join(close)}")
     return kind
@@ -221,11 +511,8 @@ def parse_hooks(spec: str, n_layers: int) -> list[HookPlace]:
 
     ``KIND:LAYERS``, several separated by ``;``. Layers are numbers, inclusive ranges (``0-29``) and
     ``all``, separated by commas; ``-1`` is the last layer. A kind with one place, such as
-    ``embed``, needs no layer.
-
-    Raises:
-        ActdsError: E007 for an unknown kind, a layer that the model or the kind lacks, or no layer
-            at all.
+    ``embed``, needs no layer. Raises E007 for an unknown kind, a layer that the model or the kind
+    lacks, or no layer at all.
     """
     if len(spec) > MAX_SPEC_LENGTH:
         raise _unknown(f"{len(spec)} characters", f"at most {MAX_SPEC_LENGTH}")

@@ -23,10 +23,17 @@ import torch
 from actds.errors import ActdsError
 from actds.format import tables
 from actds_writers.capture.op import TORCH_TYPES, HookBuffers
-from actds_writers.capture.overflow import Entry, Handover
-from actds_writers.capture.transfer import CLOSE_TIMEOUT_S, Copier, HostMemory, Lane, Mark, typed
-from actds_writers.ipc import ring
-from actds_writers.ipc.link import Link, Sender
+from actds_writers.capture.transfer import (
+    CLOSE_TIMEOUT_S,
+    Copier,
+    Entry,
+    Handover,
+    HostMemory,
+    Lane,
+    Mark,
+    typed,
+)
+from actds_writers.ipc.link import Link, QueuePage, RingSpace, Sender, aligned, create_memory
 from actds_writers.ipc.messages import (
     BoolArray,
     Fact,
@@ -39,9 +46,7 @@ from actds_writers.ipc.messages import (
     StepRows,
     WorkerHello,
 )
-from actds_writers.ipc.ring import QueuePage, RingSpace, aligned
-from actds_writers.policies import POLICIES
-from actds_writers.sampling import EVERYTHING, LeftOut
+from actds_writers.sampling import EVERYTHING, POLICIES, LeftOut
 from actds_writers.sizing import Geometry, Sizes, WorkerMemory, narrow_nbytes, worker_memory
 
 
@@ -160,13 +165,12 @@ def memory_of(
 class Stages:
     """Moves the steps of one worker from its hooks to writer and census.
 
+    Raises E503 when memory cannot be reserved, E506 when no process listens.
+
     Args:
         hooks: at least one, all of one pipeline stage; the writer joins the stages.
         max_rows: rows of the largest step, padding excluded.
         in_flight: most steps that are held at a time.
-
-    Raises:
-        ActdsError: E503 when memory cannot be reserved, E506 when no process listens.
     """
 
     def __init__(
@@ -197,7 +201,7 @@ class Stages:
         self.ring_path = Path(link.folder) / f"ring-{stage}"
         self.ring_nbytes = memory.ring
         self._ring = RingSpace(memory.ring)
-        self._host = HostMemory(ring.create(self.ring_path, memory.ring), self._device)
+        self._host = HostMemory(create_memory(self.ring_path, memory.ring), self._device)
         queues = QueuePage.beside(self.ring_path, new=True)
         self.lane: Lane | None = None
         if self._width:
@@ -280,14 +284,13 @@ class Stages:
     ) -> None:
         """Take the rows of the step that just ran; returns when the hooks' buffers are free.
 
+        Raises of this or an earlier step: E501 rows that differ from the schedule, E502 the writer
+        is gone.
+
         Args:
             token_ids: token fed at each row, ``(n,)``, from the buffer that the model read.
             waits: whether they stay here until ``settle``.
             changed: as in ``_Moving``.
-
-        Raises:
-            ActdsError: of this or an earlier step: E501 rows that differ from the schedule, E502
-                the writer is gone.
         """
         self._check()
         n = int(step.n_rows.sum())
@@ -570,13 +573,8 @@ class Stages:
 
     def _rows_views(self, memory: torch.Tensor, offset: int, n: int) -> list[torch.Tensor]:
         return [
-            typed(
-                memory,
-                offset + n * block.before_nbytes,
-                (len(block.hooks), n, block.d_model),
-                TORCH_TYPES[block.dtype],
-            )
-            for block in self._layout.blocks
+            typed(memory, offset + n * b.before_nbytes, b.shape(n), TORCH_TYPES[b.dtype])
+            for b in self._layout.blocks
         ]
 
 

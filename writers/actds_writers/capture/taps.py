@@ -1,12 +1,14 @@
-"""What a hook kind is, and where a loaded model has what kinds read: layers, stream, parts.
+"""What a hook kind is, where a loaded model has what kinds read, and how rows are read there.
 
 No torch is imported at module level, so that a harvest can be planned without it.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -21,6 +23,7 @@ _LAYER = re.compile(r"((?:.*\.)?(?:layers|h|blocks))\.(\d+)")
 _LANGUAGE_MODEL = ("get_language_model", "get_decoder")
 """Methods that return the decoder of a multimodal model: in vLLM, in transformers."""
 
+Rows = tuple["torch.Tensor", "torch.Tensor | None"]
 ModelConfig = Mapping[str, Any]
 """A model's configuration by the names of its ``config.json``; always with ``hidden_size`` and
 ``num_hidden_layers``, whatever the family calls them."""
@@ -49,7 +52,7 @@ class Tap(NamedTuple):
     """
 
     module: torch.nn.Module
-    read: Callable[[tuple[Any, ...], dict[str, Any], Any], tuple[torch.Tensor, torch.Tensor | None]]
+    read: Callable[[tuple[Any, ...], dict[str, Any], Any], Rows]
     before: bool = False
     wrapped: bool = False
 
@@ -106,10 +109,8 @@ class HookKind(ABC):
 def decoder_layers(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
     """Return the decoder layers of a model by number, found by module path.
 
-    For a multimodal model, those of its language model: a vision tower has its own layers.
-
-    Raises:
-        ActdsError: E007 when several lists of layers could be the decoder's.
+    For a multimodal model, those of its language model: a vision tower has its own layers. Raises
+    E007 when several lists of layers could be the decoder's.
     """
     lists: dict[str, dict[int, torch.nn.Module]] = {}
     for path, module in model.named_modules():
@@ -152,10 +153,8 @@ def residual_stream(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return hidden and residual of a layer's output, whose sum is the residual stream.
 
-    Rows of a padded batch, ``(batch, width, d_model)``, are flattened.
-
-    Raises:
-        ActdsError: E007 when the output does not have that form (spec 0.1 section 16.3).
+    Rows of a padded batch, ``(batch, width, d_model)``, are flattened. Raises E007 when the output
+    does not have that form (spec 0.1 section 16.3).
     """
     import torch
 
@@ -234,7 +233,7 @@ def child(parent: Any, names: tuple[str, ...]) -> Any:
 
 
 def children(parent: Any, names: tuple[str, ...]) -> Iterator[torch.nn.Module]:
-    modules = dict(parent.named_children())
+    modules = {} if parent is None else dict(parent.named_children())
     for name in names:
         module = modules.get(name)
         if module is not None and not type(module).__name__.startswith("PPMissing"):
@@ -244,14 +243,13 @@ def children(parent: Any, names: tuple[str, ...]) -> Iterator[torch.nn.Module]:
 def attention(layer: torch.nn.Module) -> Any:
     for module in children(layer, ATTENTION):
         for inner in (module, child(module, ("attention", "self"))):
-            if inner is not None and child(inner, QUERIES) is not None:
+            if child(inner, QUERIES) is not None:
                 return inner
     return None
 
 
 def output_projection(layer: torch.nn.Module) -> Any:
-    module = attention(layer)
-    return None if module is None else child(module, OUTPUT)
+    return child(attention(layer), OUTPUT)
 
 
 def feed_forward(layer: torch.nn.Module) -> tuple[Any, Any]:
@@ -278,10 +276,10 @@ def feed_forward(layer: torch.nn.Module) -> tuple[Any, Any]:
 
 def router(layer: torch.nn.Module) -> Any:
     block, _ = feed_forward(layer)
-    if block is None or child(block, ("experts", "input_linear")) is None:
+    if child(block, ("experts", "input_linear")) is None:
         return None
     gate = child(block, GATE)
-    inner = None if gate is None else child(gate, ("layer", "wg", "gate"))
+    inner = child(gate, ("layer", "wg", "gate"))
     return inner if inner is not None else gate
 
 
@@ -329,16 +327,6 @@ def stem(model: torch.nn.Module) -> Any:
     return None
 
 
-def token_embedding(model: torch.nn.Module) -> Any:
-    parent = stem(model)
-    return None if parent is None else child(parent, EMBEDDING)
-
-
-def final_norm(model: torch.nn.Module) -> Any:
-    parent = stem(model)
-    return None if parent is None else child(parent, FINAL_NORM)
-
-
 def heads(layer: torch.nn.Module) -> Any:
     """Return vLLM's module that is given a layer's queries, keys and values, or ``None``."""
     parent = attention(layer)
@@ -353,3 +341,103 @@ def is_partial(module: torch.nn.Module) -> bool:
     """Return whether a module returns one rank's part of a sum over tensor-parallel ranks."""
     last = child(module, (*OUTPUT, *DOWN)) or module
     return getattr(last, "reduce_results", True) is False and getattr(last, "tp_size", 1) > 1
+
+
+_ATTENDED = "_actds_attended"
+
+
+def attended(attention: Any) -> torch.nn.Module:
+    """Return the module that is called whenever an attention of ``transformers`` attends.
+
+    Its attention functions are no modules: each is replaced by one that first hands query, key and
+    value, ``(batch, heads, n, head_dim)`` of the positions that are computed, to a module beside
+    the attention, where there is one. Never called for a model without these functions.
+    """
+    import torch
+
+    module: torch.nn.Module | None = getattr(attention, _ATTENDED, None)
+    if module is None:
+        _watch_attention(str(attention.config._attn_implementation))
+        module = torch.nn.Module()
+        module.forward = lambda query, key, value: None
+        setattr(attention, _ATTENDED, module)
+    return module
+
+
+@functools.cache
+def _watch_attention(name: str) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+    known = ALL_ATTENTION_FUNCTIONS.get(name)
+
+    def attend(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        watcher = getattr(module, _ATTENDED, None)
+        if watcher is not None:
+            n = query.shape[2]
+            watcher(query, key[:, :, -n:], value[:, :, -n:])
+        return (known or _default_attention(module))(module, query, key, value, *args, **kwargs)
+
+    AttentionInterface.register(name, attend)
+
+
+def _default_attention(module: Any) -> Any:
+    name = "eager_attention_forward"
+    files = (vars(sys.modules[base.__module__]) for base in type(module).__mro__)
+    return next(names[name] for names in files if name in names)
+
+
+def flat(rows: torch.Tensor) -> torch.Tensor:
+    return rows.flatten(0, -2)
+
+
+def inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the hidden states that a module is given, and a residual of their shape beside them.
+
+    Positions and masks are no floating rows, or come later.
+    """
+    given = [value for value in args if _is_rows(value)]
+    if _is_rows(kwargs.get("hidden_states")):
+        given.insert(0, kwargs["hidden_states"])
+    given = given or [
+        value for name, value in kwargs.items() if name != "residual" and _is_rows(value)
+    ]
+    if not given:
+        got = "no rows among its arguments"
+        raise ActdsError("E007", "a hook's module", got=got, expected="hidden states")
+    hidden = given[0]
+    second = kwargs["residual"] if "residual" in kwargs else next(iter(given[1:]), None)
+    if second is None or not _is_rows(second) or second.shape != hidden.shape:
+        return flat(hidden), None
+    return flat(hidden), flat(second)
+
+
+def _is_rows(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 1
+
+
+def given(args: tuple[Any, ...], kwargs: dict[str, Any], _output: Any) -> Rows:
+    return inputs(args, kwargs)[0], None
+
+
+def returned(args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Rows:
+    """Return a module's output, with the bias that vLLM's projections return beside it."""
+    first = output[0] if isinstance(output, tuple | list) else output
+    if first is None:
+        first = kwargs.get("output")  # some modules of vLLM write into an argument
+    if not _is_rows(first):
+        raise ActdsError(
+            "E007", "a hook's module", got=f"an output of {type(first).__name__}", expected="rows"
+        )
+    bias = output[1] if isinstance(output, tuple | list) and len(output) > 1 else None
+    if bias is not None and getattr(bias, "ndim", 0) == 1 and bias.shape[0] == first.shape[-1]:
+        return flat(first), bias.expand_as(flat(first))
+    return flat(first), None
+
+
+def hidden_states(output: Any, n_layers: int) -> tuple[torch.Tensor, ...]:
+    states = tuple(getattr(output, "hidden_states", None) or ())
+    return states if len(states) == n_layers + 1 else ()

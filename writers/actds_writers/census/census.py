@@ -42,8 +42,8 @@ from actds_writers.ipc.messages import (
     StepLost,
     StepScheduled,
     TokensSampled,
+    intervals,
 )
-from actds_writers.roles import intervals
 from actds_writers.sampling import MIXED_WEIGHTS
 
 BLOCK_LINES = 1 << 16

@@ -14,7 +14,8 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Protocol
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -25,12 +26,12 @@ from actds.text import format_nbytes
 from actds_writers.capture import op as capture
 from actds_writers.capture.check import NO_CHECK, HookCheck
 from actds_writers.capture.hooks import cast_of, directions, hook_specs
-from actds_writers.capture.logits import Reading
+from actds_writers.capture.op import Reading
 from actds_writers.capture.stages import Stages, Step, memory_of
 from actds_writers.capture.taps import ModelConfig, StreamForm
 from actds_writers.capture.transfer import Mark
-from actds_writers.engine_protocol import OPTION
-from actds_writers.ipc.link import Link
+from actds_writers.engine_protocol import OPTION, refused
+from actds_writers.ipc.link import Link, Sender
 from actds_writers.ipc.messages import (
     Fact,
     HookSpec,
@@ -40,16 +41,9 @@ from actds_writers.ipc.messages import (
     StepScheduled,
     TokensSampled,
 )
-from actds_writers.sampling import EVERYTHING, LeftOut
 from actds_writers.sizing import WorkerMemory
 
-
-class Channel(Protocol):
-    def send(self, message: object) -> None:
-        """Send the census a message."""
-
-    def close(self) -> None:
-        """Close the connection."""
+Channel = Connection | Sender
 
 
 class SchedulerSide:
@@ -75,19 +69,14 @@ class SchedulerSide:
         *,
         internal_id: str | None = None,
         arrival_ns: int | None = None,
-        block_digests: tuple[bytes, ...] = (),
-        left_out: LeftOut = EVERYTHING,
-        adapter: tuple[str, str | None] | None = None,
-        roles: str = "",
+        **about: Any,
     ) -> int:
         """Report a request that the scheduler took; return its number.
 
         Args:
             internal_id: the engine's id, if it differs.
             arrival_ns: wall clock of its arrival, ``None`` for now.
-            block_digests: digests of its full prefix blocks.
-            adapter: name and digest of its LoRA adapter.
-            roles: of its prompt, packed; empty where the client tells them, or nobody does.
+            about: further fields of ``RequestArrived``.
         """
         number = self._n_requests
         self._n_requests += 1
@@ -99,19 +88,9 @@ class SchedulerSide:
         words = None
         if sampling is not None:
             words = json.dumps(sampling, sort_keys=True, separators=(",", ":"))
+        arrived = time.time_ns() if arrival_ns is None else arrival_ns
         self._census.send(
-            RequestArrived(
-                request=number,
-                internal_id=internal_id,
-                external_id=external_id,
-                prompt_len=prompt_len,
-                arrival_ns=time.time_ns() if arrival_ns is None else arrival_ns,
-                sampling=words,
-                block_digests=block_digests or None,
-                left_out=left_out,
-                adapter=adapter,
-                roles=roles,
-            )
+            RequestArrived(number, internal_id, external_id, prompt_len, arrived, words, **about)
         )
         return number
 
@@ -249,13 +228,11 @@ def _require_room(link: Link, room: Room, needed: WorkerMemory) -> None:
         logging.getLogger("vllm.actds").info("actds: %s", words)
     if needed.device_nbytes > room.nbytes:
         left = f"{format_nbytes(max(room.nbytes, 0))} of it free"
-        raise ActdsError(
-            "E012",
+        raise refused(
             "memory of the GPU",
-            got=f"{nbytes} for capture, and {left}{room.but_for and f' beside {room.but_for}'}",
-            expected="room for the hooks' buffers and the steps in flight",
-            next_step="Take fewer hooks, lower max_num_batched_tokens or staging_mib, or "
-            f"{room.next_step}.",
+            f"{nbytes} for capture, and {left}{room.but_for and f' beside {room.but_for}'}",
+            "room for the hooks' buffers and the steps in flight",
+            f"Take fewer hooks, lower max_num_batched_tokens or staging_mib, or {room.next_step}.",
         )
 
 
@@ -361,39 +338,20 @@ class WorkerSide:
 
     def hand_over(
         self,
-        step: int,
-        requests: Sequence[int],
-        n_rows: Sequence[int],
-        prompt_lens: Sequence[int],
+        step: Step,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         *,
-        finished: tuple[int, ...],
-        duration_ns: int,
-        kernel_mode: str | None,
-        left_out: tuple[LeftOut, ...] = (),
-        lost: str | None = None,
         waits: bool = False,
         changed: torch.Tensor | None = None,
     ) -> None:
-        """Hand over the rows of the step that just ran; arguments as of ``Step`` and ``Stages``.
+        """Hand over the rows of the step that just ran; arguments as of ``Stages``.
 
         Raises:
             ActdsError: E501 when a hook did not see every row, E502 when the writer is gone.
         """
-        ran = Step(
-            step=step,
-            requests=np.array(requests, np.int64),
-            n_rows=np.array(n_rows, np.int64),
-            prompt_lens=np.array(prompt_lens, np.int64),
-            left_out=left_out,
-            finished=finished,
-            duration_ns=duration_ns,
-            kernel_mode=kernel_mode,
-            began=self._began,
-            lost=lost,
-        )
-        self.stages.hand_over(ran, token_ids, positions, waits=waits, changed=changed)
+        step = replace(step, began=self._began)
+        self.stages.hand_over(step, token_ids, positions, waits=waits, changed=changed)
 
     def add_sampled(
         self, step: int, requests: Sequence[int], reading: Reading, token_ids: torch.Tensor
@@ -425,9 +383,7 @@ def _stored_type(computed: torch.dtype) -> DType:
     for name, dtype in capture.TORCH_TYPES.items():
         if dtype == computed:
             return name
-    raise ActdsError(
-        "E012", f"{OPTION} dtype", got=str(computed), expected=", ".join(capture.TORCH_TYPES)
-    )
+    raise refused(f"{OPTION} dtype", str(computed), ", ".join(capture.TORCH_TYPES))
 
 
 def specs_of(link: Link, config: ModelConfig, computed: torch.dtype) -> tuple[HookSpec, ...]:

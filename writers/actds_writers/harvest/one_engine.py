@@ -20,11 +20,10 @@ from actds_writers.harvest.canary import Canary, Outcome
 from actds_writers.harvest.prepare import Plan, has_dataset, request_key
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.harvest.result import Observer
-from actds_writers.ipc.messages import ClientFacts, PromptFact
+from actds_writers.ipc.messages import ClientFacts, PromptFact, packed
 from actds_writers.monitor.progress import Snapshot, take_snapshot
 from actds_writers.prompts.encoding import Encoded
 from actds_writers.prompts.roles import sampled_labels
-from actds_writers.roles import packed
 from actds_writers.sizing import usual_threads
 
 CONNECT_TIMEOUT_S = 30.0

@@ -33,7 +33,7 @@ from actds_writers.harvest.machine import (
 )
 from actds_writers.ipc.messages import HookSpec
 from actds_writers.model_folder import computed_dtype, model_config
-from actds_writers.policies import POLICIES
+from actds_writers.sampling import POLICIES
 from actds_writers.sizing import (
     LANE_NBYTES,
     MEASURED,

@@ -31,8 +31,8 @@ from actds_writers.capture.hooks import hook_specs, parse_hooks, plan_readouts
 from actds_writers.config import WriteSettings
 from actds_writers.engine_protocol import EngineOptions
 from actds_writers.harvest.recover import recover_runs, require_accounted
-from actds_writers.ipc.messages import Fact, PromptFact, Replayed
-from actds_writers.model_folder import ModelFiles, generation_eos, model_config
+from actds_writers.ipc.messages import LETTERS, UNKNOWN, Fact, PromptFact, Replayed, packed
+from actds_writers.model_folder import ModelFiles, SpecialTokens, generation_eos, model_config
 from actds_writers.monitor.progress import Snapshot
 from actds_writers.prompts.encoding import (
     Continuation,
@@ -47,8 +47,6 @@ from actds_writers.prompts.encoding import (
 from actds_writers.prompts.records import OnBroken, Prompt, PromptSet, read_prompts
 from actds_writers.prompts.roles import ThinkingMarks
 from actds_writers.provenance import capture_facts, in_words, model_facts, observed
-from actds_writers.roles import LETTERS, UNKNOWN, packed
-from actds_writers.shards.assembly import SpecialTokens
 from actds_writers.sizing import Geometry, rows_per_shard
 
 NO_ROLES = "a request without roles in the source"

@@ -24,9 +24,8 @@ from actds.errors import ActdsError
 from actds.format.readouts import NONE
 from actds.format.schema import CloseReason
 from actds_writers.config import CensusSettings, WriterSettings
-from actds_writers.ipc.link import Link
+from actds_writers.ipc.link import Link, require_room
 from actds_writers.ipc.messages import CensusProgress, ClientFacts, Done, Finish, WriterProgress
-from actds_writers.ipc.ring import require_room
 from actds_writers.sizing import LANE_NBYTES
 
 

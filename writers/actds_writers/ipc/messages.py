@@ -1,13 +1,15 @@
 """The messages between the processes of a harvest: one frozen dataclass each.
 
 They are sent pickled, a failure as the ``ActdsError`` itself; those that the census takes are also
-lines of its journal, as JSON.
+lines of its journal, as JSON. Roles of positions are a letter each, or packed by their runs.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -16,6 +18,45 @@ from pydantic_core import core_schema
 
 from actds.format.schema import CloseReason, DType, Origin, RowCounts
 from actds_writers.sampling import EVERYTHING, LeftOut
+
+LETTERS = {
+    "system": "s",
+    "user": "u",
+    "assistant": "a",
+    "thinking": "k",
+    "tool": "o",
+    "template": "t",
+}
+"""The letter of each role of spec 6.3."""
+UNKNOWN = "-"
+_PACKED = re.compile(rf"(?:[{''.join(LETTERS.values())}{UNKNOWN}][0-9]{{1,9}})*")
+_NAMES = {letter: role for role, letter in LETTERS.items()}
+
+
+def packed(labels: str) -> str:
+    """Return labels by their runs: ``t3u5t2`` for ``tttuuuuutt``."""
+    return "".join(f"{label}{sum(1 for _ in run)}" for label, run in groupby(labels))
+
+
+def count_packed(runs: str) -> int:
+    """Return how many positions packed labels have; raises ValueError for another text."""
+    if not _PACKED.fullmatch(runs):
+        raise ValueError(f"no packed labels: {runs!r:.80}")
+    return sum(int(length) for length in re.findall(r"\d+", runs))
+
+
+def intervals(runs: str) -> list[tuple[int, int, str]]:
+    """Return first position, position after the last and role of packed labels that are known."""
+    places: list[tuple[int, int, str]] = []
+    start = 0
+    for label, length in re.findall(r"(\D)(\d+)", runs):
+        stop = start + int(length)
+        if places and places[-1][1:] == (start, _NAMES.get(label)):
+            places[-1] = (places[-1][0], stop, places[-1][2])
+        elif label != UNKNOWN:
+            places.append((start, stop, _NAMES[label]))
+        start = stop
+    return places
 
 
 def _as_integers(
@@ -213,14 +254,9 @@ class Stall:
 
 @dataclass(frozen=True)
 class RingFree:
-    """The writer has taken a step at an offset of the ring, or ``None``, one that was dropped."""
+    """The writer has taken a step, from an offset of the ring or lane if it was not dropped."""
 
     offset: int | None
-
-
-@dataclass(frozen=True)
-class ReadoutsFree:
-    offset: int
 
 
 # writer → census and back ----------------------------------------------------------------------
@@ -247,7 +283,7 @@ class RequestArrived:
 
     Args:
         adapter: name and digest of its LoRA adapter.
-        roles: of its prompt, as ``roles.packed`` writes them, if the engine was told.
+        roles: of its prompt, as ``packed`` writes them, if the engine was told.
     """
 
     request: int
@@ -256,7 +292,7 @@ class RequestArrived:
     prompt_len: int
     arrival_ns: int
     sampling: str | None
-    block_digests: tuple[bytes, ...] | None
+    block_digests: tuple[bytes, ...] | None = None
     left_out: LeftOut = EVERYTHING
     adapter: tuple[str, str | None] | None = None
     roles: str = ""
@@ -417,7 +453,7 @@ class PromptFact:
 
     Args:
         source: where it was read; of a replay, what its source says, which may not know it.
-        roles: of the positions from 0, by runs as ``roles.packed`` writes them; empty when none
+        roles: of the positions from 0, by runs as ``packed`` writes them; empty when none
             is known.
         origin: of a replay, the request that it replays.
         prompt_len: tokens of the prompt, 0 for one that could not be encoded.

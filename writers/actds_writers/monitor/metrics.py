@@ -26,8 +26,8 @@ from actds.errors import ActdsError, not_installed
 from actds.format import tables
 from actds.format.schema import RowCounts
 from actds.store import Store
+from actds_writers.ipc.link import aligned
 from actds_writers.ipc.messages import CommitTotals, StageState, Stall, StepRows, WorkerHello
-from actds_writers.ipc.ring import aligned
 from actds_writers.monitor.progress import Snapshot, summed
 
 if TYPE_CHECKING:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from actds.errors import ActdsError
+from actds_writers.ipc.messages import packed
+from actds_writers.model_folder import SpecialTokens
 from actds_writers.prompts.records import Message, OnBroken, Prompt, first_line
 from actds_writers.prompts.roles import (
     ThinkingMarks,
@@ -19,8 +21,6 @@ from actds_writers.prompts.roles import (
     with_generation,
     with_thinking,
 )
-from actds_writers.roles import packed
-from actds_writers.shards.assembly import SpecialTokens
 
 BATCH_PROMPTS = 1024
 NO_CHAT = "a text, no chat"

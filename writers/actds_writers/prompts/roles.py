@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from actds_writers.ipc.messages import LETTERS, UNKNOWN
 from actds_writers.prompts.records import Message
-from actds_writers.roles import LETTERS, UNKNOWN
 
 Render = Callable[[list[Message], "list[Message] | None"], str]
 """Returns messages and tool definitions as the text that the template makes of them."""

@@ -26,16 +26,16 @@ from actds.format import tables
 from actds.format.readouts import Readouts
 from actds.format.schema import PartTable
 from actds.store import Store
-from actds_writers.ipc import ring
+from actds_writers.ipc.link import attach_memory, view_memory
 from actds_writers.ipc.messages import (
     HookSpec,
-    ReadoutsFree,
+    RingFree,
     StageState,
     Stall,
     StepDropped,
     StepReadouts,
 )
-from actds_writers.shards.assembly import Interval
+from actds_writers.shards import Interval, disagreement
 from actds_writers.sizing import READOUT_PART_NBYTES as PART_NBYTES
 
 PACKED_ROWS = 2048
@@ -75,16 +75,16 @@ class TableLog:
             self._rows.clear()
 
 
-class DropLog:
+class DropLog(TableLog):
     """Collects the drops of a run, as in spec 0.1 section 6.3."""
 
     def __init__(self) -> None:
-        self._log = TableLog("drops")
+        super().__init__("drops")
         self._n_events = 0
         self._last_step = -1
         self.n_tokens = 0
 
-    def add(
+    def drop(
         self, dropped: StepDropped, intervals: list[Interval], state: dict[str, int | float | None]
     ) -> None:
         """Log one dropped step, and the intervals of it that would have been stored.
@@ -103,7 +103,7 @@ class DropLog:
             "max_seq_len": int(dropped.rows.positions.max()) + 1,
             **state,
         }
-        self._log.add({**event, **interval._asdict()} for interval in intervals)
+        self.add({**event, **interval._asdict()} for interval in intervals)
         self._n_events += bool(intervals)
         self._last_step = dropped.rows.step
         self.n_tokens += n_tokens
@@ -112,12 +112,9 @@ class DropLog:
         """Remove the drops of later steps whose readouts are missing: they count as aborted."""
         if self._last_step > step:
             without = pc.field("drop_reason") == tables.READOUTS_FULL
-            kept = self._log.keep((pc.field("step") <= step) | without)
+            kept = self.keep((pc.field("step") <= step) | without)
             lengths = pc.subtract(kept["stop"], kept["start"])
             self.n_tokens = int(pc.sum(lengths).as_py() or 0)
-
-    def commit(self, store: Store, chain: Chain, run: str) -> None:
-        self._log.commit(store, chain, run)
 
 
 STAGE = "readouts"
@@ -129,7 +126,7 @@ class LaneReader:
 
     def __init__(self, hooks: Sequence[HookSpec], path: str, nbytes: int) -> None:
         self.hooks = [hook.name for hook in hooks]
-        self.memory, self.nbytes = ring.attach(Path(path), nbytes), nbytes
+        self.memory, self.nbytes = attach_memory(Path(path), nbytes), nbytes
         self.depth: int | None = None
         self.arrived: deque[tuple[StepReadouts, np.ndarray]] = deque()
         """Steps that wait for the other stages."""
@@ -174,7 +171,7 @@ class ReadoutLog:
         """Copy the readouts of a step out of a stage's lane; commits a part when it is full."""
         lane = self._lanes[stage]
         shape = (len(lane.hooks), len(message.positions), self._readouts.width)
-        values = ring.view(lane.memory, message.offset, shape, np.dtype(np.float32)).copy()
+        values = view_memory(lane.memory, message.offset, shape, np.dtype(np.float32)).copy()
         with self._changed:
             lane.depth = message.depth - 1
             self._n_taken += 1
@@ -214,9 +211,15 @@ class ReadoutLog:
             self._changed.notify_all()
 
     def end_at(self, step: int) -> None:
-        """Discard the readouts of later steps, whose rows the stages do not have in common."""
+        """Discard and refuse the readouts of later steps, which the stages have not in common."""
         with self._changed:
-            self._end_at(step)
+            self._limit = step if self._limit is None else min(step, self._limit)
+            self._last_step = min(self._last_step, self._limit)
+            self._pending = [piece for piece in self._pending if piece[1].step <= self._limit]
+            for lane in self._lanes.values():
+                while lane.arrived and lane.arrived[-1][0].step > self._limit:
+                    lane.arrived.pop()
+            self._changed.notify_all()
 
     @property
     def last_step(self) -> int:
@@ -270,10 +273,10 @@ class ReadoutLog:
             heads = {stage: lane.arrived[0][0] for stage, lane in self._lanes.items()}
             if self._drop_given_up(min(message.step for message in heads.values())):
                 continue
-            fault = _disagreement(heads)
+            fault = disagreement(heads, _SAME, "readouts of ")
             if fault is not None:
                 self.fault = fault
-                self._end_at(self._last_step)
+                self.end_at(self._last_step)
                 return
             for lane in lanes:
                 message, values = lane.arrived.popleft()
@@ -291,16 +294,6 @@ class ReadoutLog:
             if is_lost and lane.arrived[0][0].step == step:
                 lane.arrived.popleft()
         return is_lost
-
-    def _end_at(self, step: int) -> None:
-        """Discard and refuse what is of later steps; under the lock."""
-        self._limit = step if self._limit is None else min(step, self._limit)
-        self._last_step = min(self._last_step, self._limit)
-        self._pending = [piece for piece in self._pending if piece[1].step <= self._limit]
-        for lane in self._lanes.values():
-            while lane.arrived and lane.arrived[-1][0].step > self._limit:
-                lane.arrived.pop()
-        self._changed.notify_all()
 
     def _commit(self) -> None:
         with self._commit_lock:
@@ -337,25 +330,6 @@ class ReadoutLog:
             "probes": _lists(values[:, edge:]),
         }
         return tables.build("readouts", columns)
-
-
-def _disagreement(messages: Mapping[int, StepReadouts]) -> ActdsError | None:
-    """Return what the first two pipeline stages that differ tell differently about their rows.
-
-    In the words of `join`: the rows and their readouts of one fault arrive in either order.
-    """
-    (first_stage, first), *later = sorted(messages.items())
-    for stage, message in later:
-        names = [n for n in _SAME if not np.array_equal(getattr(first, n), getattr(message, n))]
-        if names:
-            return ActdsError(
-                "E501",
-                f"step {first.step}",
-                got=f"readouts of other {', '.join(names)} in stage {stage} than in "
-                f"stage {first_stage}",
-                expected="the same rows in every pipeline stage",
-            )
-    return None
 
 
 def _lists(values: np.ndarray) -> pa.Array:
@@ -403,4 +377,4 @@ class LaneEnd:
     def _take(self, message: object, stage: int, connection: Connection) -> None:
         if self._log is not None and isinstance(message, StepReadouts):
             self._log.take(message, stage)
-            connection.send(ReadoutsFree(message.offset))
+            connection.send(RingFree(message.offset))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from actds_writers.engine_protocol import Engine, EngineKind, EngineOptions, bad_option
+from actds_writers.engine_protocol import Engine, EngineKind, bad_option
 from actds_writers.engines.transformers.options import Options
 from actds_writers.ipc.link import Link
 
 
-class Transformers(EngineKind):
+class Transformers(EngineKind[Options]):
     """The model's own code, with static batches."""
 
     name = "transformers"
@@ -19,21 +19,19 @@ class Transformers(EngineKind):
     def options(self, given: Mapping[str, object]) -> Options:
         """Return validated options; raises as ``EngineKind.options``."""
         options = super().options(given)
-        assert isinstance(options, Options)
         if options.max_num_batched_tokens < options.max_num_seqs:
             got = f"{options.max_num_batched_tokens} tokens for {options.max_num_seqs} requests"
             raise bad_option("max_num_batched_tokens", got, "at least max_num_seqs")
         return options
 
-    def require_logits(self, options: EngineOptions) -> None:
+    def require_logits(self, options: Options) -> None:
         """Return: the engine samples from its model's logits itself."""
 
     def start(
-        self, model: Path, options: EngineOptions, link: Link, *, temperature: float, seed: int
+        self, model: Path, options: Options, link: Link, *, temperature: float, seed: int
     ) -> Engine:
         from actds_writers.engines.transformers.engine import Engine as TransformersEngine
 
-        assert isinstance(options, Options)
         return TransformersEngine(model, options, link, temperature=temperature, seed=seed)
 
 

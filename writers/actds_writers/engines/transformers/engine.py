@@ -20,7 +20,7 @@ import numpy as np
 
 from actds.errors import ActdsError
 from actds.text import one_line
-from actds_writers.engine_protocol import OPTION, Finished
+from actds_writers.engine_protocol import OPTION, Finished, engine_error
 from actds_writers.engines.transformers.options import Options
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact, HookSpec, IntArray
@@ -44,7 +44,8 @@ try:
         without_reference,
     )
     from actds_writers.capture.hooks import raise_all
-    from actds_writers.capture.logits import Reading
+    from actds_writers.capture.op import Reading
+    from actds_writers.capture.stages import Step
     from actds_writers.capture.taps import decoder_layers
     from actds_writers.engines.account import (
         SchedulerSide,
@@ -185,28 +186,10 @@ class Batch:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.model.device)
 
 
-class Scheduler(SchedulerSide):
-    def scheduled(
-        self, columns: Columns, waiting: int, running: int
-    ) -> tuple[int, tuple[int, ...]]:
-        starts = np.concatenate([[0], np.cumsum(columns.n_rows)[:-1]])
-        return self.number_step(
-            [sequence.number for sequence in columns.sequences],
-            columns.positions[starts].tolist(),
-            columns.n_rows.tolist(),
-            waiting=waiting,
-            running=running,
-        )
-
-    def finished(self, sequence: Sequence, reason: str) -> None:
-        self.end_request(sequence.number, reason, sequence.token_ids, sequence.prompt_len)
-
-
 class Capture(WorkerSide):
     """The worker side: captures from one transformers model.
 
-    Raises:
-        ActdsError: as ``WorkerSide``; E507 rows that are not the model's.
+    Raises as ``WorkerSide``; E507 rows that are not the model's.
     """
 
     def __init__(self, model: Any, link: Link, max_rows: int) -> None:
@@ -253,16 +236,11 @@ class Capture(WorkerSide):
         index = torch.from_numpy(columns.index).to(input_ids.device)
         if n < n_padded:
             self.buffers.compact(index)
+        numbers, prompt_lens = np.array([(s.number, s.prompt_len) for s in columns.sequences]).T
         self.hand_over(
-            step,
-            [sequence.number for sequence in columns.sequences],
-            columns.n_rows.tolist(),
-            [sequence.prompt_len for sequence in columns.sequences],
+            Step(step, numbers, columns.n_rows, prompt_lens, (), finished, duration_ns, "eager"),
             input_ids.flatten()[index],
             torch.from_numpy(columns.positions).to(input_ids.device),
-            finished=finished,
-            duration_ns=duration_ns,
-            kernel_mode="eager",
             waits=self.link.settings.entropy,
         )
 
@@ -272,9 +250,8 @@ def check_hooks(
 ) -> HookCheck:
     """Return the result of the check of the hooks (spec 0.1 section 9.1).
 
-    Raises:
-        ActdsError: E507 when rows are not the model's, E601 when they are not finite; E007 when
-            the model's layers do not return its own hidden states.
+    Raises E507 when rows are not the model's, E601 when they are not finite; E007 when the model's
+    layers do not return its own hidden states.
     """
     vocabulary = model.get_input_embeddings().num_embeddings
     prompts = check_prompts(vocabulary, max_tokens)
@@ -356,7 +333,7 @@ class Engine:
             links.callback(self._capture.close)
             census = link.connect("census", "scheduler")
             links.callback(census.close)
-            self._scheduler = Scheduler(census)
+            self._scheduler = SchedulerSide(census)
             self._links = links.pop_all()
 
     def add(self, key: str, token_ids: list[int], max_tokens: int) -> None:
@@ -382,16 +359,14 @@ class Engine:
     def step(self) -> list[Finished]:
         try:
             return self._step()
-        except Exception as error:  # whatever torch raises becomes one line
-            raise ActdsError(
-                "E504", "engine", got=one_line(error, 400), expected="an engine that runs"
-            ) from error
+        except Exception as error:  # whatever torch raises
+            raise engine_error(error) from error
 
     def abort(self, keys: list[str]) -> None:
         ended = set(keys)
         for sequence in [*(self._batch.sequences if self._batch else ()), *self._waiting]:
             if sequence.key in ended:
-                self._scheduler.finished(sequence, "abort")
+                self._end(sequence, "abort")
         self._waiting = deque(s for s in self._waiting if s.key not in ended)
         if self._batch is not None:
             self._batch.keep([s.key not in ended for s in self._batch.sequences])
@@ -410,8 +385,14 @@ class Engine:
             batch = Batch(self._model, requests, self._options.max_num_batched_tokens)
             self._batch = batch
         columns = batch.next_columns()
-        n_running = len(batch.sequences)
-        step, finished = self._scheduler.scheduled(columns, len(self._waiting), n_running)
+        starts = np.concatenate([[0], np.cumsum(columns.n_rows)[:-1]])
+        step, finished = self._scheduler.number_step(
+            [sequence.number for sequence in columns.sequences],
+            columns.positions[starts].tolist(),
+            columns.n_rows.tolist(),
+            waiting=len(self._waiting),
+            running=len(batch.sequences),
+        )
         self._capture.before_step()
         began = time.monotonic_ns()
         with torch.inference_mode():
@@ -486,10 +467,14 @@ class Engine:
         ended = []
         for sequence, reason in zip(requests, reasons, strict=True):
             if reason is not None:
-                self._scheduler.finished(sequence, reason)
+                self._end(sequence, reason)
                 sampled = tuple(sequence.token_ids[sequence.prompt_len :])
                 ended.append(Finished(sequence.key, None, sampled))
         return ended
+
+    def _end(self, sequence: Sequence, reason: str) -> None:
+        ids, prompt_len = sequence.token_ids, sequence.prompt_len
+        self._scheduler.end_request(sequence.number, reason, ids, prompt_len)
 
     def _pick(self, sequence: Sequence, logits: torch.Tensor) -> int:
         if sequence.generator is None:

@@ -19,18 +19,18 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actds.errors import ActdsError
-from actds.text import one_line
 from actds_writers.engine_protocol import (
     OPTION,
     Engine,
     EngineKind,
-    EngineOptions,
     Finished,
     Workers,
     bad_option,
+    engine_error,
+    refused,
 )
-from actds_writers.engines.vllm import versions
+from actds_writers.engines import wrap
+from actds_writers.engines.vllm import plugin
 from actds_writers.engines.vllm.options import (
     _KV_FROM_OUTSIDE,
     _SAMPLING,
@@ -40,6 +40,7 @@ from actds_writers.engines.vllm.options import (
     Adapter,
     VllmOptions,
     adapter_sha256,
+    admit,
     argument_names,
     graph_key,
     read_adapter,
@@ -61,9 +62,8 @@ END_TIMEOUT_S = 10.0
 class VllmEngine:
     """A vLLM engine that captures, or does not without a link.
 
-    Raises:
-        ActdsError: E504 when the engine does not start, E012 for a vLLM that was never tested,
-            without the check of the hooks.
+    Raises E504 when the engine does not start, E012 for a vLLM that was never tested, without the
+    check of the hooks.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class VllmEngine:
         allowed = os.environ.get("VLLM_PLUGINS")
         if allowed and "actds" not in allowed.split(","):
             os.environ["VLLM_PLUGINS"] = f"{allowed},actds"
-        _plugin().renew()
+        plugin.renew()
         from vllm import EngineArgs, SamplingParams
         from vllm.sampling_params import StructuredOutputsParams
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
 
         if link is not None:
-            versions.admit(link.settings.check)
+            admit(link.settings.check)
         self._lora = adapter.request() if adapter else None
         additional = {"actds": graph_key(link)} if link else {}
         n_replicas = link.replica[1] if link else 1
@@ -128,7 +128,7 @@ class VllmEngine:
         except Exception as error:  # whatever the engine raises becomes one line
             _close_links()  # in this process; writer and census wait for them
             _end_processes(before)
-            raise _engine_error(error) from error
+            raise engine_error(error) from error
 
     @property
     def max_model_len(self) -> int:
@@ -148,13 +148,13 @@ class VllmEngine:
         except Exception as error:  # whatever the engine raises becomes one line
             if any(kind.__name__ == _REFUSAL for kind in type(error).__mro__):
                 raise ValueError(str(error)) from error
-            raise _engine_error(error) from error
+            raise engine_error(error) from error
 
     def step(self) -> list[Finished]:
         try:
             outputs = self._engine.step()
         except Exception as error:  # whatever the engine raises becomes one line
-            raise _engine_error(error) from error
+            raise engine_error(error) from error
         self._settle()
         return [
             Finished(
@@ -169,11 +169,9 @@ class VllmEngine:
         self._settle()
 
     def _settle(self) -> None:
-        from actds_writers.engines.vllm.plugin import settle_last_step
-
         in_this_process = getattr(self._engine.engine_core, "engine_core", None)
         if in_this_process is not None:
-            settle_last_step(in_this_process)
+            plugin.settle_last_step(in_this_process)
 
     def shutdown(self) -> None:
         self._engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
@@ -194,17 +192,15 @@ def wake_when_dead(client: Any) -> None:
 
     The client of an engine core in this process has no queue.
     """
-    outputs, shutdown = getattr(client, "outputs_queue", None), client.shutdown
+    outputs = getattr(client, "outputs_queue", None)
     if outputs is None:
         return
 
-    @functools.wraps(shutdown)
-    def shutting_down(*args: Any, **kwargs: Any) -> Any:
+    @wrap(client, "shutdown")
+    def shutting_down(shutdown: Any, *args: Any, **kwargs: Any) -> Any:
         # Called by the thread that watches the process, too.
         outputs.put_nowait(RuntimeError("the process of the engine has ended"))
         return shutdown(*args, **kwargs)
-
-    client.shutdown = shutting_down
 
 
 def _devices(options: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -218,26 +214,15 @@ def _devices(options: Mapping[str, Any], number: int) -> dict[str, Any]:
     part = slice(number * world, (number + 1) * world)
     given = options.get("device_ids") or list(range(part.stop))
     if len(given) < part.stop:
-        raise ActdsError(
-            "E012",
-            f"{OPTION} device_ids",
-            got=f"{len(given)} devices",
-            expected=f"{world} for each replica",
-        )
+        raise refused(f"{OPTION} device_ids", f"{len(given)} devices", f"{world} for each replica")
     return {"device_ids": list(given)[part]}
-
-
-def _plugin() -> Any:
-    from actds_writers.engines.vllm import plugin
-
-    return plugin
 
 
 def _close_links() -> None:
     """Close the connections of this process, of which no later engine is part of the harvest."""
     os.environ.pop(ENVIRONMENT, None)
-    _plugin().close()
-    _plugin().renew()
+    plugin.close()
+    plugin.renew()
 
 
 def _end_processes(before: Collection[BaseProcess]) -> None:
@@ -287,22 +272,17 @@ def _interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _engine_error(error: Exception) -> ActdsError:
-    return ActdsError("E504", "engine", got=one_line(error, 400), expected="an engine that runs")
-
-
-class Vllm(EngineKind):
+class Vllm(EngineKind[VllmOptions]):
     """vLLM, in processes of its own."""
 
     name = "vllm"
     option_type = VllmOptions
 
-    def options(self, given: Mapping[str, object]) -> EngineOptions:
+    def options(self, given: Mapping[str, object]) -> VllmOptions:
         """Return validated options.
 
-        Raises:
-            ActdsError: E009 for one that ``actds write`` sets itself, E012 for one that capture
-                cannot account for.
+        Raises E009 for one that ``actds write`` sets itself, E012 for one that capture cannot
+        account for.
         """
         for key in given:
             if key in OWNED:
@@ -316,10 +296,9 @@ class Vllm(EngineKind):
         refuse_options({key: v for key, v in given.items() if key != "data_parallel_size"})
         return super().options(given)
 
-    def checked(self, given: Mapping[str, object]) -> EngineOptions:
+    def checked(self, given: Mapping[str, object]) -> VllmOptions:
         """Return validated options whose names the installed vLLM knows, or E009, or E011."""
         options = self.options(given)  # a typing error needs no engine to be found
-        assert isinstance(options, VllmOptions)
         if options.lora is not None:
             read_adapter(options.lora)
         known = argument_names() if given else frozenset()
@@ -331,33 +310,28 @@ class Vllm(EngineKind):
         return options
 
     def start(
-        self, model: Path, options: EngineOptions, link: Link, *, temperature: float, seed: int
+        self, model: Path, options: VllmOptions, link: Link, *, temperature: float, seed: int
     ) -> Engine:
-        assert isinstance(options, VllmOptions)
         adapter = read_adapter(options.lora) if options.lora else None
         return VllmEngine(model, options, link, temperature=temperature, seed=seed, adapter=adapter)
 
-    def replicas(self, options: EngineOptions) -> int:
+    def replicas(self, options: VllmOptions) -> int:
         """Return ``data_parallel_size``: vLLM runs dense replicas as independent engines too."""
-        assert isinstance(options, VllmOptions)
         return options.data_parallel_size or 1
 
-    def workers(self, options: EngineOptions) -> Workers:
+    def workers(self, options: VllmOptions) -> Workers:
         """Return stages and steps in flight; one more than vLLM's default on GPUs may have."""
-        assert isinstance(options, VllmOptions)
         stages = options.pipeline_parallel_size or 1
         return Workers(stages, stages + (options.async_scheduling is not False))
 
-    def of_replica(self, options: EngineOptions, number: int) -> EngineOptions:
-        assert isinstance(options, VllmOptions)
+    def of_replica(self, options: VllmOptions, number: int) -> VllmOptions:
         devices = _devices(options.arguments(), number)
         return options.model_copy(update={"data_parallel_size": 1, **devices})
 
-    def require_logits(self, options: EngineOptions) -> None:
-        assert isinstance(options, VllmOptions)
+    def require_logits(self, options: VllmOptions) -> None:
         refuse_unread(options.arguments(), OPTION)
 
-    def alone(self, options: EngineOptions) -> EngineOptions:
+    def alone(self, options: VllmOptions) -> VllmOptions:
         """Return the options of the same engine, one request at a time, with no KV but its own."""
         given = options.model_fields_set.intersection(_KV_FROM_OUTSIDE)
         changes = {"enable_prefix_caching": False, **dict.fromkeys(given)}
@@ -371,8 +345,7 @@ class Vllm(EngineKind):
         self.checked(task.engine_args)
         return probe_timing.time_probes(task, VllmEngine, progress)
 
-    def adapter_sha256(self, options: EngineOptions) -> str | None:
-        assert isinstance(options, VllmOptions)
+    def adapter_sha256(self, options: VllmOptions) -> str | None:
         return adapter_sha256(str(read_adapter(options.lora).folder)) if options.lora else None
 
 

@@ -38,7 +38,8 @@ from actds_writers.capture.check import (
 from actds_writers.capture.hooks import find_kind, raise_all
 from actds_writers.capture.op import HookBuffers
 from actds_writers.capture.taps import StreamForm, decoder_layers
-from actds_writers.engines.vllm.options import random_adapters
+from actds_writers.engine_protocol import refused
+from actds_writers.engines.vllm.options import is_verified, random_adapters
 from actds_writers.engines.vllm.runner import (
     Dispatch,
     eager,
@@ -47,7 +48,6 @@ from actds_writers.engines.vllm.runner import (
     loaded_model,
     share_tokens,
 )
-from actds_writers.engines.vllm.versions import is_verified
 from actds_writers.ipc.messages import HookSpec
 
 _NAME = "actds-check-{}"
@@ -65,22 +65,20 @@ def check_hooks(
 ) -> HookCheck:
     """Return the result of the check of the hooks, as in spec 0.1 section 9.1.
 
+    Raises E507 when rows are not the model's, E601 when they are not finite; E007 when nothing can
+    be compared and the model class is not verified; E012 when the KV cache has no room for a short
+    prompt, or an adapter changes rows of a request without one.
+
     Args:
         worker: a worker whose engine is set up and has not run a request.
         live: whether requests with and without a LoRA adapter may meet in a step.
-
-    Raises:
-        ActdsError: E507 when rows are not the model's, E601 when they are not finite; E007 when
-            nothing can be compared and the model class is not verified; E012 when the KV cache has
-            no room for a short prompt, or an adapter changes rows of a request without one.
     """
     prompts = prompts_of(worker)
     if not prompts:
-        raise ActdsError(
-            "E012",
+        raise refused(
             "engine option num_gpu_blocks_override",
-            got="a KV cache without room for one short prompt",
-            expected="room for the two prompts of the check",
+            "a KV cache without room for one short prompt",
+            "room for the two prompts of the check",
         )
     forwarded = forward_prompts(worker, prompts, buffers)
     assert forwarded is not None
@@ -100,10 +98,13 @@ def check_hooks(
         _require_base_rows(hooks, forwarded, beside, bounds)
     # Rows of a second replay would be the same and say nothing.
     was_eager = Dispatch(worker.model_runner, model).mode == "eager"
-    if worker.vllm_config.model_config.enforce_eager or not was_eager:
-        apart = None
-    else:
-        apart = _apart(hooks, forwarded, plain, bounds)
+    apart = None
+    if was_eager and not worker.vllm_config.model_config.enforce_eager:
+        parts = [~forwarded.decoded]
+        if forwarded.sequences == plain.sequences:  # else another token was decoded
+            parts.append(forwarded.decoded)
+        eager_rows = dict(zip(hooks, plain.rows, strict=True))
+        apart = compare_with_eager(rows, eager_rows, bounds, parts)
     try:
         states = _reference_states(worker, model, hooks, forwarded)
     except NoReferenceError as missing:
@@ -114,18 +115,6 @@ def check_hooks(
         return _without_reference(type(model).__name__, ranks, form, hooks, check)
     raise_all(without_reference(rows, states))
     return replace(compare_with_forward(rows, states, bounds, forwarded.decoded), eager=apart)
-
-
-def _apart(
-    hooks: Sequence[HookSpec], served: Forwarded, plain: Forwarded, bounds: dict[str, float]
-) -> float:
-    """Return how far rows as they will be served are from those of the eager forward; or E507."""
-    names = [hook.name for hook in hooks]
-    parts = [~served.decoded]
-    if served.sequences == plain.sequences:  # else another token was decoded
-        parts.append(served.decoded)
-    rows, eager_rows = (dict(zip(names, run.rows, strict=True)) for run in (served, plain))
-    return compare_with_eager(rows, eager_rows, bounds, parts)
 
 
 def _forward_beside_adapter(
@@ -160,12 +149,11 @@ def _require_base_rows(
 
 
 def _mixed_rows(got: str, expected: str) -> ActdsError:
-    return ActdsError(
-        "E012",
+    return refused(
         "engine option enable_lora",
-        got=got,
-        expected=expected,
-        next_step="Serve requests with adapters from another engine.",
+        got,
+        expected,
+        "Serve requests with adapters from another engine.",
     )
 
 

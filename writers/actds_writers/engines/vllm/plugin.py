@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from actds.errors import ActdsError
+from actds_writers.engines import wrap
 from actds_writers.ipc.link import ENVIRONMENT, Link
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 EXECUTOR = "vllm.v1.executor.abstract"
 INPUTS = "vllm.v1.engine.input_processor"
+log = logging.getLogger("vllm.actds")
 DRAIN_TIMEOUT_S = 300.0
 VERIFY_TIMEOUT_S = 60.0
 CRASH_PATIENCE_S = 5.0
@@ -126,11 +128,9 @@ def _wrap_executor(module: Any) -> None:
     The plugin is loaded while the engine core is being built; its executor is built next, before
     scheduler and workers.
     """
-    executor = module.Executor
-    init = executor.__init__
 
-    @functools.wraps(init)
-    def initialising(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    @wrap(module.Executor, "__init__")
+    def initialising(init: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         additional = _additional(vllm_config)
         if "actds" not in additional:
             init(self, vllm_config, *args, **kwargs)
@@ -147,8 +147,6 @@ def _wrap_executor(module: Any) -> None:
         folder = Path(vllm_config.model_config.model)
         live.watch = WeightsWatch(self, folder, functools.partial(_give_up, "engine core"))
 
-    executor.__init__ = initialising
-
 
 def _additional(vllm_config: Any) -> dict[str, Any]:
     additional = vllm_config.additional_config
@@ -160,13 +158,11 @@ def _wrap_inputs(module: Any) -> None:
 
     Where vLLM has not the names for it, a dataset lacks roles; the start does not fail.
     """
-    processor = getattr(module, "InputProcessor", None)
-    if processor is None:
+    if not hasattr(module, "InputProcessor"):
         return
-    init = processor.__init__
 
-    @functools.wraps(init)
-    def initialising(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    @wrap(module.InputProcessor, "__init__")
+    def initialising(init: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         init(self, vllm_config, *args, **kwargs)
         document = _additional(vllm_config).get("actds")
         if not isinstance(document, dict) or document.get("roles") is False:
@@ -176,9 +172,7 @@ def _wrap_inputs(module: Any) -> None:
 
             label_chats(self)
         except Exception as error:
-            logging.getLogger("vllm.actds").warning("actds: chats have no roles: %r", error)
-
-    processor.__init__ = initialising
+            log.warning("actds: chats have no roles: %r", error)
 
 
 def _start_live(vllm_config: Any, document: Any) -> LiveRun:
@@ -192,37 +186,27 @@ def _start_live(vllm_config: Any, document: Any) -> LiveRun:
     os.environ[ENVIRONMENT] = live.link.to_environment()
     _attach(live.link)
     if first:
-        _wrap_shutdown(EngineCore)
+        wrap(EngineCore, "shutdown")(_shutting_down)
         atexit.register(_end_live, None)
     return live
 
 
-def _wrap_shutdown(engine_core: Any) -> None:
-    shutdown = engine_core.shutdown
-
-    @functools.wraps(shutdown)
-    def shutting_down(self: Any, *args: Any, **kwargs: Any) -> Any:
-        reason = _drain_live(self)
+def _shutting_down(shutdown: Any, engine_core: Any, *args: Any, **kwargs: Any) -> Any:
+    reason: CloseReason | None = None
+    if _live is not None:
         try:
-            return shutdown(self, *args, **kwargs)
-        finally:
-            _end_live(reason)
-
-    engine_core.shutdown = shutting_down
-
-
-def _drain_live(engine_core: Any) -> CloseReason | None:
-    """Wait for the writer, close this process's connections; return how the run ends."""
-    if _live is None:
-        return None
+            reason = _drain(_live, engine_core)
+        except Exception as error:
+            _live.fail(error)
+            reason = "failed"
     try:
-        return _drain(_live, engine_core)
-    except Exception as error:
-        _live.fail(error)
-        return "failed"
+        return shutdown(engine_core, *args, **kwargs)
+    finally:
+        _end_live(reason)
 
 
 def _drain(live: LiveRun, engine_core: Any) -> CloseReason:
+    """Wait for the writer, close this process's connections; return how the run ends."""
     state = getattr(engine_core, "shutdown_state", None)
     crashed = state is not None and getattr(state, "name", "") == "RUNNING"
     scheduler = engine_core.scheduler
@@ -259,39 +243,38 @@ def _give_up(where: str, error: Exception) -> None:
     if _live is not None:
         _live.fail(error)
     else:
-        logging.getLogger("vllm.actds").error("actds: capture ends in the %s: %s", where, error)
+        log.error("actds: capture ends in the %s: %s", where, error)
 
 
 def _wrap_worker() -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
-    load_model, execute_model = Worker.load_model, Worker.execute_model
+    @wrap(Worker, "load_model")
+    def loading(load_model: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _link is None:
+            return load_model(self, *args, **kwargs)
+        from actds_writers.engines.vllm.runner import captures, loaded_model
+        from actds_writers.engines.vllm.worker import WorkerCapture, give_heads
 
-    @functools.wraps(load_model)
-    def loading(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _link is not None:
-            _link.note("Loading the weights")
+        _link.note("Loading the weights")
         result = load_model(self, *args, **kwargs)
-        if _link is not None:
-            from actds_writers.engines.vllm.runner import captures, loaded_model
-            from actds_writers.engines.vllm.worker import WorkerCapture, give_heads
-
-            if captures(self, loaded_model(self.model_runner), _link):
-                self._actds = WorkerCapture(self, _link)
-                _closers.append(self._actds.close)
-                self._actds.watch_logits(functools.partial(_guarded, self))
-            else:
-                give_heads(self, _link)
-            _watch_set_up(self, _link)
+        if captures(self, loaded_model(self.model_runner), _link):
+            self._actds = WorkerCapture(self, _link)
+            _closers.append(self._actds.close)
+            self._actds.watch_logits(functools.partial(_guarded, self))
+        else:
+            give_heads(self, _link)
+        _watch_set_up(self, _link)
         return result
 
-    @functools.wraps(execute_model)
-    def executing(self: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+    @wrap(Worker, "execute_model")
+    def executing(execute_model: Any, self: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         capture = getattr(self, "_actds", None)
         if capture is None or not capture.is_set_up:
             return execute_model(self, scheduled, *args, **kwargs)
-        if _scheduler_side_ended(scheduled):
-            _detach(self)
+        is_live = _link is not None and _link.live
+        if is_live and getattr(scheduled, "_actds", None) is None:
+            _detach(self)  # the scheduler side has ended: its steps have no mark
             return execute_model(self, scheduled, *args, **kwargs)
         _guarded(self, capture.settle_steps, scheduled)
         if self._actds is None or not scheduled.total_num_scheduled_tokens:
@@ -304,20 +287,18 @@ def _wrap_worker() -> None:
             _guarded(self, capture.after_step, self.model_runner, scheduled, duration_ns)
         return result
 
-    Worker.load_model, Worker.execute_model = loading, executing
-
 
 def _watch_set_up(worker: Any, link: Link) -> None:
     """Capture from the end of a worker's set-up: its warm-up runs steps that nobody scheduled.
 
     The check of the hooks is the last part of the set-up, on every rank, unless it is off.
     """
-    compile_or_warm_up_model = worker.compile_or_warm_up_model
 
-    @functools.wraps(compile_or_warm_up_model)
-    def setting_up(*args: Any, **kwargs: Any) -> Any:
+    # The CPU's worker has a method of its own, which a wrapper of the class would miss.
+    @wrap(worker, "compile_or_warm_up_model")
+    def setting_up(warm_up: Any, *args: Any, **kwargs: Any) -> Any:
         link.note("Compiling the model, and warming up")
-        result = compile_or_warm_up_model(*args, **kwargs)
+        result = warm_up(*args, **kwargs)
         capture = getattr(worker, "_actds", None)
         if link.settings.check:
             link.note("Comparing rows of two short prompts with the model's own")
@@ -332,9 +313,6 @@ def _watch_set_up(worker: Any, link: Link) -> None:
             capture.is_set_up = True
         return result
 
-    # The CPU's worker has a method of its own, which a wrapper of the class would miss.
-    worker.compile_or_warm_up_model = setting_up
-
 
 def _guarded(worker: Any, call: Callable[..., None], *args: Any) -> None:
     """Call the worker side; if it fails in a live engine, the engine continues without capture."""
@@ -345,11 +323,6 @@ def _guarded(worker: Any, call: Callable[..., None], *args: Any) -> None:
     except Exception as error:
         _give_up("worker", error)
         _detach(worker)
-
-
-def _scheduler_side_ended(scheduled: Any) -> bool:
-    """Return whether the scheduler side of a live harvest has ended: its steps have no mark."""
-    return _link is not None and _link.live and getattr(scheduled, "_actds", None) is None
 
 
 def _detach(worker: Any) -> None:
@@ -377,24 +350,19 @@ def _detach(worker: Any) -> None:
 def _wrap_scheduler() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    init, add_request = Scheduler.__init__, Scheduler.add_request
-    schedule, free_request = Scheduler.schedule, Scheduler._free_request
-    update_from_output, has_requests = Scheduler.update_from_output, Scheduler.has_requests
-
-    @functools.wraps(init)
-    def initialising(self: Any, *args: Any, **kwargs: Any) -> None:
+    @wrap(Scheduler, "__init__")
+    def initialising(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         self._actds = None if _link is None else _scheduler_side(self, _link)
 
-    @functools.wraps(add_request)
-    def adding(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    @wrap(Scheduler, "add_request")
+    def adding(add_request: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         _look_at_weights(self)
-        if self._actds is not None:
-            _reported(self, self._actds.arrived, request)
+        _report(self, "arrived", request)
         return add_request(self, request, *args, **kwargs)
 
-    @functools.wraps(schedule)
-    def scheduling(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @wrap(Scheduler, "schedule")
+    def scheduling(schedule: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         _look_at_weights(self)
         if self._actds is None:
             return schedule(self, *args, **kwargs)
@@ -402,38 +370,31 @@ def _wrap_scheduler() -> None:
         output = schedule(self, *args, **kwargs)
         now = {request.request_id for request in self.running}
         preempted = tuple(r for r in running - now if r in self.requests)
-        mark = _reported(self, self._actds.scheduled, self, output, preempted)
+        mark = _report(self, "scheduled", self, output, preempted)
         # A worker that sees no mark ends its capture.
         output._actds = None if _live is not None and _live.failure is not None else mark
         return output
 
-    @functools.wraps(update_from_output)
-    def updating(self: Any, output: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
+    @wrap(Scheduler, "update_from_output")
+    def updating(update: Any, self: Any, output: Any, results: Any, *args: Any, **kw: Any) -> Any:
         if self._actds is not None and self.connector is not None:
-            from actds_writers.engines.vllm.blocks import refuse_unseen
+            from actds_writers.engines.vllm.requests import refuse_unseen
 
             _reported(self, refuse_unseen, self, output, results)
-        if self._actds is not None:
-            _reported(self, self._actds.taking, output, results)
-        outputs = update_from_output(self, output, results, *args, **kwargs)
-        if self._actds is not None:
-            _reported(self, self._actds.taken, output)
+        _report(self, "taking", output, results)
+        outputs = update(self, output, results, *args, **kw)
+        _report(self, "taken", output)
         return outputs
 
-    @functools.wraps(has_requests)
-    def having(self: Any) -> Any:
+    @wrap(Scheduler, "has_requests")
+    def having(has_requests: Any, self: Any) -> Any:
         # One more step, without tokens, tells the workers the results of the last one.
         return has_requests(self) or (self._actds is not None and self._actds.has_news)
 
-    @functools.wraps(free_request)
-    def freeing(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._actds is not None:
-            _reported(self, self._actds.finished, request)
+    @wrap(Scheduler, "_free_request")
+    def freeing(free_request: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        _report(self, "finished", request)
         return free_request(self, request, *args, **kwargs)
-
-    Scheduler.__init__, Scheduler.add_request = initialising, adding
-    Scheduler.schedule, Scheduler._free_request = scheduling, freeing
-    Scheduler.update_from_output, Scheduler.has_requests = updating, having
 
 
 def _look_at_weights(scheduler: Any) -> None:
@@ -443,7 +404,7 @@ def _look_at_weights(scheduler: Any) -> None:
 
 
 def _follow_weights(scheduler: Any, live: LiveRun) -> None:
-    from actds_writers.engines.vllm.blocks import WrittenBlocks
+    from actds_writers.engines.vllm.requests import WrittenBlocks
     from actds_writers.engines.vllm.weights import change_run, weights_facts
 
     global _live, _link
@@ -459,7 +420,7 @@ def _follow_weights(scheduler: Any, live: LiveRun) -> None:
         return
     before, hashed = live.link.run, getattr(live.link.settings, "weights_digest", False)
     _live = following = live.follow(weights_facts(change, before, hashed=hashed))
-    logging.getLogger("vllm.actds").warning(
+    log.warning(
         "actds: the weights were changed by %s: run %s ends, run %s begins.",
         change.words(),
         before,
@@ -542,6 +503,12 @@ def settle_last_step(engine_core: Any) -> None:
         scheduler.has_requests() or engine_core.batch_queue
     ):
         engine_core.step_fn()
+
+
+def _report(scheduler: Any, name: str, *args: Any) -> Any:
+    """Call a method of the scheduler side as ``_reported``, if there is one."""
+    side = scheduler._actds
+    return None if side is None else _reported(scheduler, getattr(side, name), *args)
 
 
 def _reported(scheduler: Any, call: Callable[..., Any], *args: Any) -> Any:

@@ -33,7 +33,7 @@ from actds_writers.capture.hooks import plan_readouts
 from actds_writers.capture.op import find_taps, watch_tap
 from actds_writers.capture.taps import StreamForm, Tap
 from actds_writers.config import WriterSettings, WriteSettings
-from actds_writers.engine_protocol import OPTION
+from actds_writers.engine_protocol import OPTION, refused
 from actds_writers.engines.vllm import plugin
 from actds_writers.engines.vllm.options import DRAFTS, VllmOptions
 from actds_writers.engines.vllm.runner import Dispatch, loaded_model
@@ -74,18 +74,17 @@ class Session:
 def with_step_options(task: TimingTask) -> TimingTask:
     """Return the task with the options that the timing needs where the user's say nothing.
 
-    Raises:
-        ActdsError: E009 or E012 for an option with which steps cannot be timed.
+    Raises E009 or E012 for an option with which steps cannot be timed.
     """
     given = dict(task.engine_args)
     longest = max(task.batches)
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         if given.get(name) not in (None, 1):
             got, expected = f"{given[name]}: the steps of one worker are timed", "1"
-            raise ActdsError("E012", f"{OPTION} {name}", got=got, expected=expected)
+            raise refused(f"{OPTION} {name}", got, expected)
     if any(given.get(name) for name in DRAFTS):
         got = "drafts, with which a step is no token"
-        raise ActdsError("E012", f"{OPTION} speculative_config", got=got, expected="no such option")
+        raise refused(f"{OPTION} speculative_config", got, "no such option")
     for name, least, words in (
         ("max_num_seqs", longest, f"at least {longest}, the largest batch"),
         ("max_model_len", PROMPT_TOKENS + N_STEPS, f"at least {PROMPT_TOKENS + N_STEPS}"),
@@ -255,7 +254,7 @@ class _Bench:
 
     def _install(self) -> None:
         from actds_writers.engines.vllm.check import check_hooks
-        from actds_writers.engines.vllm.versions import VERIFIED
+        from actds_writers.engines.vllm.options import VERIFIED
 
         worker = plugin.worker_of(self.core)
         model = loaded_model(worker.model_runner)

@@ -1,4 +1,10 @@
-"""What the front end of a vLLM engine makes of requests: parameters, stop strings, chats' roles.
+"""What the scheduler and the front end of vLLM have of requests: KV blocks, parameters, roles.
+
+Of a KV block: which request computed it, whether the present weights did, and if it was loaded. A
+hit on a block refers to the rows of the request that computed it, a block of other weights has no
+row of the run, and neither has a step that read what was in a block whose KV a connector failed to
+load. vLLM's runners ask the connector behind every forward which those are, and the scheduler then
+lets the engine compute them (spec section 7.4).
 
 The scheduler has a request's parameters as the front end made them of what the client asked for,
 of its own defaults and of the model's generation config. Stop strings the front end finds where it
@@ -14,15 +20,149 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+from actds.errors import ActdsError
+from actds_writers.engines import wrap
+from actds_writers.ipc.messages import count_packed, packed
 from actds_writers.prompts.encoding import NO_OFFSETS, Rendered, chat_roles
 from actds_writers.prompts.roles import ThinkingMarks, Unlabelled, sampled_labels
 from actds_writers.provenance import in_words
-from actds_writers.roles import count, packed
+
+
+class LoadErrors:
+    def __init__(self) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        self._blocks: set[int] = set()
+        if not has_kv_transfer_group():
+            return
+
+        @wrap(get_kv_transfer_group(), "get_block_ids_with_load_errors")
+        def getting(get: Any, *args: Any, **kwargs: Any) -> Any:
+            blocks = get(*args, **kwargs)
+            self._blocks |= set(blocks or ())
+            return blocks
+
+    def touch(self, scheduled: Any) -> bool:
+        blocks, self._blocks = self._blocks, set()
+        return were_read(blocks, scheduled)
+
+
+def were_read(blocks: Collection[int] | None, scheduled: Any) -> bool:
+    """Return whether the forward of a step read one of some blocks that were not loaded.
+
+    Blocks are loaded for requests that are new or resumed in a step. Those of requests that still
+    wait for theirs have been read by nobody.
+    """
+    if not blocks:
+        return False
+    admitted, _ = blocks_of_step(scheduled)
+    return any(
+        not set(blocks).isdisjoint(group) for groups in admitted.values() for group in groups
+    )
+
+
+def refuse_unseen(scheduler: Any, scheduled: Any, result: Any) -> None:
+    """Stop where the worker that captures cannot know of every row on blocks that were not loaded.
+
+    Another rank may have failed to load its share; and a step that was scheduled before the results
+    of this one were seen has read the same blocks. Raises E501 when the forward read blocks that
+    were not loaded, and either holds.
+    """
+    failed = getattr(result.kv_connector_output, "invalid_block_ids", None)
+    config = scheduler.vllm_config
+    ranks, batches = int(config.parallel_config.world_size), int(config.max_concurrent_batches)
+    if (ranks > 1 or batches > 1) and were_read(failed, scheduled):
+        raise ActdsError(
+            "E501",
+            f"step {scheduled._actds.step}",
+            got=f"rows on KV blocks that could not be loaded, with {ranks} ranks and {batches} "
+            "steps at a time",
+            expected="KV that a model computed",
+        )
+
+
+Owner = tuple[int | None, int]
+"""The request that computed a block, and the first position that it computed there itself: those
+before came from outside."""
+
+
+class Owners:
+    """Who computed each prefix block; least recently used ones are forgotten first."""
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self.requests: OrderedDict[bytes, Owner] = OrderedDict()
+
+    def find(self, request: Any, block: int) -> Owner:
+        hashes = request.block_hashes
+        digest = bytes(hashes[block]) if block < len(hashes) else b""
+        if digest in self.requests:
+            self.requests.move_to_end(digest)
+        return self.requests.get(digest, (None, 0))
+
+    def note(self, block: bytes, owner: Owner) -> None:
+        self.requests[block] = owner
+        self.requests.move_to_end(block)
+        if self._limit is not None and len(self.requests) > self._limit:
+            self.requests.popitem(last=False)
+
+
+Blocks = Sequence[Sequence[int]]
+"""Ids of the KV blocks of a request, by group of layers; 0 is none."""
+
+
+class WrittenBlocks:
+    """The KV blocks that the present weights have computed, since a change.
+
+    Every other block that serves a request is of old weights, or of both.
+    """
+
+    def __init__(self, block_sizes: Collection[int]) -> None:
+        self._sizes = tuple(block_sizes)
+        self._ids: set[int] = set()
+
+    def serve(self, blocks: Blocks, n_served: int) -> bool:
+        """Return whether all blocks are known that serve the first positions of a request."""
+        return all(
+            self._ids.issuperset(set(served) - {0}) for served, _ in self._split(blocks, n_served)
+        )
+
+    def write(self, blocks: Blocks, n_served: int, *, mixed: bool) -> None:
+        """Note the blocks behind those that serve a request, which computes them now.
+
+        ``mixed``: on KV of other weights.
+        """
+        for _, new in self._split(blocks, n_served):
+            if mixed:
+                self._ids.difference_update(new)
+            else:
+                self._ids.update(new)
+
+    def _split(
+        self, blocks: Blocks, n_served: int
+    ) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        for ids, size in zip(blocks, self._sizes, strict=True):
+            n = -(-n_served // size)
+            yield ids[:n], ids[n:]
+
+
+def blocks_of_step(scheduled: Any) -> tuple[dict[str, Blocks], dict[str, Blocks]]:
+    """Return by request all blocks of those that a step admits, and the further ones of others."""
+    admitted: dict[str, Blocks] = {
+        new.req_id: new.block_ids for new in scheduled.scheduled_new_reqs
+    }
+    further: dict[str, Blocks] = {}
+    cached = scheduled.scheduled_cached_reqs
+    for request, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        if blocks is not None:
+            (admitted if request in cached.resumed_req_ids else further)[request] = blocks
+    return admitted, further
 
 
 class StopStrings:
@@ -119,7 +259,7 @@ def take_roles(params: Any, prompt_len: int) -> ChatRoles | None:
         value = extra[KEY]
         marks = ThinkingMarks(frozenset(value["begin"]), frozenset(value["end"]))
         roles = ChatRoles(value["prompt"], bool(value["thinks"]), marks)
-        return roles if count(roles.prompt) == prompt_len else None
+        return roles if count_packed(roles.prompt) == prompt_len else None
     # A client may have put anything there, where the front end is of another version.
     except (KeyError, TypeError, ValueError):
         return None
@@ -209,11 +349,10 @@ def label_chats(processor: Any) -> None:
         return
     replace(TokenizeParams(max_total_tokens=None), return_token_offsets=True)  # or raises now
     labeller = ChatLabeller(renderer)
-    render, process = renderer.render_chat_async, processor.process_inputs
 
-    @functools.wraps(render)
+    @wrap(renderer, "render_chat_async")
     async def rendering(
-        conversations: Any, chat_params: Any, tok_params: Any = None, **options: Any
+        render: Any, conversations: Any, chat_params: Any, tok_params: Any = None, **options: Any
     ) -> Any:
         given = tok_params or renderer.default_chat_tok_params
         placing = replace(given, return_token_offsets=True)
@@ -227,8 +366,8 @@ def label_chats(processor: Any) -> None:
                 await labeller.label(chat, prompt, offsets, chat_params)
         return chats, prompts
 
-    @functools.wraps(process)
-    def processing(request_id: str, prompt: Any, *args: Any, **options: Any) -> Any:
+    @wrap(processor, "process_inputs")
+    def processing(process: Any, request_id: str, prompt: Any, *args: Any, **options: Any) -> Any:
         request = process(request_id, prompt, *args, **options)
         params = getattr(request, "sampling_params", None)
         if params is not None:
@@ -236,5 +375,3 @@ def label_chats(processor: Any) -> None:
             if isinstance(prompt, dict) and KEY in prompt:
                 params.extra_args = {**(params.extra_args or {}), KEY: prompt[KEY]}
         return request
-
-    renderer.render_chat_async, processor.process_inputs = rendering, processing

@@ -26,6 +26,8 @@ import torch
 
 from actds.errors import ActdsError
 from actds_writers.capture.taps import decoder_layers
+from actds_writers.engine_protocol import refused
+from actds_writers.engines import wrap
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import IntArray
 
@@ -157,41 +159,35 @@ def watch(
 ) -> None:
     """Call back with the logits that a model returns, and with the tokens sampled from them.
 
+    Raises E012 for a runner that samples elsewhere.
+
     Args:
         on_logits: called with ``(n, vocabulary)``, before anything changes it in place.
         on_tokens: called with the sampled token of each row, ``(n, 1)``.
-
-    Raises:
-        ActdsError: E012 for a runner that samples elsewhere.
     """
     name = next((name for name in _SAMPLERS if hasattr(runner, name)), None)
-    compute: Any = getattr(model, "compute_logits", None)
-    if name is None or compute is None or getattr(runner, "batch_sharder", None) is not None:
-        raise ActdsError(
-            "E012",
+    computes = hasattr(model, "compute_logits")
+    if name is None or not computes or getattr(runner, "batch_sharder", None) is not None:
+        raise refused(
             "entropy",
-            got=f"{type(runner).__name__} with {type(model).__name__}, which samples elsewhere",
-            expected="a runner that samples from the logits of its model, on one rank",
+            f"{type(runner).__name__} with {type(model).__name__}, which samples elsewhere",
+            "a runner that samples from the logits of its model, on one rank",
         )
-    sample = getattr(runner, name)
 
-    @functools.wraps(compute)
-    def computing(*args: Any, **kwargs: Any) -> Any:
+    # On the objects: a class may be shared with a drafter's model.
+    @wrap(model, "compute_logits")
+    def computing(compute: Any, *args: Any, **kwargs: Any) -> Any:
         logits = compute(*args, **kwargs)
         if logits is not None:
             on_logits(logits)
         return logits
 
-    @functools.wraps(sample)
-    def sampling(*args: Any, **kwargs: Any) -> Any:
+    @wrap(runner, name)
+    def sampling(sample: Any, *args: Any, **kwargs: Any) -> Any:
         output = sample(*args, **kwargs)
         sampled = output[0] if isinstance(output, tuple) else output
         on_tokens(sampled.sampled_token_ids)
         return output
-
-    # On the objects: a class may be shared with a drafter's model.
-    model.compute_logits = computing  # type: ignore[assignment]
-    setattr(runner, name, sampling)
 
 
 KernelMode = Literal["eager", "compiled", "piecewise", "full"]
@@ -220,7 +216,7 @@ class Dispatch:
                 vars(module)[_CONTEXT] = _observed(original)
             manager = getattr(module, _MANAGER, None)
             if manager is not None and not hasattr(manager.run_fullgraph, "_actds"):
-                manager.run_fullgraph = _replayed(manager.run_fullgraph)
+                wrap(manager, "run_fullgraph")(_replaying)._actds = True
 
     def forget(self) -> None:
         _LastForward.graph = None
@@ -281,14 +277,9 @@ def _observed(original: Callable[..., Any]) -> Callable[..., Any]:
     return observed
 
 
-def _replayed(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def replayed(*args: Any, **kwargs: Any) -> Any:
-        _LastForward.graph = "FULL"
-        return original(*args, **kwargs)
-
-    replayed._actds = True  # type: ignore[attr-defined]
-    return replayed
+def _replaying(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    _LastForward.graph = "FULL"
+    return original(*args, **kwargs)
 
 
 def _is_compiled(config: Any, model: torch.nn.Module) -> bool:

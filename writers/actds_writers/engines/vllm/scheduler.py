@@ -23,10 +23,19 @@ import numpy as np
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.text import printable
+from actds_writers.engines import wrap
 from actds_writers.engines.account import Channel, SchedulerSide
-from actds_writers.engines.vllm.blocks import Blocks, Owner, Owners, WrittenBlocks, blocks_of_step
 from actds_writers.engines.vllm.options import adapter_sha256
-from actds_writers.engines.vllm.requests import ChatRoles, StopStrings, recorded, take_roles
+from actds_writers.engines.vllm.requests import (
+    Blocks,
+    ChatRoles,
+    Owners,
+    StopStrings,
+    WrittenBlocks,
+    blocks_of_step,
+    recorded,
+    take_roles,
+)
 from actds_writers.ipc.messages import Reference, RequestFinished, StepScheduled
 from actds_writers.sampling import EVERYTHING, MIXED_WEIGHTS, Labels, LeftOut, SamplingRules
 
@@ -36,7 +45,8 @@ DIGEST_NBYTES = 16
 OWNERS_PER_BLOCK = 4
 """Remembered prefix blocks per KV block: a block in use may be touched less often than new ones are
 added, and a hit on a forgotten block cannot be resolved."""
-_RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}")
+_RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}\Z")
+"""What the engine adds to the client's id."""
 _WORDS = {"repetition": "stop"}
 """The spec's words for vLLM's reasons of an end, where they differ."""
 
@@ -194,23 +204,22 @@ class VllmSchedulerSide(SchedulerSide):
 
     def follow(self, connector: Any) -> None:
         """Note what a ``KVConnectorBase_V1`` supplies, from the two calls that admit requests."""
-        matched = connector.get_num_new_matched_tokens
-        allocated = connector.update_state_after_alloc
 
-        def matching(request: Any, n_local: int, *args: Any, **kwargs: Any) -> Any:
+        @wrap(connector, "get_num_new_matched_tokens")
+        def matching(matched: Any, request: Any, n_local: int, *args: Any, **kwargs: Any) -> Any:
             if (tracked := self._tracked.get(request.request_id)) is not None:
                 tracked.loading = (n_local, n_local)
             return matched(request, n_local, *args, **kwargs)
 
-        def allocating(request: Any, blocks: Any, n_external: int, *args: Any, **kw: Any) -> Any:
+        @wrap(connector, "update_state_after_alloc")
+        def allocating(
+            allocated: Any, request: Any, blocks: Any, n_external: int, *args: Any, **kwargs: Any
+        ) -> Any:
             tracked = self._tracked.get(request.request_id)
             # 0 when the rest is allocated after an asynchronous load.
             if tracked is not None and n_external:
                 tracked.loading = (tracked.loading[0], tracked.loading[0] + n_external)
-            return allocated(request, blocks, n_external, *args, **kw)
-
-        connector.get_num_new_matched_tokens = matching
-        connector.update_state_after_alloc = allocating
+            return allocated(request, blocks, n_external, *args, **kwargs)
 
     def chat_of(self, request: Any) -> ChatRoles | None:
         tracked = self._tracked.get(request.request_id)
@@ -231,7 +240,7 @@ class VllmSchedulerSide(SchedulerSide):
         if request.request_id in self._tracked:
             return  # the next input of a session
         prompt_len = request.num_prompt_tokens
-        external_id = _external_id(request.request_id)
+        external_id = _RANDOM_SUFFIX.sub("", request.request_id)
         stops = None
         try:
             chat = chat or take_roles(request.sampling_params, prompt_len)
@@ -390,8 +399,11 @@ class VllmSchedulerSide(SchedulerSide):
             invalid = output.num_invalid_spec_tokens or {}
             flying.n_drafted += part.n_drafts - invalid.get(engine_id, 0)
             flying.n_accepted += n_accepted
-            if not stale:
-                self._roll_back(flying, request, part.count - part.n_good)
+            for later in self._unsent if not stale else ():
+                # It was scheduled as if nothing was rejected.
+                ahead = self._part_of(request, later)
+                if ahead is not None and later is not flying:
+                    ahead.start -= part.count - part.n_good
 
     def taken(self, output: Any) -> None:
         """Settle a step whose results the scheduler has taken, and report it."""
@@ -493,13 +505,6 @@ class VllmSchedulerSide(SchedulerSide):
     def _part_of(request: Any, unsent: _Flying | RequestFinished) -> _Part | None:
         return unsent.parts.get(request.request_id) if isinstance(unsent, _Flying) else None
 
-    def _roll_back(self, flying: _Flying, request: Any, n_rejected: int) -> None:
-        """Move the later steps of a request, which were scheduled as if nothing was rejected."""
-        for later in self._unsent:
-            part = self._part_of(request, later)
-            if part is not None and later is not flying:
-                part.start -= n_rejected
-
     def finished(self, request: Any) -> None:
         """Report the end of a request, unless a stop string has ended it before."""
         tracked = self._tracked.pop(request.request_id, None)
@@ -574,7 +579,7 @@ class VllmSchedulerSide(SchedulerSide):
                 external, stop = True, min(edge, loaded)
                 tracked.external_end = stop
             else:
-                owner, first = self._owner(request, block)
+                owner, first = self.owners.find(request, block)
                 external = position < first
                 stop = min(edge, first) if external else edge
                 if position < first_loaded < loaded:
@@ -589,12 +594,6 @@ class VllmSchedulerSide(SchedulerSide):
         local = min(start, first_loaded) if loaded > first_loaded else start
         tracked.n_owned_blocks = max(tracked.n_owned_blocks, local // self._block_size)
         return references
-
-    def _owner(self, request: Any, block: int) -> Owner:
-        owner = None
-        if block < len(request.block_hashes):
-            owner = self.owners.find(bytes(request.block_hashes[block]))
-        return owner or (None, 0)
 
     def _own_blocks(self, request: Any, tracked: _Tracked, high_water: int) -> None:
         if tracked.mixed:
@@ -624,8 +623,3 @@ def _unsupported(kind: str) -> LeftOut:
 
 def _mixed(left_out: LeftOut) -> LeftOut:
     return LeftOut(left_out.prefill or MIXED_WEIGHTS, left_out.decode or MIXED_WEIGHTS)
-
-
-def _external_id(internal_id: str) -> str:
-    """Return the client's id, without the random suffix that the engine adds."""
-    return internal_id[:-9] if _RANDOM_SUFFIX.fullmatch(internal_id[-9:]) else internal_id

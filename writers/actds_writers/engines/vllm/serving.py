@@ -27,28 +27,31 @@ from actds.store import layout, local_folder, open_store
 from actds_writers.capture.hooks import hook_specs, parse_hooks
 from actds_writers.config import LiveSettings, WriterSettings, settings_of
 from actds_writers.engines.account import layer_config
-from actds_writers.engines.vllm import versions
-from actds_writers.engines.vllm.options import graph_key, refuse_options, refuse_unread
+from actds_writers.engines.vllm.options import admit, graph_key, refuse_options, refuse_unread
 from actds_writers.engines.vllm.weights import WeightsWatch
 from actds_writers.engines.vllm.worker import model_files
 from actds_writers.harvest.prepare import hold
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact, HookSpec
+from actds_writers.model_folder import SpecialTokens
 from actds_writers.monitor.progress import Snapshot, take_snapshot
 from actds_writers.provenance import capture_facts, model_facts, observed
 from actds_writers.sampling import SamplingRules
-from actds_writers.shards.assembly import SpecialTokens
 
 log = logging.getLogger("vllm.actds")
 PLACE = "additional_config actds"
 POLL_S = 0.25
 
 
+def _bad_setting(place: str, got: str, expected: str, next_step: str | None = None) -> ActdsError:
+    return ActdsError("E017", place, got=got, expected=expected, next_step=next_step)
+
+
 def parse_live_settings(document: Any) -> LiveSettings:
     if not isinstance(document, dict):
         expected = 'an object such as {"out": "...", "hooks": "..."}'
-        raise ActdsError("E017", PLACE, got=repr(document)[:80], expected=expected)
+        raise _bad_setting(PLACE, repr(document)[:80], expected)
     return settings_of(
         LiveSettings, document, lambda key: f"{PLACE}.{key}" if key else PLACE, "E017"
     )
@@ -224,15 +227,14 @@ LIVE_TRAFFIC = "live traffic: prompts come from clients"
 def start(config: Any, document: Any) -> LiveRun:
     """Start writer and census of a serving engine; return the run.
 
+    Raises E017 a bad setting, E007 an unknown layer, E012 an engine option that breaks accounting,
+    E010 a dataset with other hooks or in use.
+
     Args:
         config: vLLM's effective configuration; gets what capture adds to the graph.
-
-    Raises:
-        ActdsError: E017 a bad setting, E007 an unknown layer, E012 an engine option that breaks
-            accounting, E010 a dataset with other hooks or in use.
     """
     settings = parse_live_settings(document)
-    versions.admit(settings.check)
+    admit(settings.check)
     refuse(config, check=settings.check)
     if settings.entropy:
         parallel = config.parallel_config
@@ -340,23 +342,15 @@ def destination(out: str) -> str:
         names = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
         foreign = bool(names) and layout.GENESIS not in names
     except OSError as error:
-        raise ActdsError(
-            "E017",
-            place,
-            got=f"{out}: {error.strerror}",
-            expected="a folder that can be created, or a dataset",
+        raise _bad_setting(
+            place, f"{out}: {error.strerror}", "a folder that can be created, or a dataset"
         ) from None
     except ActdsError as error:
         advice = error.next_step if error.code == "E011" else None
-        raise ActdsError(
-            "E017", place, got=f"{out}: {error.got}", expected=error.expected, next_step=advice
-        ) from None
+        raise _bad_setting(place, f"{out}: {error.got}", error.expected, advice) from None
     if foreign:
-        raise ActdsError(
-            "E017",
-            place,
-            got=f"{out}: a folder with other files",
-            expected="a new or empty folder, or a dataset",
+        raise _bad_setting(
+            place, f"{out}: a folder with other files", "a new or empty folder, or a dataset"
         )
     return str(folder)
 
@@ -378,11 +372,8 @@ def _readouts(settings: LiveSettings, hooks: Sequence[HookSpec]) -> tuple[str, b
 
     if not settings.readouts:
         if settings.probes is not None:
-            raise ActdsError(
-                "E017",
-                f"{PLACE}.probes",
-                got="a file, but readouts is false",
-                expected="readouts true, or no probes",
+            raise _bad_setting(
+                f"{PLACE}.probes", "a file, but readouts is false", "readouts true, or no probes"
             )
         return NONE, None
     readouts, probes = plan_readouts(settings.seed, settings.probes, hooks)

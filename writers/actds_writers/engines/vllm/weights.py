@@ -191,7 +191,12 @@ def readable_weights(model: torch.nn.Module) -> tuple[Iterator[tuple[str, torch.
         if isinstance(weight := getattr(module, "weight", None), torch.nn.Parameter)
         and not weight.numel()
     }
-    probed = {name: m for name, m in packed.items() if _n_inputs(m) is not None}
+    probed = {
+        name: module
+        for name, module in packed.items()
+        if isinstance(getattr(module, "input_size_per_partition", None), int)
+        and hasattr(module, "cpu_linear")
+    }
     unread = [name for name, p in model.named_parameters() if not is_readable(p)]
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
@@ -202,12 +207,6 @@ def readable_weights(model: torch.nn.Module) -> tuple[Iterator[tuple[str, torch.
             yield f"{name} products", _products(module)
 
     return tensors(), len(probed) == len(packed) and not unread
-
-
-def _n_inputs(module: torch.nn.Module) -> int | None:
-    """Return the inputs of a linear layer whose weights are in a CPU kernel's own form."""
-    n = getattr(module, "input_size_per_partition", None)
-    return n if isinstance(n, int) and hasattr(module, "cpu_linear") else None
 
 
 def _products(module: Any) -> torch.Tensor:
@@ -273,8 +272,7 @@ class WeightsWatch:
     def verify(self, timeout_s: float | None = None) -> None:
         """Compare the weights with those of the last look, where no call may have set others.
 
-        Raises:
-            ActdsError: E509 they differ: nobody knows since when.
+        Raises E509 they differ: nobody knows since when.
         """
         if self.digest is None or self._calls or self._asleep:
             return
@@ -307,7 +305,7 @@ class WeightsWatch:
         try:
             return self.rpc(method, *args, **kwargs)
         finally:
-            given = _keywords(args, kwargs)
+            given = kwargs.get("kwargs") or (args[2] if len(args) > 2 else None) or {}
             if name in WAKE and "weights" in (given.get("tags") or ("weights",)):
                 self._asleep = False
             self._note(name, given)
@@ -318,11 +316,6 @@ class WeightsWatch:
             self._folder = Path(given.get("weights_path") or self._folder)
             folder = self._folder
         self._calls.append((name, folder))
-
-
-def _keywords(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    given = kwargs.get("kwargs") or (args[2] if len(args) > 2 else None)
-    return dict(given or {})
 
 
 def weights_facts(change: Change, before: str, *, hashed: bool) -> list[Fact]:

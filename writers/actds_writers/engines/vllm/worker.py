@@ -11,14 +11,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from actds.errors import ActdsError
 from actds.format import canonical, tables
 from actds_writers.capture.hooks import find_kind, raise_all
-from actds_writers.capture.logits import Reading
-from actds_writers.capture.op import install
+from actds_writers.capture.op import Reading, install
+from actds_writers.capture.stages import Step
 from actds_writers.capture.taps import ModelConfig, StreamForm
+from actds_writers.engine_protocol import refused
 from actds_writers.engines.account import (
     Room,
     WorkerSide,
@@ -26,8 +28,8 @@ from actds_writers.engines.account import (
     reporting_failure,
     specs_of,
 )
-from actds_writers.engines.vllm.blocks import LoadErrors
-from actds_writers.engines.vllm.options import refuse_options
+from actds_writers.engines.vllm.options import VERIFIED, installed, is_verified, refuse_options
+from actds_writers.engines.vllm.requests import LoadErrors
 from actds_writers.engines.vllm.runner import (
     Dispatch,
     RowIdentity,
@@ -38,7 +40,6 @@ from actds_writers.engines.vllm.runner import (
     watch,
     whole,
 )
-from actds_writers.engines.vllm.versions import VERIFIED, installed, is_verified
 from actds_writers.engines.vllm.weights import WeightsSample
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact
@@ -54,11 +55,8 @@ _ADAPTIVE = "enable_adaptive_verification"
 class WorkerCapture(WorkerSide):
     """The worker side: captures in one vLLM worker, the hooks of its pipeline stage.
 
-    Its model is loaded and not yet compiled.
-
-    Raises:
-        ActdsError: E007 unknown layer, or a model class that is not verified, without check; E012
-            a configuration that cannot be accounted for.
+    Its model is loaded and not yet compiled. Raises E007 unknown layer, or a model class that is
+    not verified, without check; E012 a configuration that cannot be accounted for.
     """
 
     def __init__(self, worker: Any, link: Link) -> None:
@@ -177,24 +175,24 @@ class WorkerCapture(WorkerSide):
             for request, count in zip(identity.request_ids, identity.n_rows.tolist(), strict=True)
             if count
         ]
-        numbers, prompt_lens, n_rows, left_out = zip(*rows, strict=True)
-        wanted = zip(numbers, left_out, strict=True)
+        *columns, left_out = zip(*rows, strict=True)
+        numbers, prompt_lens, n_rows = (np.array(column, np.int64) for column in columns)
+        wanted = zip(columns[0], left_out, strict=True)
         self._sampling = mark.step, [n if out.decode is None else -1 for n, out in wanted]
-        self.hand_over(
+        failed = self._loads is not None and self._loads.touch(scheduled)
+        step = Step(
             mark.step,
             numbers,
             n_rows,
             prompt_lens,
-            identity.token_ids,
-            identity.positions,
-            finished=mark.finished,
-            duration_ns=duration_ns,
-            kernel_mode=self._dispatch.mode,
-            left_out=left_out if self._left_out else (),
-            waits=True,
-            lost=tables.FAILED_LOAD if self._loads and self._loads.touch(scheduled) else mark.lost,
-            changed=self.sample.changed() if self.sample is not None else None,
+            left_out if self._left_out else (),
+            mark.finished,
+            duration_ns,
+            self._dispatch.mode,
+            lost=tables.FAILED_LOAD if failed else mark.lost,
         )
+        changed = self.sample.changed() if self.sample is not None else None
+        self.hand_over(step, identity.token_ids, identity.positions, waits=True, changed=changed)
 
     def _learn(self, scheduled: Any, mark: Any) -> None:
         for request in scheduled.finished_req_ids:
@@ -219,7 +217,7 @@ class WorkerCapture(WorkerSide):
         drafts = config.speculative_config
         refuse_options({"speculative_config": getattr(drafts, "method", None)})
         passes = config.compilation_config.pass_config
-        refused = {
+        in_use = {
             # The device alone knows how many drafts of which request are in a step.
             f"speculative_config.{_ADAPTIVE}": bool(getattr(drafts, _ADAPTIVE, False)),
             # Sequence parallelism, until 0.31: each rank has the residual stream of some rows.
@@ -227,11 +225,9 @@ class WorkerCapture(WorkerSide):
             # The size of a KV cache that was measured without capture leaves no room for it.
             STARTUP_PLAN: os.environ.get(STARTUP_PLAN, "0") != "0",
         }
-        for option, present in refused.items():
+        for option, present in in_use.items():
             if present:
-                raise ActdsError(
-                    "E012", f"engine option {option}", got="in use", expected="not in use"
-                )
+                raise refused(f"engine option {option}", "in use", "not in use")
 
 
 def room_beside(worker: Any, free: int) -> Room:
