@@ -23,6 +23,7 @@ from actds.explore.dataset import Dataset, open_apart
 from actds.format.positions import Keys
 from actds.format.tables import PHASES
 from actds.store import refuse_within_dataset
+from actds.store.folders import unwritable
 from actds.text import storable
 from actds.version import __version__
 from actds_studies.dictionaries import Dictionary, Source, places_of
@@ -44,7 +45,6 @@ from actds_studies.stability.result import (
     verdicts,
 )
 from actds_validators.arrays import Bools, Floats, Rows
-from actds_validators.audit.outputs import unwritable
 from actds_validators.sections import about, need_extra, recorded, settings_of
 
 if TYPE_CHECKING:

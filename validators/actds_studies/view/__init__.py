@@ -22,6 +22,7 @@ from actds.explore.stats import Stats
 from actds.format.labels import label_words
 from actds.format.tables import DISPOSITIONS
 from actds.loader.filters import SINK_NORM
+from actds.store.folders import replaced
 from actds.text import counted, format_nbytes, storable
 from actds.version import __version__
 from actds_studies.view.requests import (
@@ -34,7 +35,6 @@ from actds_studies.view.requests import (
     read_tokenizer,
     sample,
 )
-from actds_validators.audit.outputs import replaced
 from actds_validators.audit.result import CoverageCell, WaterfallStep
 from actds_validators.pages.accounting import map_of, waterfall_of
 from actds_validators.pages.answer import Shown, dataset_facts, render_page
