@@ -44,7 +44,7 @@ REPORTS = {
     "validators/actds_validators/audit/missingness.py": ("write",),
     "validators/actds_validators/audit/places.py": ("check",),
     "validators/actds_validators/audit/verdict.py": ("audit", "write"),
-    "validators/actds_validators/audit/wording.py": ("audit", "write"),
+    "validators/actds_validators/audit/wording.py": ("audit", "replay", "write"),
     "validators/actds_validators/policy.py": ("write",),
     "validators/actds_studies/regimes/run.py": ("regimes", "write"),
     "validators/actds_validators/pages/accounting.py": ("audit",),
@@ -107,7 +107,8 @@ def wrong_options(text: str, commands: Iterable[str] = ()) -> Iterator[str]:
 
 
 def is_cli(file: str) -> bool:
-    return "/cli/" in file or file.endswith("writers/config.py") or file == "actds/codes.py"
+    ends = ("writers/config.py", "writers/cli.py", "actds_studies/study.py", "actds/codes.py")
+    return "/cli/" in file or file.endswith(ends)
 
 
 def test_an_error_of_a_function_names_no_option_and_a_report_those_of_its_command() -> None:

@@ -291,11 +291,11 @@ def evidence_part(audit: Audit) -> Part | None:
     """Return what was tested, what could not be, and what no audit of this dataset can detect."""
     missing = audit.missingness
     tested, untested = (missing.could_ask, missing.could_not_ask) if missing else ([], [])
-    notes = [
-        *(f"Tested: {question}" for question in tested[:16]),
-        *(f"Not tested: {question}" for question in untested[:16]),
-        *(f"Cannot be detected: {words}" for words in audit.would_not_notice[:16]),
-    ]
+    lists = {"Tested": tested, "Not tested": untested, "Cannot be detected": audit.would_not_notice}
+    notes = []
+    for title, sentences in lists.items():
+        some, more = first(sentences, 16)
+        notes += [f"{title}: {words}" for words in [*some, *([more] if more else [])]]
     if not notes:
         return None
     lead = (
@@ -303,8 +303,8 @@ def evidence_part(audit: Audit) -> Part | None:
         "limits of the evidence, not faults of the data."
     )
     brief = [Line(f"  - {note}", "dim") for note in notes]
-    title = "Limits of the evidence"
-    return Part("evidence", title, Sentence(lead), (), [*map(Sentence, notes)], brief)
+    evidence = [*map(Sentence, notes)]
+    return Part("evidence", "Limits of the evidence", Sentence(lead), (), evidence, brief)
 
 
 def settings_part(audit: Audit) -> Part:
