@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.format.positions import position_key
+from actds.format.schema import RunRecord
 
 Keys = npt.NDArray[np.uint64]
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
@@ -57,6 +58,15 @@ def is_drawn(
     Spec: 0.1 section 9.11.
     """
     return uniform(salt_of("actds replay", seed, dataset, run), request) < fraction
+
+
+def inclusion_of(record: RunRecord | None) -> float:
+    """Return the probability with which a row of a run was drawn: 1 but in a replay of a part.
+
+    Spec: 0.1 section 9.11.
+    """
+    field = None if record is None else record.fields.get("replay.fraction")
+    return 1.0 if field is None or field.value is None else float(str(field.value))
 
 
 def mixed(x: Keys) -> Keys:

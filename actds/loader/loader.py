@@ -201,7 +201,9 @@ class Loader:
         frequency: an expression that rows come in proportion to; an epoch keeps its length, and
             rows come as often as they should to less than one in each, exactly so in the mean.
         weights: ``multiplicity`` for the served distribution; the path of a weights file, or an
-            expression; a pair of multiplicity and one of these; None for neither.
+            expression; ``inclusion`` for ``1 / inclusion``, over the probability with which a row
+            was drawn (``actds replay --fraction``); a pair of multiplicity and one of these; None
+            for neither.
         normalize: ``norm`` divides by one number, so that the mean norm is the square root of
             ``d_model``; ``channel`` gives each channel mean 0 and variance 1; ``Stats`` by hook do
             so with these. Statistics are those of ``stats()``, of what the batches hold, over both

@@ -37,10 +37,12 @@ from actds.loader.filters import (
     norms_of_hook,
     token_columns,
 )
-from actds.loader.where import ROLE, Expression, Kind, RowValues, parse_expression
+from actds.loader.where import INCLUSION, ROLE, Expression, Kind, RowValues, parse_expression
 
 MULTIPLICITY = "multiplicity"
-_WEIGHTS = "'multiplicity', the path of a weights file or an expression, or one of each"
+_WEIGHTS = (
+    "'multiplicity', 'inclusion', the path of a weights file or an expression, or one of each"
+)
 
 
 def provenance_columns(
@@ -526,8 +528,9 @@ def _weights(
         return None, None
     if os.path.isfile(weights):
         return weights, None
+    text = f"1 / {INCLUSION}" if weights == INCLUSION else os.fspath(weights)
     try:
-        return None, parse_expression(os.fspath(weights), "weights", Kind.NUMBER)
+        return None, parse_expression(text, "weights", Kind.NUMBER)
     except ActdsError as error:
         got = f"no file {os.fspath(weights)!r}, and no expression: {error.got}"
         raise bad("weights", got, "the path of a weights file, or numbers, as 1 / norm") from None

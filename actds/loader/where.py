@@ -26,6 +26,7 @@ import pyarrow.compute as pc
 from actds.errors import ActdsError
 from actds.explore.dataset import Dataset
 from actds.format import tables
+from actds.format.inclusion import inclusion_of
 from actds.format.labels import label_table, of_type
 from actds.format.roles import Roles
 from actds.format.sampled import Sampled
@@ -61,8 +62,8 @@ class Column:
 
     Args:
         table: ``tokens``, ``requests``, ``steps`` or ``sampled``; ``readouts`` for ``norm``,
-            ``roles`` for ``role``, ``labels`` for ``labels.NAME``; None for what the manifest of a
-            shard says.
+            ``roles`` for ``role``, ``labels`` for ``labels.NAME``; None for what is the same in all
+            rows of a shard.
         flag: the bit of ``flags`` that it is; 0 for none.
     """
 
@@ -84,8 +85,13 @@ _ARROW_TYPES = {
 }
 
 
+INCLUSION = "inclusion"
+"""Probability with which the row was drawn (section 9.11)."""
+
+
 def _columns() -> dict[str, Column]:
     columns = [Column("run", None, Kind.TEXT), Column("phase", None, Kind.TEXT)]
+    columns.append(Column(INCLUSION, None, Kind.NUMBER))
     for table, prefix in (("tokens", ""), ("requests", "request."), ("steps", "step.")):
         for field in tables.SCHEMAS[table]:  # type: ignore[index]
             kind = Kind.TEXT if pa.types.is_string(field.type) else Kind.NUMBER
@@ -431,9 +437,14 @@ class RowValues:
         self._labels: dict[str, dict[str, pa.DictionaryArray]] = {}
 
     def constant(self, shard: Shard) -> dict[str, pa.Array]:
-        """Return what the manifest says of all rows of a shard, each of length 1."""
+        """Return what manifest and run record say of all rows of a shard, each of length 1."""
         phase = None if "phase" in shard.unknown else shard.phase
-        return {"run": pa.array([shard.run]), "phase": pa.array([phase], pa.string())}
+        drawn = inclusion_of(self._dataset.catalog.runs.get(shard.run))
+        return {
+            "run": pa.array([shard.run]),
+            "phase": pa.array([phase], pa.string()),
+            INCLUSION: pa.array([drawn]),
+        }
 
     def of(self, shard: Shard, names: Sequence[str]) -> dict[str, pa.Array]:
         """Return the named columns, each of ``n_rows``; integers as int64, null where unknown.

@@ -231,6 +231,20 @@ def test_a_replay_of_a_part_of_the_losses_holds_the_bias_of_every_mean(
         assert np.abs(bias).max() <= hook.reach + 0.05
         assert hook.numerics is not None and hook.numerics < 1e-4
 
+    # Together they are read once a position, and each drawn row counts for those it represents.
+    counted = dict.fromkeys([*lossy.runs, *actds.open(part).runs], 0.0)
+    with actds.Loader(
+        [lossy.path, part], hooks="resid_post.1", once=True, weights="inclusion", batch=64,
+        drop_last=False, provenance=["run"],
+    ) as loader:  # fmt: skip
+        for _, rows in loader:
+            for run, weight in zip(rows["run"].tolist(), rows["weight"].tolist(), strict=True):
+                assert weight == (1 if run in lossy.runs else np.float32(1 / 0.7))
+                counted[run] += weight
+    assert [counted[run] for run in lossy.runs] == [lossy.n_rows]
+    represented = sum(counted.values()) - lossy.n_rows
+    assert represented == pytest.approx(section.n_answered / 0.7, rel=1e-6)
+
     # The whole of the losses again: no error is left but the numerics.
     actds.replay(out=tmp_path / "all", **given)
     again = actds.audit(lossy.path, follow_up=tmp_path / "all").result.follow_up
@@ -255,6 +269,14 @@ def test_what_is_no_sample_of_the_dataset_is_refused(harvests: Path, tmp_path: P
     actds.replay(source=whole, out=part, model=harvests / "model", fraction=0.2, seed=1, **ENGINE)
     with pytest.raises(ActdsError, match=r"E009 follow_up: .*no row of a position that lacks one"):
         actds.audit(lossy, follow_up=part)
+
+
+def test_a_row_that_was_not_drawn_counts_once(tmp_path: Path) -> None:
+    path = write_dataset(simulate(replace(SCENARIOS["none"], n_steps=60), 1), tmp_path / "acts")
+    with actds.Loader(path, weights="inclusion", where="inclusion == 1", batch=64) as loader:
+        for _, rows in loader:
+            assert (rows["weight"] == 1).all()
+        assert loader.config["weights"] == "1 / inclusion"
 
 
 def test_a_follow_up_of_a_dataset_without_losses_is_not_read(tmp_path: Path) -> None:
