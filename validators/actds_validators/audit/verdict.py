@@ -133,8 +133,8 @@ def _by_design(verdict: Verdict, follow_up: FollowUp, limits: Limits) -> Verdict
         words = f"{sentence} {verdict.sentence}"
         biased = {"level": level, "kind": "biased", "sentence": words}
         steps = [
-            'Train on the dataset together with the follow-up, once=True and weights="inclusion" of '
-            "the loader; or with a replay of all that it lacks (actds replay --only missing).",
+            "Train on the dataset together with the follow-up, once=True and weights='inclusion' "
+            "of the loader; or with a replay of all that it lacks (actds replay --only missing).",
             *(step for step in verdict.next_steps if not step.startswith("Train on it")),
         ]
         return verdict.model_copy(update={**known, **biased, "next_steps": steps})
