@@ -156,9 +156,9 @@ class Loader:
 
     *Expressions* choose and weight rows: ``where="phase == 'decode' and position >= 16"``. They
     have Python's syntax and name columns of the token table, ``request.COLUMN`` and ``step.COLUMN``
-    of these tables, ``run``, ``special``, ``bos``, ``eos``, and ``norm`` where there are norm
-    readouts and one hook. A comparison with a value that is not recorded is unknown, and a row of
-    which the whole is unknown is left out; ``is None`` asks for it.
+    of these tables, ``run``, ``inclusion``, ``special``, ``bos``, ``eos``, and ``norm`` where there
+    are norm readouts and one hook. A comparison with a value that is not recorded is unknown, and a
+    row of which the whole is unknown is left out; ``is None`` asks for it.
 
     *Mixtures* take a share of every batch from each of several parts: phases, expressions
     (``mix={"prefill": 0.5, "decode": 0.5}``) or datasets (``{"a": 0.7, "b": 0.3}`` as source).
