@@ -54,11 +54,11 @@ class Prompt:
     text: str | None
     messages: list[Message] | None
     external_id: str
-    broken: str | None = None
     tools: list[Message] | None = None
     labels: str | None = None
     token_ids: list[int] | None = None
     options: dict[str, Any] | None = None
+    broken: str | None = None
 
 
 @dataclass(frozen=True)
