@@ -27,6 +27,8 @@ from actds_testing.faulty_disk import wait_until
 from actds_writers.capture.op import HookBuffers
 from actds_writers.capture.stages import Stages, Step
 from actds_writers.config import HarvestSettings, WriterSettings
+from actds_writers.engine_protocol import Engine
+from actds_writers.harvest.one_engine import Feed
 from actds_writers.harvest.prepare import hold, is_taken
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.ipc.link import Sender
@@ -285,6 +287,16 @@ def writer_stopped(pipeline: Pipeline, seconds: float | None = None) -> Iterator
             os.kill(writer, signal.SIGCONT)
         else:
             wake.join()
+
+
+class Stalled(Feed):
+    """Serves while the writer stands still for some seconds, so that its ring runs over."""
+
+    def serve(self, engine: Engine) -> None:
+        pipeline = self.poll.__self__  # type: ignore[attr-defined]
+        assert isinstance(pipeline, Pipeline)
+        with writer_stopped(pipeline, 4.0):
+            super().serve(engine)
 
 
 class ResidualStack(torch.nn.Module):

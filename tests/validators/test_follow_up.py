@@ -18,7 +18,7 @@ from actds.explore.requests import token_sequences
 from actds.format.inclusion import is_drawn, salt_of, uniform
 from actds_testing import harvest as h
 from actds_testing.simulate import SCENARIOS, simulate, write_dataset
-from actds_testing.synthetic_engine import writer_stopped
+from actds_testing.synthetic_engine import Stalled
 from actds_testing.tiny import make_random_model
 from actds_validators.audit.missingness import bound
 from actds_validators.audit.result import (
@@ -31,9 +31,6 @@ from actds_validators.audit.result import (
 from actds_validators.audit.verdict import Evidence, judge
 from actds_validators.statistics.design import mean_of_clusters
 from actds_writers.config import WriteSettings
-from actds_writers.engine_protocol import Engine
-from actds_writers.harvest.one_engine import Feed
-from actds_writers.harvest.processes import Pipeline
 from actds_writers.harvest.replay import missing
 from actds_writers.harvest.run import harvest
 
@@ -153,16 +150,6 @@ def test_the_follow_up_decides_where_it_can(found: FollowUp, level: str, kind: s
 
 N_PROMPTS, LENGTH = 60, 60
 ENGINE: dict[str, Any] = {"engine": "transformers", "check": False}
-
-
-class Stalled(Feed):
-    """Serves while the writer stands still for some seconds, so that its ring runs over."""
-
-    def serve(self, engine: Engine) -> None:
-        pipeline = self.poll.__self__  # type: ignore[attr-defined]
-        assert isinstance(pipeline, Pipeline)
-        with writer_stopped(pipeline, 4.0):
-            super().serve(engine)
 
 
 @pytest.fixture(scope="module")

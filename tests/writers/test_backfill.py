@@ -16,13 +16,10 @@ from actds.format.positions import Intervals, position_key
 from actds_testing import harvest as h
 from actds_testing.schedules import simulate, table_of
 from actds_testing.synthetic import make_dataset
-from actds_testing.synthetic_engine import writer_stopped
+from actds_testing.synthetic_engine import Stalled
 from actds_testing.tiny import make_random_model
 from actds_writers.config import ReplaySettings, WriteSettings
-from actds_writers.engine_protocol import Engine
 from actds_writers.harvest.canary import Pair, compare, pairs_of
-from actds_writers.harvest.one_engine import Feed
-from actds_writers.harvest.processes import Pipeline
 from actds_writers.harvest.replay import Replays, filled, missing
 from actds_writers.harvest.result import Observer
 from actds_writers.harvest.run import harvest
@@ -167,16 +164,6 @@ def prefixes(dataset: actds.Dataset) -> list[tuple[int, ...]]:
         tuple(tokens[row["run"], row["request"]][: row["position"] + 1].tolist())
         for row in dataset.tokens(columns=["request", "position"], run=True).to_pylist()
     ]
-
-
-class Stalled(Feed):
-    """Serves while the writer stands still for some seconds, so that its ring runs over."""
-
-    def serve(self, engine: Engine) -> None:
-        pipeline = self.poll.__self__  # type: ignore[attr-defined]
-        assert isinstance(pipeline, Pipeline)
-        with writer_stopped(pipeline, 4.0):
-            super().serve(engine)
 
 
 class Heard(Observer):
