@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 import pyarrow.compute as pc
+from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
@@ -35,8 +36,8 @@ from actds_validators.statistics.design import SampleMean, mean_of_clusters
 
 MAX_CLUSTERS = 1024
 """Drawn requests beyond so many share clusters at random: sums of each are in memory."""
-MAX_SHARED = 1 << 14
-"""Positions with a row in both that are compared; a random part where there are more."""
+MAX_SHARED, MAX_SHARED_NBYTES = 1 << 14, 1 << 26
+"""Positions with a row in both that are compared, and the bytes of their rows: a random part."""
 BLOCK = 2048
 """Rows that are read at a time."""
 CONFIDENCE = 0.95
@@ -132,12 +133,12 @@ class _Targets:
     def take(self, at: npt.NDArray[np.integer | np.bool_]) -> _Targets:
         return replace(self, cluster=self.cluster[at], stored=self.stored[at], again=self.again[at])
 
-    def of_some(self) -> _Targets:
-        """Return a random part, where there are more than are compared."""
-        if len(self) <= MAX_SHARED:
+    def of_some(self, n: int) -> _Targets:
+        """Return a random part, where there are more."""
+        if len(self) <= n:
             return self
         number = uniform(salt_of("shared", self.run), *split_key(self.stored))
-        return self.take(np.argpartition(number, MAX_SHARED)[:MAX_SHARED])
+        return self.take(np.argpartition(number, n)[:n])
 
     def with_rows(self, again: _Rows, stored: _Rows | None = None) -> _Targets:
         """Return the positions that have a row, and the keys of these rows."""
@@ -205,10 +206,10 @@ def follow_up(catalog: Catalog, place: str) -> FollowUp:
     compared = _Compared(n_missing, design.fraction, sum(d + 1 for d in hooks.values()))
     stored = _stored(catalog, list(hooks))
     again, apart = _Sums.of_each(hooks), _Sums.of_each(hooks)
-    for hook, targets, rows in _rows(replay, list(hooks), lost):
-        again[hook].add(targets, rows)
-    for hook, targets, rows in _differences(catalog, replay, list(hooks), shared):
-        apart[hook].add(targets, rows)
+    for hook, cluster, row, rows in _rows(replay, list(hooks), lost):
+        again[hook].add(cluster, row, rows)
+    for hook, cluster, row, rows in _differences(catalog, replay, list(hooks), shared):
+        apart[hook].add(cluster, row, rows)
     n_stored = max(moments.n for moments in stored.values())
     return FollowUp(
         path=place,
@@ -246,6 +247,8 @@ class _Pair:
 def _pairs(
     catalog: Catalog, replay: Catalog, design: _Design, drawn: dict[str, _Drawn], place: str
 ) -> Iterator[_Pair]:
+    widest = max(hook.d_model + 1 for hook in catalog.genesis.hooks)
+    n_shared = min(MAX_SHARED, max(256, MAX_SHARED_NBYTES // (8 * widest)))
     served = dict.fromkeys(drawn, np.zeros(0, np.int64))
     for again_run in replay.run_ids:
         rows = _Rows.of(replay, again_run)
@@ -265,7 +268,7 @@ def _pairs(
             stored = _Rows.of(catalog, run)
             ranges = union(stored.start, stored.start + stored.length)
             shared = _Targets.of(run, again_run, source[new], request[new], ranges)
-            yield _Pair(owed.with_rows(rows), shared.of_some().with_rows(rows, stored))
+            yield _Pair(owed.with_rows(rows), shared.of_some(n_shared).with_rows(rows, stored))
 
 
 # what their rows are --------------------------------------------------------------------------
@@ -307,16 +310,18 @@ class _Sums:
             for hook, d in hooks.items()
         }
 
-    def add(self, cluster: Ints, rows: Floats) -> None:
-        finite = np.isfinite(rows).all(axis=1)
-        cluster, rows = cluster[finite], rows[finite]
-        order = np.argsort(cluster, kind="stable")
-        cluster, rows = cluster[order], rows[order]
-        at = np.flatnonzero(np.concatenate([[True], cluster[1:] != cluster[:-1]])[: len(cluster)])
-        if len(at):
-            self.total[cluster[at]] += np.add.reduceat(rows, at, axis=0)
-        self.n += np.bincount(cluster, minlength=MAX_CLUSTERS)
-        self.squares += (rows**2).sum(axis=0)
+    def add(self, cluster: Ints, row: Ints, rows: Floats) -> None:
+        """Add positions: of which cluster each is, and which of some rows is its row."""
+        finite: Bools = np.asarray(np.isfinite(rows).all(axis=1))
+        kept = finite[row]
+        places = (cluster[kept], (np.cumsum(finite) - 1)[row[kept]])
+        rows = rows[finite]
+        shape = (MAX_CLUSTERS, len(rows))
+        # One row may be that of a prefix of a thousand requests: it is counted, not copied.
+        counts = csr_array((np.ones(len(places[0])), places), shape=shape)
+        self.n += counts.sum(axis=1)
+        self.total += counts @ rows
+        self.squares += counts.sum(axis=0) @ rows**2
 
     def mean(self, fraction: float) -> SampleMean | None:
         used = self.n > 0
@@ -370,25 +375,26 @@ def _read(
                     yield hook, at[part], _values(reader.gather(part), reader.dtype)
 
 
-def _rows(
-    replay: Catalog, hooks: Sequence[str], lost: Sequence[_Targets]
-) -> Iterator[tuple[str, Ints, Floats]]:
-    """Yield what was computed again of lost positions: hook, cluster of each row, values."""
+Block = tuple[str, Ints, Ints, Floats]
+"""Hook, cluster of each position, which of the rows is that of each, and the rows."""
+
+
+def _rows(replay: Catalog, hooks: Sequence[str], lost: Sequence[_Targets]) -> Iterator[Block]:
+    """Yield what was computed again of lost positions."""
     for targets in lost:
         keys, n = np.unique(targets.again, return_counts=True)
         order = np.argsort(targets.again, kind="stable")
         ends = np.cumsum(n)
         for hook, at, rows in _read(replay, targets.again_run, hooks, keys):
-            # A row of a shared prefix stands for a position of each request that it served.
             repeats = n[at]
             nth = np.arange(repeats.sum()) - np.repeat(np.cumsum(repeats) - repeats, repeats)
             place = order[np.repeat(ends[at] - repeats, repeats) + nth]
-            yield hook, targets.cluster[place], np.repeat(rows, repeats, axis=0)
+            yield hook, targets.cluster[place], np.repeat(np.arange(len(at)), repeats), rows
 
 
 def _differences(
     catalog: Catalog, replay: Catalog, hooks: Sequence[str], shared: Sequence[_Targets]
-) -> Iterator[tuple[str, Ints, Floats]]:
+) -> Iterator[Block]:
     """Yield replay less dataset, of positions that have a row in both."""
     for targets in shared:
         keys, at = np.unique(targets.stored, return_inverse=True)
@@ -397,7 +403,7 @@ def _differences(
             stored = _all(_read(catalog, targets.run, [hook], keys), len(keys))
             again = _all(_read(replay, targets.again_run, [hook], again_keys), len(again_keys))
             if stored is not None and again is not None:
-                yield hook, targets.cluster, again[again_at] - stored[at]
+                yield hook, targets.cluster, np.arange(len(at)), again[again_at] - stored[at]
 
 
 def _all(parts: Iterator[tuple[str, Ints, Floats]], n: int) -> Floats | None:

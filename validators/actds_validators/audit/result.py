@@ -618,7 +618,9 @@ class FollowUp(Section):
     @property
     def unanswered(self) -> float:
         """Return which share of all positions the replay can say nothing of."""
-        return self.share * (1 - self.n_answered / max(1, self.n_drawn))
+        # A row that is not finite is no answer.
+        n_answered = min([self.n_answered, *(hook.n_rows for hook in self.hooks)])
+        return self.share * (1 - n_answered / max(1, self.n_drawn))
 
 
 class Weighting(Section):

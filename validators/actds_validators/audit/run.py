@@ -18,7 +18,6 @@ from actds.publish.sealing import check_provenance
 from actds.store import open_store
 from actds_validators.arrays import Floats, Ints
 from actds_validators.audit import data as tables
-from actds_validators.audit import follow_up as following
 from actds_validators.audit import mechanism, missingness
 from actds_validators.audit.census import accounting, source_account
 from actds_validators.audit.covariates import (
@@ -150,6 +149,8 @@ def audit_dataset(
             claim = sections.weighting.claim if sections.weighting else "nothing was lost"
             write_weights(weights, catalog, sections.lookups, sections.cells, claim)
     if follow_up is not None and sections.accounting.is_sound and sections.accounting.loss_share:
+        from actds_validators.audit import follow_up as following
+
         progress("the rows of the follow-up")
         sections = replace(sections, follow_up=following.follow_up(catalog, follow_up))
         unseen = _unseen(sources, followed_up=True)
