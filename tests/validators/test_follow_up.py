@@ -207,6 +207,8 @@ def test_a_replay_of_a_part_of_the_losses_holds_the_bias_of_every_mean(
     assert section.n_drawn == sum(owed[name].n_keys for name in drawn)
     assert (result.verdict.level, result.verdict.kind) == ("FAIL", "biased")
     assert "means of the stored rows are off" in result.verdict.sentence
+    [queues] = [place for place in result.places if place.name == "queues"]
+    assert queues.bias == abs(section.farthest.bias.value) and queues.bias_is == "estimated"
     shown = CliRunner().invoke(cli, ["audit", lossy.path, "--follow-up", str(part)])
     assert shown.exit_code == 1 and "Follow-up of the losses" in shown.output
     for hook in section.hooks:

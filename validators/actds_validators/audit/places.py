@@ -373,9 +373,12 @@ def _queues(audited: Audited) -> Place:
             for d in (missing.differences if missing else ())
             if d.before_weighting and d.covariate.group != "system"
         ]
-        if audited.evidence.follow_up is not None:
-            estimated = [audited.evidence.follow_up.farthest.reach]
-        if estimated and account.captured:
+        follow_up = audited.evidence.follow_up
+        if follow_up is not None and verdict.kind == "by-design":
+            facts |= {"bias": follow_up.farthest.reach, "bias_is": "at most"}
+        elif follow_up is not None and verdict.kind == "biased":
+            facts |= {"bias": abs(follow_up.farthest.bias.value), "bias_is": "estimated"}
+        elif estimated and account.captured:
             facts |= {"bias": max(estimated), "bias_is": "estimated"}
     untested = verdict.kind == "uncorrelated" and not any(
         d.covariate.group == "values" for d in (missing.differences if missing else ())
