@@ -436,6 +436,9 @@ class _Compared:
         sample = again.mean(self.fraction)
         if sample is None:
             raise _unusable(name, "no row of a lost position that is finite")
+        if not np.isfinite(sample.error).all():
+            got = "lost rows of one request, which say nothing of others"
+            raise _unusable(name, got, "those of several")
         share = self.n_missing / (self.n_missing + stored.n)
         n_rows = int(again.n.sum())
         mean_stored = stored.total / max(1, stored.n)
@@ -447,7 +450,7 @@ class _Compared:
         low, high = sample.interval(CONFIDENCE, self.n_values)
         low, high = scale * (mean_stored - high), scale * (mean_stored - low)
         floor, numerics = apart.mean(self.fraction), None
-        if floor is not None:
+        if floor is not None and np.isfinite(floor.error).all():
             ends = floor.interval(CONFIDENCE, self.n_values)
             numerics = scale * np.maximum(*np.abs(ends))
         beside = np.zeros_like(bias) if numerics is None else numerics

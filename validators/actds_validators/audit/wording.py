@@ -371,10 +371,11 @@ def short_of(follow_up: FollowUp, unknown: float, limits: Limits) -> list[str]:
             f"the follow-up has no row of {follow_up.n_drawn - follow_up.n_answered:,} of the "
             f"{follow_up.n_drawn:,} positions that it drew"
         )
-    if half > negligible / 2 or follow_up.n_requests < limits.min_events:
+    few = follow_up.n_requests < limits.min_events
+    if follow_up.fraction < 1 and (half > negligible / 2 or few):
         # The variance goes with (1 - F) / F.
         room = max(negligible - other, negligible / 4)
-        odds = (1 - follow_up.fraction) / follow_up.fraction * min(1.0, (room / half) ** 2)
+        odds = (1 - follow_up.fraction) / follow_up.fraction * (room / max(half, room)) ** 2
         needed = max(1 / (1 + odds), follow_up.fraction * limits.min_events / follow_up.n_requests)
         share = f"a --fraction of about {needed:.2g}" if needed < 0.9 else "all of them"
         lacks.append(
