@@ -261,6 +261,9 @@ E423 sampled token differs [6.3]
   A line of the sampled tokens is of none that its request sampled, of one that has a line already,
     of another token, or of values that no softmax has; or a sampled token has none.
   Do not use entropies of the run; write it again with a conforming writer.
+E424 draw differs [7.10]
+  A row has another probability than its step, or is stored or left out against the draw by hash.
+  The rows are no sample with known probabilities: do not use the run.
 # writer: EngineError, section 9
 E501 rows differ from the schedule
   The rows captured in a step are not those the scheduler scheduled.

@@ -95,7 +95,7 @@ UNITS = (
     (r"_bytes$", "bytes"),
     (r"latency", "s"),
     (r"(_tokens|_len)$", "tokens"),
-    (r"(_usage|_ratio)$", "1"),
+    (r"(_usage|_ratio|inclusion)$", "1"),
 )
 
 

@@ -28,9 +28,11 @@ from actds.dataset.columns import (
     read_spans,
     read_steps,
 )
+from actds.dataset.drawn import check_drawn
 from actds.dataset.multiplicity import multiplicity
 from actds.errors import Finding
 from actds.format import tables
+from actds.format.inclusion import Design
 from actds.format.positions import (
     Intervals,
     Ints,
@@ -52,6 +54,7 @@ TOTALS = (
     "aborted",
     "filtered",
     "undelivered",
+    "thinned",
     "recomputed",
     "rejected",
     "unresolved",
@@ -59,7 +62,7 @@ TOTALS = (
 )
 """Names of the totals of a run, and of a seal, which sums them over its runs."""
 
-_STEP_DISPOSITIONS = ("captured", "dropped", "aborted", "filtered", "undelivered")
+_STEP_DISPOSITIONS = ("captured", "dropped", "aborted", "filtered", "undelivered", "thinned")
 _MAX_REASONS = 256
 _MAX_REFERENCED, _MAX_REFERENCED_RATIO = 2**28, 4096
 """Positions of references whose tokens are hashed, and further ones for each row."""
@@ -89,6 +92,7 @@ def account(
     spans: pa.Table,
     drops: pa.Table,
     rows: Iterable[pa.Table],
+    design: Design | None = None,
 ) -> Account:
     """Return the account of one run: exact to the position, by disposition, reason and step.
 
@@ -99,10 +103,11 @@ def account(
         spans: the census table of that name.
         drops: the writer's table of that name; empty when nothing was dropped.
         rows: the token tables of the run's shards, as for ``Census.account``.
+        design: how rows were drawn, as the run record says; ``None``: every row is stored.
 
     Spec: 0.1 section 7.
     """
-    return Census(run, requests, steps, spans, drops).account(rows)
+    return Census(run, requests, steps, spans, drops).account(rows, design)
 
 
 class Census:
@@ -120,16 +125,19 @@ class Census:
         self.spans = read_spans(spans, self.notes)
         self.drops = read_drops(drops, self.notes)
 
-    def account(self, rows: Iterable[pa.Table]) -> Account:
+    def account(self, rows: Iterable[pa.Table], design: Design | None = None) -> Account:
         """Return the account of the rows of some shards, which have to be all of the run.
 
         Args:
             rows: the token tables, taken one at a time; about 30 bytes per row are kept.
+            design: as for ``account``.
         """
-        return _account(self, rows, self.notes.copy())
+        return _account(self, rows, design, self.notes.copy())
 
 
-def _account(census: Census, rows: Iterable[pa.Table], notes: Notes) -> Account:
+def _account(
+    census: Census, rows: Iterable[pa.Table], design: Design | None, notes: Notes
+) -> Account:
     request_table, step_table = census.requests, census.steps
     span_table, drop_table = census.spans, census.drops
     row_table = read_rows(rows, request_table, step_table, notes)
@@ -145,6 +153,7 @@ def _account(census: Census, rows: Iterable[pa.Table], notes: Notes) -> Account:
     _row_labels(row_table, span_table, step_table, notes)
     _attempts(row_table, request_table, span_table, notes)
     _token_digests(row_table, request_table, span_table, notes)
+    check_drawn(design, row_table, span_table, step_table, notes)
 
     lengths = span_table.stop - span_table.start
     totals = {
@@ -309,6 +318,7 @@ def _span_steps(spans: Spans, steps: Steps, notes: Notes) -> None:
     """Check that the step of each span exists, computed its kind, and never runs backwards."""
     named = spans.step >= 0
     needed = spans.of("captured") | spans.of("dropped") | spans.of("undelivered")
+    needed |= spans.of("thinned")
     for wrong, got, expected in (
         (needed & ~named, "step null", "the step that computed the position"),
         (spans.of("cache_ref") & named, "a step", "null: this request never computed it"),
@@ -409,7 +419,10 @@ def _impossible_references(spans: Spans, requests: Requests, notes: Notes) -> No
 
 
 def _references(spans: Spans, requests: Requests, captured: Intervals, notes: Notes) -> int:
-    """Check references; return how many positions refer to no captured row, which is a warning."""
+    """Check references; return how many positions refer to no row, which is a warning.
+
+    One to a thinned position is none of them: its row was not drawn, which is no loss.
+    """
     _impossible_references(spans, requests, notes)
     nowhere = spans.of("cache_ref") & (spans.ref_request < 0) & ~spans.external
     unresolved = int((spans.stop - spans.start)[nowhere].sum())
@@ -418,8 +431,10 @@ def _references(spans: Spans, requests: Requests, captured: Intervals, notes: No
         notes.add("E410", place, "no reference", "a request with rows there", "warning")
     named = np.flatnonzero(spans.of("cache_ref") & (spans.ref_request >= 0))
     start, stop = spans.referenced(named)
-    n_captured = captured.n_below(stop) - captured.n_below(start)
-    missing = (stop - start).astype(np.int64) - n_captured
+    missing = (stop - start).astype(np.int64)
+    thinned = spans.of("thinned")
+    for there in (captured, union(spans.start_key[thinned], spans.stop_key[thinned])):
+        missing -= there.n_below(stop) - there.n_below(start)
     for i in notes.each("E410", np.flatnonzero(missing), "warning"):
         span = named[i]
         place = notes.place("census", "spans", *spans.at(span))

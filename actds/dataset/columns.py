@@ -23,6 +23,7 @@ _LARGEST = 2**63 - 1
 _TEXTS = 1 << 14
 Bools = npt.NDArray[np.bool_]
 Words = npt.NDArray[np.object_]
+Floats = npt.NDArray[np.float64]
 """Strings: numpy's own have all the length of the longest."""
 
 
@@ -88,6 +89,12 @@ class Notes:
             if count > MAX_FINDINGS_PER_CODE
         ]
         return sorted(self._findings + left_out, key=lambda finding: finding.code)
+
+
+def floats(table: pa.Table, name: str) -> Floats:
+    """Return a column as float64, null as NaN."""
+    values: Floats = table[name].cast(pa.float64()).fill_null(float("nan")).to_numpy()
+    return values.astype(np.float64, copy=False)
 
 
 def ints(table: pa.Table, name: str) -> Ints:
@@ -213,7 +220,7 @@ def _codes(table: pa.Table, name: str) -> Ints:
 
 @dataclass(frozen=True)
 class Steps(_Numbered):
-    """The steps of a run; every column int64 ``(n,)``, null -1."""
+    """The steps of a run; columns ``(n,)``: int64, null -1, and ``inclusion`` float64, null NaN."""
 
     batch: Ints
     prefill: Ints
@@ -225,8 +232,10 @@ class Steps(_Numbered):
     filtered: Ints
     undelivered: Ints
     rejected: Ints
+    thinned: Ints
     drafted: Ints
     accepted: Ints
+    inclusion: Floats
 
     def sums(self, step: Ints, amount: Ints) -> Ints:
         """Return the sum of the amounts per step of the census; unknown steps are left out."""
@@ -251,8 +260,11 @@ COLUMNS: dict[tables.TableName, list[str]] = {
         "token_digest",
         "adapter",
     ],
-    "steps": ["step", *(f"{field.name}_tokens" for field in fields(Steps)[1:])],
-    "spans": ["request", "start", "stop", "disposition", "reason", "step", "ref_request"],
+    "steps": ["step", *(f"{field.name}_tokens" for field in fields(Steps)[1:-1]), "inclusion"],
+    "spans": [
+        *("request", "start", "stop", "disposition", "reason", "step", "ref_request"),
+        "inclusion",
+    ],
     "drops": ["drop", "step", "drop_reason", "request", "start", "stop", "n_tokens"],
 }
 """What an account reads of each table: of a request less than a third of its bytes."""
@@ -265,8 +277,9 @@ def read_steps(table: pa.Table, notes: Notes) -> Steps:
         place = f"census/{notes.run}/steps step {step[i]}"
         notes.add("E412", place, f"{times[i]} records", "one record")
     table = table.take(pa.array(first))
-    kinds = [field.name for field in fields(Steps)[1:]]
-    return Steps(step, *(ints(table, f"{kind}_tokens") for kind in kinds))
+    kinds = [field.name for field in fields(Steps)[1:-1]]
+    counts = {kind: ints(table, f"{kind}_tokens") for kind in kinds}
+    return Steps(step, **counts, inclusion=floats(table, "inclusion"))
 
 
 @dataclass(frozen=True)
@@ -307,12 +320,13 @@ def _sorted_ranges(
 
 @dataclass(frozen=True)
 class Spans(_Ranges):
-    """The spans of a run; null is -1 or empty."""
+    """The spans of a run; null is -1, empty or NaN."""
 
     disposition: npt.NDArray[np.int8]
     reason: Words
     step: Ints
     ref_request: Ints
+    inclusion: Floats
 
     def of(self, disposition: str) -> Bools:
         """Return which spans have a disposition."""
@@ -345,6 +359,7 @@ def read_spans(table: pa.Table, notes: Notes) -> Spans:
         words(table, "reason")[order],
         ints(table, "step")[order],
         ints(table, "ref_request")[order],
+        floats(table, "inclusion")[order],
     )
     lost = ~(spans.of("captured") | spans.of("cache_ref"))
     for i in notes.each("E402", np.flatnonzero(lost & (spans.reason == ""))):
@@ -417,6 +432,7 @@ class Rows:
         step: index into the census' steps, int32 ``(n,)``, -1 for an unknown step.
         chunk: uint32 ``(n,)``.
         attempt: uint16 ``(n,)``.
+        inclusion: float64 ``(n,)``, null NaN; ``None`` where no row has one.
         n_repeated: rows left out because their position has one already.
         per_step: rows per step of the census, int64.
         prefill_per_step: of these, the rows labelled prefill.
@@ -427,6 +443,7 @@ class Rows:
     step: npt.NDArray[np.int32]
     chunk: npt.NDArray[np.uint32]
     attempt: npt.NDArray[np.uint16]
+    inclusion: Floats | None
     n_repeated: int
     per_step: Ints
     prefill_per_step: Ints
@@ -446,6 +463,7 @@ def read_rows(
     parts = [_NO_ROWS]
     mislabelled: list[Keys] = [_NO_ROWS[0]]
     unknown: list[npt.NDArray[np.uint64]] = [_NO_ROWS[0]]
+    shares: list[Floats | int] = []
     per_step = np.zeros(len(steps.number), np.int64)
     prefill_per_step = per_step.copy()
     for table in token_tables:
@@ -464,6 +482,8 @@ def read_rows(
             table[name].to_numpy().copy() for name in ("token_id", "chunk", "attempt")
         )
         parts.append((key, token_id, at.astype(np.int32), chunk, attempt))
+        n_nulls, n = table["inclusion"].null_count, table.num_rows
+        shares.append(n if n_nulls == n else floats(table, "inclusion"))
     for step_number in notes.each("E412", np.unique(np.concatenate(unknown))):
         place = f"shards (run {notes.run}) rows of step {step_number}"
         notes.add("E412", place, "an unknown step", "a step of the census")
@@ -472,7 +492,7 @@ def read_rows(
         notes.add(
             "E414", f"{place} phase", "the other phase", "prefill below prompt_len, else decode"
         )
-    return _sorted(parts, per_step, prefill_per_step, notes)
+    return _sorted(parts, shares, per_step, prefill_per_step, notes)
 
 
 def _count(per_step: Ints, at: Ints) -> None:
@@ -497,7 +517,22 @@ def _wrong_phase(
     return wrong
 
 
-def _sorted(parts: list[_Part], per_step: Ints, prefill_per_step: Ints, notes: Notes) -> Rows:
+def _joined(shares: list[Floats | int]) -> Floats | None:
+    """Return the inclusion of all rows, of which tables without any give their number of rows."""
+    if all(isinstance(part, int) for part in shares):
+        return None
+    parts = [np.full(part, np.nan) if isinstance(part, int) else part for part in shares]
+    inclusion: Floats = np.concatenate(parts)
+    return inclusion
+
+
+def _sorted(
+    parts: list[_Part],
+    shares: list[Floats | int],
+    per_step: Ints,
+    prefill_per_step: Ints,
+    notes: Notes,
+) -> Rows:
     """Return the parts joined and sorted; positions with two rows are noted and kept once.
 
     Each column takes the memory of its parts: they are gone when it is sorted.
@@ -515,5 +550,8 @@ def _sorted(parts: list[_Part], per_step: Ints, prefill_per_step: Ints, notes: N
     if again.any():
         order, key = order[~again], key[~again]
     token_id, step, chunk, attempt = (np.concatenate(columns.pop())[order] for _ in range(4))
-    n_repeated = int(again.sum())
-    return Rows(key, token_id, step, chunk, attempt, n_repeated, per_step, prefill_per_step)
+    inclusion = _joined(shares)
+    if inclusion is not None:
+        inclusion = inclusion[order]
+    counts = (int(again.sum()), per_step, prefill_per_step)
+    return Rows(key, token_id, step, chunk, attempt, inclusion, *counts)

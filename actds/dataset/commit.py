@@ -137,7 +137,8 @@ class ShardRows:
         hooks: bit patterns ``(n_rows, d_model)`` of each hook: ``uint16`` for bfloat16 and
             float16, ``uint32`` for float32.
         dtypes: type of each hook's values.
-        tokens: columns of the tokens table, ``(n_rows,)`` each; ``phase`` may be left out.
+        tokens: columns of the tokens table, ``(n_rows,)`` each; ``phase`` may be left out, and
+            ``inclusion``, which NaN leaves null.
         phase: phase of all rows.
         first_step: lowest step of the rows.
         last_step: highest step of the rows.
@@ -381,6 +382,8 @@ def _tokens_table(rows: ShardRows, permutation: npt.NDArray[np.int64] | None) ->
     }
     n_rows = len(rows.tokens["request"])
     columns["phase"] = pa.repeat(pa.scalar(rows.phase, pa.string()), n_rows)
+    if "inclusion" in columns:
+        columns["inclusion"] = pa.array(columns["inclusion"], pa.float64(), from_pandas=True)
     table = tables.build("tokens", columns)
     row_set = row_set_sha256(rows.tokens["request"], rows.tokens["position"])
     return tables.to_parquet("tokens", table), row_set

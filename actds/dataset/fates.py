@@ -10,6 +10,10 @@ import pyarrow.compute as pc
 FateCounts = Counter[tuple[str, str | None]]
 NEVER = "never computed"
 """The fate of an aborted position that no step computed."""
+WATERFALL = (
+    *("cache_ref", "filtered", "thinned", "undelivered", NEVER, "aborted", "dropped", "captured"),
+)
+"""Fates in the order in which they take positions away."""
 FATE_COLUMNS = ("start", "stop", "step", "disposition", "reason")
 """Columns of the spans that counting reads."""
 COMPUTED = ("captured", "dropped", "aborted")

@@ -72,7 +72,7 @@ class Fates:
         low: first position of each band, int64 ``(n,)``: 0, 1, 3, 7 ...
         high: position after its last, int64 ``(n,)``.
         count: positions by phase, disposition (as ``PHASES`` and ``DISPOSITIONS``) and band, int64
-            ``(2, 6, n)``.
+            ``(2, 7, n)``.
         external: of the references, those to KV from outside the run, by phase and band, int64
             ``(2, n)``.
         reasons: positions by disposition and reason; those that no step computed are
@@ -234,6 +234,7 @@ _COLOURS = {
     "aborted": "#cc79a7",
     "filtered": "#999999",
     "undelivered": "#f0e442",
+    "thinned": "#56b4e9",
 }
 
 

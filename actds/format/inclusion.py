@@ -7,16 +7,78 @@ salt, and the probability of every row is known before the row is.
 from __future__ import annotations
 
 import hashlib
+import re
+from dataclasses import dataclass
 from functools import cache
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from actds.errors import ActdsError
+from actds.format import canonical
 from actds.format.positions import position_key
 from actds.format.schema import RunRecord
+from actds.format.tables import INCLUSION
 
 Keys = npt.NDArray[np.uint64]
+Unit = Literal["row", "request"]
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True)
+class Design:
+    """How the rows of a run are drawn: each with a known probability, its *inclusion*.
+
+    Args:
+        salt: of the numbers that are compared with the inclusion.
+        minimum: lowest inclusion, in (0, 1].
+        unit: ``row``, whose inclusion is that of its step, or ``request``, which is stored whole or
+            not at all, with the inclusion of the step in which it was first computed.
+
+    Spec: 0.1 section 7.10.
+    """
+
+    salt: np.uint64
+    minimum: float
+    unit: Unit = "row"
+
+    def numbers(self, request: npt.ArrayLike, position: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        """Return the number of each position, float64 ``(n,)``: it is drawn if below inclusion."""
+        return uniform(self.salt, request, 0 if self.unit == "request" else position)
+
+    def as_field(self) -> str:
+        """Return the value of ``capture.inclusion`` in the run record."""
+        fields = {"minimum": repr(self.minimum), "salt": f"{int(self.salt):016x}"}
+        return canonical.dump({**fields, "unit": self.unit}).decode("ascii").rstrip("\n")
+
+    @classmethod
+    def of(cls, record: RunRecord | None) -> Design | None:
+        """Return the design in a run record, ``None`` for a run that stores every row.
+
+        Raises:
+            ActdsError: E102 or E103 when the text is no value of the spec.
+        """
+        field = None if record is None else record.fields.get(INCLUSION)
+        if record is None or field is None or field.value is None:
+            return None
+        place, text = f"runs/{record.run}.json {INCLUSION}", str(field.value)
+        fields = canonical.parse(f"{text}\n".encode(), place)
+        if isinstance(fields, dict) and fields.keys() == {"minimum", "salt", "unit"}:
+            minimum, salt, unit = (fields[name] for name in ("minimum", "salt", "unit"))
+            if (
+                isinstance(minimum, str)
+                and _DECIMAL.fullmatch(minimum)
+                and 0 < float(minimum) <= 1
+                and isinstance(salt, str)
+                and _SALT.fullmatch(salt)
+                and unit in get_args(Unit)
+            ):
+                return cls(np.uint64(int(salt, 16)), float(minimum), unit)
+        raise ActdsError("E103", place, got=text[:200], expected="the spec's fields")
+
+
+_DECIMAL, _SALT = re.compile(r"[0-9.e-]{1,32}"), re.compile(r"[0-9a-f]{16}")
 
 
 @cache

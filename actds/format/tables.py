@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Literal
 
@@ -31,7 +31,15 @@ TableName = Literal[
     "multiplicity",
 ]
 
-DISPOSITIONS = ("captured", "cache_ref", "dropped", "aborted", "filtered", "undelivered")
+DISPOSITIONS = (
+    "captured",
+    "cache_ref",
+    "dropped",
+    "aborted",
+    "filtered",
+    "undelivered",
+    "thinned",
+)
 PHASES = ("prefill", "decode")
 ROLES = ("system", "user", "assistant", "thinking", "tool", "template")
 UNSERVED = ("skipped", "unbegun")
@@ -45,6 +53,12 @@ READOUTS_FULL = "readouts_full"
 """Reason of a drop that left no readouts either: their queue was full (section 7.8)."""
 CHANGED_WEIGHTS = "changed_weights"
 """Reason of a drop: the step computed with other weights than those of its run (section 9.4)."""
+INCLUSION = "capture.inclusion"
+"""The run record's field with the design of a run that draws its rows (section 7.10)."""
+QUEUE_FULL = "queue_full"
+"""Reason of a drop: what is behind the host ring was too slow."""
+NOT_DRAWN = "not_drawn"
+"""Reason of a ``thinned`` position."""
 UNKNOWN_WEIGHTS = "unknown_weights"
 """A total in the close of a census chain: 1 where weights changed and nobody knows when."""
 FLAG_SPECIAL, FLAG_BOS, FLAG_EOS = 1, 2, 4
@@ -92,6 +106,7 @@ _COLUMNS: dict[TableName, list[pa.Field]] = {
         _column("attempt", _U16, "times the request had restarted before the row"),
         _column("chunk", _U32, "steps of the request before this one"),
         _column("flags", _U16, "bit 0 special token, bit 1 BOS, bit 2 EOS"),
+        _column("inclusion", _F64, "probability that the row was stored with", null=True),
     ],
     "requests": [
         _column("request", _U32, "number of the request in the run, from 0"),
@@ -138,6 +153,8 @@ _COLUMNS: dict[TableName, list[pa.Field]] = {
         _column("filtered_tokens", _U32, "rows left out by a filter"),
         _column("undelivered_tokens", _U32, "rows computed past the end of a request"),
         _column("rejected_tokens", _U32, "rows of drafts that the engine rejected"),
+        _column("thinned_tokens", _U32, "rows not drawn, by a known probability"),
+        _column("inclusion", _F64, "probability that a row of the step was stored with", null=True),
         _MAX_SEQ_LEN,
         _column("waiting", _U32, "requests waiting after scheduling"),
         _column("running", _U32, "requests running after scheduling"),
@@ -153,14 +170,13 @@ _COLUMNS: dict[TableName, list[pa.Field]] = {
         _REQUEST,
         _START,
         _STOP,
-        _column(
-            "disposition", _S, "captured, cache_ref, dropped, aborted, filtered or undelivered"
-        ),
+        _column("disposition", _S, "captured, cache_ref, dropped, aborted, filtered, ..."),
         _column(
             "reason", _S, "why, for all but captured; external or null for cache_ref", null=True
         ),
         _column("step", _U64, "step of the first position; null if never computed", null=True),
         _column("ref_request", _U32, "for cache_ref: request that computed it", null=True),
+        _column("inclusion", _F64, "for thinned: probability of each row", null=True),
     ],
     "drops": [
         _column("drop", _U32, "number of the drop event, from 0"),
@@ -256,13 +272,20 @@ def empty(name: TableName) -> pa.Table:
     return bare_schema(name).empty_table()
 
 
-def build(name: TableName, columns: dict[str, object]) -> pa.Table:
+OF_SAMPLES = {"inclusion": None, "thinned_tokens": 0}
+"""Columns that who stores every row may leave out, and what they are then."""
+
+
+def build(name: TableName, columns: Mapping[str, object]) -> pa.Table:
     """Return a table from one array, list or numpy array per column, with the spec's types.
 
     Raises:
         ActdsError: E109 when a column is missing, unknown, or null where it must not be.
     """
     schema = bare_schema(name)
+    n = len(next(iter(columns.values()), ()))  # type: ignore[arg-type]
+    left_out = (OF_SAMPLES.keys() & schema.names) - columns.keys()
+    columns = {**columns, **{column: [OF_SAMPLES[column]] * n for column in left_out}}
     if set(columns) != set(schema.names):
         odd = sorted(set(columns) ^ set(schema.names))
         raise ActdsError(

@@ -462,6 +462,7 @@ _FATES = {
     "aborted": "belong to requests that were aborted",
     "filtered": "were left out by a rule",
     "undelivered": "lie past an end that nobody was given",
+    "thinned": "were not drawn, each with a known probability",
 }
 _DIGITS = 12
 """Of a digest: enough to tell files apart."""

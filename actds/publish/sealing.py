@@ -20,6 +20,7 @@ from actds.dataset.account import TOTALS, Account, Census
 from actds.dataset.reading import CENSUS_TABLES, Catalog, heads_root, no_such_seal
 from actds.errors import ActdsError, Finding, Findings, Severity
 from actds.format import canonical, schema, tables
+from actds.format.inclusion import Design
 from actds.format.schema import FileEntry, Head, ReplaceBody, RunBody, Seal, ShardBody
 from actds.format.shard import data_files
 from actds.publish.card import put_card
@@ -72,9 +73,11 @@ def _has_census_to_its_end(catalog: Catalog, run: str) -> bool:
 
 def account_run(catalog: Catalog, run: str) -> Account:
     """Return the account of a run; with hooks in disjoint shards, every hook has to agree."""
+    design = Design.of(catalog.runs.get(run))
     census = Census(run, *(catalog.table(table, run) for table in (*CENSUS_TABLES, "drops")))
     accounts = [
-        census.account(shard.tokens() for shard in shards) for _, shards in catalog.row_sets(run)
+        census.account((shard.tokens() for shard in shards), design)
+        for _, shards in catalog.row_sets(run)
     ]
     findings = [finding for account in accounts for finding in account.findings]
     return Account(list(dict.fromkeys(findings)), accounts[0].totals, accounts[0].multiplicity)

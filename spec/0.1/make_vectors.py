@@ -28,9 +28,10 @@ from actds.format.labels import dump_labels
 from actds.format.readouts import Readouts
 from actds.rewrite.recompression import recompress
 from actds_testing.places import VECTORS
-from actds_testing.schedules import WALL_NS, simulate, table_of
+from actds_testing.schedules import WALL_NS, simulate, table_of, thinned
 from actds_testing.synthetic import make_dataset
 
+SALT = 0x0123456789ABCDEF
 
 def write(root: Path) -> None:
     """Write every vector below a folder that is made anew."""
@@ -43,6 +44,8 @@ def write(root: Path) -> None:
     _write_minimal(root / "valid" / "origins", origins=True)
     _write_minimal(root / "valid" / "sampled", entropy=True)
     _write_minimal(root / "valid" / "unserved", unserved=True)
+    _write_minimal(root / "valid" / "thinned", readouts=Readouts(2, seed=4), unit="row")
+    _write_minimal(root / "valid" / "thinned-requests", unit="request")
     _write_replaced(root / "valid" / "replaced")
     for one in FAULTS:
         valid = root / "valid" / one.base
@@ -76,6 +79,7 @@ def _write_minimal(
     origins: bool = False,
     entropy: bool = False,
     unserved: bool = False,
+    unit: str | None = None,
 ) -> None:
     """Write the minimal dataset.
 
@@ -83,7 +87,9 @@ def _write_minimal(
         external: the KV of every hit came from outside.
         unserved: two more prompts, one of which does not fit the model; of the other the turn never
             came. All but the first have labels.
+        unit: what is drawn by hash, with one of three probabilities by step; ``None`` for nothing.
     """
+    facts: dict[str, str] = {}
     with _fixed_ids():
         schedule = simulate(4, seed=166, drops=True, budget=16)
         if external:
@@ -108,8 +114,18 @@ def _write_minimal(
                 labels = {"domain": ("code", "maths")[row % 2], "level": row, "é": row < 3}
                 request["labels"] = dump_labels(labels)
             schedule = schedule.with_(requests=table_of("requests", requests))
+        if unit is not None:
+            shares = {
+                step: (1.0, 0.5, 0.125)[step % 3] for step in schedule.steps["step"].to_pylist()
+            }
+            schedule = thinned(schedule, SALT, shares, unit)
+            facts["capture.overflow_policy"] = "thin"
+            facts["capture.inclusion"] = (
+                f'{{"minimum":"0.125","salt":"{SALT:016x}","unit":"{unit}"}}'
+            )
         make_dataset(
             path,
+            facts=facts,
             schedule=schedule,
             hooks=[HOOK],
             d_model=8,

@@ -920,6 +920,120 @@ def _(v: Vector) -> None:
     _edit_bits(v, edit)
 
 
+# ---- the draw
+
+
+def _inclusion(v: Vector, step: int, share: float) -> None:
+    """Let every table say another probability of a step."""
+
+    def edit(rows: list[Json]) -> None:
+        for row in rows:
+            if row["step"] == step and row["inclusion"] is not None:
+                row["inclusion"] = share
+
+    for table in ("steps", "spans", TOKENS, f"{DECODE}/tokens.parquet"):
+        v.edit_table(table, edit)
+    v.relink()
+
+
+def _first(v: Vector, table: str, **wanted: Any) -> Json:
+    rows = v.table(table)
+    return next(row for row in rows if all(row[name] == wanted[name] for name in wanted))
+
+
+@fault("E424", "another-salt", "shards", "The run record says another salt than was drawn with.",
+       base="thinned")  # fmt: skip
+def _(v: Vector) -> None:
+    record = v.json(RECORD)
+    field = record["fields"]["capture.inclusion"]
+    field["value"] = field["value"].replace("0123456789abcdef", "fedcba9876543210")
+    v.write_json(RECORD, record)
+    v.relink()
+
+
+@fault("E424", "another-probability", "shards", "A step says another probability than its rows.",
+       base="thinned")  # fmt: skip
+def _(v: Vector) -> None:
+    step = _first(v, TOKENS, inclusion=0.5)["step"]
+
+    def edit(rows: list[Json]) -> None:
+        next(row for row in rows if row["step"] == step)["inclusion"] = 1.0
+
+    v.edit_table("steps", edit)
+    v.relink()
+
+
+@fault("E424", "row-too-many", "shards", "A row is stored that its probability does not draw.",
+       base="thinned")  # fmt: skip
+def _(v: Vector) -> None:
+    # Of what was drawn with a half, some is not with an eighth.
+    _inclusion(v, _first(v, TOKENS, inclusion=0.5)["step"], 0.125)
+
+
+@fault("E424", "row-too-few", SPANS, "A position is thinned that its probability draws.",
+       base="thinned")  # fmt: skip
+def _(v: Vector) -> None:
+    _inclusion(v, _first(v, part("spans"), disposition="thinned")["step"], 1.0)
+
+
+@fault("E424", "below-the-minimum", f"census/{RUN}/steps", "A step has less than the minimum.",
+       base="thinned")  # fmt: skip
+def _(v: Vector) -> None:
+    with_rows = {row["step"] for row in (*v.table(TOKENS), *v.table(f"{DECODE}/tokens.parquet"))}
+
+    def edit(rows: list[Json]) -> None:
+        next(row for row in rows if row["step"] not in with_rows)["inclusion"] = 0.01
+
+    v.edit_table("steps", edit)
+    v.relink()
+
+
+@fault("E424", "thinned-without-a-design", SPANS,
+       "The run record does not say how rows are drawn.", base="thinned-requests")  # fmt: skip
+def _(v: Vector) -> None:
+    record = v.json(RECORD)
+    del record["fields"]["capture.inclusion"]
+    v.write_json(RECORD, record)
+    v.relink()
+
+
+@fault("E424", "probability-of-a-later-step", "shards",
+       "A row has the probability of its step, not of its request's first.",
+       base="thinned-requests")  # fmt: skip
+def _(v: Vector) -> None:
+    share = {row["step"]: row["inclusion"] for row in v.table(part("steps"))}
+
+    def edit(rows: list[Json]) -> None:
+        row = next(row for row in rows if row["inclusion"] != share[row["step"]])
+        row["inclusion"] = share[row["step"]]
+
+    v.edit_table(f"{DECODE}/tokens.parquet", edit)
+    v.relink()
+
+
+@fault("E103", "design-without-a-unit", RECORD, "What is drawn is neither row nor request.",
+       base="thinned")  # fmt: skip
+def _(v: Vector) -> None:
+    record = v.json(RECORD)
+    field = record["fields"]["capture.inclusion"]
+    field["value"] = field["value"].replace('"row"', '"step"')
+    v.write_json(RECORD, record)
+    v.relink(totals=False)
+
+
+@fault("E416", "thinned-without-readouts", f"readouts/{RUN}",
+       "A thinned position left no readouts.", base="thinned")  # fmt: skip
+def _(v: Vector) -> None:
+    span = _first(v, part("spans"), disposition="thinned")
+
+    def edit(rows: list[Json]) -> None:
+        key = (span["request"], span["start"])
+        rows.remove(next(row for row in rows if (row["request"], row["position"]) == key))
+
+    v.edit_table("readouts", edit)
+    v.relink()
+
+
 @fault("E603", "row-repeated", PREFILL, "Two tokens have one state: the buffer was reused.",
        level="deep")  # fmt: skip
 def _(v: Vector) -> None:

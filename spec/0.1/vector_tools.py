@@ -55,7 +55,8 @@ class Vector:
         return pq.read_table(self.path / path).to_pylist()
 
     def write_table(self, name: Any, path: str, rows: list[Json]) -> None:
-        columns = {key: [row[key] for row in rows] for key in tables.SCHEMAS[name].names}
+        defaults, names = tables.OF_SAMPLES, tables.SCHEMAS[name].names
+        columns = {key: [row.get(key, defaults.get(key)) for row in rows] for key in names}
         (self.path / path).write_bytes(tables.to_parquet(name, tables.build(name, columns)))
 
     def edit_table(self, table: Any, edit: Callable[[list[Json]], Any]) -> None:

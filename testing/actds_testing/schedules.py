@@ -8,12 +8,15 @@ tables are written down from what it did, never derived from the rules that the 
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
 
 from actds.format import tables
+from actds_testing.independent.draw import number
 
 BLOCK = 4
 WALL_NS = 1_700_000_000_000_000_000
@@ -31,9 +34,62 @@ class Schedule:
     token_ids: list[list[int]]
     sampled: list[tuple[int, int, int]] = field(default_factory=list)
     """Request, position and step of each sampled token."""
+    computed: pa.Table | None = None
+    """The rows before some of them were not drawn; ``None``: all are in ``rows``."""
 
     def with_(self, **changed: pa.Table) -> Schedule:
         return replace(self, **changed)
+
+
+def thinned(
+    schedule: Schedule, salt: int, shares: Mapping[int, float], unit: str = "row"
+) -> Schedule:
+    """Return a schedule whose rows are drawn by hash, each with the probability of its step.
+
+    Args:
+        shares: probability by step; 1 where it is left out.
+    """
+    lines, first = schedule.rows.to_pylist(), dict[int, int]()
+    for line in lines:
+        first.setdefault(line["request"], line["step"])
+    row_at, missing = {}, {}
+    for line in lines:
+        by_request = unit == "request"
+        share = shares.get(first[line["request"]] if by_request else line["step"], 1.0)
+        u = number(salt, line["request"], 0 if by_request else line["position"])
+        line["inclusion"] = share
+        (row_at if u < share else missing)[line["request"], line["position"]] = line
+    spans = []
+    for span in schedule.spans.to_pylist():
+        if span["disposition"] != "captured":
+            spans.append(span)
+            continue
+        for position in range(span["start"], span["stop"]):
+            key = (span["request"], position)
+            line = row_at.get(key) or missing[key]
+            piece = {**span, "start": position, "stop": position + 1, "step": line["step"]}
+            if key in missing:
+                piece |= {"disposition": "thinned", "reason": tables.NOT_DRAWN}
+                piece["inclusion"] = line["inclusion"]
+            alike = ("request", "disposition", "inclusion")
+            last = spans[-1] if spans and position > span["start"] else {}
+            if last and all(last.get(name) == piece.get(name) for name in alike):
+                last["stop"] = position + 1
+            else:
+                spans.append(piece)
+    lost = Counter(line["step"] for line in missing.values())
+    steps = schedule.steps.to_pylist()
+    for step in steps:
+        step["inclusion"] = shares.get(step["step"], 1.0)
+        step["thinned_tokens"] = lost[step["step"]]
+        step["captured_tokens"] -= lost[step["step"]]
+    return replace(
+        schedule,
+        rows=table_of("tokens", list(row_at.values())),
+        spans=table_of("spans", spans),
+        steps=table_of("steps", steps),
+        computed=schedule.rows,
+    )
 
 
 @dataclass
@@ -309,7 +365,7 @@ class _Simulator:
             )
 
     def _tables(self) -> Schedule:
-        names = tables.SCHEMAS["tokens"].names
+        names = [n for n in tables.SCHEMAS["tokens"].names if n not in tables.OF_SAMPLES]
         columns = list(zip(*self.rows, strict=True)) if self.rows else [()] * len(names)
         return Schedule(
             table_of("requests", [self._request_record(request) for request in self.requests]),
@@ -378,6 +434,8 @@ class _Simulator:
 
 
 def table_of(name: tables.TableName, records: list[dict[str, object]]) -> pa.Table:
-    """Return a table of the spec from records; what a record leaves out is null."""
+    """Return a table of the spec from records; what a record leaves out is null, or not thinned."""
     names = tables.SCHEMAS[name].names
-    return tables.build(name, {key: [record.get(key) for record in records] for key in names})
+    defaults = tables.OF_SAMPLES
+    columns = {key: [r.get(key, defaults.get(key)) for r in records] for key in names}
+    return tables.build(name, columns)

@@ -293,7 +293,8 @@ def _readout_table(
     told: Schedule, hooks: Sequence[Hook], readouts: Readouts, sinks: bool
 ) -> pa.Table:
     """Return the readouts of every row that was stored or dropped."""
-    keys = [(row["request"], row["position"], row["step"]) for row in told.rows.to_pylist()]
+    rows = told.rows if told.computed is None else told.computed
+    keys = [(row["request"], row["position"], row["step"]) for row in rows.to_pylist()]
     for drop in told.drops.to_pylist():
         keys += [
             (drop["request"], position, drop["step"])

@@ -243,11 +243,13 @@ def pipeline_for(
     resume: bool = False,
     stage_timeout_s: float = 120.0,
     live: bool = False,
+    **of_draw: object,
 ) -> Pipeline:
+    """Return writer and census of a run, connected; ``of_draw`` are settings as ``thin_min``."""
     assert resume or not is_taken(out)
     settings = WriterSettings(
-        harvest=HarvestSettings(
-            out=str(out), hooks="as of the synthetic engine", overflow=policy, seed=3
+        harvest=HarvestSettings.of(
+            {"out": str(out), "hooks": "synthetic", "overflow": policy, "seed": 3, **of_draw}
         ),
         dataset=secrets.token_hex(16), run=run, resume=resume, started_ns=1, software="test",
         facts=(), tokens=SpecialTokens(), rows_per_shard=rows_per_shard, n_threads=1,

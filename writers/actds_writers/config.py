@@ -31,6 +31,7 @@ from pydantic import (
 )
 
 from actds.errors import ActdsError
+from actds.format.inclusion import Design, Unit, salt_of
 from actds.format.labels import MAX_LABELS, MAX_LENGTH
 from actds.store import layout
 from actds.version import __version__
@@ -132,6 +133,22 @@ class HarvestSettings(Settings):
         description="When the ring is full: "
         + "; ".join(f"{name}, {policy.summary}" for name, policy in POLICIES.items()),
     )
+    thin_min: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1 / 64,
+        description="With --overflow thin: the lowest probability of a row. When not even these "
+        "rows have room, the engine waits",
+    )
+    thin_unit: Unit = Field(
+        default="row",
+        description="With --overflow thin: draw rows, or whole requests, each with the probability "
+        "of its first step",
+    )
+    always: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="With --overflow drop_newest: store this share of the rows of the dropped "
+        "steps, too, by hash, in a reserve of the ring",
+        json_schema_extra={"metavar": "F"},
+    )
     ring_mib: Annotated[int, Field(ge=1)] = Field(
         default=256, description="Shared memory between engine and writer; at least two steps"
     )
@@ -172,6 +189,26 @@ class HarvestSettings(Settings):
     metrics_host: str = Field(
         default="127.0.0.1", description="Address of the metrics server; it has no authentication"
     )
+
+    @model_validator(mode="after")
+    def _always_of_dropped(self) -> Self:
+        if self.always is not None and self.overflow != "drop_newest":
+            raise ValueError("always: with overflow drop_newest, whose dropped steps it is for")
+        return self
+
+    @property
+    def draws(self) -> bool:
+        """Return whether rows are drawn, each with a probability that is recorded."""
+        return self.overflow == "thin" or self.always is not None
+
+    def design(self, run: str) -> Design | None:
+        """Return how the rows of a run are drawn, ``None`` where every row is to be stored."""
+        if not self.draws:
+            return None
+        salt = salt_of("actds capture", self.seed, run)
+        if self.always is not None:
+            return Design(salt, self.always)
+        return Design(salt, self.thin_min, self.thin_unit)
 
     @property
     def ring_nbytes(self) -> int:

@@ -67,6 +67,11 @@ POLICIES: dict[str, Policy] = {
     for policy in (
         Policy("block", "the engine waits", lambda rings, entry: rings.wait(entry, "staging")),
         Policy(
+            "thin",
+            "rows are drawn with a probability that falls as it fills, and is recorded",
+            lambda rings, entry: rings.wait(entry, "staging"),
+        ),
+        Policy(
             "drop_oldest",
             "the steps that waited longest are dropped and recorded",
             lambda rings, _: rings.drop_staged(),
@@ -75,8 +80,6 @@ POLICIES: dict[str, Policy] = {
         Policy("drop_newest", "the newest steps are dropped and recorded", lambda *_: False),
     )
 }
-
-
 Phase = Literal["prefill", "decode"]
 _HASH_RANGE = 2**64
 _ENGINE_ID = re.compile(r"(?:[0-9]+_)?(?:cmpl-(?P<completion>.+)-[0-9]+|chatcmpl-(?P<chat>.+))")

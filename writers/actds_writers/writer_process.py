@@ -183,7 +183,8 @@ class WriterProcess:
 
     def _ask_census(self, last_step: int) -> object:
         """Return the census' answer, ``None`` without one in time; a late one is of before."""
-        self._census.send(Secure(last_step))
+        draws = self._settings.harvest.design(self._settings.run) is not None
+        self._census.send(Secure(last_step, self._join.n_stages if draws else 0))
         while self._census.poll(SECURE_TIMEOUT_S):
             answer = self._census.recv()
             if not isinstance(answer, Secured) or answer.last_step >= last_step:

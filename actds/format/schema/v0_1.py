@@ -209,7 +209,7 @@ REQUIRED_PROVENANCE: dict[str, str] = {
     "sampling.max_tokens": "generated tokens at most",
     "sampling.seed": "engine seed",
     "capture.method": "how rows left the model",
-    "capture.overflow_policy": "block, drop_oldest or drop_newest",
+    "capture.overflow_policy": "block, thin, drop_oldest or drop_newest",
     "capture.cast": "none, or the cast between the computed and the stored type",
     "capture.order": "permuted or sequence",
     "capture.rows_per_shard": "target rows of a shard",

@@ -17,7 +17,7 @@ from actds_testing.independent.tables import UNSERVED
 
 Key = tuple[int, int]
 """Request and position."""
-COMPUTED = ("captured", "dropped", "aborted", "filtered", "undelivered")
+COMPUTED = ("captured", "dropped", "aborted", "filtered", "undelivered", "thinned")
 SCHEDULED = (*COMPUTED, "recomputed", "rejected")
 
 
@@ -300,9 +300,12 @@ class Account:
                         self.served[source] += 1
                     if span["reason"] == "external":
                         self.totals["external"] += 1
-                    elif source not in self.row:
+                    elif source not in self.row and not self.is_thinned(source):
                         self.totals["unresolved"] += 1
                         self.found.add("E410", self.place("spans"), span, "warning")
+
+    def is_thinned(self, key: Key) -> bool:
+        return key in self.owner and self.owner[key]["disposition"] == "thinned"
 
     def _judge_source(self, span: Json) -> None:
         """A reference names who computed the positions, with the same adapter."""

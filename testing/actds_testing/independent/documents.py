@@ -107,6 +107,7 @@ TOTALS = [
     "undelivered",
     "recomputed",
     "rejected",
+    "thinned",
     "unresolved",
     "external",
 ]

@@ -15,7 +15,7 @@ _QUEUES = """queue_depth_stage1 uint32? queue_depth_stage2 uint32? queue_depth_s
     disk_write_latency_p99 float64? compression_backlog_bytes uint64? cache_hit_ratio float64?"""
 COLUMNS = {  # 6.3; a question mark stands for: may be null
     "tokens": """request uint32 position uint32 token_id uint32 phase string step uint64
-        attempt uint16 chunk uint32 flags uint16""",
+        attempt uint16 chunk uint32 flags uint16 inclusion float64?""",
     "requests": """request uint32 external_id string internal_id string? source string?
         source_row int64? prompt_len uint32 generated_len uint32 cached_tokens uint32
         engine_cached_tokens uint32? n_preemptions uint16 arrival_ns int64? first_token_ns int64?
@@ -25,11 +25,12 @@ COLUMNS = {  # 6.3; a question mark stands for: may be null
     "steps": f"""step uint64 t_ns int64 duration_ns int64? batch_tokens uint32 n_requests uint32
         prefill_tokens uint32 decode_tokens uint32 captured_tokens uint32 recomputed_tokens uint32
         dropped_tokens uint32 aborted_tokens uint32 filtered_tokens uint32
-        undelivered_tokens uint32 rejected_tokens uint32 max_seq_len uint32 waiting uint32
+        undelivered_tokens uint32 rejected_tokens uint32 thinned_tokens uint32
+        inclusion float64? max_seq_len uint32 waiting uint32
         running uint32 n_preempted uint32 kv_usage float64? {_QUEUES} kernel_mode string?
         padded_tokens uint32? drafted_tokens uint32? accepted_tokens uint32?""",
     "spans": """request uint32 start uint32 stop uint32 disposition string reason string?
-        step uint64? ref_request uint32?""",
+        step uint64? ref_request uint32? inclusion float64?""",
     "roles": "request uint32 start uint32 stop uint32 role string",
     "origins": """request uint32 source_dataset string source_seal string source_run string
         source_request uint32 n_given uint32""",
@@ -50,7 +51,15 @@ COLUMNS = {  # 6.3; a question mark stands for: may be null
 UNSERVED = ("skipped", "unbegun")  # 7.1: these owe nothing
 WORDS = {
     "phase": ("prefill", "decode"),
-    "disposition": ("captured", "cache_ref", "dropped", "aborted", "filtered", "undelivered"),
+    "disposition": (
+        "captured",
+        "cache_ref",
+        "dropped",
+        "aborted",
+        "filtered",
+        "undelivered",
+        "thinned",
+    ),
     "finish_reason": ("stop", "length", "abort", "error", "unfinished", "skipped", "unbegun"),
     "role": ("system", "user", "assistant", "thinking", "tool", "template"),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from actds_testing.independent import readouts
+from actds_testing.independent import draw, readouts
 from actds_testing.independent.arrays import GROUP, Bits, judge_values, read_array
 from actds_testing.independent.conservation import Account
 from actds_testing.independent.documents import TOTALS
@@ -148,6 +148,10 @@ class Validator:
         readouts.judge_canary(account, self.hooks)
         with self.found.catching():
             self._judge_readouts(name, run, account)
+        with self.found.catching():
+            design = draw.design_of(run.record, f"runs/{name}.json capture.inclusion")
+            read = fields.get("capture.readouts", {}).get("value") not in (None, "none")
+            draw.judge_draw(account, design, read=read and not cut)
         for chain in run.chains:
             if chain.close is not None:
                 self._judge_close(chain, chain.close, account)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from actds.dataset.fates import NEVER
+from actds.dataset.fates import NEVER, WATERFALL
 from actds.errors import ActdsError, not_installed
 from actds.explore.dataset import Dataset, open_apart
 from actds.explore.requests import Tokenizer
@@ -53,6 +53,7 @@ _FATE_WORDS = {
     "aborted": "aborted",
     "filtered": "filtered",
     "undelivered": "undelivered",
+    "thinned": "not drawn",
 }
 _CLASSES = ("prompt", "generated")
 _LETTERS = "abcd"  # of what tokens are coloured by
@@ -200,10 +201,10 @@ def _fates_part(outcomes: Fates) -> Part:
     shares = ", ".join(
         f"{n:,} {_FATE_WORDS[name]} ({percent(n / total)})"
         for name, n in by.items()
-        if n or name != "undelivered"  # of engines that schedule ahead or draft
+        if n or name not in ("undelivered", "thinned")
     )
     reasons = sorted(outcomes.reasons.items(), key=lambda item: -item[1])
-    without = ("dropped", "aborted", NEVER, "filtered", "undelivered")
+    without = ("dropped", "aborted", NEVER, "filtered", "undelivered", "thinned")
     losses = [(key, n) for key, n in reasons if key[0] in without]
     tables = table_of(
         "Positions without a row",
@@ -223,17 +224,16 @@ def _fates_part(outcomes: Fates) -> Part:
 def _fates_pictures(outcomes: Fates) -> list[Picture]:
     total = outcomes.total
     steps = [WaterfallStep(name="positions", n_positions=total, share=1.0 if total else 0.0)]
-    order = ("cache_ref", "filtered", "undelivered", NEVER, "aborted", "dropped", "captured")
     steps += [
         WaterfallStep(name=name, reason=reason, n_positions=n, share=n / total)
-        for name in order
+        for name in WATERFALL
         for (kind, reason), n in sorted(outcomes.reasons.items(), key=lambda item: str(item[0]))
         if kind == name and n
     ]
     cells = []
     bands = list(zip(outcomes.low.tolist(), outcomes.high.tolist(), strict=True))
     for phase, band in np.ndindex(len(_CLASSES), len(bands)):
-        stored, reused, dropped, aborted, filtered, _ = outcomes.count[phase, :, band].tolist()
+        stored, reused, dropped, aborted, filtered, *_ = outcomes.count[phase, :, band].tolist()
         external = int(outcomes.external[phase, band])
         reused, lost, (low, high) = reused - external, dropped + aborted, bands[band]
         seen = stored + reused + lost

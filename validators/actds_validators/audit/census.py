@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.codes import CODES
-from actds.dataset.fates import NEVER, FateCounts, fate_counts
+from actds.dataset.fates import NEVER, WATERFALL, FateCounts, fate_counts
 from actds.dataset.reading import Catalog
 from actds.dataset.sources import records_read
 from actds.format import tables
@@ -152,6 +152,7 @@ _FATES = {
     "aborted": "aborted_tokens",
     "filtered": "filtered_tokens",
     "undelivered": "undelivered_tokens",
+    "thinned": "thinned_tokens",
     "recomputed": "recomputed_tokens",
     "rejected": "rejected_tokens",
 }
@@ -207,7 +208,7 @@ def _findings(
         for key, n, n_wanted in got.differing(wanted)
     ]
     length = spans["stop"] - spans["start"]
-    for word in ("aborted", "filtered", "undelivered"):  # of these no row tells the step
+    for word in ("aborted", "filtered", "undelivered", "thinned"):  # of these no row tells the step
         n = int(length[(spans["disposition"] == word) & is_computed].sum())
         n_wanted = int(steps[_FATES[word]].sum())
         if n != n_wanted:
@@ -249,9 +250,14 @@ def _owed(
 
 
 def _unresolved(source: data.RunSource) -> int:
-    """Return how many referenced positions no captured span holds."""
-    served, kept = source.spans("cache_ref", ["ref_request"]), source.spans("captured", ["request"])
-    stored = union(*(position_key(kept["request"], kept[name]) for name in ("start", "stop")))
+    """Return how many referenced positions no captured or thinned span holds."""
+    served = source.spans("cache_ref", ["ref_request"])
+    kept = [source.spans(fate, ["request"]) for fate in ("captured", "thinned")]
+    edges = (
+        np.concatenate([position_key(spans["request"], spans[name]) for spans in kept])
+        for name in ("start", "stop")
+    )
+    stored = union(*edges)
     known = data.is_known(served["ref_request"])
     request = served["ref_request"][known].astype(np.int64)
     before, up_to = (
@@ -260,7 +266,6 @@ def _unresolved(source: data.RunSource) -> int:
     return int((served["stop"] - served["start"]).sum() - (up_to - before).sum())
 
 
-_DISPOSITIONS = ("captured", "cache_ref", "dropped", "aborted", "filtered", "undelivered")
 _COUNTS = ("never_computed_requests", "recomputed", "unresolved", "requests", "steps")
 
 
@@ -279,7 +284,7 @@ def accounting(sources: list[data.RunSource], read: data.Read) -> Accounting:
         by[disposition] += n
     computed = by["captured"] + by["dropped"] + by["aborted"]
     waterfall = [WaterfallStep(name="positions", n_positions=total, share=1.0 if total else 0.0)]
-    for name in ("cache_ref", "filtered", "undelivered", NEVER, "aborted", "dropped", "captured"):
+    for name in WATERFALL:
         for (disposition, reason), n in sorted(spans.items(), key=lambda item: str(item[0])):
             if disposition == name and n:
                 waterfall.append(
@@ -288,7 +293,7 @@ def accounting(sources: list[data.RunSource], read: data.Read) -> Accounting:
     return Accounting(
         positions=total,
         computed=computed,
-        **{name: by[name] for name in _DISPOSITIONS},
+        **{name: by[name] for name in tables.DISPOSITIONS},
         never_computed=by[NEVER],
         **{name: counts[name] for name in _COUNTS},
         external=spans["cache_ref", tables.EXTERNAL],

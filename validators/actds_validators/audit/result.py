@@ -126,8 +126,8 @@ class WaterfallStep(Section):
     """One step from what existed to what is stored."""
 
     name: str = Field(
-        description="positions, cache_ref, filtered, undelivered, never computed, dropped, "
-        "aborted or captured"
+        description="positions, cache_ref, filtered, thinned, undelivered, never computed, "
+        "dropped, aborted or captured"
     )
     reason: str | None = Field(
         default=None, description="why, for all but positions, captured and cache_ref"
@@ -173,6 +173,9 @@ class Accounting(Section):
     filtered: int
     undelivered: int = Field(
         default=0, description="computed past the end of a request: in no loss rate"
+    )
+    thinned: int = Field(
+        default=0, description="not drawn, with a known probability: in no loss rate"
     )
     recomputed: int
     unresolved: int = Field(description="references without a stored row behind them")

@@ -344,7 +344,7 @@ def _sentence(totals: dict[str, int]) -> str:
     shown = {name: word for name, word in words.items() if name != "external" or totals[name]}
     parts += [f"{totals[name]:,} {word}" for name, word in shown.items()]
     # Of engines that schedule ahead or draft.
-    parts += [f"{totals[n]:,} {n}" for n in ("undelivered", "rejected") if totals[n]]
+    parts += [f"{totals[n]:,} {n}" for n in ("thinned", "undelivered", "rejected") if totals[n]]
     return f"{', '.join(parts)}; {totals['scheduled']:,} tokens scheduled"
 
 

@@ -43,6 +43,7 @@ _KINDS = {
     "cache_ref": "reused",
     "filtered": "filtered",
     "undelivered": "filtered",
+    "thinned": "filtered",
     "never computed": "filtered",
 }
 _STEP_WORDS = {"cache_ref": "prefix-cache hits", "positions": "all positions", "captured": "stored"}
@@ -183,7 +184,7 @@ def accounting_part(audit: Audit) -> Part:
 def _brief(section: Accounting) -> list[Line]:
     """Return the balance, what took positions away, by reason, and the mismatches, whole."""
     brief = [Line(f"  {balance(section)}")]
-    names = ("dropped", "aborted", "never computed", "filtered", "undelivered")
+    names = ("dropped", "aborted", "never computed", "filtered", "undelivered", "thinned")
     steps = [step for step in section.waterfall if step.name in names and step.n_positions]
     for step in steps[:_MAX_STEPS]:
         is_lost = step.name in ("dropped", "aborted")

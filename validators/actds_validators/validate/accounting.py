@@ -23,6 +23,7 @@ from actds.dataset.ledger import ChainState
 from actds.dataset.reading import CENSUS_TABLES, Catalog
 from actds.errors import ActdsError, Finding
 from actds.format import tables
+from actds.format.inclusion import Design
 from actds.format.positions import (
     Keys,
     depth,
@@ -84,6 +85,9 @@ def check_accounting(
 
 def _check_run(catalog: Catalog, run: str, progress: Callable[[int], None]) -> RunAccount:
     reader = _Tables(catalog, run, progress)
+    design, reader.broken = None, True  # as a table that cannot be read
+    with catalog.findings.noting("accounting"):
+        design, reader.broken = Design.of(catalog.runs.get(run)), False
     census = Census(run, *(reader.table(name) for name in (*CENSUS_TABLES, "drops")))
     for name in _READ_ALONE:
         reader.table(name)
@@ -91,7 +95,7 @@ def _check_run(catalog: Catalog, run: str, progress: Callable[[int], None]) -> R
     noted: dict[Finding, None] = {}
     row_sets = catalog.row_sets(run)
     for hooks, shards in row_sets:
-        accounts.append(census.account(reader.tokens(shards)))
+        accounts.append(census.account(reader.tokens(shards), design))
         suffix = f" (hooks {', '.join(hooks)})" if len(row_sets) > 1 else ""
         for finding in accounts[-1].findings:
             where = finding.place + (suffix if finding.place.startswith("shards") else "")

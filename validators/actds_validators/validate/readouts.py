@@ -164,6 +164,7 @@ def check_readouts(catalog: Catalog, *, values: bool) -> dict[str, RunReadouts]:
             by_run[run] = _read_readouts(catalog, run, readouts, values=values)
             known = _check_rows_covered(catalog, run, by_run[run])
             _check_losses_covered(catalog, run, by_run[run])
+            _check_thinned_covered(catalog, run, by_run[run])
             _check_computed(catalog, run, by_run[run])
             _check_tokens(catalog, run, by_run[run].hooks, known)
     return by_run
@@ -278,26 +279,54 @@ def _check_losses_covered(catalog: Catalog, run: str, of_run: RunReadouts) -> No
     _check_unread(catalog, run, of_run, drops.filter(unread))
     free = pc.is_in(drops["drop_reason"], pa.array([tables.READOUTS_FULL, tables.FAILED_LOAD]))
     drops = drops.filter(pc.invert(free))
-    start, stop = (drops[name].to_numpy().astype(np.int64) for name in ("start", "stop"))
-    length = stop - start
-    if not len(length) or (length < 0).any():
+    lost = _positions(catalog, run, of_run, drops)
+    if lost is None:
         return
-    n_lines = max((readouts.table.num_rows for readouts in of_run.hooks.values()), default=0)
-    if int(length.sum()) > n_lines:  # before as many keys are made, of which a drop can claim 2^32
-        got, expected = f"{n_lines} lines of a hook", f"one for each of {length.sum()} positions"
-        catalog.findings.add("accounting", "E416", f"readouts/{run}", got, expected)
-        return
-    within = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
-    lost = pa.table(
-        {
-            "request": np.repeat(drops["request"].to_numpy(), length),
-            "position": np.repeat(start, length) + within,
-            "step": np.repeat(drops["step"].to_numpy(), length),
-        }
-    )
     for hook, readouts in of_run.hooks.items():
         missing = np.flatnonzero(readouts.find(lost) < 0)
         _note_missing(catalog, f"readouts/{run} {hook}", lost, missing, f"losses/{run}")
+
+
+def _check_thinned_covered(catalog: Catalog, run: str, of_run: RunReadouts) -> None:
+    """Every position that was not drawn left its readouts, unless its run was cut off."""
+    chains = [chain for chain in catalog.chains.values() if chain.run == run]
+    if any(chain.close is None or chain.close.reason != "finished" for chain in chains):
+        return
+    spans = catalog.sound_table(run, "spans")
+    thinned = None if spans is None else spans.filter(pc.equal(spans["disposition"], "thinned"))
+    lost = None if thinned is None else _positions(catalog, run, of_run, thinned)
+    if lost is None:
+        return
+    key = keys_of(lost)
+    for hook, readouts in of_run.hooks.items():
+        missing = np.flatnonzero(~np.isin(key, keys_of(readouts.table)))
+        _note_missing(catalog, f"readouts/{run} {hook}", lost, missing, f"census/{run}/spans")
+
+
+def _positions(
+    catalog: Catalog, run: str, of_run: RunReadouts, ranges: pa.Table
+) -> pa.Table | None:
+    """Return the positions of ranges, with the step of each range; ``None`` for none.
+
+    Notes E416 where they are more than there are readouts.
+    """
+    start, stop = (ranges[name].to_numpy().astype(np.int64) for name in ("start", "stop"))
+    length = stop - start
+    if not len(length) or (length < 0).any():
+        return None
+    n_lines = max((readouts.table.num_rows for readouts in of_run.hooks.values()), default=0)
+    if int(length.sum()) > n_lines:  # before as many keys are made: a range can claim 2^32
+        got, expected = f"{n_lines} lines of a hook", f"one for each of {length.sum()} positions"
+        catalog.findings.add("accounting", "E416", f"readouts/{run}", got, expected)
+        return None
+    within = np.arange(length.sum()) - np.repeat(np.cumsum(length) - length, length)
+    return pa.table(
+        {
+            "request": np.repeat(ranges["request"].to_numpy(), length),
+            "position": np.repeat(start, length) + within,
+            "step": np.repeat(ranges["step"].to_numpy(), length),
+        }
+    )
 
 
 def _check_unread(catalog: Catalog, run: str, of_run: RunReadouts, drops: pa.Table) -> None:

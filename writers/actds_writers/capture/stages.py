@@ -23,6 +23,7 @@ import torch
 from actds.errors import ActdsError
 from actds.format import tables
 from actds_writers.capture.op import TORCH_TYPES, HookBuffers
+from actds_writers.capture.thinning import Draws, Reserve, Thin
 from actds_writers.capture.transfer import (
     CLOSE_TIMEOUT_S,
     Copier,
@@ -62,6 +63,8 @@ class Step:
         kernel_mode: ``eager``, ``compiled``, ``piecewise``, ``full``, or ``None``: not known.
         began: mark before the model ran, for the time on the device.
         lost: why no row of the step may be stored, whatever the policy.
+        share: probability of the step's rows, ``None`` where every row is stored; ``inclusion``,
+            of the rows of each request, ``(n_requests,)``.
     """
 
     step: int
@@ -74,6 +77,8 @@ class Step:
     kernel_mode: str | None
     began: Mark | None = None
     lost: str | None = None
+    share: float | None = None
+    inclusion: np.ndarray | None = None
 
     def kept(self, positions: IntArray) -> BoolArray | None:
         if all(out == EVERYTHING for out in self.left_out):
@@ -100,8 +105,16 @@ class Step:
             n_rows=left[some],
             prompt_lens=self.prompt_lens[some],
             left_out=tuple(self.left_out[i] for i in some.tolist()) if self.left_out else (),
+            inclusion=None if self.inclusion is None else self.inclusion[some],
         )
         return step, stays
+
+    @property
+    def expected_share(self) -> float:
+        """Return the mean probability of the step's rows."""
+        if self.inclusion is None or not len(self.n_rows):
+            return 1.0
+        return float(np.average(self.inclusion, weights=self.n_rows))
 
     @property
     def keeps_nothing(self) -> bool:
@@ -210,6 +223,12 @@ class Stages:
             room = None if link.may_wait else aligned(self._readout_nbytes * max_rows)
             self.lane = Lane(connection, path, memory.lane, room)
 
+        design, policy = link.settings.design(link.run), POLICIES[link.settings.overflow]
+        self._draws: Draws | None = None
+        if design is not None:
+            reserves = link.settings.always is not None
+            self._draws = Draws(design, (Reserve if reserves else Thin)(design.minimum))
+            policy = replace(policy, staging_is_full=POLICIES["thin"].staging_is_full)
         census = link.connect("census", "worker")
         self._census = Sender(census) if link.live else census
         self._census_lock = threading.Lock()
@@ -217,7 +236,7 @@ class Stages:
             link.connect("writer", "worker"),
             self._staging,
             self._ring,
-            POLICIES[link.settings.overflow],
+            policy,
             lambda step, reason: self._tell_census(StepLost(step, reason, stage)),
             queues.read,
             serves=link.live,
@@ -301,8 +320,15 @@ class Stages:
         seen.copy_(self._buffers.seen)
         readouts.copy_(self._buffers.readouts[:, :n])
         nbytes = 0 if step.keeps_nothing else n * self._row_nbytes
+        if self._draws is not None:
+            fill, size = self.handover.fill(), self.handover.share_of_ring(nbytes)
+            drawn = self._draws.of_step(step.requests, step.finished, fill, size)
+            step = replace(step, share=drawn[0], inclusion=drawn[1])
         try:
-            entry = self.handover.admit(nbytes, step.step, step.lost)
+            share = (
+                1.0 if step.inclusion is None else float(step.inclusion @ step.n_rows) / max(n, 1)
+            )
+            entry = self.handover.admit(nbytes, step.step, step.lost, share)
         except ActdsError as error:
             raise self._error or error from None
         if stall is not None:
@@ -429,7 +455,10 @@ class Stages:
         token_ids, positions = ids[0].numpy().copy(), ids[1].numpy().copy()
         if stays is not None:
             token_ids, positions = token_ids[stays], positions[stays]
-        kept = step.kept(positions)
+        wanted = kept = step.kept(positions)
+        inclusion, drawn = self._draw(step, positions)
+        if drawn is not None:
+            kept = drawn if wanted is None else wanted & drawn
         moving.index = _index(stays, kept)
         moving.message = StepRows(
             step=step.step,
@@ -442,14 +471,16 @@ class Stages:
             token_ids=token_ids,
             finished=step.finished,
             kept=kept,
+            inclusion=inclusion,
+            wanted=wanted,
             t_ns=moving.t_ns,
         )
         if self.lane is not None:
             rows: list[IntArray] = [np.repeat(step.requests, step.n_rows), positions, token_ids]
-            if moving.index is not None:
-                readouts = readouts[:, torch.from_numpy(moving.index)]
-            if kept is not None:
-                rows = [column[kept] for column in rows]
+            if (index := _index(stays, wanted)) is not None:  # of rows that are not drawn, too
+                readouts = readouts[:, torch.from_numpy(index)]
+            if wanted is not None:
+                rows = [column[wanted] for column in rows]
             if not self.lane.put(step.step, rows, readouts):
                 self.handover.give_up_step(moving.entry)
         if moving.sampled is not None:
@@ -461,6 +492,16 @@ class Stages:
                 self.handover.lose(moving.entry, tables.CHANGED_WEIGHTS)
         duration = moving.done.nanoseconds_since(step.began) if step.began else None
         self._executed(step, duration or step.duration_ns, max(int(seen.max()), n))
+
+    def _draw(self, step: Step, positions: IntArray) -> tuple[np.ndarray | None, BoolArray | None]:
+        """Return the inclusion of each row and whether it is drawn, ``None`` for all rows."""
+        if self._draws is None or step.inclusion is None:
+            return None, None
+        inclusion = np.repeat(step.inclusion, step.n_rows)
+        if (inclusion == 1).all():
+            return inclusion, None
+        requests = np.repeat(step.requests, step.n_rows)
+        return inclusion, self._draws.design.numbers(requests, positions) < inclusion
 
     def _tell_sampled(self, step: int, sampled: _Sampled, copier: Copier) -> None:
         on_cuda = self._device.type == "cuda"
@@ -513,6 +554,7 @@ class Stages:
                 queue_depth_stage1=stage1,
                 queue_depth_stage2=stage2,
                 queue_depth_readouts=self.lane.depth if self.lane else None,
+                inclusion=step.share,
                 stage=self.stage,
                 **({} if queues is None else queues._asdict()),
             )

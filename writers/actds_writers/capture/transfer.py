@@ -66,6 +66,7 @@ class Entry:
         slot: offset in the staging ring, ``None`` when it has no rows there.
         state: ``staged`` in stage 1, ``moving``, ``ready`` in stage 2, ``sent``, or ``dropped``.
         message: set when the rows are identified.
+        expected_nbytes: of its staged rows, those that are expected to be stored.
         depths: slices in staging and host ring when it was dropped; ``queues``, the writer's.
     """
 
@@ -75,6 +76,7 @@ class Entry:
     reason: str | None = None
     stalls: list[Stall] = field(default_factory=list)
     message: StepRows | None = None
+    expected_nbytes: float = 0.0
     dropped_ns: int = 0
     depths: tuple[int, int] = (0, 0)
     queues: QueueState | None = None
@@ -113,6 +115,7 @@ class Handover:
         self._in_ring: deque[Entry] = deque()
         self._n_ahead = 0
         self._notes_nbytes = 0
+        self._expected_nbytes = 0.0
         self._changed = threading.Condition()
         self._gone = False
         self._closed = False
@@ -131,7 +134,15 @@ class Handover:
 
     # the engine's thread ----------------------------------------------------------------------
 
-    def admit(self, nbytes: int, step: int, lost: str | None = None) -> Entry:
+    def fill(self) -> float:
+        """Return the bytes that are in the host ring or on their way there, over its capacity."""
+        with self._changed:
+            return (self._ring.n_used + self._expected_nbytes) / self._ring.capacity
+
+    def share_of_ring(self, nbytes: int) -> float:
+        return nbytes / self._ring.capacity
+
+    def admit(self, nbytes: int, step: int, lost: str | None = None, share: float = 1.0) -> Entry:
         """Add a step and reserve its slot; its state is ``dropped`` when there was no room.
 
         Raises E502 when the writer is gone, E506 when it stands still for longer than there is
@@ -140,6 +151,7 @@ class Handover:
         Args:
             nbytes: bytes over all hooks, 0 where nothing is stored.
             lost: reason to drop it under every policy.
+            share: of its rows, those that are expected to be stored.
         """
         with self._changed:
             entry = Entry(step, None)
@@ -164,6 +176,8 @@ class Handover:
                     break
             self._queue.append(entry)
             if entry.slot is not None:
+                entry.expected_nbytes = share * nbytes
+                self._expected_nbytes += entry.expected_nbytes
                 self._in_staging.append(entry)
             return entry
 
@@ -297,6 +311,7 @@ class Handover:
     def _free_slot(self, entry: Entry) -> None:
         if entry.slot is not None:
             self._staging.free(entry.slot)
+            self._expected_nbytes -= entry.expected_nbytes
             entry.slot = None
             self._changed.notify_all()
 
@@ -363,7 +378,8 @@ class Handover:
 
 def _note_nbytes(message: StepRows) -> int:
     arrays = (message.requests, message.n_rows, message.prompt_lens, message.positions)
-    return 512 + sum(array.nbytes for array in arrays)
+    of_draw = (message.inclusion, message.kept, message.wanted)
+    return 512 + sum(array.nbytes for array in (*arrays, *of_draw) if array is not None)
 
 
 CLOSE_TIMEOUT_S = 10.0

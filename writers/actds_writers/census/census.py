@@ -16,12 +16,14 @@ import pyarrow as pa
 
 from actds.errors import ActdsError
 from actds.format import tables
+from actds.format.inclusion import Design
 from actds_writers.census.log import (
     ABORTED,
     BATCH_REQUESTS,
     CACHE_REF,
     CAPTURED,
     UNDELIVERED,
+    Drawn,
     LoggedRequest,
     RequestLog,
     StepLog,
@@ -153,9 +155,9 @@ _COLUMNS = {
 
 
 _COUNTS = np.dtype(
-    [(name, np.int64) for name in ("high_water", "prompt_len", "cached", "generated")]
+    [(name, np.int64) for name in ("high_water", "prompt_len", "cached", "generated", "first_step")]
 )
-_NO_COUNTS = (0, 0, -1, NO_REQUEST)
+_NO_COUNTS = (0, 0, -1, NO_REQUEST, NO_STEP)
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,8 @@ class Census:
         self._lane_depth: int | None = None
         self._lost: dict[int, StepLost] = {}
         self._last_stage = 0
+        self._drawn_to: dict[int, int] = {}
+        """By pipeline stage, the last step of which it said how it drew."""
         self._dropped: Counter[str] = Counter()
         self._recomputed_tokens = 0
 
@@ -214,6 +218,11 @@ class Census:
 
     def has_scheduled(self, step: int) -> bool:
         return self._steps.get(step, "t_ns") is not None
+
+    def has_drawn(self, step: int, n_stages: int) -> bool:
+        """Return whether so many pipeline stages have said how they drew up to a step."""
+        drawn_to = self._drawn_to.values()
+        return len(drawn_to) >= n_stages and all(last >= step for last in drawn_to)
 
     def observe(self, message: object) -> None:
         self.TAKES[type(message)](self, message)
@@ -250,6 +259,7 @@ class Census:
         prompt = self._counts["prompt_len"][who]
         first = cached[who] < 0
         cached[who[first]] = start[first]
+        self._counts["first_step"][who[first]] = message.step
         # A request that runs on from another run may begin behind its prompt.
         n_hits = int(np.minimum(start, prompt)[first].sum())
         n_queried = int(prompt[first].sum())
@@ -297,6 +307,7 @@ class Census:
         high[reference.request] = max(high[reference.request], reference.stop)
 
     def _executed(self, message: StepExecuted) -> None:
+        message = self._drawn_by_all(message)
         if message.stage < self._last_stage:
             return  # a step of several pipeline stages is described by the last of them
         self._last_stage = message.stage
@@ -304,6 +315,18 @@ class Census:
         self._ring_depth = message.queue_depth_stage2
         self._lane_depth = message.queue_depth_readouts
         self._steps.put(message.step, _of_columns(message))
+
+    def _drawn_by_all(self, message: StepExecuted) -> StepExecuted:
+        """Return the message with the lowest probability that a stage has said of the step."""
+        if message.inclusion is None:
+            return message
+        self._drawn_to[message.stage] = message.step
+        bits = self._steps.get(message.step, "inclusion")
+        if bits is not None:
+            before = float(np.int64(bits).view(np.float64))
+            message = replace(message, inclusion=min(before, message.inclusion))
+        self._steps.put(message.step, {"inclusion": message.inclusion})
+        return message
 
     def _lose(self, message: StepLost) -> None:
         before = self._lost.get(message.step)
@@ -342,6 +365,9 @@ class Census:
         acknowledged: dict[str, int],
         client: ClientFacts,
         logged_drops: frozenset[int] = frozenset(),
+        design: Design | None = None,
+        *,
+        reserves: bool = False,
     ) -> CensusTables:
         """Return the census after the run has ended (spec 0.1 section 7.1).
 
@@ -349,6 +375,8 @@ class Census:
             acknowledged: per phase, the last step whose rows are committed.
             logged_drops: steps in the writer's committed drop log. A drop that a killed writer did
                 not log is known to the scheduler side alone, and counts as aborted.
+            design: how rows were drawn, ``None`` where every row was to be stored.
+            reserves: whether a drop policy lost what was not drawn.
         """
         dropped = {step: lost.reason for step, lost in self._lost.items() if step in logged_drops}
         pieces = self._pieces.settled(
@@ -357,6 +385,7 @@ class Census:
             dropped,
             self._left_out,
             frozenset(self._lost) - logged_drops,
+            self._drawn(design, logged_drops if reserves else None),
         )
         self._add_uncomputed(pieces)
         spans = span_table(pieces)
@@ -374,6 +403,13 @@ class Census:
         roles, origins = self._role_table(client), self._origin_table(prompts, unserved)
         sampled = self.sampled.table(self._n_positions())
         return CensusTables(requests, steps, spans, roles, origins, sampled, totals)
+
+    def _drawn(self, design: Design | None, dropped_in: frozenset[int] | None) -> Drawn | None:
+        if design is None:
+            return None
+        numbers, known = self._steps.table("inclusion")
+        inclusion = known["inclusion"].to_numpy(zero_copy_only=False)
+        return Drawn(design, numbers, inclusion, self._counts["first_step"], dropped_in)
 
     def _n_positions(self) -> np.ndarray:
         prompt, high = self._counts["prompt_len"], self._counts["high_water"]

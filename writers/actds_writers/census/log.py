@@ -16,6 +16,7 @@ import pyarrow as pa
 import zstandard
 
 from actds.format import tables
+from actds.format.inclusion import Design
 from actds_writers.ipc.messages import RequestArrived, RequestFinished
 
 IntMatrix = np.ndarray[tuple[int, int], np.dtype[np.int64]]
@@ -178,7 +179,9 @@ def unpack(data: bytes, n_columns: int) -> IntMatrix:
     return columns
 
 
-CAPTURED, CACHE_REF, DROPPED, ABORTED, FILTERED, UNDELIVERED = range(len(tables.DISPOSITIONS))
+CAPTURED, CACHE_REF, DROPPED, ABORTED, FILTERED, UNDELIVERED, THINNED = range(
+    len(tables.DISPOSITIONS)
+)
 NONE = -1
 LOST_REASON = "writer_ended"
 """Reason of rows that were computed and are not committed."""
@@ -186,8 +189,49 @@ BLOCK_PIECES = 1 << 16
 """Pieces that are packed together; fewer wait as they are."""
 MAX_CHUNKS = 1024
 
-_COLUMNS = ("request", "start", "stop", "disposition", "step", "ref_request", "reason")
+_COLUMNS = (
+    *("request", "start", "stop", "disposition", "step", "ref_request", "reason"),
+    "inclusion",
+)
+"""Of a piece; ``inclusion`` as the bits of a float64, -1 but where positions were not drawn."""
 Columns = dict[str, np.ndarray]
+MAX_POSITIONS = 1 << 20
+"""Positions that are drawn at a time, beside those of one piece."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Which rows of a run were drawn, from the scheduler's side (spec 0.1 section 7.10).
+
+    Args:
+        steps: step numbers that say with which probability they drew, ascending.
+        inclusion: of each of these.
+        first_step: by request number, the step that first computed it.
+        dropped_in: under a drop policy with a reserve, the steps whose losses are logged: what was
+            not drawn in them is ``dropped``, in others ``aborted``. Else ``None``: ``thinned``.
+    """
+
+    design: Design
+    steps: np.ndarray
+    inclusion: np.ndarray
+    first_step: np.ndarray
+    dropped_in: frozenset[int] | None = None
+
+    def of_pieces(self, c: Columns) -> np.ndarray:
+        """Return the inclusion of the positions of each piece, 1 where none was drawn."""
+        step = self.first_step[c["request"]] if self.design.unit == "request" else c["step"]
+        at = np.searchsorted(self.steps, step)
+        known = at < len(self.steps)
+        known[known] = self.steps[at[known]] == step[known]
+        shares = np.ones(len(step))
+        shares[known] = self.inclusion[at[known]]
+        return shares
+
+    def fate(self, step: np.ndarray) -> np.ndarray:
+        """Return the disposition of what was not drawn in each step."""
+        if self.dropped_in is None:
+            return np.full(len(step), THINNED)
+        return np.where(np.isin(step, list(self.dropped_in)), DROPPED, ABORTED)
 
 
 class StepPieces:
@@ -215,7 +259,7 @@ class StepPieces:
             return
         chunk = np.empty((len(_COLUMNS), n), np.int64)
         chunk[:3] = request[keep], start[keep], stop[keep]
-        chunk[3:] = np.array((disposition, step, ref_request, self._reason(reason)))[:, None]
+        chunk[3:] = np.array((disposition, step, ref_request, self._reason(reason), NONE))[:, None]
         self._append(chunk)
 
     def _append(self, chunk: IntMatrix) -> None:
@@ -247,6 +291,7 @@ class StepPieces:
         dropped: dict[int, str],
         left_out: dict[str, dict[int, str]],
         unlogged: frozenset[int],
+        drawn: Drawn | None = None,
     ) -> StepPieces:
         """Return the pieces with the final dispositions: filtered, dropped, aborted, captured.
 
@@ -259,6 +304,8 @@ class StepPieces:
             dropped: reason by step of those an overflow policy gave up.
             left_out: per phase, the reason by request of those a sampling rule leaves out.
             unlogged: dropped steps in no log; aborted, even where a later step is committed.
+            drawn: which rows were drawn; what was not is no row whatever else happened to it, but
+                for a rule.
         """
         settled = StepPieces()
         settled.reasons = list(self.reasons)
@@ -270,7 +317,8 @@ class StepPieces:
             settled._reason(reason): [step for step, why in dropped.items() if why == reason]
             for reason in sorted(set(dropped.values()))
         }
-        for c in self.blocks():
+        for block in self.blocks():
+            c = block if drawn is None else settled._split(block, drawn)
             for reason, steps in drops.items():
                 lines = (c["disposition"] == CAPTURED) & np.isin(c["step"], steps)
                 c["disposition"] = np.where(lines, DROPPED, c["disposition"])
@@ -294,10 +342,51 @@ class StepPieces:
                         [filtered, late], [FILTERED, ABORTED], default=c["disposition"]
                     ),
                     "ref_request": np.where(filtered, NONE, c["ref_request"]),
+                    "inclusion": np.where(filtered, NONE, c["inclusion"]),
                     "reason": np.select([filtered, late], [rule, lost], default=c["reason"]),
                 }
                 settled._append(np.stack([columns[name][keep] for name in _COLUMNS]))
         return settled
+
+    def _split(self, c: Columns, drawn: Drawn) -> Columns:
+        """Return the pieces cut where computed positions were drawn and where not."""
+        inclusion = drawn.of_pieces(c)
+        cut = (c["disposition"] == CAPTURED) & (inclusion < 1)
+        parts = [{name: c[name][~cut] for name in _COLUMNS}]
+        pieces, shares = {name: c[name][cut] for name in _COLUMNS}, inclusion[cut]
+        end = np.cumsum(pieces["stop"] - pieces["start"])
+        first = 0
+        while first < len(shares):
+            before = end[first - 1] if first else 0
+            last = max(first + 1, int(np.searchsorted(end, before + MAX_POSITIONS, side="right")))
+            some = {name: column[first:last] for name, column in pieces.items()}
+            parts.append(self._runs(some, shares[first:last], drawn))
+            first = last
+        return {name: np.concatenate([part[name] for part in parts]) for name in _COLUMNS}
+
+    def _runs(self, c: Columns, shares: np.ndarray, drawn: Drawn) -> Columns:
+        """Return each run of positions of a piece that were drawn, or were not, as a piece."""
+        length = c["stop"] - c["start"]
+        piece = np.repeat(np.arange(len(length)), length)
+        nth = np.arange(len(piece)) - np.repeat(np.cumsum(length) - length, length)
+        position = c["start"][piece] + nth
+        is_in = drawn.design.numbers(c["request"][piece], position) < shares[piece]
+        begins = (nth == 0) | np.append(True, is_in[1:] != is_in[:-1])
+        first = np.flatnonzero(begins)
+        last = np.append(first[1:], len(piece)) - 1
+        runs = {name: column[piece[first]] for name, column in c.items()}
+        runs["start"], runs["stop"] = position[first], position[last] + 1
+        out = ~is_in[first]
+        bits = np.ascontiguousarray(shares[piece[first]]).view(np.int64)
+        fate = drawn.fate(runs["step"])
+        words = {THINNED: tables.NOT_DRAWN, DROPPED: tables.QUEUE_FULL, ABORTED: LOST_REASON}
+        reasons = np.full(len(tables.DISPOSITIONS), NONE)
+        for kind in np.unique(fate[out]).tolist():
+            reasons[kind] = self._reason(words[kind])
+        runs["disposition"] = np.where(out, fate, runs["disposition"])
+        runs["reason"] = np.where(out, reasons[fate], runs["reason"])
+        runs["inclusion"] = np.where(out & (fate != ABORTED), bits, NONE)
+        return runs
 
     def totals(self) -> dict[str, int]:
         total = np.zeros(len(tables.DISPOSITIONS))
@@ -347,6 +436,7 @@ def span_table(pieces: StepPieces) -> pa.Table:
             "reason": [reasons[i] if i >= 0 else None for i in c["reason"].tolist()],
             "step": pa.array(step, mask=step < 0),
             "ref_request": pa.array(ref, mask=ref < 0),
+            "inclusion": pa.array(c["inclusion"].view(np.float64), mask=c["inclusion"] == NONE),
         },
     )
 
@@ -359,7 +449,7 @@ def _merged(c: Columns) -> Columns:
     same = c["start"][1:] == c["stop"][:-1]
     # A span without a step was never computed; it must not join one that was.
     same &= (c["step"][1:] < 0) == (c["step"][:-1] < 0)
-    for name in ("request", "disposition", "reason", "ref_request"):
+    for name in ("request", "disposition", "reason", "ref_request", "inclusion"):
         same &= c[name][1:] == c[name][:-1]
     first = np.flatnonzero(np.concatenate([[True], ~same])) if len(order) else np.empty(0, int)
     last = np.concatenate([first[1:] - 1, [len(order) - 1]]) if len(order) else first

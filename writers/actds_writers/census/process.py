@@ -414,7 +414,7 @@ class CensusProcess:
         self._engine_spoke = False
         self._told = False
         self._journal = Journal(self._store, settings.run, self._begin)
-        self._wanted: int | None = None
+        self._wanted: Secure | None = None
         self._reason: CloseReason | None = None
         self._beside: dict[str, int] = {}
         self._last_progress = 0.0
@@ -450,7 +450,7 @@ class CensusProcess:
             self._client = merged(self._client, message)
             self._journal.add(message)
         elif isinstance(message, Secure):
-            self._wanted = message.last_step
+            self._wanted = message
         elif isinstance(message, Finish):
             self._reason = message.reason
             if message.unknown_weights:
@@ -473,12 +473,24 @@ class CensusProcess:
         drained = 0
         while drained < MAX_DRAINED and (n_messages := self._hub.poll(0, self._take)):
             drained += n_messages
-        step = self._wanted
-        if not self._census.has_scheduled(step):
-            if "scheduler" in self._hub.roles():
+        step, n_drawing = self._wanted.last_step, self._wanted.n_drawing
+        missing = [
+            (role, expected)
+            for role, expected, is_there in (
+                ("scheduler", "the schedule of every row", self._census.has_scheduled(step)),
+                (
+                    "worker",
+                    "how the rows of the step were drawn",
+                    self._census.has_drawn(step, n_drawing),
+                ),
+            )
+            if not is_there
+        ]
+        if missing:
+            role, expected = missing[0]
+            if role in self._hub.roles():
                 return
-            got = "the scheduler disconnected without reporting it"
-            place, expected = f"census at step {step}", "the schedule of every row"
+            got, place = f"the {role} disconnected without reporting it", f"census at step {step}"
             self._hub.send("writer", ActdsError("E505", place, got=got, expected=expected))
         else:
             self._journal.secure(lambda error: self._hub.send("writer", error or Secured(step)))
@@ -547,7 +559,14 @@ class CensusProcess:
             remove_journal(store, run)
             return {}
         chain = self._chain or self._begin_chain(dataset)
-        tables = self._census.tables(ended.acknowledged, self._client, ended.dropped_steps)
+        settings = self._link.settings
+        tables = self._census.tables(
+            ended.acknowledged,
+            self._client,
+            ended.dropped_steps,
+            settings.design(run),
+            reserves=settings.always is not None,
+        )
         commit_census(store, chain, run, tables)
         chain.close(self._reason or "interrupted", tables.totals | self._beside)
         remove_journal(store, run)

@@ -17,6 +17,7 @@ from actds.dataset.ledger import Chain, ChainState, fence, read_ledger
 from actds.dataset.owners import SILENCE_S, find_owners
 from actds.dataset.reading import CENSUS_TABLES, Catalog, need_dataset, read_genesis
 from actds.errors import ActdsError
+from actds.format.inclusion import Design
 from actds.format.schema import Seal, ShardBody
 from actds.publish.sealing import seal
 from actds.store import TEMPORARY, Store, layout, local_folder, open_for_writing
@@ -238,7 +239,15 @@ def _replay(store: Store, catalog: Catalog, run: str, ended: WriterEnd) -> dict[
             raise broken(
                 place, f"no message for step {step}", f"one: its {phase} rows are committed"
             )
-    tables = census.tables(ended.acknowledged, client, ended.dropped_steps)
+    record = catalog.runs.get(run)
+    policy = None if record is None else record.fields.get("capture.overflow_policy")
+    tables = census.tables(
+        ended.acknowledged,
+        client,
+        ended.dropped_steps,
+        Design.of(record),
+        reserves=policy is not None and policy.value == "drop_newest",
+    )
     present = {
         part.file.path: part
         for table in (*CENSUS_TABLES, "roles", "origins", "sampled")

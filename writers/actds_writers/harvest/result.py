@@ -103,6 +103,7 @@ class Totals:
         aborted_uncomputed: of these, the ones never computed.
         filtered: positions left out by a sampling rule.
         undelivered: positions computed past the end of a request.
+        thinned: positions that were not drawn.
         rejected: computed tokens that were rejected drafts.
         unresolved: prefix-cache hits on a position without a row.
         external: of the hits, those on KV that came from outside the run.
@@ -130,6 +131,7 @@ class Totals:
     canary: str | None = None
     external: int = 0
     undelivered: int = 0
+    thinned: int = 0
     rejected: int = 0
     skipped_tokens: int = 0
     values: Mapping[str, RowCounts] = field(default_factory=dict)
@@ -155,7 +157,7 @@ class Totals:
             "dropped": self.dropped,
             "aborted": self.aborted - self.aborted_uncomputed,
             "filtered": self.filtered,
-            **_some(undelivered=self.undelivered, rejected=self.rejected),
+            **_some(undelivered=self.undelivered, rejected=self.rejected, thinned=self.thinned),
         }
         if sum(computed.values()) != self.scheduled or min(computed.values()) < 0:
             got = f"{self.scheduled:,} scheduled tokens"
@@ -172,6 +174,7 @@ OF_CENSUS = (
     "aborted",
     "filtered",
     "undelivered",
+    "thinned",
     "rejected",
 )
 """Totals that the census of a run counts, by their names in it."""
@@ -195,7 +198,7 @@ def format_summary(totals: Totals) -> str:
         "dropped": totals.dropped,
         "aborted": totals.aborted,
         "filtered": totals.filtered,
-        **_some(undelivered=totals.undelivered),
+        **_some(undelivered=totals.undelivered, thinned=totals.thinned),
     }
     counts = [
         HookValues.of_run(hook, totals.captured, n, totals.cast)
@@ -232,7 +235,7 @@ def format_summary(totals: Totals) -> str:
 
 
 def _some(**counts: int) -> dict[str, int]:
-    """Return the counts that are not zero: of engines that schedule ahead or draft."""
+    """Return the counts that are not zero: few runs thin, schedule ahead or draft."""
     return {name: count for name, count in counts.items() if count}
 
 

@@ -99,6 +99,8 @@ class RingSpace:
         self._starts: list[int] = []
         self._stops: dict[int, int] = {}
         self._next = 0
+        self.n_used = 0
+        """Bytes of the slices in use."""
 
     @property
     def depth(self) -> int:
@@ -119,6 +121,7 @@ class RingSpace:
         if start is not None:
             bisect.insort(self._starts, start)
             self._stops[start] = self._next = start + size
+            self.n_used += size
         return start
 
     def has_room(self, nbytes: int) -> bool:
@@ -126,7 +129,7 @@ class RingSpace:
 
     def free(self, offset: int) -> None:
         del self._starts[bisect.bisect_left(self._starts, offset)]
-        del self._stops[offset]
+        self.n_used -= self._stops.pop(offset) - offset
 
     def _find(self, size: int) -> int | None:
         # Slices are freed nearly in the order of their reservation: mostly the first try succeeds.
@@ -298,8 +301,11 @@ class Link:
 
     @property
     def may_wait(self) -> bool:
-        """Whether the engine may wait for a disk: not while it serves, unless it is told to."""
-        return not self.live or self.settings.overflow == "block"
+        """Whether the engine may wait for a disk: not while it serves, unless it is told to.
+
+        Whoever stores a least share of every step waits as well, where not even that has room.
+        """
+        return not self.live or self.settings.overflow == "block" or self.settings.draws
 
     @classmethod
     def from_environment(cls) -> Link | None:

@@ -153,8 +153,11 @@ class StepRows:
         token_ids: token fed at each row, read from the device's own buffer.
         finished: requests that ended before this step.
         stalls: waits of the stages before the writer for this step.
-        kept: bool ``(n,)``: rows that the sampling rules keep, ``None`` for all. Only these are in
-            the ring; positions and token ids are of all computed rows.
+        kept: bool ``(n,)``: rows that the sampling rules keep and that are drawn, ``None`` for all.
+            Only these are in the ring; positions and token ids are of all computed rows.
+        inclusion: float64 ``(n,)``: probability that each row was drawn with, ``None`` where
+            none is drawn; ``wanted``, bool ``(n,)``: rows that the sampling rules keep, drawn or
+            not, ``None`` for all.
         t_ns: wall clock when the engine handed the step over.
         depth_stage1: slices in the staging ring after the rows had left it; ``depth_stage2``, in
             the host ring, this one included.
@@ -173,6 +176,8 @@ class StepRows:
     finished: tuple[int, ...]
     stalls: tuple[Stall, ...] = ()
     kept: BoolArray | None = None
+    inclusion: np.ndarray | None = None
+    wanted: BoolArray | None = None
     t_ns: int = 0
     depth_stage1: int = 0
     depth_stage2: int = 0
@@ -181,6 +186,13 @@ class StepRows:
     @property
     def n_kept(self) -> int:
         return len(self.positions) if self.kept is None else int(np.count_nonzero(self.kept))
+
+    @property
+    def wanted_but_not_drawn(self) -> BoolArray | None:
+        """Return which rows only the draw left out, ``None`` for none."""
+        if self.inclusion is None or self.kept is None:
+            return None
+        return ~self.kept if self.wanted is None else self.wanted & ~self.kept
 
 
 class QueueState(NamedTuple):
@@ -264,9 +276,13 @@ class RingFree:
 
 @dataclass(frozen=True)
 class Secure:
-    """The writer is about to commit rows up to ``last_step``: make their census durable."""
+    """The writer is about to commit rows up to ``last_step``: make their census durable.
+
+    ``n_drawing``: pipeline stages that say with which probability they drew each step.
+    """
 
     last_step: int
+    n_drawing: int = 0
 
 
 @dataclass(frozen=True)
@@ -400,6 +416,7 @@ class StepExecuted:
     disk_write_latency_p99: float | None = None
     compression_backlog_bytes: int | None = None
     queue_depth_readouts: int | None = None
+    inclusion: float | None = None
     stage: int = 0
 
 

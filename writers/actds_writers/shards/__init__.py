@@ -37,7 +37,7 @@ SUMMED = ("capture.ring_nbytes", "capture.staging_nbytes", "model.n_layers")
 CHECK = "capture.check"
 AGAINST = ("transformers", "engine", "table")
 """References of the check of the hooks; the last of those that the stages had counts."""
-_IDENTITY = ("step", "requests", "n_rows", "prompt_lens", "positions", "finished", "kept")
+_IDENTITY = ("step", "requests", "n_rows", "prompt_lens", "positions", "finished")
 
 
 @dataclass(frozen=True)
@@ -173,11 +173,13 @@ def _joined(parts: Mapping[int, _Part]) -> JoinedStep:
     for stage, part in later:
         # A dropped step has no token ids any more.
         names = _IDENTITY if first.loss or part.loss else (*_IDENTITY, "token_ids")
+        if first.rows.inclusion is None:
+            names = (*names, "kept")
         if error := disagreement({first_stage: first.rows, stage: part.rows}, names):
             raise error
     rows = tuple(part.rows for part in parts.values())
     whole = replace(
-        first.rows,
+        _drawn_by_all(rows),
         nbytes=sum(part.nbytes for part in rows),
         stalls=tuple(stall for part in rows for stall in part.stalls),
         depth_stage1=max(part.depth_stage1 for part in rows),
@@ -188,6 +190,24 @@ def _joined(parts: Mapping[int, _Part]) -> JoinedStep:
     # As in the census: without readouts at one hook, else for the reason of the first stage.
     loss = min(losses, key=lambda loss: loss.reason != tables.READOUTS_FULL, default=None)
     return JoinedStep(whole if loss is None else replace(loss, rows=whole), places)
+
+
+def _drawn_by_all(rows: Sequence[StepRows]) -> StepRows:
+    """Return the step of the first stage with the rows that every stage has drawn.
+
+    Each stage draws with a probability of its own and one hash: what all of them have is drawn with
+    the lowest (spec 0.1 section 7.10).
+    """
+    first = rows[0]
+    if first.inclusion is None:
+        return first
+    inclusion, kept = first.inclusion, first.kept
+    for part in rows[1:]:
+        if part.inclusion is not None:
+            inclusion = np.minimum(inclusion, part.inclusion)
+        if part.kept is not None:
+            kept = part.kept if kept is None else kept & part.kept
+    return replace(first, inclusion=inclusion, kept=kept)
 
 
 def disagreement(
@@ -279,6 +299,7 @@ class Assembly:
         self._special = np.array(sorted(tokens.special), np.int64)
         self._bos = tokens.bos
         self._eos = np.array(sorted(tokens.eos), np.int64)
+        self._new = np.empty(0, bool)
         self.recomputed_tokens = 0
         self.cache_hit_ratio: float | None = None
         """Of the last step: prompt tokens that were not computed, of the requests it began."""
@@ -300,6 +321,8 @@ class Assembly:
             "chunk": chunk,
             "flags": self._flags(step.token_ids),
         }
+        if step.inclusion is not None:
+            columns["inclusion"] = step.inclusion
         if step.kept is not None:
             new, prefill = new[step.kept], prefill[step.kept]
             columns = {name: column[step.kept] for name, column in columns.items()}
@@ -317,15 +340,14 @@ class Assembly:
         """Return the intervals of a dropped step that would have been stored (spec 0.1, 7.4)."""
         new, _, _ = self._label(step)
         if step.kept is not None:
-            new &= step.kept
-        intervals: list[Interval] = []
-        first = 0
-        for request, count in zip(step.requests.tolist(), step.n_rows.tolist(), strict=True):
-            positions = step.positions[first : first + count][new[first : first + count]]
-            if len(positions):
-                intervals.append(Interval(request, int(positions[0]), int(positions[-1]) + 1))
-            first += count
-        return intervals
+            new = new & step.kept
+        return _intervals(step, new)
+
+    def not_drawn(self, step: StepRows) -> list[Interval]:
+        """Return the intervals that were not drawn of the step that was taken or lost last."""
+        if step.wanted_but_not_drawn is None:
+            return []
+        return _intervals(step, self._new & step.wanted_but_not_drawn)
 
     def _label(self, step: StepRows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return which rows are new, their attempt and their chunk; update the requests."""
@@ -353,6 +375,7 @@ class Assembly:
             first = last
         self.recomputed_tokens += int(n - np.count_nonzero(new))
         self.cache_hit_ratio = n_hits / n_queried if n_queried else None
+        self._new = new
         return new, attempt, chunk
 
     def _flags(self, token_ids: np.ndarray) -> np.ndarray:
@@ -363,6 +386,18 @@ class Assembly:
         return flags.astype(np.uint16)
 
 
+def _intervals(step: StepRows, chosen: np.ndarray) -> list[Interval]:
+    """Return the intervals of the chosen rows of a step, request by request."""
+    request = np.repeat(step.requests, step.n_rows)[chosen]
+    position = step.positions[chosen]
+    begins = np.ones(len(request), bool)
+    begins[1:] = (request[1:] != request[:-1]) | (position[1:] != position[:-1] + 1)
+    first = np.flatnonzero(begins)
+    last = np.append(first[1:], len(request))[: len(first)] - 1
+    columns = np.stack([request[first], position[first], position[last] + 1], axis=1)
+    return [Interval(*line) for line in columns.tolist()]
+
+
 TOKEN_COLUMNS = {
     "request": np.uint32,
     "position": np.uint32,
@@ -371,6 +406,7 @@ TOKEN_COLUMNS = {
     "attempt": np.uint16,
     "chunk": np.uint32,
     "flags": np.uint16,
+    "inclusion": np.float64,
 }
 
 
@@ -394,15 +430,20 @@ class Slice:
 
 
 class ShardBuffer:
-    """Rows of one phase: at most those of a shard plus those of the largest step."""
+    """Rows of one phase: at most those of a shard plus those of the largest step.
 
-    def __init__(self, hooks: tuple[HookSpec, ...], capacity: int) -> None:
+    ``draws``: whether the rows are drawn, so that each has an inclusion.
+    """
+
+    def __init__(self, hooks: tuple[HookSpec, ...], capacity: int, *, draws: bool = False) -> None:
         self.hooks = hooks
         self.capacity = capacity
         self._layout = RowLayout(hooks)
         self._rows = self._layout.empty(capacity)
         self._columns = {
-            name: np.empty(capacity, dtype=kind) for name, kind in TOKEN_COLUMNS.items()
+            name: np.empty(capacity, dtype=kind)
+            for name, kind in TOKEN_COLUMNS.items()
+            if draws or name != "inclusion"
         }
         self.clear()
 

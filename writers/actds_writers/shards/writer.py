@@ -20,13 +20,15 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from actds.dataset.commit import BegunShard, ShardRows, begin_shard
 from actds.dataset.info import recorded_cast
 from actds.dataset.ledger import Chain
 from actds.dataset.reading import read_genesis
 from actds.dataset.write_threads import N_HELD, N_OPEN, WriteThreads
 from actds.errors import ActdsError
-from actds.format import schema
+from actds.format import schema, tables
 from actds.format.readouts import Readouts
 from actds.format.schema import CloseReason, Genesis, Hook, ProvenanceField, RunBody, RunRecord
 from actds.store import Buffer, NewFile, Put, Store, layout
@@ -44,7 +46,7 @@ from actds_writers.ipc.messages import (
     WorkerHello,
 )
 from actds_writers.monitor.metrics import CommitMeter, DiskMeter, Meters, Occupancy
-from actds_writers.shards import Assembly, ShardBuffer
+from actds_writers.shards import Assembly, Interval, ShardBuffer
 from actds_writers.shards.logs import DropLog, LaneReader, ReadoutLog, TableLog
 from actds_writers.sizing import Geometry, Sizes, memory_bound
 
@@ -385,6 +387,7 @@ class Writer:
         self._before_commit = before_commit
         self._hooks = hello.hooks
         self._planned = Readouts.from_field(settings.readouts, "capture.readouts")
+        self._design = settings.harvest.design(settings.run)
         stages = hello.stages or (hello,)
         self._rings: list[tuple[RowLayout, mmap.mmap]] = [
             (RowLayout(stage.hooks), attach_memory(Path(stage.ring_path), stage.ring_nbytes))
@@ -400,7 +403,10 @@ class Writer:
         self.memory_nbytes = hello.memory_nbytes + self._own_nbytes(hello)
         self._begin_run(dataset, hello)
         self.readouts = self._readout_log(hello)
-        buffers = [ShardBuffer(hello.hooks, capacity) for _ in range(len(PHASES) + SPARE_BUFFERS)]
+        buffers = [
+            ShardBuffer(hello.hooks, capacity, draws=self._design is not None)
+            for _ in range(len(PHASES) + SPARE_BUFFERS)
+        ]
         harvest, n_threads = settings.harvest, settings.n_threads
         raw_nbytes = harvest.raw_threshold_nbytes
         plan = CommitPlan(settings.run, harvest.order, harvest.seed, n_threads, raw_nbytes)
@@ -453,16 +459,27 @@ class Writer:
         self._stalls.add(map(asdict, message.rows.stalls))
         self.meters.step(message.rows)
         self.last_step = message.rows.step
-        intervals = self._assembly.lost(message.rows)
-        queues = message.queues or QueueState(0, 0, None)
+        self._log_loss(message, self._assembly.lost(message.rows))
+        self._log_not_drawn(message.rows)
+        return self.free(None)
+
+    def _log_not_drawn(self, rows: StepRows) -> None:
+        """Log what a drop policy with a reserve has lost of a step, if it has."""
+        policy = self._settings.harvest.overflow
+        if rows.inclusion is not None and policy != "thin":
+            depths = (rows.depth_stage1, rows.depth_stage2)
+            loss = StepDropped(rows, tables.QUEUE_FULL, policy, rows.t_ns, *depths)
+            self._log_loss(loss, self._assembly.not_drawn(rows))
+
+    def _log_loss(self, loss: StepDropped, intervals: list[Interval]) -> None:
+        queues = loss.queues or QueueState(0, 0, None)
         state = {
-            "queue_depth_stage1": message.depth_stage1,
-            "queue_depth_stage2": message.depth_stage2,
+            "queue_depth_stage1": loss.depth_stage1,
+            "queue_depth_stage2": loss.depth_stage2,
             **queues._asdict(),
             "cache_hit_ratio": self._assembly.cache_hit_ratio,
         }
-        self._losses.drop(message, intervals, state)
-        return self.free(None)
+        self._losses.drop(loss, intervals, state)
 
     def finish(self, reason: CloseReason) -> dict[str, int]:
         """Commit all buffers and close the chain; return its totals, E503 if the disk refused."""
@@ -491,7 +508,7 @@ class Writer:
 
     def _take(self, message: StepRows) -> None:
         rows = tuple(
-            array
+            array if (select := _kept_of(message, part)) is None else array[:, select]
             for (layout, memory), part in zip(self._rings, message.parts or (message,), strict=True)
             for array in layout.arrays(memory, part.offset, part.n_kept)
         )
@@ -503,6 +520,7 @@ class Writer:
             if buffer.n_rows >= self._settings.rows_per_shard:
                 self.committer.commit(phase, buffer)
                 self._filling[phase] = self._spare(message.step)
+        self._log_not_drawn(message)
 
     def _spare(self, step: int) -> ShardBuffer:
         """Return an empty buffer; waiting for it is a stall of the pool."""
@@ -554,6 +572,8 @@ class Writer:
     def _begin_run(self, dataset: str, hello: WorkerHello) -> None:
         memory = Fact("capture.memory_nbytes", self.memory_nbytes, "observed")
         facts = (*self._settings.facts, *hello.facts, memory)
+        if self._design is not None:
+            facts = (*facts, Fact(tables.INCLUSION, self._design.as_field(), "declared"))
         fields = {fact.name: fact for fact in facts}
         record = RunRecord(
             dataset=dataset,
@@ -567,6 +587,14 @@ class Writer:
         self.cast = recorded_cast(record)
         put = self._store.put_new(layout.run_path(self._settings.run), [schema.to_bytes(record)])
         self._chain.append("run", RunBody(run=self._settings.run, sha256=put.sha256))
+
+
+def _kept_of(whole: StepRows, part: StepRows) -> np.ndarray | None:
+    """Return the rows of a stage in the ring that every stage has kept, ``None`` for all."""
+    if part is whole or whole.kept is None:
+        return None
+    here = whole.kept if part.kept is None else whole.kept[part.kept]
+    return None if here.all() else np.flatnonzero(here)
 
 
 def _genesis(store: Store, settings: WriterSettings, specs: tuple[HookSpec, ...]) -> str:

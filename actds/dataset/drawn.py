@@ -1,0 +1,148 @@
+"""The draw: rows that a run stores by hash are those that the recorded probabilities imply.
+
+Beside the account, which has every position in one span: here it is recomputed which positions of
+a step were drawn. A row too many, one too few, or another probability, and the run is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from actds.dataset.columns import Notes, Rows, Spans, Steps
+from actds.format import tables
+from actds.format.inclusion import Design
+from actds.format.positions import Ints, split_key
+
+MAX_POSITIONS = 1 << 30
+"""Positions that were not drawn, and are recomputed: a line of a few bytes can claim 2^32."""
+_AT_A_TIME = 1 << 20
+
+Floats = npt.NDArray[np.float64]
+
+
+def check_drawn(
+    design: Design | None, rows: Rows, spans: Spans, steps: Steps, notes: Notes
+) -> None:
+    """Note probabilities and positions that the design of a run does not imply, as E424.
+
+    Args:
+        design: of the run record, ``None`` for a run that stores every row.
+        rows: every row of the run.
+        spans: its spans.
+        steps: its steps.
+
+    Spec: 0.1 section 7.10.
+    """
+    if design is None:
+        _check_nothing_drawn(rows, spans, steps, notes)
+        return
+    share = steps.inclusion
+    outside = ~np.isnan(share) & ~((share >= design.minimum) & (share <= 1))
+    for i in notes.each("E424", np.flatnonzero(outside)):
+        place = f"census/{notes.run}/steps step {steps.number[i]} inclusion"
+        notes.add("E424", place, repr(float(share[i])), f"from {design.minimum!r} to 1")
+    _check_rows(design, rows, spans, steps, notes)
+    _check_spans(design, spans, steps, notes)
+
+
+def _check_nothing_drawn(rows: Rows, spans: Spans, steps: Steps, notes: Notes) -> None:
+    expected = f"null, or {tables.INCLUSION} in the run record"
+    for name, values in (("steps", steps.inclusion), ("spans", spans.inclusion)):
+        for i in notes.each("E424", np.flatnonzero(~np.isnan(values))[:1]):
+            place = f"census/{notes.run}/{name} inclusion"
+            notes.add("E424", place, repr(float(values[i])), expected)
+    if rows.inclusion is not None:
+        notes.add("E424", f"shards (run {notes.run}) tokens inclusion", "a number", expected)
+    for i in notes.each("E424", np.flatnonzero(spans.of("thinned"))):
+        place = notes.place("census", "spans", *spans.at(i))
+        notes.add("E424", place, "thinned", f"a run with {tables.INCLUSION}")
+
+
+def _of_steps(steps: Steps, step: Ints) -> Floats:
+    """Return the inclusion of steps by their numbers, NaN where there is none."""
+    at = steps.index(step)
+    share = np.full(len(step), np.nan)
+    share[at >= 0] = steps.inclusion[at[at >= 0]]
+    return share
+
+
+def _of_requests(spans: Spans, steps: Steps, request: Ints) -> Floats:
+    """Return the inclusion of the first step of each request, NaN where there is none."""
+    computed = spans.step >= 0
+    known, first = np.unique(spans.request[computed], return_index=True)  # spans are sorted
+    if not len(known):
+        return np.full(len(request), np.nan)
+    share = _of_steps(steps, spans.step[computed][first])
+    at = np.minimum(np.searchsorted(known, request), len(known) - 1)
+    return np.where(known[at] == request, share[at], np.nan)
+
+
+def _check_rows(design: Design, rows: Rows, spans: Spans, steps: Steps, notes: Notes) -> None:
+    """Each row says the probability that its step implies, and was drawn with it."""
+    request, position = split_key(rows.keys)
+    if design.unit == "request":
+        share = _of_requests(spans, steps, request)
+    elif len(steps.number):
+        share = np.where(rows.step >= 0, steps.inclusion[rows.step], np.nan)
+    else:
+        share = np.full(len(rows.keys), np.nan)
+    said = np.full(len(share), np.nan) if rows.inclusion is None else rows.inclusion
+    for i in notes.each("E424", np.flatnonzero(said != share)):
+        place = notes.place("shards", "rows", request[i], position[i])
+        notes.add("E424", f"{place} inclusion", _words(said[i]), f"{_words(share[i])}, of its step")
+    out = (said == share) & (design.numbers(request, position) >= said)
+    for i in notes.each("E424", np.flatnonzero(out)):
+        place = notes.place("shards", "rows", request[i], position[i])
+        got = f"a row that is not drawn with the probability {_words(said[i])}"
+        notes.add("E424", place, got, "no row, and a thinned position")
+
+
+def _check_spans(design: Design, spans: Spans, steps: Steps, notes: Notes) -> None:
+    """What was not drawn says with which probability, and none of it is drawn by the hash."""
+    said = spans.inclusion
+    lost = spans.of("dropped")
+    for wrong, got, expected in (
+        (spans.of("thinned") & np.isnan(said), "null", "the probability of its rows"),
+        (~(spans.of("thinned") | lost) & ~np.isnan(said), "a number", "null"),
+    ):
+        for i in notes.each("E424", np.flatnonzero(wrong)):
+            place = notes.place("census", "spans", *spans.at(i))
+            notes.add("E424", f"{place} inclusion", got, expected)
+    drawn = np.flatnonzero(~np.isnan(said) & (spans.of("thinned") | lost))
+    if design.unit == "request":
+        share = _of_requests(spans, steps, spans.request[drawn])
+    else:
+        share = _of_steps(steps, spans.step[drawn])
+    differs = said[drawn] != share
+    for i in notes.each("E424", np.flatnonzero(differs)):
+        place = notes.place("census", "spans", *spans.at(drawn[i]))
+        expected = f"{_words(share[i])}, of its step"
+        notes.add("E424", f"{place} inclusion", _words(said[drawn[i]]), expected)
+    for request, position, inclusion in _positions(spans, drawn[~differs], notes):
+        too_few = design.numbers(request, position) < inclusion
+        for i in notes.each("E424", np.flatnonzero(too_few)):
+            place = notes.place("census", "spans", request[i], position[i])
+            got = f"{_words(inclusion[i])}, with which the position is drawn"
+            notes.add("E424", f"{place} inclusion", got, "a row")
+
+
+def _positions(spans: Spans, chosen: Ints, notes: Notes) -> Iterator[tuple[Ints, Ints, Floats]]:
+    """Yield request, position and inclusion of the positions of spans, some at a time."""
+    length = (spans.stop - spans.start)[chosen]
+    end = np.cumsum(length)
+    if len(end) and end[-1] > MAX_POSITIONS:
+        got, expected = f"{end[-1]} positions that were not drawn", "every one recomputed"
+        notes.add("E424", f"census/{notes.run}/spans", got, expected, "warning")
+    for first in range(0, int(min(end[-1], MAX_POSITIONS)) if len(end) else 0, _AT_A_TIME):
+        nth = np.arange(first, min(first + _AT_A_TIME, int(end[-1])))
+        of = np.searchsorted(end, nth, side="right")
+        span = chosen[of]
+        position = spans.start[span] + nth - (end[of] - length[of])
+        yield spans.request[span], position, spans.inclusion[span]
+
+
+def _words(share: float) -> str:
+    return "null" if np.isnan(share) else repr(float(share))

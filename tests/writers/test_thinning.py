@@ -1,0 +1,178 @@
+"""Rows drawn with known probabilities: the right ones, with an exact account, in every setting.
+
+The expected sets are computed here, with a SplitMix64 in Python's integers and the recorded
+probabilities of the steps; writer, census and validator are real processes and the real code.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import pytest
+
+import actds
+from actds.format.inclusion import Design
+from actds.format.readouts import Readouts
+from actds.publish.sealing import seal
+from actds.store import open_store
+from actds_testing.independent import validator as independent
+from actds_testing.independent.draw import number
+from actds_testing.synthetic_engine import (
+    GENERATED,
+    PROMPT_LEN,
+    StagedEngine,
+    SyntheticEngine,
+    pipeline_for,
+    writer_stopped,
+)
+from actds_validators.validate.validation import validate
+from actds_writers.capture.thinning import Reserve, Thin
+from actds_writers.ipc.messages import ClientFacts, LeftOut
+
+N_POSITIONS = PROMPT_LEN + GENERATED - 1
+
+
+def harvest(out: Path, policy: str = "thin", engine: Any = SyntheticEngine, **of_draw: Any) -> Any:
+    """Serve 60 requests while the writer stands still at first, and 60 when it does not."""
+    readouts = Readouts(n_projections=2, seed=3)
+    live = bool(of_draw.pop("live", False))
+    with pipeline_for(out, policy, readouts=readouts, live=live, **of_draw) as pipeline:
+        worker = engine(pipeline)
+        with writer_stopped(pipeline):
+            for request in range(60):
+                worker.request(request, of_draw.get("left_out", LeftOut()))
+                worker.finished = (request,)
+        for request in range(60, 120):
+            worker.request(request)
+            worker.finished = (request,)
+        worker.drain(pipeline)
+        worker.close()
+        pipeline.send_client_facts(ClientFacts())
+        totals = pipeline.finish("finished")
+    seal(open_store(out))
+    return totals
+
+
+def refused(path: Path) -> set[str]:
+    """Return the codes that the two validators note, of which there should be one set."""
+    codes = {finding.code for finding in validate(path, level="deep").errors}
+    found = independent.validate(path, deep=True)
+    assert codes == {finding.code for finding in found if finding.severity == "error"}
+    return codes
+
+
+@pytest.mark.standard
+@pytest.mark.parametrize("engine", [SyntheticEngine, StagedEngine])
+@pytest.mark.parametrize("unit", ["row", "request"])
+def test_the_rows_are_those_that_hash_and_probability_say(
+    tmp_path: Path, unit: str, engine: Any
+) -> None:
+    out = tmp_path / "acts"
+    totals = harvest(out, engine=engine, thin_unit=unit, thin_min=1 / 64)
+    dataset = actds.open(out)
+    assert not refused(out)
+    steps = dataset.steps()
+    share = dict(zip(steps["step"].to_pylist(), steps["inclusion"].to_pylist(), strict=True))
+    assert min(share.values()) < 0.5 and max(share.values()) == 1
+    design = Design.of(dataset.runs["r-test"])
+    assert design is not None and (design.unit, design.minimum) == (unit, 1 / 64)
+    n_steps = 1 + GENERATED - 1
+    expected = set()
+    for request in range(120):
+        for position in range(N_POSITIONS):
+            step = request * n_steps + max(0, position - PROMPT_LEN + 1)
+            if unit == "request":
+                step, u = request * n_steps, number(int(design.salt), request, 0)
+            else:
+                u = number(int(design.salt), request, position)
+            if u < share[step]:
+                expected.add((request, position, share[step]))
+    rows = {
+        row
+        for shard in dataset.shards
+        for row in zip(
+            *(shard.tokens([c])[c].to_pylist() for c in ("request", "position", "inclusion")),
+            strict=True,
+        )
+    }
+    assert rows == expected
+    assert 0 < len(rows) < 120 * N_POSITIONS
+    assert totals["census"]["thinned"] == 120 * N_POSITIONS - len(rows)
+    assert totals["census"]["captured"] == totals["writer"]["rows"] == len(rows)
+    assert not totals["writer"]["dropped_tokens"]
+
+
+@pytest.mark.standard
+def test_readouts_stay_complete_and_rows_are_whose_they_are(tmp_path: Path) -> None:
+    out = tmp_path / "acts"
+    harvest(out)
+    dataset = actds.open(out)
+    readouts = dataset.readouts()
+    at_hook = readouts.filter(pc.equal(readouts["hook"], "resid_post.1"))
+    places = Counter(
+        zip(at_hook["request"].to_pylist(), at_hook["position"].to_pylist(), strict=True)
+    )
+    assert len(places) == 120 * N_POSITIONS and set(places.values()) == {1}
+    for shard in dataset.shards:
+        tokens = shard.tokens(["request", "position"])
+        label = tokens["request"].to_numpy() * 100 + tokens["position"].to_numpy() + 1
+        rows = shard.array("resid_post.1").read_all()
+        assert np.array_equal(rows, np.repeat(label[:, None], rows.shape[1], axis=1))
+
+
+@pytest.mark.standard
+@pytest.mark.parametrize("engine", [SyntheticEngine, StagedEngine])
+def test_a_reserve_keeps_its_share_of_the_dropped_steps(tmp_path: Path, engine: Any) -> None:
+    out = tmp_path / "acts"
+    totals = harvest(out, "drop_newest", engine=engine, always=0.25)
+    assert not refused(out)
+    dataset = actds.open(out)
+    assert totals["census"]["thinned"] == 0
+    assert totals["census"]["dropped"] == totals["writer"]["dropped_tokens"] > 0
+    steps = dataset.steps()
+    assert set(steps["inclusion"].to_pylist()) == {0.25, 1.0}
+    inclusion = np.concatenate([shard.tokens()["inclusion"].to_numpy() for shard in dataset.shards])
+    assert set(inclusion) == {0.25, 1.0}
+    lost = pc.sum(steps["batch_tokens"].filter(pc.equal(steps["inclusion"], 0.25))).as_py()
+    assert (inclusion == 0.25).sum() + totals["census"]["dropped"] == lost
+
+
+@pytest.mark.standard
+def test_served_traffic_is_thinned_and_never_dropped(tmp_path: Path) -> None:
+    totals = harvest(tmp_path / "acts", live=True)
+    assert totals["census"]["thinned"] and not totals["census"]["dropped"]
+    assert not refused(tmp_path / "acts")
+
+
+def test_the_probability_falls_evenly_and_never_below_its_least() -> None:
+    thin, minimum = Thin(1 / 64), 1 / 64
+    shares = [thin(fill / 100, 0.001) for fill in range(111)]
+    assert shares[:50] == [1.0] * 50 and shares[100:] == [minimum] * 11
+    ratios = np.array(shares[51:101]) / np.array(shares[50:100])
+    assert (ratios <= 1).all() and ratios.min() > 0.85
+    # A step that is larger than the room: what is expected of it has room.
+    assert thin(0.2, 4.0) * 4.0 <= 0.8
+    reserve = Reserve(1 / 256)
+    assert (reserve(0.5, 0.2), reserve(0.7, 0.2)) == (1.0, 1 / 256)
+
+
+@pytest.mark.parametrize("period", [20, 200, 2000])
+def test_bursts_of_ten_times_the_mean_are_thinned_without_a_wait(period: int) -> None:
+    """A ring of 400 mean steps; the writer takes 1.2 times the mean; a tenth of the time bursts."""
+    thin, minimum = Thin(1 / 64), 1 / 64
+    fill, waits, kept, weights = 0.0, 0, 0.0, 0.0
+    rng = np.random.default_rng(3)
+    loads = np.where(np.arange(40_000) % period < period / 10, 10.0, 1.0) / 1.9
+    for load in loads / 400:
+        share = thin(fill, load)
+        n = rng.binomial(1000, share) / 1000 * load
+        waits += fill + n > 1
+        fill = max(0.0, min(1.0, fill + n) - 1.2 / 400)
+        kept, weights = kept + n, weights + n / share
+        assert minimum <= share <= 1
+    assert not waits
+    assert weights == pytest.approx(loads.sum() / 400, rel=0.05)

@@ -1,0 +1,101 @@
+"""Which share of a step's rows is stored: decided in stage 1, before any row is looked at.
+
+Under ``thin`` the share falls from 1 to its least as the rings fill. Under a drop policy with a
+reserve it is 1 while the step has room, and else the reserve's. Which rows these are is decided by
+hash (``actds.format.inclusion``), so whoever knows the share of each step knows the rows.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import numpy as np
+
+from actds.format.inclusion import Design
+from actds_writers.ipc.messages import FloatArray, IntArray
+
+FULL_FROM = 0.5
+"""Share of the host ring up to which every row is stored."""
+ROOM_FOR_STEP = 0.8
+"""A step is expected to fill at most this share of the room that is left."""
+GRID = 16
+"""Probabilities per factor of two: few values, so that neighbouring positions share a span."""
+RESERVE = 0.25
+"""Share of the host ring that is kept for the rows that are stored of every step."""
+
+
+class Controller(Protocol):
+    """Chooses the probability of the rows of a step.
+
+    Args:
+        fill: bytes that wait in the rings, over the capacity of the host ring.
+        step: bytes of the step's rows, over that capacity.
+    """
+
+    def __call__(self, fill: float, step: float) -> float: ...
+
+
+class Thin:
+    """Lets the probability fall evenly in its logarithm while the ring fills.
+
+    So the share of rows changes by the same factor for each further step that waits, wherever the
+    ring stands, and a lasting load of n times what the writer can take finds its balance at 1/n.
+    """
+
+    def __init__(self, minimum: float) -> None:
+        self._minimum = minimum
+
+    def __call__(self, fill: float, step: float) -> float:
+        over = (fill - FULL_FROM) / (1 - FULL_FROM)
+        share = self._minimum ** min(max(over, 0.0), 1.0)
+        if step > 0:
+            share = min(share, ROOM_FOR_STEP * max(1 - fill, 0.0) / step)
+        return on_grid(share, self._minimum)
+
+
+class Reserve:
+    """Stores all of a step that has room outside the reserve, and a fixed share of every other."""
+
+    def __init__(self, minimum: float) -> None:
+        self._minimum = minimum
+
+    def __call__(self, fill: float, step: float) -> float:
+        return 1.0 if fill + step <= 1 - RESERVE else self._minimum
+
+
+def on_grid(share: float, minimum: float) -> float:
+    """Return the largest probability of the grid that is not above a share, in [minimum, 1]."""
+    if share >= 1:
+        return 1.0
+    if share <= minimum:
+        return minimum
+    return max(math.exp2(math.floor(GRID * math.log2(share)) / GRID), minimum)
+
+
+class Draws:
+    """The probability of each row of a run, in the worker: step by step, in their order."""
+
+    def __init__(self, design: Design, controller: Controller) -> None:
+        self.design, self._controller = design, controller
+        self._of_request: dict[int, float] = {}
+
+    def of_step(
+        self, requests: IntArray, finished: tuple[int, ...], fill: float, step: float
+    ) -> tuple[float, FloatArray]:
+        """Return the probability of a step, and that of the rows of each of its requests.
+
+        A request that is drawn whole keeps the probability of its first step.
+
+        Args:
+            requests: number of each scheduled request.
+            finished: requests that ended before the step.
+            fill, step: as ``Controller``.
+        """
+        share = self._controller(fill, step)
+        if self.design.unit == "row":
+            return share, np.full(len(requests), share)
+        for request in finished:
+            self._of_request.pop(request, None)
+        shares = [self._of_request.setdefault(request, share) for request in requests.tolist()]
+        return share, np.array(shares, np.float64)
