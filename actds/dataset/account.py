@@ -28,7 +28,7 @@ from actds.dataset.columns import (
     read_spans,
     read_steps,
 )
-from actds.dataset.drawn import check_drawn
+from actds.dataset.drawn import Sampled, check_drawn
 from actds.dataset.multiplicity import multiplicity
 from actds.errors import Finding
 from actds.format import tables
@@ -93,6 +93,7 @@ def account(
     drops: pa.Table,
     rows: Iterable[pa.Table],
     design: Design | None = None,
+    sampled: pa.Table | None = None,
 ) -> Account:
     """Return the account of one run: exact to the position, by disposition, reason and step.
 
@@ -104,10 +105,11 @@ def account(
         drops: the writer's table of that name; empty when nothing was dropped.
         rows: the token tables of the run's shards, as for ``Census.account``.
         design: how rows were drawn, as the run record says; ``None``: every row is stored.
+        sampled: the census table of that name, which rules for the draw may read.
 
     Spec: 0.1 section 7.
     """
-    return Census(run, requests, steps, spans, drops).account(rows, design)
+    return Census(run, requests, steps, spans, drops).account(rows, design, sampled)
 
 
 class Census:
@@ -125,18 +127,36 @@ class Census:
         self.spans = read_spans(spans, self.notes)
         self.drops = read_drops(drops, self.notes)
 
-    def account(self, rows: Iterable[pa.Table], design: Design | None = None) -> Account:
+    def account(
+        self,
+        rows: Iterable[pa.Table],
+        design: Design | None = None,
+        sampled: pa.Table | None = None,
+    ) -> Account:
         """Return the account of the rows of some shards, which have to be all of the run.
 
         Args:
             rows: the token tables, taken one at a time; about 30 bytes per row are kept.
             design: as for ``account``.
+            sampled: likewise.
         """
-        return _account(self, rows, design, self.notes.copy())
+        return _account(self, rows, design, _entropies(design, sampled), self.notes.copy())
+
+
+def _entropies(design: Design | None, sampled: pa.Table | None) -> Sampled | None:
+    if design is None or sampled is None or not design.reads_entropy:
+        return None
+    keys = position_key(sampled["request"].to_numpy(), sampled["position"].to_numpy())
+    keys, first = np.unique(keys, return_index=True)
+    return keys, sampled["entropy"].to_numpy().astype(np.float64)[first]
 
 
 def _account(
-    census: Census, rows: Iterable[pa.Table], design: Design | None, notes: Notes
+    census: Census,
+    rows: Iterable[pa.Table],
+    design: Design | None,
+    sampled: Sampled | None,
+    notes: Notes,
 ) -> Account:
     request_table, step_table = census.requests, census.steps
     span_table, drop_table = census.spans, census.drops
@@ -153,7 +173,7 @@ def _account(
     _row_labels(row_table, span_table, step_table, notes)
     _attempts(row_table, request_table, span_table, notes)
     _token_digests(row_table, request_table, span_table, notes)
-    check_drawn(design, row_table, span_table, step_table, notes)
+    check_drawn(design, row_table, request_table, span_table, step_table, notes, sampled)
 
     lengths = span_table.stop - span_table.start
     totals = {

@@ -7,14 +7,15 @@ a step were drawn. A row too many, one too few, or another probability, and the 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from actds.dataset.columns import Notes, Rows, Spans, Steps
+from actds.dataset.columns import Notes, Requests, Rows, Spans, Steps
 from actds.format import tables
 from actds.format.inclusion import Design
-from actds.format.positions import Ints, split_key
+from actds.format.positions import Ints, Keys, position_key, split_key, values_at
 
 MAX_POSITIONS = 1 << 30
 """Positions that were not drawn, and are recomputed: a line of a few bytes can claim 2^32."""
@@ -23,16 +24,43 @@ _AT_A_TIME = 1 << 20
 Floats = npt.NDArray[np.float64]
 
 
+Sampled = tuple[Keys, Floats]
+"""Keys of sampled tokens by request and position, ascending and distinct, and the entropies of the
+logits that they came from."""
+
+
+@dataclass(frozen=True)
+class _Shares:
+    design: Design
+    requests: Requests
+    sampled: Sampled | None
+
+    def of(self, request: Ints, position: Ints) -> Floats:
+        """Return the share that the rules give each position."""
+        entropy, at = None, self.requests.index(request)
+        lengths = self.requests.prompt_len
+        prompt_len = np.where(at >= 0, lengths[at], 0) if len(lengths) else np.zeros_like(at)
+        if self.sampled is not None and self.design.reads_entropy:
+            entropy = values_at(position_key(request, position), *self.sampled)
+        return self.design.shares(position, prompt_len, entropy)
+
+
 def check_drawn(
-    design: Design | None, rows: Rows, spans: Spans, steps: Steps, notes: Notes
+    design: Design | None,
+    rows: Rows,
+    requests: Requests,
+    spans: Spans,
+    steps: Steps,
+    notes: Notes,
+    sampled: Sampled | None = None,
 ) -> None:
     """Note probabilities and positions that the design of a run does not imply, as E424.
 
     Args:
         design: of the run record, ``None`` for a run that stores every row.
         rows: every row of the run.
-        spans: its spans.
-        steps: its steps.
+        requests: its requests, ``spans`` and ``steps`` likewise.
+        sampled: its sampled tokens, where rules read them.
 
     Spec: 0.1 section 7.10.
     """
@@ -44,8 +72,9 @@ def check_drawn(
     for i in notes.each("E424", np.flatnonzero(outside)):
         place = f"census/{notes.run}/steps step {steps.number[i]} inclusion"
         notes.add("E424", place, repr(float(share[i])), f"from {design.minimum!r} to 1")
-    _check_rows(design, rows, spans, steps, notes)
-    _check_spans(design, spans, steps, notes)
+    shares = _Shares(design, requests, sampled)
+    _check_rows(shares, rows, spans, steps, notes)
+    _check_spans(shares, spans, steps, notes)
 
 
 def _check_nothing_drawn(rows: Rows, spans: Spans, steps: Steps, notes: Notes) -> None:
@@ -80,57 +109,64 @@ def _of_requests(spans: Spans, steps: Steps, request: Ints) -> Floats:
     return np.where(known[at] == request, share[at], np.nan)
 
 
-def _check_rows(design: Design, rows: Rows, spans: Spans, steps: Steps, notes: Notes) -> None:
+def _check_rows(shares: _Shares, rows: Rows, spans: Spans, steps: Steps, notes: Notes) -> None:
     """Each row says the probability that its step implies, and was drawn with it."""
     request, position = split_key(rows.keys)
+    design = shares.design
     if design.unit == "request":
         share = _of_requests(spans, steps, request)
     elif len(steps.number):
         share = np.where(rows.step >= 0, steps.inclusion[rows.step], np.nan)
     else:
         share = np.full(len(rows.keys), np.nan)
-    said = np.full(len(share), np.nan) if rows.inclusion is None else rows.inclusion
-    for i in notes.each("E424", np.flatnonzero(said != share)):
+    share = share * shares.of(request, position)
+    stated = np.full(len(share), np.nan) if rows.inclusion is None else rows.inclusion
+    for i in notes.each("E424", np.flatnonzero(stated != share)):
         place = notes.place("shards", "rows", request[i], position[i])
-        notes.add("E424", f"{place} inclusion", _words(said[i]), f"{_words(share[i])}, of its step")
-    out = (said == share) & (design.numbers(request, position) >= said)
+        notes.add(
+            "E424", f"{place} inclusion", _words(stated[i]), f"{_words(share[i])}, of its step"
+        )
+    out = (stated == share) & (design.numbers(request, position) >= stated)
     for i in notes.each("E424", np.flatnonzero(out)):
         place = notes.place("shards", "rows", request[i], position[i])
-        got = f"a row that is not drawn with the probability {_words(said[i])}"
+        got = f"a row that is not drawn with the probability {_words(stated[i])}"
         notes.add("E424", place, got, "no row, and a thinned position")
 
 
-def _check_spans(design: Design, spans: Spans, steps: Steps, notes: Notes) -> None:
+def _check_spans(shares: _Shares, spans: Spans, steps: Steps, notes: Notes) -> None:
     """What was not drawn says with which probability, and none of it is drawn by the hash."""
-    said = spans.inclusion
+    stated = spans.inclusion
     lost = spans.of("dropped")
     for wrong, got, expected in (
-        (spans.of("thinned") & np.isnan(said), "null", "the probability of its rows"),
-        (~(spans.of("thinned") | lost) & ~np.isnan(said), "a number", "null"),
+        (spans.of("thinned") & np.isnan(stated), "null", "the probability of its rows"),
+        (~(spans.of("thinned") | lost) & ~np.isnan(stated), "a number", "null"),
     ):
         for i in notes.each("E424", np.flatnonzero(wrong)):
             place = notes.place("census", "spans", *spans.at(i))
             notes.add("E424", f"{place} inclusion", got, expected)
-    drawn = np.flatnonzero(~np.isnan(said) & (spans.of("thinned") | lost))
-    if design.unit == "request":
-        share = _of_requests(spans, steps, spans.request[drawn])
+    chosen = np.flatnonzero(~np.isnan(stated) & (spans.of("thinned") | lost))
+    if shares.design.unit == "request":
+        share = _of_requests(spans, steps, spans.request[chosen])
     else:
-        share = _of_steps(steps, spans.step[drawn])
-    differs = said[drawn] != share
+        share = _of_steps(steps, spans.step[chosen])
+    differs = stated[chosen] != share
     for i in notes.each("E424", np.flatnonzero(differs)):
-        place = notes.place("census", "spans", *spans.at(drawn[i]))
+        place = notes.place("census", "spans", *spans.at(chosen[i]))
         expected = f"{_words(share[i])}, of its step"
-        notes.add("E424", f"{place} inclusion", _words(said[drawn[i]]), expected)
-    for request, position, inclusion in _positions(spans, drawn[~differs], notes):
-        too_few = design.numbers(request, position) < inclusion
+        notes.add("E424", f"{place} inclusion", _words(stated[chosen[i]]), expected)
+    chosen = chosen[~differs]
+    for of, position in _positions(spans, chosen, notes):
+        request = spans.request[chosen[of]]
+        inclusion = stated[chosen[of]] * shares.of(request, position)
+        too_few = shares.design.numbers(request, position) < inclusion
         for i in notes.each("E424", np.flatnonzero(too_few)):
             place = notes.place("census", "spans", request[i], position[i])
-            got = f"{_words(inclusion[i])}, with which the position is drawn"
-            notes.add("E424", f"{place} inclusion", got, "a row")
+            got = f"no row of a position that {_words(inclusion[i])} draws"
+            notes.add("E424", place, got, "a row")
 
 
-def _positions(spans: Spans, chosen: Ints, notes: Notes) -> Iterator[tuple[Ints, Ints, Floats]]:
-    """Yield request, position and inclusion of the positions of spans, some at a time."""
+def _positions(spans: Spans, chosen: Ints, notes: Notes) -> Iterator[tuple[Ints, Ints]]:
+    """Yield the positions of spans, some at a time: of which of them each is, and the position."""
     length = (spans.stop - spans.start)[chosen]
     end = np.cumsum(length)
     if len(end) and end[-1] > MAX_POSITIONS:
@@ -139,9 +175,7 @@ def _positions(spans: Spans, chosen: Ints, notes: Notes) -> Iterator[tuple[Ints,
     for first in range(0, int(min(end[-1], MAX_POSITIONS)) if len(end) else 0, _AT_A_TIME):
         nth = np.arange(first, min(first + _AT_A_TIME, int(end[-1])))
         of = np.searchsorted(end, nth, side="right")
-        span = chosen[of]
-        position = spans.start[span] + nth - (end[of] - length[of])
-        yield spans.request[span], position, spans.inclusion[span]
+        yield of, spans.start[chosen[of]] + nth - (end[of] - length[of])
 
 
 def _words(share: float) -> str:

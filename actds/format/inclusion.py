@@ -27,14 +27,101 @@ _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
+class KeepRule:
+    """The share of the rows of some positions; all that it names has to hold.
+
+    Args:
+        share: probability of a row, in (0, 1].
+        phase: of the position.
+        position: first one and the one after the last, ``None`` for no end.
+        entropy: of the logits that the token at the position was sampled from, in nats: from,
+            and below; ``None`` for no bound. Never of a prompt position, or of an unknown one.
+
+    Spec: 0.1 section 7.10.
+    """
+
+    share: float
+    phase: Literal["prefill", "decode"] | None = None
+    position: tuple[int, int | None] | None = None
+    entropy: tuple[float | None, float | None] | None = None
+
+    def holds(
+        self,
+        position: npt.NDArray[np.int64],
+        prompt_len: npt.NDArray[np.int64],
+        entropy: npt.NDArray[np.float64] | None,
+    ) -> npt.NDArray[np.bool_]:
+        """Return which positions it is of, bool ``(n,)``; arguments as of ``Design.shares``."""
+        of = np.ones(len(position), bool)
+        if self.phase is not None:
+            of &= (position < prompt_len) == (self.phase == "prefill")
+        if self.position is not None:
+            first, last = self.position
+            of &= (position >= first) & (position < (np.inf if last is None else last))
+        if self.entropy is not None:
+            low, high = self.entropy
+            known = np.full(len(position), np.nan) if entropy is None else entropy
+            of &= known >= (-np.inf if low is None else low)
+            of &= known < (np.inf if high is None else high)
+        return of
+
+    def as_json(self) -> dict[str, object]:
+        """Return the rule as in the run record."""
+        bounds = None if self.entropy is None else [_text(bound) for bound in self.entropy]
+        place = None if self.position is None else list(self.position)
+        share = repr(self.share)
+        return {"entropy": bounds, "phase": self.phase, "position": place, "share": share}
+
+    @classmethod
+    def from_json(cls, fields: object) -> KeepRule | None:
+        """Return the rule in a run record, ``None`` where it is none."""
+        if not isinstance(fields, dict) or fields.keys() != cls(1.0).as_json().keys():
+            return None
+        share, phase = _share(fields["share"]), fields["phase"]
+        place, bounds = fields["position"], fields["entropy"]
+        if share is None or phase not in (None, "prefill", "decode"):
+            return None
+        if place is not None and not _is_range(place):
+            return None
+        if bounds is None:
+            return cls(share, phase, place and (place[0], place[1]))
+        if not isinstance(bounds, list) or len(bounds) != 2:
+            return None
+        if any(not (b is None or (isinstance(b, str) and _NUMBER.fullmatch(b))) for b in bounds):
+            return None
+        low, high = (None if bound is None else float(bound) for bound in bounds)
+        return cls(share, phase, place and (place[0], place[1]), (low, high))
+
+
+def _text(number: float | None) -> str | None:
+    return None if number is None else repr(number)
+
+
+def _share(text: object) -> float | None:
+    """Return a probability in (0, 1] from its decimal, ``None`` for another text."""
+    if not isinstance(text, str) or not _NUMBER.fullmatch(text):
+        return None
+    return float(text) if 0 < float(text) <= 1 else None
+
+
+def _is_range(place: object) -> bool:
+    if not isinstance(place, list) or len(place) != 2:
+        return False
+    first, last = place
+    return type(first) is int and first >= 0 and (last is None or type(last) is int)
+
+
+@dataclass(frozen=True)
 class Design:
     """How the rows of a run are drawn: each with a known probability, its *inclusion*.
 
     Args:
         salt: of the numbers that are compared with the inclusion.
-        minimum: lowest inclusion, in (0, 1].
+        minimum: lowest inclusion of a step, in (0, 1].
         unit: ``row``, whose inclusion is that of its step, or ``request``, which is stored whole or
             not at all, with the inclusion of the step in which it was first computed.
+        keep: rules for shares; the first that holds of a position counts, 1 where none does. The
+            inclusion of a row is the product.
 
     Spec: 0.1 section 7.10.
     """
@@ -42,6 +129,32 @@ class Design:
     salt: np.uint64
     minimum: float
     unit: Unit = "row"
+    keep: tuple[KeepRule, ...] = ()
+
+    @property
+    def reads_entropy(self) -> bool:
+        """Return whether a share depends on entropies of sampled tokens."""
+        return any(rule.entropy is not None for rule in self.keep)
+
+    def shares(
+        self,
+        position: npt.NDArray[np.int64],
+        prompt_len: npt.NDArray[np.int64],
+        entropy: npt.NDArray[np.float64] | None = None,
+    ) -> npt.NDArray[np.float64]:
+        """Return the share that the rules give each position, float64 ``(n,)``.
+
+        Args:
+            position: int64 ``(n,)``.
+            prompt_len: prompt tokens of the request of each.
+            entropy: of the logits that its token was sampled from, NaN where that is not known.
+        """
+        shares, open_ = np.ones(len(position)), np.ones(len(position), bool)
+        for rule in self.keep:
+            of = open_ & rule.holds(position, prompt_len, entropy)
+            shares[of] = rule.share
+            open_ &= ~of
+        return shares
 
     def numbers(self, request: npt.ArrayLike, position: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Return the number of each position, float64 ``(n,)``: it is drawn if below inclusion."""
@@ -49,8 +162,13 @@ class Design:
 
     def as_field(self) -> str:
         """Return the value of ``capture.inclusion`` in the run record."""
-        fields = {"minimum": repr(self.minimum), "salt": f"{int(self.salt):016x}"}
-        return canonical.dump({**fields, "unit": self.unit}).decode("ascii").rstrip("\n")
+        fields = {
+            "keep": [rule.as_json() for rule in self.keep],
+            "minimum": repr(self.minimum),
+            "salt": f"{int(self.salt):016x}",
+            "unit": self.unit,
+        }
+        return canonical.dump(fields).decode("ascii").rstrip("\n")
 
     @classmethod
     def of(cls, record: RunRecord | None) -> Design | None:
@@ -64,21 +182,19 @@ class Design:
             return None
         place, text = f"runs/{record.run}.json {INCLUSION}", str(field.value)
         fields = canonical.parse(f"{text}\n".encode(), place)
-        if isinstance(fields, dict) and fields.keys() == {"minimum", "salt", "unit"}:
-            minimum, salt, unit = (fields[name] for name in ("minimum", "salt", "unit"))
-            if (
-                isinstance(minimum, str)
-                and _DECIMAL.fullmatch(minimum)
-                and 0 < float(minimum) <= 1
-                and isinstance(salt, str)
-                and _SALT.fullmatch(salt)
-                and unit in get_args(Unit)
-            ):
-                return cls(np.uint64(int(salt, 16)), float(minimum), unit)
+        names = {"keep", "minimum", "salt", "unit"}
+        if isinstance(fields, dict) and fields.keys() == names and isinstance(fields["keep"], list):
+            minimum, salt, unit = _share(fields["minimum"]), fields["salt"], fields["unit"]
+            rules = [KeepRule.from_json(rule) for rule in fields["keep"]]
+            keep = tuple(rule for rule in rules if rule is not None)
+            is_salt = isinstance(salt, str) and _SALT.fullmatch(salt)
+            if minimum and is_salt and unit in get_args(Unit) and len(keep) == len(rules):
+                return cls(np.uint64(int(salt, 16)), minimum, unit, keep)
         raise ActdsError("E103", place, got=text[:200], expected="the spec's fields")
 
 
-_DECIMAL, _SALT = re.compile(r"[0-9.e-]{1,32}"), re.compile(r"[0-9a-f]{16}")
+_SALT = re.compile(r"[0-9a-f]{16}")
+_NUMBER = re.compile(r"[0-9]{1,16}(\.[0-9]{1,24})?(e-?[0-9]{1,3})?")
 
 
 @cache

@@ -35,6 +35,16 @@ def position_key(request: npt.ArrayLike, position: npt.ArrayLike) -> Keys:
     return pair_key(request, position)
 
 
+def values_at(keys: Keys, known: Keys, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the value at each key, NaN where there is none; ``known`` is sorted and distinct."""
+    at_keys = np.full(len(keys), np.nan)
+    at = np.searchsorted(known, keys)
+    is_known = at < len(known)
+    is_known[is_known] = known[at[is_known]] == keys[is_known]
+    at_keys[is_known] = values[at[is_known]]
+    return at_keys
+
+
 def split_key(key: npt.ArrayLike) -> tuple[Ints, Ints]:
     """Return request and position of each key, or the two numbers of a pair, int64 ``(n,)``."""
     keys = np.asarray(key, np.uint64)

@@ -176,7 +176,7 @@ _COLUMNS: dict[TableName, list[pa.Field]] = {
         ),
         _column("step", _U64, "step of the first position; null if never computed", null=True),
         _column("ref_request", _U32, "for cache_ref: request that computed it", null=True),
-        _column("inclusion", _F64, "for thinned: probability of each row", null=True),
+        _column("inclusion", _F64, "for thinned: that of the steps", null=True),
     ],
     "drops": [
         _column("drop", _U32, "number of the drop event, from 0"),

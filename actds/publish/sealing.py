@@ -75,8 +75,10 @@ def account_run(catalog: Catalog, run: str) -> Account:
     """Return the account of a run; with hooks in disjoint shards, every hook has to agree."""
     design = Design.of(catalog.runs.get(run))
     census = Census(run, *(catalog.table(table, run) for table in (*CENSUS_TABLES, "drops")))
+    reads = design is not None and design.reads_entropy
+    sampled = catalog.table("sampled", run) if reads else None
     accounts = [
-        census.account((shard.tokens() for shard in shards), design)
+        census.account((shard.tokens() for shard in shards), design, sampled)
         for _, shards in catalog.row_sets(run)
     ]
     findings = [finding for account in accounts for finding in account.findings]

@@ -122,7 +122,7 @@ def _write_minimal(
             schedule = thinned(schedule, SALT, shares, unit)
             facts["capture.overflow_policy"] = "thin"
             facts["capture.inclusion"] = (
-                f'{{"minimum":"0.125","salt":"{SALT:016x}","unit":"{unit}"}}'
+                f'{{"keep":[],"minimum":"0.125","salt":"{SALT:016x}","unit":"{unit}"}}'
             )
         make_dataset(
             path,

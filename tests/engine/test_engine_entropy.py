@@ -14,8 +14,11 @@ import pyarrow.compute as pc
 import pytest
 from scipy.special import log_softmax
 
+from actds.format.inclusion import Design
 from actds_testing import harvest as h
 from actds_testing import witness
+from actds_testing.independent import validator as independent
+from actds_testing.independent.draw import number
 from actds_testing.witness import CROWDED, Harvest, compare, counts, harvest, name_of
 
 pytestmark = pytest.mark.engine
@@ -81,6 +84,39 @@ def test_entropies_are_those_of_full_logits(
     assert all(happened[name] for name in ("hits", "preempted", "left", "chunks")), happened
     assert happened["undelivered"] or not ahead
     assert one.dataset.runs[one.run].fields["capture.entropy"].value is True
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_rules_by_entropy_store_the_rows_of_uncertain_tokens(
+    ahead: bool, model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    """The draw of every row computed anew, from the table of sampled tokens and the hash alone."""
+    keep = "entropy 5.7552-: 1; decode: 0.25; 0.1"
+    one = harvest(
+        tmp_path, model, prompts, asynchronous=ahead, engine=CROWDED,
+        settings={"entropy": True, "temperature": 1.0, "max_tokens": 24, "keep": keep},
+    )  # fmt: skip
+    design = Design.of(one.dataset.runs[one.run])
+    assert design is not None
+    lines = one.table("sampled").to_pylist()
+    entropy = {(line["request"], line["position"]): line["entropy"] for line in lines}
+    computed = {
+        (span["request"], p)
+        for span in one.table("spans").to_pylist()
+        if span["disposition"] in ("captured", "thinned")
+        for p in range(span["start"], span["stop"])
+    }
+    shares = {
+        key: (1.0 if entropy[key] >= 5.7552 else 0.25) if key in entropy else 0.1
+        for key in computed
+    }
+    expected = {
+        (*key, share) for key, share in shares.items() if number(int(design.salt), *key) < share
+    }
+    rows = one.tokens()
+    assert {(row["request"], row["position"], row["inclusion"]) for row in rows} == expected
+    assert len({share for *_, share in expected}) == 3
+    assert not [f for f in independent.validate(Path(one.dataset.path)) if f.severity == "error"]
 
 
 @pytest.mark.full

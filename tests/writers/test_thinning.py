@@ -7,7 +7,9 @@ probabilities of the steps; writer, census and validator are real processes and 
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,10 @@ import pyarrow.compute as pc
 import pytest
 
 import actds
+from actds.errors import ActdsError
 from actds.format.inclusion import Design
 from actds.format.readouts import Readouts
+from actds.format.schema import ProvenanceField
 from actds.publish.sealing import seal
 from actds.store import open_store
 from actds_testing.independent import validator as independent
@@ -31,6 +35,7 @@ from actds_testing.synthetic_engine import (
 )
 from actds_validators.validate.validation import validate
 from actds_writers.capture.thinning import Reserve, Thin
+from actds_writers.config import HarvestSettings
 from actds_writers.ipc.messages import ClientFacts, LeftOut
 
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
@@ -39,10 +44,10 @@ N_POSITIONS = PROMPT_LEN + GENERATED - 1
 def harvest(out: Path, policy: str = "thin", engine: Any = SyntheticEngine, **of_draw: Any) -> Any:
     """Serve 60 requests while the writer stands still at first, and 60 when it does not."""
     readouts = Readouts(n_projections=2, seed=3)
-    live = bool(of_draw.pop("live", False))
+    live, stalls = bool(of_draw.pop("live", False)), bool(of_draw.pop("stalls", True))
     with pipeline_for(out, policy, readouts=readouts, live=live, **of_draw) as pipeline:
         worker = engine(pipeline)
-        with writer_stopped(pipeline):
+        with writer_stopped(pipeline) if stalls else nullcontext():
             for request in range(60):
                 worker.request(request, of_draw.get("left_out", LeftOut()))
                 worker.finished = (request,)
@@ -176,3 +181,58 @@ def test_bursts_of_ten_times_the_mean_are_thinned_without_a_wait(period: int) ->
         assert minimum <= share <= 1
     assert not waits
     assert weights == pytest.approx(loads.sum() / 400, rel=0.05)
+
+
+@pytest.mark.standard
+@pytest.mark.parametrize(
+    ("policy", "of_draw"), [("block", {}), ("thin", {}), ("drop_newest", {"always": 0.25})]
+)
+def test_rules_keep_rare_positions_whole_and_thin_the_rest(
+    tmp_path: Path, policy: str, of_draw: dict[str, Any]
+) -> None:
+    out = tmp_path / "acts"
+    keep = "decode and position 14-: 1; decode: 0.5; position 0-2: 1; 0.125"
+    totals = harvest(out, policy, keep=keep, stalls=policy != "block", **of_draw)
+    assert not refused(out)
+    dataset = actds.open(out)
+    design = Design.of(dataset.runs["r-test"])
+    assert design is not None
+    steps = dataset.steps()
+    share = dict(zip(steps["step"].to_pylist(), steps["inclusion"].to_pylist(), strict=True))
+    expected = set()
+    for request in range(120):
+        for p in range(N_POSITIONS):
+            of = (1 if p >= 14 else 0.5) if p >= PROMPT_LEN else (1 if p < 2 else 0.125)
+            inclusion = of * share[request * GENERATED + max(0, p - PROMPT_LEN + 1)]
+            if number(int(design.salt), request, p) < inclusion:
+                expected.add((request, p, inclusion))
+    names = ("request", "position", "inclusion")
+    tables = [shard.tokens(list(names)) for shard in dataset.shards]
+    rows = {row for t in tables for row in zip(*(t[n].to_pylist() for n in names), strict=True)}
+    assert rows == expected
+    # The rule is a choice and no loss: only what the rule would have stored is dropped.
+    lost = totals["census"]["thinned"] + totals["census"]["dropped"]
+    assert lost == 120 * N_POSITIONS - len(rows) and totals["census"]["thinned"]
+    assert bool(totals["census"]["dropped"]) == (policy == "drop_newest")
+
+
+@pytest.mark.parametrize(
+    ("text", "word"), [("often: 1", "'often'"), ("decode: 0", "above 0"), ("decode: 2", "at most")]
+)
+def test_rules_that_are_none_are_refused(text: str, word: str) -> None:
+    with pytest.raises(ActdsError, match=word) as refusal:
+        HarvestSettings.of({"out": "acts", "hooks": "resid_post:1", "keep": text})
+    assert refusal.value.code == "E009"
+
+
+def test_rules_for_entropies_need_entropies() -> None:
+    fields = {"out": "acts", "hooks": "resid_post:1", "keep": "entropy 2.5-: 1; 0.1"}
+    with pytest.raises(ActdsError, match="entropy"):
+        HarvestSettings.of(fields)
+    design = HarvestSettings.of({**fields, "entropy": True}).design("r")
+    assert design is not None and design.reads_entropy
+    entropy = np.array([np.nan, 2.4, 2.5])
+    assert design.shares(np.arange(3), np.zeros(3, int), entropy).tolist() == [0.1, 0.1, 1.0]
+    field = ProvenanceField(value=design.as_field(), origin="declared", reason=None)
+    record: Any = SimpleNamespace(run="r", fields={"capture.inclusion": field})
+    assert Design.of(record) == design

@@ -36,7 +36,7 @@ from actds.format.labels import MAX_LABELS, MAX_LENGTH
 from actds.store import layout
 from actds.version import __version__
 from actds_writers.model_folder import find_model
-from actds_writers.sampling import POLICIES, SamplingRules
+from actds_writers.sampling import POLICIES, SamplingRules, keep_rules
 
 if TYPE_CHECKING:
     from actds_writers.ipc.messages import Fact
@@ -62,6 +62,11 @@ def _policy(name: str) -> str:
         *names, last = map(repr, POLICIES)
         raise ValueError(f"{', '.join(names)} or {last}")
     return name
+
+
+def _keep(text: str) -> str:
+    keep_rules(text)
+    return text
 
 
 Overflow = Annotated[
@@ -140,8 +145,14 @@ class HarvestSettings(Settings):
     )
     thin_unit: Unit = Field(
         default="row",
-        description="With --overflow thin: draw rows, or whole requests, each with the probability "
-        "of its first step",
+        description="Draw rows, or whole requests, each with the probability of its first step",
+    )
+    keep: Annotated[str, AfterValidator(_keep)] = Field(
+        default="",
+        description="Store a share of the rows by rules, the first that holds: 'decode: 1; "
+        "position 0-16: 1; 0.1'. A rule is prefill, decode, position A-B or entropy A-B (in nats, "
+        "of the logits that the token came from), joined by 'and'",
+        json_schema_extra={"metavar": "RULES"},
     )
     always: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
@@ -191,7 +202,9 @@ class HarvestSettings(Settings):
     )
 
     @model_validator(mode="after")
-    def _always_of_dropped(self) -> Self:
+    def _draws_what_it_knows(self) -> Self:
+        if any(rule.entropy is not None for rule in keep_rules(self.keep)) and not self.entropy:
+            raise ValueError("keep: entropies are known with entropy only")
         if self.always is not None and self.overflow != "drop_newest":
             raise ValueError("always: with overflow drop_newest, whose dropped steps it is for")
         return self
@@ -199,16 +212,22 @@ class HarvestSettings(Settings):
     @property
     def draws(self) -> bool:
         """Return whether rows are drawn, each with a probability that is recorded."""
+        return self.reserves or bool(self.keep)
+
+    @property
+    def reserves(self) -> bool:
+        """Return whether the least share of every step is stored, and the engine waits for it."""
         return self.overflow == "thin" or self.always is not None
 
     def design(self, run: str) -> Design | None:
         """Return how the rows of a run are drawn, ``None`` where every row is to be stored."""
         if not self.draws:
             return None
-        salt = salt_of("actds capture", self.seed, run)
+        salt, keep = salt_of("actds capture", self.seed, run), keep_rules(self.keep)
         if self.always is not None:
-            return Design(salt, self.always)
-        return Design(salt, self.thin_min, self.thin_unit)
+            return Design(salt, self.always, keep=keep)
+        minimum = self.thin_min if self.overflow == "thin" else 1.0
+        return Design(salt, minimum, self.thin_unit, keep)
 
     @property
     def ring_nbytes(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from fractions import Fraction
@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from actds.format import canonical
+from actds.format.inclusion import KeepRule
 
 
 class Rings(Protocol):
@@ -83,6 +84,42 @@ POLICIES: dict[str, Policy] = {
 Phase = Literal["prefill", "decode"]
 _HASH_RANGE = 2**64
 _ENGINE_ID = re.compile(r"(?:[0-9]+_)?(?:cmpl-(?P<completion>.+)-[0-9]+|chatcmpl-(?P<chat>.+))")
+
+
+_SHARE_RULE = re.compile(
+    r"(?:(?P<phase>prefill|decode)|position (?P<first>[0-9]{1,9})-(?P<last>[0-9]{1,9})?"
+    r"|entropy (?P<low>[0-9.]{1,16})?-(?P<high>[0-9.]{1,16})?)"
+)
+
+
+def keep_rules(text: str) -> tuple[KeepRule, ...]:
+    """Return rules for shares from ``decode: 1; position 0-16: 1; entropy 2.5-: 1; 0.1``.
+
+    Each is of conditions, joined by ``and``, and a share; a share alone is of all that is left.
+    Raises ValueError for another text.
+    """
+    return tuple(_keep_rule(part.strip()) for part in text.split(";") if part.strip())
+
+
+def _keep_rule(text: str) -> KeepRule:
+    conditions, _, number = text.rpartition(":")
+    share = float(number)
+    if not 0 < share <= 1:
+        raise ValueError(f"a share above 0, and 1 at most: {text}")
+    rule = KeepRule(share)
+    for words in conditions.split(" and ") if conditions.strip() else ():
+        match = _SHARE_RULE.fullmatch(words.strip())
+        if match is None:
+            raise ValueError(f"prefill, decode, position A-B or entropy A-B: {words.strip()!r}")
+        if match["phase"] is not None:
+            rule = replace(rule, phase="prefill" if match["phase"] == "prefill" else "decode")
+        elif match["first"] is not None:
+            last = None if match["last"] is None else int(match["last"])
+            rule = replace(rule, position=(int(match["first"]), last))
+        else:
+            low, high = (None if b is None else float(b) for b in match.group("low", "high"))
+            rule = replace(rule, entropy=(low, high))
+    return rule
 
 
 MIXED_WEIGHTS = "unsupported:mixed_weights"

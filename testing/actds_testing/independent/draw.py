@@ -27,7 +27,7 @@ def design_of(record: Json | None, place: str) -> Json | None:
         return None
     need(isinstance(field["value"], str), "E103", place, "no text")
     said = parse(field["value"].encode() + b"\n", place)
-    fits = isinstance(said, dict) and set(said) == {"minimum", "salt", "unit"}
+    fits = isinstance(said, dict) and set(said) == {"keep", "minimum", "salt", "unit"}
     need(fits, "E103", place, field["value"])
     right = isinstance(said["salt"], str) and len(said["salt"]) == 16
     right = right and not set(said["salt"]) - set("0123456789abcdef")
@@ -37,7 +37,13 @@ def design_of(record: Json | None, place: str) -> Json | None:
     except ValueError:
         minimum = 0.0
     need(0 < minimum <= 1, "E103", place, field["value"])
-    return {"salt": int(said["salt"], 16), "minimum": minimum, "unit": said["unit"]}
+    keep = said["keep"]
+    for rule in keep if isinstance(keep, list) else [None]:
+        names = {"entropy", "phase", "position", "share"}
+        need(isinstance(rule, dict) and set(rule) == names, "E103", place, field["value"])
+        phases = (None, "prefill", "decode")
+        need(rule["phase"] in phases and 0 < float(rule["share"]) <= 1, "E103", place, rule)
+    return {"salt": int(said["salt"], 16), "minimum": minimum, "unit": said["unit"], "keep": keep}
 
 
 def judge_draw(account: Account, design: Json | None, *, read: bool) -> None:
@@ -61,7 +67,7 @@ def judge_draw(account: Account, design: Json | None, *, read: bool) -> None:
         fits = share is None or design["minimum"] <= share <= 1
         found.check(fits, "E424", account.place("steps"), step["step"])
     for row in rows:
-        share = _share(account, design, row["request"], row["step"])
+        share = _inclusion(account, design, row["request"], row["position"], row["step"])
         drawn = share is not None and _number(design, row["request"], row["position"]) < share
         found.check(row["inclusion"] == share and drawn, "E424", row["shard"], row)
     for span in spans:
@@ -69,7 +75,9 @@ def judge_draw(account: Account, design: Json | None, *, read: bool) -> None:
         known = share is not None if kind == "thinned" else share is None or kind == "dropped"
         if share is not None:
             known &= share == _share(account, design, span["request"], span["step"])
-            known &= all(_number(design, *key) >= share for key in keys(span))
+            for key in keys(span):
+                inclusion = _inclusion(account, design, *key, span["step"])
+                known &= inclusion is not None and _number(design, *key) >= inclusion
         found.check(known, "E424", place, span)
     if read:
         lines = {(line["request"], line["position"]) for line in account.table("readouts")}
@@ -82,6 +90,37 @@ def judge_draw(account: Account, design: Json | None, *, read: bool) -> None:
 
 def _number(design: Json, request: int, position: int) -> float:
     return number(design["salt"], request, 0 if design["unit"] == "request" else position)
+
+
+def _inclusion(
+    account: Account, design: Json, request: int, position: int, step: int | None
+) -> float | None:
+    """Return the inclusion of a row: that of its step times the share of the rules."""
+    share = _share(account, design, request, step)
+    if share is None:
+        return None
+    line = account.requests.get(request)
+    is_prompt = line is not None and position < line["prompt_len"]
+    entropy = None
+    if any(rule["entropy"] for rule in design["keep"]):
+        of_position = [
+            sampled["entropy"]
+            for sampled in account.table("sampled")
+            if (sampled["request"], sampled["position"]) == (request, position)
+        ]
+        entropy = of_position[0] if of_position else None
+    for rule in design["keep"]:
+        holds = rule["phase"] in (None, "prefill" if is_prompt else "decode")
+        if rule["position"] is not None:
+            first, last = rule["position"]
+            holds &= position >= first and (last is None or position < last)
+        if rule["entropy"] is not None:
+            low, high = (None if bound is None else float(bound) for bound in rule["entropy"])
+            holds &= entropy is not None
+            holds = holds and (low is None or entropy >= low) and (high is None or entropy < high)
+        if holds:
+            return share * float(rule["share"])
+    return share
 
 
 def _share(account: Account, design: Json, request: int, step: int | None) -> float | None:

@@ -89,13 +89,14 @@ def _check_run(catalog: Catalog, run: str, progress: Callable[[int], None]) -> R
     with catalog.findings.noting("accounting"):
         design, reader.broken = Design.of(catalog.runs.get(run)), False
     census = Census(run, *(reader.table(name) for name in (*CENSUS_TABLES, "drops")))
-    for name in _READ_ALONE:
-        reader.table(name)
+    reads = design is not None and design.reads_entropy
+    of_draw = {"sampled": ("request", "position", "entropy")} if reads else {}
+    aside = {name: reader.table(name, *of_draw.get(name, ())) for name in _READ_ALONE}
     accounts = []
     noted: dict[Finding, None] = {}
     row_sets = catalog.row_sets(run)
     for hooks, shards in row_sets:
-        accounts.append(census.account(reader.tokens(shards), design))
+        accounts.append(census.account(reader.tokens(shards), design, aside["sampled"]))
         suffix = f" (hooks {', '.join(hooks)})" if len(row_sets) > 1 else ""
         for finding in accounts[-1].findings:
             where = finding.place + (suffix if finding.place.startswith("shards") else "")
@@ -134,8 +135,9 @@ class _Tables:
         self._more_flags: list[npt.NDArray[np.uint64]] = []
         self._n_more = 0
 
-    def table(self, name: tables.TableName) -> pa.Table:
-        kept = COLUMNS.get(name, [])
+    def table(self, name: tables.TableName, *more: str) -> pa.Table:
+        """Return a table of the run, of which columns are kept, ``more`` among them."""
+        kept = [*COLUMNS.get(name, []), *more]
         parts = [tables.empty(name).select(kept)]
         for body in self.catalog.parts.get((self.run, name), []):
             path = body.file.path

@@ -23,7 +23,7 @@ import torch
 from actds.errors import ActdsError
 from actds.format import tables
 from actds_writers.capture.op import TORCH_TYPES, HookBuffers
-from actds_writers.capture.thinning import Draws, Reserve, Thin
+from actds_writers.capture.thinning import Draws, controller_of
 from actds_writers.capture.transfer import (
     CLOSE_TIMEOUT_S,
     Copier,
@@ -226,9 +226,9 @@ class Stages:
         design, policy = link.settings.design(link.run), POLICIES[link.settings.overflow]
         self._draws: Draws | None = None
         if design is not None:
-            reserves = link.settings.always is not None
-            self._draws = Draws(design, (Reserve if reserves else Thin)(design.minimum))
-            policy = replace(policy, staging_is_full=POLICIES["thin"].staging_is_full)
+            self._draws = Draws(design, controller_of(link.settings, design))
+            if link.settings.reserves:
+                policy = replace(policy, staging_is_full=POLICIES["thin"].staging_is_full)
         census = link.connect("census", "worker")
         self._census = Sender(census) if link.live else census
         self._census_lock = threading.Lock()
@@ -455,10 +455,10 @@ class Stages:
         token_ids, positions = ids[0].numpy().copy(), ids[1].numpy().copy()
         if stays is not None:
             token_ids, positions = token_ids[stays], positions[stays]
-        wanted = kept = step.kept(positions)
-        inclusion, drawn = self._draw(step, positions)
-        if drawn is not None:
-            kept = drawn if wanted is None else wanted & drawn
+        chosen = wanted = kept = step.kept(positions)
+        inclusion, draw = self._draw(step, positions)
+        if draw is not None:
+            wanted, kept = draw if chosen is None else (chosen & draw[0], chosen & draw[1])
         moving.index = _index(stays, kept)
         moving.message = StepRows(
             step=step.step,
@@ -477,14 +477,14 @@ class Stages:
         )
         if self.lane is not None:
             rows: list[IntArray] = [np.repeat(step.requests, step.n_rows), positions, token_ids]
-            if (index := _index(stays, wanted)) is not None:  # of rows that are not drawn, too
+            if (index := _index(stays, chosen)) is not None:  # of rows that are not drawn, too
                 readouts = readouts[:, torch.from_numpy(index)]
-            if wanted is not None:
-                rows = [column[wanted] for column in rows]
+            if chosen is not None:
+                rows = [column[chosen] for column in rows]
             if not self.lane.put(step.step, rows, readouts):
                 self.handover.give_up_step(moving.entry)
         if moving.sampled is not None:
-            self._tell_sampled(step.step, moving.sampled, copier)
+            self._tell_sampled(step, positions, moving.sampled, copier)
         if moving.changed is not None:
             flag = torch.empty(1, 1, 1, dtype=torch.bool, pin_memory=self._device.type == "cuda")
             copier.copy([flag], [moving.changed], None, moving.done)
@@ -493,25 +493,42 @@ class Stages:
         duration = moving.done.nanoseconds_since(step.began) if step.began else None
         self._executed(step, duration or step.duration_ns, max(int(seen.max()), n))
 
-    def _draw(self, step: Step, positions: IntArray) -> tuple[np.ndarray | None, BoolArray | None]:
-        """Return the inclusion of each row and whether it is drawn, ``None`` for all rows."""
+    def _draw(
+        self, step: Step, positions: IntArray
+    ) -> tuple[np.ndarray | None, tuple[BoolArray, BoolArray] | None]:
+        """Return the inclusion of each row, and whether rules alone draw it, and whether it is.
+
+        The latter are ``None`` where every row is drawn.
+        """
         if self._draws is None or step.inclusion is None:
             return None, None
-        inclusion = np.repeat(step.inclusion, step.n_rows)
+        self._draws.forget(step.finished)
+        columns = (step.requests, step.prompt_lens, step.inclusion)
+        requests, prompt_lens, inclusion = (np.repeat(column, step.n_rows) for column in columns)
+        shares = self._draws.of_rows(requests, positions, prompt_lens)
+        inclusion = inclusion * shares
         if (inclusion == 1).all():
             return inclusion, None
-        requests = np.repeat(step.requests, step.n_rows)
-        return inclusion, self._draws.design.numbers(requests, positions) < inclusion
+        numbers = self._draws.design.numbers(requests, positions)
+        return inclusion, (numbers < shares, numbers < inclusion)
 
-    def _tell_sampled(self, step: int, sampled: _Sampled, copier: Copier) -> None:
+    def _tell_sampled(
+        self, step: Step, positions: IntArray, sampled: _Sampled, copier: Copier
+    ) -> None:
         on_cuda = self._device.type == "cuda"
         host = torch.empty(sampled.values.shape, dtype=torch.int32, pin_memory=on_cuda)
         copier.copy([host], [sampled.values], None, sampled.done)
         wanted = sampled.requests >= 0
         bits = host.numpy()[wanted]
         values = np.ascontiguousarray(bits[:, 1:]).view(np.float32).ravel()
-        ids = bits[:, 0].astype(np.int64)
-        self._tell_census(LogitsRead(step, sampled.requests[wanted], ids, values))
+        ids, requests = bits[:, 0].astype(np.int64), sampled.requests[wanted]
+        self._tell_census(LogitsRead(step.step, requests, ids, values))
+        if self._draws is not None:
+            last = dict(zip(step.requests.tolist(), np.cumsum(step.n_rows) - 1, strict=True))
+            has_rows = np.array([request in last for request in requests.tolist()], bool)
+            rows = np.array([last[request] for request in requests[has_rows].tolist()], np.int64)
+            entropies = values.reshape(-1, 3)[has_rows, 0]
+            self._draws.sampled(requests[has_rows], positions[rows] + 1, entropies)
 
     # the moving thread ------------------------------------------------------------------------
 

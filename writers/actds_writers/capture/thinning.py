@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from actds.format.inclusion import Design
+from actds_writers.config import HarvestSettings
 from actds_writers.ipc.messages import FloatArray, IntArray
 
 FULL_FROM = 0.5
@@ -73,12 +74,20 @@ def on_grid(share: float, minimum: float) -> float:
     return max(math.exp2(math.floor(GRID * math.log2(share)) / GRID), minimum)
 
 
+def controller_of(settings: HarvestSettings, design: Design) -> Controller:
+    if settings.always is not None:
+        return Reserve(design.minimum)
+    return Thin(design.minimum) if settings.overflow == "thin" else lambda fill, step: 1.0
+
+
 class Draws:
     """The probability of each row of a run, in the worker: step by step, in their order."""
 
     def __init__(self, design: Design, controller: Controller) -> None:
         self.design, self._controller = design, controller
         self._of_request: dict[int, float] = {}
+        self._entropy: dict[int, tuple[int, float]] = {}
+        """By request, the position of its last sampled token, and the entropy behind it."""
 
     def of_step(
         self, requests: IntArray, finished: tuple[int, ...], fill: float, step: float
@@ -99,3 +108,31 @@ class Draws:
             self._of_request.pop(request, None)
         shares = [self._of_request.setdefault(request, share) for request in requests.tolist()]
         return share, np.array(shares, np.float64)
+
+    def of_rows(self, requests: IntArray, positions: IntArray, prompt_lens: IntArray) -> np.ndarray:
+        """Return the share that the rules give each row of a step, ``(n,)``."""
+        entropy = None
+        if self.design.reads_entropy:
+            entropy = np.full(len(positions), np.nan)
+            for row in np.flatnonzero(positions >= prompt_lens).tolist():
+                at, value = self._entropy.get(int(requests[row]), (-1, np.nan))
+                if at == positions[row]:
+                    entropy[row] = value
+        return self.design.shares(positions, prompt_lens, entropy)
+
+    def sampled(self, requests: IntArray, positions: IntArray, entropies: FloatArray) -> None:
+        """Note what the logits of a step said of the tokens at some positions.
+
+        An engine may sample behind a part of a prompt as well, and discard the token: it stands
+        below the last one that counts.
+        """
+        if not self.design.reads_entropy:
+            return
+        lines = zip(requests.tolist(), positions.tolist(), entropies.tolist(), strict=True)
+        for request, position, entropy in lines:
+            if position >= self._entropy.get(request, (-1, np.nan))[0]:
+                self._entropy[request] = (position, entropy)
+
+    def forget(self, finished: tuple[int, ...]) -> None:
+        for request in finished:
+            self._entropy.pop(request, None)

@@ -17,6 +17,7 @@ import pyarrow as pa
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.inclusion import Design
+from actds.format.positions import position_key
 from actds_writers.census.log import (
     ABORTED,
     BATCH_REQUESTS,
@@ -409,7 +410,13 @@ class Census:
             return None
         numbers, known = self._steps.table("inclusion")
         inclusion = known["inclusion"].to_numpy(zero_copy_only=False)
-        return Drawn(design, numbers, inclusion, self._counts["first_step"], dropped_in)
+        sampled = None
+        if design.reads_entropy:
+            table = self.sampled.table(self._n_positions())
+            key = position_key(table["request"].to_numpy(), table["position"].to_numpy())
+            sampled = (key, table["entropy"].to_numpy().astype(np.float64))
+        counts = (self._counts["first_step"], self._counts["prompt_len"])
+        return Drawn(design, numbers, inclusion, *counts, sampled, dropped_in)
 
     def _n_positions(self) -> np.ndarray:
         prompt, high = self._counts["prompt_len"], self._counts["high_water"]

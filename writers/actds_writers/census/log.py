@@ -17,6 +17,7 @@ import zstandard
 
 from actds.format import tables
 from actds.format.inclusion import Design
+from actds.format.positions import position_key, values_at
 from actds_writers.ipc.messages import RequestArrived, RequestFinished
 
 IntMatrix = np.ndarray[tuple[int, int], np.dtype[np.int64]]
@@ -207,6 +208,9 @@ class Drawn:
         steps: step numbers that say with which probability they drew, ascending.
         inclusion: of each of these.
         first_step: by request number, the step that first computed it.
+        prompt_len: by request number.
+        sampled: keys of sampled tokens by request and position, ascending, and their entropies;
+            ``None`` where no rule reads them.
         dropped_in: under a drop policy with a reserve, the steps whose losses are logged: what was
             not drawn in them is ``dropped``, in others ``aborted``. Else ``None``: ``thinned``.
     """
@@ -215,6 +219,8 @@ class Drawn:
     steps: np.ndarray
     inclusion: np.ndarray
     first_step: np.ndarray
+    prompt_len: np.ndarray
+    sampled: tuple[np.ndarray, np.ndarray] | None = None
     dropped_in: frozenset[int] | None = None
 
     def of_pieces(self, c: Columns) -> np.ndarray:
@@ -226,6 +232,13 @@ class Drawn:
         shares = np.ones(len(step))
         shares[known] = self.inclusion[at[known]]
         return shares
+
+    def shares(self, request: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """Return the share that the rules give each position."""
+        entropy = None
+        if self.sampled is not None:
+            entropy = values_at(position_key(request, position), *self.sampled)
+        return self.design.shares(position, self.prompt_len[request], entropy)
 
     def fate(self, step: np.ndarray) -> np.ndarray:
         """Return the disposition of what was not drawn in each step."""
@@ -351,7 +364,7 @@ class StepPieces:
     def _split(self, c: Columns, drawn: Drawn) -> Columns:
         """Return the pieces cut where computed positions were drawn and where not."""
         inclusion = drawn.of_pieces(c)
-        cut = (c["disposition"] == CAPTURED) & (inclusion < 1)
+        cut = (c["disposition"] == CAPTURED) & ((inclusion < 1) | bool(drawn.design.keep))
         parts = [{name: c[name][~cut] for name in _COLUMNS}]
         pieces, shares = {name: c[name][cut] for name in _COLUMNS}, inclusion[cut]
         end = np.cumsum(pieces["stop"] - pieces["start"])
@@ -369,16 +382,18 @@ class StepPieces:
         length = c["stop"] - c["start"]
         piece = np.repeat(np.arange(len(length)), length)
         nth = np.arange(len(piece)) - np.repeat(np.cumsum(length) - length, length)
-        position = c["start"][piece] + nth
-        is_in = drawn.design.numbers(c["request"][piece], position) < shares[piece]
-        begins = (nth == 0) | np.append(True, is_in[1:] != is_in[:-1])
-        first = np.flatnonzero(begins)
+        position, request = c["start"][piece] + nth, c["request"][piece]
+        by_rules = drawn.shares(request, position)
+        numbers = drawn.design.numbers(request, position)
+        is_in, is_wanted = numbers < shares[piece] * by_rules, numbers < by_rules
+        alike = (is_in[1:] == is_in[:-1]) & (is_wanted[1:] == is_wanted[:-1])
+        first = np.flatnonzero((nth == 0) | np.append(True, ~alike))
         last = np.append(first[1:], len(piece)) - 1
         runs = {name: column[piece[first]] for name, column in c.items()}
         runs["start"], runs["stop"] = position[first], position[last] + 1
         out = ~is_in[first]
         bits = np.ascontiguousarray(shares[piece[first]]).view(np.int64)
-        fate = drawn.fate(runs["step"])
+        fate = np.where(is_wanted[first], drawn.fate(runs["step"]), THINNED)
         words = {THINNED: tables.NOT_DRAWN, DROPPED: tables.QUEUE_FULL, ABORTED: LOST_REASON}
         reasons = np.full(len(tables.DISPOSITIONS), NONE)
         for kind in np.unique(fate[out]).tolist():

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 LABEL = 9
 FOLD = 76
-_LOSING = ", ".join(sorted(set(POLICIES) - {"block"}))
+_LOSING = ", ".join(sorted(name for name in POLICIES if name.startswith("drop")))
 USUAL_LOAD = {"prefill": 0.0, "decode": 0.0, "tokens_per_request": 512.0, "tokens_per_step": 512.0}
 
 

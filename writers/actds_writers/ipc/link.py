@@ -305,7 +305,7 @@ class Link:
 
         Whoever stores a least share of every step waits as well, where not even that has room.
         """
-        return not self.live or self.settings.overflow == "block" or self.settings.draws
+        return not self.live or self.settings.overflow == "block" or self.settings.reserves
 
     @classmethod
     def from_environment(cls) -> Link | None:

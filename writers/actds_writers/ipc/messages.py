@@ -156,8 +156,8 @@ class StepRows:
         kept: bool ``(n,)``: rows that the sampling rules keep and that are drawn, ``None`` for all.
             Only these are in the ring; positions and token ids are of all computed rows.
         inclusion: float64 ``(n,)``: probability that each row was drawn with, ``None`` where
-            none is drawn; ``wanted``, bool ``(n,)``: rows that the sampling rules keep, drawn or
-            not, ``None`` for all.
+            none is drawn; ``wanted``, bool ``(n,)``: rows that rules alone would store, ``None``
+            for all.
         t_ns: wall clock when the engine handed the step over.
         depth_stage1: slices in the staging ring after the rows had left it; ``depth_stage2``, in
             the host ring, this one included.
@@ -176,12 +176,12 @@ class StepRows:
     finished: tuple[int, ...]
     stalls: tuple[Stall, ...] = ()
     kept: BoolArray | None = None
-    inclusion: np.ndarray | None = None
-    wanted: BoolArray | None = None
     t_ns: int = 0
     depth_stage1: int = 0
     depth_stage2: int = 0
     parts: tuple[StepRows, ...] = ()
+    inclusion: np.ndarray | None = None
+    wanted: BoolArray | None = None
 
     @property
     def n_kept(self) -> int:

@@ -465,10 +465,10 @@ class Writer:
 
     def _log_not_drawn(self, rows: StepRows) -> None:
         """Log what a drop policy with a reserve has lost of a step, if it has."""
-        policy = self._settings.harvest.overflow
-        if rows.inclusion is not None and policy != "thin":
+        harvest = self._settings.harvest
+        if harvest.always is not None:
             depths = (rows.depth_stage1, rows.depth_stage2)
-            loss = StepDropped(rows, tables.QUEUE_FULL, policy, rows.t_ns, *depths)
+            loss = StepDropped(rows, tables.QUEUE_FULL, harvest.overflow, rows.t_ns, *depths)
             self._log_loss(loss, self._assembly.not_drawn(rows))
 
     def _log_loss(self, loss: StepDropped, intervals: list[Interval]) -> None:
