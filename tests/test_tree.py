@@ -30,8 +30,8 @@ MOODS = {
 
 LIMITS = {
     "shipped lines": 76_500,
-    "modules": 226,
-    "modules with one importer": 38,
+    "modules": 228,
+    "modules with one importer": 40,
     "arguments of one function": 15,
     "fmt: skip": 10,
     "public classes of one name in one package": 11,

@@ -453,8 +453,8 @@ def _references(spans: Spans, requests: Requests, captured: Intervals, notes: No
     start, stop = spans.referenced(named)
     missing = (stop - start).astype(np.int64)
     thinned = spans.of("thinned")
-    for there in (captured, union(spans.start_key[thinned], spans.stop_key[thinned])):
-        missing -= there.n_below(stop) - there.n_below(start)
+    for kept in (captured, union(spans.start_key[thinned], spans.stop_key[thinned])):
+        missing -= kept.n_below(stop) - kept.n_below(start)
     for i in notes.each("E410", np.flatnonzero(missing), "warning"):
         span = named[i]
         place = notes.place("census", "spans", *spans.at(span))
