@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -30,6 +30,9 @@ from actds.format.schema import REQUIRED_PROVENANCE, DType, OpenBody, Provenance
 from actds_validators.audit.place import LEVELS, TITLES, PlaceName
 from actds_validators.audit.result import Audit
 from actds_validators.validate.validation import Level
+
+if TYPE_CHECKING:
+    from actds.publish.attestation import Attestation
 
 MAX_NBYTES = 1 << 20
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?%")
@@ -172,6 +175,25 @@ class SignatureRules(_Section):
     )
 
 
+class AttestationRules(_Section):
+    """Who has to have served a random part again, and found the model and precision on record."""
+
+    required: bool = Field(
+        default=False,
+        description="refuse a dataset without an attestation of a key of ACTDS_TRUSTED_KEYS",
+    )
+    keys: list[Pattern] | None = Field(
+        default=None, description="files of public keys that are trusted, beside the policy file"
+    )
+    need: Annotated[int, Field(ge=1)] = Field(
+        default=1, description="how many of the keys must have attested"
+    )
+    min_fraction: Share = Field(default=0.0, description="probability of a request, at least")
+    min_requests: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="requests that were compared, at least"
+    )
+
+
 class AuditRules(_Section):
     """What the audit may say."""
 
@@ -204,6 +226,7 @@ class Policy(_Section):
     numerics: NumericsRules = NumericsRules()
     harvest: HarvestRules = HarvestRules()
     signature: SignatureRules = SignatureRules()
+    attestation: AttestationRules = AttestationRules()
     audit: AuditRules = AuditRules()
 
 
@@ -235,9 +258,11 @@ def read_policy(source: Policy | Mapping[str, Any] | str | os.PathLike[str]) -> 
         raise _bad(str(path), str(error)[:200] or "too deep", "a TOML file") from None
     policy = _parsed(document, str(path), text)
     changed: dict[str, Any] = {} if policy.name else {"name": path.stem[:200]}
-    if policy.signature.keys is not None:
-        keys = [str(path.parent / key) for key in policy.signature.keys]
-        changed["signature"] = policy.signature.model_copy(update={"keys": keys})
+    rules: SignatureRules | AttestationRules
+    for section, rules in (("signature", policy.signature), ("attestation", policy.attestation)):
+        if rules.keys is not None:
+            keys = [str(path.parent / key) for key in rules.keys]
+            changed[section] = rules.model_copy(update={"keys": keys})
     return policy.model_copy(update=changed)
 
 
@@ -316,6 +341,54 @@ def check_signature(rules: SignatureRules, catalog: Catalog) -> Iterator[Finding
         yield Finding("E701", rule, f"{error.code} {error.got}"[:400], error.expected[:400])
 
 
+def check_attestations(rules: AttestationRules, catalog: Catalog) -> Iterator[Finding]:
+    """Yield why a replay of a random part is not attested as the rules ask.
+
+    One trusted key that found another model outweighs any number that found the same.
+
+    Raises as ``check_signature``.
+
+    Spec: 0.1 section 15.7.
+    """
+    if not rules.required and rules.keys is None:
+        return
+    from actds.publish.attestation import attestations
+    from actds.publish.signing import trusted_of
+
+    rule = "attestation.keys" if rules.keys is not None else "attestation.required"
+    trusted = trusted_of(rules.keys or (), catalog.store, rules.need)
+    try:
+        found = list(attestations(catalog, trusted))
+    except ActdsError as error:
+        yield Finding("E701", rule, f"{error.code} {error.got}"[:400], error.expected[:400])
+        return
+    accepted, short = set(), ""
+    for attestation, keys in found:
+        names = ", ".join(key.keyid[:16] for key in keys)
+        if attestation.verdict == "another":
+            got = f"key {names} attests: {attestation.reason}"
+            yield Finding("E701", rule, got[:400], "no trusted key that attests another model")
+        lacks = _too_little(rules, attestation)
+        if lacks is None:
+            accepted |= {key.keyid for key in keys}
+        short = short or f"; that of key {names}: {lacks}"
+    if len(accepted) < rules.need:
+        got = f"attestations of {len(accepted)} trusted keys{short}"
+        expected = f"those of {rules.need}: actds attest PATH --model FOLDER --key FILE"
+        yield Finding("E701", rule, got[:400], expected)
+
+
+def _too_little(rules: AttestationRules, attestation: Attestation) -> str | None:
+    """Return what an attestation lacks, None where it is as the rules ask."""
+    if attestation.verdict != "same":
+        return attestation.verdict
+    if attestation.fraction < rules.min_fraction:
+        return f"a fraction of {attestation.fraction:g}"
+    if attestation.n_requests < rules.min_requests:
+        return f"{attestation.n_requests} requests"
+    return None
+
+
 _NS_PER_DAY = 86_400_000_000_000
 _AHEAD_DAYS = 300 / 86_400
 """How far the clock of another machine may be ahead of this one's: five minutes."""
@@ -339,6 +412,7 @@ def refusals(
         *_hooks(policy, catalog),
         *_writers(policy, catalog),
         *check_signature(policy.signature, catalog),
+        *check_attestations(policy.attestation, catalog),
     ]
     for run in catalog.runs_with_data:
         record = catalog.runs.get(run)

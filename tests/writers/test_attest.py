@@ -1,0 +1,283 @@
+"""Attestations: honest rows pass, another model, other rows and another layer are found."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+import actds
+from actds.errors import ActdsError
+from actds.explore import dataset as reading
+from actds.format.inclusion import is_drawn, salt_of, uniform
+from actds_testing import harvest as h
+from actds_testing.synthetic import make_dataset
+from actds_testing.tiny import make_random_model
+from actds_writers.cli import attest as command
+from actds_writers.config import WriteSettings
+from actds_writers.engine_protocol import find_engine
+from actds_writers.harvest import prepare
+from actds_writers.harvest.attest import attest, draw
+from actds_writers.harvest.fingerprints import MIN_REQUESTS, HookPairs, score
+from actds_writers.harvest.run import harvest
+
+# the answer ---------------------------------------------------------------------------------------
+
+D_MODEL, K = 256, 8
+NOISE = 0.008
+Made = dict[str, HookPairs]
+
+
+def readouts(rows: np.ndarray, signs: np.ndarray) -> np.ndarray:
+    norm = np.sqrt((rows**2).sum(axis=1, keepdims=True))
+    return np.concatenate([norm, rows @ signs.T / np.sqrt(rows.shape[1])], axis=1).astype("f4")
+
+
+def made(
+    rng: np.random.Generator,
+    n_requests: int = 8,
+    n_rows: int = 60,
+    noise: float = NOISE,
+    more: float = 0.0,
+    rounding: float = 1.0,
+) -> Made:
+    """Return readouts of rows of a model: with rounding, in the dataset and in the first replay.
+
+    Args:
+        more: what another model adds to the rows of the dataset, relative.
+        rounding: of the dataset's machine, in that of the replay's.
+    """
+    signs = rng.choice([-1.0, 1.0], (K, D_MODEL))
+    pairs = {}
+    for hook in ("resid_post.1", "resid_post.2"):
+        rows = rng.normal(size=(n_requests * n_rows, D_MODEL))
+        size = np.sqrt((rows**2).mean(axis=1, keepdims=True))
+
+        def apart(scale: float, rows: np.ndarray = rows, size: np.ndarray = size) -> np.ndarray:
+            return scale * size * rng.normal(size=rows.shape)
+
+        dataset = rows + apart(noise * rounding) + apart(more)
+        request = np.repeat(np.arange(n_requests), n_rows)
+        pairs[hook] = HookPairs(
+            request, np.tile(np.arange(n_rows), n_requests),
+            *(readouts(x, signs) for x in (dataset, rows + apart(noise), rows)), D_MODEL,
+        )  # fmt: skip
+    return pairs
+
+
+def names(n: int) -> list[str]:
+    return [f"r request {i}" for i in range(n)]
+
+
+def test_the_distance_is_that_of_the_rows() -> None:
+    rng = np.random.default_rng(0)
+    stored, again = made(rng, 40, more=0.03)["resid_post.1"].distances()
+    for estimate, want in ((stored, np.hypot(NOISE, 0.03)), (again, NOISE)):
+        assert np.sqrt((estimate**2).mean()) == pytest.approx(want, rel=0.03)
+    one = made(rng, 1)["resid_post.1"]
+    scaled = replace(one, dataset=one.reference * np.float32(1.1), replay=one.reference)
+    assert scaled.distances()[0].min() > 0.1 and scaled.distances()[1].max() == 0
+
+
+@pytest.mark.parametrize(
+    ("rounding", "more", "verdict"),
+    [(1.0, 0.0, "same"), (0.0, 0.0, "same"), (1.2, 0.0, "same"), (1.0, 0.016, "another"),
+     (1.0, 0.1, "another")],
+)  # fmt: skip
+def test_rounding_of_another_machine_is_the_same_and_of_weights_is_not(
+    rounding: float, more: float, verdict: str
+) -> None:
+    """Over 200 draws: as many errors as a level of 1 % leaves, by the binomial, at most 7."""
+    rng = np.random.default_rng(1)
+    n_wrong = 0
+    for _ in range(200):
+        pairs = made(rng, MIN_REQUESTS, 40, rounding=rounding, more=more)
+        answer = score(pairs, names(MIN_REQUESTS), "bfloat16")
+        n_wrong += answer.verdict != verdict
+    assert n_wrong <= 7
+
+
+def test_one_that_is_near_the_tolerance_is_left_undecided() -> None:
+    answer = score(made(np.random.default_rng(2), rounding=1.5), names(8), "bfloat16")
+    assert answer.verdict == "cannot tell" and "tolerance is 1.5" in answer.reason
+
+
+def test_few_requests_and_coarse_numerics_cannot_tell() -> None:
+    rng = np.random.default_rng(3)
+    few = score(made(rng, MIN_REQUESTS - 1, 200), names(MIN_REQUESTS - 1), "bfloat16")
+    assert few.verdict == "cannot tell" and "5 are needed" in few.reason
+    one = score(made(rng, 1, 200), names(1), "bfloat16")
+    assert one.verdict == "cannot tell" and not any(power.seen for power in one.power)
+    coarse = score(made(rng, noise=0.03), names(8), "bfloat16")
+    assert coarse.verdict == "cannot tell" and "8 bits would hide" in coarse.reason
+    assert {p.bits: p.seen for p in coarse.power} == {8: False, 4: True}
+
+
+def swapped(pairs: HookPairs, rows: np.ndarray, with_rows: np.ndarray) -> HookPairs:
+    dataset = pairs.dataset.copy()
+    dataset[rows] = pairs.dataset[with_rows]
+    return replace(pairs, dataset=dataset)
+
+
+def test_rows_of_another_request_are_found_and_named() -> None:
+    pairs = made(np.random.default_rng(4), 100, 20)
+    of = pairs["resid_post.2"].request
+    pairs["resid_post.2"] = swapped(
+        pairs["resid_post.2"], np.flatnonzero(of == 7), np.flatnonzero(of == 8)
+    )
+    answer = score(pairs, names(100), "bfloat16")
+    assert answer.verdict == "another" and answer.far_requests == ["r request 7"]
+    assert [hook.n_far for hook in answer.hooks] == [0, 20]
+    pairs = made(np.random.default_rng(5), 10, 40)
+    pairs["resid_post.1"] = swapped(pairs["resid_post.1"], np.array([3]), np.array([5]))
+    one = score(pairs, names(10), "bfloat16")
+    assert one.verdict == "cannot tell" and one.reason.startswith("1 row far")
+
+
+def test_rows_of_another_hook_are_found() -> None:
+    pairs = made(np.random.default_rng(6))
+    other = pairs["resid_post.2"].dataset
+    pairs["resid_post.1"] = replace(pairs["resid_post.1"], dataset=other)
+    answer = score(pairs, names(8), "bfloat16")
+    assert answer.verdict == "another" and len(answer.far_requests) == 8
+    assert answer.hooks[1].n_far == 0
+
+
+def test_what_is_not_finite_is_far() -> None:
+    pairs = made(np.random.default_rng(7))
+    for bad in (np.nan, np.inf):
+        dataset = pairs["resid_post.1"].dataset.copy()
+        dataset[:60] = bad
+        answer = score(
+            pairs | {"resid_post.1": replace(pairs["resid_post.1"], dataset=dataset)},
+            names(8), "bfloat16",
+        )  # fmt: skip
+        assert answer.verdict == "another" and answer.far_requests == ["r request 0"]
+
+
+# the draw -----------------------------------------------------------------------------------------
+
+
+def test_requests_are_drawn_by_the_hash_of_the_spec(tmp_path: Path) -> None:
+    source = reading.open(make_dataset(tmp_path / "acts", n_requests=60, seed=3))
+    run, dataset = next(iter(source.runs)), source.catalog.genesis.dataset
+    salt = salt_of("actds attest", 9, dataset, run)
+    assert int(salt) == int(
+        sha256(f"actds attest\n9\n{dataset}\n{run}".encode()).hexdigest()[:16], 16
+    )
+    everything = draw(source, [run], 9, 1.0)
+    number = {name: float(uniform(salt, name[1])) for name in everything}
+    half = draw(source, [run], 9, 0.5)
+    assert set(half) == {name for name, u in number.items() if u < 0.5}
+    few = draw(source, [run], 9, 1e-6)
+    assert list(few) == sorted(number, key=lambda name: number[name])[:MIN_REQUESTS]
+    of_replay = is_drawn(9, dataset, run, [name[1] for name in number], 0.5)
+    assert {name[1] for name in half} != set(np.flatnonzero(of_replay).tolist())
+
+
+# through an engine --------------------------------------------------------------------------------
+
+ENGINE: dict[str, Any] = {"engine": "transformers"}
+Write = Callable[..., Path]
+
+
+def rounded(model: Path, out: Path, bits: int) -> Path:
+    """Return a copy of a model whose matrices are rounded to so many bits, by rows."""
+    shutil.copytree(model, out)
+    levels = 2 ** (bits - 1) - 1
+    tensors = load_file(out / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2 and "embed" not in name:
+            step = tensor.float().abs().amax(1, keepdim=True) / levels
+            tensors[name] = ((tensor.float() / step).round() * step).to(tensor.dtype)
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_model(tmp_path_factory.mktemp("model") / "true")
+
+
+@pytest.fixture
+def written(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Return what writes a dataset with some model and says that it was the true one."""
+    prompts = h.write_prompts(
+        tmp_path / "prompts.jsonl",
+        [
+            {"id": f"q{n}", "prompt": "all work and no play " * (1 + n % 3) + f"{n:02}"}
+            for n in range(12)
+        ],
+    )
+
+    def write(by: Path, **settings: Any) -> Path:
+        out = tmp_path / f"acts-{by.name}"
+        kind = find_engine("transformers")
+        facts = prepare.files_facts(kind.checked({}).files(model))
+        with monkeypatch.context() as patch:
+            patch.setattr(prepare, "files_facts", lambda files: facts)
+            common = {"out": out, "model": by, "prompts": prompts, "hooks": "resid_post:all",
+                      "max_tokens": 6, **ENGINE}  # fmt: skip
+            harvest(WriteSettings.of(common | settings))
+        return out
+
+    return write
+
+
+@pytest.mark.standard
+def test_a_dataset_of_its_model_is_attested_and_one_of_rounded_weights_is_not(
+    written: Write, model: Path, tmp_path: Path
+) -> None:
+    honest = written(model)
+    # Arrays take no part: what is read is ledger, tables and readouts.
+    for file in honest.glob("shards/*/acts.zarr/*/c/0/0"):
+        file.write_bytes(bytes(file.stat().st_size))
+    result = attest(source=honest, model=model, fraction=0.5, seed=1, **ENGINE)
+    assert result.verdict == "same" and result.n_skipped == 0
+    assert result.digest == actds.open(honest).digest
+    assert result.n_requests == len(draw(actds.open(honest), list(actds.open(honest).runs), 1, 0.5))
+    assert {hook.hook for hook in result.hooks} == set(actds.open(honest).hooks)
+    assert all(hook.distance < 1e-5 and hook.n_far == 0 for hook in result.hooks)
+    assert list(tmp_path.glob("actds-attest-*")) == []
+
+    for bits in (8, 4):
+        lying = written(rounded(model, tmp_path / f"bits-{bits}", bits))
+        found = attest(source=lying, model=model, seed=1, **ENGINE)
+        assert found.verdict == "another" and found.n_requests == MIN_REQUESTS, bits
+
+    file = tmp_path / "found.json"
+    told = CliRunner().invoke(
+        command,
+        [str(tmp_path / "acts-bits-4"), "--model", str(model), "--engine", "transformers",
+         "--json", str(file), "--quiet"],
+    )  # fmt: skip
+    assert told.exit_code == 1 and "✗ Another model or precision" in told.output
+    assert '"verdict": "another"' in file.read_text()
+
+
+@pytest.mark.standard
+def test_a_model_that_is_not_on_record_is_refused(
+    written: Write, model: Path, tmp_path: Path
+) -> None:
+    acts = written(model)
+    other = rounded(model, tmp_path / "other", 8)
+    with pytest.raises(ActdsError, match=r"E022 model\.weights_sha256"):
+        attest(source=acts, model=other, **ENGINE)
+    with pytest.raises(ActdsError, match=r"E022 numerics\.dtype: bfloat16; expected float32"):
+        attest(source=acts, model=model, engine_args={"dtype": "bfloat16"}, **ENGINE)
+
+
+@pytest.mark.standard
+def test_without_readouts_there_is_nothing_to_compare(written: Write, model: Path) -> None:
+    acts = written(model, readouts=False)
+    with pytest.raises(ActdsError, match=r"E006 .*no readouts with projections") as caught:
+        attest(source=acts, model=model, **ENGINE)
+    assert "actds replay --compare" in caught.value.next_step
