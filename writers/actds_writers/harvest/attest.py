@@ -220,7 +220,7 @@ def compare_with(
     types: list[DType] = []
     for run in dict.fromkeys(run for run, _ in names):
         of_run = {name[1]: n for n, name in enumerate(names) if name[0] == run}
-        lines = _lines(source.catalog, run, {r: len(drawn[run, r].token_id) for r in of_run})
+        lines = readout_lines(source.catalog, run, {r: len(drawn[run, r].token_id) for r in of_run})
         again = [
             list(pairs_of(replayed, (drawn[run, request] for request in of_run)))
             for replayed in (replay, reference)
@@ -246,7 +246,7 @@ def compare_with(
     return score(whole, words, min(types, key=order.index)), len(compared)
 
 
-def _lines(catalog: Catalog, run: str, lengths: Mapping[int, int]) -> pa.Table:
+def readout_lines(catalog: Catalog, run: str, lengths: Mapping[int, int]) -> pa.Table:
     """Return the readouts of requests, the last one of each position and hook."""
     table = catalog.table("readouts", run)
     table = table.filter(pc.is_in(table["request"], pa.array(list(lengths), pa.uint32())))
@@ -275,7 +275,7 @@ def _hook_pairs(
         [lines["norm"].to_numpy()[:, None], flat.reshape(len(lines), packed.shape[1])], axis=1
     )
     replay, reference = (
-        _again(catalog, pairs, hook.name, packed, request, position)
+        replayed_readouts(catalog, pairs, hook.name, packed, request, position)
         for catalog, pairs in zip(catalogs, again, strict=True)
     )
     has = ~(np.isnan(replay[:, 0]) | np.isnan(reference[:, 0]))
@@ -285,7 +285,7 @@ def _hook_pairs(
     )
 
 
-def _again(
+def replayed_readouts(
     replay: Catalog,
     pairs: Sequence[Pair],
     hook: str,
