@@ -3,9 +3,9 @@
     python benchmarks/bench_attest.py [--model demo/model] [--prompts FILE] [--work FOLDER]
 
 One dataset is written by the engine. Its token sequences are then served by the model with other
-kernels, and by changed copies of it: the readouts of each stand for those of a dataset. All requests
-are served once; of these, some are drawn a thousand times, and `score` answers of each draw as the
-command does. What is in FOLDER from an earlier call is not made again.
+kernels, and by changed copies of it: the readouts of each are taken for those of a dataset. All
+requests are served once; some of these are drawn a thousand times, and `score` answers of each draw
+as the command does. What is in FOLDER from an earlier call is not made again.
 """
 
 from __future__ import annotations
@@ -195,8 +195,9 @@ class Fingerprints:
             has = np.isfinite([numbers[:, 0] for numbers in three]).all(axis=0)
             request = np.array([self.number[r] for r in of["request"].to_pylist()])[has]
             position = of["position"].to_numpy().astype(np.int64)[has]
-            three = [numbers[has] for numbers in three]
-            pairs[name] = HookPairs(request, position, *three, d_model=self.hooks[name].d_model)
+            stored, replayed, exact = (numbers[has] for numbers in three)
+            d_model = self.hooks[name].d_model
+            pairs[name] = HookPairs(request, position, stored, replayed, exact, d_model)
         return pairs
 
 
