@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -28,6 +28,9 @@ from actds.publish.envelope import (
 from actds.publish.sealing import STATEMENT_TYPE
 from actds.store import Store, layout, local_folder, open_for_writing
 from actds.store.local import lock_dataset
+
+if TYPE_CHECKING:
+    from securesystemslib.signer import CryptoSigner
 
 PREDICATE_TYPE = "actds:replay/0.1"
 MAX_ATTESTATIONS = MAX_SIGNATURES
@@ -111,17 +114,20 @@ def _in_texts(value: Any) -> Any:
     return repr(value) if isinstance(value, float) else value
 
 
-def put_attestation(path: str, attestation: Attestation, key: str | os.PathLike[str]) -> str:
+def attester(path: str, key: str | os.PathLike[str]) -> CryptoSigner:
+    """Return what signs attestations of a dataset; E021, E011 as ``signer``, E503 not writable."""
+    return signer(key, open_for_writing(path))
+
+
+def put_attestation(path: str, attestation: Attestation, private: CryptoSigner) -> str:
     """Sign an attestation and add it to those of its seal; return the path of their file.
 
     Raises:
-        ActdsError: E021 a key that cannot be used; E804 the dataset was sealed again meanwhile;
-            E009 there are too many; E011, E503.
+        ActdsError: E804 the dataset was sealed again meanwhile; E009 there are too many; E503.
 
     Spec: 0.1 section 15.7.
     """
     store = open_for_writing(path)
-    private = signer(key, store)
     with ExitStack() as stack:
         folder = local_folder(store.uri)
         if folder is not None and folder.is_dir():

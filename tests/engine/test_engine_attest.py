@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from actds_testing import harvest as h
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.full]  # six starts of an engine
 
 OPTIONS = ("--engine-arg", "enforce_eager=true", "--engine-arg", "max_model_len=512",
            "--engine-arg", "dtype=bfloat16")  # fmt: skip

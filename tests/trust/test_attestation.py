@@ -21,6 +21,7 @@ from actds.publish.attestation import (
     Attestation,
     HookScore,
     attestations,
+    attester,
     put_attestation,
 )
 from actds.publish.envelope import trusted_keys
@@ -47,6 +48,10 @@ def attested(acts: Path, **changes: Any) -> Attestation:
     return result.model_copy(update=changes)
 
 
+def sign(acts: Path, attestation: Attestation, private: Path) -> str:
+    return put_attestation(str(acts), attestation, attester(str(acts), private))
+
+
 def read(acts: Path, *keys: Path) -> list[tuple[Attestation, list[str]]]:
     store = open_store(acts)
     pairs = attestations(Catalog.read(store), trusted_keys(keys, store))
@@ -55,8 +60,8 @@ def read(acts: Path, *keys: Path) -> list[tuple[Attestation, list[str]]]:
 
 def test_an_attestation_is_a_line_of_an_in_toto_bundle(acts: Path, pair: Pairs) -> None:
     (private, public), (other, _) = pair("a"), pair("b")
-    assert put_attestation(str(acts), attested(acts), private) == FILE
-    put_attestation(str(acts), attested(acts, seed=4), other)
+    assert sign(acts, attested(acts), private) == FILE
+    sign(acts, attested(acts, seed=4), other)
     lines = [json.loads(line) for line in (acts / FILE).read_bytes().splitlines()]
     assert [set(line) for line in lines] == [{"payload", "payloadType", "signatures"}] * 2
     payload = base64.b64decode(lines[0]["payload"])
@@ -79,7 +84,7 @@ def test_an_attestation_is_a_line_of_an_in_toto_bundle(acts: Path, pair: Pairs) 
 
 def test_another_statement_or_a_changed_one_is_not_believed(acts: Path, pair: Pairs) -> None:
     private, public = pair("a")
-    put_attestation(str(acts), attested(acts), private)
+    sign(acts, attested(acts), private)
     good = (acts / FILE).read_bytes()
     envelope = json.loads(good)
     statement = json.loads(base64.b64decode(envelope["payload"]))
@@ -97,9 +102,9 @@ def test_another_statement_or_a_changed_one_is_not_believed(acts: Path, pair: Pa
 def test_an_attestation_is_of_its_seal_alone(acts: Path, pair: Pairs) -> None:
     private, public = pair("a")
     with pytest.raises(ActdsError, match="E804"):
-        put_attestation(str(acts), attested(acts, digest="0" * 64), private)
+        sign(acts, attested(acts, digest="0" * 64), private)
     forged = attested(acts)
-    put_attestation(str(acts), forged, private)
+    sign(acts, forged, private)
     data = (acts / FILE).read_bytes()
     other = acts.parent / "other"
     from actds_testing.synthetic import make_dataset
@@ -124,7 +129,7 @@ def test_a_policy_asks_for_an_attestation(
             actds.require(acts, policy=rules)  # type: ignore[arg-type]
 
     refused(r"E701 attestation\.keys: attestations of 0 trusted keys;")
-    put_attestation(str(acts), attested(acts), stranger)
+    sign(acts, attested(acts), stranger)
     refused("attestations of 0 trusted keys;")
     for lack, words in (
         ({"verdict": "cannot tell"}, "cannot tell"),
@@ -132,15 +137,15 @@ def test_a_policy_asks_for_an_attestation(
         ({"n_requests": 4}, "4 requests"),
     ):
         (acts / FILE).unlink()
-        put_attestation(str(acts), attested(acts, **lack), private)
+        sign(acts, attested(acts, **lack), private)
         refused(f"of 0 trusted keys; that of key [0-9a-f]{{16}}: {words}")
-    put_attestation(str(acts), attested(acts), private)
+    sign(acts, attested(acts), private)
     assert actds.require(acts, policy=policy).n_rows
     two = {"attestation": {"keys": [str(public), str(second_public)], "need": 2}}
     refused("attestations of 1 trusted keys", two)
-    put_attestation(str(acts), attested(acts), second)
+    sign(acts, attested(acts), second)
     assert actds.require(acts, policy=two).n_rows
-    put_attestation(str(acts), attested(acts, verdict="another", reason="4 bits"), second)
+    sign(acts, attested(acts, verdict="another", reason="4 bits"), second)
     refused("attests: 4 bits", two)
     assert actds.require(acts, policy=policy).n_rows, "it trusts the first alone"
 

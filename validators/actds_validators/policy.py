@@ -358,12 +358,12 @@ def check_attestations(rules: AttestationRules, catalog: Catalog) -> Iterator[Fi
     rule = "attestation.keys" if rules.keys is not None else "attestation.required"
     trusted = trusted_of(rules.keys or (), catalog.store, rules.need)
     try:
-        found = list(attestations(catalog, trusted))
+        attested = list(attestations(catalog, trusted))
     except ActdsError as error:
         yield Finding("E701", rule, f"{error.code} {error.got}"[:400], error.expected[:400])
         return
     accepted, short = set(), ""
-    for attestation, keys in found:
+    for attestation, keys in attested:
         names = ", ".join(key.keyid[:16] for key in keys)
         if attestation.verdict == "another":
             got = f"key {names} attests: {attestation.reason}"

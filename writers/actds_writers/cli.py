@@ -172,6 +172,7 @@ def attest(
     record; 4 an engine that fails.
     """
     from actds.cli.command import print_lines
+    from actds.store import refuse_within_dataset
     from actds.store.folders import replaced
     from actds_writers.engine_protocol import parse_words
     from actds_writers.harvest.attest import attest as run
@@ -181,6 +182,8 @@ def attest(
         def ended(self, result: HarvestResult) -> None:
             """Say nothing: the replay is no result."""
 
+    if json_out is not None:
+        refuse_within_dataset(json_out, "--json")
     terminal = Progress(f"{Path(source).name}.attest", quiet=quiet)
     options = parse_words(engine_args)
     try:

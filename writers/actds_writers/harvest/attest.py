@@ -20,14 +20,13 @@ import pyarrow.compute as pc
 
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError, not_installed
-from actds.explore import dataset as reading
-from actds.explore.dataset import Dataset
+from actds.explore.dataset import Dataset, open_apart
 from actds.explore.requests import TokenSequence, token_sequences
 from actds.format.inclusion import salt_of, uniform
 from actds.format.positions import position_key
 from actds.format.readouts import Readouts, compute, directions, readouts_of
 from actds.format.schema import DType, Hook, RunRecord
-from actds.publish.attestation import Attestation, put_attestation
+from actds.publish.attestation import Attestation, attester, put_attestation
 from actds.store import open_store
 from actds_writers.config import AttestSettings, ReplaySettings, keywords_of
 from actds_writers.harvest.canary import (
@@ -49,8 +48,8 @@ Name = tuple[str, int]
 Numbers = npt.NDArray[np.float32]
 REFERENCE: DType = "float32"
 PRECISION = ("numerics.dtype", "numerics.kv_cache_dtype", "model.quantization", "capture.cast")
-SERVED = ("model.name", "model.weights_sha256", "model.config_sha256", "tokenizer.sha256",
-          "engine.name", "engine.version", "machine.processor", *PRECISION)  # fmt: skip
+MODEL = ("model.name", "model.weights_sha256", "model.config_sha256", "tokenizer.sha256")
+SERVED = (*MODEL, "engine.name", "engine.version", "machine.processor", *PRECISION)
 """Fields of the run record of the first replay that an attestation names."""
 
 
@@ -83,7 +82,8 @@ def attest(*, observer: Observer | None = None, **settings: Any) -> Attestation:
     except ImportError:
         raise not_installed("scipy", "audit", "actds attest") from None
     seed = secrets.randbits(32) if given.seed is None else given.seed
-    source = reading.open(given.source)
+    private = None if given.key is None else attester(given.source, given.key)
+    source = open_apart(given.source)
     readouts = _readouts_of(source)
     drawn = draw(source, list(readouts), seed, given.fraction)
     with tempfile.TemporaryDirectory(prefix="actds-attest-", ignore_cleanup_errors=True) as folder:
@@ -94,8 +94,8 @@ def attest(*, observer: Observer | None = None, **settings: Any) -> Attestation:
         attestation = _attestation(source, replay, answer, given.fraction, seed)
     n_skipped = len(drawn) - n_compared
     attestation = attestation.model_copy(update={"n_requests": n_compared, "n_skipped": n_skipped})
-    if given.key is not None:
-        put_attestation(given.source, attestation, given.key)
+    if private is not None:
+        put_attestation(given.source, attestation, private)
     return attestation
 
 
@@ -188,7 +188,7 @@ class _Serving:
             theirs = {_fact(record, name) for record in records} - {None}
             ours = {_fact(replay.runs[run], name) for run in replay.runs_with_data} - {None}
             if theirs and ours and theirs != ours:
-                step = "Give the options of the engine of the dataset: --engine-arg KEY=VALUE."
+                step = "Give in engine_args the options that the engine of the dataset had."
                 got, expected = (" and ".join(sorted(map(str, v))) for v in (ours, theirs))
                 expected = f"{expected}, as on record"
                 raise ActdsError("E022", name, got=got, expected=expected, next_step=step)
