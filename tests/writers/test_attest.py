@@ -121,6 +121,20 @@ def test_few_requests_and_coarse_numerics_cannot_tell() -> None:
     assert {p.bits: p.seen for p in coarse.power} == {8: False, 4: True}
 
 
+def test_a_hook_without_rounding_hides_no_other_one() -> None:
+    pairs = made(np.random.default_rng(8), more=0.03)
+    exact = replace(
+        pairs["resid_post.1"],
+        dataset=pairs["resid_post.1"].reference, replay=pairs["resid_post.1"].reference,
+    )  # fmt: skip
+    answer = score(
+        {"embed": exact, **{f"l{n}": pairs["resid_post.2"] for n in range(3)}}, names(8), "bfloat16"
+    )
+    assert answer.verdict == "another" and answer.hooks[0].ratio == 1
+    honest = score({"embed": exact}, names(8), "bfloat16")
+    assert honest.verdict == "same"
+
+
 def swapped(pairs: HookPairs, rows: np.ndarray, with_rows: np.ndarray) -> HookPairs:
     dataset = pairs.dataset.copy()
     dataset[rows] = pairs.dataset[with_rows]

@@ -143,9 +143,9 @@ def _hook(name: str, pairs: HookPairs, n_requests: int, computed: DType) -> _Hoo
     medians = []
     for request in np.unique(pairs.request):
         rows = pairs.request == request
-        medians.append((float(np.median(stored[rows])), max(least, float(np.median(again[rows])))))
+        medians.append((np.median(stored[rows]), max(least, np.median(again[rows]))))
         distance, floor = medians[-1]
-        ratio[request] = math.log(max(distance, least * 1e-6) / floor)
+        ratio[request] = math.log(max(least, distance) / floor)
         far_share[request] = far[rows].mean()
     distance, floor = np.median(medians, axis=0) if medians else (0.0, least)
     return _Hook(name, ratio, float(distance), float(floor), far, far_share)
@@ -193,6 +193,7 @@ def _not_seen(hooks: Sequence[_Hook], n: int, width: float) -> list[str]:
         f"another model whose rows are less than {least:.2g} (relative L2) off",
         f"rows of other requests, of another layer or made up, in fewer than {share:.0%} of the "
         f"requests: {n} drawn ones miss them with a probability of 5 % or more",
+        "a computation that is more exact than is on record",
         "arrays that differ from their readouts: actds validate --level deep compares them",
         "what the prompts are, and which rows a sampling rule left out",
     ]
