@@ -37,7 +37,7 @@ from actds.format.schema import DType
 from actds.store import open_store
 from actds_writers.harvest.attest import draw, readout_lines, replayed_readouts
 from actds_writers.harvest.canary import pairs_of
-from actds_writers.harvest.fingerprints import HookPairs, score
+from actds_writers.harvest.fingerprints import HookPairs, distances, score
 
 HOOKS = "resid_post:10,20"
 ENGINE = ("block_size=32", "max_model_len=2048", "enforce_eager=true")
@@ -186,19 +186,30 @@ class Fingerprints:
             numbers[name] = replayed_readouts(catalog, pairs, name, packed, *places)
         return numbers
 
-    def pairs(
-        self, dataset: Readouts, again: Readouts, reference: Readouts
-    ) -> dict[str, HookPairs]:
+    def pairs(self, dataset: Readouts, again: Readouts, exact: Readouts) -> dict[str, HookPairs]:
         pairs = {}
         for name, of in self.lines.items():
-            three = [part[name].astype(np.float32) for part in (dataset, again, reference)]
+            three = [part[name].astype(np.float32) for part in (dataset, again, exact)]
             has = np.isfinite([numbers[:, 0] for numbers in three]).all(axis=0)
             request = np.array([self.number[r] for r in of["request"].to_pylist()])[has]
-            position = of["position"].to_numpy().astype(np.int64)[has]
-            stored, replayed, exact = (numbers[has] for numbers in three)
-            d_model = self.hooks[name].d_model
-            pairs[name] = HookPairs(request, position, stored, replayed, exact, d_model)
+            stored, replayed, reference = (numbers[has] for numbers in three)
+            d = self.hooks[name].d_model
+            pairs[name] = HookPairs(
+                request, distances(stored, reference, d), distances(replayed, reference, d)
+            )
         return pairs
+
+    def swapped(self, numbers: Readouts, share: float) -> Readouts:
+        """Return readouts in which every so-manieth request has the last rows of the one after."""
+        made = {}
+        for name, of in self.lines.items():
+            request = np.array([self.number[r] for r in of["request"].to_pylist()])
+            made[name] = numbers[name].copy()
+            for first in range(0, len(self.number) - 1, round(1 / share)):
+                rows, other = (np.flatnonzero(request == r) for r in (first, first + 1))
+                n = min(len(rows), len(other))
+                made[name][rows[len(rows) - n :]] = numbers[name][other[len(other) - n :]]
+        return made
 
 
 def some(pairs: Mapping[str, HookPairs], chosen: np.ndarray) -> dict[str, HookPairs]:
@@ -207,30 +218,8 @@ def some(pairs: Mapping[str, HookPairs], chosen: np.ndarray) -> dict[str, HookPa
     for name, of in pairs.items():
         rows = np.flatnonzero(np.isin(of.request, chosen))
         request = np.searchsorted(chosen, of.request[rows])
-        part[name] = HookPairs(
-            request, of.position[rows], of.dataset[rows], of.replay[rows], of.reference[rows],
-            of.d_model,
-        )  # fmt: skip
+        part[name] = HookPairs(request, of.dataset[rows], of.replay[rows])
     return part
-
-
-def swapped(pairs: Mapping[str, HookPairs], share: float) -> dict[str, HookPairs]:
-    """Return the pairs with the rows of every so-manieth request given to the one after it."""
-    made = {}
-    for name, of in pairs.items():
-        dataset = of.dataset.copy()
-        n = of.request.max() + 1
-        for request in range(0, n - 1, round(1 / share)):
-            mine, other = (np.flatnonzero(of.request == r) for r in (request, request + 1))
-            size = min(len(mine), len(other))
-            dataset[mine[-size:]] = of.dataset[other[-size:]]
-        made[name] = replace(of, dataset=dataset)
-    return made
-
-
-def another_layer(pairs: Mapping[str, HookPairs]) -> dict[str, HookPairs]:
-    first, second = pairs
-    return {**pairs, first: replace(pairs[first], dataset=pairs[second].dataset)}
 
 
 def cases(made: Fingerprints) -> Iterator[tuple[str, str, DType, dict[str, HookPairs]]]:
@@ -254,10 +243,13 @@ def cases(made: Fingerprints) -> Iterator[tuple[str, str, DType, dict[str, HookP
     for served in (*(by[name] for name in names), CONTROLS[0], CONTROLS[-1]):
         pairs = made.pairs(made.of(in_float32(served)), reference, reference)
         yield in_float32(served).name, exact.name, "float32", pairs
-    honest = made.pairs(written, made.of(by["AVX2 kernels"]), reference)
+    old = made.of(by["AVX2 kernels"])
     for share in (0.5, 0.1):
-        yield f"{share:.0%} of requests swapped", "AVX2 kernels", "bfloat16", swapped(honest, share)
-    yield "another layer", "AVX2 kernels", "bfloat16", another_layer(honest)
+        pairs = made.pairs(made.swapped(written, share), old, reference)
+        yield f"{share:.0%} of requests swapped", "AVX2 kernels", "bfloat16", pairs
+    first, second = written
+    layer = {**written, first: written[second]}
+    yield "another layer", "AVX2 kernels", "bfloat16", made.pairs(layer, old, reference)
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,15 @@ from actds_writers.config import WriteSettings
 from actds_writers.engine_protocol import find_engine
 from actds_writers.harvest import prepare
 from actds_writers.harvest.attest import attest, draw
-from actds_writers.harvest.fingerprints import MIN_REQUESTS, HookPairs, score
+from actds_writers.harvest.fingerprints import MIN_REQUESTS, Answer, HookPairs, distances, score
 from actds_writers.harvest.run import harvest
 
 # the answer ---------------------------------------------------------------------------------------
 
 D_MODEL, K = 256, 8
 NOISE = 0.008
-Made = dict[str, HookPairs]
+Rows = dict[str, np.ndarray]
+HOOKS = ("resid_post.1", "resid_post.2")
 
 
 def readouts(rows: np.ndarray, signs: np.ndarray) -> np.ndarray:
@@ -41,36 +42,52 @@ def readouts(rows: np.ndarray, signs: np.ndarray) -> np.ndarray:
     return np.concatenate([norm, rows @ signs.T / np.sqrt(rows.shape[1])], axis=1).astype("f4")
 
 
-def made(
-    rng: np.random.Generator,
-    n_requests: int = 8,
-    n_rows: int = 60,
-    noise: float = NOISE,
-    more: float = 0.0,
-    rounding: float = 1.0,
-) -> Made:
-    """Return readouts of rows of a model: with rounding, in the dataset and in the first replay.
+@dataclass
+class Made:
+    """Readouts of rows of a model: those of a dataset, of a replay and of the reference.
 
     Args:
         more: what another model adds to the rows of the dataset, relative.
         rounding: of the dataset's machine, in that of the replay's.
     """
-    signs = rng.choice([-1.0, 1.0], (K, D_MODEL))
-    pairs = {}
-    for hook in ("resid_post.1", "resid_post.2"):
-        rows = rng.normal(size=(n_requests * n_rows, D_MODEL))
+
+    rng: np.random.Generator
+    n_requests: int = 8
+    n_rows: int = 60
+    noise: float = NOISE
+    more: float = 0.0
+    rounding: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.request = np.repeat(np.arange(self.n_requests), self.n_rows)
+        signs = self.rng.choice([-1.0, 1.0], (K, D_MODEL))
+        self.dataset, self.replay, self.reference = Rows(), Rows(), Rows()
+        for hook in HOOKS:
+            rows = self.rng.normal(size=(len(self.request), D_MODEL))
+            stored = rows + self.apart(rows, self.noise * self.rounding)
+            stored += self.apart(rows, self.more)
+            again = rows + self.apart(rows, self.noise)
+            for where, values in ((self.dataset, stored), (self.replay, again),
+                                  (self.reference, rows)):  # fmt: skip
+                where[hook] = readouts(values, signs)
+
+    def apart(self, rows: np.ndarray, scale: float) -> np.ndarray:
         size = np.sqrt((rows**2).mean(axis=1, keepdims=True))
+        noise: np.ndarray = scale * size * self.rng.normal(size=rows.shape)
+        return noise
 
-        def apart(scale: float, rows: np.ndarray = rows, size: np.ndarray = size) -> np.ndarray:
-            return scale * size * rng.normal(size=rows.shape)
+    def pairs(self) -> dict[str, HookPairs]:
+        return {
+            hook: HookPairs(
+                self.request,
+                distances(self.dataset[hook], self.reference[hook], D_MODEL),
+                distances(self.replay[hook], self.reference[hook], D_MODEL),
+            )
+            for hook in HOOKS
+        }
 
-        dataset = rows + apart(noise * rounding) + apart(more)
-        request = np.repeat(np.arange(n_requests), n_rows)
-        pairs[hook] = HookPairs(
-            request, np.tile(np.arange(n_rows), n_requests),
-            *(readouts(x, signs) for x in (dataset, rows + apart(noise), rows)), D_MODEL,
-        )  # fmt: skip
-    return pairs
+    def answer(self) -> Answer:
+        return score(self.pairs(), names(self.n_requests), "bfloat16")
 
 
 def names(n: int) -> list[str]:
@@ -78,13 +95,12 @@ def names(n: int) -> list[str]:
 
 
 def test_the_distance_is_that_of_the_rows() -> None:
-    rng = np.random.default_rng(0)
-    stored, again = made(rng, 40, more=0.03)["resid_post.1"].distances()
-    for estimate, want in ((stored, np.hypot(NOISE, 0.03)), (again, NOISE)):
+    pairs = Made(np.random.default_rng(0), 40, more=0.03).pairs()[HOOKS[0]]
+    for estimate, want in ((pairs.dataset, np.hypot(NOISE, 0.03)), (pairs.replay, NOISE)):
         assert np.sqrt((estimate**2).mean()) == pytest.approx(want, rel=0.03)
-    one = made(rng, 1)["resid_post.1"]
-    scaled = replace(one, dataset=one.reference * np.float32(1.1), replay=one.reference)
-    assert scaled.distances()[0].min() > 0.1 and scaled.distances()[1].max() == 0
+    rows = Made(np.random.default_rng(1)).reference[HOOKS[0]]
+    assert distances(rows * np.float32(1.1), rows, D_MODEL).min() > 0.1
+    assert distances(rows, rows, D_MODEL).max() == 0
 
 
 @pytest.mark.parametrize(
@@ -97,84 +113,65 @@ def test_rounding_of_another_machine_is_the_same_and_of_weights_is_not(
 ) -> None:
     """Over 200 draws: as many errors as a level of 1 % leaves, by the binomial, at most 7."""
     rng = np.random.default_rng(1)
-    n_wrong = 0
-    for _ in range(200):
-        pairs = made(rng, MIN_REQUESTS, 40, rounding=rounding, more=more)
-        answer = score(pairs, names(MIN_REQUESTS), "bfloat16")
-        n_wrong += answer.verdict != verdict
-    assert n_wrong <= 7
+    answers = [
+        Made(rng, MIN_REQUESTS, 40, rounding=rounding, more=more).answer() for _ in range(200)
+    ]
+    assert sum(answer.verdict != verdict for answer in answers) <= 7
 
 
 def test_one_that_is_near_the_tolerance_is_left_undecided() -> None:
-    answer = score(made(np.random.default_rng(2), rounding=1.5), names(8), "bfloat16")
+    answer = Made(np.random.default_rng(2), rounding=1.5).answer()
     assert answer.verdict == "cannot tell" and "tolerance is 1.5" in answer.reason
 
 
 def test_few_requests_and_coarse_numerics_cannot_tell() -> None:
     rng = np.random.default_rng(3)
-    few = score(made(rng, MIN_REQUESTS - 1, 200), names(MIN_REQUESTS - 1), "bfloat16")
+    few = Made(rng, MIN_REQUESTS - 1, 200).answer()
     assert few.verdict == "cannot tell" and "5 are needed" in few.reason
-    one = score(made(rng, 1, 200), names(1), "bfloat16")
+    one = Made(rng, 1, 200).answer()
     assert one.verdict == "cannot tell" and not any(power.seen for power in one.power)
-    coarse = score(made(rng, noise=0.03), names(8), "bfloat16")
+    coarse = Made(rng, noise=0.03).answer()
     assert coarse.verdict == "cannot tell" and "8 bits would hide" in coarse.reason
     assert {p.bits: p.seen for p in coarse.power} == {8: False, 4: True}
 
 
-def test_a_hook_without_rounding_hides_no_other_one() -> None:
-    pairs = made(np.random.default_rng(8), more=0.03)
-    exact = replace(
-        pairs["resid_post.1"],
-        dataset=pairs["resid_post.1"].reference, replay=pairs["resid_post.1"].reference,
-    )  # fmt: skip
-    answer = score(
-        {"embed": exact, **{f"l{n}": pairs["resid_post.2"] for n in range(3)}}, names(8), "bfloat16"
-    )
-    assert answer.verdict == "another" and answer.hooks[0].ratio == 1
-    honest = score({"embed": exact}, names(8), "bfloat16")
-    assert honest.verdict == "same"
-
-
-def swapped(pairs: HookPairs, rows: np.ndarray, with_rows: np.ndarray) -> HookPairs:
-    dataset = pairs.dataset.copy()
-    dataset[rows] = pairs.dataset[with_rows]
-    return replace(pairs, dataset=dataset)
-
-
 def test_rows_of_another_request_are_found_and_named() -> None:
-    pairs = made(np.random.default_rng(4), 100, 20)
-    of = pairs["resid_post.2"].request
-    pairs["resid_post.2"] = swapped(
-        pairs["resid_post.2"], np.flatnonzero(of == 7), np.flatnonzero(of == 8)
-    )
-    answer = score(pairs, names(100), "bfloat16")
+    made = Made(np.random.default_rng(4), 100, 20)
+    rows, other = (np.flatnonzero(made.request == n) for n in (7, 8))
+    made.dataset[HOOKS[1]][rows] = made.dataset[HOOKS[1]][other]
+    answer = made.answer()
     assert answer.verdict == "another" and answer.far_requests == ["r request 7"]
     assert [hook.n_far for hook in answer.hooks] == [0, 20]
-    pairs = made(np.random.default_rng(5), 10, 40)
-    pairs["resid_post.1"] = swapped(pairs["resid_post.1"], np.array([3]), np.array([5]))
-    one = score(pairs, names(10), "bfloat16")
+    made = Made(np.random.default_rng(5), 10, 40)
+    made.dataset[HOOKS[0]][3] = made.dataset[HOOKS[0]][5]
+    one = made.answer()
     assert one.verdict == "cannot tell" and one.reason.startswith("1 row far")
 
 
 def test_rows_of_another_hook_are_found() -> None:
-    pairs = made(np.random.default_rng(6))
-    other = pairs["resid_post.2"].dataset
-    pairs["resid_post.1"] = replace(pairs["resid_post.1"], dataset=other)
-    answer = score(pairs, names(8), "bfloat16")
+    made = Made(np.random.default_rng(6))
+    made.dataset[HOOKS[0]] = made.dataset[HOOKS[1]]
+    answer = made.answer()
     assert answer.verdict == "another" and len(answer.far_requests) == 8
     assert answer.hooks[1].n_far == 0
 
 
-def test_what_is_not_finite_is_far() -> None:
-    pairs = made(np.random.default_rng(7))
-    for bad in (np.nan, np.inf):
-        dataset = pairs["resid_post.1"].dataset.copy()
-        dataset[:60] = bad
-        answer = score(
-            pairs | {"resid_post.1": replace(pairs["resid_post.1"], dataset=dataset)},
-            names(8), "bfloat16",
-        )  # fmt: skip
-        assert answer.verdict == "another" and answer.far_requests == ["r request 0"]
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_is_far_where_the_replay_is_finite(bad: float) -> None:
+    made = Made(np.random.default_rng(7))
+    made.dataset[HOOKS[0]][:60] = bad
+    assert made.answer().far_requests == ["r request 0"]
+    made.replay[HOOKS[0]][:60] = bad
+    assert made.answer().far_requests == []
+
+
+def test_a_hook_without_rounding_hides_no_other_one() -> None:
+    made = Made(np.random.default_rng(8), more=0.03)
+    made.dataset[HOOKS[0]] = made.replay[HOOKS[0]] = made.reference[HOOKS[0]]
+    exact, other = made.pairs().values()
+    answer = score({"embed": exact, **dict.fromkeys("abc", other)}, names(8), "bfloat16")
+    assert answer.verdict == "another" and answer.hooks[0].ratio == 1
+    assert score({"embed": exact}, names(8), "bfloat16").verdict == "same"
 
 
 # the draw -----------------------------------------------------------------------------------------

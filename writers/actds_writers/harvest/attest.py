@@ -38,7 +38,7 @@ from actds_writers.harvest.canary import (
     owners,
     pairs_of,
 )
-from actds_writers.harvest.fingerprints import MIN_REQUESTS, Answer, HookPairs, score
+from actds_writers.harvest.fingerprints import MIN_REQUESTS, Answer, HookPairs, distances, score
 from actds_writers.harvest.replay import Replays, hooks_of
 from actds_writers.harvest.result import Observer
 from actds_writers.harvest.run import harvest
@@ -90,10 +90,25 @@ def attest(*, observer: Observer | None = None, **settings: Any) -> Attestation:
         serving = _Serving(given, source, drawn, observer or Observer())
         replay = serving.serve(f"{folder}/replay")
         reference = serving.serve(f"{folder}/reference", REFERENCE)
-        answer, n_compared = compare_with(source, replay, reference, drawn, readouts)
-        attestation = _attestation(source, replay, answer, given.fraction, seed)
-    n_skipped = len(drawn) - n_compared
-    attestation = attestation.model_copy(update={"n_requests": n_compared, "n_skipped": n_skipped})
+        answer = compare_with(source, replay, reference, drawn, readouts)
+        record = replay.runs[replay.runs_with_data[0]]
+    assert source.catalog.seal is not None, "it is opened sealed"
+    attestation = Attestation(
+        dataset=source.catalog.genesis.dataset,
+        seal=source.catalog.seal.n,
+        digest=source.digest,
+        verdict=answer.verdict,
+        reason=answer.reason,
+        fraction=given.fraction,
+        seed=seed,
+        n_requests=answer.n_requests,
+        n_skipped=len(drawn) - answer.n_requests,
+        far_requests=answer.far_requests[:20],
+        served={name: _fact(record, name) for name in SERVED},
+        hooks=answer.hooks,
+        power=answer.power,
+        not_seen=answer.not_seen,
+    )
     if private is not None:
         put_attestation(given.source, attestation, private)
     return attestation
@@ -209,8 +224,8 @@ def compare_with(
     reference: Catalog,
     drawn: Mapping[Name, TokenSequence],
     readouts: Mapping[str, Readouts],
-) -> tuple[Answer, int]:
-    """Return the answer of two replays, and how many requests had a pair at every hook.
+) -> Answer:
+    """Return the answer of two replays of drawn requests.
 
     Args:
         readouts: of each run.
@@ -235,15 +250,10 @@ def compare_with(
     if not types:
         expected = "some that the engine takes"
         raise ActdsError("E006", source.path, got="no request was served", expected=expected)
-    whole = {name: _joined(of_hook) for name, of_hook in parts.items()}
-    whole = {name: of_hook for name, of_hook in whole.items() if len(of_hook.request)}
-    if not whole:
-        expected = "readouts of the drawn requests"
-        raise ActdsError("E006", source.path, got="no row to compare", expected=expected)
-    compared = set.intersection(*(set(pairs.request.tolist()) for pairs in whole.values()))
     order: tuple[DType, ...] = ("bfloat16", "float16", "float32")
     words = [f"{run} request {request}" for run, request in names]
-    return score(whole, words, min(types, key=order.index)), len(compared)
+    whole = {name: _joined(of_hook) for name, of_hook in parts.items()}
+    return score(whole, words, min(types, key=order.index))
 
 
 def readout_lines(catalog: Catalog, run: str, lengths: Mapping[int, int]) -> pa.Table:
@@ -265,7 +275,7 @@ def _hook_pairs(
     packed: Numbers,
     numbers: Mapping[int, int],
     catalogs: Sequence[Catalog],
-    again: Sequence[Sequence[Pair]],
+    served: Sequence[Sequence[Pair]],
 ) -> HookPairs:
     request, position = (
         lines[name].to_numpy().astype(np.int64) for name in ("request", "position")
@@ -274,15 +284,14 @@ def _hook_pairs(
     stored = np.concatenate(
         [lines["norm"].to_numpy()[:, None], flat.reshape(len(lines), packed.shape[1])], axis=1
     )
-    replay, reference = (
+    again, exact = (
         replayed_readouts(catalog, pairs, hook.name, packed, request, position)
-        for catalog, pairs in zip(catalogs, again, strict=True)
+        for catalog, pairs in zip(catalogs, served, strict=True)
     )
-    has = ~(np.isnan(replay[:, 0]) | np.isnan(reference[:, 0]))
+    has = ~(np.isnan(again[:, 0]) | np.isnan(exact[:, 0]))
     of_request = np.array([numbers[number] for number in request.tolist()], np.int64)
-    return HookPairs(
-        of_request[has], position[has], stored[has], replay[has], reference[has], hook.d_model
-    )
+    apart = (distances(rows[has], exact[has], hook.d_model) for rows in (stored, again))
+    return HookPairs(of_request[has], *apart)
 
 
 def replayed_readouts(
@@ -311,32 +320,5 @@ def replayed_readouts(
 
 
 def _joined(parts: Sequence[HookPairs]) -> HookPairs:
-    columns = ("request", "position", "dataset", "replay", "reference")
-    joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in columns}
-    return HookPairs(**joined, d_model=parts[0].d_model)
-
-
-# what is attested ---------------------------------------------------------------------------------
-
-
-def _attestation(
-    source: Dataset, replay: Catalog, answer: Answer, fraction: float, seed: int
-) -> Attestation:
-    assert source.catalog.seal is not None, "it is opened sealed"
-    record = replay.runs[replay.runs_with_data[0]]
-    return Attestation(
-        dataset=source.catalog.genesis.dataset,
-        seal=source.catalog.seal.n,
-        digest=source.digest,
-        verdict=answer.verdict,
-        reason=answer.reason,
-        fraction=fraction,
-        seed=seed,
-        n_requests=0,
-        n_skipped=0,
-        far_requests=answer.far_requests[:20],
-        served={name: _fact(record, name) for name in SERVED},
-        hooks=answer.hooks,
-        power=answer.power,
-        not_seen=answer.not_seen,
-    )
+    columns = ("request", "dataset", "replay")
+    return HookPairs(*(np.concatenate([getattr(p, name) for p in parts]) for name in columns))

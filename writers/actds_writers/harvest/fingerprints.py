@@ -38,53 +38,50 @@ FAR, FAR_FLOORS = 0.25, 5.0
 FAR_SHARE = 0.05
 """Of the pairs of a request at a hook: so many far ones, and the request is another."""
 _MOST = 1e9
+"""The distance of rows that are not finite."""
 
 
 @dataclass(frozen=True)
 class HookPairs:
-    """The readouts of a hook's rows, ``(n, 1 + k)`` each: the norm, then the projections.
+    """The pairs of a hook: how far the rows of dataset and replay are from the reference, ``(n,)``.
 
     Args:
         request: number of each row's request, as in the names of `score`.
-        position: in its request.
-        d_model: channels of a row.
+        dataset: distances, estimated relative L2.
+        replay: the same.
     """
 
     request: Ints
-    position: Ints
-    dataset: Numbers
-    replay: Numbers
-    reference: Numbers
-    d_model: int
-
-    def distances(self) -> tuple[Floats, Floats]:
-        """Return how far dataset and replay are from the reference, estimated relative L2.
-
-        Of k random directions of length 1, the mean square of products with a vector is its own
-        square over d (Johnson and Lindenstrauss); the norm's difference is added, which a
-        scaled row has alone.
-        """
-        k = self.reference.shape[1] - 1
-        reference = self.reference.astype(np.float64)
-        norm = np.maximum(reference[:, :1], np.finfo(np.float32).tiny)
-        scale = np.sqrt([1.0, *[self.d_model / k] * k])
-        with np.errstate(invalid="ignore", over="ignore"):
-            stored, again = (
-                np.linalg.norm((rows - reference) / norm * scale, axis=1)
-                for rows in (self.dataset, self.replay)
-            )
-        return _at_most(stored), _at_most(again)
+    dataset: Floats
+    replay: Floats
 
 
-def _at_most(distances: Floats) -> Floats:
-    """Return distances that are numbers: of rows that are not finite, the largest one."""
-    return np.minimum(np.nan_to_num(distances, nan=_MOST, posinf=_MOST), _MOST)
+def distances(rows: Numbers, reference: Numbers, d_model: int) -> Floats:
+    """Return how far rows are from others by their readouts, ``(n,)``: estimated relative L2.
+
+    Of k random directions of length 1, the mean square of products with a vector is its own square
+    over d (Johnson and Lindenstrauss); the difference of the norms is added, which is all that a
+    scaled row would hide in few directions.
+
+    Args:
+        rows: the norm of each, then its projections, ``(n, 1 + k)``.
+        reference: the same.
+        d_model: channels of a row.
+    """
+    k = reference.shape[1] - 1
+    exact = reference.astype(np.float64)
+    norm = np.maximum(exact[:, :1], np.finfo(np.float32).tiny)
+    with np.errstate(invalid="ignore", over="ignore"):
+        scaled = (rows - exact) / norm * np.sqrt([1.0, *[d_model / k] * k])
+        apart: Floats = np.linalg.norm(scaled, axis=1)
+    return np.clip(np.nan_to_num(apart, nan=_MOST), 0.0, _MOST)
 
 
 @dataclass(frozen=True)
 class Answer:
     verdict: AnswerName
     reason: str
+    n_requests: int
     hooks: list[HookScore]
     power: list[Power]
     far_requests: list[str]
@@ -130,11 +127,11 @@ def score(pairs: Mapping[str, HookPairs], names: Sequence[str], computed: DType)
     far_share = np.stack([hook.far_share for hook in hooks])
     far_requests = [names[i] for i in np.flatnonzero((far_share > FAR_SHARE).any(axis=0))]
     verdict, reason = _answer(low, high, n, scores, power, far_requests)
-    return Answer(verdict, reason, scores, power, far_requests, _not_seen(hooks, n, width))
+    return Answer(verdict, reason, n, scores, power, far_requests, _not_seen(hooks, n, width))
 
 
 def _hook(name: str, pairs: HookPairs, n_requests: int, computed: DType) -> _Hook:
-    stored, again = pairs.distances()
+    stored, again = pairs.dataset, pairs.replay
     least = FLOOR[computed]
     # A row that rounding alone takes far in the replay is not judged.
     usual = max(least, float(np.median(again))) if len(again) else least
@@ -194,7 +191,7 @@ def _not_seen(hooks: Sequence[_Hook], n: int, width: float) -> list[str]:
         f"rows of other requests, of another layer or made up, in fewer than {share:.0%} of the "
         f"requests: {n} drawn ones miss them with a probability of 5 % or more",
         "a computation that is more exact than is on record",
-        "arrays that differ from their readouts: actds validate --level deep compares them",
+        "arrays that differ from their readouts, or have none: actds validate --level deep does",
         "what the prompts are, and which rows a sampling rule left out",
     ]
 
