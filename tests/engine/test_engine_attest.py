@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from actds_testing import harvest as h
 
-pytestmark = [pytest.mark.engine, pytest.mark.full]  # six starts of an engine
+pytestmark = pytest.mark.engine
 
 OPTIONS = ("--engine-arg", "enforce_eager=true", "--engine-arg", "max_model_len=512",
            "--engine-arg", "dtype=bfloat16")  # fmt: skip
+ATTEST = "from actds_writers.cli import attest; attest()"
 LIE = """
 import sys
 from pathlib import Path
@@ -42,11 +42,9 @@ def in_4_bits(model: Path, out: Path) -> Path:
     return out
 
 
-def python(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", *map(str, words)],
-        env=h.environment(), capture_output=True, text=True, timeout=h.TIMEOUT_S,
-    )  # fmt: skip
+def run(script: str, *words: object) -> subprocess.CompletedProcess[str]:
+    arguments = ["-c", script, *map(str, words), *OPTIONS, *h.ALONE]
+    return h.warm_engine().run(arguments, h.environment(**h.ONE_PROCESS), h.TIMEOUT_S)
 
 
 def test_weights_of_4_bits_are_found_and_the_model_on_record_is_not_accused(
@@ -65,12 +63,10 @@ def test_weights_of_4_bits_are_found_and_the_model_on_record_is_not_accused(
     for name, by in (("honest", h.REAL_MODEL), ("lying", rounded)):
         acts = tmp_path / name
         harvest = h.command(acts, by, prompts, "--hooks", "resid_post:10,20", "--max-tokens", "20")
-        done = python(LIE, h.REAL_MODEL, *harvest[3:], "--no-check", *OPTIONS)
+        done = run(LIE, h.REAL_MODEL, *harvest[3:], "--no-check")
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         file = tmp_path / f"{name}.json"
-        attest = "from actds_writers.cli import attest; attest()"
-        words = (acts, "--model", h.REAL_MODEL, "--seed", 1, "--json", file)
-        done = python(attest, *words, *OPTIONS[:4])
+        done = run(ATTEST, acts, "--model", h.REAL_MODEL, "--seed", 1, "--json", file)
         verdicts[name] = json.loads(file.read_bytes()), done.returncode
     honest, code = verdicts["honest"]
     assert (honest["verdict"], code, honest["n_requests"]) == ("same", 0, 5), honest
