@@ -269,7 +269,7 @@ def main() -> None:
     for dataset, replayed, dtype, pairs in cases(made):
         whole = score(pairs, list(map(str, range(len(made.drawn)))), dtype)
         distance, ratio = (
-            " and ".join(f"{getattr(hook, name):.2g}" for hook in whole.hooks)
+            " and ".join(f"{getattr(hook, name):.3g}" for hook in whole.hooks)
             for name in ("distance", "ratio")
         )
         for n in (5, 10, 20):

@@ -154,12 +154,10 @@ class HarvestRules(_Section):
     models: list[Pattern] | None = Field(default=None, description="names of models, as patterns")
 
 
-class SignatureRules(_Section):
-    """Who has to have signed the seal."""
-
+class _KeyRules(_Section):
     required: bool = Field(
         default=False,
-        description="refuse a dataset without a good signature of a key of ACTDS_TRUSTED_KEYS",
+        description="refuse a dataset without one that a key of ACTDS_TRUSTED_KEYS signed",
     )
     keys: list[Pattern] | None = Field(
         default=None, description="files of public keys that are trusted, beside the policy file"
@@ -167,6 +165,11 @@ class SignatureRules(_Section):
     need: Annotated[int, Field(ge=1)] = Field(
         default=1, description="how many of the keys must have signed"
     )
+
+
+class SignatureRules(_KeyRules):
+    """Who has to have signed the seal."""
+
     identity: Pattern | None = Field(
         default=None, description="who must have signed without a key: an address or a URI"
     )
@@ -175,19 +178,9 @@ class SignatureRules(_Section):
     )
 
 
-class AttestationRules(_Section):
+class AttestationRules(_KeyRules):
     """Who has to have served a random part again, and found the model and precision on record."""
 
-    required: bool = Field(
-        default=False,
-        description="refuse a dataset without an attestation of a key of ACTDS_TRUSTED_KEYS",
-    )
-    keys: list[Pattern] | None = Field(
-        default=None, description="files of public keys that are trusted, beside the policy file"
-    )
-    need: Annotated[int, Field(ge=1)] = Field(
-        default=1, description="how many of the keys must have attested"
-    )
     min_fraction: Share = Field(default=0.0, description="probability of a request, at least")
     min_requests: Annotated[int, Field(ge=0)] = Field(
         default=0, description="requests that were compared, at least"
@@ -350,7 +343,7 @@ def check_attestations(rules: AttestationRules, catalog: Catalog) -> Iterator[Fi
 
     Spec: 0.1 section 15.7.
     """
-    if not rules.required and rules.keys is None:
+    if rules == AttestationRules():
         return
     from actds.publish.attestation import attestations
     from actds.publish.signing import trusted_of
@@ -360,9 +353,12 @@ def check_attestations(rules: AttestationRules, catalog: Catalog) -> Iterator[Fi
     try:
         attested = list(attestations(catalog, trusted))
     except ActdsError as error:
+        if CODES[error.code].family not in ("trust", "structure"):
+            raise
         yield Finding("E701", rule, f"{error.code} {error.got}"[:400], error.expected[:400])
         return
-    accepted, short = set(), ""
+    accepted: set[str] = set()
+    lacking = []
     for attestation, keys in attested:
         names = ", ".join(key.keyid[:16] for key in keys)
         if attestation.verdict == "another":
@@ -371,9 +367,10 @@ def check_attestations(rules: AttestationRules, catalog: Catalog) -> Iterator[Fi
         lacks = _too_little(rules, attestation)
         if lacks is None:
             accepted |= {key.keyid for key in keys}
-        short = short or f"; that of key {names}: {lacks}"
+        else:
+            lacking.append(f"that of key {names}: {lacks}")
     if len(accepted) < rules.need:
-        got = f"attestations of {len(accepted)} trusted keys{short}"
+        got = "; ".join([f"attestations of {len(accepted)} trusted keys", *lacking])
         expected = f"those of {rules.need}: actds attest PATH --model FOLDER --key FILE"
         yield Finding("E701", rule, got[:400], expected)
 
