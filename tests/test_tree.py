@@ -29,9 +29,9 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 76_500,
-    "modules": 226,
-    "modules with one importer": 38,
+    "shipped lines": 77_478,
+    "modules": 229,
+    "modules with one importer": 40,
     "arguments of one function": 15,
     "fmt: skip": 10,
     "public classes of one name in one package": 11,
