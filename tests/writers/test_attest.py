@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from safetensors.torch import load_file, save_file
 
 import actds
-from actds.errors import ActdsError
+from actds.errors import ActdsError, RefusedError
 from actds.explore import dataset as reading
 from actds.format.inclusion import is_drawn, salt_of, uniform
 from actds_testing import harvest as h
@@ -272,6 +274,31 @@ def test_a_dataset_of_its_model_is_attested_and_one_of_rounded_weights_is_not(
     )  # fmt: skip
     assert told.exit_code == 1 and "✗ Another model or precision" in told.output
     assert '"verdict": "another"' in file.read_text()
+
+
+@pytest.mark.standard
+def test_an_attestation_of_rows_in_another_type_is_signed_and_lets_a_policy_pass(
+    written: Write, model: Path, tmp_path: Path
+) -> None:
+    acts = written(model, store_dtype="bfloat16")
+    key, public = tmp_path / "key.pem", tmp_path / "key.pub"
+    pem, none = serialization.Encoding.PEM, serialization.NoEncryption()
+    private = Ed25519PrivateKey.generate()
+    key.write_bytes(private.private_bytes(pem, serialization.PrivateFormat.PKCS8, none))
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    public.write_bytes(private.public_key().public_bytes(pem, form))
+    with pytest.raises(ActdsError, match="E021"):  # before anything is served
+        attest(source=acts, model=tmp_path, key=public, **ENGINE)
+
+    policy = {"attestation": {"keys": [str(public)], "min_requests": 6}, "level": "deep"}
+    result = attest(source=acts, model=model, seed=1, key=key, **ENGINE)
+    assert result.verdict == "same" and result.served["capture.cast"] != "none"
+    assert all(1e-4 < hook.distance < 4e-3 for hook in result.hooks), "what the cast rounds"
+    with pytest.raises(RefusedError, match="5 requests"):
+        actds.require(acts, policy=policy)
+    attest(source=acts, model=model, seed=1, fraction=1.0, key=key, **ENGINE)
+    assert actds.require(acts, policy=policy).n_rows
+    assert len((acts / "seal/0001.intoto.jsonl").read_bytes().splitlines()) == 2
 
 
 @pytest.mark.standard
