@@ -11,6 +11,7 @@ import secrets
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from actds.dataset.reading import Catalog
 from actds.errors import ActdsError, not_installed
 from actds.explore.dataset import Dataset, open_apart
 from actds.explore.requests import TokenSequence, token_sequences
+from actds.format import tables
 from actds.format.inclusion import salt_of, uniform
 from actds.format.positions import position_key
 from actds.format.readouts import Readouts, compute, directions, readouts_of
@@ -142,18 +144,23 @@ def draw(
     """
     dataset = source.catalog.genesis.dataset
     salts = {run: salt_of("actds attest", seed, dataset, run) for run in runs}
-    known = {
-        (sequence.run, sequence.request): sequence
-        for sequence in token_sequences(source)
-        if sequence.run in salts and sequence.unknown is None and len(sequence.token_id)
-    }
-    if not known:
+    below: list[tuple[float, Name, TokenSequence]] = []
+    lowest: list[tuple[float, Name, TokenSequence]] = []
+    for sequence in token_sequences(source):
+        if sequence.run not in salts or sequence.unknown is not None or not len(sequence.token_id):
+            continue
+        number = float(uniform(salts[sequence.run], sequence.request))
+        entry = (number, (sequence.run, sequence.request), sequence)
+        if number < fraction:
+            below.append(entry)
+        else:
+            lowest = sorted([*lowest, entry], key=itemgetter(0, 1))[:MIN_REQUESTS]
+    lacking = max(0, MIN_REQUESTS - len(below))
+    drawn = sorted([*below, *lowest[:lacking]], key=itemgetter(0, 1))
+    if not drawn:
         got, expected = "no request whose tokens are all known", "some to serve again"
         raise ActdsError("E006", source.path, got=got, expected=expected)
-    number = {name: float(uniform(salts[name[0]], name[1])) for name in known}
-    order = sorted(known, key=number.__getitem__)
-    n = max(MIN_REQUESTS, sum(value < fraction for value in number.values()))
-    return {name: known[name] for name in order[:n]}
+    return {name: sequence for _, name, sequence in drawn}
 
 
 @dataclass(frozen=True)
@@ -258,8 +265,12 @@ def compare_with(
 
 def readout_lines(catalog: Catalog, run: str, lengths: Mapping[int, int]) -> pa.Table:
     """Return the readouts of requests, the last one of each position and hook."""
-    table = catalog.table("readouts", run)
-    table = table.filter(pc.is_in(table["request"], pa.array(list(lengths), pa.uint32())))
+    drawn = pa.array(list(lengths), pa.uint32())
+    parts = [tables.empty("readouts")]
+    for body in catalog.parts.get((run, "readouts"), []):  # not all of a large one at once
+        part = catalog.read_table("readouts", body.file.path)
+        parts.append(part.filter(pc.is_in(part["request"], drawn)))
+    table = pa.concat_tables(parts)
     limit = np.array([lengths[request] for request in table["request"].to_pylist()], np.int64)
     table = table.filter(pa.array(table["position"].to_numpy() < limit))
     table = table.sort_by([(name, "ascending") for name in ("hook", "request", "position", "step")])
