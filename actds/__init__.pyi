@@ -24,6 +24,7 @@ from actds_validators.audit.api import audit as audit
 from actds_validators.gate import check as check
 from actds_validators.gate import require as require
 from actds_validators.validate.validation import validate as validate
+from actds_writers.harvest.attest import attest as attest
 from actds_writers.harvest.plan import plan as plan
 from actds_writers.harvest.probe_cost import probe_cost as probe_cost
 from actds_writers.harvest.recover import recover as recover

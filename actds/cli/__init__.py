@@ -49,7 +49,7 @@ GROUPS = {
     "Judge": ("check", "validate", "audit", "doctor", "explain"),
     "Use": ("info", "view", "shuffle", "recompress", "export", "import", "schema"),
     "Study": ("regimes", "stability"),
-    "Publish": ("card", "push", "pull", "sign", "verify"),
+    "Publish": ("card", "push", "pull", "sign", "verify", "attest"),
 }
 """The commands by purpose, in the order of the work; ``actds --help`` lists others at the end."""
 

@@ -746,7 +746,8 @@ class _Reader:
                 previous = canonical.digest(data)
                 catalog.seals.append(seal)
                 catalog.seal_digests.append(previous)
-                catalog.reached |= {layout.envelope_path(n), layout.bundle_path(n)}
+                beside = (layout.envelope_path, layout.bundle_path, layout.attestations_path)
+                catalog.reached |= {path_of(n) for path_of in beside}
 
     def _check_seal(self, seal: Seal, n: int, previous: str | None, path: str) -> None:
         catalog, findings = self.catalog, self.catalog.findings

@@ -183,13 +183,7 @@ def verify(
     """
     store = open_store(os.fspath(path))
     who = _identity(identity, issuer)
-    named = [] if who else [os.environ.get(KEYS_VARIABLE)]
-    trusted = trusted_keys(keys or [file for file in named if file], store)
-    if not trusted and who is None:
-        expected = f"a public key, {KEYS_VARIABLE}, or an identity and its issuer"
-        raise ActdsError("E009", "key", got="nobody to trust", expected=expected)
-    if trusted and not 1 <= need <= len(trusted):
-        raise ActdsError("E009", "need", got=str(need), expected=f"1 to {len(trusted)} keys")
+    trusted = trusted_of(keys, store, need) if keys or who is None else []
     catalog = _sealed(store, seal)
     assert catalog.seal is not None
     n, expected_payload = catalog.seal.n, statement(catalog)
@@ -209,6 +203,21 @@ def verify(
         identity=who,
         rejected=judgement.rejected,
     )
+
+
+def trusted_of(keys: Sequence[str | os.PathLike[str]], store: Store, need: int) -> list[TrustedKey]:
+    """Return the public keys of files, of ``ACTDS_TRUSTED_KEYS`` where there are none.
+
+    E009 nobody to trust, or fewer than must have signed; E021 a key that cannot be used; E011.
+    """
+    named = os.environ.get(KEYS_VARIABLE)
+    trusted = trusted_keys(keys or ([named] if named else []), store)
+    if not trusted:
+        expected = f"a public key, {KEYS_VARIABLE}, or an identity and its issuer"
+        raise ActdsError("E009", "key", got="nobody to trust", expected=expected)
+    if not 1 <= need <= len(trusted):
+        raise ActdsError("E009", "need", got=str(need), expected=f"1 to {len(trusted)} keys")
+    return trusted
 
 
 def _by_keys(

@@ -43,7 +43,7 @@ T = TypeVar("T")
 PARTIAL = ".partial"
 """How the folder of a pull that is not complete ends."""
 _DOCUMENT = re.compile(r"actds\.json|(ledger|runs|seal)/.*|shards/[^/]+/shard\.json")
-_SEAL = re.compile(r"seal/[0-9]+(\.dsse|\.sigstore)?\.json")
+_SEAL = re.compile(r"seal/[0-9]+(\.dsse\.json|\.sigstore\.json|\.intoto\.jsonl|\.json)")
 BATCH_FILES, BATCH_NBYTES = 200, 5_000_000_000
 """What one commit of a push holds at most; a file that is larger has one of its own."""
 _N_THREADS = 8

@@ -125,6 +125,11 @@ def bundle_path(n: int) -> str:
     return f"seal/{n:04d}.sigstore.json"
 
 
+def attestations_path(n: int) -> str:
+    """Return the path of the in-toto bundle of what others attest of a seal, one a line."""
+    return f"seal/{n:04d}.intoto.jsonl"
+
+
 def multiplicity_path(n: int) -> str:
     """Return the path of the multiplicity table that belongs to a seal."""
     return f"seal/{n:04d}.multiplicity.parquet"

@@ -368,6 +368,7 @@ def test_a_room_that_cannot_be_loaded_is_named_and_harms_no_other(
         "stability {dataset} --json {out} --hook resid_post.1",
         "stability {dataset} --out {out} --hook resid_post.1",
         "schema --write {out}",
+        "attest {dataset} --json {out} --model {dataset}",
     ],
 )
 @pytest.mark.parametrize("where", ["inside", "through a link"])

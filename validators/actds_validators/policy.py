@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -30,6 +30,9 @@ from actds.format.schema import REQUIRED_PROVENANCE, DType, OpenBody, Provenance
 from actds_validators.audit.place import LEVELS, TITLES, PlaceName
 from actds_validators.audit.result import Audit
 from actds_validators.validate.validation import Level
+
+if TYPE_CHECKING:
+    from actds.publish.attestation import Attestation
 
 MAX_NBYTES = 1 << 20
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?%")
@@ -151,12 +154,10 @@ class HarvestRules(_Section):
     models: list[Pattern] | None = Field(default=None, description="names of models, as patterns")
 
 
-class SignatureRules(_Section):
-    """Who has to have signed the seal."""
-
+class _KeyRules(_Section):
     required: bool = Field(
         default=False,
-        description="refuse a dataset without a good signature of a key of ACTDS_TRUSTED_KEYS",
+        description="refuse a dataset without one that a key of ACTDS_TRUSTED_KEYS signed",
     )
     keys: list[Pattern] | None = Field(
         default=None, description="files of public keys that are trusted, beside the policy file"
@@ -164,11 +165,25 @@ class SignatureRules(_Section):
     need: Annotated[int, Field(ge=1)] = Field(
         default=1, description="how many of the keys must have signed"
     )
+
+
+class SignatureRules(_KeyRules):
+    """Who has to have signed the seal."""
+
     identity: Pattern | None = Field(
         default=None, description="who must have signed without a key: an address or a URI"
     )
     issuer: Pattern | None = Field(
         default=None, description="who must have vouched for the identity, a URL"
+    )
+
+
+class AttestationRules(_KeyRules):
+    """Who has to have served a random part again, and found the model and precision on record."""
+
+    min_fraction: Share = Field(default=0.0, description="probability of a request, at least")
+    min_requests: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="requests that were compared, at least"
     )
 
 
@@ -204,6 +219,7 @@ class Policy(_Section):
     numerics: NumericsRules = NumericsRules()
     harvest: HarvestRules = HarvestRules()
     signature: SignatureRules = SignatureRules()
+    attestation: AttestationRules = AttestationRules()
     audit: AuditRules = AuditRules()
 
 
@@ -235,9 +251,11 @@ def read_policy(source: Policy | Mapping[str, Any] | str | os.PathLike[str]) -> 
         raise _bad(str(path), str(error)[:200] or "too deep", "a TOML file") from None
     policy = _parsed(document, str(path), text)
     changed: dict[str, Any] = {} if policy.name else {"name": path.stem[:200]}
-    if policy.signature.keys is not None:
-        keys = [str(path.parent / key) for key in policy.signature.keys]
-        changed["signature"] = policy.signature.model_copy(update={"keys": keys})
+    rules: SignatureRules | AttestationRules
+    for section, rules in (("signature", policy.signature), ("attestation", policy.attestation)):
+        if rules.keys is not None:
+            keys = [str(path.parent / key) for key in rules.keys]
+            changed[section] = rules.model_copy(update={"keys": keys})
     return policy.model_copy(update=changed)
 
 
@@ -316,6 +334,58 @@ def check_signature(rules: SignatureRules, catalog: Catalog) -> Iterator[Finding
         yield Finding("E701", rule, f"{error.code} {error.got}"[:400], error.expected[:400])
 
 
+def check_attestations(rules: AttestationRules, catalog: Catalog) -> Iterator[Finding]:
+    """Yield why a replay of a random part is not attested as the rules ask.
+
+    One trusted key that found another model outweighs any number that found the same.
+
+    Raises as ``check_signature``.
+
+    Spec: 0.1 section 15.7.
+    """
+    if rules == AttestationRules():
+        return
+    from actds.publish.attestation import attestations
+    from actds.publish.signing import trusted_of
+
+    rule = "attestation.keys" if rules.keys is not None else "attestation.required"
+    trusted = trusted_of(rules.keys or (), catalog.store, rules.need)
+    try:
+        attested = list(attestations(catalog, trusted))
+    except ActdsError as error:
+        if CODES[error.code].family not in ("trust", "structure"):
+            raise
+        yield Finding("E701", rule, f"{error.code} {error.got}"[:400], error.expected[:400])
+        return
+    accepted: set[str] = set()
+    lacking = []
+    for attestation, keys in attested:
+        names = ", ".join(key.keyid[:16] for key in keys)
+        if attestation.verdict == "another":
+            got = f"key {names} attests: {attestation.reason}"
+            yield Finding("E701", rule, got[:400], "no trusted key that attests another model")
+        lacks = _too_little(rules, attestation)
+        if lacks is None:
+            accepted |= {key.keyid for key in keys}
+        else:
+            lacking.append(f"that of key {names}: {lacks}")
+    if len(accepted) < rules.need:
+        got = "; ".join([f"attestations of {len(accepted)} trusted keys", *lacking])
+        expected = f"those of {rules.need}: actds attest PATH --model FOLDER --key FILE"
+        yield Finding("E701", rule, got[:400], expected)
+
+
+def _too_little(rules: AttestationRules, attestation: Attestation) -> str | None:
+    """Return what an attestation lacks, None where it is as the rules ask."""
+    if attestation.verdict != "same":
+        return attestation.verdict
+    if attestation.fraction < rules.min_fraction:
+        return f"a fraction of {attestation.fraction:g}"
+    if attestation.n_requests < rules.min_requests:
+        return f"{attestation.n_requests} requests"
+    return None
+
+
 _NS_PER_DAY = 86_400_000_000_000
 _AHEAD_DAYS = 300 / 86_400
 """How far the clock of another machine may be ahead of this one's: five minutes."""
@@ -339,6 +409,7 @@ def refusals(
         *_hooks(policy, catalog),
         *_writers(policy, catalog),
         *check_signature(policy.signature, catalog),
+        *check_attestations(policy.attestation, catalog),
     ]
     for run in catalog.runs_with_data:
         record = catalog.runs.get(run)

@@ -1,22 +1,26 @@
-"""The commands ``actds write``, ``actds replay``, ``actds recover`` and ``actds plan``."""
+"""The commands ``actds write``, ``replay``, ``attest``, ``recover`` and ``plan``."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 import actds
-from actds.cli.command import SettingsCommand
+from actds.cli.command import ResultCommand, SettingsCommand
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pydantic import BaseModel
 
+    from actds.publish.attestation import Attestation
+    from actds.text import Line, Style
     from actds_writers.harvest.plan import Profile
     from actds_writers.harvest.recover import RecoverResult, RunFound
     from actds_writers.harvest.result import HarvestResult
@@ -115,6 +119,117 @@ def _run_shown(
             err=True,
         )
         click.get_current_context().exit(1)
+
+
+class _AttestCommand(SettingsCommand, ResultCommand):
+    """A command with the options of a model, and a document as its result."""
+
+
+def _attestation() -> type[Attestation]:
+    from actds.publish.attestation import Attestation
+
+    return Attestation
+
+
+ATTEST_EXAMPLES = """\b
+Examples:
+  actds attest acts --model models/small
+  actds attest acts --model models/small --fraction 0.05 --seed 7 --key key.pem
+  actds attest s3://bucket/acts --model org/name --json attested.json --strict
+"""
+
+
+@click.command(
+    cls=_AttestCommand,
+    settings=_model("AttestSettings"),
+    skip=["source"],
+    result=_attestation,
+    epilog=ATTEST_EXAMPLES,
+)
+@click.argument("source", metavar="DATASET")
+@click.option(
+    "--json",
+    "json_out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the result as JSON.",
+)
+@click.option("--strict", is_flag=True, help="Exit with 1 also where it cannot tell.")
+@click.option("--quiet", is_flag=True, help="Show no progress; the answer is still printed.")
+def attest(
+    source: str,
+    json_out: Path | None,
+    strict: bool,
+    quiet: bool,
+    engine_args: tuple[str, ...],
+    **settings: Any,
+) -> None:
+    """Serve a random share of DATASET again, and say whether its rows are of this model.
+
+    The drawn requests are served twice, in the precision on record and in float32, into a temporary
+    folder. The readouts of DATASET are compared with the rows of both, and no array of it is read.
+    The answer is same, another, or cannot tell; with --key it is signed, beside the seal. Exit
+    codes: 0 same, or cannot tell; 1 another; 2 usage; 3 not readable, or another model than is on
+    record; 4 an engine that fails.
+    """
+    from actds.cli.command import print_lines
+    from actds.store import refuse_within_dataset
+    from actds.store.folders import replaced
+    from actds_writers.engine_protocol import parse_words
+    from actds_writers.harvest.attest import attest as run
+    from actds_writers.harvest.result import Terminal
+
+    class Progress(Terminal):
+        def ended(self, result: HarvestResult) -> None:
+            """Say nothing: the replay is no result."""
+
+    if json_out is not None:
+        refuse_within_dataset(json_out, "--json")
+    terminal = Progress(f"{Path(source).name}.attest", quiet=quiet)
+    options = parse_words(engine_args)
+    try:
+        result = run(source=source, engine_args=options, observer=terminal, **settings)
+    except BaseException:
+        terminal.failed()
+        raise
+    if json_out is not None:
+        with replaced(json_out) as new:
+            new.write_text(result.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    print_lines(_attested(result, settings["key"] is not None))
+    sys.exit(int(result.verdict == "another" or (strict and result.verdict != "same")))
+
+
+_ANSWERS: dict[str, tuple[str, Style]] = {
+    "same": ("✓ The model and precision on record", "good"),
+    "another": ("✗ Another model or precision, or other rows", "bad"),
+    "cannot tell": ("? Cannot tell", "warn"),
+}
+
+
+def _attested(result: Attestation, is_signed: bool) -> Iterator[Line]:
+    from actds.store import layout
+    from actds.text import Line, counted
+
+    words, style = _ANSWERS[result.verdict]
+    yield Line(f"{words}: {result.reason}", style)
+    drawn = (
+        f"{counted(result.n_requests, 'request')} compared, {result.n_skipped} drawn and skipped"
+    )
+    yield Line(f"seal {result.seal} sha256:{result.digest}: {drawn}, seed {result.seed}")
+    yield Line(
+        "  hook: rows, distance from the reference, floor, ratio with its interval, far rows"
+    )
+    for hook in result.hooks:
+        yield Line(
+            f"  {hook.hook}: {hook.n_pairs:,}, {hook.distance:.2g}, {hook.floor:.2g}, "
+            f"{hook.ratio:.2f} ({hook.low:.2f} to {hook.high:.2f}), {hook.n_far:,}"
+        )
+    for power in result.power:
+        seen = "would have been found" if power.seen else "would not have been found"
+        yield Line(f"  a copy with weights of {power.bits} bits {seen}")
+    yield Line("Not shown by this", "title")
+    yield from (Line(f"  {words}", "dim") for words in result.not_seen)
+    if is_signed:
+        yield Line(f"signed: {layout.attestations_path(result.seal)}")
 
 
 _SHOWN = 20

@@ -377,6 +377,31 @@ class ReplaySettings(ModelSettings, HarvestSettings):
         return WriteSettings.of({**shared, "max_tokens": 1, "temperature": 0.0})
 
 
+class AttestSettings(ModelSettings):
+    """Settings of an attestation: the options of ``actds attest``."""
+
+    source: Location = Field(description="Sealed dataset with readouts")
+    model: Folder = Field(description="Model, with the weights and tokenizer of the dataset")
+    fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.01,
+        description="Serve a random share of the requests, each with this probability, and five "
+        "at least",
+        json_schema_extra={"metavar": "F"},
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = Field(
+        default=None,
+        description="Seed of the draw, which nobody may know before the dataset is sealed. "
+        "Default: a random one",
+    )
+    key: Location | None = Field(
+        default=None,
+        description="PEM file of an Ed25519 private key: sign the attestation, beside the seal",
+        json_schema_extra={"metavar": "FILE"},
+    )
+    engine: str = _as_in(WriteSettings, "engine")
+    engine_args: dict[str, Any] = _as_in(WriteSettings, "engine_args")
+
+
 class LiveSettings(SamplingRules, HarvestSettings):
     """Settings of a live harvest: the value of ``actds`` in ``--additional-config``."""
 

@@ -22,7 +22,7 @@ from actds_testing.independent.tables import read_rows, read_run_tables, read_to
 NEEDED = ("requests", "steps", "spans")
 STEPS_TO_JUDGE_ORDER = 16
 CARD = ("README.md", "croissant.json")
-SIGNATURES = re.compile(r"SHA256SUMS|seal/[0-9]{4,}\.(dsse|sigstore)\.json")
+SIGNATURES = re.compile(r"SHA256SUMS|seal/[0-9]{4,}\.(dsse\.json|sigstore\.json|intoto\.jsonl)")
 """What section 15 adds: not data."""
 DISPOSITIONS = ("captured", "cache_ref", "dropped", "aborted", "filtered", "undelivered")
 

@@ -207,31 +207,31 @@ class _Places:
 
     @classmethod
     def of(cls, harvest: Catalog, replay: Catalog, pairs: Sequence[Pair]) -> _Places:
-        owners = _owners(harvest, pairs[0].run, {p.request: len(p.token_id) for p in pairs})
-        agains = _owners(replay, pairs[0].again_run, {p.again: len(p.token_id) for p in pairs})
+        stored = owners(harvest, pairs[0].run, {p.request: len(p.token_id) for p in pairs})
+        agains = owners(replay, pairs[0].again_run, {p.again: len(p.token_id) for p in pairs})
         columns = []
         for pair in pairs:
-            owner, again = owners[pair.request], agains[pair.again]
+            owner, again = stored[pair.request], agains[pair.again]
             at = np.flatnonzero(owner != NOWHERE)
             same, prefix = np.full(len(at), pair.request), prefix_sums(pair.token_id)[at]
             columns.append((same, at, pair.token_id[at], prefix, owner[at], again[at]))
         return cls(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
-def _owners(catalog: Catalog, run: str, lengths: Mapping[int, int]) -> dict[int, Ints]:
+def owners(catalog: Catalog, run: str, lengths: Mapping[int, int]) -> dict[int, Ints]:
     """Return by request, for each of its positions, the request that has its row.
 
     It is the request itself, or the one that computed the position.
     """
-    owners = {request: np.full(n, NOWHERE, np.int64) for request, n in lengths.items()}
+    of_requests = {request: np.full(n, NOWHERE, np.int64) for request, n in lengths.items()}
     spans = catalog.table("spans", run)
-    spans = spans.filter(pc.is_in(spans["request"], pa.array(list(owners), pa.uint32())))
+    spans = spans.filter(pc.is_in(spans["request"], pa.array(list(of_requests), pa.uint32())))
     for span in spans.to_pylist():
         owner = {"captured": span["request"], "cache_ref": span["ref_request"]}
         request = owner.get(span["disposition"])
         if request is not None:
-            owners[span["request"]][span["start"] : span["stop"]] = request
-    return owners
+            of_requests[span["request"]][span["start"] : span["stop"]] = request
+    return of_requests
 
 
 def _groups(pairs: Iterable[Pair], n_positions: int) -> Iterator[list[Pair]]:

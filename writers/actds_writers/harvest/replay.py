@@ -6,7 +6,7 @@ A source of requests for the same harvest, not a second one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -162,6 +162,8 @@ class Replays:
     settings: ReplaySettings
     source: Dataset
     observer: Observer
+    drawn: Set[tuple[str, int]] | None = None
+    """Runs and numbers of the requests, where they were drawn otherwise than by the settings."""
 
     @cached_property
     def owed(self) -> dict[tuple[str, int], Intervals] | None:
@@ -171,6 +173,8 @@ class Replays:
         return {name: keys for name, keys in missing(self.source).items() if self._is_drawn(*name)}
 
     def _is_drawn(self, run: str, request: int) -> bool:
+        if self.drawn is not None:
+            return (run, request) in self.drawn
         dataset = self.source.catalog.genesis.dataset
         return bool(is_drawn(self.settings.seed, dataset, run, request, self.settings.fraction))
 

@@ -1,0 +1,195 @@
+"""Attestations: what somebody who served requests of a dataset again says of it, signed.
+
+Each is an in-toto statement about a seal in a DSSE envelope, one a line of a file beside the seal.
+Who reads one believes it for its key alone: nothing here repeats the replay.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from actds.dataset.reading import Catalog
+from actds.errors import ActdsError
+from actds.format import canonical
+from actds.publish.envelope import (
+    MAX_ENVELOPE_NBYTES,
+    MAX_SIGNATURES,
+    TrustedKey,
+    judge,
+    parse,
+    signer,
+    with_signature,
+)
+from actds.publish.sealing import STATEMENT_TYPE
+from actds.store import Store, layout, local_folder, open_for_writing
+from actds.store.local import lock_dataset
+
+if TYPE_CHECKING:
+    from securesystemslib.signer import CryptoSigner
+
+PREDICATE_TYPE = "actds:replay/0.1"
+MAX_ATTESTATIONS = MAX_SIGNATURES
+AnswerName = Literal["same", "another", "cannot tell"]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0)]
+Distance = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class HookScore(_Part):
+    """What was compared at one hook; distances are relative L2, medians over requests."""
+
+    hook: str
+    n_pairs: Count = Field(description="rows with a readout in the dataset and in both replays")
+    distance: Distance = Field(description="of the dataset from the reference replay")
+    floor: Distance = Field(
+        description="of the first replay from the reference, at least that of the type"
+    )
+    ratio: Distance = Field(description="distance over floor")
+    low: Distance = Field(description="lower end of its interval, of all hooks at once")
+    high: Distance = Field(description="upper end")
+    n_far: Count = Field(description="pairs that are another row, or that of another hook")
+
+
+class Power(_Part):
+    """Whether a copy of the model with rounded weights would have been found at these requests."""
+
+    bits: Annotated[int, Field(ge=1)]
+    distance: Distance = Field(description="expected of such a copy from the reference")
+    seen: bool
+
+
+class Attestation(_Part):
+    """The answer of a replay of a random part of a dataset, and what decided it."""
+
+    format: Literal["actds.attest"] = "actds.attest"
+    version: Literal["1"] = "1"
+    dataset: str
+    seal: Annotated[int, Field(ge=1)]
+    digest: Digest = Field(description="of the seal")
+    verdict: AnswerName = Field(
+        description="same: model and precision as recorded; another: not; or cannot tell"
+    )
+    reason: str
+    fraction: Annotated[float, Field(gt=0, le=1)] = Field(description="probability of a request")
+    seed: Count
+    n_requests: Count = Field(description="requests that were compared")
+    n_skipped: Count = Field(description="drawn, and not to be served again, or without a pair")
+    far_requests: list[str] = Field(description="requests whose readouts are of other rows")
+    served: dict[str, str | None] = Field(
+        description="fields of the run record of the first replay: model, precision, engine"
+    )
+    hooks: list[HookScore]
+    power: list[Power]
+    not_seen: list[str] = Field(description="what no such replay can find")
+
+
+def statement(attestation: Attestation) -> bytes:
+    """Return the statement that is signed (15.7), canonical JSON; its fractions are texts."""
+    name = layout.seal_path(attestation.seal)
+    subject = {"digest": {"sha256": attestation.digest}, "name": name}
+    return canonical.dump(
+        {
+            "_type": STATEMENT_TYPE,
+            "subject": [subject],
+            "predicateType": PREDICATE_TYPE,
+            "predicate": _in_texts(attestation.model_dump()),
+        }
+    )
+
+
+def _in_texts(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _in_texts(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_in_texts(part) for part in value]
+    return repr(value) if isinstance(value, float) else value
+
+
+def attester(path: str, key: str | os.PathLike[str]) -> CryptoSigner:
+    """Return what signs attestations of a dataset; E021, E011 as ``signer``, E503 not writable."""
+    return signer(key, open_for_writing(path))
+
+
+def put_attestation(path: str, attestation: Attestation, private: CryptoSigner) -> str:
+    """Sign an attestation and add it to those of its seal; return the path of their file.
+
+    Raises:
+        ActdsError: E804 the dataset was sealed again meanwhile; E009 there are too many; E503.
+
+    Spec: 0.1 section 15.7.
+    """
+    store = open_for_writing(path)
+    with ExitStack() as stack:
+        folder = local_folder(store.uri)
+        if folder is not None and folder.is_dir():
+            stack.callback(os.close, lock_dataset(folder))
+        catalog = Catalog.read(store)
+        if not catalog.is_sealed or catalog.digest != attestation.digest:
+            got, expected = f"seal {catalog.digest[:16]}...", f"{attestation.digest[:16]}..."
+            raise ActdsError("E804", path, got=got, expected=f"{expected}, which was replayed")
+        file = layout.attestations_path(attestation.seal)
+        before = store.read(file, MAX_ENVELOPE_NBYTES) if store.exists(file) else b""
+        envelope = with_signature(statement(attestation), None, private)
+        assert envelope is not None, "it has no signature yet"
+        after = before + envelope.to_bytes()
+        n_lines = after.count(b"\n")
+        if n_lines > MAX_ATTESTATIONS or len(after) > MAX_ENVELOPE_NBYTES:
+            got, expected = f"{n_lines} attestations", f"at most {MAX_ATTESTATIONS}, of 8 MiB"
+            raise ActdsError("E009", file, got=got, expected=expected)
+        store.replace(file, after)
+    return file
+
+
+def attestations(
+    catalog: Catalog, trusted: Sequence[TrustedKey]
+) -> Iterator[tuple[Attestation, tuple[TrustedKey, ...]]]:
+    """Yield what trusted keys attest of the present seal, each with the keys that signed it.
+
+    Raises:
+        ActdsError: E102, E103 a line that is no envelope, or no attestation; E803 a trusted key
+            signed one of another seal.
+
+    Spec: 0.1 section 15.7.
+    """
+    n = len(catalog.seals)
+    file = layout.attestations_path(n)
+    for number, line in enumerate(_lines(catalog.store, file), start=1):
+        place = f"{file} line {number}"
+        envelope = parse(line, place)
+        keys = judge(envelope, trusted).accepted
+        if not keys:
+            continue  # whatever it says
+        document = canonical.parse(envelope.payload, place)
+        if not isinstance(document, dict) or document.get("predicateType") != PREDICATE_TYPE:
+            continue  # a bundle may have statements of others
+        try:
+            attestation = Attestation.model_validate(document.get("predicate"))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "predicate"
+            got = repr(first.get("input"))[:120]
+            raise ActdsError("E103", f"{place} {where}", got=got, expected=first["msg"]) from None
+        is_of_seal = (attestation.digest, attestation.seal) == (catalog.digest, n)
+        if not is_of_seal or envelope.payload != statement(attestation):
+            expected = f"one about seal {n}, {catalog.digest[:16]}..."
+            raise ActdsError("E803", place, got="another statement", expected=expected)
+        yield attestation, keys
+
+
+def _lines(store: Store, file: str) -> list[bytes]:
+    if not store.exists(file):
+        return []
+    lines = store.read(file, MAX_ENVELOPE_NBYTES).splitlines(keepends=True)
+    if len(lines) > MAX_ATTESTATIONS:
+        got, expected = f"{len(lines)} lines", f"at most {MAX_ATTESTATIONS}"
+        raise ActdsError("E102", file, got=got, expected=expected)
+    return lines
