@@ -211,8 +211,8 @@ class Sample:
         share = f"{self.least:.3g}"
         share += f" to {self.greatest:.3g}" if self.is_unequal else ""
         return (
-            f"rows drawn with probability {share}, {self.n_rows:,} for "
-            f"{self.n_represented:,.0f}: {self.effective_rows:,.0f} effective"
+            f"{self.n_rows:,} rows drawn with probability {share}, which represent about "
+            f"{self.n_represented:,.0f}: {self.effective_rows:,.0f} effective rows"
         )
 
 

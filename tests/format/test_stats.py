@@ -349,7 +349,7 @@ def test_weights_of_inclusion_count_in_what_a_loader_normalizes_by(
     assert np.isclose(loader.sample.n_represented, w.sum())
     assert loader.config["sample"]["effective_rows"] == loader.sample.effective_rows
     for text in (repr(loader), loader._repr_html_()):
-        assert f"{loader.sample.effective_rows:,.0f} effective" in text
+        assert f"{loader.sample.effective_rows:,.0f} effective rows" in text
     # In proportion to it, rows need no weights: the same mean.
     often = actds.Loader(path, HOOK, frequency="1 / inclusion", **options)
     assert_hajek(often.stats()[HOOK], rows, w)
