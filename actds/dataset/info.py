@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -16,6 +17,7 @@ from actds.dataset.fates import COMPUTED, FATE_COLUMNS, fate_counts, n_computed
 from actds.dataset.reading import Catalog, unknown_columns
 from actds.dataset.sources import LabelFacts, SourceFacts, label_facts, read_records, source_facts
 from actds.format import arrays, tables
+from actds.format.inclusion import Sample, inclusion_of_rows, is_drawn_from
 from actds.format.schema import CloseBody, FenceBody, RowCounts, RunRecord
 from actds.store import layout
 from actds.text import Line, counted, format_nbytes, pairs, printable, share, when
@@ -78,7 +80,7 @@ class RunFacts:
 
     ``prompt_tokens`` are those of requests that the engine was given.
     ``n_positions`` and all that follows it are None or empty while there is no census, which
-    an imported run never has.
+    an imported run never has. ``sample`` says how the rows were drawn, where they were.
     """
 
     run: str
@@ -99,6 +101,7 @@ class RunFacts:
     n_computed: int | None = None
     finish_reasons: dict[str, int] = field(default_factory=dict)
     losses: list[LossFacts] = field(default_factory=list)
+    sample: Sample | None = None
     n_drop_events: int = 0
     n_stalls: int = 0
     stalled_ns: int = 0
@@ -294,11 +297,29 @@ def _run(catalog: Catalog, run: str) -> RunFacts:
         "provenance": provenance,
         "n_rows": sum(shards.values()),
         "is_imported": catalog.is_imported(run),
+        "sample": sample_of_run(catalog, run),
         **_losses(catalog, run),
     }
     if has_census:
         base |= _census(catalog, run)
     return RunFacts(**base)
+
+
+def sample_of_run(catalog: Catalog, run: str) -> Sample | None:
+    """Return how the stored rows of a run were drawn, ``None`` for one that stores every row.
+
+    Shards of other hooks with the same rows count once.
+
+    Raises:
+        ActdsError: E424 a probability that is none; and as ``Shard.tokens``.
+
+    Spec: 0.1 section 7.10.
+    """
+    record = catalog.runs.get(run)
+    shards = {shard.manifest.row_set_sha256: shard for shard in catalog.shards_of(run)}
+    if not shards or not is_drawn_from(record):
+        return None
+    return Sample.of(np.concatenate([inclusion_of_rows(s, record) for s in shards.values()]))
 
 
 def _losses(catalog: Catalog, run: str) -> dict[str, Any]:
@@ -434,6 +455,8 @@ def _page_run(run: RunFacts) -> Iterator[Line]:
         yield Line(f"  NO CENSUS (E403): {run.n_rows:,} rows cannot be accounted for.", "bad")
     else:
         yield from pairs(_page_census(run))
+    if run.sample is not None:
+        yield Line(f"  {sample_in_words(run)}", "bad")
     if not run.has_record:
         yield Line("  NO RUN RECORD (E401): the provenance of the rows is unknown.", "bad")
         return
@@ -463,6 +486,13 @@ def _page_census(run: RunFacts) -> dict[str, str]:
         "preemptions": f"{run.n_preemptions:,}",
         "stalls": f"{run.n_stalls:,}, {run.stalled_ns / 1e9:.3f} s",
     }
+
+
+def sample_in_words(run: RunFacts) -> str:
+    """Return how the rows of a run were drawn: probabilities, unit and effective rows."""
+    field = run.provenance.get(tables.INCLUSION, {}).get("value")
+    unit = json.loads(field)["unit"] if isinstance(field, str) else "request"
+    return f"a sample by {unit}: {run.sample}, if each has the weight 1 / inclusion"
 
 
 def missing(facts: Facts) -> Iterator[Line]:

@@ -35,7 +35,7 @@ from actds.format.roles import Roles
 from actds.format.schema import FileEntry, Hook
 from actds.loader.filters import bad
 from actds.loader.selection import PROVENANCE_COLUMNS, Selection, select, warn_where_none
-from actds.loader.where import ROLE
+from actds.loader.where import INCLUSION, ROLE
 from actds.store import file_sha256
 from actds.store.folders import new_folder
 from actds.store.local import LocalStore
@@ -98,10 +98,13 @@ def order_rows(selection: Selection) -> OrderedRows:
     roles = {run: selection.dataset.catalog.table("roles", run) for run in runs}
     parts: list[dict[str, npt.NDArray[Any]]] = []
     taken = []
-    for shard, count in zip(selection.shards, selection.counts, strict=True):
+    inclusion = selection.dataset.inclusion(selection.shards)
+    for number, (shard, count) in enumerate(zip(selection.shards, selection.counts, strict=True)):
         rows = np.arange(shard.n_rows) if count is None else np.flatnonzero(count)
         table = shard.tokens(names)
         part = {name: table[name].to_numpy()[rows] for name in names}
+        if inclusion is not None:
+            part[INCLUSION] = inclusion[number][rows]
         part["run"] = np.full(len(rows), runs.index(shard.run), np.int32)
         part["phase"] = np.full(len(rows), tables.PHASES.index(shard.phase), np.int8)
         if any(table.num_rows for table in roles.values()):
@@ -114,7 +117,7 @@ def order_rows(selection: Selection) -> OrderedRows:
     order = np.lexsort((joined["position"], joined["request"], joined["run"]))
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
-    names = [name for name in (*PROVENANCE_COLUMNS, ROLE) if name in joined]
+    names = [name for name in (*PROVENANCE_COLUMNS, ROLE, INCLUSION) if name in joined]
     columns = {name: joined.pop(name)[order] for name in names}
     ends = np.cumsum([len(rows) for rows in taken])[:-1]
     unknown = {shard.run: shard.unknown for shard in selection.shards}
@@ -411,8 +414,9 @@ def export(
     The rows are sorted by run, request and position. Beside the files is
     ``actds_export.json``, which is also what is returned, and ``rows.parquet``, whose line i says
     run, request, position, token_id, phase and step of row i (``parquet`` has these columns
-    itself). The folder appears whole or not at all. Files hold the stored values exactly; where a
-    form has no bfloat16 (``sae-lens``, ``parquet``), as float32.
+    itself), ``role`` where there are roles, and ``inclusion`` where rows were drawn, each with that
+    probability. The folder appears whole or not at all. Files hold the stored values exactly; where
+    a form has no bfloat16 (``sae-lens``, ``parquet``), as float32.
 
     Memory: about 40 bytes a row, and blocks of rows. All forms but ``memmap`` need the room of the
     exported rows on the disk twice while they are written.

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
 
+import numpy as np
 import pyarrow as pa
 
 from actds.dataset.reading import Catalog, unknown_columns
@@ -17,8 +18,9 @@ from actds.explore import show
 from actds.explore.lazy import LazyArray
 from actds.explore.requests import Context, RequestRows, RowPlaces, Tokenizer
 from actds.explore.show import fates, norm_profile
-from actds.explore.stats import Stats, cache_folder, stats_of_rows
+from actds.explore.stats import Counts, Floats, Stats, cache_folder, stats_of_rows
 from actds.format import tables
+from actds.format.inclusion import Sample, inclusion_of_rows, is_drawn_from
 from actds.format.row_weights import RowWeights, read_row_weights
 from actds.format.schema import Hook, Phase, RunRecord, Seal
 from actds.format.shard import Shard
@@ -286,6 +288,10 @@ class Dataset:
     def stats(self, hook: str, *, executor: ExecutorName = "threads") -> Stats:
         """Return statistics of a hook's rows: moments, norms and the geometric median.
 
+        Rows that were drawn with different probabilities count ``1 / inclusion`` each: the
+        statistics estimate those of the rows that they were drawn from (Hajek), from
+        ``effective_rows``.
+
         Reads all rows of the hook once, shard by shard. The result is kept in the user's cache
         folder (``ACTDS_CACHE``) under the dataset's digest; a pass that was interrupted continues
         after the last shard that it finished.
@@ -300,7 +306,11 @@ class Dataset:
                 not installed; as indexing ``array(hook)``.
         """
         shards = self.shards_of(hook)
-        counts = [None] * len(shards)
+        inclusion = self.inclusion(shards)
+        sample = None if inclusion is None else Sample.of(np.concatenate(inclusion))
+        counts: list[Counts | None] = [None] * len(shards)
+        if inclusion is not None and sample is not None and sample.is_unequal:
+            counts = [1 / shares for shares in inclusion]
         with open_executor(executor) as on:
             return stats_of_rows(
                 self.hooks[hook],
@@ -310,6 +320,21 @@ class Dataset:
                 cache=cache_folder(),
                 executor=on,
             )
+
+    def inclusion(self, shards: Iterable[Shard]) -> list[Floats] | None:
+        """Return the probability that each row of shards is there with, float64 ``(n_rows,)``.
+
+        None where their runs store every row.
+
+        Raises:
+            ActdsError: E424 a probability that is none; and as ``Shard.tokens``.
+
+        Spec: 0.1 section 7.10.
+        """
+        records = [(shard, self.runs.get(shard.run)) for shard in shards]
+        if not any(is_drawn_from(record) for _, record in records):
+            return None
+        return [inclusion_of_rows(shard, record) for shard, record in records]
 
     def row_weights(self, path: str | os.PathLike[str]) -> RowWeights:
         """Read a weights file of this dataset, and check all of it.

@@ -36,7 +36,7 @@ BLOCK_NBYTES = 1 << 24
 """Bytes of float64 rows that are held at a time."""
 SAMPLE_NBYTES = 1 << 25
 """Bytes of float32 rows from which the geometric median is found."""
-_VERSION = 3
+_VERSION = 4
 _CONSTANT = 1e-13  # of the mean: below it, a standard deviation is what rounding left
 _MAX_STEPS = 200
 _TOLERANCE = 1e-7
@@ -46,7 +46,8 @@ _TOLERANCE = 1e-7
 class Stats:
     """Statistics of rows of a hook; nan without rows.
 
-    Rows of a mixture, or that come in proportion to a number, count with their share of all.
+    Rows of a mixture, that come in proportion to a number, or that were drawn with different
+    probabilities, count with their share of all.
 
     Args:
         count: number of rows, each as often as it comes; with shares, of rows that come at all.
@@ -59,6 +60,7 @@ class Stats:
         geometric_median: the point with the least sum of distances to the rows, each as often as
             it comes, float64 ``(d_model,)``; of more than 32 MiB of rows, to an even sample.
         n_sampled: rows that it is of.
+        effective_rows: rows of equal share that would say as much of a mean (Kish 1965).
     """
 
     count: int
@@ -68,6 +70,7 @@ class Stats:
     norm_quantiles: Floats
     geometric_median: Floats
     n_sampled: int
+    effective_rows: float = float("nan")
 
     @property
     def std(self) -> Floats:
@@ -93,18 +96,22 @@ class Stats:
         """
         with np.load(path, allow_pickle=False) as file:
             values = {field.name: file[field.name] for field in fields(cls)}
-        scalars = {"count": int, "mean_norm": float, "n_sampled": int}
+        scalars = {"count": int, "mean_norm": float, "n_sampled": int, "effective_rows": float}
         return cls(**{k: scalars[k](v) if k in scalars else v for k, v in values.items()})
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Weight, mean, sum of squared deviations and sum of norms; ``a + b`` is those of both."""
+    """Weight, mean, sum of squared deviations, of norms and of squared weights of rows.
+
+    ``a + b`` is those of both.
+    """
 
     count: float
     mean: Floats
     squares: Floats
     norms: float
+    weight_squares: float
 
     def __add__(self, other: Moments) -> Moments:
         # Chan, Golub and LeVeque 1979: a mean far from zero costs no digits.
@@ -117,6 +124,7 @@ class Moments:
             self.mean + shift * (other.count / total),
             self.squares + other.squares + shift * shift * (self.count * other.count / total),
             self.norms + other.norms,
+            self.weight_squares + other.weight_squares,
         )
 
 
@@ -231,6 +239,7 @@ def shard_statistics(
         "mean": moments.mean,
         "squares": moments.squares,
         "norms": np.array(moments.norms),
+        "weight_squares": np.array(moments.weight_squares),
         "lengths": np.repeat(norms, times) if times is not None and shares is None else norms,
         "shares": np.empty(0) if shares is None else shares,
         "sample": np.concatenate(sample) if sample else np.empty((0, hook.d_model), np.float32),
@@ -243,22 +252,33 @@ def _moments(block: Floats, lengths: Floats, times: npt.NDArray[Any] | None) -> 
     if times is None:
         mean = block.mean(axis=0)
         block -= mean
-        return Moments(len(block), mean, np.einsum("ij,ij->j", block, block), float(lengths.sum()))
+        squares = np.einsum("ij,ij->j", block, block)
+        return Moments(len(block), mean, squares, float(lengths.sum()), len(block))
     count = float(times.sum()) if times.dtype.kind == "f" else int(times.sum())
     mean = times @ block / count
     block -= mean
-    squares = np.einsum("i,ij,ij->j", times.astype(np.float64), block, block)
-    return Moments(count, mean, squares, float(times @ lengths))
+    weights = times.astype(np.float64)
+    squares = np.einsum("i,ij,ij->j", weights, block, block)
+    return Moments(count, mean, squares, float(times @ lengths), float(weights @ weights))
 
 
 def _no_moments(d_model: int) -> Moments:
-    return Moments(0, np.zeros(d_model), np.zeros(d_model), 0.0)
+    return Moments(0, np.zeros(d_model), np.zeros(d_model), 0.0, 0.0)
 
 
 def _joined(parts: Sequence[dict[str, npt.NDArray[Any]]], d_model: int) -> Stats:
     whole = reduce(
         Moments.__add__,
-        (Moments(p["count"].item(), p["mean"], p["squares"], float(p["norms"])) for p in parts),
+        (
+            Moments(
+                p["count"].item(),
+                p["mean"],
+                p["squares"],
+                float(p["norms"]),
+                float(p["weight_squares"]),
+            )
+            for p in parts
+        ),
         _no_moments(d_model),
     )
     lengths = np.concatenate([p["lengths"] for p in parts]) if parts else np.empty(0)
@@ -267,7 +287,7 @@ def _joined(parts: Sequence[dict[str, npt.NDArray[Any]]], d_model: int) -> Stats
     shares = np.concatenate([p["shares"] for p in parts]) if parts else np.empty(0)
     if not whole.count:
         nothing, quantiles = np.full(d_model, np.nan), np.full(len(QUANTILES), np.nan)
-        return Stats(0, nothing, nothing.copy(), float("nan"), quantiles, nothing.copy(), 0)
+        return Stats(0, nothing, nothing.copy(), float("nan"), quantiles, nothing.copy(), 0, 0.0)
     return Stats(
         int(whole.count) if not len(shares) else len(lengths),
         whole.mean,
@@ -276,6 +296,7 @@ def _joined(parts: Sequence[dict[str, npt.NDArray[Any]]], d_model: int) -> Stats
         _quantiles(lengths.astype(np.float64), shares),
         geometric_median(sample, weights),
         len(sample),
+        whole.count**2 / whole.weight_squares,
     )
 
 

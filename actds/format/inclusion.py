@@ -19,9 +19,11 @@ from actds.errors import ActdsError
 from actds.format import canonical
 from actds.format.positions import position_key
 from actds.format.schema import RunRecord
+from actds.format.shard import Shard
 from actds.format.tables import INCLUSION
 
 Keys = npt.NDArray[np.uint64]
+Floats = npt.NDArray[np.float64]
 Unit = Literal["row", "request"]
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 
@@ -245,6 +247,99 @@ def inclusion_of(record: RunRecord | None) -> float:
     """
     field = None if record is None else record.fields.get("replay.fraction")
     return 1.0 if field is None or field.value is None else float(str(field.value))
+
+
+def draws_rows(record: RunRecord | None) -> bool:
+    """Return whether a run drew its rows, so that each says its probability."""
+    field = None if record is None else record.fields.get(INCLUSION)
+    return field is not None and field.value is not None
+
+
+def is_drawn_from(record: RunRecord | None) -> bool:
+    """Return whether rows of a run may be there with a probability below 1."""
+    return draws_rows(record) or inclusion_of(record) < 1
+
+
+def inclusion_of_rows(shard: Shard, record: RunRecord | None) -> Floats:
+    """Return the probability that each row of a shard is there with, float64 ``(n_rows,)``.
+
+    It is that of the row in its run, 1 where that stores every row, times that of its request in a
+    replay of a part.
+
+    Args:
+        shard: the shard.
+        record: of its run.
+
+    Raises:
+        ActdsError: E424 a probability that is none; and as ``Shard.tokens``.
+
+    Spec: 0.1 section 7.10.
+    """
+    fraction = inclusion_of(record)
+    if not draws_rows(record):
+        return np.full(shard.n_rows, fraction)
+    column = shard.tokens(["inclusion"])["inclusion"]
+    inclusion = np.array(column.fill_null(1.0).to_numpy(), np.float64)
+    wrong = ~((inclusion > 0) & (inclusion <= 1))
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        got = f"{float(inclusion[row])!r} in row {row}"
+        place = f"shards/{shard.name}/tokens.parquet inclusion"
+        raise ActdsError("E424", place, got=got, expected="above 0, up to 1")
+    inclusion *= fraction
+    return inclusion
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Rows that were drawn, each with a known probability, its inclusion.
+
+    Args:
+        n_rows: rows.
+        n_represented: rows that they stand for: the sum of 1 over their inclusion.
+        least: lowest inclusion.
+        greatest: highest.
+        effective_rows: of the weights 1 over inclusion.
+    """
+
+    n_rows: int
+    n_represented: float
+    least: float
+    greatest: float
+    effective_rows: float
+
+    @classmethod
+    def of(cls, inclusion: Floats) -> Sample | None:
+        """Return what the inclusion of rows ``(n_rows,)`` comes to, ``None`` where all is 1."""
+        if not (inclusion < 1).any():
+            return None
+        weights = 1 / inclusion
+        least, greatest = float(inclusion.min()), float(inclusion.max())
+        represented = float(weights.sum())
+        return cls(len(inclusion), represented, least, greatest, effective_rows(weights))
+
+    @property
+    def is_unequal(self) -> bool:
+        """Return whether rows had different probabilities: a plain mean over them is biased."""
+        return self.least < self.greatest
+
+    def __str__(self) -> str:
+        share = f"{self.least:.3g}"
+        share += f" to {self.greatest:.3g}" if self.is_unequal else ""
+        return (
+            f"{self.n_rows:,} rows drawn with probability {share}, which represent about "
+            f"{self.n_represented:,.0f}: {self.effective_rows:,.0f} effective rows"
+        )
+
+
+def effective_rows(weights: npt.ArrayLike) -> float:
+    """Return how many rows of equal weight estimate a mean as well; 0 without a row.
+
+    Kish's ``(sum w)^2 / sum w^2`` (1965), for values that do not depend on the weights.
+    """
+    w = np.asarray(weights, np.float64)
+    squares = float(w @ w)
+    return float(w.sum()) ** 2 / squares if squares else 0.0
 
 
 def mixed(x: Keys) -> Keys:

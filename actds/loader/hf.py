@@ -38,11 +38,14 @@ from actds.loader.selection import (
     RowFilter,
     Selection,
     key_of,
+    numbers_of,
     provenance_columns,
+    sample_of,
     select,
     warn_where_none,
+    warn_where_unequal,
 )
-from actds.loader.where import ROLE
+from actds.loader.where import INCLUSION, ROLE, Expression, Kind, parse_expression
 from actds.store import refuse_within_dataset
 
 if TYPE_CHECKING:
@@ -91,10 +94,12 @@ def load_dataset(
         hooks: names of hooks; None takes all.
         phase: ``prefill`` or ``decode``; None takes both.
         columns: columns of the token table, ``run``, and ``role``, who wrote the position, None
-            where that is not known; None takes run, request, position, token_id, phase and step.
+            where that is not known; ``inclusion``, 1 where the run stores every row; None takes
+            run, request, position, token_id, phase and step.
         batched_chunks: streaming only: one example per chunk, with tensors ``(n, d_model)`` and
             numpy columns ``(n,)``. Many times faster.
-        weights: path of a weights file (section 14.11); each example has a float32 ``weight``.
+        weights: path of a weights file (section 14.11), an expression, or ``inclusion`` for
+            ``1 / inclusion``, as in ``actds.Loader``; each example has a float32 ``weight``.
         exclude: rows to leave out, one name or several of ``special``, ``bos``, ``eos``,
             ``first_position``, ``sink`` and ``not_finite``, as in ``actds.Loader``.
         where: an expression of the rows to read, as in ``actds.Loader``.
@@ -132,10 +137,10 @@ def load_dataset(
         "held_out": held_out,
     }
     selection = select(dataset, hooks, phase, weights=weights, **rows)
-    if selection.loss_weight is not None:
-        raise bad("weights", f"no file {os.fspath(weights or '')!r}", "the path of a weights file")
     names = _select_columns(selection, columns)
     warn_where_none(selection.excluded, [selection], stacklevel=2)
+    if INCLUSION not in names:
+        warn_where_unequal(sample_of([selection]), [selection], stacklevel=2)
     if not streaming:
         return _map_style(selection, names, cache_dir)
     file = selection.row_weights
@@ -147,6 +152,7 @@ def load_dataset(
         names,
         batched_chunks,
         None if file is None else (os.fspath(file.path), file.sha256),
+        None if selection.loss_weight is None else selection.loss_weight.text,
         tuple(rows.items()),
     )
     # datasets splits work along lists: this one and no other is a list.
@@ -169,7 +175,7 @@ def _select_columns(selection: Selection, columns: Sequence[str] | None) -> tupl
             raise bad("columns", f"{name!r}, a hook's name", "columns without it")
     if ROLE in names and not selection.dataset.roles(run=False).num_rows:
         raise bad("columns", "'role', and no run has roles", "a harvest of chats")
-    if selection.row_weights is not None and WEIGHT in (*names, *taken):
+    if selection.weight is not None and WEIGHT in (*names, *taken):
         raise bad("hooks", repr(WEIGHT), "hooks without it")
     return names
 
@@ -186,17 +192,21 @@ class Source:
     batched_chunks: bool
     weights: tuple[str, str] | None
     """Path and SHA-256 of a weights file."""
+    weight: str | None
+    """An expression of the weight of each row."""
     rows: tuple[tuple[str, Any], ...]
     """The arguments of ``RowFilter``."""
 
 
 @functools.lru_cache(maxsize=8)
-def _open(source: Source) -> tuple[Dataset, RowWeights | None, RowFilter]:
+def _open(source: Source) -> tuple[Dataset, RowWeights | Expression | None, RowFilter]:
     """Return what a stream reads, opened once per process: DataLoader workers do so, too."""
     dataset = open_dataset(source.path, **dict(source.pins))
     if dataset.digest != source.digest:
         raise _changed("E014", source.path, f"digest {dataset.digest}", source.digest, "dataset")
-    weights = None
+    weights: RowWeights | Expression | None = None
+    if source.weight is not None:
+        weights = parse_expression(source.weight, "weights", Kind.NUMBER)
     if source.weights is not None:
         file, sha256 = source.weights
         weights = dataset.row_weights(file)
@@ -238,7 +248,7 @@ def _chunks(
     shard: Shard,
     hooks: Sequence[Hook],
     columns: Sequence[str],
-    weights: RowWeights | None,
+    weights: RowWeights | Expression | None,
     row_filter: RowFilter,
 ) -> Iterator[dict[str, Any]]:
     """Yield fresh bit patterns ``(n, d_model)`` and columns ``(n,)``, a chunk of rows at a time."""
@@ -248,9 +258,12 @@ def _chunks(
         tokens = {name: table[name].to_numpy() for name in columns}
         # Words of numpy where every row has one; a role can be None.
         tokens |= {name: tokens[name].astype(str) for name in ("run", "phase") if name in tokens}
-        if weights:
-            tokens[WEIGHT] = weights.of_shards([shard.name])[shard.name]
         kept = row_filter.kept(shard)
+        if isinstance(weights, Expression):
+            numbers = numbers_of("weights", weights, shard, row_filter.values, kept)
+            tokens[WEIGHT] = numbers.astype(np.float32)
+        elif weights:
+            tokens[WEIGHT] = weights.of_shards([shard.name])[shard.name]
         step = rows_at_a_time(readers)
         for start in range(0, shard.n_rows, step):
             stop = min(start + step, shard.n_rows)
@@ -276,7 +289,7 @@ def _map_style(
     import datasets
     from datasets.table import MemoryMappedTable, concat_tables
 
-    hooks, weights = selection.hooks, selection.row_weights
+    hooks, weights = selection.hooks, selection.weight
     key = {
         "columns": list(columns),
         "digest": selection.dataset.result_key,
@@ -284,7 +297,8 @@ def _map_style(
         "shards": [[shard.name, shard.manifest.root] for shard in selection.shards],
         "version": _CACHE_VERSION,
     }
-    key |= {"weights": weights.sha256} if weights else {}
+    if weights is not None:
+        key["weights"] = weights.text if isinstance(weights, Expression) else weights.sha256
     key |= {name: value for name, value in selection.filter.identity.items() if value}
     fingerprint = key_of(key)[:32]
     folder = Path(cache_dir or datasets.config.HF_DATASETS_CACHE) / "actds" / fingerprint
@@ -313,7 +327,7 @@ def _map_style(
 
 def _write(file: Path, shard: Shard, selection: Selection, columns: Sequence[str]) -> None:
     """Write one shard as an Arrow stream that appears whole or not at all."""
-    hooks, weights = selection.hooks, selection.row_weights
+    hooks, weights = selection.hooks, selection.weight
     names = [*columns, *([WEIGHT] if weights else [])]
     fields = [pa.field(h.name, pa.list_(_ITEM_TYPES[h.dtype], h.d_model)) for h in hooks]
     schema = pa.schema([*fields, *(pa.field(name, _COLUMN_TYPES[name]) for name in names)])

@@ -46,9 +46,11 @@ from actds.loader.selection import (
     check_numbers,
     check_torch,
     check_worker,
+    sample_of,
     select,
     split_weights,
     warn_where_none,
+    warn_where_unequal,
 )
 from actds.version import __version__
 
@@ -59,7 +61,16 @@ _LANES = 8
 _STATE_VERSION = 2
 _NOT_SELECTION = {
     *("format", "actds", "dataset", "digest", "datasets", "sealed", "runs", "hooks", "dtype"),
-    *("excluded", "rows_per_epoch", "dropped_per_epoch", "order", "lanes", "window_rows", "batch"),
+    *(
+        "excluded",
+        "sample",
+        "rows_per_epoch",
+        "dropped_per_epoch",
+        "order",
+        "lanes",
+        "window_rows",
+        "batch",
+    ),
     *("drop_last", "epochs", "rank", "world", "seed"),
 }
 """What a loader's ``config`` says beside its selection of rows."""
@@ -202,8 +213,8 @@ class Loader:
             rows come as often as they should to less than one in each, exactly so in the mean.
         weights: ``multiplicity`` for the served distribution; the path of a weights file, or an
             expression; ``inclusion`` for ``1 / inclusion``, over the probability with which a row
-            was drawn (``actds replay --fraction``); a pair of multiplicity and one of these; None
-            for neither.
+            was stored (``actds write --overflow thin``, ``actds replay --fraction``); a pair of
+            multiplicity and one of these; None for neither.
         normalize: ``norm`` divides by one number, so that the mean norm is the square root of
             ``d_model``; ``channel`` gives each channel mean 0 and variance 1; ``Stats`` by hook do
             so with these. Statistics are those of ``stats()``, of what the batches hold, over both
@@ -240,6 +251,8 @@ class Loader:
     Attributes:
         dataset: the dataset that it reads, the first of several.
         datasets: all of them.
+        sample: how the stored rows that it reads were drawn, None where every row is stored;
+            weighted, they say as much of a mean as ``sample.effective_rows`` of equal weight.
 
     Spec: 0.1 section 10.
     """
@@ -290,6 +303,8 @@ class Loader:
         self._rows = rows(given["split"], given["held_out"])
         self._drop_last = self._whole_batches(given["drop_last"], given["once"])
         warn_where_none(self._rows.excluded, self._rows.selections, stacklevel=2)
+        self.sample = sample_of(self._rows.selections)
+        warn_where_unequal(self.sample, self._rows.selections, stacklevel=2)
         shards = [shard for selection in self._rows.selections for shard in selection.shards]
         columns = row_columns(given["provenance"], shards)
         normalize, stats = given["normalize"], dict[str, Stats]()
@@ -371,8 +386,9 @@ class Loader:
         """Return statistics of what the batches hold, by hook: each row as often as it comes.
 
         Multiplicity, ``frequency`` and the shares of a mixture count, in the mean of many epochs;
-        weights of a loss do not. They are computed in one pass and kept, as those of
-        ``Dataset.stats``.
+        weights of a loss do not, but for ``weights="inclusion"``: then the statistics estimate
+        those of the rows that the stored ones were drawn from, each counted ``1 / inclusion``
+        times (Hajek). They are computed in one pass and kept, as those of ``Dataset.stats``.
 
         Args:
             executor: where the shards are read, as of ``Dataset.stats``.
@@ -410,7 +426,9 @@ class Loader:
             )
             + "".join(f", without {n:,} {name}" for name, n in rows.excluded.items())
             + f"; {self._n_batches:,} batches of {self._spec.geometry.batch:,} an epoch"
-            + (f", which leaves out {self.n_dropped:,} rows>" if self.n_dropped else ">")
+            + (f", which leaves out {self.n_dropped:,} rows" if self.n_dropped else "")
+            + ("" if self.sample is None else f"; {self.sample}")
+            + ">"
         )
 
     def _repr_html_(self) -> str:
@@ -429,6 +447,7 @@ class Loader:
             "rows": f"{self.n_rows:,} of {n_stored:,}",
             "selection": chosen or "every row",
             "left out": ", ".join(f"{n:,} {name}" for name, n in self.excluded.items()) or "none",
+            **({} if self.sample is None else {"drawn": str(self.sample)}),
             "batches": f"{self._n_batches:,} of {config['batch']:,} rows an epoch"
             + (f", which leaves out {self.n_dropped:,} rows" if self.n_dropped else ""),
             "epochs": "without end" if self._epochs is None else str(self._epochs),
@@ -447,9 +466,10 @@ class Loader:
         ``normalization`` (``shift`` and ``scale`` by hook: a batch is ``(rows - shift) * scale``),
         ``phase``, ``multiplicity``, ``paired``, ``once``, ``where``, ``exclude``, ``split``,
         ``mix``, ``frequency``, ``weights_sha256``, ``weights``, ``excluded`` (rows by name),
-        ``rows_per_epoch``, ``dropped_per_epoch`` (of these, those that come in no batch),
-        ``seed``, ``order`` (its version), ``batch``, ``lanes``, ``window_rows``, ``drop_last``,
-        ``epochs``, ``rank``, ``world``.
+        ``sample`` (of rows that were drawn), ``rows_per_epoch``,
+        ``dropped_per_epoch`` (of these, those that come in no batch), ``seed``, ``order`` (its
+        version), ``batch``, ``lanes``, ``window_rows``, ``drop_last``, ``epochs``, ``rank``,
+        ``world``.
         """
         geometry, rows = self._spec.geometry, self._rows
         return {
@@ -472,6 +492,7 @@ class Loader:
             **{key: value for key, value in rows.identity.items() if key != "shards"},
             "exclude": rows.identity["exclude"] or [],
             "excluded": self.excluded,
+            "sample": None if self.sample is None else asdict(self.sample),
             "rows_per_epoch": self._n_entries,
             "dropped_per_epoch": self.n_dropped,
             "seed": self._seed,

@@ -44,6 +44,7 @@ from actds.loader.selection import (
     Selection,
     key_of,
     provenance_columns,
+    sample_of,
 )
 from actds.loader.where import ROLE
 
@@ -387,7 +388,8 @@ def statistics(
     """Return statistics of what a mixture gives, by hook: each row as often as it comes.
 
     That is as often as it was served, in proportion to ``frequency``, and as the shares of the
-    parts have it: in the mean of many epochs, whatever the seed.
+    parts have it: in the mean of many epochs, whatever the seed. Of loss weights those of
+    inclusion count, since a row with them stands for rows that were not drawn.
 
     Raises:
         ActdsError: E104, E108, E201 to E204 when a shard is missing or damaged; E014 values that
@@ -413,16 +415,29 @@ def statistics(
 
 def _times(mixture: Mixture) -> list[Counts | Floats | None]:
     """Return how often each row of each shard comes: counts, or shares of all entries as floats."""
-    if len(mixture.parts) == 1 and mixture.selections[0].frequency is None:
+    weights = _inclusion_weights(mixture)
+    first = mixture.selections[0]
+    if len(mixture.parts) == 1 and first.frequency is None and weights is None:
         return [count for selection in mixture.selections for count in selection.counts]
-    times: list[Counts | Floats | None] = []
+    times: list[Floats] = []
     for part, share in zip(mixture.parts, mixture.shares, strict=True):
         shares = [
             row for selection in part for row in selection.frequencies() or _as_floats(selection)
         ]
         scale = share / sum(mixture.shares) / sum(float(row.sum()) for row in shares)
         times += [row * scale for row in shares]
-    return times
+    if weights is not None:
+        times = [row * weight for row, weight in zip(times, weights, strict=True)]
+    return [*times]
+
+
+def _inclusion_weights(mixture: Mixture) -> list[Floats] | None:
+    """Return 1 over the inclusion of each row of each shard; None where all weigh alike."""
+    selections = mixture.selections
+    sample = sample_of(selections) if selections[0].weighs_by_inclusion else None
+    if sample is None or not sample.is_unequal:
+        return None
+    return [1 / row for selection in selections for row in selection.inclusion()]
 
 
 def _as_floats(selection: Selection) -> list[Floats]:

@@ -24,13 +24,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import gcd
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from actds.explore.requests import Partners
 from actds.format import canonical
+from actds.format.inclusion import effective_rows
 from actds.format.positions import position_key
 from actds.format.roles import Roles
 from actds.format.schema import Hook
@@ -455,6 +456,8 @@ class MixingReport:
         partners_error: standard error of ``partners``, from batch to batch.
         adjacent: rows of the position before or after that a row has in its batch, on average.
         ideal_adjacent: the same if every order were equally likely.
+        effective_rows: entries of equal weight that would say as much of a mean as a batch does
+            with its row weights, on average (Kish 1965); ``batch`` without weights.
     """
 
     n_batches: int
@@ -464,6 +467,7 @@ class MixingReport:
     partners_error: float
     adjacent: float
     ideal_adjacent: float
+    effective_rows: float
 
     @property
     def ratio(self) -> float:
@@ -481,6 +485,10 @@ class MixingReport:
             f"{self.ratio:.2f} (± {self.ratio_error:.2f}) times the ideal "
             f"{self.ideal_partners:.3g}; {self.adjacent:.3g} at the position beside it, "
             f"ideal {self.ideal_adjacent:.3g} ({self.n_batches} batches)"
+        ) + (
+            f"; weighted, a batch has {self.effective_rows:,.0f} effective rows"
+            if self.effective_rows < self.batch
+            else ""
         )
 
 
@@ -520,7 +528,15 @@ def mixing_report(loader: Ordered, n_batches: int = 64, *, epoch: int = 0) -> Mi
         partners_error=float(error),
         adjacent=float(adjacent.mean()),
         ideal_adjacent=ideal_adjacent,
+        effective_rows=_effective_rows(spec, rows, n_batches),
     )
+
+
+def _effective_rows(spec: BatchSpec, rows: Epoch, n_batches: int) -> float:
+    if spec.weights is None:
+        return float(spec.geometry.batch)
+    batches = _first_batches(spec, rows, spec.weights, n_batches)
+    return float(np.mean([effective_rows(weights) for weights in batches]))
 
 
 def _row_keys(spec: BatchSpec) -> list[Keys]:
@@ -540,18 +556,22 @@ def _row_keys(spec: BatchSpec) -> list[Keys]:
 
 
 def _first_batches(
-    spec: BatchSpec, rows: Epoch, keys: list[Keys], n_batches: int
-) -> Iterator[Keys]:
-    """Yield the keys of the rows of the first batches, lane after lane and part after part."""
+    spec: BatchSpec, rows: Epoch, values: Sequence[npt.NDArray[Any]], n_batches: int
+) -> Iterator[npt.NDArray[Any]]:
+    """Yield values of the rows of the first batches, lane after lane and part after part.
+
+    Args:
+        values: of each row per shard, ``(n_rows,)``.
+    """
     places = list(np.ndindex(len(spec.parts), spec.geometry.lanes))
     served = []
     for part, lane in places:
         order, shards = rows.orders[part], spec.parts[part].shards
-        windows: list[Keys] = [np.empty(0, np.uint64)]
+        windows: list[npt.NDArray[Any]] = [np.empty(0, values[0].dtype)]
         n_left, index = rows.before(part, lane, n_batches), 0
         while n_left > 0:
             window = order.window(lane, index)
-            pieces = [keys[shards[shard]][numbers] for shard, numbers in order.reads(window)]
+            pieces = [values[shards[shard]][numbers] for shard, numbers in order.reads(window)]
             windows += [np.concatenate(pieces)[window.order]] if pieces else []
             n_left, index = n_left - len(window.order), index + 1
         served.append(np.concatenate(windows))

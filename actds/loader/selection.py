@@ -18,6 +18,7 @@ from actds.dataset.multiplicity import Servings, served_again, served_counts
 from actds.errors import ActdsError, not_installed
 from actds.explore.dataset import Dataset
 from actds.format import canonical, tables
+from actds.format.inclusion import Sample, is_drawn_from
 from actds.format.row_weights import RowWeights
 from actds.format.schema import Hook
 from actds.format.shard import Shard
@@ -333,6 +334,31 @@ def _fraction(name: str) -> float:
     return int.from_bytes(digest[:8], "little") / 2.0**64
 
 
+def warn_where_unequal(
+    sample: Sample | None, selections: Sequence[Selection], stacklevel: int
+) -> None:
+    """Warn of rows with different inclusion, where nothing that was asked for names it."""
+    if sample is not None and sample.is_unequal and not any(s.names_inclusion for s in selections):
+        warnings.warn(
+            f"{sample}. A mean in which each counts alike is not that of the rows they represent: "
+            "weights='inclusion' gives each row its weight.",
+            UserWarning,
+            stacklevel=stacklevel + 1,
+        )
+
+
+def sample_of(selections: Sequence[Selection]) -> Sample | None:
+    """Return what the inclusion of the rows that are read comes to, ``None`` where all is 1."""
+    if not any(is_drawn_from(s.dataset.runs.get(run)) for s in selections for run in s.runs):
+        return None
+    kept = [
+        shares if count is None else shares[count > 0]
+        for selection in selections
+        for shares, count in zip(selection.inclusion(), selection.counts, strict=True)
+    ]
+    return Sample.of(np.concatenate(kept))
+
+
 def warn_where_none(
     excluded: Mapping[str, int], selections: Sequence[Selection], stacklevel: int
 ) -> None:
@@ -411,6 +437,26 @@ class Selection:
         weights = self._numbers("weights", self.loss_weight)
         return [values.astype(np.float32) for values in weights]
 
+    @property
+    def weight(self) -> RowWeights | Expression | None:
+        """Return what gives each row its weight in a loss."""
+        return self.row_weights or self.loss_weight
+
+    @property
+    def names_inclusion(self) -> bool:
+        """Return whether weights or frequency are in terms of inclusion."""
+        expressions = (self.loss_weight, self.frequency)
+        return any(item is not None and INCLUSION in item.columns for item in expressions)
+
+    @property
+    def weighs_by_inclusion(self) -> bool:
+        return self.loss_weight is not None and self.loss_weight.text == f"1 / {INCLUSION}"
+
+    def inclusion(self) -> list[Floats]:
+        """Return the probability that each row of each shard is there with, ``(n_rows,)``."""
+        inclusion = self.dataset.inclusion(self.shards)
+        return [np.ones(s.n_rows) for s in self.shards] if inclusion is None else inclusion
+
     def frequencies(self) -> list[Floats] | None:
         """Return what rows come in proportion to, float64 ``(n_rows,)``; None without.
 
@@ -430,23 +476,30 @@ class Selection:
         return numbers
 
     def _numbers(self, argument: str, expression: Expression) -> list[Floats]:
-        arrays = []
-        for shard, count in zip(self.shards, self.counts, strict=True):
-            columns = self.filter.values.of(shard, expression.columns)
-            values = expression.numbers(columns, shard.n_rows)
-            wrong = ~(np.isfinite(values) & (values >= 0))
-            if count is not None:
-                wrong &= count > 0
-                values[count == 0] = 0
-            if wrong.any():
-                row = int(np.argmax(wrong))
-                raise bad(
-                    argument,
-                    f"{values[row]} for row {row} of shards/{shard.name}",
-                    "finite numbers of at least 0",
-                )
-            arrays.append(values)
-        return arrays
+        return [
+            numbers_of(argument, expression, shard, self.filter.values, count)
+            for shard, count in zip(self.shards, self.counts, strict=True)
+        ]
+
+
+def numbers_of(
+    argument: str, expression: Expression, shard: Shard, rows: RowValues, kept: Counts | Mask | None
+) -> Floats:
+    """Return the numbers of an expression for the rows of a shard, 0 for those not kept.
+
+    Raises:
+        ActdsError: E014 one of a kept row that is not recorded, not finite or negative.
+    """
+    values = expression.numbers(rows.of(shard, expression.columns), shard.n_rows)
+    wrong = ~(np.isfinite(values) & (values >= 0))
+    if kept is not None:
+        wrong &= kept > 0
+        values[kept == 0] = 0
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        got = f"{values[row]} for row {row} of shards/{shard.name}"
+        raise bad(argument, got, "finite numbers of at least 0")
+    return values
 
 
 def select(

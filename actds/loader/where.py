@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 from actds.errors import ActdsError
 from actds.explore.dataset import Dataset
 from actds.format import tables
-from actds.format.inclusion import inclusion_of
+from actds.format.inclusion import draws_rows, inclusion_of, inclusion_of_rows
 from actds.format.labels import label_table, of_type
 from actds.format.roles import Roles
 from actds.format.sampled import Sampled
@@ -62,8 +62,8 @@ class Column:
 
     Args:
         table: ``tokens``, ``requests``, ``steps`` or ``sampled``; ``readouts`` for ``norm``,
-            ``roles`` for ``role``, ``labels`` for ``labels.NAME``; None for what is the same in all
-            rows of a shard.
+            ``roles`` for ``role``, ``labels`` for ``labels.NAME``, ``inclusion`` for itself; None
+            for what is the same in all rows of a shard.
         flag: the bit of ``flags`` that it is; 0 for none.
     """
 
@@ -86,12 +86,12 @@ _ARROW_TYPES = {
 
 
 INCLUSION = "inclusion"
-"""Probability with which the row was drawn (section 9.11)."""
+"""Probability with which the row was drawn (section 7.10)."""
 
 
 def _columns() -> dict[str, Column]:
     columns = [Column("run", None, Kind.TEXT), Column("phase", None, Kind.TEXT)]
-    columns.append(Column(INCLUSION, None, Kind.NUMBER))
+    columns.append(Column(INCLUSION, INCLUSION, Kind.NUMBER))
     for table, prefix in (("tokens", ""), ("requests", "request."), ("steps", "step.")):
         for field in tables.SCHEMAS[table]:  # type: ignore[index]
             kind = Kind.TEXT if pa.types.is_string(field.type) else Kind.NUMBER
@@ -439,12 +439,11 @@ class RowValues:
     def constant(self, shard: Shard) -> dict[str, pa.Array]:
         """Return what manifest and run record say of all rows of a shard, each of length 1."""
         phase = None if "phase" in shard.unknown else shard.phase
-        drawn = inclusion_of(self._dataset.catalog.runs.get(shard.run))
-        return {
-            "run": pa.array([shard.run]),
-            "phase": pa.array([phase], pa.string()),
-            INCLUSION: pa.array([drawn]),
-        }
+        columns = {"run": pa.array([shard.run]), "phase": pa.array([phase], pa.string())}
+        record = self._dataset.runs.get(shard.run)
+        if not draws_rows(record):
+            columns[INCLUSION] = pa.array([inclusion_of(record)])
+        return columns
 
     def of(self, shard: Shard, names: Sequence[str]) -> dict[str, pa.Array]:
         """Return the named columns, each of ``n_rows``; integers as int64, null where unknown.
@@ -455,6 +454,7 @@ class RowValues:
                 ``Shard.tokens``.
         """
         chosen = [column_of(name) for name in names]
+        constant = self.constant(shard)
         wanted = {
             "flags" if column.flag else column.name for column in chosen if column.table == "tokens"
         }
@@ -466,9 +466,8 @@ class RowValues:
         tokens = shard.tokens(sorted(wanted)) if wanted else None
         columns: dict[str, pa.Array] = {}
         for column in chosen:
-            if column.table is None:
-                value = self.constant(shard)[column.name][0]
-                columns[column.name] = pa.repeat(value, shard.n_rows)
+            if column.name in constant:
+                columns[column.name] = pa.repeat(constant[column.name][0], shard.n_rows)
             elif column.table == "readouts":
                 columns[column.name] = pa.array(self._norm(shard))
             elif column.table == "roles":
@@ -480,15 +479,24 @@ class RowValues:
             elif column.table == "sampled":
                 assert tokens is not None
                 columns[column.name] = self._sampled_after(column.name, shard, tokens)
+            elif column.table == INCLUSION:
+                columns[column.name] = pa.array(self.inclusion(shard))
             else:
-                assert tokens is not None
+                assert tokens is not None and column.table is not None
                 columns[column.name] = self._column(
                     column.name, column.table, column.flag, shard, tokens
                 )
         return columns
 
+    def inclusion(self, shard: Shard) -> npt.NDArray[np.float64]:
+        """Return the probability that each row of a shard is there with, ``(n_rows,)``."""
+        return inclusion_of_rows(shard, self._dataset.runs.get(shard.run))
+
     def provenance(self, shard: Shard, names: Sequence[str]) -> pa.Table:
-        """Return columns of the token table as stored, ``run`` and ``role``: ``n_rows``."""
+        """Return columns of the token table, ``run`` and ``role``, ``(n_rows,)`` each.
+
+        As stored, but for ``inclusion``, which every row has.
+        """
         stored = [name for name in names if name not in ("run", ROLE)]
         wanted = {*stored, *(("request", "position") if ROLE in names else ())}
         tokens = shard.tokens(sorted(wanted)) if wanted else None
@@ -496,6 +504,8 @@ class RowValues:
         for name in names:
             if name == "run":
                 columns[name] = pa.repeat(pa.scalar(shard.run), shard.n_rows)
+            elif name == INCLUSION:
+                columns[name] = self.inclusion(shard)
             elif tokens is not None:
                 columns[name] = self._role(shard, tokens) if name == ROLE else tokens[name]
         return pa.table(columns)

@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 
-from actds.dataset.info import Facts, describe, missing, odd_values
+from actds.dataset.info import Facts, describe, missing, odd_values, sample_in_words
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError, Finding
 from actds.format import canonical
@@ -362,6 +362,10 @@ def _body(facts: Facts) -> Iterator[str]:
             f"| {_escaped(hook.name)} | {hook.layer} | {hook.n_rows:,} | {hook.d_model} "
             f"| {hook.dtype} | {sizes} |"
         )
+    for run in facts.runs:
+        if run.sample is not None:
+            words = f"The rows of run {run.run} are {sample_in_words(run)}."
+            yield from ("", _escaped(words))
     if odd := [f"- {_escaped(words)}" for words in odd_values(facts)]:
         yield from ("", *odd)
     if facts.is_imported:
@@ -511,6 +515,11 @@ def methods(facts: Facts) -> str:
         f"{switch('numerics.deterministic')}, TF32 {switch('numerics.tf32')}"
         + ("." if kernels == "on" else depends),
         _fates(facts),
+        *(
+            f"The rows of run {run.run} are {sample_in_words(run)} (Kish 1965)."
+            for run in facts.runs
+            if run.sample is not None
+        ),
         f"Dataset {facts.dataset}, digest {facts.digest}, format actds {facts.format_version}.",
     )
     return " ".join(filter(None, sentences))

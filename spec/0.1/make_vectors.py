@@ -29,9 +29,8 @@ from actds.format.readouts import Readouts
 from actds.rewrite.recompression import recompress
 from actds_testing.places import VECTORS
 from actds_testing.schedules import WALL_NS, simulate, table_of, thinned
-from actds_testing.synthetic import make_dataset
+from actds_testing.synthetic import SALT, make_dataset, thinned_facts
 
-SALT = 0x0123456789ABCDEF
 
 
 def write(root: Path) -> None:
@@ -90,7 +89,7 @@ def _write_minimal(
             came. All but the first have labels.
         unit: what is drawn by hash, with one of three probabilities by step; ``None`` for nothing.
     """
-    facts: dict[str, str] = {}
+    facts: dict[str, bool | int | str | None] = {}
     with _fixed_ids():
         schedule = simulate(4, seed=166, drops=True, budget=16)
         if external:

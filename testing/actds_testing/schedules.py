@@ -92,6 +92,12 @@ def thinned(
     )
 
 
+def busy_shares(schedule: Schedule, share: float = 0.25, n_rows: int = 12) -> dict[int, float]:
+    """Return a share by step for each step that computed at least so many rows."""
+    steps = Counter(schedule.rows["step"].to_pylist())
+    return {step: share for step, n in steps.items() if n >= n_rows}
+
+
 @dataclass
 class _Request:
     number: int

@@ -28,7 +28,7 @@ from actds.format.schema import (
 )
 from actds.store import layout
 from actds.store.local import LocalStore
-from actds_testing.schedules import WALL_NS, Schedule, simulate
+from actds_testing.schedules import WALL_NS, Schedule, simulate, thinned
 
 SOFTWARE = "actds synthetic"
 DType = Literal["bfloat16", "float16", "float32"]
@@ -139,6 +139,35 @@ def make_dataset(
 
         seal(store)
     return Path(path)
+
+
+SALT = 0x0123456789ABCDEF
+
+
+def thinned_facts(unit: str = "row") -> dict[str, bool | int | str | None]:
+    """Return what the run record says of rows drawn under ``SALT``, each with 0.125 at least."""
+    design = f'{{"minimum":"0.125","salt":"{SALT:016x}","unit":"{unit}"}}'
+    return {"capture.overflow_policy": "thin", "capture.inclusion": design}
+
+
+def make_thinned(
+    path: str | Path,
+    schedule: Schedule,
+    shares: Mapping[int, float],
+    unit: str = "row",
+    facts: Mapping[str, bool | int | str | None] | None = None,
+    **options: Any,
+) -> Path:
+    """Write a dataset of a run that stores a part of the rows of a schedule, drawn by hash.
+
+    Args:
+        shares: probability by step, at least 0.125; 1 where it is left out.
+        unit: ``row`` or ``request``.
+        facts, options: as of ``make_dataset``.
+    """
+    drawn = thinned(schedule, SALT, shares, unit)
+    told = {**thinned_facts(unit), **(facts or {})}
+    return make_dataset(path, schedule=drawn, facts=told, **options)
 
 
 def _write_genesis(

@@ -22,7 +22,8 @@ from actds.cli import cli
 from actds.errors import ActdsError
 from actds.exchange import export as exporting
 from actds.exchange.export import RECORD_FILE, ROWS_FILE, TARGETS, ExportRecord
-from actds_testing.synthetic import make_dataset
+from actds_testing.schedules import busy_shares, simulate
+from actds_testing.synthetic import make_dataset, make_thinned
 
 HOOKS = ("resid_post.0", "resid_post.1")
 ALL: Any = list(TARGETS)
@@ -277,3 +278,24 @@ def test_the_command_says_what_was_written(path: Path, tmp_path: Path) -> None:
     assert record["format"] == "actds.export" and record["exclude"] == ["first_position"]
     assert record == json.loads((tmp_path / "two" / RECORD_FILE).read_text())
     assert run("export", path, tmp_path / "two", "--to", "memmap").exit_code == 2
+
+
+@pytest.mark.parametrize("to", ["memmap", "parquet"])
+def test_rows_that_were_drawn_come_with_their_inclusion(tmp_path: Path, to: Any) -> None:
+    schedule = simulate(20, 3)
+    path = make_thinned(tmp_path / "acts", schedule, busy_shares(schedule))
+    make_dataset(path, n_requests=5, seed=3, run="a-second")
+    actds.export(path, tmp_path / "out", to=to, hooks=HOOKS[0], where="position < 20")
+    file = "rows.parquet" if to == "memmap" else "data/train-00000-of-00001.parquet"
+    table = pq.read_table(
+        tmp_path / "out" / file, columns=["run", "request", "position", "inclusion"]
+    )
+    tokens = actds.open(path).tokens(columns=["request", "position", "inclusion"], run=True)
+    expected = {
+        (row["run"], row["request"], row["position"]): row["inclusion"]
+        for row in tokens.to_pylist()
+        if row["position"] < 20
+    }
+    assert set(expected.values()) == {None, 0.25, 1}
+    lines = {tuple(row.values())[:3]: row["inclusion"] for row in table.to_pylist()}
+    assert lines == {key: 1 if share is None else share for key, share in expected.items()}

@@ -23,7 +23,8 @@ from datasets.distributed import split_dataset_by_node
 
 import actds
 from actds.format.arrays import from_torch
-from actds_testing.synthetic import make_dataset
+from actds_testing.schedules import busy_shares, simulate
+from actds_testing.synthetic import make_dataset, make_thinned
 from actds_testing.weights_files import drawn_weights, write_weights_file
 
 HOOKS = ("resid_post.0", "resid_post.1")
@@ -474,3 +475,30 @@ def test_no_file_asks_to_trust_remote_code() -> None:
         if file.suffix in (".py", ".md") and words in file.read_text("utf-8")
     ]
     assert found == []
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_rows_that_were_drawn_come_with_their_weight(tmp_path: Path, streaming: bool) -> None:
+    schedule = simulate(20, 3)
+    shares, facts = busy_shares(schedule), {"replay.fraction": "0.5"}
+    path = make_thinned(tmp_path / "acts", schedule, shares, facts=facts, hooks=HOOKS)
+    stored = actds.open(path).tokens(columns=["position", "inclusion"])
+    inclusion = stored["inclusion"].to_numpy()
+    assert set(inclusion) == {0.25, 1}
+    how: dict[str, Any] = {"streaming": streaming}
+    how |= {} if streaming else {"cache_dir": tmp_path / "cache"}
+    with pytest.warns(UserWarning, match="weights='inclusion'"):
+        actds.load_dataset(path, **how)
+    columns = ["position", "inclusion"]
+    rows = list(actds.load_dataset(path, weights="inclusion", columns=columns, **how))
+    assert [row["inclusion"] for row in rows] == (inclusion / 2).tolist()
+    assert [float(row["weight"]) for row in rows] == (2 / inclusion).tolist()
+    rows = list(
+        actds.load_dataset(path, weights="position / inclusion", where="position > 9", **how)
+    )
+    position = stored["position"].to_numpy()
+    expected = (2 * position / inclusion)[position > 9]
+    assert [float(row["weight"]) for row in rows] == expected.tolist()
+    with pytest.raises(actds.ActdsError, match="E014 weights") as caught:
+        list(actds.load_dataset(path, weights="1 / (inclusion - 0.5)", **how))
+    assert "finite numbers" in str(caught.value)

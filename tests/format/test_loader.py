@@ -103,7 +103,7 @@ def no_thread_is_left() -> Iterator[None]:
 def test_every_keyword_is_documented_shown_and_typed(path: Path) -> None:
     documented = re.findall(r"^    (\w+): ", inspect.getdoc(actds.Loader) or "", re.M)
     shown = inspect.signature(actds.Loader).parameters
-    assert set(documented) - {"dataset", "datasets", "ActdsError"} == set(shown)
+    assert set(documented) - {"dataset", "datasets", "sample", "ActdsError"} == set(shown)
     assert set(shown) == {"source", "hooks", *LoaderOptions.__annotations__}
     with pytest.raises(TypeError, match="unexpected keyword argument 'wher'"):
         actds.Loader(path, wher="position > 3")  # type: ignore[call-arg]

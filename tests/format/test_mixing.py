@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -171,11 +172,25 @@ def test_a_report_moves_no_loader_and_is_the_same_on_every_rank(small: Path) -> 
 
 
 def test_the_report_is_a_line() -> None:
-    report = MixingReport(4, 4096, 3.0, 2.0, 0.1, 0.5, 0.25)
+    report = MixingReport(4, 4096, 3.0, 2.0, 0.1, 0.5, 0.25, 4096.0)
     assert str(report) == (
         "3 rows of the same request per row of a batch of 4,096, 1.50 (± 0.05) times the ideal 2; "
         "0.5 at the position beside it, ideal 0.25 (4 batches)"
     )
+    weighted = MixingReport(4, 4096, 3.0, 2.0, 0.1, 0.5, 0.25, 1234.0)
+    assert str(weighted) == f"{report}; weighted, a batch has 1,234 effective rows"
+
+
+@pytest.mark.parametrize("weights", ["1 + position", ["multiplicity", "1 / (1 + position)"]])
+def test_the_report_says_what_weights_leave_of_a_batch(small: Path, weights: Any) -> None:
+    options: dict[str, Any] = {"weights": weights, "batch": 32}
+    with actds.Loader(small, HOOK, **options) as loader:
+        report = mixing_report(loader, 5)
+        batches = [rows["weight"].astype(float) for _, rows in islice(loader, 5)]
+    kish = np.mean([w.sum() ** 2 / (w**2).sum() for w in batches])
+    assert np.isclose(report.effective_rows, kish, rtol=1e-9) and kish < 30
+    with actds.Loader(small, HOOK, batch=32) as loader:
+        assert mixing_report(loader, 5).effective_rows == 32
 
 
 def test_refuses_no_batch(small: Path) -> None:

@@ -30,7 +30,8 @@ from actds.store import Put, layout
 from actds.store.local import LocalStore, lock_dataset
 from actds_testing import synthetic
 from actds_testing.independent import IndependentReader
-from actds_testing.synthetic import make_dataset
+from actds_testing.schedules import busy_shares, simulate
+from actds_testing.synthetic import make_dataset, make_thinned
 from actds_validators.validate.validation import validate
 
 HOOKS = ("resid_post.0", "resid_post.1")
@@ -46,7 +47,9 @@ def raw_dataset(path: Path, *, every: int = 1, **options: Any) -> Path:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(synthetic, "commit_shard", commit)
-        return make_dataset(path, **options)
+        return (
+            make_thinned(path, **options) if "shares" in options else make_dataset(path, **options)
+        )
 
 
 def rows_of(path: Path) -> Rows:
@@ -106,6 +109,18 @@ def test_raw_shards_become_normal_with_every_row_in_its_place(tmp_path: Path) ->
         left = [file for file in (path / "shards" / manifest.shard).rglob("*") if file.is_file()]
         assert [file.name for file in left] == ["shard.json"]
     assert done.n_removed == sum(len(manifest.files) for manifest in raw)
+
+
+@pytest.mark.parametrize("unit", ["row", "request"])
+def test_rows_that_were_drawn_keep_their_probability(tmp_path: Path, unit: str) -> None:
+    schedule = simulate(20, 3)
+    shares = busy_shares(schedule)
+    path = raw_dataset(tmp_path / "d", schedule=schedule, shares=shares, unit=unit)
+    before = rows_of(path)
+    assert {row["inclusion"] for row in before["tokens"]} == {0.25, 1}
+    assert recompress(path).shards
+    same_rows(before, rows_of(path))
+    clean(path)
 
 
 def test_rows_that_compress_take_less_room(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,12 @@ from actds.store import layout
 from actds.store.local import LocalStore, lock_dataset
 from actds_testing import synthetic
 from actds_testing.independent import IndependentReader
+from actds_testing.schedules import busy_shares
+from actds_testing.schedules import simulate as simulate_tables
 from actds_testing.simulate.dataset import write_dataset
 from actds_testing.simulate.run import simulate
 from actds_testing.simulate.scenario import Scenario
-from actds_testing.synthetic import make_dataset
+from actds_testing.synthetic import make_dataset, make_thinned
 from actds_validators.validate.validation import validate
 
 # Whole datasets are written, many times: long for a check before each commit.
@@ -121,6 +124,17 @@ def test_the_copy_has_every_row_once_and_the_same_account(mixed: Path, tmp_path:
         assert account_run(new, run).totals == account_run(old, run).totals
     assert done.n_rows == sum(manifest.n_rows for manifest in old.shards)
     assert done.n_shards == len(new.shards) and not list(tmp_path.glob("*.partial"))
+
+
+def test_rows_that_were_drawn_keep_their_probability(tmp_path: Path) -> None:
+    schedule = simulate_tables(20, 3)
+    path = make_thinned(tmp_path / "acts", schedule, busy_shares(schedule), readouts=Readouts(1, 0))
+    shuffle(path, tmp_path / "out", seed=3)
+    clean(tmp_path / "out")
+    before, after = (actds.open(p).tokens().to_pylist() for p in (path, tmp_path / "out"))
+    key = itemgetter("request", "position")
+    assert sorted(before, key=key) == sorted(after, key=key)
+    assert {row["inclusion"] for row in after} == {0.25, 1}
 
 
 def test_every_shard_but_the_last_of_a_phase_is_full(mixed: Path, tmp_path: Path) -> None:

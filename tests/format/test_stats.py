@@ -18,7 +18,8 @@ from actds.explore.stats import QUANTILES, Stats, geometric_median, stats_of_row
 from actds.format.arrays import ArrayReader
 from actds.format.schema import Hook
 from actds.format.shard import Shard
-from actds_testing.synthetic import make_dataset
+from actds_testing.schedules import busy_shares, simulate
+from actds_testing.synthetic import make_dataset, make_thinned
 
 HOOKS = ("resid_post.0", "resid_post.1")
 HOOK = HOOKS[0]
@@ -272,3 +273,116 @@ def test_a_saved_file_gives_the_same_statistics(path: Path, tmp_path: Path) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert actds.Loader(path, HOOK, batch=8, normalize={HOOK: again}).config["normalize"]
+
+
+@pytest.fixture(scope="module", params=["row", "request"])
+def thin(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return a dataset of long first rows, and one with a quarter of most steps.
+
+    By row all steps without a first row, by request those of many rows.
+    """
+    folder, schedule = tmp_path_factory.mktemp("thin"), simulate(300, 5, cache=False, budget=6)
+    options: dict[str, Any] = {"hooks": [HOOK], "d_model": 8, "sinks": True, "rows_per_shard": 900}
+    make_dataset(folder / "all", schedule=schedule, **options)
+    shares = busy_shares(schedule, n_rows=5)
+    if request.param == "row":
+        places = [schedule.rows[name].to_pylist() for name in ("step", "position")]
+        with_first = {step for step, position in zip(*places, strict=True) if position == 0}
+        shares = dict.fromkeys(set(places[0]) - with_first, 0.25)
+    return folder / "all", make_thinned(
+        folder / f"by_{request.param}", schedule, shares, request.param, **options
+    )
+
+
+def weighted(path: Path, kept: str = "position >= 0") -> tuple[Any, Any]:
+    """Return rows and 1 / inclusion of a thinned dataset, from the stored columns alone."""
+    dataset = actds.open(path)
+    tokens = dataset.tokens(columns=["position", "inclusion"])
+    chosen = eval(kept, {"position": tokens["position"].to_numpy()})
+    rows = np.asarray(dataset.array(HOOK)[:], np.float64)
+    return rows[chosen], 1 / tokens["inclusion"].to_numpy()[chosen]
+
+
+def assert_hajek(stats: Stats, rows: Any, w: Any) -> None:
+    mean = w @ rows / w.sum()
+    norms = np.linalg.norm(rows, axis=1)
+    assert stats.count == len(rows)
+    assert np.allclose(stats.mean, mean, rtol=1e-12, atol=1e-12)
+    assert np.allclose(stats.variance, w @ (rows - mean) ** 2 / w.sum(), rtol=1e-12)
+    assert np.isclose(stats.mean_norm, w @ norms / w.sum(), rtol=1e-7)
+    assert np.isclose(stats.effective_rows, w.sum() ** 2 / (w**2).sum(), rtol=1e-12)
+    order = np.argsort(norms, kind="stable")
+    median = norms[order][np.searchsorted(np.cumsum(w[order]), w.sum() / 2)]
+    assert np.isclose(stats.norms[0.5], median, rtol=1e-6)
+
+
+def test_rows_that_were_drawn_count_for_those_that_were_not(thin: tuple[Path, Path]) -> None:
+    whole, path = thin
+    rows, w = weighted(path)
+    assert set(w) == {1, 4} and actds.open(whole).n_rows > 1.5 * len(rows)
+    stats, truth = actds.open(path).stats(HOOK), actds.open(whole).stats(HOOK)
+    assert_hajek(stats, rows, w)
+    assert truth.effective_rows == truth.count == actds.open(whole).n_rows
+    norms = np.linalg.norm(rows, axis=1)
+    spread = w * (norms - stats.mean_norm)
+    request = actds.open(path).tokens(columns=["request"])["request"].to_numpy()
+    error = np.sqrt((np.bincount(request, spread) ** 2).sum()) / w.sum()
+    assert abs(stats.mean_norm - truth.mean_norm) < 3 * error
+    assert np.allclose(stats.variance, truth.variance, rtol=0.3)
+    if "by_row" in path.name:  # where each row counts alike, long ones are too many
+        assert norms.mean() > 1.5 * truth.mean_norm and norms.mean() > truth.mean_norm + 10 * error
+
+
+def test_weights_of_inclusion_count_in_what_a_loader_normalizes_by(
+    thin: tuple[Path, Path],
+) -> None:
+    _, path = thin
+    rows, w = weighted(path, "position < 9")
+    options: dict[str, Any] = {"batch": 8, "where": "position < 9"}
+    with pytest.warns(UserWarning, match=r"0\.25 to 1.* effective.* weights='inclusion'"):
+        plain = actds.Loader(path, HOOK, **options)
+    assert np.allclose(plain.stats()[HOOK].mean, rows.mean(axis=0), rtol=1e-9)  # as they come
+    loader = actds.Loader(path, HOOK, weights="inclusion", **options)
+    assert_hajek(loader.stats()[HOOK], rows, w)
+    assert loader.sample is not None and loader.sample == plain.sample
+    assert np.isclose(loader.sample.effective_rows, w.sum() ** 2 / (w**2).sum())
+    assert np.isclose(loader.sample.n_represented, w.sum())
+    assert loader.config["sample"]["effective_rows"] == loader.sample.effective_rows
+    for text in (repr(loader), loader._repr_html_()):
+        assert f"{loader.sample.effective_rows:,.0f} effective rows" in text
+    # In proportion to it, rows need no weights: the same mean.
+    often = actds.Loader(path, HOOK, frequency="1 / inclusion", **options)
+    assert_hajek(often.stats()[HOOK], rows, w)
+    scaled = actds.Loader(path, HOOK, weights="inclusion", normalize="norm", **options)
+    scale = scaled.config["normalization"][HOOK]["scale"]
+    mean_norm = w @ np.linalg.norm(rows, axis=1) / w.sum()
+    assert np.allclose(scale, np.sqrt(8) / mean_norm, rtol=1e-6)
+
+
+def test_rows_of_a_shard_count_as_often_as_served_over_inclusion(tmp_path: Path) -> None:
+    schedule = simulate(120, 7)
+    path = make_thinned(tmp_path / "acts", schedule, busy_shares(schedule), hooks=[HOOK])
+    weights = ["multiplicity", "inclusion"]
+    options: dict[str, Any] = {"batch": 8, "weights": weights, "provenance": True}
+    loader = actds.Loader(path, HOOK, drop_last=False, **options)
+    batches = [(b.double().numpy(), rows["weight"]) for b, rows in loader]
+    rows, w = (np.concatenate(part) for part in zip(*batches, strict=True))
+    assert len(rows) > actds.open(path).n_rows and set(w.tolist()) == {1, 4}
+    mean = w @ rows / w.sum()
+    assert np.allclose(loader.stats()[HOOK].mean, mean, rtol=1e-9, atol=1e-12)
+    variance = w @ (rows - mean) ** 2 / w.sum()
+    assert np.allclose(loader.stats()[HOOK].variance, variance, rtol=1e-9)
+
+
+def test_equal_probabilities_change_no_statistics(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"n_requests": 20, "hooks": [HOOK], "rows_per_shard": 50}
+    make_dataset(tmp_path / "a", **options)
+    make_dataset(tmp_path / "b", facts={"replay.fraction": "0.25"}, **options)
+    a, b = (actds.open(tmp_path / name) for name in "ab")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader = actds.Loader(b, HOOK, batch=8)
+    assert loader.sample is not None and not loader.sample.is_unequal
+    assert loader.sample.n_represented == 4 * b.n_rows
+    for stats in (b.stats(HOOK), loader.stats()[HOOK]):
+        assert np.array_equal(stats.mean, a.stats(HOOK).mean)

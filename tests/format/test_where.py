@@ -14,8 +14,8 @@ import actds
 from actds.format.labels import dump_labels
 from actds.format.readouts import Readouts
 from actds.loader.where import COLUMNS, SAMPLED, Kind, parse_expression
-from actds_testing.schedules import Schedule, simulate, table_of
-from actds_testing.synthetic import make_dataset
+from actds_testing.schedules import Schedule, busy_shares, simulate, table_of
+from actds_testing.synthetic import make_dataset, make_thinned
 
 HOOKS = ("resid_post.0", "resid_post.1")
 Key = tuple[str, int, int]
@@ -338,3 +338,31 @@ def test_only_rows_that_are_kept_are_held(path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(ArrayReader, "by_chunk", watched)
     loader = actds.Loader(dataset, HOOKS[0], batch=2, where="position == 3", drop_last=False)
     assert sum(len(batch) for batch in loader) == sum(sizes) == loader.n_rows
+
+
+def test_inclusion_is_that_of_the_row_times_that_of_its_request(tmp_path: Path) -> None:
+    schedule = simulate(20, 3)
+    facts = {"replay.fraction": "0.5"}
+    path = make_thinned(tmp_path / "acts", schedule, busy_shares(schedule), facts=facts)
+    make_dataset(path, n_requests=5, seed=3, run="r-second")
+    tokens = actds.open(path).tokens(columns=["inclusion"], run=True).to_pylist()
+    n_drawn = sum(row["inclusion"] == 0.25 for row in tokens)
+    n_second = sum(row["run"] == "r-second" for row in tokens)
+    assert n_drawn and n_second
+    for where, n in (
+        ("inclusion == 0.125", n_drawn),
+        ("inclusion == 1", n_second),
+        ("inclusion < 1 and run == 'r-second'", 0),
+        ("inclusion < 1 and position >= 0", len(tokens) - n_second),
+    ):
+        if not n:
+            with pytest.raises(actds.ActdsError, match="true for no row"):
+                actds.Loader(path, HOOKS[0], batch=1, where=where, weights="inclusion")
+        else:
+            loader = actds.Loader(path, HOOKS[0], batch=1, where=where, weights="inclusion")
+            assert loader.n_rows == n
+    loader = actds.Loader(
+        path, HOOKS[0], batch=1, weights=["multiplicity", "inclusion"], frequency="1 / inclusion"
+    )
+    weights = np.concatenate([rows["weight"] for _, rows in loader])
+    assert set(weights.tolist()) == {1, 2, 8}

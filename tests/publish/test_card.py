@@ -16,12 +16,13 @@ from click.testing import CliRunner
 
 import actds
 from actds.cli import cli
-from actds.dataset.info import describe
+from actds.dataset.info import describe, page
 from actds.dataset.reading import Catalog
 from actds.format.readouts import Readouts
 from actds.publish.card import methods
 from actds.store.local import LocalStore
-from actds_testing.synthetic import make_dataset
+from actds_testing.schedules import busy_shares, simulate
+from actds_testing.synthetic import make_dataset, make_thinned
 
 datasets.disable_progress_bars()
 
@@ -117,6 +118,23 @@ def test_the_card_has_a_paragraph_for_a_paper(path: Path) -> None:
     both = methods(replace(facts, runs=[facts.runs[0], other]))
     assert "computed in float32 / float16" in both and "TF32 on / not on record" in both
     assert "> Activations of " in (path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("unit", ["row", "request"])
+def test_card_and_info_say_that_rows_are_a_sample(tmp_path: Path, unit: str) -> None:
+    schedule = simulate(20, 3)
+    path = make_thinned(tmp_path / "acts", schedule, busy_shares(schedule), unit)
+    weights = [1 / row["inclusion"] for row in actds.open(path).tokens().to_pylist()]
+    kish = sum(weights) ** 2 / sum(w * w for w in weights)
+    words = (
+        f"a sample by {unit}: {len(weights)} rows drawn with probability 0.25 to 1, which "
+        f"represent about {sum(weights):,.0f}: {kish:,.0f} effective rows"
+    )
+    facts = describe(Catalog.read(LocalStore(path)))
+    assert words in methods(facts) and words in "\n".join(line.text for line in page(facts))
+    actds.card(path)
+    assert (path / "README.md").read_text().count(words) == 2
+    assert "were not drawn, each with a known probability" in methods(facts)
 
 
 def test_the_paragraph_says_whose_tokens_were_fed(path: Path) -> None:

@@ -33,8 +33,10 @@ from actds.publish.sealing import seal
 from actds.store import open_store
 from actds_testing.forge import edit, relink
 from actds_testing.places import DOCS
+from actds_testing.schedules import busy_shares
+from actds_testing.schedules import simulate as tables_of_run
 from actds_testing.simulate import SCENARIOS, simulate, write_dataset
-from actds_testing.synthetic import make_dataset
+from actds_testing.synthetic import make_dataset, make_thinned
 from actds_validators.audit.result import Limits
 from actds_validators.audit.run import audit_dataset
 from actds_validators.policy import Policy, read_policy
@@ -139,6 +141,8 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "losses.max_dropped": ('losses.max_dropped = "0.1 %"', {}),
     "losses.max_aborted": ("losses.max_aborted = 0", {}),
     "losses.max_filtered": ("losses.max_filtered = 0.001", {}),
+    "losses.max_thinned": ("losses.max_thinned = 0.3\nlosses.max_dropped = 0", {}),
+    "losses.min_effective": ('losses.min_effective = "95 %"', {}),
     "prefix_cache.allowed": ("prefix_cache.allowed = false", GOOD),
     "prefix_cache.max_unresolved": ("prefix_cache.max_unresolved = 0", {}),
     "numerics.dtype": ('numerics.dtype = ["bfloat16"]', GOOD),
@@ -161,6 +165,8 @@ def _bad(rule: str, folder: Path, copy: Copy) -> Path:
             return with_fields(copy(), engine__version=("1.2.3",))
         case "losses.max_dropped" | "losses.max_aborted" | "losses.max_filtered":
             return copy()
+        case "losses.max_thinned" | "losses.min_effective":
+            return _thinned(folder / "bad", 0.25)
         case "prefix_cache.max_unresolved":
             # Rows that later requests refer to were dropped.
             return make_dataset(folder / "bad", n_requests=16, seed=3, drops=True)
@@ -179,9 +185,16 @@ def _bad(rule: str, folder: Path, copy: Copy) -> Path:
             return copy()
 
 
+def _thinned(path: Path, share: float) -> Path:
+    schedule = tables_of_run(20, 3, cache=False)
+    return make_thinned(path, schedule, busy_shares(schedule, share))
+
+
 def _good(rule: str, folder: Path, copy: Copy, fields: dict[str, Any]) -> Path:
     if rule in ("losses.max_dropped", "losses.max_aborted", "losses.max_filtered"):
         return make_dataset(folder / "good", n_requests=3, seed=3, cache=False)
+    if rule in ("losses.max_thinned", "losses.min_effective"):
+        return _thinned(folder / "good", 0.75)
     path = copy()
     if rule == "harvest.canary":
         return with_canary(path)
@@ -206,6 +219,26 @@ def test_a_rule_refuses_what_it_says_and_nothing_else(
     assert run(bad, "--policy", file).exit_code == 5
     assert actds.require(good, policy=file).n_rows
     assert run(good, "--policy", file).exit_code == 0
+
+
+def test_shares_of_what_was_not_drawn_are_those_of_the_tables(tmp_path: Path) -> None:
+    path = _thinned(tmp_path / "acts", 0.25)
+    with pytest.raises(RefusedError) as caught:
+        actds.require(path, policy={"losses": {"max_thinned": 0, "min_effective": 1}})
+    spans, tokens = (getattr(actds.open(path), name)().to_pylist() for name in ("spans", "tokens"))
+    thinned = sum(s["stop"] - s["start"] for s in spans if s["disposition"] == "thinned")
+    weights = [1 / row["inclusion"] for row in tokens]
+    kish = sum(weights) ** 2 / sum(w * w for w in weights)
+    effective, share = [reason.got for reason in caught.value.reasons]
+    whole = thinned + sum(
+        span["stop"] - span["start"]
+        for span in spans
+        if span["disposition"] in ("captured", "dropped", "aborted") and span["step"] is not None
+    )
+    assert share == f"{thinned / whole:.4%} of {whole:,} computed positions thinned"
+    drawn = f"{len(tokens):,} rows drawn with probability 0.25 to 1, which represent about"
+    expected = f"{kish / len(tokens):.4%}: {drawn} {sum(weights):,.0f}: {kish:,.0f}"
+    assert effective.startswith(expected)
 
 
 def test_every_rule_of_the_policy_is_tested() -> None:
@@ -388,7 +421,7 @@ def test_warnings_may_be_refused_by_a_policy(copy_dataset: Copy, tmp_path: Path)
     ("text", "words"),
     [
         ("level = 'full'\n[losses]\nmax_droped = 0.1", r"line 3 losses\.max_droped: an unknown "
-         r"rule; expected one of max_dropped, max_aborted, max_filtered"),
+         r"rule; expected one of max_dropped, max_aborted, max_filtered, max_thinned, min_eff"),
         ("\n\nlosess = 3", r"line 3 losess: an unknown rule"),
         ("[losses]\n\nmax_dropped = 1.5", r"line 3 losses\.max_dropped: 1\.5; expected .*share"),
         ("[losses]\nmax_dropped = '100.1 %'", r"line 2 .*share"),

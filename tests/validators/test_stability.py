@@ -69,9 +69,9 @@ from actds_testing.cli_tree import printed
 from actds_testing.places import SCHEMAS
 from actds_testing.planted import directions, planted_dataset, rotated
 from actds_testing.regime_datasets import other_continuations
-from actds_testing.schedules import simulate
+from actds_testing.schedules import busy_shares, simulate
 from actds_testing.stability_results import hostile, made, many
-from actds_testing.synthetic import make_dataset
+from actds_testing.synthetic import make_dataset, make_thinned
 
 HOOK = "resid_post.0"
 PLANTED = directions(12, 8)
@@ -418,6 +418,18 @@ def test_a_weighted_arm_has_the_rows_of_a_harvest_without_a_cache(tmp_path: Path
     assert np.isin(computed, numbers[held]).any()
 
 
+def test_rows_that_were_drawn_weigh_what_they_represent(tmp_path: Path) -> None:
+    schedule = simulate(60, 3)
+    path = make_thinned(tmp_path / "acts", schedule, busy_shares(schedule), hooks=[HOOK])
+    inclusion = actds.open(path).tokens(HOOK)["inclusion"].to_numpy()
+    for words in (f"W={path}", f"W={path}:weights=inclusion"):
+        (arm,) = opened(words)
+        for entries in (*arm.train, *arm.scored):
+            assert set(entries["weight"]) == {1, 4}
+            assert entries["weight"].tolist() == (1 / inclusion[entries["row"]]).tolist()
+            assert entries["represents"].tolist() == entries["weight"].tolist()
+
+
 def test_weights_of_an_expression_weigh_the_loss(sets: dict[str, Path]) -> None:
     (arm,) = opened(f"W={sets['A']}:weights=1 + position")
     tokens = actds.open(sets["A"]).tokens(HOOK)
@@ -470,10 +482,16 @@ def test_rare_tokens_are_the_least_frequent_tenth() -> None:
     assert (rare.most, rare.share, frequent.tolist()) == (2, 0.1, [10, 11])
 
 
-def test_unexplained_variance_is_that_of_numpy_with_groups_left_out(sets: dict[str, Path]) -> None:
+@pytest.mark.parametrize("drawn", [False, True])
+def test_unexplained_variance_is_that_of_numpy_with_groups_left_out(
+    sets: dict[str, Path], drawn: bool
+) -> None:
     (arm,) = scored_apart(opened(str(sets["A"])))
-    entries = arm.scored[0]
+    entries = arm.scored[0].copy()
     rng = np.random.default_rng(0)
+    if drawn:
+        entries["represents"] = rng.choice([1, 2, 8], len(entries))
+    w = entries["represents"]
     rows = rng.normal(3, 1, size=(len(entries), 8)).astype(np.float32)
     group = np.unique(entries["request"], return_inverse=True)[1] % 9
     scored = Scored(rows, entries, group, rng.random(len(rows)) < 0.3)
@@ -484,17 +502,18 @@ def test_unexplained_variance_is_that_of_numpy_with_groups_left_out(sets: dict[s
 
     def fvu(mask: np.ndarray) -> float:
         x = rows[mask].astype(np.float64)
-        spread = np.square(x - x.mean(axis=0)).sum()
-        return float(np.mean([one[mask].sum() / spread for one in squared]))
+        spread = w[mask] @ np.square(x - np.average(x, axis=0, weights=w[mask])).sum(axis=1)
+        return float(np.mean([w[mask] @ one[mask] / spread for one in squared]))
 
     everything = np.ones(len(rows), bool)
     assert values["all"].fvu == pytest.approx(fvu(everything), rel=1e-6)
     assert values["all"].fvu_reference == pytest.approx(fvu(everything), rel=1e-6)
     assert values["rare tokens"].fvu == pytest.approx(fvu(scored.rare), rel=1e-6)
     x = rows.astype(np.float64)
-    of_reference = np.mean([one[scored.rare].mean() for one in squared]) / np.square(
-        x - x.mean(axis=0)
-    ).sum() * len(x)  # fmt: skip
+    rare = scored.rare
+    error = np.mean([np.average(one[rare], weights=w[rare]) for one in squared])
+    spread = np.square(x - np.average(x, axis=0, weights=w)).sum(axis=1)
+    of_reference = error / np.average(spread, weights=w)
     assert values["rare tokens"].fvu_reference == pytest.approx(of_reference, rel=1e-6)
     without = np.array([fvu(group != g) for g in range(9)])
     error = math.sqrt(8 / 9 * np.square(without - without.mean()).sum())

@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from actds.dataset.fates import fate_counts, n_computed
+from actds.dataset.info import sample_of_run
 from actds.dataset.reading import Catalog
 from actds.errors import CODES, ActdsError, Finding
 from actds.format.schema import REQUIRED_PROVENANCE, DType, OpenBody, ProvenanceField, RunRecord
@@ -105,6 +106,15 @@ class LossRules(_Section):
     )
     max_filtered: Share | None = Field(
         default=None, description="filtered positions of those computed, at most"
+    )
+    max_thinned: Share | None = Field(
+        default=None,
+        description="positions not drawn (--overflow thin) of those computed, at most: no other "
+        "rule counts them",
+    )
+    min_effective: Share | None = Field(
+        default=None,
+        description="effective rows of the stored ones, weighted by 1 / inclusion, at least",
     )
 
 
@@ -564,17 +574,23 @@ def _losses(rules: LossRules, run: str, accounted: Catalog | None) -> Iterator[F
 
     ``accounted`` is None where the positions of the run were not accounted for.
     """
-    names = [
-        n for n in ("dropped", "aborted", "filtered") if getattr(rules, f"max_{n}") is not None
-    ]
+    limits = ("max_dropped", "max_aborted", "max_filtered", "max_thinned", "min_effective")
+    asked = [limit for limit in limits if getattr(rules, limit) is not None]
+    names = [limit.removeprefix("max_") for limit in asked if limit != "min_effective"]
     if accounted is None:
-        yield from (_not_accounted(f"losses.max_{name}", run) for name in names)
-    elif names:
+        yield from (_not_accounted(f"losses.{limit}", run) for limit in asked)
+        return
+    if rules.min_effective is not None and (sample := sample_of_run(accounted, run)) is not None:
+        part = sample.effective_rows / sample.n_rows
+        if part < rules.min_effective:
+            expected = f"at least {rules.min_effective:.4%} of the stored rows"
+            yield _refused("losses.min_effective", f"{part:.4%}: {sample}", expected, run)
+    if names:
         fates = fate_counts(accounted.table("spans", run))
         for name in names:
             n = sum(count for (fate, _), count in fates.items() if fate == name)
-            # What a rule left out is none of the computed positions that could have been stored.
-            whole = n_computed(fates) + (n if name == "filtered" else 0)
+            # What a rule or the draw left out is none of the positions that could have been stored.
+            whole = n_computed(fates) + (n if name in ("filtered", "thinned") else 0)
             share = n / whole if whole else 0.0
             got = f"{share:.4%} of {whole:,} computed positions {name}"
             yield from _at_most(

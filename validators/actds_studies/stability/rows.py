@@ -47,6 +47,7 @@ ENTRY = np.dtype(
         ("phase", "i8"),  # place in ``PHASES``, or -1
         ("prefix", "u8"),  # hash of the tokens up to it; 0 where it is not known
         ("weight", "f8"),  # in the loss
+        ("represents", "f8"),  # rows that it was drawn from: 1 / inclusion
     ]
 )
 
@@ -130,7 +131,8 @@ def open_arm(words: ArmWords, dataset: Dataset, hook: str, held_out: float) -> A
             select(dataset, hook, phase, where=words.where, exclude=exclude, weights=weight)
             for phase, _ in parts
         ]
-        for weights in map(_weights, selections):
+        for selection in selections:
+            weights = _weights(selection)
             train.append(_side(entries, weights, ~is_held, "train"))
             scored.append(_side(entries, weights, is_held & is_stored, "held_out"))
     except ActdsError as error:
@@ -142,11 +144,14 @@ def open_arm(words: ArmWords, dataset: Dataset, hook: str, held_out: float) -> A
 
 
 def _weights(selection: Selection) -> Floats:
-    """Return the weight of each row of the hook, nan for one that is left out ``(n_rows,)``."""
-    given = selection.weights()
+    """Return the weight of each row of the hook, nan for one that is left out ``(n_rows,)``.
+
+    Without weights of the arm's that of what it was drawn from.
+    """
+    given = selection.weights() or [1 / inclusion for inclusion in selection.inclusion()]
     by_shard: dict[str, Floats] = {}
     for n, (shard, count) in enumerate(zip(selection.shards, selection.counts, strict=True)):
-        weight = np.ones(shard.n_rows) if given is None else given[n].astype(np.float64)
+        weight = given[n].astype(np.float64)
         by_shard[shard.name] = weight if count is None else np.where(count > 0, weight, np.nan)
     shards = selection.dataset.shards_of(selection.hooks[0].name)
     return np.concatenate([by_shard.get(s.name, np.full(s.n_rows, np.nan)) for s in shards])
@@ -198,7 +203,9 @@ def _servings(
         number, apart = held_out_requests(dataset, run, held_out)
         is_held[requests.index(run, number)] = apart
     entries = np.empty(len(row), ENTRY)
-    fields = (key, row, named[request], token[row], phase_of[row], prefix, 1)
+    inclusion = dataset.inclusion(shards)
+    represents = np.ones(n_stored) if inclusion is None else 1 / np.concatenate(inclusion)
+    fields = (key, row, named[request], token[row], phase_of[row], prefix, 1, represents[row])
     for field, values in zip(ENTRY.names or (), fields, strict=True):
         entries[field] = values
     return entries, is_held[request], n_stored
@@ -409,8 +416,10 @@ def gather(
         for (entry, rows), group in zip(scored, groups, strict=True)
     ]
     of_arms = list(map(ArmRows, arms, entries, values, scored_of_arms, n_sinks))
-    scale = float(values[0].shape[1] ** 0.5 / norms[0][counted].mean())
-    return of_arms, scale, _mean(values[0], counted), rare
+    represents = np.where(counted, entries[0]["represents"], 0)
+    mean_norm = np.average(norms[0][counted], weights=represents[counted])
+    scale = float(values[0].shape[1] ** 0.5 / mean_norm)
+    return of_arms, scale, _mean(values[0], represents), rare
 
 
 def _scored_rows(arm: Arm, hook: str, limit: float) -> tuple[Entries, Rows]:
@@ -440,12 +449,12 @@ def _norms(rows: torch.Tensor) -> Floats:
     return np.where(np.isfinite(norms), norms.astype(np.float64), np.inf)
 
 
-def _mean(rows: torch.Tensor, counted: Bools) -> Floats:
+def _mean(rows: torch.Tensor, weight: Floats) -> Floats:
     import torch
 
-    parts = zip(*(torch.split(x, _BLOCK) for x in (rows, torch.from_numpy(counted))), strict=True)
-    total = sum(block.double()[kept].sum(dim=0) for block, kept in parts)
-    return np.asarray(total / counted.sum())
+    parts = zip(*(torch.split(x, _BLOCK) for x in (rows, torch.from_numpy(weight))), strict=True)
+    total = sum((block.double() * w[:, None])[w > 0].sum(dim=0) for block, w in parts)
+    return np.asarray(total / weight.sum())
 
 
 RARE = 0.1
@@ -506,6 +515,7 @@ def cross_values(
         if not mask.any():
             continue
         sums = _sums(scored, mask, [squared for squared, _ in errors], n_groups)
+        represents = scored.entries["represents"][mask]
         fvu, without = replicates(sums, lambda some: _fvu(some, d_model).mean(axis=0))
         n_requests = len(np.unique(scored.entries["request"][mask]))
         interval = None
@@ -529,7 +539,7 @@ def cross_values(
                 seeds_low=float(by_seed.min()) if known else None,
                 seeds_high=float(by_seed.max()) if known else None,
                 fvu_reference=of_reference if np.isfinite(of_reference) else None,
-                l0=float(np.mean([active[mask].mean() for _, active in errors])),
+                l0=float(np.mean([np.average(a[mask], weights=represents) for _, a in errors])),
             )
         )
     return values
@@ -538,13 +548,15 @@ def cross_values(
 def _sums(scored: Scored, mask: Bools, squared: Sequence[Floats], n_groups: int) -> Floats:
     """Return sums over groups of requests ``(2 + d_model + n_seeds, 1, n_groups)``.
 
-    Of rows: 1, their squared lengths, their channels, and the squared errors of each seed.
+    Of rows: 1, their squared lengths, their channels, and the squared errors of each seed, each
+    times what the row represents.
     """
     rows = scored.rows[mask].astype(np.float64)
     lengths = np.einsum("nd,nd->n", rows, rows)
     columns = [np.ones(len(rows)), lengths, rows, *(error[mask] for error in squared)]
     sums = np.zeros((n_groups, 2 + rows.shape[1] + len(squared)))
-    np.add.at(sums, scored.group[mask], np.column_stack(columns))
+    weight = scored.entries["represents"][mask, np.newaxis]
+    np.add.at(sums, scored.group[mask], np.column_stack(columns) * weight)
     return sums.T[:, np.newaxis]
 
 

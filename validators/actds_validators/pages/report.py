@@ -261,8 +261,17 @@ def _three(value: float) -> str:
     return number(float(f"{value:.3g}"))
 
 
+def _stored_rows(account: Accounting) -> str:
+    """Return the rows of those that could have been stored, and how many were not drawn."""
+    rows = f"{count(account.captured)} of {count(account.computed)} computed"
+    if not account.thinned:
+        return rows
+    share = percent(account.thinned / (account.computed + account.thinned))
+    return f"{rows}, beside {count(account.thinned)} that were not drawn ({share})"
+
+
 def facts(audit: Audit, known: About | None) -> list[tuple[str, str]]:
-    rows = f"{count(audit.accounting.captured)} of {count(audit.accounting.computed)} computed"
+    rows = _stored_rows(audit.accounting)
     if known is None:
         return [("Dataset", audit.dataset), ("Rows", rows)]
     return [*dataset_facts(known, rows), ("Command", known.command)]
@@ -574,7 +583,7 @@ def _dataset_row(entry: Entry) -> Row:
         return Row((path, "-", "-", answer), tone, entry.why, entry.page)
     notes, account = [audit.answer.sentence], audit.accounting
     if entry.about is not None:
-        rows = f"{count(account.captured)} of {count(account.computed)} computed"
+        rows = _stored_rows(account)
         notes += [f"{name}: {words}" for name, words in dataset_facts(entry.about, rows)]
     line = next((line for line in lines(audit) if line.decides), None)
     decided = ("-", "-") if line is None else (line.title, line.bias or "-")
