@@ -221,7 +221,7 @@ def test_positions_that_no_step_computed_are_in_no_loss_rate(sound: Tables) -> N
     def spans(frame: pd.DataFrame) -> pd.DataFrame:
         more = pd.DataFrame({"request": first + np.arange(n), "start": 0, "stop": prompt,
                              "disposition": "aborted", "reason": "client_abort", "step": None,
-                             "ref_request": None})  # fmt: skip
+                             "ref_request": None, "inclusion": None})  # fmt: skip
         return pd.concat([frame, more[frame.columns]])
 
     before = audited(sound).accounting
