@@ -1,13 +1,14 @@
 """How often the intervals of a thinned run hold the truth, over seeds of simulated runs.
 
-    python benchmarks/bench_thinning.py [--seeds 200]
+    python benchmarks/bench_thinning.py [--seeds 200] [--forged 1000]
 
 Each seed is a run of its own: requests of one hardness each, that moves the values of their rows
 and the load; rows are drawn by the hash of the writer, with probabilities of its controller or
 fixed ones, and the means over all rows are estimated by the audit's estimator from the drawn ones.
 Of 95 % intervals 93 to 97 % should hold. Variables: a value that goes with hardness and load, one
 with heavy tails, a feature of 1 % of the rows, and one of a tenth of the rows of every tenth
-request.
+request. Then single rows are forged into every table alike, and those that the account notes are
+counted.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from itertools import pairwise
 import numpy as np
 
 from actds.format.inclusion import Design, Unit, salt_of, uniform
+from actds_testing.forged_draws import detected
 from actds_validators.statistics.design import SampleMean, SampleSums
 from actds_writers.capture.thinning import Thin
 
@@ -148,6 +150,7 @@ def coverage(setting: Setting, n_seeds: int) -> tuple[np.ndarray, float, float, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--forged", type=int, default=1000)
     given = parser.parse_args()
     names = " | ".join(VARIABLES)
     print(f"| unit | probability | stored | {names} | all at once | stored rows as they are, SD |")
@@ -157,6 +160,10 @@ def main() -> None:
         shares = " | ".join(f"{share:.1%}" for share in held)
         words = f"{setting.unit} | {setting.words} | {kept:.1%} | {shares} | {at_once:.1%}"
         print(f"| {words} | {plain:+.3f} |", flush=True)
+    made, noted = detected(given.forged)
+    print("\n| forged | made | noted |\n| --- | ---: | ---: |")
+    for kind, n in made.items():
+        print(f"| {kind} | {n:,} | {noted[kind]:,} |")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from actds.format.inclusion import Design, salt_of, uniform
 from actds.format.readouts import Readouts
 from actds.publish.sealing import seal
 from actds.store import open_store
+from actds_testing.forged_draws import detected
 from actds_testing.schedules import Schedule, simulate, thinned
 from actds_testing.synthetic import make_dataset
 from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for, writer_stopped
@@ -250,6 +251,15 @@ def test_the_draw_decides_where_it_can(of: dict[str, Any], level: str, kind: str
     )
     if kind == "too-little-evidence":  # (0.03 / 0.02)^2 times as many
         assert "about 11,250 would decide" in verdict.lacks[0]
+
+
+# forged rows ---------------------------------------------------------------------------------
+
+
+def test_every_forged_row_is_noted() -> None:
+    """Rows too many, too few, of other probabilities and of another salt, in all tables alike."""
+    made, noted = detected(100, seed=7)
+    assert made == noted and len(made) == 5 and made.total() == 100
 
 
 # a drop policy with a lane -------------------------------------------------------------------

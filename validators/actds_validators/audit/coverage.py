@@ -69,10 +69,10 @@ def _served_of(spans: _Spans, hits: _Spans, known: Bools) -> Iterator[Ints]:
     """Yield the positions of prefix-cache hits whose own row is in the spans, some at a time."""
     if not len(spans["start"]) or not known.any():
         return
-    there = union(*(position_key(spans["request"], spans[name]) for name in ("start", "stop")))
+    rows = union(*(position_key(spans["request"], spans[name]) for name in ("start", "stop")))
     request = hits["ref_request"][known].astype(np.int64)
     ends = (position_key(request, hits[name][known]) for name in ("start", "stop"))
-    _, first, after = there.cut(*ends)
+    _, first, after = rows.cut(*ends)
     for _, position in data.explode(split_key(first)[1], split_key(after - np.uint64(1))[1] + 1):
         yield position
 

@@ -242,7 +242,7 @@ def _check(draws: Sequence[_Draw], sources: Sequence[data.RunSource]) -> SampleC
             known += _known(draw, source)
     known = [item for item in known if item[2].drawn.n]
     n_values = sum(len(words) for _, words, _ in known)
-    found = []
+    checks = []
     for hook, words, of in known:
         mean, sd = of.drawn.mean(), of.drawn.sd
         if not np.isfinite(mean.error).all():
@@ -255,7 +255,7 @@ def _check(draws: Sequence[_Draw], sources: Sequence[data.RunSource]) -> SampleC
         outside = (truth < low - ROUNDING * sd) | (truth > high + ROUNDING * sd)
         at = int(np.argmax(np.where(outside, 1 + ratio, ratio)))
         scale = 1 / sd[at] if sd[at] > 0 else 0.0
-        found.append(
+        checks.append(
             SampleCheck(
                 n_rows=of.n,
                 n_drawn=of.drawn.n,
@@ -268,7 +268,7 @@ def _check(draws: Sequence[_Draw], sources: Sequence[data.RunSource]) -> SampleC
             )
         )
     return min(
-        found, key=lambda c: (c.agrees, -abs(c.deviation) / max(c.room, 1e-12)), default=None
+        checks, key=lambda c: (c.agrees, -abs(c.deviation) / max(c.room, 1e-12)), default=None
     )
 
 

@@ -410,16 +410,16 @@ def on_sample(sample: Sample, reach: float) -> str:
     words += f": weighted by 1/inclusion the stored ones are {sample.effective_rows:,.0f} effective"
     if farthest.half_width is None:
         return f"{words}, too few to say how far a mean may be off."
-    held = ""
+    agreement = ""
     if check is not None:
-        held = (
+        agreement = (
             f" All {check.n_values:,} means of readouts, which every row has, lie where the drawn "
             "rows say."
         )
     return (
         f"{words} rows, and no mean of a channel or norm is off by more than {reach:.3f} SD, "
         f"whatever the load depended on ({farthest.variable} of {farthest.hook}; 95 % for all "
-        f"means at once).{held}"
+        f"means at once).{agreement}"
     )
 
 

@@ -159,9 +159,8 @@ class SampleSums:
         self.squares += w @ rows**2
         self.plain += rows.sum(axis=0)
         self.linear += (a2 * n_unit) @ rows
-        self.scalars += [
-            x.sum() for x in (w**2, a2, a2 * n_unit, a2**2 * n_unit, a2 * rest)
-        ]  # fmt: skip
+        powers = w**2, a2, a2 * n_unit, a2**2 * n_unit, a2 * rest
+        self.scalars += [power.sum() for power in powers]
         k = len(self.weight)
         self.weight += np.bincount(cluster, w, minlength=k)
         uncertain = np.flatnonzero(a2)
