@@ -119,10 +119,7 @@ def _write_minimal(
                 step: (1.0, 0.5, 0.125)[step % 3] for step in schedule.steps["step"].to_pylist()
             }
             schedule = thinned(schedule, SALT, shares, unit)
-            facts["capture.overflow_policy"] = "thin"
-            facts["capture.inclusion"] = (
-                f'{{"keep":[],"minimum":"0.125","salt":"{SALT:016x}","unit":"{unit}"}}'
-            )
+            facts = thinned_facts(unit)
         make_dataset(
             path,
             facts=facts,

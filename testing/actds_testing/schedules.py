@@ -42,12 +42,17 @@ class Schedule:
 
 
 def thinned(
-    schedule: Schedule, salt: int, shares: Mapping[int, float], unit: str = "row"
+    schedule: Schedule,
+    salt: int,
+    shares: Mapping[int, float],
+    unit: str = "row",
+    flipped: tuple[int, int] | None = None,
 ) -> Schedule:
     """Return a schedule whose rows are drawn by hash, each with the probability of its step.
 
     Args:
         shares: probability by step; 1 where it is left out.
+        flipped: request and position of a row that is drawn against the hash: in all tables.
     """
     lines, first = schedule.rows.to_pylist(), dict[int, int]()
     for line in lines:
@@ -58,7 +63,8 @@ def thinned(
         share = shares.get(first[line["request"]] if by_request else line["step"], 1.0)
         u = number(salt, line["request"], 0 if by_request else line["position"])
         line["inclusion"] = share
-        (row_at if u < share else missing)[line["request"], line["position"]] = line
+        is_drawn = (u < share) != ((line["request"], line["position"]) == flipped)
+        (row_at if is_drawn else missing)[line["request"], line["position"]] = line
     spans = []
     for span in schedule.spans.to_pylist():
         if span["disposition"] != "captured":

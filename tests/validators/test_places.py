@@ -243,11 +243,15 @@ def test_requests_that_ended_early_did_not_run_to_their_end_though_no_row_is_mis
 
 def test_what_is_called_stored_is_what_was_computed_and_no_more() -> None:
     def account(**given: int) -> Any:
-        return SimpleNamespace(**{"captured": 5, "filtered": 0, "undelivered": 0, **given})
+        return SimpleNamespace(
+            **{"captured": 5, "thinned": 0, "filtered": 0, "undelivered": 0, **given}
+        )
 
     assert _stored(account()) == "every computed token is stored"
     rest = "every computed token is stored, but for 2 that a rule left out"
     assert _stored(account(filtered=2)) == rest
+    drawn = "every computed token is stored, but for 4 that were not drawn"
+    assert _stored(account(thinned=4)) == drawn
     both = f"{rest} and 3 computed past the end of a request"
     assert _stored(account(filtered=2, undelivered=3)) == both
     assert _stored(account(captured=0, filtered=9)) == "no computed token was to be stored"

@@ -282,7 +282,7 @@ def accounting(sources: list[data.RunSource], read: data.Read) -> Accounting:
     by = Counter[str]()
     for (disposition, _), n in spans.items():
         by[disposition] += n
-    computed = by["captured"] + by["dropped"] + by["aborted"]
+    computed = by["captured"] + by["thinned"] + by["dropped"] + by["aborted"]
     waterfall = [WaterfallStep(name="positions", n_positions=total, share=1.0 if total else 0.0)]
     for name in WATERFALL:
         for (disposition, reason), n in sorted(spans.items(), key=lambda item: str(item[0])):

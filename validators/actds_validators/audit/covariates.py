@@ -291,7 +291,7 @@ COVARIATES: dict[str, CovariateDef] = {covariate.name: covariate for covariate i
 
 # the steps over time ---------------------------------------------------------------------------
 
-_COUNTED = ("step", "t_ns", "captured_tokens", "dropped_tokens")
+_COUNTED = ("step", "t_ns", "captured_tokens", "thinned_tokens", "dropped_tokens")
 MAX_TICKS = 1 << 17
 """Longest series; a longer run is looked at several steps at a time."""
 
@@ -353,7 +353,7 @@ def read_steps(source: RunSource) -> RunSteps:
     order = np.argsort(columns["step"], kind="stable")
     columns = {name: values[order] for name, values in columns.items()}
     lost = columns["dropped_tokens"].astype(np.float64)
-    computed = columns["captured_tokens"] + lost
+    computed = columns["captured_tokens"] + columns["thinned_tokens"] + lost
     floats = {name: np.asarray(columns[name], np.float64) for name in columns_of(definitions)}
     covariates = {
         covariate.name: np.asarray(covariate.values(floats), np.float64)

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from actds.executor import Executor
 from actds.format import tables
-from actds.format.positions import Keys, pair_key, split_key
+from actds.format.positions import Keys, pair_key, position_key, split_key, union
 from actds.loader.filters import SINK_NORM
 from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit import data, result
@@ -49,8 +49,11 @@ class CoverageCounts:
 
 def read_spans(source: data.RunSource, lookup: Lookup, counts: CoverageCounts) -> None:
     hits = source.spans("cache_ref", ["request", "ref_request", "reason"])
-    for _, position in _positions(hits, data.is_known(hits["ref_request"])):
+    known = data.is_known(hits["ref_request"])
+    for _, position in _positions(hits, known):
         counts.referenced += np.bincount(position_band(position), minlength=N_BANDS)
+    for position in _served_of(source.spans("thinned", ["request"]), hits, known):
+        counts.referenced -= np.bincount(position_band(position), minlength=N_BANDS)
     counts.external += _by_class(hits, hits["reason"] == tables.EXTERNAL, lookup, counts)
     aborted = source.spans("aborted", ["request", "step"])
     counts.aborted += _by_class(aborted, data.is_known(aborted["step"]), lookup, counts)
@@ -60,6 +63,18 @@ def read_spans(source: data.RunSource, lookup: Lookup, counts: CoverageCounts) -
 
 
 _Spans = dict[str, npt.NDArray[Any]]
+
+
+def _served_of(spans: _Spans, hits: _Spans, known: Bools) -> Iterator[Ints]:
+    """Yield the positions of prefix-cache hits whose own row is in the spans, some at a time."""
+    if not len(spans["start"]) or not known.any():
+        return
+    rows = union(*(position_key(spans["request"], spans[name]) for name in ("start", "stop")))
+    request = hits["ref_request"][known].astype(np.int64)
+    ends = (position_key(request, hits[name][known]) for name in ("start", "stop"))
+    _, first, after = rows.cut(*ends)
+    for _, position in data.explode(split_key(first)[1], split_key(after - np.uint64(1))[1] + 1):
+        yield position
 
 
 def _positions(spans: _Spans, chosen: Bools) -> Iterator[tuple[Ints, Ints]]:
@@ -97,7 +112,7 @@ def coverage(
         labels: where the classes come from, if somebody gave them; roles else.
     """
     rows = counts.rows
-    stored, reused = int(rows.stored.sum()), int(rows.reused.sum())
+    stored, reused = float(rows.stored.sum()), float(rows.reused.sum())
     if not stored:
         return None
     cells = _cells(counts)
@@ -123,7 +138,7 @@ def coverage(
         ],
         classes_from="; ".join([*_labels_from(labels, given), CLASSES_FROM]),
         reused_share=sum(cell[1] for cell in cells.values()) / served,
-        repeated_prefixes=rows.repeated,
+        repeated_prefixes=round(rows.repeated),
         largest_multiplicity=1 + rows.largest,
         mean_multiplicity=(stored + reused) / stored,
         repeated_multiplicity=1 + reused / rows.repeated if rows.repeated else None,
@@ -144,7 +159,7 @@ def _once_bias(rows: ClassCounts, served: int) -> float:
     Schwarz. Here ``q = 1/N`` and ``p = m/M``: N stored rows, m how often each was served, M all
     servings, those without a row too.
     """
-    stored = int(rows.stored.sum())
+    stored = float(rows.stored.sum())
     return math.sqrt(max(0.0, served * (stored + rows.inverses) / stored**2 - 1))
 
 
@@ -165,9 +180,9 @@ def _cells(counts: CoverageCounts) -> dict[tuple[str, int], list[int]]:
     table[..., 2] += counts.aborted
     cells: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0] * len(_FATES))
     for word, band in np.argwhere(table.any(axis=-1)).tolist():
-        cells[rows.words[word], band] = table[word, band].tolist()
+        cells[rows.words[word], band] = table[word, band].round().astype(np.int64).tolist()
     # A reference to a row that is not stored has no class: nothing says which token it was.
-    nowhere = counts.referenced - rows.reused.sum(axis=(0, 2))
+    nowhere = counts.referenced - rows.answered
     for band in np.flatnonzero(nowhere).tolist():
         cells[data.NOWHERE, band][1] += int(nowhere[band])
     return dict(cells)

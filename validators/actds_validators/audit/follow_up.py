@@ -328,7 +328,7 @@ class _Sums:
         return mean_of_clusters(self.n[used], self.total[used], fraction) if used.any() else None
 
 
-def _values(bits: np.ndarray, dtype: str) -> Floats:
+def values_of(bits: np.ndarray, dtype: str) -> Floats:
     """Return rows and their norm, float64 ``(n, d + 1)``."""
     rows = widen(bits, dtype).astype(np.float64)
     return np.concatenate([rows, np.linalg.norm(rows, axis=1, keepdims=True)], axis=1)
@@ -344,7 +344,7 @@ def _stored(catalog: Catalog, hooks: Sequence[str]) -> dict[str, _Moments]:
             parts[hook] = _empty(d_model[hook])
             with shard.array(hook) as reader:
                 for start, stop in pairwise([*range(0, shard.n_rows, BLOCK), shard.n_rows]):
-                    parts[hook].add(_values(reader.read(start, stop), reader.dtype))
+                    parts[hook].add(values_of(reader.read(start, stop), reader.dtype))
         return parts
 
     total = {hook: _empty(d_model[hook]) for hook in hooks}
@@ -372,7 +372,7 @@ def _read(
             with shard.array(hook) as reader:
                 for start in range(0, len(rows), BLOCK):
                     part = rows[start : start + BLOCK]
-                    yield hook, at[part], _values(reader.gather(part), reader.dtype)
+                    yield hook, at[part], values_of(reader.gather(part), reader.dtype)
 
 
 Block = tuple[str, Ints, Ints, Floats]

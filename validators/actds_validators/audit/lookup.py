@@ -35,6 +35,7 @@ from actds_validators.audit.covariates import (
     defined,
 )
 
+INCLUSION_COLUMN = "inclusion"
 MAX_SOURCES = 8
 MAX_ROWS = 1 << 19
 """Rows of steps that lost a part that are looked at one by one, about, at most, over all runs."""
@@ -77,6 +78,7 @@ class RunRows:
     first_step: Ints  # place of the step in which each began; the number of steps where none
     losses: data.StepRanges
     recomputed: Recomputed
+    is_thinned: bool  # rows were not drawn, which no other table has: stored ones represent them
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ class Rows:
     request: Ints
     position: Ints
     token: Ints  # place of the token id, -1 unknown
+    weight: Floats | None = None  # 1 over the inclusion of each; None where all are 1
 
     @classmethod
     def read(cls, lookup: Lookup, batch: pa.RecordBatch | pa.Table) -> tuple[Rows, Bools]:
@@ -123,7 +126,10 @@ class Rows:
         step = lookup.steps.of(data.column(batch, "step"))
         request = lookup.requests.of(data.column(batch, "request"))
         token = lookup.vocabulary.index.of(data.column(batch, "token_id"))
-        rows = cls(lookup, step, request, data.column(batch, "position"), token)
+        weight = None
+        if lookup.is_thinned and INCLUSION_COLUMN in batch.schema.names:
+            weight = 1 / batch[INCLUSION_COLUMN].to_numpy(zero_copy_only=False)
+        rows = cls(lookup, step, request, data.column(batch, "position"), token, weight)
         return rows, (step >= 0) & (request >= 0)
 
     @cached_property
@@ -159,8 +165,9 @@ class Rows:
         return bits
 
     def take(self, some: npt.NDArray[Any]) -> Rows:
-        arrays = self.step, self.request, self.position, self.token
-        return Rows(self.lookup, *(array[some] for array in arrays))
+        step, request = self.step[some], self.request[some]
+        weight = None if self.weight is None else self.weight[some]
+        return Rows(self.lookup, step, request, self.position[some], self.token[some], weight)
 
     def values(self, covariate: CovariateDef) -> Floats | Bools:
         """Return a content covariate, NaN where a row has none; of a share whether it is 1."""
@@ -390,6 +397,7 @@ def read_rows(source: data.RunSource, steps: RunSteps) -> RunRows:
         first_step=_first_steps(source, steps.step, requests),
         losses=losses,
         recomputed=Recomputed(source, index, requests, losses),
+        is_thinned=len(source.spans("thinned", [])["start"]) > 0,
     )
 
 

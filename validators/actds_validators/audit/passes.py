@@ -26,7 +26,7 @@ from actds_validators.audit.covariates import (
     squares,
 )
 from actds_validators.audit.data import CLASSES, TablePart, explode, places
-from actds_validators.audit.lookup import CellEdges, Lookup, Rows, Scale
+from actds_validators.audit.lookup import INCLUSION_COLUMN, CellEdges, Lookup, Rows, Scale
 from actds_validators.audit.result import Covariate
 from actds_validators.statistics.intervals import Blocks
 
@@ -65,6 +65,8 @@ SPECIAL, SHARED, PROMPT, GENERATED = range(len(CLASSES))
 class ClassCounts:
     """Positions by class, band and rarity, ``(n_classes, N_BANDS, N_BITS)``.
 
+    A stored row counts as 1 over its inclusion: for those like it that were not drawn, too.
+
     Args:
         labels: names of classes that somebody gave; they come after `CLASSES`.
     """
@@ -72,11 +74,13 @@ class ClassCounts:
     def __init__(self, labels: tuple[str, ...] = ()) -> None:
         self.words = (*CLASSES, *labels)
         shape = len(self.words), N_BANDS, N_BITS
-        self.stored, self.reused, self.lost = (np.zeros(shape, np.int64) for _ in range(3))
-        self.repeated = 0
+        self.stored, self.reused, self.lost = (np.zeros(shape) for _ in range(3))
+        self.answered = np.zeros(N_BANDS, np.int64)
+        """Servings from the prefix cache whose row is stored, by band."""
+        self.repeated = 0.0
         self.largest = 0
         self.inverses = self.squares = 0.0
-        """Over stored rows, sums of 1/m - 1 and of m^2 - 1, m how often a row was served."""
+        """Over stored rows, sums of w (1/m - 1) and w (w m^2 - 1), m how often one was served."""
 
     def count(
         self,
@@ -86,12 +90,14 @@ class ClassCounts:
         bits: Ints,
         served: Ints | None,
         label: Ints | None,
+        weight: Floats | None = None,
     ) -> None:
         """Count rows.
 
         Args:
             served: how often the prefix cache served it; ``None`` for lost rows.
             label: place of its label, -1 without one; ``None`` when there are no labels.
+            weight: of each row; ``None``: 1.
         """
         word = np.where(prefill, PROMPT, GENERATED)
         if served is not None:
@@ -101,19 +107,23 @@ class ClassCounts:
             word = np.where(label >= 0, len(CLASSES) + label, word)
         at = (word * N_BANDS + band) * N_BITS + bits
         target = self.lost if served is None else self.stored
-        target += np.bincount(at, minlength=target.size).reshape(target.shape)
+        target += np.bincount(at, weight, minlength=target.size).reshape(target.shape)
+        if weight is not None:
+            self.squares += float((weight * (weight - 1)).sum())
         if served is not None and len(again := np.flatnonzero(served)):
-            weights = served[again].astype(np.float64)
-            again_served = np.bincount(at[again], weights=weights, minlength=target.size)
-            self.reused += again_served.reshape(target.shape).astype(np.int64)
-            self.repeated += len(again)
+            more = served[again].astype(np.float64)
+            w = np.ones(len(again)) if weight is None else weight[again]
+            again_served = np.bincount(at[again], weights=w * more, minlength=target.size)
+            self.reused += again_served.reshape(target.shape)
+            self.answered += np.bincount(band[again], more, N_BANDS).astype(np.int64)
+            self.repeated += float(w.sum())
             self.largest = max(self.largest, int(served.max()))
-            self.inverses -= float((weights / (1 + weights)).sum())
-            self.squares += float((weights * (2 + weights)).sum())
+            self.inverses -= float((w * more / (1 + more)).sum())
+            self.squares += float((w**2 * more * (2 + more)).sum())
 
     def add(self, other: ClassCounts) -> None:
         self.largest = max(self.largest, other.largest)
-        for name in ("stored", "reused", "lost", "repeated", "inverses", "squares"):
+        for name in (*("stored", "reused", "lost", "answered"), "repeated", "inverses", "squares"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
@@ -185,7 +195,7 @@ class Moments:
         of_tick, of_cell = low + groups // (2 * n_cells), groups // 2 % n_cells
         block = np.empty(len(groups), np.int64)
         block[at] = lookup.block[rows.step]
-        sums = self._powers(at, values, len(groups))
+        sums = self._powers(at, values, len(groups), rows.weight)
         first, beyond = sums[: 1 + self.order], sums[1 + self.order :]
         _add_runs(self.ticks, of_tick, first)
         _add_runs(self.blocks, block, beyond)
@@ -206,20 +216,23 @@ class Moments:
                 PartialRows(inner.step, inner.request, inner.position, lost[inside], some)
             )
 
-    def _powers(self, at: Ints, values: Sequence[Numbers], size: int) -> Floats:
+    def _powers(
+        self, at: Ints, values: Sequence[Numbers], size: int, weight: Floats | None
+    ) -> Floats:
         sums = np.empty((1 + 2 * self.order, len(values), size))  # powers from 0 on
-        sums[0] = np.bincount(at, minlength=size)
+        sums[0] = np.bincount(at, weight, minlength=size)
         for k, x in enumerate(values):
             if x.dtype == bool:  # every power of 0 and 1 is the same
-                sums[1:, k] = np.bincount(at, weights=x, minlength=size)
+                once = x if weight is None else x * weight
+                sums[1:, k] = np.bincount(at, weights=once, minlength=size)
                 continue
-            known, place = np.isfinite(x), at
+            known, place, w = np.isfinite(x), at, weight
             if not known.all():
-                place, x = at[known], x[known]
-                sums[0, k] = np.bincount(place, minlength=size)
-            power = x
+                place, x, w = at[known], x[known], None if w is None else w[known]
+                sums[0, k] = np.bincount(place, w, minlength=size)
+            power = x if w is None else w * x
             for p in range(1, 1 + 2 * self.order):
-                power = x if p == 1 else power * x
+                power = power if p == 1 else power * x
                 sums[p, k] = np.bincount(place, weights=power, minlength=size)
         return sums
 
@@ -426,7 +439,7 @@ class RowPass:
         return sums.cut()
 
     def _stored(self, part: TablePart) -> Iterator[Rows]:
-        for batch in part.batches(["request", "position", "token_id", "step"]):
+        for batch in part.batches(["request", "position", "token_id", "step", INCLUSION_COLUMN]):
             rows, known = Rows.read(self.lookup, batch)
             yield rows if known.all() else rows.take(known)
 
@@ -446,16 +459,18 @@ class RowPass:
         cell = cells.of(rows)
         block = lookup.block[rows.step]
         at = block * n_cells + cell
-        sums.cell_n[lost] += np.bincount(at, minlength=n_blocks * n_cells).reshape(n_blocks, -1)
+        n = np.bincount(at, rows.weight, minlength=n_blocks * n_cells)
+        sums.cell_n[lost] += n.reshape(n_blocks, -1)
         if not lost:
             _add_system(sums, rows, cell)
         values = [rows.values(covariate) for covariate in self.measured.definitions]
         for x, covariate in zip(values, self.measured.definitions, strict=True):
             if covariate.bins is not None and covariate.name in sums.bands:
-                known, size, at_block = np.isfinite(x), covariate.bins.n, block
+                known, size, at_block, w = np.isfinite(x), covariate.bins.n, block, rows.weight
                 if not known.all():
-                    x, at_block = x[known], block[known]
-                n = np.bincount(at_block * size + covariate.bins.of(x), minlength=n_blocks * size)
+                    x, at_block, w = x[known], block[known], None if w is None else w[known]
+                bins = at_block * size + covariate.bins.of(x)
+                n = np.bincount(bins, w, minlength=n_blocks * size)
                 sums.bands[covariate.name][lost] += n.reshape(n_blocks, -1)
         sums.moments[CONTENT].count(rows, values, np.full(len(at), bool(lost)), at)
 
@@ -510,7 +525,8 @@ def _add_strata(sums: Sums, rows: Rows, label: Ints | None, lost: int) -> None:
         some = np.flatnonzero(used)
         if len(some):
             at = slot[some] * n_blocks + lookup.request_block[rows.request[some]]
-            n = np.bincount(at, minlength=sums.strata[lost].size)
+            weight = None if rows.weight is None else rows.weight[some]
+            n = np.bincount(at, weight, minlength=sums.strata[lost].size)
             sums.strata[lost] += n.reshape(sums.strata.shape[1:])
 
 
@@ -520,14 +536,14 @@ def _add_classes(counts: ClassCounts, rows: Rows, *, lost: bool) -> Ints | None:
     label = lookup.labels.of(number, rows.position) if lookup.labels else None
     served = None if lost else lookup.servings.of(number, rows.position)
     band, bits = position_band(rows.position), lookup.vocabulary.bits[rows.token]
-    counts.count(rows.special, rows.prefill, band, bits, served, label)
+    counts.count(rows.special, rows.prefill, band, bits, served, label, rows.weight)
     return label
 
 
 def _add_system(sums: Sums, rows: Rows, cell: Ints) -> None:
     lookup, (n_blocks, n_cells) = rows.lookup, sums.cell_system.shape[1:]
     pairs, of_pair = places(rows.step * n_cells + cell)
-    n, step = np.bincount(of_pair), pairs // n_cells
+    n, step = np.bincount(of_pair, rows.weight), pairs // n_cells
     at = lookup.block[step] * n_cells + pairs % n_cells
     for k, values in enumerate(lookup.system.values()):
         total = np.bincount(at, weights=n * values[step], minlength=n_blocks * n_cells)

@@ -41,6 +41,7 @@ from actds_validators.audit.result import (
     CoverageCell,
     Limits,
     Queues,
+    Sample,
     Verdict,
 )
 from actds_validators.audit.verdict import Evidence
@@ -193,7 +194,8 @@ def _serve_the_rest(source: SourceAccount) -> Iterator[str]:
 
 def _cache(audited: Audited) -> Place:
     account, coverage, limits = audited.account, audited.coverage, audited.limits
-    hits, served = account.cache_ref, account.captured + account.cache_ref
+    hits = account.cache_ref
+    served = account.captured + account.thinned + hits
     limit = f"classes and positions stored within {limits.max_shift:.0%} of what was served"
     place = partial(_place, audited, "cache", of=served, unit="positions", limit=limit)
     if not hits or coverage is None:
@@ -359,7 +361,9 @@ _HOW = {
 
 def _queues(audited: Audited) -> Place:
     account, verdict, missing = audited.account, audited.verdict, audited.evidence.missingness
-    n, of = account.dropped, account.captured + account.dropped
+    n, of = account.dropped, account.captured + account.thinned + account.dropped
+    if audited.evidence.sample is not None:
+        return _drawn(audited, audited.evidence.sample)
     none = "no computed row was dropped"
     facts: dict[str, Any] = {"limit": f"{audited.limit_of_share()}; else tests and equivalence"}
     place = partial(_place, audited, "queues", n, of, "rows")
@@ -394,6 +398,28 @@ def _queues(audited: Audited) -> Place:
         headline = f"{part} of the rows of {stratum_words(strata[0])} were dropped"
     worst = [Worst(kind=s.kind, label=s.label, n=s.n_lost, of=s.n, unit="rows") for s in strata]
     return place(worst=worst[0] if worst else None, headline=headline, sentence=sentence, **facts)
+
+
+def _drawn(audited: Audited, sample: Sample) -> Place:
+    """Return the place where rows were drawn: unbiased as soon as each is weighted."""
+    account, verdict, limit = audited.account, audited.verdict, audited.limits.negligible_bias
+    n, of = account.dropped + account.thinned, account.computed - account.aborted
+    by_design = sample.n_thinned + sample.n_dropped
+    words = (
+        f"{share(by_design, of)} of the computed rows were not drawn, each with a known "
+        f"probability; weight by 1/inclusion: {sample.effective_rows:,.0f} effective rows"
+    )
+    facts: dict[str, Any] = {"level": verdict.level, "limit": f"any mean known within {limit:g} SD"}
+    facts["to_do"] = [s for s in verdict.next_steps if not s.startswith("Train on it")]
+    if math.isfinite(sample.farthest.reach):
+        facts["bias"] = sample.farthest.reach + worst_bias(audited.evidence.lost_otherwise)
+    if verdict.kind == "by-design" and sample.plain > limit:
+        facts |= {"level": "WARN", "loaded": {"weights": ["inclusion"]}}
+    if account.dropped > sample.n_dropped:
+        words += f"; {counted(account.dropped - sample.n_dropped, 'more row')} lost otherwise"
+    return _place(
+        audited, "queues", n, of, "rows", headline=words, sentence=verdict.sentence, **facts
+    )
 
 
 # values ----------------------------------------------------------------------------------------

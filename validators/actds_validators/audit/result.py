@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -20,7 +21,8 @@ EVENTS = "independent loss events"
 DETECTABLE = "content bias that one interval would detect"
 EQUIVALENCE = "farthest end of an equivalence interval"
 LEAST = "least adjusted p that any question could have had"
-EVIDENCE = (EVENTS, DETECTABLE, EQUIVALENCE, LEAST)
+SAMPLE = "farthest that a mean by 1/inclusion can be off"
+EVIDENCE = (EVENTS, DETECTABLE, EQUIVALENCE, LEAST, SAMPLE)
 """Names, or their beginnings, of numbers that say how much evidence there is, not what is lost."""
 
 MIN_BLAMED = 3
@@ -161,7 +163,9 @@ class Accounting(Section):
         )
 
     positions: int = Field(description="positions of all requests")
-    computed: int = Field(description="captured + dropped + aborted: what could have been stored")
+    computed: int = Field(
+        description="captured + thinned + dropped + aborted: what could have been stored"
+    )
     captured: int
     cache_ref: int
     dropped: int
@@ -198,7 +202,10 @@ class CoverageCell(Section):
     token_class: str
     low: int = Field(description="first position of the band")
     high: int = Field(description="position after the last")
-    stored: int = Field(description="positions whose row is stored")
+    stored: int = Field(
+        description="positions whose row is stored, each as 1 over its inclusion where rows were "
+        "drawn: with those like it that were not drawn"
+    )
     reused: int = Field(description="positions served from the prefix cache")
     lost: int = Field(description="dropped and aborted positions")
     filtered: int
@@ -626,6 +633,93 @@ class FollowUp(Section):
         return self.share * (1 - n_answered / max(1, self.n_drawn))
 
 
+class SampleHook(Section):
+    """Of a hook, the mean that is known least: of a channel, or of the norm.
+
+    Means are those over all rows that were drawn from, in standard deviations of them; intervals
+    hold for all means of all hooks at once.
+    """
+
+    hook: str
+    n_channels: int
+    n_rows: int = Field(description="stored rows that are finite")
+    variable: str = Field(description="norm, or the number of the channel")
+    half_width: float | None = Field(
+        description="half the interval of its mean; null where one row or request alone says all"
+    )
+    plain_variable: str = Field(description="of the next")
+    plain: Estimate | None = Field(
+        description="how far the mean of stored rows, each once, is off: that which may be the "
+        "farthest"
+    )
+
+    @property
+    def reach(self) -> float:
+        return self.half_width if self.half_width is not None else math.inf
+
+
+class SampleCheck(Section):
+    """Means of the readouts by the drawn rows, against those of all: the farthest."""
+
+    n_rows: int = Field(description="rows with a readout that were drawn from")
+    n_drawn: int = Field(description="of these, rows that are stored")
+    n_values: int = Field(description="means that were compared, of all runs and hooks")
+    hook: str
+    variable: str
+    deviation: float = Field(description="estimate less truth, in standard deviations")
+    room: float = Field(description="how far it may be off, with 99.9 % for all at once")
+    agrees: bool
+
+
+class Efficiency(Section):
+    """Share of the lane's rows of one kind that are of steps that were kept whole."""
+
+    kind: str = Field(description="token class, position, or norm at a hook")
+    label: str
+    n: int = Field(description="rows of the lane")
+    kept: Estimate
+
+
+class Lane(Section):
+    """Rows that are stored whatever the policy did, and which of them it would have kept."""
+
+    fraction: float = Field(description="probability of each row to be in the lane")
+    n_rows: int
+    n_kept: int
+    points: list[Efficiency]
+    p: dict[str, Share] = Field(
+        description="of each kind, that all are kept alike (Pearson), times the number of kinds"
+    )
+
+
+class Sample(Section):
+    """Means over all rows that were drawn from, by the drawn ones and their probabilities alone."""
+
+    units: list[Literal["row", "request"]] = Field(description="what was drawn by itself")
+    minimum: float = Field(gt=0, le=1, description="lowest probability of a row")
+    n_stored: int
+    n_thinned: int = Field(description="positions that were not drawn, under thin")
+    n_dropped: int = Field(description="the same of steps that a drop policy lost")
+    effective_rows: float = Field(description="(sum w)^2 / sum w^2, w = 1 / inclusion")
+    hooks: list[SampleHook]
+    readouts: SampleCheck | None = Field(description="null where no run has readouts")
+    lane: Lane | None = Field(description="null where no drop policy lost rows")
+
+    @property
+    def farthest(self) -> SampleHook:
+        return max(self.hooks, key=lambda hook: hook.reach)
+
+    @property
+    def plain(self) -> float:
+        """Return how far a mean of the stored rows, each once, may be off."""
+        ends = [h.plain for h in self.hooks]
+        return max(math.inf if e is None else max(abs(e.low), abs(e.high)) for e in ends)
+
+    @property
+    def agrees(self) -> bool:
+        return self.readouts is None or self.readouts.agrees
+
+
 class Weighting(Section):
     """What inverse-probability weights would change."""
 
@@ -707,6 +801,9 @@ class Audit(Section):
     mechanism: Mechanism | None = None
     queues: Queues | None = None
     follow_up: FollowUp | None = Field(default=None, description="null where none was given")
+    sample: Sample | None = Field(
+        default=None, description="null where no row was left out by a draw"
+    )
     weighting: Weighting | None = None
     would_not_notice: list[str] = Field(
         default_factory=list, description="what this audit could not have found, in words"

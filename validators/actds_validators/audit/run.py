@@ -154,6 +154,13 @@ def audit_dataset(
         progress("the rows of the follow-up")
         sections = replace(sections, follow_up=following.follow_up(catalog, follow_up))
         unseen = _unseen(sources, followed_up=True)
+    if sections.accounting.is_sound:
+        from actds_validators.audit import sample as sampling
+
+        progress("the rows that were drawn")
+        sections = replace(sections, sample=sampling.sample(catalog, sources))
+        if sections.sample is not None and not sections.lost_otherwise:
+            unseen = _unseen(sources, drawn=True)
     verdict = judge(sections, limits)
     source, judged, answered = None, list[Place](), unaccounted(verdict)
     if sections.accounting.is_sound:
@@ -182,6 +189,7 @@ def audit_dataset(
         mechanism=sections.mechanism,
         queues=sections.queues,
         follow_up=sections.follow_up,
+        sample=sections.sample,
         weighting=sections.weighting,
         would_not_notice=unseen,
         duration_s=time.monotonic() - began,
@@ -432,10 +440,12 @@ def _after_weighting(
     ]
 
 
-def _unseen(sources: list[tables.RunSource], *, followed_up: bool = False) -> list[str]:
+def _unseen(
+    sources: list[tables.RunSource], *, followed_up: bool = False, drawn: bool = False
+) -> list[str]:
     n_probes = max((source.n_probes for source in sources), default=0)
     hooks = _hooks(sources) if knows_ids(sources) else ()
-    return blind_spots(hooks, _widths(sources), n_probes, followed_up=followed_up)
+    return blind_spots(hooks, _widths(sources), n_probes, followed_up=followed_up, drawn=drawn)
 
 
 def _hooks(sources: list[tables.RunSource]) -> tuple[str, ...]:

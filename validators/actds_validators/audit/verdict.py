@@ -18,6 +18,7 @@ from actds_validators.audit.result import (
     LEAST,
     MIN_BLAMED,
     PROVEN,
+    SAMPLE,
     Accounting,
     Coverage,
     Difference,
@@ -29,6 +30,7 @@ from actds_validators.audit.result import (
     Missingness,
     Must,
     Number,
+    Sample,
     Verdict,
     Weighting,
 )
@@ -44,10 +46,12 @@ from actds_validators.audit.wording import (
     on_cause,
     on_follow_up,
     on_policies,
+    on_sample,
     on_strata,
     on_stratum,
     remedy,
     short_of,
+    short_of_sample,
     stratum_words,
     training,
     unproven,
@@ -85,6 +89,14 @@ class Evidence:
     coverage: Coverage | None = None
     policies: tuple[str, ...] = ()
     follow_up: FollowUp | None = None
+    sample: Sample | None = None
+
+    @property
+    def lost_otherwise(self) -> float:
+        """Return the share of the computed positions that were lost, and not by a draw."""
+        account = self.accounting
+        n = account.dropped + account.aborted - (self.sample.n_dropped if self.sample else 0)
+        return n / max(1, account.computed)
 
 
 def judge(evidence: Evidence, limits: Limits) -> Verdict:
@@ -99,7 +111,10 @@ def judge(evidence: Evidence, limits: Limits) -> Verdict:
         return verdict
     if evidence.follow_up is not None:
         verdict = _by_design(verdict, evidence.follow_up, limits)
-    verdict = _with_strata(verdict, evidence.missingness, limits)
+    if evidence.sample is not None:
+        verdict = _by_sample(verdict, evidence, evidence.sample, limits)
+    if evidence.sample is None or verdict.kind not in (BY_DESIGN, "biased"):
+        verdict = _with_strata(verdict, evidence.missingness, limits)
     steps = [*verdict.next_steps, *on_policies(evidence.policies)]
     return verdict.model_copy(update={"next_steps": steps})
 
@@ -141,6 +156,34 @@ def _by_design(verdict: Verdict, follow_up: FollowUp, limits: Limits) -> Verdict
     lacks = [*verdict.lacks, *short_of(follow_up, unknown, limits)]
     words = f"{verdict.sentence} {on_follow_up(follow_up, at_most)}"
     return verdict.model_copy(update={"numbers": numbers, "lacks": lacks, "sentence": words})
+
+
+def _by_sample(verdict: Verdict, evidence: Evidence, sample: Sample, limits: Limits) -> Verdict:
+    """Return the verdict of runs whose rows were drawn, which the draw decides where it can.
+
+    Spec: 0.1 section 14.13.
+    """
+    unknown, negligible = worst_case(evidence.lost_otherwise), limits.negligible_bias
+    reach = sample.farthest.reach + unknown
+    number = _held(SAMPLE, min(reach, 1e9), "at most", negligible, "SD")
+    known: dict[str, object] = {"numbers": [*verdict.numbers, number], "deciding": number}
+    sentence = on_sample(sample, reach)
+    if not sample.agrees:
+        step = "Run actds validate --level deep: it draws every row again."
+        failed = {"level": "FAIL", "kind": "biased", "sentence": sentence, "next_steps": [step]}
+        return verdict.model_copy(update={**known, **failed})
+    lacks = short_of_sample(sample, unknown, limits)
+    weigh = "Load with weights='inclusion': each row as 1 over its inclusion."
+    if number.ok:
+        passed = {"level": "PASS", "kind": BY_DESIGN, "sentence": sentence, "lacks": []}
+        return verdict.model_copy(update={**known, **passed, "next_steps": [weigh]})
+    if unknown > negligible or verdict.kind not in ("complete", "negligible"):
+        words = f"{verdict.sentence} {sentence}"
+        more = {"numbers": known["numbers"], "lacks": [*verdict.lacks, *lacks], "sentence": words}
+        return verdict.model_copy(update=more)
+    few = {"level": "INCONCLUSIVE", "kind": "too-little-evidence", "sentence": sentence}
+    steps = ["Harvest longer, with the same settings, or with a faster disk (actds plan).", weigh]
+    return verdict.model_copy(update={**known, **few, "lacks": lacks, "next_steps": steps})
 
 
 def _with_strata(verdict: Verdict, missing: Missingness | None, limits: Limits) -> Verdict:
@@ -381,6 +424,7 @@ def _stored(account: Accounting) -> str:
     excepted = [
         f"{n:,} {words}"
         for n, words in (
+            (account.thinned, "that were not drawn"),
             (account.filtered, "that a rule left out"),
             (account.undelivered, "computed past the end of a request"),
         )

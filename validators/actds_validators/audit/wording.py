@@ -17,6 +17,7 @@ from actds_validators.audit.result import (
     Limits,
     Mechanism,
     Missingness,
+    Sample,
     StratumLoss,
     Weighting,
 )
@@ -386,8 +387,69 @@ def short_of(follow_up: FollowUp, unknown: float, limits: Limits) -> list[str]:
     return lacks or ["the follow-up finds a bias that is neither negligible nor proven"]
 
 
+_STORED_WRONG = (
+    "rows that are stored but wrong: the audit reads tables; actds validate and the check "
+    "before a harvest look at values, and actds regimes compares those of phases, runs or "
+    "datasets"
+)
+
+
+def on_sample(sample: Sample, reach: float) -> str:
+    """Return what the draw of a run's rows says of its means."""
+    n, check, farthest = sample.n_thinned + sample.n_dropped, sample.readouts, sample.farthest
+    words = (
+        f"{counted(n, 'row')} {'was' if n == 1 else 'were'} not drawn, each with a known "
+        f"probability ({sample.minimum:.3g} at least)"
+    )
+    if check is not None and not check.agrees:
+        return (
+            f"{words}, but the stored rows are not such a draw: by them the mean of "
+            f"{check.variable} is off by {check.deviation:+.4f} SD from that of "
+            f"all {check.n_rows:,} readouts, and chance allows {check.room:.4f}."
+        )
+    words += f": weighted by 1/inclusion the stored ones are {sample.effective_rows:,.0f} effective"
+    if farthest.half_width is None:
+        return f"{words}, too few to say how far a mean may be off."
+    agreement = ""
+    if check is not None:
+        agreement = (
+            f" All {check.n_values:,} means of readouts, which every row has, lie where the drawn "
+            "rows say."
+        )
+    return (
+        f"{words} rows, and no mean of a channel or norm is off by more than {reach:.3f} SD, "
+        f"whatever the load depended on ({farthest.variable} of {farthest.hook}; 95 % for all "
+        f"means at once).{agreement}"
+    )
+
+
+def short_of_sample(sample: Sample, unknown: float, limits: Limits) -> list[str]:
+    """Return why a draw does not decide, and what would."""
+    half, negligible = sample.farthest.half_width, limits.negligible_bias
+    lacks = []
+    if unknown > negligible / 2:
+        lacks.append(
+            f"rows were lost that no draw left out: they may move a mean by {unknown:.3f} SD"
+        )
+    if half is None:
+        lacks.append("the rows that were drawn with a probability below 1 are too few")
+    elif half + unknown > negligible:
+        room = max(negligible - unknown, negligible / 4)
+        needed = sample.effective_rows * max(1.0, half / room) ** 2
+        lacks.append(
+            f"{sample.effective_rows:,.0f} effective rows; about {needed:,.0f} would decide, drawn "
+            "alike"
+        )
+    return lacks
+
+
 def blind_spots(
-    hooks: tuple[str, ...], widths: Widths, n_probes: int, *, followed_up: bool = False
+    hooks: tuple[str, ...],
+    widths: Widths,
+    n_probes: int,
+    *,
+    followed_up: bool = False,
+    drawn: bool = False,
 ) -> list[str]:
     """Return what the audit of some runs cannot detect, each in a sentence.
 
@@ -395,6 +457,7 @@ def blind_spots(
         hooks: hooks with readouts in every run that lost something.
         n_probes: user's probes of a hook, those that are not looked at as well.
         followed_up: whether a replay says what rows are like that were lost.
+        drawn: whether every row that is not stored was left out by a draw of known probability.
 
     Spec: 0.1 section 14.9.
     """
@@ -422,6 +485,13 @@ def blind_spots(
             f"losses that depend on a probe beyond the first {MAX_PROBES} of a hook (there are "
             f"{n_probes})"
         )
+    if drawn:  # a mean of whatever function of a row is known by design
+        return [
+            "what a rate or a mean is that few rows carry, beyond its interval",
+            "tokens that never reached the engine of a server: requests that it refused or never "
+            "got",
+            _STORED_WRONG,
+        ]
     return [
         values,
         *more,
@@ -437,7 +507,5 @@ def blind_spots(
         "losses by the meaning of a text, where its token ids, lengths, positions and sources are "
         "like the rest",
         "tokens that never reached the engine of a server: requests that it refused or never got",
-        "rows that are stored but wrong: the audit reads tables; actds validate and the check "
-        "before a harvest look at values, and actds regimes compares those of phases, runs or "
-        "datasets",
+        _STORED_WRONG,
     ]

@@ -142,8 +142,9 @@ def balance(section: Accounting) -> str:
     never = f"{count(section.never_computed)} never computed + " if section.never_computed else ""
     outside = f" ({count(section.external)} from outside)" if section.external else ""
     late = f" + {count(section.undelivered)} undelivered" if section.undelivered else ""
+    drawn = f"{count(section.thinned)} not drawn + " if section.thinned else ""
     return (
-        f"{counted(section.positions, 'position')} = {count(section.captured)} stored + "
+        f"{counted(section.positions, 'position')} = {count(section.captured)} stored + {drawn}"
         f"{count(section.cache_ref)} prefix-cache hits{outside} + "
         f"{count(section.dropped)} dropped + {count(section.aborted)} aborted + "
         f"{never}{count(section.filtered)} filtered{late}"

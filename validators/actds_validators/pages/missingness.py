@@ -14,8 +14,11 @@ from actds.text import Line, counted
 from actds_validators.audit.result import (
     Audit,
     Difference,
+    Efficiency,
     Estimate,
+    Lane,
     Missingness,
+    Sample,
     Stratum,
     StratumLoss,
 )
@@ -527,6 +530,72 @@ def follow_up_part(audit: Audit) -> Part | None:
     return Part("follow-up", "Follow-up of the losses", Sentence(lead), [table])
 
 
+def sample_part(audit: Audit) -> Part | None:
+    section = audit.sample
+    if section is None:
+        return None
+    n = section.n_thinned + section.n_dropped
+    lead = (
+        f"{count(section.n_stored)} stored rows represent {count(n)} more that were not drawn, "
+        f"each with a known probability of {section.minimum:.3g} at least (by {_by(section)}): "
+        f"weighted by 1/inclusion they are {count(round(section.effective_rows))} effective rows. "
+        "Of each hook, the mean that is known least; intervals hold for all means at once."
+    )
+    names = ("hook", "means", "rows", "known least", "± SD", "plain rows off most", "SD")
+    rows = [
+        Row(
+            (
+                hook.hook,
+                count(hook.n_channels + 1),
+                count(hook.n_rows),
+                hook.variable,
+                or_dash(hook.half_width, lambda half: f"{half:.4f}"),
+                hook.plain_variable,
+                or_dash(hook.plain, lambda e: f"{e.value:+.4f} ({e.low:+.4f} to {e.high:+.4f})"),
+            )
+        )
+        for hook in section.hooks
+    ]
+    tables = [Table("Means over all rows, by the drawn ones", names, rows, frozenset({0, 3, 5}))]
+    notes = []
+    if (check := section.readouts) is not None:
+        words = "lie where the drawn rows say" if check.agrees else "do not all fit the drawn rows"
+        notes.append(
+            f"The draw, checked end to end: the means of all {count(check.n_rows)} readouts "
+            f"{words}. Of {count(check.n_values)}, the farthest ({check.variable}) by "
+            f"{check.deviation:+.4f} SD, where {check.room:.4f} is allowed."
+        )
+    if section.lane is not None:
+        tables += _lane_tables(section.lane)
+    brief = [Line(f"  {note}") for note in notes]
+    return Part(
+        "sample", "Means by design", Sentence(lead), tables, list(map(Sentence, notes)), brief
+    )
+
+
+def _by(section: Sample) -> str:
+    return " and ".join(section.units)
+
+
+_EFFICIENCY: Columns[Efficiency] = (
+    ("kind", lambda point: point.kind),
+    ("which", lambda point: point.label),
+    ("rows of the lane", lambda point: count(point.n)),
+    ("kept", lambda point: percent(point.kept.value)),
+    ("95 %", lambda point: f"{percent(point.kept.low)} to {percent(point.kept.high)}"),
+    ("", lambda point: "#" * round(30 * point.kept.value)),
+)
+
+
+def _lane_tables(lane: Lane) -> list[Table]:
+    p = "; ".join(f"{kind}: p {p_value(value)}" for kind, value in lane.p.items())
+    caption = (
+        f"Efficiency: share of the lane ({count(lane.n_rows)} rows, each with probability "
+        f"{lane.fraction:.3g}) whose step was kept whole. Whether all are kept alike: {p}"
+    )
+    return table_of(caption, _EFFICIENCY, lane.points, frozenset({0, 1, 5}), brief=(12, MAX_LIST))
+
+
 SECTIONS = (
     SectionOf(
         missingness_part,
@@ -536,4 +605,5 @@ SECTIONS = (
         of_losses=True,
     ),
     SectionOf(follow_up_part),
+    SectionOf(sample_part),
 )
