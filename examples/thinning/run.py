@@ -41,7 +41,7 @@ SIZES = {"n_layers": 8, "hidden": 128, "n_heads": 4, "n_kv_heads": 4, "head_dim"
 OPTIONS = (
     "--hooks", "embed;resid_post:3", "--store-dtype", "bfloat16", "--max-tokens", "1",
     "--rows-per-shard", "512", "--ring-mib", "1", "--staging-mib", "1", "--no-check",
-    "--no-readouts", "--quiet",
+    "--quiet",
 )  # fmt: skip
 ENGINE = ("dtype=float32", "enforce_eager=true", "block_size=32", "max_model_len=256",
           "max_num_seqs=8", "max_num_batched_tokens=256",
@@ -137,7 +137,7 @@ def one_seed(args: argparse.Namespace, model: Path, seed: int) -> dict[str, Any]
         if name == "drop newest":
             again = folder / "follow-up"
             words = ["replay", str(out), str(again), "--only", "missing", "--fraction",
-                     str(FRACTION), *OPTIONS[2:4], "--no-check", "--no-readouts", "--quiet"]  # fmt: skip
+                     str(FRACTION), *OPTIONS[2:4], "--no-check", "--quiet"]  # fmt: skip
             execute(again, 0, model, words, seed)
             arms[FOLLOWED] = arms[name].followed_by(read(again))
     return {

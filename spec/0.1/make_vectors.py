@@ -33,6 +33,7 @@ from actds_testing.synthetic import make_dataset
 
 SALT = 0x0123456789ABCDEF
 
+
 def write(root: Path) -> None:
     """Write every vector below a folder that is made anew."""
     for kind in ("valid", "invalid"):

@@ -227,7 +227,7 @@ def test_drops_that_nobody_logged_are_aborted(tmp_path: Path) -> None:
     [
         ("thin", {}),
         ("thin", {"thin_unit": "request"}),
-        ("drop_newest", {"always": 1 / 8}),
+        ("drop_newest", {"always": 1 / 32}),
     ],
 )
 def test_rows_that_are_drawn_are_the_right_ones_after_a_kill(

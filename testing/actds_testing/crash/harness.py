@@ -46,7 +46,7 @@ FIRST_CONTACT_S = 5.0
 POLICIES: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("block", "drop_oldest", "drop_newest", "thin")},
     "thin, whole requests": {"thin_unit": "request"},
-    "drop_newest, some always": {"always": 1 / 16},
+    "drop_newest, some always": {"always": 1 / 32},
 }
 """Settings of a pipeline by policy, whose name comes first."""
 VICTIMS = (
