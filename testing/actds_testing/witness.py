@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 
 from actds.explore.dataset import Dataset
 from actds_testing import harvest as h
+from actds_testing.independent.draw import number
 from actds_testing.tiny import make_random_model
 from actds_testing.witnessed_engine import Facts
 
@@ -151,15 +152,14 @@ class Oracle:
     """What became of the rows, from what was fed and what clients got alone.
 
     Args:
-        captured: ``(request, position)`` that were computed for its client, the first time.
-        captured_tokens: these, by step.
+        captured: step of each ``(request, position)`` that was computed for its client, the first
+            time.
         recomputed_tokens: by step, computed for its client again.
         other_tokens: by step, the rest: of drafts that did not stand, or past the end.
         late: by request, one more than the last position computed past its end.
     """
 
-    captured: set[tuple[str, int]] = field(default_factory=set)
-    captured_tokens: Counter[int] = field(default_factory=Counter)
+    captured: dict[tuple[str, int], int] = field(default_factory=dict)
     recomputed_tokens: Counter[int] = field(default_factory=Counter)
     other_tokens: Counter[int] = field(default_factory=Counter)
     late: dict[str, int] = field(default_factory=dict)
@@ -187,8 +187,7 @@ def judge(facts: Facts, prompt_len: Mapping[str, int]) -> Oracle:
             if position < mark[name]:
                 found.recomputed_tokens[step] += 1
             else:
-                found.captured.add((name, position))
-                found.captured_tokens[step] += 1
+                found.captured[name, position] = step
                 mark[name] = position + 1
     return found
 
@@ -203,18 +202,48 @@ def compare(one: Harvest) -> dict[str, dict[str, Any]]:
         assert r["prompt_len"] + r["generated_len"] == len(facts.got[name]), name
         assert r["finish_reason"] == ("abort" if name in facts.left else facts.ended[name]), name
     oracle = judge(facts, {name: r["prompt_len"] for name, r in requests.items()})
-    rows = {(names[row["request"]], row["position"]): row["token_id"] for row in one.tokens()}
-    assert set(rows) == oracle.captured
-    assert all(facts.got[name][position] == token for (name, position), token in rows.items())
+    rows = {(names[row["request"]], row["position"]): row for row in one.tokens()}
     steps = {s["step"]: s for s in one.table("steps").to_pylist()}
     assert set(steps) == {step for step, *_ in facts.fed}
-    for number, s in steps.items():
-        assert s["captured_tokens"] == oracle.captured_tokens[number]
-        assert s["recomputed_tokens"] == oracle.recomputed_tokens[number]
+    inclusion, drawn = _draw(one, oracle, {name: k for k, name in names.items()}, steps)
+    assert rows.keys() == drawn
+    for (name, position), row in rows.items():
+        assert facts.got[name][position] == row["token_id"]
+        assert row["inclusion"] == inclusion[name, position]
+    captured = Counter(oracle.captured[key] for key in drawn)
+    thinned = Counter(oracle.captured[key] for key in oracle.captured.keys() - drawn)
+    for step, s in steps.items():
+        assert s["captured_tokens"] == captured[step]
+        assert s["thinned_tokens"] == thinned[step]
+        assert s["recomputed_tokens"] == oracle.recomputed_tokens[step]
         others = s["undelivered_tokens"] + s["rejected_tokens"]
-        assert others == oracle.other_tokens[number], number
+        assert others == oracle.other_tokens[step], step
     _compare_ends(one, requests, oracle)
     return requests
+
+
+def _draw(
+    one: Harvest, oracle: Oracle, requests: Mapping[str, int], steps: Mapping[int, Any]
+) -> tuple[dict[tuple[str, int], float | None], set[tuple[str, int]]]:
+    """Return the inclusion of every computed position, and which of them the hash draws."""
+    field = one.dataset.runs[one.run].fields.get("capture.inclusion")
+    design = json.loads(str(field.value)) if field is not None and field.value else None
+    if design is None:
+        return dict.fromkeys(oracle.captured), set(oracle.captured)
+    whole, salt = design["unit"] == "request", int(design["salt"], 16)
+    first: dict[str, int] = {}
+    for step, name, *_ in one.facts.fed:
+        first.setdefault(name, step)
+    inclusion = {
+        (name, position): steps[first[name] if whole else step]["inclusion"]
+        for (name, position), step in oracle.captured.items()
+    }
+    drawn = {
+        (name, position)
+        for (name, position), share in inclusion.items()
+        if number(salt, requests[name], 0 if whole else position) < share
+    }
+    return inclusion, drawn
 
 
 def _compare_ends(one: Harvest, requests: Mapping[str, dict[str, Any]], oracle: Oracle) -> None:

@@ -10,11 +10,13 @@ the same.
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 import random
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -186,14 +188,22 @@ def forget_ends() -> None:
     part.settle = forgetful
 
 
-def impatient(facts: Facts, share: float, seed: int) -> Any:
-    """Return a feed some of whose clients leave in the middle of their request."""
+def impatient(facts: Facts, share: float, seed: int, stopped: Sequence[int]) -> Any:
+    """Return a feed some of whose clients leave in the middle of their request.
+
+    Args:
+        stopped: the writer stands still from the first of these calls of the engine to the second.
+    """
     from actds_writers.harvest.one_engine import Feed
 
-    chance = random.Random(seed)
+    chance, calls = random.Random(seed), itertools.count()
+    signals = dict(zip(stopped, (signal.SIGSTOP, signal.SIGCONT), strict=False))
 
     class Impatient(Feed):
         def step(self, engine: Any) -> None:
+            if (number := next(calls)) in signals:
+                pipeline: Any = self.poll.__self__  # type: ignore[attr-defined]
+                os.kill(pipeline.processes["writer"].pid, signals[number])
             super().step(engine)
             leaving = {key for key in sorted(self.live) if chance.random() < share}
             if leaving:
@@ -209,7 +219,8 @@ def main(task: Mapping[str, Any], out: Path) -> None:
     Args:
         task: ``settings`` of ``WriteSettings``; ``asynchronous``, ``forgetful``; ``leave``, the
             share of clients that leave after each step; ``seed``; ``interpret`` Triton's kernels;
-            ``fork`` the workers.
+            ``fork`` the workers; ``stopped``, the calls of the engine during which the writer
+            stands still.
     """
     from actds_writers.config import WriteSettings
     from actds_writers.harvest.run import harvest
@@ -225,7 +236,7 @@ def main(task: Mapping[str, Any], out: Path) -> None:
         forget_ends()
     # Before the plugin wraps them: what it returns is seen, and nothing of what it does.
     watch(facts, out)
-    feed = impatient(facts, task.get("leave", 0.0), task.get("seed", 0))
+    feed = impatient(facts, task.get("leave", 0.0), task.get("seed", 0), task.get("stopped", ()))
     harvest(WriteSettings.of(task["settings"]), feed=feed)
     write(facts, out)
 

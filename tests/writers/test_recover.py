@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from actds.format.readouts import Readouts
 from actds.publish.sealing import seal
 from actds.store import layout, open_for_writing
 from actds.store.local import LocalStore, lock_dataset
+from actds_testing.independent import validator as independent
 from actds_testing.recovery import (
     N_POSITIONS,
     accounts,
@@ -217,6 +219,42 @@ def test_drops_that_nobody_logged_are_aborted(tmp_path: Path) -> None:
     dataset = clean(out)
     assert set(dataset.spans()["disposition"].to_pylist()) == {"captured", "aborted"}
     check_values(dataset)
+
+
+@pytest.mark.parametrize("victims", [("writer",), ("census",), ("writer", "census"), ()])
+@pytest.mark.parametrize(
+    ("policy", "of_draw"),
+    [
+        ("thin", {}),
+        ("thin", {"thin_unit": "request"}),
+        ("drop_newest", {"always": 1 / 32}),
+    ],
+)
+def test_rows_that_are_drawn_are_the_right_ones_after_a_kill(
+    policy: str, of_draw: dict[str, Any], victims: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Without a victim the engine and the command die, with steps of every probability waiting."""
+    out = tmp_path / "acts"
+    pipeline = pipeline_for(out, policy, **of_draw)
+    try:
+        engine = SyntheticEngine(pipeline)
+        number = serve_three_shards(pipeline, engine, out)
+        with writer_stopped(pipeline):
+            for later in range(number, number + 60):
+                engine.request(later)
+        with contextlib.suppress(ActdsError, OSError):
+            for later in range(number + 60, number + 120):
+                engine.request(later)
+        kill(pipeline, *victims)
+        engine.close()
+    finally:
+        pipeline.__exit__()
+    [run] = recover(out).runs
+    assert run.outcome == ("recovered" if "census" in victims else "accounted")
+    dataset = clean(out)
+    check_values(dataset)
+    assert not [f for f in independent.validate(out, deep=True) if f.severity == "error"]
+    assert min(dataset.steps()["inclusion"].drop_null().to_pylist()) < 0.5
 
 
 def test_refuses_while_a_process_is_alive(copy: Path) -> None:

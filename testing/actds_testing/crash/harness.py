@@ -43,7 +43,12 @@ MAX_REQUESTS = 300
 """Above 325 the label of a row would be a NaN in bfloat16."""
 END_TIMEOUT_S = 150.0
 FIRST_CONTACT_S = 5.0
-POLICIES = ("block", "block", "drop_oldest", "drop_newest")
+POLICIES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("block", "drop_oldest", "drop_newest", "thin")},
+    "thin, whole requests": {"thin_unit": "request"},
+    "drop_newest, some always": {"always": 1 / 32},
+}
+"""Settings of a pipeline by policy, whose name comes first."""
 VICTIMS = (
     ("writer",),
     ("writer",),
@@ -196,7 +201,7 @@ def produce(out: Path, voice: int, policy: str, n_requests: int, *, synced: bool
     Link.connect.__defaults__ = (FIRST_CONTACT_S, *Link.connect.__defaults__[1:])
     ForkedPipeline.voice, ForkedPipeline.synced = voice, synced
     synthetic_engine.Pipeline = ForkedPipeline
-    pipeline = pipeline_for(out, policy)
+    pipeline = pipeline_for(out, policy.split(",")[0], **POLICIES[policy])
     reason: Any = "finished"
     with contextlib.suppress(ActdsError, OSError), pipeline:
         engine = SyntheticEngine(pipeline)
@@ -299,7 +304,7 @@ def kill_round(work: Path, number: int, rng: random.Random, figures: Figures) ->
     """One harvest, killed somewhere at random, then recovered and examined."""
     out = work / f"kill-{number}"
     n_requests = rng.choice((20, 60, MAX_REQUESTS))
-    harvest = Harvest(out, rng.choice(POLICIES), n_requests)
+    harvest = Harvest(out, rng.choice(tuple(POLICIES)), n_requests)
     wait_until(harvest, rng.choice((0, 0, 1, 2, 3, 5, 8)), rng.random() * 0.05)
     victims = rng.choice(VICTIMS)
     told = harvest.hear()
