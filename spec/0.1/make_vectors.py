@@ -32,8 +32,6 @@ from actds_testing.schedules import WALL_NS, simulate, table_of, thinned
 from actds_testing.synthetic import SALT, make_dataset, thinned_facts
 
 
-
-
 def write(root: Path) -> None:
     """Write every vector below a folder that is made anew."""
     for kind in ("valid", "invalid"):

@@ -117,7 +117,7 @@ def drawn_dataset(path: Path, unit: str = "row", schedule: Schedule | None = Non
     schedule = schedule or simulate(40, seed=58)  # nothing of it is aborted after a step
     steps = schedule.steps["step"].to_pylist()
     by_step = {step: (1.0, 0.5, 0.25)[k * 3 // len(steps)] for k, step in enumerate(steps)}
-    field = f'{{"minimum":"0.25","salt":"{SALT:016x}","unit":"{unit}"}}'
+    field = f'{{"keep":[],"minimum":"0.25","salt":"{SALT:016x}","unit":"{unit}"}}'
     facts = {"capture.inclusion": field, "capture.overflow_policy": "thin"}
     return make_dataset(
         path,
