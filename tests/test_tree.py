@@ -29,7 +29,7 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 77_489,
+    "shipped lines": 77_516,
     "modules": 229,
     "modules with one importer": 40,
     "arguments of one function": 15,
