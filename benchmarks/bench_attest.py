@@ -35,7 +35,7 @@ from actds.explore import dataset as reading
 from actds.format.readouts import directions, readouts_of
 from actds.format.schema import DType
 from actds.store import open_store
-from actds_writers.harvest.attest import draw, readout_lines, replayed_readouts
+from actds_writers.harvest.attest import depth_of, draw, readout_lines, replayed_readouts
 from actds_writers.harvest.canary import pairs_of
 from actds_writers.harvest.fingerprints import HookPairs, distances, score
 
@@ -158,7 +158,7 @@ class Fingerprints:
         self.work = work
         source = reading.open(work.source(n_requests))
         (self.run,) = source.runs
-        self.hooks = source.hooks
+        self.source, self.hooks = source, source.hooks
         self.drawn = draw(source, [self.run], 0, 1.0)
         self.number = {request: n for n, (_, request) in enumerate(self.drawn)}
         lengths = {r: len(self.drawn[self.run, r].token_id) for r in self.number}
@@ -194,8 +194,9 @@ class Fingerprints:
             request = np.array([self.number[r] for r in of["request"].to_pylist()])[has]
             stored, replayed, reference = (numbers[has] for numbers in three)
             d = self.hooks[name].d_model
+            apart, again_apart = (distances(rows, reference, d) for rows in (stored, replayed))
             pairs[name] = HookPairs(
-                request, distances(stored, reference, d), distances(replayed, reference, d)
+                request, apart, again_apart, depth_of(self.hooks[name], self.source)
             )
         return pairs
 
@@ -218,7 +219,7 @@ def some(pairs: Mapping[str, HookPairs], chosen: np.ndarray) -> dict[str, HookPa
     for name, of in pairs.items():
         rows = np.flatnonzero(np.isin(of.request, chosen))
         request = np.searchsorted(chosen, of.request[rows])
-        part[name] = HookPairs(request, of.dataset[rows], of.replay[rows])
+        part[name] = replace(of, request=request, dataset=of.dataset[rows], replay=of.replay[rows])
     return part
 
 

@@ -259,7 +259,10 @@ def compare_with(
         raise ActdsError("E006", source.path, got="no request was served", expected=expected)
     order: tuple[DType, ...] = ("bfloat16", "float16", "float32")
     words = [f"{run} request {request}" for run, request in names]
-    whole = {name: _joined(of_hook) for name, of_hook in parts.items()}
+    whole = {
+        name: _joined(of_hook, depth_of(source.hooks[name], source))
+        for name, of_hook in parts.items()
+    }
     return score(whole, words, min(types, key=order.index))
 
 
@@ -292,6 +295,9 @@ def _hook_pairs(
         lines[name].to_numpy().astype(np.int64) for name in ("request", "position")
     )
     flat = lines["projections"].combine_chunks().flatten().to_numpy()
+    if len(flat) != len(lines) * packed.shape[1]:
+        expected = f"{packed.shape[1]} a line, as the run record says"
+        raise ActdsError("E109", f"readouts of {hook.name}", got="projections", expected=expected)
     stored = np.concatenate(
         [lines["norm"].to_numpy()[:, None], flat.reshape(len(lines), packed.shape[1])], axis=1
     )
@@ -301,8 +307,8 @@ def _hook_pairs(
     )
     has = ~(np.isnan(again[:, 0]) | np.isnan(exact[:, 0]))
     of_request = np.array([numbers[number] for number in request.tolist()], np.int64)
-    apart = (distances(rows[has], exact[has], hook.d_model) for rows in (stored, again))
-    return HookPairs(of_request[has], *apart)
+    apart, floor = (distances(rows[has], exact[has], hook.d_model) for rows in (stored, again))
+    return HookPairs(of_request[has], apart, floor)
 
 
 def replayed_readouts(
@@ -330,6 +336,16 @@ def replayed_readouts(
     return numbers
 
 
-def _joined(parts: Sequence[HookPairs]) -> HookPairs:
+def depth_of(hook: Hook, source: Dataset) -> float | None:
+    """Return the share of the layers that are before a hook, None at the embedding."""
+    layers = {_fact(record, "model.n_layers") for record in source.runs.values()} - {None}
+    n = max([1 + (h.layer or 0) for h in source.hooks.values()] + [int(n or 0) for n in layers])
+    return None if hook.kind == "embed" else 1.0 if hook.layer is None else (1 + hook.layer) / n
+
+
+def _joined(parts: Sequence[HookPairs], depth: float | None) -> HookPairs:
     columns = ("request", "dataset", "replay")
-    return HookPairs(*(np.concatenate([getattr(p, name) for p in parts]) for name in columns))
+    request, stored, again = (
+        np.concatenate([getattr(part, name) for part in parts]) for name in columns
+    )
+    return HookPairs(request, stored, again, depth)
