@@ -740,3 +740,22 @@ def test_layers_are_split_as_vllm_splits_them(n_layers: int, stages: int) -> Non
 def test_an_engine_option_that_breaks_accounting_is_refused_in_a_plan() -> None:
     done = run(*MODEL, *RATE, "--engine-arg", "enable_dbo=true")
     assert "E012 engine_args enable_dbo" in str(done.exception)
+
+
+def test_a_plan_says_what_rules_for_a_share_would_store() -> None:
+    """300 prompt and 100 generated tokens: a tenth of the former and all of the latter."""
+    result = actds.plan(
+        d_model=64, layers=2, hooks="resid_post:1", prefill_rate=3000, decode_rate=1000,
+        tokens_per_request=400, tokens=4_000_000, keep="decode: 1; 0.1",
+    )  # fmt: skip
+    sample = result.sample
+    assert sample is not None
+    assert sample.n_rows == pytest.approx(300_000 + 1_000_000)
+    weights = np.repeat([10.0, 1.0], [300_000, 1_000_000])
+    effective = weights.sum() ** 2 / (weights**2).sum()
+    assert sample.n_effective == pytest.approx(effective)
+    assert sample.error_of_mean == pytest.approx(1.96 / effective**0.5)
+    assert f"{sample.n_rows:,.0f} rows" in "\n".join(result.lines())
+    at = result.command.index("--keep")
+    assert result.command[at + 1] == "decode: 1; 0.1"
+    assert result.as_json()["sample"]["n_rows"] == sample.n_rows

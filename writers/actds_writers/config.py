@@ -457,7 +457,15 @@ class PlanSettings(ModelSettings):
         default=None, description="Computed tokens per request. Default: 512"
     )
     tokens_per_step: Rate | None = Field(default=None, description="Tokens per step. Default: 512")
-    tokens: int = Field(default=1_000_000_000, description="Tokens to store")
+    tokens: int = Field(
+        default=1_000_000_000, description="Tokens to store, or to sample with keep"
+    )
+    keep: Annotated[str, AfterValidator(_keep)] = Field(
+        default="",
+        description="Rules for a share of the rows, as in actds write: how many rows they give, and "
+        "how precise means and rates are",
+        json_schema_extra={"metavar": "RULES"},
+    )
     stall: Annotated[float, Field(ge=0)] = Field(
         default=10.0, description="Longest disk stall, in seconds, that must not lose rows"
     )

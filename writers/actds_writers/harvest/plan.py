@@ -11,11 +11,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow.compute as pc
 
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
+from actds.format.inclusion import Design
 from actds.format.tables import is_served
 from actds.store import Store, open_store
 from actds.text import counted, format_nbytes, format_seconds
@@ -33,7 +35,7 @@ from actds_writers.harvest.machine import (
 )
 from actds_writers.ipc.messages import HookSpec
 from actds_writers.model_folder import computed_dtype, model_config
-from actds_writers.sampling import POLICIES
+from actds_writers.sampling import POLICIES, keep_rules
 from actds_writers.sizing import (
     LANE_NBYTES,
     MEASURED,
@@ -172,7 +174,15 @@ class PlanResult:
         words += ["--rows-per-shard", str(sizes.rows_per_shard)]
         words += ["--ring-mib", str(max(1, -(-sizes.ring_nbytes // MIB)))]
         words += ["--staging-mib", str(max(1, -(-sizes.staging_nbytes // MIB)))]
+        words += ["--keep", settings.keep] if settings.keep else []
         return [*words, "--overflow", "block"]
+
+    @property
+    def sample(self) -> Sample | None:
+        """Return what rules for a share of the rows would store, ``None`` without any."""
+        if not self.settings.keep:
+            return None
+        return Sample.of(self.settings.keep, self.capacity.load, self.settings.tokens)
 
     def lines(self) -> list[str]:
         needs, overhead, n_tokens = self.capacity, self.overhead, self.settings.tokens
@@ -200,6 +210,7 @@ class PlanResult:
         lines += [_line("rates", rates), *self._measured_lines(), "", *_bottleneck(needs), ""]
         lines += [
             *_needs(needs, overhead, n_tokens),
+            *(self.sample.lines(needs.stored_nbytes) if self.sample else []),
             *self._workers(),
             "",
             *_stalls(needs),
@@ -298,6 +309,7 @@ class PlanResult:
                 "ratio": overhead.ratio,
                 "source": overhead.source,
             },
+            "sample": self.sample and _with(self.sample, "error_of_mean", "error_of_rate"),
             "ring": {
                 "burst_nbytes": _finite(needs.ring_burst_nbytes),
                 "stall_nbytes": _finite(needs.ring_stall_nbytes),
@@ -317,6 +329,60 @@ class PlanResult:
             "stalls": stalls,
             "options": self.command,
         }
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What rules for a share of the rows give, of requests of the mean length.
+
+    Args:
+        n_tokens: positions that are sampled from.
+        n_rows: rows that are expected to be stored.
+        n_effective: equally weighted rows that would be as precise.
+        reads_entropy: whether a rule is for entropies, whose share is not known here: it is taken
+            to hold nowhere.
+    """
+
+    n_tokens: int
+    n_rows: float
+    n_effective: float
+    reads_entropy: bool
+
+    @classmethod
+    def of(cls, rules: str, load: Load, n_tokens: int) -> Sample:
+        design = Design(np.uint64(0), 1.0, keep=keep_rules(rules))
+        length = max(1, round(load.tokens_per_request))
+        prompt_len = np.full(length, round(length * load.prefill / load.mean))
+        shares = design.shares(np.arange(length), prompt_len)
+        n_rows, n_effective = n_tokens * shares.mean(), n_tokens / (1 / shares).mean()
+        return cls(n_tokens, float(n_rows), float(n_effective), design.reads_entropy)
+
+    @property
+    def error_of_mean(self) -> float:
+        """Return half of a 95 % interval of a mean, in standard deviations of a row."""
+        return 1.96 / math.sqrt(self.n_effective)
+
+    @property
+    def error_of_rate(self) -> float:
+        """Return half of a 95 % interval of a rate of ``RARE``, as a share of it."""
+        return 1.96 * math.sqrt((1 - RARE) / (RARE * self.n_effective))
+
+    def lines(self, row_nbytes: float) -> list[str]:
+        share, size = self.n_rows / self.n_tokens, format_nbytes(self.n_rows * row_nbytes)
+        effective = f"{self.n_effective:,.0f} of them effective"
+        precise = f"a mean to {self.error_of_mean:.2g} SD, a rate of {RARE:g} to "
+        lines = [
+            _line("sample", f"{share:.2%} of the positions: {self.n_rows:,.0f} rows, {size}"),
+            _line("", f"{effective}: {precise}{self.error_of_rate:.2g} of itself, at 95 %,"),
+            _line("", "if rows were independent: those of one request are not"),
+        ]
+        if self.reads_entropy:
+            lines.append(_line("", "rules for entropies are taken to hold nowhere"))
+        return lines
+
+
+RARE = 1e-4
+"""The rate whose precision a plan names."""
 
 
 def _with(facts: DataclassInstance, *properties: str) -> dict[str, Any]:
