@@ -148,7 +148,9 @@ def _weights(selection: Selection) -> Floats:
 
     Without weights of the arm's that of what it was drawn from.
     """
-    given = selection.weights() or [1 / inclusion for inclusion in selection.inclusion()]
+    given: Sequence[npt.NDArray[np.floating]] | None = selection.weights()
+    if given is None:
+        given = [1 / inclusion for inclusion in selection.inclusion()]
     by_shard: dict[str, Floats] = {}
     for n, (shard, count) in enumerate(zip(selection.shards, selection.counts, strict=True)):
         weight = given[n].astype(np.float64)
