@@ -20,8 +20,8 @@ from actds_studies.regimes.result import Limits, Regimes
 from actds_studies.regimes.run import Asked, compare
 from actds_studies.regimes.strata import MARGIN_EDGES, banded, entropy_edges, fine_bands, strata_of
 from actds_testing.regime_datasets import other_continuations
-from actds_testing.schedules import simulate
-from actds_testing.synthetic import make_dataset
+from actds_testing.schedules import busy_shares, simulate
+from actds_testing.synthetic import make_dataset, make_thinned
 
 HOOK = "resid_post.1"
 
@@ -223,6 +223,55 @@ def test_an_unpaired_reference_is_weighted_to_tokens_and_positions(uncached: Dat
         sums.append({cell: round(n, 4) for cell, n in cells.items() if n})
     assert sums[0] == sums[1]
     assert 0 < told.coverage < 1
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """Return rows of which a quarter is stored in busy steps, in another type."""
+    schedule = simulate(60, 0, cache=False)
+    path = tmp_path_factory.mktemp("drawn") / "acts"
+    shares = busy_shares(schedule)
+    return actds.open(make_thinned(path, schedule, shares, hooks=[HOOK], dtype="float16"))
+
+
+def test_rows_that_were_drawn_count_what_they_represent(uncached: Dataset, drawn: Dataset) -> None:
+    arms = Arm("A", uncached), Arm("B", drawn)
+    rows = read_arm(arms[1], HOOK)
+    inclusion = drawn.tokens(HOOK)["inclusion"].to_numpy()[rows.row]
+    assert rows.represents is not None and rows.represents.tolist() == (1 / inclusion).tolist()
+    assert set(inclusion) == {0.25, 1}
+    found = compare([Asked("B-A", *arms, HOOK, [Numerics()], "token")])
+    (told,) = found.contrasts
+    assert any("the rows of B were drawn" in words for words in told.left_out)
+    value = next(v for v in told.values if v.axis == "all" and v.measure == "relative L2")
+    plan_of, *_ = contrast(*arms, HOOK, pairing="token")
+    a, b = plan_of.first.row[plan_of.pairs[0]], plan_of.second.row[plan_of.pairs[1]]
+    a, b = a.astype(np.int64), b.astype(np.int64)
+    w = 1 / drawn.tokens(HOOK)["inclusion"].to_numpy()[b]
+    x, y = uncached.array(HOOK)[a].astype(float), drawn.array(HOOK)[b].astype(float)
+    away = np.linalg.norm(y - x, axis=1) / np.linalg.norm(x, axis=1)
+    assert len(a) == told.n_pairs and set(w) == {1, 4}
+    assert value.value == pytest.approx(np.average(away, weights=w), rel=1e-5)
+    assert value.value != pytest.approx(away.mean(), rel=1e-5)
+
+
+def test_an_unpaired_reference_is_weighted_to_what_was_drawn_from(
+    uncached: Dataset, drawn: Dataset
+) -> None:
+    arms = Arm("A", uncached), Arm("B", drawn)
+    told, first, second = contrast(*arms, HOOK, pairing="unpaired")
+    inclusion = drawn.tokens(HOOK)["inclusion"].to_numpy()[second.row]
+    mass, sums = [], []
+    for rows, own in ((first, told.first), (second, told.second)):
+        cells: Counter[tuple[int, int]] = Counter()
+        weight = own.layers[0].weight
+        assert weight is not None
+        for token, band, w in zip(rows.token_id, fine_bands(rows.position), weight, strict=True):
+            cells[int(token), int(band)] += float(w)
+        sums.append({cell: round(n, 3) for cell, n in cells.items() if n})
+        mass.append(float(weight.sum()))
+    assert sums[0] == sums[1] and mass[1] > len(second)
+    assert told.coverage == pytest.approx(mass[1] / (1 / inclusion).sum())
 
 
 @pytest.mark.parametrize(("n_both", "n_alone"), [(0, 9), (4, 4), (1, 7), (16, 16), (30, 5)])

@@ -28,8 +28,8 @@ from actds_studies.view import View
 from actds_studies.view import requests as view_requests
 from actds_studies.view.requests import read_probe, read_sae, read_tokenizer, sample
 from actds_testing.places import VECTORS
-from actds_testing.schedules import simulate
-from actds_testing.synthetic import make_dataset
+from actds_testing.schedules import busy_shares, simulate
+from actds_testing.synthetic import make_dataset, make_thinned
 from actds_testing.tiny import write_byte_tokenizer
 
 HOOK = "resid_post.0"
@@ -388,6 +388,17 @@ def test_no_text_of_a_dataset_is_markup(tmp_path: Path) -> None:
     frame = page._repr_html_()
     assert frame.startswith('<iframe sandbox="allow-downloads" srcdoc="') and "<script" not in frame
     assert frame.count('"') == 8
+
+
+def test_a_page_says_that_rows_are_a_sample(tmp_path: Path) -> None:
+    schedule = simulate(20, 3)
+    path = make_thinned(tmp_path / "acts", schedule, busy_shares(schedule))
+    weights = [1 / row["inclusion"] for row in actds.open(path).tokens().to_pylist()]
+    words = (
+        f"{len(weights)} rows drawn with probability 0.25 to 1, which represent about "
+        f"{sum(weights):,.0f}: {sum(weights) ** 2 / sum(w * w for w in weights):,.0f} effective"
+    )
+    assert words in actds.view(path, requests=[0]).html
 
 
 def test_a_request_is_shown_with_its_labels_and_why_it_was_not_served() -> None:

@@ -462,8 +462,8 @@ class PlanSettings(ModelSettings):
     )
     keep: Annotated[str, AfterValidator(_keep)] = Field(
         default="",
-        description="Rules for a share of the rows, as in actds write: how many rows they give, and "
-        "how precise means and rates are",
+        description="Rules for a share of the rows, as in actds write: how many rows they give, "
+        "and how precise means and rates are",
         json_schema_extra={"metavar": "RULES"},
     )
     stall: Annotated[float, Field(ge=0)] = Field(

@@ -185,7 +185,7 @@ def arms(contrast: ContrastResult) -> str:
         else "unpaired, as they are",
     }[contrast.pairing]
     covered = percent(contrast.coverage)
-    left_out = "".join(f" Strata that are not formed: {words}." for words in contrast.left_out)
+    left_out = "".join(f" Not formed, or not weighted: {words}." for words in contrast.left_out)
     return (
         f"{contrast.name} at {contrast.hook}: {how}; {covered} of {contrast.second.name}'s rows "
         f"compared, {counted(contrast.n_groups, 'group')} of requests. What differs is "

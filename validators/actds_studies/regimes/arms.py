@@ -196,6 +196,7 @@ class ArmRows:
         kernel_mode: place in `KERNEL_MODES` ``(n,)``, -1 unknown.
         role: place in ``ROLES`` ``(n,)``, -1 unknown.
         sampled: what was sampled after them; None of a dataset that does not record it.
+        represents: rows that each was drawn from, 1 / inclusion ``(n,)``; None where all are 1.
         n_repeats: rows left out because an earlier one has the same prefix.
         n_decode: rows that decode steps computed; None where the phase of one is not known.
         repeats: numbers of rows ``(n,)``, and of others with the same prefix that were left out:
@@ -213,6 +214,7 @@ class ArmRows:
     role: Whole
     requests: Requests
     sampled: Sampled | None = None
+    represents: npt.NDArray[np.float32] | None = None
     n_apart: dict[str, int] = field(default_factory=dict)
     n_repeats: int = 0
     n_decode: int | None = None
@@ -273,9 +275,10 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
     if trained is not None:
         apart[TRAINED] = 0
     is_sampled = dataset.sampled(run=False).num_rows > 0
+    inclusion = dataset.inclusion(chosen.shards)
     parts: dict[str, list[npt.NDArray[Any]]] = defaultdict(list)
     at = 0
-    for shard, count in zip(chosen.shards, chosen.counts, strict=True):
+    for number, (shard, count) in enumerate(zip(chosen.shards, chosen.counts, strict=True)):
         need_known(shard, ("request", "position", "token_id"), f"arm {arm.name}")
         kept = np.arange(shard.n_rows) if count is None else np.flatnonzero(count)
         if trained is not None:
@@ -293,6 +296,8 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
         values["decode_step"] = step
         for name, column in values.items():
             parts[name].append(narrow(column))
+        if inclusion is not None:
+            parts["represents"].append((1 / inclusion[number][kept]).astype(np.float32))
         if is_sampled:
             after = chosen.filter.values.of(shard, _SAMPLED)
             parts[_SAMPLED[0]].append(narrow(_whole(after[_SAMPLED[0]], _SAMPLED[0])[kept]))

@@ -7,6 +7,7 @@ test exchanges; the two arms share them, matched requests in the same one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -315,16 +316,22 @@ def _paired(pairing: Pairing, first: _Placed, second: _Placed, pairs: Pairs, see
         ours, code = first.strata.codes[axis][left], of_axis[right]
         if axis in _OF_TEXT and pairing == "position":
             # Rows that the other text chose would differ from the rest of their own arm as well.
-            known = (ours >= 0) & (code >= 0)
-            codes.append((np.where(known, ours, -1), np.where(known, code, -1)))
+            has_both = (ours >= 0) & (code >= 0)
+            codes.append((np.where(has_both, ours, -1), np.where(has_both, code, -1)))
             continue
         if axis in _UNION_AXES:
             code = np.where(code >= 0, code, ours)
         codes.append((code, code))
     sides, place = [], []
+    # Both rows of a pair have to be drawn: each stands for as many pairs as the product.
+    weights = [_represented(first.rows, left), _represented(second.rows, right)]
+    known = [weight for weight in weights if weight is not None]
+    of_pair = np.prod(known, axis=0).astype(np.float32) if known else None
     for n, (rows, index) in enumerate(((first.rows, left), (second.rows, right))):
         order = np.argsort(rows.row[index], kind="stable")
-        layers = tuple(Layer(code[n][order]) for code in codes)
+        layers = tuple(
+            Layer(code[n][order], None if of_pair is None else of_pair[order]) for code in codes
+        )
         row, token_id, of_pairs = rows.row[index], rows.token_id[index], cluster[order]
         sides.append(Side(row[order], of_pairs, group_of[of_pairs], layers, token_id[order]))
         inverse = np.empty(len(order), left.dtype)
@@ -352,6 +359,11 @@ def _unpaired(first: _Placed, second: _Placed, adjust: bool, seed: int) -> Contr
     nowhere = np.zeros(len(first.rows), np.int64), np.zeros(len(second.rows), np.int64)
     cells = _cells(first.rows, second.rows) if adjust else nowhere
     rng = np.random.Generator(np.random.Philox(seed))
+    ones = np.ones(len(first.rows)), np.ones(len(second.rows))
+    represented = tuple(
+        one if arm.rows.represents is None else arm.rows.represents.astype(np.float64)
+        for one, arm in zip(ones, (first, second), strict=True)
+    )
     layers: tuple[list[Layer], list[Layer]] = ([], [])
     coverage = 1.0
     for axis, code in second.strata.codes.items():
@@ -364,12 +376,13 @@ def _unpaired(first: _Placed, second: _Placed, adjust: bool, seed: int) -> Contr
                 for band in np.unique(code[code >= 0])
             ]
         for codes in bands:
-            pair = _balanced(codes, cells, rng)
-            for side, of_codes, layer in zip(layers, codes, pair, strict=True):
-                side.append(layer if adjust else Layer(of_codes, None, layer.even))
+            pair = _balanced(codes, cells, represented, rng)
+            for n, (side, layer) in enumerate(zip(layers, pair, strict=True)):
+                of_arm = (first, second)[n].rows.represents
+                side.append(layer if adjust else Layer(codes[n], of_arm, layer.even))
             if axis == ALL and adjust:
                 assert pair[1].weight is not None
-                coverage = float(pair[1].weight.mean())
+                coverage = float(pair[1].weight.sum() / represented[1].sum())
     sides = [
         Side(arm.rows.row, arm.cluster, group_of[arm.cluster], tuple(made), arm.rows.token_id)
         for arm, made in zip((first, second), layers, strict=True)
@@ -386,6 +399,10 @@ def _unpaired(first: _Placed, second: _Placed, adjust: bool, seed: int) -> Contr
     )
 
 
+def _represented(rows: ArmRows, index: Whole) -> Floats | None:
+    return None if rows.represents is None else rows.represents[index].astype(np.float64)
+
+
 def _cells(first: ArmRows, second: ArmRows) -> tuple[Ints, Ints]:
     keys = [
         position_key(rows.token_id, fine_bands(rows.position)).astype(np.uint64)
@@ -396,12 +413,16 @@ def _cells(first: ArmRows, second: ArmRows) -> tuple[Ints, Ints]:
 
 
 def _balanced(
-    codes: tuple[Whole, Whole], cells: tuple[Ints, Ints], rng: np.random.Generator
+    codes: tuple[Whole, Whole],
+    cells: tuple[Ints, Ints],
+    represented: Sequence[Floats],
+    rng: np.random.Generator,
 ) -> tuple[Layer, Layer]:
     """Return layers in which both arms have the same tokens at the same positions.
 
     A row of the reference weighs (rows of the second arm in its cell) / (rows of the reference in
     it); rows in cells that one arm lacks weigh 0. Even are as many of either arm in each cell.
+    Rows that were drawn count and weigh what they represent, but for the even ones.
     """
     n_cells = 1 + max(int(cell.max(initial=0)) for cell in cells)
     keys = [
@@ -412,9 +433,16 @@ def _balanced(
     place = place.reshape(-1)
     places = place[: len(codes[0])], place[len(codes[0]) :]
     counts = [np.bincount(index, minlength=len(known)).astype(np.float64) for index in places]
+    mass = [
+        np.bincount(index, weight, len(known))
+        for index, weight in zip(places, represented, strict=True)
+    ]
     shared = (counts[0] > 0) & (counts[1] > 0) & (known >= 0)
-    ratio = np.divide(counts[1], counts[0], out=np.zeros(len(known)), where=shared)
-    weights: list[Floats] = [ratio[places[0]], shared[places[1]].astype(np.float64)]
+    ratio = np.divide(mass[1], mass[0], out=np.zeros(len(known)), where=shared)
+    weights: list[Floats] = [
+        ratio[places[0]] * represented[0],
+        shared[places[1]] * represented[1],
+    ]
     least = np.where(shared, np.minimum(*counts), 0).astype(np.int64)
     return tuple(  # type: ignore[return-value]
         Layer(

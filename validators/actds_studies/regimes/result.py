@@ -192,7 +192,7 @@ class ContrastResult(Section):
     n_groups: int = Field(ge=0)
     coverage: Share = Field(description="share of the second arm's rows that are compared")
     left_out: list[str] = Field(
-        default_factory=list, description="strata that are not formed, and why"
+        default_factory=list, description="what is not formed or not weighted, and why"
     )
     first: ArmResult
     second: ArmResult

@@ -51,7 +51,16 @@ from actds_studies.regimes.result import (
     StudyResult,
     Value,
 )
-from actds_studies.regimes.strata import COUNT, Part, RowReader, Side, Stratum, Sums, blocks_of
+from actds_studies.regimes.strata import (
+    COUNT,
+    Layer,
+    Part,
+    RowReader,
+    Side,
+    Stratum,
+    Sums,
+    blocks_of,
+)
 from actds_validators.arrays import Bools, Floats, Ints, Rows, Whole
 
 N_SAMPLE = 4096
@@ -336,7 +345,10 @@ def _pair_pass(
     kept = _some_pairs(plan)
     left, other = plan.pairs[0][kept], plan.pairs[1][kept]
     side = plan.first
-    layers = tuple(type(layer)(layer.stratum[left], None) for layer in side.layers)
+    layers = tuple(
+        Layer(layer.stratum[left], None if layer.weight is None else layer.weight[left])
+        for layer in side.layers
+    )
     token_id = None if side.token_id is None else side.token_id[left]
     paired = Side(side.row[left], side.cluster[left], side.group[left], layers, token_id)
     partner = plan.second.row[other]
@@ -396,13 +408,25 @@ def _judged(
     return measured
 
 
+_UNWEIGHTED = (
+    "and count 1 / inclusion (a pair the product). Not so weighted: quantiles of distances, the "
+    "floor, features that fire in one arm only, and a prefix that several requests computed, of "
+    "which the first stored row counts"
+)
+
+
 def _left_out(
     plan: Contrast, entropies: Entropies | None, arms: Mapping[str, ArmRows]
 ) -> list[str]:
-    """Return which strata are not formed for want of entropies, and of which arm."""
+    """Return what is not weighted, and which strata are not formed for want of entropies."""
+    notes = [
+        f"the rows of {name} were drawn, {_UNWEIGHTED}"
+        for name, rows in arms.items()
+        if rows.represents is not None
+    ]
     has_axis = any(stratum.axis == "entropy" for stratum in plan.strata)
     if has_axis or not any(rows.sampled is not None for rows in arms.values()):
-        return []
+        return notes
     shares = []
     for name, rows in arms.items():
         known = "none"
@@ -413,9 +437,10 @@ def _left_out(
     if entropies is not None:
         more = f"the model's folder gives no others: {entropies.lacks}"
     return [
+        *notes,
         "entropy and margin: the model's distribution over the next token is known after "
         f"{' and '.join(shares)}. A harvest with --entropy records it where the model sampled, and "
-        f"{more}. Bands of so different rows would not mean the same"
+        f"{more}. Bands of so different rows would not mean the same",
     ]
 
 

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -148,9 +148,9 @@ def _weights(selection: Selection) -> Floats:
 
     Without weights of the arm's that of what it was drawn from.
     """
-    given: Sequence[npt.NDArray[np.floating[Any]]] = selection.weights() or [
-        1 / inclusion for inclusion in selection.inclusion()
-    ]
+    given: Sequence[npt.NDArray[np.floating]] | None = selection.weights()
+    if given is None:
+        given = [1 / inclusion for inclusion in selection.inclusion()]
     by_shard: dict[str, Floats] = {}
     for n, (shard, count) in enumerate(zip(selection.shards, selection.counts, strict=True)):
         weight = given[n].astype(np.float64)

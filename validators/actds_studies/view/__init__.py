@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from actds.dataset.fates import NEVER, WATERFALL
+from actds.dataset.info import sample_of_run
 from actds.errors import ActdsError, not_installed
 from actds.explore.dataset import Dataset, open_apart
 from actds.explore.requests import Tokenizer
@@ -138,6 +139,12 @@ def _hooks_part(dataset: Dataset, stats: dict[str, Stats]) -> Part:
     lead = f"Rows by phase: {by_phase or 'none'}. Stored: {format_nbytes(stored)}."
     if not stats:
         lead += " Moments of all rows: actds view --stats."
+    for run in dataset.runs:
+        if (sample := sample_of_run(dataset.catalog, run)) is not None:
+            lead += (
+                f" Run {run} is a sample: {sample}, if each has the weight 1 / inclusion, as in "
+            )
+            lead += "moments; norms by position that are read from rows count them alike."
     return Part("hooks", "Hooks", Sentence(lead), tables)
 
 
