@@ -102,5 +102,5 @@ def _spans(spans: pd.DataFrame, gone: pd.DataFrame, rows: pd.DataFrame) -> pd.Da
     lines["disposition"] = np.where(lines["lost"], "dropped", "captured")
     lines["reason"] = np.where(lines["lost"], "queue_full", None)
     lines["ref_request"] = None
-    made = pd.concat([spans[~mine], lines[spans.columns]])
+    made = pd.concat([spans[~mine], lines.reindex(columns=spans.columns)])
     return made.sort_values(["request", "start"])

@@ -135,7 +135,7 @@ def sample(catalog: Catalog, sources: Sequence[data.RunSource]) -> Sample | None
         n_thinned=n_thinned,
         n_dropped=n_dropped,
         effective_rows=widest.effective if widest else 0.0,
-        hooks=[_hook(hook, sums, n_values) for hook, sums in total.items()],
+        hooks=[hook_of(hook, sums, n_values) for hook, sums in total.items()],
         readouts=_check([draws[s.run] for s in sources if s.run in draws], sources),
         lane=_lane(lane, designs[0].minimum) if n_dropped else None,
     )
@@ -185,7 +185,7 @@ def _read_shard(
     return sums, rows
 
 
-def _hook(name: str, sums: SampleSums, n_values: int) -> SampleHook:
+def hook_of(name: str, sums: SampleSums, n_values: int) -> SampleHook:
     """Return the widest interval, and the mean of stored rows that may be the farthest off."""
     mean, sd = sums.mean(), sums.sd
     low, high = mean.interval(CONFIDENCE, n_values)
