@@ -274,6 +274,16 @@ def test_what_the_draw_says_is_so_in_runs_of_known_truth(case: str, kind: str) -
     assert sum(holds for _, holds, _ in runs) >= 17
 
 
+def test_a_run_of_which_nothing_was_drawn_does_not_pass() -> None:
+    account = Accounting(
+        positions=100, computed=100, captured=0, thinned=100, cache_ref=0, dropped=0, aborted=0,
+        filtered=0, recomputed=0, unresolved=0, requests=1, steps=1, loss_share=0, waterfall=[],
+        findings=[],
+    )  # fmt: skip
+    verdict = judge(Evidence(account), Limits())
+    assert (verdict.level, verdict.kind) == ("INCONCLUSIVE", "too-little-evidence")
+
+
 # a drop policy with a lane -------------------------------------------------------------------
 
 
