@@ -15,6 +15,7 @@ from actds.format.inclusion import Design, salt_of, uniform
 from actds.format.readouts import Readouts
 from actds.publish.sealing import seal
 from actds.store import open_store
+from actds_testing.calibration import drawn
 from actds_testing.forged_draws import detected
 from actds_testing.schedules import Schedule, simulate, thinned
 from actds_testing.synthetic import make_dataset
@@ -260,6 +261,27 @@ def test_every_forged_row_is_noted() -> None:
     """Rows too many, too few, of other probabilities and of another salt, in all tables alike."""
     made, noted = detected(100, seed=7)
     assert made == noted and len(made) == 5 and made.total() == 100
+
+
+# the short version of the calibration ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(("case", "kind"), [("thinned", "by-design"), ("followed_up", "biased")])
+def test_what_the_draw_says_is_so_in_runs_of_known_truth(case: str, kind: str) -> None:
+    """Of 20 seeds 5 % miss: 4 or more with a probability of 1.6 in 100."""
+    runs = [getattr(drawn, case)(seed) for seed in range(20)]
+    assert sum(verdict.kind == kind for verdict, _, _ in runs) >= 19
+    assert sum(holds for _, holds, _ in runs) >= 17
+
+
+def test_a_run_of_which_nothing_was_drawn_does_not_pass() -> None:
+    account = Accounting(
+        positions=100, computed=100, captured=0, thinned=100, cache_ref=0, dropped=0, aborted=0,
+        filtered=0, recomputed=0, unresolved=0, requests=1, steps=1, loss_share=0, waterfall=[],
+        findings=[],
+    )  # fmt: skip
+    verdict = judge(Evidence(account), Limits())
+    assert (verdict.level, verdict.kind) == ("INCONCLUSIVE", "too-little-evidence")
 
 
 # a drop policy with a lane -------------------------------------------------------------------

@@ -203,9 +203,9 @@ def follow_up(catalog: Catalog, place: str) -> FollowUp:
         got = "no hook of the dataset" if not hooks else "no row of a position that lacks one"
         raise _unusable(place, got, "rows of lost positions, at hooks that the dataset has")
     n_missing = sum(positions.n_keys for positions in owed.values())
-    compared = _Compared(n_missing, design.fraction, sum(d + 1 for d in hooks.values()))
+    compared = Compared(n_missing, design.fraction, sum(d + 1 for d in hooks.values()))
     stored = _stored(catalog, list(hooks))
-    again, apart = _Sums.of_each(hooks), _Sums.of_each(hooks)
+    again, apart = Sums.of_each(hooks), Sums.of_each(hooks)
     for hook, cluster, row, rows in _rows(replay, list(hooks), lost):
         again[hook].add(cluster, row, rows)
     for hook, cluster, row, rows in _differences(catalog, replay, list(hooks), shared):
@@ -275,12 +275,16 @@ def _pairs(
 
 
 @dataclass
-class _Moments:
+class Moments:
     """Sums over all rows of a hook: of each channel and of the norm, ``(d + 1,)``, finite rows."""
 
     n: int
     total: Floats
     squares: Floats
+
+    @classmethod
+    def empty(cls, d_model: int) -> Moments:
+        return cls(0, np.zeros(d_model + 1), np.zeros(d_model + 1))
 
     def add(self, rows: Floats) -> None:
         rows = rows[np.isfinite(rows).all(axis=1)]
@@ -288,14 +292,14 @@ class _Moments:
         self.total += rows.sum(axis=0)
         self.squares += (rows**2).sum(axis=0)
 
-    def merge(self, other: _Moments) -> None:
+    def merge(self, other: Moments) -> None:
         self.n += other.n
         self.total += other.total
         self.squares += other.squares
 
 
 @dataclass
-class _Sums:
+class Sums:
     """The same by cluster of drawn requests, ``(MAX_CLUSTERS,)`` and ``(MAX_CLUSTERS, d + 1)``."""
 
     n: Floats
@@ -303,7 +307,7 @@ class _Sums:
     squares: Floats
 
     @classmethod
-    def of_each(cls, hooks: dict[str, int]) -> dict[str, _Sums]:
+    def of_each(cls, hooks: dict[str, int]) -> dict[str, Sums]:
         k = MAX_CLUSTERS
         return {
             hook: cls(np.zeros(k), np.zeros((k, d + 1)), np.zeros(d + 1))
@@ -334,29 +338,25 @@ def values_of(bits: np.ndarray, dtype: str) -> Floats:
     return np.concatenate([rows, np.linalg.norm(rows, axis=1, keepdims=True)], axis=1)
 
 
-def _stored(catalog: Catalog, hooks: Sequence[str]) -> dict[str, _Moments]:
+def _stored(catalog: Catalog, hooks: Sequence[str]) -> dict[str, Moments]:
     """Return the sums over all stored rows of each hook."""
     d_model = {hook.name: hook.d_model for hook in catalog.genesis.hooks}
 
-    def of_shard(shard: Shard) -> dict[str, _Moments]:
+    def of_shard(shard: Shard) -> dict[str, Moments]:
         parts = {}
         for hook in set(hooks) & set(shard.hooks):
-            parts[hook] = _empty(d_model[hook])
+            parts[hook] = Moments.empty(d_model[hook])
             with shard.array(hook) as reader:
                 for start, stop in pairwise([*range(0, shard.n_rows, BLOCK), shard.n_rows]):
                     parts[hook].add(values_of(reader.read(start, stop), reader.dtype))
         return parts
 
-    total = {hook: _empty(d_model[hook]) for hook in hooks}
+    total = {hook: Moments.empty(d_model[hook]) for hook in hooks}
     shards = [shard for run in catalog.runs_with_data for shard in catalog.shards_of(run)]
     for parts in Threads(N_THREADS).map(of_shard, shards):
         for hook, part in parts.items():
             total[hook].merge(part)
     return total
-
-
-def _empty(d_model: int) -> _Moments:
-    return _Moments(0, np.zeros(d_model + 1), np.zeros(d_model + 1))
 
 
 def _read(
@@ -419,7 +419,7 @@ def _all(parts: Iterator[tuple[str, Ints, Floats]], n: int) -> Floats | None:
 
 
 @dataclass(frozen=True)
-class _Compared:
+class Compared:
     """How means of lost and stored rows are compared.
 
     Args:
@@ -431,7 +431,7 @@ class _Compared:
     fraction: float
     n_values: int
 
-    def hook(self, name: str, stored: _Moments, again: _Sums, apart: _Sums) -> FollowUpHook:
+    def hook(self, name: str, stored: Moments, again: Sums, apart: Sums) -> FollowUpHook:
         """Return the mean that may be the farthest off, of the channels of a hook and the norm."""
         sample = again.mean(self.fraction)
         if sample is None:

@@ -367,6 +367,10 @@ def _queues(audited: Audited) -> Place:
     none = "no computed row was dropped"
     facts: dict[str, Any] = {"limit": f"{audited.limit_of_share()}; else tests and equivalence"}
     place = partial(_place, audited, "queues", n, of, "rows")
+    if not n and account.thinned:
+        words = f"{counted(account.thinned, 'row')} not drawn, and none to say what they are like"
+        facts |= {"level": "INCONCLUSIVE", "bias": None, "headline": words}
+        return place(sentence=verdict.sentence, **facts)
     if not n:
         return place(headline=none, sentence=f"{none.capitalize()}.", **facts)
     if audited.level_of(n / of) != "PASS" or verdict.kind == "worst-stratum":

@@ -103,10 +103,12 @@ def sample(catalog: Catalog, sources: Sequence[data.RunSource]) -> Sample | None
     """
     draws = {run: _Draw.of(catalog, run) for run in catalog.runs_with_data}
     designs = [draw.design for draw in draws.values() if draw.design is not None]
+    if not designs:
+        return None
     n_thinned, n_dropped = (
         sum(_not_drawn(source, fate) for source in sources) for fate in ("thinned", "dropped")
     )
-    if not designs or not n_thinned + n_dropped or not catalog.shards:
+    if not n_thinned + n_dropped:
         return None
     d_model = {hook.name: hook.d_model for hook in catalog.genesis.hooks}
     total = {hook: _sums(d + 1) for hook, d in d_model.items()}
@@ -126,16 +128,18 @@ def sample(catalog: Catalog, sources: Sequence[data.RunSource]) -> Sample | None
         for hook, parts in rows.norm.items():
             lane.norm.setdefault(hook, []).extend(parts)
     total = {hook: sums for hook, sums in total.items() if sums.n}
+    if not total:
+        return None
     n_values = sum(d_model[hook] + 1 for hook in total)
-    widest = max(total.values(), key=lambda sums: sums.n, default=None)
+    widest = max(total.values(), key=lambda sums: sums.n)
     return Sample(
         units=sorted({design.unit for design in designs}),
         minimum=min(design.minimum for design in designs),
-        n_stored=widest.n if widest else 0,
+        n_stored=widest.n,
         n_thinned=n_thinned,
         n_dropped=n_dropped,
-        effective_rows=widest.effective if widest else 0.0,
-        hooks=[_hook(hook, sums, n_values) for hook, sums in total.items()],
+        effective_rows=widest.effective,
+        hooks=[hook_of(hook, sums, n_values) for hook, sums in total.items()],
         readouts=_check([draws[s.run] for s in sources if s.run in draws], sources),
         lane=_lane(lane, designs[0].minimum) if n_dropped else None,
     )
@@ -185,7 +189,7 @@ def _read_shard(
     return sums, rows
 
 
-def _hook(name: str, sums: SampleSums, n_values: int) -> SampleHook:
+def hook_of(name: str, sums: SampleSums, n_values: int) -> SampleHook:
     """Return the widest interval, and the mean of stored rows that may be the farthest off."""
     mean, sd = sums.mean(), sums.sd
     low, high = mean.interval(CONFIDENCE, n_values)

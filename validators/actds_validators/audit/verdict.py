@@ -113,6 +113,10 @@ def judge(evidence: Evidence, limits: Limits) -> Verdict:
         verdict = _by_design(verdict, evidence.follow_up, limits)
     if evidence.sample is not None:
         verdict = _by_sample(verdict, evidence, evidence.sample, limits)
+    elif evidence.accounting.thinned and verdict.level == "PASS":
+        words = f"{evidence.accounting.thinned:,} rows were not drawn, and no stored row is finite."
+        few = {"level": "INCONCLUSIVE", "kind": "too-little-evidence", "sentence": words}
+        verdict = verdict.model_copy(update={**few, "lacks": ["a stored row"], "next_steps": []})
     if evidence.sample is None or verdict.kind not in (BY_DESIGN, "biased"):
         verdict = _with_strata(verdict, evidence.missingness, limits)
     steps = [*verdict.next_steps, *on_policies(evidence.policies)]
