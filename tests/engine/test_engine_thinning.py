@@ -20,8 +20,8 @@ from actds_testing.witness import CROWDED, NGRAM, compare, compare_rows, counts,
 pytestmark = pytest.mark.engine
 
 SMALL: dict[str, Any] = {
-    "hooks": "resid_post:all;mlp_in:all;mlp_out:all;attn_out:all", "ring_mib": 1, "staging_mib": 1, "seed": 4,
-    "rows_per_shard": 64,
+    "hooks": "resid_post:all;mlp_in:all;mlp_out:all;attn_out:all", "ring_mib": 1, "staging_mib": 1,
+    "rows_per_shard": 64, "seed": 4,
 }  # fmt: skip
 
 

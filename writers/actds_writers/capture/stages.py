@@ -228,7 +228,8 @@ class Stages:
         if design is not None:
             reserves = link.settings.always is not None
             self._draws = Draws(design, (Reserve if reserves else Thin)(design.minimum))
-            policy = replace(policy, staging_is_full=POLICIES["thin"].staging_is_full)
+            if not (reserves and link.live):  # the engine waits where not even the drawn rows fit
+                policy = replace(policy, staging_is_full=POLICIES["thin"].staging_is_full)
         census = link.connect("census", "worker")
         self._census = Sender(census) if link.live else census
         self._census_lock = threading.Lock()
