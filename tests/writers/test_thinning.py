@@ -153,6 +153,19 @@ def test_served_traffic_is_thinned_and_never_dropped(tmp_path: Path) -> None:
     assert not refused(tmp_path / "acts")
 
 
+@pytest.mark.standard
+def test_served_traffic_does_not_wait_for_a_reserve_that_is_full(tmp_path: Path) -> None:
+    """Half of the rows are more than the ring takes while the writer stands still."""
+    out = tmp_path / "acts"
+    totals = harvest(out, "drop_newest", always=0.5, live=True)
+    assert not refused(out)
+    lost = actds.open(out).spans().filter(pc.field("disposition") == "dropped")
+    assert set(lost["reason"].to_pylist()) == {"queue_full"}
+    assert set(lost["inclusion"].to_pylist()) == {0.5, None}  # None: drawn, and had no room
+    census = totals["census"]
+    assert census["captured"] + census["dropped"] == 120 * N_POSITIONS and not census["thinned"]
+
+
 def test_the_probability_falls_evenly_and_never_below_its_least() -> None:
     thin, minimum = Thin(1 / 64), 1 / 64
     shares = [thin(fill / 100, 0.001) for fill in range(111)]

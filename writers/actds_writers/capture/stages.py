@@ -227,7 +227,8 @@ class Stages:
         self._draws: Draws | None = None
         if design is not None:
             self._draws = Draws(design, controller_of(link.settings, design))
-            if link.settings.reserves:
+            always = link.settings.always is not None
+            if link.settings.reserves and not (always and link.live):
                 policy = replace(policy, staging_is_full=POLICIES["thin"].staging_is_full)
         census = link.connect("census", "worker")
         self._census = Sender(census) if link.live else census
