@@ -20,7 +20,7 @@ from actds_testing import harvest as h
 from actds_testing.simulate import SCENARIOS, simulate, write_dataset
 from actds_testing.synthetic_engine import Stalled
 from actds_testing.tiny import make_random_model
-from actds_validators.audit.follow_up import Compared, Moments, Sums
+from actds_validators.audit.follow_up import ClusterSums, Compared, StoredSums
 from actds_validators.audit.missingness import bound
 from actds_validators.audit.result import (
     Accounting,
@@ -159,9 +159,9 @@ def test_a_whole_follow_up_that_lacks_rows_asks_for_no_larger_one() -> None:
 def test_one_request_says_nothing_of_others() -> None:
     hooks, one = {"resid_post.1": 2}, np.zeros(3, np.int64)
     rows = np.arange(9.0).reshape(3, 3)
-    sums = Sums.of_each(hooks)["resid_post.1"]
+    sums = ClusterSums.of_each(hooks)["resid_post.1"]
     sums.add(one, np.arange(3), rows)
-    stored = Moments(3, rows.sum(axis=0), (rows**2).sum(axis=0))
+    stored = StoredSums(3, rows.sum(axis=0), (rows**2).sum(axis=0))
     with pytest.raises(ActdsError, match=r"E009 follow_up: .*lost rows of one request"):
         Compared(3, 0.5, 3).hook("resid_post.1", stored, sums, sums)
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from actds.format.inclusion import Design, Unit, is_drawn, salt_of, uniform
-from actds_validators.audit.follow_up import Compared, Moments, Sums
+from actds_validators.audit.follow_up import ClusterSums, Compared, StoredSums
 from actds_validators.audit.result import Accounting, FollowUp, Limits, Sample, Verdict
 from actds_validators.audit.sample import hook_of
 from actds_validators.audit.verdict import Evidence, judge
@@ -143,11 +143,11 @@ def followed_up(seed: int, fraction: float = 0.2) -> tuple[Verdict, bool, float]
     run = Run.of(seed)
     rng = np.random.default_rng(seed)
     lost = rng.random(len(run.request)) < 0.02 * np.exp(1.2 * run.hardness[run.request] - 0.72)
-    stored, n_lost, d = Moments.empty(len(VARIABLES) - 1), int(lost.sum()), len(VARIABLES)
+    stored, n_lost, d = StoredSums.empty(len(VARIABLES) - 1), int(lost.sum()), len(VARIABLES)
     stored.add(run.values[~lost])
     requests = np.unique(run.request[lost])
     drawn = requests[is_drawn(seed, "d", "r", requests, fraction)]
-    sums = {name: Sums.of_each({"h": d - 1})["h"] for name in ("again", "apart")}
+    sums = {name: ClusterSums.of_each({"h": d - 1})["h"] for name in ("again", "apart")}
     at = np.flatnonzero(lost & np.isin(run.request, drawn))
     sums["again"].add(run.request[at] % 1024, np.arange(len(at)), run.values[at])
     hook = Compared(n_lost, fraction, d).hook("h", stored, sums["again"], sums["apart"])

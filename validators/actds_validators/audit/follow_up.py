@@ -205,7 +205,7 @@ def follow_up(catalog: Catalog, place: str) -> FollowUp:
     n_missing = sum(positions.n_keys for positions in owed.values())
     compared = Compared(n_missing, design.fraction, sum(d + 1 for d in hooks.values()))
     stored = _stored(catalog, list(hooks))
-    again, apart = Sums.of_each(hooks), Sums.of_each(hooks)
+    again, apart = ClusterSums.of_each(hooks), ClusterSums.of_each(hooks)
     for hook, cluster, row, rows in _rows(replay, list(hooks), lost):
         again[hook].add(cluster, row, rows)
     for hook, cluster, row, rows in _differences(catalog, replay, list(hooks), shared):
@@ -275,7 +275,7 @@ def _pairs(
 
 
 @dataclass
-class Moments:
+class StoredSums:
     """Sums over all rows of a hook: of each channel and of the norm, ``(d + 1,)``, finite rows."""
 
     n: int
@@ -283,7 +283,7 @@ class Moments:
     squares: Floats
 
     @classmethod
-    def empty(cls, d_model: int) -> Moments:
+    def empty(cls, d_model: int) -> StoredSums:
         return cls(0, np.zeros(d_model + 1), np.zeros(d_model + 1))
 
     def add(self, rows: Floats) -> None:
@@ -292,14 +292,14 @@ class Moments:
         self.total += rows.sum(axis=0)
         self.squares += (rows**2).sum(axis=0)
 
-    def merge(self, other: Moments) -> None:
+    def merge(self, other: StoredSums) -> None:
         self.n += other.n
         self.total += other.total
         self.squares += other.squares
 
 
 @dataclass
-class Sums:
+class ClusterSums:
     """The same by cluster of drawn requests, ``(MAX_CLUSTERS,)`` and ``(MAX_CLUSTERS, d + 1)``."""
 
     n: Floats
@@ -307,7 +307,7 @@ class Sums:
     squares: Floats
 
     @classmethod
-    def of_each(cls, hooks: dict[str, int]) -> dict[str, Sums]:
+    def of_each(cls, hooks: dict[str, int]) -> dict[str, ClusterSums]:
         k = MAX_CLUSTERS
         return {
             hook: cls(np.zeros(k), np.zeros((k, d + 1)), np.zeros(d + 1))
@@ -338,20 +338,20 @@ def values_of(bits: np.ndarray, dtype: str) -> Floats:
     return np.concatenate([rows, np.linalg.norm(rows, axis=1, keepdims=True)], axis=1)
 
 
-def _stored(catalog: Catalog, hooks: Sequence[str]) -> dict[str, Moments]:
+def _stored(catalog: Catalog, hooks: Sequence[str]) -> dict[str, StoredSums]:
     """Return the sums over all stored rows of each hook."""
     d_model = {hook.name: hook.d_model for hook in catalog.genesis.hooks}
 
-    def of_shard(shard: Shard) -> dict[str, Moments]:
+    def of_shard(shard: Shard) -> dict[str, StoredSums]:
         parts = {}
         for hook in set(hooks) & set(shard.hooks):
-            parts[hook] = Moments.empty(d_model[hook])
+            parts[hook] = StoredSums.empty(d_model[hook])
             with shard.array(hook) as reader:
                 for start, stop in pairwise([*range(0, shard.n_rows, BLOCK), shard.n_rows]):
                     parts[hook].add(values_of(reader.read(start, stop), reader.dtype))
         return parts
 
-    total = {hook: Moments.empty(d_model[hook]) for hook in hooks}
+    total = {hook: StoredSums.empty(d_model[hook]) for hook in hooks}
     shards = [shard for run in catalog.runs_with_data for shard in catalog.shards_of(run)]
     for parts in Threads(N_THREADS).map(of_shard, shards):
         for hook, part in parts.items():
@@ -431,7 +431,9 @@ class Compared:
     fraction: float
     n_values: int
 
-    def hook(self, name: str, stored: Moments, again: Sums, apart: Sums) -> FollowUpHook:
+    def hook(
+        self, name: str, stored: StoredSums, again: ClusterSums, apart: ClusterSums
+    ) -> FollowUpHook:
         """Return the mean that may be the farthest off, of the channels of a hook and the norm."""
         sample = again.mean(self.fraction)
         if sample is None:
