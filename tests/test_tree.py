@@ -29,9 +29,9 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 76_500,
-    "modules": 228,
-    "modules with one importer": 40,
+    "shipped lines": 80_100,
+    "modules": 232,
+    "modules with one importer": 41,
     "arguments of one function": 15,
     "fmt: skip": 10,
     "public classes of one name in one package": 11,
