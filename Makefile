@@ -157,9 +157,10 @@ lint: $(STAMP) ## ruff, ruff format, mypy strict, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy benchmarks examples --exclude '^examples/(regimes|stability)/'
+	$(BIN)/mypy benchmarks examples --exclude '^examples/(regimes|stability|thinning)/'
 	$(BIN)/mypy examples/regimes
 	$(BIN)/mypy examples/stability
+	$(BIN)/mypy examples/thinning
 	$(BIN)/lint-imports
 
 # The variable hides a notice at every build: mkdocs-material is kept until May 2027, then Zensical.
