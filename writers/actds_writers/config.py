@@ -146,8 +146,8 @@ class HarvestSettings(Settings):
     always: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
         description="With --overflow drop_newest: store this share of the rows of the dropped "
-        "steps, too, by hash, in a reserve of the ring. When that is full the engine waits, and one "
-        "that serves traffic drops them as well",
+        "steps, too, by hash, in a reserve of the ring. When that is full the engine waits; one "
+        "that serves traffic drops these rows, too",
         json_schema_extra={"metavar": "F"},
     )
     ring_mib: Annotated[int, Field(ge=1)] = Field(
