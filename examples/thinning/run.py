@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,16 +60,12 @@ BEGIN, END = "<!-- begin: figures -->\n\n", "\n\n<!-- end: figures -->"
 N_FEATURES, K, BATCH, STEPS = 256, 8, 512, 400
 
 
-def arguments() -> argparse.Namespace:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path("build/thinning"), help="datasets")
     parser.add_argument("--share", type=float, default=0.9, help="disk over plain writing")
-    return parser.parse_args()
-
-
-def main() -> int:
-    args = arguments()
+    args = parser.parse_args()
     if why := unavailable():
         print(f"The experiment cannot run here: {why}.", file=sys.stderr)
         return 2
@@ -286,7 +281,7 @@ def train(rows: Rows, seed: int) -> Weights:
         wanted = (torch.from_numpy(values) - sae["mean"]) / sae["scale"]
         loss = (codes(sae, values) @ sae["decoder"] + sae["bias"] - wanted).square().mean()
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return {name: value.detach() for name, value in sae.items()}
 
@@ -301,8 +296,8 @@ def fvu(sae: Weights, rows: Rows) -> float:
 
 def feature_rates(sae: Weights, rows: Rows, weight: np.ndarray) -> np.ndarray:
     """Return the share of rows in which each feature is active, weighted."""
-    active: np.ndarray = (codes(sae, rows.values) > 0).numpy()
-    return np.average(active, axis=0, weights=weight)
+    active = (codes(sae, rows.values) > 0).numpy()
+    return np.asarray(np.average(active, axis=0, weights=weight))
 
 
 # ---- the page
@@ -321,13 +316,12 @@ def summary(found: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, 
         for kind in ("naive", "weighted"):
             off = np.array([line[f"{kind} means"] for line in lines])
             figures[f"{kind} means"] = spread(np.sqrt((off**2).mean(axis=1)).tolist())
-            figures[f"{kind} means, mean of the seeds"] = float(
-                np.sqrt((off.mean(axis=0) ** 2).mean())
-            )
+            bias = np.sqrt((off.mean(axis=0) ** 2).mean())
+            figures[f"{kind} means, mean of the seeds"] = float(bias)
         return figures
 
     return {
-        "machine": machine(), "seeds": len(found), "share": args.share,
+        "load": os.getloadavg()[0], "seeds": len(found), "share": args.share,
         "rate": spread([one["rate"] for one in found]),
         "speed": {name: spread([one["speed"][name] for one in found]) for name in ARMS},
         "bytes": {kind: spread([one["bytes"][kind] for one in found])
@@ -342,43 +336,26 @@ def spread(values: list[float]) -> list[float]:
     return [float(np.mean(values)), float(error)]
 
 
-def machine() -> str:
-    """Return the machine in a few words, without its name."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return f"{os.cpu_count()} cores of {cpu}; load averages {os.getloadavg()[0]:.1f} at the end"
-
-
-COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "rows, of the whole set": lambda a: percent(a["rows"]),
-    "of plain": lambda a: percent(a["rows of plain"]),
-    "of coarse": lambda a: percent(a["rows of coarse"]),
-    "effective rows": lambda a: percent(a["effective"]),
-    "means, naive": lambda a: plus(a["naive means"], 3),
-    "means, weighted": lambda a: plus(a["weighted means"], 3),
-    "of the mean over seeds, weighted": lambda a: f"{a['weighted means, mean of the seeds']:.3f}",
-    "rates, naive": lambda a: plus(a["naive rates"], 3),
-    "rates, weighted": lambda a: plus(a["weighted rates"], 3),
-    "FVU": lambda a: plus(a["fvu"], 4),
-    "FVU of plain": lambda a: plus(a["fvu of plain"], 4),
-    "FVU of coarse": lambda a: plus(a["fvu of coarse"], 4),
-}
-
-
-def plus(value: list[float], digits: int) -> str:
-    return f"{value[0]:.{digits}f} ± {value[1]:.{digits}f}"
-
-
-def percent(value: list[float]) -> str:
-    return f"{value[0]:.1%}"
-
-
 def table(figures: dict[str, Any]) -> str:
     """Return the table of the page."""
     arms = figures["arms"]
     lines = [["what", *arms], ["---", *(["---:"] * len(arms))]]
-    lines += [[what, *map(cell, arms.values())] for what, cell in COLUMNS.items()]
+    for what, (field, kind) in COLUMNS.items():
+        values = [np.atleast_1d(arm[field]) for arm in arms.values()]
+        lines.append([what, *(FORMATS[kind].format(*value) for value in values)])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+FORMATS = {"%": "{0:.1%}", "3": "{0:.3f}", "±": "{0:.3f} ± {1:.3f}"}
+COLUMNS = {
+    "rows, of the whole set": ("rows", "%"), "of plain": ("rows of plain", "%"),
+    "of coarse": ("rows of coarse", "%"), "effective rows": ("effective", "%"),
+    "means, naive": ("naive means", "±"), "means, weighted": ("weighted means", "±"),
+    "of the mean over seeds, weighted": ("weighted means, mean of the seeds", "3"),
+    "rates, naive": ("naive rates", "±"), "rates, weighted": ("weighted rates", "±"),
+    "FVU": ("fvu", "±"), "FVU of plain": ("fvu of plain", "±"),
+    "FVU of coarse": ("fvu of coarse", "±"),
+}  # fmt: skip
 
 
 if __name__ == "__main__":
