@@ -575,10 +575,10 @@ def _losses(rules: LossRules, run: str, accounted: Catalog | None) -> Iterator[F
     ``accounted`` is None where the positions of the run were not accounted for.
     """
     limits = ("max_dropped", "max_aborted", "max_filtered", "max_thinned", "min_effective")
-    limited = [limit for limit in limits if getattr(rules, limit) is not None]
-    names = [limit.removeprefix("max_") for limit in limited if limit != "min_effective"]
+    used = [limit for limit in limits if getattr(rules, limit) is not None]
+    names = [limit.removeprefix("max_") for limit in used if limit != "min_effective"]
     if accounted is None:
-        yield from (_not_accounted(f"losses.{limit}", run) for limit in limited)
+        yield from (_not_accounted(f"losses.{limit}", run) for limit in used)
         return
     if rules.min_effective is not None and (sample := sample_of_run(accounted, run)) is not None:
         part = sample.effective_rows / sample.n_rows

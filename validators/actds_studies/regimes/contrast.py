@@ -361,8 +361,8 @@ def _unpaired(first: _Placed, second: _Placed, adjust: bool, seed: int) -> Contr
     rng = np.random.Generator(np.random.Philox(seed))
     ones = np.ones(len(first.rows)), np.ones(len(second.rows))
     represented = tuple(
-        equal if arm.rows.represents is None else arm.rows.represents.astype(np.float64)
-        for equal, arm in zip(ones, (first, second), strict=True)
+        same if arm.rows.represents is None else arm.rows.represents.astype(np.float64)
+        for same, arm in zip(ones, (first, second), strict=True)
     )
     layers: tuple[list[Layer], list[Layer]] = ([], [])
     coverage = 1.0
