@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from bench_run import Producer, cpu_s
 
@@ -59,7 +60,7 @@ def run(out: Path, share: float | None, options: argparse.Namespace) -> dict[str
         HookSpec(f"resid_post.{i}", "resid_post", i, options.d_model, "bfloat16")
         for i in range(options.hooks)
     )
-    of_draw = {} if share is None else {"thin_min": share}
+    of_draw: dict[str, Any] = {} if share is None else {"thin_min": share}
     pipeline = pipeline_for(
         out, "block" if share is None else "thin", readouts=Readouts(8, 0), lane_nbytes=32 << 20,
         hooks=hooks, ring_nbytes=64 << 20, rows_per_shard=8192, **of_draw,
