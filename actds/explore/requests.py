@@ -47,12 +47,12 @@ class Opened(Protocol):
     def shards_of(self, hook: str) -> list[Shard]: ...
 
 
-def covered(catalog: Catalog, run: str) -> Intervals:
+def covered(catalog: Catalog, run: str, fate: str = "captured") -> Intervals:
     """Return the positions of a run that have a row, their own or that of a prefix-cache hit.
 
     Spec: 0.1 sections 7.2 and 7.4.
     """
-    start, _, length = rows_of_positions(catalog, run)
+    start, _, length = rows_of_positions(catalog, run, fate)
     return union(start, start + length)
 
 
@@ -60,19 +60,26 @@ def lacking(catalog: Catalog, run: str) -> Intervals:
     """Return the positions of a run that ought to have a row, and have none.
 
     These were computed and lost, or served from a prefix cache or from KV from outside without a
-    stored row of them. Positions that a rule left out, or that were never computed, are not.
+    stored row of them. Positions that a rule left out, that were not drawn or never computed, are
+    not.
 
-    Spec: 0.1 sections 7.2 and 7.4.
+    Spec: 0.1 sections 7.2, 7.4 and 7.10.
     """
     spans = catalog.table("spans", run)
     lost = pc.and_(pc.is_in(spans["disposition"], _LOST), pc.is_valid(spans["step"]))
     owed = spans.filter(pc.or_(lost, pc.equal(spans["disposition"], "cache_ref")))
     start = _keys(owed, "request")
-    return difference(union(start, start + _lengths(owed)), covered(catalog, run))
+    missing = difference(union(start, start + _lengths(owed)), covered(catalog, run))
+    not_drawn = covered(catalog, run, "thinned")
+    return difference(missing, not_drawn) if len(not_drawn) else missing
 
 
-def rows_of_positions(catalog: Catalog, run: str) -> tuple[Keys, Keys, Keys]:
+def rows_of_positions(
+    catalog: Catalog, run: str, fate: str = "captured"
+) -> tuple[Keys, Keys, Keys]:
     """Return ranges of positions that have a row, and where these rows are, ``(n,)`` each.
+
+    Of another ``fate`` than ``captured``, where the row would be.
 
     Returns:
         The first position of each range, that of its rows, and its length: the two differ for
@@ -80,7 +87,7 @@ def rows_of_positions(catalog: Catalog, run: str) -> tuple[Keys, Keys, Keys]:
     """
     spans = catalog.table("spans", run)
     kinds = spans["disposition"]
-    captured_spans = spans.filter(pc.equal(kinds, "captured"))
+    captured_spans = spans.filter(pc.equal(kinds, fate))
     hits = spans.filter(pc.and_(pc.equal(kinds, "cache_ref"), pc.is_valid(spans["ref_request"])))
     start = np.concatenate([_keys(captured_spans, "request"), _keys(hits, "request")])
     rows = np.concatenate([_keys(captured_spans, "request"), _keys(hits, "ref_request")])

@@ -13,11 +13,15 @@ from click.testing import CliRunner
 
 import actds
 from actds.cli import cli
+from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
-from actds.explore.requests import token_sequences
+from actds.explore.requests import lacking, token_sequences
 from actds.format.inclusion import is_drawn, salt_of, uniform
+from actds.store.local import LocalStore
 from actds_testing import harvest as h
+from actds_testing import schedules
 from actds_testing.simulate import SCENARIOS, simulate, write_dataset
+from actds_testing.synthetic import make_thinned
 from actds_testing.synthetic_engine import Stalled
 from actds_testing.tiny import make_random_model
 from actds_validators.audit.follow_up import ClusterSums, Compared, StoredSums
@@ -286,6 +290,25 @@ def test_a_row_that_was_not_drawn_counts_once(tmp_path: Path) -> None:
         for _, rows in loader:
             assert (rows["weight"] == 1).all()
         assert loader.config["weights"] == "1 / inclusion"
+
+
+def test_what_was_not_drawn_is_no_loss_that_a_replay_makes_up_for(tmp_path: Path) -> None:
+    schedule = schedules.simulate(4, seed=166, drops=True, budget=16)
+    shares = dict.fromkeys(schedule.steps["step"].to_pylist(), 0.5)
+    path = make_thinned(tmp_path / "acts", schedule, shares)
+    catalog = Catalog.read(LocalStore(path))
+    (run,) = catalog.runs
+    lost = sum(d["stop"] - d["start"] for d in schedule.drops.to_pylist())
+    hits = [s for s in schedule.spans.to_pylist() if s["disposition"] == "cache_ref"]
+    assert hits and lost
+    dropped = {(d["request"], p) for d in schedule.drops.to_pylist()
+               for p in range(d["start"], d["stop"])}  # fmt: skip
+    owed = lost + sum(
+        (s["ref_request"], p) in dropped for s in hits for p in range(s["start"], s["stop"])
+    )
+    assert lacking(catalog, run).n_keys == owed
+    with pytest.raises(ActdsError, match=r"E009 follow_up: .*whose own rows are drawn"):
+        actds.audit(path, follow_up=tmp_path / "part")
 
 
 def test_a_follow_up_of_a_dataset_without_losses_is_not_read(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from actds.errors import ActdsError
 from actds.executor import Threads
 from actds.explore.requests import lacking, rows_of_positions
 from actds.format.arrays import widen
-from actds.format.inclusion import is_drawn, salt_of, uniform
+from actds.format.inclusion import Design, is_drawn, salt_of, uniform
 from actds.format.positions import Intervals, Keys, position_key, split_key, union
 from actds.format.schema import RunRecord
 from actds.format.shard import Shard
@@ -186,6 +186,14 @@ def follow_up(catalog: Catalog, place: str) -> FollowUp:
 
     Spec: 0.1 section 14.12.
     """
+    if any(Design.of(record) for record in catalog.runs.values()):
+        got = "the replay of a dataset whose own rows are drawn"
+        raise _unusable(
+            place,
+            got,
+            "a dataset that was to store every row: the section by design "
+            "says what a draw leaves open",
+        )
     replay = Catalog.read(open_store(place), apart=True)
     if not replay.is_sealed:
         raise replay.not_sealed(place)
