@@ -269,7 +269,7 @@ def _held(
 _STEPS = {
     "load-dependent": (
         "Train with --weights: inverse-probability weights by load and complexity",
-        "Harvest again with --overflow block, or with larger rings (actds plan).",
+        "Harvest again with --overflow thin or block, or with larger rings (actds plan).",
     ),
     "time-dependent": ("", "Harvest again with --overflow block: then nothing is lost."),
 }
@@ -371,7 +371,7 @@ class _Judge:
             f"the rows may be off by up to {self.numbers['bias'].value:.2f} SD.{why}"
         )
         steps = [
-            "Harvest again with --overflow block, or with a faster disk (actds plan).",
+            "Harvest again with --overflow thin or block, or with a faster disk (actds plan).",
             *remedy(self.evidence.weighting, "Or train with --weights, and say that you did"),
             *look_when(cause.rejected if cause else []),
         ]
