@@ -115,6 +115,22 @@ def test_readouts_and_canaries_are_of_every_hook(dataset: Dataset) -> None:
     assert set(canary["verdict"].to_pylist()) == {"same"}
 
 
+def test_a_canary_of_drawn_rows_computes_every_row_and_compares_the_stored_ones(
+    installed: Path, model: Path, tmp_path: Path
+) -> None:
+    prompts = h.write_prompts(tmp_path / "prompts.jsonl", PROMPTS)
+    words = ["--engine", "toy", "--hooks", HOOKS, "--max-tokens", str(GENERATED), "--canary", "3"]
+    words += ["--overflow", "drop_newest", "--always", "0.5", "--keep", "decode: 1; 0.25"]
+    acts = h.harvest(tmp_path / "acts", model, prompts, *words)
+    canary = acts.canary()
+    assert canary.num_rows and set(canary["verdict"].to_pylist()) == {"same"}
+    tokens = acts.tokens(columns=["request", "position"]).to_pylist()
+    stored = {(row["request"], row["position"]) for row in tokens}
+    of_canary = {(row["request"], row["position"]) for row in canary.to_pylist()}
+    replayed = {request for request, _ in of_canary}
+    assert of_canary == {key for key in stored if key[0] in replayed}
+
+
 def test_the_loader_hands_out_each_hook_in_its_width_and_type(path: Path) -> None:
     loader = actds.Loader(path, hooks=["resid_post.2", "toy_mlp.1"], batch=16)
     batch = next(iter(loader))

@@ -512,6 +512,8 @@ class Canary:
                 "temperature": 0.0,
                 "order": "sequence",
                 "overflow": "block",
+                "always": None,
+                "keep": "",
                 "metrics_port": None,
             }
         )
