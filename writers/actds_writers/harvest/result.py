@@ -21,6 +21,7 @@ from typing import Literal, TextIO
 from actds.dataset.info import HookValues, values_in_words
 from actds.errors import ActdsError
 from actds.format.schema import RowCounts, Seal
+from actds.format.tables import DISPOSITIONS
 from actds.store import local_folder
 from actds.text import counted, format_seconds, printable, shortened
 from actds_writers.harvest.canary import Outcome
@@ -166,17 +167,7 @@ class Totals:
         return computed
 
 
-OF_CENSUS = (
-    "recomputed",
-    "captured",
-    "cache_ref",
-    "dropped",
-    "aborted",
-    "filtered",
-    "undelivered",
-    "thinned",
-    "rejected",
-)
+OF_CENSUS = ("recomputed", *DISPOSITIONS, "rejected")
 """Totals that the census of a run counts, by their names in it."""
 _ADDED = (
     *OF_CENSUS,
