@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.dataset.columns import Notes, Requests, Rows, Spans, Steps
-from actds.format import tables
-from actds.format.inclusion import Design
+from actds.format.inclusion import INCLUSION, Design
 from actds.format.positions import Ints, Keys, position_key, split_key, values_at
 
 MAX_POSITIONS = 1 << 30
@@ -78,7 +77,7 @@ def check_drawn(
 
 
 def _check_nothing_drawn(rows: Rows, spans: Spans, steps: Steps, notes: Notes) -> None:
-    expected = f"null, or {tables.INCLUSION} in the run record"
+    expected = f"null, or {INCLUSION} in the run record"
     for name, values in (("steps", steps.inclusion), ("spans", spans.inclusion)):
         for i in notes.each("E424", np.flatnonzero(~np.isnan(values))[:1]):
             place = f"census/{notes.run}/{name} inclusion"
@@ -87,7 +86,7 @@ def _check_nothing_drawn(rows: Rows, spans: Spans, steps: Steps, notes: Notes) -
         notes.add("E424", f"shards (run {notes.run}) tokens inclusion", "a number", expected)
     for i in notes.each("E424", np.flatnonzero(spans.of("thinned"))):
         place = notes.place("census", "spans", *spans.at(i))
-        notes.add("E424", place, "thinned", f"a run with {tables.INCLUSION}")
+        notes.add("E424", place, "thinned", f"a run with {INCLUSION}")
 
 
 def _of_steps(steps: Steps, step: Ints) -> Floats:

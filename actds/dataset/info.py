@@ -17,7 +17,7 @@ from actds.dataset.fates import COMPUTED, FATE_COLUMNS, fate_counts, n_computed
 from actds.dataset.reading import Catalog, unknown_columns
 from actds.dataset.sources import LabelFacts, SourceFacts, label_facts, read_records, source_facts
 from actds.format import arrays, tables
-from actds.format.inclusion import Sample, inclusion_of_rows, is_drawn_from
+from actds.format.inclusion import INCLUSION, Sample, inclusion_of_rows, is_drawn_from
 from actds.format.schema import CloseBody, FenceBody, RowCounts, RunRecord
 from actds.store import layout
 from actds.text import Line, counted, format_nbytes, pairs, printable, share, when
@@ -490,7 +490,7 @@ def _page_census(run: RunFacts) -> dict[str, str]:
 
 def sample_in_words(run: RunFacts) -> str:
     """Return how the rows of a run were drawn: probabilities, unit and effective rows."""
-    field = run.provenance.get(tables.INCLUSION, {}).get("value")
+    field = run.provenance.get(INCLUSION, {}).get("value")
     unit = json.loads(field)["unit"] if isinstance(field, str) else "request"
     return f"a sample by {unit}: {run.sample}, if each has the weight 1 / inclusion"
 

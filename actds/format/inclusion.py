@@ -10,7 +10,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,12 @@ from actds.errors import ActdsError
 from actds.format import canonical
 from actds.format.positions import position_key
 from actds.format.schema import RunRecord
-from actds.format.shard import Shard
-from actds.format.tables import INCLUSION
 
+if TYPE_CHECKING:  # engines that do not capture load this module too: no tables for them
+    from actds.format.shard import Shard
+
+INCLUSION = "capture.inclusion"
+"""The run record's field with the design of a run that draws its rows (section 7.10)."""
 Keys = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
 Unit = Literal["row", "request"]

@@ -160,7 +160,8 @@ def test_served_traffic_does_not_wait_for_a_reserve_that_is_full(tmp_path: Path)
     totals = harvest(out, "drop_newest", always=0.5, live=True)
     assert not refused(out)
     lost = actds.open(out).spans().filter(pc.field("disposition") == "dropped")
-    assert set(lost["reason"].to_pylist()) == {"queue_full"}
+    # While the ring still had room, a transfer behind the engine is the reason.
+    assert {"queue_full"} <= set(lost["reason"].to_pylist()) <= {"queue_full", "dma_backpressure"}
     assert set(lost["inclusion"].to_pylist()) == {0.5, None}  # None: drawn, and had no room
     census = totals["census"]
     assert census["captured"] + census["dropped"] == 120 * N_POSITIONS and not census["thinned"]

@@ -29,6 +29,7 @@ from actds.dataset.reading import read_genesis
 from actds.dataset.write_threads import N_HELD, N_OPEN, WriteThreads
 from actds.errors import ActdsError
 from actds.format import schema, tables
+from actds.format.inclusion import INCLUSION
 from actds.format.readouts import Readouts
 from actds.format.schema import CloseReason, Genesis, Hook, ProvenanceField, RunBody, RunRecord
 from actds.store import Buffer, NewFile, Put, Store, layout
@@ -573,7 +574,7 @@ class Writer:
         memory = Fact("capture.memory_nbytes", self.memory_nbytes, "observed")
         facts = (*self._settings.facts, *hello.facts, memory)
         if self._design is not None:
-            facts = (*facts, Fact(tables.INCLUSION, self._design.as_field(), "declared"))
+            facts = (*facts, Fact(INCLUSION, self._design.as_field(), "declared"))
         fields = {fact.name: fact for fact in facts}
         record = RunRecord(
             dataset=dataset,
