@@ -14,8 +14,8 @@ from actds_testing import harvest as h
 
 pytestmark = pytest.mark.engine
 
-OPTIONS = ("--engine-arg", "enforce_eager=true", "--engine-arg", "max_model_len=512",
-           "--engine-arg", "dtype=bfloat16")  # fmt: skip
+OPTIONS = ("--engine-arg", "max_model_len=512", "--engine-arg", "dtype=bfloat16")
+EAGER = ("--engine-arg", "enforce_eager=true")
 ATTEST = "from actds_writers.cli import attest; attest()"
 LIE = """
 import sys
@@ -63,6 +63,7 @@ def test_weights_of_4_bits_are_found_and_the_model_on_record_is_not_accused(
     for name, by in (("honest", h.REAL_MODEL), ("lying", rounded)):
         acts = tmp_path / name
         harvest = h.command(acts, by, prompts, "--hooks", "resid_post:10,20", "--max-tokens", "20")
+        harvest += EAGER  # attest is told nothing of it
         done = run(LIE, h.REAL_MODEL, *harvest[3:], "--no-check")
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         file = tmp_path / f"{name}.json"

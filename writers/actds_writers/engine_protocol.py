@@ -152,6 +152,8 @@ class EngineKind(ABC, Generic[OptionsT]):
 
     name: ClassVar[str]
     option_type: type[OptionsT] = EngineOptions  # type: ignore[assignment]
+    uncompiled: ClassVar[Mapping[str, EngineValue]] = {}
+    """Options without compilation: every operation rounds by itself."""
 
     @abstractmethod
     def start(

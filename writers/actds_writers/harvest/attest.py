@@ -31,6 +31,7 @@ from actds.format.schema import DType, Hook, RunRecord
 from actds.publish.attestation import Attestation, attester, put_attestation
 from actds.store import open_store
 from actds_writers.config import AttestSettings, ReplaySettings, keywords_of
+from actds_writers.engine_protocol import find_engine
 from actds_writers.harvest.canary import (
     ROWS_AT_A_TIME,
     Pair,
@@ -50,8 +51,9 @@ Name = tuple[str, int]
 Numbers = npt.NDArray[np.float32]
 REFERENCE: DType = "float32"
 PRECISION = ("numerics.dtype", "numerics.kv_cache_dtype", "model.quantization", "capture.cast")
+EAGER = "serving.enforce_eager"
 MODEL = ("model.name", "model.weights_sha256", "model.config_sha256", "tokenizer.sha256")
-SERVED = (*MODEL, "engine.name", "engine.version", "machine.processor", *PRECISION)
+SERVED = (*MODEL, "engine.name", "engine.version", "machine.processor", *PRECISION, EAGER)
 """Fields of the run record of the first replay that an attestation names."""
 
 
@@ -181,7 +183,7 @@ class _Serving:
         records = [self.source.runs[run] for run in {name[0] for name in self.drawn}]
         recorded = {_fact(record, "numerics.dtype") for record in records}
         stored = {hook.dtype for hook in self.source.hooks.values()}
-        options = dict(self.given.engine_args)
+        options = {**find_engine(self.given.engine).uncompiled, **self.given.engine_args}
         if dtype is not None:
             options["dtype"] = dtype
         elif len(recorded) == 1 and None not in recorded:
@@ -206,15 +208,25 @@ class _Serving:
         if result.reason != "finished":
             raise ActdsError("E006", out, got="an interrupted replay", expected="a whole one")
         replay = Catalog.read(open_store(out))
-        for name in PRECISION if dtype is None else ():
-            theirs = {_fact(record, name) for record in records} - {None}
-            ours = {_fact(replay.runs[run], name) for run in replay.runs_with_data} - {None}
-            if theirs and ours and theirs != ours:
-                step = "Give in engine_args the options that the engine of the dataset had."
-                got, expected = (" and ".join(sorted(map(str, v))) for v in (ours, theirs))
-                expected = f"{expected}, as on record"
-                raise ActdsError("E022", name, got=got, expected=expected, next_step=step)
+        if dtype is None:
+            _require_precision(replay, records)
         return replay
+
+
+def _require_precision(replay: Catalog, records: Sequence[RunRecord]) -> None:
+    """Raise E022 unless a replay computes in the precision of run records, and is not compiled.
+
+    Compiled rows lie nearer to exact ones than honest eager ones, which would be accused.
+    """
+    step = "Give in engine_args the options that the engine of the dataset had."
+    required = [(name, {_fact(record, name) for record in records}, step) for name in PRECISION]
+    required.append((EAGER, {"True"}, "Give the engine no option that compiles."))
+    for name, values, step in required:
+        theirs = values - {None}
+        ours = {_fact(replay.runs[run], name) for run in replay.runs_with_data} - {None}
+        if theirs and ours and theirs != ours:
+            got, expected = (" and ".join(sorted(map(str, v))) for v in (ours, theirs))
+            raise ActdsError("E022", name, got=got, expected=expected, next_step=step)
 
 
 def _fact(record: RunRecord, name: str) -> str | None:

@@ -17,12 +17,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from multiprocessing import resource_tracker, spawn
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from actds_writers.engine_protocol import (
     OPTION,
     Engine,
     EngineKind,
+    EngineValue,
     Finished,
     Workers,
     bad_option,
@@ -277,6 +278,7 @@ class Vllm(EngineKind[VllmOptions]):
 
     name = "vllm"
     option_type = VllmOptions
+    uncompiled: ClassVar[Mapping[str, EngineValue]] = {"enforce_eager": True}
 
     def options(self, given: Mapping[str, object]) -> VllmOptions:
         """Return validated options.
