@@ -238,8 +238,11 @@ class Replays:
         if not sequences and (self.owed is not None or self.settings.fraction < 1):
             lacks = " that lacks a row" if self.owed is not None else ""
             share = f" in a fraction of {self.settings.fraction:g}" * (self.settings.fraction < 1)
-            got = f"no request{lacks}{share}"
-            raise ActdsError("E006", self.settings.source, got=got, expected="one to serve again")
+            step = "Nothing is missing: a row that was not drawn is not."
+            if share:
+                step = "Take a larger fraction, or another seed."
+            got, place = f"no request{lacks}{share}", self.settings.source
+            raise ActdsError("E006", place, got=got, expected="one to serve again", next_step=step)
         return sequences
 
     def _order(self, n: int) -> Sequence[int]:
