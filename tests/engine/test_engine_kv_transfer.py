@@ -191,6 +191,26 @@ def test_the_run_record_names_the_connector(consumer: Dataset) -> None:
 
 
 @pytest.mark.full
+def test_rows_on_loaded_kv_are_drawn_like_others(
+    producer: Dataset, consumer: Dataset, model: Path, store: Path, tmp_path: Path
+) -> None:
+    # The example connector stores what a consumer computes, too: another request of its own.
+    texts = {**SERVED, "own": f"{SHARED} and another one that nobody has stored!"}
+    dataset = h.harvest_alone(
+        tmp_path / "acts", model, prompts(tmp_path / "p.jsonl", texts), *OPTIONS,
+        *transfer(store, "kv_consumer"), "--max-tokens", "8", "--engine-arg", "max_num_seqs=8",
+        "--overflow", "thin", "--keep", "decode: 1; 0.5",
+    )  # fmt: skip
+    check_origins(dataset)
+    check_rows(dataset, model, texts)
+    totals, whole = totals_of(dataset), totals_of(consumer)
+    n_more = len(texts["own"]) - len(SERVED["own"])
+    assert totals["captured"] + totals["thinned"] == whole["captured"] + n_more
+    assert totals["thinned"] > 20
+    assert totals["external"] == whole["external"]
+
+
+@pytest.mark.full
 def test_preempted_requests_load_again_and_owe_nothing_for_it(
     producer: Dataset, model: Path, store: Path, tmp_path: Path
 ) -> None:

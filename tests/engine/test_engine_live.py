@@ -237,20 +237,22 @@ from pathlib import Path
 from actds_testing.cpu_experts import share_experts
 share_experts(Path({!r}))
 """
+DRAWN = {"overflow": "thin", "keep": "position 0-8: 1; 0.5"}
 REPLICAS = ("--data-parallel-size", "2", "--distributed-executor-backend", "uni", "--enforce-eager")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("arch", "several", "n_runs"),
+    ("arch", "several", "n_runs", "drawn"),
     [
-        pytest.param("llama", STAGES, 1, id="stages"),
-        pytest.param("llama", REPLICAS, 2, id="replicas"),
-        pytest.param("mixtral", REPLICAS, 2, id="replicas-that-share-experts"),
+        pytest.param("llama", STAGES, 1, {}, id="stages"),
+        pytest.param("llama", STAGES, 1, DRAWN, id="stages-that-draw"),
+        pytest.param("llama", REPLICAS, 2, {}, id="replicas"),
+        pytest.param("mixtral", REPLICAS, 2, DRAWN, id="replicas-that-share-experts"),
     ],
 )
 def test_stages_of_a_server_are_one_run_and_its_replicas_are_runs(
-    arch: str, several: tuple[str, ...], n_runs: int, tmp_path: Path,
+    arch: str, several: tuple[str, ...], n_runs: int, drawn: dict[str, str], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setenv("VLLM_MAX_STOP_STRINGS", str(len(LETTERS)))
@@ -262,7 +264,7 @@ def test_stages_of_a_server_are_one_run_and_its_replicas_are_runs(
         monkeypatch.setenv("PYTHONPATH", path)
     model = make_random_model(tmp_path / "model", arch=arch)
     out = str(tmp_path / "acts")
-    capture = {"out": out, "hooks": "resid_post:0,2", "overflow": "block"}
+    capture = {"out": out, "hooks": "resid_post:0,2", "overflow": "block", **drawn}
     server = Server(
         model, tmp_path / "log", capture, "--max-model-len", "512", "--max-num-batched-tokens",
         "512", "--shutdown-timeout", "120", "--load-format", "auto", *several,
@@ -283,7 +285,8 @@ def test_stages_of_a_server_are_one_run_and_its_replicas_are_runs(
         assert row["prompt_len"] == len(choice["prompt_token_ids"])
         assert row["generated_len"] == len(choice["token_ids"])
     spans = dataset.spans(run=True).to_pylist()
-    assert {span["disposition"] for span in spans} <= {"captured", "cache_ref", "undelivered"}
+    dispositions = {span["disposition"] for span in spans} - {"undelivered"}
+    assert dispositions == {"captured", "cache_ref", *["thinned"] * bool(drawn)}
     tokens = {name: one["prompt_token_ids"] + one["token_ids"] for name, one in seen.items()}
     witness.compare_with_forward(model, dataset, tokens)
     # Replicas that share experts step together, where one has no request as well.

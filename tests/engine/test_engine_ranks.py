@@ -18,6 +18,7 @@ import pytest
 
 from actds.explore.dataset import Dataset
 from actds_testing import harvest as h
+from actds_testing.independent import validator as independent
 from actds_testing.tiny import make_random_model, make_tiny_model
 
 pytestmark = pytest.mark.engine
@@ -28,6 +29,9 @@ OPTIONS = ("--hooks", "resid_post:all", "--engine-arg", "dtype=float32",
            "--rows-per-shard", "200", *h.EAGER)  # fmt: skip
 SMALL = ("--engine-arg", "max_num_batched_tokens=64", "--engine-arg", "max_num_seqs=8")
 STAGES = ("--engine-arg", "pipeline_parallel_size=2")
+RANKS = ("--engine-arg", "tensor_parallel_size=2")
+REPLICAS = ("--engine-arg", "data_parallel_size=2")
+DRAWN = ("--overflow", "thin", "--keep", "position 0-8: 1; decode: 0.75; 0.25")
 # Aborts two requests while steps of them are under way.
 ABORTING = """
 from actds_writers.harvest import one_engine, run
@@ -241,7 +245,7 @@ def test_heads_of_two_tensor_parallel_ranks_are_those_of_one(prompts: Path, tmp_
     options = ("--hooks", "q:all;k:1,3;v:1;z:0,3;resid_post:0", *OPTIONS[2:-len(h.EAGER)],
                *SMALL, "--max-tokens", "6")  # fmt: skip
     one = h.harvest_alone(tmp_path / "one", model, prompts, *options, *h.EAGER)
-    two = ("--engine-arg", "tensor_parallel_size=2", "--engine-arg", "enforce_eager=false")
+    two = (*RANKS, "--engine-arg", "enforce_eager=false")
     done = h.run_forked(tmp_path / "two", model, prompts, *options, *two)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     dataset = h.validated(tmp_path / "two")
@@ -254,7 +258,7 @@ def test_stages_of_two_tensor_parallel_ranks_write_each_row_once(
     model: Path, prompts: Path, alone: Dataset, tmp_path: Path
 ) -> None:
     out = tmp_path / "acts"
-    four = (*STAGES, "--engine-arg", "tensor_parallel_size=2")
+    four = (*STAGES, *RANKS)
     done = h.run_forked(out, model, prompts, *OPTIONS, *SMALL, *four, "--max-tokens", "6")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     dataset = h.validated(out)
@@ -274,12 +278,41 @@ def test_replicas_of_a_mixture_of_experts_are_refused(prompts: Path, tmp_path: P
 def test_two_replicas_have_the_rows_of_one_engine(
     model: Path, prompts: Path, alone: Dataset, tmp_path: Path
 ) -> None:
-    two = ("--engine-arg", "data_parallel_size=2")
     dataset = h.harvest(
-        tmp_path / "acts", model, prompts, *OPTIONS, *SMALL, *two, "--max-tokens", "6"
+        tmp_path / "acts", model, prompts, *OPTIONS, *SMALL, *REPLICAS, "--max-tokens", "6"
     )
     assert served(dataset) == served(alone)
     assert compare(dataset, alone) > 400
     fields = [record.fields for record in dataset.runs.values()]
     assert [f["serving.data_parallel"].value for f in fields] == [2, 2]
     assert sorted(f["serving.replica"].value for f in fields) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "several",
+    [
+        pytest.param(STAGES, id="stages"),
+        pytest.param(RANKS, id="ranks", marks=pytest.mark.full),
+        pytest.param((*STAGES, *RANKS), id="stages-of-ranks", marks=pytest.mark.full),
+        pytest.param(REPLICAS, id="replicas", marks=pytest.mark.full),
+    ],
+)
+def test_all_workers_draw_the_same_rows(
+    several: tuple[str, ...], model: Path, prompts: Path, alone: Dataset, tmp_path: Path
+) -> None:
+    out = tmp_path / "acts"
+    options = (*OPTIONS, *SMALL, *several, *DRAWN, "--max-tokens", "6")
+    done = (h.run if several == REPLICAS else h.run_forked)(out, model, prompts, *options)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    dataset = h.validated(out)
+    assert not [f for f in independent.validate(out, deep=True) if f.severity == "error"]
+    assert served(dataset) == served(alone)
+    assert dataset.seal is not None and dataset.seal.totals["thinned"] > 100
+    assert compare(dataset, alone) > 100
+    requests, tokens = (dataset.requests(run=True), dataset.tokens(run=True))
+    ends = {(r["run"], r["request"]): r["prompt_len"] for r in requests.to_pylist()}
+    shares = {
+        (t["position"] < 8, t["position"] >= ends[t["run"], t["request"]], t["inclusion"])
+        for t in tokens.to_pylist()
+    }
+    assert shares == {(True, False, 1.0), (False, False, 0.25), (False, True, 0.75)}
