@@ -144,9 +144,13 @@ def make_dataset(
 SALT = 0x0123456789ABCDEF
 
 
-def thinned_facts(unit: str = "row") -> dict[str, bool | int | str | None]:
-    """Return what the run record says of rows drawn under ``SALT``, each with 0.125 at least."""
-    design = f'{{"keep":[],"minimum":"0.125","salt":"{SALT:016x}","unit":"{unit}"}}'
+def thinned_facts(unit: str = "row", keep: str = "[]") -> dict[str, bool | int | str | None]:
+    """Return what the run record says of rows drawn under ``SALT``, each step with 0.125 at least.
+
+    Args:
+        keep: rules for shares, as JSON.
+    """
+    design = f'{{"keep":{keep},"minimum":"0.125","salt":"{SALT:016x}","unit":"{unit}"}}'
     return {"capture.overflow_policy": "thin", "capture.inclusion": design}
 
 
