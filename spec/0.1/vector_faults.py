@@ -1053,7 +1053,7 @@ def _(v: Vector) -> None:
 def _(v: Vector) -> None:
     def edit(rows: list[Json]) -> None:
         for row in rows:
-            row["role"] = "tool" if row["role"] == "template" else row["role"]
+            row["role"] = "system" if row["role"] == "user" else row["role"]
 
     v.edit_table("roles", edit)
     v.relink()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from fractions import Fraction
-from typing import Annotated, Any, Literal, Protocol, Self, get_args
+from typing import Annotated, Any, Literal, Protocol, Self, cast, get_args
 
 from pydantic import (
     BaseModel,
@@ -126,7 +126,7 @@ def _keep_rule(text: str) -> KeepRule:
             last = None if match["last"] is None else int(match["last"])
             rule = replace(rule, position=(int(match["first"]), last))
         elif match["role"] is not None:
-            rule = replace(rule, role=match["role"])
+            rule = replace(rule, role=cast(Role, match["role"]))
         elif match["id"] is not None:
             rule = replace(rule, request=(*rule.request, ("external_id", match["id"])))
         elif match["column"] is not None:

@@ -18,6 +18,7 @@ from actds.dataset.drawn import Shares
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.inclusion import Design
+from actds.format.tables import TableName
 from actds_writers.census.log import (
     ABORTED,
     BATCH_REQUESTS,
@@ -387,8 +388,11 @@ class Census:
         sampled = self.sampled.table(self._n_positions())
         drawn = None
         if design is not None:
-            aside: dict[tables.TableName, pa.Table]
-            aside = {"requests": requests, "roles": roles, "sampled": sampled}
+            aside: dict[TableName, pa.Table] = {
+                "requests": requests,
+                "roles": roles,
+                "sampled": sampled,
+            }
             drawn = self._drawn(design, aside, logged_drops if reserves else None)
         pieces = self._pieces.settled(
             self._counts["prompt_len"],
@@ -413,7 +417,7 @@ class Census:
     def _drawn(
         self,
         design: Design,
-        aside: dict[tables.TableName, pa.Table],
+        aside: dict[TableName, pa.Table],
         dropped_in: frozenset[int] | None,
     ) -> Drawn:
         numbers, known = self._steps.table("inclusion")

@@ -203,7 +203,7 @@ def regimes_of(rules: Sequence[KeepRule], served: Served, n_samples: int) -> dic
         ActdsError: E009 a rule for what no request has, or nobody knows before it is served.
     """
     names = {name for rule in rules for name, _ in rule.request}
-    roles = {rule.role for rule in rules} - {None}
+    roles = {rule.role for rule in rules if rule.role is not None}
     if not names and not roles:
         return {}
     about = {p.key: about_request(p.external_id, p.labels, None) for p in served.client}
@@ -218,9 +218,7 @@ def regimes_of(rules: Sequence[KeepRule], served: Served, n_samples: int) -> dic
         raise ActdsError("E009", "keep", got=got, expected="one or the other")
     of_prompts = {request_key(e.prompt.index): e.roles for e in served.encoded}
     if roles - {"assistant"} and not any(of_prompts.values()):
-        got = (
-            f"a rule for the role {min(roles - {'assistant'})}, and no prompt whose roles are known"
-        )
+        got = f"a rule for {min(roles - {'assistant'})}, and no prompt whose roles are known"
         reasons = Counter(e.roles_unknown for e in served.encoded if e.roles_unknown is not None)
         why = "".join(f" ({reason})" for reason, _ in reasons.most_common(1))
         raise ActdsError("E009", "keep", got=got + why, expected="prompts that are chats")
