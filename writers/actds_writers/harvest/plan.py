@@ -354,12 +354,12 @@ class Sample:
         prompt_len = np.full(length, round(length * load.prefill / load.mean))
         shares = design.shares(np.arange(length), prompt_len)
         n_rows, n_effective = n_tokens * shares.mean(), n_tokens / (1 / shares).mean()
-        asked = {
+        by_kind = {
             "entropies": design.reads_entropy,
             "roles": design.reads_roles,
             "requests": design.reads_requests,
         }
-        unknown = tuple(name for name, is_asked in asked.items() if is_asked)
+        unknown = tuple(name for name, is_read in by_kind.items() if is_read)
         return cls(n_tokens, float(n_rows), float(n_effective), unknown)
 
     @property

@@ -275,8 +275,8 @@ class VllmSchedulerSide(SchedulerSide):
             external_id, prompt_len, internal_id=request.request_id, roles=roles, **about
         )
         if regime is None:
-            asked = about_request(encodable(external_id), None, in_json(about["sampling"]))
-            regime = Regime.of(self._keep or (), roles, asked)
+            about_this = about_request(encodable(external_id), None, in_json(about["sampling"]))
+            regime = Regime.of(self._keep or (), roles, about_this)
         self._tracked[request.request_id] = _Tracked(
             number, prompt_len, about["left_out"], regime, chat, stops, mixed=mixed
         )
