@@ -98,6 +98,8 @@ class SyntheticEngine:
         facts.append(Fact("capture.readouts", link.readouts, "declared"))
         self.stages.introduce(tuple(facts))
         self.n_steps = 0
+        self.regime = Regime()
+        """Of requests that are given none of their own."""
         self.finished: tuple[int, ...] = ()
         self.changed: torch.Tensor | None = None
         """Whether the weights of the next steps are not those of the run."""
@@ -115,7 +117,7 @@ class SyntheticEngine:
         self, number: int, left_out: LeftOut = EVERYTHING, regime: Regime | None = None
     ) -> None:
         """Serve one request to its end."""
-        self.learn(number, regime or Regime())
+        self.learn(number, regime or self.regime)
         self.scheduler.send(
             RequestArrived(
                 number, f"p{number}-x", f"p{number}", PROMPT_LEN, 1, None, None, left_out

@@ -221,12 +221,12 @@ class Drawn:
     dropped_in: frozenset[int] | None = None
 
     def of_pieces(self, c: Columns) -> np.ndarray:
-        """Return the inclusion of the positions of each piece, 1 where none was drawn."""
+        """Return the inclusion of the positions of each piece, NaN where nobody said it."""
         step = self.first_step[c["request"]] if self.design.unit == "request" else c["step"]
         at = np.searchsorted(self.steps, step)
         known = at < len(self.steps)
         known[known] = self.steps[at[known]] == step[known]
-        shares = np.ones(len(step))
+        shares = np.full(len(step), np.nan)
         shares[known] = self.inclusion[at[known]]
         return shares
 
@@ -354,7 +354,8 @@ class StepPieces:
     def _split(self, c: Columns, drawn: Drawn) -> Columns:
         """Return the pieces cut where computed positions were drawn and where not."""
         inclusion = drawn.of_pieces(c)
-        cut = (c["disposition"] == CAPTURED) & ((inclusion < 1) | bool(drawn.design.keep))
+        is_drawn = (inclusion < 1) | (bool(drawn.design.keep) & ~np.isnan(inclusion))
+        cut = (c["disposition"] == CAPTURED) & is_drawn
         parts = [{name: c[name][~cut] for name in _COLUMNS}]
         pieces, shares = {name: c[name][cut] for name in _COLUMNS}, inclusion[cut]
         end = np.cumsum(pieces["stop"] - pieces["start"])
