@@ -762,7 +762,7 @@ def test_a_plan_says_what_rules_for_a_share_would_store() -> None:
         keep="role user: 0.5; label topic=a: 0.5; decode: 1; 0.1",
     )  # fmt: skip
     assert more.sample is not None and more.sample.n_rows == sample.n_rows
-    assert "roles and requests are taken to hold nowhere" in "\n".join(more.lines())
+    assert "taken to hold nowhere: rules for roles, requests" in "\n".join(more.lines())
     at = result.command.index("--keep")
     assert result.command[at + 1] == "decode: 1; 0.1"
     assert result.as_json()["sample"]["n_rows"] == sample.n_rows

@@ -109,7 +109,10 @@ def keep_rules(text: str) -> tuple[KeepRule, ...]:
 
 def _keep_rule(text: str) -> KeepRule:
     conditions, _, number = text.rpartition(":")
-    share = float(number)
+    try:
+        share = float(number)
+    except ValueError:
+        share = 0.0
     if not 0 < share <= 1:
         raise ValueError(f"a share above 0, and 1 at most: {text}")
     rule = KeepRule(share)

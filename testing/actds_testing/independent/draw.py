@@ -176,7 +176,7 @@ def _asked(request: Json, name: str) -> str | None:
     try:
         members = json.loads(request["labels" if column == "labels" else "sampling"] or "{}")
         value = (members if column == "labels" else members["extra_args"])[key]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     if isinstance(value, bool):
         return "true" if value else "false"

@@ -382,8 +382,8 @@ class Sample:
             _line("", "if rows were independent: those of one request are not"),
         ]
         if self.unknown:
-            words = " and ".join(self.unknown)
-            lines.append(_line("", f"rules for {words} are taken to hold nowhere"))
+            words = ", ".join(self.unknown)
+            lines.append(_line("", f"taken to hold nowhere: rules for {words}"))
         return lines
 
 
