@@ -137,7 +137,7 @@ def _write_minimal(
             run=RUN,
             span_parts=1,
             readouts=readouts,
-            roles=roles,
+            roles="thinking" if rules else roles,  # for a rule it is the assistant's all the same
             origins=origins,
             entropy=entropy,
         )

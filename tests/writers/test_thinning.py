@@ -298,7 +298,8 @@ def test_rules_by_role_label_and_id_keep_rare_regimes_whole(
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("often: 1", "'often'"), ("decode: 0", "above 0"), ("decode: x", "above 0"), ("decode: 2", "at most"),
+        ("often: 1", "'often'"), ("decode: 0", "above 0"), ("decode: x", "above 0"),
+        ("decode: 2", "at most"),
         ("role pilot: 1", "role NAME"), ("label topic: 1", "NAME=GLOB"), ("1;" * 65, "64 rules"),
     ],
 )  # fmt: skip
