@@ -139,7 +139,8 @@ def _inclusion(
     line = account.requests.get(request)
     is_prompt = line is not None and position < line["prompt_len"]
     role = "" if is_prompt else "assistant"
-    for part in account.table("roles") if is_prompt else []:
+    asks = is_prompt and any(rule["role"] for rule in design["keep"])
+    for part in account.table("roles") if asks else []:
         if part["request"] == request and part["start"] <= position < part["stop"]:
             role = part["role"]
     entropy = None
