@@ -7,7 +7,7 @@ They must agree position by position: sums alone do not show two swapped rows or
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +28,7 @@ from actds.dataset.columns import (
     read_spans,
     read_steps,
 )
-from actds.dataset.drawn import Sampled, check_drawn
+from actds.dataset.drawn import Shares, check_drawn
 from actds.dataset.multiplicity import multiplicity
 from actds.errors import Finding
 from actds.format import tables
@@ -87,7 +87,7 @@ def account(
     drops: pa.Table,
     rows: Iterable[pa.Table],
     design: Design | None = None,
-    sampled: pa.Table | None = None,
+    aside: Mapping[tables.TableName, pa.Table] | None = None,
 ) -> Account:
     """Return the account of one run: exact to the position, by disposition, reason and step.
 
@@ -99,11 +99,12 @@ def account(
         drops: the writer's table of that name; empty when nothing was dropped.
         rows: the token tables of the run's shards, as for ``Census.account``.
         design: how rows were drawn, as the run record says; ``None``: every row is stored.
-        sampled: the census table of that name, which rules for the draw may read.
+        aside: the census tables that the rules of the design read, with the columns of
+            ``drawn.columns_of``.
 
     Spec: 0.1 section 7.
     """
-    return Census(run, requests, steps, spans, drops).account(rows, design, sampled)
+    return Census(run, requests, steps, spans, drops).account(rows, design, aside)
 
 
 class Census:
@@ -125,32 +126,23 @@ class Census:
         self,
         rows: Iterable[pa.Table],
         design: Design | None = None,
-        sampled: pa.Table | None = None,
+        aside: Mapping[tables.TableName, pa.Table] | None = None,
     ) -> Account:
         """Return the account of the rows of some shards, which have to be all of the run.
 
         Args:
             rows: the token tables, taken one at a time; about 30 bytes per row are kept.
             design: as for ``account``.
-            sampled: likewise.
+            aside: likewise.
         """
-        return _account(self, rows, design, _entropies(design, sampled), self.notes.copy())
-
-
-def _entropies(design: Design | None, sampled: pa.Table | None) -> Sampled | None:
-    if design is None or sampled is None or not design.reads_entropy:
-        return None
-    keys = position_key(sampled["request"].to_numpy(), sampled["position"].to_numpy())
-    keys, first = np.unique(keys, return_index=True)
-    return keys, sampled["entropy"].to_numpy().astype(np.float64)[first]
+        shares, requests = None, self.requests
+        if design is not None:
+            shares = Shares.of(design, requests.index, requests.prompt_len, aside or {})
+        return _account(self, rows, shares, self.notes.copy())
 
 
 def _account(
-    census: Census,
-    rows: Iterable[pa.Table],
-    design: Design | None,
-    sampled: Sampled | None,
-    notes: Notes,
+    census: Census, rows: Iterable[pa.Table], shares: Shares | None, notes: Notes
 ) -> Account:
     request_table, step_table = census.requests, census.steps
     span_table, drop_table = census.spans, census.drops
@@ -167,7 +159,7 @@ def _account(
     _row_labels(row_table, span_table, step_table, notes)
     _attempts(row_table, request_table, span_table, notes)
     _token_digests(row_table, request_table, span_table, notes)
-    check_drawn(design, row_table, request_table, span_table, step_table, notes, sampled)
+    check_drawn(shares, row_table, span_table, step_table, notes)
 
     lengths = span_table.stop - span_table.start
     totals = {

@@ -6,72 +6,131 @@ a step were drawn. A row too many, one too few, or another probability, and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
-from actds.dataset.columns import Notes, Requests, Rows, Spans, Steps
-from actds.format.inclusion import INCLUSION, Design
+from actds.dataset.columns import Bools, Notes, Rows, Spans, Steps
+from actds.format.inclusion import INCLUSION, Design, about_request
 from actds.format.positions import Ints, Keys, position_key, split_key, values_at
+from actds.format.roles import Roles
+from actds.format.tables import TableName
 
 MAX_POSITIONS = 1 << 30
 """Positions that were not drawn, and are recomputed: a line of a few bytes can claim 2^32."""
 _AT_A_TIME = 1 << 20
+_REQUESTS_AT_A_TIME = 1 << 14
 
 Floats = npt.NDArray[np.float64]
 
 
-Sampled = tuple[Keys, Floats]
-"""Keys of sampled tokens by request and position, ascending and distinct, and the entropies of the
-logits that they came from."""
-
-
 @dataclass(frozen=True)
-class _Shares:
-    design: Design
-    requests: Requests
-    sampled: Sampled | None
+class Shares:
+    """The shares that the rules of a design give the positions of a run, as its tables say.
 
-    def of(self, request: Ints, position: Ints) -> Floats:
-        """Return the share that the rules give each position."""
-        entropy, at = None, self.requests.index(request)
-        lengths = self.requests.prompt_len
-        prompt_len = np.where(at >= 0, lengths[at], 0) if len(lengths) else np.zeros_like(at)
-        if self.sampled is not None and self.design.reads_entropy:
+    Args:
+        index: returns the place of each request in ``prompt_len``, -1 for one that is not there.
+        sampled: keys of sampled tokens by request and position, ascending and distinct, and the
+            entropies of the logits that they came from.
+        takes: by the number of each rule for requests, whether it takes each.
+    """
+
+    design: Design
+    index: Callable[[Ints], Ints]
+    prompt_len: Ints
+    sampled: tuple[Keys, Floats] | None
+    roles: Roles | None
+    takes: dict[int, Bools]
+
+    @classmethod
+    def of(
+        cls,
+        design: Design,
+        index: Callable[[Ints], Ints],
+        prompt_len: Ints,
+        aside: Mapping[TableName, pa.Table],
+    ) -> Shares:
+        """Return the shares of a run; ``aside`` has the columns of ``columns_of``."""
+        sampled, roles, takes = None, None, {}
+        if design.reads_entropy:
+            table = aside["sampled"]
+            keys = position_key(table["request"].to_numpy(), table["position"].to_numpy())
+            keys, first = np.unique(keys, return_index=True)
+            sampled = keys, table["entropy"].to_numpy().astype(np.float64)[first]
+        if design.reads_roles:
+            roles = Roles(aside["roles"])
+        if design.reads_requests:
+            takes = _takes(design, index, len(prompt_len), aside["requests"])
+        return cls(design, index, prompt_len, sampled, roles, takes)
+
+    def of_positions(self, request: Ints, position: Ints) -> Floats:
+        """Return the share of each position."""
+        entropy, role, at = None, None, self.index(request)
+        n = len(self.prompt_len)
+        prompt_len = np.where(at >= 0, self.prompt_len[at], 0) if n else np.zeros_like(at)
+        if self.sampled is not None:
             entropy = values_at(position_key(request, position), *self.sampled)
-        return self.design.shares(position, prompt_len, entropy)
+        if self.roles is not None:
+            role = self.roles.of(request, position).to_numpy(zero_copy_only=False)
+        takes = {
+            number: (at >= 0) & of_request[at] if n else at >= 0
+            for number, of_request in self.takes.items()
+        }
+        return self.design.shares(position, prompt_len, entropy, role, takes)
+
+
+def columns_of(design: Design | None) -> dict[TableName, tuple[str, ...]]:
+    """Return the columns that the rules of a design read, beside those of every account."""
+    columns: dict[TableName, tuple[str, ...]] = {}
+    if design is not None and design.reads_entropy:
+        columns["sampled"] = ("request", "position", "entropy")
+    if design is not None and design.reads_roles:
+        columns["roles"] = ("request", "start", "stop", "role")
+    if design is not None and design.reads_requests:
+        columns["requests"] = ("external_id", "sampling")
+    return columns
+
+
+def _takes(
+    design: Design, index: Callable[[Ints], Ints], n: int, requests: pa.Table
+) -> dict[int, Bools]:
+    takes = {k: np.zeros(n, bool) for k, rule in enumerate(design.keep) if rule.request}
+    names = ("external_id", "labels", "sampling")
+    seen = np.zeros(n, bool)
+    for batch in requests.select(["request", *names]).to_batches(_REQUESTS_AT_A_TIME):
+        at = index(batch["request"].to_numpy().astype(np.int64)).tolist()
+        for place, *texts in zip(at, *(batch[name].to_pylist() for name in names), strict=True):
+            if place < 0 or seen[place]:
+                continue
+            seen[place] = True
+            about = about_request(*texts)
+            for k, of_request in takes.items():
+                of_request[place] = design.keep[k].takes(about)
+    return takes
 
 
 def check_drawn(
-    design: Design | None,
-    rows: Rows,
-    requests: Requests,
-    spans: Spans,
-    steps: Steps,
-    notes: Notes,
-    sampled: Sampled | None = None,
+    shares: Shares | None, rows: Rows, spans: Spans, steps: Steps, notes: Notes
 ) -> None:
     """Note probabilities and positions that the design of a run does not imply, as E424.
 
     Args:
-        design: of the run record, ``None`` for a run that stores every row.
-        rows: every row of the run.
-        requests: its requests, ``spans`` and ``steps`` likewise.
-        sampled: its sampled tokens, where rules read them.
+        shares: by the design of the run record, ``None`` for a run that stores every row.
+        rows: every row of the run; ``spans`` and ``steps`` likewise.
 
     Spec: 0.1 section 7.10.
     """
-    if design is None:
+    if shares is None:
         _check_nothing_drawn(rows, spans, steps, notes)
         return
-    share = steps.inclusion
+    design, share = shares.design, steps.inclusion
     outside = ~np.isnan(share) & ~((share >= design.minimum) & (share <= 1))
     for i in notes.each("E424", np.flatnonzero(outside)):
         place = f"census/{notes.run}/steps step {steps.number[i]} inclusion"
         notes.add("E424", place, repr(float(share[i])), f"from {design.minimum!r} to 1")
-    shares = _Shares(design, requests, sampled)
     _check_rows(shares, rows, spans, steps, notes)
     _check_spans(shares, spans, steps, notes)
 
@@ -108,7 +167,7 @@ def _of_requests(spans: Spans, steps: Steps, request: Ints) -> Floats:
     return np.where(known[at] == request, share[at], np.nan)
 
 
-def _check_rows(shares: _Shares, rows: Rows, spans: Spans, steps: Steps, notes: Notes) -> None:
+def _check_rows(shares: Shares, rows: Rows, spans: Spans, steps: Steps, notes: Notes) -> None:
     """Each row says the probability that its step implies, and was drawn with it."""
     request, position = split_key(rows.keys)
     design = shares.design
@@ -118,7 +177,7 @@ def _check_rows(shares: _Shares, rows: Rows, spans: Spans, steps: Steps, notes: 
         share = np.where(rows.step >= 0, steps.inclusion[rows.step], np.nan)
     else:
         share = np.full(len(rows.keys), np.nan)
-    share = share * shares.of(request, position)
+    share = share * shares.of_positions(request, position)
     stated = np.full(len(share), np.nan) if rows.inclusion is None else rows.inclusion
     for i in notes.each("E424", np.flatnonzero(stated != share)):
         place = notes.place("shards", "rows", request[i], position[i])
@@ -132,7 +191,7 @@ def _check_rows(shares: _Shares, rows: Rows, spans: Spans, steps: Steps, notes: 
         notes.add("E424", place, got, "no row, and a thinned position")
 
 
-def _check_spans(shares: _Shares, spans: Spans, steps: Steps, notes: Notes) -> None:
+def _check_spans(shares: Shares, spans: Spans, steps: Steps, notes: Notes) -> None:
     """What was not drawn says with which probability, and none of it is drawn by the hash."""
     stated = spans.inclusion
     lost = spans.of("dropped")
@@ -156,7 +215,7 @@ def _check_spans(shares: _Shares, spans: Spans, steps: Steps, notes: Notes) -> N
     chosen = chosen[~differs]
     for of, position in _positions(spans, chosen, notes):
         request = spans.request[chosen[of]]
-        inclusion = stated[chosen[of]] * shares.of(request, position)
+        inclusion = stated[chosen[of]] * shares.of_positions(request, position)
         too_few = shares.design.numbers(request, position) < inclusion
         for i in notes.each("E424", np.flatnonzero(too_few)):
             place = notes.place("census", "spans", request[i], position[i])

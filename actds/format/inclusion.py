@@ -7,8 +7,11 @@ salt, and the probability of every row is known before the row is.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -28,6 +31,8 @@ INCLUSION = "capture.inclusion"
 Keys = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
 Unit = Literal["row", "request"]
+Role = Literal["system", "user", "assistant", "thinking", "tool", "template"]
+MAX_RULES = 64
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -41,6 +46,8 @@ class KeepRule:
         position: first one and the one after the last, ``None`` for no end.
         entropy: of the logits that the token at the position was sampled from, in nats: from,
             and below; ``None`` for no bound. Never of a prompt position, or of an unknown one.
+        role: of a prompt position; every generated one is the assistant's.
+        request: names of ``about_request`` and patterns that the request has to match, all of them.
 
     Spec: 0.1 section 7.10.
     """
@@ -49,17 +56,33 @@ class KeepRule:
     phase: Literal["prefill", "decode"] | None = None
     position: tuple[int, int | None] | None = None
     entropy: tuple[float | None, float | None] | None = None
+    role: Role | None = None
+    request: tuple[tuple[str, str], ...] = ()
+
+    def takes(self, about: Mapping[str, str]) -> bool:
+        """Return whether it can be of positions of a request; ``about`` as ``about_request``."""
+        return all(
+            name in about and fnmatchcase(about[name], pattern.replace("[", "[[]"))
+            for name, pattern in self.request
+        )
 
     def holds(
         self,
         position: npt.NDArray[np.int64],
         prompt_len: npt.NDArray[np.int64],
         entropy: npt.NDArray[np.float64] | None,
+        role: npt.NDArray[np.str_ | np.object_] | None = None,
     ) -> npt.NDArray[np.bool_]:
-        """Return which positions it is of, bool ``(n,)``; arguments as of ``Design.shares``."""
-        of = np.ones(len(position), bool)
+        """Return of which positions it is if it takes their requests, bool ``(n,)``.
+
+        Arguments as of ``Design.shares``.
+        """
+        of, in_prompt = np.ones(len(position), bool), position < prompt_len
         if self.phase is not None:
-            of &= (position < prompt_len) == (self.phase == "prefill")
+            of &= in_prompt == (self.phase == "prefill")
+        if self.role is not None:
+            same = False if role is None else role == self.role
+            of &= np.where(in_prompt, same, self.role == "assistant")
         if self.position is not None:
             first, last = self.position
             of &= (position >= first) & (position < (np.inf if last is None else last))
@@ -74,8 +97,14 @@ class KeepRule:
         """Return the rule as in the run record."""
         bounds = None if self.entropy is None else [_text(bound) for bound in self.entropy]
         place = None if self.position is None else list(self.position)
-        share = repr(self.share)
-        return {"entropy": bounds, "phase": self.phase, "position": place, "share": share}
+        return {
+            "entropy": bounds,
+            "phase": self.phase,
+            "position": place,
+            "request": [list(pair) for pair in self.request] or None,
+            "role": self.role,
+            "share": repr(self.share),
+        }
 
     @classmethod
     def from_json(cls, fields: object) -> KeepRule | None:
@@ -84,18 +113,31 @@ class KeepRule:
             return None
         share, phase = _share(fields["share"]), fields["phase"]
         place, bounds = fields["position"], fields["entropy"]
+        role, request = fields["role"], fields["request"]
         if share is None or phase not in (None, "prefill", "decode"):
+            return None
+        if role not in (None, *get_args(Role)):
+            return None
+        if request is not None and not (isinstance(request, list) and request):
+            return None
+        if not all(map(_is_condition, request or ())):
             return None
         if place is not None and not _is_range(place):
             return None
-        if bounds is None:
-            return cls(share, phase, place and (place[0], place[1]))
-        if not isinstance(bounds, list) or len(bounds) != 2:
+        if bounds is not None and (not isinstance(bounds, list) or len(bounds) != 2):
             return None
-        if any(not (b is None or (isinstance(b, str) and _NUMBER.fullmatch(b))) for b in bounds):
-            return None
-        low, high = (None if bound is None else float(bound) for bound in bounds)
-        return cls(share, phase, place and (place[0], place[1]), (low, high))
+        for bound in bounds or ():
+            if not (bound is None or (isinstance(bound, str) and _NUMBER.fullmatch(bound))):
+                return None
+        numbers = [None if bound is None else float(bound) for bound in bounds or ()]
+        return cls(
+            share,
+            phase,
+            place and (place[0], place[1]),
+            (numbers[0], numbers[1]) if numbers else None,
+            role,
+            tuple((name, pattern) for name, pattern in request or ()),
+        )
 
 
 def _text(number: float | None) -> str | None:
@@ -114,6 +156,42 @@ def _is_range(place: object) -> bool:
         return False
     first, last = place
     return type(first) is int and first >= 0 and (last is None or type(last) is int)
+
+
+def _is_condition(pair: object) -> bool:
+    return (
+        isinstance(pair, list)
+        and len(pair) == 2
+        and all(isinstance(text, str) and len(text) <= MAX_PATTERN for text in pair)
+        and _REQUEST_NAME.fullmatch(pair[0]) is not None
+    )
+
+
+def about_request(external_id: str, labels: str | None, sampling: str | None) -> dict[str, str]:
+    """Return what rules may ask of a request, as text by name.
+
+    Names are ``external_id``, ``labels.NAME`` and ``xargs.NAME``, of the ``extra_args`` that it was
+    sampled with.
+
+    Args:
+        external_id: column of the table ``requests``, as the others; what is no object is nothing.
+
+    Spec: 0.1 section 7.10.
+    """
+    about, extra = {"external_id": external_id}, _members(sampling).get("extra_args")
+    for column, members in (("labels", _members(labels)), ("xargs", extra)):
+        for name, value in members.items() if isinstance(members, dict) else ():
+            if isinstance(value, str | int):
+                about[f"{column}.{name}"] = value if isinstance(value, str) else json.dumps(value)
+    return about
+
+
+def _members(text: str | None) -> dict[str, object]:
+    try:
+        parsed = json.loads(text) if text else None
+    except (ValueError, RecursionError):
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 @dataclass(frozen=True)
@@ -141,11 +219,21 @@ class Design:
         """Return whether a share depends on entropies of sampled tokens."""
         return any(rule.entropy is not None for rule in self.keep)
 
+    @property
+    def reads_roles(self) -> bool:
+        return any(rule.role is not None for rule in self.keep)
+
+    @property
+    def reads_requests(self) -> bool:
+        return any(rule.request for rule in self.keep)
+
     def shares(
         self,
         position: npt.NDArray[np.int64],
         prompt_len: npt.NDArray[np.int64],
         entropy: npt.NDArray[np.float64] | None = None,
+        role: npt.NDArray[np.str_ | np.object_] | None = None,
+        takes: Mapping[int, npt.NDArray[np.bool_]] | None = None,
     ) -> npt.NDArray[np.float64]:
         """Return the share that the rules give each position, float64 ``(n,)``.
 
@@ -153,10 +241,15 @@ class Design:
             position: int64 ``(n,)``.
             prompt_len: prompt tokens of the request of each.
             entropy: of the logits that its token was sampled from, NaN where that is not known.
+            role: of each prompt position, empty where that is not known.
+            takes: by the number of each rule for requests, whether it takes the request of each
+                position; without it none of them does.
         """
         shares, open_ = np.ones(len(position)), np.ones(len(position), bool)
-        for rule in self.keep:
-            of = open_ & rule.holds(position, prompt_len, entropy)
+        for number, rule in enumerate(self.keep):
+            of = open_ & rule.holds(position, prompt_len, entropy, role)
+            if rule.request:
+                of &= False if takes is None else takes[number]
             shares[of] = rule.share
             open_ &= ~of
         return shares
@@ -193,12 +286,15 @@ class Design:
             rules = [KeepRule.from_json(rule) for rule in fields["keep"]]
             keep = tuple(rule for rule in rules if rule is not None)
             is_salt = isinstance(salt, str) and _SALT.fullmatch(salt)
-            if minimum and is_salt and unit in get_args(Unit) and len(keep) == len(rules):
+            are_rules = len(keep) == len(rules) <= MAX_RULES
+            if minimum and is_salt and unit in get_args(Unit) and are_rules:
                 return cls(np.uint64(int(salt, 16)), minimum, unit, keep)
         raise ActdsError("E103", place, got=text[:200], expected="the spec's fields")
 
 
 _SALT = re.compile(r"[0-9a-f]{16}")
+MAX_PATTERN = 512
+_REQUEST_NAME = re.compile(r"external_id|(?:labels|xargs)\..+", re.DOTALL)
 _NUMBER = re.compile(r"[0-9]{1,16}(\.[0-9]{1,24})?(e-?[0-9]{1,3})?")
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 
 from actds.dataset.account import TOTALS, Account, Census
+from actds.dataset.drawn import columns_of
 from actds.dataset.reading import CENSUS_TABLES, Catalog, heads_root, no_such_seal
 from actds.errors import ActdsError, Finding, Findings, Severity
 from actds.format import canonical, schema, tables
@@ -75,10 +76,9 @@ def account_run(catalog: Catalog, run: str) -> Account:
     """Return the account of a run; with hooks in disjoint shards, every hook has to agree."""
     design = Design.of(catalog.runs.get(run))
     census = Census(run, *(catalog.table(table, run) for table in (*CENSUS_TABLES, "drops")))
-    reads = design is not None and design.reads_entropy
-    sampled = catalog.table("sampled", run) if reads else None
+    aside = {table: catalog.table(table, run) for table in columns_of(design)}
     accounts = [
-        census.account((shard.tokens() for shard in shards), design, sampled)
+        census.account((shard.tokens() for shard in shards), design, aside)
         for _, shards in catalog.row_sets(run)
     ]
     findings = [finding for account in accounts for finding in account.findings]

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from vector_faults import FAULTS
@@ -24,6 +25,7 @@ from vector_signatures import write_signatures
 from vector_tools import HOOK, PREFILL, RUN, Vector
 
 from actds.dataset.commit import commit_shard
+from actds.format import canonical
 from actds.format.labels import dump_labels
 from actds.format.readouts import Readouts
 from actds.rewrite.recompression import recompress
@@ -45,6 +47,7 @@ def write(root: Path) -> None:
     _write_minimal(root / "valid" / "unserved", unserved=True)
     _write_minimal(root / "valid" / "thinned", readouts=Readouts(2, seed=4), unit="row")
     _write_minimal(root / "valid" / "thinned-requests", unit="request")
+    _write_minimal(root / "valid" / "thinned-rules", unit="row", roles=True, rules=True)
     _write_replaced(root / "valid" / "replaced")
     for one in FAULTS:
         valid = root / "valid" / one.base
@@ -79,6 +82,7 @@ def _write_minimal(
     entropy: bool = False,
     unserved: bool = False,
     unit: str | None = None,
+    rules: bool = False,
 ) -> None:
     """Write the minimal dataset.
 
@@ -87,6 +91,7 @@ def _write_minimal(
         unserved: two more prompts, one of which does not fit the model; of the other the turn never
             came. All but the first have labels.
         unit: what is drawn by hash, with one of three probabilities by step; ``None`` for nothing.
+        rules: draw also by rules for roles, ids and labels, which all but the first have.
     """
     facts: dict[str, bool | int | str | None] = {}
     with _fixed_ids():
@@ -109,6 +114,9 @@ def _write_minimal(
                     "source_row": row, "prompt_len": n, "generated_len": 0, "cached_tokens": 0,
                     "n_preemptions": 0, "finish_reason": name, "reason": why,
                 })  # fmt: skip
+            schedule = schedule.with_(requests=table_of("requests", requests))
+        if unserved or rules:
+            requests = schedule.requests.to_pylist()
             for row, request in enumerate(requests[1:]):
                 labels = {"domain": ("code", "maths")[row % 2], "level": row, "é": row < 3}
                 request["labels"] = dump_labels(labels)
@@ -117,8 +125,9 @@ def _write_minimal(
             shares = {
                 step: (1.0, 0.5, 0.125)[step % 3] for step in schedule.steps["step"].to_pylist()
             }
-            schedule = thinned(schedule, SALT, shares, unit)
-            facts = thinned_facts(unit)
+            share = partial(_share, schedule.requests.to_pylist()) if rules else lambda *key: 1.0
+            schedule = thinned(schedule, SALT, shares, unit, rules=share)
+            facts = thinned_facts(unit, RULES if rules else "[]")
         make_dataset(
             path,
             facts=facts,
@@ -128,10 +137,37 @@ def _write_minimal(
             run=RUN,
             span_parts=1,
             readouts=readouts,
-            roles=roles,
+            roles="thinking" if rules else roles,  # for a rule it is the assistant's all the same
             origins=origins,
             entropy=entropy,
         )
+
+
+def _rule(share: str, **asked: Any) -> dict[str, Any]:
+    names = ("entropy", "phase", "position", "request", "role")
+    return {**dict.fromkeys(names), **asked, "share": share}
+
+
+RULES = canonical.dump([
+    _rule("1.0", request=[["labels.domain", "ma?h*"], ["labels.é", "true"]], role="user"),
+    _rule("0.75", request=[["external_id", "*-0"]], phase="prefill"),
+    _rule("0.625", role="template"),
+    _rule("0.5", role="assistant"),
+    _rule("0.25"),
+]).decode("ascii").strip()  # fmt: skip
+
+
+def _share(requests: list[dict[str, Any]], request: int, position: int) -> float:
+    """Return what ``RULES`` give a position of a chat as ``make_dataset`` writes them."""
+    edge = requests[request]["prompt_len"]
+    if position >= edge:
+        return 0.5
+    is_user = 3 <= position < edge - 2
+    if request == 2 and is_user:  # the one with the label maths
+        return 1.0
+    if request == 0:
+        return 0.75
+    return 0.625 if position and not is_user else 0.25
 
 
 def _write_replaced(path: Path) -> None:

@@ -1021,6 +1021,44 @@ def _(v: Vector) -> None:
     v.relink(totals=False)
 
 
+def _rewrite_rules(v: Vector, before: str, after: str, **relink: Any) -> None:
+    record = v.json(RECORD)
+    field = record["fields"]["capture.inclusion"]
+    assert before in field["value"]
+    field["value"] = field["value"].replace(before, after)
+    v.write_json(RECORD, record)
+    v.relink(**relink)
+
+
+@fault("E103", "rule-without-a-number", RECORD, "The share of a rule is no number.",
+       base="thinned-rules")  # fmt: skip
+def _(v: Vector) -> None:
+    _rewrite_rules(v, '"0.25"', '"a"', totals=False)
+
+
+@fault("E103", "rule-for-a-role-that-is-none", RECORD, "A rule is for authors of no such name.",
+       base="thinned-rules")  # fmt: skip
+def _(v: Vector) -> None:
+    _rewrite_rules(v, '"role":"template"', '"role":"developer"', totals=False)
+
+
+@fault("E424", "rule-of-another-label", "shards", "A rule is for another label than was drawn by.",
+       base="thinned-rules")  # fmt: skip
+def _(v: Vector) -> None:
+    _rewrite_rules(v, "ma?h*", "ma?h")
+
+
+@fault("E424", "rule-of-another-role", "shards", "A position has another role than at the draw.",
+       base="thinned-rules")  # fmt: skip
+def _(v: Vector) -> None:
+    def edit(rows: list[Json]) -> None:
+        for row in rows:
+            row["role"] = "system" if row["role"] == "user" else row["role"]
+
+    v.edit_table("roles", edit)
+    v.relink()
+
+
 @fault("E416", "thinned-without-readouts", f"readouts/{RUN}",
        "A thinned position left no readouts.", base="thinned")  # fmt: skip
 def _(v: Vector) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -47,24 +47,27 @@ def thinned(
     shares: Mapping[int, float],
     unit: str = "row",
     flipped: tuple[int, int] | None = None,
+    rules: Callable[[int, int], float] = lambda request, position: 1.0,
 ) -> Schedule:
     """Return a schedule whose rows are drawn by hash, each with the probability of its step.
 
     Args:
         shares: probability by step; 1 where it is left out.
+        rules: returns the share of a position, by which that is multiplied.
         flipped: request and position of a row that is drawn against the hash: in all tables.
     """
     lines, first = schedule.rows.to_pylist(), dict[int, int]()
     for line in lines:
         first.setdefault(line["request"], line["step"])
-    row_at, missing = {}, {}
+    row_at, missing, of_step = {}, {}, {}
     for line in lines:
         by_request = unit == "request"
         share = shares.get(first[line["request"]] if by_request else line["step"], 1.0)
         u = number(salt, line["request"], 0 if by_request else line["position"])
-        line["inclusion"] = share
-        is_drawn = (u < share) != ((line["request"], line["position"]) == flipped)
-        (row_at if is_drawn else missing)[line["request"], line["position"]] = line
+        key = line["request"], line["position"]
+        of_step[key], line["inclusion"] = share, share * rules(*key)
+        is_drawn = (u < line["inclusion"]) != (key == flipped)
+        (row_at if is_drawn else missing)[key] = line
     spans = []
     for span in schedule.spans.to_pylist():
         if span["disposition"] != "captured":
@@ -76,7 +79,7 @@ def thinned(
             piece = {**span, "start": position, "stop": position + 1, "step": line["step"]}
             if key in missing:
                 piece |= {"disposition": "thinned", "reason": tables.NOT_DRAWN}
-                piece["inclusion"] = line["inclusion"]
+                piece["inclusion"] = of_step[key]
             alike = ("request", "disposition", "inclusion")
             last = spans[-1] if spans and position > span["start"] else {}
             if last and all(last.get(name) == piece.get(name) for name in alike):

@@ -70,7 +70,7 @@ def make_dataset(
     sealed: bool = True,
     readouts: Readouts | None = None,
     sinks: bool = False,
-    roles: bool = False,
+    roles: bool | str = False,
     origins: bool = False,
     entropy: bool = False,
     facts: Mapping[str, bool | int | str | None] | None = None,
@@ -95,7 +95,8 @@ def make_dataset(
         sealed: seal at the end.
         readouts: which readouts every computed row leaves.
         sinks: flag first positions as special and BOS, and give them 256 times the norm.
-        roles: call the prompts chats: template, user, template, and what is sampled assistant.
+        roles: call the prompts chats: template, user, template, and what is sampled assistant, or
+            another role that is given.
         origins: call the requests replays of one run of a made-up dataset, the last of them aside.
         entropy: record what the logits, of 16 tokens, said of each sampled one.
         facts: what else the run record says, None for what it does not know.
@@ -126,7 +127,14 @@ def make_dataset(
     for n in range(span_parts):
         commit_part(store, census, "spans", run, n, told.spans.slice(n * step, step))
     if roles:
-        commit_part(store, census, "roles", run, 0, _role_table(told))
+        commit_part(
+            store,
+            census,
+            "roles",
+            run,
+            0,
+            _role_table(told, roles if isinstance(roles, str) else "assistant"),
+        )
     if origins:
         commit_part(store, census, "origins", run, 0, _origin_table(told))
     if entropy:
@@ -144,9 +152,13 @@ def make_dataset(
 SALT = 0x0123456789ABCDEF
 
 
-def thinned_facts(unit: str = "row") -> dict[str, bool | int | str | None]:
-    """Return what the run record says of rows drawn under ``SALT``, each with 0.125 at least."""
-    design = f'{{"keep":[],"minimum":"0.125","salt":"{SALT:016x}","unit":"{unit}"}}'
+def thinned_facts(unit: str = "row", keep: str = "[]") -> dict[str, bool | int | str | None]:
+    """Return what the run record says of rows drawn under ``SALT``, each step with 0.125 at least.
+
+    Args:
+        keep: rules for shares, as JSON.
+    """
+    design = f'{{"keep":{keep},"minimum":"0.125","salt":"{SALT:016x}","unit":"{unit}"}}'
     return {"capture.overflow_policy": "thin", "capture.inclusion": design}
 
 
@@ -264,7 +276,7 @@ def _write_shards(
     return n_shards
 
 
-def _role_table(told: Schedule) -> pa.Table:
+def _role_table(told: Schedule, sampled: str) -> pa.Table:
     """Return roles of all positions but the first: of that one none is known."""
     lines = []
     for one in told.requests.to_pylist():
@@ -274,7 +286,7 @@ def _role_table(told: Schedule) -> pa.Table:
         stop = prompt + max(one["generated_len"] - 1, 0)
         edges = [1, 3, max(3, prompt - 2), prompt, stop]
         for role, start, end in zip(
-            ("template", "user", "template", "assistant"), edges, edges[1:], strict=False
+            ("template", "user", "template", sampled), edges, edges[1:], strict=False
         ):
             if start < min(end, stop):
                 lines.append((one["request"], start, min(end, stop), role))

@@ -42,6 +42,7 @@ from actds_writers.ipc.messages import (
     StepScheduled,
 )
 from actds_writers.model_folder import SpecialTokens
+from actds_writers.sampling import Regime
 
 D_MODEL = 32
 HOOKS = tuple(HookSpec(f"resid_post.{i}", "resid_post", i, D_MODEL, "bfloat16") for i in (1, 2))
@@ -97,6 +98,8 @@ class SyntheticEngine:
         facts.append(Fact("capture.readouts", link.readouts, "declared"))
         self.stages.introduce(tuple(facts))
         self.n_steps = 0
+        self.regime = Regime()
+        """Of requests that are given none of their own."""
         self.finished: tuple[int, ...] = ()
         self.changed: torch.Tensor | None = None
         """Whether the weights of the next steps are not those of the run."""
@@ -106,8 +109,15 @@ class SyntheticEngine:
         """Return how often the engine itself had to wait."""
         return self.stages.n_engine_waits
 
-    def request(self, number: int, left_out: LeftOut = EVERYTHING) -> None:
+    def learn(self, number: int, regime: Regime) -> None:
+        """Tell the worker what rules for shares ask of a request."""
+        self.stages.learn(number, regime)
+
+    def request(
+        self, number: int, left_out: LeftOut = EVERYTHING, regime: Regime | None = None
+    ) -> None:
         """Serve one request to its end."""
+        self.learn(number, regime or self.regime)
         self.scheduler.send(
             RequestArrived(
                 number, f"p{number}-x", f"p{number}", PROMPT_LEN, 1, None, None, left_out
@@ -223,6 +233,10 @@ class StagedEngine(SyntheticEngine):
         for worker in self.workers[: self.running]:
             worker.n_steps, worker.finished = n_steps, finished
             SyntheticEngine.run(worker, number, start, stop, left_out, prompt_len)
+
+    def learn(self, number: int, regime: Regime) -> None:
+        for worker in self.workers:
+            SyntheticEngine.learn(worker, number, regime)
 
     def close(self) -> None:
         for worker in self.workers:

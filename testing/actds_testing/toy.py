@@ -29,6 +29,7 @@ from actds_writers.engines.account import SchedulerSide, WorkerSide
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact
 from actds_writers.provenance import engine_facts
+from actds_writers.sampling import Regime
 
 D_MODEL, MLP, N_LAYERS, VOCABULARY, MAX_LEN = 32, 48, 3, 320, 256
 ENTRY_POINTS = """[actds.engines]
@@ -234,9 +235,12 @@ class ToyEngine:
         """Return the requests per step."""
         return self._options.max_num_seqs
 
-    def add(self, key: str, token_ids: list[int], max_tokens: int) -> None:
+    def add(
+        self, key: str, token_ids: list[int], max_tokens: int, regime: Regime | None = None
+    ) -> None:
         """Add a request."""
         number = self._scheduler.number_request(key, len(token_ids), {"max_tokens": max_tokens})
+        self._worker.stages.learn(number, regime or Regime())
         request = _Request(key, number, list(token_ids), len(token_ids), max_tokens)
         self._requests.waiting.append(request)
 

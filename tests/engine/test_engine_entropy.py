@@ -6,6 +6,7 @@ alone follows which lines there must be, and from a plain forward what they must
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from actds_testing import harvest as h
 from actds_testing import witness
 from actds_testing.independent import validator as independent
 from actds_testing.independent.draw import number
+from actds_testing.tiny import byte_tokenizer
 from actds_testing.witness import CROWDED, Harvest, compare, counts, harvest, name_of
 
 pytestmark = pytest.mark.engine
@@ -87,15 +89,46 @@ def test_entropies_are_those_of_full_logits(
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_rules_by_entropy_store_the_rows_of_uncertain_tokens(
+def test_rules_store_the_rows_of_uncertain_tokens_roles_labels_and_ids(
     ahead: bool, model: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    """The draw of every row computed anew, from the table of sampled tokens and the hash alone."""
-    keep = "entropy 5.7552-: 1; decode: 0.25; 0.1"
+    """The draw of every row computed anew: from sampled tokens, the prompts, and the hash alone."""
+    tokenizer = byte_tokenizer()
+    by_id: dict[str, Any] = {}
+    for i, line in enumerate(prompts.read_text().splitlines()):
+        record = {**json.loads(line), "topic": ("maths", "code")[i % 2]}
+        if not i % 3:
+            text = record.pop("prompt")
+            turns = ("system", f"be brief {i}"), ("user", text[:90])
+            record["messages"] = [{"role": role, "content": text} for role, text in turns]
+        by_id[record["id"]] = record
+    mixed = h.write_prompts(tmp_path / "mixed.jsonl", list(by_id.values()))
+    keep = (
+        "label topic=ma* and role user: 1; role system: 0.75; entropy 5.7552-: 0.875; "
+        "role assistant: 0.25; id q1?: 0.5; 0.1"
+    )
     one = harvest(
-        tmp_path, model, prompts, asynchronous=ahead, engine=CROWDED,
-        settings={"entropy": True, "temperature": 1.0, "max_tokens": 24, "keep": keep},
+        tmp_path, model, mixed, asynchronous=ahead, engine=CROWDED,
+        settings={"entropy": True, "temperature": 1.0, "max_tokens": 24, "keep": keep,
+                  "label_columns": ["topic"]},
     )  # fmt: skip
+
+    def of_prompt(request: dict[str, Any], position: int) -> float:
+        record = by_id[request["external_id"]]
+        for turn in record.get("messages", ()):
+            ids = tokenizer.apply_chat_template(
+                record["messages"], add_generation_prompt=True, return_dict=False
+            )
+            assert len(ids) == request["prompt_len"]
+            said = tokenizer.encode(turn["content"])
+            at = next(k for k in range(len(ids)) if ids[k : k + len(said)] == said)
+            if at <= position < at + len(said):
+                if turn["role"] == "system":
+                    return 0.75
+                if record["topic"] == "maths":
+                    return 1.0
+        return 0.5 if len(record["id"]) == 3 else 0.1
+
     design = Design.of(one.dataset.runs[one.run])
     assert design is not None
     lines = one.table("sampled").to_pylist()
@@ -106,8 +139,11 @@ def test_rules_by_entropy_store_the_rows_of_uncertain_tokens(
         if span["disposition"] in ("captured", "thinned")
         for p in range(span["start"], span["stop"])
     }
+    requests = {line["request"]: line for line in one.table("requests").to_pylist()}
     shares = {
-        key: (1.0 if entropy[key] >= 5.7552 else 0.25) if key in entropy else 0.1
+        key: of_prompt(requests[key[0]], key[1])
+        if key[1] < requests[key[0]]["prompt_len"]
+        else (0.875 if entropy[key] >= 5.7552 else 0.25)
         for key in computed
     }
     expected = {
@@ -115,7 +151,7 @@ def test_rules_by_entropy_store_the_rows_of_uncertain_tokens(
     }
     rows = one.tokens()
     assert {(row["request"], row["position"], row["inclusion"]) for row in rows} == expected
-    assert len({share for *_, share in expected}) == 3
+    assert len({share for *_, share in expected}) == 6
     assert not [f for f in independent.validate(Path(one.dataset.path)) if f.severity == "error"]
 
 

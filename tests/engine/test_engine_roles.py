@@ -10,10 +10,12 @@ import pytest
 
 import actds
 from actds.explore.dataset import Dataset
+from actds.format.inclusion import Design
 from actds.publish.sealing import seal
 from actds.store import open_store
 from actds_testing import harvest as h
 from actds_testing.chat_templates import CHATS
+from actds_testing.independent.draw import number
 from actds_testing.server import Server, wait_until_ended
 from actds_testing.tiny import byte_tokenizer, make_tiny_model
 from actds_validators.audit.api import audit
@@ -126,12 +128,37 @@ def test_the_coverage_map_has_the_roles_by_itself_and_the_record_says_how_many(
     )
 
 
+def drawn_by_rules(live: Dataset, roles: dict[int, dict[int, str]]) -> set[float]:
+    """Return the shares of the rows, which are those that the hash draws and no others."""
+    design = Design.of(*live.catalog.runs.values())
+    assert design is not None
+    requests = {line["request"]: line for line in live.requests().to_pylist()}
+    expected = {}
+    for span in live.spans().to_pylist():
+        line, of_request = requests[span["request"]], roles.get(span["request"], {})
+        for p in range(span["start"], span["stop"]):
+            role = "assistant" if p >= line["prompt_len"] else of_request.get(p)
+            share = {"user": 0.5, "assistant": 0.75}.get(str(role), 0.875)
+            if line["external_id"].startswith("cmpl-"):
+                share = 0.25
+            if line["external_id"] == "chatcmpl-rare":
+                share = 1
+            is_computed = span["disposition"] in ("captured", "thinned")
+            if is_computed and number(int(design.salt), span["request"], p) < share:
+                expected[span["request"], p] = share
+    rows = live.tokens(columns=["request", "position", "inclusion"]).to_pylist()
+    assert {(row["request"], row["position"]): row["inclusion"] for row in rows} == expected
+    return set(expected.values())
+
+
 def test_a_server_has_the_roles_that_the_harvest_of_the_same_chats_has(
     path: Path, dataset: Dataset, tmp_path: Path
 ) -> None:
     out = str(tmp_path / "acts")
+    keep = "xarg regime=ra?e: 1; role user: 0.5; id cmpl-*: 0.25; role assistant: 0.75; 0.875"
+    settings = {"out": out, "hooks": "resid_post:1", "keep": keep}
     server = Server(
-        path.parent / "model", tmp_path / "log", {"out": out, "hooks": "resid_post:1"},
+        path.parent / "model", tmp_path / "log", settings,
         "--enforce-eager", "--max-model-len", "1024", "--max-num-batched-tokens", "512",
         "--distributed-executor-backend", "uni", "--shutdown-timeout", "120",
     )  # fmt: skip
@@ -145,6 +172,8 @@ def test_a_server_has_the_roles_that_the_harvest_of_the_same_chats_has(
             body = {"messages": sent, "tools": tools, "tool_choice": "none", **more}
             headers = {"X-Request-Id": name}
             answers[name] = server.post("/v1/chat/completions", body, headers)
+        rare = {"messages": CHATS["one"][0], "vllm_xargs": {"regime": "rare"}, **more}
+        server.post("/v1/chat/completions", rare, {"X-Request-Id": "rare"})
         several = {"messages": CHATS["one"][0], "n": 2, **more}
         server.post("/v1/chat/completions", several, {"X-Request-Id": "several"})
         said = CHATS["one"][0][0]["content"]
@@ -178,8 +207,10 @@ def test_a_server_has_the_roles_that_the_harvest_of_the_same_chats_has(
     assert [found[response["request"]][p] for p in prompt] == [wanted["one"][p] for p in prompt]
     for name in ("text", "ids"):
         assert requests[f"cmpl-{name}-0"]["request"] not in found
-    chats = {line["sampling"] for name, line in requests.items() if not name.startswith("resp_")}
+    others = ("resp_", "chatcmpl-rare")
+    chats = {line["sampling"] for name, line in requests.items() if not name.startswith(others)}
     assert len(chats) == 1  # those of completions, too
+    assert drawn_by_rules(live, found) == {1, 0.5, 0.25, 0.75, 0.875}
     assert "roles" not in json.dumps(answers) and "actds" not in json.dumps(answers)
     (record,) = live.catalog.runs.values()
     assert record.fields["prompts.roles"].origin == "unknown"

@@ -179,3 +179,30 @@ def test_the_plan_has_the_labels_of_each_prompt_and_their_names(tmp_path: Path) 
     facts = {fact.name: fact.value for fact in plan.facts}
     assert facts["prompts.label_columns"] == '["domain","score"]'
     assert np.all([len(one.token_ids) == 1 for one in plan.encoded])
+
+
+@pytest.mark.parametrize(
+    ("keep", "words"),
+    [
+        ("label domain=code and role assistant: 1; 0.1", None),
+        ("label level=3: 1", "level, which no prompt has.*domain, score"),
+        ("xarg domain=code: 1", "xarg domain, which no prompt has"),
+        ("role user: 1; 0.1", "user, and no prompt whose roles are known .a text, no chat"),
+    ],
+)
+def test_a_rule_for_what_no_prompt_has_is_refused(
+    tmp_path: Path, keep: str, words: str | None
+) -> None:
+    model = make_tiny_model(tmp_path / "model", tokenizer=True)
+    settings = WriteSettings.of(
+        {"out": "nowhere", "model": model, "prompts": source(tmp_path, "jsonl"), "keep": keep,
+         "hooks": "resid_post:0", "engine": "transformers", "label_columns": "domain,score"}
+    )  # fmt: skip
+    options = find_engine("transformers").options({})
+    if words is not None:
+        with pytest.raises(ActdsError, match=words) as refusal:
+            make_plan(settings, options)
+        assert refusal.value.code == "E009"
+        return
+    plan = make_plan(settings, options)
+    assert [plan.regimes[one.key].takes[0] for one in plan.client] == [True, False, False, False]

@@ -46,7 +46,8 @@ from actds_testing.recovery import (
 from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for, writer_stopped
 from actds_writers.harvest.prepare import finished_rows
 from actds_writers.harvest.recover import recover, recover_runs, require_accounted
-from actds_writers.ipc.messages import ClientFacts
+from actds_writers.ipc.messages import ClientFacts, PromptFact
+from actds_writers.sampling import Regime
 
 pytestmark = pytest.mark.standard
 
@@ -228,6 +229,7 @@ def test_drops_that_nobody_logged_are_aborted(tmp_path: Path) -> None:
         ("thin", {}),
         ("thin", {"thin_unit": "request"}),
         ("drop_newest", {"always": 1 / 32}),
+        ("thin", {"keep": "label topic=a* and role user: 0.5; decode: 0.75; 0.125"}),
     ],
 )
 def test_rows_that_are_drawn_are_the_right_ones_after_a_kill(
@@ -236,8 +238,14 @@ def test_rows_that_are_drawn_are_the_right_ones_after_a_kill(
     """Without a victim the engine and the command die, with steps of every probability waiting."""
     out = tmp_path / "acts"
     pipeline = pipeline_for(out, policy, **of_draw)
+    prompts = [
+        PromptFact(f"p{n}", f"q{n}", "s", n, roles="t1u9", labels='{"topic":"art"}')
+        for n in range(400)
+    ]
     try:
         engine = SyntheticEngine(pipeline)
+        engine.regime = Regime("t1u9", {0: True})
+        pipeline.send_client_facts(ClientFacts(tuple(prompts)))
         number = serve_three_shards(pipeline, engine, out)
         with writer_stopped(pipeline):
             for later in range(number, number + 60):

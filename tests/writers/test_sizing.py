@@ -756,6 +756,13 @@ def test_a_plan_says_what_rules_for_a_share_would_store() -> None:
     assert sample.n_effective == pytest.approx(effective)
     assert sample.error_of_mean == pytest.approx(1.96 / effective**0.5)
     assert f"{sample.n_rows:,.0f} rows" in "\n".join(result.lines())
+    more = actds.plan(
+        d_model=64, layers=2, hooks="resid_post:1", prefill_rate=3000, decode_rate=1000,
+        tokens_per_request=400, tokens=4_000_000,
+        keep="role user: 0.5; label topic=a: 0.5; decode: 1; 0.1",
+    )  # fmt: skip
+    assert more.sample is not None and more.sample.n_rows == sample.n_rows
+    assert "taken to hold nowhere: rules for roles, requests" in "\n".join(more.lines())
     at = result.command.index("--keep")
     assert result.command[at + 1] == "decode: 1; 0.1"
     assert result.as_json()["sample"]["n_rows"] == sample.n_rows

@@ -18,7 +18,7 @@ import pytest
 
 import actds
 from actds.errors import ActdsError
-from actds.format.inclusion import Design
+from actds.format.inclusion import Design, KeepRule, about_request
 from actds.format.readouts import Readouts
 from actds.format.schema import ProvenanceField
 from actds.publish.sealing import seal
@@ -35,8 +35,9 @@ from actds_testing.synthetic_engine import (
 )
 from actds_validators.validate.validation import validate
 from actds_writers.capture.thinning import Reserve, Thin
-from actds_writers.config import HarvestSettings
-from actds_writers.ipc.messages import ClientFacts, LeftOut
+from actds_writers.config import HarvestSettings, LiveSettings
+from actds_writers.ipc.messages import ClientFacts, LeftOut, PromptFact
+from actds_writers.sampling import Regime, keep_rules
 
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
 
@@ -45,18 +46,19 @@ def harvest(out: Path, policy: str = "thin", engine: Any = SyntheticEngine, **of
     """Serve 60 requests while the writer stands still at first, and 60 when it does not."""
     readouts = Readouts(n_projections=2, seed=3)
     live, stalls = bool(of_draw.pop("live", False)), bool(of_draw.pop("stalls", True))
+    client, regimes = of_draw.pop("client", ClientFacts()), of_draw.pop("regimes", {})
     with pipeline_for(out, policy, readouts=readouts, live=live, **of_draw) as pipeline:
         worker = engine(pipeline)
         with writer_stopped(pipeline) if stalls else nullcontext():
             for request in range(60):
-                worker.request(request, of_draw.get("left_out", LeftOut()))
+                worker.request(request, of_draw.get("left_out", LeftOut()), regimes.get(request))
                 worker.finished = (request,)
         for request in range(60, 120):
-            worker.request(request)
+            worker.request(request, regime=regimes.get(request))
             worker.finished = (request,)
         worker.drain(pipeline)
         worker.close()
-        pipeline.send_client_facts(ClientFacts())
+        pipeline.send_client_facts(client)
         totals = pipeline.finish("finished")
     seal(open_store(out))
     return totals
@@ -230,9 +232,77 @@ def test_rules_keep_rare_positions_whole_and_thin_the_rest(
     assert bool(totals["census"]["dropped"]) == (policy == "drop_newest")
 
 
+@pytest.mark.standard
 @pytest.mark.parametrize(
-    ("text", "word"), [("often: 1", "'often'"), ("decode: 0", "above 0"), ("decode: 2", "at most")]
+    ("policy", "engine"),
+    [("block", StagedEngine), ("thin", SyntheticEngine), ("drop_newest", SyntheticEngine)],
 )
+def test_rules_by_role_label_and_id_keep_rare_regimes_whole(
+    tmp_path: Path, policy: str, engine: Any
+) -> None:
+    out = tmp_path / "acts"
+    keep = (
+        "label topic=ma* and role user: 1; id p?: 0.75; role assistant: 0.5; "
+        "label n=3 and position 0-4: 0.375; role template: 0.25; 0.125"
+    )
+    text = f"t2u3t{PROMPT_LEN - 6}"  # of the last position nothing is known
+    prompts = tuple(
+        PromptFact(
+            f"p{n}", f"p{n}", "s", n, prompt_len=PROMPT_LEN, roles=text if n % 4 else "",
+            labels=('{"topic":"maths"}', '{"n":3,"topic":"code"}', None)[n % 3],
+        )
+        for n in range(120)
+    )  # fmt: skip
+    regimes = {
+        n: Regime.of(keep_rules(keep), p.roles, about_request(p.external_id, p.labels, None))
+        for n, p in enumerate(prompts)
+    }
+    totals = harvest(
+        out, policy, engine, keep=keep, stalls=policy != "block", client=ClientFacts(prompts),
+        regimes=regimes, **({"always": 0.25} if policy == "drop_newest" else {}),
+    )  # fmt: skip
+    assert not refused(out)
+    dataset = actds.open(out)
+    design = Design.of(dataset.runs["r-test"])
+    assert design is not None
+    steps = dataset.steps()
+    share = dict(zip(steps["step"].to_pylist(), steps["inclusion"].to_pylist(), strict=True))
+
+    def of_rules(n: int, p: int) -> float:
+        role = "" if p == PROMPT_LEN - 1 or not n % 4 else "user" if 2 <= p < 5 else "template"
+        if n % 3 == 0 and p < PROMPT_LEN and role == "user":
+            return 1
+        if n < 10:
+            return 0.75
+        if p >= PROMPT_LEN:
+            return 0.5
+        if n % 3 == 1 and p < 4:
+            return 0.375
+        return 0.25 if role == "template" else 0.125
+
+    expected = set()
+    for n in range(120):
+        for p in range(N_POSITIONS):
+            inclusion = of_rules(n, p) * share[n * GENERATED + max(0, p - PROMPT_LEN + 1)]
+            if number(int(design.salt), n, p) < inclusion:
+                expected.add((n, p, inclusion))
+    names = ("request", "position", "inclusion")
+    tables = [shard.tokens(list(names)) for shard in dataset.shards]
+    rows = {row for t in tables for row in zip(*(t[n].to_pylist() for n in names), strict=True)}
+    assert rows == expected
+    assert {0.125, 0.25, 0.375, 0.5, 0.75, 1} <= {inclusion for *_, inclusion in rows}
+    lost = totals["census"]["thinned"] + totals["census"]["dropped"]
+    assert lost == 120 * N_POSITIONS - len(rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("often: 1", "'often'"), ("decode: 0", "above 0"), ("decode: x", "above 0"),
+        ("decode: 2", "at most"),
+        ("role pilot: 1", "role NAME"), ("label topic: 1", "NAME=GLOB"), ("1;" * 65, "64 rules"),
+    ],
+)  # fmt: skip
 def test_rules_that_are_none_are_refused(text: str, word: str) -> None:
     with pytest.raises(ActdsError, match=word) as refusal:
         HarvestSettings.of({"out": "acts", "hooks": "resid_post:1", "keep": text})
@@ -250,3 +320,33 @@ def test_rules_for_entropies_need_entropies() -> None:
     field = ProvenanceField(value=design.as_field(), origin="declared", reason=None)
     record: Any = SimpleNamespace(run="r", fields={"capture.inclusion": field})
     assert Design.of(record) == design
+
+
+@pytest.mark.parametrize(
+    ("text", "labels", "sampling", "takes"),
+    [
+        ("label topic=ma*", '{"topic":"maths"}', None, True),
+        ("label topic=ma*", '{"other":"maths"}', None, False),
+        ("label topic=[m]aths", '{"topic":"maths"}', None, False),
+        ("label n=1? and label b=true", '{"b":true,"n":12}', None, True),
+        ("xarg regime=rare", None, '{"extra_args":{"regime":"rare"}}', True),
+        ("xarg regime=rare", None, "no JSON", False),
+        ("id q-*", None, None, True),
+        ("id q-", None, None, False),
+    ],
+)
+def test_a_rule_for_requests_takes_those_that_match_all_of_it(
+    text: str, labels: str | None, sampling: str | None, takes: bool
+) -> None:
+    (rule,) = keep_rules(f"{text}: 0.5")
+    assert KeepRule.from_json(rule.as_json()) == rule
+    assert rule.takes(about_request("q-7", labels, sampling)) == takes
+
+
+def test_served_requests_have_no_labels_and_no_roles_without_roles() -> None:
+    fields: dict[str, Any] = {"out": "acts", "hooks": "resid_post:1"}
+    assert LiveSettings.of({**fields, "keep": "xarg a=b and role user: 1; 0.1"}).keep
+    with pytest.raises(ActdsError, match="no labels"):
+        LiveSettings.of({**fields, "keep": "label a=b: 1"})
+    with pytest.raises(ActdsError, match="roles are known with roles only"):
+        LiveSettings.of({**fields, "keep": "role user: 1", "roles": False})

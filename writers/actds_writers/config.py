@@ -150,8 +150,9 @@ class HarvestSettings(Settings):
     keep: Annotated[str, AfterValidator(_keep)] = Field(
         default="",
         description="Store a share of the rows by rules, the first that holds: 'decode: 1; "
-        "position 0-16: 1; 0.1'. A rule is prefill, decode, position A-B or entropy A-B (in nats, "
-        "of the logits that the token came from), joined by 'and'",
+        "position 0-16: 1; 0.1'. A rule is prefill, decode, position A-B, entropy A-B (in nats, of "
+        "the logits that the token came from), role NAME, label NAME=GLOB, xarg NAME=GLOB (of a "
+        "served request) or id GLOB, joined by 'and'",
         json_schema_extra={"metavar": "RULES"},
     )
     always: Annotated[float, Field(gt=0, le=1)] | None = Field(
@@ -416,6 +417,15 @@ class LiveSettings(SamplingRules, HarvestSettings):
         default=True, description="Hash the weight files before the server starts"
     )
     roles: bool = Field(default=True, description="Note who wrote the positions of chats")
+
+    @model_validator(mode="after")
+    def _draws_by_what_is_served(self) -> Self:
+        rules = keep_rules(self.keep)
+        if any(name.startswith("labels.") for rule in rules for name, _ in rule.request):
+            raise ValueError("keep: served requests have no labels; xarg NAME=GLOB, or id GLOB")
+        if any(rule.role is not None for rule in rules) and not self.roles:
+            raise ValueError("keep: roles are known with roles only")
+        return self
 
     def rules(self) -> SamplingRules:
         return SamplingRules(**{name: getattr(self, name) for name in SamplingRules.model_fields})

@@ -25,6 +25,7 @@ from actds_writers.capture.hooks import load_registered
 from actds_writers.config import explained
 from actds_writers.ipc.link import Link
 from actds_writers.model_folder import ModelFiles
+from actds_writers.sampling import Regime
 
 GROUP = "actds.engines"
 OPTION = "engine_args"
@@ -60,8 +61,10 @@ class Engine(Protocol):
     def max_num_seqs(self) -> int:
         """Return the effective maximum of requests per step."""
 
-    def add(self, key: str, token_ids: list[int], max_tokens: int) -> None:
-        """Add a request.
+    def add(
+        self, key: str, token_ids: list[int], max_tokens: int, regime: Regime | None = None
+    ) -> None:
+        """Add a request; its scheduler side tells each worker its regime, before its first step.
 
         Raises:
             ValueError: the engine refuses it, with the engine's own message.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fnmatch import fnmatchcase
 from fractions import Fraction
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, Protocol, Self, cast, get_args
 
 from pydantic import (
     BaseModel,
@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from actds.format import canonical
-from actds.format.inclusion import KeepRule
+from actds.format.inclusion import MAX_RULES, KeepRule, Role
 
 
 class Rings(Protocol):
@@ -88,7 +88,10 @@ _ENGINE_ID = re.compile(r"(?:[0-9]+_)?(?:cmpl-(?P<completion>.+)-[0-9]+|chatcmpl
 
 _SHARE_RULE = re.compile(
     r"(?:(?P<phase>prefill|decode)|position (?P<first>[0-9]{1,9})-(?P<last>[0-9]{1,9})?"
-    r"|entropy (?P<low>[0-9.]{1,16})?-(?P<high>[0-9.]{1,16})?)"
+    r"|entropy (?P<low>[0-9.]{1,16})?-(?P<high>[0-9.]{1,16})?"
+    rf"|role (?P<role>{'|'.join(get_args(Role))})|id (?P<id>.{{1,512}})"
+    r"|(?P<column>label|xarg) (?P<name>[^=]{1,256})=(?P<value>.{0,512}))",
+    re.DOTALL,
 )
 
 
@@ -98,28 +101,62 @@ def keep_rules(text: str) -> tuple[KeepRule, ...]:
     Each is of conditions, joined by ``and``, and a share; a share alone is of all that is left.
     Raises ValueError for another text.
     """
-    return tuple(_keep_rule(part.strip()) for part in text.split(";") if part.strip())
+    rules = tuple(_keep_rule(part.strip()) for part in text.split(";") if part.strip())
+    if len(rules) > MAX_RULES:
+        raise ValueError(f"{MAX_RULES} rules at most, got {len(rules)}")
+    return rules
 
 
 def _keep_rule(text: str) -> KeepRule:
     conditions, _, number = text.rpartition(":")
-    share = float(number)
+    try:
+        share = float(number)
+    except ValueError:
+        share = 0.0
     if not 0 < share <= 1:
         raise ValueError(f"a share above 0, and 1 at most: {text}")
     rule = KeepRule(share)
     for words in conditions.split(" and ") if conditions.strip() else ():
         match = _SHARE_RULE.fullmatch(words.strip())
         if match is None:
-            raise ValueError(f"prefill, decode, position A-B or entropy A-B: {words.strip()!r}")
+            raise ValueError(
+                "prefill, decode, position A-B, entropy A-B, role NAME, label NAME=GLOB, "
+                f"xarg NAME=GLOB or id GLOB: {words.strip()!r}"
+            )
         if match["phase"] is not None:
             rule = replace(rule, phase="prefill" if match["phase"] == "prefill" else "decode")
         elif match["first"] is not None:
             last = None if match["last"] is None else int(match["last"])
             rule = replace(rule, position=(int(match["first"]), last))
+        elif match["role"] is not None:
+            rule = replace(rule, role=cast(Role, match["role"]))
+        elif match["id"] is not None:
+            rule = replace(rule, request=(*rule.request, ("external_id", match["id"])))
+        elif match["column"] is not None:
+            condition = f"{match['column']}s.{match['name']}", match["value"]
+            rule = replace(rule, request=(*rule.request, condition))
         else:
             low, high = (None if b is None else float(b) for b in match.group("low", "high"))
             rule = replace(rule, entropy=(low, high))
     return rule
+
+
+@dataclass(frozen=True)
+class Regime:
+    """What is known of a request before its rows are computed, for rules that ask it.
+
+    Args:
+        roles: of the prompt, packed; empty where they are not known.
+        takes: by the number of each rule for requests, whether it takes this one.
+    """
+
+    roles: str = ""
+    takes: Mapping[int, bool] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rules: Sequence[KeepRule], roles: str, about: Mapping[str, str]) -> Regime:
+        """Return that of a request; ``about`` as ``about_request`` returns it."""
+        return cls(roles, {k: rule.takes(about) for k, rule in enumerate(rules) if rule.request})
 
 
 MIXED_WEIGHTS = "unsupported:mixed_weights"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 from actds_testing.independent.conservation import Account, keys
 from actds_testing.independent.findings import need
 from actds_testing.independent.layout import Json, parse
+from actds_testing.independent.tables import WORDS
 
 MASK = 2**64 - 1
 
@@ -32,18 +36,51 @@ def design_of(record: Json | None, place: str) -> Json | None:
     right = isinstance(said["salt"], str) and len(said["salt"]) == 16
     right = right and not set(said["salt"]) - set("0123456789abcdef")
     need(right and said["unit"] in ("row", "request"), "E103", place, field["value"])
-    try:
-        minimum = float(said["minimum"]) if isinstance(said["minimum"], str) else 0.0
-    except ValueError:
-        minimum = 0.0
-    need(0 < minimum <= 1, "E103", place, field["value"])
+    need(_is_share(said["minimum"]), "E103", place, field["value"])
+    minimum = float(said["minimum"])
     keep = said["keep"]
-    for rule in keep if isinstance(keep, list) else [None]:
-        names = {"entropy", "phase", "position", "share"}
-        need(isinstance(rule, dict) and set(rule) == names, "E103", place, field["value"])
-        phases = (None, "prefill", "decode")
-        need(rule["phase"] in phases and 0 < float(rule["share"]) <= 1, "E103", place, rule)
+    need(isinstance(keep, list) and len(keep) <= 64, "E103", place, field["value"])
+    for rule in keep:
+        need(_is_rule(rule), "E103", place, rule)
     return {"salt": int(said["salt"], 16), "minimum": minimum, "unit": said["unit"], "keep": keep}
+
+
+DECIMAL = re.compile(r"\d{1,16}(\.\d{1,24})?(e-?\d{1,3})?", re.ASCII)
+
+
+def _is_decimal(text: object) -> bool:
+    return isinstance(text, str) and DECIMAL.fullmatch(text) is not None
+
+
+def _is_share(text: object) -> bool:
+    return _is_decimal(text) and 0 < float(str(text)) <= 1
+
+
+def _is_rule(rule: object) -> bool:
+    names = {"entropy", "phase", "position", "request", "role", "share"}
+    if not isinstance(rule, dict) or set(rule) != names or not _is_share(rule["share"]):
+        return False
+    fits = rule["phase"] in (None, "prefill", "decode") and rule["role"] in (None, *WORDS["role"])
+    place, bounds, request = (rule[name] for name in ("position", "entropy", "request"))
+    if place is not None:
+        fits &= isinstance(place, list) and len(place) == 2
+        fits = fits and type(place[0]) is int and place[0] >= 0
+        fits = fits and (place[1] is None or type(place[1]) is int)
+    if bounds is not None:
+        fits = fits and isinstance(bounds, list) and len(bounds) == 2
+        fits = fits and all(bound is None or _is_decimal(bound) for bound in bounds)
+    if request is not None:
+        fits = fits and isinstance(request, list) and len(request) > 0
+        fits = fits and all(_is_condition(pair) for pair in request)
+    return fits
+
+
+def _is_condition(pair: object) -> bool:
+    if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
+        return False
+    column, _, name = pair[0].partition(".")
+    named = bool(name) if column in ("labels", "xargs") else pair[0] == "external_id"
+    return named and max(map(len, pair)) <= 512
 
 
 def judge_draw(account: Account, design: Json | None, *, read: bool) -> None:
@@ -101,6 +138,11 @@ def _inclusion(
         return None
     line = account.requests.get(request)
     is_prompt = line is not None and position < line["prompt_len"]
+    role = "" if is_prompt else "assistant"
+    asks = is_prompt and any(rule["role"] for rule in design["keep"])
+    for part in account.table("roles") if asks else []:
+        if part["request"] == request and part["start"] <= position < part["stop"]:
+            role = part["role"]
     entropy = None
     if any(rule["entropy"] for rule in design["keep"]):
         of_position = [
@@ -118,9 +160,39 @@ def _inclusion(
             low, high = (None if bound is None else float(bound) for bound in rule["entropy"])
             holds &= entropy is not None
             holds = holds and (low is None or entropy >= low) and (high is None or entropy < high)
+        holds = holds and rule["role"] in (None, role)
+        for name, pattern in rule["request"] or []:
+            text = None if line is None else _asked(line, name)
+            holds = holds and text is not None and _fits(text, pattern)
         if holds:
             return share * float(rule["share"])
     return share
+
+
+def _asked(request: Json, name: str) -> str | None:
+    """Return what a rule asks of a request, as text."""
+    column, _, key = name.partition(".")
+    if column == "external_id":
+        return str(request[column])
+    try:
+        members = json.loads(request["labels" if column == "labels" else "sampling"] or "{}")
+        value = (members if column == "labels" else members["extra_args"])[key]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, str | int) else None
+
+
+def _fits(text: str, pattern: str) -> bool:
+    """Return whether a text fits a pattern, by the lengths of its beginnings that do so far."""
+    lengths = {0}
+    for letter in pattern:
+        if letter == "*":
+            lengths = set(range(min(lengths), len(text) + 1)) if lengths else lengths
+        else:
+            lengths = {n + 1 for n in lengths if n < len(text) and letter in ("?", text[n])}
+    return len(text) in lengths
 
 
 def _share(account: Account, design: Json, request: int, step: int | None) -> float | None:

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 
 from actds.dataset.account import TOTALS, Account, Census
 from actds.dataset.columns import COLUMNS, MAX_FINDINGS_PER_CODE, Notes, check_words, ints
+from actds.dataset.drawn import columns_of
 from actds.dataset.ledger import ChainState
 from actds.dataset.reading import CENSUS_TABLES, Catalog
 from actds.errors import ActdsError, Finding
@@ -88,15 +89,22 @@ def _check_run(catalog: Catalog, run: str, progress: Callable[[int], None]) -> R
     design, reader.broken = None, True  # as a table that cannot be read
     with catalog.findings.noting("accounting"):
         design, reader.broken = Design.of(catalog.runs.get(run)), False
-    census = Census(run, *(reader.table(name) for name in (*CENSUS_TABLES, "drops")))
-    reads = design is not None and design.reads_entropy
-    of_draw = {"sampled": ("request", "position", "entropy")} if reads else {}
-    aside = {name: reader.table(name, *of_draw.get(name, ())) for name in _READ_ALONE}
+    of_draw, aside = columns_of(design), dict[tables.TableName, pa.Table]()
+
+    def read(name: tables.TableName) -> pa.Table:
+        table = reader.table(name, *of_draw.get(name, ()))
+        if name in of_draw:
+            aside[name] = table
+        return table
+
+    census = Census(run, *map(read, (*CENSUS_TABLES, "drops")))
+    for name in _READ_ALONE:
+        read(name)
     accounts = []
     noted: dict[Finding, None] = {}
     row_sets = catalog.row_sets(run)
     for hooks, shards in row_sets:
-        accounts.append(census.account(reader.tokens(shards), design, aside["sampled"]))
+        accounts.append(census.account(reader.tokens(shards), design, aside))
         suffix = f" (hooks {', '.join(hooks)})" if len(row_sets) > 1 else ""
         for finding in accounts[-1].findings:
             where = finding.place + (suffix if finding.place.startswith("shards") else "")

@@ -47,7 +47,7 @@ from actds_writers.ipc.messages import (
     StepRows,
     WorkerHello,
 )
-from actds_writers.sampling import EVERYTHING, POLICIES, LeftOut
+from actds_writers.sampling import EVERYTHING, POLICIES, LeftOut, Regime
 from actds_writers.sizing import Geometry, Sizes, WorkerMemory, narrow_nbytes, worker_memory
 
 
@@ -288,6 +288,11 @@ class Stages:
                 self.nbytes,
             )
         )
+
+    def learn(self, request: int, regime: Regime) -> None:
+        """Note, before the first step of a request, what rules for shares ask of it."""
+        if self._draws is not None:
+            self._draws.learn(request, regime)
 
     def fail(self, error: ActdsError) -> None:
         self._error = self._error or error

@@ -8,13 +8,15 @@ hash (``actds.format.inclusion``), so whoever knows the share of each step knows
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from itertools import pairwise
+from typing import Protocol, get_args
 
 import numpy as np
 
-from actds.format.inclusion import Design
+from actds.format.inclusion import Design, Role
 from actds_writers.config import HarvestSettings
-from actds_writers.ipc.messages import FloatArray, IntArray
+from actds_writers.ipc.messages import BoolArray, FloatArray, IntArray, intervals
+from actds_writers.sampling import Regime
 
 FULL_FROM = 0.5
 """Share of the host ring up to which every row is stored."""
@@ -80,6 +82,9 @@ def controller_of(settings: HarvestSettings, design: Design) -> Controller:
     return Thin(design.minimum) if settings.overflow == "thin" else lambda fill, step: 1.0
 
 
+_ROLES = ("", *get_args(Role))
+
+
 class Draws:
     """The probability of each row of a run, in the worker: step by step, in their order."""
 
@@ -88,6 +93,16 @@ class Draws:
         self._of_request: dict[int, float] = {}
         self._entropy: dict[int, tuple[int, float]] = {}
         """By request, the position of its last sampled token, and the entropy behind it."""
+        self._regimes: dict[int, tuple[Regime, np.ndarray]] = {}
+        """By request; beside it, of each prompt position the place of its role in ``_ROLES``."""
+
+    def learn(self, request: int, regime: Regime) -> None:
+        """Note what rules ask of a request; before its first step."""
+        places = intervals(regime.roles)
+        roles = np.zeros(max((stop for _, stop, _ in places), default=0), np.int8)
+        for start, stop, role in places:
+            roles[start:stop] = _ROLES.index(role)
+        self._regimes[request] = regime, roles
 
     def of_step(
         self, requests: IntArray, finished: tuple[int, ...], fill: float, step: float
@@ -118,7 +133,27 @@ class Draws:
                 at, value = self._entropy.get(int(requests[row]), (-1, np.nan))
                 if at == positions[row]:
                     entropy[row] = value
-        return self.design.shares(positions, prompt_lens, entropy)
+        if not (self.design.reads_roles or self.design.reads_requests):
+            return self.design.shares(positions, prompt_lens, entropy)
+        role, takes = self._of_requests(requests, positions)
+        return self.design.shares(positions, prompt_lens, entropy, role, takes)
+
+    def _of_requests(
+        self, requests: IntArray, positions: IntArray
+    ) -> tuple[np.ndarray, dict[int, BoolArray]]:
+        """Return the role of each prompt position, and of which rules its request is."""
+        role = np.zeros(len(positions), np.int8)
+        rules = [k for k, rule in enumerate(self.design.keep) if rule.request]
+        takes = {k: np.zeros(len(positions), bool) for k in rules}
+        edges = np.flatnonzero(np.diff(requests, prepend=-1)).tolist()
+        for start, stop in pairwise([*edges, len(requests)]):
+            regime, roles = self._regimes[int(requests[start])]
+            at = positions[start:stop]
+            is_known = at < len(roles)
+            role[start:stop][is_known] = roles[at[is_known]]
+            for k in rules:
+                takes[k][start:stop] = regime.takes.get(k, False)
+        return np.array(_ROLES)[role], takes
 
     def sampled(self, requests: IntArray, positions: IntArray, entropies: FloatArray) -> None:
         """Note what the logits of a step said of the tokens at some positions.
@@ -136,3 +171,4 @@ class Draws:
     def forget(self, finished: tuple[int, ...]) -> None:
         for request in finished:
             self._entropy.pop(request, None)
+            self._regimes.pop(request, None)

@@ -14,10 +14,11 @@ from typing import ClassVar
 import numpy as np
 import pyarrow as pa
 
+from actds.dataset.drawn import Shares
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.inclusion import Design
-from actds.format.positions import position_key
+from actds.format.tables import TableName
 from actds_writers.census.log import (
     ABORTED,
     BATCH_REQUESTS,
@@ -380,20 +381,30 @@ class Census:
             reserves: whether a drop policy lost what was not drawn.
         """
         dropped = {step: lost.reason for step, lost in self._lost.items() if step in logged_drops}
+        prompts = {prompt.key: prompt for prompt in client.prompts}
+        unserved = self._unserved(prompts)
+        requests = self._request_table(client, prompts, unserved)
+        roles, origins = self._role_table(client), self._origin_table(prompts, unserved)
+        sampled = self.sampled.table(self._n_positions())
+        drawn = None
+        if design is not None:
+            aside: dict[TableName, pa.Table] = {
+                "requests": requests,
+                "roles": roles,
+                "sampled": sampled,
+            }
+            drawn = self._drawn(design, aside, logged_drops if reserves else None)
         pieces = self._pieces.settled(
             self._counts["prompt_len"],
             acknowledged,
             dropped,
             self._left_out,
             frozenset(self._lost) - logged_drops,
-            self._drawn(design, logged_drops if reserves else None),
+            drawn,
         )
         self._add_uncomputed(pieces)
         spans = span_table(pieces)
         steps = self._step_table(pieces)
-        prompts = {prompt.key: prompt for prompt in client.prompts}
-        unserved = self._unserved(prompts)
-        requests = self._request_table(client, prompts, unserved)
         totals = {
             "requests": requests.num_rows,
             "scheduled_tokens": self._scheduled_tokens,
@@ -401,22 +412,25 @@ class Census:
             "rejected": int(np.sum(steps["rejected_tokens"].to_numpy())),
             **pieces.totals(),
         }
-        roles, origins = self._role_table(client), self._origin_table(prompts, unserved)
-        sampled = self.sampled.table(self._n_positions())
         return CensusTables(requests, steps, spans, roles, origins, sampled, totals)
 
-    def _drawn(self, design: Design | None, dropped_in: frozenset[int] | None) -> Drawn | None:
-        if design is None:
-            return None
+    def _drawn(
+        self,
+        design: Design,
+        aside: dict[TableName, pa.Table],
+        dropped_in: frozenset[int] | None,
+    ) -> Drawn:
         numbers, known = self._steps.table("inclusion")
         inclusion = known["inclusion"].to_numpy(zero_copy_only=False)
-        sampled = None
-        if design.reads_entropy:
-            table = self.sampled.table(self._n_positions())
-            key = position_key(table["request"].to_numpy(), table["position"].to_numpy())
-            sampled = (key, table["entropy"].to_numpy().astype(np.float64))
-        counts = (self._counts["first_step"], self._counts["prompt_len"])
-        return Drawn(design, numbers, inclusion, *counts, sampled, dropped_in)
+        n = len(self._counts)
+        rules = Shares.of(
+            design,
+            lambda request: np.where(request < n, request, -1),
+            self._counts["prompt_len"],
+            aside,
+        )
+        first_step = self._counts["first_step"]
+        return Drawn(design, numbers, inclusion, first_step, rules, dropped_in)
 
     def _n_positions(self) -> np.ndarray:
         prompt, high = self._counts["prompt_len"], self._counts["high_water"]

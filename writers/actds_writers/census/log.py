@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow as pa
 import zstandard
 
+from actds.dataset.drawn import Shares
 from actds.format import tables
 from actds.format.inclusion import Design
-from actds.format.positions import position_key, values_at
 from actds_writers.ipc.messages import RequestArrived, RequestFinished
 
 IntMatrix = np.ndarray[tuple[int, int], np.dtype[np.int64]]
@@ -208,9 +208,7 @@ class Drawn:
         steps: step numbers that say with which probability they drew, ascending.
         inclusion: of each of these.
         first_step: by request number, the step that first computed it.
-        prompt_len: by request number.
-        sampled: keys of sampled tokens by request and position, ascending, and their entropies;
-            ``None`` where no rule reads them.
+        rules: the shares that the rules give positions.
         dropped_in: under a drop policy with a reserve, the steps whose losses are logged: what was
             not drawn in them is ``dropped``, in others ``aborted``. Else ``None``: ``thinned``.
     """
@@ -219,26 +217,18 @@ class Drawn:
     steps: np.ndarray
     inclusion: np.ndarray
     first_step: np.ndarray
-    prompt_len: np.ndarray
-    sampled: tuple[np.ndarray, np.ndarray] | None = None
+    rules: Shares
     dropped_in: frozenset[int] | None = None
 
     def of_pieces(self, c: Columns) -> np.ndarray:
-        """Return the inclusion of the positions of each piece, 1 where none was drawn."""
+        """Return the inclusion of the positions of each piece, NaN where nobody said it."""
         step = self.first_step[c["request"]] if self.design.unit == "request" else c["step"]
         at = np.searchsorted(self.steps, step)
         known = at < len(self.steps)
         known[known] = self.steps[at[known]] == step[known]
-        shares = np.ones(len(step))
+        shares = np.full(len(step), np.nan)
         shares[known] = self.inclusion[at[known]]
         return shares
-
-    def shares(self, request: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """Return the share that the rules give each position."""
-        entropy = None
-        if self.sampled is not None:
-            entropy = values_at(position_key(request, position), *self.sampled)
-        return self.design.shares(position, self.prompt_len[request], entropy)
 
     def fate(self, step: np.ndarray) -> np.ndarray:
         """Return the disposition of what was not drawn in each step."""
@@ -364,7 +354,8 @@ class StepPieces:
     def _split(self, c: Columns, drawn: Drawn) -> Columns:
         """Return the pieces cut where computed positions were drawn and where not."""
         inclusion = drawn.of_pieces(c)
-        cut = (c["disposition"] == CAPTURED) & ((inclusion < 1) | bool(drawn.design.keep))
+        is_drawn = (inclusion < 1) | (bool(drawn.design.keep) & ~np.isnan(inclusion))
+        cut = (c["disposition"] == CAPTURED) & is_drawn
         parts = [{name: c[name][~cut] for name in _COLUMNS}]
         pieces, shares = {name: c[name][cut] for name in _COLUMNS}, inclusion[cut]
         end = np.cumsum(pieces["stop"] - pieces["start"])
@@ -383,7 +374,7 @@ class StepPieces:
         piece = np.repeat(np.arange(len(length)), length)
         nth = np.arange(len(piece)) - np.repeat(np.cumsum(length) - length, length)
         position, request = c["start"][piece] + nth, c["request"][piece]
-        by_rules = drawn.shares(request, position)
+        by_rules = drawn.rules.of_positions(request, position)
         numbers = drawn.design.numbers(request, position)
         is_in, is_wanted = numbers < shares[piece] * by_rules, numbers < by_rules
         alike = (is_in[1:] == is_in[:-1]) & (is_wanted[1:] == is_wanted[:-1])

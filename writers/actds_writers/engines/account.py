@@ -80,17 +80,10 @@ class SchedulerSide:
         """
         number = self._n_requests
         self._n_requests += 1
-        # A lone surrogate is in no text of a table or of the journal.
-        external_id, internal_id = (
-            name.encode(errors="backslashreplace").decode()
-            for name in (external_id, internal_id or external_id)
-        )
-        words = None
-        if sampling is not None:
-            words = json.dumps(sampling, sort_keys=True, separators=(",", ":"))
+        names = encodable(internal_id or external_id), encodable(external_id)
         arrived = time.time_ns() if arrival_ns is None else arrival_ns
         self._census.send(
-            RequestArrived(number, internal_id, external_id, prompt_len, arrived, words, **about)
+            RequestArrived(number, *names, prompt_len, arrived, in_json(sampling), **about)
         )
         return number
 
@@ -188,6 +181,18 @@ class SchedulerSide:
 
     def close(self) -> None:
         self._census.close()
+
+
+def encodable(name: str) -> str:
+    """Return a text as tables and the journal have it: no lone surrogate is in one."""
+    return name.encode(errors="backslashreplace").decode()
+
+
+def in_json(sampling: Mapping[str, object] | None) -> str | None:
+    """Return the parameters of a request as in the column ``sampling``."""
+    if sampling is None:
+        return None
+    return json.dumps(sampling, sort_keys=True, separators=(",", ":"))
 
 
 @contextlib.contextmanager

@@ -502,7 +502,13 @@ class Canary:
     ) -> dict[str, int] | None:
         encoded, client = as_requests(sequences, catalog)
         engine = find_engine(self._settings.engine).alone(self._plan.engine)
-        plan = replace(self._plan, engine=engine, encoded=tuple(encoded), client=tuple(client))
+        plan = replace(
+            self._plan,
+            engine=engine,
+            encoded=tuple(encoded),
+            client=tuple(client),
+            regimes={},
+        )
         settings = self._settings.model_copy(
             update={
                 "out": out,

@@ -63,7 +63,7 @@ class Feed:
         self.interrupted = False
         self._client = plan.client
         self._encoded = {request_key(e.prompt.index): e for e in self.queue if e.roles}
-        self._thinking = plan.thinking
+        self._thinking, self._regimes = plan.thinking, plan.regimes
         self._roles: dict[str, str] = {}
         self._cached: dict[str, int] = {}
         self.refused: dict[str, str] = {}
@@ -90,7 +90,8 @@ class Feed:
             )
             return
         try:
-            engine.add(key, encoded.token_ids, min(encoded.max_tokens, room))
+            of_keep = [self._regimes[key]] if self._regimes else []
+            engine.add(key, encoded.token_ids, min(encoded.max_tokens, room), *of_keep)
         except ValueError as error:
             self.refused[key] = (
                 f"E002 row {encoded.prompt.row}: the engine says: {one_line(error, 300)}"

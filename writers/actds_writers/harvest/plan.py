@@ -339,14 +339,13 @@ class Sample:
         n_tokens: positions that are sampled from.
         n_rows: rows that are expected to be stored.
         n_effective: equally weighted rows that would be as precise.
-        reads_entropy: whether a rule is for entropies, whose share is not known here: it is taken
-            to hold nowhere.
+        unknown: what rules ask that is not known here: they are taken to hold nowhere.
     """
 
     n_tokens: int
     n_rows: float
     n_effective: float
-    reads_entropy: bool
+    unknown: tuple[str, ...]
 
     @classmethod
     def of(cls, rules: str, load: Load, n_tokens: int) -> Sample:
@@ -355,7 +354,13 @@ class Sample:
         prompt_len = np.full(length, round(length * load.prefill / load.mean))
         shares = design.shares(np.arange(length), prompt_len)
         n_rows, n_effective = n_tokens * shares.mean(), n_tokens / (1 / shares).mean()
-        return cls(n_tokens, float(n_rows), float(n_effective), design.reads_entropy)
+        by_kind = {
+            "entropies": design.reads_entropy,
+            "roles": design.reads_roles,
+            "requests": design.reads_requests,
+        }
+        unknown = tuple(name for name, is_read in by_kind.items() if is_read)
+        return cls(n_tokens, float(n_rows), float(n_effective), unknown)
 
     @property
     def error_of_mean(self) -> float:
@@ -376,8 +381,9 @@ class Sample:
             _line("", f"{effective}: {precise}{self.error_of_rate:.2g} of itself, at 95 %,"),
             _line("", "if rows were independent: those of one request are not"),
         ]
-        if self.reads_entropy:
-            lines.append(_line("", "rules for entropies are taken to hold nowhere"))
+        if self.unknown:
+            words = ", ".join(self.unknown)
+            lines.append(_line("", f"taken to hold nowhere: rules for {words}"))
         return lines
 
 

@@ -11,8 +11,8 @@ import contextlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -22,6 +22,7 @@ from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.explore.requests import TokenSequence
 from actds.format import canonical
+from actds.format.inclusion import KeepRule, about_request
 from actds.format.readouts import NONE
 from actds.format.schema import RunRecord
 from actds.store import layout, local_folder, open_for_writing, open_store, refuse_within_dataset
@@ -47,6 +48,7 @@ from actds_writers.prompts.encoding import (
 from actds_writers.prompts.records import OnBroken, Prompt, PromptSet, read_prompts
 from actds_writers.prompts.roles import ThinkingMarks
 from actds_writers.provenance import capture_facts, in_words, model_facts, observed
+from actds_writers.sampling import Regime, keep_rules
 from actds_writers.sizing import Geometry, rows_per_shard
 
 NO_ROLES = "a request without roles in the source"
@@ -131,6 +133,8 @@ class Plan:
     readouts: str
     probes: bytes | None
     thinking: ThinkingMarks
+    regimes: Mapping[str, Regime] = field(default_factory=dict)
+    """What rules ask of each request, by its key; empty where none does."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +192,37 @@ def make_plan(
         readouts=readouts,
         probes=probes,
         thinking=ThinkingMarks.of(served.tokenizer.get_added_vocab()),
+        regimes=regimes_of(keep_rules(settings.keep), served, engine.n_samples),
     )
+
+
+def regimes_of(rules: Sequence[KeepRule], served: Served, n_samples: int) -> dict[str, Regime]:
+    """Return what rules ask of each request, by its key; empty where none asks.
+
+    Raises:
+        ActdsError: E009 a rule for what no request has, or nobody knows before it is served.
+    """
+    names = {name for rule in rules for name, _ in rule.request}
+    roles = {rule.role for rule in rules if rule.role is not None}
+    if not names and not roles:
+        return {}
+    about = {p.key: about_request(p.external_id, p.labels, None) for p in served.client}
+    known = {name for texts in about.values() for name in texts}
+    for name in sorted(names - known):
+        kind, _, label = name.partition(".")
+        got = f"a rule for {kind[:-1]} {label}, which no prompt has"
+        labels = ", ".join(sorted(x.removeprefix("labels.") for x in known - {"external_id"}))
+        raise ActdsError("E009", "keep", got=got, expected=f"a label: {labels or 'none is there'}")
+    if "external_id" in names and n_samples > 1:
+        got = f"a rule for ids, and {n_samples} samples of each prompt"
+        raise ActdsError("E009", "keep", got=got, expected="one or the other")
+    of_prompts = {request_key(e.prompt.index): e.roles for e in served.encoded}
+    if roles - {"assistant"} and not any(of_prompts.values()):
+        got = f"a rule for {min(roles - {'assistant'})}, and no prompt whose roles are known"
+        reasons = Counter(e.roles_unknown for e in served.encoded if e.roles_unknown is not None)
+        why = "".join(f" ({reason})" for reason, _ in reasons.most_common(1))
+        raise ActdsError("E009", "keep", got=got + why, expected="prompts that are chats")
+    return {key: Regime.of(rules, of_prompts.get(key, ""), texts) for key, texts in about.items()}
 
 
 def serve_prompts(settings: WriteSettings, engine: EngineOptions, limit: int) -> Served:

@@ -26,6 +26,7 @@ from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact, HookSpec, IntArray
 from actds_writers.model_folder import model_name
 from actds_writers.provenance import Readers, engine_facts, observed
+from actds_writers.sampling import Regime
 
 try:
     import torch
@@ -336,7 +337,9 @@ class Engine:
             self._scheduler = SchedulerSide(census)
             self._links = links.pop_all()
 
-    def add(self, key: str, token_ids: list[int], max_tokens: int) -> None:
+    def add(
+        self, key: str, token_ids: list[int], max_tokens: int, regime: Regime | None = None
+    ) -> None:
         vocabulary = self._model.get_input_embeddings().num_embeddings
         if not token_ids or not 0 <= min(token_ids) <= max(token_ids) < vocabulary:
             raise ValueError(f"a token id outside the vocabulary of {vocabulary}")
@@ -353,6 +356,7 @@ class Engine:
         }
         self._n_requests += 1
         number = self._scheduler.number_request(key, len(token_ids), sampling)
+        self._capture.stages.learn(number, regime or Regime())
         sequence = Sequence(key, number, list(token_ids), len(token_ids), max_tokens, generator)
         self._waiting.append(sequence)
 

@@ -52,6 +52,7 @@ from actds_writers.ipc.link import ENVIRONMENT, Link
 
 if TYPE_CHECKING:
     from actds_writers.harvest.probe_cost import Timing, TimingTask
+    from actds_writers.sampling import Regime
 
 _REFUSAL = "VLLMClientError"
 """Class of vLLM's errors that are a request's fault; older ones are a ``ValueError``."""
@@ -139,9 +140,15 @@ class VllmEngine:
     def max_num_seqs(self) -> int:
         return int(self._engine.vllm_config.scheduler_config.max_num_seqs)
 
-    def add(self, key: str, token_ids: list[int], max_tokens: int) -> None:
+    def add(
+        self, key: str, token_ids: list[int], max_tokens: int, regime: Regime | None = None
+    ) -> None:
         try:
             params = self._params(max_tokens=max_tokens)
+            if regime is not None:
+                from actds_writers.engines.vllm.requests import give_regime
+
+                give_regime(params, regime)
             prompt = {"prompt_token_ids": token_ids}
             self._engine.add_request(key, prompt, params, lora_request=self._lora)
         except ValueError:

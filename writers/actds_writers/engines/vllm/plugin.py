@@ -448,6 +448,7 @@ def _scheduler_side(scheduler: Any, link: Link, **more: Any) -> Any:
     from actds_writers.engines.vllm.requests import tokenizer_of
     from actds_writers.engines.vllm.scheduler import VllmSchedulerSide
     from actds_writers.ipc.link import Sender
+    from actds_writers.sampling import keep_rules
 
     connection = link.connect("census", "scheduler")
     census = Sender(connection) if link.live else connection
@@ -461,6 +462,7 @@ def _scheduler_side(scheduler: Any, link: Link, **more: Any) -> Any:
         rules,
         adapters=not link.live,
         entropy=link.settings.entropy,
+        keep=keep_rules(link.settings.keep) if link.live else None,
         tokenizer=functools.partial(tokenizer_of, scheduler),
         **more,
     )

@@ -32,6 +32,7 @@ from actds_writers.ipc.messages import count_packed, packed
 from actds_writers.prompts.encoding import NO_OFFSETS, Rendered, chat_roles
 from actds_writers.prompts.roles import ThinkingMarks, Unlabelled, sampled_labels
 from actds_writers.provenance import in_words
+from actds_writers.sampling import Regime
 
 
 class LoadErrors:
@@ -263,6 +264,25 @@ def take_roles(params: Any, prompt_len: int) -> ChatRoles | None:
     # A client may have put anything there, where the front end is of another version.
     except (KeyError, TypeError, ValueError):
         return None
+
+
+REGIME = "actds.regime"
+
+
+def give_regime(params: Any, regime: Regime) -> None:
+    """Let what rules ask of a request travel with its ``SamplingParams``."""
+    given = {"roles": regime.roles, "takes": list(regime.takes.items())}
+    params.extra_args = {**(params.extra_args or {}), REGIME: given}
+
+
+def take_regime(params: Any) -> Regime | None:
+    """Return the regime that came with a request, and remove it from its ``SamplingParams``."""
+    extra = getattr(params, "extra_args", None) or {}
+    if REGIME not in extra:
+        return None
+    params.extra_args = {name: value for name, value in extra.items() if name != REGIME} or None
+    given = extra[REGIME]
+    return Regime(given["roles"], dict(given["takes"]))
 
 
 class _Unapplied:

@@ -22,9 +22,10 @@ import numpy as np
 
 from actds.errors import ActdsError
 from actds.format import tables
+from actds.format.inclusion import KeepRule, about_request
 from actds.text import printable
 from actds_writers.engines import wrap
-from actds_writers.engines.account import Channel, SchedulerSide
+from actds_writers.engines.account import Channel, SchedulerSide, encodable, in_json
 from actds_writers.engines.vllm.options import adapter_sha256
 from actds_writers.engines.vllm.requests import (
     Blocks,
@@ -34,10 +35,18 @@ from actds_writers.engines.vllm.requests import (
     WrittenBlocks,
     blocks_of_step,
     recorded,
+    take_regime,
     take_roles,
 )
 from actds_writers.ipc.messages import Reference, RequestFinished, StepScheduled
-from actds_writers.sampling import EVERYTHING, MIXED_WEIGHTS, Labels, LeftOut, SamplingRules
+from actds_writers.sampling import (
+    EVERYTHING,
+    MIXED_WEIGHTS,
+    Labels,
+    LeftOut,
+    Regime,
+    SamplingRules,
+)
 
 log = logging.getLogger("vllm.actds")
 DIGEST_NBYTES = 16
@@ -57,6 +66,7 @@ class _Tracked:
     prompt_len: int
     """At arrival: the prompt of a session grows."""
     left_out: LeftOut
+    regime: Regime
     chat: ChatRoles | None = None
     stops: StopStrings | None = None
     high_water: int = 0
@@ -101,6 +111,7 @@ class StepMark:
     Args:
         finished: numbers of the requests that ended since the last step.
         left_out: by engine id, what the sampling rules leave out.
+        regimes: of the requests that are new in the run, by their numbers.
         settled: the steps whose results were taken since the last mark, in order.
         weights: digest of the weights that the step computes with, ``None`` where nobody looks.
         lost: why no row of the step may be stored.
@@ -110,6 +121,7 @@ class StepMark:
     numbers: dict[str, int]
     finished: tuple[int, ...]
     left_out: dict[str, LeftOut] = field(default_factory=dict)
+    regimes: dict[int, Regime] = field(default_factory=dict)
     settled: tuple[Settled, ...] = ()
     weights: str | None = None
     lost: str | None = None
@@ -169,6 +181,7 @@ class VllmSchedulerSide(SchedulerSide):
         n_blocks: KV blocks of the cache; bounds the remembered prefix blocks.
         adapters: whether every request has the same LoRA adapter, so that rows are stored.
         entropy: whether the tokens that requests get are reported.
+        keep: the rules for shares, of an engine whose clients do not answer what they ask.
         tokenizer: returns the front end's, by which it looks for stop strings.
         written: the KV blocks that the run's weights computed, of a run that began when they
             changed; ``None`` where there are no others.
@@ -183,6 +196,7 @@ class VllmSchedulerSide(SchedulerSide):
         *,
         adapters: bool = False,
         entropy: bool = False,
+        keep: tuple[KeepRule, ...] | None = None,
         tokenizer: Callable[[], Any] = lambda: None,
         written: WrittenBlocks | None = None,
         weights: str | None = None,
@@ -190,7 +204,7 @@ class VllmSchedulerSide(SchedulerSide):
         super().__init__(census)
         self._tokenizer = functools.cache(tokenizer)
         self._written, self.weights = written, weights
-        self._entropy = entropy
+        self._entropy, self._keep = entropy, keep
         self._adapters = adapters
         self._adapter_digests: dict[int, str | None] = {}
         self._block_size = block_size
@@ -241,8 +255,9 @@ class VllmSchedulerSide(SchedulerSide):
             return  # the next input of a session
         prompt_len = request.num_prompt_tokens
         external_id = _RANDOM_SUFFIX.sub("", request.request_id)
-        stops = None
+        stops, regime = None, None
         try:
+            regime = take_regime(request.sampling_params) if self._keep is None else None
             chat = chat or take_roles(request.sampling_params, prompt_len)
             about = self._described(request, external_id)
             if getattr(request.sampling_params, "stop", None):
@@ -255,15 +270,15 @@ class VllmSchedulerSide(SchedulerSide):
         mixed = self._written is not None and request.num_computed_tokens > 0
         if mixed:
             about["left_out"] = _mixed(about["left_out"])
+        roles = regime.roles if regime else chat.prompt if chat else ""
         number = self.number_request(
-            external_id,
-            prompt_len,
-            internal_id=request.request_id,
-            roles=chat.prompt if chat else "",
-            **about,
+            external_id, prompt_len, internal_id=request.request_id, roles=roles, **about
         )
+        if regime is None:
+            about_this = about_request(encodable(external_id), None, in_json(about["sampling"]))
+            regime = Regime.of(self._keep or (), roles, about_this)
         self._tracked[request.request_id] = _Tracked(
-            number, prompt_len, about["left_out"], chat, stops, mixed=mixed
+            number, prompt_len, about["left_out"], regime, chat, stops, mixed=mixed
         )
 
     def _described(self, request: Any, external_id: str) -> dict[str, Any]:
@@ -284,11 +299,14 @@ class VllmSchedulerSide(SchedulerSide):
         parts: dict[str, _Part] = {}
         references: list[Reference] = []
         mixed: list[int] = []
+        regimes: dict[int, Regime] = {}
         blocks = blocks_of_step(output) if self._written is not None else ({}, {})
         for engine_id, count in n_tokens.items():
             request, tracked = scheduler.requests[engine_id], tracked_of[engine_id]
             # schedule() has advanced the count by what it scheduled.
             start, is_new = request.num_computed_tokens - count, not tracked.admitted
+            if is_new:
+                regimes[tracked.number] = tracked.regime
             references += self._references(request, tracked, start)
             if self._written is not None and self._mixes(engine_id, tracked, start, *blocks):
                 tracked.mixed = True
@@ -323,6 +341,7 @@ class VllmSchedulerSide(SchedulerSide):
                 for request, tracked in tracked_of.items()
                 if tracked.left_out != EVERYTHING
             },
+            regimes,
             self.take_settled(),
             self.weights,
             tables.CHANGED_WEIGHTS if loses else None,

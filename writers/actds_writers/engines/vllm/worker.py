@@ -208,6 +208,8 @@ class WorkerCapture(WorkerSide):
                 n_prompt = len(new.prompt_token_ids or ())
             self._prompt_lens[new.req_id] = int(n_prompt)
         self._left_out.update(mark.left_out)
+        for number, regime in mark.regimes.items():
+            self.stages.learn(number, regime)
 
     def _compare(self, step: int, identity: RowIdentity, scheduled: Any) -> None:
         n = scheduled.total_num_scheduled_tokens
