@@ -53,11 +53,11 @@ def coverage(setting: Setting, n_seeds: int) -> tuple[np.ndarray, float, float, 
     )
 
 
-def of_features(setting: Setting, n_seeds: int) -> tuple[np.ndarray, float, np.ndarray, float]:
+def of_features(setting: Setting, n_seeds: int) -> tuple[np.ndarray, float, np.ndarray, list[bool]]:
     """Return the share of intervals of rates that hold, by feature, and of seeds all at once.
 
-    And the mean upper end over the true rate, and the share of intervals of means that hold, of
-    those that the audit gives.
+    And the mean upper end over the true rate, and of each interval of a mean that the audit gives
+    whether it holds.
     """
     held, at_once, above, means = np.zeros(len(FEATURES)), 0.0, np.zeros(len(FEATURES)), []
     for seed in range(n_seeds):
@@ -74,8 +74,7 @@ def of_features(setting: Setting, n_seeds: int) -> tuple[np.ndarray, float, np.n
         known = np.isfinite(half)
         of_all = np.asarray(features.sum(axis=0)).ravel()[known] / len(run.request) / truth[known]
         means += (np.abs(mean[known] - of_all) <= half[known] + 1e-6).tolist()
-    of_means = float(np.mean(means)) if means else float("nan")
-    return held / n_seeds, at_once / n_seeds, above, of_means
+    return held / n_seeds, at_once / n_seeds, above, means
 
 
 def main() -> None:
@@ -95,10 +94,10 @@ def main() -> None:
     print("| --- | --- " + "| ---: " * (len(FEATURES) + 2) + "|")
     for setting in SETTINGS:
         held, at_once, above, means = of_features(setting, given.seeds)
-        cells = [f"{h:.1%}, to {a:.3g} ×" for h, a in zip(held, above, strict=True)]
+        cells = [f"{h:.1%}, to {a:,.2f} ×" for h, a in zip(held, above, strict=True)]
         words = f"{setting.unit} | {setting.words} | {' | '.join(cells)}"
         print(
-            f"| {words} | {at_once:.1%} | {f'{means:.1%}' if means == means else 'none'} |",
+            f"| {words} | {at_once:.1%} | {sum(means):,} of {len(means):,} |",
             flush=True,
         )
     made, noted = detected(given.forged)

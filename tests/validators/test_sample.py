@@ -31,6 +31,8 @@ from actds_validators.audit.result import (
     Accounting,
     Audit,
     Estimate,
+    FollowUp,
+    FollowUpHook,
     Limits,
     Sample,
     SampleCheck,
@@ -391,7 +393,10 @@ def test_rows_that_are_no_such_draw_fail(tmp_path: Path, monkeypatch: pytest.Mon
 # the verdict ---------------------------------------------------------------------------------
 
 
-def judged(half: float, *, agrees: bool = True, dropped: int = 0, n_drawn: int = 0) -> Any:
+def judged(
+    half: float, *, agrees: bool = True, dropped: int = 0, n_drawn: int = 0, again: float = 0
+) -> Any:
+    """Return the verdict; ``again``: how far a follow-up says that what was lost moves a mean."""
     account = Accounting(
         positions=10_000, computed=10_000, captured=6000, thinned=4000 - dropped, cache_ref=0,
         dropped=dropped, aborted=0, filtered=0, recomputed=0, unresolved=0, requests=100, steps=100,
@@ -410,7 +415,20 @@ def judged(half: float, *, agrees: bool = True, dropped: int = 0, n_drawn: int =
         units=["row"], minimum=0.1, n_stored=6000, n_thinned=4000 - dropped, n_dropped=n_drawn,
         effective_rows=5000, hooks=[hook], readouts=check, lane=None,
     )  # fmt: skip
-    return judge(Evidence(account, sample=section), Limits())
+    if not again:
+        return judge(Evidence(account, sample=section), Limits())
+    moved = Estimate(value=0, low=-again, high=again, confidence=0.95)
+    followed = FollowUp(
+        path="again", digest="0" * 64, fraction=0.5, seed=1, n_missing=dropped, share=0.06,
+        n_requests=50, n_drawn=300, n_answered=300, n_shared=0,
+        hooks=[
+            FollowUpHook(
+                hook="h", n_channels=4, n_rows=300, n_clusters=50, variable="norm", bias=moved,
+                numerics=None, proven=0.0,
+            )
+        ],
+    )  # fmt: skip
+    return judge(Evidence(account, sample=section, follow_up=followed), Limits())
 
 
 @pytest.mark.parametrize(
@@ -422,6 +440,9 @@ def judged(half: float, *, agrees: bool = True, dropped: int = 0, n_drawn: int =
         ({"half": 0.015, "dropped": 600, "n_drawn": 600}, "PASS", "by-design"),
         ({"half": 0.015, "dropped": 600}, "FAIL", "heavy"),  # lost, and by no draw
         ({"half": 0.03, "dropped": 600, "n_drawn": 600}, "FAIL", "heavy"),  # as without it
+        ({"half": 0.015, "dropped": 600, "again": 0.004}, "PASS", "by-design"),  # 0.0199
+        ({"half": 0.015, "dropped": 600, "again": 0.0042}, "INCONCLUSIVE", "too-little-evidence"),
+        ({"half": 0.015, "dropped": 600, "again": 0.03}, "FAIL", "heavy"),
     ],
 )
 def test_the_draw_decides_where_it_can(of: dict[str, Any], level: str, kind: str) -> None:
@@ -430,7 +451,9 @@ def test_the_draw_decides_where_it_can(of: dict[str, Any], level: str, kind: str
     assert any(
         number.name.startswith("farthest that a mean by 1/incl") for number in verdict.numbers
     )
-    if kind == "too-little-evidence":  # (0.03 / 0.02)^2 times as many
+    if "again" in of:
+        assert "A replay of requests drawn with probability 0.5" in verdict.sentence
+    elif kind == "too-little-evidence":  # (0.03 / 0.02)^2 times as many
         assert "about 11,250 would decide" in verdict.lacks[0]
 
 

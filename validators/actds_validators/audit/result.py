@@ -574,7 +574,8 @@ class Worse(Section):
 class FollowUpHook(Section):
     """Of a hook, the mean that may be the farthest off: of a channel, or of the norm.
 
-    Biases are those of the stored rows against all, in standard deviations of all.
+    Biases are those of the stored rows against all, in standard deviations of all; of rows that
+    were drawn each counts as 1 over its inclusion.
     """
 
     hook: str

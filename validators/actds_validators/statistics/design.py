@@ -318,10 +318,8 @@ class RateSums:
             a2, a2_x, a2_xx = self.single
             variance = a2_xx - 2 * r * a2_x + r**2 * a2
             variance += ((self.spread[1] - r * self.spread[0]) ** 2).sum(axis=0)
-            n_draws = self.draws[0] ** 2 / self.draws[1] / self._rows_of_a_unit()
-            # Of rows that were certain to be drawn nothing is known of those that were not.
-            freedom = np.where(self.draws[0] > 0, n_draws, 0 if self.scalars[1] else np.inf)
             error = np.sqrt(np.maximum(variance, 0)) / y
+        freedom = self._n_draws() if self.scalars[1] else np.full_like(r, np.inf)
         if len(self.spread_size):
             freedom = np.minimum(freedom, len(self.spread_size))
         t = -special.stdtrit(np.maximum(freedom - 1, 1), (1 - confidence) / 2 / n_values)
@@ -334,9 +332,9 @@ class RateSums:
         p = (self.total[0] + unit * is_active) / size
         variance = (self.single[0] * (1 - 2 * p)) + p**2 * self.scalars[0]
         variance += squares - 2 * p * product + p**2 * float((self.spread_size**2).sum())
-        variance = np.maximum(variance, 0) + (unit * (is_active - p)) ** 2
         z = float(-special.ndtri(tail))
-        variance *= (self._t(tail) / z / size) ** 2
+        variance = np.maximum(variance, 0) * (self._t(tail) / z) ** 2
+        variance = (variance + (unit * (is_active - p)) ** 2) / size**2
         end = np.full_like(p, float(is_active))
         with np.errstate(invalid="ignore", divide="ignore"):
             n = p * (1 - p) / variance - 1  # rows drawn alike that say as much
@@ -362,15 +360,27 @@ class RateSums:
         n = np.maximum(self.n_active, 1)
         return np.asarray(np.maximum(1.0, (mean * n + all_rows * more) / (n + more)), np.float64)
 
-    def _t(self, tail: float) -> float:
-        """Return Student's t of the degrees of freedom that the draw has, or the clusters."""
+    def _t(self, tail: float) -> Floats:
+        """Return Student's t of the degrees of freedom that the error of each rate has.
+
+        Those of the draw, of the clusters, or of the drawn units that have the value; where these
+        have one row with it each, their variance is not estimated from them.
+        """
         _, second, _, fourth = self.scalars
-        if not second:
-            return float(-special.ndtri(tail))
-        freedom = second**2 / fourth - 1
+        rows, n = self._rows_of_a_unit(), self._n_draws()
+        several = (rows > 1) & (n > 0)
+        freedom = np.full(len(rows), second**2 / fourth - 1 if second else np.inf)
         if self.spread_size.any():
-            freedom = min(freedom, float(len(self.spread_size)))
-        return float(-special.stdtrit(max(freedom, 1.0), tail))
+            freedom = np.minimum(freedom, float(len(self.spread_size)))
+        of_value = n[several] * rows[several] / (rows[several] - 1)
+        freedom[several] = np.minimum(freedom[several], of_value)
+        return np.asarray(-special.stdtrit(np.maximum(freedom, 1.0), tail), np.float64)
+
+    def _n_draws(self) -> Floats:
+        """Return of how many equal draws the error of each value is; 0 where none was uncertain."""
+        second, fourth = self.draws
+        n = np.divide(second**2, fourth, out=np.zeros_like(second), where=second > 0)
+        return np.asarray(n / self._rows_of_a_unit(), np.float64)
 
 
 def exact_share(n_hits: Ints, n: Ints, confidence: float) -> tuple[Floats, Floats]:
