@@ -29,7 +29,7 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 80_600,
+    "shipped lines": 80_650,
     "modules": 233,
     "modules with one importer": 41,
     "arguments of one function": 15,

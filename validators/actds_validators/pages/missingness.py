@@ -672,7 +672,7 @@ def _features(of: FeatureRates) -> str:
     )
     if never:
         words += f", {count(len(never))} in none of them, so in at most {_rate(max(never))} of all"
-    return f"{words}. All rates, with intervals for all at once, are in the result (--json)."
+    return f"{words}. All rates, with intervals for all at once, are in the result."
 
 
 SECTIONS = (
