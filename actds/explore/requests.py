@@ -47,12 +47,16 @@ class Opened(Protocol):
     def shards_of(self, hook: str) -> list[Shard]: ...
 
 
-def covered(catalog: Catalog, run: str, fate: str = "captured") -> Intervals:
+def covered(
+    catalog: Catalog, run: str, fate: str = "captured", *, by_draw: bool = False
+) -> Intervals:
     """Return the positions of a run that have a row, their own or that of a prefix-cache hit.
+
+    Arguments are those of `rows_of_positions`.
 
     Spec: 0.1 sections 7.2 and 7.4.
     """
-    start, _, length = rows_of_positions(catalog, run, fate)
+    start, _, length = rows_of_positions(catalog, run, fate, by_draw=by_draw)
     return union(start, start + length)
 
 
@@ -75,11 +79,14 @@ def lacking(catalog: Catalog, run: str) -> Intervals:
 
 
 def rows_of_positions(
-    catalog: Catalog, run: str, fate: str = "captured"
+    catalog: Catalog, run: str, fate: str = "captured", *, by_draw: bool = False
 ) -> tuple[Keys, Keys, Keys]:
     """Return ranges of positions that have a row, and where these rows are, ``(n,)`` each.
 
     Of another ``fate`` than ``captured``, where the row would be.
+
+    Args:
+        by_draw: only those whose fate a draw of known probability decided.
 
     Returns:
         The first position of each range, that of its rows, and its length: the two differ for
@@ -88,6 +95,8 @@ def rows_of_positions(
     spans = catalog.table("spans", run)
     kinds = spans["disposition"]
     captured_spans = spans.filter(pc.equal(kinds, fate))
+    if by_draw:
+        captured_spans = captured_spans.filter(pc.is_valid(captured_spans["inclusion"]))
     hits = spans.filter(pc.and_(pc.equal(kinds, "cache_ref"), pc.is_valid(spans["ref_request"])))
     start = np.concatenate([_keys(captured_spans, "request"), _keys(hits, "request")])
     rows = np.concatenate([_keys(captured_spans, "request"), _keys(hits, "ref_request")])

@@ -18,8 +18,8 @@ import torch
 
 import actds
 from actds.errors import ActdsError
-from actds_studies.dictionaries import Dictionary
-from actds_studies.dictionaries.formats import load_dictionary
+from actds_validators.dictionaries import Dictionary
+from actds_validators.dictionaries.formats import load_dictionary
 
 D_MODEL, N_FEATURES, N_ROWS = 24, 96, 400
 HOOK = "blocks.7.hook_resid_post"

@@ -25,10 +25,10 @@ import torch
 from safetensors.numpy import save_file
 
 from actds.errors import ActdsError
-from actds_studies import dictionaries as dictionary
-from actds_studies.dictionaries import Dictionary, Source, places_of, same_model, same_place
-from actds_studies.dictionaries.formats import load_dictionary
 from actds_testing.places import ROOT
+from actds_validators import dictionaries as dictionary
+from actds_validators.dictionaries import Dictionary, Source, places_of, same_model, same_place
+from actds_validators.dictionaries.formats import load_dictionary
 
 D_MODEL, N_FEATURES = 6, 20
 SOURCE = Source("saelens", "weights", "0" * 64, "resid_post.3")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from click.testing import CliRunner
 
@@ -16,10 +17,11 @@ from actds.cli import cli
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.explore.requests import lacking, token_sequences
+from actds.format import tables
 from actds.format.inclusion import is_drawn, salt_of, uniform
 from actds.store.local import LocalStore
 from actds_testing import harvest as h
-from actds_testing import schedules
+from actds_testing import schedules, synthetic
 from actds_testing.simulate import SCENARIOS, simulate, write_dataset
 from actds_testing.synthetic import make_thinned
 from actds_testing.synthetic_engine import Stalled
@@ -307,8 +309,68 @@ def test_what_was_not_drawn_is_no_loss_that_a_replay_makes_up_for(tmp_path: Path
         (s["ref_request"], p) in dropped for s in hits for p in range(s["start"], s["stop"])
     )
     assert lacking(catalog, run).n_keys == owed
-    with pytest.raises(ActdsError, match=r"E009 follow_up: .*whose own rows are drawn"):
-        actds.audit(path, follow_up=tmp_path / "part")
+
+
+def test_a_follow_up_of_drawn_rows_says_what_was_lost_beside_the_draw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lossy = schedules.simulate(300, seed=166, drops=True, cache=False)
+    steps = lossy.steps["step"].to_pylist()
+    shares = {step: (1.0, 0.5)[k % 2] for k, step in enumerate(steps)}
+    path = make_thinned(tmp_path / "acts", lossy, shares)
+    catalog = Catalog.read(LocalStore(path))
+    (run,), dataset = catalog.runs, catalog.genesis.dataset
+    owed = lacking(catalog, run)
+    whole = schedules.simulate(300, seed=166, cache=False)  # the same requests, nothing lost
+    assert whole.requests["token_digest"] == lossy.requests["token_digest"]
+
+    def origins(told: schedules.Schedule) -> pa.Table:
+        number = np.array(told.requests["request"])
+        number = number[is_drawn(3, dataset, run, number, 0.5)]
+        return tables.build("origins", {
+            "request": number, "source_dataset": [dataset] * len(number),
+            "source_seal": ["cd" * 32] * len(number), "source_run": [run] * len(number),
+            "source_request": number, "n_given": [0] * len(number),
+        })  # fmt: skip
+
+    monkeypatch.setattr(synthetic, "_origin_table", origins)
+    facts = {"replay.fraction": "0.5", "replay.seed": 3}
+    part = synthetic.make_dataset(
+        tmp_path / "part", schedule=whole, facts=facts, origins=True, run="r-again"
+    )
+    result = actds.audit(path, follow_up=part).result
+    section, sample = result.follow_up, result.sample
+    assert section is not None and sample is not None
+    assert section.n_missing == owed.n_keys and section.n_drawn > section.n_answered > 100
+
+    stored, all_rows = (actds.open(of) for of in (path, part))
+    lost = {
+        (d["request"], p) for d in lossy.drops.to_pylist() for p in range(d["start"], d["stop"])
+    }
+    for hook in section.hooks:
+        w, rows = [], []
+        for shard in stored.shards:
+            w += (1 / shard.tokens(["inclusion"])["inclusion"].to_numpy()).tolist()
+        rows = values(stored, hook.hook)
+        every = h.rows_of(all_rows, hook.hook)
+        names = {n: name for (_, n), name in h.external_ids(all_rows).items()}
+        again = np.stack([
+            every[names[request], position] for request, position in sorted(lost)
+            if is_drawn(3, dataset, run, request, 0.5) and (names[request], position) in every
+        ]).astype(float)  # fmt: skip
+        again = np.concatenate([again, np.linalg.norm(again, axis=1, keepdims=True)], axis=1)
+        mean, share = np.array(w) @ rows / sum(w), owed.n_keys / (owed.n_keys + sum(w))
+        square = (1 - share) * (np.array(w) @ rows**2) / sum(w) + share * (again**2).mean(axis=0)
+        sd = np.sqrt(square - ((1 - share) * mean + share * again.mean(axis=0)) ** 2)
+        bias = share * (mean - again.mean(axis=0)) / sd
+        at = -1 if hook.variable == "norm" else int(hook.variable.removeprefix("channel "))
+        assert hook.n_rows == len(again) and hook.numerics == 0
+        assert hook.bias.value == pytest.approx(bias[at], abs=1e-9)
+        assert section.share == pytest.approx(share, rel=0.01)
+        truth = values(all_rows, hook.hook).mean(axis=0)
+        assert (np.abs((mean - truth) / sd) <= hook.reach + 1.1 * sample.farthest.reach).all()
+    assert "A replay of requests drawn with probability 0.5" in result.verdict.sentence
+    assert not any("direction" in words for words in result.would_not_notice)
 
 
 def test_a_follow_up_of_a_dataset_without_losses_is_not_read(tmp_path: Path) -> None:

@@ -53,20 +53,20 @@ def run(*args: object) -> Result:
     return CliRunner().invoke(command, [str(arg) for arg in args], prog_name="actds regimes")
 
 
-def dictionary(folder: Path, **changes: Any) -> Path:
-    """Write a SAELens dictionary of random directions, d_model to 24 features."""
+def dictionary(folder: Path, d: int = D_MODEL, **changes: Any) -> Path:
+    """Write a SAELens dictionary of random directions, d channels to 24 features."""
     rng = np.random.default_rng(0)
     folder.mkdir()
-    w_dec = rng.normal(size=(24, D_MODEL)).astype(np.float32)
+    w_dec = rng.normal(size=(24, d)).astype(np.float32)
     w_dec /= np.linalg.norm(w_dec, axis=1, keepdims=True)
     weights = {
         "W_enc": np.ascontiguousarray(w_dec.T), "W_dec": w_dec,
-        "b_enc": np.full(24, -0.3, np.float32), "b_dec": np.zeros(D_MODEL, np.float32),
+        "b_enc": np.full(24, -0.3, np.float32), "b_dec": np.zeros(d, np.float32),
     }  # fmt: skip
     save_file(weights | changes.pop("weights", {}), folder / "sae_weights.safetensors")
     metadata = {"sae_lens_version": "6.0.0", "hook_name": "blocks.1.hook_resid_post"}
     metadata |= changes.pop("metadata", {})
-    config = {"architecture": "standard", "d_in": D_MODEL, "d_sae": 24,
+    config = {"architecture": "standard", "d_in": d, "d_sae": 24,
               "normalize_activations": "none", "metadata": metadata}  # fmt: skip
     (folder / "cfg.json").write_text(json.dumps(config | changes))
     return folder

@@ -16,7 +16,6 @@ from sklearn.metrics import jaccard_score, r2_score, roc_auc_score
 from statsmodels.stats.multitest import multipletests
 
 from actds.errors import ActdsError
-from actds_studies.dictionaries import Dictionary, Source
 from actds_studies.regimes import inference, run
 from actds_studies.regimes.contrast import Contrast, Layer, Side, plan
 from actds_studies.regimes.instruments import (
@@ -34,6 +33,7 @@ from actds_studies.regimes.result import Limits, Value
 from actds_studies.regimes.strata import COUNT, Part, Stratum, Sums, Totals
 from actds_testing.calibration.regimes import Orthonormal, Sequences
 from actds_validators.arrays import Rows
+from actds_validators.dictionaries import Dictionary, Source
 from actds_validators.statistics.intervals import Scale, ends
 
 N, D, N_GROUPS = 600, 5, 12

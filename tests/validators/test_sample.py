@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from click.testing import CliRunner
+from safetensors.numpy import load_file
+from scipy import stats  # type: ignore[import-untyped]
+from scipy.sparse import csr_array  # type: ignore[import-untyped]
+from test_regimes_command import dictionary
 
 import actds
+from actds.cli import cli
 from actds.format.inclusion import Design, salt_of, uniform
 from actds.format.readouts import Readouts
 from actds.publish.sealing import seal
@@ -24,13 +31,15 @@ from actds_validators.audit.result import (
     Accounting,
     Audit,
     Estimate,
+    FollowUp,
+    FollowUpHook,
     Limits,
     Sample,
     SampleCheck,
     SampleHook,
 )
 from actds_validators.audit.verdict import Evidence, judge
-from actds_validators.statistics.design import SampleSums, wilson
+from actds_validators.statistics.design import RateSums, SampleSums, Units, exact_share, wilson
 from actds_writers.ipc.messages import ClientFacts
 
 SALT = 0x5EED5EED5EED5EED
@@ -111,6 +120,93 @@ def test_the_interval_of_a_share_is_wilsons() -> None:
         np.testing.assert_allclose(wilson(k, n, 0.95), (want.low, want.high), atol=1e-9)
 
 
+# rates ---------------------------------------------------------------------------------------
+
+
+def ends_of(
+    active: np.ndarray, share: np.ndarray, unit: np.ndarray, least: float, n_values: int
+) -> tuple[float, float]:
+    """Return both ends of the interval of a rate as section 14.13 has them, unit by unit."""
+    a = np.sqrt(1 - share) / share
+    n, n_active = np.bincount(unit)[unit], np.bincount(unit, active)[unit]
+    weight, all_rows = (a**2 * active).sum(), (a**2 * n).sum() / (a**2).sum()
+    rows = (a**2 * active * n_active).sum() / weight if weight else all_rows
+    u = max(1, (rows * active.sum() + all_rows) / (active.sum() + 1)) / least
+    total, size = (active / share).sum(), (1 / share).sum()
+    tail = 0.025 / n_values
+    t = stats.t.isf(tail, (a**2).sum() ** 2 / (a**4 * n).sum() - 1) / stats.norm.isf(tail)
+    ends = []
+    for more in (0, 1):
+        p = (total + u * more) / (size + u)
+        v = (np.bincount(unit, a * (active - p)) ** 2).sum() + (u * (more - p)) ** 2
+        v *= (t / (size + u)) ** 2
+        n_alike = p * (1 - p) / v - 1 if v else 1.0
+        of = stats.beta(p * n_alike, (1 - p) * n_alike)
+        ends.append(float(of.isf(tail) if more else of.ppf(tail)) if p else 0.0)
+    return ends[0], ends[1]
+
+
+def rates_of(active: np.ndarray, share: np.ndarray, unit: np.ndarray | None) -> RateSums:
+    """Return the sums of drawn rows ``(n, d)`` in three parts."""
+    k = 0 if unit is None else 1024
+    total = RateSums.of(active.shape[1], k)
+    for some in np.array_split(np.arange(len(active)), 3):
+        part, units = RateSums.of(active.shape[1], k), None
+        if unit is not None:
+            number = uniform(salt_of("test"), unit[some])
+            sign = np.where(uniform(salt_of("sign"), unit[some]) < 0.5, -1.0, 1.0)
+            n = np.bincount(unit)[unit[some]].astype(float)
+            units = Units(n, (number * k).astype(np.int64), sign)
+        part.add(csr_array(active[some]), share[some], units)
+        total.merge(part)
+    return total
+
+
+def test_the_interval_of_a_rate_is_clopper_and_pearsons_where_rows_are_drawn_alike() -> None:
+    n, counts = 2000, np.array([0, 1, 3, 40, 1000, 1999, 2000])
+    active = (np.arange(n)[:, None] < counts).astype(np.float32)
+    _, low, high = rates_of(active, np.full(n, 1e-3), None).rates(0.95, 1, 1e-3)
+    for at, k in enumerate(counts.tolist()):
+        want = stats.binomtest(k, n).proportion_ci(0.95, method="exact")
+        np.testing.assert_allclose([low[at], high[at]], [want.low, want.high], rtol=0.01, atol=3e-5)
+    low, high = exact_share(counts, np.full(len(counts), n), 0.95)
+    want = [stats.binomtest(k, n).proportion_ci(0.95, method="exact") for k in counts.tolist()]
+    np.testing.assert_allclose(low, [w.low for w in want], atol=1e-12)
+    np.testing.assert_allclose(high, [w.high for w in want], atol=1e-12)
+
+
+@pytest.mark.parametrize("unit", ["row", "request"])
+def test_intervals_hold_rates_of_rare_features_that_go_with_probabilities(unit: str) -> None:
+    rng = np.random.default_rng(5)
+    n = rng.geometric(1 / 12, 2500)
+    request = np.repeat(np.arange(2500), n)
+    position = np.concatenate([np.arange(k) for k in n])
+    hard = rng.normal(size=2500)
+    of = hard[request]
+    share = np.where(hard > 0.5, 0.05, np.where(hard > -0.5, 0.4, 1.0))[request]
+    odds = np.exp(of)
+    rates = (0.2, 0.01, 5e-4, 1e-4)
+    x = np.stack([(rng.random(len(of)) < p * odds) * rng.gamma(2, size=len(of)) for p in rates], 1)
+    in_few = np.isin(request, np.flatnonzero(rng.random(2500) < 4e-3))
+    x = np.concatenate([x, in_few[:, None]], axis=1)
+    truth, hit, above, n_seeds = (x > 0).mean(axis=0), np.zeros(5), np.zeros(5), 150
+    means, of_mean = x.sum(axis=0) / (x > 0).sum(axis=0), 0
+    for seed in range(n_seeds):
+        design = Design(salt_of("coverage", seed), 0.05, unit)  # type: ignore[arg-type]
+        drawn = design.numbers(request, position) < share
+        sums = rates_of(x[drawn], share[drawn], request[drawn] if unit == "request" else None)
+        _, low, high = sums.rates(0.95, 1, 0.05)
+        hit += (low <= truth) & (truth <= high)
+        above += high / truth / n_seeds
+        mean, half = sums.means(0.95, 1)
+        of_mean += int(abs(mean[0] - means[0]) <= half[0])
+    assert (hit / n_seeds >= 0.92).all(), hit / n_seeds
+    assert above[0] < 1.3  # and say something
+    if unit == "row":  # and of too few requests none is given
+        assert 0.9 <= of_mean / n_seeds <= 0.99
+    assert (above[2:] > 1.2).all(), above
+
+
 # the section ---------------------------------------------------------------------------------
 
 
@@ -155,6 +251,92 @@ def test_a_thinned_dataset_is_judged_by_its_draw(tmp_path: Path, unit: str) -> N
     place = next(place for place in result.places if place.name == "queues")
     assert "not drawn" in place.headline and place.n == account.thinned
     assert not any("direction" in words for words in result.would_not_notice)
+
+
+def active_of(path: Path, sae: Path) -> tuple[np.ndarray, dict[str, Any]]:
+    """Return by NumPy the features of the rows of resid_post.1 ``(n, 24)``, and their tokens."""
+    weights, dataset = load_file(sae / "sae_weights.safetensors"), actds.open(path)
+    array = dataset.array("resid_post.1")
+    rows = array[np.arange(len(array))].astype(np.float32)
+    columns = ["request", "position", "inclusion"]
+    parts = [shard.tokens(columns).to_pydict() for shard in dataset.shards]
+    tokens = {c: np.concatenate([np.array(part[c], float) for part in parts]) for c in columns}
+    return np.maximum(rows @ weights["W_enc"] + weights["b_enc"], 0), tokens
+
+
+def dictionary_of(folder: Path, path: Path) -> Path:
+    """Write a dictionary whose features go from common in the rows to one that none has."""
+    rows = np.asarray(actds.open(path).array("resid_post.1")[:], np.float32)
+    sae = dictionary(folder, rows.shape[1])
+    x = rows @ load_file(sae / "sae_weights.safetensors")["W_enc"]
+    bias = -np.array(
+        [np.quantile(of, q) for of, q in zip(x.T, np.linspace(0.2, 1, 24), strict=True)]
+    )
+    bias[-1] = -1e6
+    rmtree(sae)
+    return dictionary(folder, rows.shape[1], weights={"b_enc": bias.astype(np.float32)})
+
+
+@pytest.mark.parametrize("unit", ["row", "request"])
+def test_features_of_a_thinned_dataset_have_the_rates_of_weighted_rows(
+    tmp_path: Path, unit: str
+) -> None:
+    path = drawn_dataset(tmp_path / "acts", unit, simulate(400, seed=58))
+    sae = dictionary_of(tmp_path / "sae", path)
+    section = actds.audit(path, sae=[sae]).result.sample
+    assert section is not None
+    [found] = section.features
+    x, tokens = active_of(path, sae)
+    share, active = tokens["inclusion"], np.asarray(x > 0)
+    assert found.hook == "resid_post.1" and found.n_rows == len(x) and found.n_features == 24
+    assert found.n_active == active.sum(axis=0).tolist()
+    w = 1 / share
+    np.testing.assert_allclose(found.rate, w @ active / w.sum(), rtol=1e-5)
+    ever = np.asarray(active.any(axis=0))
+    np.testing.assert_allclose(
+        np.array(found.mean)[ever].astype(float), (w @ x)[ever] / (w @ active)[ever], rtol=1e-4
+    )
+    assert not ever[-1] and found.mean[-1] is None and found.low[-1] == 0 < found.high[-1]
+    key = tokens["request"] if unit == "request" else np.arange(len(x))
+    of_unit = np.unique(key, return_inverse=True)[1]
+    for feature in range(24):
+        low, high = ends_of(active[:, feature], share, of_unit, 0.25, 24)
+        room = 1e-4 if unit == "row" else 0.1  # clusters are shared
+        assert found.low[feature] == pytest.approx(low, rel=room, abs=room)
+        assert found.high[feature] == pytest.approx(high, rel=room, abs=room)
+    a2 = (1 - share) / share**2
+    with np.errstate(invalid="ignore"):
+        n_draws = (a2 @ active) ** 2 / (a2**2 @ active)
+    known = np.array([half is not None for half in found.mean_half])
+    assert (known <= (n_draws >= 100)).all()
+    if unit == "row":
+        assert (known == (n_draws >= 100)).all() and 0 < known.sum() < 24
+        mean = np.array(found.mean, float)[known]
+        residual = x[:, known] - active[:, known] * mean
+        error = np.sqrt(a2 @ residual**2) / (w @ active[:, known])
+        half = stats.t.isf(0.025 / 24, n_draws[known] - 1) * error
+        np.testing.assert_allclose(np.array(found.mean_half, float)[known], half, rtol=1e-4)
+    assert actds.audit(path).result.sample == section.model_copy(update={"features": []})
+
+
+def test_the_command_shows_rates_and_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    path = drawn_dataset(tmp_path / "acts")
+    sae = dictionary_of(tmp_path / "sae", path)
+    page, out = tmp_path / "page.html", tmp_path / "audit.json"
+    arguments = ["audit", str(path), "--fail-on", "never"]
+    files = ["--html", str(page), "--json", str(out)]
+    shown = CliRunner().invoke(cli, [*arguments, "--sae", f"resid_post.1={sae}", *files])
+    assert shown.exit_code == 0, shown.output
+    for text in (shown.output, page.read_text()):
+        assert "Features of resid_post.1 whose rate the stored rows" in text
+        assert "in none of them, so in at most" in " ".join(text.split())
+    [features] = Audit.model_validate_json(out.read_text()).sample.features  # type: ignore[union-attr]
+    assert len(features.rate) == 24
+    for hook, code in (("resid_post.7", "E009 --sae"), ("resid_post.0", "E015")):
+        refused = CliRunner().invoke(cli, [*arguments, "--sae", f"{hook}={sae}"])
+        assert code in f"{refused.output}{refused.exception}"
+    over = CliRunner().invoke(cli, [*arguments, "--sae", str(sae), "--json", str(sae / "cfg.json")])
+    assert "the file of --sae" in f"{over.output}{over.exception}"
 
 
 def test_coverage_of_a_thinned_dataset_is_that_of_all_its_rows(tmp_path: Path) -> None:
@@ -211,7 +393,10 @@ def test_rows_that_are_no_such_draw_fail(tmp_path: Path, monkeypatch: pytest.Mon
 # the verdict ---------------------------------------------------------------------------------
 
 
-def judged(half: float, *, agrees: bool = True, dropped: int = 0, n_drawn: int = 0) -> Any:
+def judged(
+    half: float, *, agrees: bool = True, dropped: int = 0, n_drawn: int = 0, again: float = 0
+) -> Any:
+    """Return the verdict; ``again``: how far a follow-up says that what was lost moves a mean."""
     account = Accounting(
         positions=10_000, computed=10_000, captured=6000, thinned=4000 - dropped, cache_ref=0,
         dropped=dropped, aborted=0, filtered=0, recomputed=0, unresolved=0, requests=100, steps=100,
@@ -230,7 +415,20 @@ def judged(half: float, *, agrees: bool = True, dropped: int = 0, n_drawn: int =
         units=["row"], minimum=0.1, n_stored=6000, n_thinned=4000 - dropped, n_dropped=n_drawn,
         effective_rows=5000, hooks=[hook], readouts=check, lane=None,
     )  # fmt: skip
-    return judge(Evidence(account, sample=section), Limits())
+    if not again:
+        return judge(Evidence(account, sample=section), Limits())
+    moved = Estimate(value=0, low=-again, high=again, confidence=0.95)
+    followed = FollowUp(
+        path="again", digest="0" * 64, fraction=0.5, seed=1, n_missing=dropped, share=0.06,
+        n_requests=50, n_drawn=300, n_answered=300, n_shared=0,
+        hooks=[
+            FollowUpHook(
+                hook="h", n_channels=4, n_rows=300, n_clusters=50, variable="norm", bias=moved,
+                numerics=None, proven=0.0,
+            )
+        ],
+    )  # fmt: skip
+    return judge(Evidence(account, sample=section, follow_up=followed), Limits())
 
 
 @pytest.mark.parametrize(
@@ -242,6 +440,9 @@ def judged(half: float, *, agrees: bool = True, dropped: int = 0, n_drawn: int =
         ({"half": 0.015, "dropped": 600, "n_drawn": 600}, "PASS", "by-design"),
         ({"half": 0.015, "dropped": 600}, "FAIL", "heavy"),  # lost, and by no draw
         ({"half": 0.03, "dropped": 600, "n_drawn": 600}, "FAIL", "heavy"),  # as without it
+        ({"half": 0.015, "dropped": 600, "again": 0.004}, "PASS", "by-design"),  # 0.0199
+        ({"half": 0.015, "dropped": 600, "again": 0.0042}, "INCONCLUSIVE", "too-little-evidence"),
+        ({"half": 0.015, "dropped": 600, "again": 0.03}, "FAIL", "heavy"),
     ],
 )
 def test_the_draw_decides_where_it_can(of: dict[str, Any], level: str, kind: str) -> None:
@@ -250,7 +451,9 @@ def test_the_draw_decides_where_it_can(of: dict[str, Any], level: str, kind: str
     assert any(
         number.name.startswith("farthest that a mean by 1/incl") for number in verdict.numbers
     )
-    if kind == "too-little-evidence":  # (0.03 / 0.02)^2 times as many
+    if "again" in of:
+        assert "A replay of requests drawn with probability 0.5" in verdict.sentence
+    elif kind == "too-little-evidence":  # (0.03 / 0.02)^2 times as many
         assert "about 11,250 would decide" in verdict.lacks[0]
 
 
@@ -305,7 +508,8 @@ def test_the_lane_says_which_rows_a_drop_policy_kept(tmp_path: Path) -> None:
         pipeline.send_client_facts(ClientFacts())
         pipeline.finish("finished")
     seal(open_store(out))
-    dataset, section = actds.open(out), actds.audit(out).result.sample
+    sae = dictionary_of(tmp_path / "sae", out)
+    dataset, section = actds.open(out), actds.audit(out, sae=[sae]).result.sample
     assert section is not None and section.lane is not None and section.n_thinned == 0
     design = Design.of(dataset.runs["r-test"])
     assert design is not None
@@ -322,6 +526,16 @@ def test_the_lane_says_which_rows_a_drop_policy_kept(tmp_path: Path) -> None:
         assert point.kept.value == kept[label] / n[label]
     assert section.lane.n_rows == n.total() and section.lane.n_kept == kept.total()
     assert section.n_dropped == actds.audit(out).result.accounting.dropped > 0
+    x, tokens = active_of(out, sae)
+    in_lane = design.numbers(tokens["request"].astype(int), tokens["position"].astype(int)) < 0.25
+    points = [p for p in section.lane.points if p.kind == "feature at resid_post.1"]
+    assert len(points) == 10 and "feature at resid_post.1" in section.lane.p
+    for point in points:
+        of = in_lane & (x[:, int(point.label.split()[1])] > 0)
+        k, total = int((of & (tokens["inclusion"] == 1)).sum()), int(of.sum())
+        want = stats.binomtest(k, total).proportion_ci(1 - 0.05 / 24, method="exact")
+        assert (point.n, point.kept.value) == (total, k / total)
+        np.testing.assert_allclose([point.kept.low, point.kept.high], [want.low, want.high])
     steps = dataset.steps()
     whole = np.array(steps["inclusion"].to_pylist()) == 1
     rows = np.array(steps["batch_tokens"].to_pylist())
@@ -330,7 +544,7 @@ def test_the_lane_says_which_rows_a_drop_policy_kept(tmp_path: Path) -> None:
     assert low < share < high
     assert (
         Audit.model_validate_json(
-            Audit.model_validate(actds.audit(out).result.as_json()).model_dump_json()
+            Audit.model_validate(actds.audit(out, sae=[sae]).result.as_json()).model_dump_json()
         ).sample
         == section
     )

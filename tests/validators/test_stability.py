@@ -23,8 +23,6 @@ import actds
 from actds.errors import ActdsError
 from actds.loader.selection import held_out_requests
 from actds_studies.cli.stability import stability as command
-from actds_studies.dictionaries import Dictionary, Source
-from actds_studies.dictionaries.formats import load_dictionary
 from actds_studies.pages.stability import facts, page, words_of_art
 from actds_studies.regimes.api import MIXTURE_KEYS, ArmWords, parse_arms, parse_named
 from actds_studies.stability import rows as order
@@ -72,6 +70,8 @@ from actds_testing.regime_datasets import other_continuations
 from actds_testing.schedules import busy_shares, simulate
 from actds_testing.stability_results import hostile, made, many
 from actds_testing.synthetic import make_dataset, make_thinned
+from actds_validators.dictionaries import Dictionary, Source
+from actds_validators.dictionaries.formats import load_dictionary
 
 HOOK = "resid_post.0"
 PLANTED = directions(12, 8)

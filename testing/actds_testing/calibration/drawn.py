@@ -10,17 +10,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
 from actds.format.inclusion import Design, Unit, is_drawn, salt_of, uniform
 from actds_validators.audit.follow_up import ClusterSums, Compared, StoredSums
 from actds_validators.audit.result import Accounting, FollowUp, Limits, Sample, Verdict
 from actds_validators.audit.sample import hook_of
 from actds_validators.audit.verdict import Evidence, judge
-from actds_validators.statistics.design import SampleMean, SampleSums
+from actds_validators.statistics.design import RateSums, SampleMean, SampleSums, Units
 from actds_writers.capture.thinning import Thin
 
 N_REQUESTS, MEAN_LEN, N_STEPS = 8_000, 25, 20_000
 VARIABLES = ("value", "heavy tails", "rare feature", "rare in few requests")
+FEATURES = ("1 in 5 rows", "1 in 100", "1 in 2,000", "1 in 50,000", "1 in 500 requests")
 MINIMUM = 1 / 64
 
 
@@ -79,6 +81,29 @@ class Run:
 
     def estimate(self, setting: Setting, seed: int) -> tuple[SampleMean, SampleSums]:
         """Draw rows, and return what the audit's estimator says of all."""
+        drawn, share, units = self._draw(setting, seed)
+        sums = SampleSums.of(self.values.shape[1], 1024)
+        sums.add(self.values[drawn], share[drawn], units.cluster, units.n)
+        return sums.mean(), sums
+
+    def features(self, seed: int) -> csr_array:
+        """Return values of `FEATURES`, ``(n, d)``, of which most are 0."""
+        rng, of = np.random.default_rng([seed, 1]), self.hardness[self.request]
+        odds = np.exp(0.3 * of)
+        active = [rng.random(len(of)) < p * odds for p in (0.2, 0.01, 5e-4, 2e-5)]
+        active.append((rng.random(N_REQUESTS) < 1 / 500)[self.request])
+        return csr_array(np.stack([a * np.exp(rng.normal(size=len(of))) for a in active], axis=1))
+
+    def rates(self, setting: Setting, seed: int, features: csr_array) -> tuple[RateSums, float]:
+        """Draw rows, and return the sums of their features, and the lowest inclusion of any row."""
+        drawn, share, units = self._draw(setting, seed)
+        by_request = setting.unit == "request"
+        sums = RateSums.of(features.shape[1], 1024 if by_request else 0)
+        sums.add(features[drawn], share[drawn], units if by_request else None)
+        return sums, float(share.min())
+
+    def _draw(self, setting: Setting, seed: int) -> tuple[np.ndarray, np.ndarray, Units]:
+        """Return which rows are drawn, the probability of each, and the units of those drawn."""
         design = Design(salt_of("bench", seed), MINIMUM, setting.unit)
         number = design.numbers(self.request, self.position)
         share = self._shares(setting, number)
@@ -88,10 +113,9 @@ class Run:
         if setting.unit == "request":
             n_unit = np.bincount(request)[request].astype(np.float64)
             position = np.zeros_like(position)
-        sums = SampleSums.of(self.values.shape[1], 1024)
         cluster = (uniform(salt_of("cluster", seed), request, position) * 1024).astype(np.int64)
-        sums.add(self.values[drawn], share[drawn], cluster, n_unit)
-        return sums.mean(), sums
+        sign = np.where(uniform(salt_of("sign", seed), request) < 0.5, -1.0, 1.0)
+        return drawn, share, Units(n_unit, cluster, sign)
 
     def _shares(self, setting: Setting, number: np.ndarray) -> np.ndarray:
         """Return the probability of each row; of the controller it hangs on what was drawn."""

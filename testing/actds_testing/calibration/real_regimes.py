@@ -25,8 +25,6 @@ import numpy as np
 import numpy.typing as npt
 
 import actds
-from actds_studies.dictionaries import Dictionary
-from actds_studies.dictionaries.formats import load_dictionary
 from actds_studies.regimes.arms import Arm, ArmRows, read_arm
 from actds_studies.regimes.conclusions import verdicts
 from actds_studies.regimes.contrast import matched_requests, plan
@@ -38,6 +36,8 @@ from actds_studies.regimes.strata import POSITION_EDGES
 from actds_testing.calibration.regimes import Goal, calibrate, finds, others, parser
 from actds_testing.harvest import environment
 from actds_testing.places import DEMO_MODEL, ROOT
+from actds_validators.dictionaries import Dictionary
+from actds_validators.dictionaries.formats import load_dictionary
 
 HOOK = "resid_post.10"
 GIVEN, SAMPLED = 64, 200

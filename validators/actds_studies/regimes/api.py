@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,19 +20,19 @@ from actds.explore.dataset import Dataset, open_apart
 from actds.format.tables import PHASES, UNSERVED
 from actds.loader.where import RowValues, parse_expression
 from actds.text import storable
-from actds_studies.dictionaries import same_place
-from actds_studies.dictionaries.formats import load_dictionary
-from actds_studies.dictionaries.tensors import refused
 from actds_studies.regimes.arms import Arm
 from actds_studies.regimes.result import DatasetResult, Limits, Regimes, StudyLimits, Used
+from actds_validators.dictionaries import by_hook, same_place
+from actds_validators.dictionaries.formats import load_dictionary
+from actds_validators.dictionaries.tensors import refused
 from actds_validators.sections import about, need_extra, recorded, settings_of
 
 if TYPE_CHECKING:
-    from actds_studies.dictionaries import Dictionary
     from actds_studies.regimes.contrast import Pairing
     from actds_studies.regimes.entropies import Entropies
     from actds_studies.regimes.instruments.probes import ProbeFile
     from actds_studies.regimes.run import AnyInstrument, Result
+    from actds_validators.dictionaries import Dictionary
 
 SELECTION_KEYS = ("phase", "where", "exclude")
 MIXTURE_KEYS = (*SELECTION_KEYS, *PHASES, "weights")
@@ -44,7 +44,6 @@ _OTHER_KEY = re.compile(r":([a-z_]+)=(?!=)")
 _NAMED = re.compile(r"([A-Za-z][A-Za-z0-9_]{0,31})=(.*)", re.DOTALL)
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 Words = str | os.PathLike[str]
-OfHook = TypeVar("OfHook", "Dictionary", "ProbeFile")
 
 
 def regimes(
@@ -246,6 +245,12 @@ class Opened:
     hooks: list[str]
     floor: str | None
 
+    @property
+    def widths(self) -> dict[str, int]:
+        """Return the channels of each hook that is compared."""
+        hooks = next(iter(self.arms.values())).dataset.hooks
+        return {name: hooks[name].d_model for name in self.hooks}
+
     def compared(
         self,
         instruments: Callable[[Arm, Arm, str], Sequence[AnyInstrument]],
@@ -334,48 +339,6 @@ def _dataset_result(dataset: Dataset, hooks: Sequence[str]) -> DatasetResult:
     )
 
 
-def _by_hook(
-    argument: str,
-    words: Sequence[Words],
-    opened: Opened,
-    load: Callable[[str, str | None, int | None], OfHook],
-) -> dict[str, OfHook]:
-    """Return what was loaded of ``[HOOK=]PATH``, by hook; its hook and width where it is named."""
-    result: dict[str, OfHook] = {}
-    hooks = next(iter(opened.arms.values())).dataset.hooks
-    for word in words:
-        head, is_named, path = os.fspath(word).partition("=")
-        hook = head if is_named and "/" not in head else None
-        if hook is None:
-            path = os.fspath(word)
-        elif hook not in opened.hooks:
-            expected = f"one of the hooks that are compared: {', '.join(opened.hooks)}"
-            raise ActdsError("E009", argument, got=head[:80], expected=expected)
-        loaded = load(path, hook, None if hook is None else hooks[hook].d_model)
-        hook = hook or _of_hook(path, loaded.hook, opened.hooks)
-        if loaded.d_model != hooks[hook].d_model:
-            what = "probes" if argument == "probes" else "a dictionary"
-            got, expected = f"{what} of {loaded.d_model:,} channels", f"{hooks[hook].d_model:,}"
-            raise refused(path, got, f"{expected}, as {hook} has")
-        if hook in result:
-            raise ActdsError("E009", argument, got=f"two for {hook}", expected="one to a hook")
-        result[hook] = loaded
-    return result
-
-
-def _of_hook(place: str, hook: str | None, hooks: Sequence[str]) -> str:
-    """Return which of the hooks a file is for: its own word, or the only hook there is."""
-    if hook is None and len(hooks) == 1:
-        return hooks[0]
-    if hook is None:
-        next_step = f"Name the hook: {hooks[0]}={place}"
-        raise refused(place, "no word of its hook", "a hook", next_step)
-    same = next((name for name in hooks if same_place(name, hook)), None)
-    if same is None:
-        raise refused(place, f"of {hook}", f"one of {', '.join(hooks)}")
-    return same
-
-
 def _dictionaries(
     words: Sequence[Words], opened: Opened, model: str | None
 ) -> dict[str, Dictionary]:
@@ -388,7 +351,7 @@ def _dictionaries(
         _refuse_fitted(path, dictionary, arms)
         return dictionary
 
-    return _by_hook("sae", words, opened, load)
+    return by_hook("sae", words, opened.widths, load)
 
 
 def _refuse_fitted(path: str, dictionary: Dictionary, arms: Sequence[Arm]) -> None:
@@ -449,7 +412,7 @@ def _probes(words: Sequence[Words], opened: Opened) -> dict[str, ProbeFile]:
             raise refused(path, f"probes of {probes.hook}", hook)
         return probes
 
-    return _by_hook("probes", words, opened, load)
+    return by_hook("probes", words, opened.widths, load)
 
 
 def _labels(arm: Arm, hook: str, label: str) -> npt.NDArray[np.int8]:

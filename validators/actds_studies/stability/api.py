@@ -26,8 +26,6 @@ from actds.store import refuse_within_dataset
 from actds.store.folders import unwritable
 from actds.text import storable
 from actds.version import __version__
-from actds_studies.dictionaries import Dictionary, Source, places_of
-from actds_studies.dictionaries.formats import CONFIG, WEIGHTS
 from actds_studies.regimes.api import MIXTURE_KEYS, ArmWords, parse_named
 from actds_studies.stability import rows
 from actds_studies.stability.matching import chance, features_of, match_directions
@@ -45,6 +43,8 @@ from actds_studies.stability.result import (
     verdicts,
 )
 from actds_validators.arrays import Bools, Floats, Rows
+from actds_validators.dictionaries import Dictionary, Source, places_of
+from actds_validators.dictionaries.formats import CONFIG, WEIGHTS
 from actds_validators.sections import about, need_extra, recorded, settings_of
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from actds.exchange.containers import map_npy
 from actds.explore.dataset import Dataset
 from actds.format.apart import Apart, Reply, Request, cpu_seconds
 from actds.format.tables import FLAG_BOS, FLAG_EOS, FLAG_SPECIAL, is_served
-from actds_studies.dictionaries import Dictionary
-from actds_studies.dictionaries.formats import CONFIG, PARAMETERS, WEIGHTS, load_dictionary
-from actds_studies.dictionaries.tensors import is_npz, is_torch, read_npz, read_safetensors
 from actds_validators.arrays import Array
+from actds_validators.dictionaries import Dictionary
+from actds_validators.dictionaries.formats import CONFIG, PARAMETERS, WEIGHTS, load_dictionary
+from actds_validators.dictionaries.tensors import is_npz, is_torch, read_npz, read_safetensors
 
 if TYPE_CHECKING:
     from actds.explore.requests import RequestRows, Tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ def audit(
     classes: str | Path | None = None,
     accept: Sequence[str] = (),
     follow_up: str | Path | None = None,
+    sae: Sequence[str | os.PathLike[str]] = (),
+    model: str | os.PathLike[str] | None = None,
     executor: ExecutorName = "threads",
     progress: Callable[[str], None] = lambda what: None,
 ) -> AuditResult:
@@ -38,19 +41,24 @@ def audit(
         follow_up: a replay of a random part of its requests (``actds replay --fraction``): what
             means the losses moved is then known by design, from the rows of both. Ignored where
             nothing was lost.
+        sae: dictionaries, each ``[HOOK=]PATH``, one to a hook: of a dataset whose rows were drawn,
+            how often each of their features is active over all rows. Ignored where no row was left
+            out by a draw.
+        model: what the dictionaries call the model of the rows; the name in the run record by
+            default.
         executor: where the rows are read, ``threads`` of this process or ``ray``: the numbers are
             the same.
         progress: called with what is being done.
 
     Returns:
-        The result with its verdict. Without ``follow_up`` no activation is read: whether two parts
-        of a dataset hold the same values is what `actds.regimes` tests.
+        The result with its verdict. Activations are read with ``follow_up``, and where rows were
+        drawn: whether two parts of a dataset hold the same values is what `actds.regimes` tests.
 
     Raises:
         ActdsError: E009 an argument that cannot be used, a follow-up of another dataset; E011 a
-            package that is not installed; E306 not sealed; E401, E403 without provenance, as
-            imported rows are; E202 a file that changed; E503 weights that cannot be written; what
-            ``actds.open`` raises.
+            package that is not installed; E015 a dictionary that does not fit the rows; E306 not
+            sealed; E401, E403 without provenance, as imported rows are; E202 a file that changed;
+            E503 weights that cannot be written; what ``actds.open`` raises.
 
     Spec: 0.1 section 14.
     """
@@ -73,4 +81,6 @@ def audit(
         executor,
         waived,
         None if follow_up is None else str(follow_up),
+        sae,
+        None if model is None else os.fspath(model),
     )

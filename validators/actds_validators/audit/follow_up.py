@@ -21,10 +21,17 @@ from scipy.sparse import csr_array  # type: ignore[import-untyped]
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.executor import Threads
-from actds.explore.requests import lacking, rows_of_positions
+from actds.explore.requests import covered, lacking, rows_of_positions
 from actds.format.arrays import widen
-from actds.format.inclusion import Design, is_drawn, salt_of, uniform
-from actds.format.positions import Intervals, Keys, position_key, split_key, union
+from actds.format.inclusion import (
+    draws_rows,
+    inclusion_of,
+    inclusion_of_rows,
+    is_drawn,
+    salt_of,
+    uniform,
+)
+from actds.format.positions import Intervals, Keys, difference, position_key, split_key, union
 from actds.format.schema import RunRecord
 from actds.format.shard import Shard
 from actds.publish.sealing import check_provenance
@@ -186,21 +193,13 @@ def follow_up(catalog: Catalog, place: str) -> FollowUp:
 
     Spec: 0.1 section 14.12.
     """
-    if any(Design.of(record) for record in catalog.runs.values()):
-        got = "the replay of a dataset whose own rows are drawn"
-        raise _unusable(
-            place,
-            got,
-            "a dataset that was to store every row: the section by design "
-            "says what a draw leaves open",
-        )
     replay = Catalog.read(open_store(place), apart=True)
     if not replay.is_sealed:
         raise replay.not_sealed(place)
     check_provenance(replay)
     _require_same_model(catalog, replay, place)
     design = _Design.of(replay, catalog.genesis.dataset, place)
-    owed = {run: lacking(catalog, run) for run in catalog.run_ids}
+    owed = {run: _lost(catalog, run) for run in catalog.run_ids}
     drawn = {run: design.draw(run, positions) for run, positions in owed.items()}
     pairs = list(_pairs(catalog, replay, design, drawn, place))
     lost, shared = [pair.lost for pair in pairs], [pair.shared for pair in pairs]
@@ -244,6 +243,14 @@ def _require_same_model(catalog: Catalog, replay: Catalog, place: str) -> None:
 # which positions ------------------------------------------------------------------------------
 
 
+def _lost(catalog: Catalog, run: str) -> Intervals:
+    """Return the positions that lack a row, and not because they were not drawn."""
+    missing = lacking(catalog, run)
+    if not draws_rows(catalog.runs.get(run)):
+        return missing
+    return difference(missing, covered(catalog, run, "dropped", by_draw=True))
+
+
 @dataclass(frozen=True)
 class _Pair:
     """A run of the dataset, and one of the replay with requests of it."""
@@ -284,9 +291,12 @@ def _pairs(
 
 @dataclass
 class StoredSums:
-    """Sums over all rows of a hook: of each channel and of the norm, ``(d + 1,)``, finite rows."""
+    """Sums over all rows of a hook: of each channel and of the norm, ``(d + 1,)``, finite rows.
 
-    n: int
+    Of rows that were drawn each counts as 1 over its inclusion, in ``n`` too.
+    """
+
+    n: float
     total: Floats
     squares: Floats
 
@@ -294,11 +304,13 @@ class StoredSums:
     def empty(cls, d_model: int) -> StoredSums:
         return cls(0, np.zeros(d_model + 1), np.zeros(d_model + 1))
 
-    def add(self, rows: Floats) -> None:
-        rows = rows[np.isfinite(rows).all(axis=1)]
-        self.n += len(rows)
-        self.total += rows.sum(axis=0)
-        self.squares += (rows**2).sum(axis=0)
+    def add(self, rows: Floats, weight: Floats | None = None) -> None:
+        finite: Bools = np.asarray(np.isfinite(rows).all(axis=1))
+        rows = rows[finite]
+        w = np.ones(len(rows)) if weight is None else weight[finite]
+        self.n += float(w.sum())
+        self.total += w @ rows
+        self.squares += w @ rows**2
 
     def merge(self, other: StoredSums) -> None:
         self.n += other.n
@@ -351,12 +363,16 @@ def _stored(catalog: Catalog, hooks: Sequence[str]) -> dict[str, StoredSums]:
     d_model = {hook.name: hook.d_model for hook in catalog.genesis.hooks}
 
     def of_shard(shard: Shard) -> dict[str, StoredSums]:
-        parts = {}
+        parts, record = {}, catalog.runs.get(shard.run)
+        weight = None
+        if draws_rows(record):  # in a replay of a part that of the row alone
+            weight = inclusion_of(record) / inclusion_of_rows(shard, record)
         for hook in set(hooks) & set(shard.hooks):
             parts[hook] = StoredSums.empty(d_model[hook])
             with shard.array(hook) as reader:
                 for start, stop in pairwise([*range(0, shard.n_rows, BLOCK), shard.n_rows]):
-                    parts[hook].add(values_of(reader.read(start, stop), reader.dtype))
+                    w = None if weight is None else weight[start:stop]
+                    parts[hook].add(values_of(reader.read(start, stop), reader.dtype), w)
         return parts
 
     total = {hook: StoredSums.empty(d_model[hook]) for hook in hooks}

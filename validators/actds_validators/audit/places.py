@@ -416,7 +416,7 @@ def _drawn(audited: Audited, sample: Sample) -> Place:
     facts: dict[str, Any] = {"level": verdict.level, "limit": f"any mean known within {limit:g} SD"}
     facts["to_do"] = [s for s in verdict.next_steps if not s.startswith("Train on it")]
     if math.isfinite(sample.farthest.reach):
-        facts["bias"] = sample.farthest.reach + worst_bias(audited.evidence.lost_otherwise)
+        facts["bias"] = sample.farthest.reach + audited.evidence.beyond_draw
     if verdict.kind == "by-design" and sample.plain > limit:
         facts |= {"level": "WARN", "loaded": {"weights": ["inclusion"]}}
     if account.dropped > sample.n_dropped:

@@ -574,7 +574,8 @@ class Worse(Section):
 class FollowUpHook(Section):
     """Of a hook, the mean that may be the farthest off: of a channel, or of the norm.
 
-    Biases are those of the stored rows against all, in standard deviations of all.
+    Biases are those of the stored rows against all, in standard deviations of all; of rows that
+    were drawn each counts as 1 over its inclusion.
     """
 
     hook: str
@@ -674,10 +675,10 @@ class SampleCheck(Section):
 class Efficiency(Section):
     """Share of the lane's rows of one kind that are of steps that were kept whole."""
 
-    kind: str = Field(description="token class, position, or norm at a hook")
+    kind: str = Field(description="token class, position, norm at a hook, or feature at a hook")
     label: str
     n: int = Field(description="rows of the lane")
-    kept: Estimate
+    kept: Estimate = Field(description="of a feature with the interval for all features at once")
 
 
 class Lane(Section):
@@ -688,7 +689,30 @@ class Lane(Section):
     n_kept: int
     points: list[Efficiency]
     p: dict[str, Share] = Field(
-        description="of each kind, that all are kept alike (Pearson), times the number of kinds"
+        description="of each kind, that all are kept alike (Pearson; of features the smallest "
+        "binomial one, times their number), times the number of kinds"
+    )
+
+
+class FeatureRates(Section):
+    """Over all rows that were drawn from: how often each feature of a dictionary is active.
+
+    Lists have a place for each feature; all intervals hold for all features of all hooks at once.
+    """
+
+    hook: str
+    path: str
+    sha256: str = Field(description="of the dictionary's weights")
+    n_features: int
+    n_rows: int = Field(description="stored rows that are finite")
+    confidence: Share = 0.95
+    n_active: list[int] = Field(description="of these, rows where it is active")
+    rate: list[Share]
+    low: list[Share]
+    high: list[Share]
+    mean: list[float | None] = Field(description="of it where it is active; null where it never is")
+    mean_half: list[float | None] = Field(
+        description="half the interval of the mean; null where too few rows have the feature"
     )
 
 
@@ -704,6 +728,9 @@ class Sample(Section):
     hooks: list[SampleHook]
     readouts: SampleCheck | None = Field(description="null where no run has readouts")
     lane: Lane | None = Field(description="null where no drop policy lost rows")
+    features: list[FeatureRates] = Field(
+        default_factory=list, description="of each hook with a dictionary that was given"
+    )
 
     @property
     def farthest(self) -> SampleHook:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -121,11 +122,15 @@ def audit_dataset(
     executor: ExecutorName = "threads",
     accept: Sequence[PlaceName] = (),
     follow_up: str | None = None,
+    sae: Sequence[str | os.PathLike[str]] = (),
+    model: str | None = None,
 ) -> AuditResult:
     """Audit a dataset: what was captured against what existed.
 
     Args:
         follow_up: a replay of a random part of its requests, if any.
+        sae: dictionaries whose features are counted, each ``[HOOK=]PATH``.
+        model: what they call the model of the rows.
         weights: where to write the weights of the stored rows, if anywhere; not written when
             something does not add up.
 
@@ -137,6 +142,11 @@ def audit_dataset(
     if not catalog.is_sealed:
         raise catalog.not_sealed(str(path))
     check_provenance(catalog)
+    dictionaries = None
+    if sae:
+        from actds_validators.audit.features import dictionaries_of
+
+        dictionaries = dictionaries_of(catalog, sae, model)
     with open_executor(executor, tables.N_THREADS) as runner:
         progress("hashing and opening tables")
         sources = [tables.catalog_source(catalog, run) for run in catalog.run_ids]
@@ -158,7 +168,7 @@ def audit_dataset(
         from actds_validators.audit import sample as sampling
 
         progress("the rows that were drawn")
-        sections = replace(sections, sample=sampling.sample(catalog, sources))
+        sections = replace(sections, sample=sampling.sample(catalog, sources, dictionaries))
         if sections.sample is not None and not sections.lost_otherwise:
             unseen = _unseen(sources, drawn=True)
     verdict = judge(sections, limits)

@@ -9,7 +9,7 @@ Spec: 0.1 section 14.13.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -34,6 +34,7 @@ from actds_validators.audit.covariates import (
     defined,
     position_band,
 )
+from actds_validators.audit.features import FeatureSums, efficiencies, rates_of
 from actds_validators.audit.follow_up import BLOCK, CONFIDENCE, values_of
 from actds_validators.audit.result import (
     Efficiency,
@@ -43,7 +44,8 @@ from actds_validators.audit.result import (
     SampleCheck,
     SampleHook,
 )
-from actds_validators.statistics.design import SampleSums, wilson
+from actds_validators.dictionaries import Dictionary
+from actds_validators.statistics.design import SampleSums, Units, wilson
 
 MAX_CLUSTERS = 1024
 """Drawn rows or requests beyond so many share clusters at random: sums of each are in memory."""
@@ -85,6 +87,17 @@ class _Draw:
         n = self.n_of_request[request] if by_request else np.ones(len(request))
         return (number * MAX_CLUSTERS).astype(np.int64), n
 
+    @property
+    def by_request(self) -> bool:
+        return self.design is not None and self.design.unit == "request"
+
+    def together(self, request: Ints, cluster: Ints, n_unit: Floats) -> Units | None:
+        """Return the units of rows of which several are drawn together, if they are."""
+        if not self.by_request:
+            return None
+        sign = np.where(uniform(salt_of("sign", self.run), request) < 0.5, -1.0, 1.0)
+        return Units(n_unit, cluster, sign)
+
 
 @dataclass
 class _LaneRows:
@@ -96,8 +109,15 @@ class _LaneRows:
     norm: dict[str, list[Floats]] = field(default_factory=dict)
 
 
-def sample(catalog: Catalog, sources: Sequence[data.RunSource]) -> Sample | None:
+def sample(
+    catalog: Catalog,
+    sources: Sequence[data.RunSource],
+    dictionaries: Mapping[str, Dictionary] | None = None,
+) -> Sample | None:
     """Return the section, ``None`` where no row was left out by a draw.
+
+    Args:
+        dictionaries: of hooks, whose features are counted.
 
     Spec: 0.1 section 14.13.
     """
@@ -105,14 +125,21 @@ def sample(catalog: Catalog, sources: Sequence[data.RunSource]) -> Sample | None
     designs = [draw.design for draw in draws.values() if draw.design is not None]
     if not designs:
         return None
-    n_thinned, n_dropped = (
-        sum(_not_drawn(source, fate) for source in sources) for fate in ("thinned", "dropped")
+    thinned, dropped = (
+        [_not_drawn(source, fate) for source in sources] for fate in ("thinned", "dropped")
     )
+    n_thinned, n_dropped = (sum(n for n, _ in of) for of in (thinned, dropped))
     if not n_thinned + n_dropped:
         return None
     d_model = {hook.name: hook.d_model for hook in catalog.genesis.hooks}
     total = {hook: _sums(d + 1) for hook, d in d_model.items()}
-    lane = _LaneRows()
+    lane, by_request = _LaneRows(), any(draw.by_request for draw in draws.values())
+
+    def empty() -> dict[str, FeatureSums]:
+        of = dictionaries or {}
+        return {hook: FeatureSums.of(of[hook], by_request) for hook in d_model if hook in of}
+
+    features = empty()
 
     shards = [
         (draw, shard, not nth)
@@ -120,9 +147,12 @@ def sample(catalog: Catalog, sources: Sequence[data.RunSource]) -> Sample | None
         for nth, (_, of_set) in enumerate(catalog.row_sets(run))
         for shard in of_set
     ]
-    for sums, rows in Threads(data.N_THREADS).map(lambda of: _read_shard(*of), shards):
+    pool = Threads(data.N_THREADS)
+    for sums, rows, active in pool.map(lambda of: _read_shard(*of, empty()), shards):
         for hook, part in sums.items():
             total[hook].merge(part)
+        for hook, counted in active.items():
+            features[hook].merge(counted)
         for name in ("kept", "token_class", "band"):
             getattr(lane, name).extend(getattr(rows, name))
         for hook, parts in rows.norm.items():
@@ -131,6 +161,7 @@ def sample(catalog: Catalog, sources: Sequence[data.RunSource]) -> Sample | None
     if not total:
         return None
     n_values = sum(d_model[hook] + 1 for hook in total)
+    features = {hook: sums for hook, sums in features.items() if sums.rates.n}
     widest = max(total.values(), key=lambda sums: sums.n)
     return Sample(
         units=sorted({design.unit for design in designs}),
@@ -141,7 +172,8 @@ def sample(catalog: Catalog, sources: Sequence[data.RunSource]) -> Sample | None
         effective_rows=widest.effective,
         hooks=[hook_of(hook, sums, n_values) for hook, sums in total.items()],
         readouts=_check([draws[s.run] for s in sources if s.run in draws], sources),
-        lane=_lane(lane, designs[0].minimum) if n_dropped else None,
+        lane=_lane(lane, designs[0].minimum, features) if n_dropped else None,
+        features=rates_of(features, min(least for _, least in [*thinned, *dropped])),
     )
 
 
@@ -149,30 +181,40 @@ def _sums(d: int) -> SampleSums:
     return SampleSums.of(d, MAX_CLUSTERS)
 
 
-def _not_drawn(source: data.RunSource, fate: str) -> int:
+def _not_drawn(source: data.RunSource, fate: str) -> tuple[int, float]:
+    """Return how many positions were not drawn, and the lowest inclusion of any."""
     spans = source.spans(fate, ["inclusion"])
     known = data.is_known(spans["inclusion"])
-    return int((spans["stop"] - spans["start"])[known].sum())
+    n = int((spans["stop"] - spans["start"])[known].sum())
+    return n, float(spans["inclusion"][known].min(initial=1.0))
 
 
 def _read_shard(
-    draw: _Draw, shard: Shard, is_first: bool
-) -> tuple[dict[str, SampleSums], _LaneRows]:
-    """Return the sums of each hook, and of one set of shards that has all rows the lane's."""
+    draw: _Draw, shard: Shard, is_first: bool, features: dict[str, FeatureSums]
+) -> tuple[dict[str, SampleSums], _LaneRows, dict[str, FeatureSums]]:
+    """Return the sums of each hook, and of one set of shards that has all rows the lane's.
+
+    Args:
+        is_first: whether it is of that set.
+        features: sums of no row, which are added to and returned.
+    """
     tokens = data.numbers(shard.tokens(["request", "position", "phase", "flags", "inclusion"]))
     request, position = tokens["request"], tokens["position"]
     inclusion = tokens["inclusion"].astype(np.float64)
     inclusion[np.isnan(inclusion)] = 1.0
     cluster, n_unit = draw.units(request, position)
     rows, design = _LaneRows(), draw.design
-    always = np.zeros(0, np.int64)
+    in_lane = np.zeros(len(request), np.bool_)
+    if design is not None:
+        in_lane = design.numbers(request, position) < design.minimum
+    always = np.flatnonzero(in_lane)
     if design is not None and is_first:
-        always = np.flatnonzero(design.numbers(request, position) < design.minimum)
         kinds = np.where(tokens["phase"] == "prefill", 1, 2)
         kinds[tokens["flags"] & FLAG_SPECIAL != 0] = 0
         rows.kept.append(inclusion[always] == 1)
         rows.token_class.append(kinds[always])
         rows.band.append(position_band(position[always]))
+    units = draw.together(request, cluster, n_unit)
     sums = {}
     for hook in shard.hooks:
         norms = []
@@ -184,9 +226,12 @@ def _read_shard(
                     sums[hook] = _sums(values.shape[1])
                 sums[hook].add(values, inclusion[some], cluster[some], n_unit[some])
                 norms.append(values[:, -1])
+                if hook in features:
+                    of = None if units is None else units.take(some)
+                    features[hook].add(values[:, :-1], inclusion[some], of, in_lane[some])
         if is_first:
             rows.norm[hook] = [np.concatenate([np.zeros(0), *norms])[always]]
-    return sums, rows
+    return sums, rows, features
 
 
 def hook_of(name: str, sums: SampleSums, n_values: int) -> SampleHook:
@@ -349,7 +394,7 @@ def _inclusions(source: data.RunSource, by: str) -> tuple[Ints, Floats]:
 # the lane -------------------------------------------------------------------------------------
 
 
-def _lane(rows: _LaneRows, fraction: float) -> Lane:
+def _lane(rows: _LaneRows, fraction: float, features: Mapping[str, FeatureSums]) -> Lane:
     """Return which share of the lane's rows are of steps that the policy kept, by what they are.
 
     The lane is a draw of rows, each by itself: so the shares are those of a binomial, however steps
@@ -377,6 +422,9 @@ def _lane(rows: _LaneRows, fraction: float) -> Lane:
                 low, high = wilson(k, of, CONFIDENCE)
                 share = Estimate(value=k / of, low=low, high=high, confidence=CONFIDENCE)
                 points.append(Efficiency(kind=kind, label=word, n=of, kept=share))
+    for hook, sums in features.items():
+        most_unlike, p[f"feature at {hook}"] = efficiencies(hook, sums)
+        points += most_unlike
     return Lane(
         fraction=fraction,
         n_rows=len(kept),

@@ -98,6 +98,21 @@ class Evidence:
         n = account.dropped + account.aborted - (self.sample.n_dropped if self.sample else 0)
         return n / max(1, account.computed)
 
+    @property
+    def beyond_draw(self) -> float:
+        """Return how far a mean may be off, in SD, by what no draw left out."""
+        if self.follow_up is None:
+            return worst_case(min(self.lost_otherwise, 1 - 1e-9))
+        follow_up = self.follow_up
+        return follow_up.farthest.reach + worst_case(follow_up.unanswered) + self.of_stored_mean
+
+    @property
+    def of_stored_mean(self) -> float:
+        """Return how far a follow-up is off, in SD, because the stored rows are drawn ones."""
+        if self.follow_up is None or self.sample is None:
+            return 0.0
+        return self.follow_up.share * (self.sample.farthest.half_width or 0.0)
+
 
 def judge(evidence: Evidence, limits: Limits) -> Verdict:
     """Return the verdict, the largest hole first.
@@ -110,7 +125,7 @@ def judge(evidence: Evidence, limits: Limits) -> Verdict:
     if verdict.kind == "unaccounted":
         return verdict
     if evidence.follow_up is not None:
-        verdict = _by_design(verdict, evidence.follow_up, limits)
+        verdict = _by_design(verdict, evidence.follow_up, limits, evidence.of_stored_mean)
     if evidence.sample is not None:
         verdict = _by_sample(verdict, evidence, evidence.sample, limits)
     elif evidence.accounting.thinned and verdict.level == "PASS":
@@ -123,12 +138,17 @@ def judge(evidence: Evidence, limits: Limits) -> Verdict:
     return verdict.model_copy(update={"next_steps": steps})
 
 
-def _by_design(verdict: Verdict, follow_up: FollowUp, limits: Limits) -> Verdict:
+def _by_design(
+    verdict: Verdict, follow_up: FollowUp, limits: Limits, of_stored_mean: float
+) -> Verdict:
     """Return the verdict with a replay of a random part of the losses, which decides where it can.
+
+    Args:
+        of_stored_mean: how far the stored mean is off, as of what the follow-up finds.
 
     Spec: 0.1 section 14.12.
     """
-    farthest, unknown = follow_up.farthest, worst_case(follow_up.unanswered)
+    farthest, unknown = follow_up.farthest, worst_case(follow_up.unanswered) + of_stored_mean
     reach, negligible = farthest.reach + unknown, limits.negligible_bias
     number = _held(DESIGN, reach, "at most", negligible, "SD")
     at_most = (
@@ -167,7 +187,7 @@ def _by_sample(verdict: Verdict, evidence: Evidence, sample: Sample, limits: Lim
 
     Spec: 0.1 section 14.13.
     """
-    unknown, negligible = worst_case(evidence.lost_otherwise), limits.negligible_bias
+    unknown, negligible = evidence.beyond_draw, limits.negligible_bias
     reach = sample.farthest.reach + unknown
     number = _held(SAMPLE, min(reach, 1e9), "at most", negligible, "SD")
     known: dict[str, object] = {"numbers": [*verdict.numbers, number], "deciding": number}
@@ -176,16 +196,19 @@ def _by_sample(verdict: Verdict, evidence: Evidence, sample: Sample, limits: Lim
         step = "Run actds validate --level deep: it draws every row again."
         failed = {"level": "FAIL", "kind": "biased", "sentence": sentence, "next_steps": [step]}
         return verdict.model_copy(update={**known, **failed})
-    lacks = short_of_sample(sample, unknown, limits)
+    lacks, whole = short_of_sample(sample, unknown, limits), sentence
+    if evidence.follow_up is not None:
+        off = "the rows that no draw left out move a mean of the drawn ones this far"
+        whole = f"{sentence} {on_follow_up(evidence.follow_up, off)}"
     weigh = "Load with weights='inclusion': each row as 1 over its inclusion."
     if number.ok:
-        passed = {"level": "PASS", "kind": BY_DESIGN, "sentence": sentence, "lacks": []}
+        passed = {"level": "PASS", "kind": BY_DESIGN, "sentence": whole, "lacks": []}
         return verdict.model_copy(update={**known, **passed, "next_steps": [weigh]})
-    if unknown > negligible or verdict.kind not in ("complete", "negligible"):
+    if unknown > negligible or verdict.kind not in ("complete", "negligible", BY_DESIGN):
         words = f"{verdict.sentence} {sentence}"
         more = {"numbers": known["numbers"], "lacks": [*verdict.lacks, *lacks], "sentence": words}
         return verdict.model_copy(update=more)
-    few = {"level": "INCONCLUSIVE", "kind": "too-little-evidence", "sentence": sentence}
+    few = {"level": "INCONCLUSIVE", "kind": "too-little-evidence", "sentence": whole}
     steps = ["Harvest longer, with the same settings, or with a faster disk (actds plan).", weigh]
     return verdict.model_copy(update={**known, **few, "lacks": lacks, "next_steps": steps})
 

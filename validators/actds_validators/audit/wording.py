@@ -367,7 +367,7 @@ def short_of(follow_up: FollowUp, unknown: float, limits: Limits) -> list[str]:
     half = (farthest.bias.high - farthest.bias.low) / 2
     other = unknown + (farthest.numerics or 0.0) + abs(farthest.bias.value)
     lacks = []
-    if unknown > negligible / 2:
+    if unknown > negligible / 2 and follow_up.n_answered < follow_up.n_drawn:
         lacks.append(
             f"the follow-up has no row of {follow_up.n_drawn - follow_up.n_answered:,} of the "
             f"{follow_up.n_drawn:,} positions that it drew"

@@ -21,6 +21,7 @@ from actds_validators.cli.results import (
     COMMAND,
     LimitsCommand,
     Outputs,
+    files_of,
     html_option,
     json_option,
     keep_little,
@@ -377,6 +378,14 @@ def _result() -> type[Audit]:
     "far means are off.",
 )
 @click.option(
+    "--sae",
+    multiple=True,
+    metavar="[HOOK=]PATH",
+    help="Dictionary of a hook, for the rates of its features where rows were drawn: SAELens "
+    "folder, Gemma Scope params.npz, ae.pt; repeatable.",
+)
+@click.option("--model", metavar="NAME", help="What dictionaries call the rows' model.")
+@click.option(
     "--fail-on",
     type=click.Choice(("fail", "inconclusive", "warn", "never")),
     default="fail",
@@ -402,6 +411,8 @@ def audit(
     classes: Path | None,
     accept: tuple[str, ...],
     follow_up: str | None,
+    sae: tuple[str, ...],
+    model: str | None,
     fail_on: str,
     strict: bool,
     executor: AuditExecutorName,
@@ -411,9 +422,9 @@ def audit(
 
     PATH is the dataset's folder, sealed and valid (actds validate). The audit compares what was
     captured with what was computed and served, and ends in PASS, WARN, FAIL or INCONCLUSIVE with
-    the number that decided. It reads tables, and activations only with --follow-up: actds regimes
-    compares values. Exit codes: 0, or 1 by --fail-on; 2 usage; 3 not readable, or imported, without
-    a census to compare with; 4 not writable.
+    the number that decided. It reads tables, and activations where rows were drawn or with
+    --follow-up: actds regimes compares values. Exit codes: 0, or 1 by --fail-on; 2 usage; 3 not
+    readable, or imported, without a census to compare with; 4 not writable.
     """
     is_default = ctx.get_parameter_source("fail_on") is ParameterSource.DEFAULT
     if strict and not is_default and fail_on != "warn":
@@ -421,7 +432,10 @@ def audit(
     from actds_validators.audit.api import audit as run_audit
 
     outputs = Outputs(
-        html, json_out, {"--weights": weights}, {"--classes": [classes] if classes else []}
+        html,
+        json_out,
+        {"--weights": weights},
+        {"--classes": [classes] if classes else [], "--sae": files_of(sae)},
     )
     from actds_validators.audit import place
     from actds_validators.pages.report import render, render_lines
@@ -434,6 +448,8 @@ def audit(
         classes=classes,
         accept=accept,
         follow_up=follow_up,
+        sae=sae,
+        model=model,
         executor=executor,
         progress=told(),
     )

@@ -16,6 +16,7 @@ from actds_validators.audit.result import (
     Difference,
     Efficiency,
     Estimate,
+    FeatureRates,
     Lane,
     Missingness,
     Sample,
@@ -567,6 +568,9 @@ def sample_part(audit: Audit) -> Part | None:
         )
     if section.lane is not None:
         tables += _lane_tables(section.lane)
+    for features in section.features:
+        tables += _feature_tables(features)
+        notes.append(_features(features))
     brief = [Line(f"  {note}") for note in notes]
     return Part(
         "sample", "Means by design", Sentence(lead), tables, list(map(Sentence, notes)), brief
@@ -593,7 +597,82 @@ def _lane_tables(lane: Lane) -> list[Table]:
         f"Efficiency: share of the lane ({count(lane.n_rows)} rows, each with probability "
         f"{lane.fraction:.3g}) whose step was kept whole. Whether all are kept alike: {p}"
     )
-    return table_of(caption, _EFFICIENCY, lane.points, frozenset({0, 1, 5}), brief=(12, MAX_LIST))
+    features = [point for point in lane.points if point.kind.startswith("feature at ")]
+    points = [point for point in lane.points if point not in features]
+    of_features = (
+        "Features with which rows of the lane were kept most unlike all; intervals hold for all "
+        "features of the hook at once"
+    )
+    left = frozenset({0, 1, 5})
+    return [
+        *table_of(caption, _EFFICIENCY, points, left, brief=(12, MAX_LIST)),
+        *table_of(of_features, _EFFICIENCY, features, left, brief=(12, MAX_LIST)),
+    ]
+
+
+@dataclass(frozen=True)
+class _Feature:
+    """One feature of a dictionary; ``plain``: its rate over the stored rows, each once."""
+
+    number: int
+    n_active: int
+    rate: Estimate
+    plain: float
+    mean: float
+    mean_half: float | None
+
+    @property
+    def off(self) -> float:
+        """Return how far the plain rate is off, in half-widths of the interval on its side."""
+        rate, plain = self.rate, self.plain
+        end = rate.high if plain > rate.value else rate.low
+        return abs(plain - rate.value) / max(abs(end - rate.value), 1e-12)
+
+
+_FEATURES: Columns[_Feature] = (
+    ("feature", lambda of: str(of.number)),
+    ("rows", lambda of: count(of.n_active)),
+    ("rate over all", lambda of: _rate(of.rate.value)),
+    ("95 % for all", lambda of: f"{_rate(of.rate.low)} to {_rate(of.rate.high)}"),
+    ("stored rows, each once", lambda of: _rate(of.plain)),
+    ("mean where active", lambda of: number(of.mean)),
+    ("± for all", lambda of: or_dash(of.mean_half, number)),
+)
+
+
+def _rate(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _feature_tables(of: FeatureRates) -> list[Table]:
+    """Return the features whose rate the stored rows, each once, misstate most."""
+    ends = zip(of.rate, of.low, of.high, of.n_active, of.mean, of.mean_half, strict=True)
+    features = [
+        _Feature(
+            nth,
+            n,
+            Estimate(value=rate, low=low, high=high, confidence=of.confidence),
+            n / of.n_rows,
+            mean,
+            half,
+        )
+        for nth, (rate, low, high, n, mean, half) in enumerate(ends)
+        if mean is not None
+    ]
+    caption = f"Features of {of.hook} whose rate the stored rows, each once, misstate most"
+    features.sort(key=lambda feature: -feature.off)
+    return table_of(caption, _FEATURES, features, brief=(7, MAX_LIST))
+
+
+def _features(of: FeatureRates) -> str:
+    never = [high for high, n in zip(of.high, of.n_active, strict=True) if not n]
+    words = (
+        f"{count(of.n_features)} features of {of.hook} ({clean(of.path)}), by {count(of.n_rows)} "
+        f"stored rows: {count(of.n_features - len(never))} are active"
+    )
+    if never:
+        words += f", {count(len(never))} in none of them, so in at most {_rate(max(never))} of all"
+    return f"{words}. All rates, with intervals for all at once, are in the result."
 
 
 SECTIONS = (

@@ -8,6 +8,7 @@ follow-up of an audit, and its means of a run whose rows were drawn.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from scipy import special  # type: ignore[import-untyped]
@@ -205,6 +206,190 @@ class SampleSums:
         freedom = min(of_rows**2 / fourth, float(used.sum())) - 1.0
         root = float(np.sqrt(rest / of_rows))
         return _linearised(mean, self.size, residual, share, freedom, root, beside)
+
+
+MIN_DRAWS = 100
+"""Equal draws that an error has to be known as well as from, for an interval of a mean."""
+
+
+class Units(NamedTuple):
+    """What was drawn together, of rows ``(n,)``: its rows, a cluster, and a random sign."""
+
+    n: Floats
+    cluster: Ints
+    sign: Floats
+
+    def take(self, some: slice | Bools) -> Units:
+        return Units(self.n[some], self.cluster[some], self.sign[some])
+
+
+@dataclass
+class RateSums:
+    """Sums over drawn rows of values of which most are 0: of x, of a = w sqrt(1 - inclusion).
+
+    Those of rows that were drawn one by one are exact. Units of several rows share clusters, each
+    with a random sign, so that the square of a cluster's sum is that of its units on average.
+
+    Args:
+        n, size: rows, and the sum of w = 1 / inclusion.
+        n_active: rows where each x is not 0, ``(d,)``.
+        total: sums of w and w x over these, ``(2, d)``.
+        single: sums of a^2, a^2 x and a^2 x^2 over these, of rows drawn one by one, ``(3, d)``.
+        draws: sums of a^2 and a^4 over these, of all rows, ``(2, d)``.
+        spread: signed sums of a and a x by cluster, of the other rows, ``(2, k, d)``.
+        spread_size: signed sums of a by cluster over all other rows, ``(k,)``.
+        scalars: sums of a^2 over rows drawn one by one; of a^2, a^2 m and a^4 m over all, m the
+            rows of the unit.
+    """
+
+    n: int
+    size: float
+    n_active: Ints
+    total: Floats
+    single: Floats
+    draws: Floats
+    spread: Floats
+    spread_size: Floats
+    scalars: Floats
+
+    @classmethod
+    def of(cls, d: int, n_clusters: int) -> RateSums:
+        """Return sums of no row; clusters are for units of several rows, else 0 of them will do."""
+        spread, size = np.zeros((2, n_clusters, d)), np.zeros(n_clusters)
+        (total, draws), single = np.zeros((2, 2, d)), np.zeros((3, d))
+        n_active = np.zeros(d, np.int64)
+        return cls(0, 0.0, n_active, total, single, draws, spread, size, np.zeros(4))
+
+    def add(self, values: csr_array, inclusion: Floats, units: Units | None = None) -> None:
+        """Add rows ``(n, d)``, finite ones.
+
+        Args:
+            inclusion: probability with which each was drawn, ``(n,)``.
+            units: what was drawn together; ``None`` where each row was by itself.
+        """
+        d, w = values.shape[1], 1 / inclusion
+        a2, m = w**2 * (1 - inclusion), np.ones(len(w)) if units is None else units.n
+        row = np.repeat(np.arange(len(w)), np.diff(values.indptr))
+        at, x = values.indices, values.data.astype(np.float64)
+        self.n += len(w)
+        self.size += float(w.sum())
+        self.n_active += np.bincount(at, minlength=d)
+        self.total += [np.bincount(at, v, d) for v in (w[row], w[row] * x)]
+        self.draws += [np.bincount(at, v[row], d) for v in (a2, a2**2)]
+        self.scalars[1:] += [a2.sum(), (a2 * m).sum(), (a2**2 * m).sum()]
+        if units is None:
+            self.scalars[0] += a2.sum()
+            self.single += [np.bincount(at, a2[row] * v, d) for v in (1, x, x**2)]
+            return
+        a = units.sign * np.sqrt(a2)
+        self.spread_size += np.bincount(units.cluster, a, minlength=len(self.spread_size))
+        place = units.cluster[row] * d + at
+        for sums, v in zip(self.spread, (1, x), strict=True):
+            np.add.at(sums.reshape(-1), place, a[row] * v)
+
+    def merge(self, other: RateSums) -> None:
+        for name, values in vars(other).items():
+            setattr(self, name, getattr(self, name) + values)
+
+    def rates(self, confidence: float, n_values: int, least: float) -> tuple[Floats, ...]:
+        """Return how often each value is not 0 over all rows, and both ends of its interval.
+
+        As Clopper and Pearson's (1934) the ends are those of a beta distribution, here of the
+        mean and variance that the design gives with one more unit of the largest weight: one that
+        is not 0 for the upper end, one that is 0 for the lower (Fay and Feuer 1997, of rates whose
+        weights differ). So of a value that no drawn row has there is an upper end as well.
+
+        Args:
+            n_values: intervals hold for so many values at once.
+            least: lowest inclusion of any row that was drawn from.
+        """
+        tail = (1 - confidence) / 2 / n_values
+        low, high = (self._end(is_active, least, tail) for is_active in (False, True))
+        return self.total[0] / self.size, low, high
+
+    def means(self, confidence: float, n_values: int) -> tuple[Floats, Floats]:
+        """Return the means where values are not 0, and how far each may be off; NaN for none.
+
+        And NaN where fewer than `MIN_DRAWS` equal draws say as much of the error.
+        """
+        y, x = self.total
+        with np.errstate(invalid="ignore", divide="ignore"):
+            r = x / y
+            a2, a2_x, a2_xx = self.single
+            variance = a2_xx - 2 * r * a2_x + r**2 * a2
+            variance += ((self.spread[1] - r * self.spread[0]) ** 2).sum(axis=0)
+            error = np.sqrt(np.maximum(variance, 0)) / y
+        freedom = self._n_draws() if self.scalars[1] else np.full_like(r, np.inf)
+        if len(self.spread_size):
+            freedom = np.minimum(freedom, len(self.spread_size))
+        t = -special.stdtrit(np.maximum(freedom - 1, 1), (1 - confidence) / 2 / n_values)
+        return r, np.where(freedom >= MIN_DRAWS, t * error, np.nan)
+
+    def _end(self, is_active: bool, least: float, tail: float) -> Floats:
+        product, squares = self.spread_size @ self.spread[0], (self.spread[0] ** 2).sum(axis=0)
+        unit = self._rows_of_a_unit(1) / least
+        size = self.size + unit
+        p = (self.total[0] + unit * is_active) / size
+        variance = (self.single[0] * (1 - 2 * p)) + p**2 * self.scalars[0]
+        variance += squares - 2 * p * product + p**2 * float((self.spread_size**2).sum())
+        z = float(-special.ndtri(tail))
+        variance = np.maximum(variance, 0) * (self._t(tail) / z) ** 2
+        variance = (variance + (unit * (is_active - p)) ** 2) / size**2
+        end = np.full_like(p, float(is_active))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            n = p * (1 - p) / variance - 1  # rows drawn alike that say as much
+            half = z * np.sqrt(variance)
+        known, many = n > 0, n > 1e7
+        a, b = p[known] * n[known], (1 - p[known]) * n[known]
+        upper = 1 - special.betaincinv(b, a, tail)
+        end[known] = upper if is_active else special.betaincinv(a, b, tail)
+        end[many] = (p + half if is_active else p - half)[many]
+        return np.asarray(np.clip(end, 0, 1), np.float64)
+
+    def _rows_of_a_unit(self, more: int = 0) -> Floats:
+        """Return how many rows with each value the unit of such a row has, on average.
+
+        Args:
+            more: so many further rows are counted, of units of which every row has the value.
+        """
+        _, second, of_units, _ = self.scalars
+        all_rows = np.full(len(self.n_active), of_units / second if second else 1.0)
+        rows = self.single[0] + (self.spread[0] ** 2).sum(axis=0)
+        some = self.draws[0] > 0
+        mean = np.divide(rows, self.draws[0], out=all_rows.copy(), where=some)
+        n = np.maximum(self.n_active, 1)
+        return np.asarray(np.maximum(1.0, (mean * n + all_rows * more) / (n + more)), np.float64)
+
+    def _t(self, tail: float) -> Floats:
+        """Return Student's t of the degrees of freedom that the error of each rate has.
+
+        Those of the draw, of the clusters, or of the drawn units that have the value; where these
+        have one row with it each, their variance is not estimated from them.
+        """
+        _, second, _, fourth = self.scalars
+        rows, n = self._rows_of_a_unit(), self._n_draws()
+        several = (rows > 1) & (n > 0)
+        freedom = np.full(len(rows), second**2 / fourth - 1 if second else np.inf)
+        if self.spread_size.any():
+            freedom = np.minimum(freedom, float(len(self.spread_size)))
+        of_value = n[several] * rows[several] / (rows[several] - 1)
+        freedom[several] = np.minimum(freedom[several], of_value)
+        return np.asarray(-special.stdtrit(np.maximum(freedom, 1.0), tail), np.float64)
+
+    def _n_draws(self) -> Floats:
+        """Return of how many equal draws the error of each value is; 0 where none was uncertain."""
+        second, fourth = self.draws
+        n = np.divide(second**2, fourth, out=np.zeros_like(second), where=second > 0)
+        return np.asarray(n / self._rows_of_a_unit(), np.float64)
+
+
+def exact_share(n_hits: Ints, n: Ints, confidence: float) -> tuple[Floats, Floats]:
+    """Return both ends of Clopper and Pearson's intervals for shares, of draws each by itself."""
+    tail, k = (1 - confidence) / 2, n_hits.astype(np.float64)
+    rest = n - k
+    low = np.where(k > 0, special.betaincinv(np.maximum(k, 1), rest + 1, tail), 0)
+    high = np.where(rest > 0, 1 - special.betaincinv(np.maximum(rest, 1), k + 1, tail), 1)
+    return low, high
 
 
 def wilson(n_hits: int, n: int, confidence: float) -> tuple[float, float]:

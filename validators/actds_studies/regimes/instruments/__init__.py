@@ -15,11 +15,11 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
-from actds_studies.dictionaries.tensors import refused
 from actds_studies.regimes.inference import Measure
 from actds_studies.regimes.result import Limits
 from actds_studies.regimes.strata import COUNT, GroupSums, Part
 from actds_validators.arrays import Bools, Floats, Ints, Rows
+from actds_validators.dictionaries.tensors import refused
 from actds_validators.statistics.intervals import Scale
 
 

@@ -16,7 +16,12 @@ import numpy.typing as npt
 
 from actds.errors import ActdsError
 from actds.exchange.containers import read_header
-from actds_studies.dictionaries.tensors import (
+from actds_studies.regimes.inference import Measure
+from actds_studies.regimes.instruments import difference, mean_of
+from actds_studies.regimes.result import Limits
+from actds_studies.regimes.strata import GroupSums, Part
+from actds_validators.arrays import Floats, Ints, Rows, Whole
+from actds_validators.dictionaries.tensors import (
     file_sha256,
     is_npz,
     of_names,
@@ -24,11 +29,6 @@ from actds_studies.dictionaries.tensors import (
     read_safetensors,
     refused,
 )
-from actds_studies.regimes.inference import Measure
-from actds_studies.regimes.instruments import difference, mean_of
-from actds_studies.regimes.result import Limits
-from actds_studies.regimes.strata import GroupSums, Part
-from actds_validators.arrays import Floats, Ints, Rows, Whole
 
 MAX_PROBES = 1024
 MAX_NAME = 80

@@ -11,17 +11,18 @@ Spec: 0.1 section 16.1; ``hook_names`` of TransformerLens, and the modules of
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from actds.errors import ActdsError
-from actds_studies.dictionaries.tensors import refused
 from actds_validators.arrays import Rows
+from actds_validators.dictionaries.tensors import refused
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array  # type: ignore[import-untyped]
@@ -363,6 +364,70 @@ class Wanted:
         if places and places[0] != called:
             got += f", which is {' or '.join(places)}"
         raise refused(place, got, self.hook)
+
+
+class OfHook(Protocol):
+    """What is read from a file for the rows of a hook: a dictionary, or probes."""
+
+    @property
+    def hook(self) -> str | None: ...
+
+    @property
+    def d_model(self) -> int: ...
+
+
+Loaded = TypeVar("Loaded", bound=OfHook)
+
+
+def by_hook(
+    argument: str,
+    words: Sequence[str | os.PathLike[str]],
+    hooks: Mapping[str, int],
+    load: Callable[[str, str | None, int | None], Loaded],
+) -> dict[str, Loaded]:
+    """Return what was loaded of ``[HOOK=]PATH``, by hook.
+
+    Args:
+        argument: its name.
+        hooks: channels of each hook that there is.
+        load: called with the path, and with hook and channels where the hook is named.
+
+    Raises:
+        ActdsError: E009 no such hook, or two for one; E015 of another hook or width.
+    """
+    result: dict[str, Loaded] = {}
+    for given in words:
+        word = os.fspath(given)
+        head, is_named, path = word.partition("=")
+        hook = head if is_named and "/" not in head else None
+        if hook is None:
+            path = word
+        elif hook not in hooks:
+            expected = f"one of the hooks that there are: {', '.join(hooks)}"
+            raise ActdsError("E009", argument, got=head[:80], expected=expected)
+        loaded = load(path, hook, None if hook is None else hooks[hook])
+        hook = hook or _of_hook(path, loaded.hook, list(hooks))
+        if loaded.d_model != hooks[hook]:
+            what = "probes" if argument == "probes" else "a dictionary"
+            got, expected = f"{what} of {loaded.d_model:,} channels", f"{hooks[hook]:,}"
+            raise refused(path, got, f"{expected}, as {hook} has")
+        if hook in result:
+            raise ActdsError("E009", argument, got=f"two for {hook}", expected="one to a hook")
+        result[hook] = loaded
+    return result
+
+
+def _of_hook(place: str, hook: str | None, hooks: Sequence[str]) -> str:
+    """Return which of the hooks a file is for: its own word, or the only hook there is."""
+    if hook is None and len(hooks) == 1:
+        return hooks[0]
+    if hook is None:
+        next_step = f"Name the hook: {hooks[0]}={place}"
+        raise refused(place, "no word of its hook", "a hook", next_step)
+    same = next((name for name in hooks if same_place(name, hook)), None)
+    if same is None:
+        raise refused(place, f"of {hook}", f"one of {', '.join(hooks)}")
+    return same
 
 
 def recorded(place: object, config: Any, source: Source) -> Source:

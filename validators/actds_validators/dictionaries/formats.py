@@ -30,7 +30,8 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
-from actds_studies.dictionaries import (
+from actds_validators.arrays import Array, Rows
+from actds_validators.dictionaries import (
     Dictionary,
     Kind,
     Normalization,
@@ -39,7 +40,7 @@ from actds_studies.dictionaries import (
     places_of,
     recorded,
 )
-from actds_studies.dictionaries.tensors import (
+from actds_validators.dictionaries.tensors import (
     Tensors,
     file_sha256,
     is_npz,
@@ -52,7 +53,6 @@ from actds_studies.dictionaries.tensors import (
     refused,
     vector,
 )
-from actds_validators.arrays import Array, Rows
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 PARAMETERS = "params.npz"
