@@ -29,8 +29,8 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 80_100,
-    "modules": 232,
+    "shipped lines": 80_450,
+    "modules": 233,
     "modules with one importer": 41,
     "arguments of one function": 15,
     "fmt: skip": 10,
