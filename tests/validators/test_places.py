@@ -16,8 +16,8 @@ import pytest
 import actds
 from actds.errors import ActdsError
 from actds.format.readouts import Readouts
-from actds_testing.schedules import simulate
-from actds_testing.synthetic import make_dataset
+from actds_testing.schedules import busy_shares, simulate
+from actds_testing.synthetic import make_dataset, make_thinned
 from actds_validators.audit.covariates import position_band
 from actds_validators.audit.coverage import CoverageCounts, coverage
 from actds_validators.audit.passes import ClassCounts
@@ -195,6 +195,14 @@ def test_hits_are_repaired_by_multiplicity_and_the_loader_takes_the_line(tmp_pat
     served = result.accounting.captured + result.accounting.cache_ref
     assert served - 8 < n <= served
     assert any("effective" in step for step in result.answer.next_steps)
+
+
+def test_hits_of_rows_that_were_drawn_are_weighted_by_both(tmp_path: Path) -> None:
+    schedule = simulate(40, 2)
+    path = make_thinned(tmp_path / "acts", schedule, busy_shares(schedule))
+    cache = place_of(audited(path), "cache")
+    assert cache.level == "WARN" and cache.loaded == {"weights": ["multiplicity", "inclusion"]}
+    assert any('weights=["multiplicity", "inclusion"]' in step for step in cache.to_do)
 
 
 def test_a_token_that_would_dominate_is_left_out_by_the_same_line(tmp_path: Path) -> None:

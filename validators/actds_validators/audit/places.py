@@ -211,7 +211,8 @@ def _cache(audited: Audited) -> Place:
     level = "FAIL" if without > limits.max_loss else level
     loaded = {}
     if level == "WARN" and not unresolved and not account.external:
-        loaded["weights"] = ["multiplicity"]
+        drawn = ["inclusion"] if audited.evidence.sample is not None else []
+        loaded["weights"] = ["multiplicity", *drawn]
         if coverage.dominant is not None and coverage.dominant.share >= DOMINANT:
             loaded["exclude"] = coverage.dominant.exclude
     worst = worst_of(_classes(coverage.cells, "reused"))
@@ -257,8 +258,10 @@ def _classes(cells: Sequence[CoverageCell], fate: str) -> Iterator[Worst]:
 def _weigh(audited: Audited, coverage: Coverage) -> Iterator[str]:
     account, cell = audited.account, coverage.dominant
     if account.own_hits:
+        drawn = audited.evidence.sample is not None
+        weights = '["multiplicity", "inclusion"]' if drawn else '"multiplicity"'
         yield (
-            'Load with weights="multiplicity", each row as often as it was served: '
+            f"Load with weights={weights}, each row as often as it was served: "
             f"{account.captured:,} rows become {coverage.effective_rows:,.0f} effective ones. If "
             "each distinct prefix is to count once: --accept cache."
         )
