@@ -367,8 +367,7 @@ class Census:
         client: ClientFacts,
         logged_drops: frozenset[int] = frozenset(),
         design: Design | None = None,
-        *,
-        reserves: bool = False,
+        policy: str = "block",
     ) -> CensusTables:
         """Return the census after the run has ended (spec 0.1 section 7.1).
 
@@ -377,7 +376,7 @@ class Census:
             logged_drops: steps in the writer's committed drop log. A drop that a killed writer did
                 not log is known to the scheduler side alone, and counts as aborted.
             design: how rows were drawn, ``None`` where every row was to be stored.
-            reserves: whether a drop policy lost what was not drawn.
+            policy: of overflow: ``drop_newest`` lost what a step was too full to draw (7.10).
         """
         dropped = {step: lost.reason for step, lost in self._lost.items() if step in logged_drops}
         pieces = self._pieces.settled(
@@ -386,7 +385,7 @@ class Census:
             dropped,
             self._left_out,
             frozenset(self._lost) - logged_drops,
-            self._drawn(design, logged_drops if reserves else None),
+            self._drawn(design, logged_drops if policy == "drop_newest" else None),
         )
         self._add_uncomputed(pieces)
         spans = span_table(pieces)
