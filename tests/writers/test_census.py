@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from actds.format.inclusion import Design
-from actds_testing.independent.draw import number
+from actds_testing.independent import draw
 from actds_writers.census.census import Census
 from actds_writers.census.process import from_line, to_line
 from actds_writers.ipc.messages import (
@@ -167,7 +167,7 @@ def test_the_policy_says_what_became_of_rows_that_were_not_drawn(policy: str, wo
         for span in found
         for at in range(span["start"], span["stop"])
     }
-    drawn = {at for at in range(40) if number(7, 0, at) < 0.25}
+    drawn = {at for at in range(40) if draw.number(7, 0, at) < 0.25}
     assert 0 < len(drawn) < 40
     assert fates == {at: ("captured", None) if at in drawn else (word, 0.25) for at in range(40)}
 
