@@ -224,6 +224,10 @@ def test_references_without_a_row_cannot_be_weighted(tmp_path: Path) -> None:
     assert account.unresolved > result.limits.max_unresolved * account.cache_ref
     assert cache.level == "WARN" and not cache.loaded and result.answer.load is None
     assert any("--only missing" in step and "once=True" in step for step in cache.to_do)
+    schedule = simulate(60, 3, drops=True)
+    drawn = make_thinned(tmp_path / "drawn", schedule, busy_shares(schedule))
+    cache = place_of(audited(drawn), "cache")
+    assert any("actds replay" in step and "--only missing" not in step for step in cache.to_do)
     strict = place_of(audited(path, limits={"max_loss": 1e-6}), "cache")
     assert strict.level == "FAIL"
 

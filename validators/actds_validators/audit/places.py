@@ -75,7 +75,9 @@ class Audited:
         return self.evidence.coverage
 
     def replay(self) -> str:
-        return f"actds replay {shlex.quote(self.path)} MISSING --model FOLDER --only missing"
+        # Of a source that drew its rows, only a replay of all of them is read with it.
+        part = " --only missing" if self.evidence.sample is None else ""
+        return f"actds replay {shlex.quote(self.path)} MISSING --model FOLDER{part}"
 
     def level_of(self, lost: float) -> Level:
         """Return the level of a share of which nothing else is known: its worst case decides."""
