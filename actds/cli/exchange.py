@@ -26,6 +26,7 @@ from actds.text import Line, counted, format_nbytes, printable
 
 if TYPE_CHECKING:
     from actds.exchange.doctor import FoundSet, Report, ValueCounts
+    from actds.publish.envelope import Rejected
     from actds.publish.transfer import Transfer
 
 _MAX_ARRAYS = 12
@@ -414,9 +415,21 @@ def verify_command(path: str, keys: tuple[str, ...], as_json: bool, **options: A
         who = verified.identity
         click.echo(f"signed by {printable(who.identity)}, vouched for by {printable(who.issuer)}")
     for rejected in verified.rejected:
-        keyid = printable(rejected.keyid[:64]) or "without an id"
-        click.echo(f"not counted: signature {keyid}, {rejected.why}", err=True)
+        click.echo(f"not counted: signature {_named(rejected)}", err=True)
+    for line in verified.attestations:
+        if line.verdict is None:
+            names = "; ".join(map(_named, line.rejected))
+            click.echo(f"not counted: attestation signed by {names}", err=True)
+            continue
+        names = ", ".join(f"{key.keyid} ({printable(key.file)})" for key in line.keys)
+        words = f"{line.n_requests} requests replayed, a fraction of {line.fraction}"
+        reason = printable(line.reason or "")
+        click.echo(f"attested by key {names}: {line.verdict} ({words}): {reason}")
     click.echo(f"every byte: actds validate PATH --seal sha256:{verified.digest}", err=True)
+
+
+def _named(rejected: Rejected) -> str:
+    return f"{printable(rejected.keyid[:64]) or 'without an id'}, {rejected.why}"
 
 
 def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:

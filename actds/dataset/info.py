@@ -492,7 +492,8 @@ def sample_in_words(run: RunFacts) -> str:
     """Return how the rows of a run were drawn: probabilities, unit and effective rows."""
     field = run.provenance.get(INCLUSION, {}).get("value")
     unit = json.loads(field)["unit"] if isinstance(field, str) else "request"
-    return f"a sample by {unit}: {run.sample}, if each has the weight 1 / inclusion"
+    how = "a sample, as its set says" if run.is_imported else f"a sample by {unit}"
+    return f"{how}: {run.sample}, if each has the weight 1 / inclusion"
 
 
 def missing(facts: Facts) -> Iterator[Line]:

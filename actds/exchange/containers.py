@@ -36,7 +36,7 @@ Array = npt.NDArray[Any]
 ANY = -1
 """Size of an axis that differs, or of which nobody says it."""
 MAX_LEAVES, MAX_DEPTH = 1 << 20, 4
-_ARROW_ERRORS = (pa.ArrowException, OSError, ValueError)
+ARROW_ERRORS = (pa.ArrowException, OSError, ValueError)
 _ARROW_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
@@ -355,7 +355,7 @@ def batches(file: Path) -> Iterator[pa.RecordBatch]:
 @contextmanager
 def _opened(file: Path) -> Iterator[tuple[pa.Schema, Iterator[pa.RecordBatch]]]:
     every: Iterator[pa.RecordBatch]
-    with reading(file, "an Arrow stream, whole", _ARROW_ERRORS), pa.memory_map(str(file)) as source:
+    with reading(file, "an Arrow stream, whole", ARROW_ERRORS), pa.memory_map(str(file)) as source:
         try:
             stream = pa.ipc.open_stream(source)
         except pa.ArrowInvalid:
@@ -454,7 +454,7 @@ def _column(kind: pa.DataType, n_rows: int, feature: Any) -> tuple[str, tuple[in
 
 def _of_parquet(file: Path) -> dict[str, Leaf]:
     """Return the columns by their Parquet types alone: a stored Arrow schema is not parsed."""
-    with reading(file, "a Parquet file, whole", _ARROW_ERRORS), pq.ParquetFile(file) as opened:
+    with reading(file, "a Parquet file, whole", ARROW_ERRORS), pq.ParquetFile(file) as opened:
         metadata = opened.metadata
         columns = [metadata.schema.column(n) for n in range(metadata.num_columns)]
     arrays = {}

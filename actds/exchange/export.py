@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field
 
 from actds.errors import ActdsError, not_installed
 from actds.exchange.containers import NewTensor, write_tensors
-from actds.exchange.foreign import BLOCK_NBYTES, RECORD_FILE, narrowed
+from actds.exchange.foreign import BLOCK_NBYTES, RECORD_FILE, ROWS_FILE, narrowed
 from actds.explore.dataset import ROW_NUMBERS, Dataset
 from actds.explore.dataset import open as open_dataset
 from actds.explore.lazy import open_array, rows_at_a_time
@@ -42,7 +42,6 @@ from actds.store.local import LocalStore
 from actds.version import __version__
 
 Bits = npt.NDArray[Any]
-ROWS_FILE = "rows.parquet"
 _ARROW = {"float16": pa.float16(), "float32": pa.float32()}
 _OF_RUNS = ("engine.", "model.", "numerics.", "capture.cast", "tokenizer.")
 ORDER = "run, request, position"
@@ -390,6 +389,7 @@ class ExportRecord(BaseModel):
     n_rows: int
     n_left_out: int = Field(description="rows at the end that did not fill a window")
     context_size: int | None = Field(description="rows of a window")
+    drawn: bool = Field(default=False, description="whether rows.parquet has inclusions of rows")
     files: list[FileEntry] = Field(description="every other file, by path")
 
 
@@ -542,6 +542,7 @@ def _record(
         n_rows=n_rows,
         n_left_out=source.rows.n_rows - n_rows,
         context_size=source.context_size if target.windows else None,
+        drawn=INCLUSION in source.rows.columns,
         files=files,
         **chosen,
     )

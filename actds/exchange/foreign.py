@@ -39,8 +39,8 @@ from actds.format.arrays import DTYPES
 _FLOATS = (*DTYPES, "float64")
 BLOCK_ROWS, BLOCK_NBYTES = 4096, 1 << 26
 """Rows of a sequence that are read at a time, and their bytes, unless one row has more."""
-RECORD_FILE = "actds_export.json"
-"""What ``actds export`` says of the files beside it."""
+RECORD_FILE, ROWS_FILE = "actds_export.json", "rows.parquet"
+"""What ``actds export`` says of the files beside it, and of each row."""
 NEVER_SAID = ("attempt", "chunk", "flags", "phase", "step")
 """Columns of the token table that no such set has."""
 LABELS = {

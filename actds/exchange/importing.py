@@ -28,9 +28,10 @@ from actds.exchange.foreign import (
     ForeignSet,
     own_name,
 )
-from actds.exchange.opening import open_foreign, reader
+from actds.exchange.opening import INCLUSION, inclusion_of_export, open_foreign, reader
 from actds.format import schema
 from actds.format.arrays import DTYPES
+from actds.format.inclusion import IMPORTED
 from actds.format.schema import (
     REQUIRED_PROVENANCE,
     Genesis,
@@ -82,7 +83,8 @@ def import_foreign(
     """Write a set of activations that was made elsewhere as a dataset.
 
     Values keep their bits. A sequence of the set is a request, numbered in the order of the files;
-    positions count from 0 where the set says so. Everything else that a harvest would know is
+    positions count from 0 where the set says so. Rows of an export that were drawn keep their
+    inclusion. Everything else that a harvest would know is
     marked ``unknown`` with a reason: the dataset has no census, is sealed only as imported
     (``actds.seal(out, imported=True)``), and read only with ``i_accept_unprovenanced=True``. It
     appears whole or not at all.
@@ -113,14 +115,19 @@ def import_foreign(
     named = _name_hooks(opened, hooks, path)
     run = layout.new_id("r")
     fields = _fields(opened, path, named if hooks is not None else [], declare or {})
+    inclusion = inclusion_of_export(path, opened.n_rows)
+    if inclusion is not None:
+        fields[IMPORTED] = ProvenanceField(value=True, origin="observed", reason=None)
     with new_folder(os.fspath(out)) as folder:
         store = LocalStore(folder)
         chain = _begin(store, run, named, fields, path)
         n_rows, n_sequences = 0, 0
         for number, (rows, last) in enumerate(_shards(opened, named)):
-            shard = f"{run}-{number:06d}"
+            shard, stop = f"{run}-{number:06d}", n_rows + len(rows.tokens["request"])
+            if inclusion is not None:
+                rows.tokens[INCLUSION] = inclusion[n_rows:stop]
             commit_shard(store, chain, rows, shard=shard, run=run, order="permuted", seed=number)
-            n_rows, n_sequences = n_rows + len(rows.tokens["request"]), last + 1
+            n_rows, n_sequences = stop, last + 1
             progress(n_rows)
         if not n_rows:
             raise bad_set(path, "no row", "activations")

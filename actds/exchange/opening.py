@@ -14,10 +14,21 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from actds.errors import ActdsError
-from actds.exchange.containers import READERS, features_of, foreign, leaves, read_document, reading
+from actds.exchange.containers import (
+    ARROW_ERRORS,
+    READERS,
+    features_of,
+    foreign,
+    leaves,
+    read_document,
+    reading,
+)
 from actds.exchange.foreign import (
+    RECORD_FILE,
+    ROWS_FILE,
     Block,
     ForeignHook,
     ForeignSet,
@@ -30,6 +41,8 @@ from actds.format.apart import Apart, Reply, Request, cpu_seconds
 from actds.format.arrays import DTYPES
 from actds.text import storable
 
+INCLUSION = "inclusion"
+"""The column of ``rows.parquet`` with the probability that each row was drawn with."""
 _SLACK_NBYTES, _TIMES = 256 << 20, 8
 """Memory for a file, and more for each of its bytes: compressed activations hardly get smaller."""
 MAX_CHANNELS = 2**20  # of the format
@@ -153,6 +166,36 @@ def arrays_of(kind: str, file: Path) -> list[tuple[str, str, tuple[int, ...]]]:
     return [(name, dtype, tuple(shape)) for name, dtype, shape in words["arrays"]]
 
 
+def inclusion_of_export(path: Path, n_rows: int) -> np.ndarray[Any, Any] | None:
+    """Return the inclusion of each row of a set, float64 ``(n_rows,)``; None where none says any.
+
+    It is in ``rows.parquet``, which ``actds export`` writes beside the files.
+
+    Raises:
+        ActdsError: E019 a table that is not there, or is of other rows; a probability that is none.
+    """
+    folder = path if path.is_dir() else path.parent
+    file = folder / ROWS_FILE
+    if not (folder / RECORD_FILE).is_file():
+        return None
+    drawn = read_document(folder / RECORD_FILE).get("drawn") is True
+    if not file.is_file():
+        if drawn:
+            raise foreign(file, "no such file", "the inclusion of each row, which was drawn")
+        return None
+    replies = reader.ask(_request("inclusion", folder, "parquet", [file], None))
+    parts = [np.frombuffer(body, "<f8") for words, body in replies if words["has"]]
+    if not parts:
+        return None
+    inclusion: np.ndarray[Any, Any] = np.concatenate(parts)
+    if len(inclusion) != n_rows:
+        got = f"{n_rows:,} rows, and inclusion of {len(inclusion):,}"
+        raise foreign(path, got, f"all files of the export: {folder}")
+    if not ((inclusion > 0) & (inclusion <= 1)).all():
+        raise foreign(file, "an inclusion that is no probability", "above 0, up to 1")
+    return inclusion
+
+
 def _files_left_out(path: Path, files: list[Path]) -> list[str]:
     """Names of files that look like arrays and are not of the set."""
     if path.is_file():
@@ -212,6 +255,9 @@ def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
         name = "" if isinstance(node, dict | list) else file.stem
         yield Reply({"arrays": [(at, leaf.dtype, leaf.shape) for at, leaf in leaves(name, node)]})
         return
+    if request["what"] == "inclusion":
+        yield from _inclusions(*files)
+        return
     opened = KINDS[kind][1](Path(request["path"]), files, request["dtype"])
     if request["what"] == "open":
         hooks = [(storable(hook.called), hook.d_model, hook.dtype) for hook in opened.hooks]
@@ -224,3 +270,14 @@ def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
         parts = [block.position.astype("<i8"), *ids, *map(np.ascontiguousarray, block.bits)]
         words = {"sequence": block.sequence, "n": len(block.position), "tokens": bool(ids)}
         yield Reply(words, parts)
+
+
+def _inclusions(file: Path) -> Iterator[Reply]:
+    has = INCLUSION in READERS["parquet"](file)
+    if not has:
+        yield Reply({"has": has})
+        return
+    with reading(file, "a Parquet file, whole", ARROW_ERRORS), pq.ParquetFile(file) as opened:
+        for batch in opened.iter_batches(1 << 16, columns=[INCLUSION]):
+            values = batch.column(0).cast(pa.float64()).to_numpy(zero_copy_only=False)
+            yield Reply({"has": has}, [np.ascontiguousarray(values, "<f8")])

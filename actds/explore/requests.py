@@ -110,6 +110,38 @@ def rows_of_positions(
     return start[number] + (first - rows[number]), first, after - first
 
 
+@dataclass(frozen=True)
+class RowRanges:
+    """Where positions have their rows, as sorted ranges: rows of a prefix belong to another.
+
+    Args:
+        start: first position of each range, as a key ``(n,)``.
+        row: that of its rows.
+        length: positions of the range.
+    """
+
+    start: Keys
+    row: Keys
+    length: Keys
+
+    @classmethod
+    def of(cls, catalog: Catalog, run: str, *fates: str) -> RowRanges:
+        """Return where the rows of a run are; of fates, where they would be."""
+        parts = [rows_of_positions(catalog, run, fate) for fate in fates or ("captured",)]
+        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        order = np.argsort(columns[0], kind="stable")
+        return cls(*(column[order] for column in columns))
+
+    def find(self, keys: Keys) -> tuple[Keys, npt.NDArray[np.bool_]]:
+        """Return the key of the row of each position, and whether it has one."""
+        if not len(self.start):
+            return keys, np.zeros(len(keys), np.bool_)
+        at = np.maximum(np.searchsorted(self.start, keys, side="right") - 1, 0)
+        offset = keys - self.start[at]
+        has = (keys >= self.start[at]) & (offset < self.length[at])
+        return self.row[at] + offset, has
+
+
 def _keys(spans: pa.Table, request: str) -> Keys:
     """Return the key of the first position of each span, under one of its two requests."""
     return position_key(spans[request].to_numpy(), spans["start"].to_numpy())

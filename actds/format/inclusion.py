@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # engines that do not capture load this module too: no tables
 
 INCLUSION = "capture.inclusion"
 """The run record's field with the design of a run that draws its rows (section 7.10)."""
+IMPORTED = "import.inclusion"
+"""The field of an imported run whose set said the inclusion of each row (section 6.3)."""
 Keys = npt.NDArray[np.uint64]
 Floats = npt.NDArray[np.float64]
 Unit = Literal["row", "request"]
@@ -350,8 +352,8 @@ def inclusion_of(record: RunRecord | None) -> float:
 
 def draws_rows(record: RunRecord | None) -> bool:
     """Return whether a run drew its rows, so that each says its probability."""
-    field = None if record is None else record.fields.get(INCLUSION)
-    return field is not None and field.value is not None
+    fields = {} if record is None else record.fields
+    return any(name in fields and fields[name].value is not None for name in (INCLUSION, IMPORTED))
 
 
 def is_drawn_from(record: RunRecord | None) -> bool:

@@ -23,19 +23,18 @@ from actds.loader.mixture import (
     Mixture,
     Side,
     Source,
-    are_replays,
     batch_hooks,
     batch_spec,
     default_window_rows,
     make_mixture,
     open_partners,
     open_sources,
-    read_once,
     row_columns,
     rows_of_pieces,
     statistics,
     with_partners,
 )
+from actds.loader.once import are_replays, read_once
 from actds.loader.order import ORDER_VERSION, BatchSpec, Geometry
 from actds.loader.pipeline import Batch, Normalize, Pipeline, Transform
 from actds.loader.selection import (

@@ -10,26 +10,15 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.compute as pc
 
-from actds.dataset.multiplicity import Servings
-from actds.dataset.reading import Catalog
 from actds.executor import ExecutorName, open_executor
 from actds.explore.dataset import Dataset, OpenOptions
 from actds.explore.dataset import open as open_dataset
 from actds.explore.lazy import rows_together
-from actds.explore.requests import (
-    Partners,
-    covered,
-    find_partners,
-    prefix_hashes,
-    rows_of_positions,
-)
+from actds.explore.requests import Partners, find_partners, prefix_hashes
 from actds.explore.stats import Stats, cache_folder, stats_of_rows
 from actds.format import canonical, tables
 from actds.format.arrays import DTYPES, chunk_rows
-from actds.format.positions import Index, Intervals, difference, position_key, split_key, union
 from actds.format.roles import Roles
 from actds.format.schema import Hook
 from actds.format.shard import Shard
@@ -40,124 +29,12 @@ from actds.loader.selection import (
     PROVENANCE_COLUMNS,
     Counts,
     Floats,
-    RowFilter,
     Selection,
     key_of,
     provenance_columns,
     sample_of,
 )
 from actds.loader.where import ROLE
-
-Known = dict[tuple[str, str], Intervals]
-
-
-def read_once(mixture: Mixture, *, served: bool) -> Mixture:
-    """Return a mixture that has each position of a dataset and its replays once.
-
-    A row of a replay is read where it stands for a position of which neither the source nor a
-    replay before it has a row: its own position, or that of a prefix-cache hit on it.
-
-    Args:
-        served: let the row come once for each of these positions.
-
-    Raises:
-        ActdsError: E014 when none of the datasets is a replay of another one, or a part of the
-            mixture has no further row.
-
-    Spec: 0.1 sections 6.3 and 7.5.
-    """
-    sources = {item.catalog.genesis.dataset: item.catalog for item in mixture.datasets}
-    known: Known = {}
-    filters = {item.dataset.path: item.filter for part in mixture.parts for item in part}
-    further = {
-        run: _further(dataset.catalog, run, sources, known, filters[dataset.path], served=served)
-        for dataset in mixture.datasets
-        for run in dataset.catalog.run_ids
-    }
-    if all(item is None for item in further.values()):
-        got = "no dataset that is a replay of another one of them"
-        raise bad("once", got, "a dataset and its replays, as [source, missing]")
-    parts = []
-    for part in mixture.parts:
-        read = [_with_further(item, further, served=served) for item in part]
-        parts.append([item for item in read if item.n_kept])
-        if not parts[-1]:
-            got = f"no further row in {', '.join(item.dataset.path for item in part)}"
-            raise bad("once", got, "replays of what the source lost")
-    return replace(mixture, parts=parts, once=True)
-
-
-def are_replays(datasets: Sequence[Dataset]) -> bool:
-    ids = pa.array([dataset.catalog.genesis.dataset for dataset in datasets])
-    return len(datasets) > 1 and any(
-        pc.any(pc.is_in(dataset.catalog.table("origins")["source_dataset"], ids)).as_py()
-        for dataset in datasets
-    )
-
-
-def _further(
-    catalog: Catalog,
-    run: str,
-    sources: Mapping[str, Catalog],
-    known: Known,
-    chosen: RowFilter,
-    *,
-    served: bool,
-) -> Servings | None:
-    """Return for how many positions that are not known each row of a replay stands.
-
-    None of a run that replays none of the sources. Adds the positions to those that are known, by
-    dataset and run of the source.
-    """
-    origins = catalog.table("origins", run).sort_by("request")
-    origins = origins.filter(pc.is_in(origins["source_dataset"], pa.array(list(sources))))
-    if not origins.num_rows:
-        return None
-    names = list(
-        zip(origins["source_dataset"].to_pylist(), origins["source_run"].to_pylist(), strict=True)
-    )
-    start, rows, length = rows_of_positions(catalog, run)
-    request, position = split_key(start)
-    line = Index(origins["request"].to_numpy()).of(request)
-    replayed = line >= 0
-    if served and chosen.split is not None:  # the positions of its requests, whoever has the rows
-        replayed &= np.isin(request, chosen.requests_of(run))
-    rows, length, line = rows[replayed], length[replayed], line[replayed]
-    start = position_key(origins["source_request"].to_numpy()[line], position[replayed])
-    further = []
-    for name in dict.fromkeys(names):
-        of_run = np.array([label == name for label in names])[line]
-        if name not in known:
-            known[name] = covered(sources[name[0]], name[1])
-        before, begin, end = known[name], start[of_run], start[of_run] + length[of_run]
-        number, first, after = difference(union(begin, end), before).cut(begin, end)
-        row, at = split_key(rows[of_run][number] + (first - begin[number]))
-        further.append((row, at, at + (after - first).astype(np.int64)))
-        known[name] = union(
-            np.concatenate([before.start, begin]), np.concatenate([before.stop, end])
-        )
-    return Servings(*(np.concatenate(column) for column in zip(*further, strict=True)))
-
-
-def _with_further(
-    selection: Selection, further: Mapping[str, Servings | None], *, served: bool
-) -> Selection:
-    counts = []
-    for shard, count in zip(selection.shards, selection.counts, strict=True):
-        times = further[shard.run]
-        if times is not None:
-            tokens = shard.tokens(["request", "position"])
-            new = times.of(tokens["request"].to_numpy(), tokens["position"].to_numpy())
-            new = new if served else np.minimum(new, 1)
-            new = new if count is None else np.where(count > 0, new, 0)
-            count = new.astype(np.min_scalar_type(int(new.max(initial=0))))
-        counts.append(count)
-    n_kept = sum(
-        shard.n_rows if count is None else int(np.count_nonzero(count))
-        for shard, count in zip(selection.shards, counts, strict=True)
-    )
-    return replace(selection, counts=counts, n_kept=n_kept)
-
 
 Source = str | os.PathLike[str] | Dataset
 Side = Literal["train", "held_out"]

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from actds.dataset.multiplicity import Servings, served_again, served_counts
 from actds.errors import ActdsError, not_installed
@@ -402,6 +403,8 @@ class Selection:
             None where each comes once.
         row_weights: the weights file; None without.
         loss_weight: the expression that gives each row its weight; None without.
+        in_union: probability that each row of each shard is in the union with other datasets;
+            None where it is read alone.
     """
 
     dataset: Dataset
@@ -414,6 +417,7 @@ class Selection:
     row_weights: RowWeights | None = None
     loss_weight: Expression | None = None
     frequency: Expression | None = None
+    in_union: Sequence[Floats] | None = None
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -454,8 +458,8 @@ class Selection:
 
     def inclusion(self) -> list[Floats]:
         """Return the probability that each row of each shard is there with, ``(n_rows,)``."""
-        inclusion = self.dataset.inclusion(self.shards)
-        return [np.ones(s.n_rows) for s in self.shards] if inclusion is None else inclusion
+        inclusion = self.in_union or self.dataset.inclusion(self.shards)
+        return [np.ones(s.n_rows) for s in self.shards] if inclusion is None else [*inclusion]
 
     def frequencies(self) -> list[Floats] | None:
         """Return what rows come in proportion to, float64 ``(n_rows,)``; None without.
@@ -476,21 +480,33 @@ class Selection:
         return numbers
 
     def _numbers(self, argument: str, expression: Expression) -> list[Floats]:
+        in_union: Sequence[Floats | None] = self.in_union or [None] * len(self.shards)
         return [
-            numbers_of(argument, expression, shard, self.filter.values, count)
-            for shard, count in zip(self.shards, self.counts, strict=True)
+            numbers_of(argument, expression, shard, self.filter.values, count, inclusion)
+            for shard, count, inclusion in zip(self.shards, self.counts, in_union, strict=True)
         ]
 
 
 def numbers_of(
-    argument: str, expression: Expression, shard: Shard, rows: RowValues, kept: Counts | Mask | None
+    argument: str,
+    expression: Expression,
+    shard: Shard,
+    rows: RowValues,
+    kept: Counts | Mask | None,
+    inclusion: Floats | None = None,
 ) -> Floats:
     """Return the numbers of an expression for the rows of a shard, 0 for those not kept.
+
+    Args:
+        inclusion: of each row, where it is another one than the dataset says.
 
     Raises:
         ActdsError: E014 one of a kept row that is not recorded, not finite or negative.
     """
-    values = expression.numbers(rows.of(shard, expression.columns), shard.n_rows)
+    columns = rows.of(shard, expression.columns)
+    if inclusion is not None and INCLUSION in columns:
+        columns[INCLUSION] = pa.array(inclusion)
+    values = expression.numbers(columns, shard.n_rows)
     wrong = ~(np.isfinite(values) & (values >= 0))
     if kept is not None:
         wrong &= kept > 0

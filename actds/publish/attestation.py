@@ -19,6 +19,7 @@ from actds.format import canonical
 from actds.publish.envelope import (
     MAX_ENVELOPE_NBYTES,
     MAX_SIGNATURES,
+    Judgement,
     TrustedKey,
     judge,
     parse,
@@ -155,6 +156,21 @@ def attestations(
     """Yield what trusted keys attest of the present seal, each with the keys that signed it.
 
     Raises:
+        ActdsError: as ``judged``.
+
+    Spec: 0.1 section 15.7.
+    """
+    for attestation, judgement in judged(catalog, trusted):
+        if attestation is not None:
+            yield attestation, judgement.accepted
+
+
+def judged(
+    catalog: Catalog, trusted: Sequence[TrustedKey]
+) -> Iterator[tuple[Attestation | None, Judgement]]:
+    """Yield each line beside the last seal, and who signed it; None of one of no trusted key.
+
+    Raises:
         ActdsError: E102, E103 a line that is no envelope, or no attestation; E803 a trusted key
             signed one of another seal.
 
@@ -165,9 +181,10 @@ def attestations(
     for number, line in enumerate(_lines(catalog.store, file), start=1):
         place = f"{file} line {number}"
         envelope = parse(line, place)
-        keys = judge(envelope, trusted).accepted
-        if not keys:
-            continue  # whatever it says
+        judgement = judge(envelope, trusted)
+        if not judgement.accepted:
+            yield None, judgement  # whatever it says
+            continue
         document = canonical.parse(envelope.payload, place)
         if not isinstance(document, dict) or document.get("predicateType") != PREDICATE_TYPE:
             continue  # a bundle may have statements of others
@@ -182,7 +199,7 @@ def attestations(
         if not is_of_seal or envelope.payload != statement(attestation):
             expected = f"one about seal {n}, {catalog.digest[:16]}..."
             raise ActdsError("E803", place, got="another statement", expected=expected)
-        yield attestation, keys
+        yield attestation, judgement
 
 
 def _lines(store: Store, file: str) -> list[bytes]:

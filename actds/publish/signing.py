@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.format import canonical
+from actds.publish.attestation import Attestation, judged
 from actds.publish.envelope import (
     KEYS_VARIABLE,
     MAX_ENVELOPE_NBYTES,
@@ -71,6 +72,24 @@ class Identity:
 
 
 @dataclass(frozen=True)
+class Attested:
+    """A line of attestations: the answer of a replay, and who signed it.
+
+    Args:
+        verdict: ``same``, ``another`` or ``cannot tell``; None of a line of no trusted key.
+        keys: the trusted keys that signed it.
+        rejected: signatures that count for nothing.
+    """
+
+    verdict: str | None
+    reason: str | None
+    fraction: float | None
+    n_requests: int | None
+    keys: tuple[TrustedKey, ...]
+    rejected: tuple[Rejected, ...]
+
+
+@dataclass(frozen=True)
 class Verified:
     """Who signed a seal, of those whom the consumer trusts.
 
@@ -80,6 +99,7 @@ class Verified:
         keys: the trusted keys that signed it.
         identity: the identity that signed it, where one was asked for.
         rejected: signatures that count for nothing.
+        attestations: what replays of a random part found, signed beside the seal.
     """
 
     path: str
@@ -89,6 +109,7 @@ class Verified:
     keys: tuple[TrustedKey, ...]
     identity: Identity | None
     rejected: tuple[Rejected, ...]
+    attestations: tuple[Attested, ...]
 
 
 def sign(
@@ -176,10 +197,11 @@ def verify(
     Raises:
         ActdsError: E801 the seal is not signed; E802 not by enough of the trusted, or a signature
             that does not hold; E803 what was signed is another statement; E806 ``SHA256SUMS`` is
-            not that of the seal; E021 a key that cannot be used; E009 nobody to trust; E804 no such
-            seal; E807 the trust root cannot be had; E306 not sealed; E011; as ``Catalog.read``.
+            not that of the seal; E102, E103 attestations that are none; E021 a key that cannot be
+            used; E009 nobody to trust; E804 no such seal; E807 the trust root cannot be had; E306
+            not sealed; E011; as ``Catalog.read``.
 
-    Spec: 0.1 sections 15.4 and 15.6.
+    Spec: 0.1 sections 15.4, 15.6 and 15.7.
     """
     store = open_store(os.fspath(path))
     who = _identity(identity, issuer)
@@ -202,7 +224,15 @@ def verify(
         keys=judgement.accepted,
         identity=who,
         rejected=judgement.rejected,
+        attestations=tuple(_attested(*line) for line in judged(catalog, trusted)),
     )
+
+
+def _attested(of: Attestation | None, by: Judgement) -> Attested:
+    if of is None:
+        return Attested(None, None, None, None, by.accepted, by.rejected)
+    facts = (of.verdict, of.reason, of.fraction, of.n_requests)
+    return Attested(*facts, by.accepted, by.rejected)
 
 
 def trusted_of(keys: Sequence[str | os.PathLike[str]], store: Store, need: int) -> list[TrustedKey]:

@@ -71,7 +71,7 @@ def make_dataset(
     readouts: Readouts | None = None,
     sinks: bool = False,
     roles: bool | str = False,
-    origins: bool = False,
+    origins: bool | pa.Table = False,
     entropy: bool = False,
     facts: Mapping[str, bool | int | str | None] | None = None,
 ) -> Path:
@@ -97,7 +97,8 @@ def make_dataset(
         sinks: flag first positions as special and BOS, and give them 256 times the norm.
         roles: call the prompts chats: template, user, template, and what is sampled assistant, or
             another role that is given.
-        origins: call the requests replays of one run of a made-up dataset, the last of them aside.
+        origins: call the requests replays of one run of a made-up dataset, the last of them aside;
+            or the table.
         entropy: record what the logits, of 16 tokens, said of each sampled one.
         facts: what else the run record says, None for what it does not know.
     """
@@ -127,16 +128,11 @@ def make_dataset(
     for n in range(span_parts):
         commit_part(store, census, "spans", run, n, told.spans.slice(n * step, step))
     if roles:
-        commit_part(
-            store,
-            census,
-            "roles",
-            run,
-            0,
-            _role_table(told, roles if isinstance(roles, str) else "assistant"),
-        )
-    if origins:
-        commit_part(store, census, "origins", run, 0, _origin_table(told))
+        sampled_role = roles if isinstance(roles, str) else "assistant"
+        commit_part(store, census, "roles", run, 0, _role_table(told, sampled_role))
+    if origins is not False:
+        lines = _origin_table(told) if origins is True else origins
+        commit_part(store, census, "origins", run, 0, lines)
     if entropy:
         commit_part(store, census, "sampled", run, 0, sampled_table(told))
     writer.close("finished", _writer_totals(told))

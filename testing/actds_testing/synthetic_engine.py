@@ -91,11 +91,14 @@ class SyntheticEngine:
             tell(step, reason)
 
         self.stages.handover.on_drop = note
-        given = ("capture.readouts", "capture.memory_nbytes", "capture.ring_nbytes")
+        given = ("readouts", "memory_nbytes", "ring_nbytes", "overflow_policy")
         facts = [
-            Fact(name, "synthetic", "declared") for name in REQUIRED_PROVENANCE if name not in given
+            Fact(name, "synthetic", "declared")
+            for name in REQUIRED_PROVENANCE
+            if name.removeprefix("capture.") not in given
         ]
         facts.append(Fact("capture.readouts", link.readouts, "declared"))
+        facts.append(Fact("capture.overflow_policy", link.settings.overflow, "declared"))
         self.stages.introduce(tuple(facts))
         self.n_steps = 0
         self.regime = Regime()

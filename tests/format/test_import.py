@@ -15,6 +15,7 @@ import datasets
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+import pyarrow.parquet as pq
 import pytest
 import torch
 from click.testing import CliRunner
@@ -27,7 +28,8 @@ from actds.errors import ActdsError, NoProvenanceError
 from actds.exchange import importing
 from actds.exchange.containers import read_header
 from actds.format.schema import REQUIRED_PROVENANCE
-from actds_testing.synthetic import make_dataset
+from actds_testing.schedules import busy_shares, simulate
+from actds_testing.synthetic import make_dataset, make_thinned
 
 TWO = ("resid_post.3", "resid_post.7")
 SILENT = ["attempt", "chunk", "flags", "phase", "step"]
@@ -320,6 +322,49 @@ def test_shards_of_any_size_hold_the_same_rows(
     assert keys == KEYS and torch.equal(bits(values), bits(stacked(made, 1)))
     codes = [finding.code for finding in actds.validate(tmp_path / "acts").errors]
     assert codes == ["E306", "E403"]
+
+
+@pytest.mark.parametrize("to", ["memmap", "safetensors", "sae-lens"])
+def test_rows_of_an_export_that_were_drawn_keep_their_inclusion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: Any
+) -> None:
+    schedule = simulate(20, 3)
+    source = make_thinned(tmp_path / "a", schedule, busy_shares(schedule), hooks=TWO[:1])
+    size = {"context_size": 8} if to == "sae-lens" else {}
+    record = actds.export(source, tmp_path / "set", to=to, **size)
+    assert record.drawn
+    monkeypatch.setattr(importing, "BLOCK_NBYTES", 2 * 16 * 20)  # several shards
+    named: dict[str, Any] = {"hooks": TWO[0], "dtype": "bfloat16" if to == "memmap" else None}
+    actds.import_foreign(tmp_path / "set", tmp_path / "acts", **named)
+    # Row i of the table is of row i of the files, and of a request rows come in its order.
+    expected = pq.read_table(tmp_path / "set" / "rows.parquet")["inclusion"].to_numpy()
+    dataset = opened(tmp_path / "acts")
+    tokens = dataset.tokens(TWO[0], columns=["request", "position", "inclusion"])
+    order = np.lexsort((tokens["position"].to_numpy(), tokens["request"].to_numpy()))
+    assert tokens["inclusion"].to_numpy()[order].tolist() == expected.tolist()
+    assert {*expected} == {0.25, 1.0} and len(dataset.shards) > 1
+    values = torch.from_numpy(dataset.array(TWO[0])[order].astype(np.float32))
+    stored = actds.open(source)
+    keys = ("position", "request")
+    of_source = stored.tokens(TWO[0], columns=[*keys, "inclusion"])
+    order = np.lexsort(tuple(of_source[name].to_numpy() for name in keys))[: len(values)]
+    assert of_source["inclusion"].to_numpy()[order].tolist() == expected.tolist()
+    assert torch.equal(values, torch.from_numpy(stored.array(TWO[0])[order].astype(np.float32)))
+    accept = {"i_accept_unsealed": True, "i_accept_unprovenanced": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with actds.Loader(tmp_path / "acts", TWO[0], batch=8, weights="inclusion", **accept) as w:
+            weights = np.concatenate([rows["weight"] for _, rows in w])
+    assert {*weights.tolist()} == {4.0, 1.0} and w.sample.least == 0.25
+    shown = CliRunner().invoke(cli, ["info", str(tmp_path / "acts")])
+    assert "a sample, as its set says" in shown.output
+
+    shutil.rmtree(tmp_path / "acts")
+    part = next(iter(sorted((tmp_path / "set").glob("hs_*"))), None)
+    if part is not None:
+        refused(tmp_path, r"E019 .*rows, and inclusion of .*all files", part, **named)
+    (tmp_path / "set" / "rows.parquet").unlink()
+    refused(tmp_path, r"E019 .*rows\.parquet: no such file; expected the inclusion", **named)
 
 
 def refused(tmp_path: Path, words: str, source: Path | None = None, **options: Any) -> None:

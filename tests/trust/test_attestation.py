@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 import actds
+from actds.cli import cli
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError, RefusedError
 from actds.format import canonical
@@ -155,3 +157,24 @@ def test_a_policy_asks_for_an_attestation(
             actds.require(acts, policy=rules)
     monkeypatch.setenv("ACTDS_TRUSTED_KEYS", str(public))
     assert actds.require(acts, policy=required).n_rows
+
+
+def test_verify_lists_attestations_with_who_signed_them(acts: Path, pair: Pairs) -> None:
+    (private, public), (other, _) = pair("a"), pair("b")
+    actds.sign(acts, private)
+    assert actds.verify(acts, [public]).attestations == ()
+    sign(acts, attested(acts, verdict="cannot tell", reason="few"), private)
+    sign(acts, attested(acts, verdict="same"), other)
+    first, second = actds.verify(acts, [public]).attestations
+    assert (first.verdict, first.reason, first.n_requests) == ("cannot tell", "few", 5)
+    assert [key.file for key in first.keys] == [str(public)] and first.rejected == ()
+    assert second.verdict is None and second.keys == ()  # whatever it says
+    assert [rejected.why for rejected in second.rejected] == ["of no trusted key"]
+    shown = CliRunner().invoke(cli, ["verify", str(acts), "--key", str(public)])
+    assert shown.exit_code == 0
+    assert f"attested by key {first.keys[0].keyid} ({public}): cannot tell" in shown.stdout
+    assert "not counted: attestation signed by" in shown.stderr and "same" not in shown.output
+    told = CliRunner().invoke(cli, ["verify", str(acts), "--key", str(public), "--json"])
+    lines = json.loads(told.stdout)["attestations"]
+    assert [line["verdict"] for line in lines] == ["cannot tell", None]
+    assert lines[0]["keys"] == [{"keyid": first.keys[0].keyid, "file": str(public)}]

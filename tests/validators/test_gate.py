@@ -388,6 +388,43 @@ def test_an_unsigned_dataset_is_refused_where_a_signature_is_asked_for(
         actds.require(path, policy={"signature": {"keys": [str(tmp_path / "none.pub")]}})
 
 
+def test_a_follow_up_of_the_losses_counts_for_a_policy_and_the_check(tmp_path: Path) -> None:
+    lossy = make_dataset(
+        tmp_path / "acts", schedule=tables_of_run(20, 12, drops=True), hooks=["resid_post.0"],
+        d_model=2,
+    )  # fmt: skip
+    whole = tables_of_run(20, 12)
+    source, numbers = actds.open(lossy), whole.requests["request"].to_pylist()
+    columns: dict[str, Any] = {
+        "request": numbers,
+        "source_dataset": [source.catalog.genesis.dataset] * len(numbers),
+        "source_seal": [source.digest] * len(numbers),
+        "source_run": list(source.runs) * len(numbers),
+        "source_request": numbers,
+        "n_given": whole.requests["prompt_len"].to_pylist(),
+    }
+    again = make_dataset(
+        tmp_path / "again", seed=1, schedule=whole, hooks=["resid_post.0"], d_model=2, run="r-b",
+        origins=tables.build("origins", columns),
+        facts={"replay.only": "all", "replay.fraction": "1.0", "replay.seed": 0},
+    )  # fmt: skip
+    rules = {"audit": {"worst": "WARN", "accept": ["source", "cache"]}}
+    with pytest.raises(RefusedError, match=r"audit\.worst \(queues\): FAIL"):
+        actds.require(lossy, policy=rules)
+    assert actds.require(lossy, policy=rules, follow_up=again).n_rows
+    text = "[audit]\nworst = 'WARN'\naccept = ['source', 'cache']\n"
+    options = (lossy, "--policy", policy(tmp_path, text))
+    assert run(*options).exit_code == 5
+    assert run(*options, "--follow-up", again).exit_code == 0
+    assert "E009 --follow-up" in run(lossy, "--follow-up", again).stderr
+    check = ["check", str(lossy), "--accept", "source", "--accept", "cache"]
+    assert CliRunner().invoke(cli, check).exit_code == 1
+    told = CliRunner().invoke(cli, [*check, "--follow-up", str(again)])
+    assert told.exit_code == 0 and "means of the stored rows are off" in told.output
+    two = CliRunner().invoke(cli, [*check, str(again), "--follow-up", str(again)])
+    assert two.exit_code == 2 and "of one dataset" in two.output
+
+
 def test_a_policy_bounds_the_audit(tmp_path: Path) -> None:
     heavy = write_dataset(simulate(replace(SCENARIOS["heavy"], n_steps=150), 1), tmp_path / "heavy")
     none = replace(SCENARIOS["none"], n_steps=150)

@@ -16,8 +16,8 @@ import pytest
 import actds
 from actds.errors import ActdsError
 from actds.format.readouts import Readouts
-from actds_testing.schedules import simulate
-from actds_testing.synthetic import make_dataset
+from actds_testing.schedules import busy_shares, simulate
+from actds_testing.synthetic import make_dataset, make_thinned
 from actds_validators.audit.covariates import position_band
 from actds_validators.audit.coverage import CoverageCounts, coverage
 from actds_validators.audit.passes import ClassCounts
@@ -197,6 +197,14 @@ def test_hits_are_repaired_by_multiplicity_and_the_loader_takes_the_line(tmp_pat
     assert any("effective" in step for step in result.answer.next_steps)
 
 
+def test_hits_of_rows_that_were_drawn_are_weighted_by_both(tmp_path: Path) -> None:
+    schedule = simulate(40, 2)
+    path = make_thinned(tmp_path / "acts", schedule, busy_shares(schedule))
+    cache = place_of(audited(path), "cache")
+    assert cache.level == "WARN" and cache.loaded == {"weights": ["multiplicity", "inclusion"]}
+    assert any('weights=["multiplicity", "inclusion"]' in step for step in cache.to_do)
+
+
 def test_a_token_that_would_dominate_is_left_out_by_the_same_line(tmp_path: Path) -> None:
     path = make_dataset(
         tmp_path / "acts", n_requests=40, seed=2, sinks=True, readouts=Readouts(1, seed=0)
@@ -216,6 +224,10 @@ def test_references_without_a_row_cannot_be_weighted(tmp_path: Path) -> None:
     assert account.unresolved > result.limits.max_unresolved * account.cache_ref
     assert cache.level == "WARN" and not cache.loaded and result.answer.load is None
     assert any("--only missing" in step and "once=True" in step for step in cache.to_do)
+    schedule = simulate(60, 3, drops=True)
+    drawn = make_thinned(tmp_path / "drawn", schedule, busy_shares(schedule))
+    cache = place_of(audited(drawn), "cache")
+    assert any("actds replay" in step and "--only missing" not in step for step in cache.to_do)
     strict = place_of(audited(path, limits={"max_loss": 1e-6}), "cache")
     assert strict.level == "FAIL"
 

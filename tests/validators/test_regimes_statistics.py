@@ -163,6 +163,33 @@ def test_p_of_one_of_many_is_adjusted_for_all_of_them() -> None:
     assert len(set(p)) == 3
 
 
+def test_p_of_rows_that_were_drawn_holds_its_level() -> None:
+    """Alike but for the draw: of busy rows, which are larger, the second arm stores an eighth."""
+    rejected = {"inclusion": 0, "alike": 0}
+    n, group = 24, np.repeat(np.arange(24), 40)
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        arms: dict[str, list[Totals]] = {weights: [] for weights in rejected}
+        for busy_share in (1.0, 0.125):
+            busy = rng.random(len(group)) < 0.5
+            x = 0.3 * rng.normal(size=n)[group] + busy + rng.normal(size=len(group))
+            share = np.where(busy, busy_share, 1.0)
+            kept = np.flatnonzero(rng.random(len(group)) < share)
+            for weights, totals in arms.items():
+                weight = (1 / share[kept]).astype(np.float32) if weights == "inclusion" else None
+                layer = Layer(np.zeros(len(kept), np.int64), weight)
+                of = Side(np.arange(len(kept)), group[kept], group[kept], (layer,))
+                sums = Sums(of, 1, n, np.array([0]))
+                sums.add(slice(0, len(kept)), [Part(COUNT, np.ones(len(kept))), Part("x", x[kept])])
+                totals.append(sums.totals(0))
+        for weights, pair in arms.items():
+            added = inference.influences(lambda sums: sums["x"] / sums[COUNT], *pair)
+            p = inference.largest_p(inference.absolute_t(added), 0, n, seed)
+            rejected[weights] += p <= 0.05
+    # More than 20 of 200 at 5 % are rarer than one in a thousand.
+    assert rejected["inclusion"] <= 20 and rejected["alike"] > 150
+
+
 @pytest.mark.parametrize("scale", ["log", "logit"])
 def test_an_interval_stays_where_its_value_can_be_and_covers_as_often_as_it_says(
     scale: Scale,

@@ -245,6 +245,53 @@ def test_after_a_backfill_no_position_of_a_lossy_harvest_lacks_a_row(tmp_path: P
         )  # fmt: skip
 
 
+@pytest.mark.standard
+def test_rows_drawn_by_rules_and_a_replay_of_a_part_weigh_by_their_inclusion_in_both(
+    tmp_path: Path,
+) -> None:
+    model = make_random_model(tmp_path / "tiny")
+    records = [{"id": f"q{n}", "prompt": f"{n:02} is the number of this one"} for n in range(20)]
+    prompts = h.write_prompts(tmp_path / "prompts.jsonl", records)
+    settings = {
+        "out": tmp_path / "source",
+        "model": model,
+        "prompts": prompts,
+        "max_tokens": 8,
+        "hooks": "resid_post:0",
+        "keep": "decode: 1; position 0-8: 0.5; 0.25",
+        **ENGINE,
+    }
+    harvest(WriteSettings.of(settings))
+    source = h.validated(tmp_path / "source")
+    part = tmp_path / "part"
+    actds.replay(source=source.path, out=part, model=model, fraction=0.5, seed=2, **ENGINE)
+    [origins] = [actds.open(part).origins(run=True)]
+    drawn = dict(zip(origins["request"].to_pylist(), origins["source_request"].to_pylist(),
+                     strict=True))  # fmt: skip
+    lengths = {line["request"]: (line["prompt_len"], line["prompt_len"] + line["generated_len"] - 1)
+               for line in source.requests().to_pylist()}  # fmt: skip
+    stored = {(row["request"], row["position"])
+              for row in source.tokens(columns=["request", "position"]).to_pylist()}  # fmt: skip
+    weights = {}
+    with actds.Loader(
+        [source.path, part], hooks=["resid_post.0"], once=True, weights="inclusion", batch=64,
+        provenance=["run", "request", "position"], drop_last=False,
+    ) as loader:  # fmt: skip
+        for _, rows in loader:
+            columns = (rows[name].tolist() for name in ("run", "request", "position", "weight"))
+            for run, request, position, weight in zip(*columns, strict=True):
+                request = request if run in source.runs else drawn[request]
+                assert (request, position) not in weights
+                weights[request, position] = weight
+    assert 0 < len(drawn) < 20
+    assert set(weights) == stored | {
+        (request, position) for request in drawn.values() for position in range(lengths[request][1])
+    }
+    for (request, position), weight in weights.items():
+        share = 0.5 if position < 8 else 0.25 if position < lengths[request][0] else 1.0
+        assert weight == pytest.approx(1 / (1 - (1 - share) * 0.5))
+
+
 def read_once(paths: list[str | Path], weights: str | None = None) -> list[tuple[str, int, int]]:
     """Return the positions of the source for which the rows stand that a loader of both reads."""
     with actds.Loader(

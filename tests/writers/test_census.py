@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
+from actds.format.inclusion import Design
+from actds_testing.independent import draw
 from actds_writers.census.census import Census
 from actds_writers.census.process import from_line, to_line
 from actds_writers.ipc.messages import (
@@ -149,6 +152,24 @@ def test_a_drop_that_nobody_logged_is_aborted_though_later_rows_are_committed() 
         (4, 5, "dropped", "queue_full"),
         (5, 6, "captured", None),
     ]
+
+
+@pytest.mark.parametrize(("policy", "word"), [("thin", "thinned"), ("drop_newest", "dropped")])
+def test_the_policy_says_what_became_of_rows_that_were_not_drawn(policy: str, word: str) -> None:
+    design, census = Design(np.uint64(7), 0.25), Census()
+    census.observe(arrived(0, 40))
+    census.observe(scheduled(0, (0, 0, 40)))
+    census.observe(StepExecuted(0, 7, "eager", 40, 0, 1, None, None, None, inclusion=0.25))
+    census.observe(finished(0, 1))
+    found = census.tables(ALL, ClientFacts(), frozenset([0]), design, policy).spans.to_pylist()
+    fates = {
+        at: (span["disposition"], span["inclusion"])
+        for span in found
+        for at in range(span["start"], span["stop"])
+    }
+    drawn = {at for at in range(40) if draw.number(7, 0, at) < 0.25}
+    assert 0 < len(drawn) < 40
+    assert fates == {at: ("captured", None) if at in drawn else (word, 0.25) for at in range(40)}
 
 
 def test_positions_that_were_never_computed_are_owed() -> None:

@@ -90,19 +90,25 @@ def judge(
     executor: ExecutorName = "threads",
     seal: str | None = None,
     validation: Validation | None = None,
+    follow_up: str | Path | None = None,
 ) -> Passage:
     """Return what the gate says of a dataset.
 
     Args:
         level: how much is validated; that of the policy when None, ``full`` without one.
         validation: the validation, where there is one already.
+        follow_up: as of ``audit``, where the policy asks for it.
 
     Raises:
-        ActdsError: E011 a package of the audit is not installed; as ``validate`` and ``audit``.
+        ActdsError: E009 a follow-up, and no audit; E011 a package of the audit is not installed; as
+            ``validate`` and ``audit``.
 
     Spec: 0.1 section 12.
     """
     asks = policy is not None and policy.audit.worst is not None
+    if follow_up is not None and not asks:
+        got, expected = "a follow-up", "a policy with audit.worst, which it is for"
+        raise ActdsError("E009", "follow_up", got=got, expected=expected)
     if asks:
         from actds_validators.sections import need_extra
 
@@ -118,7 +124,7 @@ def judge(
     if asks and not any(map(catalog.is_imported, catalog.runs_with_data)):
         from actds_validators.audit.api import audit
 
-        result = audit(path, accept=policy.audit.accept).result
+        result = audit(path, accept=policy.audit.accept, follow_up=follow_up).result
     refused = refusals(policy, catalog, validated.runs, result)
     verdict = None if result is None else result.answer.level
     return Passage(validated, policy, refused, verdict, strict)
@@ -129,6 +135,7 @@ def require(
     *,
     level: Level | None = None,
     policy: Policy | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    follow_up: str | os.PathLike[str] | None = None,
 ) -> Dataset:
     """Return a dataset, opened, if it passes the gate; raise one error with every reason if not.
 
@@ -140,6 +147,8 @@ def require(
             the policy when None, ``full`` without one.
         policy: what to refuse beyond what is no valid dataset: a TOML file, its content as a
             mapping, or a ``Policy``.
+        follow_up: a replay of a random part of the requests of a lossy dataset, which the audit
+            that the policy asks for estimates the losses from.
 
     Raises:
         RefusedError: E701 it is not valid, or the policy refuses it; ``reasons`` has every
@@ -155,7 +164,8 @@ def require(
         expected = f"one of {', '.join(LEVELS)}"
         raise ActdsError("E009", "level", got=repr(level)[:80], expected=expected)
     rules = None if policy is None else read_policy(policy)
-    passage = judge(os.fspath(path), level=level, policy=rules)
+    again = None if follow_up is None else os.fspath(follow_up)
+    passage = judge(os.fspath(path), level=level, policy=rules, follow_up=again)
     if passage.exit_code == UNREADABLE:
         raise passage.validation.findings[0].error()
     if passage.exit_code:
@@ -366,6 +376,7 @@ def check(
     *,
     accept: Sequence[str] = (),
     i_accept_unprovenanced: bool = False,
+    follow_up: str | Path | None = None,
     validating: Progress = lambda what, amount: None,
     auditing: Callable[[str], None] = lambda what: None,
 ) -> CheckResult:
@@ -379,6 +390,7 @@ def check(
         accept: places that are waived by name, as of ``audit``.
         i_accept_unprovenanced: take imported rows: then the answer is no only where something
             speaks against the rows themselves, and else that it is not known.
+        follow_up: as of ``audit``.
         validating: as ``progress`` of ``validate``.
         auditing: as ``progress`` of ``audit``.
 
@@ -398,7 +410,8 @@ def check(
             return CheckResult(validation, None, rows)
     if validation.exit_code():
         return CheckResult(validation, None)
-    return CheckResult(validation, audit(path, accept=accept, progress=auditing))
+    audited = audit(path, accept=accept, follow_up=follow_up, progress=auditing)
+    return CheckResult(validation, audited)
 
 
 _SARIF = (

@@ -21,7 +21,7 @@ from scipy.sparse import csr_array  # type: ignore[import-untyped]
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.executor import Threads
-from actds.explore.requests import covered, lacking, rows_of_positions
+from actds.explore.requests import RowRanges, covered, lacking
 from actds.format.arrays import widen
 from actds.format.inclusion import (
     draws_rows,
@@ -147,7 +147,7 @@ class _Targets:
         number = uniform(salt_of("shared", self.run), *split_key(self.stored))
         return self.take(np.argpartition(number, n)[:n])
 
-    def with_rows(self, again: _Rows, stored: _Rows | None = None) -> _Targets:
+    def with_rows(self, again: RowRanges, stored: RowRanges | None = None) -> _Targets:
         """Return the positions that have a row, and the keys of these rows."""
         rows, has = again.find(self.again)
         targets = replace(self, again=rows)
@@ -155,30 +155,6 @@ class _Targets:
             rows, is_stored = stored.find(self.stored)
             targets, has = replace(targets, stored=rows), has & is_stored
         return targets.take(has)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Where positions have their rows, as sorted ranges: rows of a prefix belong to another."""
-
-    start: Keys
-    row: Keys
-    length: Keys
-
-    @classmethod
-    def of(cls, catalog: Catalog, run: str) -> _Rows:
-        start, row, length = rows_of_positions(catalog, run)
-        order = np.argsort(start, kind="stable")
-        return cls(start[order], row[order], length[order])
-
-    def find(self, keys: Keys) -> tuple[Keys, Bools]:
-        """Return the key of the row of each position, and whether it has one."""
-        if not len(self.start):
-            return keys, np.zeros(len(keys), np.bool_)
-        at = np.maximum(np.searchsorted(self.start, keys, side="right") - 1, 0)
-        offset = keys - self.start[at]
-        has = (keys >= self.start[at]) & (offset < self.length[at])
-        return self.row[at] + offset, has
 
 
 def follow_up(catalog: Catalog, place: str) -> FollowUp:
@@ -266,7 +242,7 @@ def _pairs(
     n_shared = min(MAX_SHARED, max(256, MAX_SHARED_NBYTES // (8 * widest)))
     served = dict.fromkeys(drawn, np.zeros(0, np.int64))
     for again_run in replay.run_ids:
-        rows = _Rows.of(replay, again_run)
+        rows = RowRanges.of(replay, again_run)
         origins = replay.table("origins", again_run)
         origins = origins.filter(pc.equal(origins["source_dataset"], design.dataset))
         for run in pc.unique(origins["source_run"]).to_pylist():
@@ -280,7 +256,7 @@ def _pairs(
             new = ~np.isin(source, served[run])  # a resumed replay may serve a request again
             served[run] = np.concatenate([served[run], source])
             owed = _Targets.of(run, again_run, source[new], request[new], drawn[run].positions)
-            stored = _Rows.of(catalog, run)
+            stored = RowRanges.of(catalog, run)
             ranges = union(stored.start, stored.start + stored.length)
             shared = _Targets.of(run, again_run, source[new], request[new], ranges)
             yield _Pair(owed.with_rows(rows), shared.of_some(n_shared).with_rows(rows, stored))

@@ -75,7 +75,9 @@ class Audited:
         return self.evidence.coverage
 
     def replay(self) -> str:
-        return f"actds replay {shlex.quote(self.path)} MISSING --model FOLDER --only missing"
+        # Of a source that drew its rows, only a replay of all of them is read with it.
+        part = " --only missing" if self.evidence.sample is None else ""
+        return f"actds replay {shlex.quote(self.path)} MISSING --model FOLDER{part}"
 
     def level_of(self, lost: float) -> Level:
         """Return the level of a share of which nothing else is known: its worst case decides."""
@@ -211,7 +213,8 @@ def _cache(audited: Audited) -> Place:
     level = "FAIL" if without > limits.max_loss else level
     loaded = {}
     if level == "WARN" and not unresolved and not account.external:
-        loaded["weights"] = ["multiplicity"]
+        drawn = ["inclusion"] if audited.evidence.sample is not None else []
+        loaded["weights"] = ["multiplicity", *drawn]
         if coverage.dominant is not None and coverage.dominant.share >= DOMINANT:
             loaded["exclude"] = coverage.dominant.exclude
     worst = worst_of(_classes(coverage.cells, "reused"))
@@ -257,8 +260,10 @@ def _classes(cells: Sequence[CoverageCell], fate: str) -> Iterator[Worst]:
 def _weigh(audited: Audited, coverage: Coverage) -> Iterator[str]:
     account, cell = audited.account, coverage.dominant
     if account.own_hits:
+        drawn = audited.evidence.sample is not None
+        weights = '["multiplicity", "inclusion"]' if drawn else '"multiplicity"'
         yield (
-            'Load with weights="multiplicity", each row as often as it was served: '
+            f"Load with weights={weights}, each row as often as it was served: "
             f"{account.captured:,} rows become {coverage.effective_rows:,.0f} effective ones. If "
             "each distinct prefix is to count once: --accept cache."
         )

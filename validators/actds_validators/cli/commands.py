@@ -60,6 +60,12 @@ _accept_option = click.option(
     multiple=True,
     help="Waive a place where rows go, though it does not pass; repeatable.",
 )
+_follow_up_option = click.option(
+    "--follow-up",
+    metavar="DATASET",
+    help="A replay of a random part of the requests (actds replay --fraction): its rows say how "
+    "far means are off.",
+)
 
 
 def _policy() -> type[Policy]:
@@ -80,6 +86,7 @@ def _policy() -> type[Policy]:
 @click.option(
     "--policy", metavar="FILE", help="Refuse what this TOML file refuses; actds schema policy."
 )
+@_follow_up_option
 @click.option(
     "--format",
     "form",
@@ -124,6 +131,7 @@ def validate(
     paths: tuple[str, ...],
     level: Level | None,
     policy: str | None,
+    follow_up: str | None,
     form: str,
     as_json: bool,
     strict: bool,
@@ -156,6 +164,7 @@ def validate(
     form = "json" if as_json else form
     if watch and len(paths) > 1:
         raise click.UsageError("--watch follows one dataset")
+    _need_one(follow_up, paths)
     rules = None if policy is None else read_policy(policy)
     passages = []
     for path in paths:
@@ -167,11 +176,16 @@ def validate(
             passages.append(
                 judge(
                     path, level=level, policy=rules, strict=strict, progress=progress,
-                    executor=executor, seal=seal, validation=seen,
+                    executor=executor, seal=seal, validation=seen, follow_up=follow_up,
                 )
             )  # fmt: skip
     _print(passages, form)
     sys.exit(next(code for code in _SEVEREST if any(p.exit_code == code for p in passages)))
+
+
+def _need_one(follow_up: str | None, paths: tuple[str, ...]) -> None:
+    if follow_up is not None and len(paths) > 1:
+        raise click.UsageError("--follow-up is of one dataset")
 
 
 def _print(passages: list[Passage], form: str) -> None:
@@ -371,12 +385,7 @@ def _result() -> type[Audit]:
     help="Token classes for the coverage map: Parquet with request, start, stop, class.",
 )
 @_accept_option
-@click.option(
-    "--follow-up",
-    metavar="DATASET",
-    help="A replay of a random part of the requests (actds replay --fraction): its rows say how "
-    "far means are off.",
-)
+@_follow_up_option
 @click.option(
     "--sae",
     multiple=True,
@@ -478,6 +487,7 @@ _MAX_FEW_FINDINGS, _MAX_STEPS = 2, 3
     "Write the audit's report; of several datasets an index, with their reports beside it."
 )
 @_accept_option
+@_follow_up_option
 @click.option(
     "--imported",
     is_flag=True,
@@ -489,6 +499,7 @@ def check(
     paths: tuple[str, ...],
     html: Path | None,
     accept: tuple[str, ...],
+    follow_up: str | None,
     imported: bool,
     as_json: bool,
     strict: bool,
@@ -512,6 +523,7 @@ def check(
     from actds_validators.pages.report import page_beside, render, render_index
     from actds_validators.sections import about
 
+    _need_one(follow_up, paths)
     Outputs(html, None)  # what cannot be written is refused before minutes of hashing
     several = len(paths) > 1
     codes: list[int] = []
@@ -523,6 +535,7 @@ def check(
                 path,
                 accept=accept,
                 i_accept_unprovenanced=imported,
+                follow_up=follow_up,
                 validating=validating,
                 auditing=told(),
             )

@@ -368,8 +368,7 @@ class Census:
         client: ClientFacts,
         logged_drops: frozenset[int] = frozenset(),
         design: Design | None = None,
-        *,
-        reserves: bool = False,
+        policy: str = "block",
     ) -> CensusTables:
         """Return the census after the run has ended (spec 0.1 section 7.1).
 
@@ -378,7 +377,7 @@ class Census:
             logged_drops: steps in the writer's committed drop log. A drop that a killed writer did
                 not log is known to the scheduler side alone, and counts as aborted.
             design: how rows were drawn, ``None`` where every row was to be stored.
-            reserves: whether a drop policy lost what was not drawn.
+            policy: of overflow: ``drop_newest`` lost what a step was too full to draw (7.10).
         """
         dropped = {step: lost.reason for step, lost in self._lost.items() if step in logged_drops}
         prompts = {prompt.key: prompt for prompt in client.prompts}
@@ -393,7 +392,7 @@ class Census:
                 "roles": roles,
                 "sampled": sampled,
             }
-            drawn = self._drawn(design, aside, logged_drops if reserves else None)
+            drawn = self._drawn(design, aside, logged_drops if policy == "drop_newest" else None)
         pieces = self._pieces.settled(
             self._counts["prompt_len"],
             acknowledged,

@@ -565,7 +565,7 @@ class CensusProcess:
             self._client,
             ended.dropped_steps,
             settings.design(run),
-            reserves=settings.always is not None,
+            settings.overflow,
         )
         commit_census(store, chain, run, tables)
         chain.close(self._reason or "interrupted", tables.totals | self._beside)

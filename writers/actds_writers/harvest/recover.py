@@ -246,7 +246,7 @@ def _replay(store: Store, catalog: Catalog, run: str, ended: WriterEnd) -> dict[
         client,
         ended.dropped_steps,
         Design.of(record),
-        reserves=policy is not None and policy.value == "drop_newest",
+        "" if policy is None else str(policy.value),
     )
     present = {
         part.file.path: part
