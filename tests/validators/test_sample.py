@@ -175,6 +175,20 @@ def test_the_interval_of_a_rate_is_clopper_and_pearsons_where_rows_are_drawn_ali
     np.testing.assert_allclose(high, [w.high for w in want], atol=1e-12)
 
 
+@pytest.mark.parametrize("n_units", [60, 30_000])  # each its own cluster; thirty in one
+def test_the_interval_of_a_rate_is_that_of_the_units_whatever_shares_a_cluster(
+    n_units: int,
+) -> None:
+    rng = np.random.default_rng(1)
+    unit = np.repeat(np.arange(n_units), rng.integers(1, 5, n_units))
+    share = rng.choice([0.1, 0.3, 1.0], n_units, p=[0.1, 0.3, 0.6])[unit]
+    # All certain rows have it and few others: what is uncertain is far from the rate on one side.
+    active = (share == 1) | (rng.random(len(unit)) < 0.02)
+    _, low, high = rates_of(active[:, None].astype(np.float32), share, unit).rates(0.95, 1, 0.1)
+    want = ends_of(active, share, unit, 0.1, 1)
+    np.testing.assert_allclose([low[0], high[0]], want, rtol=0.1 if n_units == 60 else 0.01)
+
+
 @pytest.mark.parametrize("unit", ["row", "request"])
 def test_intervals_hold_rates_of_rare_features_that_go_with_probabilities(unit: str) -> None:
     rng = np.random.default_rng(5)
@@ -337,6 +351,9 @@ def test_the_command_shows_rates_and_refuses_what_does_not_fit(tmp_path: Path) -
         assert code in f"{refused.output}{refused.exception}"
     over = CliRunner().invoke(cli, [*arguments, "--sae", str(sae), "--json", str(sae / "cfg.json")])
     assert "the file of --sae" in f"{over.output}{over.exception}"
+    whole = make_dataset(tmp_path / "whole")
+    shown = CliRunner().invoke(cli, ["audit", str(whole), "--sae", f"resid_post.1={sae}"])
+    assert "features: not counted, because no row was left out by a draw" in shown.output
 
 
 def test_coverage_of_a_thinned_dataset_is_that_of_all_its_rows(tmp_path: Path) -> None:

@@ -473,6 +473,8 @@ def audit(
         outputs.say({"weights": weights})
     elif outputs.on_terminal and weights is not None:
         click.echo("weights: not written, because of accounting mismatches")
+    if sae and result.sample is None and outputs.on_terminal:
+        click.echo("features: not counted, because no row was left out by a draw")
     worst = "WARN" if strict else fail_on.upper()
     failing = [] if worst == "NEVER" else place.LEVELS[place.LEVELS.index(worst) :]
     sys.exit(int(result.answer.level in failing))
