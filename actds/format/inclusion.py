@@ -217,6 +217,11 @@ class Design:
     keep: tuple[KeepRule, ...] = ()
 
     @property
+    def least(self) -> float:
+        """Return the lowest inclusion that a row can have."""
+        return self.minimum * min((rule.share for rule in self.keep), default=1.0)
+
+    @property
     def reads_entropy(self) -> bool:
         """Return whether a share depends on entropies of sampled tokens."""
         return any(rule.entropy is not None for rule in self.keep)

@@ -26,7 +26,7 @@ from actds_testing.calibration import drawn
 from actds_testing.forged_draws import detected
 from actds_testing.schedules import Schedule, simulate, thinned
 from actds_testing.synthetic import make_dataset
-from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for, writer_stopped
+from actds_testing.synthetic_engine import PROMPT_LEN, SyntheticEngine, pipeline_for, writer_stopped
 from actds_validators.audit.result import (
     Accounting,
     Audit,
@@ -508,10 +508,11 @@ def test_a_run_of_which_nothing_was_drawn_does_not_pass() -> None:
 
 
 @pytest.mark.standard
-def test_the_lane_says_which_rows_a_drop_policy_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep", ["", "decode: 1; 0.5"])
+def test_the_lane_says_which_rows_a_drop_policy_kept(tmp_path: Path, keep: str) -> None:
     out = tmp_path / "acts"
     readouts = Readouts(n_projections=2, seed=3)
-    with pipeline_for(out, "drop_newest", readouts=readouts, always=0.25) as pipeline:
+    with pipeline_for(out, "drop_newest", readouts=readouts, always=0.25, keep=keep) as pipeline:
         worker = SyntheticEngine(pipeline)
         with writer_stopped(pipeline):
             for request in range(60):
@@ -527,7 +528,9 @@ def test_the_lane_says_which_rows_a_drop_policy_kept(tmp_path: Path) -> None:
     seal(open_store(out))
     sae = dictionary_of(tmp_path / "sae", out)
     dataset, section = actds.open(out), actds.audit(out, sae=[sae]).result.sample
-    assert section is not None and section.lane is not None and section.n_thinned == 0
+    assert section is not None and section.lane is not None
+    assert (section.n_thinned > 0, section.minimum) == (bool(keep), 0.125 if keep else 0.25)
+    share = {"prefill": 0.5 if keep else 1.0, "decode": 1.0}
     design = Design.of(dataset.runs["r-test"])
     assert design is not None
     kept, n = Counter[str](), Counter[str]()
@@ -535,8 +538,8 @@ def test_the_lane_says_which_rows_a_drop_policy_kept(tmp_path: Path) -> None:
         tokens = shard.tokens(["request", "position", "phase", "inclusion"]).to_pydict()
         u = design.numbers(tokens["request"], tokens["position"])
         for number, phase, inclusion in zip(u, tokens["phase"], tokens["inclusion"], strict=True):
-            n[phase] += number < 0.25
-            kept[phase] += number < 0.25 and inclusion == 1
+            n[phase] += number < 0.25 * share[phase]
+            kept[phase] += number < 0.25 * share[phase] and inclusion == share[phase]
     found = {p.label: p for p in section.lane.points if p.kind == "token class"}
     assert {label: point.n for label, point in found.items()} == {k: v for k, v in n.items() if v}
     for label, point in found.items():
@@ -544,21 +547,23 @@ def test_the_lane_says_which_rows_a_drop_policy_kept(tmp_path: Path) -> None:
     assert section.lane.n_rows == n.total() and section.lane.n_kept == kept.total()
     assert section.n_dropped == actds.audit(out).result.accounting.dropped > 0
     x, tokens = active_of(out, sae)
-    in_lane = design.numbers(tokens["request"].astype(int), tokens["position"].astype(int)) < 0.25
+    position = tokens["position"].astype(int)
+    drawn = np.where(position < PROMPT_LEN, share["prefill"], 1.0)
+    in_lane = design.numbers(tokens["request"].astype(int), position) < 0.25 * drawn
     points = [p for p in section.lane.points if p.kind == "feature at resid_post.1"]
     assert len(points) == 10 and "feature at resid_post.1" in section.lane.p
     for point in points:
         of = in_lane & (x[:, int(point.label.split()[1])] > 0)
-        k, total = int((of & (tokens["inclusion"] == 1)).sum()), int(of.sum())
+        k, total = int((of & (tokens["inclusion"] == drawn)).sum()), int(of.sum())
         want = stats.binomtest(k, total).proportion_ci(1 - 0.05 / 24, method="exact")
         assert (point.n, point.kept.value) == (total, k / total)
         np.testing.assert_allclose([point.kept.low, point.kept.high], [want.low, want.high])
     steps = dataset.steps()
     whole = np.array(steps["inclusion"].to_pylist()) == 1
     rows = np.array(steps["batch_tokens"].to_pylist())
-    share = rows[whole].sum() / rows.sum()  # what the lane estimates
     low, high = wilson(section.lane.n_kept, section.lane.n_rows, 0.999)
-    assert low < share < high
+    # What the lane estimates, where all rows have the same probability to be in it.
+    assert keep or low < rows[whole].sum() / rows.sum() < high
     assert (
         Audit.model_validate_json(
             Audit.model_validate(actds.audit(out, sae=[sae]).result.as_json()).model_dump_json()

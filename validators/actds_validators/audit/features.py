@@ -78,16 +78,17 @@ class FeatureSums:
         inclusion: Floats,
         units: Units | None,
         in_lane: Bools,
+        kept: Bools,
     ) -> None:
         """Add rows ``(n, d_model)``; those with a value that is not finite are left out."""
         finite: Bools = np.asarray(np.isfinite(rows).all(axis=1))
         features = self.dictionary.encode_sparse(rows[finite])
-        inclusion, in_lane = inclusion[finite], in_lane[finite]
+        inclusion, in_lane, kept = inclusion[finite], in_lane[finite], kept[finite]
         if units is not None:
             cluster = units.cluster * len(self.rates.spread_size) // _CLUSTERS[1]
             units = Units(units.n, cluster, units.sign).take(finite)
         self.rates.add(features, inclusion, units)
-        for nth, of in enumerate((in_lane, in_lane & (inclusion == 1))):
+        for nth, of in enumerate((in_lane, in_lane & kept)):
             self.n_lane[nth] += of.sum()
             if of.any():
                 self.lane[nth] += np.bincount(features[of].indices, minlength=self.lane.shape[1])

@@ -64,6 +64,7 @@ class _Draw:
     run: str
     design: Design | None
     n_of_request: Floats  # drawn rows of each request, where requests are drawn; else empty
+    of_step: Floats  # probability of each step, 1 where a drop policy kept it
 
     @classmethod
     def of(cls, catalog: Catalog, run: str) -> _Draw:
@@ -74,7 +75,10 @@ class _Draw:
                     more = np.bincount(shard.tokens(["request"])["request"].to_numpy())
                     n = np.pad(n, (0, max(0, len(more) - len(n))))
                     n[: len(more)] += more
-        return cls(run, design, n.astype(np.float64))
+        steps = catalog.table("steps", run, ["step", "inclusion"])
+        of_step = np.ones(1 + (pc.max(steps["step"]).as_py() or 0))
+        of_step[steps["step"].to_numpy()] = steps["inclusion"].fill_null(1.0).to_numpy()
+        return cls(run, design, n.astype(np.float64), of_step)
 
     def units(self, request: Ints, position: Ints) -> tuple[Ints, Floats]:
         """Return of each row the cluster of what was drawn with it, and how many rows that is."""
@@ -86,6 +90,14 @@ class _Draw:
         )
         n = self.n_of_request[request] if by_request else np.ones(len(request))
         return (number * MAX_CLUSTERS).astype(np.int64), n
+
+    def lane(self, tokens: Mapping[str, Ints], inclusion: Floats) -> tuple[Bools, Bools]:
+        """Return which rows are stored whatever the policy does, and of all which it kept."""
+        if self.design is None:
+            return np.zeros(len(inclusion), np.bool_), np.ones(len(inclusion), np.bool_)
+        kept = self.of_step[tokens["step"]] == 1
+        number = self.design.numbers(tokens["request"], tokens["position"])
+        return number < np.where(kept, self.design.minimum * inclusion, inclusion), kept
 
     @property
     def by_request(self) -> bool:
@@ -165,7 +177,7 @@ def sample(
     widest = max(total.values(), key=lambda sums: sums.n)
     return Sample(
         units=sorted({design.unit for design in designs}),
-        minimum=min(design.minimum for design in designs),
+        minimum=min(design.least for design in designs),
         n_stored=widest.n,
         n_thinned=n_thinned,
         n_dropped=n_dropped,
@@ -198,20 +210,19 @@ def _read_shard(
         is_first: whether it is of that set.
         features: sums of no row, which are added to and returned.
     """
-    tokens = data.numbers(shard.tokens(["request", "position", "phase", "flags", "inclusion"]))
+    names = ["request", "position", "phase", "flags", "step", "inclusion"]
+    tokens = data.numbers(shard.tokens(names))
     request, position = tokens["request"], tokens["position"]
     inclusion = tokens["inclusion"].astype(np.float64)
     inclusion[np.isnan(inclusion)] = 1.0
     cluster, n_unit = draw.units(request, position)
     rows, design = _LaneRows(), draw.design
-    in_lane = np.zeros(len(request), np.bool_)
-    if design is not None:
-        in_lane = design.numbers(request, position) < design.minimum
+    in_lane, kept = draw.lane(tokens, inclusion)
     always = np.flatnonzero(in_lane)
     if design is not None and is_first:
         kinds = np.where(tokens["phase"] == "prefill", 1, 2)
         kinds[tokens["flags"] & FLAG_SPECIAL != 0] = 0
-        rows.kept.append(inclusion[always] == 1)
+        rows.kept.append(kept[always])
         rows.token_class.append(kinds[always])
         rows.band.append(position_band(position[always]))
     units = draw.together(request, cluster, n_unit)
@@ -228,7 +239,8 @@ def _read_shard(
                 norms.append(values[:, -1])
                 if hook in features:
                     of = None if units is None else units.take(some)
-                    features[hook].add(values[:, :-1], inclusion[some], of, in_lane[some])
+                    lane = in_lane[some], kept[some]
+                    features[hook].add(values[:, :-1], inclusion[some], of, *lane)
         if is_first:
             rows.norm[hook] = [np.concatenate([np.zeros(0), *norms])[always]]
     return sums, rows, features
