@@ -258,7 +258,8 @@ def test_rows_drawn_by_rules_and_a_replay_of_a_part_weigh_by_their_inclusion_in_
         "prompts": prompts,
         "max_tokens": 8,
         "hooks": "resid_post:0",
-        "keep": "decode: 1; position 0-8: 0.5; 0.25",
+        "keep": "entropy 0-5.7549: 1; decode: 0.5; position 0-8: 0.5; 0.25",
+        "entropy": True,
         **ENGINE,
     }
     harvest(WriteSettings.of(settings))
@@ -287,9 +288,15 @@ def test_rows_drawn_by_rules_and_a_replay_of_a_part_weigh_by_their_inclusion_in_
     assert set(weights) == stored | {
         (request, position) for request in drawn.values() for position in range(lengths[request][1])
     }
+    entropy = {(line["request"], line["position"]): line["entropy"]
+               for line in source.sampled().to_pylist()}  # fmt: skip
+    shares = set()
     for (request, position), weight in weights.items():
-        share = 0.5 if position < 8 else 0.25 if position < lengths[request][0] else 1.0
+        is_half = position < 8 or position >= lengths[request][0]
+        share = 1.0 if entropy.get((request, position), 9.0) < 5.7549 else 0.5 if is_half else 0.25
+        shares.add((share, position >= lengths[request][0]))
         assert weight == pytest.approx(1 / (1 - (1 - share) * 0.5))
+    assert shares == {(1.0, True), (0.5, True), (0.5, False), (0.25, False)}
 
 
 def read_once(paths: list[str | Path], weights: str | None = None) -> list[tuple[str, int, int]]:

@@ -75,9 +75,9 @@ class Audited:
         return self.evidence.coverage
 
     def replay(self) -> str:
-        # Of a source that drew its rows, only a replay of all of them is read with it.
-        part = " --only missing" if self.evidence.sample is None else ""
-        return f"actds replay {shlex.quote(self.path)} MISSING --model FOLDER{part}"
+        if self.evidence.sample is not None:  # with one that drew its rows, a whole one is read
+            return f"actds replay {shlex.quote(self.path)} MISSING --model FOLDER"
+        return f"actds replay {shlex.quote(self.path)} MISSING --model FOLDER --only missing"
 
     def level_of(self, lost: float) -> Level:
         """Return the level of a share of which nothing else is known: its worst case decides."""
