@@ -334,7 +334,7 @@ def test_a_follow_up_of_drawn_rows_says_what_was_lost_beside_the_draw(
         })  # fmt: skip
 
     monkeypatch.setattr(synthetic, "_origin_table", origins)
-    facts = {"replay.fraction": "0.5", "replay.seed": 3}
+    facts: dict[str, Any] = {"replay.fraction": "0.5", "replay.seed": 3}
     part = synthetic.make_dataset(
         tmp_path / "part", schedule=whole, facts=facts, origins=True, run="r-again"
     )
@@ -348,7 +348,7 @@ def test_a_follow_up_of_drawn_rows_says_what_was_lost_beside_the_draw(
         (d["request"], p) for d in lossy.drops.to_pylist() for p in range(d["start"], d["stop"])
     }
     for hook in section.hooks:
-        w, rows = [], []
+        w: list[float] = []
         for shard in stored.shards:
             w += (1 / shard.tokens(["inclusion"])["inclusion"].to_numpy()).tolist()
         rows = values(stored, hook.hook)
