@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from actds.dataset.drawn import Shares, columns_of
 from actds.dataset.multiplicity import Servings
 from actds.errors import ActdsError
 from actds.explore.dataset import Dataset
@@ -206,16 +207,12 @@ class _Source:
         inclusion: Floats = np.where(keys < stop[at], spans["inclusion"].to_numpy()[at], 0.0)
         if not self._design.keep:
             return inclusion
-        request, position = split_key(keys)
-        lines, entropy = self._catalog.table("requests", self.run).sort_by("request"), None
-        prompt_len = lines["prompt_len"].to_numpy()[Index(lines["request"].to_numpy()).of(request)]
-        if self._design.reads_entropy:
-            sampled = self._catalog.table("sampled", self.run)
-            known = position_key(sampled["request"].to_numpy(), sampled["position"].to_numpy())
-            order = np.argsort(known)
-            entropies = sampled["entropy"].to_numpy().astype(np.float64)
-            entropy = values_at(keys, known[order], entropies[order])
-        return inclusion * self._design.shares(position, prompt_len.astype(np.int64), entropy)
+        design, catalog = self._design, self._catalog
+        aside = {name: catalog.table(name, self.run) for name in ("requests", *columns_of(design))}
+        lines = aside["requests"] = aside["requests"].sort_by("request")
+        prompt_len = lines["prompt_len"].to_numpy().astype(np.int64)
+        shares = Shares.of(design, Index(lines["request"].to_numpy()).of, prompt_len, aside)
+        return inclusion * shares.of_positions(*split_key(keys))
 
 
 _LOST = pa.array(["dropped", "aborted"])

@@ -250,7 +250,10 @@ def test_rows_drawn_by_rules_and_a_replay_of_a_part_weigh_by_their_inclusion_in_
     tmp_path: Path,
 ) -> None:
     model = make_random_model(tmp_path / "tiny")
-    records = [{"id": f"q{n}", "prompt": f"{n:02} is the number of this one"} for n in range(20)]
+    records = [
+        {"id": f"q{n}", "prompt": f"{n:02} is the number of this one", "topic": "abb"[n % 3]}
+        for n in range(20)
+    ]
     prompts = h.write_prompts(tmp_path / "prompts.jsonl", records)
     settings = {
         "out": tmp_path / "source",
@@ -258,7 +261,8 @@ def test_rows_drawn_by_rules_and_a_replay_of_a_part_weigh_by_their_inclusion_in_
         "prompts": prompts,
         "max_tokens": 8,
         "hooks": "resid_post:0",
-        "keep": "entropy 0-5.7549: 1; decode: 0.5; position 0-8: 0.5; 0.25",
+        "label_columns": ["topic"],
+        "keep": "label topic=a: 0.125; entropy 0-5.7549: 1; decode: 0.5; position 0-8: 0.5; 0.25",
         "entropy": True,
         **ENGINE,
     }
@@ -290,13 +294,17 @@ def test_rows_drawn_by_rules_and_a_replay_of_a_part_weigh_by_their_inclusion_in_
     }
     entropy = {(line["request"], line["position"]): line["entropy"]
                for line in source.sampled().to_pylist()}  # fmt: skip
+    topic = {line["request"]: records[line["source_row"]]["topic"]
+             for line in source.requests().to_pylist()}  # fmt: skip
     shares = set()
     for (request, position), weight in weights.items():
         is_half = position < 8 or position >= lengths[request][0]
         share = 1.0 if entropy.get((request, position), 9.0) < 5.7549 else 0.5 if is_half else 0.25
+        share = 0.125 if topic[request] == "a" else share
         shares.add((share, position >= lengths[request][0]))
         assert weight == pytest.approx(1 / (1 - (1 - share) * 0.5))
-    assert shares == {(1.0, True), (0.5, True), (0.5, False), (0.25, False)}
+    of_labels = {(0.125, True), (0.125, False)}
+    assert shares == {(1.0, True), (0.5, True), (0.5, False), (0.25, False)} | of_labels
 
 
 def read_once(paths: list[str | Path], weights: str | None = None) -> list[tuple[str, int, int]]:
