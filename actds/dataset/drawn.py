@@ -33,15 +33,16 @@ class Shares:
 
     Args:
         index: returns the place of each request in ``prompt_len``, -1 for one that is not there.
-        sampled: keys of sampled tokens by request and position, ascending and distinct, and the
-            entropies of the logits that they came from.
+        sampled: keys of sampled tokens by request and position, ascending and distinct.
+        known: float64 ``(1 + n_probes, n)``, entropy and scores that each of them was sampled with.
         takes: by the number of each rule for requests, whether it takes each.
     """
 
     design: Design
     index: Callable[[Ints], Ints]
     prompt_len: Ints
-    sampled: tuple[Keys, Floats] | None
+    sampled: Keys
+    known: Floats
     roles: Roles | None
     takes: dict[int, Bools]
 
@@ -54,44 +55,58 @@ class Shares:
         aside: Mapping[TableName, pa.Table],
     ) -> Shares:
         """Return the shares of a run; ``aside`` has the columns of ``columns_of``."""
-        sampled, roles, takes = None, None, {}
-        if design.reads_entropy:
+        roles, takes = None, {}
+        sampled, known = np.zeros(0, np.uint64), np.zeros((1 + len(design.probes), 0))
+        if design.reads_sampled:
             table = aside["sampled"]
-            keys = position_key(table["request"].to_numpy(), table["position"].to_numpy())
-            keys, first = np.unique(keys, return_index=True)
-            sampled = keys, table["entropy"].to_numpy().astype(np.float64)[first]
+            sampled = position_key(table["request"].to_numpy(), table["position"].to_numpy())
+            sampled, first = np.unique(sampled, return_index=True)
+            of_tokens = [table["entropy"].to_numpy()]
+            of_tokens += [elements(table["scores"], k) for k in range(len(design.probes))]
+            known = np.stack(of_tokens).astype(np.float64)[:, first]
         if design.reads_roles:
             roles = Roles(aside["roles"])
         if design.reads_requests:
             takes = _takes(design, index, len(prompt_len), aside["requests"])
-        return cls(design, index, prompt_len, sampled, roles, takes)
+        return cls(design, index, prompt_len, sampled, known, roles, takes)
 
     def of_positions(self, request: Ints, position: Ints) -> Floats:
         """Return the share of each position."""
-        entropy, role, at = None, None, self.index(request)
+        role, at = None, self.index(request)
         n = len(self.prompt_len)
         prompt_len = np.where(at >= 0, self.prompt_len[at], 0) if n else np.zeros_like(at)
-        if self.sampled is not None:
-            entropy = values_at(position_key(request, position), *self.sampled)
+        key = position_key(request, position)
+        entropy, *scores = (values_at(key, self.sampled, values) for values in self.known)
         if self.roles is not None:
             role = self.roles.of(request, position).to_numpy(zero_copy_only=False)
         takes = {
             number: (at >= 0) & of_request[at] if n else at >= 0
             for number, of_request in self.takes.items()
         }
-        return self.design.shares(position, prompt_len, entropy, role, takes)
+        of_probes = np.stack(scores) if scores else None
+        return self.design.shares(position, prompt_len, entropy, role, takes, of_probes)
 
 
 def columns_of(design: Design | None) -> dict[TableName, tuple[str, ...]]:
     """Return the columns that the rules of a design read, beside those of every account."""
     columns: dict[TableName, tuple[str, ...]] = {}
-    if design is not None and design.reads_entropy:
-        columns["sampled"] = ("request", "position", "entropy")
+    if design is not None and design.reads_sampled:
+        columns["sampled"] = ("request", "position", "entropy", "scores")
     if design is not None and design.reads_roles:
         columns["roles"] = ("request", "start", "stop", "role")
     if design is not None and design.reads_requests:
         columns["requests"] = ("external_id", "sampling")
     return columns
+
+
+def elements(lists: pa.ChunkedArray, place: int) -> Floats:
+    """Return the number at a place of each list, NaN for a list that has none there."""
+    column = lists.combine_chunks()
+    numbers, offsets = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
+    has_one = np.diff(offsets) > place
+    out = np.full(len(column), np.nan)
+    out[has_one] = numbers[offsets[:-1][has_one] + place]
+    return out
 
 
 def _takes(

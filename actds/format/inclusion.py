@@ -50,6 +50,8 @@ class KeepRule:
             and below; ``None`` for no bound. Never of a prompt position, or of an unknown one.
         role: of a prompt position; every generated one is the assistant's.
         request: names of ``about_request`` and patterns that the request has to match, all of them.
+        probe: hook and number of a probe, and from and below what its score has to be at the row
+            whose logits the token was sampled from; as ``entropy``.
 
     Spec: 0.1 section 7.10.
     """
@@ -60,6 +62,12 @@ class KeepRule:
     entropy: tuple[float | None, float | None] | None = None
     role: Role | None = None
     request: tuple[tuple[str, str], ...] = ()
+    probe: tuple[str, int, float | None, float | None] | None = None
+
+    @property
+    def reads_sampled(self) -> bool:
+        """Return whether it asks what was known when a token was sampled."""
+        return self.entropy is not None or self.probe is not None
 
     def takes(self, about: Mapping[str, str]) -> bool:
         """Return whether it can be of positions of a request; ``about`` as ``about_request``."""
@@ -74,10 +82,11 @@ class KeepRule:
         prompt_len: npt.NDArray[np.int64],
         entropy: npt.NDArray[np.float64] | None,
         role: npt.NDArray[np.str_ | np.object_] | None = None,
+        score: npt.NDArray[np.float64] | None = None,
     ) -> npt.NDArray[np.bool_]:
         """Return of which positions it is if it takes their requests, bool ``(n,)``.
 
-        Arguments as of ``Design.shares``.
+        Arguments as of ``Design.shares``; ``score`` is that of its probe.
         """
         of, in_prompt = np.ones(len(position), bool), position < prompt_len
         if self.phase is not None:
@@ -88,11 +97,12 @@ class KeepRule:
         if self.position is not None:
             first, last = self.position
             of &= (position >= first) & (position < (np.inf if last is None else last))
-        if self.entropy is not None:
-            low, high = self.entropy
-            known = np.full(len(position), np.nan) if entropy is None else entropy
-            of &= known >= (-np.inf if low is None else low)
-            of &= known < (np.inf if high is None else high)
+        for bounds, known in ((self.entropy, entropy), (self.probe and self.probe[2:], score)):
+            if bounds is not None:
+                low, high = bounds
+                known = np.full(len(position), np.nan) if known is None else known
+                of &= known >= (-np.inf if low is None else low)
+                of &= known < (np.inf if high is None else high)
         return of
 
     def as_json(self) -> dict[str, object]:
@@ -103,6 +113,7 @@ class KeepRule:
             "entropy": bounds,
             "phase": self.phase,
             "position": place,
+            "probe": self.probe and [*self.probe[:2], *map(_text, self.probe[2:])],
             "request": [list(pair) for pair in self.request] or None,
             "role": self.role,
             "share": repr(self.share),
@@ -115,7 +126,7 @@ class KeepRule:
             return None
         share, phase = _share(fields["share"]), fields["phase"]
         place, bounds = fields["position"], fields["entropy"]
-        role, request = fields["role"], fields["request"]
+        role, request, probe = fields["role"], fields["request"], fields["probe"]
         if share is None or phase not in (None, "prefill", "decode"):
             return None
         if role not in (None, *get_args(Role)):
@@ -126,20 +137,30 @@ class KeepRule:
             return None
         if place is not None and not _is_range(place):
             return None
-        if bounds is not None and (not isinstance(bounds, list) or len(bounds) != 2):
+        entropy = None if bounds is None else _bounds(bounds, _NUMBER)
+        if bounds is not None and entropy is None:
             return None
-        for bound in bounds or ():
-            if not (bound is None or (isinstance(bound, str) and _NUMBER.fullmatch(bound))):
+        of_probe = None
+        if probe is not None:
+            if not (isinstance(probe, list) and len(probe) == 4 and type(probe[1]) is int):
                 return None
-        numbers = [None if bound is None else float(bound) for bound in bounds or ()]
-        return cls(
-            share,
-            phase,
-            place and (place[0], place[1]),
-            (numbers[0], numbers[1]) if numbers else None,
-            role,
-            tuple((name, pattern) for name, pattern in request or ()),
-        )
+            scores = _bounds(probe[2:], _SIGNED)
+            if not isinstance(probe[0], str) or probe[1] < 0 or scores is None:
+                return None
+            of_probe = (probe[0], probe[1], *scores)
+        conditions = tuple((name, pattern) for name, pattern in request or ())
+        where = place and (place[0], place[1])
+        return cls(share, phase, where, entropy, role, conditions, of_probe)
+
+
+def _bounds(bounds: object, number: re.Pattern[str]) -> tuple[float | None, float | None] | None:
+    """Return from and below, ``None`` where it is not two decimals or nulls."""
+    if not isinstance(bounds, list) or len(bounds) != 2:
+        return None
+    if not all(b is None or (isinstance(b, str) and number.fullmatch(b)) for b in bounds):
+        return None
+    low, high = (None if bound is None else float(bound) for bound in bounds)
+    return low, high
 
 
 def _text(number: float | None) -> str | None:
@@ -222,9 +243,14 @@ class Design:
         return self.minimum * min((rule.share for rule in self.keep), default=1.0)
 
     @property
-    def reads_entropy(self) -> bool:
-        """Return whether a share depends on entropies of sampled tokens."""
-        return any(rule.entropy is not None for rule in self.keep)
+    def reads_sampled(self) -> bool:
+        """Return whether a share depends on what was known when a token was sampled."""
+        return any(rule.reads_sampled for rule in self.keep)
+
+    @property
+    def probes(self) -> tuple[tuple[str, int], ...]:
+        """Return hooks and numbers of the probes that rules read, each once, as first read."""
+        return tuple(dict.fromkeys(rule.probe[:2] for rule in self.keep if rule.probe))
 
     @property
     def reads_roles(self) -> bool:
@@ -241,6 +267,7 @@ class Design:
         entropy: npt.NDArray[np.float64] | None = None,
         role: npt.NDArray[np.str_ | np.object_] | None = None,
         takes: Mapping[int, npt.NDArray[np.bool_]] | None = None,
+        scores: npt.NDArray[np.float64] | None = None,
     ) -> npt.NDArray[np.float64]:
         """Return the share that the rules give each position, float64 ``(n,)``.
 
@@ -251,10 +278,16 @@ class Design:
             role: of each prompt position, empty where that is not known.
             takes: by the number of each rule for requests, whether it takes the request of each
                 position; without it none of them does.
+            scores: of ``probes`` at the row whose logits its token was sampled from, float64
+                ``(n_probes, n)``, NaN where that is not known.
         """
+        probes = self.probes
         shares, open_ = np.ones(len(position)), np.ones(len(position), bool)
         for number, rule in enumerate(self.keep):
-            of = open_ & rule.holds(position, prompt_len, entropy, role)
+            score = None
+            if rule.probe is not None and scores is not None:
+                score = scores[probes.index(rule.probe[:2])]
+            of = open_ & rule.holds(position, prompt_len, entropy, role, score)
             if rule.request:
                 of &= False if takes is None else takes[number]
             shares[of] = rule.share
@@ -303,6 +336,7 @@ _SALT = re.compile(r"[0-9a-f]{16}")
 MAX_PATTERN = 512
 _REQUEST_NAME = re.compile(r"external_id|(?:labels|xargs)\..+", re.DOTALL)
 _NUMBER = re.compile(r"[0-9]{1,16}(\.[0-9]{1,24})?(e-?[0-9]{1,3})?")
+_SIGNED = re.compile(f"-?{_NUMBER.pattern}")
 
 
 @cache

@@ -247,6 +247,7 @@ _COLUMNS: dict[TableName, list[pa.Field]] = {
         _column("entropy", _F32, "of the softmax of the model's own logits, in nats"),
         _column("logprob", _F32, "of the token under the same softmax, in nats"),
         _column("margin", _F32, "largest logit minus the second largest"),
+        _column("scores", pa.list_(_F32), "of the probes that rules for shares read"),
     ],
     "multiplicity": [
         _column("run", _S, "run of the request"),
@@ -270,7 +271,7 @@ def empty(name: TableName) -> pa.Table:
     return bare_schema(name).empty_table()
 
 
-OF_SAMPLES = {"inclusion": None, "thinned_tokens": 0}
+OF_SAMPLES: dict[str, object] = {"inclusion": None, "thinned_tokens": 0, "scores": []}
 """Columns that who stores every row may leave out, and what they are then."""
 
 

@@ -30,8 +30,8 @@ from actds.format.labels import dump_labels
 from actds.format.readouts import Readouts
 from actds.rewrite.recompression import recompress
 from actds_testing.places import VECTORS
-from actds_testing.schedules import WALL_NS, simulate, table_of, thinned
-from actds_testing.synthetic import SALT, make_dataset, thinned_facts
+from actds_testing.schedules import WALL_NS, Schedule, simulate, table_of, thinned
+from actds_testing.synthetic import SALT, make_dataset, sampled_table, thinned_facts
 
 
 def write(root: Path) -> None:
@@ -125,7 +125,7 @@ def _write_minimal(
             shares = {
                 step: (1.0, 0.5, 0.125)[step % 3] for step in schedule.steps["step"].to_pylist()
             }
-            share = partial(_share, schedule.requests.to_pylist()) if rules else lambda *key: 1.0
+            share = partial(_share, schedule) if rules else lambda *key: 1.0
             schedule = thinned(schedule, SALT, shares, unit, rules=share)
             facts = thinned_facts(unit, RULES if rules else "[]")
         make_dataset(
@@ -139,12 +139,12 @@ def _write_minimal(
             readouts=readouts,
             roles="thinking" if rules else roles,  # for a rule it is the assistant's all the same
             origins=origins,
-            entropy=entropy,
+            entropy=entropy or rules,
         )
 
 
 def _rule(share: str, **asked: Any) -> dict[str, Any]:
-    names = ("entropy", "phase", "position", "request", "role")
+    names = ("entropy", "phase", "position", "probe", "request", "role")
     return {**dict.fromkeys(names), **asked, "share": share}
 
 
@@ -152,15 +152,19 @@ RULES = canonical.dump([
     _rule("1.0", request=[["labels.domain", "ma?h*"], ["labels.é", "true"]], role="user"),
     _rule("0.75", request=[["external_id", "*-0"]], phase="prefill"),
     _rule("0.625", role="template"),
+    _rule("0.875", probe=[HOOK, 0, "-0.5", "2.5"]),
     _rule("0.5", role="assistant"),
     _rule("0.25"),
 ]).decode("ascii").strip()  # fmt: skip
 
 
-def _share(requests: list[dict[str, Any]], request: int, position: int) -> float:
+def _share(schedule: Schedule, request: int, position: int) -> float:
     """Return what ``RULES`` give a position of a chat as ``make_dataset`` writes them."""
-    edge = requests[request]["prompt_len"]
+    edge = schedule.requests.to_pylist()[request]["prompt_len"]
     if position >= edge:
+        for line in sampled_table(schedule, 1).to_pylist():
+            if (line["request"], line["position"]) == (request, position):
+                return 0.875 if -0.5 <= line["scores"][0] < 2.5 else 0.5
         return 0.5
     is_user = 3 <= position < edge - 2
     if request == 2 and is_user:  # the one with the label maths

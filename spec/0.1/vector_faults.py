@@ -1059,6 +1059,17 @@ def _(v: Vector) -> None:
     v.relink()
 
 
+@fault("E424", "rule-of-another-score", "shards", "A token has another score than at the draw.",
+       base="thinned-rules")  # fmt: skip
+def _(v: Vector) -> None:
+    def edit(rows: list[Json]) -> None:
+        for row in rows:
+            row["scores"] = [score + 3 for score in row["scores"]]
+
+    v.edit_table("sampled", edit)
+    v.relink()
+
+
 @fault("E416", "thinned-without-readouts", f"readouts/{RUN}",
        "A thinned position left no readouts.", base="thinned")  # fmt: skip
 def _(v: Vector) -> None:

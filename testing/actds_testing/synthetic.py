@@ -17,6 +17,7 @@ import pyarrow as pa
 from actds.dataset.commit import ShardRows, commit_part, commit_shard
 from actds.dataset.ledger import Chain
 from actds.format import schema, tables
+from actds.format.inclusion import INCLUSION
 from actds.format.readouts import Readouts, compute, matrix
 from actds.format.schema import (
     REQUIRED_PROVENANCE,
@@ -134,7 +135,8 @@ def make_dataset(
         lines = _origin_table(told) if origins is True else origins
         commit_part(store, census, "origins", run, 0, lines)
     if entropy:
-        commit_part(store, census, "sampled", run, 0, sampled_table(told))
+        n_scores = str((facts or {}).get(INCLUSION)).count('"probe":[')
+        commit_part(store, census, "sampled", run, 0, sampled_table(told, n_scores))
     writer.close("finished", _writer_totals(told))
     census.close("finished", _census_totals(told))
     assert n_shards or not len(told.rows)
@@ -304,8 +306,8 @@ def _origin_table(told: Schedule) -> pa.Table:
     return tables.build("origins", columns)
 
 
-def sampled_table(told: Schedule) -> pa.Table:
-    """Return what logits said that are a pure function of the tokens before."""
+def sampled_table(told: Schedule, n_scores: int = 0) -> pa.Table:
+    """Return what logits, and so many scores, said that follow from the tokens before."""
     request, position, step = (list(column) for column in zip(*sorted(told.sampled), strict=True))
     keys = list(zip(request, position, strict=True))
     seeds = [_prefix_hashes(told.token_ids[r][:p], 0)[-1] for r, p in keys]
@@ -322,6 +324,7 @@ def sampled_table(told: Schedule) -> pa.Table:
         "entropy": -(odds * np.log(odds)).sum(axis=1),
         "logprob": np.log(odds[:, 0]),
         "margin": highest[:, -1] - highest[:, -2],
+        "scores": (logits[:, :n_scores] - 4).astype(np.float32).tolist(),
     }
     return tables.build("sampled", columns)
 

@@ -103,14 +103,18 @@ def test_rules_store_the_rows_of_uncertain_tokens_roles_labels_and_ids(
             record["messages"] = [{"role": role, "content": text} for role, text in turns]
         by_id[record["id"]] = record
     mixed = h.write_prompts(tmp_path / "mixed.jsonl", list(by_id.values()))
+    d_model = json.loads((model / "config.json").read_text())["hidden_size"]
+    probes = np.random.default_rng(3).normal(size=(2, d_model)).astype(np.float32)
+    np.save(tmp_path / "probes.npy", probes)
     keep = (
-        "label topic=ma* and role user: 1; role system: 0.75; entropy 5.7552-: 0.875; "
+        "label topic=ma* and role user: 1; role system: 0.75; "
+        "probe resid_post.2 1 >= 0.5: 0.625; entropy 5.7552-: 0.875; "
         "role assistant: 0.25; id q1?: 0.5; 0.1"
     )
     one = harvest(
         tmp_path, model, mixed, asynchronous=ahead, engine=CROWDED,
         settings={"entropy": True, "temperature": 1.0, "max_tokens": 24, "keep": keep,
-                  "label_columns": ["topic"]},
+                  "label_columns": ["topic"], "probes": str(tmp_path / "probes.npy")},
     )  # fmt: skip
 
     def of_prompt(request: dict[str, Any], position: int) -> float:
@@ -132,7 +136,18 @@ def test_rules_store_the_rows_of_uncertain_tokens_roles_labels_and_ids(
     design = Design.of(one.dataset.runs[one.run])
     assert design is not None
     lines = one.table("sampled").to_pylist()
-    entropy = {(line["request"], line["position"]): line["entropy"] for line in lines}
+    # What the readouts say of the row whose logits a token came from, in the step of the logits.
+    score = {
+        (line["request"], line["position"] + 1, line["step"]): line["probes"][1]
+        for line in one.dataset.readouts().to_pylist()
+        if line["hook"] == "resid_post.2"
+    }
+    of_token = {}
+    for line in lines:
+        key = line["request"], line["position"]
+        assert line["scores"] == [score[*key, line["step"]]]
+        of_entropy = 0.875 if line["entropy"] >= 5.7552 else 0.25
+        of_token[key] = 0.625 if line["scores"][0] >= 0.5 else of_entropy
     computed = {
         (span["request"], p)
         for span in one.table("spans").to_pylist()
@@ -143,7 +158,7 @@ def test_rules_store_the_rows_of_uncertain_tokens_roles_labels_and_ids(
     shares = {
         key: of_prompt(requests[key[0]], key[1])
         if key[1] < requests[key[0]]["prompt_len"]
-        else (0.875 if entropy[key] >= 5.7552 else 0.25)
+        else of_token[key]
         for key in computed
     }
     expected = {
@@ -151,7 +166,7 @@ def test_rules_store_the_rows_of_uncertain_tokens_roles_labels_and_ids(
     }
     rows = one.tokens()
     assert {(row["request"], row["position"], row["inclusion"]) for row in rows} == expected
-    assert len({share for *_, share in expected}) == 6
+    assert len({share for *_, share in expected}) == 7
     assert not [f for f in independent.validate(Path(one.dataset.path)) if f.severity == "error"]
 
 

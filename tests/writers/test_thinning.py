@@ -34,9 +34,10 @@ from actds_testing.synthetic_engine import (
     writer_stopped,
 )
 from actds_validators.validate.validation import validate
+from actds_writers.capture.hooks import plan_readouts
 from actds_writers.capture.thinning import Reserve, Thin
 from actds_writers.config import HarvestSettings, LiveSettings
-from actds_writers.ipc.messages import ClientFacts, LeftOut, PromptFact
+from actds_writers.ipc.messages import ClientFacts, HookSpec, LeftOut, PromptFact
 from actds_writers.sampling import Regime, keep_rules
 
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
@@ -314,12 +315,34 @@ def test_rules_for_entropies_need_entropies() -> None:
     with pytest.raises(ActdsError, match="entropy"):
         HarvestSettings.of(fields)
     design = HarvestSettings.of({**fields, "entropy": True}).design("r")
-    assert design is not None and design.reads_entropy
+    assert design is not None and design.reads_sampled
     entropy = np.array([np.nan, 2.4, 2.5])
     assert design.shares(np.arange(3), np.zeros(3, int), entropy).tolist() == [0.1, 0.1, 1.0]
     field = ProvenanceField(value=design.as_field(), origin="declared", reason=None)
     record: Any = SimpleNamespace(run="r", fields={"capture.inclusion": field})
     assert Design.of(record) == design
+
+
+def test_rules_for_scores_need_probes_and_read_those_of_their_own() -> None:
+    keep = "probe resid_post.1 2 >= -0.5 and probe resid_post.1 2 < 1.5: 1; "
+    keep += "probe resid_post.0 0 >= 2: 0.5; 0.25"
+    fields: dict[str, Any] = {"out": "acts", "hooks": "resid_post:0,1", "keep": keep}
+    for missing in ({}, {"entropy": True}, {"probes": "probes.npy"},
+                    {"entropy": True, "probes": "probes.npy", "readouts": False}):  # fmt: skip
+        with pytest.raises(ActdsError, match=r"E009 .*known with"):
+            HarvestSettings.of({**fields, **missing})
+    design = HarvestSettings.of({**fields, "entropy": True, "probes": "p.npy"}).design("r")
+    assert design is not None and design.probes == (("resid_post.1", 2), ("resid_post.0", 0))
+    scores = np.array([[np.nan, -0.6, -0.5, 1.4, 1.5], [np.nan, 2.0, 2.0, 1.9, 1.9]])
+    shares = design.shares(np.arange(5), np.zeros(5, int), scores=scores)
+    assert shares.tolist() == [0.25, 0.5, 1.0, 1.0, 0.25]
+    field = ProvenanceField(value=design.as_field(), origin="declared", reason=None)
+    record: Any = SimpleNamespace(run="r", fields={"capture.inclusion": field})
+    assert Design.of(record) == design
+    hooks = [HookSpec(f"resid_post.{i}", "resid_post", i, 4, "float32") for i in range(2)]
+    for rule in ("probe resid_post.0 3 < 1: 1", "probe resid_post.2 0 < 1: 1"):
+        with pytest.raises(ActdsError, match="E009 keep: a rule for probe"):
+            plan_readouts(0, None, hooks, rule)
 
 
 @pytest.mark.parametrize(

@@ -151,8 +151,9 @@ class HarvestSettings(Settings):
         default="",
         description="Store a share of the rows by rules, the first that holds: 'decode: 1; "
         "position 0-16: 1; 0.1'. A rule is prefill, decode, position A-B, entropy A-B (in nats, of "
-        "the logits that the token came from), role NAME, label NAME=GLOB, xarg NAME=GLOB (of a "
-        "served request) or id GLOB, joined by 'and'",
+        "the logits that the token came from), probe HOOK K >= X or < X (at the row that it came "
+        "from), role NAME, label NAME=GLOB, xarg NAME=GLOB (of a served request) or id GLOB, "
+        "joined by 'and'",
         json_schema_extra={"metavar": "RULES"},
     )
     always: Annotated[float, Field(gt=0, le=1)] | None = Field(
@@ -205,8 +206,11 @@ class HarvestSettings(Settings):
 
     @model_validator(mode="after")
     def _draws_what_it_knows(self) -> Self:
-        if any(rule.entropy is not None for rule in keep_rules(self.keep)) and not self.entropy:
-            raise ValueError("keep: entropies are known with entropy only")
+        rules = keep_rules(self.keep)
+        if any(rule.reads_sampled for rule in rules) and not self.entropy:
+            raise ValueError("keep: entropies and scores are known with entropy only")
+        if any(rule.probe for rule in rules) and not (self.probes and self.readouts):
+            raise ValueError("keep: scores are known with probes and readouts only")
         if self.always is not None and self.overflow != "drop_newest":
             raise ValueError("always: with overflow drop_newest, whose dropped steps it is for")
         return self

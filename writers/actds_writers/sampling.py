@@ -89,6 +89,8 @@ _ENGINE_ID = re.compile(r"(?:[0-9]+_)?(?:cmpl-(?P<completion>.+)-[0-9]+|chatcmpl
 _SHARE_RULE = re.compile(
     r"(?:(?P<phase>prefill|decode)|position (?P<first>[0-9]{1,9})-(?P<last>[0-9]{1,9})?"
     r"|entropy (?P<low>[0-9.]{1,16})?-(?P<high>[0-9.]{1,16})?"
+    r"|probe (?P<hook>[a-z0-9_.+]{1,80}) (?P<probe>[0-9]{1,4}) ?(?P<side>>=|<) ?"
+    r"(?P<bound>-?[0-9]{1,16}(?:\.[0-9]{1,16})?)"
     rf"|role (?P<role>{'|'.join(get_args(Role))})|id (?P<id>.{{1,512}})"
     r"|(?P<column>label|xarg) (?P<name>[^=]{1,256})=(?P<value>.{0,512}))",
     re.DOTALL,
@@ -120,14 +122,21 @@ def _keep_rule(text: str) -> KeepRule:
         match = _SHARE_RULE.fullmatch(words.strip())
         if match is None:
             raise ValueError(
-                "prefill, decode, position A-B, entropy A-B, role NAME, label NAME=GLOB, "
-                f"xarg NAME=GLOB or id GLOB: {words.strip()!r}"
+                "prefill, decode, position A-B, entropy A-B, probe HOOK K >= X, probe HOOK K < X, "
+                f"role NAME, label NAME=GLOB, xarg NAME=GLOB or id GLOB: {words.strip()!r}"
             )
         if match["phase"] is not None:
             rule = replace(rule, phase="prefill" if match["phase"] == "prefill" else "decode")
         elif match["first"] is not None:
             last = None if match["last"] is None else int(match["last"])
             rule = replace(rule, position=(int(match["first"]), last))
+        elif match["hook"] is not None:
+            of, bound = (match["hook"], int(match["probe"])), float(match["bound"])
+            _, _, low, high = rule.probe or (*of, None, None)
+            if rule.probe is not None and rule.probe[:2] != of:
+                raise ValueError(f"one probe of one hook in a rule: {text}")
+            low, high = (bound, high) if match["side"] == ">=" else (low, bound)
+            rule = replace(rule, probe=(*of, low, high))
         elif match["role"] is not None:
             rule = replace(rule, role=cast(Role, match["role"]))
         elif match["id"] is not None:

@@ -57,7 +57,7 @@ def _is_share(text: object) -> bool:
 
 
 def _is_rule(rule: object) -> bool:
-    names = {"entropy", "phase", "position", "request", "role", "share"}
+    names = {"entropy", "phase", "position", "probe", "request", "role", "share"}
     if not isinstance(rule, dict) or set(rule) != names or not _is_share(rule["share"]):
         return False
     fits = rule["phase"] in (None, "prefill", "decode") and rule["role"] in (None, *WORDS["role"])
@@ -66,6 +66,13 @@ def _is_rule(rule: object) -> bool:
         fits &= isinstance(place, list) and len(place) == 2
         fits = fits and type(place[0]) is int and place[0] >= 0
         fits = fits and (place[1] is None or type(place[1]) is int)
+    probe = rule["probe"]
+    if probe is not None:
+        fits = fits and isinstance(probe, list) and len(probe) == 4
+        fits = fits and isinstance(probe[0], str) and type(probe[1]) is int and probe[1] >= 0
+        texts = [bound for bound in probe[2:] if bound is not None] if fits else []
+        fits = fits and all(isinstance(text, str) for text in texts)
+        fits = fits and all(_is_decimal(text.removeprefix("-")) for text in texts)
     if bounds is not None:
         fits = fits and isinstance(bounds, list) and len(bounds) == 2
         fits = fits and all(bound is None or _is_decimal(bound) for bound in bounds)
@@ -143,23 +150,32 @@ def _inclusion(
     for part in account.table("roles") if asks else []:
         if part["request"] == request and part["start"] <= position < part["stop"]:
             role = part["role"]
-    entropy = None
-    if any(rule["entropy"] for rule in design["keep"]):
-        of_position = [
-            sampled["entropy"]
-            for sampled in account.table("sampled")
-            if (sampled["request"], sampled["position"]) == (request, position)
-        ]
-        entropy = of_position[0] if of_position else None
+    of_token: Json | None = None
+    if any(rule["entropy"] or rule["probe"] for rule in design["keep"]):
+        for sampled in reversed(account.table("sampled")):
+            if (sampled["request"], sampled["position"]) == (request, position):
+                of_token = sampled
+    probes: list[object] = []
+    for rule in design["keep"]:
+        if rule["probe"] and rule["probe"][:2] not in probes:
+            probes.append(rule["probe"][:2])
     for rule in design["keep"]:
         holds = rule["phase"] in (None, "prefill" if is_prompt else "decode")
         if rule["position"] is not None:
             first, last = rule["position"]
             holds &= position >= first and (last is None or position < last)
-        if rule["entropy"] is not None:
-            low, high = (None if bound is None else float(bound) for bound in rule["entropy"])
-            holds &= entropy is not None
-            holds = holds and (low is None or entropy >= low) and (high is None or entropy < high)
+        for name in ("entropy", "probe"):
+            if rule[name] is None:
+                continue
+            low, high = (None if bound is None else float(bound) for bound in rule[name][-2:])
+            value = None
+            if of_token is not None and name == "entropy":
+                value = of_token["entropy"]
+            elif of_token is not None:
+                place = probes.index(rule["probe"][:2])
+                value = dict(enumerate(of_token["scores"])).get(place)
+            holds = holds and value is not None
+            holds = holds and (low is None or value >= low) and (high is None or value < high)
         holds = holds and rule["role"] in (None, role)
         for name, pattern in rule["request"] or []:
             text = None if line is None else _asked(line, name)

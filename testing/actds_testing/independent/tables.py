@@ -35,7 +35,7 @@ COLUMNS = {  # 6.3; a question mark stands for: may be null
     "origins": """request uint32 source_dataset string source_seal string source_run string
         source_request uint32 n_given uint32""",
     "sampled": """request uint32 position uint32 step uint64 token_id uint32 entropy float
-        logprob float margin float""",
+        logprob float margin float scores list<float>""",
     "drops": f"""drop uint32 t_ns int64 step uint64 drop_reason string policy string
         request uint32 start uint32 stop uint32 n_tokens uint32 batch_tokens uint32
         max_seq_len uint32 {_QUEUES}""",

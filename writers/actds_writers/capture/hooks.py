@@ -29,6 +29,7 @@ from actds.text import one_line
 from actds_writers.capture import taps
 from actds_writers.capture.taps import HookKind, ModelConfig, StreamForm, Tap
 from actds_writers.ipc.messages import HookSpec
+from actds_writers.sampling import keep_rules
 
 if TYPE_CHECKING:
     import torch
@@ -37,13 +38,26 @@ Floats = npt.NDArray[np.float32]
 
 
 def plan_readouts(
-    seed: int, file: str | Path | None, hooks: Sequence[HookSpec]
+    seed: int, file: str | Path | None, hooks: Sequence[HookSpec], keep: str = ""
 ) -> tuple[Readouts, bytes | None]:
     """Return the readouts of a run (spec 0.1 section 7.8), and the bytes of its probes' file.
 
     Raises E015 when the file does not fit the hooks, or these differ in width: a dataset stores the
-    probes of all hooks as one array.
+    probes of all hooks as one array. E009 when rules for shares read a probe that there is not.
     """
+    readouts, data = _planned(seed, file, hooks)
+    for rule in keep_rules(keep):
+        hook, number = rule.probe[:2] if rule.probe else (hooks[0].name, -1)
+        if hook not in {spec.name for spec in hooks} or number >= readouts.n_probes:
+            got = f"a rule for probe {number} of {hook}"
+            expected = f"one of {readouts.n_probes} probes of a captured hook"
+            raise ActdsError("E009", "keep", got=got, expected=expected)
+    return readouts, data
+
+
+def _planned(
+    seed: int, file: str | Path | None, hooks: Sequence[HookSpec]
+) -> tuple[Readouts, bytes | None]:
     if file is None:
         return Readouts(DEFAULT_PROJECTIONS, seed), None
     path = Path(file)

@@ -22,6 +22,7 @@ import torch
 
 from actds.errors import ActdsError
 from actds.format import tables
+from actds.format.readouts import Readouts
 from actds_writers.capture.op import TORCH_TYPES, HookBuffers
 from actds_writers.capture.thinning import Draws, controller_of
 from actds_writers.capture.transfer import (
@@ -108,13 +109,6 @@ class Step:
             inclusion=None if self.inclusion is None else self.inclusion[some],
         )
         return step, stays
-
-    @property
-    def expected_share(self) -> float:
-        """Return the mean probability of the step's rows."""
-        if self.inclusion is None or not len(self.n_rows):
-            return 1.0
-        return float(np.average(self.inclusion, weights=self.n_rows))
 
     @property
     def keeps_nothing(self) -> bool:
@@ -225,7 +219,13 @@ class Stages:
 
         design, policy = link.settings.design(link.run), POLICIES[link.settings.overflow]
         self._draws: Draws | None = None
+        self._probes: list[tuple[int, int]] = []
+        """Number of the hook, and column of the readouts, of each probe that rules read."""
         if design is not None:
+            names = [hook.name for hook in hooks]
+            readouts = Readouts.from_field(link.readouts, "readouts")
+            first = self._width - (0 if readouts is None else readouts.n_probes)
+            self._probes = [(names.index(hook), first + k) for hook, k in design.probes]
             self._draws = Draws(design, controller_of(link.settings, design))
             always = link.settings.always is not None
             if link.settings.reserves and not (always and link.live):
@@ -447,7 +447,8 @@ class Stages:
         nbytes = self._narrow_nbytes(n)
         whole = typed(self._narrow_memory, moving.narrow, (1, 1, nbytes), torch.uint8)
         _, staged_seen, _ = self._narrow_views(self._narrow_memory, moving.narrow, n)
-        ids, seen, readouts = self._narrow_views(host, 0, n)
+        ids, seen, every = self._narrow_views(host, 0, n)
+        readouts = every
         seen.fill_(-1)
         copier.copy([host[:nbytes].view(1, 1, nbytes)], [whole], None, moving.done, staged_seen)
         # Padding rows come behind the scheduled ones, so a hook may see more, never fewer.
@@ -490,7 +491,8 @@ class Stages:
             if not self.lane.put(step.step, rows, readouts):
                 self.handover.give_up_step(moving.entry)
         if moving.sampled is not None:
-            self._tell_sampled(step, positions, moving.sampled, copier)
+            of_rows = every if stays is None or not self._probes else every[:, stays]
+            self._tell_sampled(step, positions, of_rows, moving.sampled, copier)
         if moving.changed is not None:
             flag = torch.empty(1, 1, 1, dtype=torch.bool, pin_memory=self._device.type == "cuda")
             copier.copy([flag], [moving.changed], None, moving.done)
@@ -519,22 +521,31 @@ class Stages:
         return inclusion, (numbers < shares, numbers < inclusion)
 
     def _tell_sampled(
-        self, step: Step, positions: IntArray, sampled: _Sampled, copier: Copier
+        self,
+        step: Step,
+        positions: IntArray,
+        readouts: torch.Tensor,
+        sampled: _Sampled,
+        copier: Copier,
     ) -> None:
         on_cuda = self._device.type == "cuda"
         host = torch.empty(sampled.values.shape, dtype=torch.int32, pin_memory=on_cuda)
         copier.copy([host], [sampled.values], None, sampled.done)
         wanted = sampled.requests >= 0
         bits = host.numpy()[wanted]
-        values = np.ascontiguousarray(bits[:, 1:]).view(np.float32).ravel()
+        values = np.ascontiguousarray(bits[:, 1:]).view(np.float32)
         ids, requests = bits[:, 0].astype(np.int64), sampled.requests[wanted]
-        self._tell_census(LogitsRead(step.step, requests, ids, values))
         if self._draws is not None:
             last = dict(zip(step.requests.tolist(), np.cumsum(step.n_rows) - 1, strict=True))
             has_rows = np.array([request in last for request in requests.tolist()], bool)
             rows = np.array([last[request] for request in requests[has_rows].tolist()], np.int64)
-            entropies = values.reshape(-1, 3)[has_rows, 0]
-            self._draws.sampled(requests[has_rows], positions[rows] + 1, entropies)
+            scores = np.full((len(requests), len(self._probes)), np.nan, np.float32)
+            for nth, (hook, column) in enumerate(self._probes):
+                scores[has_rows, nth] = readouts[hook, rows, column].numpy()
+            known = np.concatenate([values[:, :1], scores], axis=1)
+            self._draws.sampled(requests[has_rows], positions[rows] + 1, known[has_rows])
+            values = np.concatenate([values, scores], axis=1)
+        self._tell_census(LogitsRead(step.step, requests, ids, values.ravel()))
 
     # the moving thread ------------------------------------------------------------------------
 

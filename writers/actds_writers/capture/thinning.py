@@ -91,8 +91,8 @@ class Draws:
     def __init__(self, design: Design, controller: Controller) -> None:
         self.design, self._controller = design, controller
         self._of_request: dict[int, float] = {}
-        self._entropy: dict[int, tuple[int, float]] = {}
-        """By request, the position of its last sampled token, and the entropy behind it."""
+        self._sampled: dict[int, tuple[int, FloatArray]] = {}
+        """By request, the position of its last sampled token; entropy and scores behind it."""
         self._regimes: dict[int, tuple[Regime, np.ndarray]] = {}
         """By request; beside it, of each prompt position the place of its role in ``_ROLES``."""
 
@@ -126,17 +126,17 @@ class Draws:
 
     def of_rows(self, requests: IntArray, positions: IntArray, prompt_lens: IntArray) -> np.ndarray:
         """Return the share that the rules give each row of a step, ``(n,)``."""
-        entropy = None
-        if self.design.reads_entropy:
-            entropy = np.full(len(positions), np.nan)
+        entropy = scores = role = takes = None
+        if self.design.reads_sampled:
+            known = np.full((1 + len(self.design.probes), len(positions)), np.nan)
             for row in np.flatnonzero(positions >= prompt_lens).tolist():
-                at, value = self._entropy.get(int(requests[row]), (-1, np.nan))
+                at, values = self._sampled.get(int(requests[row]), (-1, known[:, row]))
                 if at == positions[row]:
-                    entropy[row] = value
-        if not (self.design.reads_roles or self.design.reads_requests):
-            return self.design.shares(positions, prompt_lens, entropy)
-        role, takes = self._of_requests(requests, positions)
-        return self.design.shares(positions, prompt_lens, entropy, role, takes)
+                    known[:, row] = values
+            entropy, scores = known[0], known[1:]
+        if self.design.reads_roles or self.design.reads_requests:
+            role, takes = self._of_requests(requests, positions)
+        return self.design.shares(positions, prompt_lens, entropy, role, takes, scores)
 
     def _of_requests(
         self, requests: IntArray, positions: IntArray
@@ -155,20 +155,21 @@ class Draws:
                 takes[k][start:stop] = regime.takes.get(k, False)
         return np.array(_ROLES)[role], takes
 
-    def sampled(self, requests: IntArray, positions: IntArray, entropies: FloatArray) -> None:
-        """Note what the logits of a step said of the tokens at some positions.
+    def sampled(self, requests: IntArray, positions: IntArray, known: FloatArray) -> None:
+        """Note entropy and scores ``(n, 1 + n_probes)`` of the tokens at some positions.
 
         An engine may sample behind a part of a prompt as well, and discard the token: it stands
         below the last one that counts.
         """
-        if not self.design.reads_entropy:
+        if not self.design.reads_sampled:
             return
-        lines = zip(requests.tolist(), positions.tolist(), entropies.tolist(), strict=True)
-        for request, position, entropy in lines:
-            if position >= self._entropy.get(request, (-1, np.nan))[0]:
-                self._entropy[request] = (position, entropy)
+        for row, (request, position) in enumerate(
+            zip(requests.tolist(), positions.tolist(), strict=True)
+        ):
+            if request not in self._sampled or position >= self._sampled[request][0]:
+                self._sampled[request] = (position, known[row])
 
     def forget(self, finished: tuple[int, ...]) -> None:
         for request in finished:
-            self._entropy.pop(request, None)
+            self._sampled.pop(request, None)
             self._regimes.pop(request, None)

@@ -64,6 +64,13 @@ _LINE = np.dtype(
     ]
 )
 _VALUES = _LINE.names[4:] if _LINE.names else ()
+
+
+def _line(n_scores: int) -> np.dtype[np.void]:
+    scores = [("scores", np.float32, (n_scores,))] if n_scores else []
+    return np.dtype([*_LINE.descr, *scores])
+
+
 Lines = np.ndarray[tuple[int], np.dtype[np.void]]
 
 
@@ -74,6 +81,7 @@ class SampledLog:
         self._packed: list[bytes] = []
         self._open: list[Lines] = []
         self._n_open = 0
+        self._line = _LINE
         self.mismatch: ActdsError | None = None
         """The first token that the scheduler gave out and the worker did not sample."""
 
@@ -94,7 +102,12 @@ class SampledLog:
         parts = [tables.empty("sampled")]
         for lines in self._blocks():
             known = lines[lines["position"] < n_positions[lines["request"]]]
-            parts.append(tables.build("sampled", {name: known[name] for name in _LINE.names or ()}))
+            columns: dict[str, object] = {name: known[name] for name in self._line.names or ()}
+            if "scores" in columns:
+                ends = np.arange(len(known) + 1, dtype=np.int32) * known["scores"].shape[1]
+                flat = np.ascontiguousarray(known["scores"]).ravel()
+                columns["scores"] = pa.ListArray.from_arrays(ends, flat)
+            parts.append(tables.build("sampled", columns))
         order = [("request", "ascending"), ("position", "ascending")]
         return pa.concat_tables(parts).sort_by(order)
 
@@ -115,24 +128,32 @@ class SampledLog:
                 got="logits of another token, or none",
                 expected=f"of the sampled token {given.token_ids[wrong]}",
             )
-        lines = np.empty(int(np.count_nonzero(same)), _LINE)
+        if not same.any():
+            return
+        values = read.values.reshape(len(read.requests), -1)[at[same]]
+        self._line = _line(values.shape[1] - len(_VALUES))
+        lines = np.empty(int(np.count_nonzero(same)), self._line)
         lines["request"], lines["step"] = given.requests[same], step
         lines["position"], lines["token_id"] = given.positions[same], given.token_ids[same]
-        for name, values in zip(_VALUES, read.values.reshape(-1, 3).T, strict=True):
-            lines[name] = values[at[same]]
+        for nth, name in enumerate(_VALUES):
+            lines[name] = values[:, nth]
+        if "scores" in (self._line.names or ()):
+            lines["scores"] = values[:, len(_VALUES) :]
         self._open.append(lines)
         self._n_open += len(lines)
         if self._n_open >= BLOCK_LINES:
             joined = np.concatenate(self._open)
-            self._packed.append(squeeze(b"".join(joined[n].tobytes() for n in _LINE.names or ())))
+            self._packed.append(
+                squeeze(b"".join(joined[n].tobytes() for n in self._line.names or ()))
+            )
             self._open, self._n_open = [], 0
 
     def _blocks(self) -> Iterator[Lines]:
         for packed in self._packed:
             data = unsqueeze(packed)
-            lines, offset = np.empty(len(data) // _LINE.itemsize, _LINE), 0
-            for name in _LINE.names or ():
-                lines[name] = np.frombuffer(data, _LINE[name], len(lines), offset)
+            lines, offset = np.empty(len(data) // self._line.itemsize, self._line), 0
+            for name in self._line.names or ():
+                lines[name] = np.frombuffer(data, self._line[name], len(lines), offset)
                 offset += lines[name].nbytes
             yield lines
         if self._open:

@@ -355,7 +355,7 @@ class Sample:
         shares = design.shares(np.arange(length), prompt_len)
         n_rows, n_effective = n_tokens * shares.mean(), n_tokens / (1 / shares).mean()
         by_kind = {
-            "entropies": design.reads_entropy,
+            "sampled tokens": design.reads_sampled,
             "roles": design.reads_roles,
             "requests": design.reads_requests,
         }

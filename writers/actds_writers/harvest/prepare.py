@@ -175,7 +175,7 @@ def make_plan(
     rows = settings.rows_per_shard or rows_per_shard(n_replicas * Geometry.of(hooks).row_nbytes)
     readouts, probes = NONE, None
     if settings.readouts:
-        planned, probes = plan_readouts(settings.seed, settings.probes, hooks)
+        planned, probes = plan_readouts(settings.seed, settings.probes, hooks, settings.keep)
         readouts = planned.as_field()
     return Plan(
         engine=engine,

@@ -424,8 +424,8 @@ class StepExecuted:
 class LogitsRead:
     """What the logits of a step said of the token that was sampled from each row.
 
-    Some requests get no token from it. ``values`` are entropy, log-probability and margin of one
-    row after the other.
+    Some requests get no token from it. ``values`` are entropy, log-probability, margin and the
+    scores that rules for shares read, of one row after the other.
     """
 
     step: int

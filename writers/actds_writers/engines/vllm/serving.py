@@ -376,7 +376,7 @@ def _readouts(settings: LiveSettings, hooks: Sequence[HookSpec]) -> tuple[str, b
                 f"{PLACE}.probes", "a file, but readouts is false", "readouts true, or no probes"
             )
         return NONE, None
-    readouts, probes = plan_readouts(settings.seed, settings.probes, hooks)
+    readouts, probes = plan_readouts(settings.seed, settings.probes, hooks, settings.keep)
     return readouts.as_field(), probes
 
 

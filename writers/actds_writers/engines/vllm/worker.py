@@ -77,9 +77,9 @@ class WorkerCapture(WorkerSide):
         with reporting_failure(link):
             self.refuse(worker.vllm_config)
             design = link.settings.design(link.run)
-            if worker.vllm_config.speculative_config and design and design.reads_entropy:
+            if worker.vllm_config.speculative_config and design and design.reads_sampled:
                 # A draft is computed in the step that computes the logits which it is judged by.
-                raise refused("keep", "a rule for entropies, and drafts", "one or the other")
+                raise refused("keep", "a rule for sampled tokens, and drafts", "one or the other")
             model = loaded_model(runner)
             self._dispatch = Dispatch(runner, model)
             self.form = _form(model, link)
