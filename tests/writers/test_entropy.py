@@ -97,14 +97,20 @@ def given(step: int, *tokens: tuple[int, int, int]) -> TokensSampled:
     return TokensSampled(step, *np.array(tokens, np.int64).T)
 
 
-def logits_of(step: int, *tokens: tuple[int, int], value: float = 0.5) -> LogitsRead:
+def logits_of(
+    step: int, *tokens: tuple[int, int], value: float = 0.5, n_scores: int = 0
+) -> LogitsRead:
     requests, ids = np.array(tokens, np.int64).T
-    values = np.array([[value, -request, position] for position, (request, _) in enumerate(tokens)])
+    values = np.array([
+        [value, -request, position, *(10 * request + k for k in range(n_scores))]
+        for position, (request, _) in enumerate(tokens)
+    ])  # fmt: skip
     return LogitsRead(step, requests, ids, values.astype(np.float32).ravel())
 
 
 def lines(log: SampledLog, *n_positions: int) -> list[tuple[Any, ...]]:
-    return [tuple(x.values()) for x in log.table(np.array(n_positions, np.int64)).to_pylist()]
+    table = log.table(np.array(n_positions, np.int64)).to_pylist()
+    return [(*list(line.values())[:-1], *line["scores"]) for line in table]
 
 
 @pytest.mark.parametrize("worker_first", [False, True])
@@ -153,15 +159,19 @@ def test_steps_from_which_nobody_got_a_token_are_not_kept() -> None:
     assert after - before < 50_000 and not lines(log, 9)
 
 
-def test_packed_lines_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("n_scores", [0, 2])
+def test_packed_lines_come_back(n_scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(census, "BLOCK_LINES", 3)
     log = SampledLog()
     for step in range(8):
-        log.read(logits_of(step, (0, step), (1, 50 + step), value=step / 8))
+        log.read(logits_of(step, (0, step), (1, 50 + step), value=step / 8, n_scores=n_scores))
         log.give(given(step, (1, 4 + step, 50 + step), (0, 9 + step, step)))
     assert lines(log, 99, 99) == [
-        *((0, 9 + step, step, step, step / 8, 0, 0) for step in range(8)),
-        *((1, 4 + step, step, 50 + step, step / 8, -1, 1) for step in range(8)),
+        *((0, 9 + step, step, step, step / 8, 0, 0, *(0, 1)[:n_scores]) for step in range(8)),
+        *(
+            (1, 4 + step, step, 50 + step, step / 8, -1, 1, *(10, 11)[:n_scores])
+            for step in range(8)
+        ),
     ]
 
 
