@@ -216,6 +216,8 @@ def test_serving_goes_on_when_the_writer_dies_and_the_rest_is_accounted(tmp_path
     class NoWorker:
         def hand_over(self, *_: Any, **__: Any) -> None: ...
 
+        def learn(self, *_: Any) -> None: ...
+
     engine.stages = NoWorker()  # type: ignore[assignment]
     for number in range(before, before + 4):
         engine.request(number)
