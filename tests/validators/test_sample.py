@@ -546,6 +546,10 @@ def test_the_lane_says_which_rows_a_drop_policy_kept(tmp_path: Path, keep: str) 
         assert point.kept.value == kept[label] / n[label]
     assert section.lane.n_rows == n.total() and section.lane.n_kept == kept.total()
     assert section.n_dropped == actds.audit(out).result.accounting.dropped > 0
+    # A feature that no stored row has: what its highest rate leaves unseen is that improbable.
+    features, accounts = section.features[0], actds.audit(out).result.accounting
+    unseen = (1 - section.minimum) ** (features.high[-1] * accounts.computed)
+    assert features.n_active[-1] == 0 and unseen <= 1.01 * 0.025 / features.n_features
     x, tokens = active_of(out, sae)
     position = tokens["position"].astype(int)
     drawn = np.where(position < PROMPT_LEN, share["prefill"], 1.0)

@@ -138,7 +138,7 @@ def sample(
     if not designs:
         return None
     thinned, dropped = (
-        [_not_drawn(source, fate) for source in sources] for fate in ("thinned", "dropped")
+        [_not_drawn(source, fate, draws) for source in sources] for fate in ("thinned", "dropped")
     )
     n_thinned, n_dropped = (sum(n for n, _ in of) for of in (thinned, dropped))
     if not n_thinned + n_dropped:
@@ -193,12 +193,14 @@ def _sums(d: int) -> SampleSums:
     return SampleSums.of(d, MAX_CLUSTERS)
 
 
-def _not_drawn(source: data.RunSource, fate: str) -> tuple[int, float]:
-    """Return how many positions were not drawn, and the lowest inclusion of any."""
+def _not_drawn(source: data.RunSource, fate: str, draws: Mapping[str, _Draw]) -> tuple[int, float]:
+    """Return how many positions were not drawn, and what no inclusion of any is below."""
     spans = source.spans(fate, ["inclusion"])
     known = data.is_known(spans["inclusion"])
     n = int((spans["stop"] - spans["start"])[known].sum())
-    return n, float(spans["inclusion"][known].min(initial=1.0))
+    design = draws[source.run].design if source.run in draws else None
+    share = 1.0 if design is None else design.least / design.minimum
+    return n, share * float(spans["inclusion"][known].min(initial=1.0))
 
 
 def _read_shard(
