@@ -32,7 +32,8 @@ def sampled(found: Tables) -> pa.Table:
     rng = np.random.default_rng(6)
     lines["entropy"] = np.minimum(rng.gamma(1.2, 0.9, len(lines)), 8)
     lines = lines.assign(step=0, token_id=7, logprob=-1.0, margin=0.5)
-    return pa.Table.from_pandas(lines, tables.bare_schema("sampled"), preserve_index=False)
+    lines = lines.drop(columns=["prompt_len", "generated_len"])
+    return tables.build("sampled", {name: lines[name].to_numpy() for name in lines})
 
 
 def with_bits(found: Tables) -> pd.DataFrame:

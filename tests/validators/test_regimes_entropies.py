@@ -111,8 +111,8 @@ def datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]
     entropy, margin = truth(logits)
     whole = synthetic.sampled_table
 
-    def sampled(told: Any) -> pa.Table:
-        lines = whole(told).to_pydict()
+    def sampled(told: Any, n_scores: int) -> pa.Table:
+        lines = whole(told, n_scores).to_pydict()
         keys = zip(lines["request"], lines["position"], strict=True)
         row = [at.get((request, position - 1)) for request, position in keys]
         for name, values in (("entropy", entropy), ("margin", margin)):
