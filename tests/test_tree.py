@@ -29,7 +29,7 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 81_570,
+    "shipped lines": 81_590,
     "modules": 234,
     "modules with one importer": 40,
     "arguments of one function": 15,

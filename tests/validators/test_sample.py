@@ -530,6 +530,7 @@ def test_the_lane_says_which_rows_a_drop_policy_kept(tmp_path: Path, keep: str) 
     dataset, section = actds.open(out), actds.audit(out, sae=[sae]).result.sample
     assert section is not None and section.lane is not None
     assert (section.n_thinned > 0, section.minimum) == (bool(keep), 0.125 if keep else 0.25)
+    assert section.readouts is not None and section.readouts.agrees
     share = {"prefill": 0.5 if keep else 1.0, "decode": 1.0}
     design = Design.of(dataset.runs["r-test"])
     assert design is not None

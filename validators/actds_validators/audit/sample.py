@@ -22,7 +22,7 @@ from scipy import special  # type: ignore[import-untyped]
 from actds.dataset.reading import Catalog
 from actds.executor import Threads
 from actds.format.inclusion import Design, salt_of, uniform
-from actds.format.positions import Intervals, position_key, union
+from actds.format.positions import Intervals, Keys, position_key, union, values_at
 from actds.format.shard import Shard
 from actds.format.tables import FLAG_SPECIAL
 from actds_validators.arrays import Bools, Floats, Ints
@@ -65,6 +65,7 @@ class _Draw:
     design: Design | None
     n_of_request: Floats  # drawn rows of each request, where requests are drawn; else empty
     of_step: Floats  # probability of each step, 1 where a drop policy kept it
+    rows: tuple[Keys, Floats] | None  # where rules give shares: keys of rows, and their inclusion
 
     @classmethod
     def of(cls, catalog: Catalog, run: str) -> _Draw:
@@ -78,7 +79,7 @@ class _Draw:
         steps = catalog.table("steps", run, ["step", "inclusion"])
         of_step = np.ones(1 + (pc.max(steps["step"]).as_py() or 0))
         of_step[steps["step"].to_numpy()] = steps["inclusion"].fill_null(1.0).to_numpy()
-        return cls(run, design, n.astype(np.float64), of_step)
+        return cls(run, design, n.astype(np.float64), of_step, _by_row(catalog, run, design))
 
     def units(self, request: Ints, position: Ints) -> tuple[Ints, Floats]:
         """Return of each row the cluster of what was drawn with it, and how many rows that is."""
@@ -109,6 +110,19 @@ class _Draw:
             return None
         sign = np.where(uniform(salt_of("sign", self.run), request) < 0.5, -1.0, 1.0)
         return Units(n_unit, cluster, sign)
+
+
+def _by_row(catalog: Catalog, run: str, design: Design | None) -> tuple[Keys, Floats] | None:
+    if design is None or not design.keep:
+        return None
+    names = ["request", "position", "inclusion"]
+    shards = [shard for _, of_set in catalog.row_sets(run)[:1] for shard in of_set]
+    parts = [data.numbers(shard.tokens(names)) for shard in shards]
+    columns = (np.concatenate([part[name] for part in parts]) for name in names)
+    request, position, inclusion = columns
+    key = position_key(request, position)
+    order = np.argsort(key)
+    return key[order], inclusion[order].astype(np.float64)
 
 
 @dataclass
@@ -357,7 +371,10 @@ def _known(draw: _Draw, source: data.RunSource) -> Iterator[tuple[str, list[str]
                 of.n += len(some)
                 of.total += values[:, some].sum(axis=1)
                 cluster, n = draw.units(request[at], position[at])
-                of.drawn.add(values[:, at].T, inclusion[place[at]], cluster, n)
+                share = inclusion[place[at]]
+                if draw.rows is not None:
+                    share = values_at(key[at], *draw.rows)
+                of.drawn.add(values[:, at].T, share, cluster, n)
     yield from (
         (hook, [c.label for c in widths.facts(hook)], of) for hook, of in sums.items() if of.n
     )
