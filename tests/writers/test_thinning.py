@@ -294,6 +294,18 @@ def test_rules_by_role_label_and_id_keep_rare_regimes_whole(
     assert {0.125, 0.25, 0.375, 0.5, 0.75, 1} <= {inclusion for *_, inclusion in rows}
     lost = totals["census"]["thinned"] + totals["census"]["dropped"]
     assert lost == 120 * N_POSITIONS - len(rows)
+    section = actds.audit(out).result.sample
+    assert section is not None and section.readouts is not None and section.readouts.agrees
+    check, inclusion = section.readouts, {(n, p): share for n, p, share in expected}
+    lines = [line for line in dataset.readouts().to_pylist() if line["hook"] == check.hook]
+    kind, nth = check.variable.split()[:2]
+    x = np.array([line["norm"] if kind == "norm" else line["projections"][int(nth)]
+                  for line in lines])  # fmt: skip
+    drawn = [inclusion.get((line["request"], line["position"]), np.inf) for line in lines]
+    w = 1 / np.array(drawn)
+    mean = w @ x / w.sum()
+    sd = np.sqrt(w @ (x - mean) ** 2 / w.sum())
+    assert check.deviation == pytest.approx((mean - x.mean()) / sd, rel=1e-3)
 
 
 @pytest.mark.parametrize(
