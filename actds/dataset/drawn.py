@@ -72,6 +72,8 @@ class Shares:
 
     def of_positions(self, request: Ints, position: Ints) -> Floats:
         """Return the share of each position."""
+        if not self.design.keep:
+            return np.ones(len(position))
         role, at = None, self.index(request)
         n = len(self.prompt_len)
         prompt_len = np.where(at >= 0, self.prompt_len[at], 0) if n else np.zeros_like(at)

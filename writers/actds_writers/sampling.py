@@ -90,7 +90,7 @@ _SHARE_RULE = re.compile(
     r"(?:(?P<phase>prefill|decode)|position (?P<first>[0-9]{1,9})-(?P<last>[0-9]{1,9})?"
     r"|entropy (?P<low>[0-9.]{1,16})?-(?P<high>[0-9.]{1,16})?"
     r"|probe (?P<hook>[a-z0-9_.+]{1,80}) (?P<probe>[0-9]{1,4}) ?(?P<side>>=|<) ?"
-    r"(?P<bound>-?[0-9]{1,16}(?:\.[0-9]{1,16})?)"
+    r"(?P<bound>-?[0-9]{1,15}(?:\.[0-9]{1,16})?)"
     rf"|role (?P<role>{'|'.join(get_args(Role))})|id (?P<id>.{{1,512}})"
     r"|(?P<column>label|xarg) (?P<name>[^=]{1,256})=(?P<value>.{0,512}))",
     re.DOTALL,

@@ -64,7 +64,7 @@ class _Draw:
     run: str
     design: Design | None
     n_of_request: Floats  # drawn rows of each request, where requests are drawn; else empty
-    of_step: Floats  # probability of each step, 1 where a drop policy kept it
+    of_step: tuple[Keys, Floats]  # steps, and their probability, 1 where a drop policy kept it
     rows: tuple[Keys, Floats] | None  # where rules give shares: keys of rows, and their inclusion
 
     @classmethod
@@ -76,9 +76,8 @@ class _Draw:
                     more = np.bincount(shard.tokens(["request"])["request"].to_numpy())
                     n = np.pad(n, (0, max(0, len(more) - len(n))))
                     n[: len(more)] += more
-        steps = catalog.table("steps", run, ["step", "inclusion"])
-        of_step = np.ones(1 + (pc.max(steps["step"]).as_py() or 0))
-        of_step[steps["step"].to_numpy()] = steps["inclusion"].fill_null(1.0).to_numpy()
+        steps = catalog.table("steps", run, ["step", "inclusion"]).sort_by("step")
+        of_step = steps["step"].to_numpy(), steps["inclusion"].fill_null(1.0).to_numpy()
         return cls(run, design, n.astype(np.float64), of_step, _by_row(catalog, run, design))
 
     def units(self, request: Ints, position: Ints) -> tuple[Ints, Floats]:
@@ -96,7 +95,7 @@ class _Draw:
         """Return which rows are stored whatever the policy does, and of all which it kept."""
         if self.design is None:
             return np.zeros(len(inclusion), np.bool_), np.ones(len(inclusion), np.bool_)
-        kept = self.of_step[tokens["step"]] == 1
+        kept = values_at(tokens["step"].astype(np.uint64), *self.of_step) == 1
         number = self.design.numbers(tokens["request"], tokens["position"])
         return number < np.where(kept, self.design.minimum * inclusion, inclusion), kept
 

@@ -46,8 +46,7 @@ def plan_readouts(
     probes of all hooks as one array. E009 when rules for shares read a probe that there is not.
     """
     readouts, data = _planned(seed, file, hooks)
-    for rule in keep_rules(keep):
-        hook, number = rule.probe[:2] if rule.probe else (hooks[0].name, -1)
+    for hook, number in (rule.probe[:2] for rule in keep_rules(keep) if rule.probe):
         if hook not in {spec.name for spec in hooks} or number >= readouts.n_probes:
             got = f"a rule for probe {number} of {hook}"
             expected = f"one of {readouts.n_probes} probes of a captured hook"

@@ -447,8 +447,7 @@ class Stages:
         nbytes = self._narrow_nbytes(n)
         whole = typed(self._narrow_memory, moving.narrow, (1, 1, nbytes), torch.uint8)
         _, staged_seen, _ = self._narrow_views(self._narrow_memory, moving.narrow, n)
-        ids, seen, every = self._narrow_views(host, 0, n)
-        readouts = every
+        ids, seen, readouts = self._narrow_views(host, 0, n)
         seen.fill_(-1)
         copier.copy([host[:nbytes].view(1, 1, nbytes)], [whole], None, moving.done, staged_seen)
         # Padding rows come behind the scheduled ones, so a hook may see more, never fewer.
@@ -484,15 +483,16 @@ class Stages:
         )
         if self.lane is not None:
             rows: list[IntArray] = [np.repeat(step.requests, step.n_rows), positions, token_ids]
-            if (index := _index(stays, chosen)) is not None:  # of rows that are not drawn, too
-                readouts = readouts[:, torch.from_numpy(index)]
+            index = _index(stays, chosen)  # of rows that are not drawn, too
+            of_lane = readouts if index is None else readouts[:, torch.from_numpy(index)]
             if chosen is not None:
                 rows = [column[chosen] for column in rows]
-            if not self.lane.put(step.step, rows, readouts):
+            if not self.lane.put(step.step, rows, of_lane):
                 self.handover.give_up_step(moving.entry)
         if moving.sampled is not None:
-            of_rows = every if stays is None or not self._probes else every[:, stays]
-            self._tell_sampled(step, positions, of_rows, moving.sampled, copier)
+            if stays is not None and self._probes:
+                readouts = readouts[:, torch.from_numpy(stays)]
+            self._tell_sampled(step, positions, readouts, moving.sampled, copier)
         if moving.changed is not None:
             flag = torch.empty(1, 1, 1, dtype=torch.bool, pin_memory=self._device.type == "cuda")
             copier.copy([flag], [moving.changed], None, moving.done)
