@@ -21,6 +21,7 @@ from actds_studies.regimes.api import regimes as regimes
 from actds_studies.stability.api import stability as stability
 from actds_studies.view import view as view
 from actds_validators.audit.api import audit as audit
+from actds_validators.dictionaries.formats import dictionary_feature as dictionary_feature
 from actds_validators.gate import check as check
 from actds_validators.gate import require as require
 from actds_validators.validate.validation import validate as validate

@@ -264,6 +264,9 @@ E423 sampled token differs [6.3]
 E424 draw differs [7.10]
   A row has another probability than its step, or is stored or left out against the draw by hash.
   The rows are no sample with known probabilities: do not use the run.
+E425 mark differs [7.11]
+  A row says of another intervention, or of none, than the run record implies of its position.
+  Nobody knows which rows were changed: do not use the run.
 # writer: EngineError, section 9
 E501 rows differ from the schedule
   The rows captured in a step are not those the scheduler scheduled.

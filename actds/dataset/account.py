@@ -7,7 +7,7 @@ They must agree position by position: sums alone do not show two swapped rows or
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,10 +29,12 @@ from actds.dataset.columns import (
     read_steps,
 )
 from actds.dataset.drawn import Shares, check_drawn
+from actds.dataset.marks import Marks
 from actds.dataset.multiplicity import multiplicity
 from actds.errors import Finding
 from actds.format import tables
 from actds.format.inclusion import Design
+from actds.format.interventions import Intervention
 from actds.format.positions import (
     Intervals,
     Ints,
@@ -88,6 +90,7 @@ def account(
     rows: Iterable[pa.Table],
     design: Design | None = None,
     aside: Mapping[tables.TableName, pa.Table] | None = None,
+    interventions: Sequence[Intervention] = (),
 ) -> Account:
     """Return the account of one run: exact to the position, by disposition, reason and step.
 
@@ -99,12 +102,13 @@ def account(
         drops: the writer's table of that name; empty when nothing was dropped.
         rows: the token tables of the run's shards, as for ``Census.account``.
         design: how rows were drawn, as the run record says; ``None``: every row is stored.
-        aside: the census tables that the rules of the design read, with the columns of
-            ``drawn.columns_of``.
+        aside: the census tables that the rules of the design and the marks of interventions
+            follow from, with the columns of ``drawn.columns_of``.
+        interventions: those of the run record.
 
     Spec: 0.1 section 7.
     """
-    return Census(run, requests, steps, spans, drops).account(rows, design, aside)
+    return Census(run, requests, steps, spans, drops).account(rows, design, aside, interventions)
 
 
 class Census:
@@ -127,26 +131,27 @@ class Census:
         rows: Iterable[pa.Table],
         design: Design | None = None,
         aside: Mapping[tables.TableName, pa.Table] | None = None,
+        interventions: Sequence[Intervention] = (),
     ) -> Account:
         """Return the account of the rows of some shards, which have to be all of the run.
 
         Args:
             rows: the token tables, taken one at a time; about 30 bytes per row are kept.
-            design: as for ``account``.
-            aside: likewise.
+            design: as for ``account``; ``aside`` and ``interventions`` likewise.
         """
         shares, requests = None, self.requests
         if design is not None:
             shares = Shares.of(design, requests.index, requests.prompt_len, aside or {})
-        return _account(self, rows, shares, self.notes.copy())
+        marks = Marks.of(interventions, aside or {})
+        return _account(self, rows, shares, marks, self.notes.copy())
 
 
 def _account(
-    census: Census, rows: Iterable[pa.Table], shares: Shares | None, notes: Notes
+    census: Census, rows: Iterable[pa.Table], shares: Shares | None, marks: Marks, notes: Notes
 ) -> Account:
     request_table, step_table = census.requests, census.steps
     span_table, drop_table = census.spans, census.drops
-    row_table = read_rows(rows, request_table, step_table, notes)
+    row_table = read_rows(marks.checked(rows, notes), request_table, step_table, notes)
 
     _partition(request_table, span_table, notes)
     captured = _rows_against_spans(row_table, span_table, notes)

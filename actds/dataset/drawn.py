@@ -6,7 +6,7 @@ a step were drawn. A row too many, one too few, or another probability, and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from actds.dataset.columns import Bools, Notes, Rows, Spans, Steps
+from actds.dataset.marks import COLUMNS as MARKED
 from actds.format.inclusion import INCLUSION, Design, about_request
+from actds.format.interventions import Intervention
 from actds.format.positions import Ints, Keys, position_key, split_key, values_at
 from actds.format.roles import Roles
 from actds.format.tables import TableName
@@ -89,8 +91,10 @@ class Shares:
         return self.design.shares(position, prompt_len, entropy, role, takes, of_probes)
 
 
-def columns_of(design: Design | None) -> dict[TableName, tuple[str, ...]]:
-    """Return the columns that the rules of a design read, beside those of every account."""
+def columns_of(
+    design: Design | None, interventions: Sequence[Intervention]
+) -> dict[TableName, tuple[str, ...]]:
+    """Return the columns that the draw and marks follow from, beside those of every account."""
     columns: dict[TableName, tuple[str, ...]] = {}
     if design is not None and design.reads_sampled:
         columns["sampled"] = ("request", "position", "entropy", "scores")
@@ -98,7 +102,7 @@ def columns_of(design: Design | None) -> dict[TableName, tuple[str, ...]]:
         columns["roles"] = ("request", "start", "stop", "role")
     if design is not None and design.reads_requests:
         columns["requests"] = ("external_id", "sampling")
-    return columns
+    return columns | (MARKED if interventions else {})
 
 
 def elements(lists: pa.ChunkedArray, place: int) -> Floats:

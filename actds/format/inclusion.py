@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -71,10 +71,7 @@ class KeepRule:
 
     def takes(self, about: Mapping[str, str]) -> bool:
         """Return whether it can be of positions of a request; ``about`` as ``about_request``."""
-        return all(
-            name in about and fnmatchcase(about[name], pattern.replace("[", "[[]"))
-            for name, pattern in self.request
-        )
+        return matches(self.request, about)
 
     def holds(
         self,
@@ -133,7 +130,7 @@ class KeepRule:
             return None
         if request is not None and not (isinstance(request, list) and request):
             return None
-        if not all(map(_is_condition, request or ())):
+        if not all(map(is_condition, request or ())):
             return None
         if place is not None and not _is_range(place):
             return None
@@ -181,12 +178,21 @@ def _is_range(place: object) -> bool:
     return type(first) is int and first >= 0 and (last is None or type(last) is int)
 
 
-def _is_condition(pair: object) -> bool:
+def is_condition(pair: object) -> bool:
+    """Return whether it is a name and a pattern, as a condition of a rule has them."""
     return (
         isinstance(pair, list)
         and len(pair) == 2
         and all(isinstance(text, str) and len(text) <= MAX_PATTERN for text in pair)
         and _REQUEST_NAME.fullmatch(pair[0]) is not None
+    )
+
+
+def matches(request: Sequence[tuple[str, str]], about: Mapping[str, str]) -> bool:
+    """Return whether a request has what each condition names, in the form of its pattern."""
+    return all(
+        name in about and fnmatchcase(about[name], pattern.replace("[", "[[]"))
+        for name, pattern in request
     )
 
 

@@ -105,6 +105,7 @@ _COLUMNS: dict[TableName, list[pa.Field]] = {
         _column("chunk", _U32, "steps of the request before this one"),
         _column("flags", _U16, "bit 0 special token, bit 1 BOS, bit 2 EOS"),
         _column("inclusion", _F64, "probability that the row was stored with", null=True),
+        _column("intervention", _U16, "what changed it: its number in the run record; 0 nothing"),
     ],
     "requests": [
         _column("request", _U32, "number of the request in the run, from 0"),
@@ -271,8 +272,13 @@ def empty(name: TableName) -> pa.Table:
     return bare_schema(name).empty_table()
 
 
-OF_SAMPLES: dict[str, object] = {"inclusion": None, "thinned_tokens": 0, "scores": []}
-"""Columns that who stores every row may leave out, and what they are then."""
+OF_SAMPLES: dict[str, object] = {
+    "inclusion": None,
+    "intervention": 0,
+    "thinned_tokens": 0,
+    "scores": [],
+}
+"""Columns that who stores every row as it is computed may leave out, and what they are then."""
 
 
 def build(name: TableName, columns: Mapping[str, object]) -> pa.Table:

@@ -208,7 +208,9 @@ class _Source:
         if not self._design.keep:
             return inclusion
         design, catalog = self._design, self._catalog
-        aside = {name: catalog.table(name, self.run) for name in ("requests", *columns_of(design))}
+        aside = {
+            name: catalog.table(name, self.run) for name in ("requests", *columns_of(design, ()))
+        }
         lines = aside["requests"] = aside["requests"].sort_by("request")
         prompt_len = lines["prompt_len"].to_numpy().astype(np.int64)
         shares = Shares.of(design, Index(lines["request"].to_numpy()).of, prompt_len, aside)

@@ -20,6 +20,7 @@ from actds.errors import ActdsError, not_installed
 from actds.explore.dataset import Dataset
 from actds.format import canonical, tables
 from actds.format.inclusion import Sample, is_drawn_from
+from actds.format.interventions import interventions_of
 from actds.format.row_weights import RowWeights
 from actds.format.schema import Hook
 from actds.format.shard import Shard
@@ -545,6 +546,7 @@ def select(
     """
     chosen = _select_hooks(dataset, hooks)
     shards = _select_shards(dataset, chosen, phase)
+    _refuse_changed(dataset, where)
     file, loss_weight = _weights(weights)
     rate = None if frequency is None else parse_expression(frequency, "frequency", Kind.NUMBER)
     row_weights = None if file is None else dataset.row_weights(file)
@@ -580,6 +582,18 @@ def select(
         loss_weight,
         rate,
     )
+
+
+def _refuse_changed(dataset: Dataset, where: str | None) -> None:
+    """Refuse rows of runs with interventions, unless the expression asks about these (E014)."""
+    changed = [run for run, record in dataset.runs.items() if interventions_of(record)]
+    if not changed:
+        return
+    columns = () if where is None else parse_expression(where, "where").columns
+    if "intervention" not in columns:
+        got = f"rows of {changed[0]}, in which interventions changed some, and others follow them"
+        expected = "an expression about that, such as intervention == 0, or >= 0 for all of them"
+        raise bad("where", got, expected)
 
 
 def _nothing(row_filter: RowFilter) -> ActdsError:

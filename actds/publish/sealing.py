@@ -22,6 +22,7 @@ from actds.dataset.reading import CENSUS_TABLES, Catalog, heads_root, no_such_se
 from actds.errors import ActdsError, Finding, Findings, Severity
 from actds.format import canonical, schema, tables
 from actds.format.inclusion import Design
+from actds.format.interventions import interventions_of
 from actds.format.schema import FileEntry, Head, ReplaceBody, RunBody, Seal, ShardBody
 from actds.format.shard import data_files
 from actds.publish.card import put_card
@@ -74,11 +75,12 @@ def _has_census_to_its_end(catalog: Catalog, run: str) -> bool:
 
 def account_run(catalog: Catalog, run: str) -> Account:
     """Return the account of a run; with hooks in disjoint shards, every hook has to agree."""
-    design = Design.of(catalog.runs.get(run))
+    record = catalog.runs.get(run)
+    design, interventions = Design.of(record), interventions_of(record)
     census = Census(run, *(catalog.table(table, run) for table in (*CENSUS_TABLES, "drops")))
-    aside = {table: catalog.table(table, run) for table in columns_of(design)}
+    aside = {table: catalog.table(table, run) for table in columns_of(design, interventions)}
     accounts = [
-        census.account((shard.tokens() for shard in shards), design, aside)
+        census.account((shard.tokens() for shard in shards), design, aside, interventions)
         for _, shards in catalog.row_sets(run)
     ]
     findings = [finding for account in accounts for finding in account.findings]

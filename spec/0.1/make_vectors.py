@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pyarrow as pa
 from vector_faults import FAULTS
 from vector_signatures import write_signatures
 from vector_tools import HOOK, PREFILL, RUN, Vector
@@ -48,6 +49,7 @@ def write(root: Path) -> None:
     _write_minimal(root / "valid" / "thinned", readouts=Readouts(2, seed=4), unit="row")
     _write_minimal(root / "valid" / "thinned-requests", unit="request")
     _write_minimal(root / "valid" / "thinned-rules", unit="row", roles=True, rules=True)
+    _write_minimal(root / "valid" / "interventions", origins=True, changes=True)
     _write_replaced(root / "valid" / "replaced")
     for one in FAULTS:
         valid = root / "valid" / one.base
@@ -83,6 +85,7 @@ def _write_minimal(
     unserved: bool = False,
     unit: str | None = None,
     rules: bool = False,
+    changes: bool = False,
 ) -> None:
     """Write the minimal dataset.
 
@@ -91,6 +94,7 @@ def _write_minimal(
         unserved: two more prompts, one of which does not fit the model; of the other the turn never
             came. All but the first have labels.
         unit: what is drawn by hash, with one of three probabilities by step; ``None`` for nothing.
+        changes: interventions have changed rows.
         rules: draw also by rules for roles, ids and labels, which all but the first have.
     """
     facts: dict[str, bool | int | str | None] = {}
@@ -128,6 +132,9 @@ def _write_minimal(
             share = partial(_share, schedule) if rules else lambda *key: 1.0
             schedule = thinned(schedule, SALT, shares, unit, rules=share)
             facts = thinned_facts(unit, RULES if rules else "[]")
+        if changes:
+            facts |= {"capture.interventions": canonical.dump(CHANGES).decode("ascii").strip()}
+            schedule = schedule.with_(rows=_marked(schedule))
         make_dataset(
             path,
             facts=facts,
@@ -156,6 +163,37 @@ RULES = canonical.dump([
     _rule("0.5", role="assistant"),
     _rule("0.25"),
 ]).decode("ascii").strip()  # fmt: skip
+
+
+def _change(name: str, op: str, strength: str, **asked: Any) -> dict[str, Any]:
+    digest = canonical.digest(name.encode())
+    edits = [{"hook": HOOK, "op": op, "sha256": digest, "strength": strength}]
+    whole = {"part": None, "positions": [0, None], "request": None}
+    return {**whole, **asked, "edits": edits, "name": name}
+
+
+CHANGES = [
+    _change("steer", "add", "4.0", part="generated", positions=[1, 9],
+            request=[["external_id", "prompt-?"]]),
+    _change("edge", "project", "1.0", part="prompt", positions=[0, 3]),
+    _change("rest", "clamp", "-0.5", positions=[2, None], request=[["external_id", "*-2"]]),
+]  # fmt: skip
+
+
+def _marked(schedule: Schedule) -> pa.Table:
+    """Return the rows with the marks of ``CHANGES``; of all but the last request half was given."""
+    requests = schedule.requests.to_pylist()
+    rows = schedule.rows.to_pylist()
+    for row in rows:
+        request, position = row["request"], row["position"]
+        given = requests[request]["prompt_len"] // (2 if request < len(requests) - 1 else 1)
+        if given + 1 <= position < given + 9:
+            row["intervention"] = 1
+        elif position < min(3, given):
+            row["intervention"] = 2
+        elif request == 2 and position >= 2:
+            row["intervention"] = 3
+    return table_of("tokens", rows)
 
 
 def _share(schedule: Schedule, request: int, position: int) -> float:

@@ -1070,6 +1070,69 @@ def _(v: Vector) -> None:
     v.relink()
 
 
+def _rewrite_changes(v: Vector, before: str, after: str, **relink: Any) -> None:
+    record = v.json(RECORD)
+    field = record["fields"]["capture.interventions"]
+    assert before in field["value"]
+    field["value"] = field["value"].replace(before, after)
+    v.write_json(RECORD, record)
+    v.relink(**relink)
+
+
+@fault("E103", "edit-that-is-none", RECORD, "An edit has no op of the list.",
+       base="interventions")  # fmt: skip
+def _(v: Vector) -> None:
+    _rewrite_changes(v, '"op":"project"', '"op":"rotate"', totals=False)
+
+
+@fault("E103", "intervention-of-no-name", RECORD, "Two interventions have one name.",
+       base="interventions")  # fmt: skip
+def _(v: Vector) -> None:
+    _rewrite_changes(v, '"name":"edge"', '"name":"steer"', totals=False)
+
+
+@fault("E425", "mark-missing", "shards", "A changed row says that nothing changed it.",
+       base="interventions")  # fmt: skip
+def _(v: Vector) -> None:
+    v.edit_table(TOKENS, lambda rows: _set_mark(rows, 1, 0))
+    v.relink()
+
+
+@fault("E425", "mark-of-another", "shards", "A row names another intervention than changed it.",
+       base="interventions")  # fmt: skip
+def _(v: Vector) -> None:
+    v.edit_table(TOKENS, lambda rows: _set_mark(rows, 2, 3))
+    v.relink()
+
+
+@fault("E425", "mark-without-an-intervention", "shards",
+       "A row is marked as changed, and its run has no interventions.")  # fmt: skip
+def _(v: Vector) -> None:
+    v.edit_table(TOKENS, lambda rows: _set_mark(rows, 0, 1))
+    v.relink()
+
+
+@fault("E425", "change-of-other-requests", "shards",
+       "The run record says of other requests that they were changed.",
+       base="interventions")  # fmt: skip
+def _(v: Vector) -> None:
+    _rewrite_changes(v, "*-2", "*-3")
+
+
+@fault("E425", "change-of-other-given-positions", "shards",
+       "More of a request was given than when it was changed.", base="interventions")  # fmt: skip
+def _(v: Vector) -> None:
+    def edit(rows: list[Json]) -> None:
+        rows[0]["n_given"] += 1
+
+    v.edit_table("origins", edit)
+    v.relink()
+
+
+def _set_mark(rows: list[Json], before: int, after: int) -> None:
+    next(row for row in rows if row["intervention"] == before)["intervention"] = after
+
+
 @fault("E416", "thinned-without-readouts", f"readouts/{RUN}",
        "A thinned position left no readouts.", base="thinned")  # fmt: skip
 def _(v: Vector) -> None:

@@ -13,11 +13,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import numpy as np
 import pytest
 
 import actds
+from actds.explore.dataset import Dataset
 from actds.publish.sealing import seal
 from actds.store import open_store
 from actds_testing import witness
@@ -64,6 +66,8 @@ def burst(server: Server) -> dict[str, dict[str, Any]]:
         }
         if n % 8 == 3:
             body["vllm_xargs"] = {"consent": "no", "team": "red"}
+        if n % 8 in (0, 4, 6, 7):
+            body["vllm_xargs"] = {"actds_intervene": "calm"}
         if n % 3 == 0:
             body |= {"stop_token_ids": list(range(10, 70)), "max_tokens": 40}
         if n % 8 in (5, 7):  # which the front end finds, in the text
@@ -100,6 +104,7 @@ def test_live_traffic_is_captured_by_rule_and_drained_on_sigterm(
     model = make_tiny_model(tmp_path / "model", n_layers=3, dtype="float32", tokenizer=True)
     np.save(tmp_path / "probes.npy", np.random.default_rng(1).normal(size=(N_PROBES, HIDDEN)))
     capture = {"probes": str(tmp_path / "probes.npy"), "metrics_port": 0, "entropy": True}
+    capture["intervene"] = str(_steering(tmp_path))
     server = Server(
         model, tmp_path / "log", {"out": out, "hooks": "resid_post:0,2", **capture, **RULES},
         "--enforce-eager", "--max-model-len", "512", "--max-num-batched-tokens", "512",
@@ -107,6 +112,9 @@ def test_live_traffic_is_captured_by_rule_and_drained_on_sigterm(
     )  # fmt: skip
     try:
         seen = burst(server)
+        unlisted = {"prompt": "a", "max_tokens": 2, "vllm_xargs": {"actds_intervene": "anger"}}
+        with pytest.raises(HTTPError, match="400"):
+            server.post("/v1/completions", unlisted, {"X-Request-Id": "unlisted"})
         chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
         server.post("/v1/chat/completions", chat, {"X-Request-Id": "private-chat"})
         _check_metrics(server)
@@ -132,6 +140,7 @@ def test_live_traffic_is_captured_by_rule_and_drained_on_sigterm(
     assert requests["cmpl-late-0"]["finish_reason"] in ("length", "abort")
     assert requests["chatcmpl-private-chat"]["finish_reason"] == "length"
     _compare(dataset, requests, seen)
+    _compare_marks(dataset, requests)
     _compare_entropies(dataset, requests, seen)
     record = next(iter(dataset.runs.values())).fields
     assert record["serving.mode"].value == "live"
@@ -150,6 +159,29 @@ def test_live_traffic_is_captured_by_rule_and_drained_on_sigterm(
     readouts = dataset.readouts()
     assert readouts.num_rows >= 2 * dataset.n_rows  # those of a row that is not stored as well
     assert {len(probes) for probes in readouts["probes"].to_pylist()} == {N_PROBES}
+
+
+def _steering(folder: Path) -> Path:
+    """Write a file of interventions that clients may name: one, from the third token on."""
+    np.save(folder / "calm.npy", np.ones(HIDDEN, np.float32))
+    edit = {"hook": "resid_post.0", "op": "add", "vector": "calm.npy", "strength": 3.0}
+    item = {"name": "calm", "edits": [edit], "part": "generated", "start": 2}
+    document = {"schema": "actds.interventions/1", "interventions": [item]}
+    (folder / "calm.json").write_text(json.dumps(document))
+    return folder / "calm.json"
+
+
+def _compare_marks(dataset: Dataset, requests: dict[str, Any]) -> None:
+    """Check that the rows of requests that named the intervention are changed, and no others."""
+    changed = set()
+    for row in dataset.tokens().to_pylist():
+        about = next(r for r in requests.values() if r["request"] == row["request"])
+        extra = json.loads(about["sampling"]).get("extra_args") or {}
+        steered = extra.get("actds_intervene") == "calm"
+        is_late = row["position"] >= about["prompt_len"] + 2
+        assert row["intervention"] == int(steered and is_late), about["external_id"]
+        changed |= {about["external_id"]} if row["intervention"] else set()
+    assert len(changed) >= 2 and not any("unlisted" in name for name in requests)
 
 
 SESSION = """

@@ -190,6 +190,13 @@ class HarvestSettings(Settings):
         description="Store entropy, log-probability and margin of every sampled token, from the "
         "logits that the engine computes anyway",
     )
+    intervene: Location | None = Field(
+        default=None,
+        description="Change rows while they are computed, as this JSON file says: add a vector, "
+        "project a direction off, clamp a coordinate or feature, patch rows in. Of a served "
+        "request those that it names in vllm_xargs, actds_intervene. Changed rows are marked",
+        json_schema_extra={"metavar": "FILE"},
+    )
     check: bool = Field(
         default=True,
         description="Compare the rows of two short prompts with the model's own before the "
@@ -211,6 +218,8 @@ class HarvestSettings(Settings):
             raise ValueError("keep: entropies and scores are known with entropy only")
         if any(rule.probe for rule in rules) and not (self.probes and self.readouts):
             raise ValueError("keep: scores are known with probes and readouts only")
+        if self.intervene is not None and getattr(self, "canary", None) is not None:
+            raise ValueError("canary: without intervene, which a replay of the tokens lacks")
         if self.always is not None and self.overflow != "drop_newest":
             raise ValueError("always: with overflow drop_newest, whose dropped steps it is for")
         return self

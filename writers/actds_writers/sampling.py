@@ -26,6 +26,7 @@ from pydantic import (
 
 from actds.format import canonical
 from actds.format.inclusion import MAX_RULES, KeepRule, Role
+from actds.format.interventions import Applied
 
 
 class Rings(Protocol):
@@ -150,17 +151,30 @@ def _keep_rule(text: str) -> KeepRule:
     return rule
 
 
+def request_condition(words: str) -> tuple[str, str]:
+    """Return name and pattern of ``id GLOB``, ``label NAME=GLOB`` or ``xarg NAME=GLOB``.
+
+    Raises ValueError for another text.
+    """
+    rule = _keep_rule(f"{words}: 1")
+    if len(rule.request) != 1 or rule != KeepRule(1.0, request=rule.request):
+        raise ValueError(words[:80])
+    return rule.request[0]
+
+
 @dataclass(frozen=True)
 class Regime:
-    """What is known of a request before its rows are computed, for rules that ask it.
+    """What is known of a request before its rows are computed.
 
     Args:
         roles: of the prompt, packed; empty where they are not known.
         takes: by the number of each rule for requests, whether it takes this one.
+        applied: the positions that interventions change.
     """
 
     roles: str = ""
     takes: Mapping[int, bool] = field(default_factory=dict)
+    applied: tuple[Applied, ...] = ()
 
     @classmethod
     def of(cls, rules: Sequence[KeepRule], roles: str, about: Mapping[str, str]) -> Regime:

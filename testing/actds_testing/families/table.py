@@ -64,7 +64,9 @@ figure is the largest relative L2 distance of a row, with float32 on both sides.
 - *Not started*: this vLLM does not run the model on a CPU, without any capture. Nothing is said
   about a GPU.
 
-Each is then served again by `actds replay --alone`, and these rows are compared in the same way.
+Each is then served again by `actds replay --alone`, with a vector added to the stream of one
+request (`--intervene`), and these rows are compared in the same way: those of that request with a
+forward that adds the same vector.
 
 *In graphs* is the same comparison, of every kind at one layer, where this CPU runs what a GPU does:
 vLLM's compilation mode 3 with Inductor and its passes, pieces in CUDA graphs that replay

@@ -50,6 +50,8 @@ PROMPTS = {
     "again": SHARED + "One, and then another one.",
     "repeated": SHARED + "One.",
 }
+STEERED, STRENGTH = "long", 0.5
+"""The request of the replay that is steered, at the first of the compared layers."""
 ERROR = re.compile(r"\b(E\d{3}) (.*)")
 NAMED = re.compile(rf"\b({'|'.join(KINDS)})[.:](\d+)(?=[:,; ])")
 
@@ -68,8 +70,27 @@ def harvest(family: Family, folder: Path, hooks: list[str]) -> None:
 
 
 def replay(family: Family, folder: Path) -> None:
-    """Serve the same tokens again, one request at a time, in this process."""
-    _command(family, folder, "replay", str(folder / "acts"), str(folder / "again"), "--alone")
+    """Serve the same tokens again, one request at a time, in this process; steer one of them."""
+    import numpy as np
+
+    import actds
+
+    hooks = actds.open(folder / "acts").hooks
+    steered = min((hook for hook in hooks if hook.startswith("resid_post.")), key=_layer)
+    vector = np.random.default_rng(0).normal(size=hooks[steered].d_model).astype(np.float32)
+    np.save(folder / "vector.npy", vector)
+    edit = {"hook": steered, "op": "add", "vector": "vector.npy", "strength": STRENGTH}
+    item = {"name": "steered", "edits": [edit], "requests": [f"id {STEERED}"]}
+    document = {"schema": "actds.interventions/1", "interventions": [item]}
+    (folder / "steered.json").write_text(json.dumps(document))
+    _command(
+        family, folder, "replay", str(folder / "acts"), str(folder / "again"), "--alone",
+        "--intervene", str(folder / "steered.json"),
+    )  # fmt: skip
+
+
+def _layer(hook: str) -> int:
+    return int(hook.rpartition(".")[2])
 
 
 def _command(family: Family, folder: Path, *words: str) -> None:
@@ -162,9 +183,13 @@ def distances(family: Family, folder: Path, name: str = "acts") -> dict[str, Any
             key = names[shard.manifest.run, row["request"]]
             known = tokens[key].setdefault(row["position"], row["token_id"])
             assert known == row["token_id"], f"another token at {key}:{row['position']}"
-    want = reference(family, folder / "model", {
-        key: [ids[i] for i in range(len(ids))] for key, ids in tokens.items()
-    })  # fmt: skip
+    every = {key: [ids[i] for i in range(len(ids))] for key, ids in tokens.items()}
+    steered = None
+    if name == "again":
+        steered = min((hook for hook in hooks if hook.startswith("resid_post.")), key=_layer)
+        marks = dataset.tokens()["intervention"].to_pylist()
+        assert sum(marks) == len(every[STEERED]), "other rows are marked than were steered"
+    want = reference(family, folder, every, steered)
     worst, mean = {}, {}
     for hook, found in hooks.items():
         got = np.stack(list(found.values()))
@@ -185,13 +210,15 @@ def distances(family: Family, folder: Path, name: str = "acts") -> dict[str, Any
 
 
 def reference(
-    family: Family, model: Path, tokens: dict[str, list[int]]
+    family: Family, folder: Path, tokens: dict[str, list[int]], steered: str | None = None
 ) -> dict[str, dict[str, Any]]:
     """Return what hooks have to see, ``(n_positions, d_model)`` by request and hook."""
+    import numpy as np
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     kind = AutoModelForImageTextToText if family.text else AutoModelForCausalLM
+    model = folder / "model"
     plain = kind.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
     states: dict[str, dict[str, Any]] = {name: {} for name in tokens}
     current = {"name": ""}
@@ -199,7 +226,16 @@ def reference(
     def keep(hook: str, rows: torch.Tensor) -> None:
         states[current["name"]][hook] = rows.detach().float().reshape(-1, rows.shape[-1]).numpy()
 
-    with torch.no_grad(), watched(plain, stack_of(plain, N_LAYERS), family, keep):
+    stack = stack_of(plain, N_LAYERS)
+    with torch.no_grad(), watched(plain, stack, family, keep):
+        if steered is not None:
+            vector = STRENGTH * torch.from_numpy(np.load(folder / "vector.npy"))
+
+            def steer(_module: Any, _args: Any, output: Any) -> None:
+                if current["name"] == STEERED:
+                    (output[0] if isinstance(output, tuple) else output).add_(vector)
+
+            stack[_layer(steered)].register_forward_hook(steer)  # behind the one that reads
         for name, ids in tokens.items():
             current["name"] = name
             plain(torch.tensor([ids]), use_cache=False)

@@ -78,11 +78,11 @@ def _is_rule(rule: object) -> bool:
         fits = fits and all(bound is None or _is_decimal(bound) for bound in bounds)
     if request is not None:
         fits = fits and isinstance(request, list) and len(request) > 0
-        fits = fits and all(_is_condition(pair) for pair in request)
+        fits = fits and all(is_condition(pair) for pair in request)
     return fits
 
 
-def _is_condition(pair: object) -> bool:
+def is_condition(pair: object) -> bool:
     if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
         return False
     column, _, name = pair[0].partition(".")
@@ -178,14 +178,14 @@ def _inclusion(
             holds = holds and (low is None or value >= low) and (high is None or value < high)
         holds = holds and rule["role"] in (None, role)
         for name, pattern in rule["request"] or []:
-            text = None if line is None else _asked(line, name)
-            holds = holds and text is not None and _fits(text, pattern)
+            text = None if line is None else text_of(line, name)
+            holds = holds and text is not None and fits(text, pattern)
         if holds:
             return share * float(rule["share"])
     return share
 
 
-def _asked(request: Json, name: str) -> str | None:
+def text_of(request: Json, name: str) -> str | None:
     """Return what a rule asks of a request, as text."""
     column, _, key = name.partition(".")
     if column == "external_id":
@@ -200,7 +200,7 @@ def _asked(request: Json, name: str) -> str | None:
     return str(value) if isinstance(value, str | int) else None
 
 
-def _fits(text: str, pattern: str) -> bool:
+def fits(text: str, pattern: str) -> bool:
     """Return whether a text fits a pattern, by the lengths of its beginnings that do so far."""
     lengths = {0}
     for letter in pattern:

@@ -15,7 +15,7 @@ _QUEUES = """queue_depth_stage1 uint32? queue_depth_stage2 uint32? queue_depth_s
     disk_write_latency_p99 float64? compression_backlog_bytes uint64? cache_hit_ratio float64?"""
 COLUMNS = {  # 6.3; a question mark stands for: may be null
     "tokens": """request uint32 position uint32 token_id uint32 phase string step uint64
-        attempt uint16 chunk uint32 flags uint16 inclusion float64?""",
+        attempt uint16 chunk uint32 flags uint16 inclusion float64? intervention uint16""",
     "requests": """request uint32 external_id string internal_id string? source string?
         source_row int64? prompt_len uint32 generated_len uint32 cached_tokens uint32
         engine_cached_tokens uint32? n_preemptions uint16 arrival_ns int64? first_token_ns int64?

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from actds_testing.independent import draw, readouts
+from actds_testing.independent import draw, marks, readouts
 from actds_testing.independent.arrays import GROUP, Bits, judge_values, read_array
 from actds_testing.independent.conservation import Account
 from actds_testing.independent.documents import TOTALS
@@ -152,6 +152,9 @@ class Validator:
             design = draw.design_of(run.record, f"runs/{name}.json capture.inclusion")
             read = fields.get("capture.readouts", {}).get("value") not in (None, "none")
             draw.judge_draw(account, design, read=read and not cut)
+        with self.found.catching():
+            place = f"runs/{name}.json {marks.FIELD}"
+            marks.judge_marks(account, marks.changes_of(run.record, place))
         for chain in run.chains:
             if chain.close is not None:
                 self._judge_close(chain, chain.close, account)

@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 
 from actds.dataset.info import overflowed
 from actds.dataset.reading import Catalog
+from actds.format.interventions import interventions_of
 from actds.format.schema import RowCounts
 from actds.text import counted, format_seconds, share
 from actds_validators.audit import census
@@ -490,6 +491,8 @@ def _identity(audited: Audited) -> Place:
     headline = "one model, one set of settings"
     sentence = f"{runs}, {headline}."
     doubtful = census.of_unknown_weights(audited.catalog)
+    records = {run: audited.catalog.runs.get(run) for run in rows}
+    changed = {run: items for run in rows if (items := interventions_of(records[run]))}
     if doubtful:
         n_others = max(n_others, sum(rows[run] for run in doubtful))
         headline = "rows of weights that nobody knows"
@@ -498,6 +501,18 @@ def _identity(audited: Audited) -> Place:
             "step has shown when (E509)."
         )
         facts["level"] = "FAIL"
+    elif changed:
+        n_others = max(n_others, sum(rows[run] for run in changed))
+        headline = "rows that interventions changed"
+        named = ", ".join(item.name for item in changed[min(changed)][:3])
+        sentence = (
+            f"Interventions ({named}) changed rows of {', '.join(sorted(changed)[:3])} while the "
+            "model computed; what it computed behind them follows from that."
+        )
+        facts["level"] = "FAIL"
+        facts["to_do"] = [
+            "Study them with an expression over intervention; train on a harvest without."
+        ]
     elif len(adapters) > 1:
         named = ", ".join(f"{n:,} of {name}" for name, n in adapters.items())
         n_others = max(n_others, sum(adapters.values()) - max(adapters.values()))

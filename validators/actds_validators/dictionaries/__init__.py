@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,19 @@ class Source:
     trained_on: tuple[str, ...] = ()
     held_out: float | None = None
     weights: tuple[str, ...] = ()
+
+
+class Feature(NamedTuple):
+    """One feature: ``z = row @ encoder + shift``, and it is ``z`` above ``threshold``, else 0.
+
+    ``encoder`` and ``decoder`` are float32 ``(d_model,)``; ``encoder`` is None where a feature
+    depends on more than that: on the other features of a row, or on the row's own mean and length.
+    """
+
+    decoder: Rows
+    encoder: Rows | None
+    shift: float
+    threshold: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,6 +161,23 @@ class Dictionary:
     @property
     def hook(self) -> str | None:
         return self.source.hook
+
+    def feature(self, number: int) -> Feature:
+        """Return one feature.
+
+        Raises:
+            ActdsError: E015 there is none of that number.
+        """
+        if not 0 <= number < self.n_features:
+            raise self._bad(f"feature {number}", f"0 to {self.n_features - 1:,}")
+        encoder, shift = self.w_enc[:, number], float(self.b_enc[number])
+        if self.apply_b_dec_to_input:
+            shift -= float(self.b_dec @ encoder)
+        is_apart = (
+            self.kind in ("standard", "jumprelu", "batchtopk") and self.normalization == "none"
+        )
+        threshold = 0.0 if self.threshold is None else max(float(self.threshold[number]), 0.0)
+        return Feature(self.w_dec[number], encoder if is_apart else None, shift, threshold)
 
     def encode(self, rows: npt.NDArray[Any]) -> Rows:
         """Return the features of rows, float32 ``(n, n_features)``.

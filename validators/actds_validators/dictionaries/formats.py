@@ -33,6 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool
 from actds_validators.arrays import Array, Rows
 from actds_validators.dictionaries import (
     Dictionary,
+    Feature,
     Kind,
     Normalization,
     Source,
@@ -93,6 +94,11 @@ def load_dictionary(
         return _of_path(path, Wanted(hook, d_model, model))
     except OSError as error:
         raise refused(path, error.strerror or error, _EXPECTED) from None
+
+
+def dictionary_feature(path: str | Path, number: int, hook: str | None = None) -> Feature:
+    """Return one feature of a dictionary; raises as ``load_dictionary``, and E015 without it."""
+    return load_dictionary(path, hook).feature(number)
 
 
 def _of_path(path: Path, wanted: Wanted) -> Dictionary:

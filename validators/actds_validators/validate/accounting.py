@@ -25,6 +25,7 @@ from actds.dataset.reading import CENSUS_TABLES, Catalog
 from actds.errors import ActdsError, Finding
 from actds.format import tables
 from actds.format.inclusion import Design
+from actds.format.interventions import Intervention, interventions_of
 from actds.format.positions import (
     Keys,
     depth,
@@ -87,9 +88,12 @@ def check_accounting(
 def _check_run(catalog: Catalog, run: str, progress: Callable[[int], None]) -> RunAccount:
     reader = _Tables(catalog, run, progress)
     design, reader.broken = None, True  # as a table that cannot be read
+    interventions: tuple[Intervention, ...] = ()
     with catalog.findings.noting("accounting"):
-        design, reader.broken = Design.of(catalog.runs.get(run)), False
-    of_draw, aside = columns_of(design), dict[tables.TableName, pa.Table]()
+        record = catalog.runs.get(run)
+        interventions = interventions_of(record)
+        design, reader.broken = Design.of(record), False
+    of_draw, aside = columns_of(design, interventions), dict[tables.TableName, pa.Table]()
 
     def read(name: tables.TableName) -> pa.Table:
         table = reader.table(name, *of_draw.get(name, ()))
@@ -104,7 +108,7 @@ def _check_run(catalog: Catalog, run: str, progress: Callable[[int], None]) -> R
     noted: dict[Finding, None] = {}
     row_sets = catalog.row_sets(run)
     for hooks, shards in row_sets:
-        accounts.append(census.account(reader.tokens(shards), design, aside))
+        accounts.append(census.account(reader.tokens(shards), design, aside, interventions))
         suffix = f" (hooks {', '.join(hooks)})" if len(row_sets) > 1 else ""
         for finding in accounts[-1].findings:
             where = finding.place + (suffix if finding.place.startswith("shards") else "")

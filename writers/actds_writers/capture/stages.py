@@ -66,6 +66,7 @@ class Step:
         lost: why no row of the step may be stored, whatever the policy.
         share: probability of the step's rows, ``None`` where every row is stored; ``inclusion``,
             of the rows of each request, ``(n_requests,)``.
+        interventions: as in ``StepRows``, of every computed row.
     """
 
     step: int
@@ -80,6 +81,7 @@ class Step:
     lost: str | None = None
     share: float | None = None
     inclusion: np.ndarray | None = None
+    interventions: np.ndarray | None = None
 
     def kept(self, positions: IntArray) -> BoolArray | None:
         if all(out == EVERYTHING for out in self.left_out):
@@ -459,8 +461,10 @@ class Stages:
                 expected=f"{n} scheduled rows",
             )
         token_ids, positions = ids[0].numpy().copy(), ids[1].numpy().copy()
+        marks = step.interventions
         if stays is not None:
             token_ids, positions = token_ids[stays], positions[stays]
+            marks = None if marks is None else marks[stays]
         chosen = wanted = kept = step.kept(positions)
         inclusion, draw = self._draw(step, positions)
         if draw is not None:
@@ -479,6 +483,7 @@ class Stages:
             kept=kept,
             inclusion=inclusion,
             wanted=wanted,
+            interventions=marks,
             t_ns=moving.t_ns,
         )
         if self.lane is not None:

@@ -25,12 +25,14 @@ from actds.format.schema import DType
 from actds.text import format_nbytes
 from actds_writers.capture import op as capture
 from actds_writers.capture.check import NO_CHECK, HookCheck
+from actds_writers.capture.edits import Edits
 from actds_writers.capture.hooks import cast_of, directions, hook_specs
 from actds_writers.capture.op import Reading
 from actds_writers.capture.stages import Stages, Step, memory_of
 from actds_writers.capture.taps import ModelConfig, StreamForm
 from actds_writers.capture.transfer import Mark
 from actds_writers.engine_protocol import OPTION, refused
+from actds_writers.interventions import Planned
 from actds_writers.ipc.link import Link, Sender
 from actds_writers.ipc.messages import (
     Fact,
@@ -239,6 +241,25 @@ def _require_room(link: Link, room: Room, needed: WorkerMemory) -> None:
             "room for the hooks' buffers and the steps in flight",
             f"Take fewer hooks, lower max_num_batched_tokens or staging_mib, or {room.next_step}.",
         )
+
+
+def edits_of(
+    link: Link,
+    model: torch.nn.Module,
+    *,
+    config: ModelConfig,
+    computed: torch.dtype,
+    device: torch.device,
+    max_rows: int,
+    form: StreamForm = "first",
+    layers: Collection[int] | None = None,
+) -> Edits:
+    """Install the interventions of a harvest behind its hooks; arguments as of ``WorkerSide``."""
+    assert link.interventions_path is not None
+    planned = Planned.read(link.interventions_path)
+    places = [(kind, int(layer)) for kind, layer in (name.rsplit(".", 1) for name in planned.hooks)]
+    specs = {spec.name: spec for spec in hook_specs(places, config, _stored_type(computed))}
+    return Edits(model, planned, specs, max_rows=max_rows, device=device, form=form, layers=layers)
 
 
 class WorkerSide:

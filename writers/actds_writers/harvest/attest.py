@@ -25,6 +25,7 @@ from actds.explore.dataset import Dataset, open_apart
 from actds.explore.requests import TokenSequence, token_sequences
 from actds.format import tables
 from actds.format.inclusion import salt_of, uniform
+from actds.format.interventions import interventions_of
 from actds.format.positions import position_key
 from actds.format.readouts import Readouts, compute, directions, readouts_of
 from actds.format.schema import DType, Hook, RunRecord
@@ -126,6 +127,7 @@ def _readouts_of(source: Dataset) -> dict[str, Readouts]:
         if run in source.runs
         and (of_run := readouts_of(source.runs[run])) is not None
         and of_run.n_projections
+        and not interventions_of(source.runs[run])
     }
     if not readouts:
         step = "Write it with readouts, the default; or compare arrays: actds replay --compare."

@@ -170,7 +170,10 @@ class Run:
             resume=settings.resume,
             replica=replica,
         )
-        self._pipeline = Pipeline(self._writer, plan.hooks, os.getpid(), lock, probes=plan.probes)
+        edits = None if plan.interventions is None else plan.interventions.to_bytes()
+        self._pipeline = Pipeline(
+            self._writer, plan.hooks, os.getpid(), lock, probes=plan.probes, interventions=edits
+        )
         self.feed = feed(plan, self._pipeline.poll)
         if self._canary is not None:
             self.feed.heard = self._canary.finished

@@ -23,6 +23,7 @@ from actds.errors import ActdsError
 from actds.explore.requests import TokenSequence
 from actds.format import canonical
 from actds.format.inclusion import KeepRule, about_request
+from actds.format.interventions import FIELD, applied
 from actds.format.readouts import NONE
 from actds.format.schema import RunRecord
 from actds.store import layout, local_folder, open_for_writing, open_store, refuse_within_dataset
@@ -32,6 +33,7 @@ from actds_writers.capture.hooks import hook_specs, parse_hooks, plan_readouts
 from actds_writers.config import WriteSettings
 from actds_writers.engine_protocol import EngineOptions
 from actds_writers.harvest.recover import recover_runs, require_accounted
+from actds_writers.interventions import KINDS, Planned, plan_interventions
 from actds_writers.ipc.messages import LETTERS, UNKNOWN, Fact, PromptFact, Replayed, packed
 from actds_writers.model_folder import ModelFiles, SpecialTokens, generation_eos, model_config
 from actds_writers.monitor.progress import Snapshot
@@ -102,6 +104,7 @@ UNKNOWN_LIMIT = 2**31
 SECOND_BOS = "prompts.second_bos"
 """Field of the run record: texts that began with BOS before the tokenizer added one."""
 MUST_AGREE = (
+    FIELD,
     "model.config_sha256",
     "model.weights_sha256",
     "tokenizer.sha256",
@@ -135,6 +138,7 @@ class Plan:
     thinking: ThinkingMarks
     regimes: Mapping[str, Regime] = field(default_factory=dict)
     """What rules ask of each request, by its key; empty where none does."""
+    interventions: Planned | None = None
 
 
 @dataclass(frozen=True)
@@ -177,6 +181,7 @@ def make_plan(
     if settings.readouts:
         planned, probes = plan_readouts(settings.seed, settings.probes, hooks, settings.keep)
         readouts = planned.as_field()
+    edits = plan_edits(settings.intervene, config)
     return Plan(
         engine=engine,
         hooks=tuple(places),
@@ -187,12 +192,16 @@ def make_plan(
             *_serving_facts(settings, engine),
             *served.facts,
             *capture_facts(settings, rows, readouts, "all"),
+            *(() if edits is None else (edits.fact,)),
         ),
         rows_per_shard=rows,
         readouts=readouts,
         probes=probes,
         thinking=ThinkingMarks.of(served.tokenizer.get_added_vocab()),
-        regimes=regimes_of(keep_rules(settings.keep), served, engine.n_samples),
+        regimes=with_interventions(
+            regimes_of(keep_rules(settings.keep), served, engine.n_samples), edits, served
+        ),
+        interventions=edits,
     )
 
 
@@ -223,6 +232,46 @@ def regimes_of(rules: Sequence[KeepRule], served: Served, n_samples: int) -> dic
         why = "".join(f" ({reason})" for reason, _ in reasons.most_common(1))
         raise ActdsError("E009", "keep", got=got + why, expected="prompts that are chats")
     return {key: Regime.of(rules, of_prompts.get(key, ""), texts) for key, texts in about.items()}
+
+
+def plan_edits(
+    file: str | None, config: Mapping[str, Any], *, live: bool = False
+) -> Planned | None:
+    """Return the interventions of a file, for a model with a configuration; ``None`` without one.
+
+    Raises:
+        ActdsError: as ``plan_interventions``.
+    """
+    if file is None:
+        return None
+    layers = range(int(config["num_hidden_layers"]))
+    specs = hook_specs([(kind, layer) for kind in KINDS for layer in layers], config, "float32")
+    return plan_interventions(file, {spec.name: spec for spec in specs}, live=live)
+
+
+def with_interventions(
+    regimes: dict[str, Regime], planned: Planned | None, served: Served
+) -> dict[str, Regime]:
+    """Return what is asked of each request, with the positions of it that are changed.
+
+    Raises:
+        ActdsError: E009 an intervention that no request has a position of.
+    """
+    if planned is None:
+        return regimes
+    taken: set[int] = set()
+    result: dict[str, Regime] = {}
+    for prompt in served.client:
+        about = about_request(prompt.external_id, prompt.labels, None)
+        n_given = prompt.prompt_len if prompt.origin is None else prompt.origin.n_given
+        parts = applied(planned.interventions, about, n_given)
+        result[prompt.key] = replace(regimes.get(prompt.key, Regime()), applied=parts)
+        taken |= {part.number for part in parts}
+    for number, item in enumerate(planned.interventions, 1):
+        if number not in taken:
+            got = f"{item.name}, which is of no request"
+            raise ActdsError("E009", "intervene", got=got, expected="one that changes some")
+    return result
 
 
 def serve_prompts(settings: WriteSettings, engine: EngineOptions, limit: int) -> Served:
@@ -455,10 +504,9 @@ def _compare_run(record: RunRecord, declared: dict[str, bool | int | str | None]
         silent = ("prompts.continue", "prompts.label_columns", "sampling.params")
         absent = NONE if name in silent else None
         before = record.fields[name].value if name in record.fields else absent
-        if name in declared and before != declared[name]:
-            raise ActdsError(
-                "E010", name, got=repr(declared[name]), expected=f"{before!r} as in {record.run}"
-            )
+        if (name in declared or name == FIELD) and before != declared.get(name):
+            expected = f"{before!r} as in {record.run}"
+            raise ActdsError("E010", name, got=repr(declared.get(name)), expected=expected)
 
 
 def without_finished(plan: Plan, done: set[Identity]) -> Plan:

@@ -110,6 +110,7 @@ class Pipeline:
         staging_nbytes: int | None = None,
         lane_nbytes: int = LANE_NBYTES,
         probes: bytes | None = None,
+        interventions: bytes | None = None,
     ) -> None:
         # Sockets and ring, in shared memory if there is any.
         parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
@@ -117,9 +118,11 @@ class Pipeline:
         ring_nbytes = settings.ring_nbytes if ring_nbytes is None else ring_nbytes
         require_room(parent, ring_nbytes + (0 if writer.readouts == NONE else lane_nbytes))
         folder = Path(tempfile.mkdtemp(prefix="actds-", dir=parent))
-        probes_path = folder / "probes.npy"
-        if probes is not None:
-            probes_path.write_bytes(probes)
+        paths: dict[str, str | None] = {"probes_path": None, "interventions_path": None}
+        for name, data in (("probes", probes), ("interventions", interventions)):
+            if data is not None:
+                (folder / name).write_bytes(data)
+                paths[f"{name}_path"] = str(folder / name)
         self.link = Link(
             folder=str(folder),
             key=secrets.token_hex(32),
@@ -132,7 +135,8 @@ class Pipeline:
             live=writer.shared,
             lane_nbytes=lane_nbytes,
             readouts=writer.readouts,
-            probes_path=None if probes is None else str(probes_path),
+            probes_path=paths["probes_path"],
+            interventions_path=paths["interventions_path"],
             replica=writer.replica,
         )
         dataset = None if writer.resume or writer.may_join else writer.dataset

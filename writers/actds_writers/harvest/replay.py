@@ -21,6 +21,7 @@ from actds.explore import dataset as reading
 from actds.explore.dataset import Dataset
 from actds.explore.requests import TokenSequence, covered, lacking, token_sequences
 from actds.format.inclusion import is_drawn
+from actds.format.interventions import interventions_of
 from actds.format.positions import Intervals, difference, position_key, split_key
 from actds.format.schema import Hook
 from actds.format.tables import UNSERVED
@@ -187,6 +188,7 @@ class Replays:
         self._require_model(model, files)
         if self.settings.compares:
             self._require_common_hook(settings, model)
+            self._require_unchanged()
         adapter = find_engine(settings.engine).adapter_sha256(engine)
         encoded, client = as_requests(
             self._chosen(), self.source.catalog, lambda sequence: _skip(sequence, adapter, limit)
@@ -287,6 +289,14 @@ class Replays:
         ):
             expected = f"some of {', '.join(self.source.hooks)}, to compare with"
             raise ActdsError("E009", "hooks", got=settings.hooks, expected=expected)
+
+    def _require_unchanged(self) -> None:
+        """Refuse to compare rows that interventions changed with rows that they did not."""
+        changed = [run for run, record in self.source.runs.items() if interventions_of(record)]
+        if changed or self.settings.intervene is not None:
+            got = f"{changed[0]} with interventions" if changed else "interventions in the replay"
+            expected = "rows that nothing changed on either side"
+            raise ActdsError("E022", "compare", got=got, expected=expected)
 
     def _require_model(self, model: ModelFiles, files: Sequence[Fact]) -> None:
         given = {fact.name: fact.value for fact in files}

@@ -277,6 +277,7 @@ class Link:
             readouts' lane; of the staging ring, when one does.
         live: whether the engine serves traffic, which continues when capture fails.
         readouts: value of ``capture.readouts``.
+        interventions_path: of ``interventions.Planned``, ``None`` where no row is changed.
         replica: as in ``WriterSettings``.
     """
 
@@ -292,6 +293,7 @@ class Link:
     lane_nbytes: int = 0
     readouts: str = NONE
     probes_path: str | None = None
+    interventions_path: str | None = None
     replica: tuple[int, int] = (0, 1)
 
     def to_environment(self) -> str:

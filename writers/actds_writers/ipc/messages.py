@@ -158,6 +158,8 @@ class StepRows:
         inclusion: float64 ``(n,)``: probability that each row was drawn with, ``None`` where
             none is drawn; ``wanted``, bool ``(n,)``: rows that rules alone would store, ``None``
             for all.
+        interventions: uint16 ``(n,)``: number of the intervention that changed each row, 0 for
+            none; ``None`` in a run without any.
         t_ns: wall clock when the engine handed the step over.
         depth_stage1: slices in the staging ring after the rows had left it; ``depth_stage2``, in
             the host ring, this one included.
@@ -182,6 +184,7 @@ class StepRows:
     parts: tuple[StepRows, ...] = ()
     inclusion: np.ndarray | None = None
     wanted: BoolArray | None = None
+    interventions: np.ndarray | None = None
 
     @property
     def n_kept(self) -> int:

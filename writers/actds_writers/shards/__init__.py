@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -323,6 +323,8 @@ class Assembly:
         }
         if step.inclusion is not None:
             columns["inclusion"] = step.inclusion
+        if step.interventions is not None:
+            columns["intervention"] = step.interventions
         if step.kept is not None:
             new, prefill = new[step.kept], prefill[step.kept]
             columns = {name: column[step.kept] for name, column in columns.items()}
@@ -407,6 +409,7 @@ TOKEN_COLUMNS = {
     "chunk": np.uint32,
     "flags": np.uint16,
     "inclusion": np.float64,
+    "intervention": np.uint16,
 }
 
 
@@ -432,10 +435,12 @@ class Slice:
 class ShardBuffer:
     """Rows of one phase: at most those of a shard plus those of the largest step.
 
-    ``draws``: whether the rows are drawn, so that each has an inclusion.
+    ``further``: columns that not every run has: ``inclusion``, ``intervention``.
     """
 
-    def __init__(self, hooks: tuple[HookSpec, ...], capacity: int, *, draws: bool = False) -> None:
+    def __init__(
+        self, hooks: tuple[HookSpec, ...], capacity: int, further: Collection[str] = ()
+    ) -> None:
         self.hooks = hooks
         self.capacity = capacity
         self._layout = RowLayout(hooks)
@@ -443,7 +448,7 @@ class ShardBuffer:
         self._columns = {
             name: np.empty(capacity, dtype=kind)
             for name, kind in TOKEN_COLUMNS.items()
-            if draws or name != "inclusion"
+            if name in further or name not in tables.OF_SAMPLES
         }
         self.clear()
 

@@ -404,9 +404,10 @@ class Writer:
         self.memory_nbytes = hello.memory_nbytes + self._own_nbytes(hello)
         self._begin_run(dataset, hello)
         self.readouts = self._readout_log(hello)
+        further = ["inclusion"] * (self._design is not None)
+        further += ["intervention"] * (settings.harvest.intervene is not None)
         buffers = [
-            ShardBuffer(hello.hooks, capacity, draws=self._design is not None)
-            for _ in range(len(PHASES) + SPARE_BUFFERS)
+            ShardBuffer(hello.hooks, capacity, further) for _ in range(len(PHASES) + SPARE_BUFFERS)
         ]
         harvest, n_threads = settings.harvest, settings.n_threads
         raw_nbytes = harvest.raw_threshold_nbytes

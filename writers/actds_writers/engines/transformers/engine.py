@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from actds.errors import ActdsError
+from actds.format.interventions import Applied
 from actds.text import one_line
 from actds_writers.engine_protocol import OPTION, Finished, engine_error
 from actds_writers.engines.transformers.options import Options
@@ -44,6 +45,7 @@ try:
         require_finite,
         without_reference,
     )
+    from actds_writers.capture.edits import Edits, Row
     from actds_writers.capture.hooks import raise_all
     from actds_writers.capture.op import Reading
     from actds_writers.capture.stages import Step
@@ -51,6 +53,7 @@ try:
     from actds_writers.engines.account import (
         SchedulerSide,
         WorkerSide,
+        edits_of,
         layer_config,
         reporting_failure,
     )
@@ -77,6 +80,7 @@ class Sequence:
     prompt_len: int
     max_tokens: int
     generator: torch.Generator | None = None
+    applied: tuple[Applied, ...] = ()
 
     @property
     def n_sampled(self) -> int:
@@ -212,6 +216,16 @@ class Capture(WorkerSide):
                 device=model.device,
                 max_rows=max_rows,
             )
+            self.edits: Edits | None = None
+            if link.interventions_path is not None:
+                self.edits = edits_of(
+                    link,
+                    model,
+                    config=layer_config(config, int(config.hidden_size), len(layers)),
+                    computed=model.dtype,
+                    device=model.device,
+                    max_rows=max_rows,
+                )
         if link.settings.check:
             link.note("Comparing rows of two short prompts with the model's own")
             try:
@@ -219,6 +233,19 @@ class Capture(WorkerSide):
             except ActdsError:
                 self.close()
                 raise
+
+    def mark(self, columns: Columns) -> None:
+        """Say what interventions change of the columns that the model runs next."""
+        if self.edits is not None:
+            firsts = np.cumsum(columns.n_rows) - columns.n_rows
+            rows = [
+                Row(first, count, int(columns.positions[first]), sequence.applied)
+                for sequence, first, count in zip(
+                    columns.sequences, firsts.tolist(), columns.n_rows.tolist(), strict=True
+                )
+                if sequence.applied
+            ]
+            self.edits.set(len(columns.index), rows, torch.from_numpy(columns.index))
 
     def after_step(
         self,
@@ -239,7 +266,17 @@ class Capture(WorkerSide):
             self.buffers.compact(index)
         numbers, prompt_lens = np.array([(s.number, s.prompt_len) for s in columns.sequences]).T
         self.hand_over(
-            Step(step, numbers, columns.n_rows, prompt_lens, (), finished, duration_ns, "eager"),
+            Step(
+                step,
+                numbers,
+                columns.n_rows,
+                prompt_lens,
+                (),
+                finished,
+                duration_ns,
+                "eager",
+                interventions=None if self.edits is None else self.edits.marks,
+            ),
             input_ids.flatten()[index],
             torch.from_numpy(columns.positions).to(input_ids.device),
             waits=self.link.settings.entropy,
@@ -358,6 +395,7 @@ class Engine:
         number = self._scheduler.number_request(key, len(token_ids), sampling)
         self._capture.stages.learn(number, regime or Regime())
         sequence = Sequence(key, number, list(token_ids), len(token_ids), max_tokens, generator)
+        sequence.applied = () if regime is None else regime.applied
         self._waiting.append(sequence)
 
     def step(self) -> list[Finished]:
@@ -398,6 +436,7 @@ class Engine:
             running=len(batch.sequences),
         )
         self._capture.before_step()
+        self._capture.mark(columns)
         began = time.monotonic_ns()
         with torch.inference_mode():
             logits = batch.forward(columns)

@@ -542,4 +542,14 @@ def graph_key(link: Link) -> dict[str, Any]:
     """Return what capture adds to the model's graph: that alone is in the compile cache's key."""
     hooks = [f"{kind}:{layer}" for kind, layer in link.hooks]
     # The type of the rows is this one, or follows from the model's, which is in the key as well.
-    return {"hooks": hooks, "readouts": link.readouts, "store_dtype": link.settings.store_dtype}
+    key: dict[str, Any] = {
+        "hooks": hooks,
+        "readouts": link.readouts,
+        "store_dtype": link.settings.store_dtype,
+    }
+    if link.interventions_path is not None:
+        from actds_writers.interventions import Planned
+
+        sizes = Planned.read(link.interventions_path).table_sizes
+        key["interventions"] = [f"{hook}:{n}" for hook, n in sizes]
+    return key

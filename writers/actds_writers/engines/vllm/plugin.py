@@ -154,7 +154,7 @@ def _additional(vllm_config: Any) -> dict[str, Any]:
 
 
 def _wrap_inputs(module: Any) -> None:
-    """Label the chats of a live harvest in the server's front end.
+    """Refuse unlisted interventions, and label chats, in the front end of a live harvest.
 
     Where vLLM has not the names for it, a dataset lacks roles; the start does not fail.
     """
@@ -165,7 +165,12 @@ def _wrap_inputs(module: Any) -> None:
     def initialising(init: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         init(self, vllm_config, *args, **kwargs)
         document = _additional(vllm_config).get("actds")
-        if not isinstance(document, dict) or document.get("roles") is False:
+        if not isinstance(document, dict):
+            return
+        from actds_writers.engines.vllm.steering import refuse_in
+
+        refuse_in(self, document.get("intervene"))
+        if document.get("roles") is False:
             return
         try:
             from actds_writers.engines.vllm.requests import label_chats
@@ -254,7 +259,7 @@ def _wrap_worker() -> None:
         if _link is None:
             return load_model(self, *args, **kwargs)
         from actds_writers.engines.vllm.runner import captures, loaded_model
-        from actds_writers.engines.vllm.worker import WorkerCapture, give_heads
+        from actds_writers.engines.vllm.worker import WorkerCapture, give_heads, steer
 
         _link.note("Loading the weights")
         result = load_model(self, *args, **kwargs)
@@ -264,6 +269,9 @@ def _wrap_worker() -> None:
             self._actds.watch_logits(functools.partial(_guarded, self))
         else:
             give_heads(self, _link)
+        steering = steer(self, _link)
+        if getattr(self, "_actds", None) is not None:
+            self._actds.steering = steering
         _watch_set_up(self, _link)
         return result
 
@@ -354,9 +362,14 @@ def _wrap_scheduler() -> None:
     def initialising(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         self._actds = None if _link is None else _scheduler_side(self, _link)
+        self._actds_planned = _planned(_link)
 
     @wrap(Scheduler, "add_request")
     def adding(add_request: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._actds_planned is not None:
+            from actds_writers.engines.vllm.steering import of_request
+
+            of_request(request, self._actds_planned)
         _look_at_weights(self)
         _report(self, "arrived", request)
         return add_request(self, request, *args, **kwargs)
@@ -365,9 +378,9 @@ def _wrap_scheduler() -> None:
     def scheduling(schedule: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         _look_at_weights(self)
         if self._actds is None:
-            return schedule(self, *args, **kwargs)
+            return _marked(self, schedule(self, *args, **kwargs))
         running = {request.request_id for request in self.running}
-        output = schedule(self, *args, **kwargs)
+        output = _marked(self, schedule(self, *args, **kwargs))
         now = {request.request_id for request in self.running}
         preempted = tuple(r for r in running - now if r in self.requests)
         mark = _report(self, "scheduled", self, output, preempted)
@@ -395,6 +408,28 @@ def _wrap_scheduler() -> None:
     def freeing(free_request: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         _report(self, "finished", request)
         return free_request(self, request, *args, **kwargs)
+
+
+def _planned(link: Link | None) -> Any:
+    """Return the interventions of a harvest, and key KV blocks by them; ``None`` without any."""
+    if link is None:
+        return None
+    from actds_writers.engines.vllm.steering import key_blocks
+    from actds_writers.interventions import Planned
+
+    path = link.interventions_path
+    planned = None if path is None else Planned.read(path)
+    key_blocks(planned)
+    return planned
+
+
+def _marked(scheduler: Any, output: Any) -> Any:
+    """Tell the workers with a step what is changed of its requests, whatever became of capture."""
+    if scheduler._actds_planned is not None:
+        from actds_writers.engines.vllm.steering import mark_step
+
+        mark_step(scheduler, output, scheduler._actds_planned)
+    return output
 
 
 def _look_at_weights(scheduler: Any) -> None:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from actds.errors import ActdsError
+from actds.format.interventions import Applied
 from actds_writers.engines import wrap
 from actds_writers.ipc.messages import count_packed, packed
 from actds_writers.prompts.encoding import NO_OFFSETS, Rendered, chat_roles
@@ -271,7 +272,11 @@ REGIME = "actds.regime"
 
 def give_regime(params: Any, regime: Regime) -> None:
     """Let what rules ask of a request travel with its ``SamplingParams``."""
-    given = {"roles": regime.roles, "takes": list(regime.takes.items())}
+    given = {
+        "roles": regime.roles,
+        "takes": list(regime.takes.items()),
+        "applied": [list(part) for part in regime.applied],
+    }
     params.extra_args = {**(params.extra_args or {}), REGIME: given}
 
 
@@ -282,7 +287,8 @@ def take_regime(params: Any) -> Regime | None:
         return None
     params.extra_args = {name: value for name, value in extra.items() if name != REGIME} or None
     given = extra[REGIME]
-    return Regime(given["roles"], dict(given["takes"]))
+    parts = tuple(Applied(*part) for part in given["applied"])
+    return Regime(given["roles"], dict(given["takes"]), parts)
 
 
 class _Unapplied:

@@ -30,7 +30,7 @@ from actds_writers.engines.account import layer_config
 from actds_writers.engines.vllm.options import admit, graph_key, refuse_options, refuse_unread
 from actds_writers.engines.vllm.weights import WeightsWatch
 from actds_writers.engines.vllm.worker import model_files
-from actds_writers.harvest.prepare import hold
+from actds_writers.harvest.prepare import hold, plan_edits
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact, HookSpec
@@ -254,7 +254,10 @@ def start(config: Any, document: Any) -> LiveRun:
     try:
         compare_hooks(out, hooks)
         readouts, probes = _readouts(settings, hooks)
+        edits = plan_edits(settings.intervene, config_of, live=True)
         writer = _writer_settings(settings, model, hooks, readouts, _replica(config))
+        if edits is not None:
+            writer = replace(writer, facts=(*writer.facts, edits.fact))
         # The client of an engine core in its own process is the parent.
         in_child = multiprocessing.parent_process() is not None
         begin = functools.partial(
@@ -263,6 +266,7 @@ def start(config: Any, document: Any) -> LiveRun:
             client_pid=os.getppid() if in_child else os.getpid(),
             lock=lock,
             probes=probes,
+            interventions=None if edits is None else edits.to_bytes(),
         )
         metrics = None
         if settings.metrics_port is not None:

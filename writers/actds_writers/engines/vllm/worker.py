@@ -40,6 +40,7 @@ from actds_writers.engines.vllm.runner import (
     watch,
     whole,
 )
+from actds_writers.engines.vllm.steering import Steering
 from actds_writers.engines.vllm.weights import WeightsSample
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact
@@ -61,6 +62,8 @@ class WorkerCapture(WorkerSide):
 
     def __init__(self, worker: Any, link: Link) -> None:
         self._worker = worker
+        self.steering: Steering | None = None
+        """What changes its rows, where a harvest does."""
         self._prompt_lens: dict[str, int] = {}
         self._weights: str | None = None
         self.sample: WeightsSample | None = None
@@ -193,6 +196,7 @@ class WorkerCapture(WorkerSide):
             mark.finished,
             duration_ns,
             self._dispatch.mode,
+            interventions=None if self.steering is None else self.steering.edits.marks,
             lost=tables.FAILED_LOAD if failed else mark.lost,
         )
         changed = self.sample.changed() if self.sample is not None else None
@@ -285,6 +289,35 @@ def require_kinds(model: str, link: Link, ranks: int) -> None:
             if not is_verified(model, kind, ranks)
         ]
     )
+
+
+def steer(worker: Any, link: Link) -> Steering | None:
+    """Install the interventions of a harvest on one rank, behind its hooks; ``None`` for none.
+
+    Raises:
+        ActdsError: as ``Steering``; E012 what else a step may be computed from.
+    """
+    if link.interventions_path is None:
+        return None
+    runner, config = worker.model_runner, worker.vllm_config
+    model = loaded_model(runner)
+    with reporting_failure(link):
+        for option in ("speculative_config", "kv_transfer_config"):
+            if getattr(config, option, None) is not None:
+                # A draft model is not changed, and who stores KV elsewhere keys it by the tokens.
+                got = f"interventions, and {option}"
+                raise refused("intervene", got, "one or the other")
+        return Steering(
+            worker,
+            link,
+            model=model,
+            config=_hook_config(runner),
+            computed=runner.model_config.dtype,
+            device=runner.device,
+            max_rows=int(runner.max_num_tokens) + PADDING_ROWS,
+            form=_form(model, link),
+            layers=stage_layers(worker, model),
+        )
 
 
 def give_heads(worker: Any, link: Link) -> None:
