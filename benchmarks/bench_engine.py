@@ -55,7 +55,10 @@ ON_LOGITS = ("_read_logits", "_read_tokens")
 
 @dataclass(frozen=True)
 class Variant:
-    """What an engine does beside serving."""
+    """What an engine does beside serving.
+
+    ``steered``: ``all`` requests have a vector added, or ``none`` of those that are served.
+    """
 
     label: str
     hooks: str | None = None
@@ -64,6 +67,7 @@ class Variant:
     naive: bool = False
     in_memory: bool = False
     entropy: bool = False
+    steered: str | None = None
 
 
 class Inside:
@@ -107,6 +111,13 @@ class Inside:
             for name in names:
                 setattr(owner, name, self.timed(getattr(owner, name)))
         if hooks:
+            from actds_writers.capture import edits
+            from actds_writers.engines.vllm import steering
+
+            edits.Edits.set = self.timed(edits.Edits.set)  # type: ignore[method-assign]
+            steering.mark_step = self.timed(steering.mark_step)
+            watch_tap = edits.watch_tap
+            edits.watch_tap = lambda tap, hook: watch_tap(tap, self.timed(hook))
             install = capture.install_tap
 
             def timing(tap: Any, *args: Any) -> None:
@@ -128,6 +139,8 @@ VARIANTS = {
     "again": Variant("none, a second engine"),
     "two": Variant("2 hooks", TWO),
     "two-entropy": Variant("2 hooks, entropies", TWO, entropy=True),
+    "two-idle": Variant("2 hooks, steering idle", TWO, steered="none"),
+    "two-steered": Variant("2 hooks, one vector", TWO, steered="all"),
     "two-bare": Variant("2 hooks, no readouts", TWO, readouts=False),
     "two-null": Variant("2 hooks, dataset in memory", TWO, in_memory=True),
     "two-probes": Variant("2 hooks, 1,000 probes", TWO, n_probes=1000),
@@ -268,14 +281,14 @@ def start(
             add_naive_hooks(engine, variant, out, inside)
         return engine, None
     source, probes = out.parent / "prompts.jsonl", None
-    source.write_text('{"prompt": "x"}\n')
+    source.write_text('{"id": "x", "prompt": "x"}\n')
     if variant.n_probes:
         probes = out.parent / "probes.npy"
         np.save(probes, probe_matrix(variant.n_probes, model).T)
     harvest = WriteSettings(
         out=str(out), model=model, prompts=str(source), hooks=variant.hooks, max_tokens=1,
         readouts=variant.readouts, probes=None if probes is None else str(probes),
-        entropy=variant.entropy,
+        entropy=variant.entropy, intervene=interventions(variant, model, out.parent),
     )  # fmt: skip
     plan = make_plan(harvest, engines.VLLM.options(arguments))
     out.mkdir()
@@ -285,11 +298,26 @@ def start(
         rows_per_shard=plan.rows_per_shard, n_threads=1, readouts=plan.readouts,
     )  # fmt: skip
     lock = lock_dataset(out)
-    pipeline = Pipeline(settings, plan.hooks, os.getpid(), lock, probes=plan.probes)
+    edits = None if plan.interventions is None else plan.interventions.to_bytes()
+    pipeline = Pipeline(
+        settings, plan.hooks, os.getpid(), lock, probes=plan.probes, interventions=edits
+    )
     pipeline.connect()
     options = VllmOptions(**arguments)
     engine = engines.VllmEngine(model, options, pipeline.link, temperature=0.0, seed=0)
     return engine, pipeline
+
+
+def interventions(variant: Variant, model: Path, folder: Path) -> str | None:
+    """Write a file that adds a vector to the stream of every request, or of one never served."""
+    if variant.steered is None:
+        return None
+    np.save(folder / "v.npy", probe_matrix(1, model)[:, 0])
+    edit = {"hook": "resid_post.10", "op": "add", "vector": "v.npy", "strength": 0.1}
+    item = {"name": "v", "edits": [edit], "requests": [] if variant.steered == "all" else ["id x"]}
+    document = {"schema": "actds.interventions/1", "interventions": [item]}
+    (folder / "v.json").write_text(json.dumps(document))
+    return str(folder / "v.json")
 
 
 def probe_matrix(n_probes: int, model: Path) -> np.ndarray:

@@ -18,6 +18,7 @@ from actds.dataset.reading import Catalog, unknown_columns
 from actds.dataset.sources import LabelFacts, SourceFacts, label_facts, read_records, source_facts
 from actds.format import arrays, tables
 from actds.format.inclusion import INCLUSION, Sample, inclusion_of_rows, is_drawn_from
+from actds.format.interventions import FIELD, parse_field
 from actds.format.schema import CloseBody, FenceBody, RowCounts, RunRecord
 from actds.store import layout
 from actds.text import Line, counted, format_nbytes, pairs, printable, share, when
@@ -457,6 +458,8 @@ def _page_run(run: RunFacts) -> Iterator[Line]:
         yield from pairs(_page_census(run))
     if run.sample is not None:
         yield Line(f"  {sample_in_words(run)}", "bad")
+    for words in changes_in_words(run):
+        yield Line(f"  {words}", "bad")
     if not run.has_record:
         yield Line("  NO RUN RECORD (E401): the provenance of the rows is unknown.", "bad")
         return
@@ -486,6 +489,17 @@ def _page_census(run: RunFacts) -> dict[str, str]:
         "preemptions": f"{run.n_preemptions:,}",
         "stalls": f"{run.n_stalls:,}, {run.stalled_ns / 1e9:.3f} s",
     }
+
+
+def changes_in_words(run: RunFacts) -> Iterator[str]:
+    """Yield a line for each intervention that changed rows of a run, the first ten."""
+    field = run.provenance.get(FIELD, {}).get("value")
+    items = parse_field(field, FIELD) if isinstance(field, str) else ()
+    for number, item in enumerate(items[:10], 1):
+        edits = ", ".join(f"{e.op} {e.strength:g} at {e.hook}" for e in item.edits)
+        yield f"rows changed by {item.name} (intervention == {number}): {edits}"
+    if len(items) > 10:
+        yield f"and by {len(items) - 10:,} more interventions"
 
 
 def sample_in_words(run: RunFacts) -> str:

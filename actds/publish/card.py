@@ -20,7 +20,14 @@ from typing import Any
 import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 
-from actds.dataset.info import Facts, describe, missing, odd_values, sample_in_words
+from actds.dataset.info import (
+    Facts,
+    changes_in_words,
+    describe,
+    missing,
+    odd_values,
+    sample_in_words,
+)
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError, Finding
 from actds.format import canonical
@@ -366,6 +373,8 @@ def _body(facts: Facts) -> Iterator[str]:
         if run.sample is not None:
             words = f"The rows of run {run.run} are {sample_in_words(run)}."
             yield from ("", _escaped(words))
+        for words in changes_in_words(run):
+            yield from ("", _escaped(f"Run {run.run}: {words}."))
     if odd := [f"- {_escaped(words)}" for words in odd_values(facts)]:
         yield from ("", *odd)
     if facts.is_imported:

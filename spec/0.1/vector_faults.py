@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -1021,31 +1022,36 @@ def _(v: Vector) -> None:
     v.relink(totals=False)
 
 
-def _rewrite_rules(v: Vector, before: str, after: str, **relink: Any) -> None:
+def _rewrite(v: Vector, field: str, before: str, after: str, **relink: Any) -> None:
+    """Write another text into a field of the run record."""
     record = v.json(RECORD)
-    field = record["fields"]["capture.inclusion"]
-    assert before in field["value"]
-    field["value"] = field["value"].replace(before, after)
+    value = record["fields"][field]
+    assert before in value["value"]
+    value["value"] = value["value"].replace(before, after)
     v.write_json(RECORD, record)
     v.relink(**relink)
+
+
+_rewrite_rules = partial(_rewrite, field="capture.inclusion")
+_rewrite_changes = partial(_rewrite, field="capture.interventions")
 
 
 @fault("E103", "rule-without-a-number", RECORD, "The share of a rule is no number.",
        base="thinned-rules")  # fmt: skip
 def _(v: Vector) -> None:
-    _rewrite_rules(v, '"0.25"', '"a"', totals=False)
+    _rewrite_rules(v, before='"0.25"', after='"a"', totals=False)
 
 
 @fault("E103", "rule-for-a-role-that-is-none", RECORD, "A rule is for authors of no such name.",
        base="thinned-rules")  # fmt: skip
 def _(v: Vector) -> None:
-    _rewrite_rules(v, '"role":"template"', '"role":"developer"', totals=False)
+    _rewrite_rules(v, before='"role":"template"', after='"role":"developer"', totals=False)
 
 
 @fault("E424", "rule-of-another-label", "shards", "A rule is for another label than was drawn by.",
        base="thinned-rules")  # fmt: skip
 def _(v: Vector) -> None:
-    _rewrite_rules(v, "ma?h*", "ma?h")
+    _rewrite_rules(v, before="ma?h*", after="ma?h")
 
 
 @fault("E424", "rule-of-another-role", "shards", "A position has another role than at the draw.",
@@ -1070,25 +1076,16 @@ def _(v: Vector) -> None:
     v.relink()
 
 
-def _rewrite_changes(v: Vector, before: str, after: str, **relink: Any) -> None:
-    record = v.json(RECORD)
-    field = record["fields"]["capture.interventions"]
-    assert before in field["value"]
-    field["value"] = field["value"].replace(before, after)
-    v.write_json(RECORD, record)
-    v.relink(**relink)
-
-
 @fault("E103", "edit-that-is-none", RECORD, "An edit has no op of the list.",
        base="interventions")  # fmt: skip
 def _(v: Vector) -> None:
-    _rewrite_changes(v, '"op":"project"', '"op":"rotate"', totals=False)
+    _rewrite_changes(v, before='"op":"project"', after='"op":"rotate"', totals=False)
 
 
 @fault("E103", "intervention-of-no-name", RECORD, "Two interventions have one name.",
        base="interventions")  # fmt: skip
 def _(v: Vector) -> None:
-    _rewrite_changes(v, '"name":"edge"', '"name":"steer"', totals=False)
+    _rewrite_changes(v, before='"name":"edge"', after='"name":"steer"', totals=False)
 
 
 @fault("E425", "mark-missing", "shards", "A changed row says that nothing changed it.",
@@ -1116,7 +1113,7 @@ def _(v: Vector) -> None:
        "The run record says of other requests that they were changed.",
        base="interventions")  # fmt: skip
 def _(v: Vector) -> None:
-    _rewrite_changes(v, "*-2", "*-3")
+    _rewrite_changes(v, before="*-2", after="*-3")
 
 
 @fault("E425", "change-of-other-given-positions", "shards",

@@ -208,24 +208,16 @@ class Capture(WorkerSide):
                     got="no module named layers.N",
                     expected="a model whose decoder layers are found by that name",
                 )
-            super().__init__(
-                model,
-                link,
-                config=layer_config(config, int(config.hidden_size), len(layers)),
-                computed=model.dtype,
-                device=model.device,
-                max_rows=max_rows,
-            )
+            about: dict[str, Any] = {
+                "config": layer_config(config, int(config.hidden_size), len(layers)),
+                "computed": model.dtype,
+                "device": model.device,
+                "max_rows": max_rows,
+            }
+            super().__init__(model, link, **about)
             self.edits: Edits | None = None
             if link.interventions_path is not None:
-                self.edits = edits_of(
-                    link,
-                    model,
-                    config=layer_config(config, int(config.hidden_size), len(layers)),
-                    computed=model.dtype,
-                    device=model.device,
-                    max_rows=max_rows,
-                )
+                self.edits = edits_of(link, model, **about)
         if link.settings.check:
             link.note("Comparing rows of two short prompts with the model's own")
             try:
