@@ -5,6 +5,8 @@ Writer, validator and reader compute from the run record alone which positions t
 
 from __future__ import annotations
 
+import bisect
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -126,7 +128,9 @@ def _edit(fields: object) -> Edit | None:
         return None
     if op not in get_args(Op) or not hook or not _DIGEST.fullmatch(digest):
         return None
-    return Edit(hook, op, float(strength), digest) if _DECIMAL.fullmatch(strength) else None
+    if not _DECIMAL.fullmatch(strength) or not math.isfinite(float(strength)):
+        return None
+    return Edit(hook, op, float(strength), digest)
 
 
 def _is_range(place: object) -> bool:
@@ -178,19 +182,20 @@ def applied(
         about: as ``about_request`` returns it.
         n_given: positions of the request that were given, its prompt's unless it is a replay.
     """
-    free: list[tuple[int, int]] = [(0, 1 << 32)]
+    free = [(0, 1 << 32)]  # ascending, and apart
     result: list[Applied] = []
     for number, intervention in enumerate(interventions, 1):
         if not matches(intervention.request, about):
             continue
         start, stop = intervention.within(n_given)
-        left: list[tuple[int, int]] = []
-        for first, last in free:
-            a, b = max(first, start), min(last, stop)
-            if a < b:
-                result.append(Applied(number, a, b, start))
-                left += [(first, a), (b, last)]
-            else:
-                left.append((first, last))
-        free = [(first, last) for first, last in left if first < last]
+        low = max(bisect.bisect_right(free, (start, 1 << 33)) - 1, 0)
+        low += low < len(free) and free[low][1] <= start
+        high = bisect.bisect_left(free, (stop, 0), low)
+        if start >= stop or low >= high:
+            continue
+        pieces = free[low:high]
+        cut = [(max(first, start), min(last, stop)) for first, last in pieces]
+        result += [Applied(number, first, last, start) for first, last in cut]
+        ends = [(pieces[0][0], start), (stop, pieces[-1][1])]
+        free[low:high] = [(first, last) for first, last in ends if first < last]
     return tuple(sorted(result, key=lambda part: part.start))

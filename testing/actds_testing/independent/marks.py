@@ -54,7 +54,8 @@ def _is_edit(edit: object) -> bool:
         return False
     right = edit["op"] in ("add", "project", "clamp", "patch")
     right = right and DIGEST.fullmatch(edit["sha256"]) is not None
-    return right and DECIMAL.fullmatch(edit["strength"]) is not None
+    right = right and DECIMAL.fullmatch(edit["strength"]) is not None
+    return right and abs(float(edit["strength"])) != float("inf")
 
 
 def judge_marks(account: Account, changes: list[Json]) -> None:
