@@ -24,7 +24,7 @@ STEPS_TO_JUDGE_ORDER = 16
 CARD = ("README.md", "croissant.json")
 SIGNATURES = re.compile(r"SHA256SUMS|seal/[0-9]{4,}\.(dsse\.json|sigstore\.json|intoto\.jsonl)")
 """What section 15 adds: not data."""
-DISPOSITIONS = ("captured", "cache_ref", "dropped", "aborted", "filtered", "undelivered")
+DISPOSITIONS = ("captured", "cache_ref", "dropped", "aborted", "filtered", "undelivered", "thinned")
 
 
 def validate(path: Path, *, deep: bool = False) -> list[Finding]:
