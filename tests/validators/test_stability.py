@@ -53,15 +53,21 @@ from actds_studies.stability.result import (
 from actds_studies.stability.rows import (
     ENTRY,
     Arm,
-    Entries,
-    Scored,
     chosen,
-    cross_values,
     most,
     name_hash,
     open_arm,
     rare_tokens,
     scored_apart,
+)
+from actds_studies.stability.scores import (
+    Entries,
+    Scored,
+    Scores,
+    areas,
+    cross_values,
+    probe_scores,
+    ridge,
 )
 from actds_testing.cli_tree import printed
 from actds_testing.places import SCHEMAS
@@ -496,9 +502,10 @@ def test_unexplained_variance_is_that_of_numpy_with_groups_left_out(
     group = np.unique(entries["request"], return_inverse=True)[1] % 9
     scored = Scored(rows, entries, group, rng.random(len(rows)) < 0.3)
     squared = [rng.gamma(1, size=len(rows)) for _ in range(2)]
-    errors = [(one, np.full(len(rows), 2)) for one in squared]
-    values = {one.rows: one for one in cross_values(("A", "A"), errors, scored, scored)}
-    assert set(values) == {"all", "prefill", "decode", "rare tokens"}
+    errors = [Scores(one, np.full(len(rows), 2)) for one in squared]
+    values = {one.rows: one for one in cross_values({"A": errors}, "A", scored, scored)}
+    steps = {"decode step 1", "decode step 6 to 10"}
+    assert set(values) == {"all", "prefill", "decode", "rare tokens", *steps}
 
     def fvu(mask: np.ndarray) -> float:
         x = rows[mask].astype(np.float64)
@@ -506,9 +513,9 @@ def test_unexplained_variance_is_that_of_numpy_with_groups_left_out(
         return float(np.mean([w[mask] @ one[mask] / spread for one in squared]))
 
     everything = np.ones(len(rows), bool)
-    assert values["all"].fvu == pytest.approx(fvu(everything), rel=1e-6)
+    assert values["all"].value == pytest.approx(fvu(everything), rel=1e-6)
     assert values["all"].fvu_reference == pytest.approx(fvu(everything), rel=1e-6)
-    assert values["rare tokens"].fvu == pytest.approx(fvu(scored.rare), rel=1e-6)
+    assert values["rare tokens"].value == pytest.approx(fvu(scored.rare), rel=1e-6)
     x = rows.astype(np.float64)
     rare = scored.rare
     error = np.mean([np.average(one[rare], weights=w[rare]) for one in squared])
@@ -518,9 +525,9 @@ def test_unexplained_variance_is_that_of_numpy_with_groups_left_out(
     without = np.array([fvu(group != g) for g in range(9)])
     error = math.sqrt(8 / 9 * np.square(without - without.mean()).sum())
     one = values["all"]
-    assert one.low is not None and one.high is not None and one.fvu is not None
-    assert one.fvu - one.low == pytest.approx(one.high - one.fvu)
-    assert 1.96 * error < one.high - one.fvu < 4 * error
+    assert one.low is not None and one.high is not None and one.value is not None
+    assert one.value - one.low == pytest.approx(one.high - one.value)
+    assert 1.96 * error < one.high - one.value < 4 * error
 
 
 # Judgement
@@ -670,7 +677,7 @@ def test_planted_arms_end_within_and_beyond_the_floor(result: Stability) -> None
     assert by["C", "other seed", "gone"].of_arm > by["B", "other seed", "gone"].of_arm
     assert result.n_seen == 20 * (result.n_rows // 64) * 64
     assert {one.n_rows for one in result.arms} == {result.n_rows}
-    fvu = {(one.trained_on, one.rows_of): one.fvu for one in result.cross if one.rows == "all"}
+    fvu = {(one.trained_on, one.rows_of): one.value for one in result.cross if one.rows == "all"}
     assert max(fvu["A", "A"], fvu["A", "B"], fvu["C", "C"]) < 0.2 < 0.4 < fvu["A", "C"]
 
 

@@ -8,6 +8,10 @@ from typing import Any
 
 from actds.text import counted
 from actds_studies.stability.result import (
+    AUROC_MAXIMUM,
+    AUROC_MEAN,
+    FVU,
+    RAW,
     ArmResult,
     Comparison,
     CrossValue,
@@ -77,10 +81,10 @@ def page(result: Stability, command: str) -> AnswerPage:
             *([Shown(_verdicts(result))] if result.verdicts else []),
             _alike(result),
             *([Shown(_floors(result))] if result.comparisons else []),
-            *map(Shown, (_cross(result), _compared(result), _how(result))),
+            *map(Shown, (*_cross(result), _compared(result), _how(result))),
         ],
         verdicts=[(LEVELS[verdict.outcome], verdict.sentence) for verdict in result.verdicts],
-        on_terminal=("alike", "cross", "compared"),
+        on_terminal=("alike", "cross", "maxima", "means", "compared"),
     )
 
 
@@ -384,9 +388,13 @@ _CROSS: Columns[CrossValue] = (
     ("rows of", lambda row: row.rows_of),
     ("which", lambda row: row.rows),
     ("rows", lambda row: count(row.n_rows)),
-    ("FVU", lambda row: or_dash(row.fvu, lambda v: f"{v:.3f}")),
+    ("value", lambda row: or_dash(row.value, lambda v: f"{v:.3f}")),
     ("95 % interval", lambda row: _range(row.low, row.high)),
     ("seeds", lambda row: _range(row.seeds_low, row.seeds_high)),
+    ("beside its own", lambda row: or_dash(row.difference, lambda gap: f"{gap.value:+.3f}")),
+    ("interval", lambda row: or_dash(row.difference, lambda gap: _range(gap.low, gap.high))),
+    ("floor", lambda row: or_dash(row.difference, lambda gap: f"{gap.floor:.3f}")),
+    ("is", lambda row: or_dash(row.difference and row.difference.outcome, str)),
     ("of the reference's variance", lambda row: or_dash(row.fvu_reference, lambda v: f"{v:.3f}")),
 )
 
@@ -395,21 +403,34 @@ def _range(low: float | None, high: float | None) -> str:
     return "-" if low is None or high is None else f"{low:.3f} to {high:.3f}"
 
 
-def _cross(result: Stability) -> Part:
+def _cross(result: Stability) -> list[Part]:
+    """Return what dictionaries do to rows, a part for FVU and one for AUROC."""
     lead = (
         "Fraction of variance unexplained (FVU) of held-out rows, mean over seeds, with the "
-        "interval over requests and the range over seeds. Rare tokens come at most "
+        "interval over requests and the range over seeds. Beside its own: less the value of the "
+        "dictionaries of the arm whose rows these are; the floor is by how much two seeds of "
+        "these differ at most. Rare tokens come at most "
         f"{counted(result.rare.most, 'time')} in the reference's rows: "
         f"{percent(result.rare.share)} of them."
     )
-    tables = table_of(
-        "Dictionaries of each arm on rows of each arm",
-        _CROSS,
-        result.cross,
-        frozenset({0, 1, 2}),
-        room=_MAX_CROSS,
+    probes = (
+        f"Area under the ROC curve (AUROC) of {result.label or 'no label'}, by request: a ridge "
+        "regression on the features of rows of training requests of the arm whose rows these are, "
+        "and the maximum or the mean of its scores over the rows of each held-out request. "
+        f"{RAW.capitalize()}: the same probe on the rows themselves."
     )
-    return Part("cross", "Cross-reconstruction", Sentence(lead), tables)
+    kept = [(FVU, "cross", "What dictionaries explain", _CROSS, lead)]
+    of_probes = (AUROC_MAXIMUM, AUROC_MEAN)
+    kept += [(use, use.split()[-1], use, _CROSS[:-1], probes) for use in of_probes]
+    parts = []
+    for use, name, title, columns, words in kept:
+        values = [value for value in result.cross if value.use == use]
+        left = frozenset({0, 1, 2})
+        caption = f"{use}, dictionaries of each arm on rows of each arm"
+        tables = table_of(caption, columns, values, left, room=_MAX_CROSS)
+        notes = [Sentence(said) for said in result.answer.uses if said.startswith(use)]
+        parts += [Part(name, title, Sentence(words), tables, notes)] if values else []
+    return parts
 
 
 _ARMS: Columns[ArmResult] = (
