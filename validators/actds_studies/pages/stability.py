@@ -423,13 +423,13 @@ def _cross(result: Stability) -> list[Part]:
     of_probes = (AUROC_MAXIMUM, AUROC_MEAN)
     kept += [(use, use.split()[-1], use, _CROSS[:-1], probes) for use in of_probes]
     parts = []
-    for use, name, title, columns, words in kept:
+    for use, name, title, columns, meaning in kept:
         values = [value for value in result.cross if value.use == use]
         left = frozenset({0, 1, 2})
         caption = f"{use}, dictionaries of each arm on rows of each arm"
         tables = table_of(caption, columns, values, left, room=_MAX_CROSS)
-        notes = [Sentence(said) for said in result.answer.uses if said.startswith(use)]
-        parts += [Part(name, title, Sentence(words), tables, notes)] if values else []
+        notes = [Sentence(words) for words in result.answer.uses if words.startswith(use)]
+        parts += [Part(name, title, Sentence(meaning), tables, notes)] if values else []
     return parts
 
 

@@ -45,7 +45,7 @@ from actds_studies.stability.result import (
     judged_gaps,
     verdicts,
 )
-from actds_studies.stability.scores import Entries, Scores, cross_values, probe_scores
+from actds_studies.stability.scores import Entries, Scores, cross_values, ridge
 from actds_validators.arrays import Bools, Floats, Rows
 from actds_validators.dictionaries import Dictionary, Source, places_of
 from actds_validators.dictionaries.formats import CONFIG, WEIGHTS
@@ -316,7 +316,7 @@ class _Study:
         raw = None
         if self.probed:
             entries, values = self.probed[m]
-            raw = probe_scores(values, entries, scored.rows)
+            raw = scored.rows @ ridge(values.astype(np.float64), entries["label"])
         yield from cross_values(scores, names[m], scored, self.arms[0].scored, raw)
 
     def _dictionary(self, n: int, seed: int, order: int) -> _Scored:
@@ -351,7 +351,7 @@ class _Study:
             probe = None
             if self.probed and order == seed:
                 entries, values = self.probed[m]
-                probe = probe_scores(dictionary.encode_sparse(values), entries, features[-1])
+                probe = features[-1] @ ridge(dictionary.encode_sparse(values), entries["label"])
             scores.append(Scores(squared, np.diff(features[-1].indptr).astype(np.int64), probe))
         return _Scored(trained, dictionary, alive, scores, vstack(features, format="csr"))
 

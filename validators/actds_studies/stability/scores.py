@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from actds.format.inclusion import mixed
 from actds.format.tables import PHASES
 from actds_studies.regimes.instruments.probes import area
 from actds_studies.regimes.strata import step_bands
@@ -80,23 +79,22 @@ def groups_of(arms: Sequence[Entries]) -> list[Ints]:
 
 # probes -------------------------------------------------------------------------------------------
 
-STRENGTHS = (0.01, 0.1, 1.0, 10.0)
-"""Of the ridge, over the variance of a column."""
-_STEPS = 60
+_STEPS = 100
 
 
-def ridge(features: Any, target: Floats, strength: float) -> Floats:
+def ridge(features: Any, label: Ints) -> Floats:
     """Return the weights ``(p,)`` of a ridge regression on centred columns of standard deviation 1.
 
-    They are for the columns as they are; an AUROC needs no intercept.
+    The penalty is 1 for each row: it shrinks a direction of the variance of one column by half.
+    Weights are for the columns as they are; an AUROC needs no intercept. One strength for all: with
+    the few requests that there are, to choose one adds more noise than it takes away.
 
     Args:
         features: dense or sparse ``(n, p)``.
-        strength: the penalty is this times ``n``.
     """
     from scipy.sparse.linalg import LinearOperator, lsqr  # type: ignore[import-untyped]
 
-    n = len(target)
+    n = len(label)
     mean = np.asarray(features.sum(axis=0, dtype=np.float64)) / n
     square = features.multiply(features) if hasattr(features, "multiply") else np.square(features)
     spread = np.sqrt(np.maximum(square.sum(axis=0, dtype=np.float64) / n - mean**2, 0))
@@ -107,31 +105,8 @@ def ridge(features: Any, target: Floats, strength: float) -> Floats:
         rmatvec=lambda x: (features.T @ x.ravel() - mean * x.sum()) * inverse,
         dtype=np.float64,
     )
-    damp = np.sqrt(strength * n)
-    return np.asarray(lsqr(operator, target - target.mean(), damp, iter_lim=_STEPS)[0] * inverse)
-
-
-def probe_scores(features: Any, entries: Entries, scored: Any) -> Floats:
-    """Return the scores of held-out rows by a probe that is fitted on rows of training requests.
-
-    Of `STRENGTHS` it has the one with the largest AUROC, by row, of a fit without a quarter of the
-    requests on that quarter.
-
-    Args:
-        features: of rows that have a label ``(n, p)``, dense or sparse.
-        entries: what these are ``(n,)``.
-        scored: of the held-out rows ``(n_scored, p)``.
-    """
-    label, apart = entries["label"], mixed(entries["request"].copy()) % np.uint64(4) == 0
-    target = label.astype(np.float64)
-
-    def found(strength: float) -> float:
-        scores = features[apart] @ ridge(features[~apart], target[~apart], strength)
-        return float(areas(scores, label[apart], np.zeros(len(scores), np.int64), 1)[0])
-
-    by_strength = [found(strength) for strength in STRENGTHS] if (~apart).any() else [0.0]
-    best = STRENGTHS[int(np.nanargmax([*by_strength, 0.0])) % len(STRENGTHS)]
-    return np.asarray(scored @ ridge(features, target, best))
+    solution = lsqr(operator, label - label.mean(), np.sqrt(n), iter_lim=_STEPS)[0]
+    return np.asarray(solution * inverse)
 
 
 def areas(score: Floats, label: Ints, group: Ints, n_groups: int) -> Floats:
@@ -228,21 +203,17 @@ def _told_apart(
         return {}
     label, group = (of[row[starts]] for of in (scored.entries["label"], scored.group))
     weight = scored.entries["represents"][row]
-
-    def mean(scores: Floats) -> Floats:
-        total = np.add.reduceat(scores[row] * weight, starts)
-        return np.asarray(total / np.add.reduceat(weight, starts))
-
-    pooled = {
+    total = np.add.reduceat(weight, starts)
+    pools = {
         AUROC_MAXIMUM: lambda scores: np.maximum.reduceat(scores[row], starts),
-        AUROC_MEAN: mean,
+        AUROC_MEAN: lambda scores: np.add.reduceat(scores[row] * weight, starts) / total,
     }
     return {
         use: {
             name: np.stack([areas(pool(each), label, group, n_groups) for each in of])
             for name, of in probes.items()
         }
-        for use, pool in pooled.items()
+        for use, pool in pools.items()
     }
 
 
