@@ -923,6 +923,11 @@ def test_the_page_says_what_the_result_says() -> None:
     assert lines[0][2:] in source
     for verdict in result.verdicts:
         assert any(verdict.sentence in line for line in lines) and verdict.sentence in source
+    assert len(result.answer.uses) == 9
+    for words in result.answer.uses:
+        assert html.escape(words, quote=False) in source and any(words in line for line in lines)
+    assert "(AUROC) for labels.label == 'code', by request" in html.unescape(source)
+    assert "Probes through" not in page(result.model_copy(update={"label": None}), "c").html()
     assert "matched at 0.7 or more" in source and "features gone" in source
     for words in ("0.200 is chance", words_of_art(result)):
         assert words in source and any(words in line for line in lines)

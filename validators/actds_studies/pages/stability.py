@@ -21,6 +21,7 @@ from actds_studies.stability.result import (
     Outcome,
     Stability,
     Trained,
+    Use,
     Verdict,
 )
 from actds_validators.audit.place import Level
@@ -33,6 +34,7 @@ from actds_validators.pages.words import (
     Look,
     Part,
     Sentence,
+    Table,
     count,
     or_dash,
     p_value,
@@ -81,10 +83,12 @@ def page(result: Stability, command: str) -> AnswerPage:
             *([Shown(_verdicts(result))] if result.verdicts else []),
             _alike(result),
             *([Shown(_floors(result))] if result.comparisons else []),
-            *map(Shown, (*_cross(result), _compared(result), _how(result))),
+            Shown(_cross(result)),
+            *([Shown(_probes(result))] if result.label else []),
+            *map(Shown, (_compared(result), _how(result))),
         ],
         verdicts=[(LEVELS[verdict.outcome], verdict.sentence) for verdict in result.verdicts],
-        on_terminal=("alike", "cross", "maxima", "means", "compared"),
+        on_terminal=("alike", "cross", "compared"),
     )
 
 
@@ -403,8 +407,7 @@ def _range(low: float | None, high: float | None) -> str:
     return "-" if low is None or high is None else f"{low:.3f} to {high:.3f}"
 
 
-def _cross(result: Stability) -> list[Part]:
-    """Return what dictionaries do to rows, a part for FVU and one for AUROC."""
+def _cross(result: Stability) -> Part:
     lead = (
         "Fraction of variance unexplained (FVU) of held-out rows, mean over seeds, with the "
         "interval over requests and the range over seeds. Beside its own: less the value of the "
@@ -413,24 +416,28 @@ def _cross(result: Stability) -> list[Part]:
         f"{counted(result.rare.most, 'time')} in the reference's rows: "
         f"{percent(result.rare.share)} of them."
     )
-    probes = (
-        f"Area under the ROC curve (AUROC) of {result.label or 'no label'}, by request: a ridge "
-        "regression on the features of rows of training requests of the arm whose rows these are, "
-        "and the maximum or the mean of its scores over the rows of each held-out request. "
+    notes = list(map(Sentence, result.answer.uses))
+    return Part(
+        "cross", "What dictionaries are used for", Sentence(lead), _used(result, FVU), notes
+    )
+
+
+def _probes(result: Stability) -> Part:
+    lead = (
+        f"Area under the ROC curve (AUROC) for {result.label}, by request: a ridge regression on "
+        "the features of rows of training requests of the arm whose rows these are, and the "
+        "maximum or the mean of its scores over the rows of each held-out request. "
         f"{RAW.capitalize()}: the same probe on the rows themselves."
     )
-    kept = [(FVU, "cross", "What dictionaries explain", _CROSS, lead)]
-    of_probes = (AUROC_MAXIMUM, AUROC_MEAN)
-    kept += [(use, use.split()[-1], use, _CROSS[:-1], probes) for use in of_probes]
-    parts = []
-    for use, name, title, columns, meaning in kept:
-        values = [value for value in result.cross if value.use == use]
-        left = frozenset({0, 1, 2})
-        caption = f"{use}, dictionaries of each arm on rows of each arm"
-        tables = table_of(caption, columns, values, left, room=_MAX_CROSS)
-        notes = [Sentence(words) for words in result.answer.uses if words.startswith(use)]
-        parts += [Part(name, title, Sentence(meaning), tables, notes)] if values else []
-    return parts
+    tables = [*_used(result, AUROC_MAXIMUM), *_used(result, AUROC_MEAN)]
+    return Part("probes", "Probes through the features", Sentence(lead), tables)
+
+
+def _used(result: Stability, use: Use) -> list[Table]:
+    caption = f"{use}, dictionaries of each arm on rows of each arm"
+    columns = _CROSS if use == FVU else _CROSS[:-1]
+    values = [value for value in result.cross if value.use == use]
+    return table_of(caption, columns, values, frozenset({0, 1, 2}), room=_MAX_CROSS)
 
 
 _ARMS: Columns[ArmResult] = (
