@@ -179,7 +179,7 @@ class Trainer:
         }
 
     def fit(
-        self, values: torch.Tensor, entries: rows.Entries, seed: int, order: int
+        self, values: torch.Tensor, entries: Entries, seed: int, order: int
     ) -> tuple[Weights, float, Bools]:
         """Train a dictionary.
 

@@ -7,7 +7,7 @@ are scored on the same rows: their differences are paired, row by row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from actds.format.tables import PHASES
 from actds_studies.regimes.instruments.probes import area
 from actds_studies.regimes.strata import step_bands
-from actds_studies.stability.result import AUROC_MAXIMUM, AUROC_MEAN, FVU, RAW, CrossValue, Gap
+from actds_studies.stability.result import AUROC_MAXIMUM, AUROC_MEAN, FVU, RAW, CrossValue, Gap, Use
 from actds_validators.arrays import Bools, Floats, Ints, Rows
 
 if TYPE_CHECKING:
@@ -118,17 +118,15 @@ def areas(score: Floats, label: Ints, group: Ints, n_groups: int) -> Floats:
     return np.concatenate([area(*total), area(*(total - counts))])
 
 
-def units(scored: Scored, mask: Bools) -> tuple[Ints, Ints]:
-    """Return labelled rows unit by unit, and where each unit starts among them.
+def units(entries: Entries) -> tuple[Ints, Ints]:
+    """Return the order of labelled rows unit by unit ``(n,)``, and where each unit starts in it.
 
     A unit is the rows of one request that have one label.
     """
-    row = np.flatnonzero(mask & (scored.entries["label"] >= 0))
-    request, label = (scored.entries[name][row] for name in ("request", "label"))
-    order = np.lexsort((label, request))
-    row, request, label = row[order], request[order], label[order]
+    order = np.lexsort((entries["label"], entries["request"]))
+    request, label = (entries[name][order] for name in ("request", "label"))
     new = (np.diff(request) != 0) | (np.diff(label) != 0)
-    return row, np.flatnonzero(np.concatenate([[True], new]))[: len(row)]
+    return order, np.flatnonzero(np.concatenate([[True], new]))
 
 
 # values -------------------------------------------------------------------------------------------
@@ -159,28 +157,28 @@ def cross_values(
     with np.errstate(divide="ignore", invalid="ignore"):
         variance = float(_spread(whole, d_model) / whole[0])
     for stratum, mask in scored.strata().items():
-        entries = scored.entries[mask]
-        about = {
-            "rows_of": rows_of,
-            "rows": stratum,
-            "n_rows": int(mask.sum()),
-            "n_requests": len(np.unique(entries["request"])),
-        }
-        fvu = _unexplained(scored, mask, scores, n_groups)
-        squared = {
-            name: np.mean([s.squared[mask] for s in of], axis=0) for name, of in scores.items()
-        }
-        for value in _values(fvu, FVU, about):
-            of = value.trained_on
-            error = float(np.average(squared[of], weights=entries["represents"]))
-            active = [np.average(s.active[mask], weights=entries["represents"]) for s in scores[of]]
+        about = _about(scored, mask) | {"rows_of": rows_of, "rows": stratum}
+        for value in _values(_unexplained(scored, mask, scores, n_groups), FVU, about):
+            of, weight = scores[value.trained_on], scored.entries["represents"][mask]
+            error, active = (
+                float(
+                    np.mean([np.average(getattr(each, name)[mask], weights=weight) for each in of])
+                )
+                for name in ("squared", "active")
+            )
             by_reference = error / variance if variance > 0 else None
-            more = {"fvu_reference": by_reference, "l0": float(np.mean(active))}
-            yield value.model_copy(update=more)
-        if raw is not None and stratum != "rare tokens":
-            probes = {name: [s.probe for s in of] for name, of in scores.items()} | {RAW: [raw]}
-            for use, of_use in _told_apart(scored, mask, probes, n_groups).items():
-                yield from _values(of_use, use, about)
+            yield value.model_copy(update={"fvu_reference": by_reference, "l0": active})
+        mask = mask & (scored.entries["label"] >= 0)
+        if raw is not None and stratum != "rare tokens" and mask.any():
+            about |= _about(scored, mask)
+            probes = {name: [each.probe for each in of] for name, of in scores.items()}
+            for use, areas_of in _told_apart(scored, mask, probes | {RAW: [raw]}, n_groups).items():
+                yield from _values(areas_of, use, about)
+
+
+def _about(scored: Scored, mask: Bools) -> dict[str, Any]:
+    n_requests = len(np.unique(scored.entries["request"][mask]))
+    return {"n_rows": int(mask.sum()), "n_requests": n_requests}
 
 
 def _unexplained(
@@ -196,15 +194,14 @@ def _unexplained(
 
 def _told_apart(
     scored: Scored, mask: Bools, probes: Mapping[str, Sequence[Any]], n_groups: int
-) -> dict[str, Replicates]:
+) -> dict[Use, Replicates]:
     """Return AUROCs of units, by the maximum and by the mean of the scores of their rows."""
-    row, starts = units(scored, mask)
-    if not len(row):
-        return {}
+    order, starts = units(scored.entries[mask])
+    row = np.flatnonzero(mask)[order]
     label, group = (of[row[starts]] for of in (scored.entries["label"], scored.group))
     weight = scored.entries["represents"][row]
     total = np.add.reduceat(weight, starts)
-    pools = {
+    pools: dict[Use, Callable[[Floats], Floats]] = {
         AUROC_MAXIMUM: lambda scores: np.maximum.reduceat(scores[row], starts),
         AUROC_MEAN: lambda scores: np.add.reduceat(scores[row] * weight, starts) / total,
     }
@@ -217,7 +214,7 @@ def _told_apart(
     }
 
 
-def _values(values: Replicates, use: Any, about: Mapping[str, Any]) -> Iterator[CrossValue]:
+def _values(values: Replicates, use: Use, about: Mapping[str, Any]) -> Iterator[CrossValue]:
     """Yield the values of one use, with the differences from the dictionaries of the rows' arm."""
     home = values[about["rows_of"]]
     for name, of in values.items():
@@ -226,13 +223,8 @@ def _values(values: Replicates, use: Any, about: Mapping[str, Any]) -> Iterator[
         gap = _interval(of.mean(axis=0) - home.mean(axis=0), about)
         difference = None
         if gap is not None and name != about["rows_of"]:
-            difference = Gap(
-                value=gap.value,
-                low=gap.low,
-                high=gap.high,
-                floor=float(np.ptp(home[:, 0])),
-                p=None if name == RAW else _p(gap),
-            )
+            floor, p = float(np.ptp(home[:, 0])), None if name == RAW else _p(gap)
+            difference = Gap(value=gap.value, low=gap.low, high=gap.high, floor=floor, p=p)
         yield CrossValue(
             trained_on=name,
             use=use,
