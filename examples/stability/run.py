@@ -67,7 +67,8 @@ def main() -> int:
     clock: dict[str, float] = {}
     harvest_all(args, clock)
     cached, uncached, dropped = (args.out / n for n in ("cached", "uncached", "dropped"))
-    options = ["--seeds", str(args.seeds), "--epochs", str(args.epochs)]
+    options = ["--seeds", str(args.seeds), "--features", str(args.features),
+               "--epochs", str(args.epochs)]  # fmt: skip
     arms = [f"cached={cached}", f"uncached={uncached}", f"weighted={cached}:weights=multiplicity",
             f"dropped={dropped}", f"hybrid={cached}:prefill=0.5,decode=0.5"]  # fmt: skip
     result = train(args, clock, "stability", arms, options)
@@ -93,7 +94,8 @@ def corpora(args: argparse.Namespace) -> dict[str, Any]:
     long = args.out / "long"
     arms = [f"prefill={long}:phase=prefill", f"decode={long}:phase=decode",
             f"hybrid={long}:prefill=0.5,decode=0.5"]  # fmt: skip
-    options = ["--label", LABEL, "--seeds", "6", "--epochs", "10", "--held-out", "0.3"]
+    options = ["--label", LABEL, "--seeds", "6", "--epochs", "4", "--rows", "16384",
+               "--features", "576", "--held-out", "0.3"]  # fmt: skip
     result = train(args, clock, "corpora", arms, options)
     setting = {"machine": machine(), "busy": busy(), "chats": args.chats, "sampled": args.long,
                "seconds": {name: round(took) for name, took in clock.items()}}  # fmt: skip
@@ -157,7 +159,7 @@ def train(
         began = time.monotonic()
         run(
             ["-m", "actds", "stability", *arms, "--hook", HOOK, *options,
-             "--features", str(args.features), "--fail-on", "never",
+             "--fail-on", "never",
              "--json", str(path), "--html", str(args.out / f"{name}.html")],
             {}, "actds stability",
         )  # fmt: skip
