@@ -277,8 +277,8 @@ def _corpora(figures: Figures) -> str:
         "## Prompts, answers, or half of each?",
         "",
         f"The same {setting['chats']} chats, with answers of up to {setting['sampled']} tokens: "
-        f"dictionaries of {told['n_features']:,} features, {told['n_rows']:,} rows of each arm, each "
-        f"read {told['limits']['epochs']} times (a short training), "
+        f"dictionaries of {told['n_features']:,} features, {told['n_rows']:,} rows of each arm, "
+        f"each read {told['limits']['epochs']} times (a short training), "
         f"{told['limits']['seeds']} seeds, scored on the {told['limits']['held_out']:.0%} of the "
         f"requests that are held out. {took['long'] / 60:.0f} minutes of engine, "
         f"{took['corpora'] / 60:.0f} of training and scoring, on {setting['machine']}"
