@@ -263,7 +263,8 @@ def _gap(one: Figures) -> str:
 def _corpora(figures: Figures) -> str:
     """Return the part on prompts, answers, and half of each."""
     told = figures["corpora"]
-    setting, by = told["setting"], {}
+    setting = told["setting"]
+    by: dict[tuple[str, ...], Figures] = {}
     for value in told["cross"]:
         by[value["use"], value["trained_on"], value["rows_of"], value["rows"]] = value
     arms = [arm["name"] for arm in told["arms"]]
