@@ -29,8 +29,8 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 83_000,
-    "modules": 239,
+    "shipped lines": 83_400,
+    "modules": 240,
     "modules with one importer": 40,
     "arguments of one function": 15,
     "fmt: skip": 10,

@@ -36,6 +36,21 @@ def summary(setting: Figures, result: Figures) -> Figures:
     return {"setting": setting, **found, "pairs": _pairs(result["pairs"])}
 
 
+def of_corpora(setting: Figures, result: Figures) -> Figures:
+    """Return what the page needs of the result on prompts, answers and half of each."""
+    names = ("trained_on", "rows_of", "rows", "use", "n_rows", "n_requests", "value", "low", "high",
+             "seeds_low", "seeds_high", "difference")  # fmt: skip
+    cross = [{name: _short(value[name]) for name in names} for value in result["cross"]]
+    kept = ("hook", "n_features", "n_rows", "n_seen", "limits", "label")
+    found = {name: _short(result[name]) for name in kept}
+    verdicts = [
+        {name: v[name] for name in ("arm", "outcome", "sentence")} for v in result["verdicts"]
+    ]
+    return {"setting": setting, **found, "verdicts": verdicts, "uses": result["answer"]["uses"],
+            "arms": [{name: arm[name] for name in ("name", "n_there", "n_scored", "n_requests")}
+                     for arm in result["arms"]], "cross": cross}  # fmt: skip
+
+
 def _pairs(pairs: list[Figures]) -> list[Figures]:
     """Return the mean likeness of the pairs of each arm and kind, with least and largest."""
     names = dict.fromkeys((pair["arm"], pair["kind"]) for pair in pairs)
@@ -63,7 +78,7 @@ def _short(value: Any) -> Any:
 
 def page(figures: Figures) -> str:
     """Return README.md."""
-    parts = (_head, _experiment, _alike, _cross, _limits)
+    parts = (_head, _experiment, _alike, _cross, _corpora, _limits)
     return "\n\n".join(part(figures) for part in parts) + "\n"
 
 
@@ -85,9 +100,9 @@ def _head(figures: Figures) -> str:
 def _unexplained(figures: Figures) -> str:
     first = figures["arms"][0]["name"]
     found = {
-        one["trained_on"]: one["fvu"]
+        one["trained_on"]: one["value"]
         for one in figures["cross"]
-        if one["rows"] == "all" and one["rows_of"] == first
+        if (one["use"], one["rows"], one["rows_of"]) == ("FVU", "all", first)
     }
     told = ", ".join(f"{fvu:.3f} of *{arm}*" for arm, fvu in found.items())
     rows = f"the held-out rows of *{first}*"
@@ -207,7 +222,8 @@ def _cross(figures: Figures) -> str:
         "seeds with the 95 % interval over requests.",
     ]
     for rows in ("all", "prefill", "decode", "rare tokens"):
-        mine = [one for one in figures["cross"] if one["rows"] == rows and one["fvu"] is not None]
+        known = [one for one in figures["cross"] if one["value"] is not None]
+        mine = [one for one in known if (one["use"], one["rows"]) == ("FVU", rows)]
         if not mine:
             continue
         arms = list(dict.fromkeys(one["rows_of"] for one in mine))
@@ -229,11 +245,92 @@ def _cross(figures: Figures) -> str:
 
 
 def _fvu(one: Figures | None) -> str:
-    if one is None:
+    if one is None or one["value"] is None:
         return ""
     if one["low"] is None:
-        return f"{one['fvu']:.3f}"
-    return f"{one['fvu']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"
+        return f"{one['value']:.3f}"
+    return f"{one['value']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"
+
+
+def _gap(one: Figures) -> str:
+    gap = one["difference"]
+    if gap is None:
+        return "" if one["value"] is None else "(its own)"
+    words = f"{gap['value']:+.3f} [{gap['low']:+.3f}, {gap['high']:+.3f}]"
+    return f"**{words}**" if gap["outcome"] == "beyond the floor" else words
+
+
+def _corpora(figures: Figures) -> str:
+    """Return the part on prompts, answers, and half of each."""
+    told = figures["corpora"]
+    setting = told["setting"]
+    by: dict[tuple[str, ...], Figures] = {}
+    for value in told["cross"]:
+        by[value["use"], value["trained_on"], value["rows_of"], value["rows"]] = value
+    arms = [arm["name"] for arm in told["arms"]]
+    steps = list(
+        dict.fromkeys(v["rows"] for v in told["cross"] if v["rows"].startswith("decode step"))
+    )
+    columns = [("prefill", "all"), ("decode", "all"), *(("decode", step) for step in steps)]
+    heads = ["prompts", "answers", *steps]
+    took = setting["seconds"]
+    lines = [
+        "## Prompts, answers, or half of each?",
+        "",
+        f"The same {setting['chats']} chats, with answers of up to {setting['sampled']} tokens: "
+        f"dictionaries of {told['n_features']:,} features, {told['n_rows']:,} rows of each arm, "
+        f"each read {told['limits']['epochs']} times (a short training), "
+        f"{told['limits']['seeds']} seeds, scored on the {told['limits']['held_out']:.0%} of the "
+        f"requests that are held out. {took['long'] / 60:.0f} minutes of engine, "
+        f"{took['corpora'] / 60:.0f} of training and scoring, on {setting['machine']}"
+        + (" that did other work at the same time." if setting["busy"] else "."),
+        "",
+        "\n".join(f"- {sentence}" for sentence in told["uses"]),
+        "",
+        "FVU of held-out prompts and answers, by decode step:",
+        "",
+        f"| trained on | {' | '.join(heads)} |",
+        f"| --- |{' --- |' * len(heads)}",
+    ]
+    for arm in arms:
+        cells = [_fvu(by.get(("FVU", arm, *column))) for column in columns]
+        lines.append(f"| *{arm}* | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "The difference to the dictionaries of the rows' own arm, of the same seeds and rows; bold "
+        "where it is beyond what seeds differ by:",
+        "",
+        f"| trained on | {' | '.join(heads)} |",
+        f"| --- |{' --- |' * len(heads)}",
+    ]
+    for arm in arms:
+        cells = [
+            _gap(by["FVU", arm, *column]) if ("FVU", arm, *column) in by else ""
+            for column in columns
+        ]
+        lines.append(f"| *{arm}* | {' | '.join(cells)} |")
+    sizes = [by["FVU", arms[0], *column] for column in columns]
+    counts = [f"{one['n_rows']:,} ({one['n_requests']})" for one in sizes]
+    lines.append(f"| rows (requests) | {' | '.join(counts)} |")
+    lines += [
+        "",
+        f"AUROC of a probe for `{told['label']}` on the features, by request: the maximum and the "
+        "mean of its scores over the held-out rows of a request. *Raw rows* is the same probe "
+        "without a dictionary.",
+        "",
+        "| trained on | prompts, maximum | prompts, mean | answers, maximum | answers, mean |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for arm in (*arms, "raw rows"):
+        cells = [
+            _fvu(by.get((use, arm, of, "all")))
+            for of in ("prefill", "decode")
+            for use in ("AUROC of maxima", "AUROC of means")
+        ]
+        lines.append(f"| *{arm}* | {' | '.join(cells)} |")
+    lines += ["", "What became of the dictionaries themselves:", ""]
+    lines += [f"- {verdict['sentence']}" for verdict in told["verdicts"]]
+    return "\n".join(lines)
 
 
 def _limits(figures: Figures) -> str:
@@ -248,5 +345,11 @@ def _limits(figures: Figures) -> str:
   still change which features are there in a way that no match shows.
 - Arms of one seed begin with the same weights and meet shared rows in the same order, so they are
   more alike than dictionaries of two seeds by construction. That is what *other order* is for.
+- Prompts and answers differ in who wrote them, in position and in how they were computed. That
+  dictionaries of one explain less of the other says nothing on which of these it is
+  ([regimes](../regimes/README.md) separates them).
+- A probe finds one label that the prompt itself tells, by a ridge regression of one strength; few
+  requests are held out, so intervals are wide. It is no monitor, and no sign of what a monitor of
+  something rare would lose.
 - The losses follow the load of one queue on one disk. Losses of another pattern may do more, or
   less."""

@@ -1,12 +1,13 @@
-"""Does how rows were harvested change the dictionary? Five harvests, a dictionary per seed.
+"""Does how rows were harvested change the dictionary? Eight corpora, a dictionary per seed.
 
     python examples/stability/run.py [--model demo/model] [--out DIR]
 
 serves the same chats with the real engine on the CPU, with a prefix cache, without it, and with a
 disk that is too slow for all rows; trains dictionaries on these, on the rows weighted by how often
-they were served and on half prompts and half answers, with ``actds stability``; and writes
-figures.json and README.md beside this file (or to --page). What is in --out is kept: a run that was
-cut off goes on.
+they were served and on half prompts and half answers, with ``actds stability``. Then it serves them
+with longer answers, and trains dictionaries on the prompts, on the answers and on half of each. It
+writes figures.json and README.md beside this file (or to --page). What is in --out is kept: a run
+that was cut off goes on.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from page import page, summary
+from page import of_corpora, page, summary
 
 from actds_testing.faulty_disk import FaultyDisk
 
 HERE = Path(__file__).resolve().parent
 HOOK = "resid_post.10"
+LABEL = "labels.label == 'code'"
+"""What probes should find: that the user asks about code, and not about documentation."""
 ENGINE = ("dtype=float32", "enforce_eager=true", "block_size=32", "max_model_len=2048",
           "max_num_seqs=32", "max_num_batched_tokens=512")  # fmt: skip
 ENVIRONMENT = {
@@ -51,6 +54,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--page", type=Path, default=HERE, help="folder of the page")
     parser.add_argument("--chats", type=int, default=400, help="requests")
     parser.add_argument("--sampled", type=int, default=64, help="tokens of an answer at most")
+    parser.add_argument("--long", type=int, default=256, help="tokens of a longer answer at most")
     parser.add_argument("--seeds", type=int, default=8, help="dictionaries of an arm")
     parser.add_argument("--features", type=int, default=1152, help="of a dictionary")
     parser.add_argument("--epochs", type=int, default=12, help="passes over the rows")
@@ -62,15 +66,20 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     clock: dict[str, float] = {}
     harvest_all(args, clock)
-    result = train(args, clock)
+    cached, uncached, dropped = (args.out / n for n in ("cached", "uncached", "dropped"))
+    options = ["--seeds", str(args.seeds), "--features", str(args.features),
+               "--epochs", str(args.epochs)]  # fmt: skip
+    arms = [f"cached={cached}", f"uncached={uncached}", f"weighted={cached}:weights=multiplicity",
+            f"dropped={dropped}", f"hybrid={cached}:prefill=0.5,decode=0.5"]  # fmt: skip
+    result = train(args, clock, "stability", arms, options)
     setting = {
         "command": "python examples/stability/run.py",
         "model": args.model.name, "machine": machine(), "busy": busy(), "engine": list(ENGINE),
         "chats": args.chats, "sampled": args.sampled, "share": SHARE,
-        "lost": lost(args.out / "dropped"),
+        "lost": lost(dropped),
         "seconds": {name: round(took) for name, took in clock.items()},
     }  # fmt: skip
-    figures = summary(setting, result)
+    figures = {**summary(setting, result), "corpora": corpora(args)}
     args.page.mkdir(parents=True, exist_ok=True)
     (args.page / "figures.json").write_text(json.dumps(figures, separators=(",", ":")) + "\n")
     (args.page / "README.md").write_text(page(figures))
@@ -78,20 +87,40 @@ def main() -> int:
     return 0
 
 
+def corpora(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of prompts, of longer answers, and of half of each."""
+    clock: dict[str, float] = {}
+    harvest(args, clock, "long", asked(args, args.long), 0)
+    long = args.out / "long"
+    arms = [f"prefill={long}:phase=prefill", f"decode={long}:phase=decode",
+            f"hybrid={long}:prefill=0.5,decode=0.5"]  # fmt: skip
+    options = ["--label", LABEL, "--seeds", "6", "--epochs", "4", "--rows", "16384",
+               "--features", "576", "--held-out", "0.3"]  # fmt: skip
+    result = train(args, clock, "corpora", arms, options)
+    setting = {"machine": machine(), "busy": busy(), "chats": args.chats, "sampled": args.long,
+               "seconds": {name: round(took) for name, took in clock.items()}}  # fmt: skip
+    return of_corpora(setting, result)
+
+
 def harvest_all(args: argparse.Namespace, clock: dict[str, float]) -> None:
     """Harvest the chats with a prefix cache, without it, and to a slow disk."""
+    write = asked(args, args.sampled)
+    harvest(args, clock, "cached", write, 0)
+    rate = SHARE * size(args.out / "cached") / clock["cached"]
+    harvest(args, clock, "uncached", [*write, "--engine-arg", "enable_prefix_caching=false"], 0)
+    harvest(args, clock, "dropped", [*write, *SMALL, "--overflow", "drop_newest"], int(rate))
+
+
+def asked(args: argparse.Namespace, n_tokens: int) -> list[str]:
+    """Return the options of a harvest of the chats, with answers of so many tokens at most."""
     prompts = args.out / "prompts.jsonl"
     if not prompts.exists():
         made = [str(HERE.parent / "make_prompts.py"), str(prompts), "--n", str(args.chats)]
         run(made, {}, "the prompts")
     layer = HOOK.split(".")[1]
-    write = ["--prompts", str(prompts), "--model", str(args.model), "--hooks",
-             f"resid_post:{layer}", "--max-tokens", str(args.sampled), "--temperature", "1",
+    return ["--prompts", str(prompts), "--model", str(args.model), "--hooks",
+             f"resid_post:{layer}", "--max-tokens", str(n_tokens), "--temperature", "1",
              "--quiet", *(part for one in ENGINE for part in ("--engine-arg", one))]  # fmt: skip
-    harvest(args, clock, "cached", write, 0)
-    rate = SHARE * size(args.out / "cached") / clock["cached"]
-    harvest(args, clock, "uncached", [*write, "--engine-arg", "enable_prefix_caching=false"], 0)
-    harvest(args, clock, "dropped", [*write, *SMALL, "--overflow", "drop_newest"], int(rate))
 
 
 def harvest(
@@ -117,24 +146,25 @@ def harvest(
     clock[name] = float(took.read_text())
 
 
-def train(args: argparse.Namespace, clock: dict[str, float]) -> Any:
+def train(
+    args: argparse.Namespace,
+    clock: dict[str, float],
+    name: str,
+    arms: list[str],
+    options: list[str],
+) -> Any:
     """Run ``actds stability``, unless its result is there; return the result."""
-    path, took = args.out / "stability.json", args.out / "stability.seconds"
+    path, took = args.out / f"{name}.json", args.out / f"{name}.seconds"
     if not took.exists():
         began = time.monotonic()
-        cached, uncached, dropped = (args.out / n for n in ("cached", "uncached", "dropped"))
         run(
-            ["-m", "actds", "stability",
-             f"cached={cached}", f"uncached={uncached}",
-             f"weighted={cached}:weights=multiplicity", f"dropped={dropped}",
-             f"hybrid={cached}:prefill=0.5,decode=0.5",
-             "--hook", HOOK, "--seeds", str(args.seeds), "--features", str(args.features),
-             "--epochs", str(args.epochs), "--fail-on", "never",
-             "--json", str(path), "--html", str(args.out / "stability.html")],
+            ["-m", "actds", "stability", *arms, "--hook", HOOK, *options,
+             "--fail-on", "never",
+             "--json", str(path), "--html", str(args.out / f"{name}.html")],
             {}, "actds stability",
         )  # fmt: skip
         took.write_text(str(time.monotonic() - began))
-    clock["stability"] = float(took.read_text())
+    clock[name] = float(took.read_text())
     return json.loads(path.read_text())
 
 

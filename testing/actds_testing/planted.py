@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,7 +31,13 @@ def rotated(planted: np.ndarray, share: float, seed: int = 1) -> np.ndarray:
     return np.concatenate([planted[:n] @ turn, planted[n:]])
 
 
-def planted_dataset(path: Path, planted: np.ndarray, seed: int = 0, **options: Any) -> Path:
+def planted_dataset(
+    path: Path,
+    planted: np.ndarray,
+    seed: int = 0,
+    more: Callable[[int, int], np.ndarray | float] = lambda request, position: 0.0,
+    **options: Any,
+) -> Path:
     """Write a dataset of float32 rows, each a positive sum of some of the planted directions.
 
     What is active follows from request, position and seed alone.
@@ -39,6 +46,7 @@ def planted_dataset(path: Path, planted: np.ndarray, seed: int = 0, **options: A
         path: the new folder.
         planted: ``(n, d_model)``.
         seed: of what is active.
+        more: what is added to the row of a request and position ``(d_model,)``.
         options: of ``make_dataset``.
     """
 
@@ -47,7 +55,7 @@ def planted_dataset(path: Path, planted: np.ndarray, seed: int = 0, **options: A
         for n, place in enumerate(zip(tokens["request"], tokens["position"], strict=True)):
             rng = np.random.default_rng([seed, *map(int, place)])
             active = rng.choice(len(planted), N_ACTIVE, replace=False)
-            rows[n] = rng.uniform(1, 2, N_ACTIVE) @ planted[active]
+            rows[n] = rng.uniform(1, 2, N_ACTIVE) @ planted[active] + more(*map(int, place))
         return rows.view(np.uint32)
 
     with patch.object(synthetic, "states", states):

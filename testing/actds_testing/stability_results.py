@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from actds_studies.stability.result import (
+    AUROC_MAXIMUM,
+    AUROC_MEAN,
+    FVU,
+    RAW,
     ArmResult,
     CrossValue,
     Features,
+    Gap,
     Likeness,
     Limits,
     PairResult,
@@ -14,6 +19,7 @@ from actds_studies.stability.result import (
     Trained,
     answer,
     compare,
+    judged_gaps,
     verdicts,
 )
 
@@ -35,9 +41,11 @@ def made(arms: tuple[str, ...] = ("cached", "uncached", "hybrid"), seeds: int = 
             pairs.append(_pair(arm, "other seed", after, 0.5 - 0.2 * (n > 0)))
     comparisons = compare(pairs, arms[0], CHANCE, limits)
     judged = verdicts(comparisons, arms[0], CHANCE, limits)
+    cross = judged_gaps(_cross(arms), limits)
     return Stability(
         limits=limits,
         hook="resid_post.10",
+        label="labels.label == 'code'",
         d_model=576,
         n_features=2304,
         n_rows=17_253,
@@ -56,25 +64,41 @@ def made(arms: tuple[str, ...] = ("cached", "uncached", "hybrid"), seeds: int = 
             )
             for arm in arms
         ],
-        answer=answer(judged, comparisons, arms[0], seeds),
+        answer=answer(judged, comparisons, arms[0], seeds, cross),
         verdicts=judged,
         comparisons=comparisons,
         pairs=pairs,
-        cross=[
-            CrossValue(
-                trained_on=one, rows_of=other, rows=rows, n_rows=3_642, n_requests=52, fvu=0.294,
-                low=0.26, high=0.327, seeds_low=0.293, seeds_high=0.295, fvu_reference=0.3, l0=32.0,
-            )
-            for one in arms
-            for other in arms
-            for rows in ("all", "decode", "rare tokens")
-        ],
+        cross=cross,
         dictionaries=[
             Trained(arm=arm, seed=seed, order=seed, fvu=0.214, n_alive=2_300, sha256="cd" * 32)
             for arm in arms
             for seed in range(seeds)
         ],
     )  # fmt: skip
+
+
+def _cross(arms: tuple[str, ...]) -> list[CrossValue]:
+    """Return values of which the last arm's dictionaries fit the rows of others by 0.1 less."""
+    cross = []
+    for trained_on in (*arms, RAW):
+        for rows_of in arms:
+            for use in (FVU, AUROC_MAXIMUM, AUROC_MEAN):
+                if (trained_on, use) == (RAW, FVU):
+                    continue
+                away = 0.1 * (trained_on == arms[-1]) - 0.1 * (rows_of == arms[-1])
+                gap = Gap(value=away, low=away - 0.01, high=away + 0.01, floor=0.002,
+                          p=None if trained_on == RAW else 1 - 0.9999 * bool(away))  # fmt: skip
+                for rows in ("all", "decode step 40 to 60", "rare tokens"):
+                    cross.append(
+                        CrossValue(
+                            trained_on=trained_on, rows_of=rows_of, rows=rows, use=use,
+                            n_rows=3_642, n_requests=52, value=0.294, low=0.26, high=0.327,
+                            seeds_low=0.293, seeds_high=0.295, l0=32.0,
+                            difference=None if trained_on == rows_of else gap,
+                            fvu_reference=0.3 if use == FVU else None,
+                        )
+                    )  # fmt: skip
+    return cross
 
 
 def _pair(arm: str, kind: str, seeds: tuple[int, int], matched: float) -> PairResult:

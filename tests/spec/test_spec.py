@@ -21,7 +21,9 @@ from actds.format.arrays import MAX_CHUNK_NBYTES
 from actds.format.shard import row_set_sha256
 from actds.store.local import LocalFile
 from actds_studies.regimes.entropies import AGREE
+from actds_studies.regimes.instruments.probes import MIN_LABELLED
 from actds_studies.stability import result as stability
+from actds_studies.stability.rows import N_SCORED
 from actds_testing.places import ROOT
 from actds_validators.audit.covariates import LOADS, MAX_PROBES
 from actds_validators.audit.missingness import LEVEL, MIN_TOKENS
@@ -200,6 +202,10 @@ AUDIT_SAYS = {
     ("page", "words"),
     [
         ("stability", f"less than the margin ({stability.Limits().margin:g} of matched cosine,"),
+        ("stability", f"`--limit fvu={stability.Limits().fvu:g}`"),
+        ("stability", f"`--limit auc={stability.Limits().auc:g}`"),
+        ("stability", f"{MIN_LABELLED} requests of either label are the fewest"),
+        ("stability", f"fitted on up to {N_SCORED:,} training rows"),
         ("stability", f"each arm is tested at {_percent(stability.LEVEL)}"),
         ("regimes", f"by more than {AGREE:g} nats in the median"),
     ],

@@ -40,28 +40,37 @@ from actds_studies.stability.matching import (
 )
 from actds_studies.stability.result import (
     MIN_SEEDS,
+    CrossValue,
     Features,
+    Gap,
     Likeness,
     Limits,
     PairResult,
     Stability,
     answer,
     compare,
+    judged_gaps,
     sign_test,
+    uses,
     verdicts,
 )
 from actds_studies.stability.rows import (
     ENTRY,
     Arm,
-    Entries,
-    Scored,
     chosen,
-    cross_values,
     most,
     name_hash,
     open_arm,
     rare_tokens,
     scored_apart,
+)
+from actds_studies.stability.scores import (
+    Entries,
+    Scored,
+    Scores,
+    areas,
+    cross_values,
+    ridge,
 )
 from actds_testing.cli_tree import printed
 from actds_testing.places import SCHEMAS
@@ -496,9 +505,10 @@ def test_unexplained_variance_is_that_of_numpy_with_groups_left_out(
     group = np.unique(entries["request"], return_inverse=True)[1] % 9
     scored = Scored(rows, entries, group, rng.random(len(rows)) < 0.3)
     squared = [rng.gamma(1, size=len(rows)) for _ in range(2)]
-    errors = [(one, np.full(len(rows), 2)) for one in squared]
-    values = {one.rows: one for one in cross_values(("A", "A"), errors, scored, scored)}
-    assert set(values) == {"all", "prefill", "decode", "rare tokens"}
+    errors = [Scores(one, np.full(len(rows), 2)) for one in squared]
+    values = {one.rows: one for one in cross_values({"A": errors}, "A", scored, scored)}
+    steps = {"decode step 1", "decode step 6 to 10"}
+    assert set(values) == {"all", "prefill", "decode", "rare tokens", *steps}
 
     def fvu(mask: np.ndarray) -> float:
         x = rows[mask].astype(np.float64)
@@ -506,9 +516,9 @@ def test_unexplained_variance_is_that_of_numpy_with_groups_left_out(
         return float(np.mean([w[mask] @ one[mask] / spread for one in squared]))
 
     everything = np.ones(len(rows), bool)
-    assert values["all"].fvu == pytest.approx(fvu(everything), rel=1e-6)
+    assert values["all"].value == pytest.approx(fvu(everything), rel=1e-6)
     assert values["all"].fvu_reference == pytest.approx(fvu(everything), rel=1e-6)
-    assert values["rare tokens"].fvu == pytest.approx(fvu(scored.rare), rel=1e-6)
+    assert values["rare tokens"].value == pytest.approx(fvu(scored.rare), rel=1e-6)
     x = rows.astype(np.float64)
     rare = scored.rare
     error = np.mean([np.average(one[rare], weights=w[rare]) for one in squared])
@@ -518,9 +528,166 @@ def test_unexplained_variance_is_that_of_numpy_with_groups_left_out(
     without = np.array([fvu(group != g) for g in range(9)])
     error = math.sqrt(8 / 9 * np.square(without - without.mean()).sum())
     one = values["all"]
-    assert one.low is not None and one.high is not None and one.fvu is not None
-    assert one.fvu - one.low == pytest.approx(one.high - one.fvu)
-    assert 1.96 * error < one.high - one.fvu < 4 * error
+    assert one.low is not None and one.high is not None and one.value is not None
+    assert one.value - one.low == pytest.approx(one.high - one.value)
+    assert 1.96 * error < one.high - one.value < 4 * error
+
+
+# What dictionaries are used for
+
+
+def schedule_and_steps() -> tuple[Any, Callable[[int, int], int]]:
+    """A schedule, and the decode step of a request's position; 0 in its prompt."""
+    schedule = simulate(320, 0, cache=False)
+    prompt = dict(zip(*(schedule.requests[n].to_pylist() for n in ("request", "prompt_len")),
+                      strict=True))  # fmt: skip
+    return schedule, lambda request, position: max(0, position - prompt[request] + 1)
+
+
+CORPORA = ("prefill={0}:phase=prefill", "decode={0}:phase=decode",
+           "hybrid={0}:prefill=0.5,decode=0.5")  # fmt: skip
+CORPUS = SMALL | {"features": 16, "k": 3, "seeds": 6, "epochs": 40, "held_out": 0.3}
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Stability:
+    """Decode rows have a direction of their own, longer at each step, and the label another."""
+    schedule, step_of = schedule_and_steps()
+    late, told = np.eye(16)[8], np.eye(16)[9]
+
+    def more(request: int, position: int) -> Any:
+        step = step_of(request, position)
+        return 0.4 * step * late + 2.0 * (step > 0) * (request % 2) * told
+
+    planted = np.pad(directions(12, 8), ((0, 0), (0, 8)))
+    path = planted_dataset(
+        tmp_path_factory.mktemp("corpora") / "a", planted, more=more, schedule=schedule,
+        hooks=(HOOK,),
+    )  # fmt: skip
+    arms = [arm.format(path) for arm in CORPORA]
+    return stability(*arms, label="request % 2 == 1", limits=CORPUS)
+
+
+def of_cross(result: Stability, use: str) -> dict[tuple[str, str, str], Any]:
+    return {(v.trained_on, v.rows_of, v.rows): v for v in result.cross if v.use == use}
+
+
+@pytest.mark.standard
+def test_a_dictionary_of_prefill_explains_less_the_later_the_decode_step(
+    corpora: Stability,
+) -> None:
+    fvu = of_cross(corpora, "FVU")
+    first, late = (f"decode step {band}" for band in ("1", "6 to 10"))
+    gaps = {(arm, rows): fvu[arm, "decode", rows].difference
+            for arm in ("prefill", "hybrid") for rows in (first, late)}  # fmt: skip
+    assert gaps["prefill", late].value > gaps["prefill", first].value + 0.2
+    assert gaps["prefill", late].outcome == "beyond the floor"
+    assert gaps["prefill", late].low > gaps["hybrid", late].high
+    assert fvu["decode", "prefill", "all"].difference.value > -0.02
+    (said,) = (
+        words for words in corpora.answer.uses if words.startswith("FVU on held-out rows of decode")
+    )
+    assert f", {late}: " in said
+    assert f"prefill {gaps['prefill', late].value:+.3f}" in said and "beyond the floor" in said
+
+
+@pytest.mark.standard
+def test_a_label_that_only_decode_has_is_found_there_alone(corpora: Stability) -> None:
+    for use in ("AUROC of maxima", "AUROC of means"):
+        area = of_cross(corpora, use)
+        for name in ("raw rows", "hybrid"):
+            in_prompt, in_answer = (area[name, arm, "all"] for arm in ("prefill", "decode"))
+            assert 0.3 < in_prompt.value < 0.7 and in_prompt.low < 0.6 and in_answer.low > 0.9
+        assert area["raw rows", "decode", "all"].difference.outcome is None
+        # A handful of requests of either label are no sample.
+        assert area["decode", "decode", "decode step 6 to 10"].value is None
+    only = [v for v in corpora.cross if v.trained_on == "raw rows"]
+    assert {v.use for v in only} == {"AUROC of maxima", "AUROC of means"}
+    assert corpora.label == "request % 2 == 1"
+
+
+@pytest.mark.standard
+def test_corpora_of_the_same_directions_have_no_verdict_beyond_the_floor(tmp_path: Path) -> None:
+    schedule, _ = schedule_and_steps()
+    path = planted_dataset(tmp_path / "a", PLANTED, schedule=schedule, hooks=(HOOK,))
+    arms = [arm.format(path) for arm in CORPORA]
+    found = stability(*arms, label="request % 2 == 1", limits=CORPUS)
+    beyond = [v for v in found.cross if v.difference and v.difference.outcome == "beyond the floor"]
+    assert not beyond
+    assert len(found.answer.uses) == 9 and not any("beyond" in words for words in found.answer.uses)
+
+
+def test_a_difference_of_fvu_is_paired_by_row(sets: dict[str, Path]) -> None:
+    """Rows that are hard for every dictionary widen neither's difference."""
+    (arm,) = scored_apart(opened(str(sets["A"])))
+    entries, rng = arm.scored[0], np.random.default_rng(0)
+    rows = rng.normal(size=(len(entries), 8)).astype(np.float32)
+    group = np.unique(entries["request"], return_inverse=True)[1] % 9
+    scored = Scored(rows, entries, group, np.zeros(len(rows), bool))
+    hard = rng.gamma(1, 1 + 5 * group)
+    few = np.full(len(rows), 2)
+    scores = {"A": [Scores(hard, few)] * 2, "B": [Scores(hard + 0.5, few), Scores(hard + 0.7, few)]}
+    found = {v.trained_on: v for v in cross_values(scores, "A", scored, scored) if v.rows == "all"}
+    gap, own = found["B"].difference, found["A"]
+    assert found["A"].difference is None and gap is not None and own.low is not None
+    spread = np.square(rows - rows.mean(axis=0)).sum()
+    assert gap.value == pytest.approx(0.6 * len(rows) / spread, rel=1e-4)
+    assert (gap.high - gap.low) < 0.2 * (own.high - own.low) and gap.floor == 0
+    assert gap.p is not None and gap.p < 1e-6
+    back = [v.difference for v in cross_values(scores, "B", scored, scored)
+            if (v.trained_on, v.rows) == ("A", "all")]  # fmt: skip
+    assert back[0] is not None and back[0].value == pytest.approx(-gap.value)
+    assert back[0].floor == pytest.approx(0.2 * len(rows) / spread, rel=1e-4)
+
+
+def test_areas_are_those_of_scikit_learn_with_groups_left_out() -> None:
+    from sklearn.metrics import roc_auc_score
+
+    rng = np.random.default_rng(0)
+    label, group = rng.integers(0, 2, 300), rng.integers(0, 7, 300)
+    score = np.round(rng.normal(size=300) + label, 1)  # with ties
+    expected = [roc_auc_score(label, score)]
+    expected += [roc_auc_score(label[group != g], score[group != g]) for g in range(7)]
+    assert areas(score, label, group, 7) == pytest.approx(np.array(expected))
+
+
+def test_a_probe_is_a_ridge_regression_on_scaled_columns() -> None:
+    from sklearn.linear_model import Ridge
+    from sklearn.preprocessing import StandardScaler
+
+    dense = activations(400, 12, 30, 0.3).astype(np.float32)
+    label = (dense[:, 0] + np.random.default_rng(1).normal(size=400) > 1).astype(np.int64)
+    dense[:, 5] = 0  # a dead feature
+    scaler = StandardScaler().fit(dense.astype(np.float64))
+    expected = Ridge(alpha=400).fit(scaler.transform(dense.astype(np.float64)), label).coef_
+    for features in (dense.astype(np.float64), csr_array(dense)):
+        assert ridge(features, label) == pytest.approx(expected / scaler.scale_, abs=1e-5)
+
+
+def test_a_request_counts_once_by_its_largest_and_by_its_mean_score() -> None:
+    rng = np.random.default_rng(2)
+    entries = np.zeros(600, ENTRY)
+    entries["request"], entries["represents"] = rng.integers(0, 90, 600), rng.choice([1, 4], 600)
+    entries["label"] = np.where(entries["request"] % 9 == 0, -1, entries["request"] % 2)
+    score = rng.normal(size=600) + 0.3 * entries["label"]
+    scored = Scored(rng.normal(size=(600, 4)).astype(np.float32), entries,
+                    (entries["request"] % 11).astype(np.int64), np.zeros(600, bool))  # fmt: skip
+    scores = {"A": [Scores(np.ones(600), np.ones(600, int), score)]}
+    found = {v.use: v for v in cross_values(scores, "A", scored, scored, score)
+             if (v.trained_on, v.rows) == ("A", "all")}  # fmt: skip
+    by_request: dict[str, list[float]] = {"AUROC of maxima": [], "AUROC of means": []}
+    requests = [r for r in np.unique(entries["request"]) if r % 9]
+    for request in requests:
+        of = entries["request"] == request
+        by_request["AUROC of maxima"].append(score[of].max())
+        by_request["AUROC of means"].append(
+            np.average(score[of], weights=entries["represents"][of])
+        )
+    label = np.array(requests) % 2
+    for use, values in by_request.items():
+        expected = areas(np.array(values), label.astype(int), np.zeros(len(label), int), 1)[0]
+        assert found[use].value == pytest.approx(expected)
+        assert found[use].low < expected < found[use].high  # type: ignore[operator]
 
 
 # Judgement
@@ -670,7 +837,7 @@ def test_planted_arms_end_within_and_beyond_the_floor(result: Stability) -> None
     assert by["C", "other seed", "gone"].of_arm > by["B", "other seed", "gone"].of_arm
     assert result.n_seen == 20 * (result.n_rows // 64) * 64
     assert {one.n_rows for one in result.arms} == {result.n_rows}
-    fvu = {(one.trained_on, one.rows_of): one.fvu for one in result.cross if one.rows == "all"}
+    fvu = {(one.trained_on, one.rows_of): one.value for one in result.cross if one.rows == "all"}
     assert max(fvu["A", "A"], fvu["A", "B"], fvu["C", "C"]) < 0.2 < 0.4 < fvu["A", "C"]
 
 
@@ -756,6 +923,11 @@ def test_the_page_says_what_the_result_says() -> None:
     assert lines[0][2:] in source
     for verdict in result.verdicts:
         assert any(verdict.sentence in line for line in lines) and verdict.sentence in source
+    assert len(result.answer.uses) == 9
+    for words in result.answer.uses:
+        assert html.escape(words, quote=False) in source and any(words in line for line in lines)
+    assert "(AUROC) for labels.label == 'code', by request" in html.unescape(source)
+    assert "Probes through" not in page(result.model_copy(update={"label": None}), "c").html()
     assert "matched at 0.7 or more" in source and "features gone" in source
     for words in ("0.200 is chance", words_of_art(result)):
         assert words in source and any(words in line for line in lines)
@@ -821,6 +993,38 @@ def test_words_of_art_are_said_in_plain_words_before_they_are_used() -> None:
     }  # fmt: skip
     for word, meaning in meanings.items():
         assert re.search(rf"\b{word}s?\b", words).start() >= words.index(meaning)  # type: ignore[union-attr]
+
+
+def test_a_mixture_lies_between_where_its_interval_is_apart_from_both() -> None:
+    def cross(hybrid: tuple[float, float, float], seeds: int = 6) -> list[CrossValue]:
+        gaps = {"decode": None, "prefill": (0.1, 0.08, 0.12), "hybrid": hybrid}
+        values = [
+            CrossValue(trained_on=name, rows_of="decode", rows="decode step 40 to 60", use="FVU",
+                       n_rows=99, n_requests=40, value=0.3, difference=gap and Gap(
+                           value=gap[0], low=gap[1], high=gap[2], floor=0.01, p=1e-9))
+            for name, gap in gaps.items()
+        ]  # fmt: skip
+        return judged_gaps(values, Limits(seeds=seeds))
+
+    (between,) = uses(cross((0.04, 0.03, 0.05)))
+    assert between == (
+        "FVU on held-out rows of decode, decode step 40 to 60: 0.300 by its own dictionaries; by "
+        "those of prefill +0.100 (+0.080 to +0.120), beyond the floor of 0.010; by those of hybrid "
+        "+0.040 (+0.030 to +0.050), between these and prefill."
+    )
+    assert "between" not in uses(cross((0.07, 0.05, 0.09)))[0]  # may be as far as prefill
+    assert "no difference" in uses(cross((0.01, 0.0, 0.015)))[0]
+    # Fewer seeds than can test describe, and what seeds differ by is no difference of corpora.
+    assert {v.difference.outcome for v in cross((0.04, 0.03, 0.05), 5) if v.difference} == {
+        "undecided"
+    }
+    wide = [
+        v.model_copy(update={"difference": v.difference.model_copy(update={"floor": 0.2})})
+        for v in cross((0.04, 0.03, 0.05))
+        if v.difference
+    ]
+    small = judged_gaps(wide, Limits())
+    assert {v.difference.outcome for v in small if v.difference} == {"undecided"}
 
 
 @pytest.mark.parametrize(
@@ -919,6 +1123,13 @@ def test_one_arm_is_not_told_to_look_at_the_rows_of_others() -> None:
         (["{A}:where=position > 9999"], [], "E014 arm A: .*true for no row"),
         (["{A}:prefill=0.5,decode=0.6"], [], "E009 .*shares of 1.1"),
         (["{A}:weights=nothing.npz"], [], "E014"),
+        (
+            ["{A}"],
+            ["--label", "position >= 0", "--batch", "64"],
+            "E014 --label: true of .* of arm A",
+        ),
+        (["{A}"], ["--label", "labels.kind == 'a'"], "E014 .*requests have no labels"),
+        (["{A}"], ["--label", "position >"], "E014 --label: invalid syntax"),
         (["A={A}", "A={B}"], [], "E009 arms: A twice"),
         (["{A}"], ["--html", "{A}/page.html"], "E009 --html"),
         (["{A}"], ["--out", "{A}"], "E503.*there already"),

@@ -37,16 +37,22 @@ def test_the_page_is_what_the_figures_say(page: ModuleType, figures: Any) -> Non
 def test_a_figure_that_changes_changes_the_page(page: ModuleType, figures: Any) -> None:
     before = page.page(figures)
     changed = json.loads(json.dumps(figures))
-    one = next(v for v in changed["cross"] if v["fvu"] is not None)
-    one["fvu"] += 0.25
+    one = next(v for v in changed["cross"] if v["value"] is not None)
+    one["value"] += 0.25
     assert page.page(changed) != before
+    for use in ("FVU", "AUROC of means"):
+        changed = json.loads(json.dumps(figures))
+        one = next(v for v in changed["corpora"]["cross"] if (v["use"], v["rows"]) == (use, "all"))
+        one["value"] += 0.25
+        assert page.page(changed) != before
 
 
 def test_a_result_becomes_a_page_with_what_became_of_the_features(
     page: ModuleType, figures: Any
 ) -> None:
     result = json.loads(made(("cached", "uncached", "weighted", "dropped", "hybrid")).to_json())
-    source = page.page(page.summary(figures["setting"], result))
+    summary = page.summary(figures["setting"], result)
+    source = page.page({**summary, "corpora": figures["corpora"]})
     assert "| second dictionary | kept | split | merged | gone |" in source
     assert "| *uncached*, other seed | 45% [45%, 45%] | 5% [5%, 5%] | 3% [3%, 3%] |" in source
 
@@ -67,5 +73,18 @@ def test_likenesses_lie_between_least_and_largest_and_fvu_in_its_interval(figure
         for name in ("matched", "share_70", "share_90"):
             mean, low, high = pair[name]
             assert low <= mean <= high
-    told = [one for one in figures["cross"] if one["low"] is not None]
-    assert told and all(one["low"] <= one["fvu"] <= one["high"] for one in told)
+    told = [v for v in (*figures["cross"], *figures["corpora"]["cross"]) if v["low"] is not None]
+    told += [v["difference"] for v in told if v["difference"] is not None]
+    assert told and all(one["low"] <= one["value"] <= one["high"] for one in told)
+
+
+def test_prompts_answers_and_half_of_each_are_scored_alike(figures: Any) -> None:
+    told = figures["corpora"]
+    arms = [arm["name"] for arm in told["arms"]]
+    assert arms == ["prefill", "decode", "hybrid"] and told["limits"]["seeds"] >= 6
+    by = {(v["use"], v["trained_on"], v["rows_of"], v["rows"]): v for v in told["cross"]}
+    for rows in ("all", *(f"decode step {band}" for band in ("1", "6 to 10", "40 to 60"))):
+        scored = {by["FVU", arm, "decode", rows]["n_rows"] for arm in arms}
+        assert len(scored) == 1
+    assert all(("AUROC of means", arm, of, "all") in by for arm in (*arms, "raw rows")
+               for of in arms)  # fmt: skip

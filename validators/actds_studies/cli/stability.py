@@ -27,6 +27,11 @@ def _result() -> type[Stability]:
 @click.argument("arms", metavar="A [B ...]", nargs=-1, required=True)
 @click.option("--hook", metavar="NAME", help="Hook to train on. The only one if not given.")
 @click.option(
+    "--label",
+    metavar="EXPRESSION",
+    help="True of the rows that a probe on the features should find: its ROC area, by request.",
+)
+@click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
     callback=no_dash,
@@ -57,6 +62,8 @@ def stability(
       actds stability acts --hook resid_post.10 --seeds 4
       actds stability prefill=acts:phase=prefill hybrid=acts:prefill=0.5,decode=0.5 \\
         --hook resid_post.10 --html stability.html
+      actds stability prefill=acts:phase=prefill decode=acts:phase=decode \\
+        --label "labels.label == 'code'"
       actds stability cached weighted=cached:weights=multiplicity uncached --out dictionaries
     """
     outputs = Outputs(html, json_out, {"--out": out})

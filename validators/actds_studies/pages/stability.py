@@ -8,6 +8,10 @@ from typing import Any
 
 from actds.text import counted
 from actds_studies.stability.result import (
+    AUROC_MAXIMUM,
+    AUROC_MEAN,
+    FVU,
+    RAW,
     ArmResult,
     Comparison,
     CrossValue,
@@ -17,6 +21,7 @@ from actds_studies.stability.result import (
     Outcome,
     Stability,
     Trained,
+    Use,
     Verdict,
 )
 from actds_validators.audit.place import Level
@@ -29,6 +34,7 @@ from actds_validators.pages.words import (
     Look,
     Part,
     Sentence,
+    Table,
     count,
     or_dash,
     p_value,
@@ -77,7 +83,9 @@ def page(result: Stability, command: str) -> AnswerPage:
             *([Shown(_verdicts(result))] if result.verdicts else []),
             _alike(result),
             *([Shown(_floors(result))] if result.comparisons else []),
-            *map(Shown, (_cross(result), _compared(result), _how(result))),
+            Shown(_cross(result)),
+            *([Shown(_probes(result))] if result.label else []),
+            *map(Shown, (_compared(result), _how(result))),
         ],
         verdicts=[(LEVELS[verdict.outcome], verdict.sentence) for verdict in result.verdicts],
         on_terminal=("alike", "cross", "compared"),
@@ -384,9 +392,13 @@ _CROSS: Columns[CrossValue] = (
     ("rows of", lambda row: row.rows_of),
     ("which", lambda row: row.rows),
     ("rows", lambda row: count(row.n_rows)),
-    ("FVU", lambda row: or_dash(row.fvu, lambda v: f"{v:.3f}")),
+    ("value", lambda row: or_dash(row.value, lambda v: f"{v:.3f}")),
     ("95 % interval", lambda row: _range(row.low, row.high)),
     ("seeds", lambda row: _range(row.seeds_low, row.seeds_high)),
+    ("beside its own", lambda row: or_dash(row.difference, lambda gap: f"{gap.value:+.3f}")),
+    ("interval", lambda row: or_dash(row.difference, lambda gap: _range(gap.low, gap.high))),
+    ("floor", lambda row: or_dash(row.difference, lambda gap: f"{gap.floor:.3f}")),
+    ("is", lambda row: or_dash(row.difference and row.difference.outcome, str)),
     ("of the reference's variance", lambda row: or_dash(row.fvu_reference, lambda v: f"{v:.3f}")),
 )
 
@@ -398,18 +410,34 @@ def _range(low: float | None, high: float | None) -> str:
 def _cross(result: Stability) -> Part:
     lead = (
         "Fraction of variance unexplained (FVU) of held-out rows, mean over seeds, with the "
-        "interval over requests and the range over seeds. Rare tokens come at most "
+        "interval over requests and the range over seeds. Beside its own: less the value of the "
+        "dictionaries of the arm whose rows these are; the floor is by how much two seeds of "
+        "these differ at most. Rare tokens come at most "
         f"{counted(result.rare.most, 'time')} in the reference's rows: "
         f"{percent(result.rare.share)} of them."
     )
-    tables = table_of(
-        "Dictionaries of each arm on rows of each arm",
-        _CROSS,
-        result.cross,
-        frozenset({0, 1, 2}),
-        room=_MAX_CROSS,
+    notes = list(map(Sentence, result.answer.uses))
+    return Part(
+        "cross", "What dictionaries are used for", Sentence(lead), _used(result, FVU), notes
     )
-    return Part("cross", "Cross-reconstruction", Sentence(lead), tables)
+
+
+def _probes(result: Stability) -> Part:
+    lead = (
+        f"Area under the ROC curve (AUROC) for {result.label}, by request: a ridge regression on "
+        "the features of rows of training requests of the arm whose rows these are, and the "
+        "maximum or the mean of its scores over the rows of each held-out request. "
+        f"{RAW.capitalize()}: the same probe on the rows themselves."
+    )
+    tables = [*_used(result, AUROC_MAXIMUM), *_used(result, AUROC_MEAN)]
+    return Part("probes", "Probes through the features", Sentence(lead), tables)
+
+
+def _used(result: Stability, use: Use) -> list[Table]:
+    caption = f"{use}, dictionaries of each arm on rows of each arm"
+    columns = _CROSS if use == FVU else _CROSS[:-1]
+    values = [value for value in result.cross if value.use == use]
+    return table_of(caption, columns, values, frozenset({0, 1, 2}), room=_MAX_CROSS)
 
 
 _ARMS: Columns[ArmResult] = (

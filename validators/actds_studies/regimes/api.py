@@ -415,12 +415,12 @@ def _probes(words: Sequence[Words], opened: Opened) -> dict[str, ProbeFile]:
     return by_hook("probes", words, opened.widths, load)
 
 
-def _labels(arm: Arm, hook: str, label: str) -> npt.NDArray[np.int8]:
-    """Return the label of each row of an arm's array ``(n_rows,)``: 1, 0, or -1 for unknown."""
+def labels_of(dataset: Dataset, hook: str, label: str) -> npt.NDArray[np.int8]:
+    """Return the label of each row of a hook's array ``(n_rows,)``: 1, 0, or -1 for unknown."""
     expressions = (parse_expression(label, "label"), parse_expression(f"not ({label})", "label"))
-    values = RowValues(arm.dataset, [arm.dataset.hooks[hook]])
+    values = RowValues(dataset, [dataset.hooks[hook]])
     parts = [np.empty(0, np.int8)]
-    for shard in arm.dataset.shards_of(hook):
+    for shard in dataset.shards_of(hook):
         true, false = (
             expression.mask(values.of(shard, expression.columns), shard.n_rows)
             for expression in expressions
@@ -458,7 +458,10 @@ def _instruments(
         features = Remembered(dictionary, dictionary.source.path)
         instruments = [Reconstruction(features), Overlap(features), Moments(), Numerics(features)]
     if probes is not None:
-        labels = label and (_labels(arms[0], hook, label), _labels(arms[1], hook, label))
+        labels = label and (
+            labels_of(arms[0].dataset, hook, label),
+            labels_of(arms[1].dataset, hook, label),
+        )
         instruments.append(Probes(probes.weights, probes.bias, probes.names, labels or None))
     return instruments
 

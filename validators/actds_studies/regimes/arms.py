@@ -50,6 +50,7 @@ class Requests:
         prompt, generated = (
             ordered[name].to_numpy().astype(np.int64) for name in ("prompt_len", "generated_len")
         )
+        self.n_prompt: Ints = prompt
         self.n_fed: Ints = prompt + np.maximum(generated - 1, 0)
 
     def __len__(self) -> int:
@@ -128,7 +129,6 @@ _COLUMNS = (
     "token_id",
     "chunk",
     "phase",
-    "request.prompt_len",
     "step.kernel_mode",
     "role",
 )
@@ -191,7 +191,7 @@ class ArmRows:
         prefix: hash of the tokens up to the row, uint64 ``(n,)``; 0 where one is not known.
         decode_step: 1 for the first sampled token that was fed ``(n,)``, in a replay as its source
             sampled it, in a document that was given whole where the model would have gone on; 0 or
-            less in a prompt, and very negative where its length is not known.
+            less in a prompt.
         chunk: steps of the request before this one ``(n,)``, -1 unknown.
         kernel_mode: place in `KERNEL_MODES` ``(n,)``, -1 unknown.
         role: place in ``ROLES`` ``(n,)``, -1 unknown.
@@ -265,7 +265,7 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
         finite=False,  # their sums count them and leave them out
     )
     requests = Requests(dataset)
-    given = _given(dataset, requests)
+    sampled_from = first_sampled(dataset, requests)
     shards = dataset.shards_of(hook)
     starts = accumulate((shard.n_rows for shard in shards), initial=0)
     start_of = {shard.name: start for shard, start in zip(shards, starts, strict=False)}
@@ -287,13 +287,10 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
             kept = kept[~seen]
         table = chosen.filter.values.of(shard, _COLUMNS)
         values = {name: _whole(table[name], name)[kept] for name in _COLUMNS}
-        n_prompt = values.pop("request.prompt_len")
         values["kernel_mode"] = values.pop("step.kernel_mode")
         values["request"] = request = requests.index(shard.run, values["request"])
         values["row"] = start_of[shard.name] + kept
-        n_given = np.where(given[request] >= 0, given[request], n_prompt)
-        step = np.where(n_given >= 0, values["position"] - n_given + 1, np.iinfo(np.int32).min)
-        values["decode_step"] = step
+        values["decode_step"] = values["position"] - sampled_from[request] + 1
         for name, column in values.items():
             parts[name].append(narrow(column))
         if inclusion is not None:
@@ -366,11 +363,12 @@ def _fitted(arm: Arm, hook: str) -> dict[str, Bools]:
     return parts
 
 
-def _given(dataset: Dataset, requests: Requests) -> Ints:
-    """Return how many positions of each request others were to go on from, -1 for its prompt's.
+def first_sampled(dataset: Dataset, requests: Requests) -> Ints:
+    """Return the position of each request that decode step 1 feeds: that behind what was given.
 
-    A replay has the whole sequence as its prompt, and so has a document that was given with its own
-    continuation: that length says nothing of where its source, or the model, would have sampled.
+    Of most requests that is their prompt. A replay has the whole sequence as its prompt, and so has
+    a document that was given with its own continuation: that length says nothing of where its
+    source, or the model, would have sampled.
     """
     numbers = np.full(len(requests), -1, np.int64)
     lines = dataset.origins(run=True)
@@ -378,7 +376,7 @@ def _given(dataset: Dataset, requests: Requests) -> Ints:
         numbers[requests.of_run(run)] = _continued_at(dataset, run)
         origins = lines.filter(pc.equal(lines["run"], run))
         numbers[requests.index(run, origins["request"].to_numpy())] = origins["n_given"].to_numpy()
-    return numbers
+    return np.where(numbers >= 0, numbers, requests.n_prompt)
 
 
 def _continued_at(dataset: Dataset, run: str) -> int:

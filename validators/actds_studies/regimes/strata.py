@@ -55,16 +55,13 @@ def strata_of(rows: ArmRows, edges: Floats | None = None, *, of_pairs: bool = Fa
     Args:
         edges: of the quintiles of the entropy, in nats; None where no arm says what it sampled.
     """
-    step = np.full(len(rows), -1, np.int8)
-    for n, (low, high) in enumerate(DECODE_STEPS):
-        step[(rows.decode_step >= low) & (rows.decode_step <= high)] = n
     position = np.searchsorted(np.array(POSITION_EDGES), rows.position, side="right") - 1
     bands = [_range(low, high - 1) for low, high in pairwise(POSITION_EDGES)]
     chunks = [*(str(n) for n in range(N_CHUNKS - 1)), f"{N_CHUNKS - 1} and later"]
     axes: dict[str, tuple[Sequence[str], Whole]] = {
         ALL: ([ALL], np.zeros(len(rows), np.int8)),
         "position": (bands, position.astype(np.int8)),
-        "decode step": ([_range(low, high) for low, high in DECODE_STEPS], step),
+        "decode step": step_bands(rows.decode_step),
         "role": (ROLES, rows.role),
         "chunk": (chunks, np.minimum(rows.chunk, N_CHUNKS - 1)),
         "kernel mode": (KERNEL_MODES, rows.kernel_mode),
@@ -86,6 +83,14 @@ def strata_of(rows: ArmRows, edges: Floats | None = None, *, of_pairs: bool = Fa
         codes[axis] = np.where(place >= 0, place + len(strata), -1).astype(np.int8)
         strata += [Stratum(axis, name) for name in names]
     return Strata(tuple(strata), codes)
+
+
+def step_bands(decode_step: Whole) -> tuple[list[str], npt.NDArray[np.int8]]:
+    """Return the bands of decode steps, and the place of each row's ``(n,)``; -1 for none."""
+    place = np.full(len(decode_step), -1, np.int8)
+    for n, (low, high) in enumerate(DECODE_STEPS):
+        place[(decode_step >= low) & (decode_step <= high)] = n
+    return [_range(low, high) for low, high in DECODE_STEPS], place
 
 
 def entropy_edges(first: ArmRows, second: ArmRows, *, of_pairs: bool = False) -> Floats | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +30,9 @@ from actds_studies.regimes.api import MIXTURE_KEYS, ArmWords, parse_named
 from actds_studies.stability import rows
 from actds_studies.stability.matching import chance, features_of, match_directions
 from actds_studies.stability.result import (
+    RAW,
     ArmResult,
+    CrossValue,
     Likeness,
     Limits,
     PairKind,
@@ -40,8 +42,10 @@ from actds_studies.stability.result import (
     Trained,
     answer,
     compare,
+    judged_gaps,
     verdicts,
 )
+from actds_studies.stability.scores import Entries, Scores, cross_values, ridge
 from actds_validators.arrays import Bools, Floats, Rows
 from actds_validators.dictionaries import Dictionary, Source, places_of
 from actds_validators.dictionaries.formats import CONFIG, WEIGHTS
@@ -55,6 +59,7 @@ if TYPE_CHECKING:
 def stability(
     *arms: str | os.PathLike[str],
     hook: str | None = None,
+    label: str | None = None,
     out: str | Path | None = None,
     limits: Limits | Mapping[str, float] | None = None,
     progress: Callable[[str], None] = lambda what: None,
@@ -66,18 +71,21 @@ def stability(
             ``exclude``, ``prefill`` and ``decode`` (shares that add up to 1) and ``weights``; the
             first is the reference, and one alone says how far seeds and orders differ.
         hook: hook whose rows to train on; the only one by default.
+        label: expression that is true of the rows that probes on the features should find; a row
+            of which it is not known whether it is true has no label.
         out: new folder for the dictionaries, which SAELens and ``actds regimes --sae`` read.
         limits: settings by name, or as the result has them.
         progress: receives what is being done.
 
     Returns:
-        The result: verdicts, likenesses of pairs with their floors, cross-reconstruction.
+        The result: verdicts, likenesses of pairs with their floors, and what the dictionaries of
+        each arm do to the rows of each.
 
     Raises:
         ActdsError: E009 an argument that cannot be used; E011 a package that is not installed;
             E014 arms that cannot be compared: no such hook, other widths, no row, the same rows,
-            nothing held out; E018 weights of another dataset; E503 a folder that cannot be
-            written; and as ``actds.open``.
+            nothing held out, a label that is true of all rows or of none; E018 weights of another
+            dataset; E503 a folder that cannot be written; and as ``actds.open``.
     """
     need_extra()
     if find_spec("torch") is None:
@@ -94,14 +102,15 @@ def stability(
     name = _hook_of([(arm.name, datasets[arm.path]) for arm in words], hook)
     progress("reading tables")
     opened = rows.scored_apart(
-        [rows.open_arm(arm, datasets[arm.path], name, chosen.held_out) for arm in words]
+        [rows.open_arm(arm, datasets[arm.path], name, chosen.held_out, label) for arm in words]
     )
     rows.refuse_same(opened)
     n_rows, n_features = rows.sizes(opened, name, chosen)
     progress(f"reading {n_rows:,} rows of each arm")
     of_arms, scale, centre, rare = rows.gather(opened, name, n_rows)
     trainer = Trainer(chosen, n_features, scale, centre)
-    return _Study(of_arms, rare, name, trainer, folder).run(progress)
+    probed = [] if label is None else [rows.labelled(arm) for arm in of_arms]
+    return _Study(of_arms, rare, name, trainer, folder, label, probed).run(progress)
 
 
 def _refuse_out(out: Path) -> None:
@@ -170,7 +179,7 @@ class Trainer:
         }
 
     def fit(
-        self, values: torch.Tensor, entries: rows.Entries, seed: int, order: int
+        self, values: torch.Tensor, entries: Entries, seed: int, order: int
     ) -> tuple[Weights, float, Bools]:
         """Train a dictionary.
 
@@ -232,7 +241,7 @@ class _Scored:
     trained: Trained
     dictionary: Dictionary
     alive: Bools
-    errors: list[rows.Errors]
+    scores: list[Scores]
     features: csr_array
 
 
@@ -242,6 +251,7 @@ class _Study:
 
     Args:
         out: new folder for the dictionaries, ``ARM/seed-N``; None keeps none.
+        probed: rows of each arm that probes are fitted on, and what they are; empty without label.
     """
 
     arms: Sequence[rows.ArmRows]
@@ -249,6 +259,8 @@ class _Study:
     hook: str
     trainer: Trainer
     out: Path | None
+    label: str | None
+    probed: Sequence[tuple[Entries, Rows]]
 
     def run(self, progress: Callable[[str], None]) -> Stability:
         import torch
@@ -270,20 +282,14 @@ class _Study:
         by_chance = chance(n_features, d_model)
         comparisons = compare(pairs, names[0], by_chance, limits)
         judged = verdicts(comparisons, names[0], by_chance, limits)
-        cross = [
-            value
-            for n, trained_on in enumerate(names)
-            for m, rows_of in enumerate(names)
-            for value in rows.cross_values(
-                (trained_on, rows_of),
-                [made[n, s, s].errors[m] for s in seeds],
-                arms[m].scored,
-                arms[0].scored,
-            )
-        ]
+        progress("scoring")
+        cross = [value for m in range(len(arms)) for value in self._cross(m, made, seeds)]
+        cross.sort(key=lambda value: [*names, RAW].index(value.trained_on))
+        cross = judged_gaps(cross, limits)
         return Stability(
             limits=limits,
             hook=self.hook,
+            label=self.label,
             d_model=d_model,
             n_features=n_features,
             n_rows=n_rows,
@@ -292,7 +298,7 @@ class _Study:
             n_threads=torch.get_num_threads(),
             rare=self.rare,
             chance=by_chance,
-            answer=answer(judged, comparisons, names[0], len(seeds)),
+            answer=answer(judged, comparisons, names[0], len(seeds), cross),
             arms=[_arm_result(arm, arms[0].entries["key"], self.hook) for arm in arms],
             verdicts=judged,
             comparisons=comparisons,
@@ -300,6 +306,18 @@ class _Study:
             cross=cross,
             dictionaries=[scored.trained for scored in made.values()],
         )
+
+    def _cross(
+        self, m: int, made: Mapping[tuple[int, int, int], _Scored], seeds: Sequence[int]
+    ) -> Iterator[CrossValue]:
+        """Yield what the dictionaries of every arm do to the scored rows of one."""
+        scored, names = self.arms[m].scored, [arm.arm.name for arm in self.arms]
+        scores = {name: [made[n, s, s].scores[m] for s in seeds] for n, name in enumerate(names)}
+        raw = None
+        if self.probed:
+            entries, values = self.probed[m]
+            raw = scored.rows @ ridge(values.astype(np.float64), entries["label"])
+        yield from cross_values(scores, names[m], scored, self.arms[0].scored, raw)
 
     def _dictionary(self, n: int, seed: int, order: int) -> _Scored:
         from scipy.sparse import vstack
@@ -325,13 +343,17 @@ class _Study:
         )
         if folder is not None:
             _save(folder, dictionary, _config(arm, dictionary, trained, self.trainer.limits))
-        features, errors = [], []
-        for held_out in (of_arm.scored.rows for of_arm in self.arms):
+        features, scores = [], []
+        for m, held_out in enumerate(of_arm.scored.rows for of_arm in self.arms):
             features.append(dictionary.encode_sparse(held_out))
             error = dictionary.decode(features[-1]) - held_out
             squared = np.einsum("nd,nd->n", error, error, dtype=np.float64)
-            errors.append((squared, np.diff(features[-1].indptr).astype(np.int64)))
-        return _Scored(trained, dictionary, alive, errors, vstack(features, format="csr"))
+            probe = None
+            if self.probed and order == seed:
+                entries, values = self.probed[m]
+                probe = features[-1] @ ridge(dictionary.encode_sparse(values), entries["label"])
+            scores.append(Scores(squared, np.diff(features[-1].indptr).astype(np.int64), probe))
+        return _Scored(trained, dictionary, alive, scores, vstack(features, format="csr"))
 
 
 def _pairs(

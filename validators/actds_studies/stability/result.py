@@ -7,7 +7,7 @@ two-sided test can reach 5 %; fewer describe.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import Field
@@ -16,8 +16,14 @@ from actds.text import counted
 from actds_validators.sections import Document, LimitsSection, Section, Share
 
 PairKind = Literal["same start", "other order", "other seed"]
-ScoredRows = Literal["all", "prefill", "decode", "rare tokens"]
-"""Of the held-out rows of an arm, those that are scored together."""
+Use = Literal["FVU", "AUROC of maxima", "AUROC of means"]
+"""What dictionaries are used for, in a number: to explain rows, and to tell requests apart by a
+probe on the features, by the maximum or the mean of its scores over the rows of a request."""
+FVU: Use = "FVU"
+AUROC_MAXIMUM: Use = "AUROC of maxima"
+AUROC_MEAN: Use = "AUROC of means"
+RAW = "raw rows"
+"""What stands in place of an arm where a probe reads the rows themselves."""
 Outcome = Literal["within the floor", "beyond the floor", "undecided"]
 Measure = Literal["matched", "nearest", "share_70", "share_90", "kept", "split", "merged", "gone"]
 """Numbers of a `Likeness`: four of directions, four of its features."""
@@ -51,6 +57,12 @@ class Limits(LimitsSection):
     max_memory: int = Field(default=4096, ge=1, description="MiB for rows and their features")
     margin: float = Field(
         default=0.02, gt=0, description="difference of matched cosines that counts as none"
+    )
+    fvu: float = Field(
+        default=0.02, gt=0, description="difference of fractions unexplained that counts as none"
+    )
+    auc: float = Field(
+        default=0.03, gt=0, description="difference of areas under the ROC curve, likewise"
     )
     fdr: float = Field(default=0.05, gt=0, lt=1, description="false discovery rate of the tests")
 
@@ -121,21 +133,37 @@ class PairResult(Section):
     likeness: Likeness
 
 
-class CrossValue(Section):
-    """What dictionaries of one arm leave unexplained of held-out rows of an arm."""
+class Gap(Section):
+    """How far an arm's dictionaries are from those of the arm whose rows these are, by seed."""
 
-    trained_on: str
+    value: float = Field(description="mean over seeds, on the same rows")
+    low: float = Field(description="of the 95 % interval, over requests")
+    high: float
+    floor: float = Field(
+        description="between the two seeds of the arm whose rows these are that are farthest apart"
+    )
+    p: float | None = Field(default=None, description="of no difference; null of raw rows")
+    adjusted_p: float | None = Field(default=None, description="by Benjamini and Hochberg")
+    outcome: Outcome | None = Field(default=None, description="null where it is only described")
+
+
+class CrossValue(Section):
+    """What dictionaries of one arm do to held-out rows of an arm."""
+
+    trained_on: str = Field(description=f"arm, or {RAW}: the ceiling of a probe")
     rows_of: str
-    rows: ScoredRows
+    rows: str = Field(description="all, a phase, a band of decode steps, or rare tokens")
+    use: Use
     n_rows: int
     n_requests: int
-    fvu: float | None = Field(description="mean over seeds; of these rows' own variance")
+    value: float | None = Field(description="mean over seeds; FVU of these rows' own variance")
     low: float | None = Field(default=None, description="of the 95 % interval, over requests")
     high: float | None = None
     seeds_low: float | None = Field(default=None, description="least of the seeds")
     seeds_high: float | None = Field(default=None, description="largest of the seeds")
+    difference: Gap | None = Field(default=None, description="null at the arm's own rows")
     fvu_reference: float | None = Field(
-        default=None, description="of the variance of the reference's rows"
+        default=None, description="FVU of the variance of the reference's rows"
     )
     l0: float | None = Field(default=None, description="mean active features of a row")
 
@@ -186,6 +214,9 @@ class Answer(Section):
     within_and_changed: list[str] = Field(
         description="arms within the floor of another seed that are beyond that of another order"
     )
+    uses: list[str] = Field(
+        description="what dictionaries of other arms do to the rows of each, beside its own"
+    )
     next_steps: list[str] = Field(description="what to do, the most pressing first")
 
 
@@ -202,6 +233,7 @@ class Stability(Document):
     schema_: Literal["actds.stability/1"] = Field(default="actds.stability/1", alias="schema")
     limits: Limits
     hook: str
+    label: str | None = Field(description="expression that probes should find, if any")
     d_model: int
     n_features: int
     n_rows: int = Field(description="rows of an arm")
@@ -390,13 +422,88 @@ def _short(comparison: Comparison, n_arms: int, chance: float, limits: Limits) -
     )
 
 
+def judged_gaps(cross: Sequence[CrossValue], limits: Limits) -> list[CrossValue]:
+    """Return the values with what their differences show; all tests are one family.
+
+    One that is shown to be within the limit counts as none. Beyond the floor is one that is shown
+    not to be 0 and is larger than what seeds differ by: requests and seeds both vary.
+    """
+    from actds_validators.statistics.intervals import benjamini_hochberg
+
+    cross = list(cross)
+    gaps = {
+        n: v.difference for n, v in enumerate(cross) if v.difference and v.difference.p is not None
+    }
+    adjusted = benjamini_hochberg([gap.p or 0.0 for gap in gaps.values()]).tolist() if gaps else []
+    for (n, gap), p in zip(gaps.items(), adjusted, strict=True):
+        limit = limits.fvu if cross[n].use == FVU else limits.auc
+        outcome: Outcome = "undecided"
+        if -limit < gap.low and gap.high < limit:
+            outcome = "within the floor"
+        elif p <= limits.fdr and abs(gap.value) > gap.floor and limits.seeds >= MIN_SEEDS:
+            outcome = "beyond the floor"
+        gap = gap.model_copy(update={"adjusted_p": p, "outcome": outcome})
+        cross[n] = cross[n].model_copy(update={"difference": gap})
+    return cross
+
+
+def uses(cross: Sequence[CrossValue]) -> list[str]:
+    """Return a sentence on each use of dictionaries on the rows of each arm.
+
+    It is about the rows where a difference that is beyond the floor is largest, else about all.
+    """
+    sentences = []
+    for rows_of, use in dict.fromkeys((v.rows_of, v.use) for v in cross):
+        of_use = [v for v in cross if (v.rows_of, v.use) == (rows_of, use)]
+        gaps = [(v, v.difference) for v in of_use if v.difference is not None]
+        beyond = [(v, gap) for v, gap in gaps if gap.outcome == "beyond the floor"]
+        where = max(beyond, key=lambda pair: abs(pair[1].value))[0].rows if beyond else "all"
+        by = {v.trained_on: v.value for v in of_use if v.rows == where}
+        some = {v.trained_on: gap for v, gap in gaps if v.rows == where and gap.outcome}
+        if some and by[rows_of] is not None:
+            ceiling = "" if by.get(RAW) is None else f" ({by[RAW]:.3f} of {RAW})"
+            parts = [_gap_words(name, gap, some) for name, gap in some.items()]
+            more = [f"{len(parts) - 4} others"] if parts[5:] else parts[4:]
+            sentences.append(
+                f"{use} on held-out rows of {rows_of}, {where}: {by[rows_of]:.3f} by its own "
+                f"dictionaries{ceiling}; {'; '.join([*parts[:4], *more])}."
+            )
+    return sentences
+
+
+def _gap_words(name: str, gap: Gap, some: Mapping[str, Gap]) -> str:
+    """Return a difference in words: it lies between where it is shown to be smaller than another.
+
+    Args:
+        some: all of these rows, by arm.
+    """
+    words = f"by those of {name} {gap.value:+.3f} ({gap.low:+.3f} to {gap.high:+.3f})"
+    farther = [
+        other
+        for other, far in some.items()
+        if far.outcome == gap.outcome == "beyond the floor"
+        and (gap.high < far.low if gap.value > 0 else far.high < gap.low)
+        and gap.value * far.value > 0
+    ]
+    if farther:
+        return f"{words}, between these and {farther[0]}"
+    if gap.outcome == "beyond the floor":
+        return f"{words}, beyond the floor of {gap.floor:.3f}"
+    return f"{words}, {'no difference' if gap.outcome == 'within the floor' else gap.outcome}"
+
+
 def answer(
-    judged: Sequence[Verdict], comparisons: Sequence[Comparison], reference: str, n_seeds: int
+    judged: Sequence[Verdict],
+    comparisons: Sequence[Comparison],
+    reference: str,
+    n_seeds: int,
+    cross: Sequence[CrossValue] = (),
 ) -> Answer:
     """Return what the verdicts say together, which arms decide it, and what to do.
 
     Args:
         judged: a verdict per arm; empty where only the reference was given.
+        cross: with what their differences show.
     """
     outcomes = {verdict.arm: verdict.outcome for verdict in judged}
     outcome: Outcome = next((o for o in _ORDER if o in outcomes.values()), "undecided")
@@ -430,6 +537,7 @@ def answer(
         arms=arms,
         largest=deciding[0] if deciding else None,
         within_and_changed=changed,
+        uses=uses(cross),
         next_steps=[*steps, *_lacking(judged, n_seeds)],
     )
 
@@ -453,7 +561,7 @@ def _lacking(judged: Sequence[Verdict], n_seeds: int) -> Iterator[str]:
             lacks.setdefault(words.partition(": ")[2] or words, []).append(verdict.arm)
     yield from (f"{_listed(list(dict.fromkeys(of)))}: {what}." for what, of in lacks.items())
     if judged:
-        yield "Look at the cross-reconstruction: what each dictionary leaves of the other rows."
+        yield "Look at what each dictionary does to the other rows, step by step of decode."
     else:
         few = f", and --seeds {MIN_SEEDS} at least" if n_seeds < MIN_SEEDS else ""
         yield f"Name a second arm{few}: a test needs both."

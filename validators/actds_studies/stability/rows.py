@@ -26,9 +26,10 @@ from actds.format.positions import Keys, position_key
 from actds.format.tables import PHASES
 from actds.loader.filters import SINK_NORM, need_known
 from actds.loader.selection import Selection, held_out_requests, select, split_weights
-from actds_studies.regimes.api import ArmWords
-from actds_studies.regimes.arms import APART, Requests
-from actds_studies.stability.result import CrossValue, Limits, Rare, ScoredRows
+from actds_studies.regimes.api import ArmWords, labels_of
+from actds_studies.regimes.arms import APART, Requests, first_sampled
+from actds_studies.stability.result import Limits, Rare
+from actds_studies.stability.scores import Entries, Scored, groups_of
 from actds_validators.arrays import Bools, Floats, Ints, Rows
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 
 _POSITION, _COPY = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
 
-Entries = npt.NDArray[np.void]
-"""Rows of a hook's array in the order of their keys, each as often as it is served."""
 ENTRY = np.dtype(
     [
         ("key", "u8"),  # what the row is, alike in every dataset
@@ -45,6 +44,8 @@ ENTRY = np.dtype(
         ("request", "u8"),  # hash of the request that it was served to
         ("token_id", "i8"),
         ("phase", "i8"),  # place in ``PHASES``, or -1
+        ("step", "i8"),  # of decode, from 1; below it in what was given
+        ("label", "i8"),  # 1, 0, or -1 where there is none
         ("prefix", "u8"),  # hash of the tokens up to it; 0 where it is not known
         ("weight", "f8"),  # in the loss
         ("represents", "f8"),  # rows that it was drawn from: 1 / inclusion
@@ -114,14 +115,19 @@ class Arm:
         return self.words.name
 
 
-def open_arm(words: ArmWords, dataset: Dataset, hook: str, held_out: float) -> Arm:
+def open_arm(
+    words: ArmWords, dataset: Dataset, hook: str, held_out: float, label: str | None = None
+) -> Arm:
     """Return the rows of an arm; no activation is read.
 
     Args:
         held_out: share of the requests that only score dictionaries, as a loader holds them out.
+        label: expression that is true of the rows that probes should find.
     """
     served, weight = split_weights(list(words.weights) or None)
     entries, is_held, n_stored = _servings(dataset, hook, words.name, held_out, served)
+    if label is not None:
+        entries["label"] = labels_of(dataset, hook, label)[entries["row"]]
     exclude = tuple(dict.fromkeys((*APART, *words.exclude)))
     is_stored = np.arange(len(entries)) < n_stored
     parts = words.mix or ((words.phase, 1.0),)
@@ -199,6 +205,7 @@ def _servings(
         more = _served_again(dataset, requests, position_key(request, position))
         row, request = (np.concatenate(pair) for pair in zip((row, request), more, strict=True))
     position, prefix = position[row], prefix_hashes(dataset, shards)[row]
+    step = position - first_sampled(dataset, requests)[request] + 1
     key = row_keys(named[request], position, copies(named[request], position, prefix))
     is_held = np.zeros(len(requests), np.bool_)
     for run in dataset.catalog.run_ids:
@@ -207,7 +214,8 @@ def _servings(
     entries = np.empty(len(row), ENTRY)
     inclusion = dataset.inclusion(shards)
     represents = np.ones(n_stored) if inclusion is None else 1 / np.concatenate(inclusion)
-    fields = (key, row, named[request], token[row], phase_of[row], prefix, 1, represents[row])
+    what = (named[request], token[row], phase_of[row], step, -1, prefix)
+    fields = (key, row, *what, 1, represents[row])
     for field, values in zip(ENTRY.names or (), fields, strict=True):
         entries[field] = values
     return entries, is_held[request], n_stored
@@ -354,23 +362,6 @@ def _need_memory(
 
 
 @dataclass(frozen=True)
-class Scored:
-    """Held-out rows of an arm.
-
-    Args:
-        rows: finite ``(n, d_model)``.
-        entries: what they are ``(n,)``.
-        group: group of requests of each row ``(n,)``, the same in every arm.
-        rare: rows of rare tokens ``(n,)``.
-    """
-
-    rows: Rows
-    entries: Entries
-    group: Ints
-    rare: Bools
-
-
-@dataclass(frozen=True)
 class ArmRows:
     """The rows of one arm in memory.
 
@@ -424,6 +415,17 @@ def gather(
     return of_arms, scale, _mean(values[0], represents), rare
 
 
+def labelled(arm: ArmRows) -> tuple[Entries, Rows]:
+    """Return rows of training requests that have a label; E014 where it is true of all or none."""
+    entries = arm.entries
+    known = np.flatnonzero((entries["label"] >= 0) & (entries["weight"] > 0))[:N_SCORED]
+    n_true = int((entries["label"][known] == 1).sum())
+    if not 0 < n_true < len(known):
+        got = f"true of {n_true:,} of {len(known):,} rows of arm {arm.arm.name} that have one"
+        raise ActdsError("E014", "label", got=got, expected="some, and not all")
+    return entries[known], arm.values[known].float().numpy()
+
+
 def _scored_rows(arm: Arm, hook: str, limit: float) -> tuple[Entries, Rows]:
     entries = chosen(arm.scored, arm.shares, min(N_SCORED, most(arm.scored, arm.shares)))
     values = _read(arm, hook, entries)
@@ -474,100 +476,3 @@ def rare_tokens(token_id: Ints) -> tuple[Rare, Ints]:
     most = int(counts[order][np.searchsorted(rows, RARE * len(token_id))])
     share = float(counts[counts <= most].sum() / len(token_id))
     return Rare(most=most, share=share), ids[counts > most]
-
-
-# scores -------------------------------------------------------------------------------------------
-
-MAX_GROUPS, MIN_REQUESTS = 32, 8
-Errors = tuple[Floats, Ints]
-"""What a dictionary does to rows: squared error and active features of each."""
-
-
-def groups_of(arms: Sequence[Entries]) -> list[Ints]:
-    """Return the group of requests of each row of each arm; a request has one in all of them."""
-    requests = np.unique(np.concatenate([arm["request"] for arm in arms]))
-    fewest = min(len(np.unique(arm["request"])) for arm in arms)
-    n = max(1, min(MAX_GROUPS, fewest))
-    return [np.searchsorted(requests, arm["request"]) % n for arm in arms]
-
-
-def cross_values(
-    names: tuple[str, str], errors: Sequence[Errors], scored: Scored, reference: Scored
-) -> list[CrossValue]:
-    """Return what the dictionaries of an arm leave unexplained of rows, by stratum.
-
-    Args:
-        names: of the arm that they were trained on, and of that whose rows these are.
-        errors: of the dictionary of each seed.
-    """
-    from actds_validators.statistics.intervals import from_replicates, replicates
-
-    n_groups = int(max(scored.group.max(), reference.group.max())) + 1
-    d_model = scored.rows.shape[1]
-    whole = _sums(reference, np.ones(len(reference.group), np.bool_), [], n_groups).sum(axis=2)
-    phase = scored.entries["phase"]
-    strata: dict[ScoredRows, Bools] = {
-        "all": np.ones(len(phase), np.bool_),
-        "prefill": phase == PHASES.index("prefill"),
-        "decode": phase == PHASES.index("decode"),
-        "rare tokens": scored.rare,
-    }
-    values = []
-    for stratum, mask in strata.items():
-        if not mask.any():
-            continue
-        sums = _sums(scored, mask, [squared for squared, _ in errors], n_groups)
-        represents = scored.entries["represents"][mask]
-        fvu, without = replicates(sums, lambda some: _fvu(some, d_model).mean(axis=0))
-        n_requests = len(np.unique(scored.entries["request"][mask]))
-        interval = None
-        if n_requests >= MIN_REQUESTS and n_groups > 1:
-            (interval,) = from_replicates(fvu, without)
-        total, known = sums.sum(axis=2), bool(np.isfinite(fvu[0]))
-        by_seed = _fvu(total, d_model)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            variance = _spread(whole, d_model) / whole[0]
-            of_reference = float((total[2 + d_model :] / (total[0] * variance)).mean())
-        values.append(
-            CrossValue(
-                trained_on=names[0],
-                rows_of=names[1],
-                rows=stratum,
-                n_rows=int(mask.sum()),
-                n_requests=n_requests,
-                fvu=float(fvu[0]) if known else None,
-                low=interval.low if interval else None,
-                high=interval.high if interval else None,
-                seeds_low=float(by_seed.min()) if known else None,
-                seeds_high=float(by_seed.max()) if known else None,
-                fvu_reference=of_reference if np.isfinite(of_reference) else None,
-                l0=float(np.mean([np.average(a[mask], weights=represents) for _, a in errors])),
-            )
-        )
-    return values
-
-
-def _sums(scored: Scored, mask: Bools, squared: Sequence[Floats], n_groups: int) -> Floats:
-    """Return sums over groups of requests ``(2 + d_model + n_seeds, 1, n_groups)``.
-
-    Of rows: 1, their squared lengths, their channels, and the squared errors of each seed, each
-    times what the row represents.
-    """
-    rows = scored.rows[mask].astype(np.float64)
-    lengths = np.einsum("nd,nd->n", rows, rows)
-    columns = [np.ones(len(rows)), lengths, rows, *(error[mask] for error in squared)]
-    sums = np.zeros((n_groups, 2 + rows.shape[1] + len(squared)))
-    weight = scored.entries["represents"][mask, np.newaxis]
-    np.add.at(sums, scored.group[mask], np.column_stack(columns) * weight)
-    return sums.T[:, np.newaxis]
-
-
-def _spread(sums: Floats, d_model: int) -> Floats:
-    """Return the squared distances of rows from their mean, of their sums."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(sums[1] - np.square(sums[2 : 2 + d_model]).sum(axis=0) / sums[0])
-
-
-def _fvu(sums: Floats, d_model: int) -> Floats:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(sums[2 + d_model :] / _spread(sums, d_model))
