@@ -50,6 +50,7 @@ class Requests:
         prompt, generated = (
             ordered[name].to_numpy().astype(np.int64) for name in ("prompt_len", "generated_len")
         )
+        self.n_prompt: Ints = prompt
         self.n_fed: Ints = prompt + np.maximum(generated - 1, 0)
 
     def __len__(self) -> int:
@@ -265,7 +266,7 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
         finite=False,  # their sums count them and leave them out
     )
     requests = Requests(dataset)
-    given = _given(dataset, requests)
+    given = given_lengths(dataset, requests)
     shards = dataset.shards_of(hook)
     starts = accumulate((shard.n_rows for shard in shards), initial=0)
     start_of = {shard.name: start for shard, start in zip(shards, starts, strict=False)}
@@ -366,7 +367,7 @@ def _fitted(arm: Arm, hook: str) -> dict[str, Bools]:
     return parts
 
 
-def _given(dataset: Dataset, requests: Requests) -> Ints:
+def given_lengths(dataset: Dataset, requests: Requests) -> Ints:
     """Return how many positions of each request others were to go on from, -1 for its prompt's.
 
     A replay has the whole sequence as its prompt, and so has a document that was given with its own

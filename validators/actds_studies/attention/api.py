@@ -1,0 +1,456 @@
+"""Attention from Python: one pass over the requests, sums by stratum and group of requests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from actds.errors import ActdsError
+from actds.explore.dataset import Dataset, open_apart
+from actds.format.positions import split_key
+from actds.format.sampled import Sampled
+from actds.format.tables import ROLES
+from actds.text import storable
+from actds_studies.attention.model import Model
+from actds_studies.attention.result import (
+    Absent,
+    Attention,
+    AttentionValue,
+    HeadValue,
+    Jumps,
+    LayerAttention,
+    Limits,
+    SelfProof,
+    Trace,
+    answer,
+    outcome_of,
+)
+from actds_studies.attention.rows import (
+    LIMITS,
+    MEASURES,
+    Attended,
+    LayerRows,
+    Proof,
+    Request,
+    attention_rows,
+)
+from actds_studies.regimes.arms import Requests, given_lengths
+from actds_studies.regimes.contrast import groups_of
+from actds_validators.arrays import Bools, Floats, Ints, Rows
+from actds_validators.audit.result import Estimate
+from actds_validators.sections import about, need_extra, settings_of
+from actds_validators.statistics.intervals import Interval, jackknife, jackknife_many
+
+BANDS = ("1", "2", *(f"{2**n + 1} to {2 ** (n + 1)}" for n in range(1, 24)))
+"""Of decode steps: each band is twice as long as the one before."""
+STRATA = {
+    "all": ("all",),
+    "decode step": BANDS,
+    "role": ROLES,
+    "entropy": tuple(f"quintile {n}" for n in range(1, 6)),
+    "jump": ("large", "others"),
+}
+"""By axis: steps, their depth, the role of the token fed, the entropy of the token sampled after
+it, and whether the attention jumped there."""
+LEAST_STEPS = 20
+"""With a jump and a change, of an answer whose jumps are compared."""
+N_TRACES, N_TRACE_STEPS = 3, 300
+_OUTCOMES = 3  # of a step: whether its change is large, its size, its direction
+
+
+def attention(
+    dataset: str | os.PathLike[str],
+    *,
+    model: str | Path | None = None,
+    layers: Sequence[int] = (),
+    unproved: bool = False,
+    limits: Limits | Mapping[str, float] | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Attention:
+    """Say where generated text looks, from stored queries and keys, and what follows its jumps.
+
+    Args:
+        dataset: a sealed dataset with hooks ``q`` and ``k``, and ``v`` and ``z`` for the proof.
+        model: the folder that it was harvested from, or ``org/name`` of the local hub cache; the
+            name in the run record by default. Its configuration says how attention is computed.
+        layers: layers to look at; all that have the hooks by default.
+        unproved: go on where ``v`` and ``z`` are not stored, and mark the result.
+        limits: settings by name, or as the result has them.
+        progress: receives what is being done.
+
+    Returns:
+        Means by depth, role, entropy and jump with intervals over groups of requests, heads, and
+        whether large jumps precede changes of the sampled tokens' entropy.
+
+    Raises:
+        ActdsError: E005 no such model; E009 an argument that cannot be used; E014 no layer with the
+            hooks, another model, no ``v`` and ``z``, an attention that does not give the stored
+            ``z``, no step that has all its keys; and as ``actds.open``.
+    """
+    need_extra()
+    chosen = settings_of(Limits, limits)
+    opened = open_apart(dataset)
+    of_model = Model(opened, model)
+    of_layers = _layers(opened, of_model, layers, unproved)
+    return _Study(opened, of_layers, chosen).run(of_model, progress)
+
+
+def _layers(
+    dataset: Dataset, model: Model, layers: Sequence[int], unproved: bool
+) -> list[LayerRows]:
+    known = {
+        layer: [kind for kind in "qkvz" if f"{kind}.{layer}" in dataset.hooks]
+        for layer in sorted({hook.layer for hook in dataset.hooks.values()})
+    }
+    usable = [layer for layer, kinds in known.items() if kinds[:2] == ["q", "k"]]
+    wanted = sorted(set(layers)) or usable
+    if not wanted or not set(wanted) <= set(usable):
+        got = f"layers {', '.join(map(str, wanted))}" if wanted else ", ".join(dataset.hooks)
+        expected = f"one of {', '.join(map(str, usable))}" if usable else "hooks q.L and k.L"
+        next_step = None if usable else "Harvest them: --hooks 'q:L;k:L;v:L;z:L' --entropy"
+        raise ActdsError("E014", "layers", got=got[:200], expected=expected, next_step=next_step)
+    result = []
+    for layer in wanted:
+        proof = None
+        if known[layer] == list("qkvz"):
+            proof = Proof(max(LIMITS[dataset.hooks[f"{kind}.{layer}"].dtype] for kind in "qkvz"))
+        elif not unproved:
+            raise ActdsError(
+                "E014",
+                f"layer {layer}",
+                got=f"rows of {' and '.join(known[layer])}: nothing proves the attention",
+                expected="rows of v and z as well",
+                next_step="Harvest v and z of the layer too, or take numbers without a proof: "
+                "unproved=True",
+            )
+        result.append(LayerRows(layer, model.scheme(layer), proof))
+    return result
+
+
+class _Entropies:
+    """Entropies of the tokens sampled after decode steps, and their changes, by request.
+
+    Args:
+        window: tokens before and after a step, whose mean entropies make a change.
+    """
+
+    def __init__(self, study: _Study, window: int, largest: float) -> None:
+        catalog = study.dataset.catalog
+        tables = {run: Sampled(catalog.table("sampled", run)) for run in catalog.run_ids}
+        self._of: dict[int, tuple[Floats, Floats]] = {}
+        for request in study.requests:
+            position = np.arange(request.n_given, study.known.n_fed[request.index])
+            after = tables[request.run].after(
+                "entropy", np.full(len(position), request.number), position
+            )
+            entropy = after.fill_null(np.nan).to_numpy(zero_copy_only=False).astype(np.float64)
+            self._of[request.index] = entropy, _changes(entropy, window)
+        entropy, change = (np.concatenate(side) for side in zip(*self._of.values(), strict=True))
+        entropy, change = entropy[np.isfinite(entropy)], np.abs(change[np.isfinite(change)])
+        self.is_known = bool(len(change))
+        self.edges: Floats = np.quantile(entropy, [0.2, 0.4, 0.6, 0.8]) if len(entropy) else entropy
+        self.large = float(np.quantile(change, 1 - largest)) if len(change) else np.inf
+
+    def at(self, request: Request, step: Ints) -> tuple[Floats, Floats]:
+        """Return entropy and change at decode steps, NaN where there is none ``(n,)``."""
+        entropy, change = self._of[request.index]
+        return entropy[step - 1], change[step - 1]
+
+
+def _changes(entropy: Floats, window: int) -> Floats:
+    """Return the mean of the entropies after each step less that of those before it ``(n,)``."""
+    change = np.full(len(entropy), np.nan)
+    if len(entropy) > 2 * window:
+        means = np.convolve(entropy, np.full(window, 1 / window), "valid")
+        change[window:-window] = means[window + 1 :] - means[: -window - 1]
+    return change
+
+
+class _Sums:
+    """What is added up of a layer, by group of requests."""
+
+    def __init__(self, n_heads: int, n_groups: int) -> None:
+        self.strata = [(axis, name) for axis, names in STRATA.items() for name in names]
+        starts = np.cumsum([0, *map(len, STRATA.values())])
+        self._start = dict(zip(STRATA, starts.tolist(), strict=False))
+        shape = (len(MEASURES), n_groups)
+        # Weights, and weights times values.
+        self.of_strata = np.zeros((2, len(self.strata), *shape))
+        self.of_heads = np.zeros((2, n_heads, *shape))
+        self.counts = np.zeros((2, len(self.strata), len(MEASURES)), np.int64)
+        self.jumps = np.zeros((3 + 2 * _OUTCOMES, n_groups))
+
+    def add(self, values: Rows, codes: Mapping[str, Ints], weight: Floats, group: int) -> None:
+        """Add the steps of a request: ``(n, n_heads, measures)``, weights ``(n,)``."""
+        known = np.isfinite(values)
+        pair = np.stack([known, np.where(known, values, 0)]) * weight[:, np.newaxis, np.newaxis]
+        self.of_heads[..., group] += pair.sum(axis=1)
+        means = pair.mean(axis=2)
+        for axis, code in codes.items():
+            for place in np.unique(code[code >= 0]).tolist():
+                rows, at = code == place, self._start[axis] + place
+                self.of_strata[:, at, :, group] += means[:, rows].sum(axis=1)
+                n = known[rows].any(axis=1).sum(axis=0)
+                self.counts[:, at] += np.stack([n, n > 0])
+
+    def values(self) -> list[AttentionValue]:
+        values = []
+        for n, (axis, stratum) in enumerate(self.strata):
+            for m, interval in enumerate(_means(self.of_strata[:, n])):
+                if interval is not None:
+                    n_steps, n_requests = self.counts[:, n, m].tolist()
+                    about = {"measure": MEASURES[m], "axis": axis, "stratum": stratum}
+                    about |= {"n_steps": n_steps, "n_requests": n_requests}
+                    values.append(AttentionValue(**about, **_ends(interval)))
+        return values
+
+    def heads(self) -> list[HeadValue]:
+        return [
+            HeadValue(head=head, measure=MEASURES[m], **_ends(interval))
+            for head, sums in enumerate(self.of_heads.swapaxes(0, 1))
+            for m, interval in enumerate(_means(sums))
+            if interval is not None
+        ]
+
+
+def _means(sums: Floats) -> list[Interval | float | None]:
+    """Return the mean of each measure, with its interval where there is more than one group.
+
+    Args:
+        sums: weights, and weights times values ``(2, n, n_groups)``.
+    """
+    has = sums[0] > 0
+    some = sums[:, :, has.any(axis=0)]
+    if some.shape[2] < 2:
+        total = sums.sum(axis=2)
+        return [float(x / w) if w > 0 else None for w, x in total.T]
+    intervals = jackknife_many(some, _ratio)
+    return [
+        of or (float(x.sum() / w.sum()) if w.sum() > 0 else None)
+        for of, w, x in zip(intervals, *some, strict=True)
+    ]
+
+
+def _ratio(sums: Floats) -> Floats:
+    return np.divide(sums[1], sums[0], out=np.full_like(sums[0], np.nan), where=sums[0] > 1e-9)
+
+
+def _ends(interval: Interval | float) -> dict[str, float | None]:
+    if isinstance(interval, float):
+        return {"value": interval, "low": None, "high": None}
+    return {"value": interval.value, "low": interval.low, "high": interval.high}
+
+
+class _Study:
+    def __init__(self, dataset: Dataset, layers: Sequence[LayerRows], limits: Limits) -> None:
+        self.dataset, self.layers, self.limits = dataset, layers, limits
+        self.known = Requests(dataset)
+        given = given_lengths(dataset, self.known)
+        n_given = np.where(given >= 0, given, self.known.n_prompt)
+        answered = np.flatnonzero(self.known.n_fed > n_given)
+        if not len(answered):
+            raise ActdsError("E014", "requests", got="no generated token", expected="answers")
+        if limits.requests is not None and limits.requests < len(answered):
+            rng = np.random.default_rng(limits.seed)
+            answered = np.sort(rng.choice(answered, limits.requests, replace=False))
+        run, number = split_key(self.known.keys[answered])
+        runs = dataset.catalog.run_ids
+        self.requests = [
+            Request(runs[r], n, index, int(n_given[index]))
+            for r, n, index in zip(run.tolist(), number.tolist(), answered.tolist(), strict=True)
+        ]
+        # Answers to one prompt are no independent ones.
+        numbers: dict[object, int] = {}
+        prompts = zip(self.known.source, self.known.source_row, strict=True)
+        keys = (n if row is None else (source, row) for n, (source, row) in enumerate(prompts))
+        clusters = np.array([numbers.setdefault(key, len(numbers)) for key in keys])
+        cluster = clusters[answered]
+        self.n_groups, group_of = groups_of((cluster, cluster), limits.seed)
+        self.group = dict(zip(answered.tolist(), group_of[cluster].tolist(), strict=True))
+        self.entropies = _Entropies(self, limits.window, limits.largest)
+        self.sums = [_Sums(layer.scheme.n_heads, self.n_groups) for layer in layers]
+        self.traces: list[list[Trace]] = [[] for _ in layers]
+        longest = sorted(answered, key=lambda i: n_given[i] - self.known.n_fed[i])
+        self.traced = {int(index) for index in longest[:N_TRACES]}
+
+    def run(self, model: Model, progress: Callable[[str], None]) -> Attention:
+        n, rows = len(self.requests), dict(zip(map(id, self.layers), range(99), strict=False))
+        inclusion = self.dataset.inclusion(self.dataset.shards_of(self.layers[0].hooks[0]))
+        weights = None if inclusion is None else 1 / np.concatenate(inclusion)
+        order = {request.index: at for at, request in enumerate(self.requests, 1)}
+        for request, layer, steps in attention_rows(
+            self.dataset, self.requests, self.layers, self.limits.every
+        ):
+            progress(f"layer {layer.layer}, request {order[request.index]:,} of {n:,}")
+            weight = np.ones(len(steps.step)) if weights is None else weights[steps.row]
+            self._add(rows[id(layer)], request, steps, weight)
+        if not any(layer.n_decode - layer.absent.total() for layer in self.layers):
+            (reason, _), *_ = self.layers[0].absent.most_common(1)
+            raise ActdsError(
+                "E014",
+                self.dataset.path,
+                got=f"no decode step with all its keys: {reason}",
+                expected="rows of q and k at every position before a step",
+            )
+        return self._result(model)
+
+    def _add(self, at: int, request: Request, steps: Attended, weight: Floats) -> None:
+        entropy, change = self.entropies.at(request, steps.step)
+        jump = steps.values[:, :, MEASURES.index("jump")].mean(axis=1).astype(np.float64)
+        kind = np.where(np.isfinite(jump), 1, -1)
+        usable = np.isfinite(jump) & np.isfinite(change)
+        if len(known := jump[np.isfinite(jump)]) >= LEAST_STEPS:
+            kind[jump > np.quantile(known, 1 - self.limits.largest)] = 0
+        else:
+            kind[:] = -1
+        depth = np.ceil(np.log2(steps.step)).astype(np.int64)
+        quintile = np.searchsorted(self.entropies.edges, entropy)
+        codes = {
+            "all": np.zeros(len(depth), np.int64),
+            "decode step": depth,
+            "role": steps.role,
+            "entropy": np.where(np.isfinite(entropy), quintile, -1),
+            "jump": kind,
+        }
+        sums, group = self.sums[at], self.group[request.index]
+        sums.add(steps.values, codes, weight, group)
+        is_large = np.abs(change) >= self.entropies.large
+        outcomes = np.stack([is_large, np.abs(change), change])
+        cell = depth * len(STRATA["entropy"]) + quintile
+        sums.jumps[:, group] += _matched(
+            kind[usable] == 0, cell[usable], outcomes[:, usable], weight[usable]
+        )
+        if request.index in self.traced:
+            marked = steps.step[usable & is_large & (kind == 0)]
+            self.traces[at].append(self._trace(request, steps, jump, entropy, marked))
+
+    def _trace(
+        self, request: Request, steps: Attended, jump: Floats, entropy: Floats, marked: Ints
+    ) -> Trace:
+        prompt = steps.values[:, :, MEASURES.index("prompt")].mean(axis=1)
+        n = slice(N_TRACE_STEPS)
+        return Trace(
+            request=self.known.external_id[request.index],
+            steps=steps.step[n].tolist(),
+            prompt=np.round(prompt[n], 4).tolist(),
+            jump=_nullable(jump[n]),
+            entropy=_nullable(entropy[n]),
+            marked=[step for step in marked.tolist() if step in steps.step[n]],
+        )
+
+    def _result(self, model: Model) -> Attention:
+        layers = [self._layer(at) for at in range(len(self.layers))]
+        n_decode = sum(layer.n_decode for layer in layers)
+        of_dataset = about(self.dataset.catalog, "")
+        return Attention(
+            limits=self.limits,
+            dataset=storable(self.dataset.path),
+            digest=self.dataset.digest,
+            models=list(of_dataset.models),
+            engines=list(of_dataset.engines),
+            started_ns=of_dataset.started_ns,
+            model_checked=model.is_checked,
+            n_requests=len(self.requests),
+            n_groups=self.n_groups,
+            share=sum(layer.n_steps for layer in layers) / n_decode,
+            answer=answer(layers, *_ends_of(layers)),
+            layers=layers,
+        )
+
+    def _layer(self, at: int) -> LayerAttention:
+        layer, sums = self.layers[at], self.sums[at]
+        proof = SelfProof(outcome="not proved", reason="the dataset has no rows of v and z")
+        if layer.proof is not None and layer.proof.n:
+            mean = layer.proof.total / layer.proof.n
+            of = {"limit": layer.proof.limit, "largest": layer.proof.largest, "mean": mean}
+            proof = SelfProof(outcome="proved", n=layer.proof.n, **of)
+        return LayerAttention(
+            layer=layer.layer,
+            n_heads=layer.scheme.n_heads,
+            n_kv_heads=layer.scheme.n_kv_heads,
+            head_dim=layer.scheme.head_dim,
+            scheme=layer.scheme.words,
+            proof=proof,
+            n_decode=layer.n_decode,
+            n_steps=layer.n_decode - layer.absent.total(),
+            absent=[Absent(reason=why, n_steps=n) for why, n in layer.absent.most_common()],
+            values=sums.values(),
+            heads=sums.heads(),
+            jumps=self._jumps(sums.jumps),
+            traces=self.traces[at],
+        )
+
+    def _jumps(self, sums: Floats) -> Jumps:
+        """Return what follows large jumps, of the sums of `_matched` by group."""
+        if not self.entropies.is_known:
+            reason = "the harvest recorded no entropies of sampled tokens (actds write --entropy)"
+            return Jumps(outcome="not known", reason=reason)
+        n_jumps, n_matched, total, *rest = sums
+        after, matched = np.split(np.array(rest), 2)
+        has = total > 0
+        if has.sum() < 2:
+            reason = f"large jumps with a change are in {int(has.sum())} groups of requests"
+            return Jumps(outcome="not known", reason=reason)
+
+        def of(top: Floats) -> Estimate | None:
+            return Estimate.of(jackknife(np.stack([total[has], top[has]]), _ratio))
+
+        level = 1 - 0.05 / len(self.layers)
+        apart = jackknife(np.stack([total[has], (after - matched)[0][has]]), _ratio)
+        difference = Estimate.of(None if apart is None else apart.at(level))
+        return Jumps(
+            outcome=outcome_of(difference, self.limits.margin),
+            n_jumps=int(n_jumps.sum()),
+            n_matched=int(n_matched.sum()),
+            large_change=self.entropies.large,
+            after_jumps=of(after[0]),
+            after_matched=of(matched[0]),
+            difference=difference,
+            size=of(after[1] - matched[1]),
+            direction=of(after[2] - matched[2]),
+        )
+
+
+def _matched(is_jump: Bools, cell: Ints, outcomes: Floats, weight: Floats) -> Floats:
+    """Return what large jumps of an answer are followed by, beside other steps of their cell.
+
+    Args:
+        cell: steps of one depth and entropy are alike ``(n,)``.
+        outcomes: of each step ``(k, n)``.
+
+    Returns:
+        Jumps, those with a step to compare, their weight, and sums of the outcomes of these and of
+        the means of the others in their cells, weighted alike ``(3 + 2 k,)``.
+    """
+    jumps = np.bincount(cell, weight * is_jump, 1)
+    others = np.bincount(cell, weight * ~is_jump, len(jumps))
+    sums = np.zeros(3 + 2 * len(outcomes))
+    sums[0] = is_jump.sum()
+    both = (jumps > 0) & (others > 0)
+    sums[1] = (is_jump & both[cell]).sum()
+    sums[2] = jumps[both].sum()
+    for n, outcome in enumerate(outcomes):
+        of_jumps = np.bincount(cell, weight * is_jump * outcome, len(jumps))
+        of_others = np.bincount(cell, weight * ~is_jump * outcome, len(jumps))
+        sums[3 + n] = of_jumps[both].sum()
+        sums[3 + len(outcomes) + n] = (of_others[both] / others[both] * jumps[both]).sum()
+    return sums
+
+
+def _ends_of(layers: Sequence[LayerAttention]) -> tuple[str, str]:
+    """Return the first band of steps, and the last that half of the requests reach."""
+    bands = {
+        v.stratum: v.n_requests
+        for v in layers[0].values
+        if (v.measure, v.axis) == ("prompt", "decode step")
+    }
+    most = max(bands.values(), default=0)
+    reached = [band for band, n in bands.items() if 2 * n >= most]
+    return (reached[0], reached[-1]) if reached else ("1", "1")
+
+
+def _nullable(values: Floats) -> list[float | None]:
+    return [round(v, 4) if np.isfinite(v) else None for v in values.tolist()]

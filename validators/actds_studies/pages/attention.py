@@ -1,0 +1,415 @@
+"""The page of attention: shares by depth, role, entropy and jump, what follows jumps, the proof."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from actds.format.tables import ROLES
+from actds_studies.attention.result import (
+    Attention,
+    AttentionValue,
+    LayerAttention,
+    Outcome,
+    Trace,
+)
+from actds_validators.audit.place import Level
+from actds_validators.audit.result import Estimate
+from actds_validators.pages.answer import AnswerPage, Shown, harvested, models
+from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend, span
+from actds_validators.pages.words import (
+    Columns,
+    Fact,
+    Part,
+    Sentence,
+    Table,
+    count,
+    or_dash,
+    percent,
+    short,
+    table_of,
+    thousandths,
+)
+
+PARTS = ("position 0", "prompt", "generated", "sinks")
+_ROLES = tuple(f"role {role}" for role in ROLES)
+_LOOKS = (
+    ("stored", "stored-mark mark", "stored-line"),
+    ("lost", "lost-mark mark", "lost-line"),
+    ("reused", "reused-mark mark", "reused-line"),
+    ("floor", "floor mark", "axis"),
+    ("ended", "ended mark", "limit"),
+    ("all", "all mark", "link"),
+)
+_MAX_PANELS, _MAX_TRACES = 4, 2
+_SHARES = "share of the attention"
+_OUTCOMES: dict[Outcome, str] = {
+    "precede": "yes",
+    "do not precede": "no",
+    "undecided": "undecided",
+    "not known": "not known",
+}
+Place = tuple[str, str, str]
+"""Axis, stratum, and what a chart calls it."""
+
+
+def page(result: Attention, command: str) -> AnswerPage:
+    """Return what the page says.
+
+    Args:
+        command: that made it, as it was typed.
+    """
+    is_proved = result.answer.is_proved
+    level: Level = "PASS" if is_proved else "INCONCLUSIVE"
+    return AnswerPage(
+        subject="attention",
+        question="Where does generated text look, and what follows where its attention jumps?",
+        level=level,
+        answer=("" if is_proved else "NOT PROVED. ") + result.answer.words,
+        boxes=_boxes(result),
+        introduction="Each decode step spreads an attention of 1 over the keys in its reach, in "
+        "every head. It is computed again here from stored queries and keys, and "
+        + ("proved: it gives the stored outputs of heads." if is_proved else "not proved."),
+        next_steps=result.answer.next_steps or ["Nothing is missing."],
+        facts=_facts(result, command),
+        sections=[_depth(result), _against(result), _jumps(result), *map(Shown, (
+            _heads(result), _proof(result), _how(result)))],
+        on_terminal=("depth", "jumps", "proof"),
+    )  # fmt: skip
+
+
+def _boxes(result: Attention) -> list[Fact]:
+    proofs = [layer.proof for layer in result.layers]
+    largest = [proof.largest for proof in proofs if proof.largest is not None]
+    value = f"{max(largest):.1g}" if largest else "not proved"
+    note = "largest distance of softmax(q k) v from the stored z, over "
+    note += f"{count(sum(proof.n for proof in proofs))} heads of steps"
+    proof = Fact("Self-proof", value, note if largest else proofs[0].reason or "", bool(largest))
+    layer = max(
+        result.layers,
+        key=lambda layer: layer.jumps.difference.value if layer.jumps.difference else -1.0,
+    )
+    jumps = layer.jumps
+    if jumps.difference is None or jumps.after_jumps is None or jumps.after_matched is None:
+        return [proof, Fact("After jumps", "not known", jumps.reason or "too few", is_known=False)]
+    words = f"{percent(jumps.after_jumps.value)}, matched {percent(jumps.after_matched.value)}"
+    note = (
+        f"large jumps at layer {layer.layer} that precede a large change of entropy; difference "
+        f"{_points(jumps.difference)} points"
+    )
+    return [proof, Fact("Jumps before a change", words, note)]
+
+
+def _facts(result: Attention, command: str) -> list[tuple[str, str]]:
+    n_steps = sum(layer.n_steps for layer in result.layers)
+    checked = "" if result.model_checked else " (its configuration is not on record: not compared)"
+    return [
+        ("Dataset", f"{result.dataset}, {result.digest[:16]}"),
+        ("Model", f"{models(result.models)}{checked}"),
+        ("Layers", ", ".join(f"{layer.layer}" for layer in result.layers)),
+        ("Steps", f"{count(n_steps)} with numbers, {percent(result.share)} of the decode steps; "
+         f"{count(result.n_requests)} requests in {result.n_groups} groups"),
+        ("Harvested", harvested(result.started_ns, result.engines)),
+        ("Command", command),
+    ]  # fmt: skip
+
+
+def _bands(result: Attention) -> list[str]:
+    values = (value for layer in result.layers for value in layer.values)
+    bands = {v.stratum for v in values if v.axis == "decode step"}
+    return sorted(bands, key=lambda band: int(band.split()[0]))
+
+
+def _strata(axis: str, names: Sequence[str]) -> list[Place]:
+    return [(axis, name, name.replace(" to ", "–")) for name in names]
+
+
+def _charts(
+    result: Attention, name: str, title: str, places: Sequence[Place], masses: Sequence[str]
+) -> list[Picture]:
+    """Return shares of the attention at places, a panel per layer, with intervals."""
+    layers = [layer for layer in result.layers if any(layer.value(m, *p[:2]) for m in masses
+              for p in places)][:_MAX_PANELS]  # fmt: skip
+    if not layers:
+        return []
+    shown = [m for m in masses if any(layer.value(m, "all", "all") for layer in layers)]
+    height = 190.0
+    p = Picture(
+        name,
+        title,
+        "Mean share of the attention, heads together, with its 95 % interval over groups of "
+        f"requests; a panel per layer, {_MAX_PANELS} at most.",
+        WIDTH,
+        44 + len(layers) * (height + 80),
+        FigureData(("layer", "of", "axis", "stratum", "share", "low", "high", "steps")),
+    )
+    legend(
+        p, 90, 20, [(_LOOKS[n][0], words.removeprefix("role ")) for n, words in enumerate(shown)]
+    )
+    for n, layer in enumerate(layers):
+        f = Frame(90, 60 + n * (height + 80), 740, height, (-0.5, len(places) - 0.5), (0, 1))
+        p.text(f.left, f.top - 10, f"layer {layer.layer}", kind="bold")
+        marks = [(float(at), words) for at, (*_, words) in enumerate(places)]
+        axes(p, f, places[0][0] if len({p[0] for p in places}) == 1 else "", _SHARES,
+             x_marks=marks, y_text=percent)  # fmt: skip
+        for look, mass in zip(_LOOKS, shown, strict=False):
+            _line(p, f, layer, mass, places, look)
+    return [p]
+
+
+def _line(
+    p: Picture,
+    f: Frame,
+    layer: LayerAttention,
+    mass: str,
+    places: Sequence[Place],
+    look: tuple[str, str, str],
+) -> None:
+    before: tuple[float, float, str] | None = None
+    for at, (axis, stratum, _) in enumerate(places):
+        value = layer.value(mass, axis, stratum)
+        if value is None:
+            before = None
+            continue
+        low, high = value.low, value.high
+        p.data.rows.append(
+            (layer.layer, mass, axis, stratum, value.value, low, high, value.n_steps)
+        )
+        x, y = f.x(at), f.y(value.value)
+        if before is not None and before[2] == axis:
+            p.line(before[0], before[1], x, y, f"{look[2]} whisker")
+        if low is not None and high is not None:
+            p.line(x, f.y(low), x, f.y(high), f"{look[2]} whisker")
+        p.dot(x, y, look[1], f"{mass}, {axis} {stratum}: {_interval(value)}")
+        before = x, y, axis
+
+
+def _interval(value: AttentionValue | Estimate | None) -> str:
+    if value is None:
+        return "-"
+    words = thousandths(value.value)
+    if value.low is None or value.high is None:
+        return words
+    return f"{words} [{thousandths(value.low)}, {thousandths(value.high)}]"
+
+
+@dataclass(frozen=True)
+class _Stratum:
+    layer: LayerAttention
+    axis: str
+    name: str
+
+    def __call__(self, measure: str) -> str:
+        return _interval(self.layer.value(measure, self.axis, self.name))
+
+    def n(self, name: str) -> str:
+        value = self.layer.value("entropy", self.axis, self.name)
+        return "-" if value is None else count(getattr(value, name))
+
+
+def _measure(name: str) -> Callable[[_Stratum], str]:
+    return lambda row: row(name)
+
+
+def _table(caption: str, rows: list[_Stratum], measures: Sequence[str]) -> list[Table]:
+    known = [m for m in measures if any(row.layer.value(m, "all", "all") for row in rows)]
+    columns: Columns[_Stratum] = [
+        ("layer", lambda row: str(row.layer.layer)),
+        (rows[0].axis if len({row.axis for row in rows}) == 1 else "stratum",
+         lambda row: row.name if row.axis in ("decode step", "all") else f"{row.axis} {row.name}"),
+        *((name.removeprefix("role "), _measure(name)) for name in known),
+        ("steps", lambda row: row.n("n_steps")),
+        ("requests", lambda row: row.n("n_requests")),
+    ]  # fmt: skip
+    rows = [row for row in rows if row.layer.value("entropy", row.axis, row.name)]
+    return table_of(caption, columns, rows, frozenset({0, 1}))
+
+
+def _depth(result: Attention) -> Shown:
+    bands = _bands(result)
+    lead = (
+        "The prompt has less of the attention the more text there is, for that alone: the log-odds "
+        "are those of the prompt without position 0 against generated text, less those of an even "
+        "attention over the keys in reach. Entropy is in bits, and over the logarithm of the keys; "
+        "a jump is 1 - Jaccard of the 8 keys with the largest shares since the step looked at "
+        "before."
+    )
+    rows = [_Stratum(layer, "decode step", band) for layer in result.layers for band in bands]
+    measures = (*PARTS, "prompt odds", "entropy", "relative entropy", "jump")
+    part = Part("depth", "By depth", Sentence(lead), _table("By decode step", rows, measures))
+    places = _strata("decode step", bands)
+    charts = _charts(result, "depth", "Attention by decode step", places, PARTS)
+    return Shown(part, charts)
+
+
+def _against(result: Attention) -> Shown:
+    bands = _strata("decode step", _bands(result))
+    entropy = [("entropy", f"quintile {n}", f"quintile {n}") for n in range(1, 6)]
+    jump = [("jump", "large", "large jump"), ("jump", "others", "other steps")]
+    known = [m for m in _ROLES if any(layer.value(m, "all", "all") for layer in result.layers)]
+    masses = known or PARTS
+    axes_shown = [
+        *((axis, name) for axis, name, _ in (*entropy, *jump)),
+        *(("role", r) for r in ROLES),
+    ]
+    rows = [_Stratum(layer, axis, name) for layer in result.layers for axis, name in axes_shown]
+    lead = (
+        "Whose text has the attention, against the entropy of the token that is sampled after the "
+        "step (quintile 5: the least certain), against jumps, and by the role of the token fed. A "
+        "jump is large when it is among the largest tenth of its answer."
+    )
+    measures = (*PARTS, *known, "entropy", "jump")
+    table = _table("By entropy, jump and role of the token fed", rows, measures)
+    charts = _charts(result, "roles", "Attention by role and decode step", bands, known)
+    charts += _charts(
+        result, "against", "Attention against entropy and jumps", [*entropy, *jump], masses
+    )
+    return Shown(Part("against", "By role, entropy and jump", Sentence(lead), table), charts)
+
+
+def _points(value: Estimate) -> str:
+    return f"{100 * value.value:+.1f} [{100 * value.low:+.1f}, {100 * value.high:+.1f}]"
+
+
+_JUMPS: Columns[LayerAttention] = (
+    ("layer", lambda row: str(row.layer)),
+    ("precede a change", lambda row: _OUTCOMES[row.jumps.outcome]),
+    ("jumps", lambda row: count(row.jumps.n_jumps)),
+    ("matched", lambda row: count(row.jumps.n_matched)),
+    ("before a large change", lambda row: _interval(row.jumps.after_jumps)),
+    ("matched steps", lambda row: _interval(row.jumps.after_matched)),
+    ("difference, points", lambda row: or_dash(row.jumps.difference, _points)),
+    ("size, nats", lambda row: _interval(row.jumps.size)),
+    ("direction, nats", lambda row: _interval(row.jumps.direction)),
+)
+
+
+def _jumps(result: Attention) -> Shown:
+    limits = result.limits
+    lead = (
+        f"A change at a step is the mean entropy of the {limits.window} tokens sampled after it "
+        "less that of as many before it, its own left out; it is large when its size is among the "
+        f"largest {percent(limits.largest)} of all. Large jumps are compared with other steps of "
+        "the same answer in the same band of depth and quintile of entropy. The difference of "
+        "shares is at 95 % for all layers at once, the size of changes and their direction (above "
+        "0: less certain after the jump) at 95 % each. To precede is not to cause."
+    )
+    notes = [
+        Sentence(f"Layer {layer.layer}: {layer.jumps.reason}.")
+        for layer in result.layers
+        if layer.jumps.reason
+    ]
+    part = Part(
+        "jumps",
+        "What follows jumps",
+        Sentence(lead),
+        table_of("Large jumps beside matched steps", _JUMPS, result.layers, frozenset({0, 1})),
+        notes,
+    )
+    traces = [(layer, trace) for layer in result.layers for trace in layer.traces if trace.marked]
+    traces.sort(key=lambda pair: -len(pair[1].marked))
+    return Shown(part, [_trace(*pair, n) for n, pair in enumerate(traces[:_MAX_TRACES])])
+
+
+def _trace(layer: LayerAttention, trace: Trace, n: int) -> Picture:
+    """Return jump and entropy of an answer, step by step, with the jumps before a change."""
+    p = Picture(
+        f"trace{n}",
+        f"An answer at layer {layer.layer}",
+        "Above the jump of each step, below the entropy of the token sampled after it, in nats. "
+        "Diamonds and dashed lines mark large jumps that precede a large change of entropy.",
+        WIDTH,
+        400,
+        FigureData(("request", "step", "jump", "entropy", "prompt share", "marked")),
+        [],
+    )
+    x_range = (float(trace.steps[0]) - 1, float(trace.steps[-1]) + 1)
+    entropies = [value for value in trace.entropy if value is not None]
+    panels = [
+        (Frame(90, 30, 740, 130, x_range, (0, 1)), trace.jump, "jump"),
+        (Frame(90, 200, 740, 130, x_range, span(entropies)), trace.entropy, "entropy"),
+    ]
+    for f, values, words in panels:
+        points = [
+            (f.x(s), f.y(v)) for s, v in zip(trace.steps, values, strict=True) if v is not None
+        ]
+        axes(p, f, "decode step" if words == "entropy" else "", words, y_text=short)
+        p.path(points, "curve")
+        for step in trace.marked:
+            p.line(f.x(step), f.top, f.x(step), f.bottom, "limit")
+    f, jumps, _ = panels[0]
+    for step, value in zip(trace.steps, jumps, strict=True):
+        if step in trace.marked and value is not None:
+            p.diamond(f.x(step), f.y(value), "lost-mark mark", f"step {step}: jump {value:.2f}")
+    p.text(90, 18, f"request {trace.request}", kind="bold")
+    rows = zip(trace.steps, trace.jump, trace.entropy, trace.prompt, strict=True)
+    p.data.rows += [(trace.request, *row, int(row[0] in trace.marked)) for row in rows]
+    return p
+
+
+def _heads(result: Attention) -> Part:
+    by_head: dict[tuple[int, int], dict[str, str]] = {}
+    for layer in result.layers:
+        for value in layer.heads:
+            words = thousandths(value.value)
+            if value.low is not None and value.high is not None:
+                words += f" [{thousandths(value.low)}, {thousandths(value.high)}]"
+            by_head.setdefault((layer.layer, value.head), {})[value.measure] = words
+    known = {measure for words in by_head.values() for measure in words}
+    names = [m for m in (*PARTS, "prompt odds", "entropy", "jump") if m in known]
+
+    def of(name: str) -> Callable[[tuple[int, int]], str]:
+        return lambda key: by_head[key].get(name, "-")
+
+    columns: Columns[tuple[int, int]] = [
+        ("layer", lambda key: str(key[0])),
+        ("head", lambda key: str(key[1])),
+        *((name, of(name)) for name in names),
+    ]
+    tables = table_of("All steps of each head", columns, list(by_head), frozenset({0, 1}))
+    return Part("heads", "Heads", Sentence("Means over all steps, with intervals."), tables)
+
+
+_PROOF: Columns[LayerAttention] = (
+    ("layer", lambda row: str(row.layer)),
+    ("outcome", lambda row: row.proof.outcome),
+    ("largest distance", lambda row: or_dash(row.proof.largest, lambda v: f"{v:.2g}")),
+    ("limit", lambda row: or_dash(row.proof.limit, lambda v: f"{v:g}")),
+    ("mean", lambda row: or_dash(row.proof.mean, lambda v: f"{v:.2g}")),
+    ("heads of steps", lambda row: count(row.proof.n)),
+    ("attention", lambda row: row.scheme),
+)
+
+
+def _proof(result: Attention) -> Part:
+    lead = (
+        "At every head of every step, softmax(q k) v is compared with the stored z. The distance "
+        "is over the sum of shares times lengths of values, the most that a head can give out."
+    )
+    notes = [
+        Sentence(f"Layer {layer.layer}: {count(gap.n_steps)} steps have no number: {gap.reason}.")
+        for layer in result.layers
+        for gap in layer.absent
+    ]
+    notes += [
+        Sentence(f"Layer {layer.layer} is NOT PROVED: {layer.proof.reason}.")
+        for layer in result.layers
+        if layer.proof.reason
+    ]
+    tables = table_of("Proof of each layer", _PROOF, result.layers, frozenset({0, 1, 6}))
+    return Part("proof", "Proof, and steps without numbers", Sentence(lead), tables, notes)
+
+
+def _how(result: Attention) -> Part:
+    notes = [
+        "Position 0 is apart: many models leave there what they have no use for. Learned sinks, "
+        "where a model has them, take a share of their own and have no key.",
+        "A key that the prefix cache served is that of the request which computed it. A step of "
+        "which a key is not stored has no number; shares are never made to add up without it.",
+        "A value is the mean over steps, heads together; intervals leave out a group of requests "
+        "at a time, answers to one prompt in one group. Each is at 95 % by itself.",
+        "Decode step 1 is the first generated token that was fed. In a replay generated text is "
+        "what its source generated.",
+    ]
+    lead = Sentence("What the numbers are, and what they are not.")
+    return Part("how", "How to read this", lead, [], [Sentence(words) for words in notes])
