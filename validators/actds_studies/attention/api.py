@@ -29,6 +29,7 @@ from actds_studies.attention.result import (
     outcome_of,
 )
 from actds_studies.attention.rows import (
+    CAST,
     LIMITS,
     MEASURES,
     Attended,
@@ -41,7 +42,7 @@ from actds_studies.regimes.arms import Requests, given_lengths
 from actds_studies.regimes.contrast import groups_of
 from actds_validators.arrays import Bools, Floats, Ints, Rows
 from actds_validators.audit.result import Estimate
-from actds_validators.sections import about, need_extra, settings_of
+from actds_validators.sections import about, need_extra, recorded, settings_of
 from actds_validators.statistics.intervals import Interval, jackknife, jackknife_many
 
 BANDS = ("1", "2", *(f"{2**n + 1} to {2 ** (n + 1)}" for n in range(1, 24)))
@@ -112,11 +113,13 @@ def _layers(
         expected = f"one of {', '.join(map(str, usable))}" if usable else "hooks q.L and k.L"
         next_step = None if usable else "Harvest them: --hooks 'q:L;k:L;v:L;z:L' --entropy"
         raise ActdsError("E014", "layers", got=got[:200], expected=expected, next_step=next_step)
+    is_cast = any(cast != "none" for cast in recorded(dataset.catalog, "capture.cast"))
     result = []
     for layer in wanted:
         proof = None
         if known[layer] == list("qkvz"):
-            proof = Proof(max(LIMITS[dataset.hooks[f"{kind}.{layer}"].dtype] for kind in "qkvz"))
+            limit = max(LIMITS[dataset.hooks[f"{kind}.{layer}"].dtype] for kind in "qkvz")
+            proof = Proof(CAST * limit, limit) if is_cast else Proof(limit, limit / 4)
         elif not unproved:
             raise ActdsError(
                 "E014",
@@ -364,9 +367,8 @@ class _Study:
         layer, sums = self.layers[at], self.sums[at]
         proof = SelfProof(outcome="not proved", reason="the dataset has no rows of v and z")
         if layer.proof is not None and layer.proof.n:
-            mean = layer.proof.total / layer.proof.n
-            of = {"limit": layer.proof.limit, "largest": layer.proof.largest, "mean": mean}
-            proof = SelfProof(outcome="proved", n=layer.proof.n, **of)
+            of = {name: getattr(layer.proof, name) for name in ("limit", "largest", "mean", "n")}
+            proof = SelfProof(outcome="proved", **of)
         return LayerAttention(
             layer=layer.layer,
             n_heads=layer.scheme.n_heads,

@@ -31,7 +31,12 @@ LEAST_MASS = 1e-6  # that log-odds are taken of
 BATCH_NBYTES = 1 << 27
 LIMITS = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
 """How far what a head gives out may be from its stored ``z``, over the sum of shares times lengths
-of values, by the type of the rows: kernels round shares and sums to it."""
+of values, by the type of the rows: kernels round shares and sums to it. The mean may be a quarter
+of it. On SmolLM2 in bfloat16: 0.003 at most, 0.0009 in the mean; at a scale 2 % off 0.026 and 0.01.
+"""
+CAST = 8
+"""Times as far where rows were rounded after the model computed with them, and in the mean the
+limit itself: 0.04 and 0.004 there, and at a scale 5 % off 0.06 to 0.09 and 0.02 to 0.035."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class Proof:
     """How far outputs of heads were from the stored ones, over all steps so far."""
 
     limit: float
+    mean_limit: float
     largest: float = 0.0
     total: float = 0.0
     n: int = 0
@@ -58,17 +64,33 @@ class Proof:
         worst = np.unravel_index(int(np.nan_to_num(distance, nan=np.inf).argmax()), distance.shape)
         at = float(distance[worst])
         if not at <= self.limit:
-            raise ActdsError(
-                "E014",
-                f"{place}, decode step {steps[worst[0]]}, head {worst[1]}",
-                got=f"softmax(q k) v is {at:.2g} from the stored z",
-                expected=f"{self.limit:g} at most: this is not the attention of the model",
-                next_step="Give the model's folder as it was served; what gates or norms z cannot "
-                "be proved from these rows.",
-            )
+            head = f"decode step {steps[worst[0]]}, head {worst[1]}"
+            raise _refused(f"{place}, {head}", at, self.limit)
         self.largest = max(self.largest, at)
         self.total += float(distance.sum(dtype=np.float64))
         self.n += distance.size
+
+    @property
+    def mean(self) -> float:
+        return self.total / max(self.n, 1)
+
+    def finish(self, place: str) -> None:
+        """Raise E014 where the mean of all is beyond its limit."""
+        if not self.mean <= self.mean_limit:
+            raise _refused(
+                f"{place}, mean of {self.n:,} heads of steps", self.mean, self.mean_limit
+            )
+
+
+def _refused(place: str, at: float, limit: float) -> ActdsError:
+    return ActdsError(
+        "E014",
+        place,
+        got=f"softmax(q k) v is {at:.2g} from the stored z",
+        expected=f"{limit:g} at most: this is not the attention of the model",
+        next_step="Give the model's folder as it was served. What gates or norms z cannot be "
+        "proved from these rows.",
+    )
 
 
 @dataclass
@@ -134,6 +156,9 @@ def attention_rows(
             yield from _of_batch(dataset, batch, layers, lead, every)
             batch, nbytes = [], 0
     yield from _of_batch(dataset, batch, layers, lead, every)
+    for of_layer in layers:
+        if of_layer.proof is not None:
+            of_layer.proof.finish(f"layer {of_layer.layer}")
 
 
 def _of_batch(
