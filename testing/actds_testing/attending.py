@@ -8,9 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+from actds.explore.dataset import Dataset
+from actds_studies.attention.rows import Request
 from actds_testing import synthetic, tiny
 from actds_testing.families.layouts import stack_of, watched
 from actds_testing.families.models import FAMILIES, Family, make
@@ -39,6 +42,16 @@ ATTENDING = {
     "scale by layer": _with("GPT-2", scale_attn_by_inverse_layer_idx=True),
 }
 """Families by what their attention has."""
+
+
+def requests_of(dataset: Dataset) -> list[Request]:
+    """Return the requests of a dataset of one run that have decode steps."""
+    (run,) = dataset.catalog.run_ids
+    return [
+        Request(run, line["request"], 0, n, n + line["generated_len"] - 1)
+        for line in dataset.requests().to_pylist()
+        if (n := line["prompt_len"]) and line["generated_len"] > 1
+    ]
 
 
 class Attending:
@@ -84,7 +97,11 @@ class Attending:
                     self.rows.setdefault(f"{kind}.{layer}", []).append(seen[f"{kind}.{layer}"])
 
     def write(
-        self, path: Path, kinds: str = "qkvz", facts: Mapping[str, Any] | None = None, **options: Any
+        self,
+        path: Path,
+        kinds: str = "qkvz",
+        facts: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> Path:
         """Write a dataset of the rows; options are those of ``make_dataset``."""
         hooks = [f"{kind}.{layer}" for kind in kinds for layer in self.layers]
@@ -96,8 +113,9 @@ class Attending:
         def states(tokens: Any, token_ids: Any, hook: Any) -> Any:
             pairs = zip(tokens["request"], tokens["position"], strict=True)
             rows = np.stack([self.rows[hook.name][r][p] for r, p in pairs])
-            kind = {"bfloat16": "bfloat16", "float32": "float32"}[hook.dtype]
-            return rows.astype(synthetic._NUMPY[kind]).view(synthetic._BITS[kind])
+            is_bfloat16 = hook.dtype == "bfloat16"
+            values = rows.astype(ml_dtypes.bfloat16 if is_bfloat16 else np.float32)
+            return values.view(np.uint16 if is_bfloat16 else np.uint32)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(synthetic, "states", states)

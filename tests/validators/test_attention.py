@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import actds
 from actds.errors import ActdsError
 from actds_studies.attention import api, rows
 from actds_studies.attention.model import Model, Scheme
-from actds_testing.attending import ATTENDING, Attending
+from actds_testing.attending import ATTENDING, Attending, requests_of
 
 TOLERANCE = 1e-4
 
@@ -29,6 +30,11 @@ def family(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Atte
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Attending:
     return Attending(ATTENDING["grouped heads"], tmp_path_factory.mktemp("llama") / "model")
+
+
+@pytest.fixture(scope="module")
+def acts(llama: Attending, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return llama.write(tmp_path_factory.mktemp("acts") / "acts")
 
 
 def naive(shares: np.ndarray, n_given: int, role: np.ndarray) -> dict[str, float]:
@@ -73,13 +79,8 @@ def test_what_is_said_of_a_step_follows_from_the_attention(family: tuple[Attendi
     attending, path = family
     dataset = actds.open(path)
     layer = rows.LayerRows(1, Model(dataset, attending.folder).scheme(1), rows.Proof(1e-4, 1e-4))
-    requests = [
-        rows.Request(dataset.catalog.run_ids[0], line["request"], 0, line["prompt_len"])
-        for line in dataset.requests().to_pylist()
-        if line["generated_len"] > 1
-    ]
     n = 0
-    for request, _, steps in rows.attention_rows(dataset, requests, [layer], 1):
+    for request, _, steps in rows.attention_rows(dataset, requests_of(dataset), [layer], 1):
         role = dataset.request(request.number, hook="q.1").role
         whole = attending.attention[1][request.number]
         for at, step in enumerate(steps.step.tolist()):
@@ -100,59 +101,95 @@ def test_what_is_said_of_a_step_follows_from_the_attention(family: tuple[Attendi
     assert n > 50 and layer.proof is not None and layer.proof.largest < 1e-4
 
 
-FAULTS = {
-    "scale": lambda s: s | {"scale": 1.05 * s["scale"]},
-    "no grouped heads": lambda s: s | {"n_kv_heads": 1, "head_dim": s["head_dim"]},
-    "window": lambda s: s | {"window": 5},
-    "cap": lambda s: s | {"cap": 1.5},
-    "alibi": lambda s: s | {"slopes": np.full(s["n_heads"], 0.3, np.float32)},
-    "sinks": lambda s: s | {"sinks": np.zeros(s["n_heads"], np.float32)},
+FAULTS: dict[str, dict[str, Any]] = {
+    "scale": {"scale": 1.02 / 32**0.5},
+    "window": {"window": 5},
+    "blocks": {"chunk": 8},
+    "cap": {"cap": 1.5},
+    "alibi": {"slopes": np.full(4, 0.3, np.float32)},
+    "sinks": {"sinks": np.zeros(4, np.float32)},
 }
 
 
-@pytest.mark.parametrize("fault", ["scale", "window", "cap", "alibi", "sinks"])
+@pytest.mark.parametrize("fault", FAULTS)
 def test_another_attention_is_refused(
-    llama: Attending, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+    llama: Attending, acts: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = llama.write(tmp_path / "acts")
     right = Model.scheme
-
-    def scheme(model: Model, layer: int) -> Scheme:
-        return Scheme(**FAULTS[fault](vars(right(model, layer))))
-
-    monkeypatch.setattr(Model, "scheme", scheme)
+    wrong = FAULTS[fault]
+    monkeypatch.setattr(Model, "scheme", lambda model, at: replace(right(model, at), **wrong))
     with pytest.raises(ActdsError, match="from the stored z") as raised:
-        api.attention(path, model=llama.folder)
+        api.attention(acts, model=llama.folder)
     assert raised.value.code == "E014" and "decode step" in str(raised.value)
 
 
 def test_another_map_of_heads_is_refused(
-    llama: Attending, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llama: Attending, acts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = llama.write(tmp_path / "acts")
-    right = Scheme._shares
+    right = Scheme.attend
 
-    def interleaved(scheme: Scheme, q: Any, k: Any, *rest: Any) -> Any:
+    def other_way(scheme: Scheme, q: Any, k: Any, position: Any) -> Any:
         keys = k.reshape(len(k), scheme.n_kv_heads, -1)[:, ::-1].reshape(k.shape)
-        return right(scheme, q, keys, *rest)
+        return right(scheme, q, keys, position)
 
-    monkeypatch.setattr(Scheme, "_shares", interleaved)
-    with pytest.raises(ActdsError, match="E014.*from the stored z"):
-        api.attention(path, model=llama.folder)
+    monkeypatch.setattr(Scheme, "attend", other_way)
+    with pytest.raises(ActdsError, match="from the stored z"):
+        api.attention(acts, model=llama.folder)
 
 
-def test_a_key_that_is_left_out_is_refused(
-    llama: Attending, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_shares_that_add_up_without_a_key_are_refused(
+    llama: Attending, acts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shares that are made to add up without one key are no attention."""
-    path = llama.write(tmp_path / "acts")
-    right = Scheme._shares
+    right = Scheme.attend
 
-    def renormalised(scheme: Scheme, q: Any, k: Any, position: Any, low: int) -> Any:
-        shares = right(scheme, q, k, position, low)
-        shares[..., 2] = 0
-        return shares / shares.sum(axis=2, keepdims=True)
+    def without(scheme: Scheme, q: Any, k: Any, position: Any) -> Any:
+        for some, low, shares in right(scheme, q, k, position):
+            shares[..., 2] = 0
+            yield some, low, shares / shares.sum(axis=2, keepdims=True)
 
-    monkeypatch.setattr(Scheme, "_shares", renormalised)
-    with pytest.raises(ActdsError, match="E014.*from the stored z"):
-        api.attention(path, model=llama.folder)
+    monkeypatch.setattr(Scheme, "attend", without)
+    with pytest.raises(ActdsError, match="from the stored z"):
+        api.attention(acts, model=llama.folder)
+
+
+@pytest.mark.parametrize("heads", [2, 8])
+def test_a_configuration_of_other_heads_is_refused(
+    llama: Attending, tmp_path: Path, heads: int
+) -> None:
+    shutil.copytree(llama.folder, tmp_path / "model")
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    changed = config | {"num_attention_heads": heads, "num_key_value_heads": heads // 2}
+    (tmp_path / "model/config.json").write_text(json.dumps(changed | {"head_dim": 128 // heads}))
+    recorded = llama.write(tmp_path / "recorded")
+    with pytest.raises(ActdsError, match=r"E014 model .*another config than that of the rows"):
+        api.attention(recorded, model=tmp_path / "model")
+    unknown = llama.write(tmp_path / "unknown", facts={"model.config_sha256": None})
+    with pytest.raises(ActdsError, match="from the stored z"):
+        api.attention(unknown, model=tmp_path / "model")
+
+
+def test_blocks_of_scores_and_batches_of_requests_change_nothing(
+    family: tuple[Attending, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attending, path = family
+    whole = api.attention(path, model=attending.folder)
+    monkeypatch.setattr("actds_studies.attention.model.BLOCK_NBYTES", 1 << 11)
+    monkeypatch.setattr("actds_studies.attention.rows.BATCH_NBYTES", 1)
+    apart = api.attention(path, model=attending.folder)
+    for first, second in zip(whole.layers, apart.layers, strict=True):
+        pairs = zip(first.values, second.values, strict=True)
+        assert all(a.value == pytest.approx(b.value, abs=1e-5) for a, b in pairs)
+
+
+def test_rows_that_were_rounded_afterwards_are_proved_less_closely(
+    llama: Attending, tmp_path: Path
+) -> None:
+    plain = llama.write(tmp_path / "plain", dtype="bfloat16")
+    cast = llama.write(
+        tmp_path / "cast",
+        dtype="bfloat16",
+        facts={"capture.cast": "float32 to bfloat16, nearest even"},
+    )
+    for path, limit in ((plain, 0.01), (cast, 0.08)):
+        result = api.attention(path, model=llama.folder)
+        assert [layer.proof.limit for layer in result.layers] == [limit, limit]

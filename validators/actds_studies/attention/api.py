@@ -145,7 +145,7 @@ class _Entropies:
         tables = {run: Sampled(catalog.table("sampled", run)) for run in catalog.run_ids}
         self._of: dict[int, tuple[Floats, Floats]] = {}
         for request in study.requests:
-            position = np.arange(request.n_given, study.known.n_fed[request.index])
+            position = np.arange(request.n_given, request.n_fed)
             after = tables[request.run].after(
                 "entropy", np.full(len(position), request.number), position
             )
@@ -262,7 +262,7 @@ class _Study:
         run, number = split_key(self.known.keys[answered])
         runs = dataset.catalog.run_ids
         self.requests = [
-            Request(runs[r], n, index, int(n_given[index]))
+            Request(runs[r], n, index, int(n_given[index]), int(self.known.n_fed[index]))
             for r, n, index in zip(run.tolist(), number.tolist(), answered.tolist(), strict=True)
         ]
         # Answers to one prompt are no independent ones.

@@ -41,12 +41,13 @@ limit itself: 0.04 and 0.004 there, and at a scale 5 % off 0.06 to 0.09 and 0.02
 
 @dataclass(frozen=True)
 class Request:
-    """A request: its place in the requests of the dataset, and where its given text ends."""
+    """A request: its place in those of the dataset, where its given text ends, and its fed one."""
 
     run: str
     number: int
     index: int
     n_given: int
+    n_fed: int
 
 
 @dataclass
@@ -204,7 +205,7 @@ def attended(
         values: rows of the hooks, ``q``, ``k`` and, for a proof, ``v`` and ``z``, by position.
     """
     scheme, n = of_layer.scheme, len(rows)
-    position = np.arange(request.n_given, n)[::every]
+    position = np.arange(request.n_given, min(request.n_fed, n))[::every]
     of_layer.n_decode += len(position)
     # A key that is missing before or at a step, within its reach: the last such one decides.
     last = np.maximum.accumulate(np.where(has_rows, -1, np.arange(n)))[position]

@@ -72,10 +72,14 @@ def page(result: Attention, command: str) -> AnswerPage:
         + ("proved: it gives the stored outputs of heads." if is_proved else "not proved."),
         next_steps=result.answer.next_steps or ["Nothing is missing."],
         facts=_facts(result, command),
-        sections=[_depth(result), _against(result), _jumps(result), *map(Shown, (
-            _heads(result), _proof(result), _how(result)))],
+        sections=[
+            _depth(result),
+            _against(result),
+            _jumps(result),
+            *map(Shown, (_heads(result), _proof(result), _how(result))),
+        ],
         on_terminal=("depth", "jumps", "proof"),
-    )  # fmt: skip
+    )
 
 
 def _boxes(result: Attention) -> list[Fact]:
@@ -107,11 +111,14 @@ def _facts(result: Attention, command: str) -> list[tuple[str, str]]:
         ("Dataset", f"{result.dataset}, {result.digest[:16]}"),
         ("Model", f"{models(result.models)}{checked}"),
         ("Layers", ", ".join(f"{layer.layer}" for layer in result.layers)),
-        ("Steps", f"{count(n_steps)} with numbers, {percent(result.share)} of the decode steps; "
-         f"{count(result.n_requests)} requests in {result.n_groups} groups"),
+        (
+            "Steps",
+            f"{count(n_steps)} with numbers, {percent(result.share)} of the decode steps; "
+            f"{count(result.n_requests)} requests in {result.n_groups} groups",
+        ),
         ("Harvested", harvested(result.started_ns, result.engines)),
         ("Command", command),
-    ]  # fmt: skip
+    ]
 
 
 def _bands(result: Attention) -> list[str]:
@@ -120,20 +127,20 @@ def _bands(result: Attention) -> list[str]:
     return sorted(bands, key=lambda band: int(band.split()[0]))
 
 
-def _strata(axis: str, names: Sequence[str]) -> list[Place]:
-    return [(axis, name, name.replace(" to ", "–")) for name in names]
+def _places(bands: Sequence[str]) -> list[Place]:
+    return [("decode step", band, short(float(band.split()[-1]))) for band in bands]
 
 
 def _charts(
     result: Attention, name: str, title: str, places: Sequence[Place], masses: Sequence[str]
 ) -> list[Picture]:
     """Return shares of the attention at places, a panel per layer, with intervals."""
-    layers = [layer for layer in result.layers if any(layer.value(m, *p[:2]) for m in masses
-              for p in places)][:_MAX_PANELS]  # fmt: skip
-    if not layers:
-        return []
+    layers = result.layers[:_MAX_PANELS]
     shown = [m for m in masses if any(layer.value(m, "all", "all") for layer in layers)]
+    if not shown or not places:
+        return []
     height = 190.0
+    label = "decode step, up to" if places[0][0] == "decode step" else ""
     p = Picture(
         name,
         title,
@@ -150,8 +157,7 @@ def _charts(
         f = Frame(90, 60 + n * (height + 80), 740, height, (-0.5, len(places) - 0.5), (0, 1))
         p.text(f.left, f.top - 10, f"layer {layer.layer}", kind="bold")
         marks = [(float(at), words) for at, (*_, words) in enumerate(places)]
-        axes(p, f, places[0][0] if len({p[0] for p in places}) == 1 else "", _SHARES,
-             x_marks=marks, y_text=percent)  # fmt: skip
+        axes(p, f, label, _SHARES, x_marks=marks, y_text=percent)
         for look, mass in zip(_LOOKS, shown, strict=False):
             _line(p, f, layer, mass, places, look)
     return [p]
@@ -215,12 +221,16 @@ def _table(caption: str, rows: list[_Stratum], measures: Sequence[str]) -> list[
     known = [m for m in measures if any(row.layer.value(m, "all", "all") for row in rows)]
     columns: Columns[_Stratum] = [
         ("layer", lambda row: str(row.layer.layer)),
-        (rows[0].axis if len({row.axis for row in rows}) == 1 else "stratum",
-         lambda row: row.name if row.axis in ("decode step", "all") else f"{row.axis} {row.name}"),
+        (
+            rows[0].axis if len({row.axis for row in rows}) == 1 else "stratum",
+            lambda row: (
+                row.name if row.axis in ("decode step", "all") else f"{row.axis} {row.name}"
+            ),
+        ),
         *((name.removeprefix("role "), _measure(name)) for name in known),
         ("steps", lambda row: row.n("n_steps")),
         ("requests", lambda row: row.n("n_requests")),
-    ]  # fmt: skip
+    ]
     rows = [row for row in rows if row.layer.value("entropy", row.axis, row.name)]
     return table_of(caption, columns, rows, frozenset({0, 1}))
 
@@ -237,13 +247,12 @@ def _depth(result: Attention) -> Shown:
     rows = [_Stratum(layer, "decode step", band) for layer in result.layers for band in bands]
     measures = (*PARTS, "prompt odds", "entropy", "relative entropy", "jump")
     part = Part("depth", "By depth", Sentence(lead), _table("By decode step", rows, measures))
-    places = _strata("decode step", bands)
-    charts = _charts(result, "depth", "Attention by decode step", places, PARTS)
+    charts = _charts(result, "depth", "Attention by decode step", _places(bands), PARTS)
     return Shown(part, charts)
 
 
 def _against(result: Attention) -> Shown:
-    bands = _strata("decode step", _bands(result))
+    bands = _places(_bands(result))
     entropy = [("entropy", f"quintile {n}", f"quintile {n}") for n in range(1, 6)]
     jump = [("jump", "large", "large jump"), ("jump", "others", "other steps")]
     known = [m for m in _ROLES if any(layer.value(m, "all", "all") for layer in result.layers)]
