@@ -47,7 +47,7 @@ def naive(shares: np.ndarray, n_given: int, role: np.ndarray) -> dict[str, float
         "position 0": float(shares[0]),
         "prompt": float(shares[(place > 0) & (place < n_given)].sum()),
         "generated": float(shares[place >= n_given].sum()),
-        "role user": float(shares[role == "user"].sum()),
+        "role user": float(shares[(role == "user") & (place > 0)].sum()),
     }
 
 

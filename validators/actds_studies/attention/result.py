@@ -18,7 +18,7 @@ class Limits(LimitsSection):
 
     options: ClassVar = frozenset({"every", "requests", "seed"})
 
-    every: int = Field(default=1, ge=1, description="look at every so-manieth decode step")
+    every: int = Field(default=1, ge=1, description="look at decode steps 1, 1 + N, 1 + 2 N, ...")
     requests: int | None = Field(
         default=None, ge=2, description="requests to look at, drawn; all if not given"
     )

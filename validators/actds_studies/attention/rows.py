@@ -24,8 +24,9 @@ N_TOP = 8
 MASSES = ("position 0", "prompt", "generated", "sinks", *(f"role {role}" for role in ROLES))
 MEASURES = ("entropy", "relative entropy", *MASSES, "prompt odds", "jump")
 """Of each step and head. Entropy in bits and over the logarithm of the keys in reach; shares of the
-attention; log-odds of the prompt without position 0 against generated text, less those of an even
-attention; 1 - Jaccard of the 8 keys with the largest shares since the step looked at before."""
+attention, those of roles without position 0; log-odds of the prompt without position 0 against
+generated text, less those of an even attention; 1 - Jaccard of the 8 keys with the largest shares
+since the step looked at before."""
 _AT = {name: n for n, name in enumerate(MEASURES)}
 LEAST_MASS = 1e-6  # that log-odds are taken of
 BATCH_NBYTES = 1 << 27
@@ -238,7 +239,8 @@ def _parts(position: Ints, n_given: int, role: Ints) -> Rows:
     """Return which of the first three `MASSES` and of the roles keys are in ``(n, 3 + roles)``."""
     first, is_given = position == 0, position < n_given
     columns = [first, ~first & is_given, ~first & ~is_given]
-    return np.column_stack([*columns, role[:, np.newaxis] == np.arange(len(ROLES))]).astype("f4")
+    of_roles = (role[:, np.newaxis] == np.arange(len(ROLES))) & ~first[:, np.newaxis]
+    return np.column_stack([*columns, of_roles]).astype("f4")
 
 
 def _measures(scheme: Scheme, shares: Rows, position: Ints, parts: Rows, n_given: int) -> Rows:

@@ -127,6 +127,16 @@ def _bands(result: Attention) -> list[str]:
     return sorted(bands, key=lambda band: int(band.split()[0]))
 
 
+def _known(layers: Sequence[LayerAttention], measures: Sequence[str]) -> list[str]:
+    """Return the measures that a layer has, roles that some key has."""
+    return [
+        measure
+        for measure in measures
+        for values in [[layer.value(measure, "all", "all") for layer in layers]]
+        if any(v is not None and (v.value or measure not in _ROLES) for v in values)
+    ]
+
+
 def _places(bands: Sequence[str]) -> list[Place]:
     return [("decode step", band, short(float(band.split()[-1]))) for band in bands]
 
@@ -136,7 +146,7 @@ def _charts(
 ) -> list[Picture]:
     """Return shares of the attention at places, a panel per layer, with intervals."""
     layers = result.layers[:_MAX_PANELS]
-    shown = [m for m in masses if any(layer.value(m, "all", "all") for layer in layers)]
+    shown = _known(layers, masses)
     if not shown or not places:
         return []
     height = 190.0
@@ -218,7 +228,7 @@ def _measure(name: str) -> Callable[[_Stratum], str]:
 
 
 def _table(caption: str, rows: list[_Stratum], measures: Sequence[str]) -> list[Table]:
-    known = [m for m in measures if any(row.layer.value(m, "all", "all") for row in rows)]
+    known = _known([row.layer for row in rows], measures)
     columns: Columns[_Stratum] = [
         ("layer", lambda row: str(row.layer.layer)),
         (
@@ -255,7 +265,7 @@ def _against(result: Attention) -> Shown:
     bands = _places(_bands(result))
     entropy = [("entropy", f"quintile {n}", f"quintile {n}") for n in range(1, 6)]
     jump = [("jump", "large", "large jump"), ("jump", "others", "other steps")]
-    known = [m for m in _ROLES if any(layer.value(m, "all", "all") for layer in result.layers)]
+    known = _known(result.layers, _ROLES)
     masses = known or PARTS
     axes_shown = [
         *((axis, name) for axis, name, _ in (*entropy, *jump)),
@@ -411,8 +421,8 @@ def _proof(result: Attention) -> Part:
 
 def _how(result: Attention) -> Part:
     notes = [
-        "Position 0 is apart: many models leave there what they have no use for. Learned sinks, "
-        "where a model has them, take a share of their own and have no key.",
+        "Position 0 is apart, and in no role: many models leave there what they have no use for. "
+        "Learned sinks, where a model has them, take a share of their own and have no key.",
         "A key that the prefix cache served is that of the request which computed it. A step of "
         "which a key is not stored has no number; shares are never made to add up without it.",
         "A value is the mean over steps, heads together; intervals leave out a group of requests "
