@@ -76,8 +76,8 @@ def test_a_step_without_one_of_its_keys_has_no_number_but_a_reason(
         n_short += n_fed - n_given - len(expected)
     result = actds.attention(path, model=model.folder)
     layer = result.layers[0]
-    assert n_short == layer.n_decode - layer.n_steps == sum(a.n_steps for a in layer.absent) > 0
-    assert {a.reason for a in layer.absent} <= {
+    assert n_short == layer.n_decode - layer.n_steps == sum(layer.absent.values()) > 0
+    assert set(layer.absent) <= {
         f"{what} is not stored ({fate})"
         for what in ("a key", "its row")
         for fate in ("dropped", "cache_ref", "aborted")
@@ -177,7 +177,7 @@ def test_values_are_means_over_steps_in_their_strata(
             assert value.value == pytest.approx(want, abs=1e-5), (axis, name)
             assert value.low is not None and value.high is not None
             assert value.low < value.value < value.high or not value.value
-    heads = [v for v in layer.heads if v.measure == "prompt"]
+    heads = [v for v in layer.values if (v.measure, v.axis) == ("prompt", "head")]
     whole = layer.value("prompt", "all", "all")
     assert whole is not None and len(heads) == layer.n_heads
     assert np.mean([head.value for head in heads]) == pytest.approx(whole.value, abs=1e-6)

@@ -16,10 +16,8 @@ from actds.format.tables import ROLES
 from actds.text import storable
 from actds_studies.attention.model import Model
 from actds_studies.attention.result import (
-    Absent,
     Attention,
     AttentionValue,
-    HeadValue,
     Jumps,
     LayerAttention,
     Limits,
@@ -93,7 +91,7 @@ def attention(
     """
     need_extra()
     chosen = settings_of(Limits, limits)
-    opened = open_apart(dataset)
+    opened = open_apart(os.fspath(dataset))
     of_model = Model(opened, model)
     of_layers = _layers(opened, of_model, layers, unproved)
     return _Study(opened, of_layers, chosen).run(of_model, progress)
@@ -200,51 +198,36 @@ class _Sums:
                 self.counts[:, at] += np.stack([n, n > 0])
 
     def values(self) -> list[AttentionValue]:
-        values = []
-        for n, (axis, stratum) in enumerate(self.strata):
-            for m, interval in enumerate(_means(self.of_strata[:, n])):
-                if interval is not None:
-                    n_steps, n_requests = self.counts[:, n, m].tolist()
-                    about = {"measure": MEASURES[m], "axis": axis, "stratum": stratum}
-                    about |= {"n_steps": n_steps, "n_requests": n_requests}
-                    values.append(AttentionValue(**about, **_ends(interval)))
-        return values
-
-    def heads(self) -> list[HeadValue]:
+        """Return the mean of each measure in each stratum, and of each head, where there is one."""
+        n_heads = self.of_heads.shape[1]
+        places = [*self.strata, *(("head", str(head)) for head in range(n_heads))]
+        sums = np.concatenate([self.of_strata, self.of_heads], axis=1)
+        counts = np.concatenate([self.counts, self.counts[:, :1].repeat(n_heads, axis=1)], axis=1)
         return [
-            HeadValue(head=head, measure=MEASURES[m], **_ends(interval))
-            for head, sums in enumerate(self.of_heads.swapaxes(0, 1))
-            for m, interval in enumerate(_means(sums))
-            if interval is not None
+            AttentionValue(
+                measure=MEASURES[m],
+                axis=axis,
+                stratum=stratum,
+                value=float(x.sum() / w.sum()),
+                low=interval and interval.low,
+                high=interval and interval.high,
+                n_steps=int(counts[0, n, m]),
+                n_requests=int(counts[1, n, m]),
+            )
+            for n, (axis, stratum) in enumerate(places)
+            for m, (w, x, interval) in enumerate(zip(*sums[:, n], _means(sums[:, n]), strict=True))
+            if w.any()
         ]
 
 
-def _means(sums: Floats) -> list[Interval | float | None]:
-    """Return the mean of each measure, with its interval where there is more than one group.
-
-    Args:
-        sums: weights, and weights times values ``(2, n, n_groups)``.
-    """
-    has = sums[0] > 0
-    some = sums[:, :, has.any(axis=0)]
-    if some.shape[2] < 2:
-        total = sums.sum(axis=2)
-        return [float(x / w) if w > 0 else None for w, x in total.T]
-    intervals = jackknife_many(some, _ratio)
-    return [
-        of or (float(x.sum() / w.sum()) if w.sum() > 0 else None)
-        for of, w, x in zip(intervals, *some, strict=True)
-    ]
+def _means(sums: Floats) -> Sequence[Interval | None]:
+    """Return intervals of means: of weights, and weights times values ``(2, n, n_groups)``."""
+    some = sums[:, :, (sums[0] > 0).any(axis=0)]
+    return jackknife_many(some, _ratio) if some.shape[2] > 1 else [None] * sums.shape[1]
 
 
 def _ratio(sums: Floats) -> Floats:
     return np.divide(sums[1], sums[0], out=np.full_like(sums[0], np.nan), where=sums[0] > 1e-9)
-
-
-def _ends(interval: Interval | float) -> dict[str, float | None]:
-    if isinstance(interval, float):
-        return {"value": interval, "low": None, "high": None}
-    return {"value": interval.value, "low": interval.low, "high": interval.high}
 
 
 class _Study:
@@ -280,16 +263,13 @@ class _Study:
         self.traced = {int(index) for index in longest[:N_TRACES]}
 
     def run(self, model: Model, progress: Callable[[str], None]) -> Attention:
-        n, rows = len(self.requests), dict(zip(map(id, self.layers), range(99), strict=False))
         inclusion = self.dataset.inclusion(self.dataset.shards_of(self.layers[0].hooks[0]))
         weights = None if inclusion is None else 1 / np.concatenate(inclusion)
-        order = {request.index: at for at, request in enumerate(self.requests, 1)}
-        for request, layer, steps in attention_rows(
-            self.dataset, self.requests, self.layers, self.limits.every
-        ):
-            progress(f"layer {layer.layer}, request {order[request.index]:,} of {n:,}")
+        read = attention_rows(self.dataset, self.requests, self.layers, self.limits.every)
+        for request, at, steps in read:
+            progress(f"layer {self.layers[at].layer}, request {request.number:,} of {request.run}")
             weight = np.ones(len(steps.step)) if weights is None else weights[steps.row]
-            self._add(rows[id(layer)], request, steps, weight)
+            self._add(at, request, steps, weight)
         if not any(layer.n_decode - layer.absent.total() for layer in self.layers):
             (reason, _), *_ = self.layers[0].absent.most_common(1)
             raise ActdsError(
@@ -378,9 +358,8 @@ class _Study:
             proof=proof,
             n_decode=layer.n_decode,
             n_steps=layer.n_decode - layer.absent.total(),
-            absent=[Absent(reason=why, n_steps=n) for why, n in layer.absent.most_common()],
+            absent=dict(layer.absent.most_common()),
             values=sums.values(),
-            heads=sums.heads(),
             jumps=self._jumps(sums.jumps),
             traces=self.traces[at],
         )

@@ -100,9 +100,8 @@ class Scheme:
         m, n_keys, group = len(q), len(k), self.n_heads // self.n_kv_heads
         queries = q.reshape(m, self.n_kv_heads, group, self.head_dim).transpose(1, 0, 2, 3)
         keys = k.reshape(n_keys, self.n_kv_heads, self.head_dim).transpose(1, 2, 0)
-        scores = queries.reshape(self.n_kv_heads, m * group, self.head_dim) @ keys
-        scores = scores.reshape(self.n_kv_heads, m, group, n_keys).transpose(1, 0, 2, 3)
-        scores = scores.reshape(m, self.n_heads, n_keys) * np.float32(self.scale)
+        products = queries.reshape(self.n_kv_heads, m * group, self.head_dim) @ keys
+        scores: Rows = self._by_step(products, m) * np.float32(self.scale)
         if self.cap:
             scores = np.float32(self.cap) * np.tanh(scores / np.float32(self.cap))
         distance = position[:, np.newaxis] - np.arange(low, low + n_keys)
@@ -133,12 +132,13 @@ class Scheme:
         lengths = np.linalg.norm(values, axis=2, keepdims=True)
         of_group = shares.reshape(m, self.n_kv_heads, -1, n_keys).transpose(1, 0, 2, 3)
         of_group = of_group.reshape(self.n_kv_heads, -1, n_keys)
+        out, most = (self._by_step(of_group @ what, m) for what in (values, lengths))
+        return out, most[..., 0]
 
-        def by_step(product: Rows) -> Rows:
-            apart = product.reshape(self.n_kv_heads, m, -1, product.shape[-1])
-            return apart.transpose(1, 0, 2, 3).reshape(m, self.n_heads, -1)
-
-        return by_step(of_group @ values), by_step(of_group @ lengths)[..., 0]
+    def _by_step(self, products: Rows, m: int) -> Rows:
+        """Return products by head of keys as ``(m, n_heads, n)``."""
+        apart = products.reshape(self.n_kv_heads, m, -1, products.shape[-1])
+        return apart.transpose(1, 0, 2, 3).reshape(m, self.n_heads, -1)
 
 
 class Model:
@@ -243,7 +243,7 @@ def _scale(config: Mapping[str, Any], head_dim: int, layer: int) -> float:
         if scale:
             return float(scale)
     if config.get("query_pre_attn_scalar"):
-        return float(config["query_pre_attn_scalar"]) ** -0.5
+        return 1 / math.sqrt(float(config["query_pre_attn_scalar"]))
     unscaled = str(config.get("model_type", "")).startswith(_UNSCALED)
     unscaled = unscaled or config.get("scale_attn_weights") is False
     by_layer = layer + 1 if config.get("scale_attn_by_inverse_layer_idx") else 1

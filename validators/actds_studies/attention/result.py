@@ -38,7 +38,7 @@ class Limits(LimitsSection):
 
 
 class AttentionValue(Section):
-    """The mean of a measure over the decode steps of a stratum, heads together."""
+    """The mean of a measure over the decode steps of a stratum, heads together, or of one head."""
 
     measure: str
     axis: str
@@ -48,16 +48,6 @@ class AttentionValue(Section):
     high: float | None = Field(description="null where one group has all steps")
     n_steps: int
     n_requests: int
-
-
-class HeadValue(Section):
-    """The mean of a measure over all steps of one head."""
-
-    head: int
-    measure: str
-    value: float
-    low: float | None
-    high: float | None
 
 
 class SelfProof(Section):
@@ -71,13 +61,6 @@ class SelfProof(Section):
     )
     mean: float | None = None
     n: int = Field(default=0, description="heads of steps")
-
-
-class Absent(Section):
-    """Decode steps without numbers: a step of which a key is missing has none."""
-
-    reason: str
-    n_steps: int
 
 
 class Jumps(Section):
@@ -127,9 +110,8 @@ class LayerAttention(Section):
     proof: SelfProof
     n_decode: int = Field(description="decode steps of the requests that were looked at")
     n_steps: int = Field(description="of these, with all keys")
-    absent: list[Absent]
+    absent: dict[str, int] = Field(description="steps without numbers, by reason")
     values: list[AttentionValue]
-    heads: list[HeadValue]
     jumps: Jumps
     traces: list[Trace]
 

@@ -127,7 +127,8 @@ class Attended:
     values: Rows
 
 
-Read = tuple[Request, LayerRows, Attended]
+Read = tuple[Request, int, Attended]
+"""A request, which of the layers, and its rows there."""
 
 
 def attention_rows(
@@ -170,7 +171,7 @@ def _of_batch(
     lead: dict[str, str],
     every: int,
 ) -> Iterator[Read]:
-    for of_layer in layers if batch else []:
+    for number, of_layer in enumerate(layers if batch else []):
         held: dict[str, tuple[Ints, Rows]] = {}
         for hook in of_layer.hooks:
             numbers = np.unique(np.concatenate([rows[lead[hook]].row for _, rows in batch]))
@@ -184,11 +185,8 @@ def _of_batch(
                 values.append(stored.take(at, axis=0, mode="clip"))
             has_rows = np.all([rows[lead[hook]].row >= 0 for hook in of_layer.hooks], axis=0)
             of_request = rows[lead[of_layer.hooks[0]]]
-            yield (
-                request,
-                of_layer,
-                attended(of_layer, request, of_request, has_rows, values, every),
-            )
+            steps = attended(of_layer, request, of_request, has_rows, values, every)
+            yield request, number, steps
 
 
 def attended(

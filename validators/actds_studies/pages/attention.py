@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from actds.format.tables import ROLES
 from actds_studies.attention.result import (
@@ -76,7 +75,7 @@ def page(result: Attention, command: str) -> AnswerPage:
             _depth(result),
             _against(result),
             _jumps(result),
-            *map(Shown, (_heads(result), _proof(result), _how(result))),
+            Shown(_proof(result)),
         ],
         on_terminal=("depth", "jumps", "proof"),
     )
@@ -84,24 +83,24 @@ def page(result: Attention, command: str) -> AnswerPage:
 
 def _boxes(result: Attention) -> list[Fact]:
     proofs = [layer.proof for layer in result.layers]
-    largest = [proof.largest for proof in proofs if proof.largest is not None]
-    value = f"{max(largest):.1g}" if largest else "not proved"
-    note = "largest distance of softmax(q k) v from the stored z, over "
-    note += f"{count(sum(proof.n for proof in proofs))} heads of steps"
-    proof = Fact("Self-proof", value, note if largest else proofs[0].reason or "", bool(largest))
-    layer = max(
-        result.layers,
-        key=lambda layer: layer.jumps.difference.value if layer.jumps.difference else -1.0,
-    )
-    jumps = layer.jumps
-    if jumps.difference is None or jumps.after_jumps is None or jumps.after_matched is None:
-        return [proof, Fact("After jumps", "not known", jumps.reason or "too few", is_known=False)]
-    words = f"{percent(jumps.after_jumps.value)}, matched {percent(jumps.after_matched.value)}"
-    note = (
-        f"large jumps at layer {layer.layer} that precede a large change of entropy; difference "
-        f"{_points(jumps.difference)} points"
-    )
-    return [proof, Fact("Jumps before a change", words, note)]
+    largest = max((proof.largest or 0 for proof in proofs), default=0)
+    n = count(sum(proof.n for proof in proofs))
+    note = f"largest distance of softmax(q k) v from the stored z, over {n} heads of steps"
+    is_proved = result.answer.is_proved
+    boxes = [Fact("Self-proof", f"{largest:.1g}" if is_proved else "not proved", note, is_proved)]
+    known = [
+        (j.difference.value, layer.layer, j)
+        for layer in result.layers
+        if (j := layer.jumps).difference and j.after_jumps and j.after_matched
+    ]
+    if not known:
+        reason = result.layers[0].jumps.reason or "too few"
+        return [*boxes, Fact("Jumps before a change", "not known", reason, is_known=False)]
+    _, layer, jumps = max(known, key=lambda of: of[:2])
+    shares = [percent(of.value) for of in (jumps.after_jumps, jumps.after_matched) if of]
+    note = f"of large jumps at layer {layer} precede a large change of entropy, "
+    note += f"{or_dash(jumps.difference, _points)} points more than of matched steps"
+    return [*boxes, Fact("Jumps before a change", f"{shares[0]}, matched {shares[1]}", note)]
 
 
 def _facts(result: Attention, command: str) -> list[tuple[str, str]]:
@@ -209,39 +208,29 @@ def _interval(value: AttentionValue | Estimate | None) -> str:
     return f"{words} [{thousandths(value.low)}, {thousandths(value.high)}]"
 
 
-@dataclass(frozen=True)
-class _Stratum:
-    layer: LayerAttention
-    axis: str
-    name: str
-
-    def __call__(self, measure: str) -> str:
-        return _interval(self.layer.value(measure, self.axis, self.name))
-
-    def n(self, name: str) -> str:
-        value = self.layer.value("entropy", self.axis, self.name)
-        return "-" if value is None else count(getattr(value, name))
-
-
-def _measure(name: str) -> Callable[[_Stratum], str]:
-    return lambda row: row(name)
+_Stratum = tuple[LayerAttention, str, str]
 
 
 def _table(caption: str, rows: list[_Stratum], measures: Sequence[str]) -> list[Table]:
-    known = _known([row.layer for row in rows], measures)
+    """Return measures with intervals in strata of layers, those that have steps."""
+
+    def said(measure: str) -> Callable[[_Stratum], str]:
+        return lambda row: _interval(row[0].value(measure, *row[1:]))
+
+    def counted(name: str) -> Callable[[_Stratum], str]:
+        return lambda row: count(getattr(row[0].value("entropy", *row[1:]), name))
+
     columns: Columns[_Stratum] = [
-        ("layer", lambda row: str(row.layer.layer)),
-        (
-            rows[0].axis if len({row.axis for row in rows}) == 1 else "stratum",
-            lambda row: (
-                row.name if row.axis in ("decode step", "all") else f"{row.axis} {row.name}"
-            ),
+        ("layer", lambda row: str(row[0].layer)),
+        ("steps of", lambda row: f"{row[1]} {row[2]}"),
+        *(
+            (name.removeprefix("role "), said(name))
+            for name in _known([row[0] for row in rows], measures)
         ),
-        *((name.removeprefix("role "), _measure(name)) for name in known),
-        ("steps", lambda row: row.n("n_steps")),
-        ("requests", lambda row: row.n("n_requests")),
+        ("steps", counted("n_steps")),
+        ("requests", counted("n_requests")),
     ]
-    rows = [row for row in rows if row.layer.value("entropy", row.axis, row.name)]
+    rows = [row for row in rows if row[0].value("entropy", *row[1:])]
     return table_of(caption, columns, rows, frozenset({0, 1}))
 
 
@@ -252,9 +241,10 @@ def _depth(result: Attention) -> Shown:
         "are those of the prompt without position 0 against generated text, less those of an even "
         "attention over the keys in reach. Entropy is in bits, and over the logarithm of the keys; "
         "a jump is 1 - Jaccard of the 8 keys with the largest shares since the step looked at "
-        "before."
+        "before. Decode step 1 is the first generated token that was fed. A value is the mean over "
+        "steps, heads together; its 95 % interval leaves out a group of requests at a time."
     )
-    rows = [_Stratum(layer, "decode step", band) for layer in result.layers for band in bands]
+    rows = [(layer, "decode step", band) for layer in result.layers for band in bands]
     measures = (*PARTS, "prompt odds", "entropy", "relative entropy", "jump")
     part = Part("depth", "By depth", Sentence(lead), _table("By decode step", rows, measures))
     charts = _charts(result, "depth", "Attention by decode step", _places(bands), PARTS)
@@ -271,11 +261,12 @@ def _against(result: Attention) -> Shown:
         *((axis, name) for axis, name, _ in (*entropy, *jump)),
         *(("role", r) for r in ROLES),
     ]
-    rows = [_Stratum(layer, axis, name) for layer in result.layers for axis, name in axes_shown]
+    rows = [(layer, *place) for layer in result.layers for place in axes_shown]
     lead = (
         "Whose text has the attention, against the entropy of the token that is sampled after the "
         "step (quintile 5: the least certain), against jumps, and by the role of the token fed. A "
-        "jump is large when it is among the largest tenth of its answer."
+        "jump is large when it is among the largest tenth of its answer. Position 0 is in no role: "
+        "many models leave there what they have no use for."
     )
     measures = (*PARTS, *known, "entropy", "jump")
     table = _table("By entropy, jump and role of the token fed", rows, measures)
@@ -366,29 +357,6 @@ def _trace(layer: LayerAttention, trace: Trace, n: int) -> Picture:
     return p
 
 
-def _heads(result: Attention) -> Part:
-    by_head: dict[tuple[int, int], dict[str, str]] = {}
-    for layer in result.layers:
-        for value in layer.heads:
-            words = thousandths(value.value)
-            if value.low is not None and value.high is not None:
-                words += f" [{thousandths(value.low)}, {thousandths(value.high)}]"
-            by_head.setdefault((layer.layer, value.head), {})[value.measure] = words
-    known = {measure for words in by_head.values() for measure in words}
-    names = [m for m in (*PARTS, "prompt odds", "entropy", "jump") if m in known]
-
-    def of(name: str) -> Callable[[tuple[int, int]], str]:
-        return lambda key: by_head[key].get(name, "-")
-
-    columns: Columns[tuple[int, int]] = [
-        ("layer", lambda key: str(key[0])),
-        ("head", lambda key: str(key[1])),
-        *((name, of(name)) for name in names),
-    ]
-    tables = table_of("All steps of each head", columns, list(by_head), frozenset({0, 1}))
-    return Part("heads", "Heads", Sentence("Means over all steps, with intervals."), tables)
-
-
 _PROOF: Columns[LayerAttention] = (
     ("layer", lambda row: str(row.layer)),
     ("outcome", lambda row: row.proof.outcome),
@@ -403,12 +371,14 @@ _PROOF: Columns[LayerAttention] = (
 def _proof(result: Attention) -> Part:
     lead = (
         "At every head of every step, softmax(q k) v is compared with the stored z. The distance "
-        "is over the sum of shares times lengths of values, the most that a head can give out."
+        "is over the sum of shares times lengths of values, the most that a head can give out. A "
+        "key that the prefix cache served is that of the request which computed it. A step of "
+        "which a key is not stored has no number: shares are never made to add up without it."
     )
     notes = [
-        Sentence(f"Layer {layer.layer}: {count(gap.n_steps)} steps have no number: {gap.reason}.")
+        Sentence(f"Layer {layer.layer}: {count(n)} steps have no number: {reason}.")
         for layer in result.layers
-        for gap in layer.absent
+        for reason, n in layer.absent.items()
     ]
     notes += [
         Sentence(f"Layer {layer.layer} is NOT PROVED: {layer.proof.reason}.")
@@ -417,18 +387,3 @@ def _proof(result: Attention) -> Part:
     ]
     tables = table_of("Proof of each layer", _PROOF, result.layers, frozenset({0, 1, 6}))
     return Part("proof", "Proof, and steps without numbers", Sentence(lead), tables, notes)
-
-
-def _how(result: Attention) -> Part:
-    notes = [
-        "Position 0 is apart, and in no role: many models leave there what they have no use for. "
-        "Learned sinks, where a model has them, take a share of their own and have no key.",
-        "A key that the prefix cache served is that of the request which computed it. A step of "
-        "which a key is not stored has no number; shares are never made to add up without it.",
-        "A value is the mean over steps, heads together; intervals leave out a group of requests "
-        "at a time, answers to one prompt in one group. Each is at 95 % by itself.",
-        "Decode step 1 is the first generated token that was fed. In a replay generated text is "
-        "what its source generated.",
-    ]
-    lead = Sentence("What the numbers are, and what they are not.")
-    return Part("how", "How to read this", lead, [], [Sentence(words) for words in notes])
