@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,11 +38,12 @@ from actds_studies.attention.rows import (
     attention_rows,
 )
 from actds_studies.regimes.arms import Requests, given_lengths
-from actds_studies.regimes.contrast import groups_of
 from actds_validators.arrays import Bools, Floats, Ints, Rows
 from actds_validators.audit.result import Estimate
 from actds_validators.sections import about, need_extra, recorded, settings_of
-from actds_validators.statistics.intervals import Interval, jackknife, jackknife_many
+
+if TYPE_CHECKING:
+    from actds_validators.statistics.intervals import Interval
 
 BANDS = ("1", "2", *(f"{2**n + 1} to {2 ** (n + 1)}" for n in range(1, 24)))
 """Of decode steps: each band is twice as long as the one before."""
@@ -109,7 +111,7 @@ def _layers(
     if not wanted or not set(wanted) <= set(usable):
         got = f"layers {', '.join(map(str, wanted))}" if wanted else ", ".join(dataset.hooks)
         expected = f"one of {', '.join(map(str, usable))}" if usable else "hooks q.L and k.L"
-        next_step = None if usable else "Harvest them: --hooks 'q:L;k:L;v:L;z:L' --entropy"
+        next_step = None if usable else "Harvest hooks q, k, v and z of a layer, and entropies."
         raise ActdsError("E014", "layers", got=got[:200], expected=expected, next_step=next_step)
     is_cast = any(cast != "none" for cast in recorded(dataset.catalog, "capture.cast"))
     result = []
@@ -222,12 +224,15 @@ class _Sums:
 
 def _means(sums: Floats) -> Sequence[Interval | None]:
     """Return intervals of means: of weights, and weights times values ``(2, n, n_groups)``."""
+    from actds_validators.statistics.intervals import jackknife_many
+
     some = sums[:, :, (sums[0] > 0).any(axis=0)]
     return jackknife_many(some, _ratio) if some.shape[2] > 1 else [None] * sums.shape[1]
 
 
 def _ratio(sums: Floats) -> Floats:
-    return np.divide(sums[1], sums[0], out=np.full_like(sums[0], np.nan), where=sums[0] > 1e-9)
+    ratio: Floats = np.full_like(sums[0], np.nan)
+    return np.divide(sums[1], sums[0], out=ratio, where=sums[0] > 1e-9)
 
 
 class _Study:
@@ -253,6 +258,8 @@ class _Study:
         prompts = zip(self.known.source, self.known.source_row, strict=True)
         keys = (n if row is None else (source, row) for n, (source, row) in enumerate(prompts))
         clusters = np.array([numbers.setdefault(key, len(numbers)) for key in keys])
+        from actds_studies.regimes.contrast import groups_of
+
         cluster = clusters[answered]
         self.n_groups, group_of = groups_of((cluster, cluster), limits.seed)
         self.group = dict(zip(answered.tolist(), group_of[cluster].tolist(), strict=True))
@@ -366,6 +373,8 @@ class _Study:
 
     def _jumps(self, sums: Floats) -> Jumps:
         """Return what follows large jumps, of the sums of `_matched` by group."""
+        from actds_validators.statistics.intervals import jackknife
+
         if not self.entropies.is_known:
             reason = "the harvest recorded no entropies of sampled tokens (actds write --entropy)"
             return Jumps(outcome="not known", reason=reason)
@@ -407,17 +416,17 @@ def _matched(is_jump: Bools, cell: Ints, outcomes: Floats, weight: Floats) -> Fl
         the means of the others in their cells, weighted alike ``(3 + 2 k,)``.
     """
     jumps = np.bincount(cell, weight * is_jump, 1)
-    others = np.bincount(cell, weight * ~is_jump, len(jumps))
+    plain = np.bincount(cell, weight * ~is_jump, len(jumps))
     sums = np.zeros(3 + 2 * len(outcomes))
     sums[0] = is_jump.sum()
-    both = (jumps > 0) & (others > 0)
-    sums[1] = (is_jump & both[cell]).sum()
-    sums[2] = jumps[both].sum()
+    has_pair = (jumps > 0) & (plain > 0)
+    sums[1] = (is_jump & has_pair[cell]).sum()
+    sums[2] = jumps[has_pair].sum()
     for n, outcome in enumerate(outcomes):
         of_jumps = np.bincount(cell, weight * is_jump * outcome, len(jumps))
-        of_others = np.bincount(cell, weight * ~is_jump * outcome, len(jumps))
-        sums[3 + n] = of_jumps[both].sum()
-        sums[3 + len(outcomes) + n] = (of_others[both] / others[both] * jumps[both]).sum()
+        of_plain = np.bincount(cell, weight * ~is_jump * outcome, len(jumps))
+        sums[3 + n] = of_jumps[has_pair].sum()
+        sums[3 + len(outcomes) + n] = (of_plain[has_pair] / plain[has_pair] * jumps[has_pair]).sum()
     return sums
 
 

@@ -130,7 +130,7 @@ class Scheme:
         m, _, n_keys = shares.shape
         values = v.reshape(n_keys, self.n_kv_heads, -1).transpose(1, 0, 2)
         lengths = np.linalg.norm(values, axis=2, keepdims=True)
-        of_group = shares.reshape(m, self.n_kv_heads, -1, n_keys).transpose(1, 0, 2, 3)
+        of_group: Rows = shares.reshape(m, self.n_kv_heads, -1, n_keys).transpose(1, 0, 2, 3)
         of_group = of_group.reshape(self.n_kv_heads, -1, n_keys)
         out, most = (self._by_step(of_group @ what, m) for what in (values, lengths))
         return out, most[..., 0]

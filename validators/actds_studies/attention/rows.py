@@ -172,15 +172,15 @@ def _of_batch(
     every: int,
 ) -> Iterator[Read]:
     for number, of_layer in enumerate(layers if batch else []):
-        held: dict[str, tuple[Ints, Rows]] = {}
+        stored_rows: dict[str, tuple[Ints, Rows]] = {}
         for hook in of_layer.hooks:
             numbers = np.unique(np.concatenate([rows[lead[hook]].row for _, rows in batch]))
             numbers = numbers[numbers >= 0]
-            held[hook] = numbers, dataset.array(hook)[numbers]
+            stored_rows[hook] = numbers, dataset.array(hook)[numbers]
         for request, rows in batch:
             values = []
             for hook in of_layer.hooks:
-                numbers, stored = held[hook]
+                numbers, stored = stored_rows[hook]
                 at = np.searchsorted(numbers, rows[lead[hook]].row)
                 values.append(stored.take(at, axis=0, mode="clip"))
             has_rows = np.all([rows[lead[hook]].row >= 0 for hook in of_layer.hooks], axis=0)
@@ -280,6 +280,6 @@ def _jumps(before: Ints, after: Ints) -> Floats:
     shared = (before[..., np.newaxis] == after[..., np.newaxis, :]) & (after >= 0)[
         ..., np.newaxis, :
     ]
-    both = shared.sum(axis=(2, 3))
-    union = (before >= 0).sum(axis=2) + (after >= 0).sum(axis=2) - both
-    return np.asarray(1 - both / np.maximum(union, 1), np.float64)
+    n_shared = shared.sum(axis=(2, 3))
+    union = (before >= 0).sum(axis=2) + (after >= 0).sum(axis=2) - n_shared
+    return np.asarray(1 - n_shared / np.maximum(union, 1), np.float64)
