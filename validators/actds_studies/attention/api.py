@@ -270,12 +270,14 @@ class _Study:
         self.traced = {int(index) for index in longest[:N_TRACES]}
 
     def run(self, model: Model, progress: Callable[[str], None]) -> Attention:
-        inclusion = self.dataset.inclusion(self.dataset.shards_of(self.layers[0].hooks[0]))
-        weights = None if inclusion is None else 1 / np.concatenate(inclusion)
+        shards = [self.dataset.shards_of(layer.hooks[0]) for layer in self.layers]
+        inclusion = [self.dataset.inclusion(of_layer) for of_layer in shards]
+        weights = [None if of is None else 1 / np.concatenate(of) for of in inclusion]
         read = attention_rows(self.dataset, self.requests, self.layers, self.limits.every)
         for request, at, steps in read:
             progress(f"layer {self.layers[at].layer}, request {request.number:,} of {request.run}")
-            weight = np.ones(len(steps.step)) if weights is None else weights[steps.row]
+            of_layer = weights[at]
+            weight = np.ones(len(steps.step)) if of_layer is None else of_layer[steps.row]
             self._add(at, request, steps, weight)
         if not any(layer.n_decode - layer.absent.total() for layer in self.layers):
             (reason, _), *_ = self.layers[0].absent.most_common(1)

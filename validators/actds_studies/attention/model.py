@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -213,12 +214,16 @@ class Model:
             sinks=self._sinks(layer, n_heads),
         )
 
+    @cached_property
+    def _weights_sha256(self) -> str | None:
+        return weights_sha256(self.folder)
+
     def _sinks(self, layer: int, n_heads: int) -> Rows | None:
         pattern = re.compile(_SINKS.replace("{layer}", str(layer)))
         for path in sorted(self.folder.glob("*.safetensors")):
             for name, tensor in read_header(path)[0].items():
                 if pattern.search(name) and tensor.shape == (n_heads,):
-                    self._check("weights", weights_sha256(self.folder))
+                    self._check("weights", self._weights_sha256)
                     values = tensor.map()
                     is_bfloat16 = values.dtype == np.uint16
                     return (values.view(ml_dtypes.bfloat16) if is_bfloat16 else values).astype("f4")
