@@ -21,9 +21,10 @@ from actds_studies.attention.model import Model
 from actds_studies.attention.result import Attention, outcome_of
 from actds_studies.attention.rows import MEASURES, LayerRows, Request, attention_rows
 from actds_studies.pages.attention import page
+from actds_testing import synthetic
 from actds_testing.attending import ATTENDING, Attending, requests_of
 from actds_testing.places import SCHEMAS
-from actds_testing.schedules import simulate
+from actds_testing.schedules import simulate, thinned
 from actds_validators.audit.result import Estimate
 
 
@@ -147,7 +148,7 @@ def test_a_dataset_without_queries_and_keys_is_refused_with_the_hooks_to_harvest
     path = model.write(tmp_path / "acts", kinds="z")
     with pytest.raises(ActdsError, match=r"expected hooks q\.L and k\.L") as raised:
         actds.attention(path, model=model.folder)
-    assert "--hooks 'q:L;k:L;v:L;z:L' --entropy" in str(raised.value)
+    assert "Harvest hooks q, k, v and z of a layer, and entropies" in str(raised.value)
 
 
 def test_values_are_means_over_steps_in_their_strata(
@@ -181,6 +182,24 @@ def test_values_are_means_over_steps_in_their_strata(
     whole = layer.value("prompt", "all", "all")
     assert whole is not None and len(heads) == layer.n_heads
     assert np.mean([head.value for head in heads]) == pytest.approx(whole.value, abs=1e-6)
+
+
+def test_rows_that_were_drawn_count_for_those_they_were_drawn_from(
+    model: Attending, tmp_path: Path
+) -> None:
+    shares = {step: 0.5 for step in range(0, 400, 2)}
+    drawn = thinned(model.schedule, synthetic.SALT, shares, "request")
+    facts = synthetic.thinned_facts("request")
+    path = model.write(tmp_path / "acts", schedule=drawn, facts=facts)
+    dataset, of = actds.open(path), steps_of(path, model)
+    inclusion = np.concatenate(dataset.inclusion(dataset.shards_of("q.0")) or [])
+    weight = np.concatenate([1 / inclusion[s.row] for s in of.values()])
+    assert {*weight.tolist()} == {1.0, 2.0}
+    entropy = np.concatenate([s.values[..., 0].mean(axis=1) for s in of.values()])
+    value = actds.attention(path, model=model.folder).layers[0].value("entropy", "all", "all")
+    assert value is not None
+    assert value.value == pytest.approx(np.average(entropy, weights=weight), abs=1e-5)
+    assert abs(value.value - entropy.mean()) > 1e-4
 
 
 def test_steps_of_a_replay_begin_where_its_source_sampled(
