@@ -231,7 +231,7 @@ def _means(sums: Floats) -> Sequence[Interval | None]:
 
 
 def _ratio(sums: Floats) -> Floats:
-    ratio = np.full_like(sums[0], np.nan)
+    ratio: Floats = np.full_like(sums[0], np.nan)
     np.divide(sums[1], sums[0], out=ratio, where=sums[0] > 1e-9)
     return ratio
 
