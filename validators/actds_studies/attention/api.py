@@ -355,7 +355,8 @@ class _Study:
 
     def _layer(self, at: int) -> LayerAttention:
         layer, sums = self.layers[at], self.sums[at]
-        proof = SelfProof(outcome="not proved", reason="the dataset has no rows of v and z")
+        reason = "no step has all its keys" if layer.proof else "the dataset has no rows of v and z"
+        proof = SelfProof(outcome="not proved", reason=reason)
         if layer.proof is not None and layer.proof.n:
             of = {name: getattr(layer.proof, name) for name in ("limit", "largest", "mean", "n")}
             proof = SelfProof(outcome="proved", **of)

@@ -26,7 +26,7 @@ from actds_validators.sections import recorded
 from actds_writers.capture.hooks import n_heads_of
 from actds_writers.model_folder import file_sha256, find_model, model_config, weights_sha256
 
-BLOCK_NBYTES = 1 << 26  # of scores, float32, that are held together
+BLOCK_NBYTES = 1 << 25  # of scores, float32, that are held together
 _UNSCALED = ("gemma3n", "gemma4")
 _SINKS = r"\.{layer}\.(?:self_attn|attn|attention)\.(?:sinks|attention_sink_bias)$"
 

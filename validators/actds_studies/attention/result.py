@@ -183,15 +183,12 @@ def answer(layers: Sequence[LayerAttention], first: str, last: str) -> Attention
     ]
     words = f"Attention on the prompt: {'; '.join(masses[:3])}. " if masses else ""
     words = f"{words}{_WORDS[jumps][0].upper()}{_WORDS[jumps][1:]}"
-    steps = (
-        []
-        if is_proved
-        else [
-            "Harvest v and z of the same layers as well: without them nothing proves these numbers."
-        ]
-    )
-    absent = sum(layer.n_decode - layer.n_steps for layer in layers)
-    if absent:
+    steps = []
+    if not is_proved:
+        steps.append(
+            "Harvest v and z of the same layers as well: nothing else proves these numbers."
+        )
+    if any(layer.absent for layer in layers):
         steps.append(
             "Look at the steps without numbers: of these a key or a query is not stored. Harvest "
             "with --overflow block, and without a prefix cache that others fill."

@@ -145,7 +145,7 @@ def attention_rows(
     shards = {hook: [s.name for s in dataset.shards_of(hook)] for at in layers for hook in at.hooks}
     # Hooks of the same shards have the same rows.
     lead = {hook: next(h for h in shards if shards[h] == shards[hook]) for hook in shards}
-    width = sum(dataset.hooks[hook].d_model for hook in layers[0].hooks)
+    widths = {hook: dataset.hooks[hook].d_model for hook in layers[0].hooks}
     batch: list[tuple[Request, dict[str, RequestRows]]] = []
     nbytes = 0
     for request in requests:
@@ -154,7 +154,10 @@ def attention_rows(
             for hook in dict.fromkeys(lead.values())
         }
         batch.append((request, rows))
-        nbytes += 4 * width * max(map(len, rows.values()))
+        nbytes += sum(
+            4 * width * len(_rows_of(hook, request, rows[lead[hook]], every))
+            for hook, width in widths.items()
+        )
         if nbytes > BATCH_NBYTES:
             yield from _of_batch(dataset, batch, layers, lead, every)
             batch, nbytes = [], 0
@@ -162,6 +165,11 @@ def attention_rows(
     for of_layer in layers:
         if of_layer.proof is not None:
             of_layer.proof.finish(f"layer {of_layer.layer}")
+
+
+def _rows_of(hook: str, request: Request, rows: RequestRows, every: int) -> Ints:
+    """Return which rows are read: of q and z those of steps, of k and v those of all positions."""
+    return rows.row[request.n_given :: every] if hook[0] in "qz" else rows.row
 
 
 def _of_batch(
@@ -174,15 +182,15 @@ def _of_batch(
     for number, of_layer in enumerate(layers if batch else []):
         stored_rows: dict[str, tuple[Ints, Rows]] = {}
         for hook in of_layer.hooks:
-            numbers = np.unique(np.concatenate([rows[lead[hook]].row for _, rows in batch]))
-            numbers = numbers[numbers >= 0]
+            parts = [_rows_of(hook, of, rows[lead[hook]], every) for of, rows in batch]
+            numbers = np.unique(np.maximum(np.concatenate(parts), 0))
             stored_rows[hook] = numbers, dataset.array(hook)[numbers]
         for request, rows in batch:
             values = []
             for hook in of_layer.hooks:
                 numbers, stored = stored_rows[hook]
-                at = np.searchsorted(numbers, rows[lead[hook]].row)
-                values.append(stored.take(at, axis=0, mode="clip"))
+                row = np.maximum(_rows_of(hook, request, rows[lead[hook]], every), 0)
+                values.append(stored[np.searchsorted(numbers, row)])
             has_rows = np.all([rows[lead[hook]].row >= 0 for hook in of_layer.hooks], axis=0)
             of_request = rows[lead[of_layer.hooks[0]]]
             steps = attended(of_layer, request, of_request, has_rows, values, every)
@@ -201,7 +209,8 @@ def attended(
 
     Args:
         has_rows: positions whose rows are stored ``(n,)``.
-        values: rows of the hooks, ``q``, ``k`` and, for a proof, ``v`` and ``z``, by position.
+        values: rows of the hooks, ``q`` and ``k`` and, for a proof, ``v`` and ``z``: of ``k`` and
+            ``v`` by position, of the others by step.
     """
     scheme, n = of_layer.scheme, len(rows)
     position = np.arange(request.n_given, min(request.n_fed, n))[::every]
@@ -212,7 +221,8 @@ def attended(
     for step, at in zip(position[is_short].tolist(), last[is_short].tolist(), strict=True):
         what, fate = "its row" if at == step else "a key", rows.disposition[at] or "unknown"
         of_layer.absent[f"{what} is not stored ({fate})"] += 1
-    position = position[~is_short]
+    at_step = np.flatnonzero(~is_short)
+    position = position[at_step]
     role = np.array([ROLES.index(r) if r else -1 for r in rows.role.tolist()], np.int64)
     step = position - request.n_given + 1
     result = np.full((len(position), scheme.n_heads, len(MEASURES)), np.nan, np.float32)
@@ -220,11 +230,11 @@ def attended(
     parts = _parts(np.arange(n), request.n_given, role)
     q, k, *proof = values
     place = f"layer {of_layer.layer}, request {request.number} of {request.run}"
-    for some, low, shares in scheme.attend(q[position], k, position):
+    for some, low, shares in scheme.attend(q[at_step], k, position):
         keys = slice(low, low + shares.shape[2])
         if proof and of_layer.proof is not None:
             out, most = scheme.outputs(shares, proof[0][keys])
-            apart = np.linalg.norm(out - proof[1][position[some]].reshape(out.shape), axis=2)
+            apart = np.linalg.norm(out - proof[1][at_step[some]].reshape(out.shape), axis=2)
             of_layer.proof.add(apart / np.maximum(most, 1e-30), place, step[some])
         result[some] = _measures(scheme, shares, position[some], parts[keys], request.n_given)
         top[some] = _largest(shares, low)
