@@ -29,9 +29,9 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 81_590,
-    "modules": 234,
-    "modules with one importer": 40,
+    "shipped lines": 83_270,
+    "modules": 241,
+    "modules with one importer": 43,
     "arguments of one function": 15,
     "fmt: skip": 10,
     "public classes of one name in one package": 11,
