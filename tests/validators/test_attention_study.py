@@ -18,7 +18,7 @@ from actds.errors import ActdsError
 from actds_studies.attention import api
 from actds_studies.attention import rows as rows_module
 from actds_studies.attention.model import Model
-from actds_studies.attention.result import Attention, outcome_of
+from actds_studies.attention.result import Attention, Trace, outcome_of
 from actds_studies.attention.rows import MEASURES, LayerRows, Request, attention_rows
 from actds_studies.pages.attention import page
 from actds_testing import synthetic
@@ -317,3 +317,24 @@ def test_many_layers_are_one_page(result: Attention) -> None:
     shown = page(result.model_copy(update={"layers": many}), "actds attention")
     assert len(shown.html()) < 1_000_000 and list(shown.lines())
     assert replace(shown, answer="x").html() != shown.html()
+
+
+def test_charts_have_their_numbers_and_mark_jumps_before_a_change(result: Attention) -> None:
+    steps, values = list(range(1, 41)), [0.5] * 40
+    trace = Trace(
+        request="<b>r</b>", steps=steps, prompt=values, jump=[None, *values[1:]], entropy=values,
+        marked=[9, 30],
+    )  # fmt: skip
+    layer = result.layers[0].model_copy(update={"traces": [trace]})
+    shown = page(result.model_copy(update={"layers": [layer]}), "actds attention")
+    pictures = {p.name: p for section in shown.sections for p in section.pictures}
+    assert pictures.keys() == {"depth", "roles", "against", "trace0"}
+    for picture in pictures.values():
+        assert picture.data.rows
+        assert {len(row) for row in picture.data.rows} == {len(picture.data.header)}
+    marks = [shape for shape in pictures["trace0"].shapes if shape.tag == "polygon"]
+    assert [mark.title for mark in marks] == ["step 9: jump 0.50", "step 30: jump 0.50"]
+    lines = [row for row in pictures["depth"].data.rows if row[1] == "prompt"]
+    known = [v for v in layer.values if (v.measure, v.axis) == ("prompt", "decode step")]
+    assert [row[4:7] for row in lines] == [(v.value, v.low, v.high) for v in known]
+    assert "<b>r</b>" not in shown.html()
