@@ -59,7 +59,7 @@ it, and whether the attention jumped there."""
 LEAST_STEPS = 20
 """With a jump and a change, of an answer whose jumps are compared."""
 N_TRACES, N_TRACE_STEPS = 3, 300
-_OUTCOMES = 3  # of a step: whether its change is large, its size, its direction
+_OUTCOMES = 4  # of a step: whether its change is large, one a window later, size, direction
 
 
 def attention(
@@ -71,7 +71,9 @@ def attention(
     limits: Limits | Mapping[str, float] | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Attention:
-    """Say where generated text looks, from stored queries and keys, and what follows its jumps.
+    """Say where generated text looks, and whether certainty changes where it jumps.
+
+    From stored queries and keys, proved by stored values and outputs of heads.
 
     Args:
         dataset: a sealed dataset with hooks ``q`` and ``k``, and ``v`` and ``z`` for the proof.
@@ -84,7 +86,7 @@ def attention(
 
     Returns:
         Means by depth, role, entropy and jump with intervals over groups of requests, heads, and
-        whether large jumps precede changes of the sampled tokens' entropy.
+        whether the sampled tokens' entropy changes at large jumps.
 
     Raises:
         ActdsError: E005 no such model; E009 an argument that cannot be used; E014 no layer with the
@@ -141,7 +143,7 @@ class _Entropies:
     """
 
     def __init__(self, study: _Study, window: int, largest: float) -> None:
-        catalog = study.dataset.catalog
+        catalog, self._window = study.dataset.catalog, window
         tables = {run: Sampled(catalog.table("sampled", run)) for run in catalog.run_ids}
         self._of: dict[int, tuple[Floats, Floats]] = {}
         for request in study.requests:
@@ -157,10 +159,11 @@ class _Entropies:
         self.edges: Floats = np.quantile(entropy, [0.2, 0.4, 0.6, 0.8]) if len(entropy) else entropy
         self.large = float(np.quantile(change, 1 - largest)) if len(change) else np.inf
 
-    def at(self, request: Request, step: Ints) -> tuple[Floats, Floats]:
-        """Return entropy and change at decode steps, NaN where there is none ``(n,)``."""
+    def at(self, request: Request, step: Ints) -> tuple[Floats, Floats, Floats]:
+        """Return entropy, change, and that a window later, NaN where there is none ``(n,)``."""
         entropy, change = self._of[request.index]
-        return entropy[step - 1], change[step - 1]
+        later = np.concatenate([change, np.full(self._window, np.nan)])[self._window :]
+        return entropy[step - 1], change[step - 1], later[step - 1]
 
 
 def _changes(entropy: Floats, window: int) -> Floats:
@@ -291,10 +294,10 @@ class _Study:
         return self._result(model)
 
     def _add(self, at: int, request: Request, steps: Attended, weight: Floats) -> None:
-        entropy, change = self.entropies.at(request, steps.step)
+        entropy, change, later = self.entropies.at(request, steps.step)
         jump = steps.values[:, :, MEASURES.index("jump")].mean(axis=1).astype(np.float64)
         kind = np.where(np.isfinite(jump), 1, -1)
-        usable = np.isfinite(jump) & np.isfinite(change)
+        usable = np.isfinite(jump) & np.isfinite(change) & np.isfinite(later)
         if len(known := jump[np.isfinite(jump)]) >= LEAST_STEPS:
             kind[jump > np.quantile(known, 1 - self.limits.largest)] = 0
         else:
@@ -311,7 +314,8 @@ class _Study:
         sums, group = self.sums[at], self.group[request.index]
         sums.add(steps.values, codes, weight, group)
         is_large = np.abs(change) >= self.entropies.large
-        outcomes = np.stack([is_large, np.abs(change), change])
+        is_large_later = np.abs(later) >= self.entropies.large
+        outcomes = np.stack([is_large, is_large_later, np.abs(change), change])
         cell = depth * len(STRATA["entropy"]) + quintile
         sums.jumps[:, group] += _matched(
             kind[usable] == 0, cell[usable], outcomes[:, usable], weight[usable]
@@ -403,8 +407,9 @@ class _Study:
             after_jumps=of(after[0]),
             after_matched=of(matched[0]),
             difference=difference,
-            size=of(after[1] - matched[1]),
-            direction=of(after[2] - matched[2]),
+            later=of(after[1] - matched[1]),
+            size=of(after[2] - matched[2]),
+            direction=of(after[3] - matched[3]),
         )
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from actds_validators.audit.result import Estimate
 from actds_validators.sections import Document, LimitsSection, Section, Share
 
-Outcome = Literal["precede", "do not precede", "undecided", "not known"]
+Outcome = Literal["more", "no more", "undecided", "not known"]
 
 
 class Limits(LimitsSection):
@@ -64,7 +64,7 @@ class SelfProof(Section):
 
 
 class Jumps(Section):
-    """What follows large jumps, beside steps of the same answer that are alike in all else.
+    """Entropy at large jumps, beside steps of the same answer at a like depth and entropy.
 
     A change is the mean entropy of the tokens sampled after the step less that of those before it,
     the step's own left out; a large one is among the largest tenth of all.
@@ -76,11 +76,14 @@ class Jumps(Section):
     n_matched: int = Field(default=0, description="of these, with a step to compare")
     large_change: float | None = Field(default=None, description="least large change, nats")
     after_jumps: Estimate | None = Field(
-        default=None, description="share of jumps before a large change"
+        default=None, description="share of jumps at a large change"
     )
     after_matched: Estimate | None = Field(default=None, description="share of matched steps")
     difference: Estimate | None = Field(
         default=None, description="of the two; at 95 % for all layers at once"
+    )
+    later: Estimate | None = Field(
+        default=None, description="the same of changes a window later, which begin after the jump"
     )
     size: Estimate | None = Field(
         default=None, description="of the changes, nats: after jumps less after matched steps"
@@ -96,7 +99,7 @@ class Trace(Section):
     prompt: list[float] = Field(description="mass on the prompt without position 0")
     jump: list[float | None]
     entropy: list[float | None] = Field(description="of the token sampled after it, nats")
-    marked: list[int] = Field(description="steps whose large jump precedes a large change")
+    marked: list[int] = Field(description="steps with a large jump and a large change")
 
 
 class LayerAttention(Section):
@@ -124,13 +127,13 @@ class AttentionAnswer(Section):
     """What the layers say together."""
 
     is_proved: bool
-    jumps: Outcome = Field(description="precede where they do at a layer")
+    jumps: Outcome = Field(description="more where it is so at a layer")
     words: str
     next_steps: list[str]
 
 
 class Attention(Document):
-    """Where generated text looks, and what follows where it jumps."""
+    """Where generated text looks, and whether certainty changes where it jumps."""
 
     schema_: Literal["actds.attention/1"] = Field(default="actds.attention/1", alias="schema")
     limits: Limits
@@ -149,12 +152,12 @@ class Attention(Document):
 
 # conclusions --------------------------------------------------------------------------------------
 
-_ORDER: tuple[Outcome, ...] = ("precede", "undecided", "do not precede", "not known")
+_ORDER: tuple[Outcome, ...] = ("more", "undecided", "no more", "not known")
 _WORDS: dict[Outcome, str] = {
-    "precede": "jumps of attention precede changes of entropy",
-    "do not precede": "jumps of attention precede changes of entropy no more than other steps",
-    "undecided": "undecided whether jumps precede changes of entropy",
-    "not known": "what follows jumps is not known",
+    "more": "entropy changes at jumps of attention more often than at matched steps",
+    "no more": "entropy changes at jumps of attention no more often than at matched steps",
+    "undecided": "undecided whether entropy changes at jumps of attention",
+    "not known": "whether entropy changes at jumps is not known",
 }
 
 
@@ -162,8 +165,8 @@ def outcome_of(difference: Estimate | None, margin: float) -> Outcome:
     if difference is None:
         return "undecided"
     if difference.low > 0:
-        return "precede"
-    return "do not precede" if difference.high < margin else "undecided"
+        return "more"
+    return "no more" if difference.high < margin else "undecided"
 
 
 def answer(layers: Sequence[LayerAttention], first: str, last: str) -> AttentionAnswer:
@@ -194,9 +197,11 @@ def answer(layers: Sequence[LayerAttention], first: str, last: str) -> Attention
             "with --overflow block, and without a prefix cache that others fill."
         )
     reasons = {layer.jumps.reason for layer in layers if layer.jumps.reason}
-    steps += [f"What follows jumps is not known: {reason}." for reason in sorted(reasons)]
+    steps += [
+        f"Whether entropy changes at jumps is not known: {reason}." for reason in sorted(reasons)
+    ]
     if jumps == "undecided":
-        steps.append("Harvest more or longer answers to decide whether jumps precede changes.")
-    if jumps == "precede":
+        steps.append("Harvest more or longer answers to decide whether entropy changes at jumps.")
+    if jumps == "more":
         steps.append("Look at the marked steps: what the answers turn to there (actds view).")
     return AttentionAnswer(is_proved=is_proved, jumps=jumps, words=words, next_steps=steps)

@@ -54,7 +54,7 @@ def attention(
     json_out: Path | None,
     **options: Any,
 ) -> None:
-    """Say where generated text looks, and what follows its jumps.
+    """Say where generated text looks, and whether certainty changes where it jumps.
 
     From stored rows of hooks q and k alone: the attention of every decode step is computed again,
     and proved by rows of v and z of the same layer. Where softmax(q k) v is not the stored z, the

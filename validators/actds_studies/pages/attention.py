@@ -1,4 +1,4 @@
-"""The page of attention: shares by depth, role, entropy and jump, what follows jumps, the proof."""
+"""The page of attention: shares by depth, role, entropy and jump, jumps and entropy, the proof."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from actds_studies.attention.result import (
     Attention,
     AttentionValue,
     LayerAttention,
-    Outcome,
     Trace,
 )
 from actds_validators.audit.place import Level
@@ -42,12 +41,6 @@ _LOOKS = (
 )
 _MAX_PANELS, _MAX_TRACES = 4, 2
 _SHARES = "share of the attention"
-_OUTCOMES: dict[Outcome, str] = {
-    "precede": "yes",
-    "do not precede": "no",
-    "undecided": "undecided",
-    "not known": "not known",
-}
 Place = tuple[str, str, str]
 """Axis, stratum, and what a chart calls it."""
 
@@ -62,7 +55,7 @@ def page(result: Attention, command: str) -> AnswerPage:
     level: Level = "PASS" if is_proved else "INCONCLUSIVE"
     return AnswerPage(
         subject="attention",
-        question="Where does generated text look, and what follows where its attention jumps?",
+        question="Where does generated text look, and does certainty change where it jumps?",
         level=level,
         answer=("" if is_proved else "NOT PROVED. ") + result.answer.words,
         boxes=_boxes(result),
@@ -95,12 +88,12 @@ def _boxes(result: Attention) -> list[Fact]:
     ]
     if not known:
         reason = result.layers[0].jumps.reason or "too few"
-        return [*boxes, Fact("Jumps before a change", "not known", reason, is_known=False)]
+        return [*boxes, Fact("Jumps at a change", "not known", reason, is_known=False)]
     _, layer, jumps = max(known, key=lambda of: of[:2])
     shares = [percent(of.value) for of in (jumps.after_jumps, jumps.after_matched) if of]
-    note = f"of large jumps at layer {layer} precede a large change of entropy, "
+    note = f"of large jumps at layer {layer} are at a large change of entropy, "
     note += f"{or_dash(jumps.difference, _points)} points more than of matched steps"
-    return [*boxes, Fact("Jumps before a change", f"{shares[0]}, matched {shares[1]}", note)]
+    return [*boxes, Fact("Jumps at a change", f"{shares[0]}, matched {shares[1]}", note)]
 
 
 def _facts(result: Attention, command: str) -> list[tuple[str, str]]:
@@ -283,12 +276,13 @@ def _points(value: Estimate) -> str:
 
 _JUMPS: Columns[LayerAttention] = (
     ("layer", lambda row: str(row.layer)),
-    ("precede a change", lambda row: _OUTCOMES[row.jumps.outcome]),
+    ("changes at jumps", lambda row: row.jumps.outcome),
     ("jumps", lambda row: count(row.jumps.n_jumps)),
     ("matched", lambda row: count(row.jumps.n_matched)),
-    ("before a large change", lambda row: _interval(row.jumps.after_jumps)),
+    ("at a large change", lambda row: _interval(row.jumps.after_jumps)),
     ("matched steps", lambda row: _interval(row.jumps.after_matched)),
     ("difference, points", lambda row: or_dash(row.jumps.difference, _points)),
+    ("a window later, points", lambda row: or_dash(row.jumps.later, _points)),
     ("size, nats", lambda row: _interval(row.jumps.size)),
     ("direction, nats", lambda row: _interval(row.jumps.direction)),
 )
@@ -302,7 +296,9 @@ def _jumps(result: Attention) -> Shown:
         f"largest {percent(limits.largest)} of all. Large jumps are compared with other steps of "
         "the same answer in the same band of depth and quintile of entropy. The difference of "
         "shares is at 95 % for all layers at once, the size of changes and their direction (above "
-        "0: less certain after the jump) at 95 % each. To precede is not to cause."
+        "0: less certain after the jump) at 95 % each. A window later: the same for changes that "
+        "begin after the jump; near 0 the change comes with the jump, and not later. None of it is "
+        "cause."
     )
     notes = [
         Sentence(f"Layer {layer.layer}: {layer.jumps.reason}.")
@@ -311,7 +307,7 @@ def _jumps(result: Attention) -> Shown:
     ]
     part = Part(
         "jumps",
-        "What follows jumps",
+        "Jumps and entropy",
         Sentence(lead),
         table_of("Large jumps beside matched steps", _JUMPS, result.layers, frozenset({0, 1})),
         notes,
@@ -322,12 +318,12 @@ def _jumps(result: Attention) -> Shown:
 
 
 def _trace(layer: LayerAttention, trace: Trace, n: int) -> Picture:
-    """Return jump and entropy of an answer, step by step, with the jumps before a change."""
+    """Return jump and entropy of an answer, step by step, with the jumps at a change."""
     p = Picture(
         f"trace{n}",
         f"An answer at layer {layer.layer}",
         "Above the jump of each step, below the entropy of the token sampled after it, in nats. "
-        "Diamonds and dashed lines mark large jumps that precede a large change of entropy.",
+        "Diamonds and dashed lines mark large jumps at a large change of entropy.",
         WIDTH,
         400,
         FigureData(("request", "step", "jump", "entropy", "prompt share", "marked")),
