@@ -29,7 +29,7 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 83_270,
+    "shipped lines": 83_271,
     "modules": 241,
     "modules with one importer": 43,
     "arguments of one function": 15,
