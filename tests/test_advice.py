@@ -54,6 +54,7 @@ REPORTS = {
     "validators/actds_validators/pages/report.py": ("audit",),
     "validators/actds_validators/pages/words.py": ("audit",),
     "validators/actds_studies/stability/result.py": ("stability",),
+    "validators/actds_studies/attention/result.py": ("write",),
     "validators/actds_studies/view/__init__.py": ("view",),
 }
 

@@ -29,9 +29,9 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 83_400,
-    "modules": 240,
-    "modules with one importer": 40,
+    "shipped lines": 85_100,
+    "modules": 247,
+    "modules with one importer": 43,
     "arguments of one function": 15,
     "fmt: skip": 10,
     "public classes of one name in one package": 11,

@@ -136,12 +136,15 @@ def simulate(
     merge: bool = True,
     budget: int = 24,
     turns: bool = False,
+    longest: int = 8,
 ) -> Schedule:
     """Return the schedule of a run; the same arguments give the same schedule.
 
-    With ``turns`` every other request goes on from the answer to the one before it.
+    With ``turns`` every other request goes on from the answer to the one before it. Answers have
+    up to ``longest`` tokens.
     """
-    return _Simulator(n_requests, seed, drops, cache, filtered, merge, budget, turns).run()
+    one = _Simulator(n_requests, seed, drops, cache, filtered, merge, budget, turns, longest)
+    return one.run()
 
 
 class _Simulator:
@@ -155,10 +158,11 @@ class _Simulator:
         merge: bool,
         budget: int,
         turns: bool,
+        longest: int,
     ) -> None:
         self.rng = np.random.default_rng(seed)
         self.drops, self.cache, self.filtered, self.merge = drops, cache, filtered, merge
-        self.budget, self.turns = budget, turns
+        self.budget, self.turns, self.longest = budget, turns, longest
         self.blocks: dict[tuple[int, ...], dict[int, int]] = {}  # prefix -> origin per position
         self.rows: list[tuple[object, ...]] = []
         self.steps: list[dict[str, object]] = []
@@ -178,7 +182,7 @@ class _Simulator:
         prompt += self._words(int(self.rng.integers(0, 12)))
         if self.turns and number % 2:
             prompt = self.requests[-1].tokens + self._words(3)
-        target = int(self.rng.integers(1, 9))
+        target = int(self.rng.integers(1, self.longest + 1))
         finish = ("stop", "length", "abort")[int(self.rng.choice(3, p=(0.5, 0.35, 0.15)))]
         if number % 11 == 7:
             finish = "skipped"

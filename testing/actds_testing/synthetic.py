@@ -85,7 +85,7 @@ def make_dataset(
         drops: lose some steps to an overflow.
         cache: let requests of a common prefix hit the prefix cache.
         filtered: leave some tokens out by a filter.
-        hooks: names ``resid_post.LAYER``.
+        hooks: names ``KIND.LAYER``.
         d_model: channels of a row; by hook where they differ.
         dtype: type of the rows; by hook where they differ.
         run: id of the run.
@@ -190,7 +190,7 @@ def _write_genesis(
     named = [
         Hook(
             name=name,
-            kind="resid_post",
+            kind=name.rpartition(".")[0],
             layer=int(name.rpartition(".")[2]),
             d_model=d_model if isinstance(d_model, int) else d_model[name],
             dtype=dtype if isinstance(dtype, str) else dtype[name],

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import actds
 from actds.explore.dataset import Dataset
+from actds_studies.attention.model import Model
 from actds_testing import harvest as h
 from actds_testing.families.layouts import stack_of, watched
 from actds_testing.families.models import FAMILIES
@@ -124,6 +126,30 @@ def test_the_run_record_has_the_distance_of_every_hook(dataset: Dataset) -> None
     assert said["against"] == "transformers" and set(said["hooks"]) == set(HOOKS)
     widths = {hook.name: hook.d_model for hook in dataset.hooks.values()}
     assert (widths["resid_mid.15"], widths["q.15"], widths["k.15"]) == (576, 576, 192)
+
+
+def test_attention_of_the_rows_is_proved_and_that_of_a_plain_forward(
+    dataset: Dataset, plain: Any
+) -> None:
+    import torch
+
+    result = actds.attention(dataset.path, model=h.REAL_MODEL)
+    assert [layer.layer for layer in result.layers] == list(LAYERS)
+    assert result.answer.is_proved and result.share == 1
+    if dataset.hooks["q.15"].dtype != "float32":
+        return
+    assert max(layer.proof.largest or 1 for layer in result.layers) <= 1e-4
+    names = h.external_ids(dataset)
+    (number,) = (request for (_, request), name in names.items() if name == "q3")
+    of = {kind: dataset.request(number, hook=f"{kind}.15") for kind in "qk"}
+    q, k = (rows.array[rows.row] for rows in of.values())
+    with torch.no_grad():
+        ids = torch.tensor(of["q"].token_id)[None]
+        want = plain(ids, output_attentions=True, use_cache=False).attentions[15][0].numpy()
+    scheme = Model(dataset, h.REAL_MODEL).scheme(15)
+    [(_, _, shares)] = scheme.attend(q, k, np.arange(len(q)))
+    assert np.abs(shares - want.transpose(1, 0, 2)).max() <= 1e-4
+    assert (of["q"].owner != number).any()  # keys of a prefix hit are those of who computed them
 
 
 def test_there_were_chunks_hits_and_decoded_rows(dataset: Dataset) -> None:

@@ -321,6 +321,8 @@ def test_rows_of_every_kind_are_those_of_a_plain_forward(
         with torch.no_grad(), watched(plain, plain.model.layers, FAMILIES[0], keep):
             plain(torch.tensor([ids]), use_cache=False)
     assert len(acts.hooks) == 12
+    proof = actds.attention(tmp_path / "acts", model=model).layers[0].proof
+    assert proof.outcome == "proved" and proof.n > 0
     for hook in acts.hooks:
         rows = h.rows_of(acts, hook)
         want = np.stack([states[name][hook][position] for name, position in rows])

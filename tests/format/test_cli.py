@@ -367,6 +367,8 @@ def test_a_room_that_cannot_be_loaded_is_named_and_harms_no_other(
         "stability {dataset} --html {out} --hook resid_post.1",
         "stability {dataset} --json {out} --hook resid_post.1",
         "stability {dataset} --out {out} --hook resid_post.1",
+        "attention {dataset} --html {out}",
+        "attention {dataset} --json {out}",
         "schema --write {out}",
         "attest {dataset} --json {out} --model {dataset}",
     ],

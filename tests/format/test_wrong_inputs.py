@@ -43,6 +43,7 @@ def right(name: str, files: Path) -> dict[str, list[str]]:
     acts, model = [f"{files}/acts"], ["--model", f"{files}/model"]
     prompts, engine = ["--prompts", f"{files}/prompts.jsonl"], ["--engine", "transformers"]
     return {
+        "attention": {"dataset": acts, "model": model},
         "attest": {"source": acts, "model": model, "engine": engine},
         "explain": {"code": ["E001"]},
         "export": {"path": acts, "out": ["exported"], "to": ["--to", "safetensors"]},

@@ -19,6 +19,7 @@ from click.testing import CliRunner, Result
 import actds
 from actds.cli import cli
 from actds.errors import ActdsError
+from actds_studies.attention import result as attention_result
 from actds_studies.regimes import result as regimes_result
 from actds_studies.stability import result as stability_result
 from actds_testing.places import SCHEMAS
@@ -143,7 +144,7 @@ def test_a_limit_that_is_none_is_refused_with_the_nearest(words: list[str], erro
 
 
 @pytest.mark.standard
-@pytest.mark.parametrize("function", ["audit", "check", "regimes", "stability"])
+@pytest.mark.parametrize("function", ["attention", "audit", "check", "regimes", "stability"])
 def test_a_function_names_the_extra_that_is_missing(function: str) -> None:
     script = f"import sys; sys.modules['scipy'] = None; import actds; actds.{function}('none')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -178,7 +179,11 @@ def test_every_limit_of_every_command_is_listed_with_its_meaning_and_its_default
     told = CliRunner().invoke(cli, ["schema", "limits"]).stdout
     by_command = {part.split("\n")[0]: part for part in re.split(r"\n(?=\w)", told)}
     assert {*by_command} >= {"audit", "regimes", "stability"}
-    names = {"regimes": regimes_result.Limits, "stability": stability_result.Limits}
+    names = {
+        "regimes": regimes_result.Limits,
+        "stability": stability_result.Limits,
+        "attention": attention_result.Limits,
+    }
     for command, limits in {"audit": Limits, **names}.items():
         listed = {line.split()[0] for line in by_command[command].splitlines()[1:]}
         assert listed == {*limits.model_fields} - limits.options

@@ -290,7 +290,7 @@ class _Heads(_OfStream):
         self.name, self._number, self._of_values = name, number, of_values
 
     def width(self, config: ModelConfig) -> int:
-        n_heads = _n_heads(config) if self._number == 0 else _n_kv_heads(config)
+        n_heads = n_heads_of(config) if self._number == 0 else _n_kv_heads(config)
         return n_heads * _head_dim(config, self._of_values)
 
     def tap(self, model: torch.nn.Module, layer: int, form: StreamForm) -> Tap:
@@ -421,7 +421,7 @@ def _first(config: ModelConfig, *names: str) -> Any:
     return values[0]
 
 
-def _n_heads(config: ModelConfig) -> int:
+def n_heads_of(config: ModelConfig) -> int:
     return int(_first(config, "num_attention_heads", "n_head", "num_heads", "n_heads"))
 
 
@@ -429,7 +429,7 @@ def _n_kv_heads(config: ModelConfig) -> int:
     shared = config.get("multi_query") and not config.get("new_decoder_architecture")
     known = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
     if shared or all(config.get(name) is None for name in known):
-        return 1 if shared else _n_heads(config)
+        return 1 if shared else n_heads_of(config)
     return int(_first(config, *known))
 
 
@@ -439,7 +439,7 @@ def _head_dim(config: ModelConfig, of_values: bool) -> int:
         query = int(config["qk_nope_head_dim"]) + int(config["qk_rope_head_dim"])
         return int(config["v_head_dim"]) if of_values else query
     given = config.get("head_dim")
-    return int(given) if given else int(config["hidden_size"]) // _n_heads(config)
+    return int(given) if given else int(config["hidden_size"]) // n_heads_of(config)
 
 
 MAX_SPEC_LENGTH = 4096

@@ -1,0 +1,1 @@
+"""How generated text attends, from stored queries and keys alone."""

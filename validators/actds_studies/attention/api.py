@@ -1,0 +1,454 @@
+"""Attention from Python: one pass over the requests, sums by stratum and group of requests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from actds.errors import ActdsError
+from actds.explore.dataset import Dataset, open_apart
+from actds.format.positions import split_key
+from actds.format.sampled import Sampled
+from actds.format.tables import ROLES
+from actds.text import storable
+from actds_studies.attention.model import Model
+from actds_studies.attention.result import (
+    Attention,
+    AttentionValue,
+    Jumps,
+    LayerAttention,
+    Limits,
+    SelfProof,
+    Trace,
+    answer,
+    outcome_of,
+)
+from actds_studies.attention.rows import (
+    CAST,
+    LIMITS,
+    MEASURES,
+    Attended,
+    LayerRows,
+    Proof,
+    Request,
+    attention_rows,
+)
+from actds_studies.regimes.arms import Requests, first_sampled
+from actds_validators.arrays import Bools, Floats, Ints, Rows
+from actds_validators.audit.result import Estimate
+from actds_validators.sections import about, need_extra, recorded, settings_of
+
+if TYPE_CHECKING:
+    from actds_validators.statistics.intervals import Interval
+
+BANDS = ("1", "2", *(f"{2**n + 1} to {2 ** (n + 1)}" for n in range(1, 24)))
+"""Of decode steps: each band is twice as long as the one before."""
+STRATA = {
+    "all": ("all",),
+    "decode step": BANDS,
+    "role": ROLES,
+    "entropy": tuple(f"quintile {n}" for n in range(1, 6)),
+    "jump": ("large", "others"),
+}
+"""By axis: steps, their depth, the role of the token fed, the entropy of the token sampled after
+it, and whether the attention jumped there."""
+LEAST_STEPS = 20
+"""With a jump and a change, of an answer whose jumps are compared."""
+N_TRACES, N_TRACE_STEPS = 3, 300
+_OUTCOMES = 4  # of a step: whether its change is large, one a window later, size, direction
+
+
+def attention(
+    dataset: str | os.PathLike[str],
+    *,
+    model: str | Path | None = None,
+    layers: Sequence[int] = (),
+    unproved: bool = False,
+    limits: Limits | Mapping[str, float] | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Attention:
+    """Say where generated text looks, and whether certainty changes where it jumps.
+
+    From stored queries and keys, proved by stored values and outputs of heads.
+
+    Args:
+        dataset: a sealed dataset with hooks ``q`` and ``k``, and ``v`` and ``z`` for the proof.
+        model: the folder that it was harvested from, or ``org/name`` of the local hub cache; the
+            name in the run record by default. Its configuration says how attention is computed.
+        layers: layers to look at; all that have the hooks by default.
+        unproved: go on where ``v`` and ``z`` are not stored, and mark the result.
+        limits: settings by name, or as the result has them.
+        progress: receives what is being done.
+
+    Returns:
+        Means by depth, role, entropy and jump with intervals over groups of requests, heads, and
+        whether the sampled tokens' entropy changes at large jumps.
+
+    Raises:
+        ActdsError: E005 no such model; E009 an argument that cannot be used; E014 no layer with the
+            hooks, another model, no ``v`` and ``z``, an attention that does not give the stored
+            ``z``, no step that has all its keys; and as ``actds.open``.
+    """
+    need_extra()
+    chosen = settings_of(Limits, limits)
+    opened = open_apart(os.fspath(dataset))
+    of_model = Model(opened, model)
+    of_layers = _layers(opened, of_model, layers, unproved)
+    return _Study(opened, of_layers, chosen).run(of_model, progress)
+
+
+def _layers(
+    dataset: Dataset, model: Model, layers: Sequence[int], unproved: bool
+) -> list[LayerRows]:
+    known = {
+        layer: [kind for kind in "qkvz" if f"{kind}.{layer}" in dataset.hooks]
+        for layer in sorted({hook.layer for hook in dataset.hooks.values()})
+    }
+    usable = [layer for layer, kinds in known.items() if kinds[:2] == ["q", "k"]]
+    wanted = sorted(set(layers)) or usable
+    if not wanted or not set(wanted) <= set(usable):
+        got = f"layers {', '.join(map(str, wanted))}" if wanted else ", ".join(dataset.hooks)
+        expected = f"one of {', '.join(map(str, usable))}" if usable else "hooks q.L and k.L"
+        next_step = None if usable else "Harvest hooks q, k, v and z of a layer, and entropies."
+        raise ActdsError("E014", "layers", got=got[:200], expected=expected, next_step=next_step)
+    is_cast = any(cast != "none" for cast in recorded(dataset.catalog, "capture.cast"))
+    result = []
+    for layer in wanted:
+        proof = None
+        if known[layer] == list("qkvz"):
+            limit = max(LIMITS[dataset.hooks[f"{kind}.{layer}"].dtype] for kind in "qkvz")
+            proof = Proof(CAST * limit, limit) if is_cast else Proof(limit, limit / 4)
+        elif not unproved:
+            raise ActdsError(
+                "E014",
+                f"layer {layer}",
+                got=f"rows of {' and '.join(known[layer])}: nothing proves the attention",
+                expected="rows of v and z as well",
+                next_step="Harvest v and z of the layer too, or take numbers without a proof: "
+                "unproved=True",
+            )
+        result.append(LayerRows(layer, model.scheme(layer), proof))
+    return result
+
+
+class _Entropies:
+    """Entropies of the tokens sampled after decode steps, and their changes, by request.
+
+    Args:
+        window: tokens before and after a step, whose mean entropies make a change.
+    """
+
+    def __init__(self, study: _Study, window: int, largest: float) -> None:
+        catalog, self._window = study.dataset.catalog, window
+        tables = {run: Sampled(catalog.table("sampled", run)) for run in catalog.run_ids}
+        self._of: dict[int, tuple[Floats, Floats]] = {}
+        for request in study.requests:
+            position = np.arange(request.n_given, request.n_fed)
+            after = tables[request.run].after(
+                "entropy", np.full(len(position), request.number), position
+            )
+            entropy = after.fill_null(np.nan).to_numpy(zero_copy_only=False).astype(np.float64)
+            self._of[request.index] = entropy, _changes(entropy, window)
+        entropy, change = (np.concatenate(side) for side in zip(*self._of.values(), strict=True))
+        entropy, change = entropy[np.isfinite(entropy)], np.abs(change[np.isfinite(change)])
+        self.is_known = bool(len(change))
+        self.edges: Floats = np.quantile(entropy, [0.2, 0.4, 0.6, 0.8]) if len(entropy) else entropy
+        self.large = float(np.quantile(change, 1 - largest)) if len(change) else np.inf
+
+    def at(self, request: Request, step: Ints) -> tuple[Floats, Floats, Floats]:
+        """Return entropy, change, and that a window later, NaN where there is none ``(n,)``."""
+        entropy, change = self._of[request.index]
+        later = np.concatenate([change, np.full(self._window, np.nan)])[self._window :]
+        return entropy[step - 1], change[step - 1], later[step - 1]
+
+
+def _changes(entropy: Floats, window: int) -> Floats:
+    """Return the mean of the entropies after each step less that of those before it ``(n,)``."""
+    change = np.full(len(entropy), np.nan)
+    if len(entropy) > 2 * window:
+        means = np.convolve(entropy, np.full(window, 1 / window), "valid")
+        change[window:-window] = means[window + 1 :] - means[: -window - 1]
+    return change
+
+
+class _Sums:
+    """What is added up of a layer, by group of requests."""
+
+    def __init__(self, n_heads: int, n_groups: int) -> None:
+        self.strata = [(axis, name) for axis, names in STRATA.items() for name in names]
+        starts = np.cumsum([0, *map(len, STRATA.values())])
+        self._start = dict(zip(STRATA, starts.tolist(), strict=False))
+        shape = (len(MEASURES), n_groups)
+        # Weights, and weights times values.
+        self.of_strata = np.zeros((2, len(self.strata), *shape))
+        self.of_heads = np.zeros((2, n_heads, *shape))
+        self.counts = np.zeros((2, len(self.strata), len(MEASURES)), np.int64)
+        self.jumps = np.zeros((3 + 2 * _OUTCOMES, n_groups))
+
+    def add(self, values: Rows, codes: Mapping[str, Ints], weight: Floats, group: int) -> None:
+        """Add the steps of a request: ``(n, n_heads, measures)``, weights ``(n,)``."""
+        known = np.isfinite(values)
+        pair = np.stack([known, np.where(known, values, 0)]) * weight[:, np.newaxis, np.newaxis]
+        self.of_heads[..., group] += pair.sum(axis=1)
+        means = pair.mean(axis=2)
+        for axis, code in codes.items():
+            for place in np.unique(code[code >= 0]).tolist():
+                rows, at = code == place, self._start[axis] + place
+                self.of_strata[:, at, :, group] += means[:, rows].sum(axis=1)
+                n = known[rows].any(axis=1).sum(axis=0)
+                self.counts[:, at] += np.stack([n, n > 0])
+
+    def values(self) -> list[AttentionValue]:
+        """Return the mean of each measure in each stratum, and of each head, where there is one."""
+        n_heads = self.of_heads.shape[1]
+        places = [*self.strata, *(("head", str(head)) for head in range(n_heads))]
+        sums = np.concatenate([self.of_strata, self.of_heads], axis=1)
+        counts = np.concatenate([self.counts, self.counts[:, :1].repeat(n_heads, axis=1)], axis=1)
+        return [
+            AttentionValue(
+                measure=MEASURES[m],
+                axis=axis,
+                stratum=stratum,
+                value=float(x.sum() / w.sum()),
+                low=interval and interval.low,
+                high=interval and interval.high,
+                n_steps=int(counts[0, n, m]),
+                n_requests=int(counts[1, n, m]),
+            )
+            for n, (axis, stratum) in enumerate(places)
+            for m, (w, x, interval) in enumerate(zip(*sums[:, n], _means(sums[:, n]), strict=True))
+            if w.any()
+        ]
+
+
+def _means(sums: Floats) -> Sequence[Interval | None]:
+    """Return intervals of means: of weights, and weights times values ``(2, n, n_groups)``."""
+    from actds_validators.statistics.intervals import jackknife_many
+
+    some = sums[:, :, (sums[0] > 0).any(axis=0)]
+    return jackknife_many(some, _ratio) if some.shape[2] > 1 else [None] * sums.shape[1]
+
+
+def _ratio(sums: Floats) -> Floats:
+    ratio: Floats = np.full_like(sums[0], np.nan)
+    np.divide(sums[1], sums[0], out=ratio, where=sums[0] > 1e-9)
+    return ratio
+
+
+class _Study:
+    def __init__(self, dataset: Dataset, layers: Sequence[LayerRows], limits: Limits) -> None:
+        self.dataset, self.layers, self.limits = dataset, layers, limits
+        self.known = Requests(dataset)
+        n_given = first_sampled(dataset, self.known)
+        answered = np.flatnonzero(self.known.n_fed > n_given)
+        if not len(answered):
+            raise ActdsError("E014", "requests", got="no generated token", expected="answers")
+        if limits.requests is not None and limits.requests < len(answered):
+            rng = np.random.default_rng(limits.seed)
+            answered = np.sort(rng.choice(answered, limits.requests, replace=False))
+        run, number = split_key(self.known.keys[answered])
+        runs = dataset.catalog.run_ids
+        self.requests = [
+            Request(runs[r], n, index, int(n_given[index]), int(self.known.n_fed[index]))
+            for r, n, index in zip(run.tolist(), number.tolist(), answered.tolist(), strict=True)
+        ]
+        # Answers to one prompt are no independent ones.
+        numbers: dict[object, int] = {}
+        prompts = zip(self.known.source, self.known.source_row, strict=True)
+        keys = (n if row is None else (source, row) for n, (source, row) in enumerate(prompts))
+        clusters = np.array([numbers.setdefault(key, len(numbers)) for key in keys])
+        from actds_studies.regimes.contrast import groups_of
+
+        cluster = clusters[answered]
+        self.n_groups, group_of = groups_of((cluster, cluster), limits.seed)
+        self.group = dict(zip(answered.tolist(), group_of[cluster].tolist(), strict=True))
+        self.entropies = _Entropies(self, limits.window, limits.largest)
+        self.sums = [_Sums(layer.scheme.n_heads, self.n_groups) for layer in layers]
+        self.traces: list[list[Trace]] = [[] for _ in layers]
+        longest = sorted(answered, key=lambda i: n_given[i] - self.known.n_fed[i])
+        self.traced = {int(index) for index in longest[:N_TRACES]}
+
+    def run(self, model: Model, progress: Callable[[str], None]) -> Attention:
+        shards = [self.dataset.shards_of(layer.hooks[0]) for layer in self.layers]
+        inclusion = [self.dataset.inclusion(of_layer) for of_layer in shards]
+        weights = [None if of is None else 1 / np.concatenate(of) for of in inclusion]
+        read = attention_rows(self.dataset, self.requests, self.layers, self.limits.every)
+        for request, at, steps in read:
+            progress(f"layer {self.layers[at].layer}, request {request.number:,} of {request.run}")
+            of_layer = weights[at]
+            weight = np.ones(len(steps.step)) if of_layer is None else of_layer[steps.row]
+            self._add(at, request, steps, weight)
+        if not any(layer.n_decode - layer.absent.total() for layer in self.layers):
+            (reason, _), *_ = self.layers[0].absent.most_common(1)
+            raise ActdsError(
+                "E014",
+                self.dataset.path,
+                got=f"no decode step with all its keys: {reason}",
+                expected="rows of q and k at every position before a step",
+            )
+        return self._result(model)
+
+    def _add(self, at: int, request: Request, steps: Attended, weight: Floats) -> None:
+        entropy, change, later = self.entropies.at(request, steps.step)
+        jump = steps.values[:, :, MEASURES.index("jump")].mean(axis=1).astype(np.float64)
+        kind = np.where(np.isfinite(jump), 1, -1)
+        usable = np.isfinite(jump) & np.isfinite(change) & np.isfinite(later)
+        if len(known := jump[np.isfinite(jump)]) >= LEAST_STEPS:
+            kind[jump > np.quantile(known, 1 - self.limits.largest)] = 0
+        else:
+            kind[:] = -1
+        depth = np.ceil(np.log2(steps.step)).astype(np.int64)
+        quintile = np.searchsorted(self.entropies.edges, entropy)
+        codes = {
+            "all": np.zeros(len(depth), np.int64),
+            "decode step": depth,
+            "role": steps.role,
+            "entropy": np.where(np.isfinite(entropy), quintile, -1),
+            "jump": kind,
+        }
+        sums, group = self.sums[at], self.group[request.index]
+        sums.add(steps.values, codes, weight, group)
+        is_large = np.abs(change) >= self.entropies.large
+        is_large_later = np.abs(later) >= self.entropies.large
+        outcomes = np.stack([is_large, is_large_later, np.abs(change), change])
+        cell = depth * len(STRATA["entropy"]) + quintile
+        sums.jumps[:, group] += _matched(
+            kind[usable] == 0, cell[usable], outcomes[:, usable], weight[usable]
+        )
+        if request.index in self.traced:
+            marked = steps.step[usable & is_large & (kind == 0)]
+            self.traces[at].append(self._trace(request, steps, jump, entropy, marked))
+
+    def _trace(
+        self, request: Request, steps: Attended, jump: Floats, entropy: Floats, marked: Ints
+    ) -> Trace:
+        prompt = steps.values[:, :, MEASURES.index("prompt")].mean(axis=1)
+        n = slice(N_TRACE_STEPS)
+        return Trace(
+            request=self.known.external_id[request.index],
+            steps=steps.step[n].tolist(),
+            prompt=np.round(prompt[n], 4).tolist(),
+            jump=_nullable(jump[n]),
+            entropy=_nullable(entropy[n]),
+            marked=[step for step in marked.tolist() if step in steps.step[n]],
+        )
+
+    def _result(self, model: Model) -> Attention:
+        layers = [self._layer(at) for at in range(len(self.layers))]
+        n_decode = sum(layer.n_decode for layer in layers)
+        of_dataset = about(self.dataset.catalog, "")
+        return Attention(
+            limits=self.limits,
+            dataset=storable(self.dataset.path),
+            digest=self.dataset.digest,
+            models=list(of_dataset.models),
+            engines=list(of_dataset.engines),
+            started_ns=of_dataset.started_ns,
+            model_checked=model.is_checked,
+            n_requests=len(self.requests),
+            n_groups=self.n_groups,
+            share=sum(layer.n_steps for layer in layers) / n_decode,
+            answer=answer(layers, *_ends_of(layers)),
+            layers=layers,
+        )
+
+    def _layer(self, at: int) -> LayerAttention:
+        layer, sums = self.layers[at], self.sums[at]
+        reason = "no step has all its keys" if layer.proof else "the dataset has no rows of v and z"
+        proof = SelfProof(outcome="not proved", reason=reason)
+        if layer.proof is not None and layer.proof.n:
+            of = {name: getattr(layer.proof, name) for name in ("limit", "largest", "mean", "n")}
+            proof = SelfProof(outcome="proved", **of)
+        return LayerAttention(
+            layer=layer.layer,
+            n_heads=layer.scheme.n_heads,
+            n_kv_heads=layer.scheme.n_kv_heads,
+            head_dim=layer.scheme.head_dim,
+            scheme=layer.scheme.words,
+            proof=proof,
+            n_decode=layer.n_decode,
+            n_steps=layer.n_decode - layer.absent.total(),
+            absent=dict(layer.absent.most_common()),
+            values=sums.values(),
+            jumps=self._jumps(sums.jumps),
+            traces=self.traces[at],
+        )
+
+    def _jumps(self, sums: Floats) -> Jumps:
+        """Return what follows large jumps, of the sums of `_matched` by group."""
+        from actds_validators.statistics.intervals import jackknife
+
+        if not self.entropies.is_known:
+            reason = "the harvest recorded no entropies of sampled tokens (actds write --entropy)"
+            return Jumps(outcome="not known", reason=reason)
+        n_jumps, n_matched, total, *rest = sums
+        after, matched = np.split(np.array(rest), 2)
+        has = total > 0
+        if has.sum() < 2:
+            reason = f"large jumps with a change are in {int(has.sum())} groups of requests"
+            return Jumps(outcome="not known", reason=reason)
+
+        def of(top: Floats) -> Estimate | None:
+            return Estimate.of(jackknife(np.stack([total[has], top[has]]), _ratio))
+
+        level = 1 - 0.05 / len(self.layers)
+        apart = jackknife(np.stack([total[has], (after - matched)[0][has]]), _ratio)
+        difference = Estimate.of(None if apart is None else apart.at(level))
+        return Jumps(
+            outcome=outcome_of(difference, self.limits.margin),
+            n_jumps=int(n_jumps.sum()),
+            n_matched=int(n_matched.sum()),
+            large_change=self.entropies.large,
+            after_jumps=of(after[0]),
+            after_matched=of(matched[0]),
+            difference=difference,
+            later=of(after[1] - matched[1]),
+            size=of(after[2] - matched[2]),
+            direction=of(after[3] - matched[3]),
+        )
+
+
+def _matched(is_jump: Bools, cell: Ints, outcomes: Floats, weight: Floats) -> Floats:
+    """Return what large jumps of an answer are followed by, beside other steps of their cell.
+
+    Args:
+        cell: steps of one depth and entropy are alike ``(n,)``.
+        outcomes: of each step ``(k, n)``.
+
+    Returns:
+        Jumps, those with a step to compare, their weight, and sums of the outcomes of these and of
+        the means of the others in their cells, weighted alike ``(3 + 2 k,)``.
+    """
+    jumps = np.bincount(cell, weight * is_jump, 1)
+    plain = np.bincount(cell, weight * ~is_jump, len(jumps))
+    sums = np.zeros(3 + 2 * len(outcomes))
+    sums[0] = is_jump.sum()
+    has_pair = (jumps > 0) & (plain > 0)
+    sums[1] = (is_jump & has_pair[cell]).sum()
+    sums[2] = jumps[has_pair].sum()
+    for n, outcome in enumerate(outcomes):
+        of_jumps = np.bincount(cell, weight * is_jump * outcome, len(jumps))
+        of_plain = np.bincount(cell, weight * ~is_jump * outcome, len(jumps))
+        sums[3 + n] = of_jumps[has_pair].sum()
+        sums[3 + len(outcomes) + n] = (of_plain[has_pair] / plain[has_pair] * jumps[has_pair]).sum()
+    return sums
+
+
+def _ends_of(layers: Sequence[LayerAttention]) -> tuple[str, str]:
+    """Return the first band of steps, and the last that half of the requests reach."""
+    bands = {
+        v.stratum: v.n_requests
+        for v in layers[0].values
+        if (v.measure, v.axis) == ("prompt", "decode step")
+    }
+    most = max(bands.values(), default=0)
+    reached = [band for band, n in bands.items() if 2 * n >= most]
+    return (reached[0], reached[-1]) if reached else ("1", "1")
+
+
+def _nullable(values: Floats) -> list[float | None]:
+    return [round(v, 4) if np.isfinite(v) else None for v in values.tolist()]
