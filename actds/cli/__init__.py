@@ -48,7 +48,7 @@ GROUPS = {
     "Harvest": ("plan", "write", "replay", "recover", "seal"),
     "Judge": ("check", "validate", "audit", "doctor", "explain"),
     "Use": ("info", "view", "shuffle", "recompress", "export", "import", "schema"),
-    "Study": ("regimes", "stability"),
+    "Study": ("regimes", "stability", "profile", "alerts"),
     "Publish": ("card", "push", "pull", "sign", "verify", "attest"),
 }
 """The commands by purpose, in the order of the work; ``actds --help`` lists others at the end."""

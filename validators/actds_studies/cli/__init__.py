@@ -1,6 +1,8 @@
-"""Commands: ``actds regimes``, ``stability`` and ``view``."""
+"""Commands: ``actds regimes``, ``stability``, ``profile``, ``alerts`` and ``view``."""
 
 SUMMARIES = {
+    "alerts": "Say which requests left the regime of a profile, and where.",
+    "profile": "Fit what readouts are like in one regime, with a threshold for alerts.",
     "regimes": "Say whether the way it was served changes what is measured.",
     "stability": "Say whether the harvest changes a dictionary more than another seed does.",
     "view": "Write a page to look at a dataset: hooks, norms, coverage, losses, text.",

@@ -1,0 +1,437 @@
+"""A profile: what the readouts of one regime are like, and how unusual later rows are beside it.
+
+NumPy alone, row by row: who serves a model asks it as who reads a dataset does. Fitting is in
+``actds_studies.monitoring``. All that is unusual is in nats, ``-log`` of the share of rows of the
+fit that are as unusual: 1 on average in the regime, whatever the depth.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Hashable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from actds.errors import ActdsError
+from actds.format import canonical
+from actds.format.inclusion import salt_of, uniform
+from actds.format.readouts import readouts_of
+from actds.format.schema import Hook, RunRecord
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+SCHEMA: Literal["actds.profile/1"] = "actds.profile/1"
+WINDOW = 8
+"""Looks whose mean is the score of a trajectory at one of them."""
+MEMORY = 32
+"""Looks back in which a row may have been before."""
+MOST = 50.0
+"""Nats of a row at most, and of one that is not finite."""
+QUANTILES = (0.02, 0.16, 0.5, 0.84, 0.98)
+LEVELS = np.array([0, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8])
+"""Nats at which the tail of a statistic is kept, as far as the fit has rows for them."""
+REGIME = (
+    "model.weights_sha256",
+    "model.quantization",
+    "numerics.dtype",
+    "numerics.kv_cache_dtype",
+    "capture.readouts",
+)
+"""Fields of a run record that have to be those of the fit; ``hooks`` is one more."""
+KINDS = ("distance", "return")
+"""Of a row: how far it is from those of its depth, and how near to one of the last 32 looks."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Look(_Part):
+    """At which rows a trajectory is looked at: the threshold holds for these alone."""
+
+    every: int = Field(default=4, ge=1, description="decode steps from one look to the next")
+    above: float | None = Field(
+        default=None, ge=0, description="only rows whose logits have this entropy or more, in nats"
+    )
+    share: float = Field(
+        default=1.0, gt=0, le=1, description="of the requests, by hash: the others are never seen"
+    )
+    salt: str = Field(default="0", description="of the hash")
+
+    def requests(self, run: str, request: npt.ArrayLike) -> Bools:
+        """Return which requests of a run are looked at, ``(n,)``."""
+        return uniform(salt_of("actds look", self.salt, run), request) < self.share
+
+    def rows(self, depth: Ints, entropy: Floats | None = None) -> Bools:
+        """Return at which rows of a request there is a look, ``(n,)``.
+
+        Args:
+            depth: position minus prompt length; prompts are never looked at.
+            entropy: of the logits of the row, NaN where that is not known.
+        """
+        takes = (depth >= 0) & (depth % self.every == 0)
+        if self.above is not None:
+            takes &= False if entropy is None else entropy >= self.above
+        return takes
+
+
+class Tail(_Part):
+    """How often a statistic is as large: its values at ``LEVELS``, from the least on."""
+
+    knots: list[float] = Field(min_length=2)
+
+    @classmethod
+    def of(cls, values: Floats) -> Tail:
+        levels = LEVELS[LEVELS <= max(LEVELS[1], np.log(max(len(values), 1) / 4))]
+        return cls(knots=rounded(np.quantile(values, 1 - np.exp(-levels))))
+
+    def nats(self, values: Floats) -> Floats:
+        """Return how unusual values are; beyond the fit the tail goes on as it fell before."""
+        knots = np.asarray(self.knots)
+        levels, half = LEVELS[: len(knots)], len(knots) // 2
+        nats = np.interp(values, knots, levels)
+        fell = (levels[-1] - levels[half]) / max(knots[-1] - knots[half], 1e-9)
+        beyond = levels[-1] + fell * np.maximum(values - knots[-1], 0)
+        return np.fmin(np.where(values > knots[-1], beyond, nats), MOST)
+
+
+class Moments(_Part):
+    """Readouts of one hook in one cell: quantiles, and moments of low rank about the median."""
+
+    quantiles: list[list[float]] = Field(description="at QUANTILES, of each number")
+    axes: list[list[float]] = Field(description="directions of the numbers over their spread")
+    variance: list[float] = Field(description="along each axis")
+    rest: float = Field(gt=0, description="variance along every other direction")
+    tail: Tail = Field(description="of the squared distance")
+
+    @cached_property
+    def _arrays(self) -> tuple[Floats, ...]:
+        q = np.asarray(self.quantiles)
+        axes = np.asarray(self.axes).reshape(-1, q.shape[1])
+        return q[2], np.maximum((q[3] - q[1]) / 2, 1e-6), axes, np.asarray(self.variance)
+
+    def standard(self, numbers: Floats) -> Floats:
+        """Return numbers in spreads from the median, ``(n, width)``."""
+        center, spread, _, _ = self._arrays
+        return np.asarray((numbers - center) / spread)
+
+    def squared(self, numbers: Floats) -> Floats:
+        """Return the squared Mahalanobis distance of each row, ``(n,)``."""
+        _, _, axes, variance = self._arrays
+        standard = self.standard(numbers)
+        along = standard @ axes.T
+        rest = np.maximum((standard**2).sum(1) - (along**2).sum(1), 0) / self.rest
+        return np.asarray((along**2 / variance).sum(1) + rest)
+
+
+class Cell(_Part):
+    """Rows of one phase, role and band of depths."""
+
+    phase: Literal["prefill", "decode"]
+    role: str | None = Field(description="of prompt positions; null for all of the phase")
+    start: int = Field(ge=0, description="first depth in decode, first position in prefill")
+    stop: int | None = Field(description="the one after the last; null for no end")
+    n_rows: int
+    n_requests: int
+    hooks: list[Moments] = Field(description="in the order of the profile's hooks")
+    back: Tail | None = Field(default=None, description="of how near rows are to earlier ones")
+
+
+class Calibration(_Part):
+    """The threshold, from requests of which the fit saw nothing."""
+
+    alpha: float = Field(gt=0, lt=1, description="promised rate of false alarms per request")
+    n: int = Field(ge=0, description="held-out requests")
+    rank: int = Field(description="of the threshold among their scores, from the least")
+    threshold: float | None = Field(description="null: too few requests, undecided")
+
+    @classmethod
+    def of(cls, scores: Floats, alpha: float) -> Calibration:
+        """Return the split-conformal threshold (Vovk et al. 2005): P(score above) <= alpha."""
+        n = len(scores)
+        # The sum is off by parts in 10^16, and 0.05 * 20 has to be 1.
+        rank = int(np.ceil((n + 1) * (1 - alpha) - 1e-9))
+        threshold = float(np.sort(scores)[rank - 1]) if rank <= n else None
+        return cls(alpha=alpha, n=n, rank=rank, threshold=threshold)
+
+
+class Kept(_Part):
+    """Alerts among requests that neither fit nor threshold saw."""
+
+    stratum: str = Field(description="all, or a role or a length")
+    n: int = Field(description="requests")
+    n_alerts: int
+    low: float = Field(description="of the 95 % interval of Clopper and Pearson for the rate")
+    high: float
+
+
+class Profile(_Part):
+    """What readouts are like in one regime, and the threshold from which a trajectory left it."""
+
+    schema_: Literal["actds.profile/1"] = Field(default=SCHEMA, alias="schema")
+    created_ns: int
+    dataset: str = Field(description="id of the dataset of the fit")
+    digest: str = Field(description="of its seal")
+    regime: dict[str, str | None] = Field(description="fields that later rows have to have")
+    hooks: list[str]
+    numbers: list[int] = Field(description="of a hook's readouts that count: 0 is the norm")
+    n_requests: int = Field(description="of the fit")
+    look: Look
+    cells: list[Cell]
+    spread: list[list[float]] = Field(description="median and spread of each number in decode")
+    scores: list[Tail] = Field(description="of the trajectories of the fit, by KINDS")
+    calibration: Calibration
+    kept: list[Kept]
+
+    def as_bytes(self) -> bytes:
+        """Return the file: canonical JSON of sorted keys, with the SHA-256 of all else."""
+        fields = self.model_dump(by_alias=True)
+        fields["sha256"] = hashlib.sha256(_encoded(fields)).hexdigest()
+        return _encoded(fields)
+
+    @property
+    def sha256(self) -> str:
+        return str(json.loads(self.as_bytes())["sha256"])
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Self:
+        """Return the profile in a file.
+
+        Raises:
+            ActdsError: E024 it is none, or was changed.
+        """
+        place = str(path)
+        try:
+            fields = json.loads(canonical.read_bounded(Path(path)))
+            digest = fields.pop("sha256")
+            profile = cls.model_validate(fields)
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+            got = str(error.errors()[0]) if isinstance(error, ValidationError) else str(error)
+            expected = "a profile that actds profile wrote"
+            raise ActdsError("E024", place, got=got[:300], expected=expected) from None
+        if profile.sha256 != digest:
+            got = f"content of digest {profile.sha256[:16]}"
+            raise ActdsError("E024", place, got=got, expected=str(digest)[:16])
+        return profile
+
+    def differences(self, regime: Mapping[str, str | None]) -> list[str]:
+        """Return in what a regime is another one; what nobody recorded is not the same."""
+        return [
+            f"{name} {_brief(regime.get(name))}, not {_brief(value)}"
+            for name, value in self.regime.items()
+            if value is None or regime.get(name) != value
+        ]
+
+    def require(self, regime: Mapping[str, str | None], place: str) -> None:
+        """Refuse rows of another regime than that of the fit.
+
+        Raises:
+            ActdsError: E024.
+        """
+        if wrong := self.differences(regime):
+            expected = "the weights, hooks, readouts and precision of the profile"
+            raise ActdsError("E024", place, got="; ".join(wrong), expected=expected)
+
+    def features(self, readouts: npt.ArrayLike) -> Floats:
+        """Return the numbers that are compared, float64 ``(n, n_hooks, width)``.
+
+        Args:
+            readouts: ``(n, n_hooks, 1 + products)`` as the table has them; the norm becomes its
+                logarithm, products become those of the row at length 1.
+        """
+        return features(readouts)[:, :, self.numbers]
+
+    @cached_property
+    def _by_part(self) -> dict[tuple[str, str | None], list[Cell]]:
+        parts: dict[tuple[str, str | None], list[Cell]] = {}
+        for cell in self.cells:
+            parts.setdefault((cell.phase, cell.role), []).append(cell)
+        return parts
+
+    @property
+    def parts(self) -> list[tuple[str, str | None]]:
+        """Return phases and roles that have cells; no role is all of a phase."""
+        return list(self._by_part)
+
+    def cells_at(self, place: Ints, phase: str = "decode", role: str | None = None) -> Ints:
+        """Return which of the cells of a phase and role each place is in, ``(n,)``."""
+        starts = [cell.start for cell in self._by_part[phase, role]]
+        return np.maximum(np.searchsorted(starts, place, side="right") - 1, 0)
+
+    def distances(
+        self, numbers: Floats, place: Ints, phase: str = "decode", role: str | None = None
+    ) -> Floats:
+        """Return how unusual rows are at their place, in nats: the mean over hooks ``(n,)``.
+
+        Args:
+            numbers: of ``features``.
+            place: in decode the depth, position minus prompt length; in prefill the position.
+            phase: of the cells that they are compared with.
+            role: of these, one of ``parts``.
+        """
+        cells, at = self._by_part[phase, role], self.cells_at(place, phase, role)
+        nats = np.zeros(len(numbers))
+        for number in np.unique(at).tolist():
+            here = at == number
+            nats[here] = in_cell(cells[number], numbers[here])
+        return nats
+
+    def returns(self, depth: Ints, nearness: Floats) -> Floats:
+        """Return how unusual it is to be so near to an earlier row, in nats, ``(n,)``."""
+        nats, at = np.zeros(len(depth)), self.cells_at(depth)
+        for number in np.unique(at).tolist():
+            here, tail = at == number, self._by_part["decode", None][number].back
+            if tail is not None:
+                nats[here] = tail.nats(nearness[here])
+        return nats
+
+    def standard(self, numbers: Floats) -> Floats:
+        """Return numbers in spreads of all of decode, by which rows are near, ``(n, size)``."""
+        center, spread = np.asarray(self.spread)
+        flat = numbers.reshape(len(numbers), -1)
+        # What is not finite is like no row, itself included.
+        return np.nan_to_num(np.clip((flat - center) / spread, -6, 6), nan=np.inf)
+
+    def combined(self, peaks: Floats) -> Floats:
+        """Return the scores of trajectories from their peaks ``(n, 2)``: of KINDS the rarer."""
+        nats = [tail.nats(peaks[:, k]) for k, tail in enumerate(self.scores)]
+        return np.max(nats, axis=0)
+
+
+class Trajectories:
+    """The scores of requests while they are served: each look moves that of its request.
+
+    A look adds two numbers in nats, how far the row is and how near to an earlier one. The state is
+    the last 8 of each, and the last 32 rows; before the first look each of the 8 is 1 nat, that of
+    an ordinary row. The score of a trajectory is the rarer of the largest means so far, and never
+    falls: an alert at any step is one at the end, so that the threshold of whole answers holds at
+    any time.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._size = len(profile.hooks) * len(profile.numbers)
+        self._slots: dict[Hashable, int] = {}
+        self._free: list[int] = []
+        self._rings = np.ones((0, 2, WINDOW))
+        self._rows = np.full((0, MEMORY, self._size), np.inf, np.float32)
+        self._n = np.zeros(0, np.int64)
+        self._peaks = np.zeros((0, 2))
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def look(self, requests: Sequence[Hashable], readouts: npt.ArrayLike, depth: Ints) -> Floats:
+        """Return the scores of requests after a row of each, float64 ``(n,)``.
+
+        Args:
+            requests: any key of each, none twice.
+            readouts: of the rows, ``(n, n_hooks, 1 + products)``.
+            depth: position of each minus its prompt length, ``(n,)``.
+        """
+        self.add(requests, self._profile.features(readouts), depth)
+        return self.scores(requests)
+
+    def add(
+        self, requests: Sequence[Hashable], numbers: Floats, depth: Ints
+    ) -> tuple[Floats, Floats]:
+        """Take a look at a row of each request; return distance and nearness of each, ``(n,)``."""
+        slots = np.array([self._slot(key) for key in requests], np.int64)
+        rows = self._profile.standard(numbers).astype(np.float32)
+        near = nearness(rows, self._rows[slots])
+        nats = self._profile.distances(numbers, depth), self._profile.returns(depth, near)
+        self._rings[slots, :, self._n[slots] % WINDOW] = np.stack(nats, axis=1)
+        self._rows[slots, self._n[slots] % MEMORY] = rows
+        self._n[slots] += 1
+        self._peaks[slots] = np.maximum(self._peaks[slots], self._rings[slots].mean(axis=2))
+        return nats[0], near
+
+    def means(self, requests: Sequence[Hashable]) -> Floats:
+        """Return the means of the last 8 looks, ``(n, 2)``, by KINDS."""
+        return self._rings[[self._slots[key] for key in requests]].mean(axis=2)
+
+    def peaks(self, requests: Sequence[Hashable]) -> Floats:
+        """Return the largest means so far, ``(n, 2)``."""
+        return self._peaks[[self._slots[key] for key in requests]]
+
+    def scores(self, requests: Sequence[Hashable]) -> Floats:
+        """Return the scores so far, ``(n,)``."""
+        return self._profile.combined(self.peaks(requests))
+
+    def end(self, request: Hashable) -> None:
+        """Forget a request."""
+        if request in self._slots:
+            self._free.append(self._slots.pop(request))
+
+    def _slot(self, key: Hashable) -> int:
+        if key in self._slots:
+            return self._slots[key]
+        if not self._free:
+            n, more = len(self._n), max(64, len(self._n))
+            self._free = list(range(n + more - 1, n - 1, -1))
+            self._rings = np.concatenate([self._rings, np.ones((more, 2, WINDOW))])
+            rows = np.full((more, MEMORY, self._size), np.inf, np.float32)
+            self._rows = np.concatenate([self._rows, rows])
+            self._n = np.concatenate([self._n, np.zeros(more, np.int64)])
+            self._peaks = np.concatenate([self._peaks, np.zeros((more, 2))])
+        slot = self._slots[key] = self._free.pop()
+        self._rings[slot], self._rows[slot], self._n[slot], self._peaks[slot] = 1, np.inf, 0, 0
+        return slot
+
+
+def features(readouts: npt.ArrayLike) -> Floats:
+    """Return log norm and products at length 1, float64 as ``(..., 1 + products)`` came."""
+    numbers = np.asarray(readouts, np.float64)
+    norm = numbers[..., :1]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.concatenate([np.log(norm), numbers[..., 1:] / norm], axis=-1)
+
+
+def in_cell(cell: Cell, numbers: Floats) -> Floats:
+    """Return how unusual rows are in a cell, in nats: the mean over hooks ``(n,)``."""
+    by_hook = [m.tail.nats(m.squared(numbers[:, k])) for k, m in enumerate(cell.hooks)]
+    return np.asarray(np.mean(by_hook, axis=0))
+
+
+def nearness(rows: npt.NDArray[np.float32], before: npt.NDArray[np.float32]) -> Floats:
+    """Return how near each row ``(n, size)`` is to the nearest of ``(n, MEMORY, size)``.
+
+    Minus the logarithm of their mean squared difference; ``-log`` of a large one without any.
+    """
+    with np.errstate(invalid="ignore"):
+        apart = ((before - rows[:, None]) ** 2).mean(axis=2)
+    least = np.fmin.reduce(np.where(np.isfinite(apart), apart, 1e3), axis=1)
+    return np.asarray(-np.log(least + 1e-4), np.float64)
+
+
+def regime_of(record: RunRecord, hooks: Sequence[Hook]) -> dict[str, str | None]:
+    """Return what rows of a run are rows of: weights, precision, readouts and hooks."""
+    values = {name: record.fields[name].value for name in REGIME if name in record.fields}
+    regime = {name: None if (v := values.get(name)) is None else str(v) for name in REGIME}
+    if readouts_of(record) is None:
+        regime["capture.readouts"] = None
+    named = [[hook.name, hook.kind, hook.d_model, hook.dtype] for hook in hooks]
+    return {**regime, "hooks": json.dumps(sorted(named))}
+
+
+def rounded(values: npt.ArrayLike) -> Any:
+    """Return numbers as nested lists, with seven digits: what a file holds."""
+    array = np.asarray(values, np.float64)
+    return np.array([float(f"{v:.7g}") for v in array.ravel()]).reshape(array.shape).tolist()
+
+
+def _brief(value: str | None) -> str:
+    return "not recorded" if value is None else value if len(value) <= 40 else f"{value[:16]}…"
+
+
+def _encoded(fields: Mapping[str, Any]) -> bytes:
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text.encode() + b"\n"
