@@ -90,7 +90,8 @@ class Tail(_Part):
 
     @classmethod
     def of(cls, values: Floats) -> Tail:
-        levels = LEVELS[LEVELS <= max(LEVELS[1], np.log(max(len(values), 1) / 4))]
+        most = max(LEVELS[1], np.log(max(len(values), 1) / 4))
+        levels = LEVELS[: np.searchsorted(LEVELS, most, side="right")]
         return cls(knots=rounded(np.quantile(values, 1 - np.exp(-levels))))
 
     def nats(self, values: Floats) -> Floats:
@@ -159,7 +160,8 @@ class Calibration(_Part):
         n = len(scores)
         # The sum is off by parts in 10^16, and 0.05 * 20 has to be 1.
         rank = int(np.ceil((n + 1) * (1 - alpha) - 1e-9))
-        threshold = float(np.sort(scores)[rank - 1]) if rank <= n else None
+        # A billionth more: the last bits of a score depend on how many rows were scored at once.
+        threshold = float(np.sort(scores)[rank - 1]) * (1 + 1e-9) if rank <= n else None
         return cls(alpha=alpha, n=n, rank=rank, threshold=threshold)
 
 
@@ -182,7 +184,6 @@ class Profile(_Part):
     digest: str = Field(description="of its seal")
     regime: dict[str, str | None] = Field(description="fields that later rows have to have")
     hooks: list[str]
-    numbers: list[int] = Field(description="of a hook's readouts that count: 0 is the norm")
     n_requests: int = Field(description="of the fit")
     look: Look
     cells: list[Cell]
@@ -225,7 +226,7 @@ class Profile(_Part):
     def differences(self, regime: Mapping[str, str | None]) -> list[str]:
         """Return in what a regime is another one; what nobody recorded is not the same."""
         return [
-            f"{name} {_brief(regime.get(name))}, not {_brief(value)}"
+            f"{name} {_brief(regime.get(name))}, in the profile {_brief(value)}"
             for name, value in self.regime.items()
             if value is None or regime.get(name) != value
         ]
@@ -239,15 +240,6 @@ class Profile(_Part):
         if wrong := self.differences(regime):
             expected = "the weights, hooks, readouts and precision of the profile"
             raise ActdsError("E024", place, got="; ".join(wrong), expected=expected)
-
-    def features(self, readouts: npt.ArrayLike) -> Floats:
-        """Return the numbers that are compared, float64 ``(n, n_hooks, width)``.
-
-        Args:
-            readouts: ``(n, n_hooks, 1 + products)`` as the table has them; the norm becomes its
-                logarithm, products become those of the row at length 1.
-        """
-        return features(readouts)[:, :, self.numbers]
 
     @cached_property
     def _by_part(self) -> dict[tuple[str, str | None], list[Cell]]:
@@ -318,7 +310,7 @@ class Trajectories:
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._size = len(profile.hooks) * len(profile.numbers)
+        self._size = len(profile.spread[0])
         self._slots: dict[Hashable, int] = {}
         self._free: list[int] = []
         self._rings = np.ones((0, 2, WINDOW))
@@ -337,7 +329,7 @@ class Trajectories:
             readouts: of the rows, ``(n, n_hooks, 1 + products)``.
             depth: position of each minus its prompt length, ``(n,)``.
         """
-        self.add(requests, self._profile.features(readouts), depth)
+        self.add(requests, features(readouts), depth)
         return self.scores(requests)
 
     def add(
@@ -388,7 +380,11 @@ class Trajectories:
 
 
 def features(readouts: npt.ArrayLike) -> Floats:
-    """Return log norm and products at length 1, float64 as ``(..., 1 + products)`` came."""
+    """Return the numbers that are compared, float64: log norm, and products at length 1.
+
+    Args:
+        readouts: ``(n, n_hooks, 1 + products)`` as the table has them, hooks as the profile's.
+    """
     numbers = np.asarray(readouts, np.float64)
     norm = numbers[..., :1]
     with np.errstate(divide="ignore", invalid="ignore"):

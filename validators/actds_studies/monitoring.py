@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
@@ -200,7 +200,7 @@ class Scored:
 def score(profile: Profile, rows: Rows) -> Scored:
     """Look at the rows of a dataset as a server would while it computes them."""
     rows = rows.only(profile.look.rows(rows.depth, rows.entropy))
-    numbers = profile.features(rows.readouts)
+    numbers = features(rows.readouts)
     n, state = len(rows.of), Trajectories(profile)
     nearness, peaks = np.zeros(n), np.zeros((n, len(KINDS)))
     for batch in _turns(rows.of):
@@ -267,11 +267,34 @@ def profile(
     look = Look(every=every, above=above, share=share, salt=str(seed))
     rows = read_rows(opened, names)
     _need_entropy(opened, look, rows)
+    origin = {
+        "dataset": opened.catalog.genesis.dataset,
+        "digest": opened.digest,
+        "regime": regime_in(opened, names),
+        "hooks": names,
+    }
+    return fit(rows, origin, look, alpha, (calibration, check), seed)
+
+
+def fit(
+    rows: Rows,
+    origin: Mapping[str, Any],
+    look: Look,
+    alpha: float,
+    shares: tuple[float, float],
+    seed: int,
+) -> Profile:
+    """Return the profile of rows.
+
+    Args:
+        origin: ``dataset``, ``digest``, ``regime`` and ``hooks`` of the profile.
+        shares: of the requests, for the threshold alone, and for the rate that is kept alone.
+    """
     n = len(rows.requests)
     order = np.random.default_rng(seed).permutation(n)
-    n_held, n_check = round(n * calibration), round(n * check)
+    n_held, n_check = (round(n * share) for share in shares)
     held, checked, fitted = np.split(order, [n_held, n_held + n_check])
-    bare = _fitted(opened, names, look, rows, _among(rows, fitted))
+    bare = _fitted(origin, look, rows.only(_among(rows, fitted)))
     last = score(bare, rows.only(~_among(rows, fitted))).last
     threshold = Calibration.of(last[held], alpha)
     made = _with(bare, calibration=threshold)
@@ -297,16 +320,14 @@ def _among(rows: Rows, requests: Ints) -> Bools:
     return np.asarray(chosen[rows.of])
 
 
-def _fitted(dataset: Dataset, hooks: list[str], look: Look, rows: Rows, fitted: Bools) -> Profile:
-    """Return the profile of some rows; its threshold is not set."""
-    rows = rows.only(fitted & (rows.position > 0) & np.isfinite(rows.readouts).all(axis=(1, 2)))
+def _fitted(origin: Mapping[str, Any], look: Look, rows: Rows) -> Profile:
+    """Return the profile of rows; its threshold is not set."""
+    rows = rows.only((rows.position > 0) & np.isfinite(rows.readouts).all(axis=(1, 2)))
     numbers = features(rows.readouts)
     seen = look.model_copy(update={"every": 1}).rows(rows.depth, rows.entropy)
     if not seen.any():
-        expected = "answers with rows to look at"
-        raise ActdsError(
-            "E014", dataset.path, got="none in the requests of the fit", expected=expected
-        )
+        got, expected = "none in the requests of the fit", "answers with rows to look at"
+        raise ActdsError("E014", f"dataset {origin['dataset']}", got=got, expected=expected)
     cells = [
         *_cells("decode", None, rows.depth, numbers, rows.of, seen),
         *(
@@ -321,12 +342,8 @@ def _fitted(dataset: Dataset, hooks: list[str], look: Look, rows: Rows, fitted: 
     flat = numbers[seen].reshape(int(seen.sum()), -1)
     low, center, high = np.quantile(flat, QUANTILES[1:4], axis=0)
     bare = Profile(
+        **origin,
         created_ns=time.time_ns(),
-        dataset=dataset.catalog.genesis.dataset,
-        digest=dataset.digest,
-        regime=regime_in(dataset, hooks),
-        hooks=hooks,
-        numbers=list(range(numbers.shape[2])),
         n_requests=len(np.unique(rows.of)),
         look=look,
         cells=cells,
@@ -359,13 +376,13 @@ def _cells(
     chosen: Bools,
 ) -> Iterator[Cell]:
     """Yield the cells of rows by bands of places that double; small bands join the one before."""
-    if not chosen.any():
+    if phase == "prefill" and not _are_enough(of[chosen]):
         return
     edges = [0, *(2**k for k in range(int(place[chosen].max()).bit_length() + 1))]
     starts = [0]
     for start, stop in pairwise(edges):
         here = chosen & (place >= start) & (place < stop)
-        if here.sum() >= _LEAST_ROWS and len(np.unique(of[here])) >= _LEAST_REQUESTS:
+        if _are_enough(of[here]):
             starts.append(start)
     starts = [0, *starts[2:]]  # the first band begins at 0, whatever joins it
     for start, stop in zip(starts, [*starts[1:], None], strict=True):
@@ -376,6 +393,11 @@ def _cells(
             phase=phase, role=role, start=start, stop=stop, n_rows=int(here.sum()),
             n_requests=n_requests, hooks=moments,
         )  # fmt: skip
+
+
+def _are_enough(of: Ints) -> bool:
+    """Return whether rows of these requests are enough for a cell."""
+    return len(of) >= _LEAST_ROWS and len(np.unique(of)) >= _LEAST_REQUESTS
 
 
 def _moments(numbers: Floats) -> Moments:
@@ -627,7 +649,7 @@ def _parts(profile: Profile, rows: Rows) -> Iterator[Unusual]:
         for name, some in named:
             if some.any():
                 place = (rows.position if of_prompts else rows.depth)[some]
-                numbers = profile.features(rows.readouts[some])
+                numbers = features(rows.readouts[some])
                 nats = profile.distances(numbers, place, beside, role)
                 median, high = np.quantile(nats, (0.5, 0.95)).tolist()
                 yield Unusual(name=name, n_rows=len(nats), median=median, high=high)
