@@ -278,9 +278,9 @@ def schema_command(name: str | None, folder: Path | None) -> None:
     """Print the JSON Schema of a document, or list the documents.
 
     NAME is a document of a dataset (genesis, run, shard, ledger, seal), the result of a command
-    (audit, regimes, stability: what they write with --json) or a file that one reads
-    (policy, of actds validate). limits lists what --limit NAME=VALUE may set, by command, with
-    its default.
+    (audit, regimes, stability, alerts: what they write with --json; profile) or a file that one
+    reads (policy, of actds validate). limits lists what --limit NAME=VALUE may set, by command,
+    with its default.
 
     \b
     Examples:

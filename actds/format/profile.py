@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field
 
 from actds.errors import ActdsError
 from actds.format import canonical
@@ -104,7 +104,7 @@ class Tail(_Part):
         return np.fmin(np.where(values > knots[-1], beyond, nats), MOST)
 
 
-class Moments(_Part):
+class RowMoments(_Part):
     """Readouts of one hook in one cell: quantiles, and moments of low rank about the median."""
 
     quantiles: list[list[float]] = Field(description="at QUANTILES, of each number")
@@ -142,7 +142,7 @@ class Cell(_Part):
     stop: int | None = Field(description="the one after the last; null for no end")
     n_rows: int
     n_requests: int
-    hooks: list[Moments] = Field(description="in the order of the profile's hooks")
+    hooks: list[RowMoments] = Field(description="in the order of the profile's hooks")
     back: Tail | None = Field(default=None, description="of how near rows are to earlier ones")
 
 
@@ -193,14 +193,14 @@ class Profile(_Part):
     kept: list[Kept]
 
     def as_bytes(self) -> bytes:
-        """Return the file: canonical JSON of sorted keys, with the SHA-256 of all else."""
-        fields = self.model_dump(by_alias=True)
-        fields["sha256"] = hashlib.sha256(_encoded(fields)).hexdigest()
-        return _encoded(fields)
+        """Return the file: JSON of sorted keys without white space."""
+        return _encoded(self.model_dump(by_alias=True))
 
-    @property
+    @computed_field(description="of the file without this field")  # type: ignore[prop-decorator]
+    @cached_property
     def sha256(self) -> str:
-        return str(json.loads(self.as_bytes())["sha256"])
+        fields = self.model_dump(by_alias=True, exclude={"sha256"})
+        return hashlib.sha256(_encoded(fields)).hexdigest()
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:

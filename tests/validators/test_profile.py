@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
@@ -17,7 +19,9 @@ from actds.errors import ActdsError
 from actds.format.profile import REGIME, Calibration, Look, Profile, Tail, Trajectories
 from actds.format.readouts import Readouts
 from actds.format.tables import is_served
-from actds_studies.monitoring import AlertLimits, Alerts, Rows, fit, score
+from actds_studies.alerts import AlertLimits, Alerts
+from actds_studies.monitoring import Rows, fit, score
+from actds_testing.places import SCHEMAS
 from actds_testing.synthetic import make_dataset
 
 HOOKS = ["resid_post.0", "resid_post.1"]
@@ -193,6 +197,11 @@ def test_a_profile_file_is_the_profile_and_a_changed_one_is_refused(
     assert Profile.read(path).as_bytes() == profile.as_bytes()
     fields = json.loads(path.read_bytes())
     assert fields["sha256"] == profile.sha256
+    bare = {name: value for name, value in fields.items() if name != "sha256"}
+    text = json.dumps(bare, sort_keys=True, separators=(",", ":")) + "\n"
+    assert hashlib.sha256(text.encode()).hexdigest() == fields["sha256"]
+    schema = json.loads((SCHEMAS / "profile.json").read_text())
+    jsonschema.validate(fields, schema)
     fields["calibration"]["threshold"] = 99.0
     for data in (json.dumps(fields), "{}", "[]", "no json", json.dumps({**fields, "hooks": 3})):
         path.write_text(data)

@@ -1,4 +1,4 @@
-"""Profiles of a regime and the alerts of a dataset beside one: fit, threshold, scores, result."""
+"""Profiles of a regime: rows with readouts, scores of their trajectories, fit and threshold."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import Field
 
 from actds.errors import ActdsError
 from actds.explore.dataset import Dataset, open_apart
-from actds.explore.requests import Tokenizer
 from actds.format.positions import position_key
 from actds.format.profile import (
     KINDS,
@@ -29,8 +27,8 @@ from actds.format.profile import (
     Ints,
     Kept,
     Look,
-    Moments,
     Profile,
+    RowMoments,
     Tail,
     Trajectories,
     features,
@@ -40,15 +38,11 @@ from actds.format.profile import (
 from actds.format.roles import Roles
 from actds.format.sampled import Sampled
 from actds.format.tables import READOUTS_FULL, is_served
-from actds_validators.sections import Document, LimitsSection, Section
 from actds_validators.statistics.design import exact_share
 
 LENGTHS = (1, 17, 65, 257, 1025)
 """First answer lengths, in rows, of the strata by length."""
-AROUND = 24
-"""Tokens of text on either side of an alert."""
 _RANK, _ROWS_PER_AXIS, _LEAST_ROWS, _LEAST_REQUESTS = 32, 20, 200, 20
-_N_PATHS = 8
 
 
 @dataclass(frozen=True)
@@ -125,8 +119,8 @@ def _of_run(dataset: Dataset, run: str, hooks: Sequence[str]) -> Rows:
         raise ActdsError("E014", dataset.path, got=f"none in run {run}", expected=expected)
     by_hook = [_of_hook(table.filter(pc.equal(table["hook"], hook))) for hook in hooks]
     keys = by_hook[0][0]
-    for others, _ in by_hook[1:]:
-        keys = np.intersect1d(keys, others)
+    for known, _ in by_hook[1:]:
+        keys = np.intersect1d(keys, known)
     numbers = [values[np.searchsorted(known, keys)] for known, values in by_hook]
     request, position = (keys >> np.uint64(32)).astype(np.int64), keys & np.uint64(0xFFFFFFFF)
     of = np.searchsorted(requests, request)
@@ -166,7 +160,7 @@ def _roles(table: pa.Table, request: Ints, position: Ints) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Scored:
+class Looks:
     """The looks at rows, and what they come to.
 
     Args:
@@ -197,7 +191,7 @@ class Scored:
         return dict(zip(of.tolist(), above[at].tolist(), strict=True))
 
 
-def score(profile: Profile, rows: Rows) -> Scored:
+def score(profile: Profile, rows: Rows) -> Looks:
     """Look at the rows of a dataset as a server would while it computes them."""
     rows = rows.only(profile.look.rows(rows.depth, rows.entropy))
     numbers = features(rows.readouts)
@@ -210,7 +204,7 @@ def score(profile: Profile, rows: Rows) -> Scored:
     last = np.zeros((len(rows.requests), len(KINDS)))
     np.maximum.at(last, rows.of, peaks)
     kind = np.argmax([t.nats(peaks[:, k]) for k, t in enumerate(profile.scores)], axis=0)
-    return Scored(rows, nearness, profile.combined(peaks), kind, last)
+    return Looks(rows, nearness, profile.combined(peaks), kind, last)
 
 
 def _turns(of: Ints) -> Iterator[Ints]:
@@ -266,7 +260,7 @@ def profile(
     names = sorted(hooks or opened.hooks)
     look = Look(every=every, above=above, share=share, salt=str(seed))
     rows = read_rows(opened, names)
-    _need_entropy(opened, look, rows)
+    need_entropy(opened, look, rows)
     origin = {
         "dataset": opened.catalog.genesis.dataset,
         "digest": opened.digest,
@@ -292,14 +286,14 @@ def fit(
     """
     n = len(rows.requests)
     order = np.random.default_rng(seed).permutation(n)
-    n_held, n_check = (round(n * share) for share in shares)
-    held, checked, fitted = np.split(order, [n_held, n_held + n_check])
+    n_reserved, n_check = (round(n * share) for share in shares)
+    reserved, checked, fitted = np.split(order, [n_reserved, n_reserved + n_check])
     bare = _fitted(origin, look, rows.only(_among(rows, fitted)))
     last = score(bare, rows.only(~_among(rows, fitted))).last
-    threshold = Calibration.of(last[held], alpha)
+    threshold = Calibration.of(last[reserved], alpha)
     made = _with(bare, calibration=threshold)
-    kept = _kept(score(made, rows.only(_among(rows, checked))), checked, rows.lengths(), threshold)
-    return _with(made, kept=kept)
+    seen = score(made, rows.only(_among(rows, checked)))
+    return _with(made, kept=kept(seen, checked, rows.lengths(), threshold))
 
 
 def _with(profile: Profile, **fields: Any) -> Profile:
@@ -308,7 +302,7 @@ def _with(profile: Profile, **fields: Any) -> Profile:
     return Profile(**{name: getattr(profile, name) for name in names} | fields)
 
 
-def _need_entropy(dataset: Dataset, look: Look, rows: Rows) -> None:
+def need_entropy(dataset: Dataset, look: Look, rows: Rows) -> None:
     if look.above is not None and np.isnan(rows.entropy).all():
         expected = "a dataset that was written with --entropy"
         raise ActdsError("E014", dataset.path, got="entropy of no row", expected=expected)
@@ -328,17 +322,17 @@ def _fitted(origin: Mapping[str, Any], look: Look, rows: Rows) -> Profile:
     if not seen.any():
         got, expected = "none in the requests of the fit", "answers with rows to look at"
         raise ActdsError("E014", f"dataset {origin['dataset']}", got=got, expected=expected)
+    in_prompt = rows.depth < 0
+    prompts: dict[str | None, Bools] = {None: in_prompt}
+    prompts |= {role: in_prompt & (rows.role == role) for role in sorted({*rows.role} - {""})}
     cells = [
         *_cells("decode", None, rows.depth, numbers, rows.of, seen),
         *(
             cell
-            for role in (None, *sorted(set(rows.role[rows.depth < 0]) - {""}))
-            for cell in _cells(
-                "prefill", role, rows.position, numbers, rows.of,
-                (rows.depth < 0) & (True if role is None else rows.role == role),
-            )
+            for role, chosen in prompts.items()
+            for cell in _cells("prefill", role, rows.position, numbers, rows.of, chosen)
         ),
-    ]  # fmt: skip
+    ]
     flat = numbers[seen].reshape(int(seen.sum()), -1)
     low, center, high = np.quantile(flat, QUANTILES[1:4], axis=0)
     bare = Profile(
@@ -388,11 +382,9 @@ def _cells(
     for start, stop in zip(starts, [*starts[1:], None], strict=True):
         here = chosen & (place >= start) & (place < (np.inf if stop is None else stop))
         moments = [_moments(numbers[here, k]) for k in range(numbers.shape[1])]
-        n_requests = len(np.unique(of[here]))
-        yield Cell(
-            phase=phase, role=role, start=start, stop=stop, n_rows=int(here.sum()),
-            n_requests=n_requests, hooks=moments,
-        )  # fmt: skip
+        band = {"phase": phase, "role": role, "start": start, "stop": stop}
+        counts = {"n_rows": int(here.sum()), "n_requests": len(np.unique(of[here]))}
+        yield Cell(**band, **counts, hooks=moments)
 
 
 def _are_enough(of: Ints) -> bool:
@@ -400,16 +392,16 @@ def _are_enough(of: Ints) -> bool:
     return len(of) >= _LEAST_ROWS and len(np.unique(of)) >= _LEAST_REQUESTS
 
 
-def _moments(numbers: Floats) -> Moments:
+def _moments(numbers: Floats) -> RowMoments:
     """Return quantiles and moments of rows ``(n, width)``; what is far off counts as 6 spreads."""
     n, width = numbers.shape
     quantiles = rounded(np.quantile(numbers, QUANTILES, axis=0))
-    part = Moments(quantiles=quantiles, axes=[], variance=[], rest=1.0, tail=Tail(knots=[0, 1]))
+    part = RowMoments(quantiles=quantiles, axes=[], variance=[], rest=1.0, tail=Tail(knots=[0, 1]))
     standard = np.clip(part.standard(numbers), -6, 6)
     variance, axes = np.linalg.eigh(standard.T @ standard / n)
     rank = min(width, _RANK, max(1, n // _ROWS_PER_AXIS))
     rest = float(variance[: width - rank].mean()) if rank < width else 1.0
-    made = Moments(
+    made = RowMoments(
         quantiles=quantiles,
         axes=rounded(axes[:, width - rank :].T),
         variance=rounded(np.maximum(variance[width - rank :], 1e-4)),
@@ -437,7 +429,7 @@ def regime_in(dataset: Dataset, hooks: Sequence[str]) -> dict[str, str | None]:
     return first
 
 
-def _kept(scored: Scored, requests: Ints, lengths: Ints, threshold: Calibration) -> list[Kept]:
+def kept(scored: Looks, requests: Ints, lengths: Ints, threshold: Calibration) -> list[Kept]:
     """Return alerts among requests: of all, by the role of the position, by length of answer."""
     if threshold.threshold is None:
         return []
@@ -458,272 +450,3 @@ def _kept(scored: Scored, requests: Ints, lengths: Ints, threshold: Calibration)
 def _rate(stratum: str, n: int, n_alerts: int) -> Kept:
     low, high = exact_share(np.array([n_alerts]), np.array([n]), 0.95)
     return Kept(stratum=stratum, n=n, n_alerts=n_alerts, low=float(low[0]), high=float(high[0]))
-
-
-# ---- alerts
-
-
-class AlertLimits(LimitsSection):
-    """The settings of what is said of a rate of alerts."""
-
-    options: ClassVar = frozenset[str]()
-
-    p: float = Field(
-        default=0.01, gt=0, lt=1, description="chance of as many alerts in the regime: departed"
-    )
-
-
-class Alert(Section):
-    """A request whose trajectory left the regime."""
-
-    run: str
-    request: int
-    external_id: str
-    position: int = Field(description="of the row after which its score was first above")
-    depth: int = Field(description="the same, from the end of the prompt")
-    role: str = Field(description="of the position, empty where it is not known")
-    kind: Literal["distance", "return"] = Field(
-        description="what was rare: far from the rows of its depth, or back at earlier rows"
-    )
-    score: float = Field(description="at the end, in nats")
-    before: str = Field(description="text up to the position, or tokens without a tokenizer")
-    after: str = Field(description="the text that follows")
-
-
-class Unusual(Section):
-    """How unusual rows are beside those of the profile, in nats: 0.69 and 3.0 in the regime."""
-
-    name: str = Field(description="phase, and role of a prompt")
-    n_rows: int
-    median: float
-    high: float = Field(description="of 95 % of the rows no more")
-
-
-class Trace(Section):
-    """Scores of a request by depth."""
-
-    request: int
-    depth: list[int]
-    score: list[float]
-
-
-class Answer(Section):
-    """What the alerts come to."""
-
-    outcome: Literal["in the regime", "departed", "undecided"]
-    words: str
-    next_steps: list[str]
-
-
-class Alerts(Document):
-    """Requests whose readouts left the regime of a profile."""
-
-    schema_: Literal["actds.alerts/1"] = Field(default="actds.alerts/1", alias="schema")
-    path: str
-    digest: str = Field(description="of the dataset's seal")
-    profile: str = Field(description="SHA-256 of the profile")
-    profile_dataset: str
-    profile_digest: str = Field(description="of the seal of the profile's dataset")
-    profile_created_ns: int
-    hooks: list[str]
-    look: Look
-    limits: AlertLimits
-    calibration: Calibration
-    promised: list[Kept] = Field(description="of requests of the profile's dataset")
-    differences: list[str] = Field(description="from the profile's regime, accepted by the caller")
-    n_requests: int
-    n_seen: int = Field(description="of these, chosen to be looked at")
-    n_blind: int = Field(description="of these, without a look: too short, or no entropy as high")
-    n_adapted: int = Field(description="left out, since an adapter changed the weights")
-    n_looks: int
-    n_lost: int = Field(description="positions without readouts, which no look was at")
-    rates: list[Kept]
-    p: float | None = Field(description="of as many alerts, were these requests of the regime")
-    parts: list[Unusual]
-    alerts: list[Alert]
-    usual: list[tuple[int, float, float]] = Field(
-        description="first depth of a band; median and 95 % of the scores of the others in it"
-    )
-    traces: list[Trace] = Field(description="of the requests with the highest scores")
-    answer: Answer
-
-
-def alerts(
-    dataset: str | os.PathLike[str] | Dataset,
-    profile: str | os.PathLike[str] | Profile,
-    *,
-    tokenizer: Tokenizer | None = None,
-    other_regime: bool = False,
-    limits: AlertLimits | None = None,
-) -> Alerts:
-    """Return which requests of a sealed dataset left the regime of a profile, and where.
-
-    Args:
-        dataset: path or URI, or an open one, with readouts.
-        profile: a profile, or its file.
-        tokenizer: decodes the text around an alert.
-        other_regime: score rows of other weights or precision, to see how far they are: what the
-            profile promises does not hold for them. Hooks and readouts have to be the same.
-        limits: of what is said.
-
-    Raises:
-        ActdsError: E014 no readouts, or no entropy; E024 another regime, or no profile; and as
-            ``actds.open``.
-    """
-    given = profile if isinstance(profile, Profile) else Profile.read(profile)
-    opened = dataset if isinstance(dataset, Dataset) else open_apart(os.fspath(dataset))
-    regime = regime_in(opened, given.hooks)
-    differences = given.differences(regime)
-    if not other_regime or any(d.startswith(("hooks", "capture.")) for d in differences):
-        given.require(regime, opened.path)
-    everything = read_rows(opened, given.hooks)
-    _need_entropy(opened, given.look, everything)
-    seen = np.concatenate(
-        [
-            given.look.requests(run, everything.requests[[r == run for r in everything.runs]])
-            for run in dict.fromkeys(everything.runs)
-        ]
-    )
-    scored = score(given, everything.only(seen[everything.of]))
-    threshold, chosen = given.calibration, np.flatnonzero(seen)
-    rates = _kept(scored, chosen, everything.lengths(), threshold)
-    first = {} if threshold.threshold is None else scored.first_above(threshold.threshold)
-    p = _chance(threshold, rates)
-    limits = limits or AlertLimits()
-    looked = np.bincount(scored.rows.of, minlength=len(seen)) > 0
-    return Alerts(
-        path=opened.path,
-        digest=opened.digest,
-        profile=given.sha256,
-        profile_dataset=given.dataset,
-        profile_digest=given.digest,
-        profile_created_ns=given.created_ns,
-        hooks=given.hooks,
-        look=given.look,
-        limits=limits,
-        calibration=threshold,
-        promised=given.kept,
-        differences=differences,
-        n_requests=len(seen),
-        n_seen=len(chosen),
-        n_blind=int((~looked[chosen]).sum()),
-        n_adapted=everything.n_adapted,
-        n_looks=len(scored.rows.of),
-        n_lost=everything.n_lost,
-        rates=rates,
-        p=p,
-        parts=list(_parts(given, everything)),
-        alerts=[_alert(opened, scored, r, at, tokenizer) for r, at in _by_score(scored, first)],
-        usual=_usual(scored, first),
-        traces=[_trace(scored, r) for r in np.argsort(-scored.last)[:_N_PATHS].tolist()],
-        answer=_answer(threshold, rates, p, limits),
-    )
-
-
-def _chance(threshold: Calibration, rates: Sequence[Kept]) -> float | None:
-    """Return the chance of as many alerts or more if the requests are as those of the calibration.
-
-    The threshold is one of their scores: the number above it is beta-binomial, which allows for the
-    calibration's own chance, and holds exactly whatever the scores are.
-    """
-    from scipy.stats import betabinom
-
-    if not rates:
-        return None
-    k, n = threshold.rank, threshold.n
-    return float(betabinom.sf(rates[0].n_alerts - 1, rates[0].n, n + 1 - k, k))
-
-
-def _parts(profile: Profile, rows: Rows) -> Iterator[Unusual]:
-    """Yield how unusual rows are beside those of their phase and role, and answers beside prompts.
-
-    Of prompts a part alone has rows: the prefix cache computes none.
-    """
-    decode = rows.depth >= 0
-    for beside, role in profile.parts:
-        of_prompts = beside == "prefill"
-        chosen = ~decode & (rows.position > 0) if of_prompts else decode
-        named = [(f"{beside} {role or ''}".strip(), chosen & (role is None or rows.role == role))]
-        if of_prompts and role is None:
-            named.append(("decode beside prefill", decode))
-        for name, some in named:
-            if some.any():
-                place = (rows.position if of_prompts else rows.depth)[some]
-                numbers = features(rows.readouts[some])
-                nats = profile.distances(numbers, place, beside, role)
-                median, high = np.quantile(nats, (0.5, 0.95)).tolist()
-                yield Unusual(name=name, n_rows=len(nats), median=median, high=high)
-
-
-def _by_score(scored: Scored, first: dict[int, int]) -> list[tuple[int, int]]:
-    last = scored.last
-    return sorted(first.items(), key=lambda item: -last[item[0]])
-
-
-def _alert(
-    dataset: Dataset, scored: Scored, number: int, at: int, tokenizer: Tokenizer | None
-) -> Alert:
-    rows = scored.rows
-    run, request, position = rows.runs[number], int(rows.requests[number]), int(rows.position[at])
-    places = dataset.request(request, run=run)
-    start, stop = max(0, position + 1 - AROUND), position + 1 + AROUND
-    if tokenizer is None:
-        words = [f" {token}" for token in places.token_id[start:stop].tolist()]
-    else:
-        words = places.pieces(tokenizer, start, stop)
-    cut = position + 1 - start
-    return Alert(
-        run=run,
-        request=request,
-        external_id=rows.names[number],
-        position=position,
-        depth=int(rows.depth[at]),
-        role=str(rows.role[at]),
-        kind=KINDS[int(scored.kind[at])],
-        score=float(scored.last[number]),
-        before="".join(words[:cut]),
-        after="".join(words[cut:]),
-    )
-
-
-def _usual(scored: Scored, first: dict[int, int]) -> list[tuple[int, float, float]]:
-    """Return median and 95 % of the scores of requests without an alert, by doubling depths."""
-    plain = ~np.isin(scored.rows.of, list(first))
-    depth, scores = scored.rows.depth[plain], scored.scores[plain]
-    bands = np.where(depth > 0, 2 ** np.log2(np.maximum(depth, 1)).astype(np.int64), 0)
-    return [
-        (int(band), *map(float, np.quantile(scores[bands == band], (0.5, 0.95))))
-        for band in np.unique(bands)
-    ]
-
-
-def _trace(scored: Scored, number: int) -> Trace:
-    at = np.flatnonzero(scored.rows.of == number)
-    depth, path = scored.rows.depth[at].tolist(), scored.scores[at].tolist()
-    return Trace(request=int(scored.rows.requests[number]), depth=depth, score=path)
-
-
-def _answer(
-    threshold: Calibration, rates: Sequence[Kept], p: float | None, limits: AlertLimits
-) -> Answer:
-    if threshold.threshold is None or p is None or not rates:
-        need = int(np.ceil(1 / threshold.alpha - 1 - 1e-9))
-        words = f"Undecided: {threshold.n} held-out requests promise no {threshold.alpha:.3g}"
-        steps = [f"Fit a profile with {need:,} held-out requests or more, or a larger alpha."]
-        if threshold.threshold is not None:
-            words, steps = "Undecided: no request was looked at", ["Serve more requests."]
-        return Answer(outcome="undecided", words=words, next_steps=steps)
-    rate = rates[0]
-    shares = (
-        f"{rate.n_alerts:,} of {rate.n:,} answers ({rate.n_alerts / rate.n:.1%}) left the regime, "
-        f"where {threshold.alpha:.3g} are promised in it"
-    )
-    if p < limits.p:
-        steps = [
-            "Read the text of the alerts: what do they have in common?",
-            "Do not apply dictionaries or probes of the regime to these answers unchecked.",
-            "If this traffic is to stay, harvest it, and fit a profile and a dictionary to it.",
-        ]
-        return Answer(outcome="departed", words=f"Departed: {shares}", next_steps=steps)
-    steps = ["Nothing: false alarms are expected at the promised rate."]
-    return Answer(outcome="in the regime", words=f"In the regime: {shares}", next_steps=steps)

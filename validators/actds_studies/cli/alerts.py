@@ -12,13 +12,13 @@ from actds_studies.study import exit_code, result_options
 from actds_validators.cli.results import COMMAND, LimitsCommand, Outputs
 
 if TYPE_CHECKING:
-    from actds_studies.monitoring import Alerts
+    from actds_studies.alerts import Alerts
 
 WORST = ("departed", "undecided")
 
 
 def _result() -> type[Alerts]:
-    from actds_studies.monitoring import Alerts
+    from actds_studies.alerts import Alerts
 
     return Alerts
 
@@ -64,8 +64,8 @@ def alerts(
       actds alerts acts --profile profile.json --html alerts.html --json alerts.json
     """
     outputs = Outputs(html, json_out, inputs={"--profile": [profile]})
-    from actds_studies.monitoring import AlertLimits
-    from actds_studies.monitoring import alerts as run
+    from actds_studies.alerts import AlertLimits
+    from actds_studies.alerts import alerts as run
     from actds_studies.pages.monitoring import alerts_page
     from actds_studies.view.requests import read_tokenizer
     from actds_validators.sections import settings_of

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from actds.format.profile import Calibration, Kept, Look, Profile
 from actds.text import Line, counted
-from actds_studies.monitoring import Alert, Alerts
+from actds_studies.alerts import Alert, Alerts
 from actds_validators.audit.place import Level
 from actds_validators.pages.answer import AnswerPage, Shown, cleaned, day, listed, table_lines
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend, span
