@@ -68,7 +68,7 @@ class Look(_Part):
 
     def requests(self, run: str, request: npt.ArrayLike) -> Bools:
         """Return which requests of a run are looked at, ``(n,)``."""
-        return uniform(salt_of("actds look", self.salt, run), request) < self.share
+        return np.asarray(uniform(salt_of("actds look", self.salt, run), request) < self.share)
 
     def rows(self, depth: Ints, entropy: Floats | None = None) -> Bools:
         """Return at which rows of a request there is a look, ``(n,)``.
@@ -101,7 +101,7 @@ class Tail(_Part):
         nats = np.interp(values, knots, levels)
         fell = (levels[-1] - levels[half]) / max(knots[-1] - knots[half], 1e-9)
         beyond = levels[-1] + fell * np.maximum(values - knots[-1], 0)
-        return np.fmin(np.where(values > knots[-1], beyond, nats), MOST)
+        return np.asarray(np.fmin(np.where(values > knots[-1], beyond, nats), MOST))
 
 
 class RowMoments(_Part):
@@ -131,6 +131,9 @@ class RowMoments(_Part):
         along = standard @ axes.T
         rest = np.maximum((standard**2).sum(1) - (along**2).sum(1), 0) / self.rest
         return np.asarray((along**2 / variance).sum(1) + rest)
+
+    def nats(self, numbers: Floats) -> Floats:
+        return self.tail.nats(self.squared(numbers))
 
 
 class Cell(_Part):
@@ -273,7 +276,8 @@ class Profile(_Part):
         nats = np.zeros(len(numbers))
         for number in np.unique(at).tolist():
             here = at == number
-            nats[here] = in_cell(cells[number], numbers[here])
+            hooks = enumerate(cells[number].hooks)
+            nats[here] = np.mean([m.nats(numbers[here, k]) for k, m in hooks], axis=0)
         return nats
 
     def returns(self, depth: Ints, nearness: Floats) -> Floats:
@@ -290,12 +294,12 @@ class Profile(_Part):
         center, spread = np.asarray(self.spread)
         flat = numbers.reshape(len(numbers), -1)
         # What is not finite is like no row, itself included.
-        return np.nan_to_num(np.clip((flat - center) / spread, -6, 6), nan=np.inf)
+        return np.asarray(np.nan_to_num(np.clip((flat - center) / spread, -6, 6), nan=np.inf))
 
     def combined(self, peaks: Floats) -> Floats:
         """Return the scores of trajectories from their peaks ``(n, 2)``: of KINDS the rarer."""
         nats = [tail.nats(peaks[:, k]) for k, tail in enumerate(self.scores)]
-        return np.max(nats, axis=0)
+        return np.asarray(np.max(nats, axis=0))
 
 
 class Trajectories:
@@ -346,13 +350,9 @@ class Trajectories:
         self._peaks[slots] = np.maximum(self._peaks[slots], self._rings[slots].mean(axis=2))
         return nats[0], near
 
-    def means(self, requests: Sequence[Hashable]) -> Floats:
-        """Return the means of the last 8 looks, ``(n, 2)``, by KINDS."""
-        return self._rings[[self._slots[key] for key in requests]].mean(axis=2)
-
     def peaks(self, requests: Sequence[Hashable]) -> Floats:
         """Return the largest means so far, ``(n, 2)``."""
-        return self._peaks[[self._slots[key] for key in requests]]
+        return np.asarray(self._peaks[[self._slots[key] for key in requests]])
 
     def scores(self, requests: Sequence[Hashable]) -> Floats:
         """Return the scores so far, ``(n,)``."""
@@ -389,12 +389,6 @@ def features(readouts: npt.ArrayLike) -> Floats:
     norm = numbers[..., :1]
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.concatenate([np.log(norm), numbers[..., 1:] / norm], axis=-1)
-
-
-def in_cell(cell: Cell, numbers: Floats) -> Floats:
-    """Return how unusual rows are in a cell, in nats: the mean over hooks ``(n,)``."""
-    by_hook = [m.tail.nats(m.squared(numbers[:, k])) for k, m in enumerate(cell.hooks)]
-    return np.asarray(np.mean(by_hook, axis=0))
 
 
 def nearness(rows: npt.NDArray[np.float32], before: npt.NDArray[np.float32]) -> Floats:

@@ -52,9 +52,9 @@ def make_rows(n: int, seed: int, plant: Plant | None = None) -> Rows:
     depth = position - prompts[of]
     entropy = rng.exponential(1, len(of))
     role = np.where(depth < 0, "user", "assistant")
-    names = [f"q{k}" for k in range(n)]
+    names, runs = np.array([f"q{k}" for k in range(n)]), np.full(n, "r")
     return Rows(
-        ["r"] * n, np.arange(n), names, of, position, depth, readouts, role, entropy, 0, 0
+        runs, np.arange(n), names, of, position, depth, readouts, role, entropy, 0, 0
     )  # fmt: skip
 
 
@@ -268,6 +268,7 @@ def test_a_dataset_of_other_weights_is_scored_only_when_asked_to(tmp_path: Path)
             actds.alerts(path, profile)
         result = actds.alerts(path, profile, other_regime=True)
         assert [words.partition(" ")[0] for words in result.differences] == ["model.weights_sha256"]
+        assert result.answer.outcome != "in the regime", "the record says that it is another one"
     readouts = make_dataset(tmp_path / "more", n_requests=20, readouts=Readouts(5, 0), facts=FACTS)
     with pytest.raises(ActdsError, match=r"E024 .*capture\.readouts"):
         actds.alerts(readouts, profile, other_regime=True)

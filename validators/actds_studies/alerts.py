@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
+from scipy import special  # type: ignore[import-untyped]
 
 from actds.explore.dataset import Dataset, open_apart
 from actds.explore.requests import Tokenizer
@@ -17,6 +18,8 @@ from actds_validators.sections import Document, LimitsSection, Section
 
 AROUND = 24
 """Tokens of text on either side of an alert."""
+MAX_TEXTS = 500
+"""Alerts with their text, those with the highest scores: each is looked up in the dataset."""
 _N_TRACES = 8
 
 
@@ -39,9 +42,7 @@ class Alert(Section):
     position: int = Field(description="of the row after which its score was first above")
     depth: int = Field(description="the same, from the end of the prompt")
     role: str = Field(description="of the position, empty where it is not known")
-    kind: Literal["distance", "return"] = Field(
-        description="what was rare: far from the rows of its depth, or back at earlier rows"
-    )
+    kind: str = Field(description="what was rare: its distance, or its return to earlier rows")
     score: float = Field(description="at the end, in nats")
     before: str = Field(description="text up to the position, or tokens without a tokenizer")
     after: str = Field(description="the text that follows")
@@ -137,8 +138,8 @@ def alerts(
     need_entropy(opened, given.look, everything)
     seen = np.concatenate(
         [
-            given.look.requests(run, everything.requests[[r == run for r in everything.runs]])
-            for run in dict.fromkeys(everything.runs)
+            given.look.requests(run, everything.requests[everything.runs == run])
+            for run in dict.fromkeys(everything.runs.tolist())
         ]
     )
     scored = score(given, everything.only(seen[everything.of]))
@@ -147,6 +148,7 @@ def alerts(
     first = {} if threshold.threshold is None else scored.first_above(threshold.threshold)
     p = _chance(threshold, rates)
     limits = limits or AlertLimits()
+    last = scored.last
     looked = np.bincount(scored.rows.of, minlength=len(seen)) > 0
     return Alerts(
         path=opened.path,
@@ -170,10 +172,13 @@ def alerts(
         rates=rates,
         p=p,
         parts=list(_parts(given, everything)),
-        alerts=[_alert(opened, scored, r, at, tokenizer) for r, at in _by_score(scored, first)],
+        alerts=[
+            _alert(opened if k < MAX_TEXTS else None, scored, r, at, tokenizer)
+            for k, (r, at) in enumerate(sorted(first.items(), key=lambda hit: -last[hit[0]]))
+        ],
         usual=_usual(scored, first),
-        traces=[_trace(scored, r) for r in np.argsort(-scored.last)[:_N_TRACES].tolist()],
-        answer=_answer(threshold, rates, p, limits),
+        traces=[_trace(scored, r) for r in np.argsort(-last)[:_N_TRACES].tolist()],
+        answer=_answer(threshold, rates, p, limits, differences),
     )
 
 
@@ -183,12 +188,13 @@ def _chance(threshold: Calibration, rates: Sequence[Kept]) -> float | None:
     The threshold is one of their scores: the number above it is beta-binomial, which allows for the
     calibration's own chance, and holds exactly whatever the scores are.
     """
-    from scipy.stats import betabinom
-
     if not rates:
         return None
-    k, n = threshold.rank, threshold.n
-    return float(betabinom.sf(rates[0].n_alerts - 1, rates[0].n, n + 1 - k, k))
+    above, below = threshold.n + 1 - threshold.rank, threshold.rank
+    n, hits = rates[0].n, np.arange(rates[0].n_alerts, rates[0].n + 1)
+    ways = -special.betaln(hits + 1, n - hits + 1) - np.log(n + 1)
+    logs = ways + special.betaln(hits + above, n - hits + below) - special.betaln(above, below)
+    return min(1.0, float(np.exp(logs).sum()))
 
 
 def _parts(profile: Profile, rows: Rows) -> Iterator[Unusual]:
@@ -212,27 +218,25 @@ def _parts(profile: Profile, rows: Rows) -> Iterator[Unusual]:
                 yield Unusual(name=name, n_rows=len(nats), median=median, high=high)
 
 
-def _by_score(scored: Looks, first: dict[int, int]) -> list[tuple[int, int]]:
-    last = scored.last
-    return sorted(first.items(), key=lambda item: -last[item[0]])
-
-
 def _alert(
-    dataset: Dataset, scored: Looks, number: int, at: int, tokenizer: Tokenizer | None
+    dataset: Dataset | None, scored: Looks, number: int, at: int, tokenizer: Tokenizer | None
 ) -> Alert:
     rows = scored.rows
-    run, request, position = rows.runs[number], int(rows.requests[number]), int(rows.position[at])
-    places = dataset.request(request, run=run)
-    start, stop = max(0, position + 1 - AROUND), position + 1 + AROUND
-    if tokenizer is None:
+    run, request, position = (
+        str(rows.runs[number]),
+        int(rows.requests[number]),
+        int(rows.position[at]),
+    )
+    start, stop, words = max(0, position + 1 - AROUND), position + 1 + AROUND, [""]
+    if dataset is not None:
+        places = dataset.request(request, run=run)
         words = [f" {token}" for token in places.token_id[start:stop].tolist()]
-    else:
-        words = places.pieces(tokenizer, start, stop)
+        words = words if tokenizer is None else places.pieces(tokenizer, start, stop)
     cut = position + 1 - start
     return Alert(
         run=run,
         request=request,
-        external_id=rows.names[number],
+        external_id=str(rows.names[number]),
         position=position,
         depth=int(rows.depth[at]),
         role=str(rows.role[at]),
@@ -248,10 +252,11 @@ def _usual(scored: Looks, first: dict[int, int]) -> list[tuple[int, float, float
     plain = ~np.isin(scored.rows.of, list(first))
     depth, scores = scored.rows.depth[plain], scored.scores[plain]
     bands = np.where(depth > 0, 2 ** np.log2(np.maximum(depth, 1)).astype(np.int64), 0)
-    return [
-        (int(band), *map(float, np.quantile(scores[bands == band], (0.5, 0.95))))
-        for band in np.unique(bands)
-    ]
+    quantiles = {
+        band: np.quantile(scores[bands == band], (0.5, 0.95)).tolist()
+        for band in np.unique(bands).tolist()
+    }
+    return [(band, median, high) for band, (median, high) in quantiles.items()]
 
 
 def _trace(scored: Looks, number: int) -> Trace:
@@ -261,7 +266,11 @@ def _trace(scored: Looks, number: int) -> Trace:
 
 
 def _answer(
-    threshold: Calibration, rates: Sequence[Kept], p: float | None, limits: AlertLimits
+    threshold: Calibration,
+    rates: Sequence[Kept],
+    p: float | None,
+    limits: AlertLimits,
+    differences: Sequence[str],
 ) -> AlertsAnswer:
     if threshold.threshold is None or p is None or not rates:
         need = int(np.ceil(1 / threshold.alpha - 1 - 1e-9))
@@ -282,5 +291,9 @@ def _answer(
             "If this traffic is to stay, harvest it, and fit a profile and a dictionary to it.",
         ]
         return AlertsAnswer(outcome="departed", words=f"Departed: {shares}", next_steps=steps)
+    if differences:
+        words = f"Undecided: another regime by its record, and readouts do not show it. {shares}"
+        steps = ["Believe the record: fit a profile to a dataset of these weights and precision."]
+        return AlertsAnswer(outcome="undecided", words=words, next_steps=steps)
     steps = ["Nothing: false alarms are expected at the promised rate."]
     return AlertsAnswer(outcome="in the regime", words=f"In the regime: {shares}", next_steps=steps)

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from actds.errors import ActdsError
 from actds.explore.dataset import Dataset, open_apart
-from actds.format.positions import position_key
+from actds.format.positions import position_key, split_key
 from actds.format.profile import (
     KINDS,
     QUANTILES,
@@ -42,6 +42,7 @@ from actds_validators.statistics.design import exact_share
 
 LENGTHS = (1, 17, 65, 257, 1025)
 """First answer lengths, in rows, of the strata by length."""
+_COUNTS = ("n_lost", "n_adapted")
 _RANK, _ROWS_PER_AXIS, _LEAST_ROWS, _LEAST_REQUESTS = 32, 20, 200, 20
 
 
@@ -63,9 +64,9 @@ class Rows:
         n_adapted: requests left out, since an adapter changed the weights.
     """
 
-    runs: list[str]
+    runs: npt.NDArray[np.str_]
     requests: Ints
-    names: list[str]
+    names: npt.NDArray[np.str_]
     of: Ints
     position: Ints
     depth: Ints
@@ -93,17 +94,11 @@ def read_rows(dataset: Dataset, hooks: Sequence[str]) -> Rows:
     """
     parts = [_of_run(dataset, run, hooks) for run in dataset.catalog.run_ids]
     starts = np.cumsum([0, *(len(part.requests) for part in parts)])
-    shifted = [replace(p, of=p.of + start) for p, start in zip(parts, starts, strict=False)]
+    parts = [replace(p, of=p.of + start) for p, start in zip(parts, starts, strict=False)]
+    columns = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
     return Rows(
-        [run for part in parts for run in part.runs],
-        np.concatenate([part.requests for part in parts]),
-        [name for part in parts for name in part.names],
-        *(
-            np.concatenate([getattr(part, name) for part in shifted])
-            for name in ("of", "position", "depth", "readouts", "role", "entropy")
-        ),
-        sum(part.n_lost for part in parts),
-        sum(part.n_adapted for part in parts),
+        **{name: sum(column) for name, column in columns.items() if name in _COUNTS},
+        **{name: np.concatenate(c) for name, c in columns.items() if name not in _COUNTS},
     )
 
 
@@ -122,22 +117,23 @@ def _of_run(dataset: Dataset, run: str, hooks: Sequence[str]) -> Rows:
     for known, _ in by_hook[1:]:
         keys = np.intersect1d(keys, known)
     numbers = [values[np.searchsorted(known, keys)] for known, values in by_hook]
-    request, position = (keys >> np.uint64(32)).astype(np.int64), keys & np.uint64(0xFFFFFFFF)
+    request, position = split_key(keys)
     of = np.searchsorted(requests, request)
-    known = requests[np.minimum(of, len(requests) - 1)] == request
-    of, request, position = of[known], request[known], position[known].astype(np.int64)
+    here = requests[np.minimum(of, len(requests) - 1)] == request
+    of, request, position = of[here], request[here], position[here]
+    role = Roles(catalog.table("roles", run)).of(request, position)
     entropy = Sampled(catalog.table("sampled", run)).after("entropy", request, position)
     drops = catalog.table("drops", run)
     drops = drops.filter(pc.equal(drops["drop_reason"], READOUTS_FULL))
     return Rows(
-        [run] * len(requests),
+        np.full(len(requests), run),
         requests,
-        plain["external_id"].to_pylist(),
+        np.array(plain["external_id"].to_pylist(), dtype=np.str_),
         of,
         position,
         position - plain["prompt_len"].to_numpy().astype(np.int64)[of],
-        np.stack(numbers, axis=1)[known],
-        np.array(_roles(catalog.table("roles", run), request, position), dtype="<U11"),
+        np.stack(numbers, axis=1)[here],
+        np.array(role.fill_null("").to_pylist(), dtype=np.str_),
         entropy.cast(pa.float64()).fill_null(np.nan).to_numpy(zero_copy_only=False),
         int(pc.sum(pc.subtract(drops["stop"], drops["start"])).as_py() or 0),
         served.num_rows - plain.num_rows,
@@ -153,10 +149,6 @@ def _of_hook(table: pa.Table) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.fl
         columns.append(values.reshape(n, len(values) // max(n, 1)))
     order = np.argsort(keys, kind="stable")
     return keys[order], np.concatenate(columns, axis=1)[order].astype(np.float32)
-
-
-def _roles(table: pa.Table, request: Ints, position: Ints) -> list[str]:
-    return Roles(table).of(request, position).fill_null("").to_pylist()
 
 
 @dataclass(frozen=True)
@@ -382,7 +374,7 @@ def _cells(
     for start, stop in zip(starts, [*starts[1:], None], strict=True):
         here = chosen & (place >= start) & (place < (np.inf if stop is None else stop))
         moments = [_moments(numbers[here, k]) for k in range(numbers.shape[1])]
-        band = {"phase": phase, "role": role, "start": start, "stop": stop}
+        band: dict[str, Any] = {"phase": phase, "role": role, "start": start, "stop": stop}
         counts = {"n_rows": int(here.sum()), "n_requests": len(np.unique(of[here]))}
         yield Cell(**band, **counts, hooks=moments)
 

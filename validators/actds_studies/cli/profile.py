@@ -66,11 +66,12 @@ def profile(path: str, out: Path, **options: Any) -> None:
       actds profile acts -o profile.json --hook resid_post.20 --alpha 0.01 --every 8
     """
     need_folders(out)
-    from actds_studies.monitoring import profile as fit
-    from actds_studies.pages.monitoring import profile_lines
     from actds_validators.sections import need_extra
 
-    need_extra()
+    need_extra("jinja2")
+    from actds_studies.monitoring import profile as fit
+    from actds_studies.pages.monitoring import profile_lines
+
     made = fit(path, **options)
     write_text(out, made.as_bytes().decode())
     print_lines(profile_lines(made, str(out)))
