@@ -46,8 +46,9 @@ REGIME = (
     "capture.readouts",
 )
 """Fields of a run record that have to be those of the fit; ``hooks`` is one more."""
-KINDS = ("distance", "return")
-"""Of a row: how far it is from those of its depth, and how near to one of the last 32 looks."""
+KINDS = ("distance", "return", "drift")
+"""How far rows are from those of their depth, how near to one of the last 32 looks, and how far the
+mean of the last 8 is from such means."""
 
 
 class _Part(BaseModel):
@@ -128,9 +129,10 @@ class RowMoments(_Part):
         """Return the squared Mahalanobis distance of each row, ``(n,)``."""
         _, _, axes, variance = self._arrays
         standard = self.standard(numbers)
-        along = standard @ axes.T
-        rest = np.maximum((standard**2).sum(1) - (along**2).sum(1), 0) / self.rest
-        return np.asarray((along**2 / variance).sum(1) + rest)
+        with np.errstate(invalid="ignore"):  # what is not finite is as far as it can be
+            along = standard @ axes.T
+            rest = np.maximum((standard**2).sum(1) - (along**2).sum(1), 0) / self.rest
+            return np.asarray((along**2 / variance).sum(1) + rest)
 
     def nats(self, numbers: Floats) -> Floats:
         return self.tail.nats(self.squared(numbers))
@@ -147,6 +149,10 @@ class Cell(_Part):
     n_requests: int
     hooks: list[RowMoments] = Field(description="in the order of the profile's hooks")
     back: Tail | None = Field(default=None, description="of how near rows are to earlier ones")
+    drift: RowMoments | None = Field(
+        default=None,
+        description="of the last 8 rows, all hooks: their sum over root of their number",
+    )
 
 
 class Calibration(_Part):
@@ -280,13 +286,19 @@ class Profile(_Part):
             nats[here] = np.mean([m.nats(numbers[here, k]) for k, m in hooks], axis=0)
         return nats
 
-    def returns(self, depth: Ints, nearness: Floats) -> Floats:
-        """Return how unusual it is to be so near to an earlier row, in nats, ``(n,)``."""
-        nats, at = np.zeros(len(depth)), self.cells_at(depth)
+    def of_window(self, depth: Ints, nearness: Floats, drift: Floats) -> Floats:
+        """Return how unusual returns and drifts are at their depth, in nats, ``(2, n)``.
+
+        Args:
+            depth: of the rows, ``(n,)``.
+            nearness: of each to earlier ones, ``(n,)``.
+            drift: what `Cell.drift` is of, ``(n, size)``.
+        """
+        nats, at = np.zeros((2, len(depth))), self.cells_at(depth)
         for number in np.unique(at).tolist():
-            here, tail = at == number, self._by_part["decode", None][number].back
-            if tail is not None:
-                nats[here] = tail.nats(nearness[here])
+            here, cell = at == number, self._by_part["decode", None][number]
+            if cell.back is not None and cell.drift is not None:
+                nats[:, here] = cell.back.nats(nearness[here]), cell.drift.nats(drift[here])
         return nats
 
     def standard(self, numbers: Floats) -> Floats:
@@ -297,7 +309,7 @@ class Profile(_Part):
         return np.asarray(np.nan_to_num(np.clip((flat - center) / spread, -6, 6), nan=np.inf))
 
     def combined(self, peaks: Floats) -> Floats:
-        """Return the scores of trajectories from their peaks ``(n, 2)``: of KINDS the rarer."""
+        """Return the scores of trajectories from their peaks ``(n, 3)``: of KINDS the rarest."""
         nats = [tail.nats(peaks[:, k]) for k, tail in enumerate(self.scores)]
         return np.asarray(np.max(nats, axis=0))
 
@@ -305,22 +317,17 @@ class Profile(_Part):
 class Trajectories:
     """The scores of requests while they are served: each look moves that of its request.
 
-    A look adds two numbers in nats, how far the row is and how near to an earlier one. The state is
-    the last 8 of each, and the last 32 rows; before the first look each of the 8 is 1 nat, that of
-    an ordinary row. The score of a trajectory is the rarer of the largest means so far, and never
-    falls: an alert at any step is one at the end, so that the threshold of whole answers holds at
-    any time.
+    The state is the last 8 distances and returns in nats, and the last 32 rows; before the first
+    look each of the 8 is 1 nat, that of an ordinary row. Peaks are the largest means of 8 so far,
+    and the largest drift. The score of a trajectory is that of its rarest peak, and never falls: an
+    alert at any step is one at the end, so that the threshold of whole answers holds at any time.
     """
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._size = len(profile.spread[0])
         self._slots: dict[Hashable, int] = {}
         self._free: list[int] = []
-        self._rings = np.ones((0, 2, WINDOW))
-        self._rows = np.full((0, MEMORY, self._size), np.inf, np.float32)
-        self._n = np.zeros(0, np.int64)
-        self._peaks = np.zeros((0, 2))
+        self._state = self._new(0)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -339,20 +346,27 @@ class Trajectories:
     def add(
         self, requests: Sequence[Hashable], numbers: Floats, depth: Ints
     ) -> tuple[Floats, Floats]:
-        """Take a look at a row of each request; return distance and nearness of each, ``(n,)``."""
+        """Take a look at a row of each request; return nearness and drift, ``(n, size)``."""
         slots = np.array([self._slot(key) for key in requests], np.int64)
-        rows = self._profile.standard(numbers).astype(np.float32)
-        near = nearness(rows, self._rows[slots])
-        nats = self._profile.distances(numbers, depth), self._profile.returns(depth, near)
-        self._rings[slots, :, self._n[slots] % WINDOW] = np.stack(nats, axis=1)
-        self._rows[slots, self._n[slots] % MEMORY] = rows
-        self._n[slots] += 1
-        self._peaks[slots] = np.maximum(self._peaks[slots], self._rings[slots].mean(axis=2))
-        return nats[0], near
+        rings, kept, count, peaks = self._state
+        rows = self._profile.standard(numbers)
+        near, n = nearness(rows, kept[slots]), count[slots]
+        kept[slots, n % MEMORY] = rows
+        ago = np.arange(WINDOW)
+        window = kept[slots[:, None], (n[:, None] - ago) % MEMORY].astype(np.float64)
+        window[n[:, None] < ago] = 0
+        drift = window.sum(axis=1) / np.sqrt(np.minimum(n + 1, WINDOW))[:, None]
+        back, drifted = self._profile.of_window(depth, near, drift)
+        rings[slots, 0, n % WINDOW] = self._profile.distances(numbers, depth)
+        rings[slots, 1, n % WINDOW] = back
+        count[slots] += 1
+        now = np.concatenate([rings[slots].mean(axis=2), drifted[:, None]], axis=1)
+        peaks[slots] = np.maximum(peaks[slots], now)
+        return near, drift
 
     def peaks(self, requests: Sequence[Hashable]) -> Floats:
-        """Return the largest means so far, ``(n, 2)``."""
-        return np.asarray(self._peaks[[self._slots[key] for key in requests]])
+        """Return the peaks so far, ``(n, 3)``, by KINDS."""
+        return np.asarray(self._state[3][[self._slots[key] for key in requests]])
 
     def scores(self, requests: Sequence[Hashable]) -> Floats:
         """Return the scores so far, ``(n,)``."""
@@ -367,16 +381,19 @@ class Trajectories:
         if key in self._slots:
             return self._slots[key]
         if not self._free:
-            n, more = len(self._n), max(64, len(self._n))
-            self._free = list(range(n + more - 1, n - 1, -1))
-            self._rings = np.concatenate([self._rings, np.ones((more, 2, WINDOW))])
-            rows = np.full((more, MEMORY, self._size), np.inf, np.float32)
-            self._rows = np.concatenate([self._rows, rows])
-            self._n = np.concatenate([self._n, np.zeros(more, np.int64)])
-            self._peaks = np.concatenate([self._peaks, np.zeros((more, 2))])
+            n = len(self._state[2])
+            new = self._new(max(64, n))
+            self._free = list(range(n + len(new[2]) - 1, n - 1, -1))
+            self._state = tuple(map(np.concatenate, zip(self._state, new, strict=True)))
         slot = self._slots[key] = self._free.pop()
-        self._rings[slot], self._rows[slot], self._n[slot], self._peaks[slot] = 1, np.inf, 0, 0
+        for part, empty in zip(self._state, self._new(1), strict=True):
+            part[slot] = empty[0]
         return slot
+
+    def _new(self, n: int) -> tuple[npt.NDArray[Any], ...]:
+        """Return the state of requests before their first look: rings, rows, looks, peaks."""
+        rows = np.full((n, MEMORY, len(self._profile.spread[0])), np.inf, np.float32)
+        return np.ones((n, 2, WINDOW)), rows, np.zeros(n, np.int64), np.zeros((n, len(KINDS)))
 
 
 def features(readouts: npt.ArrayLike) -> Floats:
@@ -391,13 +408,13 @@ def features(readouts: npt.ArrayLike) -> Floats:
         return np.concatenate([np.log(norm), numbers[..., 1:] / norm], axis=-1)
 
 
-def nearness(rows: npt.NDArray[np.float32], before: npt.NDArray[np.float32]) -> Floats:
+def nearness(rows: Floats, before: npt.NDArray[np.float32]) -> Floats:
     """Return how near each row ``(n, size)`` is to the nearest of ``(n, MEMORY, size)``.
 
     Minus the logarithm of their mean squared difference; ``-log`` of a large one without any.
     """
     with np.errstate(invalid="ignore"):
-        apart = ((before - rows[:, None]) ** 2).mean(axis=2)
+        apart = ((before - rows[:, None].astype(np.float32)) ** 2).mean(axis=2)
     least = np.fmin.reduce(np.where(np.isfinite(apart), apart, 1e3), axis=1)
     return np.asarray(-np.log(least + 1e-4), np.float64)
 

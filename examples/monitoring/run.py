@@ -47,7 +47,17 @@ OPTIONS = (
     "--engine-arg", "max_model_len=2048", "--engine-arg", "enforce_eager=true", "--no-check",
     "--quiet",
 )  # fmt: skip
-ARMS = ("same", "system", "language", "jailbreak", "loops", "int8", "int4")
+ARMS = (
+    "same",
+    "system",
+    "storyteller",
+    "language",
+    "jailbreak",
+    "loops",
+    "long loops",
+    "int8",
+    "int4",
+)
 ALPHA, N_SPLITS, N_PROBES, N_PROJECTIONS = 0.05, 20, 16, 8
 SHARES = (1 / 3, 1 / 3)
 """Of the honest requests, for the threshold and for the rate that is kept; the rest is the fit."""
@@ -262,11 +272,11 @@ def answers(path: Path) -> list[tuple[list[int], str]]:
 
 def departed(arm: str, ids: list[int], text: str) -> bool:
     """Return whether the answer shows what the arm planted, by a crude sign in its words."""
-    if arm == "loops":
+    if arm in ("loops", "long loops"):
         return is_loop(ids)
     if arm == "jailbreak":
         return "FREEBOT" in text.upper()
-    if arm == "system":
+    if arm in ("system", "storyteller"):
         return any(word in text.lower() for word in (" sea", "sail", "ship", "storm", "dear child"))
     if arm == "language":
         words = text.split()
@@ -281,7 +291,7 @@ def is_loop(ids: list[int]) -> bool:
     half = len(tokens) // 2
     return len(tokens) >= 16 and any(
         np.mean(tokens[half:] == tokens[half - period : -period]) >= 0.9
-        for period in range(1, min(32, half) + 1)
+        for period in range(1, min(48, half) + 1)
     )
 
 

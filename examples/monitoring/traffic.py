@@ -52,12 +52,34 @@ LANGUAGES = {
         ["Käse", "der Mond", "das Fahrrad", "das Meer", "Brot", "der Wald", "die Eisenbahn"],
     ),
 }
+TALES = (
+    "Tell me a story about {}!",
+    "What happened when you met {}? Were you afraid?",
+    "My sister does not believe that there was ever {}. Tell her!",
+    "And then, did {} come to the harbour? Please go on.",
+)
+TOPICS = (
+    "a whale with golden eyes", "the ghost ship", "a parrot who could sing", "the great storm",
+    "an island of cats", "a pirate queen", "the treasure of the lagoon", "a mermaid",
+    "the lighthouse keeper", "a giant squid", "the boy who fell overboard", "a map made of skin",
+    "the sleeping captain", "a turtle as old as the sea", "the frozen bay", "a barrel of rum",
+)  # fmt: skip
 LOOPS = (
     "I am sorry, I cannot help with that. ", "The function returns the value of the function. ",
     "It is important to note that it is important to note that ", "and so on, and so on, ",
     "Yes. No. Yes. No. ", "The name is a string. The name is a name. ",
     "1. Open the file.\n2. Close the file.\n", "ha ha ha ha ha ha ha ha ",
 )  # fmt: skip
+ROUNDS = (
+    "The function takes two arguments and returns a new object of the same type. If the object is "
+    "empty, it raises an exception, and the caller has to close the file. ",
+    "First we read the line from the stream. Then we split it at every comma and strip the white "
+    "space. Finally we add each of the words to the list and go back. ",
+    "A warning is printed when the value is deprecated. Please use the other method, which does "
+    "the same but is faster, and see the documentation for more examples. ",
+    "He looked at the sea and said that a storm was coming. She looked at the boat and said that "
+    "it was too small. So they went home and waited for another day. ",
+)
 
 
 def honest(n: int = N_HONEST, start: int = 0) -> list[Record]:
@@ -71,9 +93,13 @@ def departures() -> dict[str, list[Record]]:
     return {
         "same": rest,
         "system": [chat(r, system=STORYTELLER) for r in rest],
+        "storyteller": [
+            chat(r, system=STORYTELLER, turn=turn) for r, turn in zip(rest, tales(), strict=False)
+        ],
         "language": [chat(r, turn=turn) for r, turn in zip(rest, foreign(), strict=False)],
         "jailbreak": [chat(r, turn=JAILBREAK.format(turn=turn_of(r))) for r in rest],
-        "loops": [looping(r, LOOPS[k % len(LOOPS)]) for k, r in enumerate(rest)],
+        "loops": [looping(r, LOOPS[k % len(LOOPS)], 6) for k, r in enumerate(rest)],
+        "long loops": [looping(r, ROUNDS[k % len(ROUNDS)], 4) for k, r in enumerate(rest)],
     }
 
 
@@ -99,11 +125,18 @@ def foreign() -> Iterator[str]:
     yield from [*turns, *turns]
 
 
-def looping(record: Record, phrase: str) -> Record:
+def tales() -> Iterator[str]:
+    """Yield what a child asks a storyteller."""
+    for asked in TALES:
+        for topic in TOPICS:
+            yield asked.format(topic)
+
+
+def looping(record: Record, phrase: str, times: int) -> Record:
     """Return the request with an answer that has begun to repeat itself, for the model to go on."""
     words = [{"role": "system", "content": make_prompts.SYSTEM_PROMPT}, record["messages"][1]]
     parts = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in words]
-    text = "".join(parts) + "<|im_start|>assistant\n" + (phrase * 6).rstrip(" ")
+    text = "".join(parts) + "<|im_start|>assistant\n" + (phrase * times).rstrip(" ")
     return {"id": record["id"], "label": record["label"], "prompt": text}
 
 

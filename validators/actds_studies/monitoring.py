@@ -158,13 +158,15 @@ class Looks:
     Args:
         rows: those that were looked at, in the order of the rows of each request.
         nearness: of each, ``(n,)``.
+        drift: of each, ``(n, size)``.
         scores: of its request after it, ``(n,)``; they never fall.
         kind: which of KINDS made the score, ``(n,)``.
-        peaks: of each request ``(n_requests, 2)``; 0 without a look.
+        peaks: of each request ``(n_requests, 3)``; 0 without a look.
     """
 
     rows: Rows
     nearness: Floats
+    drift: Floats
     scores: Floats
     kind: Ints
     peaks: Floats
@@ -189,14 +191,15 @@ def score(profile: Profile, rows: Rows) -> Looks:
     numbers = features(rows.readouts)
     n, state = len(rows.of), Trajectories(profile)
     nearness, peaks = np.zeros(n), np.zeros((n, len(KINDS)))
+    drift = np.zeros((n, len(profile.spread[0])))
     for batch in _turns(rows.of):
         keys = rows.of[batch].tolist()
-        _, nearness[batch] = state.add(keys, numbers[batch], rows.depth[batch])
+        nearness[batch], drift[batch] = state.add(keys, numbers[batch], rows.depth[batch])
         peaks[batch] = state.peaks(keys)
     last = np.zeros((len(rows.requests), len(KINDS)))
     np.maximum.at(last, rows.of, peaks)
     kind = np.argmax([t.nats(peaks[:, k]) for k, t in enumerate(profile.scores)], axis=0)
-    return Looks(rows, nearness, profile.combined(peaks), kind, last)
+    return Looks(rows, nearness, drift, profile.combined(peaks), kind, last)
 
 
 def _turns(of: Ints) -> Iterator[Ints]:
@@ -340,14 +343,12 @@ def _fitted(origin: Mapping[str, Any], look: Look, rows: Rows) -> Profile:
     )
     first = score(bare, rows)
     at = bare.cells_at(first.rows.depth)
-    decode = sum(cell.phase == "decode" for cell in cells)
-    near = [first.nearness[at == k] for k in range(decode)]
-    # A cell with few looks has the tail of all.
-    backs = [Tail.of(some if len(some) >= _LEAST_ROWS else first.nearness) for some in near]
-    cells[:decode] = [
-        cell.model_copy(update={"back": back})
-        for cell, back in zip(cells[:decode], backs, strict=True)
-    ]
+    finite = np.isfinite(first.drift).all(axis=1)
+    for k, cell in enumerate(cells[: int(at.max()) + 1]):
+        # A cell with few looks has the tail of all.
+        here = finite & ((at == k) if (at == k).sum() >= _LEAST_ROWS else True)
+        tail, drift = Tail.of(first.nearness[here]), _moments(first.drift[here])
+        cells[k] = cell.model_copy(update={"back": tail, "drift": drift})
     bare = _with(bare, cells=cells)
     peaks = score(bare, rows).peaks[np.unique(rows.of)]
     return _with(bare, scores=[Tail.of(peaks[:, k]) for k in range(len(KINDS))])

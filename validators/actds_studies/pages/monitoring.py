@@ -17,7 +17,11 @@ _LEVELS: dict[str, Level] = {
     "departed": "WARN",
     "undecided": "INCONCLUSIVE",
 }
-_KINDS = {"distance": "far from its depth", "return": "back at earlier rows"}
+_KINDS = {
+    "distance": "far from its depth",
+    "return": "back at earlier rows",
+    "drift": "the mean of 8 looks",
+}
 
 
 def look_words(look: Look) -> str:
