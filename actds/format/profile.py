@@ -30,9 +30,7 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 SCHEMA: Literal["actds.profile/1"] = "actds.profile/1"
 WINDOW = 8
-"""Looks whose mean is the score of a trajectory at one of them."""
-MEMORY = 32
-"""Looks back in which a row may have been before."""
+"""Looks whose mean says where a trajectory is."""
 MOST = 50.0
 """Nats of a row at most, and of one that is not finite."""
 QUANTILES = (0.02, 0.16, 0.5, 0.84, 0.98)
@@ -46,9 +44,11 @@ REGIME = (
     "capture.readouts",
 )
 """Fields of a run record that have to be those of the fit; ``hooks`` is one more."""
-KINDS = ("distance", "return", "drift")
-"""How far rows are from those of their depth, how near to one of the last 32 looks, and how far the
-mean of the last 8 is from such means."""
+OPENING = 4
+"""Last positions of a prompt: in chats these tokens are those of every request, so that rows differ
+by what is before them alone. Each is a look; the answer begins after them."""
+KINDS = ("drift", "opening")
+"""How far the mean of the last 8 looks is from such means, and rows of the opening from theirs."""
 
 
 class _Part(BaseModel):
@@ -75,13 +75,13 @@ class Look(_Part):
         """Return at which rows of a request there is a look, ``(n,)``.
 
         Args:
-            depth: position minus prompt length; prompts are never looked at.
+            depth: position minus prompt length: below 0 in the opening, always a look.
             entropy: of the logits of the row, NaN where that is not known.
         """
         takes = (depth >= 0) & (depth % self.every == 0)
         if self.above is not None:
             takes &= False if entropy is None else entropy >= self.above
-        return takes
+        return takes | ((depth < 0) & (depth >= -OPENING))
 
 
 class Tail(_Part):
@@ -102,7 +102,8 @@ class Tail(_Part):
         nats = np.interp(values, knots, levels)
         fell = (levels[-1] - levels[half]) / max(knots[-1] - knots[half], 1e-9)
         beyond = levels[-1] + fell * np.maximum(values - knots[-1], 0)
-        return np.asarray(np.fmin(np.where(values > knots[-1], beyond, nats), MOST))
+        nats = np.where(values > knots[-1], beyond, nats)
+        return np.asarray(np.where(values <= knots[0], 0, np.fmin(nats, MOST)))
 
 
 class RowMoments(_Part):
@@ -141,14 +142,15 @@ class RowMoments(_Part):
 class Cell(_Part):
     """Rows of one phase, role and band of depths."""
 
-    phase: Literal["prefill", "decode"]
+    phase: Literal["prefill", "opening", "decode"]
     role: str | None = Field(description="of prompt positions; null for all of the phase")
-    start: int = Field(ge=0, description="first depth in decode, first position in prefill")
+    start: int = Field(
+        description="first position in prefill; else first depth, from the answer on"
+    )
     stop: int | None = Field(description="the one after the last; null for no end")
     n_rows: int
     n_requests: int
     hooks: list[RowMoments] = Field(description="in the order of the profile's hooks")
-    back: Tail | None = Field(default=None, description="of how near rows are to earlier ones")
     drift: RowMoments | None = Field(
         default=None,
         description="of the last 8 rows, all hooks: their sum over root of their number",
@@ -274,11 +276,13 @@ class Profile(_Part):
 
         Args:
             numbers: of ``features``.
-            place: in decode the depth, position minus prompt length; in prefill the position.
+            place: in prefill the position; else the depth, position minus prompt length.
             phase: of the cells that they are compared with.
             role: of these, one of ``parts``.
         """
         cells, at = self._by_part[phase, role], self.cells_at(place, phase, role)
+        if phase == "opening":
+            numbers = numbers.reshape(len(numbers), 1, -1)
         nats = np.zeros(len(numbers))
         for number in np.unique(at).tolist():
             here = at == number
@@ -286,30 +290,28 @@ class Profile(_Part):
             nats[here] = np.mean([m.nats(numbers[here, k]) for k, m in hooks], axis=0)
         return nats
 
-    def of_window(self, depth: Ints, nearness: Floats, drift: Floats) -> Floats:
-        """Return how unusual returns and drifts are at their depth, in nats, ``(2, n)``.
+    def drifts(self, window: Floats, depth: Ints) -> Floats:
+        """Return how unusual windows of the last rows are at their depth, in nats, ``(n,)``.
 
         Args:
-            depth: of the rows, ``(n,)``.
-            nearness: of each to earlier ones, ``(n,)``.
-            drift: what `Cell.drift` is of, ``(n, size)``.
+            window: what `Cell.drift` is of, ``(n, size)``.
+            depth: of the last row, ``(n,)``.
         """
-        nats, at = np.zeros((2, len(depth))), self.cells_at(depth)
+        nats, at = np.zeros(len(depth)), self.cells_at(depth)
         for number in np.unique(at).tolist():
-            here, cell = at == number, self._by_part["decode", None][number]
-            if cell.back is not None and cell.drift is not None:
-                nats[:, here] = cell.back.nats(nearness[here]), cell.drift.nats(drift[here])
+            here, moments = at == number, self._by_part["decode", None][number].drift
+            if moments is not None:
+                nats[here] = moments.nats(window[here])
         return nats
 
     def standard(self, numbers: Floats) -> Floats:
-        """Return numbers in spreads of all of decode, by which rows are near, ``(n, size)``."""
+        """Return numbers of all hooks in spreads of all of decode, ``(n, size)``."""
         center, spread = np.asarray(self.spread)
-        flat = numbers.reshape(len(numbers), -1)
-        # What is not finite is like no row, itself included.
+        flat = numbers.reshape(len(numbers), len(center))
         return np.asarray(np.nan_to_num(np.clip((flat - center) / spread, -6, 6), nan=np.inf))
 
     def combined(self, peaks: Floats) -> Floats:
-        """Return the scores of trajectories from their peaks ``(n, 3)``: of KINDS the rarest."""
+        """Return the scores of trajectories from their peaks ``(n, 2)``: of KINDS the rarer."""
         nats = [tail.nats(peaks[:, k]) for k, tail in enumerate(self.scores)]
         return np.asarray(np.max(nats, axis=0))
 
@@ -317,10 +319,10 @@ class Profile(_Part):
 class Trajectories:
     """The scores of requests while they are served: each look moves that of its request.
 
-    The state is the last 8 distances and returns in nats, and the last 32 rows; before the first
-    look each of the 8 is 1 nat, that of an ordinary row. Peaks are the largest means of 8 so far,
-    and the largest drift. The score of a trajectory is that of its rarest peak, and never falls: an
-    alert at any step is one at the end, so that the threshold of whole answers holds at any time.
+    The state is the last 8 rows and the nats of the opening, 1 each before they are known: that is
+    an ordinary row. Peaks are the largest drift and the mean of the opening so far, and the score
+    is that of the rarer peak. It never falls: an alert at any step is one at the end, so that the
+    threshold of whole answers holds at any time.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -343,30 +345,27 @@ class Trajectories:
         self.add(requests, features(readouts), depth)
         return self.scores(requests)
 
-    def add(
-        self, requests: Sequence[Hashable], numbers: Floats, depth: Ints
-    ) -> tuple[Floats, Floats]:
-        """Take a look at a row of each request; return nearness and drift, ``(n, size)``."""
+    def add(self, requests: Sequence[Hashable], numbers: Floats, depth: Ints) -> Floats:
+        """Take a look at a row of each request; return the windows ``(n, size)``, of answers."""
         slots = np.array([self._slot(key) for key in requests], np.int64)
-        rings, kept, count, peaks = self._state
-        rows = self._profile.standard(numbers)
-        near, n = nearness(rows, kept[slots]), count[slots]
-        kept[slots, n % MEMORY] = rows
-        ago = np.arange(WINDOW)
-        window = kept[slots[:, None], (n[:, None] - ago) % MEMORY].astype(np.float64)
-        window[n[:, None] < ago] = 0
-        drift = window.sum(axis=1) / np.sqrt(np.minimum(n + 1, WINDOW))[:, None]
-        back, drifted = self._profile.of_window(depth, near, drift)
-        rings[slots, 0, n % WINDOW] = self._profile.distances(numbers, depth)
-        rings[slots, 1, n % WINDOW] = back
-        count[slots] += 1
-        now = np.concatenate([rings[slots].mean(axis=2), drifted[:, None]], axis=1)
-        peaks[slots] = np.maximum(peaks[slots], now)
-        return near, drift
+        rows, count, openings, peaks = self._state  # a new slot may have made them anew
+        opening, begun = (depth < 0) & (depth >= -OPENING), depth >= 0
+        if opening.any() and ("opening", None) in self._profile.parts:
+            at, place = slots[opening], depth[opening]
+            openings[at, place] = self._profile.distances(numbers[opening], place, "opening")
+            peaks[at, 1] = np.maximum(peaks[at, 1], openings[at].mean(axis=1))
+        at, n = slots[begun], count[slots[begun]]
+        rows[at, n % WINDOW] = self._profile.standard(numbers[begun])
+        windows = np.full((len(slots), rows.shape[2]), np.nan)
+        windows[begun] = rows[at].sum(axis=1) / np.sqrt(np.minimum(n + 1, WINDOW))[:, None]
+        drifts = self._profile.drifts(windows[begun], depth[begun])
+        peaks[at, 0] = np.maximum(peaks[at, 0], drifts)
+        count[at] += 1
+        return windows
 
     def peaks(self, requests: Sequence[Hashable]) -> Floats:
-        """Return the peaks so far, ``(n, 3)``, by KINDS."""
-        return np.asarray(self._state[3][[self._slots[key] for key in requests]])
+        """Return the peaks so far, ``(n, 2)``, by KINDS."""
+        return np.asarray(self._state[-1][[self._slots[key] for key in requests]])
 
     def scores(self, requests: Sequence[Hashable]) -> Floats:
         """Return the scores so far, ``(n,)``."""
@@ -381,9 +380,9 @@ class Trajectories:
         if key in self._slots:
             return self._slots[key]
         if not self._free:
-            n = len(self._state[2])
+            n = len(self._state[0])
             new = self._new(max(64, n))
-            self._free = list(range(n + len(new[2]) - 1, n - 1, -1))
+            self._free = list(range(n + len(new[0]) - 1, n - 1, -1))
             self._state = tuple(map(np.concatenate, zip(self._state, new, strict=True)))
         slot = self._slots[key] = self._free.pop()
         for part, empty in zip(self._state, self._new(1), strict=True):
@@ -391,9 +390,9 @@ class Trajectories:
         return slot
 
     def _new(self, n: int) -> tuple[npt.NDArray[Any], ...]:
-        """Return the state of requests before their first look: rings, rows, looks, peaks."""
-        rows = np.full((n, MEMORY, len(self._profile.spread[0])), np.inf, np.float32)
-        return np.ones((n, 2, WINDOW)), rows, np.zeros(n, np.int64), np.zeros((n, len(KINDS)))
+        """Return the state of requests before a look: rows, looks, openings, peaks."""
+        rows, looks = np.zeros((n, WINDOW, len(self._profile.spread[0]))), np.zeros(n, np.int64)
+        return rows, looks, np.ones((n, OPENING)), np.zeros((n, len(KINDS)))
 
 
 def features(readouts: npt.ArrayLike) -> Floats:
@@ -406,17 +405,6 @@ def features(readouts: npt.ArrayLike) -> Floats:
     norm = numbers[..., :1]
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.concatenate([np.log(norm), numbers[..., 1:] / norm], axis=-1)
-
-
-def nearness(rows: Floats, before: npt.NDArray[np.float32]) -> Floats:
-    """Return how near each row ``(n, size)`` is to the nearest of ``(n, MEMORY, size)``.
-
-    Minus the logarithm of their mean squared difference; ``-log`` of a large one without any.
-    """
-    with np.errstate(invalid="ignore"):
-        apart = ((before - rows[:, None].astype(np.float32)) ** 2).mean(axis=2)
-    least = np.fmin.reduce(np.where(np.isfinite(apart), apart, 1e3), axis=1)
-    return np.asarray(-np.log(least + 1e-4), np.float64)
 
 
 def regime_of(record: RunRecord, hooks: Sequence[Hook]) -> dict[str, str | None]:

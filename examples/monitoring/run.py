@@ -26,7 +26,7 @@ sys.path.insert(0, str(HERE))
 import traffic  # noqa: E402
 
 import actds  # noqa: E402
-from actds.format.profile import KINDS, Look, Profile  # noqa: E402
+from actds.format.profile import KINDS, Calibration, Look, Profile, features  # noqa: E402
 from actds_studies.monitoring import (  # noqa: E402
     LENGTHS,
     Looks,
@@ -157,6 +157,7 @@ def measure(out: Path) -> dict[str, Any]:
         "kept": pooled(default),
         "arms": {arm: of_arm(arm, arms[arm], texts[arm], default) for arm in ARMS},
         "honest_loops": sum(is_loop(ids) for ids, _ in texts["honest"]),
+        "alone": alone(honest, arms, origin),
         "variants": {
             name: variant(
                 list(splits(cut(honest, width), cut_all(arms, width), origin, look, 5)))
@@ -201,6 +202,35 @@ def alerts_of(profile: Profile, scored: Looks) -> dict[str, Any]:
     }
 
 
+def alone(honest: Rows, arms: dict[str, Rows], origin: dict[str, Any]) -> dict[str, Any]:
+    """Return what each statistic finds with a threshold of its own, and the mean of 8 distances."""
+    names = (*KINDS, "mean of 8 distances")
+    shares: dict[str, dict[str, list[float]]] = {name: {arm: [] for arm in arms} for name in names}
+    for seed in range(5):
+        profile = fit(honest, origin, Look(), ALPHA, SHARES, seed)
+        order = np.random.default_rng(seed).permutation(len(honest.requests))
+        of_threshold = order[: round(len(order) * SHARES[0])]
+        peaks = peaks_of(profile, honest)[of_threshold]
+        of_arms = {arm: peaks_of(profile, rows) for arm, rows in arms.items()}
+        for k, name in enumerate(names):
+            threshold = Calibration.of(peaks[:, k], ALPHA).threshold
+            for arm in arms:
+                shares[name][arm].append(float(np.mean(of_arms[arm][:, k] > threshold)))
+    return {name: {arm: float(np.mean(s)) for arm, s in by.items()} for name, by in shares.items()}
+
+
+def peaks_of(profile: Profile, rows: Rows) -> np.ndarray:
+    """Return the peaks of KINDS, and the largest mean of the last 8 distances, by request."""
+    looks = score(profile, rows)
+    seen = looks.rows.only(looks.rows.depth >= 0)
+    nats = profile.distances(features(seen.readouts), seen.depth)
+    largest = np.zeros(len(rows.requests))
+    for request in np.unique(seen.of):
+        padded = np.concatenate([np.ones(7), nats[seen.of == request]])
+        largest[request] = np.convolve(padded, np.ones(8) / 8, "valid").max()
+    return np.column_stack([looks.peaks, largest])
+
+
 def pooled(splits: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return rates by stratum over all splits: means; the splits share requests."""
     by: dict[str, list[dict[str, Any]]] = {}
@@ -240,7 +270,7 @@ def of_arm(
         "least": min(rates),
         "most": max(rates),
         "median_depth": float(np.median(first["depths"])) if n_alerts else None,
-        "by_return": first["kinds"].count("return"),
+        "by_opening": first["kinds"].count("opening"),
         "median_length": float(np.median(rows.lengths())),
         "n_did": len(among),
         "mean_of_did": float(np.mean(hits)) / len(among) if among else None,
@@ -326,7 +356,7 @@ def tables(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
     head: tuple[str, ...] = ("requests", "in a split", "kept, mean of 20", "least and most")
     listed = ", ".join(f"{rate:.1%}" for rate in all_rates)
     yield "kept", f"{markdown(head, rows)}\n\nThe 20 of all requests: {listed}."
-    head = ("arm", "alerts, split 0", "95 %", "mean of 20 splits", "least and most", "by return")
+    head = ("arm", "alerts, split 0", "95 %", "mean of 20 splits", "least and most", "by opening")
     head += ("median depth", "did", "power of these")
     yield "power", markdown(head, [row_of(arm, of) for arm, of in figures["arms"].items()])
     rows = [
@@ -334,6 +364,8 @@ def tables(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
         for name, of in figures["variants"].items()
     ]
     yield "variants", markdown(("looks and readouts", "kept", *ARMS), rows)
+    rows = [(name, *(f"{of[arm]:.0%}" for arm in ARMS)) for name, of in figures["alone"].items()]
+    yield "alone", markdown(("statistic alone", *ARMS), rows)
     lines = ["```"]
     for arm, of in figures["refusals"].items():
         command = f"$ actds alerts {arm} --profile profile.json"
@@ -350,7 +382,7 @@ def row_of(arm: str, of: dict[str, Any]) -> tuple[str, ...]:
         f"{of['low']:.0%} to {of['high']:.0%}",
         f"{of['mean']:.0%}",
         f"{of['least']:.0%} to {of['most']:.0%}",
-        str(of["by_return"]),
+        str(of["by_opening"]),
         "-" if of["median_depth"] is None else f"{of['median_depth']:.0f}",
         str(of["n_did"]),
         "-" if of["mean_of_did"] is None else f"{of['mean_of_did']:.0%}",

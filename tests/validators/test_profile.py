@@ -16,7 +16,16 @@ from click.testing import CliRunner, Result
 import actds
 from actds.cli import cli
 from actds.errors import ActdsError
-from actds.format.profile import REGIME, Calibration, Look, Profile, Tail, Trajectories
+from actds.format.profile import (
+    KINDS,
+    OPENING,
+    REGIME,
+    Calibration,
+    Look,
+    Profile,
+    Tail,
+    Trajectories,
+)
 from actds.format.readouts import Readouts
 from actds.format.tables import is_served
 from actds_studies.alerts import AlertLimits, Alerts
@@ -25,7 +34,7 @@ from actds_testing.places import SCHEMAS
 from actds_testing.synthetic import make_dataset
 
 HOOKS = ["resid_post.0", "resid_post.1"]
-WIDTH = 9
+WIDTH = 17
 REGIME_OF_FIT = {name: "x" for name in (*REGIME, "hooks")}
 ORIGIN: dict[str, Any] = {
     "dataset": "d", "digest": "0" * 64, "regime": REGIME_OF_FIT, "hooks": HOOKS,
@@ -63,9 +72,13 @@ def shifted(values: np.ndarray, start: int) -> None:
 
 
 def looping(values: np.ndarray, start: int) -> None:
-    again = values[start : start + 5].copy()
+    again = values[start : start + 2].copy()
     for at in range(start, len(values)):
         values[at] = again[(at - start) % len(again)]
+
+
+def asked(values: np.ndarray, start: int) -> None:
+    values[start - 4 : start] += 4
 
 
 def made(rows: Rows, look: Look | None = None, alpha: float = 0.05, seed: int = 0) -> Profile:
@@ -93,25 +106,25 @@ def test_too_few_held_out_requests_are_undecided(n: int, rank: int | None) -> No
     assert calibration.threshold is None or calibration.threshold > calibration.rank
 
 
-def test_a_planted_shift_is_found_by_its_distance(profile: Profile) -> None:
-    assert power(profile, make_rows(200, 2, shifted))[0] > 0.8
+@pytest.mark.parametrize(
+    ("plant", "kind"), [(shifted, "drift"), (looping, "drift"), (asked, "opening")]
+)
+def test_a_planted_departure_is_found_by_what_it_changes(
+    profile: Profile, plant: Plant, kind: str
+) -> None:
+    share, kinds, depth = power(profile, make_rows(200, 2, plant))
+    assert share > 0.8
+    assert np.mean(kinds == KINDS.index(kind)) > 0.9
+    assert np.mean(depth < 0) == (kind == "opening") or np.mean(depth >= 0) > 0.9
 
 
-def test_a_planted_loop_is_found_by_its_returns_and_not_by_its_distance(profile: Profile) -> None:
-    rows = make_rows(200, 3, looping)
-    found, kinds = power(profile, rows)
-    assert found > 0.8
-    assert np.mean(kinds == 1) > 0.9
-    distance = profile.scores[0].nats(score(profile, rows).peaks[:, 0])
-    assert np.mean(distance > profile.calibration.threshold) < 0.3
-
-
-def power(profile: Profile, rows: Rows) -> tuple[float, np.ndarray]:
-    """Return the share of requests that alert, and the kinds of their alerts."""
+def power(profile: Profile, rows: Rows) -> tuple[float, np.ndarray, np.ndarray]:
+    """Return the share of requests that alert, and kinds and depths of their alerts."""
     assert profile.calibration.threshold is not None
     scored = score(profile, rows)
     first = scored.first_above(profile.calibration.threshold)
-    return len(first) / len(rows.requests), scored.kind[list(first.values())]
+    at = list(first.values())
+    return len(first) / len(rows.requests), scored.kind[at], scored.rows.depth[at]
 
 
 def test_rows_one_by_one_have_the_scores_of_the_whole_dataset(profile: Profile) -> None:
@@ -160,11 +173,11 @@ def test_looks_are_at_the_steps_and_entropies_of_the_profile() -> None:
     rows.entropy[::3] = np.nan
     profile = made(rows, Look(every=3, above=1.0))
     seen = score(profile, rows).rows
-    assert (seen.depth % 3 == 0).all() and (seen.depth >= 0).all()
-    assert (seen.entropy >= 1).all()
-    assert len(seen.of) == int(
-        ((rows.depth >= 0) & (rows.depth % 3 == 0) & (rows.entropy >= 1)).sum()
-    )
+    begun = seen.depth >= 0
+    assert (seen.depth[begun] % 3 == 0).all() and (seen.depth >= -OPENING).all()
+    assert (seen.entropy[begun] >= 1).all() and (~begun).sum() == 300 * OPENING
+    entropies = (rows.depth >= 0) & (rows.depth % 3 == 0) & (rows.entropy >= 1)
+    assert begun.sum() == entropies.sum()
 
 
 def test_a_tail_is_one_nat_on_average_and_rises_beyond_the_fit() -> None:
@@ -250,7 +263,8 @@ def test_a_dataset_is_scored_beside_the_profile_of_another(tmp_path: Path) -> No
     read = opened.readouts().to_pandas()
     read = read[read.hook == HOOKS[0]]
     prompt_len = opened.requests().to_pandas().set_index("request").prompt_len
-    assert result.n_looks == int((read.position >= read.request.map(prompt_len)).sum())
+    depth = read.position.astype(int) - read.request.map(prompt_len).astype(int)
+    assert result.n_looks == int((depth >= -OPENING).sum()), "rows that were lost have readouts"
     assert result.answer.words in page.read_text().replace("&#39;", "'")
     for alert in result.alerts:
         assert alert.score > result.calibration.threshold

@@ -42,7 +42,7 @@ class Alert(Section):
     position: int = Field(description="of the row after which its score was first above")
     depth: int = Field(description="the same, from the end of the prompt")
     role: str = Field(description="of the position, empty where it is not known")
-    kind: str = Field(description="what was rare: its distance, or its return to earlier rows")
+    kind: str = Field(description="what was rare: drift of the last 8 looks, or the opening")
     score: float = Field(description="at the end, in nats")
     before: str = Field(description="text up to the position, or tokens without a tokenizer")
     after: str = Field(description="the text that follows")

@@ -19,6 +19,7 @@ from actds.explore.dataset import Dataset, open_apart
 from actds.format.positions import position_key, split_key
 from actds.format.profile import (
     KINDS,
+    OPENING,
     QUANTILES,
     Bools,
     Calibration,
@@ -43,7 +44,10 @@ from actds_validators.statistics.design import exact_share
 LENGTHS = (1, 17, 65, 257, 1025)
 """First answer lengths, in rows, of the strata by length."""
 _COUNTS = ("n_lost", "n_adapted")
-_RANK, _ROWS_PER_AXIS, _LEAST_ROWS, _LEAST_REQUESTS = 32, 20, 200, 20
+_OPENING = ("opening", None)
+_LEAST_ROWS, _LEAST_REQUESTS = 100, 20
+_RANKS = {"prefill": (32, 10), "decode": (32, 10), "drift": (32, 10), "opening": (96, 4)}
+"""Axes at most, and rows for each: those of an opening are one of a request, and independent."""
 
 
 @dataclass(frozen=True)
@@ -157,16 +161,14 @@ class Looks:
 
     Args:
         rows: those that were looked at, in the order of the rows of each request.
-        nearness: of each, ``(n,)``.
-        drift: of each, ``(n, size)``.
+        windows: that end at each, ``(n, size)``, NaN in openings.
         scores: of its request after it, ``(n,)``; they never fall.
         kind: which of KINDS made the score, ``(n,)``.
-        peaks: of each request ``(n_requests, 3)``; 0 without a look.
+        peaks: of each request ``(n_requests, 2)``; 0 without a look.
     """
 
     rows: Rows
-    nearness: Floats
-    drift: Floats
+    windows: Floats
     scores: Floats
     kind: Ints
     peaks: Floats
@@ -190,16 +192,15 @@ def score(profile: Profile, rows: Rows) -> Looks:
     rows = rows.only(profile.look.rows(rows.depth, rows.entropy))
     numbers = features(rows.readouts)
     n, state = len(rows.of), Trajectories(profile)
-    nearness, peaks = np.zeros(n), np.zeros((n, len(KINDS)))
-    drift = np.zeros((n, len(profile.spread[0])))
+    windows, peaks = np.zeros((n, len(profile.spread[0]))), np.zeros((n, len(KINDS)))
     for batch in _turns(rows.of):
         keys = rows.of[batch].tolist()
-        nearness[batch], drift[batch] = state.add(keys, numbers[batch], rows.depth[batch])
+        windows[batch] = state.add(keys, numbers[batch], rows.depth[batch])
         peaks[batch] = state.peaks(keys)
     last = np.zeros((len(rows.requests), len(KINDS)))
     np.maximum.at(last, rows.of, peaks)
     kind = np.argmax([t.nats(peaks[:, k]) for k, t in enumerate(profile.scores)], axis=0)
-    return Looks(rows, nearness, drift, profile.combined(peaks), kind, last)
+    return Looks(rows, windows, profile.combined(peaks), kind, last)
 
 
 def _turns(of: Ints) -> Iterator[Ints]:
@@ -283,7 +284,17 @@ def fit(
     order = np.random.default_rng(seed).permutation(n)
     n_reserved, n_check = (round(n * share) for share in shares)
     reserved, checked, fitted = np.split(order, [n_reserved, n_reserved + n_check])
+    # How rare a peak is, is said by requests that the moments did not see: each half by the other.
+    halves = [rows.only(_among(rows, half)) for half in (fitted[::2], fitted[1::2])]
+    of_half = [_fitted(origin, look, half) for half in halves]
+    seen = [score(half, of) for half, of in zip(of_half, reversed(halves), strict=True)]
+    peaks = np.concatenate([some.peaks[np.unique(some.rows.of)] for some in seen])
     bare = _fitted(origin, look, rows.only(_among(rows, fitted)))
+    # Without enough openings in either half nobody says how rare those of all are.
+    parts = set.intersection(*(set(half.parts) for half in of_half)) | {*bare.parts} - {_OPENING}
+    cells = [cell for cell in bare.cells if (cell.phase, cell.role) in parts]
+    scores = [Tail.of(peaks[:, k]) for k in range(len(KINDS))]
+    bare = _with(bare, cells=cells, scores=scores)
     last = score(bare, rows.only(~_among(rows, fitted))).last
     threshold = Calibration.of(last[reserved], alpha)
     made = _with(bare, calibration=threshold)
@@ -310,10 +321,10 @@ def _among(rows: Rows, requests: Ints) -> Bools:
 
 
 def _fitted(origin: Mapping[str, Any], look: Look, rows: Rows) -> Profile:
-    """Return the profile of rows; its threshold is not set."""
+    """Return the profile of rows, whose peaks and threshold are not known yet."""
     rows = rows.only((rows.position > 0) & np.isfinite(rows.readouts).all(axis=(1, 2)))
     numbers = features(rows.readouts)
-    seen = look.model_copy(update={"every": 1}).rows(rows.depth, rows.entropy)
+    seen = look.model_copy(update={"every": 1}).rows(rows.depth, rows.entropy) & (rows.depth >= 0)
     if not seen.any():
         got, expected = "none in the requests of the fit", "answers with rows to look at"
         raise ActdsError("E014", f"dataset {origin['dataset']}", got=got, expected=expected)
@@ -322,6 +333,7 @@ def _fitted(origin: Mapping[str, Any], look: Look, rows: Rows) -> Profile:
     prompts |= {role: in_prompt & (rows.role == role) for role in sorted({*rows.role} - {""})}
     cells = [
         *_cells("decode", None, rows.depth, numbers, rows.of, seen),
+        *_openings(rows.depth, numbers, rows.of),
         *(
             cell
             for role, chosen in prompts.items()
@@ -342,16 +354,13 @@ def _fitted(origin: Mapping[str, Any], look: Look, rows: Rows) -> Profile:
         kept=[],
     )
     first = score(bare, rows)
-    at = bare.cells_at(first.rows.depth)
-    finite = np.isfinite(first.drift).all(axis=1)
+    at = np.where(first.rows.depth < 0, -1, bare.cells_at(first.rows.depth))
     for k, cell in enumerate(cells[: int(at.max()) + 1]):
-        # A cell with few looks has the tail of all.
-        here = finite & ((at == k) if (at == k).sum() >= _LEAST_ROWS else True)
-        tail, drift = Tail.of(first.nearness[here]), _moments(first.drift[here])
-        cells[k] = cell.model_copy(update={"back": tail, "drift": drift})
-    bare = _with(bare, cells=cells)
-    peaks = score(bare, rows).peaks[np.unique(rows.of)]
-    return _with(bare, scores=[Tail.of(peaks[:, k]) for k in range(len(KINDS))])
+        # A cell with few looks has the moments of all.
+        here = (at == k) if (at == k).sum() >= _LEAST_ROWS else at >= 0
+        drift = _moments(first.windows[here], "drift")
+        cells[k] = cell.model_copy(update={"drift": drift})
+    return _with(bare, cells=cells)
 
 
 def _cells(
@@ -374,10 +383,23 @@ def _cells(
     starts = [0, *starts[2:]]  # the first band begins at 0, whatever joins it
     for start, stop in zip(starts, [*starts[1:], None], strict=True):
         here = chosen & (place >= start) & (place < (np.inf if stop is None else stop))
-        moments = [_moments(numbers[here, k]) for k in range(numbers.shape[1])]
-        band: dict[str, Any] = {"phase": phase, "role": role, "start": start, "stop": stop}
-        counts = {"n_rows": int(here.sum()), "n_requests": len(np.unique(of[here]))}
-        yield Cell(**band, **counts, hooks=moments)
+        yield _cell(
+            {"phase": phase, "role": role, "start": start, "stop": stop}, numbers[here], of[here]
+        )
+
+
+def _openings(depth: Ints, numbers: Floats, of: Ints) -> Iterator[Cell]:
+    """Yield a cell for each of the last positions of prompts, where there are enough."""
+    here = [depth == start for start in range(-OPENING, 0)]
+    if all(_are_enough(of[some]) for some in here):
+        for start, some in zip(range(-OPENING, 0), here, strict=True):
+            band = {"phase": "opening", "role": None, "start": start, "stop": start + 1}
+            yield _cell(band, numbers[some].reshape(int(some.sum()), 1, -1), of[some])
+
+
+def _cell(band: dict[str, Any], numbers: Floats, of: Ints) -> Cell:
+    moments = [_moments(numbers[:, k], band["phase"]) for k in range(numbers.shape[1])]
+    return Cell(**band, n_rows=len(of), n_requests=len(np.unique(of)), hooks=moments)
 
 
 def _are_enough(of: Ints) -> bool:
@@ -385,14 +407,15 @@ def _are_enough(of: Ints) -> bool:
     return len(of) >= _LEAST_ROWS and len(np.unique(of)) >= _LEAST_REQUESTS
 
 
-def _moments(numbers: Floats) -> RowMoments:
+def _moments(numbers: Floats, phase: str) -> RowMoments:
     """Return quantiles and moments of rows ``(n, width)``; what is far off counts as 6 spreads."""
     n, width = numbers.shape
     quantiles = rounded(np.quantile(numbers, QUANTILES, axis=0))
     part = RowMoments(quantiles=quantiles, axes=[], variance=[], rest=1.0, tail=Tail(knots=[0, 1]))
     standard = np.clip(part.standard(numbers), -6, 6)
     variance, axes = np.linalg.eigh(standard.T @ standard / n)
-    rank = min(width, _RANK, max(1, n // _ROWS_PER_AXIS))
+    most, rows_per_axis = _RANKS[phase]
+    rank = min(width, most, max(1, n // rows_per_axis))
     rest = float(variance[: width - rank].mean()) if rank < width else 1.0
     made = RowMoments(
         quantiles=quantiles,

@@ -17,11 +17,7 @@ _LEVELS: dict[str, Level] = {
     "departed": "WARN",
     "undecided": "INCONCLUSIVE",
 }
-_KINDS = {
-    "distance": "far from its depth",
-    "return": "back at earlier rows",
-    "drift": "the mean of 8 looks",
-}
+_KINDS = {"drift": "the mean of 8 looks", "opening": "the end of the prompt"}
 
 
 def look_words(look: Look) -> str:
@@ -97,9 +93,9 @@ def alerts_page(result: Alerts, command: str) -> AnswerPage:
         question="Have answers left the regime that the profile was fitted in?",
         level=_LEVELS[result.answer.outcome],
         answer=result.answer.words,
-        introduction="A trajectory is scored at each look by how rare its readouts are at their "
-        "depth, in nats: the largest mean of 8 looks so far, of the distance from the profile's "
-        "rows or of the return to earlier rows. An alert is a score above the threshold.",
+        introduction="A trajectory is scored by how rare its readouts are, in nats: those of the "
+        "last 4 positions of the prompt, and the mean of the last 8 looks at its depth, the "
+        "largest so far. An alert is a score above the threshold.",
         boxes=list(_boxes(result)),
         next_steps=result.answer.next_steps,
         facts=list(_facts(result, command)),
