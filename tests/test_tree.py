@@ -29,8 +29,8 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 81_590,
-    "modules": 234,
+    "shipped lines": 83_180,
+    "modules": 240,
     "modules with one importer": 40,
     "arguments of one function": 15,
     "fmt: skip": 10,

@@ -78,10 +78,10 @@ class Look(_Part):
             depth: position minus prompt length: below 0 in the opening, always a look.
             entropy: of the logits of the row, NaN where that is not known.
         """
-        takes = (depth >= 0) & (depth % self.every == 0)
+        takes: Bools = (depth >= 0) & (depth % self.every == 0)
         if self.above is not None:
             takes &= False if entropy is None else entropy >= self.above
-        return takes | ((depth < 0) & (depth >= -OPENING))
+        return np.asarray(takes | ((depth < 0) & (depth >= -OPENING)))
 
 
 class Tail(_Part):

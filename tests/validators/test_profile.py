@@ -30,6 +30,7 @@ from actds.format.readouts import Readouts
 from actds.format.tables import is_served
 from actds_studies.alerts import AlertLimits, Alerts
 from actds_studies.monitoring import Rows, fit, score
+from actds_studies.pages.monitoring import alerts_page
 from actds_testing.places import SCHEMAS
 from actds_testing.synthetic import make_dataset
 
@@ -331,3 +332,33 @@ def test_a_dataset_without_readouts_or_entropy_is_refused(
     acts = make_dataset(tmp_path / "acts", readouts=Readouts(4, 0), facts=FACTS)
     with pytest.raises(ActdsError, match=r"E014 .*entropy"):
         actds.profile(acts, above=1.0)
+
+
+def test_a_share_of_the_requests_is_scored_as_if_all_were(tmp_path: Path) -> None:
+    acts = write(tmp_path / "acts")
+    whole, half = (actds.profile(acts, alpha=0.2, share=share) for share in (1.0, 0.5))
+    assert half.calibration == whole.calibration, "the threshold is that of every request"
+    every, some = actds.alerts(acts, whole), actds.alerts(acts, half)
+    assert 0.3 < some.n_seen / some.n_requests < 0.7
+    assert some.rates[0].n == some.n_seen
+    assert {a.request for a in some.alerts} <= {a.request for a in every.alerts}
+    assert "by hash" in "".join(line.text for line in alerts_page(some, "").lines())
+
+
+class Evil:
+    """Decodes every token to markup."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "<script>alert(1)</script>\x1b[31m"
+
+
+def test_the_text_of_alerts_does_no_harm_to_page_or_terminal(tmp_path: Path) -> None:
+    acts = write(tmp_path / "acts")
+    profile = actds.profile(acts, alpha=0.2)
+    low = profile.calibration.model_copy(update={"threshold": 0.0})
+    result = actds.alerts(acts, profile.model_copy(update={"calibration": low}), tokenizer=Evil())
+    assert len(result.alerts) > 50
+    page = alerts_page(result, "actds alerts")
+    assert "<script" not in page.html() and "&lt;script" in page.html()
+    assert "This page holds text of requests" in page.html()
+    assert "\x1b" not in "".join(line.text for line in page.lines())

@@ -12,7 +12,7 @@ from scipy import special  # type: ignore[import-untyped]
 
 from actds.explore.dataset import Dataset, open_apart
 from actds.explore.requests import Tokenizer
-from actds.format.profile import KINDS, Calibration, Kept, Look, Profile, features
+from actds.format.profile import KINDS, OPENING, Calibration, Kept, Look, Profile, features
 from actds_studies.monitoring import Looks, Rows, kept, need_entropy, read_rows, regime_in, score
 from actds_validators.sections import Document, LimitsSection, Section
 
@@ -202,18 +202,20 @@ def _parts(profile: Profile, rows: Rows) -> Iterator[Unusual]:
 
     Of prompts a part alone has rows: the prefix cache computes none.
     """
-    decode = rows.depth >= 0
-    for beside, role in profile.parts:
-        of_prompts = beside == "prefill"
-        chosen = ~decode & (rows.position > 0) if of_prompts else decode
-        named = [(f"{beside} {role or ''}".strip(), chosen & (role is None or rows.role == role))]
-        if of_prompts and role is None:
-            named.append(("decode beside prefill", decode))
+    chosen = {
+        "decode": rows.depth >= 0,
+        "opening": (rows.depth < 0) & (rows.depth >= -OPENING),
+        "prefill": (rows.depth < 0) & (rows.position > 0),
+    }
+    for phase, role in profile.parts:
+        here = chosen[phase] & (True if role is None else rows.role == role)
+        named = [(f"{phase} {role or ''}".strip(), here)]
+        if (phase, role) == ("prefill", None):
+            named.append(("decode beside prefill", chosen["decode"]))
         for name, some in named:
             if some.any():
-                place = (rows.position if of_prompts else rows.depth)[some]
-                numbers = features(rows.readouts[some])
-                nats = profile.distances(numbers, place, beside, role)
+                place = (rows.position if phase == "prefill" else rows.depth)[some]
+                nats = profile.distances(features(rows.readouts[some]), place, phase, role)
                 median, high = np.quantile(nats, (0.5, 0.95)).tolist()
                 yield Unusual(name=name, n_rows=len(nats), median=median, high=high)
 
@@ -282,7 +284,7 @@ def _answer(
     rate = rates[0]
     shares = (
         f"{rate.n_alerts:,} of {rate.n:,} answers ({rate.n_alerts / rate.n:.1%}) left the regime, "
-        f"where {threshold.alpha:.3g} are promised in it"
+        f"{threshold.alpha:.1%} of usual ones may"
     )
     if p < limits.p:
         steps = [

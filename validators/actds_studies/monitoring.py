@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from actds.errors import ActdsError
 from actds.explore.dataset import Dataset, open_apart
+from actds.format.canonical import MAX_DOCUMENT_NBYTES
 from actds.format.positions import position_key, split_key
 from actds.format.profile import (
     KINDS,
@@ -161,7 +162,7 @@ class Looks:
 
     Args:
         rows: those that were looked at, in the order of the rows of each request.
-        windows: that end at each, ``(n, size)``, NaN in openings.
+        windows: that end at each, ``(n, size)``, NaN in openings; none unless they were asked for.
         scores: of its request after it, ``(n,)``; they never fall.
         kind: which of KINDS made the score, ``(n,)``.
         peaks: of each request ``(n_requests, 2)``; 0 without a look.
@@ -187,15 +188,18 @@ class Looks:
         return dict(zip(of.tolist(), above[at].tolist(), strict=True))
 
 
-def score(profile: Profile, rows: Rows) -> Looks:
+def score(profile: Profile, rows: Rows, *, keep_windows: bool = False) -> Looks:
     """Look at the rows of a dataset as a server would while it computes them."""
     rows = rows.only(profile.look.rows(rows.depth, rows.entropy))
     numbers = features(rows.readouts)
     n, state = len(rows.of), Trajectories(profile)
-    windows, peaks = np.zeros((n, len(profile.spread[0]))), np.zeros((n, len(KINDS)))
+    windows = np.zeros((n if keep_windows else 0, len(profile.spread[0])))
+    peaks = np.zeros((n, len(KINDS)))
     for batch in _turns(rows.of):
         keys = rows.of[batch].tolist()
-        windows[batch] = state.add(keys, numbers[batch], rows.depth[batch])
+        ending = state.add(keys, numbers[batch], rows.depth[batch])
+        if keep_windows:
+            windows[batch] = ending
         peaks[batch] = state.peaks(keys)
     last = np.zeros((len(rows.requests), len(KINDS)))
     np.maximum.at(last, rows.of, peaks)
@@ -263,7 +267,11 @@ def profile(
         "regime": regime_in(opened, names),
         "hooks": names,
     }
-    return fit(rows, origin, look, alpha, (calibration, check), seed)
+    made = fit(rows, origin, look, alpha, (calibration, check), seed)
+    if (nbytes := len(made.as_bytes())) > MAX_DOCUMENT_NBYTES:
+        expected = f"{MAX_DOCUMENT_NBYTES:,} at most: fewer hooks, or a harvest with fewer probes"
+        raise ActdsError("E009", "hooks", got=f"a profile of {nbytes:,} bytes", expected=expected)
+    return made
 
 
 def fit(
@@ -287,8 +295,8 @@ def fit(
     # How rare a peak is, is said by requests that the moments did not see: each half by the other.
     halves = [rows.only(_among(rows, half)) for half in (fitted[::2], fitted[1::2])]
     of_half = [_fitted(origin, look, half) for half in halves]
-    seen = [score(half, of) for half, of in zip(of_half, reversed(halves), strict=True)]
-    peaks = np.concatenate([some.peaks[np.unique(some.rows.of)] for some in seen])
+    crossed = [score(half, of) for half, of in zip(of_half, reversed(halves), strict=True)]
+    peaks = np.concatenate([looks.peaks[np.unique(looks.rows.of)] for looks in crossed])
     bare = _fitted(origin, look, rows.only(_among(rows, fitted)))
     # Without enough openings in either half nobody says how rare those of all are.
     parts = set.intersection(*(set(half.parts) for half in of_half)) | {*bare.parts} - {_OPENING}
@@ -353,7 +361,7 @@ def _fitted(origin: Mapping[str, Any], look: Look, rows: Rows) -> Profile:
         calibration=Calibration(alpha=0.5, n=0, rank=1, threshold=None),
         kept=[],
     )
-    first = score(bare, rows)
+    first = score(bare, rows, keep_windows=True)
     at = np.where(first.rows.depth < 0, -1, bare.cells_at(first.rows.depth))
     for k, cell in enumerate(cells[: int(at.max()) + 1]):
         # A cell with few looks has the moments of all.

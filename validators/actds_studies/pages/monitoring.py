@@ -163,7 +163,7 @@ def _list(result: Alerts) -> Part:
         "Alerts, the highest scores first",
         (
             ("request", lambda a: f"{a.request} of {a.run}: {a.external_id}"),
-            ("position", lambda a: f"{a.position:,} ({a.depth:,} of the answer)"),
+            ("position", _place),
             ("what is rare", lambda a: _KINDS[a.kind]),
             ("nats", lambda a: f"{a.score:.1f}"),
         ),
@@ -173,6 +173,11 @@ def _list(result: Alerts) -> Part:
     )
     lead = "Below each the text around the row after which the score was first above, at ⟦ ⟧."
     return Part("alerts", "Alerts", Sentence(lead if result.alerts else "None."), tables)
+
+
+def _place(alert: Alert) -> str:
+    where = f"{-alert.depth} before" if alert.depth < 0 else f"{alert.depth:,} of"
+    return f"{alert.position:,} ({where} the answer)"
 
 
 def _text(alert: Alert) -> str:
