@@ -69,7 +69,9 @@ class Look(_Part):
 
     def requests(self, run: str, request: npt.ArrayLike) -> Bools:
         """Return which requests of a run are looked at, ``(n,)``."""
-        return np.asarray(uniform(salt_of("actds look", self.salt, run), request) < self.share)
+        return np.asarray(
+            uniform(salt_of("look at a trajectory", self.salt, run), request) < self.share
+        )
 
     def rows(self, depth: Ints, entropy: Floats | None = None) -> Bools:
         """Return at which rows of a request there is a look, ``(n,)``.

@@ -115,7 +115,7 @@ def _of_run(dataset: Dataset, run: str, hooks: Sequence[str]) -> Rows:
     requests = plain["request"].to_numpy().astype(np.int64)
     table = catalog.table("readouts", run)
     if not table.num_rows or not len(requests):
-        expected = "a run with readouts: actds write --readouts"
+        expected = "a run with readouts"
         raise ActdsError("E014", dataset.path, got=f"none in run {run}", expected=expected)
     by_hook = [_of_hook(table.filter(pc.equal(table["hook"], hook))) for hook in hooks]
     keys = by_hook[0][0]
@@ -318,7 +318,7 @@ def _with(profile: Profile, **fields: Any) -> Profile:
 
 def need_entropy(dataset: Dataset, look: Look, rows: Rows) -> None:
     if look.above is not None and np.isnan(rows.entropy).all():
-        expected = "a dataset that was written with --entropy"
+        expected = "a dataset that was written with entropy=True"
         raise ActdsError("E014", dataset.path, got="entropy of no row", expected=expected)
 
 
