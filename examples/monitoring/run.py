@@ -59,6 +59,8 @@ ARMS = (
     "int4",
 )
 ALPHA, N_SPLITS, N_PROBES, N_PROJECTIONS = 0.05, 20, 16, 8
+N_FEW = 3
+"""Splits of all that is not the default."""
 SHARES = (1 / 3, 1 / 3)
 """Of the honest requests, for the threshold and for the rate that is kept; the rest is the fit."""
 BEGIN, END = "<!-- begin: {} -->\n\n", "\n\n<!-- end: {} -->"
@@ -160,7 +162,7 @@ def measure(out: Path) -> dict[str, Any]:
         "alone": alone(honest, arms, origin),
         "variants": {
             name: variant(
-                list(splits(cut(honest, width), cut_all(arms, width), origin, look, 5)))
+                list(splits(cut(honest, width), cut_all(arms, width), origin, look, N_FEW)))
             for name, (look, width) in variants.items()
         },
         "refusals": {arm: refusal(out, arm) for arm in ("int8", "int4")},
@@ -206,7 +208,7 @@ def alone(honest: Rows, arms: dict[str, Rows], origin: dict[str, Any]) -> dict[s
     """Return what each statistic finds with a threshold of its own, and the mean of 8 distances."""
     names = (*KINDS, "mean of 8 distances")
     shares: dict[str, dict[str, list[float]]] = {name: {arm: [] for arm in arms} for name in names}
-    for seed in range(5):
+    for seed in range(N_FEW):
         profile = fit(honest, origin, Look(), ALPHA, SHARES, seed)
         order = np.random.default_rng(seed).permutation(len(honest.requests))
         of_threshold = order[: round(len(order) * SHARES[0])]
@@ -278,7 +280,7 @@ def of_arm(
 
 
 def share_of(alerts: dict[str, Any]) -> float:
-    return len(alerts["requests"]) / alerts["n"]
+    return float(len(alerts["requests"]) / alerts["n"])
 
 
 def variant(splits: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -93,11 +93,11 @@ def profile() -> Profile:
 
 def test_the_promised_rate_is_kept_over_splits_and_seeds() -> None:
     n = alerts = 0
-    for seed in range(20):
+    for seed in range(12):
         kept = made(make_rows(320, seed), alpha=0.1, seed=seed).kept[0]
         n, alerts = n + kept.n, alerts + kept.n_alerts
-    # 1,600 requests; the standard error of the mean over 20 thresholds and checks is 0.011.
-    assert 0.06 < alerts / n < 0.1 + 0.03
+    # 960 requests; the standard error of the mean over 12 thresholds and checks is 0.014.
+    assert 0.06 < alerts / n < 0.1 + 0.04
 
 
 @pytest.mark.parametrize(("n", "rank"), [(18, None), (19, 19), (20, 20), (39, 38), (100, 96)])

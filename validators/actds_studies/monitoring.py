@@ -45,7 +45,7 @@ from actds_validators.statistics.design import exact_share
 LENGTHS = (1, 17, 65, 257, 1025)
 """First answer lengths, in rows, of the strata by length."""
 _COUNTS = ("n_lost", "n_adapted")
-_OPENING = ("opening", None)
+_N_FOLDS = 8
 _LEAST_ROWS, _LEAST_REQUESTS = 100, 20
 _RANKS = {"prefill": (32, 10), "decode": (32, 10), "drift": (32, 10), "opening": (96, 4)}
 """Axes at most, and rows for each: those of an opening are one of a request, and independent."""
@@ -292,15 +292,17 @@ def fit(
     order = np.random.default_rng(seed).permutation(n)
     n_reserved, n_check = (round(n * share) for share in shares)
     reserved, checked, fitted = np.split(order, [n_reserved, n_reserved + n_check])
-    # How rare a peak is, is said by requests that the moments did not see: each half by the other.
-    halves = [rows.only(_among(rows, half)) for half in (fitted[::2], fitted[1::2])]
-    of_half = [_fitted(origin, look, half) for half in halves]
-    crossed = [score(half, of) for half, of in zip(of_half, reversed(halves), strict=True)]
-    peaks = np.concatenate([looks.peaks[np.unique(looks.rows.of)] for looks in crossed])
+    # How rare a peak is, is said by requests that the moments did not see: each fold by the others.
+    of_folds, has_openings = [], True
+    for k in range(_N_FOLDS):
+        others = np.delete(fitted, np.s_[k::_N_FOLDS])
+        fold = _fitted(origin, look, rows.only(_among(rows, others)))
+        looks = score(fold, rows.only(_among(rows, fitted[k::_N_FOLDS])))
+        of_folds.append(looks.peaks[np.unique(looks.rows.of)])
+        has_openings &= ("opening", None) in fold.parts
+    peaks = np.concatenate(of_folds)
     bare = _fitted(origin, look, rows.only(_among(rows, fitted)))
-    # Without enough openings in either half nobody says how rare those of all are.
-    parts = set.intersection(*(set(half.parts) for half in of_half)) | {*bare.parts} - {_OPENING}
-    cells = [cell for cell in bare.cells if (cell.phase, cell.role) in parts]
+    cells = [cell for cell in bare.cells if has_openings or cell.phase != "opening"]
     scores = [Tail.of(peaks[:, k]) for k in range(len(KINDS))]
     bare = _with(bare, cells=cells, scores=scores)
     last = score(bare, rows.only(~_among(rows, fitted))).last
