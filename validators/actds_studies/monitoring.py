@@ -295,8 +295,8 @@ def fit(
     # How rare a peak is, is said by requests that the moments did not see: each fold by the others.
     of_folds, has_openings = [], True
     for k in range(_N_FOLDS):
-        others = np.delete(fitted, np.s_[k::_N_FOLDS])
-        fold = _fitted(origin, look, rows.only(_among(rows, others)))
+        rest = np.delete(fitted, np.s_[k::_N_FOLDS])
+        fold = _fitted(origin, look, rows.only(_among(rows, rest)))
         looks = score(fold, rows.only(_among(rows, fitted[k::_N_FOLDS])))
         of_folds.append(looks.peaks[np.unique(looks.rows.of)])
         has_openings &= ("opening", None) in fold.parts
