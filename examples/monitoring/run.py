@@ -155,7 +155,10 @@ def measure(out: Path) -> dict[str, Any]:
         "n_honest": len(honest.requests),
         "n_rows": int((honest.depth >= 0).sum()),
         "lengths": np.bincount(np.searchsorted(LENGTHS, honest.lengths(), "right")).tolist(),
-        "splits": default,
+        "splits": [
+            {**split, "arms": {arm: share_of(some) for arm, some in split["arms"].items()}}
+            for split in default
+        ],
         "kept": pooled(default),
         "arms": {arm: of_arm(arm, arms[arm], texts[arm], default) for arm in ARMS},
         "honest_loops": sum(is_loop(ids) for ids, _ in texts["honest"]),
