@@ -157,7 +157,8 @@ lint: $(STAMP) ## ruff, ruff format, mypy strict, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy benchmarks examples --exclude '^examples/(regimes|stability|thinning)/'
+	$(BIN)/mypy benchmarks examples --exclude '^examples/(monitoring|regimes|stability|thinning)/'
+	$(BIN)/mypy examples/monitoring
 	$(BIN)/mypy examples/regimes
 	$(BIN)/mypy examples/stability
 	$(BIN)/mypy examples/thinning

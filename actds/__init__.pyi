@@ -17,7 +17,9 @@ from actds.publish.transfer import pull as pull
 from actds.publish.transfer import push as push
 from actds.rewrite.recompression import recompress as recompress
 from actds.rewrite.shuffling import shuffle as shuffle
+from actds_studies.alerts import alerts as alerts
 from actds_studies.attention.api import attention as attention
+from actds_studies.monitoring import profile as profile
 from actds_studies.regimes.api import regimes as regimes
 from actds_studies.stability.api import stability as stability
 from actds_studies.view import view as view

@@ -100,6 +100,9 @@ E022 cannot replay
 E023 document too short
   A document has no token after the first P that are its prompt; it is skipped.
   Use longer documents, or take fewer tokens of each for its prompt.
+E024 another regime
+  A profile cannot be read, or was fitted with other weights, hooks, readouts or precision.
+  Fit a profile to a dataset of the same model, hooks and precision: actds profile.
 # structure: InvalidDatasetError, section 2
 E101 not a dataset [NotFoundError]
   The path holds no actds.json.

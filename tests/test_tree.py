@@ -29,7 +29,7 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 85_100,
+    "shipped lines": 86_900,
     "modules": 247,
     "modules with one importer": 43,
     "arguments of one function": 15,

@@ -1,7 +1,9 @@
-"""Commands: ``actds attention``, ``regimes``, ``stability`` and ``view``."""
+"""Commands: ``actds attention``, ``regimes``, ``stability``, ``profile``, ``alerts``, ``view``."""
 
 SUMMARIES = {
+    "alerts": "Say which requests left the regime of a profile, and where.",
     "attention": "Say where generated text looks, and whether certainty changes where it jumps.",
+    "profile": "Fit what readouts are like in one regime, with a threshold for alerts.",
     "regimes": "Say whether the way it was served changes what is measured.",
     "stability": "Say whether the harvest changes a dictionary more than another seed does.",
     "view": "Write a page to look at a dataset: hooks, norms, coverage, losses, text.",

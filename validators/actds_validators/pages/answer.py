@@ -249,6 +249,7 @@ class AnswerPage:
         sections: of the page; a terminal has those of ``on_terminal``, without their charts.
         introduction: what the words of the answer mean.
         verdicts: that a terminal lists below the lead of the section ``verdicts``.
+        holds: what of the dataset stands on the page.
     """
 
     subject: str
@@ -263,6 +264,7 @@ class AnswerPage:
     split: Sequence[str] = ()
     verdicts: Sequence[tuple[Level, str]] = ()
     on_terminal: tuple[str, ...] = ()
+    holds: str = "Aggregates only: this page holds no text and no activations."
 
     def html(self) -> str:
         """Return the page: HTML in UTF-8, self-contained but for its links, without script."""
