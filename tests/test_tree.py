@@ -30,7 +30,7 @@ MOODS = {
 
 LIMITS = {
     "shipped lines": 86_900,
-    "modules": 247,
+    "modules": 253,
     "modules with one importer": 43,
     "arguments of one function": 15,
     "fmt: skip": 10,
