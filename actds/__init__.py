@@ -3,10 +3,10 @@
 ``actds.open`` reads a dataset, ``actds.Loader`` feeds torch, ``actds.load_dataset`` feeds the
 Hugging Face ``datasets`` library. What the commands do is here under their names:
 ``actds.validate``, ``actds.audit``, ``actds.check``, ``actds.regimes``, ``actds.stability``,
-``actds.attention``, ``actds.profile``, ``actds.alerts``, ``actds.view``, ``actds.seal``,
-``actds.recover``, ``actds.export``, ``actds.push``, ``actds.doctor``. ``actds.require`` opens a
-dataset only if it passes the gate. Each name is imported when it is first used; errors are those of
-``actds.errors``.
+``actds.attention``, ``actds.steer``, ``actds.profile``, ``actds.alerts``, ``actds.view``,
+``actds.seal``, ``actds.recover``, ``actds.export``, ``actds.push``, ``actds.doctor``.
+``actds.require`` opens a dataset only if it passes the gate. Each name is imported when it is first
+used; errors are those of ``actds.errors``.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from actds_studies.attention.api import attention as attention
 from actds_studies.monitoring import profile as profile
 from actds_studies.regimes.api import regimes as regimes
 from actds_studies.stability.api import stability as stability
+from actds_studies.steer.api import steer as steer
 from actds_studies.view import view as view
 from actds_validators.audit.api import audit as audit
 from actds_validators.dictionaries.formats import dictionary_feature as dictionary_feature

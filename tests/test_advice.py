@@ -55,6 +55,7 @@ REPORTS = {
     "validators/actds_validators/pages/words.py": ("audit",),
     "validators/actds_studies/stability/result.py": ("stability",),
     "validators/actds_studies/attention/result.py": ("write",),
+    "validators/actds_studies/steer/result.py": ("steer",),
     "validators/actds_studies/view/__init__.py": ("view",),
 }
 

@@ -29,9 +29,9 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 86_900,
-    "modules": 253,
-    "modules with one importer": 43,
+    "shipped lines": 88_100,
+    "modules": 260,
+    "modules with one importer": 45,
     "arguments of one function": 15,
     "fmt: skip": 10,
     "public classes of one name in one package": 11,

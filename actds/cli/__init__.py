@@ -48,7 +48,7 @@ GROUPS = {
     "Harvest": ("plan", "write", "replay", "recover", "seal"),
     "Judge": ("check", "validate", "audit", "doctor", "explain"),
     "Use": ("info", "view", "shuffle", "recompress", "export", "import", "schema"),
-    "Study": ("regimes", "stability", "attention", "profile", "alerts"),
+    "Study": ("regimes", "stability", "attention", "steer", "profile", "alerts"),
     "Publish": ("card", "push", "pull", "sign", "verify", "attest"),
 }
 """The commands by purpose, in the order of the work; ``actds --help`` lists others at the end."""
@@ -278,9 +278,9 @@ def schema_command(name: str | None, folder: Path | None) -> None:
     """Print the JSON Schema of a document, or list the documents.
 
     NAME is a document of a dataset (genesis, run, shard, ledger, seal), the result of a command
-    (audit, regimes, stability, attention, alerts: what they write with --json; profile) or a file
-    that one reads (policy, of actds validate). limits lists what --limit NAME=VALUE may set, by
-    command, with its default.
+    (audit, regimes, stability, attention, steer, alerts: what they write with --json; profile) or a
+    file that one reads (policy, of actds validate). limits lists what --limit NAME=VALUE may set,
+    by command, with its default.
 
     \b
     Examples:

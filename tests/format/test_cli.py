@@ -371,6 +371,8 @@ def test_a_room_that_cannot_be_loaded_is_named_and_harms_no_other(
         "stability {dataset} --json {out} --hook resid_post.1",
         "stability {dataset} --out {out} --hook resid_post.1",
         "attention {dataset} --html {out}",
+        "steer {dataset} --html {out} --model {dataset} --hook resid_post.1 --vector {foreign}",
+        "steer {dataset} --json {out} --model {dataset} --hook resid_post.1 --vector {foreign}",
         "attention {dataset} --json {out}",
         "schema --write {out}",
         "attest {dataset} --json {out} --model {dataset}",

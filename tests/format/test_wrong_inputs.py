@@ -58,6 +58,8 @@ def right(name: str, files: Path) -> dict[str, list[str]]:
         "shuffle": {"source": acts, "out": ["shuffled"]},
         "stability": {"arms": [*acts, f"{files}/other"]},
         "check": {"paths": acts}, "validate": {"paths": acts},
+        "steer": {"dataset": acts, "model": model, "hook": ["--hook", "resid_post.0"],
+                  "file": ["--vector", f"{files}/set.npy"]},
         "write": {"out": ["written"], "model": model, "prompts": prompts,
                   "hooks": ["--hooks", "resid_post:0"], "engine": engine},
     }.get(name, {"path": acts})  # fmt: skip

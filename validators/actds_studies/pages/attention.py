@@ -207,7 +207,7 @@ _Stratum = tuple[LayerAttention, str, str]
 def _table(caption: str, rows: list[_Stratum], measures: Sequence[str]) -> list[Table]:
     """Return measures with intervals in strata of layers, those that have steps."""
 
-    def said(measure: str) -> Callable[[_Stratum], str]:
+    def interval(measure: str) -> Callable[[_Stratum], str]:
         return lambda row: _interval(row[0].value(measure, *row[1:]))
 
     def counted(name: str) -> Callable[[_Stratum], str]:
@@ -217,7 +217,7 @@ def _table(caption: str, rows: list[_Stratum], measures: Sequence[str]) -> list[
         ("layer", lambda row: str(row[0].layer)),
         ("steps of", lambda row: f"{row[1]} {row[2]}"),
         *(
-            (name.removeprefix("role "), said(name))
+            (name.removeprefix("role "), interval(name))
             for name in _known([row[0] for row in rows], measures)
         ),
         ("steps", counted("n_steps")),

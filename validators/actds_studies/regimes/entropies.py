@@ -122,6 +122,29 @@ class Unembedding:
             second, largest = two
         return np.log(total) - weighted / total, largest - second
 
+    def divergences(self, rows: Rows, beside: Rows) -> Floats:
+        """Return the Kullback-Leibler divergence of each softmax from another's, nats ``(n,)``."""
+        totals = [self._log_total(values)[:, np.newaxis] for values in (rows, beside)]
+        result = np.zeros(len(rows))
+        for start in range(0, len(self._weight), _N_TOKENS):
+            tokens = slice(start, start + _N_TOKENS)
+            first, second = (
+                self._logits(values, tokens) - total
+                for values, total in zip((rows, beside), totals, strict=True)
+            )
+            result += (np.exp(first) * (first - second)).sum(axis=1)
+        return np.maximum(result, 0.0)
+
+    def _log_total(self, rows: Rows) -> Floats:
+        """Return the logarithm of the sum of all odds ``(n,)``."""
+        result = np.full(len(rows), -np.inf)
+        for start in range(0, len(self._weight), _N_TOKENS):
+            logits = self._logits(rows, slice(start, start + _N_TOKENS)).astype(np.float64)
+            top = logits.max(axis=1, keepdims=True)
+            part = top[:, 0] + np.log(np.exp(logits - top).sum(axis=1))
+            result = np.logaddexp(result, part)
+        return result
+
     def _logits(self, rows: Rows, tokens: slice) -> Rows:
         """Return logits ``(n, tokens)``, scaled and capped as the model's configuration says."""
         logits: Rows = rows @ self._weight[tokens].astype(np.float32).T

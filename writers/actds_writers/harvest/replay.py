@@ -165,6 +165,8 @@ class Replays:
     observer: Observer
     drawn: Set[tuple[str, int]] | None = None
     """Runs and numbers of the requests, where they were drawn otherwise than by the settings."""
+    sequences: Sequence[TokenSequence] | None = None
+    """What is served instead of the source's requests: parts of these, perhaps several times."""
 
     @cached_property
     def owed(self) -> dict[tuple[str, int], Intervals] | None:
@@ -236,6 +238,8 @@ class Replays:
                 yield sequence
 
     def _chosen(self) -> list[TokenSequence]:
+        if self.sequences is not None:
+            return list(self.sequences)
         sequences = list(islice(self._sequences(), self.settings.max_requests))
         if not sequences and (self.owed is not None or self.settings.fraction < 1):
             lacks = " that lacks a row" if self.owed is not None else ""

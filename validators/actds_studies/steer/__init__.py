@@ -1,0 +1,1 @@
+"""Steering: what a vector does to the next token, at each depth of an answer."""

@@ -1,0 +1,423 @@
+"""Steering from Python: a vector, its dose, replays of a dataset's own answers, and what they say.
+
+Tokens are fixed, those of the source, so that only depth changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import actds
+from actds.errors import ActdsError
+from actds.explore.dataset import Dataset, open_apart
+from actds.explore.requests import token_sequences
+from actds.loader.selection import select
+from actds.text import storable
+from actds_studies.regimes.entropies import Unembedding
+from actds_studies.steer.measure import (
+    Read,
+    decay_of,
+    effects_of,
+    estimate,
+    prove,
+    strata_of,
+    strength_at,
+)
+from actds_studies.steer.replays import PLAIN, Replayed, Serving, Variant, chosen
+from actds_studies.steer.result import (
+    Decay,
+    Dose,
+    Effect,
+    Limits,
+    Steering,
+    Vector,
+    Way,
+    answer,
+)
+from actds_validators.arrays import Floats, Ints, Rows
+from actds_validators.sections import about, need_extra, settings_of
+
+CURVE = tuple(2.0**k for k in range(-6, 2))
+"""Strengths that the dose is looked for among, over the median norm of rows."""
+N_CALIBRATED = 64
+"""Generated tokens of a request that the dose is calibrated on."""
+AGAIN = "again"
+
+
+@dataclass(frozen=True)
+class VectorOf:
+    """Where a vector comes from: one of the three.
+
+    Args:
+        file: an npy file ``(d_model,)``.
+        contrast: two expressions: the mean of the rows that the first holds of, less that of the
+            second's, over requests that are not steered.
+        feature: a dictionary, and the number of one of its features, whose direction it is.
+    """
+
+    file: str | Path | None = None
+    contrast: tuple[str, str] | None = None
+    feature: tuple[str | Path, int] | None = None
+
+
+def steer(
+    dataset: str | os.PathLike[str],
+    *,
+    model: str | Path,
+    hook: str,
+    vector: VectorOf | str | Path,
+    doses: Sequence[float] = (0.5, 1.0, 2.0),
+    at: Sequence[int] = (1, 10, 50, 200),
+    after: Sequence[int] = (1, 5, 20),
+    engine: str = "vllm",
+    engine_args: Mapping[str, Any] | None = None,
+    limits: Limits | Mapping[str, float] | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Steering:
+    """Say whether a steering vector still works later in an answer.
+
+    The dataset's own answers are served again, plain and with the vector: at one step and read
+    there (pulse), or later (kept: what it left in the KV cache), and from a step on (held). Beside
+    it are its negative, random vectors of its length, and a vector of zeros.
+
+    Args:
+        dataset: a sealed dataset with rows of the hook, whose answers are long enough.
+        model: the folder that it was harvested from.
+        hook: whose rows the vector is added to, such as ``resid_post.10``.
+        vector: an npy file, or where else it comes from.
+        doses: strengths; 1 is the one at which a quantile of tokens diverges by so many nats.
+        at: decode steps, from 1, at which it begins; the effect at the others is beside the first.
+        after: steps later that it is read.
+        engine, engine_args: as of ``actds.replay``.
+        limits: settings by name, or as the result has them.
+        progress: receives what is being done.
+
+    Returns:
+        Divergences of the next token with intervals over requests, the decay of each way, the dose,
+        and what the controls do.
+
+    Raises:
+        ActdsError: E009 an argument that cannot be used; E014 too few or too short answers, no rows
+            of the hook, no dose, an unembedding that does not give the engine's entropies; E015 a
+            vector that does not fit; and as ``actds.replay``.
+    """
+    need_extra()
+    chosen_limits = settings_of(Limits, limits)
+    source = open_apart(os.fspath(dataset))
+    if hook not in source.hooks:
+        expected = f"one of {', '.join(source.hooks)}"
+        raise ActdsError("E014", "hook", got=hook[:80], expected=expected)
+    steps, delays, sizes = _checked(at, after, doses)
+    of = vector if isinstance(vector, VectorOf) else VectorOf(file=vector)
+    study = _Study(source, Path(model), hook, (steps, delays, sizes), chosen_limits)
+    options = {"model": model, "engine": engine, "engine_args": dict(engine_args or {})}
+    return study.run(of, options, progress)
+
+
+def _checked(
+    at: Sequence[int], after: Sequence[int], doses: Sequence[float]
+) -> tuple[list[int], list[int], list[float]]:
+    steps, delays, sizes = sorted(set(at)), sorted(set(after)), sorted(set(doses))
+    for name, values, least in (("at", steps, 1), ("after", delays, 1), ("dose", sizes, 0)):
+        if not values or min(values) < least or (name == "dose" and 1.0 not in sizes):
+            expected = f"numbers from {least}" + (", 1 among them" if name == "dose" else "")
+            raise ActdsError("E009", name, got=str(list(values)), expected=expected)
+    if len(steps) < 2:
+        raise ActdsError("E009", "at", got=str(steps), expected="two steps at least")
+    return steps, delays, sizes
+
+
+class _Study:
+    def __init__(
+        self,
+        source: Dataset,
+        model: Path,
+        hook: str,
+        grid: tuple[list[int], list[int], list[float]],
+        limits: Limits,
+    ) -> None:
+        self.source, self.hook, self.limits = source, hook, limits
+        self.steps, self.after, self.doses = grid
+        self.unembedding = Unembedding(model, int(source.hooks[hook].d_model))
+        every = list(token_sequences(source))
+        least = max(self.steps) + max(self.after)
+        self.sequences = chosen(source, every, least, limits.requests, limits.seed)
+        names = {(s.run, s.request) for s in self.sequences}
+        further = [s for s in every if (s.run, s.request) not in names]
+        short = min(N_CALIBRATED, least)
+        try:
+            self.calibrated = chosen(source, further, short, limits.calibration, limits.seed)
+        except ActdsError:  # a small dataset: on the requests of the study
+            self.calibrated = self.sequences[: limits.calibration]
+
+    def run(
+        self, of: VectorOf, options: Mapping[str, Any], progress: Callable[[str], None]
+    ) -> Steering:
+        serving = Serving(self.source, self.hook, options, progress)
+        unit, words = self._vector(of)
+        norm = self._median_norm()
+        with tempfile.TemporaryDirectory(
+            prefix="actds-steer-", ignore_cleanup_errors=True
+        ) as folder:
+            progress("calibrating the dose")
+            curve = self._curve(serving, unit, norm, Path(folder) / "dose")
+            strength = strength_at(curve, self.limits.nats)
+            if strength is None:
+                got = f"{curve[-1][1]:.3g} nats at {curve[-1][0]:.3g}, twice the length of rows"
+                expected = f"{self.limits.nats:g} nats at some strength"
+                raise ActdsError("E014", "dose", got=got, expected=expected)
+            progress("serving the variants")
+            vectors = self._vectors(unit)
+            variants = self._variants(strength, len(vectors))
+            replayed = serving.serve(self.sequences, variants, vectors, Path(folder) / "study")
+            rows, entropies = replayed.recorded()
+            proof = prove(self.unembedding, replayed.values(rows), entropies, f"{options['model']}")
+            return self._result(replayed, variants, (unit, words), (curve, strength, norm), proof)
+
+    # the vector -----------------------------------------------------------------------------------
+
+    def _vector(self, of: VectorOf) -> tuple[Rows, str]:
+        """Return the direction, of length 1, and where it comes from in words."""
+        d_model = self.source.hooks[self.hook].d_model
+        if of.contrast is not None:
+            first, second = (self._mean(where) for where in of.contrast)
+            vector, words = first - second, f"{of.contrast[0]} against {of.contrast[1]}"
+        elif of.feature is not None:
+            path, number = of.feature
+            vector = np.asarray(
+                actds.dictionary_feature(path, number, hook=self.hook).decoder, np.float64
+            )
+            words = f"feature {number} of {Path(path).name}"
+        else:
+            path = Path(of.file or "")
+            try:
+                vector = np.load(path, allow_pickle=False).astype(np.float64)
+            except (OSError, ValueError, EOFError) as error:
+                words = str(error).splitlines()[0][:200]
+                expected = "a readable npy file of floats"
+                raise ActdsError("E015", str(path), got=words, expected=expected) from None
+            words = path.name
+        length = float(np.linalg.norm(vector)) if vector.shape == (d_model,) else float("nan")
+        if not np.isfinite(length) or length == 0:
+            got = f"shape {vector.shape}" if vector.shape != (d_model,) else "no direction"
+            raise ActdsError("E015", words, got=got, expected=f"({d_model},), finite, not 0")
+        return np.asarray(vector / length, np.float32), words
+
+    def _mean(self, where: str) -> Floats:
+        """Return the mean row that an expression holds of, over requests that are not steered."""
+        selection = select(self.source, self.hook, None, where=where)
+        steered = {
+            run: [s.request for s in self.sequences if s.run == run]
+            for run in {s.run for s in self.sequences}
+        }
+        total, n = np.zeros(self.source.hooks[self.hook].d_model), 0
+        for shard in selection.shards:
+            kept = selection.filter.kept(shard)
+            request = shard.tokens(["request"])["request"].to_numpy()
+            mask = ~np.isin(request, steered.get(shard.run, []))
+            mask &= True if kept is None else kept
+            if mask.any():
+                numbers = self._start(shard.name) + np.flatnonzero(mask)
+                values = self.source.array(self.hook)[numbers]
+                total += values.astype(np.float64).sum(axis=0)
+                n += int(mask.sum())
+        if not n:
+            raise ActdsError(
+                "E014", "where", got=f"{where}, of no row that is not steered", expected="some"
+            )
+        return np.asarray(total / n)
+
+    def _start(self, name: str) -> int:
+        shards = self.source.shards_of(self.hook)
+        at = [shard.name for shard in shards].index(name)
+        return sum(shard.n_rows for shard in shards[:at])
+
+    def _vectors(self, unit: Rows) -> Rows:
+        """Return the vector, its negative, and random ones of length 1."""
+        rng = np.random.default_rng(self.limits.seed)
+        random = rng.normal(size=(self.limits.random, len(unit)))
+        random /= np.linalg.norm(random, axis=1, keepdims=True)
+        return np.concatenate([unit[np.newaxis], -unit[np.newaxis], random]).astype(np.float32)
+
+    def _median_norm(self) -> float:
+        """Return the median norm of rows of the hook in the answers that are steered."""
+        parts = [np.zeros(0, np.int64)]
+        for sequence in self.sequences:
+            rows = self.source.request(sequence.request, run=sequence.run, hook=self.hook).row
+            parts.append(rows[sequence.n_given :])
+        numbers = np.unique(np.concatenate(parts))
+        numbers = numbers[numbers >= 0][:4096]
+        if not len(numbers):
+            raise ActdsError("E014", self.hook, got="no row of an answer", expected="some")
+        values = self.source.array(self.hook)[numbers].astype(np.float32)
+        return float(np.median(np.linalg.norm(values, axis=1)))
+
+    # the dose -------------------------------------------------------------------------------------
+
+    def _curve(
+        self, serving: Serving, unit: Rows, norm: float, folder: Path
+    ) -> list[tuple[float, float]]:
+        """Return strengths, and the quantile of the divergence over tokens at each."""
+        n = min(min(len(s.token_id) - s.n_given for s in self.calibrated), N_CALIBRATED)
+        variants = [Variant(f"c{k}", 0, share * norm, 0, None, n) for k, share in enumerate(CURVE)]
+        replayed = serving.serve(self.calibrated, variants, unit[np.newaxis], folder)
+        at = np.arange(n)
+        plain = replayed.rows(PLAIN, at)
+        curve = []
+        for variant in variants:
+            divergence = self._divergence(replayed, replayed.rows(variant.name, at), plain)[0]
+            known = divergence[np.isfinite(divergence)]
+            value = float(np.quantile(known, self.limits.quantile)) if len(known) else 0.0
+            curve.append((variant.strength, value))
+        return curve
+
+    def _divergence(self, replayed: Replayed, rows: Ints, plain: Ints) -> tuple[Floats, Rows]:
+        """Return divergences, and changes of the last row, NaN where a row is missing."""
+        steered, other = replayed.values(rows), replayed.values(plain)
+        result = np.full(rows.shape, np.nan)
+        known = (rows >= 0) & (plain >= 0)
+        result[known] = self.unembedding.divergences(steered[known], other[known])
+        return result, steered - other
+
+    # the study ------------------------------------------------------------------------------------
+
+    def _variants(self, strength: float, n_vectors: int) -> list[Variant]:
+        """Return what is served beside the plain answers."""
+        longest = max(self.steps) + max(self.after)
+        variants = [Variant(AGAIN, 0, 0.0, 0, None, longest)]
+        for vector in range(n_vectors):
+            for dose in self.doses if vector == 0 else [1.0]:
+                for step in self.steps:
+                    for way, stop in (("pulse", step), ("held", None)):
+                        name = f"{way}-{vector}-{dose:g}-{step}"
+                        end = step + max(self.after)
+                        variants.append(Variant(name, vector, dose * strength, step - 1, stop, end))
+        return variants
+
+    def _reads(self, replayed: Replayed, n_vectors: int) -> Iterator[Read]:
+        kinds: list[tuple[Vector, list[int]]] = [
+            ("vector", [0]),
+            ("negative", [1]),
+            ("random", list(range(2, n_vectors))),
+        ]
+        ways: list[tuple[Way, str, int]] = [("pulse", "pulse", 0)]
+        ways += [("kept", "pulse", k) for k in self.after]
+        ways += [("held", "held", k) for k in (0, *self.after)]
+        for way, served, k in ways:
+            at = np.array(self.steps) - 1 + k
+            plain = replayed.rows(PLAIN, at)
+            for kind, vectors in kinds:
+                for dose in self.doses if kind == "vector" else [1.0]:
+                    names = [f"{served}-{v}-{dose:g}" for v in vectors]
+                    steered = [self._at(replayed, name, at) for name in names]
+                    parts = [self._divergence(replayed, rows, plain) for rows in steered]
+                    divergence = np.mean([part[0] for part in parts], axis=0)
+                    change = np.mean([part[1] for part in parts], axis=0)
+                    yield Read(way, kind, dose, k, divergence, change)
+
+    def _at(self, replayed: Replayed, name: str, at: Ints) -> Ints:
+        """Return rows of the variant of each step, at one generated position each."""
+        columns = [
+            replayed.rows(f"{name}-{step}", at[n : n + 1]) for n, step in enumerate(self.steps)
+        ]
+        return np.concatenate(columns, axis=1)
+
+    def _result(
+        self,
+        replayed: Replayed,
+        variants: Sequence[Variant],
+        vector: tuple[Rows, str],
+        dose: tuple[list[tuple[float, float]], float, float],
+        proof: float,
+    ) -> Steering:
+        longest = np.arange(max(self.steps) + max(self.after))
+        plain = replayed.rows(PLAIN, longest)
+        floor = estimate(
+            np.nanmean(self._divergence(replayed, replayed.rows(AGAIN, longest), plain)[0], axis=1)
+        )
+        reads = list(self._reads(replayed, 2 + self.limits.random))
+        effects: list[Effect] = []
+        decays: list[Decay] = []
+        strata = []
+        at = np.array(self.steps) - 1
+        entropy, roles = self._plain(replayed, at)
+        for read in reads:
+            of_read = effects_of(read, self.steps)
+            effects += of_read
+            if read.vector == "vector":
+                decays.append(decay_of(read, of_read, floor, self.limits))
+                if read.dose == 1.0 and read.after in (0, max(self.after)):
+                    strata += strata_of(read, entropy, roles)
+        curve, strength, norm = dose
+        n_held = self.steps[0] + max(self.after)
+        rows = replayed.rows(f"held-0-1-{self.steps[0]}", longest[:n_held])
+        kept = self._divergence(replayed, rows, plain[:, :n_held])[0]
+        known = kept[np.isfinite(kept)]
+        of_dataset = about(self.source.catalog, "")
+        unit, words = vector
+        return Steering(
+            limits=self.limits,
+            dataset=storable(self.source.path),
+            digest=self.source.digest,
+            models=list(of_dataset.models),
+            engines=list(of_dataset.engines),
+            started_ns=of_dataset.started_ns,
+            hook=self.hook,
+            vector=storable(words),
+            vector_sha256=hashlib.sha256(unit.astype("<f4").tobytes()).hexdigest(),
+            n_requests=len(self.sequences),
+            floor=floor,
+            dose=Dose(
+                strength=strength,
+                median_norm=norm,
+                kept=float(np.quantile(known, self.limits.quantile)) if len(known) else None,
+                curve=curve,
+            ),
+            unembedding=proof,
+            norms=self._norms(replayed, at),
+            effects=effects,
+            decays=decays,
+            strata=strata,
+            answer=answer(
+                _leading(decays, max(self.after), min(self.after)), self._specific(reads)
+            ),
+        )
+
+    def _plain(self, replayed: Replayed, at: Ints) -> tuple[Floats, np.ndarray]:
+        """Return entropy of the plain next token, and the role of the token fed, at each step."""
+        rows = replayed.rows(PLAIN, at)
+        entropy = np.full(rows.shape, np.nan)
+        entropy[rows >= 0] = self.unembedding.entropies(replayed.values(rows)[rows >= 0])[0]
+        roles = np.array(
+            [[s.role[s.n_given + k] or "" for k in at.tolist()] for s in self.sequences]
+        )
+        return entropy, roles
+
+    def _norms(self, replayed: Replayed, at: Ints) -> list[tuple[int, float]]:
+        values = replayed.values(replayed.rows(PLAIN, at), self.hook)
+        norms = np.linalg.norm(values, axis=2)
+        return [
+            (step, float(np.nanmedian(norms[:, n])))
+            for n, step in enumerate(self.steps)
+            if np.isfinite(norms[:, n]).any()
+        ]
+
+    def _specific(self, reads: Sequence[Read]) -> bool | None:
+        """Return whether the vector does more at the first step than random ones, paired."""
+        of = {read.vector: read for read in reads if (read.way, read.dose) == ("pulse", 1.0)}
+        gap = estimate(of["vector"].divergence[:, 0] - of["random"].divergence[:, 0])
+        return None if gap is None else gap.low > 0
+
+
+def _leading(decays: Sequence[Decay], latest: int, soonest: int) -> list[Decay]:
+    """Return the decay of each way at a dose of 1: the pulse, kept soon after, held for long."""
+    wanted: list[tuple[Way, int]] = [("pulse", 0), ("kept", soonest), ("held", latest)]
+    return [d for way, k in wanted for d in decays if (d.way, d.after, d.dose) == (way, k, 1.0)]

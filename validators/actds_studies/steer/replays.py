@@ -1,0 +1,209 @@
+"""The replays of a steering study: the source's own tokens, once plain and once for each variant.
+
+All are requests of one run. What stands before the changed position is served from the prefix cache
+to every variant, so that a variant costs what comes behind it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import actds
+from actds.errors import ActdsError
+from actds.explore.dataset import Dataset
+from actds.explore.requests import TokenSequence
+from actds_validators.arrays import Floats, Ints, Rows
+from actds_writers.config import ReplaySettings
+from actds_writers.harvest.replay import Replays
+from actds_writers.harvest.result import Observer
+from actds_writers.harvest.run import harvest
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is added to the rows of a hook, where, and how much of the answer is served.
+
+    Args:
+        vector: row of the file of vectors, ``None`` of the plain one.
+        start: first generated position that is changed; ``stop``, the one after the last.
+        n_generated: generated positions that are served.
+    """
+
+    name: str
+    vector: int | None
+    strength: float
+    start: int
+    stop: int | None
+    n_generated: int
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How a source is served.
+
+    Args:
+        hook: whose rows are changed.
+        options: model, engine and engine_args, as of ``actds replay``.
+    """
+
+    source: Dataset
+    hook: str
+    options: Mapping[str, Any]
+    say: Callable[[str], None]
+
+    def serve(
+        self,
+        sequences: Sequence[TokenSequence],
+        variants: Sequence[Variant],
+        vectors: Rows,
+        folder: Path,
+    ) -> Replayed:
+        """Serve sequences, plain and in every variant, into a folder.
+
+        Raises:
+            ActdsError: as ``actds.replay``.
+        """
+        longest = max(variant.n_generated for variant in variants)
+        every = [Variant(PLAIN, None, 0.0, 0, None, longest), *variants]
+        folder.mkdir()
+        np.save(folder / "vectors.npy", vectors)
+        items = [
+            {
+                "name": v.name,
+                "edits": [
+                    {
+                        "hook": self.hook,
+                        "op": "add",
+                        "vector": "vectors.npy",
+                        "row": v.vector,
+                        "strength": v.strength,
+                    }
+                ],
+                "part": "generated",
+                "start": v.start,
+                "stop": v.stop,
+                "requests": [f"id *#{v.name}"],
+            }
+            for v in variants
+        ]
+        file = folder / "interventions.json"
+        document = {"schema": "actds.interventions/1", "interventions": items}
+        file.write_text(json.dumps(document), encoding="utf-8")
+        settings = ReplaySettings.of(
+            {
+                "source": self.source.path,
+                "out": str(folder / "rows"),
+                "hooks": f"{self.hook.replace('.', ':')};final",
+                "intervene": str(file),
+                "entropy": True,
+                "readouts": False,
+                **self.options,
+            }
+        )
+        served = [_cut(s, n, v) for v in every for n, s in enumerate(sequences)]
+        requests = Replays(settings, self.source, _Says(self.say), sequences=served)
+        harvest(settings.as_write(str(settings.hooks)), served_by=requests.served)
+        return Replayed(actds.open(settings.out), sequences)
+
+
+class _Says(Observer):
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+
+    def said(self, line: str) -> None:
+        self._say(line)
+
+
+def _cut(sequence: TokenSequence, number: int, variant: Variant) -> TokenSequence:
+    """Return the beginning of a sequence, named after its number and a variant."""
+    n = sequence.n_given + variant.n_generated
+    return replace(
+        sequence,
+        token_id=sequence.token_id[:n],
+        role=sequence.role[:n],
+        line={**sequence.line, "external_id": f"{number}#{variant.name}"},
+    )
+
+
+class Replayed:
+    """What a replay stored: last rows by sequence, variant and generated position."""
+
+    def __init__(self, dataset: Dataset, sequences: Sequence[TokenSequence]) -> None:
+        self.dataset = dataset
+        self.last = next(name for name in dataset.hooks if name.startswith("final."))
+        self._given = np.array([sequence.n_given for sequence in sequences])
+        lines = dataset.requests().select(["external_id", "request"]).to_pydict()
+        self._number = dict(zip(lines["external_id"], lines["request"], strict=True))
+        self._rows: dict[str, Ints] = {}
+
+    def rows(self, variant: str, at: Ints) -> Ints:
+        """Return the number of the row at generated positions, -1 where there is none.
+
+        Args:
+            at: ``(n_positions,)``, from 0; the same of each sequence.
+
+        Returns:
+            ``(n_sequences, n_positions)``.
+        """
+        rows = np.full((len(self._given), len(at)), -1, np.int64)
+        for n, given in enumerate(self._given.tolist()):
+            name = f"{n}#{variant}"
+            if name not in self._rows:
+                of = self.dataset.request(self._number[name], hook=self.last)
+                self._rows[name] = of.row
+            known = self._rows[name]
+            position = given + at
+            within = position < len(known)
+            rows[n, within] = known[position[within]]
+        return rows
+
+    def values(self, rows: Ints, hook: str | None = None) -> Rows:
+        """Return rows by their numbers ``(..., d_model)``, NaN for -1."""
+        numbers, at = np.unique(np.maximum(rows, 0), return_inverse=True)
+        values = self.dataset.array(hook or self.last)[numbers].astype(np.float32)
+        result = values[at.reshape(rows.shape)]
+        result[rows < 0] = np.nan
+        return np.asarray(result)
+
+    def recorded(self) -> tuple[Ints, Floats]:
+        """Return rows of sequences' ends, and the entropies that the engine recorded there."""
+        table = self.dataset.sampled().to_pydict()
+        rows, entropies = [], []
+        for request, position, entropy in zip(
+            table["request"], table["position"], table["entropy"], strict=True
+        ):
+            known = self.dataset.request(request, hook=self.last).row
+            if position - 1 < len(known) and known[position - 1] >= 0:
+                rows.append(known[position - 1])
+                entropies.append(entropy)
+        return np.array(rows, np.int64), np.array(entropies, np.float64)
+
+
+def chosen(
+    source: Dataset, sequences: Sequence[TokenSequence], least: int, n: int, seed: int
+) -> list[TokenSequence]:
+    """Return sequences with so many generated positions, drawn and in a drawn order.
+
+    Raises:
+        ActdsError: E014 fewer than two.
+    """
+    long = [s for s in sequences if s.unknown is None and len(s.token_id) - s.n_given >= least]
+    if len(long) < 2:
+        longest = max((len(s.token_id) - s.n_given for s in sequences), default=0)
+        raise ActdsError(
+            "E014",
+            "at",
+            got=f"{len(long)} requests with {least} generated tokens; the longest has {longest}",
+            expected="two at least",
+            next_step="Steer at earlier steps, read sooner after, or harvest longer answers.",
+        )
+    order = np.random.default_rng(seed).permutation(len(long))[:n]
+    return [long[k] for k in order.tolist()]

@@ -1,0 +1,187 @@
+"""The result of a steering study, ``actds.steer/1``, and what it concludes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from actds_validators.audit.result import Estimate
+from actds_validators.sections import Document, LimitsSection, Section, Share
+
+Way = Literal["pulse", "kept", "held"]
+WAYS: dict[Way, str] = {
+    "pulse": "at the step alone, and read there",
+    "kept": "at the step alone, and read later: what it left in the KV cache",
+    "held": "from the step on",
+}
+Outcome = Literal["holds", "decays", "reverses", "undecided"]
+OUTCOMES: tuple[Outcome, ...] = ("reverses", "decays", "undecided", "holds")
+Vector = Literal["vector", "negative", "random", "none"]
+"""What was added: the vector, its negative, random vectors of its length, or a vector of zeros."""
+
+
+class Limits(LimitsSection):
+    """The settings: which requests, the dose, and from when an effect has decayed."""
+
+    options: ClassVar = frozenset({"requests", "seed"})
+
+    requests: int = Field(default=16, ge=2, le=4096, description="requests that are steered")
+    calibration: int = Field(
+        default=8, ge=1, le=4096, description="further requests that the dose is calibrated on"
+    )
+    random: int = Field(default=8, ge=1, le=64, description="random vectors beside the vector")
+    nats: float = Field(
+        default=1.0, gt=0, le=20, description="of the divergence at a dose of 1, where it is asked"
+    )
+    quantile: float = Field(
+        default=0.95, gt=0, lt=1, description="of the tokens at which a dose of 1 has these nats"
+    )
+    margin: float = Field(
+        default=0.2, gt=0, lt=1, description="share of an effect that may go where it holds"
+    )
+    seed: int = Field(default=0, ge=0, lt=2**31, description="of requests and random vectors")
+
+
+class Dose(Section):
+    """The strength of a dose of 1: where a quantile of the tokens diverges by so many nats."""
+
+    strength: float = Field(description="length of what is added to a row")
+    median_norm: float = Field(description="of rows of the hook in answers")
+    kept: float | None = Field(description="the quantile at a dose of 1 in the study, nats")
+    curve: list[tuple[float, float]] = Field(
+        description="strengths, and the quantile of the divergence at each, nats"
+    )
+
+
+class Effect(Section):
+    """What is done to the next token: mean divergence from what the model says without it."""
+
+    way: Way
+    vector: Vector
+    dose: float
+    step: int = Field(description="decode step, from 1, at which it begins")
+    after: int = Field(description="steps later that it is read")
+    n: int = Field(description="requests")
+    divergence: Estimate | None = Field(description="Kullback-Leibler, steered from not, nats")
+    along: Estimate | None = Field(
+        description="of the change of the last row, the part along the mean change of the other "
+        "requests at the first step, over that change: 1 there, below 0 the other way"
+    )
+    opposite: Share | None = Field(description="of the requests, with a change the other way")
+
+
+class Decay(Section):
+    """How an effect at later steps is beside that at the first one, paired by request."""
+
+    way: Way
+    dose: float
+    after: int
+    steps: list[int]
+    ratio: list[Estimate | None] = Field(description="of the divergences, to that of the first")
+    isotonic: list[float] = Field(description="the ratios, fitted so that none rises")
+    outcome: Outcome
+    reason: str | None = Field(description="why it is undecided")
+
+
+class SteeredStratum(Section):
+    """The divergence at a dose of 1, by the model's own entropy there, or the token's role."""
+
+    way: Way
+    axis: Literal["entropy", "role"]
+    name: str
+    n: int
+    divergence: Estimate | None
+
+
+class SteeringAnswer(Section):
+    """What the decays at a dose of 1 say together."""
+
+    by_way: dict[Way, Outcome]
+    words: str
+    next_steps: list[str]
+
+
+class Steering(Document):
+    """Whether a vector still works later in an answer."""
+
+    schema_: Literal["actds.steer/1"] = Field(default="actds.steer/1", alias="schema")
+    limits: Limits
+    dataset: str = Field(description="path of the source")
+    digest: str = Field(description="of its seal")
+    models: list[str]
+    engines: list[str]
+    started_ns: int
+    hook: str
+    vector: str = Field(description="where it comes from")
+    vector_sha256: str
+    n_requests: int
+    floor: Estimate | None = Field(description="divergence of a vector of zeros: numerics alone")
+    dose: Dose
+    unembedding: float = Field(
+        description="largest distance of entropies computed here from the engine's own, nats"
+    )
+    norms: list[tuple[int, float]] = Field(description="by step, the median norm of rows")
+    effects: list[Effect]
+    decays: list[Decay]
+    strata: list[SteeredStratum]
+    answer: SteeringAnswer
+
+    def effect(self, way: Way, vector: Vector, dose: float, step: int, after: int) -> Effect | None:
+        wanted = (way, vector, dose, step, after)
+        keys = ((e.way, e.vector, e.dose, e.step, e.after) for e in self.effects)
+        return next((e for e, key in zip(self.effects, keys, strict=True) if key == wanted), None)
+
+
+# conclusions --------------------------------------------------------------------------------------
+
+
+def outcome_of(
+    first: Effect, last: Effect, ratio: Estimate | None, floor: Estimate | None, margin: float
+) -> tuple[Outcome, str | None]:
+    """Return what became of an effect, and why that is undecided.
+
+    Args:
+        first, last: at the first step and at the last.
+        ratio: of the divergences of the two.
+        floor: divergence without a vector.
+    """
+    if first.divergence is None or last.divergence is None or ratio is None:
+        return "undecided", "too few requests for an interval"
+    if floor is not None and first.divergence.low <= floor.high:
+        return "undecided", "the vector does no more than numerics at the first step"
+    if last.along is not None and last.along.high < 0:
+        return "reverses", None
+    if ratio.high < 1 - margin:
+        return "decays", None
+    if ratio.low >= 1 - margin:
+        return "holds", None
+    return "undecided", f"the interval of the ratio, {ratio.low:.2f} to {ratio.high:.2f}"
+
+
+def answer(decays: Sequence[Decay], specific: bool | None) -> SteeringAnswer:
+    """Return what the decays say together.
+
+    Args:
+        decays: at a dose of 1, one for each way.
+        specific: whether the vector does more at the first step than random ones of its length.
+    """
+    by_way = {decay.way: decay.outcome for decay in decays}
+    parts = []
+    for decay in decays:
+        last = decay.ratio[-1]
+        share = ""
+        if last is not None:
+            share = f" ({last.value:.2f} of it [{last.low:.2f}, {last.high:.2f}])"
+        parts.append(f"{decay.way} {decay.outcome}{share}")
+    steps = [
+        f"{decay.way} is undecided: {decay.reason}. Steer more requests (--requests)."
+        for decay in decays
+        if decay.outcome == "undecided"
+    ]
+    words = f"From step {decays[0].steps[0]} to {decays[0].steps[-1]}: " + "; ".join(parts)
+    if specific is False:
+        words += ". The vector does no more than random ones of its length"
+        steps.insert(0, "Take another vector, hook or dose: random ones do as much.")
+    return SteeringAnswer(by_way=by_way, words=words, next_steps=steps)
