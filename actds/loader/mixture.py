@@ -32,6 +32,7 @@ from actds.loader.selection import (
     Selection,
     key_of,
     provenance_columns,
+    refuse_changed,
     sample_of,
 )
 from actds.loader.where import ROLE
@@ -204,6 +205,10 @@ def with_partners(mixture: Mixture, others: Mapping[str, Dataset]) -> Mixture:
     for label in others:
         if not label or "/" in label:
             raise bad("paired", repr(label)[:80], "a name without a slash")
+    for selection in mixture.selections:
+        where = selection.filter.where
+        for other in others.values():
+            refuse_changed(other, None if where is None else where.text)
     shards = [shard for selection in mixture.selections for shard in selection.shards]
     hashes = prefix_hashes(mixture.datasets[0], shards)
     counts = [count for selection in mixture.selections for count in selection.counts]

@@ -546,7 +546,7 @@ def select(
     """
     chosen = _select_hooks(dataset, hooks)
     shards = _select_shards(dataset, chosen, phase)
-    _refuse_changed(dataset, where)
+    refuse_changed(dataset, where)
     file, loss_weight = _weights(weights)
     rate = None if frequency is None else parse_expression(frequency, "frequency", Kind.NUMBER)
     row_weights = None if file is None else dataset.row_weights(file)
@@ -584,8 +584,8 @@ def select(
     )
 
 
-def _refuse_changed(dataset: Dataset, where: str | None) -> None:
-    """Refuse rows of runs with interventions, unless the expression asks about these (E014)."""
+def refuse_changed(dataset: Dataset, where: str | None) -> None:
+    """Refuse rows of runs with interventions, unless an expression asks about these (E014)."""
     changed = [run for run, record in dataset.runs.items() if interventions_of(record)]
     if not changed:
         return

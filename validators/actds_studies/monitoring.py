@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from actds.errors import ActdsError
 from actds.explore.dataset import Dataset, open_apart
 from actds.format.canonical import MAX_DOCUMENT_NBYTES
+from actds.format.interventions import interventions_of
 from actds.format.positions import position_key, split_key
 from actds.format.profile import (
     KINDS,
@@ -257,6 +258,9 @@ def profile(
     opened = dataset if isinstance(dataset, Dataset) else open_apart(os.fspath(dataset))
     for hook in hooks:
         opened.shards_of(hook)
+    if any(interventions_of(record) for record in opened.runs.values()):
+        got, expected = "rows that interventions changed", "a harvest without interventions"
+        raise ActdsError("E024", opened.path, got=got, expected=expected)
     names = sorted(hooks or opened.hooks)
     look = Look(every=every, above=above, share=share, salt=str(seed))
     rows = read_rows(opened, names)
