@@ -116,8 +116,8 @@ class Inside:
 
             edits.Edits.set = self.timed(edits.Edits.set)  # type: ignore[method-assign]
             steering.mark_step = self.timed(steering.mark_step)
-            watch_tap = edits.watch_tap
-            edits.watch_tap = lambda tap, hook: watch_tap(tap, self.timed(hook))
+            watch_tap = capture.watch_tap
+            vars(edits)["watch_tap"] = lambda tap, hook: watch_tap(tap, self.timed(hook))
             install = capture.install_tap
 
             def timing(tap: Any, *args: Any) -> None:

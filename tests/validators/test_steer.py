@@ -11,6 +11,7 @@ import pytest
 
 import actds
 from actds.errors import ActdsError
+from actds_studies.pages.steer import page
 from actds_studies.regimes.entropies import Unembedding
 from actds_studies.steer.api import VectorOf, steer
 from actds_studies.steer.measure import (
@@ -145,6 +146,8 @@ def test_effects_are_those_of_plain_forwards_with_the_same_vector(
     assert done.returncode == 0, done.stderr
     result = Steering.model_validate_json((tmp_path / "result.json").read_text())
     assert result.unembedding < 0.01 and result.floor is not None and result.floor.high < 1e-5
+    shown = page(result, "actds steer")
+    assert "<svg" in shown.html() and len(list(shown.lines())) > 20
     expected = plain_divergences(result, source, model, vector)
     for effect in result.effects:
         if effect.vector == "vector":

@@ -52,7 +52,7 @@ def page(result: Steering, command: str) -> AnswerPage:
             (_LEVELS[outcome], f"{way}, {WAYS[way]}: {outcome}")
             for way, outcome in result.answer.by_way.items()
         ],
-        on_terminal=("decays", "effects"),
+        on_terminal=("effects",),
     )
 
 
@@ -104,7 +104,7 @@ def _decays(result: Steering) -> Shown:
         "the first step. Fitted: the ratios, so that none rises."
     )
     table = table_of("Decays", _DECAYS, result.decays, frozenset({0, 3, 6}))
-    return Shown(Part("decays", "By depth", Sentence(lead), table), [_chart(result)])
+    return Shown(Part("verdicts", "By depth", Sentence(lead), table), [_chart(result)])
 
 
 def _chart(result: Steering) -> Picture:

@@ -96,7 +96,8 @@ def steer(
         doses: strengths; 1 is the one at which a quantile of tokens diverges by so many nats.
         at: decode steps, from 1, at which it begins; the effect at the others is beside the first.
         after: steps later that it is read.
-        engine, engine_args: as of ``actds.replay``.
+        engine: as of ``actds.replay``.
+        engine_args: likewise.
         limits: settings by name, or as the result has them.
         progress: receives what is being done.
 
