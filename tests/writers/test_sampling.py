@@ -146,7 +146,7 @@ def spans_and_findings(
                 "batch_tokens": 9, "max_seq_len": 9,
             })  # fmt: skip
     columns = {name: [row.get(name) for row in lost] for name in tables.SCHEMAS["drops"].names}
-    tokens = {name: [row[name] for row in rows] for name in tables.SCHEMAS["tokens"].names[:-1]}
+    tokens = {name: [row[name] for row in rows] for name in tables.SCHEMAS["tokens"].names[:-2]}
     result = account(
         "r", found.requests, found.steps, found.spans, tables.build("drops", columns),
         [tables.build("tokens", tokens)],

@@ -35,7 +35,7 @@ LANE_NBYTES = 32 << 20
 under a drop policy a stalled disk costs rows first."""
 N_BUFFERS = 3
 """Two buffers being filled, one per phase, and one being encoded."""
-TOKEN_COLUMNS_NBYTES = 36
+TOKEN_COLUMNS_NBYTES = 38
 READOUT_PART_NBYTES = 32 << 20
 """Readouts collected before a part is committed, in addition to the part being written."""
 

@@ -15,8 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from actds.format.tables import PHASES
-from actds_studies.regimes.instruments.probes import area
-from actds_studies.regimes.strata import step_bands
 from actds_studies.stability.result import AUROC_MAXIMUM, AUROC_MEAN, FVU, RAW, CrossValue, Gap, Use
 from actds_validators.arrays import Bools, Floats, Ints, Rows
 
@@ -45,6 +43,8 @@ class Scored:
     rare: Bools
 
     def strata(self) -> dict[str, Bools]:
+        from actds_studies.regimes.strata import step_bands  # it needs scipy, an extra
+
         phase = self.entries["phase"]
         names, band = step_bands(self.entries["step"])
         strata = {"all": np.ones(len(phase), np.bool_)}
@@ -115,6 +115,8 @@ def areas(score: Floats, label: Ints, group: Ints, n_groups: int) -> Floats:
     counts = np.zeros((2, n_groups, place.max(initial=0) + 1))
     np.add.at(counts, (label, group, place), 1)
     total = counts.sum(axis=1, keepdims=True)
+    from actds_studies.regimes.instruments.probes import area
+
     return np.concatenate([area(*total), area(*(total - counts))])
 
 

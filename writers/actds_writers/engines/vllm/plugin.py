@@ -366,10 +366,10 @@ def _wrap_scheduler() -> None:
 
     @wrap(Scheduler, "add_request")
     def adding(add_request: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._actds_planned is not None:
+        if (planned := getattr(self, "_actds_planned", None)) is not None:
             from actds_writers.engines.vllm.steering import of_request
 
-            of_request(request, self._actds_planned)
+            of_request(request, planned)
         _look_at_weights(self)
         _report(self, "arrived", request)
         return add_request(self, request, *args, **kwargs)
@@ -425,10 +425,11 @@ def _planned(link: Link | None) -> Any:
 
 def _marked(scheduler: Any, output: Any) -> Any:
     """Tell the workers with a step what is changed of its requests, whatever became of capture."""
-    if scheduler._actds_planned is not None:
+    # A scheduler that was built before a harvest followed its engine has none.
+    if (planned := getattr(scheduler, "_actds_planned", None)) is not None:
         from actds_writers.engines.vllm.steering import mark_step
 
-        mark_step(scheduler, output, scheduler._actds_planned)
+        mark_step(scheduler, output, planned)
     return output
 
 
