@@ -172,6 +172,20 @@ def test_an_option_that_the_toy_does_not_have_is_refused_with_the_nearest(instal
         find_kind("toy_mpl")
 
 
+def test_an_engine_that_changes_no_rows_takes_no_interventions(
+    installed: Path, model: Path, tmp_path: Path
+) -> None:
+    """Before it starts: at the end every mark would differ from the run record."""
+    prompts = h.write_prompts(tmp_path / "prompts.jsonl", PROMPTS)
+    with pytest.raises(ActdsError, match="the engine toy, which changes no rows") as raised:
+        actds.write(
+            out=tmp_path / "acts", model=model, prompts=prompts, hooks="resid_post:0",
+            engine="toy", intervene=tmp_path / "edits.json",
+        )  # fmt: skip
+    assert (raised.value.code, raised.value.place) == ("E012", "intervene")
+    assert not (tmp_path / "acts").exists()
+
+
 def test_a_cast_names_the_hooks_that_it_is_of(installed: Path) -> None:
     config = {"hidden_size": 8, "num_hidden_layers": 2, "mlp_size": 12}
     places = [("resid_post", 0), ("toy_mlp", 1)]

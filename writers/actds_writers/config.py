@@ -611,8 +611,17 @@ def settings_of(
         raise explained(error, place, code) from None
 
 
-def explained(error: ValidationError, place: Callable[[str], str], code: str) -> ActdsError:
-    """Return the first problem that pydantic found, as an error with place and next step."""
+def explained(
+    error: ValidationError,
+    place: Callable[[str], str],
+    code: str,
+    keys: str = "header or xarg, and values",
+) -> ActdsError:
+    """Return the first problem that pydantic found, as an error with place and next step.
+
+    Args:
+        keys: what is expected in the place of an unknown key.
+    """
     first = error.errors(include_url=False, include_context=False)[0]
     key = ".".join(map(str, first["loc"]))
     expected = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
@@ -621,7 +630,7 @@ def explained(error: ValidationError, place: Callable[[str], str], code: str) ->
     if first["type"] == "missing":
         got, expected = "nothing", "a value"
     elif first["type"] == "extra_forbidden":
-        got, expected = "an unknown key", "header or xarg, and values"
+        got, expected = "an unknown key", keys
     return ActdsError(code, place(key), got=got, expected=expected)
 
 

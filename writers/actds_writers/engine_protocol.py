@@ -157,6 +157,8 @@ class EngineKind(ABC, Generic[OptionsT]):
     option_type: type[OptionsT] = EngineOptions  # type: ignore[assignment]
     uncompiled: ClassVar[Mapping[str, EngineValue]] = {}
     """Options without compilation: every operation rounds by itself."""
+    intervenes: ClassVar[bool] = False
+    """Whether its workers make the edits of a harvest where the regime of each request says."""
 
     @abstractmethod
     def start(

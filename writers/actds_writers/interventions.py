@@ -51,6 +51,7 @@ UNUSED = -math.inf
 LEAST_LINES = 16
 """Tables have a power of two of lines, so that graphs are compiled for few sizes."""
 MAX_NBYTES = 1 << 28
+KEYS = "a key of docs/interventions.md"
 
 
 class _Model(BaseModel):
@@ -237,7 +238,7 @@ def _parse(path: Path) -> File:
     try:
         return File.model_validate(document)
     except ValidationError as error:
-        raise explained(error, lambda key: f"{path} {key}".rstrip(), "E015") from None
+        raise explained(error, lambda key: f"{path} {key}".rstrip(), "E015", KEYS) from None
 
 
 def _intervention(

@@ -10,12 +10,12 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import actds
 from actds.errors import ActdsError
 from actds.explore.dataset import Dataset, open_apart
 from actds.explore.requests import token_sequences
@@ -43,6 +43,7 @@ from actds_studies.steer.result import (
     answer,
 )
 from actds_validators.arrays import Floats, Ints, Rows
+from actds_validators.dictionaries.formats import dictionary_feature
 from actds_validators.sections import about, need_extra, settings_of
 
 CURVE = tuple(2.0**k for k in range(-6, 2))
@@ -194,7 +195,7 @@ class _Study:
         elif of.feature is not None:
             path, number = of.feature
             vector = np.asarray(
-                actds.dictionary_feature(path, number, hook=self.hook).decoder, np.float64
+                dictionary_feature(path, number, hook=self.hook).decoder, np.float64
             )
             words = f"feature {number} of {Path(path).name}"
         else:
@@ -219,6 +220,9 @@ class _Study:
             run: [s.request for s in self.sequences if s.run == run]
             for run in {s.run for s in self.sequences}
         }
+        shards = self.source.shards_of(self.hook)
+        starts = accumulate((shard.n_rows for shard in shards), initial=0)
+        start_of = dict(zip((shard.name for shard in shards), starts, strict=False))
         total, n = np.zeros(self.source.hooks[self.hook].d_model), 0
         for shard in selection.shards:
             kept = selection.filter.kept(shard)
@@ -226,7 +230,7 @@ class _Study:
             mask = ~np.isin(request, steered.get(shard.run, []))
             mask &= True if kept is None else kept
             if mask.any():
-                numbers = self._start(shard.name) + np.flatnonzero(mask)
+                numbers = start_of[shard.name] + np.flatnonzero(mask)
                 values = self.source.array(self.hook)[numbers]
                 total += values.astype(np.float64).sum(axis=0)
                 n += int(mask.sum())
@@ -235,11 +239,6 @@ class _Study:
                 "E014", "where", got=f"{where}, of no row that is not steered", expected="some"
             )
         return np.asarray(total / n)
-
-    def _start(self, name: str) -> int:
-        shards = self.source.shards_of(self.hook)
-        at = [shard.name for shard in shards].index(name)
-        return sum(shard.n_rows for shard in shards[:at])
 
     def _vectors(self, unit: Rows) -> Rows:
         """Return the vector, its negative, and random ones of length 1."""

@@ -171,11 +171,6 @@ class Edits:
             tap = find_kind(hook.kind).tap(model, hook.layer, form)
             _install(tap, hook, number, (self.buffer[number], *lines.tables))
 
-    @property
-    def nbytes(self) -> int:
-        tables = [table for lines in self._lines for table in lines.tables]
-        return self.buffer.nbytes + sum(table.nbytes for table in tables)
-
     def set(self, n_rows: int, rows: Iterable[Row], index: torch.Tensor | None = None) -> None:
         """Say what the next forward changes, whose rows are ``n_rows``.
 

@@ -33,7 +33,7 @@ from actds.format.schema import RowCounts, Seal
 from actds.publish.sealing import seal
 from actds.store import open_store
 from actds_writers.config import WriteSettings, keywords_of
-from actds_writers.engine_protocol import Finished, find_engine
+from actds_writers.engine_protocol import Finished, find_engine, refused
 from actds_writers.harvest.canary import n_replayed
 from actds_writers.harvest.one_engine import Ended, Feed, Run, interrupts_handled
 from actds_writers.harvest.prepare import (
@@ -364,6 +364,9 @@ def harvest(
             raise ActdsError("E009", "canary", got=got, expected=expected)
     if settings.entropy:
         kind.require_logits(engine)
+    if settings.intervene is not None and not kind.intervenes:
+        got, expected = f"the engine {kind.name}, which changes no rows", "vllm or transformers"
+        raise refused("intervene", got, expected)
     check_out(settings)
     check_metrics(settings)
     observer.doing(f"Reading {settings.prompts}, and the weights of {settings.model} for a digest")

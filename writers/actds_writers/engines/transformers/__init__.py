@@ -15,6 +15,7 @@ class Transformers(EngineKind[Options]):
 
     name = "transformers"
     option_type = Options
+    intervenes = True
 
     def options(self, given: Mapping[str, object]) -> Options:
         """Return validated options; raises as ``EngineKind.options``."""

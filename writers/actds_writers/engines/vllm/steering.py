@@ -28,9 +28,9 @@ _PREPARE = ("_prepare_inputs", "prepare_inputs")
 """The method that orders the rows of a step, of the first and of the second generation."""
 _OF_REQUEST, _OF_STEP = "_actds_applied", "_actds_edits"
 KEY = "actds"
-_UNKNOWN: Any = object()
-_planned: Planned | None = _UNKNOWN
+_planned: Planned | None = None
 """Interventions of the engine that this process builds; it may build several in turn."""
+_is_keyed = False
 
 
 def named_by(params: Any) -> str | None:
@@ -87,16 +87,17 @@ def of_request(request: Any, planned: Planned) -> tuple[Applied, ...]:
 
 def key_blocks(planned: Planned | None) -> None:
     """Let the prefix cache tell blocks of changed rows from others, in this process."""
-    global _planned
-    is_first, _planned = _planned is _UNKNOWN, planned
-    if not is_first:
+    global _planned, _is_keyed
+    _planned = planned
+    if planned is None or _is_keyed:
         return
+    _is_keyed = True
     from vllm.v1.core import kv_cache_utils
 
     @wrap(kv_cache_utils, "generate_block_hash_extra_keys")
     def generating(generate: Any, request: Any, start: int, end: int, *args: Any, **kw: Any) -> Any:
         keys, *rest = generate(request, start, end, *args, **kw)
-        if _planned is None or _planned is _UNKNOWN:
+        if _planned is None:
             return keys, *rest
         parts = [
             (number, max(first, start), min(last, end), origin)
