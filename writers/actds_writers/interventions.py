@@ -51,7 +51,7 @@ UNUSED = -math.inf
 LEAST_LINES = 16
 """Tables have a power of two of lines, so that graphs are compiled for few sizes."""
 MAX_NBYTES = 1 << 28
-KEYS = "a key of docs/interventions.md"
+KEYS = "a key that the file of interventions may have"
 
 
 class _Model(BaseModel):
