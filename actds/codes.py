@@ -270,6 +270,9 @@ E424 draw differs [7.10]
 E425 mark differs [7.11]
   A row says of another intervention, or of none, than the run record implies of its position.
   Nobody knows which rows were changed: do not use the run.
+E426 look differs [7.12]
+  A line of alerts or attention is of a row that was not looked at, or its values cannot be.
+  Leave these two tables out: the rows do not depend on them. Report it to the writer's program.
 # writer: EngineError, section 9
 E501 rows differ from the schedule
   The rows captured in a step are not those the scheduler scheduled.

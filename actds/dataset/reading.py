@@ -48,6 +48,7 @@ from actds.format.shard import (
     read_checked,
 )
 from actds.format.tables import UNKNOWN_FIELD, TableName
+from actds.format.telemetry import profile_entry
 from actds.store import Store, layout, local_folder
 
 CENSUS_TABLES: tuple[TableName, ...] = ("requests", "steps", "spans")
@@ -157,6 +158,8 @@ class Catalog:
             readouts = readouts_of(record)
             if readouts is not None and readouts.probes_sha256 is not None:
                 digests[layout.probes_path(run)] = readouts.probes_sha256
+            if (profile := profile_entry(record)) is not None:
+                digests[profile.path] = profile.sha256
         return digests
 
     @property
@@ -630,9 +633,10 @@ class _Reader:
         readouts = readouts_of(record)
         widths = [hook.d_model for hook in self.genesis.hooks]
         probes = None if readouts is None else readouts.probes_entry(body.run, widths)
-        if probes is not None:
-            self.catalog.reached.add(probes.path)
-            self.catalog.files[probes.path] = probes
+        for entry in (probes, profile_entry(record)):
+            if entry is not None:
+                self.catalog.reached.add(entry.path)
+                self.catalog.files[entry.path] = entry
 
     def _take_shard(
         self, state: ChainState, body: ShardBody | ReplaceBody, place: str, kind: ChainKind

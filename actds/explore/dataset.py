@@ -452,6 +452,14 @@ class Dataset:
         """Return the norm, projections and probes of every computed row, stored or lost."""
         return self._table("readouts", run)
 
+    def alerts(self, *, run: bool | None = None) -> pa.Table:
+        """Return where the score of a request rose above the threshold of the run's profile."""
+        return self._table("alerts", run)
+
+    def attention(self, *, run: bool | None = None) -> pa.Table:
+        """Return where decode steps attended, of the requests and layers that were looked at."""
+        return self._table("attention", run)
+
     def canary(self, *, run: bool | None = None) -> pa.Table:
         """Return the comparison of stored rows with rows of requests replayed alone."""
         return self._table("canary", run)

@@ -154,7 +154,7 @@ _SIZES = [
 ]
 _PARTS = [
     *("requests", "steps", "spans", "roles", "origins", "sampled", "drops", "stalls"),
-    *("occupancy", "readouts", "canary"),
+    *("occupancy", "readouts", "alerts", "attention", "canary"),
 ]
 _SUMMARY = [
     *("model.name", "model.architecture", "model.weights_sha256", "tokenizer.sha256"),

@@ -69,7 +69,7 @@ _CENSUS = ("requests", "steps", "spans", "roles", "origins", "sampled")
 _TABLES = {
     **dict.fromkeys(_CENSUS, ("census", "census")),
     **dict.fromkeys(("drops", "stalls", "occupancy"), ("losses", "writer")),
-    "readouts": ("readouts", "writer"),
+    **dict.fromkeys(("readouts", "alerts", "attention"), ("readouts", "writer")),
     "canary": ("canary", "tool"),
 }
 
@@ -93,6 +93,11 @@ def is_part_path(path: str, table: str, run: str) -> bool:
 def probes_path(run: str) -> str:
     """Return the path of the probes of a run, which its run record pins."""
     return f"readouts/{run}/probes.npy"
+
+
+def profile_path(run: str) -> str:
+    """Return the path of the profile of a run, which its run record pins."""
+    return f"readouts/{run}/profile.json"
 
 
 def journal_path(run: str, n: int) -> str:

@@ -29,6 +29,7 @@ from actds.dataset.commit import commit_shard
 from actds.format import canonical
 from actds.format.labels import dump_labels
 from actds.format.readouts import Readouts
+from actds.format.telemetry import ATTENTION, KINDS, PROFILE, Attending, profile_field
 from actds.rewrite.recompression import recompress
 from actds_testing.places import VECTORS
 from actds_testing.schedules import WALL_NS, Schedule, simulate, table_of, thinned
@@ -50,6 +51,7 @@ def write(root: Path) -> None:
     _write_minimal(root / "valid" / "thinned-requests", unit="request")
     _write_minimal(root / "valid" / "thinned-rules", unit="row", roles=True, rules=True)
     _write_minimal(root / "valid" / "interventions", origins=True, changes=True)
+    _write_minimal(root / "valid" / "looks", readouts=Readouts(2, seed=4), looks=True)
     _write_replaced(root / "valid" / "replaced")
     for one in FAULTS:
         valid = root / "valid" / one.base
@@ -86,6 +88,7 @@ def _write_minimal(
     unit: str | None = None,
     rules: bool = False,
     changes: bool = False,
+    looks: bool = False,
 ) -> None:
     """Write the minimal dataset.
 
@@ -95,6 +98,7 @@ def _write_minimal(
             came. All but the first have labels.
         unit: what is drawn by hash, with one of three probabilities by step; ``None`` for nothing.
         changes: interventions have changed rows.
+        looks: requests have left the regime of a profile, and attention was looked at.
         rules: draw also by rules for roles, ids and labels, which all but the first have.
     """
     facts: dict[str, bool | int | str | None] = {}
@@ -135,6 +139,8 @@ def _write_minimal(
         if changes:
             facts |= {"capture.interventions": canonical.dump(CHANGES).decode("ascii").strip()}
             schedule = schedule.with_(rows=_marked(schedule))
+        if looks:
+            facts |= {PROFILE: profile_field(PROFILE_BYTES), ATTENTION: ATTENDING.as_field()}
         make_dataset(
             path,
             facts=facts,
@@ -147,7 +153,42 @@ def _write_minimal(
             roles="thinking" if rules else roles,  # for a rule it is the assistant's all the same
             origins=origins,
             entropy=entropy or rules,
+            looks=_looks(schedule) if looks else None,
+            profile=PROFILE_BYTES if looks else None,
         )
+
+
+PROFILE_BYTES = b"{}\n"
+ATTENDING = Attending((0, 3), 2, 0.875, "9f86d081884c7d65")
+
+
+def _looks(schedule: Schedule) -> dict[Any, pa.Table]:
+    """Return alerts at rows of the first request that was decoded, and attention of all drawn."""
+    prompts = {r["request"]: r["prompt_len"] for r in schedule.requests.to_pylist()}
+    rows = [r for r in schedule.rows.to_pylist() if r["position"] >= prompts[r["request"]] - 1]
+    rows.sort(key=lambda row: (row["request"], row["position"]))
+    of_first = [row for row in rows if row["request"] == rows[0]["request"]][:3]
+    names = ("request", "position", "step")
+    alerts = [
+        {**{n: row[n] for n in names}, "score": 6.5 + n, "kind": KINDS[n == 0], "hook": HOOK}
+        for n, row in enumerate(of_first)
+    ]
+    attention = [
+        {
+            **{n: row[n] for n in names},
+            **{"layer": layer, "head": head, "keys": row["position"] + 1, "entropy": 1.5},
+            **{"first": 0.5, "prompt": 0.25, "generated": 0.125, "sinks": 0.125},
+            **{"roles": [0.125, 0.125, 0.0, 0.0, 0.0, 0.0] if head else []},
+            **{"top": [0, row["position"]], "shares": [0.5, 0.125]},
+        }
+        for row in rows
+        for depth in [row["position"] - prompts[row["request"]]]
+        if depth >= 0 and depth % ATTENDING.every == 0 and ATTENDING.draws(row["request"])
+        for layer in ATTENDING.layers
+        for head in range(2)
+    ]
+    assert alerts and attention
+    return {"alerts": table_of("alerts", alerts), "attention": table_of("attention", attention)}
 
 
 def _rule(share: str, **asked: Any) -> dict[str, Any]:

@@ -1126,6 +1126,63 @@ def _(v: Vector) -> None:
     v.relink()
 
 
+@fault("E103", "profile-without-a-size", RECORD, "The size of the profile is no number.",
+       base="looks", also=("E105",))  # fmt: skip
+def _(v: Vector) -> None:
+    _rewrite(v, "capture.profile", '"nbytes":3', '"nbytes":"3"', totals=False)
+
+
+@fault("E202", "profile-changed", "readouts", "The profile is another one than the run's.",
+       base="looks")  # fmt: skip
+def _(v: Vector) -> None:
+    v.flip(f"readouts/{RUN}/profile.json", 0)
+
+
+@fault("E103", "attention-of-no-share", RECORD, "The share of the requests is 0.",
+       base="looks")  # fmt: skip
+def _(v: Vector) -> None:
+    _rewrite(v, "capture.attention", '"0.875"', '"0.0"', totals=False)
+
+
+def _look(name: str, table: str, what: str, **changes: Any) -> None:
+    """Register a fault: the second line of a table says something else."""
+
+    @fault("E426", name, "readouts", what, base="looks")
+    def _(v: Vector) -> None:
+        v.edit_table(table, lambda rows: rows[1].update(changes))
+        v.relink()
+
+
+_look("alert-that-fell", "alerts", "A score is lower than at a position before.", score=1.0)
+_look("alert-of-no-row", "alerts", "An alert is behind the last row.", position=4000)
+_look("alert-of-no-kind", "alerts", "An alert says that something else was rare.", kind="level")
+_look("alert-of-no-hook", "alerts", "An alert names a hook that is not there.", hook="z.9")
+_look("attention-of-a-layer", "attention", "A layer that nobody looked at.", layer=1)
+_look("attention-twice", "attention", "A head has two lines.", head=0)
+_look("attention-beyond-one", "attention", "Shares make more than 1.", first=0.75)
+_look("attention-of-more-bits", "attention", "More bits than keys can have.", entropy=20.0)
+_look(
+    "attention-of-roles", "attention", "Roles have more than the prompt.", roles=[0.5] + [0.0] * 5
+)
+_look("attention-of-top", "attention", "The largest share is not first.", shares=[0.1, 0.2])
+
+
+@fault("E426", "attention-of-another-draw", "readouts",
+       "The run record says that other requests were looked at.", base="looks")  # fmt: skip
+def _(v: Vector) -> None:
+    _rewrite(v, "capture.attention", "9f86d081884c7d65", "9f86d081884c7d61")
+
+
+@fault("E426", "alerts-without-a-profile", "readouts", "A run without a profile has alerts.",
+       base="looks")  # fmt: skip
+def _(v: Vector) -> None:
+    record = v.json(RECORD)
+    record["fields"].pop("capture.profile")
+    v.write_json(RECORD, record)
+    (v.path / f"readouts/{RUN}/profile.json").unlink()
+    v.relink()
+
+
 def _set_mark(rows: list[Json], before: int, after: int) -> None:
     next(row for row in rows if row["intervention"] == before)["intervention"] = after
 

@@ -23,6 +23,7 @@ from actds.format.schema import (
     REQUIRED_PROVENANCE,
     Genesis,
     Hook,
+    PartTable,
     ProvenanceField,
     RunBody,
     RunRecord,
@@ -75,6 +76,8 @@ def make_dataset(
     origins: bool | pa.Table = False,
     entropy: bool = False,
     facts: Mapping[str, bool | int | str | None] | None = None,
+    looks: Mapping[PartTable, pa.Table] | None = None,
+    profile: bytes | None = None,
 ) -> Path:
     """Write a dataset of one run and return its path.
 
@@ -102,6 +105,8 @@ def make_dataset(
             or the table.
         entropy: record what the logits, of 16 tokens, said of each sampled one.
         facts: what else the run record says, None for what it does not know.
+        looks: tables of what was looked at, to be committed as they are.
+        profile: the bytes of the profile's file.
     """
     told = schedule or simulate(n_requests, seed, drops=drops, cache=cache, filtered=filtered)
     if sinks:
@@ -119,6 +124,10 @@ def make_dataset(
     if readouts is not None:
         part = _readout_table(told, genesis.hooks, readouts, sinks)
         commit_part(store, writer, "readouts", run, 0, part)
+    if profile is not None:
+        store.put_new(layout.profile_path(run), [profile])
+    for table, lines in (looks or {}).items():
+        commit_part(store, writer, table, run, 0, lines)
     n_shards = _write_shards(store, writer, run, told, genesis.hooks, rows_per_shard, order, sinks)
     if len(told.drops):
         commit_part(store, writer, "drops", run, 0, told.drops)

@@ -143,6 +143,8 @@ PartTable = Literal[
     "occupancy",
     "readouts",
     "canary",
+    "alerts",
+    "attention",
 ]
 """Tables that are committed in parts, a run at a time."""
 Scalar = bool | int | str

@@ -94,6 +94,8 @@ TABLES = [
     "occupancy",
     "readouts",
     "canary",
+    "alerts",
+    "attention",
 ]
 TOTALS = [
     "rows",

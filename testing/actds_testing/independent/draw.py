@@ -36,7 +36,7 @@ def design_of(record: Json | None, place: str) -> Json | None:
     right = isinstance(said["salt"], str) and len(said["salt"]) == 16
     right = right and not set(said["salt"]) - set("0123456789abcdef")
     need(right and said["unit"] in ("row", "request"), "E103", place, field["value"])
-    need(_is_share(said["minimum"]), "E103", place, field["value"])
+    need(is_share(said["minimum"]), "E103", place, field["value"])
     minimum = float(said["minimum"])
     keep = said["keep"]
     need(isinstance(keep, list) and len(keep) <= 64, "E103", place, field["value"])
@@ -52,13 +52,13 @@ def _is_decimal(text: object) -> bool:
     return isinstance(text, str) and DECIMAL.fullmatch(text) is not None
 
 
-def _is_share(text: object) -> bool:
+def is_share(text: object) -> bool:
     return _is_decimal(text) and 0 < float(str(text)) <= 1
 
 
 def _is_rule(rule: object) -> bool:
     names = {"entropy", "phase", "position", "probe", "request", "role", "share"}
-    if not isinstance(rule, dict) or set(rule) != names or not _is_share(rule["share"]):
+    if not isinstance(rule, dict) or set(rule) != names or not is_share(rule["share"]):
         return False
     fits = rule["phase"] in (None, "prefill", "decode") and rule["role"] in (None, *WORDS["role"])
     place, bounds, request = (rule[name] for name in ("position", "entropy", "request"))

@@ -32,6 +32,8 @@ PLACES = {  # 2, 8.2: folder of a table, and the kind of chain that commits it
     "stalls": ("losses", "writer"),
     "occupancy": ("losses", "writer"),
     "readouts": ("readouts", "writer"),
+    "alerts": ("readouts", "writer"),
+    "attention": ("readouts", "writer"),
     "canary": ("canary", "tool"),
 }
 KIND_OF = {"run": "writer", "shard": "writer", "replace": "tool"}

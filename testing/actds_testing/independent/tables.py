@@ -46,6 +46,10 @@ COLUMNS = {  # 6.3; a question mark stands for: may be null
         norm float projections list<float> probes list<float>""",
     "canary": """request uint32 position uint32 hook string step uint64 token_id uint32
         replayed_token_id uint32 relative_l2 float64 cosine float64 verdict string""",
+    "alerts": "request uint32 position uint32 step uint64 score float64 kind string hook string",
+    "attention": """request uint32 position uint32 step uint64 layer uint32 head uint32
+        keys uint32 entropy float first float prompt float generated float sinks float
+        roles list<float> top list<uint32> shares list<float>""",
     "multiplicity": "run string request uint32 start uint32 stop uint32 count uint32",
 }
 UNSERVED = ("skipped", "unbegun")  # 7.1: these owe nothing
@@ -73,6 +77,7 @@ TYPES = {  # 6.2
     "string": pa.string(),
     "list<binary>": pa.list_(pa.binary()),
     "list<float>": pa.list_(pa.float32()),
+    "list<uint32>": pa.list_(pa.uint32()),
 }
 
 

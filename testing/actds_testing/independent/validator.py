@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from actds_testing.independent import draw, marks, readouts
+from actds_testing.independent import draw, looks, marks, readouts
 from actds_testing.independent.arrays import GROUP, Bits, judge_values, read_array
 from actds_testing.independent.conservation import Account
 from actds_testing.independent.documents import TOTALS
@@ -155,6 +155,10 @@ class Validator:
         with self.found.catching():
             place = f"runs/{name}.json {marks.FIELD}"
             marks.judge_marks(account, marks.changes_of(run.record, place))
+        with self.found.catching():
+            looks.judge_alerts(account, self.folder, run.record, self.hooks)
+        with self.found.catching():
+            looks.judge_attention(account, run.record)
         for chain in run.chains:
             if chain.close is not None:
                 self._judge_close(chain, chain.close, account)

@@ -39,6 +39,7 @@ from actds_validators.validate.shards import (
     stamp,
     values_nbytes,
 )
+from actds_validators.validate.telemetry import check_telemetry
 
 Level = Literal["quick", "standard", "full", "deep"]
 State = Literal["passed", "failed", "skipped"]
@@ -256,6 +257,7 @@ class _Checks:
         progress("all rows", sum(manifest.n_rows for manifest in catalog.shards))
         self.accounts += check_accounting(catalog, partial(progress, "rows"))
         check_side_tables(catalog)
+        check_telemetry(catalog)
         readouts = check_readouts(catalog, values=level == "deep")
         if level == "deep":
             progress("all values", sum(values_nbytes(catalog, m) for m in catalog.shards))
