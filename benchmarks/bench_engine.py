@@ -299,9 +299,8 @@ def start(
     )  # fmt: skip
     lock = lock_dataset(out)
     edits = None if plan.interventions is None else plan.interventions.to_bytes()
-    pipeline = Pipeline(
-        settings, plan.hooks, os.getpid(), lock, probes=plan.probes, interventions=edits
-    )
+    files = {"probes": plan.probes, "interventions": edits, "profile": plan.profile}
+    pipeline = Pipeline(settings, plan.hooks, os.getpid(), lock, files=files)
     pipeline.connect()
     options = VllmOptions(**arguments)
     engine = engines.VllmEngine(model, options, pipeline.link, temperature=0.0, seed=0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -24,6 +24,7 @@ from actds.format import canonical
 from actds.format.inclusion import salt_of, uniform
 from actds.format.readouts import readouts_of
 from actds.format.schema import Hook, RunRecord
+from actds.format.telemetry import KINDS
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -47,8 +48,6 @@ REGIME = (
 OPENING = 4
 """Last positions of a prompt: in chats these tokens are those of every request, so that rows differ
 by what is before them alone. Each is a look; the answer begins after them."""
-KINDS = ("drift", "opening")
-"""How far the mean of the last 8 looks is from such means, and rows of the opening from theirs."""
 
 
 class _Part(BaseModel):
@@ -224,10 +223,20 @@ class Profile(_Part):
         """
         place = str(path)
         try:
-            fields = json.loads(canonical.read_bounded(Path(path)))
+            data = canonical.read_bounded(Path(path))
+        except OSError as error:
+            expected = "a profile that actds profile wrote"
+            raise ActdsError("E024", place, got=str(error), expected=expected) from None
+        return cls.parse(data, place)
+
+    @classmethod
+    def parse(cls, data: bytes, place: str) -> Self:
+        """Return the profile of bytes; raises as ``read``."""
+        try:
+            fields = json.loads(data)
             digest = fields.pop("sha256")
             profile = cls.model_validate(fields)
-        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             got = str(error.errors()[0]) if isinstance(error, ValidationError) else str(error)
             expected = "a profile that actds profile wrote"
             raise ActdsError("E024", place, got=got[:300], expected=expected) from None
@@ -314,8 +323,14 @@ class Profile(_Part):
 
     def combined(self, peaks: Floats) -> Floats:
         """Return the scores of trajectories from their peaks ``(n, 2)``: of KINDS the rarer."""
-        nats = [tail.nats(peaks[:, k]) for k, tail in enumerate(self.scores)]
-        return np.asarray(np.max(nats, axis=0))
+        return np.asarray(np.max(self._nats(peaks), axis=0))
+
+    def rarer(self, peaks: Floats) -> Ints:
+        """Return which of KINDS made the score, ``(n,)``."""
+        return np.asarray(np.argmax(self._nats(peaks), axis=0))
+
+    def _nats(self, peaks: Floats) -> list[Floats]:
+        return [tail.nats(peaks[:, k]) for k, tail in enumerate(self.scores)]
 
 
 class Trajectories:
@@ -395,6 +410,20 @@ class Trajectories:
         """Return the state of requests before a look: rows, looks, openings, peaks."""
         rows, looks = np.zeros((n, WINDOW, len(self._profile.spread[0]))), np.zeros(n, np.int64)
         return rows, looks, np.ones((n, OPENING)), np.zeros((n, len(KINDS)))
+
+
+def turns(of: Ints) -> Iterator[Ints]:
+    """Yield the first rows of all requests, then their second ones, and so on.
+
+    Args:
+        of: request of each row, ``(n,)``.
+    """
+    order = np.argsort(of, kind="stable")
+    starts = np.flatnonzero(np.r_[True, np.diff(of[order]) != 0])
+    turn = np.empty(len(of), np.int64)
+    turn[order] = np.arange(len(of)) - np.repeat(starts, np.diff(np.r_[starts, len(of)]))
+    by_turn = np.argsort(turn, kind="stable")
+    yield from np.split(by_turn, np.cumsum(np.bincount(turn))[:-1] if len(of) else [])
 
 
 def features(readouts: npt.ArrayLike) -> Floats:

@@ -283,7 +283,7 @@ def pipeline_for(
             ring_nbytes=ring_nbytes,
             staging_nbytes=0,
             lane_nbytes=lane_nbytes,
-            probes=probes,
+            files={"probes": probes},
         )
     finally:
         os.close(lock)

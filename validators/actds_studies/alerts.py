@@ -10,9 +10,13 @@ import numpy as np
 from pydantic import Field
 from scipy import special  # type: ignore[import-untyped]
 
+from actds.errors import ActdsError
 from actds.explore.dataset import Dataset, open_apart
 from actds.explore.requests import Tokenizer
-from actds.format.profile import KINDS, OPENING, Calibration, Kept, Look, Profile, features
+from actds.format import canonical
+from actds.format.canonical import MAX_DOCUMENT_NBYTES
+from actds.format.profile import OPENING, Calibration, Kept, Look, Profile, features
+from actds.format.telemetry import KINDS, profile_entry
 from actds_studies.monitoring import Looks, Rows, kept, need_entropy, read_rows, regime_in, score
 from actds_validators.sections import Document, LimitsSection, Section
 
@@ -65,6 +69,13 @@ class Trace(Section):
     score: list[float]
 
 
+class Recorded(Section):
+    """Alerts in the dataset's own table, beside those that its readouts give."""
+
+    n: int = Field(description="requests with alerts")
+    n_unlike: int = Field(description="with an alert in one of the two alone, or elsewhere")
+
+
 class AlertsAnswer(Section):
     """What the alerts come to."""
 
@@ -95,6 +106,7 @@ class Alerts(Document):
     n_adapted: int = Field(description="left out, since an adapter changed the weights")
     n_looks: int
     n_lost: int = Field(description="positions without readouts, which no look was at")
+    recorded: Recorded | None = Field(description="by the runs themselves, of the same profile")
     rates: list[Kept]
     p: float | None = Field(description="of as many alerts, were these requests of the regime")
     parts: list[Unusual]
@@ -108,7 +120,7 @@ class Alerts(Document):
 
 def alerts(
     dataset: str | os.PathLike[str] | Dataset,
-    profile: str | os.PathLike[str] | Profile,
+    profile: str | os.PathLike[str] | Profile | None = None,
     *,
     tokenizer: Tokenizer | None = None,
     other_regime: bool = False,
@@ -118,18 +130,20 @@ def alerts(
 
     Args:
         dataset: path or URI, or an open one, with readouts.
-        profile: a profile, or its file.
+        profile: a profile, or its file; by default that which the runs were served beside.
         tokenizer: decodes the text around an alert.
         other_regime: score rows of other weights or precision, to see how far they are: what the
             profile promises does not hold for them. Hooks and readouts have to be the same.
         limits: of what is said.
 
     Raises:
-        ActdsError: E014 no readouts, or no entropy; E024 another regime, or no profile; and as
-            ``actds.open``.
+        ActdsError: E014 no readouts, no entropy, or no profile that all runs have; E024 another
+            regime, or no profile; and as ``actds.open``.
     """
-    given = profile if isinstance(profile, Profile) else Profile.read(profile)
     opened = dataset if isinstance(dataset, Dataset) else open_apart(os.fspath(dataset))
+    if profile is None:
+        profile = _served_beside(opened)
+    given = profile if isinstance(profile, Profile) else Profile.read(profile)
     regime = regime_in(opened, given.hooks)
     differences = given.differences(regime)
     if not other_regime or any(d.startswith(("hooks", "capture.")) for d in differences):
@@ -169,6 +183,7 @@ def alerts(
         n_adapted=everything.n_adapted,
         n_looks=len(scored.rows.of),
         n_lost=everything.n_lost,
+        recorded=_recorded(opened, given, scored, first),
         rates=rates,
         p=p,
         parts=list(_parts(given, everything)),
@@ -180,6 +195,40 @@ def alerts(
         traces=[_trace(scored, r) for r in np.argsort(-last)[:_N_TRACES].tolist()],
         answer=_answer(threshold, rates, p, limits, differences),
     )
+
+
+def _served_beside(dataset: Dataset) -> Profile:
+    """Return the profile of all runs of a dataset."""
+    entries = [profile_entry(record) for record in dataset.runs.values()]
+    first = entries[0] if entries else None
+    if first is None or any(e is None or e.sha256 != first.sha256 for e in entries):
+        got = "runs without a profile, or with several"
+        next_step = "Name one of actds profile: profile=FILE."
+        raise ActdsError("E014", dataset.path, got=got, expected="one", next_step=next_step)
+    data = dataset.catalog.store.read(first.path, MAX_DOCUMENT_NBYTES, first.sha256)
+    return Profile.parse(bytes(data), first.path)
+
+
+def _recorded(
+    dataset: Dataset, profile: Profile, scored: Looks, first: dict[int, int]
+) -> Recorded | None:
+    """Return what the runs have recorded, where that was beside the same profile."""
+    data, rows = canonical.digest(profile.as_bytes()), scored.rows
+    entries = [profile_entry(record) for record in dataset.runs.values()]
+    if not entries or any(entry is None or entry.sha256 != data for entry in entries):
+        return None
+    recorded: dict[tuple[str, int], int] = {}
+    for run in dataset.catalog.run_ids:
+        lines = dataset.catalog.table("alerts", run).select(["request", "position"])
+        for request, position in zip(*lines.to_pydict().values(), strict=True):
+            key = run, request
+            recorded[key] = min(position, recorded.get(key, position))
+    again = {
+        (str(rows.runs[n]), int(rows.requests[n])): int(rows.position[at])
+        for n, at in first.items()
+    }
+    unlike = {key for key, _ in recorded.items() ^ again.items()}
+    return Recorded(n=len(recorded), n_unlike=len(unlike))
 
 
 def _chance(threshold: Calibration, rates: Sequence[Kept]) -> float | None:

@@ -20,7 +20,6 @@ from actds.format.canonical import MAX_DOCUMENT_NBYTES
 from actds.format.interventions import interventions_of
 from actds.format.positions import position_key, split_key
 from actds.format.profile import (
-    KINDS,
     OPENING,
     QUANTILES,
     Bools,
@@ -37,10 +36,12 @@ from actds.format.profile import (
     features,
     regime_of,
     rounded,
+    turns,
 )
 from actds.format.roles import Roles
 from actds.format.sampled import Sampled
 from actds.format.tables import READOUTS_FULL, is_served
+from actds.format.telemetry import KINDS
 from actds_validators.statistics.design import exact_share
 
 LENGTHS = (1, 17, 65, 257, 1025)
@@ -153,8 +154,9 @@ def _of_hook(table: pa.Table) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.fl
     for name in ("projections", "probes"):
         values = table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
         columns.append(values.reshape(n, len(values) // max(n, 1)))
-    order = np.argsort(keys, kind="stable")
-    return keys[order], np.concatenate(columns, axis=1)[order].astype(np.float32)
+    # What was computed again after a preemption was looked at before.
+    keys, first = np.unique(keys, return_index=True)
+    return keys, np.concatenate(columns, axis=1)[first].astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ def score(profile: Profile, rows: Rows, *, keep_windows: bool = False) -> Looks:
     n, state = len(rows.of), Trajectories(profile)
     windows = np.zeros((n if keep_windows else 0, len(profile.spread[0])))
     peaks = np.zeros((n, len(KINDS)))
-    for batch in _turns(rows.of):
+    for batch in turns(rows.of):
         keys = rows.of[batch].tolist()
         ending = state.add(keys, numbers[batch], rows.depth[batch])
         if keep_windows:
@@ -204,18 +206,7 @@ def score(profile: Profile, rows: Rows, *, keep_windows: bool = False) -> Looks:
         peaks[batch] = state.peaks(keys)
     last = np.zeros((len(rows.requests), len(KINDS)))
     np.maximum.at(last, rows.of, peaks)
-    kind = np.argmax([t.nats(peaks[:, k]) for k, t in enumerate(profile.scores)], axis=0)
-    return Looks(rows, windows, profile.combined(peaks), kind, last)
-
-
-def _turns(of: Ints) -> Iterator[Ints]:
-    """Yield the first rows of all requests, then their second ones, and so on."""
-    order = np.argsort(of, kind="stable")
-    starts = np.flatnonzero(np.r_[True, np.diff(of[order]) != 0])
-    turn = np.empty(len(of), np.int64)
-    turn[order] = np.arange(len(of)) - np.repeat(starts, np.diff(np.r_[starts, len(of)]))
-    by_turn = np.argsort(turn, kind="stable")
-    yield from np.split(by_turn, np.cumsum(np.bincount(turn))[:-1] if len(of) else [])
+    return Looks(rows, windows, profile.combined(peaks), profile.rarer(peaks), last)
 
 
 # ---- fitting

@@ -197,6 +197,17 @@ class HarvestSettings(Settings):
         "request those that it names in vllm_xargs, actds_intervene. Changed rows are marked",
         json_schema_extra={"metavar": "FILE"},
     )
+    profile: Location | None = Field(
+        default=None,
+        description="Look at the readouts of requests while they are computed, beside this profile "
+        "of actds profile: those that leave its regime are in the table alerts",
+        json_schema_extra={"metavar": "FILE"},
+    )
+    alert_url: str | None = Field(
+        default=None,
+        description="With --profile: post each request's first alert to this URL, as JSON",
+        json_schema_extra={"metavar": "URL"},
+    )
     check: bool = Field(
         default=True,
         description="Compare the rows of two short prompts with the model's own before the "
@@ -220,6 +231,10 @@ class HarvestSettings(Settings):
             raise ValueError("keep: scores are known with probes and readouts only")
         if self.intervene is not None and getattr(self, "canary", None) is not None:
             raise ValueError("canary: without intervene, which a replay of the tokens lacks")
+        if self.profile is not None and not self.readouts:
+            raise ValueError("profile: of readouts, which there are with readouts only")
+        if self.alert_url is not None and self.profile is None:
+            raise ValueError("alert_url: for alerts, which there are with profile only")
         if self.always is not None and self.overflow != "drop_newest":
             raise ValueError("always: with overflow drop_newest, whose dropped steps it is for")
         return self

@@ -142,13 +142,14 @@ class WriterProcess:
             self._fail(error)
 
     def _begin(self, hello: WorkerHello) -> Writer:
-        path = self._link.probes_path
+        path, profile = self._link.probes_path, self._link.profile_path
         writer = Writer(
             open_for_writing(self._settings.harvest.out),
             self._settings,
             hello,
             self._secure,
             probes=Path(path).read_bytes() if path else None,
+            profile=Path(profile) if profile else None,
         )
         if writer.readouts is not None:
             self._lane.open(writer.readouts)
@@ -225,6 +226,7 @@ class WriterProcess:
             memory_nbytes=writer.memory_nbytes,
             t_ns=time.time_ns(),
             cast=writer.cast,
+            watched=None if writer.watch is None else writer.watch.totals,
         )
 
     def _fail(self, error: ActdsError) -> None:

@@ -28,8 +28,7 @@ def _result() -> type[Alerts]:
 @click.option(
     "--profile",
     type=click.Path(dir_okay=False, path_type=Path),
-    required=True,
-    help="What actds profile wrote.",
+    help="What actds profile wrote. Default: that which the dataset was served beside.",
 )
 @click.option("--tokenizer", metavar="FOLDER", help="Model folder with tokenizer.json, for text.")
 @click.option(
@@ -43,7 +42,7 @@ def alerts(
     ctx: click.Context,
     /,
     path: str,
-    profile: Path,
+    profile: Path | None,
     tokenizer: str | None,
     other_regime: bool,
     html: Path | None,
@@ -60,10 +59,11 @@ def alerts(
 
     \b
     Examples:
+      actds alerts acts
       actds alerts acts --profile profile.json --tokenizer models/small
       actds alerts acts --profile profile.json --html alerts.html --json alerts.json
     """
-    outputs = Outputs(html, json_out, inputs={"--profile": [profile]})
+    outputs = Outputs(html, json_out, inputs={"--profile": [profile] if profile else []})
     from actds_studies.alerts import AlertLimits
     from actds_studies.alerts import alerts as run
     from actds_studies.pages.monitoring import alerts_page

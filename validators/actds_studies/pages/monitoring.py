@@ -127,6 +127,9 @@ def _facts(result: Alerts, command: str) -> Iterator[tuple[str, str]]:
     yield "Profile", f"{result.profile[:16]} {made}"
     yield "Hooks", ", ".join(result.hooks)
     yield "Looks", f"{result.n_looks:,}: {look_words(result.look)}"
+    if (recorded := result.recorded) is not None:
+        words = "the same" if not recorded.n_unlike else f"{recorded.n_unlike:,} not the same"
+        yield "While it was served", f"{counted(recorded.n, 'request')} with alerts, {words}"
     if result.differences:
         yield "Not the regime", f"nothing is promised: {'; '.join(result.differences)}"
     yield "Command", command

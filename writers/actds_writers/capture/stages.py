@@ -486,18 +486,26 @@ class Stages:
             interventions=marks,
             t_ns=moving.t_ns,
         )
+        entropy = None
+        if moving.sampled is not None:
+            bits = self._bits(moving.sampled, copier)
+            if self.lane is not None:
+                entropy = _entropy(step, moving.sampled.requests, bits)
         if self.lane is not None:
-            rows: list[IntArray] = [np.repeat(step.requests, step.n_rows), positions, token_ids]
+            columns = (np.repeat(of, step.n_rows) for of in (step.requests, step.prompt_lens))
+            requests, prompt_lens = columns
+            rows: list[IntArray] = [requests, positions, token_ids, prompt_lens]
             index = _index(stays, chosen)  # of rows that are not drawn, too
             of_lane = readouts if index is None else readouts[:, torch.from_numpy(index)]
             if chosen is not None:
                 rows = [column[chosen] for column in rows]
-            if not self.lane.put(step.step, rows, of_lane):
+                entropy = None if entropy is None else entropy[chosen]
+            if not self.lane.put(step.step, rows, of_lane, step.finished, entropy):
                 self.handover.give_up_step(moving.entry)
         if moving.sampled is not None:
             if stays is not None and self._probes:
                 readouts = readouts[:, torch.from_numpy(stays)]
-            self._tell_sampled(step, positions, readouts, moving.sampled, copier)
+            self._tell_sampled(step, positions, readouts, moving.sampled.requests, bits)
         if moving.changed is not None:
             flag = torch.empty(1, 1, 1, dtype=torch.bool, pin_memory=self._device.type == "cuda")
             copier.copy([flag], [moving.changed], None, moving.done)
@@ -525,21 +533,24 @@ class Stages:
         numbers = self._draws.design.numbers(requests, positions)
         return inclusion, (numbers < shares, numbers < inclusion)
 
+    def _bits(self, sampled: _Sampled, copier: Copier) -> np.ndarray:
+        on_cuda = self._device.type == "cuda"
+        host = torch.empty(sampled.values.shape, dtype=torch.int32, pin_memory=on_cuda)
+        copier.copy([host], [sampled.values], None, sampled.done)
+        return host.numpy()
+
     def _tell_sampled(
         self,
         step: Step,
         positions: IntArray,
         readouts: torch.Tensor,
-        sampled: _Sampled,
-        copier: Copier,
+        of: IntArray,
+        bits: np.ndarray,
     ) -> None:
-        on_cuda = self._device.type == "cuda"
-        host = torch.empty(sampled.values.shape, dtype=torch.int32, pin_memory=on_cuda)
-        copier.copy([host], [sampled.values], None, sampled.done)
-        wanted = sampled.requests >= 0
-        bits = host.numpy()[wanted]
+        """Tell the census what the logits said: of which requests, -1 for none, and their bits."""
+        bits, requests = bits[of >= 0], of[of >= 0]
         values = np.ascontiguousarray(bits[:, 1:]).view(np.float32)
-        ids, requests = bits[:, 0].astype(np.int64), sampled.requests[wanted]
+        ids = bits[:, 0].astype(np.int64)
         if self._draws is not None:
             last = dict(zip(step.requests.tolist(), np.cumsum(step.n_rows) - 1, strict=True))
             has_rows = np.array([request in last for request in requests.tolist()], bool)
@@ -657,6 +668,16 @@ class Stages:
             typed(memory, offset + n * b.before_nbytes, b.shape(n), TORCH_TYPES[b.dtype])
             for b in self._layout.blocks
         ]
+
+
+def _entropy(step: Step, of: IntArray, bits: np.ndarray) -> np.ndarray:
+    """Return the entropy of the logits of each row: that of the last one of a request is known."""
+    entropy = np.full(int(step.n_rows.sum()), np.nan, np.float32)
+    known = dict(zip(of.tolist(), bits[:, 1].view(np.float32).tolist(), strict=True))
+    values = [known.get(request, np.nan) for request in step.requests.tolist()]
+    some = step.n_rows > 0
+    entropy[(np.cumsum(step.n_rows) - 1)[some]] = np.array(values, np.float32)[some]
+    return entropy
 
 
 def _index(stays: BoolArray | None, kept: BoolArray | None) -> IntArray | None:

@@ -37,6 +37,7 @@ from actds.errors import ActdsError
 from actds.format import tables
 from actds_writers.ipc.link import RingSpace, Sender, create_memory, hang_up
 from actds_writers.ipc.messages import (
+    FloatArray,
     IntArray,
     QueueState,
     Stall,
@@ -501,6 +502,7 @@ class Lane:
         self.path, self.nbytes = path, nbytes
         self._step_nbytes = step_nbytes
         self._given_up: list[int] = []
+        self._finished: list[int] = []
         self._connection = connection
         self._space = RingSpace(nbytes)
         self._memory = torch.frombuffer(create_memory(path, nbytes), dtype=torch.uint8)
@@ -515,14 +517,26 @@ class Lane:
     def depth(self) -> int:
         return self._space.depth
 
-    def put(self, step: int, rows: Sequence[IntArray], readouts: torch.Tensor) -> bool:
+    def put(
+        self,
+        step: int,
+        rows: Sequence[IntArray],
+        readouts: torch.Tensor,
+        finished: tuple[int, ...] = (),
+        entropy: FloatArray | None = None,
+    ) -> bool:
         """Copy readouts ``(n_hooks, n, width)`` into the lane; return whether they are kept.
 
         Raises E502 when the writer is gone.
+
+        Args:
+            rows: request, position, token and prompt length of each.
+            finished, entropy: as in ``StepReadouts``.
         """
+        self._finished += finished
         if not readouts.numel():
             return True
-        requests, positions, token_ids = rows
+        requests, positions, token_ids, prompt_lens = rows
         offset, waited = self._reserve(readouts.nbytes, step)
         if offset is None:
             self._given_up.append(step)
@@ -536,12 +550,16 @@ class Lane:
                 requests,
                 positions,
                 token_ids,
+                prompt_lens,
                 waited,
                 self.depth,
                 tuple(self._given_up),
+                tuple(self._finished),
+                entropy,
             )
         )
         self._given_up.clear()
+        self._finished.clear()
         return True
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:

@@ -172,7 +172,11 @@ class Run:
         )
         edits = None if plan.interventions is None else plan.interventions.to_bytes()
         self._pipeline = Pipeline(
-            self._writer, plan.hooks, os.getpid(), lock, probes=plan.probes, interventions=edits
+            self._writer,
+            plan.hooks,
+            os.getpid(),
+            lock,
+            files={"probes": plan.probes, "interventions": edits, "profile": plan.profile},
         )
         self.feed = feed(plan, self._pipeline.poll)
         if self._canary is not None:

@@ -24,13 +24,14 @@ from actds.explore.requests import TokenSequence
 from actds.format import canonical
 from actds.format.inclusion import KeepRule, about_request
 from actds.format.interventions import FIELD, applied
+from actds.format.profile import Profile
 from actds.format.readouts import NONE
 from actds.format.schema import RunRecord
 from actds.store import layout, local_folder, open_for_writing, open_store, refuse_within_dataset
 from actds.store.local import lock_dataset
 from actds.text import counted
 from actds_writers.capture.hooks import hook_specs, parse_hooks, plan_readouts
-from actds_writers.config import WriteSettings
+from actds_writers.config import HarvestSettings, WriteSettings
 from actds_writers.engine_protocol import EngineOptions
 from actds_writers.harvest.recover import recover_runs, require_accounted
 from actds_writers.interventions import KINDS, Planned, plan_interventions
@@ -139,6 +140,7 @@ class Plan:
     regimes: Mapping[str, Regime] = field(default_factory=dict)
     """What rules ask of each request, by its key; empty where none does."""
     interventions: Planned | None = None
+    profile: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,7 @@ def make_plan(
         planned, probes = plan_readouts(settings.seed, settings.probes, hooks, settings.keep)
         readouts = planned.as_field()
     edits = plan_edits(settings.intervene, config)
+    profile = plan_profile(settings, [hook.name for hook in hooks], readouts, served.facts)
     return Plan(
         engine=engine,
         hooks=tuple(places),
@@ -202,7 +205,38 @@ def make_plan(
             regimes_of(keep_rules(settings.keep), served, engine.n_samples), edits, served
         ),
         interventions=edits,
+        profile=profile,
     )
+
+
+def plan_profile(
+    settings: HarvestSettings, hooks: Sequence[str], readouts: str, facts: Iterable[Fact] = ()
+) -> bytes | None:
+    """Return the profile of a harvest, as far as can be told before an engine is up.
+
+    Raises:
+        ActdsError: E024 a profile of other hooks, readouts or weights, or of entropies without any;
+            and as ``Profile.read``.
+    """
+    if settings.profile is None:
+        return None
+    profile, place = Profile.read(settings.profile), "profile"
+    if lacking := [hook for hook in profile.hooks if hook not in hooks]:
+        got, expected = f"a profile of {', '.join(lacking)}", f"of {', '.join(hooks)}"
+        raise ActdsError("E024", place, got=got[:300], expected=expected[:300])
+    if profile.regime.get("capture.readouts") != readouts:
+        got, expected = f"readouts {readouts}", str(profile.regime.get("capture.readouts"))
+        next_step = "Take the seed and the probes of the harvest that it was made of."
+        raise ActdsError("E024", place, got=got, expected=expected, next_step=next_step)
+    for fact in facts:
+        wanted = profile.regime.get(fact.name)
+        if wanted is not None and fact.value is not None and str(fact.value) != wanted:
+            got = f"{fact.name} {fact.value}"
+            raise ActdsError("E024", place, got=got, expected=f"{wanted}, as when it was made")
+    if profile.look.above is not None and not settings.entropy:
+        got, expected = "looks above an entropy, and no entropies", "entropy beside it"
+        raise ActdsError("E024", place, got=got, expected=expected)
+    return profile.as_bytes()
 
 
 def regimes_of(rules: Sequence[KeepRule], served: Served, n_samples: int) -> dict[str, Regime]:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,7 +24,7 @@ from actds.errors import ActdsError
 from actds.format.readouts import NONE
 from actds.format.schema import CloseReason
 from actds_writers.config import CensusSettings, WriterSettings
-from actds_writers.ipc.link import Link, require_room
+from actds_writers.ipc.link import Link, LinkFile, require_room
 from actds_writers.ipc.messages import CensusProgress, ClientFacts, Done, Finish, WriterProgress
 from actds_writers.sizing import LANE_NBYTES
 
@@ -95,6 +95,7 @@ class Pipeline:
     Args:
         lock: open descriptor of the dataset's lock, which the processes inherit.
         lane_nbytes: size of the readouts' lane; at least two steps.
+        files: what the processes and workers read, by name.
 
     Use as a context manager: leaving it ends the processes and removes the ring.
     """
@@ -109,8 +110,7 @@ class Pipeline:
         ring_nbytes: int | None = None,
         staging_nbytes: int | None = None,
         lane_nbytes: int = LANE_NBYTES,
-        probes: bytes | None = None,
-        interventions: bytes | None = None,
+        files: Mapping[LinkFile, bytes | None] | None = None,
     ) -> None:
         # Sockets and ring, in shared memory if there is any.
         parent = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
@@ -118,11 +118,11 @@ class Pipeline:
         ring_nbytes = settings.ring_nbytes if ring_nbytes is None else ring_nbytes
         require_room(parent, ring_nbytes + (0 if writer.readouts == NONE else lane_nbytes))
         folder = Path(tempfile.mkdtemp(prefix="actds-", dir=parent))
-        paths: dict[str, str | None] = {"probes_path": None, "interventions_path": None}
-        for name, data in (("probes", probes), ("interventions", interventions)):
+        paths: dict[LinkFile, str] = {}
+        for name, data in (files or {}).items():
             if data is not None:
                 (folder / name).write_bytes(data)
-                paths[f"{name}_path"] = str(folder / name)
+                paths[name] = str(folder / name)
         self.link = Link(
             folder=str(folder),
             key=secrets.token_hex(32),
@@ -135,8 +135,10 @@ class Pipeline:
             live=writer.shared,
             lane_nbytes=lane_nbytes,
             readouts=writer.readouts,
-            probes_path=paths["probes_path"],
-            interventions_path=paths["interventions_path"],
+            probes_path=paths.get("probes"),
+            interventions_path=paths.get("interventions"),
+            # A run that follows another has other weights, and no profile.
+            profile_path=paths.get("profile") if settings.profile is not None else None,
             replica=writer.replica,
         )
         dataset = None if writer.resume or writer.may_join else writer.dataset

@@ -130,6 +130,7 @@ class Totals:
     stored_nbytes: int
     seal: str | None
     canary: str | None = None
+    alerts: str | None = None
     external: int = 0
     undelivered: int = 0
     thinned: int = 0
@@ -216,8 +217,7 @@ def format_summary(totals: Totals) -> str:
     if totals.external:
         words = f"{totals.external:,} positions were served from KV that came from outside"
         lines.append(("external", words))
-    if totals.canary:
-        lines.append(("canary", totals.canary))
+    lines += [(n, w) for n, w in (("canary", totals.canary), ("alerts", totals.alerts)) if w]
     if totals.seal:
         lines += [("next", f"actds validate {path}"), ("", f"actds info {path}")]
     else:

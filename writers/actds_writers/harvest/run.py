@@ -30,6 +30,7 @@ from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
 from actds.format.schema import RowCounts, Seal
+from actds.format.telemetry import PROFILE
 from actds.publish.sealing import seal
 from actds.store import open_store
 from actds_writers.config import WriteSettings, keywords_of
@@ -486,7 +487,16 @@ def _totals(out: str, runs: Sequence[Ended], elapsed_s: float, sealed: Seal) -> 
         external=sealed.totals.get("external", 0),
         seal=catalog.seal_sha256,
         canary="; ".join(lines) or None,
+        alerts=_alerts_of(catalog)
+        if any(PROFILE in record.fields for record in catalog.runs.values())
+        else None,
     )
+
+
+def _alerts_of(catalog: Catalog) -> str:
+    lines = [catalog.table("alerts", run)["request"] for run in catalog.run_ids]
+    n = sum(len(pc.unique(requests)) for requests in lines)
+    return f"{n:,} requests left the regime of the profile"
 
 
 def _totals_of(

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -265,6 +265,10 @@ CLOSE_TIMEOUT_S = 10.0
 NOTES_INTERVAL_S = 0.2
 
 
+LinkFile = Literal["probes", "interventions", "profile"]
+"""Files in the private folder of a harvest."""
+
+
 @dataclass(frozen=True)
 class Link:
     """The addresses of writer and census, and what every process of a harvest needs to know.
@@ -278,6 +282,7 @@ class Link:
         live: whether the engine serves traffic, which continues when capture fails.
         readouts: value of ``capture.readouts``.
         interventions_path: of ``interventions.Planned``, ``None`` where no row is changed.
+        profile_path: of the profile whose alerts there are.
         replica: as in ``WriterSettings``.
     """
 
@@ -294,6 +299,7 @@ class Link:
     readouts: str = NONE
     probes_path: str | None = None
     interventions_path: str | None = None
+    profile_path: str | None = None
     replica: tuple[int, int] = (0, 1)
 
     def to_environment(self) -> str:

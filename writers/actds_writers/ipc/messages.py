@@ -237,9 +237,12 @@ class StepReadouts:
     """The readouts of one step are in the lane, float32 ``(n_hooks, n_rows, width)`` at ``offset``.
 
     Args:
+        prompt_lens: of the request of each row.
         stall: the wait for room in the lane, if there was one.
         depth: slices in the lane, this one included.
         given_up: steps since the last message whose readouts found no room.
+        finished: requests that have ended since the last message, before the step.
+        entropy: of the logits of each row, NaN where there is none; None where nobody reads them.
     """
 
     step: int
@@ -248,9 +251,12 @@ class StepReadouts:
     requests: IntArray
     positions: IntArray
     token_ids: IntArray
+    prompt_lens: IntArray
     stall: Stall | None = None
     depth: int = 0
     given_up: tuple[int, ...] = ()
+    finished: tuple[int, ...] = ()
+    entropy: FloatArray | None = None
 
 
 @dataclass(frozen=True)
@@ -564,6 +570,23 @@ class StageState:
 
 
 @dataclass(frozen=True)
+class WatchTotals:
+    """What was looked at beside a profile.
+
+    Args:
+        profile: its digest.
+        alerts: requests that left the regime, by the hook that was furthest off.
+        n_unsent: of these, not sent to the URL.
+    """
+
+    profile: str
+    n_requests: int
+    n_looks: int
+    alerts: Mapping[str, int]
+    n_unsent: int = 0
+
+
+@dataclass(frozen=True)
 class WriterProgress:
     """Progress of the writer.
 
@@ -587,6 +610,7 @@ class WriterProgress:
     memory_nbytes: int | None = None
     t_ns: int | None = None
     cast: str | None = None
+    watched: WatchTotals | None = None
 
 
 @dataclass(frozen=True)

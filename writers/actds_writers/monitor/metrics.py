@@ -381,6 +381,18 @@ def _metrics(now: Snapshot) -> Iterator[OfMetric]:
     yield "gauge", "memory_bound_bytes", bound, now.memory_nbytes
     shards = {"normal": c.n_shards - c.n_raw_shards, "raw": c.n_raw_shards}
     yield "counter", "shards", "Shards committed.", ("compression", shards)
+    if (watched := now.watched) is not None:
+        left = "Requests that left the regime of the profile, by the hook that was furthest off."
+        yield (
+            "gauge",
+            "profile",
+            "The profile beside which rows are.",
+            ("sha256", {watched.profile: 1}),
+        )
+        yield "counter", "watched_requests", "Requests that were looked at.", watched.n_requests
+        yield "counter", "looks", "Rows that were compared with the profile.", watched.n_looks
+        yield "counter", "alerts", left, ("hook", watched.alerts)
+        yield "counter", "alerts_not_sent", "Alerts that no URL has taken.", watched.n_unsent
     silent = "Seconds since the last message of the writer."
     yield (
         "gauge",

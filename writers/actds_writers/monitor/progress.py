@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 from actds.dataset.info import HookValues, values_in_words
 from actds.format.schema import RowCounts
 from actds.text import format_nbytes, format_rate, format_seconds
-from actds_writers.ipc.messages import CensusProgress, CommitTotals, StageState, WriterProgress
+from actds_writers.ipc.messages import (
+    CensusProgress,
+    CommitTotals,
+    StageState,
+    WatchTotals,
+    WriterProgress,
+)
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -79,6 +85,7 @@ class Snapshot:
     last_commit_age_s: float | None = None
     writer_silent_s: float | None = None
     cast: str | None = None
+    watched: WatchTotals | None = None
 
     @property
     def dropped_tokens(self) -> int:
@@ -136,6 +143,7 @@ def take_snapshot(
         backlog_nbytes=w.backlog_nbytes,
         commits=w.commits,
         memory_nbytes=w.memory_nbytes,
+        watched=w.watched,
         last_commit_age_s=_age_s(w.commits.last_ns, now),
         writer_silent_s=_age_s(w.t_ns, now),
         cast=w.cast,
@@ -276,6 +284,10 @@ def format_screen(
         _line(screen, "writer", waits, "yellow")
     if now.memory_nbytes is not None:
         _line(screen, "memory", f"{format_nbytes(now.memory_nbytes)} at most, all stages")
+    if now.watched is not None:
+        n = sum(now.watched.alerts.values())
+        words = f"{n:,} of {now.watched.n_requests:,} requests left the regime of the profile"
+        _line(screen, "alerts", words, "yellow" if n else "")
     for words in _values(now):
         _line(screen, "values", words, "bold red")
     lost = ", ".join(f"{n:,} {reason}" for reason, n in sorted(now.dropped.items()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -35,6 +35,7 @@ from actds_writers.ipc.messages import (
     StepDropped,
     StepReadouts,
 )
+from actds_writers.monitor.watch import Watch
 from actds_writers.shards import Interval, disagreement
 from actds_writers.sizing import READOUT_PART_NBYTES as PART_NBYTES
 
@@ -149,8 +150,9 @@ class ReadoutLog:
         readouts: Readouts,
         lanes: Mapping[int, LaneReader],
         before_commit: Callable[[int], None],
+        watch: Watch | None = None,
     ) -> None:
-        self._before_commit = before_commit
+        self._before_commit, self._watch = before_commit, watch
         self._store, self._chain, self._run = store, chain, run
         self._readouts, self._lanes = readouts, lanes
         self._n_taken = self._stall_ns = 0
@@ -158,7 +160,7 @@ class ReadoutLog:
         self._pending_nbytes = 0
         self._last_step = -1
         self._limit: int | None = None
-        self._n_parts = 0
+        self._n_parts = self._n_alert_parts = 0
         self._commit_lock = threading.Lock()
         self._changed = threading.Condition()
         self.nbytes = 0
@@ -216,6 +218,8 @@ class ReadoutLog:
             self._limit = step if self._limit is None else min(step, self._limit)
             self._last_step = min(self._last_step, self._limit)
             self._pending = [piece for piece in self._pending if piece[1].step <= self._limit]
+            if self._watch is not None:
+                self._watch.forget_after(self._limit)
             for lane in self._lanes.values():
                 while lane.arrived and lane.arrived[-1][0].step > self._limit:
                     lane.arrived.pop()
@@ -278,12 +282,16 @@ class ReadoutLog:
                 self.fault = fault
                 self.end_at(self._last_step)
                 return
+            of_hooks: dict[str, np.ndarray] = {}
             for lane in lanes:
                 message, values = lane.arrived.popleft()
+                of_hooks.update(zip(lane.hooks, values, strict=True))
                 if self.error is None and values.size:
                     self._pending.append((lane, message, values))
                     self._pending_nbytes += values.nbytes + 3 * message.positions.nbytes
             self._last_step = message.step
+            if self._watch is not None:
+                self._watch.take(_with_entropy(heads.values()), of_hooks)
 
     def _drop_given_up(self, step: int) -> bool:
         """Discard the next step where a stage gave up its readouts; return whether one did."""
@@ -300,6 +308,7 @@ class ReadoutLog:
             with self._changed:
                 pieces, self._pending = self._pending, []
                 self._pending_nbytes = 0
+                alerts = [] if self._watch is None else self._watch.lines()
             if pieces:
                 self._before_commit(max(message.step for _, message, _ in pieces))
                 table = pa.concat_tables(
@@ -308,6 +317,12 @@ class ReadoutLog:
                 )
                 commit_part(self._store, self._chain, "readouts", self._run, self._n_parts, table)
                 self._n_parts += 1
+            if alerts:
+                names = tables.SCHEMAS["alerts"].names
+                lines = tables.build("alerts", {n: [line[n] for line in alerts] for n in names})
+                n, chain = self._n_alert_parts, self._chain
+                commit_part(self._store, chain, "alerts", self._run, n, lines)
+                self._n_alert_parts += 1
 
     def _table(self, lane: LaneReader, pieces: list[tuple[StepReadouts, np.ndarray]]) -> pa.Table:
         keys = {
@@ -330,6 +345,12 @@ class ReadoutLog:
             "probes": _lists(values[:, edge:]),
         }
         return tables.build("readouts", columns)
+
+
+def _with_entropy(messages: Collection[StepReadouts]) -> StepReadouts:
+    """Return the message of the stage that read the logits, of the first where none did."""
+    first = next(iter(messages))
+    return next((message for message in messages if message.entropy is not None), first)
 
 
 def _lists(values: np.ndarray) -> pa.Array:

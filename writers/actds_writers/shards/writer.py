@@ -30,8 +30,10 @@ from actds.dataset.write_threads import N_HELD, N_OPEN, WriteThreads
 from actds.errors import ActdsError
 from actds.format import schema, tables
 from actds.format.inclusion import INCLUSION
+from actds.format.profile import Profile
 from actds.format.readouts import Readouts
 from actds.format.schema import CloseReason, Genesis, Hook, ProvenanceField, RunBody, RunRecord
+from actds.format.telemetry import PROFILE, profile_field
 from actds.store import Buffer, NewFile, Put, Store, layout
 from actds_writers.config import Order, WriterSettings
 from actds_writers.ipc.link import QueuePage, RowLayout, attach_memory
@@ -46,7 +48,9 @@ from actds_writers.ipc.messages import (
     StepRows,
     WorkerHello,
 )
+from actds_writers.ipc.scores import ScorePage
 from actds_writers.monitor.metrics import CommitMeter, DiskMeter, Meters, Occupancy
+from actds_writers.monitor.watch import Watch
 from actds_writers.shards import Assembly, Interval, ShardBuffer
 from actds_writers.shards.logs import DropLog, LaneReader, ReadoutLog, TableLog
 from actds_writers.sizing import Geometry, Sizes, memory_bound
@@ -372,6 +376,7 @@ class Writer:
     Args:
         before_commit: makes the census of a step durable, before any row of it.
         probes: the bytes of their file.
+        profile: the profile beside which the run is looked at; its scores are put beside the file.
     """
 
     def __init__(
@@ -381,6 +386,7 @@ class Writer:
         hello: WorkerHello,
         before_commit: Callable[[int], None] = lambda last_step: None,
         probes: bytes | None = None,
+        profile: Path | None = None,
     ) -> None:
         self.disk = DiskMeter()
         self._settings, self._store = settings, TimedStore.around(store, self.disk)
@@ -396,13 +402,20 @@ class Writer:
         ]
         self._queues = [QueuePage.beside(Path(stage.ring_path)) for stage in stages]
         self._layout = RowLayout(hello.hooks)
+        self.memory_nbytes = hello.memory_nbytes + self._own_nbytes(hello)
+        data = None if profile is None else profile.read_bytes()
+        record = self._record(hello, data)
+        self.cast = recorded_cast(record)
+        # What is of another regime is refused before anything is written.
+        self.watch = None if profile is None else self._watch_beside(profile, record)
         dataset = _genesis(store, settings, hello.hooks)
         self._chain = Chain.begin(store, dataset, settings.run, "writer", settings.software)
         if probes is not None:
             store.put_new(layout.probes_path(settings.run), [probes])
         capacity = settings.rows_per_shard + hello.max_step_rows
-        self.memory_nbytes = hello.memory_nbytes + self._own_nbytes(hello)
-        self._begin_run(dataset, hello)
+        if data is not None:
+            store.put_new(layout.profile_path(settings.run), [data])
+        self._begin_run(record.model_copy(update={"dataset": dataset}))
         self.readouts = self._readout_log(hello)
         further = ["inclusion"] * (self._design is not None)
         further += ["intervention"] * (settings.harvest.intervene is not None)
@@ -505,6 +518,8 @@ class Writer:
         if reason == "finished":
             # A writer that was cut off has not seen every step that the scheduler has.
             totals["recomputed_tokens"] = self._assembly.recomputed_tokens
+        if self.watch is not None:
+            self.watch.close()
         self._chain.close(reason, totals)
         return totals
 
@@ -558,7 +573,8 @@ class Writer:
         if self._planned is None or not lanes:
             return None
         run = self._settings.run
-        return ReadoutLog(self._store, self._chain, run, self._planned, lanes, self._secure)
+        place = (self._store, self._chain, run)
+        return ReadoutLog(*place, self._planned, lanes, self._secure, self.watch)
 
     def _own_nbytes(self, hello: WorkerHello) -> int:
         geometry = Geometry.of(self._hooks, self._planned.width if self._planned else 0)
@@ -571,14 +587,17 @@ class Writer:
         )
         return memory_bound(geometry, sizes).writer_nbytes
 
-    def _begin_run(self, dataset: str, hello: WorkerHello) -> None:
+    def _record(self, hello: WorkerHello, profile: bytes | None) -> RunRecord:
+        """Return the run record, of a new dataset."""
         memory = Fact("capture.memory_nbytes", self.memory_nbytes, "observed")
-        facts = (*self._settings.facts, *hello.facts, memory)
+        facts = [*self._settings.facts, *hello.facts, memory]
         if self._design is not None:
-            facts = (*facts, Fact(INCLUSION, self._design.as_field(), "declared"))
+            facts.append(Fact(INCLUSION, self._design.as_field(), "declared"))
+        if profile is not None:
+            facts.append(Fact(PROFILE, profile_field(profile), "declared"))
         fields = {fact.name: fact for fact in facts}
-        record = RunRecord(
-            dataset=dataset,
+        return RunRecord(
+            dataset=self._settings.dataset,
             run=self._settings.run,
             started_ns=self._settings.started_ns,
             fields={
@@ -586,9 +605,21 @@ class Writer:
                 for name, f in sorted(fields.items())
             },
         )
-        self.cast = recorded_cast(record)
-        put = self._store.put_new(layout.run_path(self._settings.run), [schema.to_bytes(record)])
-        self._chain.append("run", RunBody(run=self._settings.run, sha256=put.sha256))
+
+    def _begin_run(self, record: RunRecord) -> None:
+        put = self._store.put_new(layout.run_path(record.run), [schema.to_bytes(record)])
+        self._chain.append("run", RunBody(run=record.run, sha256=put.sha256))
+
+    def _watch_beside(self, profile: Path, record: RunRecord) -> Watch:
+        harvest = self._settings.harvest
+        return Watch(
+            Profile.read(profile),
+            record,
+            _schema_hooks(self._hooks),
+            page=ScorePage.create(profile.parent) if self._settings.shared else None,
+            url=harvest.alert_url,
+            logs=self._settings.shared,
+        )
 
 
 def _kept_of(whole: StepRows, part: StepRows) -> np.ndarray | None:
@@ -599,12 +630,16 @@ def _kept_of(whole: StepRows, part: StepRows) -> np.ndarray | None:
     return None if here.all() else np.flatnonzero(here)
 
 
-def _genesis(store: Store, settings: WriterSettings, specs: tuple[HookSpec, ...]) -> str:
-    """Write the genesis of a new dataset, or compare with the existing one; return its id."""
-    hooks = [
+def _schema_hooks(specs: Sequence[HookSpec]) -> list[Hook]:
+    return [
         Hook(name=h.name, kind=h.kind, layer=h.layer, d_model=h.d_model, dtype=h.dtype)
         for h in specs
     ]
+
+
+def _genesis(store: Store, settings: WriterSettings, specs: tuple[HookSpec, ...]) -> str:
+    """Write the genesis of a new dataset, or compare with the existing one; return its id."""
+    hooks = _schema_hooks(specs)
     if not settings.resume:
         genesis = Genesis(
             dataset=settings.dataset,

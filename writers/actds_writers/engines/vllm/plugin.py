@@ -397,6 +397,7 @@ def _wrap_scheduler() -> None:
         _report(self, "taking", output, results)
         outputs = update(self, output, results, *args, **kw)
         _report(self, "taken", output)
+        _report(self, "answer", outputs)
         return outputs
 
     @wrap(Scheduler, "has_requests")
@@ -483,6 +484,7 @@ def _follow_weights(scheduler: Any, live: LiveRun) -> None:
 def _scheduler_side(scheduler: Any, link: Link, **more: Any) -> Any:
     from actds_writers.engines.vllm.requests import tokenizer_of
     from actds_writers.engines.vllm.scheduler import VllmSchedulerSide
+    from actds_writers.engines.vllm.scores import Scores
     from actds_writers.ipc.link import Sender
     from actds_writers.sampling import keep_rules
 
@@ -500,6 +502,7 @@ def _scheduler_side(scheduler: Any, link: Link, **more: Any) -> Any:
         entropy=link.settings.entropy,
         keep=keep_rules(link.settings.keep) if link.live else None,
         tokenizer=functools.partial(tokenizer_of, scheduler),
+        scores=Scores(Path(link.profile_path)) if link.live and link.profile_path else None,
         **more,
     )
     if scheduler.connector is not None:

@@ -315,7 +315,7 @@ class _Bench:
             readouts=plan.readouts,
         )
         lock = hold(out)
-        pipeline = Pipeline(writer, plan.hooks, os.getpid(), lock, probes=plan.probes)
+        pipeline = Pipeline(writer, plan.hooks, os.getpid(), lock, files={"probes": plan.probes})
         self._harvests.enter_context(pipeline)
         pipeline.connect()
         self._pipelines[arm] = pipeline

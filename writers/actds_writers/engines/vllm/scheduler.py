@@ -38,6 +38,7 @@ from actds_writers.engines.vllm.requests import (
     take_regime,
     take_roles,
 )
+from actds_writers.engines.vllm.scores import Scores
 from actds_writers.ipc.messages import Reference, RequestFinished, StepScheduled
 from actds_writers.sampling import (
     EVERYTHING,
@@ -185,6 +186,7 @@ class VllmSchedulerSide(SchedulerSide):
         tokenizer: returns the front end's, by which it looks for stop strings.
         written: the KV blocks that the run's weights computed, of a run that began when they
             changed; ``None`` where there are no others.
+        scores: what requests are answered that ask for their score.
     """
 
     def __init__(
@@ -200,8 +202,10 @@ class VllmSchedulerSide(SchedulerSide):
         tokenizer: Callable[[], Any] = lambda: None,
         written: WrittenBlocks | None = None,
         weights: str | None = None,
+        scores: Scores | None = None,
     ) -> None:
         super().__init__(census)
+        self._scores = scores
         self._tokenizer = functools.cache(tokenizer)
         self._written, self.weights = written, weights
         self._entropy, self._keep = entropy, keep
@@ -351,6 +355,11 @@ class VllmSchedulerSide(SchedulerSide):
             assert isinstance(last, _Flying)
             last.parts, last.mark = parts, mark
         return mark
+
+    def answer(self, outputs: Any) -> None:
+        """Add their scores to the responses of requests that asked for them."""
+        if self._scores is not None:
+            self._scores.answer(outputs)
 
     def take_settled(self) -> tuple[Settled, ...]:
         settled, self._settled = tuple(self._settled), []
@@ -530,6 +539,8 @@ class VllmSchedulerSide(SchedulerSide):
         if tracked is None:
             return
         self.retire(tracked.number)
+        if self._scores is not None:
+            self._scores.ended(request, tracked.number)
         if tracked.is_stopped:
             return
         reason = request.get_finished_reason()  # an enumeration of integers, from 0

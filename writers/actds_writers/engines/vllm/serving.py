@@ -30,7 +30,7 @@ from actds_writers.engines.account import layer_config
 from actds_writers.engines.vllm.options import admit, graph_key, refuse_options, refuse_unread
 from actds_writers.engines.vllm.weights import WeightsWatch
 from actds_writers.engines.vllm.worker import model_files
-from actds_writers.harvest.prepare import hold, plan_edits
+from actds_writers.harvest.prepare import hold, plan_edits, plan_profile
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact, HookSpec
@@ -98,8 +98,13 @@ class LiveRun:
         self._ending.set()  # a port of metrics is free when the thread has ended
         self._thread.join()
         known = {fact.name: fact for fact in (*self._writer.facts, *facts)}
+        harvest = self._writer.harvest
+        if harvest.profile is not None:
+            log.warning("actds: no alerts any more: the profile is of the weights before")
+            harvest = harvest.model_copy(update={"profile": None, "alert_url": None})
         writer = replace(
             self._writer,
+            harvest=harvest,
             facts=tuple(known.values()),
             run=layout.new_id("r"),
             started_ns=time.time_ns(),
@@ -265,8 +270,19 @@ def start(config: Any, document: Any) -> LiveRun:
             hooks=tuple(places),
             client_pid=os.getppid() if in_child else os.getpid(),
             lock=lock,
-            probes=probes,
-            interventions=None if edits is None else edits.to_bytes(),
+            files={
+                "probes": probes,
+                "interventions": None if edits is None else edits.to_bytes(),
+                "profile": plan_profile(
+                    settings,
+                    [hook.name for hook in hooks],
+                    readouts,
+                    (
+                        *writer.facts,
+                        observed("numerics.dtype", str(model.dtype).removeprefix("torch.")),
+                    ),
+                ),
+            },
         )
         metrics = None
         if settings.metrics_port is not None:
