@@ -158,6 +158,7 @@ def test_a_server_tells_clients_urls_and_metrics_who_left_the_regime(
     first = {alert.request: alert.position for alert in result.alerts}
     assert first and len(first) < 24
     requests = dataset.requests().to_pylist()
+    n_scored = 0
     for row in requests:
         answer = answers[row["external_id"]]
         if int(row["external_id"].split("-")[1][1:]) % 2 == 0:
@@ -166,12 +167,16 @@ def test_a_server_tells_clients_urls_and_metrics_who_left_the_regime(
         assert answer is not None
         score = answer["actds"]
         assert score["request"] == row["request"] and score["profile"] == profile.sha256
-        # The last rows may be on their way when the request ends.
+        # The last rows may be on their way when the request ends; on a busy machine all.
+        if score["position"] is None:
+            continue
+        n_scored += 1
         assert score["position"] <= row["prompt_len"] + row["generated_len"] - 2
         if score["alert"] is not None:
             assert score["alert"] == first[row["request"]] and score["score"] > score["threshold"]
         elif row["request"] in first:
             assert first[row["request"]] > score["position"]
+    assert n_scored
     assert {doc["request"]: doc["position"] for doc in received} == first
     assert all(doc["dataset"] == dataset.catalog.genesis.dataset for doc in received)
     told = "left the regime of the profile at position"
