@@ -29,7 +29,6 @@ from actds_studies.attention.result import (
 )
 from actds_studies.attention.rows import (
     CAST,
-    LIMITS,
     MEASURES,
     Attended,
     LayerRows,
@@ -41,6 +40,7 @@ from actds_studies.regimes.arms import Requests, first_sampled
 from actds_validators.arrays import Bools, Floats, Ints, Rows
 from actds_validators.audit.result import Estimate
 from actds_validators.sections import about, need_extra, recorded, settings_of
+from actds_writers.capture.scheme import LIMITS
 
 if TYPE_CHECKING:
     from actds_validators.statistics.intervals import Interval

@@ -17,10 +17,10 @@ from actds.errors import ActdsError
 from actds.explore.dataset import Dataset
 from actds.explore.requests import RequestRows
 from actds.format.tables import ROLES
-from actds_studies.attention.model import Scheme
+from actds.format.telemetry import N_TOP
 from actds_validators.arrays import Bools, Floats, Ints, Rows
+from actds_writers.capture.scheme import Scheme, largest
 
-N_TOP = 8
 MASSES = ("position 0", "prompt", "generated", "sinks", *(f"role {role}" for role in ROLES))
 MEASURES = ("entropy", "relative entropy", *MASSES, "prompt odds", "jump")
 """Of each step and head. Entropy in bits and over the logarithm of the keys in reach; shares of the
@@ -30,11 +30,6 @@ since the step looked at before."""
 _AT = {name: n for n, name in enumerate(MEASURES)}
 LEAST_MASS = 1e-6  # that log-odds are taken of
 BATCH_NBYTES = 1 << 27
-LIMITS = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}
-"""How far what a head gives out may be from its stored ``z``, over the sum of shares times lengths
-of values, by the type of the rows: kernels round shares and sums to it. The mean may be a quarter
-of it. On SmolLM2 in bfloat16: 0.003 at most, 0.0009 in the mean; at a scale 2 % off 0.026 and 0.01.
-"""
 CAST = 8
 """Times as far where rows were rounded after the model computed with them, and in the mean the
 limit itself: 0.04 and 0.004 there, and at a scale 5 % off 0.06 to 0.09 and 0.02 to 0.035."""
@@ -233,11 +228,10 @@ def attended(
     for some, low, shares in scheme.attend(q[at_step], k, position):
         keys = slice(low, low + shares.shape[2])
         if proof and of_layer.proof is not None:
-            out, most = scheme.outputs(shares, proof[0][keys])
-            apart = np.linalg.norm(out - proof[1][at_step[some]].reshape(out.shape), axis=2)
-            of_layer.proof.add(apart / np.maximum(most, 1e-30), place, step[some])
+            distance = scheme.distance(shares, proof[0][keys], proof[1][at_step[some]])
+            of_layer.proof.add(distance, place, step[some])
         result[some] = _measures(scheme, shares, position[some], parts[keys], request.n_given)
-        top[some] = _largest(shares, low)
+        top[some] = largest(shares, low)
     follows = np.flatnonzero(np.diff(step) == every) + 1
     result[follows, :, _AT["jump"]] = _jumps(top[follows - 1], top[follows])
     return Attended(step, rows.row[position], role[position], result)
@@ -256,16 +250,15 @@ def _measures(scheme: Scheme, shares: Rows, position: Ints, parts: Rows, n_given
     values = np.full((*shares.shape[:2], len(MEASURES)), np.nan, np.float32)
     first = scheme.first(position)
     n_keys = (position - first + 1)[:, np.newaxis]
-    bits = -(shares * np.log2(np.maximum(shares, 1e-30))).sum(axis=2)
+    bits, sinks = scheme.bits(shares)
     masses = shares @ parts
     values[..., _AT["position 0"] : _AT["sinks"]] = masses[..., :3]
     if scheme.sinks is not None:  # which are an outcome as every key is
-        rest = np.clip(1 - shares.sum(axis=2), 1e-30, 1)
-        values[..., _AT["sinks"]] = rest
-        bits, n_keys = bits - rest * np.log2(rest), n_keys + 1
+        values[..., _AT["sinks"]] = sinks
+        n_keys = n_keys + 1
     if parts[:, 3:].any():
         values[..., _AT["sinks"] + 1 : _AT["prompt odds"]] = masses[..., 3:]
-    values[..., _AT["entropy"]] = np.maximum(bits, 0)
+    values[..., _AT["entropy"]] = bits
     with np.errstate(divide="ignore", invalid="ignore"):
         values[..., _AT["relative entropy"]] = np.where(n_keys > 1, bits / np.log2(n_keys), np.nan)
         n_prompt = np.maximum(n_given - np.maximum(first, 1), 0)
@@ -274,15 +267,6 @@ def _measures(scheme: Scheme, shares: Rows, position: Ints, parts: Rows, n_given
         odds = given - generated - even[:, np.newaxis]
     values[..., _AT["prompt odds"]] = np.where(np.isfinite(odds), odds, np.nan)
     return values
-
-
-def _largest(shares: Rows, low: int) -> Ints:
-    """Return the positions of the keys with the largest shares ``(m, n_heads, N_TOP)``, -1 none."""
-    n = min(N_TOP, shares.shape[2])
-    at = np.argpartition(shares, -n, axis=2)[..., -n:]
-    top = np.full((*shares.shape[:2], N_TOP), -1, np.int64)
-    top[..., :n] = np.where(np.take_along_axis(shares, at, axis=2) > 0, at + low, -1)
-    return top
 
 
 def _jumps(before: Ints, after: Ints) -> Floats:
