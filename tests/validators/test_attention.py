@@ -174,7 +174,7 @@ def test_blocks_of_scores_and_batches_of_requests_change_nothing(
 ) -> None:
     attending, path = family
     whole = api.attention(path, model=attending.folder)
-    monkeypatch.setattr("actds_studies.attention.model.BLOCK_NBYTES", 1 << 11)
+    monkeypatch.setattr("actds_writers.capture.scheme.BLOCK_NBYTES", 1 << 11)
     monkeypatch.setattr("actds_studies.attention.rows.BATCH_NBYTES", 1)
     apart = api.attention(path, model=attending.folder)
     for first, second in zip(whole.layers, apart.layers, strict=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -33,6 +34,7 @@ from pydantic import (
 from actds.errors import ActdsError
 from actds.format.inclusion import Design, Unit, salt_of
 from actds.format.labels import MAX_LABELS, MAX_LENGTH
+from actds.format.telemetry import Attending
 from actds.store import layout
 from actds.version import __version__
 from actds_writers.model_folder import find_model
@@ -93,6 +95,14 @@ LabelColumns = Annotated[
     AfterValidator(_label_columns),
     WithJsonSchema({"type": "string"}),
 ]
+
+
+def _layers(text: str) -> str:
+    if not re.fullmatch(r"[0-9]{1,5}(,[0-9]{1,5})*", text):
+        raise ValueError("layers, as 3,10")
+    return text
+
+
 Folder = Annotated[Path, Field(strict=False)]
 Rate = Annotated[float, Field(gt=0)]
 
@@ -208,6 +218,23 @@ class HarvestSettings(Settings):
         description="With --profile: post each request's first alert to this URL, as JSON",
         json_schema_extra={"metavar": "URL"},
     )
+    attention: Annotated[str, AfterValidator(_layers)] | None = Field(
+        default=None,
+        description="Look at the attention of these layers, as 3,10, at decode steps of a share of "
+        "the requests, which are then not served from the prefix cache: table attention, each line "
+        "proved by what its head gave out",
+        json_schema_extra={"metavar": "LAYERS"},
+    )
+    attention_every: Annotated[int, Field(ge=1)] = Field(
+        default=64,
+        description="With --attention: look at every N-th generated token",
+        json_schema_extra={"option": "--every", "metavar": "N"},
+    )
+    attention_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.1,
+        description="With --attention: share of the requests, by hash",
+        json_schema_extra={"metavar": "F"},
+    )
     check: bool = Field(
         default=True,
         description="Compare the rows of two short prompts with the model's own before the "
@@ -258,6 +285,17 @@ class HarvestSettings(Settings):
             return Design(salt, self.always, keep=keep)
         minimum = self.thin_min if self.overflow == "thin" else 1.0
         return Design(salt, minimum, self.thin_unit, keep)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        return tuple(sorted({int(layer) for layer in (self.attention or "").split(",") if layer}))
+
+    def attending(self, run: str) -> Attending | None:
+        """Return what attention of a run is looked at, ``None`` for none."""
+        if not self.attention_layers:
+            return None
+        salt = f"{int(salt_of('actds attention', self.seed, run)):016x}"
+        return Attending(self.attention_layers, self.attention_every, self.attention_share, salt)
 
     @property
     def ring_nbytes(self) -> int:

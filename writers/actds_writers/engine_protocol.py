@@ -159,6 +159,8 @@ class EngineKind(ABC, Generic[OptionsT]):
     """Options without compilation: every operation rounds by itself."""
     intervenes: ClassVar[bool] = False
     """Whether its workers make the edits of a harvest where the regime of each request says."""
+    attends: ClassVar[bool] = False
+    """Whether its workers look at the attention of decode steps."""
 
     @abstractmethod
     def start(

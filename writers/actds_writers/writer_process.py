@@ -26,6 +26,7 @@ from actds_writers.ipc.messages import (
     RingFree,
     Secure,
     Secured,
+    StepAttention,
     StepDropped,
     StepRows,
     StepsDropped,
@@ -79,6 +80,9 @@ class WriterProcess:
                 self._meet(message, connection)
             elif isinstance(message, StepRows | StepsDropped):
                 self._add(message, connection)
+            elif isinstance(message, StepAttention):
+                if self._writer is not None:
+                    self._writer.attention.add(message)
             elif isinstance(message, ActdsError):
                 raise message
             elif isinstance(message, Finish):

@@ -263,6 +263,7 @@ def install(
     form: StreamForm,
     directions: Sequence[np.ndarray] | None = None,
     gather: Gather | None = None,
+    start: int = 0,
 ) -> HookBuffers:
     """Install hooks that write their rows into buffers at every forward.
 
@@ -276,6 +277,7 @@ def install(
         directions: of the readouts of each hook float32 ``(d_model, n_products)``.
         gather: of kinds that are ``split_by_rank``, returns the whole row of so many channels from
             this rank's part; every rank calls it. ``None`` for one rank.
+        start: number of the first hook, behind those that are installed already.
     """
     taps = find_taps(model, hooks, form)
     if gather is not None:
@@ -294,7 +296,7 @@ def install(
             matrix = torch.from_numpy(np.ascontiguousarray(directions[number])).to(device)
             part = scratch[: max_rows * hook.d_model].view(max_rows, hook.d_model)
             tensors += [matrix, part, buffers.readouts[number]]
-        install_tap(tap, hook, number, tensors)
+        install_tap(tap, hook, start + number, tensors)
     return buffers
 
 

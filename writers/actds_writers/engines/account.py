@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,6 +25,7 @@ from actds.errors import ActdsError
 from actds.format.schema import DType
 from actds.text import format_nbytes
 from actds_writers.capture import op as capture
+from actds_writers.capture.attending import Looker, attention_hooks
 from actds_writers.capture.check import NO_CHECK, HookCheck
 from actds_writers.capture.edits import Edits
 from actds_writers.capture.hooks import cast_of, directions, hook_specs
@@ -33,7 +35,7 @@ from actds_writers.capture.taps import ModelConfig, StreamForm
 from actds_writers.capture.transfer import Mark
 from actds_writers.engine_protocol import OPTION, refused
 from actds_writers.interventions import Planned
-from actds_writers.ipc.link import Link, Sender
+from actds_writers.ipc.link import Link, RowLayout, Sender
 from actds_writers.ipc.messages import (
     Fact,
     HookSpec,
@@ -43,6 +45,7 @@ from actds_writers.ipc.messages import (
     StepScheduled,
     TokensSampled,
 )
+from actds_writers.sampling import Regime
 from actds_writers.sizing import WorkerMemory
 
 Channel = Connection | Sender
@@ -225,15 +228,16 @@ def free_nbytes(device: torch.device) -> int:
     return int(free) + int(unused)
 
 
-def _require_room(link: Link, room: Room, needed: WorkerMemory) -> None:
+def _require_room(link: Link, room: Room, needed: WorkerMemory, beside: int = 0) -> None:
     """Say what capture takes of a GPU, and refuse what is not there; raises E012."""
-    nbytes = format_nbytes(needed.device_nbytes)
+    device_nbytes = needed.device_nbytes + beside
+    nbytes = format_nbytes(device_nbytes)
     pinned = format_nbytes(needed.pinned_nbytes)
     words = f"Reserving {nbytes} of the GPU for capture, and {pinned} of page-locked memory"
     link.note(words)
     if link.live:  # nobody waits for the notes of a server
         logging.getLogger("vllm.actds").info("actds: %s", words)
-    if needed.device_nbytes > room.nbytes:
+    if device_nbytes > room.nbytes:
         left = f"{format_nbytes(max(room.nbytes, 0))} of it free"
         raise refused(
             "memory of the GPU",
@@ -272,6 +276,7 @@ class WorkerSide:
         layers: decoder layers of its pipeline stage, whose hooks it captures; ``None`` for all.
         gather: as in ``capture.install``.
         room: what the engine leaves of the free bytes of its GPU.
+        folder: of the model's weights, where attention may be looked at.
 
     Raises:
         ActdsError: E007 unknown layer or none that can be captured, E012 a type that cannot be
@@ -294,6 +299,7 @@ class WorkerSide:
         layers: Collection[int] | None = None,
         gather: capture.Gather | None = None,
         room: Callable[[int], Room] = lambda free: Room(free),
+        folder: Path | None = None,
     ) -> None:
         self.link, self._device = link, device
         self._introduced = False
@@ -308,7 +314,11 @@ class WorkerSide:
             width = 0 if read is None else 1 + read[0].shape[1]
             sizes = (device, max_rows, in_flight)
             memory = memory_of(link, self.hooks, *sizes, n_readouts=width, padding=padding)
-            _require_room(link, room(free_nbytes(device)), memory)
+            beside = 0
+            if (attending := link.settings.attending(link.run)) is not None:
+                looked = attention_hooks(attending.layers, config, _stored_type(computed))
+                beside = 2 * RowLayout(looked).row_nbytes * (max_rows + padding)
+            _require_room(link, room(free_nbytes(device)), memory, beside)
         self.buffers = capture.install(
             model,
             self.hooks,
@@ -318,10 +328,47 @@ class WorkerSide:
             directions=None if read is None else [read[i] for i in its],
             gather=gather,
         )
+        self._looker: Looker | None = None
+        attending = link.settings.attending(link.run)
+        if attending is not None and folder is not None:
+            self._looker = Looker(
+                model,
+                attending.layers,
+                folder,
+                config=config,
+                computed=_stored_type(computed),
+                device=device,
+                max_rows=max_rows + padding,
+                form=form,
+                gather=gather,
+                start=len(self.hooks),
+            )
+            beside = self.buffers.beside_nbytes + self._looker.nbytes
+            self.buffers = replace(self.buffers, beside_nbytes=beside)
         self._stages_of = functools.partial(
             Stages, buffers=self.buffers, hooks=self.hooks, max_rows=max_rows, in_flight=in_flight
         )
         self.stages = self._stages_of(link)
+        self._begin_looks()
+
+    def _begin_looks(self) -> None:
+        attending = self.link.settings.attending(self.link.run)
+        if self._looker is not None and attending is not None:
+            self._looker.begin(attending, self.stages.handover.send, self._end_looks)
+
+    def _end_looks(self, error: ActdsError) -> None:
+        """Take why attention is not looked at any more: the end of a run that does not serve."""
+        if self.link.live:
+            logging.getLogger("vllm.actds").error("actds: attention is not looked at: %s", error)
+        else:
+            with contextlib.suppress(ActdsError):  # the writer may be what is gone
+                self.stages.fail(error)
+
+    def learn(self, request: int, regime: Regime) -> None:
+        """Note, before the first step of a request, what is known of it."""
+        self.stages.learn(request, regime)
+        if self._looker is not None:
+            self._looker.learn(request, regime.roles)
 
     def check(self, run: Callable[[], HookCheck]) -> None:
         """Check the hooks before any request, and note the result; raises E507 or E007.
@@ -343,15 +390,18 @@ class WorkerSide:
         """
         self.stages.abandon()
         self.stages.drain(timeout_s)
-        self.stages.close()
+        self.close()
         if self._check_fact.origin == "observed":
             reason = f"checked in run {self.link.run} of the same engine, with other weights"
             self._check_fact = Fact("capture.check", None, "unknown", reason)
         self.link, self._introduced, self._began = link, False, None
         self.stages = self._stages_of(link)
+        self._begin_looks()
 
     def before_step(self) -> None:
         self.buffers.reset()
+        if self._looker is not None:
+            self._looker.buffers.reset()
         self._began = Mark(self._device, timed=True)
 
     def introduce(self, facts: Callable[[], tuple[Fact, ...]]) -> None:
@@ -377,6 +427,9 @@ class WorkerSide:
             ActdsError: E501 when a hook did not see every row, E502 when the writer is gone.
         """
         step = replace(step, began=self._began)
+        if self._looker is not None:
+            columns = (step.requests, step.n_rows, step.prompt_lens)
+            self._looker.take(step.step, *columns, step.finished, positions)
         self.stages.hand_over(step, token_ids, positions, waits=waits, changed=changed)
 
     def add_sampled(
@@ -402,6 +455,8 @@ class WorkerSide:
         raise error
 
     def close(self) -> None:
+        if self._looker is not None:
+            self._looker.close()
         self.stages.close()
 
 

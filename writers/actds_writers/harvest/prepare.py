@@ -176,6 +176,7 @@ def make_plan(
     places = parse_hooks(settings.hooks, int(config["num_hidden_layers"]))
     limit = _known_limit(engine.max_model_len, config)
     served = (served_by or serve_prompts)(settings, engine, limit)
+    looked = looked_at(settings, int(config["num_hidden_layers"]))
     # The widest type: the one that the engine will compute in is not known yet.
     hooks = hook_specs(places, config, "float32")
     rows = settings.rows_per_shard or rows_per_shard(n_replicas * Geometry.of(hooks).row_nbytes)
@@ -202,11 +203,20 @@ def make_plan(
         probes=probes,
         thinking=ThinkingMarks.of(served.tokenizer.get_added_vocab()),
         regimes=with_interventions(
-            regimes_of(keep_rules(settings.keep), served, engine.n_samples), edits, served
+            regimes_of(keep_rules(settings.keep), served, engine.n_samples, looks=bool(looked)),
+            edits,
+            served,
         ),
         interventions=edits,
         profile=profile,
     )
+
+
+def looked_at(settings: HarvestSettings, n_layers: int) -> Sequence[int]:
+    """Return the layers whose attention is looked at; E007 for one that the model has not."""
+    if settings.attention is None:
+        return ()
+    return [layer for _, layer in parse_hooks(f"q:{settings.attention}", n_layers)]
 
 
 def plan_profile(
@@ -239,15 +249,19 @@ def plan_profile(
     return profile.as_bytes()
 
 
-def regimes_of(rules: Sequence[KeepRule], served: Served, n_samples: int) -> dict[str, Regime]:
+def regimes_of(
+    rules: Sequence[KeepRule], served: Served, n_samples: int, *, looks: bool = False
+) -> dict[str, Regime]:
     """Return what rules ask of each request, by its key; empty where none asks.
+
+    ``looks``: roles of prompts are asked in any case.
 
     Raises:
         ActdsError: E009 a rule for what no request has, or nobody knows before it is served.
     """
     names = {name for rule in rules for name, _ in rule.request}
     roles = {rule.role for rule in rules if rule.role is not None}
-    if not names and not roles:
+    if not names and not roles and not looks:
         return {}
     about = {p.key: about_request(p.external_id, p.labels, None) for p in served.client}
     known = {name for texts in about.values() for name in texts}

@@ -368,6 +368,9 @@ def harvest(
     if settings.intervene is not None and not kind.intervenes:
         got, expected = f"the engine {kind.name}, which changes no rows", "vllm or transformers"
         raise refused("intervene", got, expected)
+    if settings.attention is not None and not kind.attends:
+        got = f"the engine {kind.name}, which looks at no attention"
+        raise refused("attention", got, "vllm, or rows of q, k, v and z: actds attention")
     check_out(settings)
     check_metrics(settings)
     observer.doing(f"Reading {settings.prompts}, and the weights of {settings.model} for a digest")

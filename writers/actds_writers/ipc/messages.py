@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from pydantic import GetPydanticSchema
@@ -268,6 +268,14 @@ class Stall:
     duration_ns: int
     depth: int
     step: int | None
+
+
+@dataclass(frozen=True)
+class StepAttention:
+    """Lines of the table ``attention`` of one step, by column."""
+
+    step: int
+    columns: Mapping[str, list[Any]]
 
 
 # writer → worker ------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from actds_writers.ipc.messages import (
     RingFree,
     StageState,
     Stall,
+    StepAttention,
     StepDropped,
     StepReadouts,
 )
@@ -116,6 +117,31 @@ class DropLog(TableLog):
             kept = self.keep((pc.field("step") <= step) | without)
             lengths = pc.subtract(kept["stop"], kept["start"])
             self.n_tokens = int(pc.sum(lengths).as_py() or 0)
+
+
+class AttentionLog:
+    """Collects the attention of a run, and commits what is of steps that the census has."""
+
+    def __init__(self, store: Store, chain: Chain, run: str) -> None:
+        self._store, self._chain, self._run = store, chain, run
+        self._pending: list[tuple[int, pa.Table]] = []
+        self._lock = threading.Lock()
+        self._n_parts = 0
+
+    def add(self, message: StepAttention) -> None:
+        table = tables.build("attention", message.columns)
+        with self._lock:
+            self._pending.append((message.step, table))
+
+    def commit_through(self, step: int) -> None:
+        """Commit the lines of steps up to one; E503 where the disk refuses."""
+        with self._lock:
+            ready = [table for of, table in self._pending if of <= step]
+            self._pending = [piece for piece in self._pending if piece[0] > step]
+            for _, piece in in_parts(pa.concat_tables(ready)) if ready else ():
+                n = self._n_parts
+                commit_part(self._store, self._chain, "attention", self._run, n, piece)
+                self._n_parts += 1
 
 
 STAGE = "readouts"

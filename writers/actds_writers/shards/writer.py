@@ -33,7 +33,7 @@ from actds.format.inclusion import INCLUSION
 from actds.format.profile import Profile
 from actds.format.readouts import Readouts
 from actds.format.schema import CloseReason, Genesis, Hook, ProvenanceField, RunBody, RunRecord
-from actds.format.telemetry import PROFILE, profile_field
+from actds.format.telemetry import ATTENTION, PROFILE, profile_field
 from actds.store import Buffer, NewFile, Put, Store, layout
 from actds_writers.config import Order, WriterSettings
 from actds_writers.ipc.link import QueuePage, RowLayout, attach_memory
@@ -52,7 +52,7 @@ from actds_writers.ipc.scores import ScorePage
 from actds_writers.monitor.metrics import CommitMeter, DiskMeter, Meters, Occupancy
 from actds_writers.monitor.watch import Watch
 from actds_writers.shards import Assembly, Interval, ShardBuffer
-from actds_writers.shards.logs import DropLog, LaneReader, ReadoutLog, TableLog
+from actds_writers.shards.logs import AttentionLog, DropLog, LaneReader, ReadoutLog, TableLog
 from actds_writers.sizing import Geometry, Sizes, memory_bound
 
 TELL_INTERVAL_S = 0.05
@@ -417,6 +417,7 @@ class Writer:
             store.put_new(layout.profile_path(settings.run), [data])
         self._begin_run(record.model_copy(update={"dataset": dataset}))
         self.readouts = self._readout_log(hello)
+        self.attention = AttentionLog(store, self._chain, settings.run)
         further = ["inclusion"] * (self._design is not None)
         further += ["intervention"] * (settings.harvest.intervene is not None)
         buffers = [
@@ -510,6 +511,7 @@ class Writer:
             self._stalls.add(map(asdict, self.readouts.stalls))
         if self.last_step >= 0:
             self._before_commit(self.last_step)
+            self.attention.commit_through(self.last_step)
         place = (self._store, self._chain, self._settings.run)
         self._losses.commit(*place)
         self.meters.commit(*place)
@@ -556,6 +558,7 @@ class Writer:
             last_step = self.readouts.commit_through(last_step)
         if last_step >= 0:
             self._secure(last_step)
+            self.attention.commit_through(last_step)
         return last_step
 
     def _secure(self, last_step: int) -> None:
@@ -593,6 +596,9 @@ class Writer:
         facts = [*self._settings.facts, *hello.facts, memory]
         if self._design is not None:
             facts.append(Fact(INCLUSION, self._design.as_field(), "declared"))
+        attending = self._settings.harvest.attending(self._settings.run)
+        if attending is not None:
+            facts.append(Fact(ATTENTION, attending.as_field(), "declared"))
         if profile is not None:
             facts.append(Fact(PROFILE, profile_field(profile), "declared"))
         fields = {fact.name: fact for fact in facts}

@@ -286,7 +286,7 @@ class Vllm(EngineKind[VllmOptions]):
     name = "vllm"
     option_type = VllmOptions
     uncompiled: ClassVar[Mapping[str, EngineValue]] = {"enforce_eager": True}
-    intervenes = True
+    intervenes = attends = True
 
     def options(self, given: Mapping[str, object]) -> VllmOptions:
         """Return validated options.

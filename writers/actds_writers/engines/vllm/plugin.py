@@ -502,6 +502,7 @@ def _scheduler_side(scheduler: Any, link: Link, **more: Any) -> Any:
         entropy=link.settings.entropy,
         keep=keep_rules(link.settings.keep) if link.live else None,
         tokenizer=functools.partial(tokenizer_of, scheduler),
+        attending=link.settings.attending(link.run),
         scores=Scores(Path(link.profile_path)) if link.live and link.profile_path else None,
         **more,
     )

@@ -23,6 +23,7 @@ import numpy as np
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.inclusion import KeepRule, about_request
+from actds.format.telemetry import Attending
 from actds.text import printable
 from actds_writers.engines import wrap
 from actds_writers.engines.account import Channel, SchedulerSide, encodable, in_json
@@ -187,6 +188,7 @@ class VllmSchedulerSide(SchedulerSide):
         written: the KV blocks that the run's weights computed, of a run that began when they
             changed; ``None`` where there are no others.
         scores: what requests are answered that ask for their score.
+        attending: whose attention is looked at: they compute their own keys.
     """
 
     def __init__(
@@ -203,9 +205,10 @@ class VllmSchedulerSide(SchedulerSide):
         written: WrittenBlocks | None = None,
         weights: str | None = None,
         scores: Scores | None = None,
+        attending: Attending | None = None,
     ) -> None:
         super().__init__(census)
-        self._scores = scores
+        self._scores, self._attending = scores, attending
         self._tokenizer = functools.cache(tokenizer)
         self._written, self.weights = written, weights
         self._entropy, self._keep = entropy, keep
@@ -278,6 +281,8 @@ class VllmSchedulerSide(SchedulerSide):
         number = self.number_request(
             external_id, prompt_len, internal_id=request.request_id, roles=roles, **about
         )
+        if self._attending is not None and self._attending.draws([number])[0]:
+            request.skip_reading_prefix_cache = True
         if regime is None:
             about_this = about_request(encodable(external_id), None, in_json(about["sampling"]))
             regime = Regime.of(self._keep or (), roles, about_this)

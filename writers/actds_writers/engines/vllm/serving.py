@@ -30,7 +30,7 @@ from actds_writers.engines.account import layer_config
 from actds_writers.engines.vllm.options import admit, graph_key, refuse_options, refuse_unread
 from actds_writers.engines.vllm.weights import WeightsWatch
 from actds_writers.engines.vllm.worker import model_files
-from actds_writers.harvest.prepare import hold, plan_edits, plan_profile
+from actds_writers.harvest.prepare import hold, looked_at, plan_edits, plan_profile
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact, HookSpec
@@ -253,6 +253,7 @@ def start(config: Any, document: Any) -> LiveRun:
     # The widest type, for sizes: a kind may have another one than the model.
     places = parse_hooks(settings.hooks, n_layers)
     hooks = hook_specs(places, config_of, "float32")
+    looked_at(settings, n_layers)
     out = destination(settings.out)
     settings = settings.model_copy(update={"out": out})
     lock = hold(out, shared=True)

@@ -16,6 +16,7 @@ import torch
 
 from actds.errors import ActdsError
 from actds.format import canonical, tables
+from actds_writers.capture.attending import attention_hooks
 from actds_writers.capture.hooks import find_kind, raise_all
 from actds_writers.capture.op import Reading, install
 from actds_writers.capture.stages import Step
@@ -83,6 +84,8 @@ class WorkerCapture(WorkerSide):
             if worker.vllm_config.speculative_config and design and design.reads_sampled:
                 # A draft is computed in the step that computes the logits which it is judged by.
                 raise refused("keep", "a rule for sampled tokens, and drafts", "one or the other")
+            if link.settings.attention is not None:
+                _refuse_looks(worker.vllm_config)
             model = loaded_model(runner)
             self._dispatch = Dispatch(runner, model)
             self.form = _form(model, link)
@@ -102,6 +105,7 @@ class WorkerCapture(WorkerSide):
                 layers=stage_layers(worker, model),
                 gather=whole if ranks > 1 else None,
                 room=functools.partial(room_beside, worker),
+                folder=model_files(runner.model_config).weights,
             )
 
     def watch_logits(self, call: Callable[..., None]) -> None:
@@ -213,7 +217,7 @@ class WorkerCapture(WorkerSide):
             self._prompt_lens[new.req_id] = int(n_prompt)
         self._left_out.update(mark.left_out)
         for number, regime in mark.regimes.items():
-            self.stages.learn(number, regime)
+            self.learn(number, regime)
 
     def _compare(self, step: int, identity: RowIdentity, scheduled: Any) -> None:
         n = scheduled.total_num_scheduled_tokens
@@ -276,6 +280,14 @@ def _form(model: torch.nn.Module, link: Link) -> StreamForm:
     return form
 
 
+def _refuse_looks(config: Any) -> None:
+    """Refuse, with E012, steps whose attention cannot be followed."""
+    if config.parallel_config.pipeline_parallel_size > 1:
+        raise refused("attention", "attention, and pipeline stages", "one or the other")
+    if config.speculative_config is not None:
+        raise refused("attention", "attention, and drafts", "one or the other")
+
+
 def require_kinds(model: str, link: Link, ranks: int) -> None:
     """Refuse, without the check, hooks that nobody verified; raises E007."""
     if link.settings.check:
@@ -334,6 +346,13 @@ def give_heads(worker: Any, link: Link) -> None:
         # A gather whose result nobody reads is traced away, and the other ranks wait for it.
         form = _form(model, link)
         install(model, hooks, max_rows=1, device=runner.device, form=form, gather=whole)
+    attending = link.settings.attending(link.run)
+    if attending is not None:
+        computed = str(runner.model_config.dtype).removeprefix("torch.")
+        looked = attention_hooks(attending.layers, _hook_config(runner), computed)
+        form, start = _form(model, link), len(hooks)
+        place = {"max_rows": 1, "device": runner.device, "form": form}
+        install(model, looked, **place, gather=whole, start=start)
 
 
 def _hook_config(runner: Any) -> ModelConfig:
