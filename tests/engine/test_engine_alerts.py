@@ -167,15 +167,12 @@ def test_a_server_tells_clients_urls_and_metrics_who_left_the_regime(
         assert answer is not None
         score = answer["actds"]
         assert score["request"] == row["request"] and score["profile"] == profile.sha256
-        # The last rows may be on their way when the request ends; on a busy machine all.
         if score["position"] is None:
-            continue
+            continue  # the writer of a busy machine is behind by more than an output is held
         n_scored += 1
         assert score["position"] <= row["prompt_len"] + row["generated_len"] - 2
-        if score["alert"] is not None:
-            assert score["alert"] == first[row["request"]] and score["score"] > score["threshold"]
-        elif row["request"] in first:
-            assert first[row["request"]] > score["position"]
+        assert score["alert"] in (None, first.get(row["request"]))
+        assert (score["alert"] is not None) == (score["score"] > score["threshold"])
     assert n_scored
     assert {doc["request"]: doc["position"] for doc in received} == first
     assert all(doc["dataset"] == dataset.catalog.genesis.dataset for doc in received)

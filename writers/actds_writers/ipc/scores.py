@@ -19,7 +19,7 @@ from actds_writers.ipc.link import attach_memory, create_memory
 N_SLOTS = 1 << 13
 """Requests whose scores are kept, by their number modulo this: more than an engine has at once."""
 _FIELDS = ("request", "position", "score", "alert")
-_NBYTES = 8 * N_SLOTS * (len(_FIELDS) + 1)
+_NBYTES = 8 * (N_SLOTS + 1) * (len(_FIELDS) + 1)
 NAME = "scores"
 
 
@@ -38,7 +38,8 @@ class ScorePage:
     """The scores by slot; the last column is an exclusive or of the others, so none is torn."""
 
     def __init__(self, memory: mmap.mmap) -> None:
-        self._words = np.frombuffer(memory, np.uint64).reshape(N_SLOTS, len(_FIELDS) + 1)
+        words = np.frombuffer(memory, np.uint64).reshape(N_SLOTS + 1, len(_FIELDS) + 1)
+        self._words, self._step = words[:-1], words[-1:, 0]
 
     @classmethod
     def create(cls, folder: Path) -> ScorePage:
@@ -47,6 +48,14 @@ class ScorePage:
     @classmethod
     def attach(cls, folder: Path) -> ScorePage:
         return cls(attach_memory(folder / NAME, _NBYTES))
+
+    @property
+    def step(self) -> int:
+        """Return the last step whose rows were looked at, -1 before the first."""
+        return int(self._step[0]) - 1
+
+    def advance(self, step: int) -> None:
+        self._step[0] = step + 1
 
     def write(self, requests: Sequence[int], scores: Sequence[Score]) -> None:
         words = np.empty((len(requests), len(_FIELDS) + 1), np.uint64)

@@ -94,6 +94,8 @@ class Watch:
             for turn in turns(request):
                 at = request[turn], position[turn], depth[turn]
                 self._take_rows(message.step, *at, numbers[turn])
+        if self._page is not None:
+            self._page.advance(message.step)
         for number in message.finished:
             self._state.end(number)
             self._next.pop(number, None)

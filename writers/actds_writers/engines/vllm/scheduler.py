@@ -396,8 +396,8 @@ class VllmSchedulerSide(SchedulerSide):
 
     @property
     def has_news(self) -> bool:
-        """Return whether results were taken that no mark has told the workers."""
-        return bool(self._settled)
+        """Return whether results were taken that no mark has told the workers, or a score waits."""
+        return bool(self._settled) or (self._scores is not None and self._scores.is_waiting)
 
     def report(self, message: StepScheduled | RequestFinished) -> None:
         """Send the census a step or an end, behind the steps in flight."""
@@ -545,7 +545,7 @@ class VllmSchedulerSide(SchedulerSide):
             return
         self.retire(tracked.number)
         if self._scores is not None:
-            self._scores.ended(request, tracked.number)
+            self._scores.ended(request, tracked.number, self.last_step)
         if tracked.is_stopped:
             return
         reason = request.get_finished_reason()  # an enumeration of integers, from 0
