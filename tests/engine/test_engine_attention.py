@@ -9,7 +9,7 @@ import pytest
 
 import actds
 from actds.explore.dataset import Dataset
-from actds_studies.attention.model import Model
+from actds_studies.attention.api import Model
 from actds_testing.harvest import EAGER, harvest_alone, run, run_alone, run_forked, write_prompts
 
 pytest.importorskip("vllm")

@@ -13,7 +13,7 @@ import pytest
 
 import actds
 from actds.explore.dataset import Dataset
-from actds_studies.attention.model import Model
+from actds_studies.attention.api import Model
 from actds_testing import harvest as h
 from actds_testing.families.layouts import stack_of, watched
 from actds_testing.families.models import FAMILIES

@@ -14,7 +14,7 @@ import pytest
 import actds
 from actds.errors import ActdsError
 from actds_studies.attention import api, rows
-from actds_studies.attention.model import Model
+from actds_studies.attention.api import Model
 from actds_testing.attending import ATTENDING, Attending, requests_of
 from actds_writers.capture.scheme import Scheme
 

@@ -17,7 +17,7 @@ from actds.cli import cli
 from actds.errors import ActdsError
 from actds_studies.attention import api
 from actds_studies.attention import rows as rows_module
-from actds_studies.attention.model import Model
+from actds_studies.attention.api import Model
 from actds_studies.attention.result import Attention, Trace, outcome_of
 from actds_studies.attention.rows import MEASURES, LayerRows, Request, attention_rows
 from actds_studies.pages.attention import page

@@ -213,7 +213,7 @@ class HarvestSettings(Settings):
         "of actds profile: those that leave its regime are in the table alerts",
         json_schema_extra={"metavar": "FILE"},
     )
-    alert_url: str | None = Field(
+    alert_url: Annotated[str, Field(pattern="^https?://")] | None = Field(
         default=None,
         description="With --profile: post each request's first alert to this URL, as JSON",
         json_schema_extra={"metavar": "URL"},

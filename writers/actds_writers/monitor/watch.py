@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from actds.errors import ActdsError
 from actds.format.profile import (
     Floats,
     Ints,
@@ -67,7 +66,7 @@ class Watch:
         self._profile, self._run, self._dataset = profile, record.run, record.dataset
         self._threshold = profile.calibration.threshold
         self._hooks, self._page, self._logs = profile.hooks, page, logs
-        self._sender = Sender(url) if url else None
+        self._sender = AlertPost(url) if url else None
         self._state = Trajectories(profile)
         self._next: dict[int, int] = {}
         """By request, the first position that was not looked at: others are computed again."""
@@ -198,7 +197,7 @@ class Watch:
             self._sender.send({**about, **line, "profile": self._profile.sha256})
 
 
-class Sender:
+class AlertPost:
     """Posts documents to a URL, on a thread of its own; what cannot be sent is counted."""
 
     def __init__(self, url: str) -> None:
@@ -230,10 +229,3 @@ class Sender:
                 if not self.n_unsent:
                     log.error("alerts are not sent to %s: %s", self._url, error)
                 self.n_unsent += 1
-
-
-def admit_url(url: str) -> str:
-    """Return a URL that alerts may be sent to; raises E009 for another."""
-    if not url.startswith(("http://", "https://")):
-        raise ActdsError("E009", "alert_url", got=url[:200], expected="http:// or https://")
-    return url

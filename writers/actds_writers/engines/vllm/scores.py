@@ -76,12 +76,12 @@ class Scores:
             with suppress(OSError):  # a writer that has failed has made none
                 self._page = ScorePage.attach(self._folder)
         step, now = -1 if self._page is None else self._page.step, time.monotonic()
-        ready = [held for held in self._held if held.step <= step or held.until < now]
-        self._held = [held for held in self._held if held not in ready]
-        for held in ready:
-            before = held.output.kv_transfer_params or {}
-            held.output.kv_transfer_params = {**before, KEY: self._of(held.request)}
-            outputs.setdefault(held.client, EngineCoreOutputs()).outputs.append(held.output)
+        ready = [answer for answer in self._held if answer.step <= step or answer.until < now]
+        self._held = [answer for answer in self._held if answer not in ready]
+        for answer in ready:
+            before = answer.output.kv_transfer_params or {}
+            answer.output.kv_transfer_params = {**before, KEY: self._of(answer.request)}
+            outputs.setdefault(answer.client, EngineCoreOutputs()).outputs.append(answer.output)
         if self._held and not outputs:
             time.sleep(IDLE_S)  # an engine without other requests
 
