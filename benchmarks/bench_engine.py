@@ -58,6 +58,8 @@ class Variant:
     """What an engine does beside serving.
 
     ``steered``: ``all`` requests have a vector added, or ``none`` of those that are served.
+    ``watched``: rows are looked at beside the profile of ``--profile``. ``attention``: layers whose
+    attention is looked at, at every 64th token of a tenth of the requests.
     """
 
     label: str
@@ -68,6 +70,8 @@ class Variant:
     in_memory: bool = False
     entropy: bool = False
     steered: str | None = None
+    watched: bool = False
+    attention: str | None = None
 
 
 class Inside:
@@ -141,6 +145,8 @@ VARIANTS = {
     "two-entropy": Variant("2 hooks, entropies", TWO, entropy=True),
     "two-idle": Variant("2 hooks, steering idle", TWO, steered="none"),
     "two-steered": Variant("2 hooks, one vector", TWO, steered="all"),
+    "two-watched": Variant("2 hooks, beside a profile", TWO, watched=True),
+    "two-attention": Variant("2 hooks, attention of 2 layers", TWO, attention="10,20"),
     "two-bare": Variant("2 hooks, no readouts", TWO, readouts=False),
     "two-null": Variant("2 hooks, dataset in memory", TWO, in_memory=True),
     "two-probes": Variant("2 hooks, 1,000 probes", TWO, n_probes=1000),
@@ -167,6 +173,7 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--asynchronous", action="store_true", help="asynchronous scheduling")
     parser.add_argument("--memory-share", type=float, help="of the GPU's, for each engine")
+    parser.add_argument("--profile", type=Path, help="of actds profile, for two-watched")
     parser.add_argument("--json", type=Path)
     several = "none,again,two,eight,two-probes,two-naive,all,all-naive"
     parser.add_argument("--variants", default=several)
@@ -241,7 +248,8 @@ def serve(options: argparse.Namespace) -> None:
     entropy.watch_logits()
     inside.watch(hooks=not options.compiled)
     with tempfile.TemporaryDirectory(dir=memory) as folder:
-        engine, pipeline = start(options.model, variant, arguments, Path(folder) / "acts", inside)
+        out = Path(folder) / "acts"
+        engine, pipeline = start(options, variant, arguments, out, inside)
         print("RESULT {}", flush=True)
         for _ in sys.stdin:
             engine._engine.reset_prefix_cache()
@@ -265,9 +273,14 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def start(
-    model: Path, variant: Variant, arguments: dict[str, Any], out: Path, inside: Inside
+    given: argparse.Namespace,
+    variant: Variant,
+    arguments: dict[str, Any],
+    out: Path,
+    inside: Inside,
 ) -> tuple[Any, Any]:
     """Return an engine, with a pipeline when it captures."""
+    model: Path = given.model
     from actds.store.local import lock_dataset
     from actds_writers.config import WriterSettings, WriteSettings
     from actds_writers.engines import vllm as engines
@@ -289,6 +302,7 @@ def start(
         out=str(out), model=model, prompts=str(source), hooks=variant.hooks, max_tokens=1,
         readouts=variant.readouts, probes=None if probes is None else str(probes),
         entropy=variant.entropy, intervene=interventions(variant, model, out.parent),
+        attention=variant.attention, profile=str(given.profile) if variant.watched else None,
     )  # fmt: skip
     plan = make_plan(harvest, engines.VLLM.options(arguments))
     out.mkdir()
