@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import actds
@@ -186,6 +187,15 @@ def test_a_dataset_says_which_model_and_which_tokens_it_is_of(cached: Path, tmp_
     assert record.fields["sampling.params"].value == "none"
     with pytest.raises(ActdsError, match=r"E010 sampling\.seed"):
         actds.write(out=tmp_path / "acts", resume=True, seed=1, **settings)
+    np.save(tmp_path / "v.npy", np.ones(record.fields["model.d_model"].value, np.float32))
+    edit = {"hook": "resid_post.0", "op": "add", "vector": "v.npy", "strength": 1.0}
+    document = {
+        "schema": "actds.interventions/1",
+        "interventions": [{"name": "v", "edits": [edit]}],
+    }
+    (tmp_path / "v.json").write_text(json.dumps(document))
+    with pytest.raises(ActdsError, match=r"E010 capture\.interventions"):
+        actds.write(out=tmp_path / "acts", resume=True, intervene=tmp_path / "v.json", **settings)
     again = actds.write(out=tmp_path / "acts", resume=True, **settings)
     assert again.run is None
     card(tmp_path / "acts")

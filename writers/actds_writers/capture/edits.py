@@ -171,6 +171,12 @@ class Edits:
             tap = find_kind(hook.kind).tap(model, hook.layer, form)
             _install(tap, hook, number, (self.buffer[number], *lines.tables))
 
+    @property
+    def nbytes(self) -> int:
+        """Return the memory of the tables, and of the line of each row, on the device."""
+        tables = [table for lines in self._lines for table in lines.tables]
+        return sum(tensor.nbytes for tensor in (*tables, self.buffer))
+
     def set(self, n_rows: int, rows: Iterable[Row], index: torch.Tensor | None = None) -> None:
         """Say what the next forward changes, whose rows are ``n_rows``.
 

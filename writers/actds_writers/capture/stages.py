@@ -198,7 +198,7 @@ class Stages:
         self._row_nbytes = self._layout.row_nbytes
         self._readout_nbytes = 4 * self._n_hooks * self._width
         self._error: ActdsError | None = None
-        self.n_engine_waits = 0
+        self.n_engine_waits = self.beside_nbytes = 0
 
         memory = memory_of(link, hooks, self._device, max_rows, in_flight, n_readouts=self._width)
         self._memory = replace(memory, hooks=buffers.nbytes)
@@ -259,8 +259,8 @@ class Stages:
 
     @property
     def nbytes(self) -> int:
-        """Return the memory of both stages, the hooks' buffers included; fixed from now on."""
-        return self._memory.nbytes
+        """Return the memory of both stages, of the hooks' buffers, and of what is beside them."""
+        return self._memory.nbytes + self.beside_nbytes
 
     @property
     def waiting(self) -> frozenset[str]:

@@ -349,6 +349,8 @@ class WorkerSide:
             Stages, buffers=self.buffers, hooks=self.hooks, max_rows=max_rows, in_flight=in_flight
         )
         self.stages = self._stages_of(link)
+        self.edits: Edits | None = None
+        """What changes its rows, where a harvest does."""
         self._begin_looks()
 
     def _begin_looks(self) -> None:
@@ -410,6 +412,7 @@ class WorkerSide:
             self._introduced = True
             cast = Fact("capture.cast", self._cast, "observed")
             entropy = Fact("capture.entropy", self.link.settings.entropy, "observed")
+            self.stages.beside_nbytes = 0 if self.edits is None else self.edits.nbytes
             self.stages.introduce((*facts(), cast, entropy, self._check_fact))
 
     def hand_over(

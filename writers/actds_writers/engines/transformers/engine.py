@@ -215,7 +215,6 @@ class Capture(WorkerSide):
                 "max_rows": max_rows,
             }
             super().__init__(model, link, **about)
-            self.edits: Edits | None = None
             if link.interventions_path is not None:
                 self.edits = edits_of(link, model, **about)
         if link.settings.check:

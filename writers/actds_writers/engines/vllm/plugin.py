@@ -271,7 +271,7 @@ def _wrap_worker() -> None:
             give_heads(self, _link)
         steering = steer(self, _link)
         if getattr(self, "_actds", None) is not None:
-            self._actds.steering = steering
+            self._actds.edits = None if steering is None else steering.edits
         _watch_set_up(self, _link)
         return result
 

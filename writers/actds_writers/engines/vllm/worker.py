@@ -63,8 +63,6 @@ class WorkerCapture(WorkerSide):
 
     def __init__(self, worker: Any, link: Link) -> None:
         self._worker = worker
-        self.steering: Steering | None = None
-        """What changes its rows, where a harvest does."""
         self._prompt_lens: dict[str, int] = {}
         self._weights: str | None = None
         self.sample: WeightsSample | None = None
@@ -200,7 +198,7 @@ class WorkerCapture(WorkerSide):
             mark.finished,
             duration_ns,
             self._dispatch.mode,
-            interventions=None if self.steering is None else self.steering.edits.marks,
+            interventions=None if self.edits is None else self.edits.marks,
             lost=tables.FAILED_LOAD if failed else mark.lost,
         )
         changed = self.sample.changed() if self.sample is not None else None
