@@ -29,6 +29,7 @@ OPTIONS = (
     "--engine-arg", "max_num_batched_tokens=96", "--engine-arg", "max_num_seqs=8",
     "--engine-arg", "block_size=32", "--engine-arg", "dtype=float32",
 )  # fmt: skip
+LOOKS = ("--attention", "1,3", "--every", "2", "--attention-share", "1.0")
 
 INTERPRETED = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 
@@ -65,7 +66,9 @@ def eager(
     model: Path, prompts: Path, probes: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Dataset:
     out = tmp_path_factory.mktemp("eager") / "acts"
-    return h.harvest_alone(out, model, prompts, "--hooks", HOOKS, *probes, *OPTIONS, *h.EAGER)
+    return h.harvest_alone(
+        out, model, prompts, "--hooks", HOOKS, *probes, *LOOKS, *OPTIONS, *h.EAGER
+    )
 
 
 def compare(dataset: Dataset, eager: Dataset, tolerance: float) -> None:
@@ -90,6 +93,14 @@ def compare(dataset: Dataset, eager: Dataset, tolerance: float) -> None:
     assert got_tokens[names].equals(want_tokens[names])
     for name in ("entropy", "logprob", "margin"):
         np.testing.assert_allclose(got_tokens[name], want_tokens[name], atol=10 * tolerance)
+    lines = ["request", "position", "layer", "head"]
+    got_looks, want_looks = (
+        of.attention().to_pandas().sort_values(lines).reset_index(drop=True)
+        for of in (dataset, eager)
+    )
+    assert len(want_looks) and got_looks[lines].equals(want_looks[lines])
+    for name in ("entropy", "first", "prompt", "generated"):
+        np.testing.assert_allclose(got_looks[name], want_looks[name], atol=1e-4)
 
 
 def compare_steps(dataset: Dataset, counts: dict[str, int], mode: str) -> None:
@@ -126,8 +137,8 @@ def test_rows_of_graphs_are_those_of_the_eager_engine(
     probes: tuple[str, str], tmp_path: Path,
 ) -> None:  # fmt: skip
     dataset, counts = cpu_graphs.harvest(
-        tmp_path / "acts", model, prompts, "--hooks", HOOKS, *probes, *OPTIONS, backend=backend,
-        VLLM_CACHE_ROOT=str(tmp_path / "cache"),
+        tmp_path / "acts", model, prompts, "--hooks", HOOKS, *probes, *LOOKS, *OPTIONS,
+        backend=backend, VLLM_CACHE_ROOT=str(tmp_path / "cache"),
     )  # fmt: skip
     compare_steps(dataset, counts, "PIECEWISE")
     compare(dataset, eager, tolerance)
@@ -145,8 +156,8 @@ def test_rows_of_whole_models_in_graphs_are_those_of_the_eager_engine(
     mode: str, eager: Dataset, model: Path, prompts: Path, probes: tuple[str, str], tmp_path: Path
 ) -> None:
     dataset, counts = cpu_graphs.harvest(
-        tmp_path / "acts", model, prompts, "--hooks", HOOKS, *probes, *OPTIONS, backend="eager",
-        mode=mode, VLLM_CACHE_ROOT=str(tmp_path / "cache"), **INTERPRETED,
+        tmp_path / "acts", model, prompts, "--hooks", HOOKS, *probes, *LOOKS, *OPTIONS,
+        backend="eager", mode=mode, VLLM_CACHE_ROOT=str(tmp_path / "cache"), **INTERPRETED,
     )  # fmt: skip
     compare_steps(dataset, counts, mode)
     compare(dataset, eager, 2e-6)
