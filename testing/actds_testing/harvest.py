@@ -176,6 +176,18 @@ def external_ids(dataset: Dataset) -> dict[tuple[str, int], str]:
     return {(row["run"], row["request"]): row["external_id"] for row in rows}
 
 
+def compare_attention(dataset: Dataset, other: Dataset) -> None:
+    """Check that two harvests of the same tokens have the same lines of attention."""
+    keys = ["request", "position", "layer", "head"]
+    got, want = (
+        of.attention().to_pandas().sort_values(keys).reset_index(drop=True)
+        for of in (dataset, other)
+    )
+    assert len(want) and got[keys].equals(want[keys])
+    for name in ("keys", "entropy", "first", "prompt", "generated"):
+        np.testing.assert_allclose(got[name], want[name], atol=1e-4)
+
+
 def total(table: pa.Table, column: str) -> int:
     """Return the sum of a column."""
     return int(sum(value or 0 for value in table[column].to_pylist()))

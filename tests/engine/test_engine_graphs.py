@@ -93,14 +93,7 @@ def compare(dataset: Dataset, eager: Dataset, tolerance: float) -> None:
     assert got_tokens[names].equals(want_tokens[names])
     for name in ("entropy", "logprob", "margin"):
         np.testing.assert_allclose(got_tokens[name], want_tokens[name], atol=10 * tolerance)
-    lines = ["request", "position", "layer", "head"]
-    got_looks, want_looks = (
-        of.attention().to_pandas().sort_values(lines).reset_index(drop=True)
-        for of in (dataset, eager)
-    )
-    assert len(want_looks) and got_looks[lines].equals(want_looks[lines])
-    for name in ("entropy", "first", "prompt", "generated"):
-        np.testing.assert_allclose(got_looks[name], want_looks[name], atol=1e-4)
+    h.compare_attention(dataset, eager)
 
 
 def compare_steps(dataset: Dataset, counts: dict[str, int], mode: str) -> None:

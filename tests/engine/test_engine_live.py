@@ -105,6 +105,7 @@ def test_live_traffic_is_captured_by_rule_and_drained_on_sigterm(
     np.save(tmp_path / "probes.npy", np.random.default_rng(1).normal(size=(N_PROBES, HIDDEN)))
     capture = {"probes": str(tmp_path / "probes.npy"), "metrics_port": 0, "entropy": True}
     capture["intervene"] = str(_steering(tmp_path))
+    capture |= {"attention": "1", "attention_every": 2, "attention_share": 0.5}
     server = Server(
         model, tmp_path / "log", {"out": out, "hooks": "resid_post:0,2", **capture, **RULES},
         "--enforce-eager", "--max-model-len", "512", "--max-num-batched-tokens", "512",
@@ -142,6 +143,8 @@ def test_live_traffic_is_captured_by_rule_and_drained_on_sigterm(
     _compare(dataset, requests, seen)
     _compare_marks(dataset, requests)
     _compare_entropies(dataset, requests, seen)
+    looked = set(dataset.attention()["request"].to_pylist())
+    assert 3 < len(looked) < len(requests)
     record = next(iter(dataset.runs.values())).fields
     assert record["serving.mode"].value == "live"
     assert record["model.name"].value == "tiny"  # as it is served

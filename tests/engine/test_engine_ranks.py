@@ -243,7 +243,8 @@ def test_heads_of_two_tensor_parallel_ranks_are_those_of_one(prompts: Path, tmp_
     """Of two ranks, compiled, which share the one key-value head."""
     model = make_random_model(tmp_path / "model", n_heads=4, n_kv_heads=1)
     options = ("--hooks", "q:all;k:1,3;v:1;z:0,3;resid_post:0", *OPTIONS[2:-len(h.EAGER)],
-               *SMALL, "--max-tokens", "6")  # fmt: skip
+               *SMALL, "--max-tokens", "6", "--attention", "1,2", "--every", "2",
+               "--attention-share", "1.0")  # fmt: skip
     one = h.harvest_alone(tmp_path / "one", model, prompts, *options, *h.EAGER)
     two = (*RANKS, "--engine-arg", "enforce_eager=false")
     done = h.run_forked(tmp_path / "two", model, prompts, *options, *two)
@@ -251,6 +252,7 @@ def test_heads_of_two_tensor_parallel_ranks_are_those_of_one(prompts: Path, tmp_
     dataset = h.validated(tmp_path / "two")
     assert served(dataset) == served(one)
     assert compare(dataset, one) > 400
+    h.compare_attention(dataset, one)
 
 
 @pytest.mark.full
