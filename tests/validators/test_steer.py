@@ -13,6 +13,8 @@ import actds
 from actds.errors import ActdsError
 from actds_studies.pages.steer import page
 from actds_studies.regimes.entropies import Unembedding
+from actds_studies.stability.result import SteeredPair
+from actds_studies.stability.steering import steered
 from actds_studies.steer.api import VectorOf, steer
 from actds_studies.steer.measure import (
     Read,
@@ -96,6 +98,50 @@ def test_the_dose_is_where_the_curve_crosses() -> None:
     assert strength_at(curve, 0.5) == pytest.approx(2**0.5)
     assert strength_at(curve, 100.0) is None
     assert strength_at(curve, 0.01) == 0.5
+
+
+# matched features ---------------------------------------------------------------------------------
+
+
+def test_doses_and_decays_of_matched_features_are_those_that_were_planted() -> None:
+    """Toy dictionaries: a feature's dose and law are known by its direction."""
+    rng, n = np.random.default_rng(2), 12
+    first, other = (np.linalg.qr(rng.normal(size=(D, D)))[0][:n] for _ in range(2))
+    gains = [np.exp(rng.normal(size=n)), np.exp(rng.normal(size=n))]
+    gains[1] = gains[0] / (2.5 * np.exp(0.1 * rng.normal(size=n)))
+    laws = {True: lambda t: 1.0, False: lambda t: np.exp(-t / 40)}
+    holds = [np.ones(n, bool), np.arange(n) < 9]
+
+    def measure(units: np.ndarray) -> list[Any]:
+        found = []
+        for unit in units:
+            near = [np.abs(of @ unit) for of in (first, other)]
+            side = int(near[1].max() > near[0].max())
+            k = int(near[side].argmax())
+            curve = [(2.0**p, (gains[side][k] * 2.0**p) ** 2 / 2) for p in range(-9, 9)]
+            read = planted(laws[bool(holds[side][k])], 7 * k + side)
+            decay = decay_of(read, effects_of(read, STEPS), None, Limits())
+            found.append((strength_at(curve, 1.0), decay))
+        return found
+
+    def of(arm: str, kind: Any, second: np.ndarray) -> list[Any]:
+        return [
+            (SteeredPair(arm=arm, kind=kind, features=(k, k), cosine=0.5), 3 * first[k], second[k])
+            for k in range(n)
+        ]
+
+    pairs = of("prefill", "other order", first) + of("decode", "same start", 2 * other)
+    result = steered(pairs, measure, STEPS, N)
+    floor, arm = result.arms
+    assert (floor.ratio, floor.low, floor.high, floor.agree) == (1.0, 1.0, 1.0, 1.0)
+    assert arm.ratio == pytest.approx(np.median(gains[0] / gains[1]), rel=1e-3)
+    assert arm.low is not None and arm.high is not None and 2 < arm.low < 2.5 < arm.high < 3
+    assert (arm.n_decided, arm.agree) == (12, 9 / 12)
+    assert [pair.outcomes for pair in result.pairs[-4:]] == [["holds", "holds"]] + 3 * [
+        ["holds", "decays"]
+    ]
+    few = steered(pairs[:5], measure, STEPS, N).arms[0]
+    assert (few.ratio, few.low) == (1.0, None)  # five describe
 
 
 # with a real engine -------------------------------------------------------------------------------
@@ -229,3 +275,42 @@ def test_what_cannot_be_steered_is_said(source: Path, model: Path, tmp_path: Pat
         with pytest.raises(ActdsError, match=words) as raised:
             steer(source, **{**plain, **change})
         assert raised.value.code == code
+
+
+OF_FEATURES = """
+import json, sys
+import numpy as np
+from pathlib import Path
+import actds
+from actds_studies.stability.steering import Directions
+
+source, model, vectors = sys.argv[1:]
+engine = {"dtype": "float32", "enforce_eager": True, "block_size": 32, "max_model_len": 256,
+          "distributed_executor_backend": "uni"}
+options = {"model": model, "engine": "vllm", "engine_args": engine}
+study = Directions(actds.open(source), Path(model), "resid_post.1", 0.005, 0)
+found = study.measured(np.load(vectors), options, lambda what: None)
+curve = [[dose, decay.model_dump()] for dose, decay in found]
+print(json.dumps([study.steps, curve]))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.engine
+def test_equal_directions_have_one_dose_and_one_decay_and_another_has_its_own(
+    source: Path, model: Path, tmp_path: Path
+) -> None:
+    vectors = np.random.default_rng(5).normal(size=(2, 64)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    np.save(tmp_path / "v.npy", vectors[[0, 1, 0]])
+    words = [str(source), str(model), str(tmp_path / "v.npy")]
+    done = h.warm_engine().run(
+        ["-c", OF_FEATURES, *words], h.environment(**h.ONE_PROCESS), h.TIMEOUT_S
+    )
+    assert done.returncode == 0, done.stderr
+    steps, (first, second, again) = json.loads(done.stdout.splitlines()[-1])
+    assert steps[0] == 1 and steps[-1] == 18
+    assert first[0] == pytest.approx(again[0], rel=1e-4)
+    assert abs(first[0] / second[0] - 1) > 0.01
+    ratios = [of[1]["ratio"][-1]["value"] for of in (first, second, again)]
+    assert ratios[0] == pytest.approx(ratios[2], rel=1e-3) != pytest.approx(ratios[1], rel=1e-3)
