@@ -210,7 +210,6 @@ class Finding:
             object.__setattr__(self, "next_step", code_entry(self.code).next_step)
 
     def line(self) -> str:
-        """Return the finding as one line of text."""
         return f"{self.code} {self.place}: {self.got}; expected {self.expected}."
 
     def as_json(self) -> dict[str, Any]:
@@ -219,11 +218,9 @@ class Finding:
 
     @classmethod
     def from_error(cls, error: ActdsError) -> Finding:
-        """Return an error as a finding."""
         return cls(error.code, error.place, error.got, error.expected, next_step=error.next_step)
 
     def error(self) -> ActdsError:
-        """Return the finding as an error."""
         return ActdsError(
             self.code, self.place, got=self.got, expected=self.expected, next_step=self.next_step
         )

@@ -73,7 +73,6 @@ class Shares:
         return cls(design, index, prompt_len, sampled, known, roles, takes)
 
     def of_positions(self, request: Ints, position: Ints) -> Floats:
-        """Return the share of each position."""
         if not self.design.keep:
             return np.ones(len(position))
         role, at = None, self.index(request)

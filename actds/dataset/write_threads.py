@@ -75,12 +75,10 @@ class ArrayOnItsWay:
 
     @property
     def is_through(self) -> bool:
-        """Return whether every byte is hashed and written."""
         return min(self.n_hashed, self.n_written) > self.encoder.n_chunks
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no thread works on it."""
         return not (self.is_hashing or self.is_writing or self.n_encoding)
 
     def ready(self, first: int) -> list[memoryview]:
@@ -220,7 +218,6 @@ class WriteThreads:
             self._hungry.notify_all()
 
     def _next(self) -> Task | None:
-        """Take what is to be done next."""
         measured = self._find()
         if measured is None:
             return None

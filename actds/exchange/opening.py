@@ -247,7 +247,6 @@ def _block(path: Path, hooks: list[ForeignHook], words: dict[str, Any], body: pa
 
 
 def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
-    """The handler in the other process."""
     files, kind = [Path(file) for file in request["files"]], request["kind"]
     if request["what"] == "arrays":
         [file] = files

@@ -251,7 +251,6 @@ class RowPlaces:
         self._tables: dict[tuple[str, str], Any] = {}
 
     def where(self, row: int) -> tuple[str, int, int]:
-        """Return run, request and position of a row."""
         if not -len(self.array) <= row < len(self.array):
             raise IndexError(f"row {row} of {len(self.array)}")
         row %= len(self.array)

@@ -87,7 +87,6 @@ class Fates:
 
     @property
     def total(self) -> int:
-        """Return the positions of all requests."""
         return int(self.count.sum())
 
 

@@ -172,7 +172,6 @@ class Apart:
         return _Process(self._handler, self._numpy)
 
     def end(self) -> None:
-        """End the processes that wait for a request."""
         while self._idle:
             process = self._idle.pop()
             if process.owner == os.getpid():

@@ -22,13 +22,7 @@ import numpy.typing as npt
 
 from actds.errors import ActdsError
 from actds.format import canonical
-from actds.format.codec import (
-    MAX_BLOCK_NBYTES,
-    CodecError,
-    copied_items,
-    crc32c,
-    decode_chunk,
-)
+from actds.format.codec import MAX_BLOCK_NBYTES, CodecError, copied_items, crc32c, decode_chunk
 from actds.store import StoredFile, buffers
 
 if TYPE_CHECKING:
@@ -70,7 +64,6 @@ class DType:
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes of one value."""
         return int(self.bits.itemsize)
 
     @property
@@ -199,7 +192,6 @@ class Layout:
 
     @property
     def chunk_nbytes(self) -> int:
-        """Return the bytes of one inner chunk, decoded."""
         return self.rows_per_chunk * self.d_model * self.dtype.itemsize
 
 
@@ -306,7 +298,6 @@ class ArrayReader:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all rows, decoded."""
         return self.n_rows * self.d_model * self._layout.dtype.itemsize
 
     def read_chunks(self, first: int, last: int, out: Bits | None = None) -> Bits:

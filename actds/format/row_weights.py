@@ -213,7 +213,6 @@ def _listed(schema: pa.Schema) -> str:
 
 
 def _values(path: Path, column: pa.Array | pa.ChunkedArray) -> Weights:
-    """Return weights as numpy float32."""
     if column.null_count:
         raise _bad(path, f"{column.null_count} rows with no weight", "one of each row")
     weights = np.asarray(column.to_numpy(), np.float32)

@@ -238,7 +238,6 @@ def with_partners(mixture: Mixture, others: Mapping[str, Dataset]) -> Mixture:
 
 
 def _with_finite_rows(pair: Partners, counts: Sequence[Counts | None] | None) -> Partners:
-    """Return partners without rows that are not finite."""
     if counts is not None:
         check_finite(pair.hook, pair.shards, _partner_counts(pair, counts), LEAVE_OUT)
         return pair

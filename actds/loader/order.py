@@ -476,7 +476,6 @@ class MixingReport:
 
     @property
     def ratio_error(self) -> float:
-        """Return the standard error of the ratio."""
         return self.partners_error / self.ideal_partners if self.ideal_partners else 0.0
 
     def __str__(self) -> str:

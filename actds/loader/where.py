@@ -224,7 +224,6 @@ class Expression:
 
 
 def parse_expression(text: str, argument: str, kind: Kind = Kind.TRUTH) -> Expression:
-    """Return a checked expression."""
     compiler = _Compiler(text, argument)
     tree = compiler.parse()
     compiled = compiler.typed(tree, kind)

@@ -95,7 +95,6 @@ class Cache:
                 warnings.warn(message, UserWarning, stacklevel=2)
 
     def drop(self, sha256: str, name: str) -> None:
-        """Remove an entry, if it is there."""
         with contextlib.suppress(OSError):
             self._path(sha256, name).unlink()
 

@@ -85,12 +85,10 @@ class RemoteStore(Store):
 
     @property
     def uri(self) -> str:
-        """Return the location, without a slash at its end."""
         return self._uri
 
     @property
     def read_only(self) -> bool:
-        """Return True: no file can be created here."""
         return True
 
     @property
@@ -104,23 +102,18 @@ class RemoteStore(Store):
         return N_READERS
 
     def check_create_only(self) -> None:
-        """Refuse with E009: this location is for reading."""
         self._refuse()
 
     def put_new(self, path: str, parts: Sequence[Buffer]) -> Put:
-        """Refuse with E009: this location is for reading."""
         self._refuse()
 
     def replace(self, path: str, data: bytes) -> None:
-        """Refuse with E009: this location is for reading."""
         self._refuse()
 
     def remove(self, path: str) -> None:
-        """Refuse with E009: this location is for reading."""
         self._refuse()
 
     def remove_temporary(self) -> int:
-        """Refuse with E009: this location is for reading."""
         self._refuse()
 
     def _refuse(self) -> NoReturn:
@@ -255,7 +248,6 @@ class RemoteStore(Store):
             yield coming.popleft().result()
 
     def exists(self, path: str) -> bool:
-        """Say whether an object is there."""
         check_path(path)
         return self._head(path) is not None
 
@@ -418,7 +410,6 @@ class RemoteFile(StoredFile):
         return self._nbytes
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """Return a range, as it came from the network."""
         return self._store.view(self._path, offset, nbytes)
 
     def close(self) -> None:
@@ -523,7 +514,6 @@ class BoundFile(StoredFile):
         return self._file.forget(offset, nbytes)
 
     def close(self) -> None:
-        """Close the object."""
         self._file.close()
 
 

@@ -38,7 +38,6 @@ class S3Store(RemoteStore):
 
     @property
     def read_only(self) -> bool:
-        """Return False."""
         return False
 
     def check_create_only(self) -> None:
@@ -172,7 +171,6 @@ class S3Store(RemoteStore):
         self._write(path, lambda: self._obstore.delete(client, path))
 
     def _write(self, path: str, request: Callable[[], Any]) -> None:
-        """Send a request that changes something."""
         try:
             self._repeat(request)
         except ActdsError as error:

@@ -140,6 +140,8 @@ def _become(task: dict[str, Any]) -> None:
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT, 0o644), number)
     os.environ.clear()
     os.environ.update(task["environment"])
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in paths if path and path not in sys.path]
     os.chdir(task["folder"])
     kind, what, *rest = task["arguments"]
     if "--model" in rest:

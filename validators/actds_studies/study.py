@@ -80,7 +80,6 @@ class Study:
 
     @cached_property
     def result(self) -> type[StudyResult]:
-        """The model of the result."""
         from pydantic import Field, create_model
 
         from actds_studies.regimes.result import StudyLimits, StudyResult

@@ -325,7 +325,6 @@ class CheckResult:
 
     @property
     def is_valid(self) -> bool:
-        """Return whether the dataset conforms, every byte of it."""
         return self.validation.exit_code() == 0
 
     @property

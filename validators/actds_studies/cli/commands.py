@@ -220,12 +220,7 @@ def _attention() -> type[Attention]:
 @json_option()
 @click.pass_context
 def attention(
-    ctx: click.Context,
-    /,
-    dataset: str,
-    html: Path | None,
-    json_out: Path | None,
-    **options: Any,
+    ctx: click.Context, /, dataset: str, html: Path | None, json_out: Path | None, **options: Any
 ) -> None:
     """Say where generated text looks, and whether certainty changes where it jumps.
 

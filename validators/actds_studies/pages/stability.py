@@ -66,11 +66,7 @@ _MAX_LINES, _MAX_CROSS = 26, 120
 
 
 def page(result: Stability, command: str) -> AnswerPage:
-    """Return what the page says.
-
-    Args:
-        command: that made it, as it was typed.
-    """
+    """Return what the page says; ``command`` made it, as it was typed."""
     return AnswerPage(
         subject="stability",
         question="Does the harvest change the dictionary more than another random start of its "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from actds_studies.steer.result import WAYS, Decay, Effect, SteeredStratum, Steering
 from actds_validators.audit.place import Level
 from actds_validators.audit.result import Estimate
-from actds_validators.pages.answer import AnswerPage, Shown, harvested, models
+from actds_validators.pages.answer import AnswerPage, Shown, head_facts
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend, span
 from actds_validators.pages.words import (
     Columns,
@@ -68,16 +68,14 @@ def _boxes(result: Steering) -> list[Fact]:
 
 
 def _facts(result: Steering, command: str) -> list[tuple[str, str]]:
-    return [
-        ("Dataset", f"{result.dataset}, {result.digest[:16]}"),
-        ("Model", models(result.models)),
-        ("Vector", f"{result.vector}, {result.vector_sha256[:16]}, at {result.hook}"),
-        ("Requests", count(result.n_requests)),
-        ("Unembedding", f"proved: entropies within {result.unembedding:.2g} nats of the engine's"),
-        ("Row norms", ", ".join(f"{norm:.4g} at step {step}" for step, norm in result.norms)),
-        ("Harvested", harvested(result.started_ns, result.engines)),
-        ("Command", command),
-    ]
+    head = head_facts(
+        result,
+        Vector=f"{result.vector}, {result.vector_sha256[:16]}, at {result.hook}",
+        Requests=count(result.n_requests),
+        Unembedding=f"proved: entropies within {result.unembedding:.2g} nats of the engine's",
+    )
+    norms = ", ".join(f"{norm:.4g} at step {step}" for step, norm in result.norms)
+    return [*head, ("Row norms", norms), ("Command", command)]
 
 
 def _interval(value: Estimate | None) -> str:

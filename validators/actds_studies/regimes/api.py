@@ -247,7 +247,6 @@ class Opened:
 
     @property
     def widths(self) -> dict[str, int]:
-        """Return the channels of each hook that is compared."""
         hooks = next(iter(self.arms.values())).dataset.hooks
         return {name: hooks[name].d_model for name in self.hooks}
 

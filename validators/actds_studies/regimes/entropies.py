@@ -249,7 +249,6 @@ class Entropies:
     def _agreeing(
         self, folder: Path, kind: str, rows: Rows, entropy: Floats
     ) -> Callable[[Rows], Rows]:
-        """Return the form that gives the recorded entropies."""
         distances = [
             (float(np.median(np.abs(self._model.entropies(form(rows))[0] - entropy))), n, form)
             for n, form in enumerate(self._model.forms(kind))

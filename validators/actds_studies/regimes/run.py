@@ -547,7 +547,6 @@ class Histogram:
 
     @property
     def names(self) -> list[str]:
-        """Return what was counted."""
         return list(self._counts)
 
     def add(self, name: str, values: Floats, strata: Sequence[Ints]) -> None:
@@ -565,7 +564,6 @@ class Histogram:
             np.maximum.at(self._largest[name], stratum[present], values[present])
 
     def count(self, name: str, stratum: int) -> int:
-        """Return how many values a stratum has."""
         return int(self._counts[name][stratum].sum())
 
     def quantile(self, name: str, stratum: int, share: float) -> float:

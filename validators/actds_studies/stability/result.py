@@ -239,17 +239,15 @@ class Rare(Section):
 class SteeredPair(Section):
     """Two matched features, and what their directions do to the next token of the same answers."""
 
-    arm: str = Field(description="arm of the second dictionary; the first is the reference's")
+    arm: str = Field(description="of the second dictionary; the first is the reference's")
     kind: PairKind
     features: tuple[int, int]
     cosine: float
     doses: list[float | None] = Field(
-        default=[None, None], description="strength of a dose of 1 by each; null beyond twice a row"
+        default=[], description="of each, the strength of a dose of 1"
     )
     outcomes: list[Decayed] = Field(default=[], description="of the effects, where doses are known")
-    ratios: list[Estimate | None] = Field(
-        default=[], description="of the effects, at the last step to the first"
-    )
+    ratios: list[Estimate | None] = Field(default=[], description="last step to the first")
 
 
 class SteeredArm(Section):
@@ -257,7 +255,7 @@ class SteeredArm(Section):
 
     arm: str
     kind: PairKind
-    n: int = Field(description="pairs")
+    n: int
     cosine: float = Field(description="mean")
     n_doses: int = Field(description="pairs with two doses")
     ratio: float | None = Field(description="median of the second dose over the reference's")
@@ -422,7 +420,6 @@ def _is_chance(comparison: Comparison, chance: float, limits: Limits) -> bool:
 def verdicts(
     comparisons: Sequence[Comparison], reference: str, chance: float, limits: Limits
 ) -> list[Verdict]:
-    """Return what is found on each arm, in words."""
     by = {(c.arm, c.floor): c for c in comparisons if c.measure == _TESTED}
     arms = list(dict.fromkeys(comparison.arm for comparison in comparisons))
     verdicts = []
@@ -619,6 +616,5 @@ def _lacking(judged: Sequence[Verdict], n_seeds: int) -> Iterator[str]:
 
 
 def _listed(names: list[str]) -> str:
-    """Return names, the first four of many."""
     more = len(names) - 4
     return ", ".join(names[:4]) + (f" or {more} others" if more > 0 else "")

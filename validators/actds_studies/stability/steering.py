@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from actds.errors import ActdsError
 from actds.explore.dataset import Dataset
 from actds.explore.requests import token_sequences
 from actds_studies.stability.result import FeatureSteering, SteeredArm, SteeredPair
@@ -31,24 +30,13 @@ Measured = tuple[float | None, Decay | None]
 
 
 class Directions(_Study):
-    """Doses and decays of many directions at a hook, in two runs of the engine.
-
-    Args:
-        nats: divergence at a dose of 1.
-
-    Raises:
-        ActdsError: E014 answers that are too short; and as ``actds.steer``.
-    """
+    """Doses and decays of many directions at a hook, in two runs of the engine."""
 
     def __init__(self, source: Dataset, model: Path, hook: str, nats: float, seed: int) -> None:
         limits = Limits(nats=nats, seed=seed)
         known = (len(s.token_id) - s.n_given for s in token_sequences(source) if s.unknown is None)
         longest = sorted(known, reverse=True)[: limits.requests]
-        last = min(longest, default=0) - AFTER
-        if last < 2:
-            expected = f"{AFTER + 2} at least"
-            got = f"answers of {last + AFTER} tokens"
-            raise ActdsError("E014", "steer", got=got, expected=expected)
+        last = max(2, min(longest, default=0) - AFTER)
         steps = sorted({1, round(last**0.5), last})
         super().__init__(source, model, hook, (steps, [AFTER], [1.0]), limits)
 
@@ -69,7 +57,9 @@ class Directions(_Study):
             [Variant(f"{v}-{c:g}", v, c * norm, 0, None, n) for c in CURVE]
             for v in range(len(units))
         ]
-        replayed = serving.serve(self.calibrated, [v for curve in variants for v in curve], units, folder)
+        replayed = serving.serve(
+            self.calibrated, [v for curve in variants for v in curve], units, folder
+        )
         plain = replayed.rows(PLAIN, at)
 
         def reached(variant: Variant) -> tuple[float, float]:
@@ -122,7 +112,7 @@ def steered(
         rows / np.linalg.norm(rows, axis=1, keepdims=True), axis=0, return_inverse=True
     )
     measured = measure(units.astype(np.float32))
-    arms: dict[tuple[str, str], list[SteeredPair]] = {}
+    done = []
     for (pair, *_), two in zip(pairs, of.reshape(-1, 2).tolist(), strict=True):
         doses, decays = zip(*(measured[v] for v in two), strict=True)
         known = [decay for decay in decays if decay is not None]
@@ -131,13 +121,14 @@ def steered(
             "outcomes": [decay.outcome for decay in known],
             "ratios": [decay.ratio[-1] for decay in known],
         }
-        arms.setdefault((pair.arm, pair.kind), []).append(pair.model_copy(update=update))
+        done.append(pair.model_copy(update=update))
+    arms = dict.fromkeys((pair.arm, pair.kind) for pair in done)
     return FeatureSteering(
         steps=list(steps),
         after=AFTER,
         n_requests=n_requests,
-        arms=[_arm(of_arm) for of_arm in arms.values()],
-        pairs=[pair for of_arm in arms.values() for pair in of_arm],
+        arms=[_arm([pair for pair in done if (pair.arm, pair.kind) == arm]) for arm in arms],
+        pairs=done,
     )
 
 

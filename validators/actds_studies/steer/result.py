@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from actds_validators.audit.result import Estimate
-from actds_validators.sections import Document, LimitsSection, Section, Share
+from actds_validators.sections import LimitsSection, OfDataset, Section, Share
 
 Way = Literal["pulse", "kept", "held"]
 WAYS: dict[Way, str] = {
@@ -103,16 +103,12 @@ class SteeringAnswer(Section):
     next_steps: list[str]
 
 
-class Steering(Document):
+class Steering(OfDataset):
     """Whether a vector still works later in an answer."""
 
     schema_: Literal["actds.steer/1"] = Field(default="actds.steer/1", alias="schema")
     limits: Limits
     dataset: str = Field(description="path of the source")
-    digest: str = Field(description="of its seal")
-    models: list[str]
-    engines: list[str]
-    started_ns: int
     hook: str
     vector: str = Field(description="where it comes from")
     vector_sha256: str

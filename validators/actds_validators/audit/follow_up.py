@@ -141,7 +141,6 @@ class _Targets:
         return replace(self, cluster=self.cluster[at], stored=self.stored[at], again=self.again[at])
 
     def of_some(self, n: int) -> _Targets:
-        """Return a random part, where there are more."""
         if len(self) <= n:
             return self
         number = uniform(salt_of("shared", self.run), *split_key(self.stored))
@@ -380,7 +379,6 @@ Block = tuple[str, Ints, Ints, Floats]
 
 
 def _rows(replay: Catalog, hooks: Sequence[str], lost: Sequence[_Targets]) -> Iterator[Block]:
-    """Yield what was computed again of lost positions."""
     for targets in lost:
         keys, n = np.unique(targets.again, return_counts=True)
         order = np.argsort(targets.again, kind="stable")

@@ -474,7 +474,6 @@ MAX_DEPTHS = 64
 
 
 def queues(sources: list[RunSource], series: Series, seed: int = 0) -> Queues:
-    """Return the section."""
     lags, band = _lags(series, seed)
     varies = series.lost.any() and np.ptp(series.load) > 0
     return Queues(

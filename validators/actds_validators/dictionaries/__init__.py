@@ -293,7 +293,6 @@ class Dictionary:
             yield np.maximum(features, 0, out=features)
 
     def _inner(self, rows: Rows) -> Rows:
-        """Return rows as the encoder's matrix reads them."""
         if self.normalization != "none":
             centre, scale = self.frame(rows)
             if self.normalization == "layer_norm":

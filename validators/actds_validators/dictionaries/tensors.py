@@ -55,7 +55,6 @@ def refused(place: object, got: object, expected: str, next_step: str | None = N
 
 
 def read_config(path: Path, model: type[_Config]) -> _Config:
-    """Return the configuration beside the weights."""
     try:
         if path.exists() and not path.is_file():
             raise refused(path, "no regular file", "a configuration in JSON")
@@ -102,7 +101,6 @@ _ZIP = b"PK\x03\x04"
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
