@@ -32,7 +32,8 @@ from actds_studies.steer.measure import (
     prove,
     strata_of,
 )
-from actds_studies.steer.refit import Contrast, Refit
+from actds_studies.steer.refit import Contrast
+from actds_studies.steer.refit import refit as refit_of
 from actds_studies.steer.replays import PLAIN, Replayed, Serving, Variant, chosen, prompt_of
 from actds_studies.steer.result import (
     Decay,
@@ -51,6 +52,8 @@ from actds_validators.sections import about, need_extra, settings_of
 N_CALIBRATED = 64
 """Generated tokens of a request that the dose is calibrated on."""
 AGAIN = "again"
+REFIT_SHARES = tuple(2.0**k for k in range(-3, 4))
+"""Strengths of a direction and its refit, over that of a dose of 1."""
 
 
 @dataclass(frozen=True)
@@ -192,10 +195,10 @@ class _Study:
             components = None
             if refit and contrast is not None:
                 progress("serving a direction and its refit")
-                norm_at = self._median_norm
-                arms = Refit(contrast, self.sequences, norm_at, strength / norm, self.limits)
                 serve = partial(serving.serve, folder=Path(folder) / "refit", whole=True)
-                components = arms.run(serve, self.unembedding)
+                shares = np.array(REFIT_SHARES) * strength / norm
+                steered = self.sequences, self._median_norm, shares, self.limits
+                components = refit_of(contrast, *steered, serve, self.unembedding)
             result = self._result(replayed, (unit, words), (curve, strength, norm), proof)
             return result.model_copy(update={"components": components})
 

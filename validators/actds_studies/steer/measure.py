@@ -85,6 +85,12 @@ def differences(
     return result, steered - other
 
 
+def clusters(sequences: Sequence[TokenSequence]) -> Ints:
+    """Return the number of the prompt of each request."""
+    numbers: dict[bytes, int] = {}
+    return np.array([numbers.setdefault(prompt_of(s), len(numbers)) for s in sequences], np.int64)
+
+
 def groups_by_prompt(
     sequences: Sequence[TokenSequence], seed: int, sides: tuple[Ints, Ints] | None = None
 ) -> Ints:
@@ -96,11 +102,10 @@ def groups_by_prompt(
     """
     from actds_studies.regimes.contrast import groups_of
 
-    numbers: dict[bytes, int] = {}
-    cluster = np.array([numbers.setdefault(prompt_of(s), len(numbers)) for s in sequences])
+    prompt = clusters(sequences)
     left, right = sides or (slice(None), slice(None))
-    _, of = groups_of((cluster[left], cluster[right]), seed)
-    return np.asarray(np.append(of, np.full(len(numbers), -1))[cluster], np.int64)
+    _, of = groups_of((prompt[left], prompt[right]), seed)
+    return np.asarray(np.append(of, np.full(len(prompt), -1))[prompt], np.int64)
 
 
 def grouped(values: Floats, group: Ints) -> Floats:
@@ -257,7 +262,7 @@ def calibrated(
     return curve, strength
 
 
-def strength_at(curve: Sequence[tuple[float, float]], nats: float) -> float | None:
+def strength_at(curve: Sequence[Sequence[float]], nats: float) -> float | None:
     """Return the strength at which a curve first reaches so many nats from below, else ``None``.
 
     Between two strengths by both logarithms: the divergence grows like a power of the strength.

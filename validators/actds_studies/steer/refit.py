@@ -18,8 +18,8 @@ from actds.explore.dataset import Dataset
 from actds.explore.requests import TokenSequence
 from actds.loader.selection import select
 from actds_studies.regimes.entropies import Unembedding
-from actds_studies.steer.measure import differences, groups_by_prompt, strength_at
-from actds_studies.steer.replays import PLAIN, Replayed, Variant, prompt_of
+from actds_studies.steer.measure import clusters, differences, groups_by_prompt, strength_at
+from actds_studies.steer.replays import PLAIN, Replayed, Variant
 from actds_studies.steer.result import (
     ARMS,
     DOSINGS,
@@ -32,11 +32,9 @@ from actds_studies.steer.result import (
     agreed,
     component_of,
 )
-from actds_validators.arrays import Bools, Floats, Ints
+from actds_validators.arrays import Bools, Floats, Ints, Rows
 from actds_validators.audit.result import Estimate
 
-SHARES = tuple(2.0**k for k in range(-3, 4))
-"""Strengths of a direction and its refit, over that of a dose of 1 in answers."""
 N_PLACES = 4
 """Positions that prompts and answers both have, at which a direction and its refit act."""
 N_AT_ONCE = 8192
@@ -54,12 +52,9 @@ class _Rows:
 
 
 class Contrast:
-    """Two selections of rows of a hook, of requests that are not steered.
+    """Two selections of rows of a hook, an expression each, of requests that are not steered.
 
-    Args:
-        sequences: the requests; no prompt of them is steered.
-        pair: an expression each. Position 0 is left out: its rows are sinks, hundreds of times
-            longer than the others.
+    Position 0 is left out: its rows are sinks, hundreds of times longer than the others.
     """
 
     def __init__(
@@ -70,16 +65,16 @@ class Contrast:
         pair: tuple[str, str],
         seed: int,
     ) -> None:
-        self.source, self.hook, self.sequences = source, hook, sequences
+        self._source, self._hook, self.sequences = source, hook, sequences
+        self.d_model = int(source.hooks[hook].d_model)
         self.words = f"{pair[0]} against {pair[1]}"
-        self.pair = [self._rows(where) for where in pair]
-        numbers: dict[bytes, int] = {}
-        prompt = [numbers.setdefault(prompt_of(s), len(numbers)) for s in sequences]
-        self._half = np.random.default_rng(seed).permutation(len(numbers))[prompt] % 2
+        self._pair = [self._rows(where) for where in pair]
+        prompt = clusters(sequences)
+        self._half = np.random.default_rng(seed).permutation(len(prompt))[prompt] % 2
 
     def _rows(self, where: str) -> _Rows:
-        selection = select(self.source, self.hook, None, where=where)
-        shards = self.source.shards_of(self.hook)
+        selection = select(self._source, self._hook, None, where=where)
+        shards = self._source.shards_of(self._hook)
         starts = accumulate((shard.n_rows for shard in shards), initial=0)
         start_of = dict(zip((shard.name for shard in shards), starts, strict=False))
         numbers = {(s.run, s.request): n for n, s in enumerate(self.sequences)}
@@ -107,160 +102,126 @@ class Contrast:
         Raises:
             ActdsError: E014 no rows.
         """
-        means = []
-        for rows in self.pair:
-            kept = np.ones(len(rows.row), bool) if side is None else _on(rows, side)
-            kept &= True if half is None else self._half[rows.request] == half
-            numbers, array, total = rows.row[kept], self.source.array(self.hook), 0.0
-            if not len(numbers):
-                among = "" if side is None else f" of {'half of ' * (half is not None)}the {side}"
-                got = f"{rows.where}, of no row{among} that is not steered"
-                raise ActdsError("E014", "where", got=got, expected="some")
-            for start in range(0, len(numbers), N_AT_ONCE):
-                values = array[numbers[start : start + N_AT_ONCE]]
-                total = total + values.astype(np.float64).sum(axis=0)
-            means.append(total / len(numbers))
-        vector = np.asarray(means[0] - means[1], np.float64)
+        array = self._source.array(self._hook)
+        among = np.full(len(self._half), True) if half is None else self._half == half
+        vector = self._gap(lambda rows, at: array[rows.row[at]], side, among)
         return vector / max(float(np.linalg.norm(vector)), 1e-30)
+
+    def _gap(
+        self, values: Callable[[_Rows, Ints], Rows], side: Side | None, among: Bools
+    ) -> Floats:
+        means = []
+        for rows in self._pair:
+            kept = among[rows.request]
+            kept &= True if side is None else rows.sampled == (side == "answers")
+            total, n, at = 0.0, 0, np.flatnonzero(kept)
+            for start in range(0, len(at), N_AT_ONCE):
+                part = values(rows, at[start : start + N_AT_ONCE])
+                part = part[np.isfinite(part).all(axis=1)]
+                total, n = total + part.astype(np.float64).sum(axis=0), n + len(part)
+            if not n:
+                where = "" if side is None else f" of {'half of ' * (not among.all())}the {side}"
+                got = f"{rows.where}, of no row{where} that is not steered"
+                raise ActdsError("E014", "where", got=got, expected="some")
+            means.append(total / n)
+        return np.asarray(means[0] - means[1])
 
     def drawn(self, n: int, seed: int) -> Ints:
         """Return the numbers of some requests that have rows."""
-        known = np.unique(np.concatenate([rows.request for rows in self.pair]))
+        known = np.unique(np.concatenate([rows.request for rows in self._pair]))
         return np.random.default_rng(seed).permutation(known)[:n]
 
     def aim(self, replayed: Replayed, place: Ints) -> Floats:
-        """Return how far apart the last rows of the two selections lie ``(d_model,)``.
-
-        The mean of the difference in prompts and of that in answers.
+        """Return how far apart the last rows of the selections lie, the mean of both sides.
 
         Args:
             place: number of each request in the replay, -1 where it is not in it.
         """
-        gaps = []
-        for side in SIDES:
-            means = []
-            for rows in self.pair:
-                kept = (place[rows.request] >= 0) & _on(rows, side)
-                at = replayed.at(PLAIN, place[rows.request[kept]], rows.position[kept])
-                means.append(replayed.values(at[at >= 0]).mean(axis=0, dtype=np.float64))
-            gaps.append(means[0] - means[1])
-        return np.asarray(np.mean(gaps, axis=0))
+
+        def last(rows: _Rows, at: Ints) -> Rows:
+            of, position = place[rows.request[at]], rows.position[at]
+            return replayed.values(replayed.at(PLAIN, of, position))
+
+        return np.asarray(np.mean([self._gap(last, side, place >= 0) for side in SIDES], axis=0))
 
 
-def _on(rows: _Rows, side: Side) -> Bools:
-    return np.asarray(rows.sampled == (side == "answers"))
-
-
-@dataclass(frozen=True)
-class Refit:
-    """What is served to tell a regime from a component.
+def refit(
+    contrast: Contrast,
+    sequences: Sequence[TokenSequence],
+    norm: Callable[[list[int], int], float],
+    shares: Floats,
+    limits: Limits,
+    serve: Callable[..., Replayed],
+    unembedding: Unembedding,
+) -> Components:
+    """Let a direction of prompts and its refit act at the same positions, and say what they do.
 
     Args:
-        sequences: requests that are steered; the numbers of ``places`` are theirs.
-        norm: returns the median norm of rows of some requests at a position.
-        dose: the strength of a dose of 1 in answers, over the median norm of rows.
+        sequences: requests that are steered.
+        norm: returns the median norm of rows of some of them at a position.
+        shares: strengths over that norm.
     """
+    places = places_of(sequences, limits.seed)
+    random = np.random.default_rng(limits.seed).normal(size=contrast.d_model)
+    vectors = [*map(contrast.direction, SIDES), random / np.linalg.norm(random)]
+    halves = {side: [contrast.direction(side, half) for half in (0, 1)] for side in SIDES}
+    variants = []
+    for arm, (side, vector) in enumerate(ARMS.values()):
+        for p, of_side in places.items():
+            members = of_side[side].tolist()
+            for k, strength in enumerate((shares * norm(members, p)).tolist()):
+                what = (f"{arm}-{p}-{k}", vector, strength, p, p + 1, p + 1, None, members)
+                variants.append(Variant(*what))
+    drawn = contrast.drawn(2 * limits.requests, limits.seed)
+    every = [*sequences, *(contrast.sequences[n] for n in drawn.tolist())]
+    replayed = serve(every, variants, np.stack(vectors).astype(np.float32))
+    place = np.full(len(contrast.sequences), -1)
+    place[drawn] = len(sequences) + np.arange(len(drawn))
+    aim = contrast.aim(replayed, place)
+    aim /= aim @ aim
+    left, right = (np.concatenate([of[side] for of in places.values()]) for side in SIDES)
+    group = groups_by_prompt(sequences, limits.seed, (left, right))
+    acted = {}
+    for arm, (name, (side, _)) in enumerate(ARMS.items()):
+        of_arm = np.concatenate([of[side] for of in places.values()])
+        at = np.concatenate([np.full(len(of[side]), p) for p, of in places.items()])
+        plain = replayed.at(PLAIN, of_arm, at)
+        aimed, nats = [], []
+        for k in range(len(shares)):
+            rows = [replayed.at(f"{arm}-{p}-{k}", of[side], p) for p, of in places.items()]
+            divergence, change = differences(unembedding, replayed, np.concatenate(rows), plain)
+            aimed.append(change @ aim)
+            nats.append(divergence)
+        known = np.isfinite(nats).all(axis=0)
+        along, divergences = (np.stack(of, axis=1)[known] for of in (aimed, nats))
+        acted[name] = Acted(along, divergences, group[of_arm[known]])
+    at_places = [(p, len(of_side["prompts"])) for p, of_side in places.items()]
+    split_half = {side: float(a @ b) for side, (a, b) in halves.items()}
+    cosine = float(vectors[0] @ vectors[1])
+    return components_of(acted, shares, limits, at_places, cosine, split_half)
 
-    contrast: Contrast
-    sequences: Sequence[TokenSequence]
-    norm: Callable[[list[int], int], float]
-    dose: float
-    limits: Limits
 
-    def run(
-        self,
-        serve: Callable[..., Replayed],
-        unembedding: Unembedding,
-    ) -> Components:
-        places, shares = self._places(), np.array(SHARES) * self.dose
-        vectors = [self.contrast.direction(side) for side in SIDES]
-        random = np.random.default_rng(self.limits.seed).normal(size=vectors[0].shape)
-        vectors.append(random / np.linalg.norm(random))
-        halves = [[self.contrast.direction(side, half) for half in (0, 1)] for side in SIDES]
-        norms = {
-            (p, side): self.norm(members.tolist(), p)
-            for p, of_side in places.items()
-            for side, members in of_side.items()
+def places_of(sequences: Sequence[TokenSequence], seed: int) -> dict[int, dict[Side, Ints]]:
+    """Return positions that prompts and answers have, and as many requests of either there."""
+    given = np.array([s.n_given for s in sequences])
+    n = np.array([len(s.token_id) for s in sequences])
+    at = np.arange(1, n.max())[:, np.newaxis]
+    has: dict[Side, Bools] = {"prompts": at < given, "answers": (given <= at) & (at < n)}
+    least = np.minimum(*(of_side.sum(axis=1) for of_side in has.values()))
+    least[least < 2] = 0
+    if not least.any():
+        got = "no position that two prompts and two answers have"
+        expected = "prompts that are as long as others with their answers"
+        raise ActdsError("E014", "refit", got=got, expected=expected)
+    wanted = (np.arange(N_PLACES) + 0.5) / N_PLACES * least.sum()
+    rng = np.random.default_rng(seed)
+    return {
+        int(at[k, 0]): {
+            side: np.sort(rng.permutation(np.flatnonzero(of_side[k]))[: least[k]])
+            for side, of_side in has.items()
         }
-        variants = [
-            Variant(
-                f"{arm}-{p}-{k}",
-                vector,
-                float(share) * norms[p, side],
-                p,
-                p + 1,
-                p + 1,
-                None,
-                of_side[side].tolist(),
-            )
-            for arm, (side, vector) in enumerate(ARMS.values())
-            for p, of_side in places.items()
-            for k, share in enumerate(shares)
-        ]
-        drawn = self.contrast.drawn(2 * self.limits.requests, self.limits.seed)
-        further = [self.contrast.sequences[n] for n in drawn.tolist()]
-        every = [*self.sequences, *further]
-        replayed = serve(every, variants, np.stack(vectors).astype(np.float32))
-        place = np.full(len(self.contrast.sequences), -1)
-        place[drawn] = len(self.sequences) + np.arange(len(drawn))
-        aim = self.contrast.aim(replayed, place)
-        sides = {side: np.concatenate([of[side] for of in places.values()]) for side in SIDES}
-        seed, both = self.limits.seed, (sides["prompts"], sides["answers"])
-        group = groups_by_prompt(self.sequences, seed, both)
-        acted = {}
-        for arm, (name, (side, _)) in enumerate(ARMS.items()):
-            parts = [
-                _acted(replayed, unembedding, aim, (f"{arm}-{p}", p, of_side[side]))
-                for p, of_side in places.items()
-            ]
-            aimed, divergence = np.concatenate(parts, axis=1)
-            known = np.isfinite(divergence).all(axis=1)
-            acted[name] = Acted(aimed[known], divergence[known], group[sides[side]][known])
-        return components_of(
-            acted,
-            shares,
-            self.limits,
-            [(p, len(of_side["prompts"])) for p, of_side in places.items()],
-            float(vectors[0] @ vectors[1]),
-            {side: float(a @ b) for side, (a, b) in zip(SIDES, halves, strict=True)},
-        )
-
-    def _places(self) -> dict[int, dict[Side, Ints]]:
-        """Return positions that prompts and answers have, and as many requests of either there."""
-        given = np.array([s.n_given for s in self.sequences])
-        n = np.array([len(s.token_id) for s in self.sequences])
-        at = np.arange(1, n.max())[:, np.newaxis]
-        has: dict[Side, Bools] = {"prompts": at < given, "answers": (given <= at) & (at < n)}
-        least = np.minimum(*(of_side.sum(axis=1) for of_side in has.values()))
-        least[least < 2] = 0
-        if not least.any():
-            got = "no position that two prompts and two answers have"
-            expected = "prompts that are as long as others with their answers"
-            raise ActdsError("E014", "refit", got=got, expected=expected)
-        wanted = (np.arange(N_PLACES) + 0.5) / N_PLACES * least.sum()
-        rng = np.random.default_rng(self.limits.seed)
-        return {
-            int(at[k, 0]): {
-                side: np.sort(rng.permutation(np.flatnonzero(of_side[k]))[: least[k]])
-                for side, of_side in has.items()
-            }
-            for k in np.unique(np.searchsorted(np.cumsum(least), wanted)).tolist()
-        }
-
-
-def _acted(
-    replayed: Replayed, unembedding: Unembedding, aim: Floats, of: tuple[str, int, Ints]
-) -> Floats:
-    """Return what each strength does at a position, along the aim and in nats ``(2, n, k)``."""
-    name, p, members = of
-    at = np.full(len(members), p)
-    plain = replayed.at(PLAIN, members, at)
-    read = [
-        differences(unembedding, replayed, replayed.at(f"{name}-{k}", members, at), plain)
-        for k in range(len(SHARES))
-    ]
-    aimed = [change @ aim / (aim @ aim) for _, change in read]
-    return np.stack([np.stack(aimed, axis=1), np.stack([nats for nats, _ in read], axis=1)])
+        for k in np.unique(np.searchsorted(np.cumsum(least), wanted)).tolist()
+    }
 
 
 @dataclass(frozen=True)
@@ -312,19 +273,18 @@ def components_of(
         for a, arm in enumerate(acted)
     ]
     first = list(acted).index("prompts")
+    kept, restored = ({d: intervals[n, -1, k] for n, d in enumerate(DOSINGS)} for k in (0, 1))
     by_dosing = {
-        dosing: component_of(
-            intervals[d, first, 1], intervals[d, -1, 0], intervals[d, -1, 1], split_half, limits
-        )
-        for d, dosing in enumerate(DOSINGS)
+        d: component_of(intervals[n, first, 1], kept[d], restored[d], split_half, limits)
+        for n, d in enumerate(DOSINGS)
     }
     outcome, reason = agreed(by_dosing)
     return Components(
         outcome=outcome,
         reason=reason,
         by_dosing=by_dosing,
-        kept={dosing: intervals[d, -1, 0] for d, dosing in enumerate(DOSINGS)},
-        restored={dosing: intervals[d, -1, 1] for d, dosing in enumerate(DOSINGS)},
+        kept=kept,
+        restored=restored,
         positions=positions,
         n_groups=len(groups),
         cosine=cosine,
@@ -345,17 +305,14 @@ def _at_doses(
 ) -> Floats:
     """Return strength, aimed effect and divergence of each dosing and arm ``(2, n_arms + 1, 3)``.
 
-    The last line of each dosing: the effect that is kept in answers, over that in prompts, and the
-    part of the lost one that a refit restores. NaN where no strength has the nats.
+    The last line: what is kept, and restored. NaN where no strength has the nats.
     """
     result = np.full((len(DOSINGS), len(acted) + 1, 3), np.nan)
     means = {}
     for a, (name, arm) in enumerate(acted.items()):
         some = arm.group != without
         quantiles = np.quantile(arm.divergence[some], limits.quantile, axis=0)
-        share = strength_at(
-            list(zip(shares.tolist(), quantiles.tolist(), strict=True)), limits.nats
-        )
+        share = strength_at(np.stack([shares, quantiles], axis=1).tolist(), limits.nats)
         result[0, a, 0] = np.nan if share is None else share
         means[name] = arm.aimed[some].mean(axis=0), arm.divergence[some].mean(axis=0)
     result[1, :-1, 0] = result[0, list(acted).index("prompts"), 0]

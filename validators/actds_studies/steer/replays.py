@@ -171,7 +171,7 @@ class Replayed:
         numbers = np.arange(len(self._given))[:, np.newaxis]
         return self.at(variant, numbers, self._given[:, np.newaxis] + at)
 
-    def at(self, variant: str, number: Ints, position: Ints) -> Ints:
+    def at(self, variant: str, number: Ints, position: Ints | int) -> Ints:
         """Return the number of the row at positions of sequences by number, -1 for none."""
         number, position = np.broadcast_arrays(number, position)
         rows = np.full(number.shape, -1, np.int64)
