@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 
 import actds
 from actds.errors import ActdsError
+from actds.explore.requests import token_sequences
 from actds_studies.pages.steer import page
 from actds_studies.regimes.entropies import Unembedding
 from actds_studies.stability.result import SteeredPair
@@ -19,13 +22,16 @@ from actds_studies.steer.api import VectorOf, steer
 from actds_studies.steer.measure import (
     Read,
     along,
+    calibrated,
     decay_of,
     effects_of,
     estimate,
     prove,
     strength_at,
 )
-from actds_studies.steer.result import Limits, Steering
+from actds_studies.steer.refit import Acted, components_of, places_of
+from actds_studies.steer.replays import chosen
+from actds_studies.steer.result import ARMS, SIDES, Components, Limits, Steering
 from actds_testing import harvest as h
 from actds_testing.tiny import make_random_model
 
@@ -46,12 +52,12 @@ def planted(law: Any, seed: int, *, size: float = 1.0, noise: float = 0.15) -> R
     change = moved[..., np.newaxis] * direction
     change = change + noise / np.sqrt(D) * rng.normal(size=change.shape)
     divergence = (change**2).sum(axis=2) / 2
-    return Read("held", "vector", 1.0, 5, divergence, change.astype(np.float32))
+    return Read("held", "vector", 1.0, 5, divergence, change.astype(np.float32), np.arange(N))
 
 
 def outcome(read: Read, seed: int) -> tuple[str, str | None]:
     # A vector of zeros moves by the noise alone.
-    floor = estimate(planted(lambda t: 0.0, 1000 + seed).divergence.mean(axis=1))
+    floor = estimate(planted(lambda t: 0.0, 1000 + seed).divergence.mean(axis=1), np.arange(N))
     effects = effects_of(read, STEPS)
     decay = decay_of(read, effects, floor, Limits())
     return decay.outcome, decay.reason
@@ -87,9 +93,9 @@ def test_a_change_along_the_others_is_not_its_own() -> None:
     """Of noise alone nothing is along the mean of the others; of a shared change all of it is."""
     rng = np.random.default_rng(0)
     noise = rng.normal(size=(400, 2, D))
-    assert abs(along(noise)[:, 1].mean()) < 0.5
+    assert abs(along(noise, np.arange(400))[:, 1].mean()) < 0.5
     shared = np.ones((8, 2, D)) * np.array([1.0, -0.5])[:, np.newaxis]
-    np.testing.assert_allclose(along(shared), [[1.0, -0.5]] * 8)
+    np.testing.assert_allclose(along(shared, np.arange(8)), [[1.0, -0.5]] * 8)
 
 
 def test_the_dose_is_where_the_curve_crosses() -> None:
@@ -97,7 +103,110 @@ def test_the_dose_is_where_the_curve_crosses() -> None:
     assert strength_at(curve, 1.0) == pytest.approx(2.0)
     assert strength_at(curve, 0.5) == pytest.approx(2**0.5)
     assert strength_at(curve, 100.0) is None
-    assert strength_at(curve, 0.01) == 0.5
+    assert strength_at(curve, 0.01) is None
+
+
+@pytest.mark.parametrize(("scale", "lowest"), [(1e-4, 0), (1e4, -8), (1e12, None)])
+def test_a_dose_beyond_the_grid_is_looked_for_until_it_is_bracketed(
+    scale: float, lowest: int | None
+) -> None:
+    """A vector of which the weakest strength is too much has a dose below it, or none."""
+    served: list[list[float]] = []
+
+    def quantiles(shares: Any) -> list[float]:
+        served.append(list(shares))
+        return [scale * share**2 for share in shares]
+
+    if lowest is None:
+        with pytest.raises(ActdsError, match="less than 1 nats at the weakest strength"):
+            calibrated(quantiles, 1.0)
+    else:
+        curve, strength = calibrated(quantiles, 1.0)
+        assert strength == pytest.approx(scale**-0.5) and curve == sorted(curve)
+        assert curve[0][1] < 1 <= curve[-1][1]
+    assert len(served) <= 1 + 3
+    # Nothing is ever too weak without an end, either.
+    with pytest.raises(ActdsError, match=r"0 nats at 0\.0156 of a row to 0 nats at"):
+        calibrated(lambda shares: [0.0] * len(shares), 1.0)
+
+
+def test_answers_to_one_prompt_count_once() -> None:
+    """Four times the same answers have the interval of one, and not one of half the width."""
+    read = planted(lambda t: np.exp(-t / 100), 0)
+    every = np.repeat(np.arange(N), 4)
+    several = replace(
+        read, divergence=read.divergence[every], change=read.change[every], group=every
+    )
+    for once, four in zip(effects_of(read, STEPS), effects_of(several, STEPS), strict=True):
+        for name in ("divergence", "along"):
+            first, second = getattr(once, name), getattr(four, name)
+            assert (second.low, second.high) == pytest.approx((first.low, first.high))
+    alone = estimate(several.divergence[:, 0], np.arange(4 * N))
+    assert alone is not None and once.divergence is not None
+    first = effects_of(read, STEPS)[0].divergence
+    assert first is not None and alone.high - alone.low < 0.6 * (first.high - first.low)
+
+
+# regime or component ------------------------------------------------------------------------------
+
+
+def toy(seed: int, *, cosine: float, gain: float, carried: float = 1.0) -> Components:
+    """Return what a linear model says, whose answers read another direction, or read it less.
+
+    A row of prompts is read along one direction, one of answers along another with ``cosine`` to it
+    and by ``gain``; what is read moves the aim, and whatever is added moves all else a little.
+    Directions are fitted on noisy rows of two classes, and requests differ in how far they move.
+    """
+    rng = np.random.default_rng(seed)
+    basis = np.linalg.qr(rng.normal(size=(D, 2)))[0].T
+    reads = {"prompts": basis[0], "answers": cosine * basis[0] + (1 - cosine**2) ** 0.5 * basis[1]}
+    gains = {"prompts": 1.0, "answers": gain}
+    fitted, halves = [], {}
+    for side in SIDES:
+        noise = rng.normal(size=(2, 800, D)) * 2
+        both = (carried if side == "answers" else 1.0) * reads[side] + noise.mean(axis=1)
+        both /= np.linalg.norm(both, axis=1, keepdims=True)
+        halves[side] = float(both[0] @ both[1])
+        fitted.append(both.sum(axis=0) / np.linalg.norm(both.sum(axis=0)))
+    random = rng.normal(size=D)
+    fitted.append(random / np.linalg.norm(random))
+    other = 0.6 * rng.normal(size=(D, D)) / np.sqrt(D)
+    shares, group = 2.0 ** np.arange(-2, 5), np.repeat(np.arange(N), 4)
+    acted = {}
+    for name, (side, vector) in ARMS.items():
+        size = np.exp(0.2 * rng.normal(size=(len(group), 1))) * shares
+        along = size * gains[side] * float(reads[side] @ fitted[vector])
+        rest = size * float(np.linalg.norm(other @ fitted[vector]))
+        aimed = along + 0.1 * shares * rng.normal(size=(len(group), 1))
+        acted[name] = Acted(aimed, (aimed**2 + rest**2) / 2, group)
+    return components_of(acted, shares, Limits(), [(40, N)], float(fitted[0] @ fitted[1]), halves)
+
+
+@pytest.mark.parametrize(
+    ("planted", "wanted"),
+    [
+        ({"cosine": 0.1, "gain": 1.0}, "regime"),
+        ({"cosine": 1.0, "gain": 0.15}, "component"),
+        ({"cosine": 1.0, "gain": 1.0}, "neither lost"),
+        # The rows of answers tell nothing of the direction: a refit of noise is no evidence.
+        ({"cosine": 0.1, "gain": 1.0, "carried": 0.0}, "undecided"),
+        # Both: half of it comes back.
+        ({"cosine": 0.1, "gain": 0.5}, "undecided"),
+    ],
+)
+def test_a_regime_is_told_from_a_component(planted: dict[str, float], wanted: str) -> None:
+    found = [toy(seed, **planted) for seed in range(20)]  # type: ignore[arg-type]
+    assert sum(c.outcome == wanted for c in found) >= 19, [(c.by_dosing, c.restored) for c in found]
+    assert all((c.reason is None) == (c.outcome != "undecided") for c in found)
+
+
+def test_an_arm_whose_dose_was_not_served_decides_nothing() -> None:
+    weak = {n: Acted(np.ones((8, 2)), np.full((8, 2), 0.1), np.arange(8)) for n in ARMS}
+    result = components_of(
+        weak, np.array([1.0, 2.0]), Limits(), [(9, 8)], 1.0, dict.fromkeys(SIDES, 1.0)
+    )
+    assert result.outcome == "undecided"
+    assert all(arm.aimed is None and arm.share is None for arm in result.arms)
 
 
 # matched features ---------------------------------------------------------------------------------
@@ -148,15 +257,15 @@ def test_doses_and_decays_of_matched_features_are_those_that_were_planted() -> N
 
 STUDY = """
 import sys
-from actds_studies.steer.api import steer
+from actds_studies.steer.api import VectorOf, steer
 
-source, model, vector, out = sys.argv[1:]
+source, model, out = sys.argv[1:]
 engine = {"dtype": "float32", "enforce_eager": True, "block_size": 32, "max_model_len": 256,
           "distributed_executor_backend": "uni"}
 result = steer(
-    source, model=model, hook="resid_post.1", vector=vector, doses=(1.0, 2.0), at=(1, 12),
-    after=(1, 6), engine_args=engine,
-    limits={"requests": 5, "calibration": 3, "random": 2, "nats": 0.005},
+    source, model=model, hook="resid_post.1", doses=(1.0, 2.0), at=(1, 12), after=(1, 6),
+    vector=VectorOf(contrast=("labels.label == 'x'", "labels.label == 'y'")), engine_args=engine,
+    limits={"requests": 6, "calibration": 3, "random": 2, "nats": 0.005}, refit=True,
 )
 open(out, "w").write(result.to_json())
 """
@@ -170,7 +279,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def source(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source")
-    records = [{"id": f"s{n}", "prompt": "a prompt " * (3 + n % 3) + str(n)} for n in range(10)]
+    records = [
+        {"id": f"s{n}", "prompt": "a prompt " * (3 + 4 * (n % 3)) + str(n), "label": "xy"[n % 2]}
+        for n in range(18)
+    ]
     prompts = h.write_prompts(folder / "prompts.jsonl", records)
     params = json.dumps({"ignore_eos": True})
     h.harvest_alone(
@@ -185,63 +297,120 @@ def source(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_effects_are_those_of_plain_forwards_with_the_same_vector(
     source: Path, model: Path, tmp_path: Path
 ) -> None:
-    vector = np.random.default_rng(5).normal(size=64).astype(np.float32)
-    np.save(tmp_path / "v.npy", vector)
-    words = [str(source), str(model), str(tmp_path / "v.npy"), str(tmp_path / "result.json")]
+    words = [str(source), str(model), str(tmp_path / "result.json")]
     done = h.warm_engine().run(["-c", STUDY, *words], h.environment(**h.ONE_PROCESS), h.TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     result = Steering.model_validate_json((tmp_path / "result.json").read_text())
     assert result.unembedding < 0.01 and result.floor is not None and result.floor.high < 1e-5
     shown = page(result, "actds steer")
     assert "<svg" in shown.html() and len(list(shown.lines())) > 20
-    expected = plain_divergences(result, source, model, vector)
+    forward = Forward(source, model)
+    expected = forward.divergences(result)
     for effect in result.effects:
         if effect.vector == "vector":
-            assert effect.divergence is not None and effect.n == 5
+            assert effect.divergence is not None and effect.n == 6
             want = expected[effect.way, effect.dose, effect.step, effect.after]
             assert effect.divergence.value == pytest.approx(want, rel=2e-3, abs=1e-6), effect
+    # The direction of prompts and its refit, at the same positions of prompts and answers.
+    assert result.components is not None
+    cosine = forward.direction("prompts") @ forward.direction("answers")
+    assert result.components.cosine == pytest.approx(cosine, abs=1e-4)
+    places = places_of(forward.steered, 0)
+    assert [(p, len(of["prompts"])) for p, of in places.items()] == result.components.positions
+    for arm in ("prompts", "carried", "refitted"):
+        for share, nats, aimed in result.components.curves[arm][::3]:
+            want = forward.acted(places, arm, share)
+            assert (nats, aimed) == pytest.approx(want, rel=5e-3, abs=1e-5), (arm, share)
 
 
-def plain_divergences(
-    result: Any, source: Path, model: Path, vector: np.ndarray
-) -> dict[tuple[str, float, int, int], float]:
-    """Return mean divergences of next tokens, by forwards of transformers over whole requests."""
-    import torch
-    from transformers import AutoModelForCausalLM
+class Forward:
+    """Forwards of transformers over whole requests, and directions of the source's own rows."""
 
-    from actds.explore.requests import token_sequences
-    from actds_studies.steer.replays import chosen
+    def __init__(self, source: Path, model: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
 
-    plain: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    dataset = actds.open(source)
-    sequences = chosen(dataset, list(token_sequences(dataset)), 18, 5, 0)
-    added = torch.from_numpy(vector / np.linalg.norm(vector))
+        self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self.dataset = actds.open(source)
+        every = list(token_sequences(self.dataset))
+        self.steered = chosen(every, 18, 6, 0)
+        prompts = {s.token_id[: s.n_given].tobytes() for s in self.steered}
+        self.further = [s for s in every if s.token_id[: s.n_given].tobytes() not in prompts]
+        self.label = [str(self.dataset.request(s.request).labels["label"]) for s in self.further]
 
-    def log_odds(ids: Any, strength: float, where: slice) -> Any:
+    def rows(self, sequence: Any) -> np.ndarray:
+        return np.asarray(self.dataset.request(sequence.request, hook="resid_post.1").acts()[1])
+
+    def gap(self, rows: Any, side: str | None = None) -> np.ndarray:
+        """Return the mean of what requests x computed, less that of y, but at position 0."""
+        of: dict[str, list[np.ndarray]] = {"x": [], "y": []}
+        for sequence, label in zip(self.further, self.label, strict=True):
+            place = np.arange(len(sequence.token_id))
+            mask = (self.dataset.request(sequence.request).owner == sequence.request) & (place > 0)
+            if side is not None:
+                mask &= (place >= sequence.n_given) == (side == "answers")
+            of[label].append(rows(sequence)[mask])
+        x, y = (np.concatenate(parts).mean(axis=0, dtype=np.float64) for parts in of.values())
+        return np.asarray(x - y)
+
+    @functools.cached_property
+    def aim(self) -> np.ndarray:
+        return np.mean([self.gap(lambda s: self.plain(s)[1], side) for side in SIDES], axis=0)
+
+    def direction(self, side: str | None = None) -> np.ndarray:
+        gap = self.gap(self.rows, side)
+        return gap / np.linalg.norm(gap)
+
+    def __call__(self, ids: Any, added: np.ndarray, where: slice) -> tuple[Any, np.ndarray]:
+        """Return log-probabilities and last rows of a request with a vector added at positions."""
+        import torch
+
         def edit(_module: Any, _args: Any, output: Any) -> None:
             rows = output[0] if isinstance(output, tuple) else output
-            rows[0, where] += strength * added
+            rows[0, where] += torch.from_numpy(added.astype(np.float32))
 
-        hook = plain.model.layers[1].register_forward_hook(edit)
+        hook = self.model.model.layers[1].register_forward_hook(edit)
         with torch.no_grad():
-            logits = plain(torch.tensor([ids]), use_cache=False).logits[0]
+            last = self.model.model(torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+            logits = self.model.lm_head(last)
         hook.remove()
-        return torch.log_softmax(logits, dim=1)
+        return torch.log_softmax(logits.double(), dim=1), last.numpy()
 
-    expected: dict[tuple[str, float, int, int], list[float]] = {}
-    for sequence in sequences:
-        ids, given = sequence.token_id.tolist(), sequence.n_given
-        base = log_odds(ids, 0.0, slice(0, 0))
-        for dose in (1.0, 2.0):
-            for step in (1, 12):
-                at = given + step - 1
-                for way, where in (("pulse", slice(at, at + 1)), ("held", slice(at, None))):
-                    log = log_odds(ids, dose * result.dose.strength, where)
-                    kl = (log.exp() * (log - base)).sum(dim=1)
-                    for k in (0, 1, 6):
-                        name = way if way == "held" or not k else "kept"
-                        expected.setdefault((name, dose, step, k), []).append(float(kl[at + k]))
-    return {key: float(np.mean(values)) for key, values in expected.items()}
+    def plain(self, sequence: Any) -> tuple[Any, np.ndarray]:
+        return self(sequence.token_id.tolist(), np.zeros(64), slice(0, 0))
+
+    def divergences(self, result: Steering) -> dict[tuple[str, float, int, int], float]:
+        """Return mean divergences of next tokens by way, dose, step and delay."""
+        vector = self.direction()
+        expected: dict[tuple[str, float, int, int], list[float]] = {}
+        for sequence in self.steered:
+            ids, given = sequence.token_id.tolist(), sequence.n_given
+            base, _ = self.plain(sequence)
+            for dose in (1.0, 2.0):
+                for step in (1, 12):
+                    at = given + step - 1
+                    for way, where in (("pulse", slice(at, at + 1)), ("held", slice(at, None))):
+                        log, _ = self(ids, dose * result.dose.strength * vector, where)
+                        kl = (log.exp() * (log - base)).sum(dim=1)
+                        for k in (0, 1, 6):
+                            name = way if way == "held" or not k else "kept"
+                            expected.setdefault((name, dose, step, k), []).append(float(kl[at + k]))
+        return {key: float(np.mean(values)) for key, values in expected.items()}
+
+    def acted(self, places: Any, arm: str, share: float) -> tuple[float, float]:
+        """Return the quantile of the divergence and the mean aimed effect of an arm's strength."""
+        side = ARMS[arm][0]  # type: ignore[index]
+        vector = self.direction("answers" if arm == "refitted" else "prompts")
+        nats, aimed = [], []
+        for p, members in places.items():
+            norm = np.median([np.linalg.norm(self.rows(self.steered[n])[p]) for n in members[side]])
+            for n in members[side]:
+                base, before = self.plain(self.steered[n])
+                added = share * norm * vector
+                log, after = self(self.steered[n].token_id.tolist(), added, slice(p, p + 1))
+                nats.append(float((log[p].exp() * (log[p] - base[p])).sum()))
+                aimed.append(float((after[p] - before[p]) @ self.aim / (self.aim @ self.aim)))
+        return float(np.quantile(nats, 0.95)), float(np.mean(aimed))
 
 
 def test_an_unembedding_of_another_model_is_refused(model: Path, tmp_path: Path) -> None:
@@ -271,6 +440,7 @@ def test_what_cannot_be_steered_is_said(source: Path, model: Path, tmp_path: Pat
         ({"at": (0, 5)}, "E009", "numbers from 1"),
         ({"doses": (0.5,)}, "E009", "1 among them"),
         ({"at": (1, 5), "after": (1,)}, "E015", r"shape \(7,\)"),
+        ({"refit": True}, "E009", "a contrast"),
     ):
         with pytest.raises(ActdsError, match=words) as raised:
             steer(source, **{**plain, **change})

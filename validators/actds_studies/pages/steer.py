@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from actds_studies.steer.result import WAYS, Decay, Effect, SteeredStratum, Steering
+from actds_studies.steer.result import (
+    WAYS,
+    ActedArm,
+    ArmName,
+    Components,
+    Decay,
+    Effect,
+    SteeredStratum,
+    Steering,
+)
 from actds_validators.audit.place import Level
 from actds_validators.audit.result import Estimate
 from actds_validators.pages.answer import AnswerPage, Shown, head_facts
@@ -47,12 +56,17 @@ def page(result: Steering, command: str) -> AnswerPage:
         "on (held). The effect is the divergence of the next token from the plain one's.",
         next_steps=result.answer.next_steps or ["Nothing is missing."],
         facts=_facts(result, command),
-        sections=[_decays(result), Shown(_effects(result)), Shown(_strata(result))],
+        sections=[
+            _decays(result),
+            *_components(result.components),
+            Shown(_effects(result)),
+            Shown(_strata(result)),
+        ],
         verdicts=[
             (_LEVELS[outcome], f"{way}, {WAYS[way]}: {outcome}")
             for way, outcome in result.answer.by_way.items()
         ],
-        on_terminal=("effects",),
+        on_terminal=("components", "effects"),
     )
 
 
@@ -71,7 +85,7 @@ def _facts(result: Steering, command: str) -> list[tuple[str, str]]:
     head = head_facts(
         result,
         Vector=f"{result.vector}, {result.vector_sha256[:16]}, at {result.hook}",
-        Requests=count(result.n_requests),
+        Requests=f"{count(result.n_requests)} of {count(result.n_prompts)} prompts",
         Unembedding=f"proved: entropies within {result.unembedding:.2g} nats of the engine's",
     )
     norms = ", ".join(f"{norm:.4g} at step {step}" for step, norm in result.norms)
@@ -114,7 +128,7 @@ def _chart(result: Steering) -> Picture:
     p = Picture(
         "decay",
         "Divergence by step",
-        "Mean divergence of the next token with its 95 % interval over requests: the vector, its "
+        "Mean divergence of the next token with its 95 % interval over prompts: the vector, its "
         "negative, and random vectors of its length. The dashed line is the floor.",
         WIDTH,
         50 + len(panels) * (height + 80),
@@ -146,23 +160,49 @@ def _line(p: Picture, f: Frame, effects: list[Effect], mark: str, line: str) -> 
         if (value := effect.divergence) is None:
             before = None
             continue
-        p.data.rows.append(
-            (
-                effect.way,
-                effect.after,
-                effect.vector,
-                effect.step,
-                value.value,
-                value.low,
-                value.high,
-            )
-        )
+        key = (effect.way, effect.after, effect.vector, effect.step)
+        p.data.rows.append((*key, value.value, value.low, value.high))
         x, y = f.x(at), f.y(value.value)
         if before is not None:
             p.line(*before, x, y, f"{line} whisker")
         p.line(x, f.y(value.low), x, f.y(value.high), f"{line} whisker")
         p.dot(x, y, mark, f"{effect.vector}, step {effect.step}: {_interval(value)}")
         before = x, y
+
+
+_ARMS: Columns[ActedArm] = (
+    ("equal", lambda row: row.dosing),
+    ("direction", lambda row: _DIRECTIONS[row.arm]),
+    ("of the norm", lambda row: or_dash(row.share, percent)),
+    ("aimed", lambda row: _interval(row.aimed)),
+    ("divergence, nats", lambda row: _interval(row.divergence)),
+)
+_DIRECTIONS: dict[ArmName, str] = {
+    "prompts": "of prompts, in prompts",
+    "carried": "of prompts, in answers",
+    "refitted": "of answers, in answers",
+    "random in prompts": "random, in prompts",
+    "random in answers": "random, in answers",
+}
+
+
+def _components(of: Components | None) -> list[Shown]:
+    if of is None:
+        return []
+    words = "; ".join(
+        f"{dosing}: {cause}, answers keep {_interval(of.kept[dosing])} of the effect, and the "
+        f"refit restores {_interval(of.restored[dosing])} of what they lose"
+        for dosing, cause in of.by_dosing.items()
+    )
+    at = ", ".join(f"{position} ({n} requests of either)" for position, n in of.positions)
+    lead = (
+        f"{of.outcome.capitalize()}: {words}. Positions {at}. The directions have a cosine of "
+        f"{of.cosine:.2f}; those of two halves {of.split_half['prompts']:.2f} in prompts, "
+        f"{of.split_half['answers']:.2f} in answers. Aimed: how far the last row moves along the "
+        "difference of the two selections there, over that difference."
+    )
+    table = table_of("A direction and its refit", _ARMS, of.arms, frozenset({0, 1}))
+    return [Shown(Part("components", "Regime or component", Sentence(lead), table))]
 
 
 _EFFECTS: Columns[Effect] = (

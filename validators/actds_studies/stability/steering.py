@@ -17,8 +17,16 @@ import numpy as np
 from actds.explore.dataset import Dataset
 from actds.explore.requests import token_sequences
 from actds_studies.stability.result import FeatureSteering, SteeredArm, SteeredPair
-from actds_studies.steer.api import AGAIN, CURVE, N_CALIBRATED, _Study
-from actds_studies.steer.measure import Read, decay_of, effects_of, estimate, prove, strength_at
+from actds_studies.steer.api import AGAIN, N_CALIBRATED, _Study
+from actds_studies.steer.measure import (
+    CURVE,
+    Read,
+    decay_of,
+    effects_of,
+    estimate,
+    prove,
+    strength_at,
+)
 from actds_studies.steer.replays import PLAIN, Replayed, Serving, Variant
 from actds_studies.steer.result import Decay, Limits
 from actds_validators.arrays import Floats, Ints, Rows
@@ -69,7 +77,7 @@ class Directions(_Study):
         return [strength_at(list(map(reached, curve)), self.limits.nats) for curve in variants]
 
     def _nats(self, replayed: Replayed, name: str, at: Ints, plain: Ints) -> Floats:
-        return self._divergence(replayed, replayed.rows(name, at), plain)[0]
+        return self._differences(replayed, replayed.rows(name, at), plain)[0]
 
     def _decays(
         self, serving: Serving, units: Rows, strengths: Sequence[float | None], folder: Path
@@ -85,11 +93,12 @@ class Directions(_Study):
         prove(self.unembedding, replayed.values(rows), entropies, f"{serving.options['model']}")
         at = np.array(self.steps) - 1 + AFTER
         plain = replayed.rows(PLAIN, at)
-        floor = estimate(np.nanmean(self._nats(replayed, AGAIN, at, plain), axis=1))
+        again = self._nats(replayed, AGAIN, at, plain)
+        floor = estimate(np.nanmean(again, axis=1), self.group)
         decays = {}
         for v in known:
-            parts = self._divergence(replayed, self._at(replayed, f"{v}", at), plain)
-            read = Read("held", "vector", 1.0, AFTER, *parts)
+            parts = self._differences(replayed, self._at(replayed, f"{v}", at), plain)
+            read = Read("held", "vector", 1.0, AFTER, *parts, self.group)
             decays[v] = decay_of(read, effects_of(read, self.steps), floor, self.limits)
         return decays
 

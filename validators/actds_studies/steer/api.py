@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,22 @@ import numpy as np
 from actds.errors import ActdsError
 from actds.explore.dataset import Dataset, open_apart
 from actds.explore.requests import token_sequences
-from actds.loader.selection import select
 from actds.text import storable
 from actds_studies.regimes.entropies import Unembedding
 from actds_studies.steer.measure import (
     Read,
+    calibrated,
     decay_of,
+    differences,
     effects_of,
     estimate,
+    groups_by_prompt,
     prove,
     strata_of,
-    strength_at,
 )
-from actds_studies.steer.replays import PLAIN, Replayed, Serving, Variant, chosen
+from actds_studies.steer.refit import Contrast
+from actds_studies.steer.refit import refit as refit_of
+from actds_studies.steer.replays import PLAIN, Replayed, Serving, Variant, chosen, prompt_of
 from actds_studies.steer.result import (
     Decay,
     Dose,
@@ -46,11 +49,11 @@ from actds_validators.arrays import Floats, Ints, Rows
 from actds_validators.dictionaries.formats import dictionary_feature
 from actds_validators.sections import about, need_extra, settings_of
 
-CURVE = tuple(2.0**k for k in range(-6, 2))
-"""Strengths that the dose is looked for among, over the median norm of rows."""
 N_CALIBRATED = 64
 """Generated tokens of a request that the dose is calibrated on."""
 AGAIN = "again"
+REFIT_SHARES = tuple(2.0**k for k in range(-3, 4))
+"""Strengths of a direction and its refit, over that of a dose of 1."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ def steer(
     after: Sequence[int] = (1, 5, 20),
     engine: str = "vllm",
     engine_args: Mapping[str, Any] | None = None,
+    refit: bool = False,
     limits: Limits | Mapping[str, float] | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Steering:
@@ -99,6 +103,8 @@ def steer(
         after: steps later that it is read.
         engine: as of ``actds.replay``.
         engine_args: likewise.
+        refit: say as well whether a direction of prompts, the contrast's, loses its effect in
+            answers because another direction is theirs (regime), or for any (component).
         limits: settings by name, or as the result has them.
         progress: receives what is being done.
 
@@ -107,9 +113,10 @@ def steer(
         and what the controls do.
 
     Raises:
-        ActdsError: E009 an argument that cannot be used; E014 too few or too short answers, no rows
-            of the hook, no dose, an unembedding that does not give the engine's entropies; E015 a
-            vector that does not fit; and as ``actds.replay``.
+        ActdsError: E009 an argument that cannot be used; E014 too few prompts, too short answers,
+            no rows of the hook, no dose within the strengths that are tried, an unembedding that
+            does not give the engine's entropies; E015 a vector that does not fit; and as
+            ``actds.replay``.
     """
     need_extra()
     chosen_limits = settings_of(Limits, limits)
@@ -119,9 +126,12 @@ def steer(
         raise ActdsError("E014", "hook", got=hook[:80], expected=expected)
     steps, delays, sizes = _checked(at, after, doses)
     of = vector if isinstance(vector, VectorOf) else VectorOf(file=vector)
+    if refit and of.contrast is None:
+        expected = "a contrast, of which there are rows in prompts and in answers"
+        raise ActdsError("E009", "refit", got="a vector that is given", expected=expected)
     study = _Study(source, Path(model), hook, (steps, delays, sizes), chosen_limits)
     options = {"model": model, "engine": engine, "engine_args": dict(engine_args or {})}
-    return study.run(of, options, progress)
+    return study.run(of, options, refit, progress)
 
 
 def _checked(
@@ -151,47 +161,54 @@ class _Study:
         self.unembedding = Unembedding(model, int(source.hooks[hook].d_model))
         every = list(token_sequences(source))
         least = max(self.steps) + max(self.after)
-        self.sequences = chosen(source, every, least, limits.requests, limits.seed)
-        names = {(s.run, s.request) for s in self.sequences}
-        further = [s for s in every if (s.run, s.request) not in names]
+        self.sequences = chosen(every, least, limits.requests, limits.seed)
+        self.group = groups_by_prompt(self.sequences, limits.seed)
+        steered = set(map(prompt_of, self.sequences))
+        self.further = [s for s in every if prompt_of(s) not in steered]
         short = min(N_CALIBRATED, least)
         try:
-            self.calibrated = chosen(source, further, short, limits.calibration, limits.seed)
+            self.calibrated = chosen(self.further, short, limits.calibration, limits.seed)
         except ActdsError:  # a small dataset: on the requests of the study
             self.calibrated = self.sequences[: limits.calibration]
 
     def run(
-        self, of: VectorOf, options: Mapping[str, Any], progress: Callable[[str], None]
+        self, of: VectorOf, options: Mapping[str, Any], refit: bool, progress: Callable[[str], None]
     ) -> Steering:
         serving = Serving(self.source, self.hook, options, progress)
-        unit, words = self._vector(of)
+        contrast = None
+        if of.contrast is not None:
+            seed = self.limits.seed
+            contrast = Contrast(self.source, self.hook, self.further, of.contrast, seed)
+        unit, words = self._vector(of, contrast)
         norm = self._median_norm()
         with tempfile.TemporaryDirectory(
             prefix="actds-steer-", ignore_cleanup_errors=True
         ) as folder:
             progress("calibrating the dose")
-            curve = self._curve(serving, unit, norm, Path(folder) / "dose")
-            strength = strength_at(curve, self.limits.nats)
-            if strength is None:
-                got = f"{curve[-1][1]:.3g} nats at {curve[-1][0]:.3g}, twice the length of rows"
-                expected = f"{self.limits.nats:g} nats at some strength"
-                raise ActdsError("E014", "dose", got=got, expected=expected)
+            curve, strength = self._dose(serving, unit, norm, Path(folder))
             progress("serving the variants")
             vectors = self._vectors(unit)
             variants = self._variants(strength, len(vectors))
             replayed = serving.serve(self.sequences, variants, vectors, Path(folder) / "study")
             rows, entropies = replayed.recorded()
             proof = prove(self.unembedding, replayed.values(rows), entropies, f"{options['model']}")
-            return self._result(replayed, variants, (unit, words), (curve, strength, norm), proof)
+            components = None
+            if refit and contrast is not None:
+                progress("serving a direction and its refit")
+                serve = partial(serving.serve, folder=Path(folder) / "refit", whole=True)
+                shares = np.array(REFIT_SHARES) * strength / norm
+                steered = self.sequences, self._median_norm, shares, self.limits
+                components = refit_of(contrast, *steered, serve, self.unembedding)
+            result = self._result(replayed, (unit, words), (curve, strength, norm), proof)
+            return result.model_copy(update={"components": components})
 
     # the vector -----------------------------------------------------------------------------------
 
-    def _vector(self, of: VectorOf) -> tuple[Rows, str]:
+    def _vector(self, of: VectorOf, contrast: Contrast | None) -> tuple[Rows, str]:
         """Return the direction, of length 1, and where it comes from in words."""
         d_model = self.source.hooks[self.hook].d_model
-        if of.contrast is not None:
-            first, second = (self._mean(where) for where in of.contrast)
-            vector, words = first - second, f"{of.contrast[0]} against {of.contrast[1]}"
+        if contrast is not None:
+            vector, words = contrast.direction(), contrast.words
         elif of.feature is not None:
             path, number = of.feature
             vector = np.asarray(
@@ -213,33 +230,6 @@ class _Study:
             raise ActdsError("E015", words, got=got, expected=f"({d_model},), finite, not 0")
         return np.asarray(vector / length, np.float32), words
 
-    def _mean(self, where: str) -> Floats:
-        """Return the mean row that an expression holds of, over requests that are not steered."""
-        selection = select(self.source, self.hook, None, where=where)
-        steered = {
-            run: [s.request for s in self.sequences if s.run == run]
-            for run in {s.run for s in self.sequences}
-        }
-        shards = self.source.shards_of(self.hook)
-        starts = accumulate((shard.n_rows for shard in shards), initial=0)
-        start_of = dict(zip((shard.name for shard in shards), starts, strict=False))
-        total, n = np.zeros(self.source.hooks[self.hook].d_model), 0
-        for shard in selection.shards:
-            kept = selection.filter.kept(shard)
-            request = shard.tokens(["request"])["request"].to_numpy()
-            mask = ~np.isin(request, steered.get(shard.run, []))
-            mask &= True if kept is None else kept
-            if mask.any():
-                numbers = start_of[shard.name] + np.flatnonzero(mask)
-                values = self.source.array(self.hook)[numbers]
-                total += values.astype(np.float64).sum(axis=0)
-                n += int(mask.sum())
-        if not n:
-            raise ActdsError(
-                "E014", "where", got=f"{where}, of no row that is not steered", expected="some"
-            )
-        return np.asarray(total / n)
-
     def _vectors(self, unit: Rows) -> Rows:
         """Return the vector, its negative, and random ones of length 1."""
         rng = np.random.default_rng(self.limits.seed)
@@ -247,45 +237,45 @@ class _Study:
         random /= np.linalg.norm(random, axis=1, keepdims=True)
         return np.concatenate([unit[np.newaxis], -unit[np.newaxis], random]).astype(np.float32)
 
-    def _median_norm(self) -> float:
-        """Return the median norm of rows of the hook in the answers that are steered."""
+    def _median_norm(self, members: Sequence[int] | None = None, at: int | None = None) -> float:
+        """Return the median norm of rows of the hook: in answers, or at a position of requests."""
         parts = [np.zeros(0, np.int64)]
-        for sequence in self.sequences:
-            rows = self.source.request(sequence.request, run=sequence.run, hook=self.hook).row
-            parts.append(rows[sequence.n_given :])
+        for n in range(len(self.sequences)) if members is None else members:
+            s = self.sequences[n]
+            rows = self.source.request(s.request, run=s.run, hook=self.hook).row
+            parts.append(rows[s.n_given :] if at is None else rows[at : at + 1])
         numbers = np.unique(np.concatenate(parts))
         numbers = numbers[numbers >= 0][:4096]
         if not len(numbers):
-            raise ActdsError("E014", self.hook, got="no row of an answer", expected="some")
+            expected = "some in prompts and in answers"
+            raise ActdsError("E014", self.hook, got="no row where it acts", expected=expected)
         values = self.source.array(self.hook)[numbers].astype(np.float32)
         return float(np.median(np.linalg.norm(values, axis=1)))
 
     # the dose -------------------------------------------------------------------------------------
 
-    def _curve(
+    def _dose(
         self, serving: Serving, unit: Rows, norm: float, folder: Path
-    ) -> list[tuple[float, float]]:
-        """Return strengths, and the quantile of the divergence over tokens at each."""
+    ) -> tuple[list[tuple[float, float]], float]:
+        """Return strengths with the quantile of the divergence over tokens, and that of a dose."""
         n = min(min(len(s.token_id) - s.n_given for s in self.calibrated), N_CALIBRATED)
-        variants = [Variant(f"c{k}", 0, share * norm, 0, None, n) for k, share in enumerate(CURVE)]
-        replayed = serving.serve(self.calibrated, variants, unit[np.newaxis], folder)
         at = np.arange(n)
-        plain = replayed.rows(PLAIN, at)
-        curve = []
-        for variant in variants:
-            divergence = self._divergence(replayed, replayed.rows(variant.name, at), plain)[0]
-            known = divergence[np.isfinite(divergence)]
-            value = float(np.quantile(known, self.limits.quantile)) if len(known) else 0.0
-            curve.append((variant.strength, value))
-        return curve
 
-    def _divergence(self, replayed: Replayed, rows: Ints, plain: Ints) -> tuple[Floats, Rows]:
-        """Return divergences, and changes of the last row, NaN where a row is missing."""
-        steered, other = replayed.values(rows), replayed.values(plain)
-        result = np.full(rows.shape, np.nan)
-        known = (rows >= 0) & (plain >= 0)
-        result[known] = self.unembedding.divergences(steered[known], other[known])
-        return result, steered - other
+        def quantiles(shares: Sequence[float]) -> list[float]:
+            variants = [
+                Variant(f"c{k}", 0, share * norm, 0, None, n) for k, share in enumerate(shares)
+            ]
+            out = folder / f"dose-{min(shares):g}"
+            replayed = serving.serve(self.calibrated, variants, unit[np.newaxis], out)
+            plain = replayed.rows(PLAIN, at)
+            read = [self._differences(replayed, replayed.rows(v.name, at), plain) for v in variants]
+            return [_quantile(divergence, self.limits.quantile) or 0.0 for divergence, _ in read]
+
+        curve, share = calibrated(quantiles, self.limits.nats)
+        return [(share * norm, value) for share, value in curve], share * norm
+
+    def _differences(self, replayed: Replayed, rows: Ints, plain: Ints) -> tuple[Floats, Rows]:
+        return differences(self.unembedding, replayed, rows, plain)
 
     # the study ------------------------------------------------------------------------------------
 
@@ -318,10 +308,10 @@ class _Study:
                 for dose in self.doses if kind == "vector" else [1.0]:
                     names = [f"{served}-{v}-{dose:g}" for v in vectors]
                     steered = [self._at(replayed, name, at) for name in names]
-                    parts = [self._divergence(replayed, rows, plain) for rows in steered]
+                    parts = [self._differences(replayed, rows, plain) for rows in steered]
                     divergence = np.mean([part[0] for part in parts], axis=0)
                     change = np.mean([part[1] for part in parts], axis=0)
-                    yield Read(way, kind, dose, k, divergence, change)
+                    yield Read(way, kind, dose, k, divergence, change, self.group)
 
     def _at(self, replayed: Replayed, name: str, at: Ints) -> Ints:
         """Return rows of the variant of each step, at one generated position each."""
@@ -333,16 +323,14 @@ class _Study:
     def _result(
         self,
         replayed: Replayed,
-        variants: Sequence[Variant],
         vector: tuple[Rows, str],
         dose: tuple[list[tuple[float, float]], float, float],
         proof: float,
     ) -> Steering:
         longest = np.arange(max(self.steps) + max(self.after))
         plain = replayed.rows(PLAIN, longest)
-        floor = estimate(
-            np.nanmean(self._divergence(replayed, replayed.rows(AGAIN, longest), plain)[0], axis=1)
-        )
+        again = self._differences(replayed, replayed.rows(AGAIN, longest), plain)[0]
+        floor = estimate(np.nanmean(again, axis=1), self.group)
         reads = list(self._reads(replayed, 2 + self.limits.random))
         effects: list[Effect] = []
         decays: list[Decay] = []
@@ -359,8 +347,7 @@ class _Study:
         curve, strength, norm = dose
         n_held = self.steps[0] + max(self.after)
         rows = replayed.rows(f"held-0-1-{self.steps[0]}", longest[:n_held])
-        kept = self._divergence(replayed, rows, plain[:, :n_held])[0]
-        known = kept[np.isfinite(kept)]
+        kept = differences(self.unembedding, replayed, rows, plain[:, :n_held])[0]
         of_dataset = about(self.source.catalog, "")
         unit, words = vector
         return Steering(
@@ -374,11 +361,12 @@ class _Study:
             vector=storable(words),
             vector_sha256=hashlib.sha256(unit.astype("<f4").tobytes()).hexdigest(),
             n_requests=len(self.sequences),
+            n_prompts=len(set(map(prompt_of, self.sequences))),
             floor=floor,
             dose=Dose(
                 strength=strength,
                 median_norm=norm,
-                kept=float(np.quantile(known, self.limits.quantile)) if len(known) else None,
+                kept=_quantile(kept, self.limits.quantile),
                 curve=curve,
             ),
             unembedding=proof,
@@ -413,8 +401,13 @@ class _Study:
     def _specific(self, reads: Sequence[Read]) -> bool | None:
         """Return whether the vector does more at the first step than random ones, paired."""
         of = {read.vector: read for read in reads if (read.way, read.dose) == ("pulse", 1.0)}
-        gap = estimate(of["vector"].divergence[:, 0] - of["random"].divergence[:, 0])
+        gap = estimate(of["vector"].divergence[:, 0] - of["random"].divergence[:, 0], self.group)
         return None if gap is None else gap.low > 0
+
+
+def _quantile(divergence: Floats, quantile: float) -> float | None:
+    known = divergence[np.isfinite(divergence)]
+    return float(np.quantile(known, quantile)) if len(known) else None
 
 
 def _leading(decays: Sequence[Decay], latest: int, soonest: int) -> list[Decay]:

@@ -18,6 +18,7 @@ import actds
 from actds.errors import ActdsError
 from actds.explore.dataset import Dataset
 from actds.explore.requests import TokenSequence
+from actds.format.interventions import Part
 from actds_validators.arrays import Floats, Ints, Rows
 from actds_writers.config import ReplaySettings
 from actds_writers.harvest.replay import Replays
@@ -31,12 +32,14 @@ N_PROVED = 256
 
 @dataclass(frozen=True)
 class Variant:
-    """What is added to the rows of a hook, where, and how much of the answer is served.
+    """What is added to the rows of a hook, where, and how much of a request is served.
 
     Args:
         vector: row of the file of vectors, ``None`` of the plain one.
-        start: first generated position that is changed; ``stop``, the one after the last.
-        n_generated: generated positions that are served.
+        start: first position of the part that is changed; ``stop``, the one after the last.
+        n: positions of the part that are served.
+        part: that positions count from: what was generated, or all of the request.
+        among: numbers of the sequences that are served, ``None`` for all.
     """
 
     name: str
@@ -44,7 +47,9 @@ class Variant:
     strength: float
     start: int
     stop: int | None
-    n_generated: int
+    n: int
+    part: Part | None = "generated"
+    among: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -67,13 +72,15 @@ class Serving:
         variants: Sequence[Variant],
         vectors: Rows,
         folder: Path,
+        *,
+        whole: bool = False,
     ) -> Replayed:
-        """Serve sequences, plain and in every variant, into a folder.
+        """Serve sequences, plain and in every variant, into a folder; plain ones whole or in part.
 
         Raises:
             ActdsError: as ``actds.replay``.
         """
-        longest = max(variant.n_generated for variant in variants)
+        longest = 1 << 31 if whole else max(variant.n for variant in variants)
         every = [Variant(PLAIN, None, 0.0, 0, None, longest), *variants]
         folder.mkdir()
         np.save(folder / "vectors.npy", vectors)
@@ -89,7 +96,7 @@ class Serving:
                         "strength": v.strength,
                     }
                 ],
-                "part": "generated",
+                "part": v.part,
                 "start": v.start,
                 "stop": v.stop,
                 "requests": [f"id *#{v.name}"],
@@ -110,7 +117,12 @@ class Serving:
                 **self.options,
             }
         )
-        served = [_cut(s, n, v) for v in every for n, s in enumerate(sequences)]
+        all_numbers = range(len(sequences))
+        served = [
+            _cut(sequences[n], n, v)
+            for v in every
+            for n in (all_numbers if v.among is None else v.among)
+        ]
         requests = Replays(settings, self.source, _Says(self.say), sequences=served)
         harvest(settings.as_write(str(settings.hooks)), served_by=requests.served)
         return Replayed(actds.open(settings.out), sequences)
@@ -126,9 +138,10 @@ class _Says(Observer):
 
 def _cut(sequence: TokenSequence, number: int, variant: Variant) -> TokenSequence:
     """Return the beginning of a sequence, named after its number and a variant."""
-    n = sequence.n_given + variant.n_generated
+    n = variant.n + (sequence.n_given if variant.part else 0)
     return replace(
         sequence,
+        n_given=min(sequence.n_given, n),
         token_id=sequence.token_id[:n],
         role=sequence.role[:n],
         line={**sequence.line, "external_id": f"{number}#{variant.name}"},
@@ -155,16 +168,21 @@ class Replayed:
         Returns:
             ``(n_sequences, n_positions)``.
         """
-        rows = np.full((len(self._given), len(at)), -1, np.int64)
-        for n, given in enumerate(self._given.tolist()):
+        numbers = np.arange(len(self._given))[:, np.newaxis]
+        return self.at(variant, numbers, self._given[:, np.newaxis] + at)
+
+    def at(self, variant: str, number: Ints, position: Ints | int) -> Ints:
+        """Return the number of the row at positions of sequences by number, -1 for none."""
+        number, position = np.broadcast_arrays(number, position)
+        rows = np.full(number.shape, -1, np.int64)
+        for n in np.unique(number).tolist():
             name = f"{n}#{variant}"
             if name not in self._rows:
                 of = self.dataset.request(self._number[name], hook=self.last)
                 self._rows[name] = of.row
-            known = self._rows[name]
-            position = given + at
-            within = position < len(known)
-            rows[n, within] = known[position[within]]
+            known, here = self._rows[name], number == n
+            within = here & (position < len(known))
+            rows[within] = known[position[within]]
         return rows
 
     def values(self, rows: Ints, hook: str | None = None) -> Rows:
@@ -189,22 +207,29 @@ class Replayed:
         return np.array(rows, np.int64), np.array(entropies, np.float64)
 
 
+def prompt_of(sequence: TokenSequence) -> bytes:
+    """Return what tells the prompt of a request from others: its tokens."""
+    return sequence.token_id[: sequence.n_given].tobytes()
+
+
 def chosen(
-    source: Dataset, sequences: Sequence[TokenSequence], least: int, n: int, seed: int
+    sequences: Sequence[TokenSequence], least: int, n: int, seed: int
 ) -> list[TokenSequence]:
     """Return sequences with so many generated positions, drawn and in a drawn order.
 
     Raises:
-        ActdsError: E014 fewer than two.
+        ActdsError: E014 fewer than two prompts.
     """
     long = [s for s in sequences if s.unknown is None and len(s.token_id) - s.n_given >= least]
-    if len(long) < 2:
+    n_prompts = len(set(map(prompt_of, long)))
+    if n_prompts < 2:
         longest = max((len(s.token_id) - s.n_given for s in sequences), default=0)
         raise ActdsError(
             "E014",
             "at",
-            got=f"{len(long)} requests with {least} generated tokens; the longest has {longest}",
-            expected="two at least",
+            got=f"{len(long)} requests of {n_prompts} prompts with {least} generated tokens; the "
+            f"longest has {longest}",
+            expected="two prompts at least",
             next_step="Steer at earlier steps, read sooner after, or harvest longer answers.",
         )
     order = np.random.default_rng(seed).permutation(len(long))[:n]

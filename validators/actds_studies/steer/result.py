@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -20,6 +20,23 @@ Outcome = Literal["holds", "decays", "reverses", "undecided"]
 OUTCOMES: tuple[Outcome, ...] = ("reverses", "decays", "undecided", "holds")
 Vector = Literal["vector", "negative", "random", "none"]
 """What was added: the vector, its negative, random vectors of its length, or a vector of zeros."""
+Side = Literal["prompts", "answers"]
+SIDES: tuple[Side, Side] = ("prompts", "answers")
+ArmName = Literal["prompts", "carried", "refitted", "random in prompts", "random in answers"]
+ARMS: dict[ArmName, tuple[Side, int]] = {
+    "prompts": ("prompts", 0),
+    "carried": ("answers", 0),
+    "refitted": ("answers", 1),
+    "random in prompts": ("prompts", 2),
+    "random in answers": ("answers", 2),
+}
+"""Where each arm acts, and by what: the direction of prompts, that of answers, a random one."""
+Dosing = Literal["nats", "norm"]
+DOSINGS: dict[Dosing, str] = {
+    "nats": "as many nats in each arm",
+    "norm": "the strength over the row's norm that has these nats in prompts",
+}
+Cause = Literal["regime", "component", "neither lost", "undecided"]
 
 
 class Limits(LimitsSection):
@@ -40,6 +57,12 @@ class Limits(LimitsSection):
     )
     margin: float = Field(
         default=0.2, gt=0, lt=1, description="share of an effect that may go where it holds"
+    )
+    restored: float = Field(
+        default=0.5, gt=0, lt=1, description="of a lost effect, by a refit: more is a regime"
+    )
+    split_half: float = Field(
+        default=0.7, gt=0, lt=1, description="cosine of a refit's two halves, for a component"
     )
     seed: int = Field(default=0, ge=0, lt=2**31, description="of requests and random vectors")
 
@@ -95,6 +118,37 @@ class SteeredStratum(Section):
     divergence: Estimate | None
 
 
+class ActedArm(Section):
+    """What a direction does to the next token, at positions that prompts and answers both have."""
+
+    arm: ArmName
+    dosing: Dosing
+    share: float | None = Field(description="strength over the median norm of rows there")
+    aimed: Estimate | None = Field(
+        description="of the change of the last row, the part along the contrast's own difference "
+        "of last rows, over that difference"
+    )
+    divergence: Estimate | None = Field(description="mean, nats")
+
+
+class Components(Section):
+    """Whether answers lose the effect of a direction of prompts for their regime or for any."""
+
+    outcome: Cause
+    reason: str | None = Field(description="why it is undecided")
+    by_dosing: dict[Dosing, Cause]
+    kept: dict[Dosing, Estimate | None] = Field(description="aimed effect, answers over prompts")
+    restored: dict[Dosing, Estimate | None] = Field(description="by the refit, of what was lost")
+    positions: list[tuple[int, int]] = Field(description="with the requests of either side there")
+    n_groups: int = Field(description="of prompts, that intervals leave out")
+    cosine: float = Field(description="of the direction of prompts and that of answers")
+    split_half: dict[Side, float] = Field(description="cosine of directions of halves of prompts")
+    arms: list[ActedArm]
+    curves: dict[ArmName, list[tuple[float, float, float]]] = Field(
+        description="strength over norm, quantile of the divergence, mean aimed effect"
+    )
+
+
 class SteeringAnswer(Section):
     """What the decays at a dose of 1 say together."""
 
@@ -113,6 +167,7 @@ class Steering(OfDataset):
     vector: str = Field(description="where it comes from")
     vector_sha256: str
     n_requests: int
+    n_prompts: int = Field(description="that differ; intervals leave out a group of them")
     floor: Estimate | None = Field(description="divergence of a vector of zeros: numerics alone")
     dose: Dose
     unembedding: float = Field(
@@ -122,6 +177,7 @@ class Steering(OfDataset):
     effects: list[Effect]
     decays: list[Decay]
     strata: list[SteeredStratum]
+    components: Components | None = Field(default=None, description="where a refit was asked for")
     answer: SteeringAnswer
 
     def effect(self, way: Way, vector: Vector, dose: float, step: int, after: int) -> Effect | None:
@@ -154,6 +210,40 @@ def outcome_of(
     if ratio.low >= 1 - margin:
         return "holds", None
     return "undecided", f"the interval of the ratio, {ratio.low:.2f} to {ratio.high:.2f}"
+
+
+def component_of(
+    first: Estimate | None,
+    kept: Estimate | None,
+    restored: Estimate | None,
+    split_half: Mapping[Side, float],
+    limits: Limits,
+) -> Cause:
+    """Return why an effect of prompts is lost in answers, at one dosing.
+
+    Args:
+        first: the aimed effect in prompts.
+        kept, restored: as ``Components`` has them.
+    """
+    if first is None or kept is None or first.low <= 0:
+        return "undecided"
+    if kept.low >= 1 - limits.margin:
+        return "neither lost"
+    if kept.high >= 1 - limits.margin or restored is None:
+        return "undecided"
+    if restored.low > limits.restored:
+        return "regime"
+    is_known = split_half["answers"] >= limits.split_half
+    return "component" if restored.high < limits.restored and is_known else "undecided"
+
+
+def agreed(by_dosing: Mapping[Dosing, Cause]) -> tuple[Cause, str | None]:
+    """Return what both dosings say, and why that is undecided."""
+    causes = set(by_dosing.values())
+    if len(causes) == 1 and "undecided" not in causes:
+        return causes.pop(), None
+    words = [f"{cause} at {DOSINGS[dosing]}" for dosing, cause in by_dosing.items()]
+    return "undecided", "; ".join(words)
 
 
 def answer(decays: Sequence[Decay], specific: bool | None) -> SteeringAnswer:

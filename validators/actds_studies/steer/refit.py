@@ -1,0 +1,327 @@
+"""Regime or component: why a direction of prompts does less in answers.
+
+A direction of prompts acts on rows of prompts, and on rows of answers at the same positions; there
+a direction of answers acts as well. Where that does what the first no longer does, answers are
+another regime for the direction; where it does not, the model uses the component less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from actds.errors import ActdsError
+from actds.explore.dataset import Dataset
+from actds.explore.requests import TokenSequence
+from actds.loader.selection import select
+from actds_studies.regimes.entropies import Unembedding
+from actds_studies.steer.measure import clusters, differences, groups_by_prompt, strength_at
+from actds_studies.steer.replays import PLAIN, Replayed, Variant
+from actds_studies.steer.result import (
+    ARMS,
+    DOSINGS,
+    SIDES,
+    ActedArm,
+    ArmName,
+    Components,
+    Limits,
+    Side,
+    agreed,
+    component_of,
+)
+from actds_validators.arrays import Bools, Floats, Ints, Rows
+from actds_validators.audit.result import Estimate
+
+N_PLACES = 4
+"""Positions that prompts and answers both have, at which a direction and its refit act."""
+N_AT_ONCE = 8192
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows that an expression holds of: number in the array, request, position, whether sampled."""
+
+    where: str
+    row: Ints
+    request: Ints
+    position: Ints
+    sampled: Bools
+
+
+class Contrast:
+    """Two selections of rows of a hook, an expression each, of requests that are not steered.
+
+    Position 0 is left out: its rows are sinks, hundreds of times longer than the others.
+    """
+
+    def __init__(
+        self,
+        source: Dataset,
+        hook: str,
+        sequences: Sequence[TokenSequence],
+        pair: tuple[str, str],
+        seed: int,
+    ) -> None:
+        self._source, self._hook, self.sequences = source, hook, sequences
+        self.d_model = int(source.hooks[hook].d_model)
+        self.words = f"{pair[0]} against {pair[1]}"
+        self._pair = [self._rows(where) for where in pair]
+        prompt = clusters(sequences)
+        self._half = np.random.default_rng(seed).permutation(len(prompt))[prompt] % 2
+
+    def _rows(self, where: str) -> _Rows:
+        selection = select(self._source, self._hook, None, where=where)
+        shards = self._source.shards_of(self._hook)
+        starts = accumulate((shard.n_rows for shard in shards), initial=0)
+        start_of = dict(zip((shard.name for shard in shards), starts, strict=False))
+        numbers = {(s.run, s.request): n for n, s in enumerate(self.sequences)}
+        n_given = np.array([s.n_given for s in self.sequences], np.int64)
+        parts = [np.zeros((4, 0), np.int64)]
+        for shard in selection.shards:
+            kept = selection.filter.kept(shard)
+            table = shard.tokens(["request", "position"])
+            request, position = (table[name].to_numpy() for name in ("request", "position"))
+            known, at = np.unique(request, return_inverse=True)
+            of = np.array([numbers.get((shard.run, r), -1) for r in known.tolist()], np.int64)[at]
+            mask = (of >= 0) & (position > 0) & (True if kept is None else kept)
+            row = start_of[shard.name] + np.flatnonzero(mask)
+            sampled = position[mask] >= n_given[of[mask]]
+            parts.append(np.stack([row, of[mask], position[mask], sampled]).astype(np.int64))
+        row, of, position, sampled = np.concatenate(parts, axis=1)
+        return _Rows(where, row, of, position, sampled.astype(bool))
+
+    def direction(self, side: Side | None = None, half: int | None = None) -> Floats:
+        """Return the mean of the first rows less that of the second, of length 1.
+
+        Args:
+            side: of these rows only; half: of the requests with half of the prompts only.
+
+        Raises:
+            ActdsError: E014 no rows.
+        """
+        array = self._source.array(self._hook)
+        among = np.full(len(self._half), True) if half is None else self._half == half
+        vector = self._gap(lambda rows, at: array[rows.row[at]], side, among)
+        return vector / max(float(np.linalg.norm(vector)), 1e-30)
+
+    def _gap(
+        self, values: Callable[[_Rows, Ints], Rows], side: Side | None, among: Bools
+    ) -> Floats:
+        means = []
+        for rows in self._pair:
+            kept = among[rows.request]
+            kept &= True if side is None else rows.sampled == (side == "answers")
+            total, n, at = 0.0, 0, np.flatnonzero(kept)
+            for start in range(0, len(at), N_AT_ONCE):
+                part = values(rows, at[start : start + N_AT_ONCE])
+                part = part[np.isfinite(part).all(axis=1)]
+                total, n = total + part.astype(np.float64).sum(axis=0), n + len(part)
+            if not n:
+                where = "" if side is None else f" of {'half of ' * (not among.all())}the {side}"
+                got = f"{rows.where}, of no row{where} that is not steered"
+                raise ActdsError("E014", "where", got=got, expected="some")
+            means.append(total / n)
+        return np.asarray(means[0] - means[1])
+
+    def drawn(self, n: int, seed: int) -> Ints:
+        """Return the numbers of some requests that have rows."""
+        known = np.unique(np.concatenate([rows.request for rows in self._pair]))
+        return np.random.default_rng(seed).permutation(known)[:n]
+
+    def aim(self, replayed: Replayed, place: Ints) -> Floats:
+        """Return how far apart the last rows of the selections lie, the mean of both sides.
+
+        Args:
+            place: number of each request in the replay, -1 where it is not in it.
+        """
+
+        def last(rows: _Rows, at: Ints) -> Rows:
+            of, position = place[rows.request[at]], rows.position[at]
+            return replayed.values(replayed.at(PLAIN, of, position))
+
+        return np.asarray(np.mean([self._gap(last, side, place >= 0) for side in SIDES], axis=0))
+
+
+def refit(
+    contrast: Contrast,
+    sequences: Sequence[TokenSequence],
+    norm: Callable[[list[int], int], float],
+    shares: Floats,
+    limits: Limits,
+    serve: Callable[..., Replayed],
+    unembedding: Unembedding,
+) -> Components:
+    """Let a direction of prompts and its refit act at the same positions, and say what they do.
+
+    Args:
+        sequences: requests that are steered.
+        norm: returns the median norm of rows of some of them at a position.
+        shares: strengths over that norm.
+    """
+    places = places_of(sequences, limits.seed)
+    random = np.random.default_rng(limits.seed).normal(size=contrast.d_model)
+    vectors = [*map(contrast.direction, SIDES), random / np.linalg.norm(random)]
+    halves = {side: [contrast.direction(side, half) for half in (0, 1)] for side in SIDES}
+    variants = []
+    for arm, (side, vector) in enumerate(ARMS.values()):
+        for p, of_side in places.items():
+            members = of_side[side].tolist()
+            for k, strength in enumerate((shares * norm(members, p)).tolist()):
+                what = (f"{arm}-{p}-{k}", vector, strength, p, p + 1, p + 1, None, members)
+                variants.append(Variant(*what))
+    drawn = contrast.drawn(2 * limits.requests, limits.seed)
+    every = [*sequences, *(contrast.sequences[n] for n in drawn.tolist())]
+    replayed = serve(every, variants, np.stack(vectors).astype(np.float32))
+    place = np.full(len(contrast.sequences), -1)
+    place[drawn] = len(sequences) + np.arange(len(drawn))
+    aim = contrast.aim(replayed, place)
+    aim /= aim @ aim
+    left, right = (np.concatenate([of[side] for of in places.values()]) for side in SIDES)
+    group = groups_by_prompt(sequences, limits.seed, (left, right))
+    acted = {}
+    for arm, (name, (side, _)) in enumerate(ARMS.items()):
+        of_arm = np.concatenate([of[side] for of in places.values()])
+        at = np.concatenate([np.full(len(of[side]), p) for p, of in places.items()])
+        plain = replayed.at(PLAIN, of_arm, at)
+        aimed, nats = [], []
+        for k in range(len(shares)):
+            rows = [replayed.at(f"{arm}-{p}-{k}", of[side], p) for p, of in places.items()]
+            divergence, change = differences(unembedding, replayed, np.concatenate(rows), plain)
+            aimed.append(change @ aim)
+            nats.append(divergence)
+        known = np.isfinite(nats).all(axis=0)
+        along, divergences = (np.stack(of, axis=1)[known] for of in (aimed, nats))
+        acted[name] = Acted(along, divergences, group[of_arm[known]])
+    at_places = [(p, len(of_side["prompts"])) for p, of_side in places.items()]
+    split_half = {side: float(a @ b) for side, (a, b) in halves.items()}
+    cosine = float(vectors[0] @ vectors[1])
+    return components_of(acted, shares, limits, at_places, cosine, split_half)
+
+
+def places_of(sequences: Sequence[TokenSequence], seed: int) -> dict[int, dict[Side, Ints]]:
+    """Return positions that prompts and answers have, and as many requests of either there."""
+    given = np.array([s.n_given for s in sequences])
+    n = np.array([len(s.token_id) for s in sequences])
+    at = np.arange(1, n.max())[:, np.newaxis]
+    has: dict[Side, Bools] = {"prompts": at < given, "answers": (given <= at) & (at < n)}
+    least = np.minimum(*(of_side.sum(axis=1) for of_side in has.values()))
+    least[least < 2] = 0
+    if not least.any():
+        got = "no position that two prompts and two answers have"
+        expected = "prompts that are as long as others with their answers"
+        raise ActdsError("E014", "refit", got=got, expected=expected)
+    wanted = (np.arange(N_PLACES) + 0.5) / N_PLACES * least.sum()
+    rng = np.random.default_rng(seed)
+    return {
+        int(at[k, 0]): {
+            side: np.sort(rng.permutation(np.flatnonzero(of_side[k]))[: least[k]])
+            for side, of_side in has.items()
+        }
+        for k in np.unique(np.searchsorted(np.cumsum(least), wanted)).tolist()
+    }
+
+
+@dataclass(frozen=True)
+class Acted:
+    """What one arm does at each strength, by request and position ``(n, n_strengths)``.
+
+    Args:
+        aimed: change of the last row along the aim, over the length of the aim.
+        divergence: nats.
+        group: of requests that count together ``(n,)``.
+    """
+
+    aimed: Floats
+    divergence: Floats
+    group: Ints
+
+
+def components_of(
+    acted: Mapping[ArmName, Acted],
+    shares: Floats,
+    limits: Limits,
+    positions: list[tuple[int, int]],
+    cosine: float,
+    split_half: dict[Side, float],
+) -> Components:
+    """Return whether answers lost the effect of a direction, and whether a refit restores it.
+
+    Strengths of a dose are found anew without each group, so that intervals hold them too.
+
+    Args:
+        shares: strengths over the median norm of rows ``(n_strengths,)``.
+    """
+    from actds_validators.statistics.intervals import from_replicates
+
+    groups = np.unique(np.concatenate([arm.group for arm in acted.values()]))
+    value = _at_doses(acted, shares, limits, -1)
+    without = np.stack([_at_doses(acted, shares, limits, g) for g in groups.tolist()], axis=-1)
+    flat = from_replicates(value.ravel(), without.reshape(value.size, -1))
+    intervals = np.array([Estimate.of(v) for v in flat], object).reshape(value.shape)
+    arms = [
+        ActedArm(
+            arm=arm,
+            dosing=dosing,
+            share=float(value[d, a, 0]) if np.isfinite(value[d, a, 0]) else None,
+            aimed=intervals[d, a, 1],
+            divergence=intervals[d, a, 2],
+        )
+        for d, dosing in enumerate(DOSINGS)
+        for a, arm in enumerate(acted)
+    ]
+    first = list(acted).index("prompts")
+    kept, restored = ({d: intervals[n, -1, k] for n, d in enumerate(DOSINGS)} for k in (0, 1))
+    by_dosing = {
+        d: component_of(intervals[n, first, 1], kept[d], restored[d], split_half, limits)
+        for n, d in enumerate(DOSINGS)
+    }
+    outcome, reason = agreed(by_dosing)
+    return Components(
+        outcome=outcome,
+        reason=reason,
+        by_dosing=by_dosing,
+        kept=kept,
+        restored=restored,
+        positions=positions,
+        n_groups=len(groups),
+        cosine=cosine,
+        split_half=split_half,
+        arms=arms,
+        curves={
+            arm: [
+                (float(s), float(np.quantile(k, limits.quantile)), float(e.mean()))
+                for s, k, e in zip(shares, of.divergence.T, of.aimed.T, strict=True)
+            ]
+            for arm, of in acted.items()
+        },
+    )
+
+
+def _at_doses(
+    acted: Mapping[ArmName, Acted], shares: Floats, limits: Limits, without: int
+) -> Floats:
+    """Return strength, aimed effect and divergence of each dosing and arm ``(2, n_arms + 1, 3)``.
+
+    The last line: what is kept, and restored. NaN where no strength has the nats.
+    """
+    result = np.full((len(DOSINGS), len(acted) + 1, 3), np.nan)
+    means = {}
+    for a, (name, arm) in enumerate(acted.items()):
+        some = arm.group != without
+        quantiles = np.quantile(arm.divergence[some], limits.quantile, axis=0)
+        share = strength_at(np.stack([shares, quantiles], axis=1).tolist(), limits.nats)
+        result[0, a, 0] = np.nan if share is None else share
+        means[name] = arm.aimed[some].mean(axis=0), arm.divergence[some].mean(axis=0)
+    result[1, :-1, 0] = result[0, list(acted).index("prompts"), 0]
+    for line in result:
+        for a, name in enumerate(acted):
+            line[a, 1:] = [np.interp(line[a, 0], shares, mean) for mean in means[name]]
+        of = dict(zip(acted, line[:, 1].tolist(), strict=False))
+        lost = of["prompts"] - of["carried"]
+        line[-1, 0] = of["carried"] / of["prompts"] if of["prompts"] else np.nan
+        line[-1, 1] = (of["refitted"] - of["carried"]) / lost if lost else 0.0
+        line[-1, 2] = 0.0
+    return result
