@@ -108,14 +108,36 @@ def fork_workers() -> None:
 
 
 def load() -> None:
-    """Import what every engine needs."""
+    """Import what every engine needs, and do once what each would do at its start.
+
+    The heap is frozen: a child that looked for garbage in it would copy all of its pages.
+    """
+    import gc
+
     import torch
     import transformers  # noqa: F401
     import vllm  # noqa: F401
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+    from vllm.model_executor.layers.quantization.online import base  # noqa: F401
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.renderers import hf  # noqa: F401
+    from vllm.v1.attention.backends import cpu_attn  # noqa: F401
+    from vllm.v1.core.sched import scheduler  # noqa: F401
     from vllm.v1.engine.llm_engine import LLMEngine  # noqa: F401
     from vllm.v1.worker import cpu_model_runner, cpu_worker  # noqa: F401
 
+    import actds_writers.cli
+    import actds_writers.engines.vllm.worker
+    import actds_writers.harvest.run  # noqa: F401
+
     torch.set_num_threads(1)
+    configure_logging_if_needed(LoggingConfig())
+    CpuPlatform.register_triton_kernel_overrides()
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(lambda: None)
+    gc.collect()
+    gc.freeze()
+    gc.unfreeze = lambda: None  # as an engine does that ends
 
 
 def wait(pid: int, deadline: float) -> int | None:
