@@ -39,7 +39,6 @@ class ActdsError(Exception):
     """
 
     def __new__(cls, code: str, *_: Any, **__: Any) -> Self:
-        """Return an error of the code's class, or of the subclass that was asked for."""
         kind: type[ActdsError] = globals()[CODES[code].error] if cls is ActdsError else cls
         # One argument: OSError's own reads two of them as an errno and its words.
         return super(ActdsError, kind).__new__(kind, code)  # type: ignore[return-value]
@@ -69,7 +68,6 @@ class ActdsError(Exception):
         return CODES[self.code].exit_code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how to make the error anew in another process."""
         words = {"got": self.got, "expected": self.expected, "next_step": self.next_step}
         return (partial(type(self), **words), (self.code, self.place))
 
@@ -130,7 +128,6 @@ class RefusedError(ActdsError):
             self.args = ("\n".join([first, *(f"  {reason.line()}" for reason in reasons), rest]),)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how to rebuild the error with its reasons in another process."""
         return (*super().__reduce__(), {"reasons": self.reasons, "args": self.args})
 
 

@@ -138,7 +138,6 @@ class _Numbered:
         return Index(self.number)
 
     def index(self, number: npt.NDArray[np.integer]) -> Ints:
-        """Return the index of each number, -1 for one that the census lacks."""
         return self._index.of(number)
 
 
@@ -297,7 +296,6 @@ class _Ranges:
         return position_key(self.request, self.stop)
 
     def at(self, index: int) -> tuple[Any, Any, Any]:
-        """Return request, start and stop of one range."""
         return self.request[index], self.start[index], self.stop[index]
 
 

@@ -219,7 +219,6 @@ def records_read(catalog: Catalog) -> dict[Source, int | None]:
 
 
 def _prompts(catalog: Catalog, run: str) -> tuple[Source, int | None]:
-    """Return the source of a run, and how many records the run read of it."""
     fields = catalog.runs[run].fields if run in catalog.runs else {}
     name, digest, n = (
         fields[key].value if key in fields else None

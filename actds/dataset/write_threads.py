@@ -190,7 +190,6 @@ class WriteThreads:
     # what the threads do -----------------------------------------------------------------------
 
     def _work(self, until: ArrayOnItsWay | None = None) -> None:
-        """Do what is next, until one array is put, or all are and no more will come."""
         note: Note | None = None
         while until is None or not until.put.done():
             with self._lock:
@@ -332,8 +331,6 @@ class WriteThreads:
         self._n_slots += 1
 
     def _finish(self, array: ArrayOnItsWay) -> None:
-        """Make a file durable, or throw it away, beside everything else."""
-
         def finish() -> None:
             error, put = array.error, None
             try:

@@ -147,7 +147,6 @@ class Apart:
             raise request.error(words["fault"])
 
     def _begin(self, request: Request) -> _Process:
-        """Return a process that has begun with the request."""
         for _ in range(2):
             process = self._take()
             try:
@@ -238,7 +237,6 @@ class _Process:
         return _receive(self._process.stdout.fileno())
 
     def end(self) -> str:
-        """End the process, and return the words for how it ended."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()

@@ -477,11 +477,9 @@ class ArrayReader:
         return out
 
     def _decode(self, index: int, frame: memoryview, target: Bits) -> None:
-        """Check one frame against its checksum, then decode it into whole rows."""
         self._decode_body(index, self._checked(index, frame), target)
 
     def _checked(self, index: int, frame: memoryview) -> memoryview:
-        """Return a frame without its checksum, which is right."""
         body, got, expected = _checksums(frame)
         if got != expected:
             frame = self._again(int(self._offsets[index]), frame)
@@ -491,7 +489,6 @@ class ArrayReader:
         return body
 
     def _again(self, offset: int, data: memoryview) -> memoryview:
-        """Return a damaged range anew where a cache held it, else as it is."""
         if self._file is None or not self._file.forget(offset, len(data)):
             return data
         return self._pread(offset, len(data))
@@ -579,7 +576,6 @@ class ArrayReader:
 
 
 def _checksums(data: memoryview) -> tuple[memoryview, int, int]:
-    """Return the data before a checksum, its checksum, and the one that it must have."""
     body = data[:-_CRC_NBYTES]
     return body, crc32c(body), struct.unpack("<I", data[-_CRC_NBYTES:])[0]
 

@@ -385,7 +385,6 @@ def register_format() -> None:
 
 
 def _split(table: pa.Table, float32: frozenset[str]) -> tuple[dict[str, torch.Tensor], pa.Table]:
-    """Return the rows of hooks as tensors, and the other columns."""
     acts, rest = {}, []
     for field in table.schema:
         kind = field.type
@@ -415,7 +414,6 @@ def _bits(column: pa.ChunkedArray, kind: np.dtype[Any]) -> np.ndarray[Any, Any]:
 
 
 def _narrow(bits: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
-    """Return the bfloat16 patterns of float32 ones that were widened."""
     halves = bits.view("<u2").reshape(*bits.shape, 2)
     if halves[..., 0].any():
         raise ValueError(

@@ -110,7 +110,6 @@ class _Source:
 
     @property
     def hits(self) -> Intervals:
-        """Return the positions that the prefix cache served from rows that were not drawn."""
         at = self._not_drawn.start != self._not_drawn.row
         start, length = self._not_drawn.start[at], self._not_drawn.length[at]
         return union(start, start + length)
@@ -180,7 +179,6 @@ class _Source:
         return ActdsError("E014", "once", got=got, expected=expected, next_step=step)
 
     def in_union(self, inclusion: Floats) -> Floats:
-        """Return the inclusion in the union of positions with an inclusion in the run."""
         by_seed: dict[int, float] = {}  # with one seed a smaller part lies in a larger one
         for _, seed, fraction in self._draw_of.values():
             by_seed[seed] = max(fraction, by_seed.get(seed, 0.0))

@@ -584,7 +584,6 @@ def _first_batches(
 
 
 def _together(batch: Keys) -> tuple[float, float]:
-    """Return partners and neighbours of a row in a batch, on average."""
     _, n_rows = np.unique(batch >> _REQUEST, return_counts=True)
     place, times = np.unique(batch, return_counts=True)
     beside = np.diff(place) == 1

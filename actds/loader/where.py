@@ -377,7 +377,6 @@ class _Compiler:
         return lambda v: compare(a(v), b(v))
 
     def _kind_in(self, right: ast.expr) -> Kind:
-        """Return the type of the first value of a list, that of a string where there is none."""
         match right:
             case ast.Tuple(elts=[first, *_]) | ast.List(elts=[first, *_]) | ast.Set([first, *_]):
                 kind = self.compile(first)[1]

@@ -194,7 +194,6 @@ class NewLocalFile(NewFile):
 
     @contextlib.contextmanager
     def _asked(self) -> Iterator[None]:
-        """Run what asks something of the disk."""
         try:
             yield
         except FileExistsError:

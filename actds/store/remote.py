@@ -80,7 +80,6 @@ class RemoteStore(Store):
         self._answered = False
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Return how to open the store again in another process."""
         return (type(self), (self.uri, self.cache), {"binds": self.binds})
 
     @property
@@ -348,7 +347,6 @@ class RemoteStore(Store):
         ]
 
     def _client(self, nbytes: int) -> Any:
-        """Return a client whose requests may take as long as a body of a size needs."""
         timeout_s = REQUEST_TIMEOUT_S
         while timeout_s < nbytes / MIN_NBYTES_PER_S:
             timeout_s *= 2
@@ -361,7 +359,6 @@ class RemoteStore(Store):
         return (self._obstore.exceptions.BaseError, FileNotFoundError, ValueError)
 
     def _ask(self, path: str, request: Callable[[], Answer]) -> Answer:
-        """Return the answer to a request that changes nothing."""
         try:
             return self._repeat(request)
         except ActdsError:

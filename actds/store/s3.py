@@ -159,7 +159,6 @@ class S3Store(RemoteStore):
         return digest
 
     def _holds(self, path: str, data: bytes) -> bool:
-        """Return whether an object of the same size has exactly these bytes."""
         step = MIN_NBYTES_PER_S
         return all(
             self.view(path, at, len(data[at : at + step])) == data[at : at + step]

@@ -431,7 +431,6 @@ def refusals(
 
 
 def _audit(policy: Policy, audit: Audit | None) -> Iterator[Finding]:
-    """Yield every place of the audit's answer that is worse than the policy accepts."""
     worst = policy.audit.worst
     if worst is None:
         return

@@ -99,7 +99,6 @@ def _bands(result: Attention) -> list[str]:
 
 
 def _known(layers: Sequence[LayerAttention], measures: Sequence[str]) -> list[str]:
-    """Return the measures that a layer has, roles that some key has."""
     return [
         measure
         for measure in measures
@@ -115,7 +114,6 @@ def _places(bands: Sequence[str]) -> list[Place]:
 def _charts(
     result: Attention, name: str, title: str, places: Sequence[Place], masses: Sequence[str]
 ) -> list[Picture]:
-    """Return shares of the attention at places, a panel per layer, with intervals."""
     layers = result.layers[:_MAX_PANELS]
     shown = _known(layers, masses)
     if not shown or not places:
@@ -184,8 +182,6 @@ _Stratum = tuple[LayerAttention, str, str]
 
 
 def _table(caption: str, rows: list[_Stratum], measures: Sequence[str]) -> list[Table]:
-    """Return measures with intervals in strata of layers, those that have steps."""
-
     def interval(measure: str) -> Callable[[_Stratum], str]:
         return lambda row: _interval(row[0].value(measure, *row[1:]))
 
@@ -297,7 +293,6 @@ def _jumps(result: Attention) -> Shown:
 
 
 def _trace(layer: LayerAttention, trace: Trace, n: int) -> Picture:
-    """Return jump and entropy of an answer, step by step, with the jumps at a change."""
     p = Picture(
         f"trace{n}",
         f"An answer at layer {layer.layer}",

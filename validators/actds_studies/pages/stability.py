@@ -310,7 +310,6 @@ def _each(shares: list[float]) -> str:
 
 
 def _alike(result: Stability) -> Shown:
-    """Return the means of every kind of pair, each arm below its floor."""
     pairs = means(result)
     lead = (
         f"Each dictionary is compared with one of {result.arms[0].name}, mean over seeds. A "
@@ -326,7 +325,6 @@ def _alike(result: Stability) -> Shown:
 
 
 def _likenesses(result: Stability, means: Sequence[Means]) -> Picture:
-    """Return the matched cosine of every pair, a line per arm and kind, a dot per seed."""
     shown = means[:_MAX_LINES]
     f = Frame(230, 44, 580, 26.0 * len(shown), (0.0, 1.0), (0.0, 1.0))
     p = Picture(

@@ -165,7 +165,6 @@ class Unembedding:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """Return the configuration of a model, the text part of a multimodal one."""
     try:
         config = read_document(folder / "config.json")
         return dict(config) | dict(config.get("text_config") or {})

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -337,22 +338,18 @@ class _Study:
             matched = match_directions(*rows_of, (first.alive, second.alive))
             for k in np.argsort(-matched.cosine, kind="stable")[: limits.steer]:
                 i, j = matched.pairs[k].tolist()
-                pair = SteeredPair(
-                    arm=arm.arm.name, kind=kind, features=(i, j), cosine=matched.cosine[k]
-                )
+                about_pair = {"features": (i, j), "cosine": matched.cosine[k]}
+                pair = SteeredPair(arm=arm.arm.name, kind=kind, **about_pair)
                 pairs.append((pair, rows_of[0][i], rows_of[1][j]))
         model = Path(self.serving["model"])
         study = Directions(of.dataset, model, self.hook, limits.nats, limits.seed)
         progress("steering by matched features")
-        n = len(study.sequences)
-        return steered(
-            pairs, lambda units: study.measured(units, self.serving, progress), study.steps, n
-        )
+        measure = partial(study.measured, options=self.serving, progress=progress)
+        return steered(pairs, measure, study.steps, len(study.sequences))
 
     def _cross(
         self, m: int, made: Mapping[tuple[int, int, int], _Scored], seeds: Sequence[int]
     ) -> Iterator[CrossValue]:
-        """Yield what the dictionaries of every arm do to the scored rows of one."""
         scored, names = self.arms[m].scored, [arm.arm.name for arm in self.arms]
         scores = {name: [made[n, s, s].scores[m] for s in seeds] for n, name in enumerate(names)}
         raw = None
@@ -465,7 +462,6 @@ def _words_of(words: ArmWords) -> str:
 def _config(
     arm: rows.ArmRows, dictionary: Dictionary, trained: Trained, limits: Limits
 ) -> dict[str, Any]:
-    """Return the configuration that SAELens reads, with the record of what it was trained on."""
     dataset, hook = arm.arm.dataset, dictionary.hook or ""
     path, models = storable(dataset.path), recorded(dataset.catalog, "model.name")
     model = models[0] if len(models) == 1 else None

@@ -203,14 +203,12 @@ def _added(left: Floats, within: Floats) -> tuple[Ints, Ints]:
 
 
 def _counted(features: csr_array) -> csr_array:
-    """Return the features that are active on enough rows, and not alike on all of them."""
     events = np.bincount(features.indices, minlength=features.shape[1])
     _, spread = _moments(features)
     return features[:, np.flatnonzero((events >= MIN_EVENTS) & (spread > 0))]
 
 
 def _moments(features: csr_array) -> tuple[Floats, Floats]:
-    """Return the mean and the standard deviation of each feature, 0 of one that does not vary."""
     values = features.astype(np.float64)
     sums = (np.asarray(x.sum(axis=0)).reshape(-1) for x in (values, values * values))
     mean, square = (total / features.shape[0] for total in sums)

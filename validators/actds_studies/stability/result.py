@@ -602,7 +602,6 @@ def _words(outcome: Outcome, arms: Sequence[str], n_arms: int, n_seeds: int) -> 
 
 
 def _lacking(judged: Sequence[Verdict], n_seeds: int) -> Iterator[str]:
-    """Yield what to do about what is short, and where to look next."""
     lacks: dict[str, list[str]] = {}  # what is short, and of which arms
     for verdict in judged:
         for words in verdict.short:

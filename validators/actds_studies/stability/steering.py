@@ -115,29 +115,24 @@ def steered(
         pairs: each with the directions of both features ``(d_model,)``.
         measure: dose and decay of directions of length 1 ``(n, d_model)``.
     """
-    rows = np.concatenate([[first, second] for _, first, second in pairs])
+    rows = np.concatenate([two for _, *two in pairs])
+    rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
     # One of the reference's is in a pair of every arm.
-    units, of = np.unique(
-        rows / np.linalg.norm(rows, axis=1, keepdims=True), axis=0, return_inverse=True
-    )
+    units, of = np.unique(rows, axis=0, return_inverse=True)
     measured = measure(units.astype(np.float32))
     done = []
     for (pair, *_), two in zip(pairs, of.reshape(-1, 2).tolist(), strict=True):
-        doses, decays = zip(*(measured[v] for v in two), strict=True)
-        known = [decay for decay in decays if decay is not None]
+        known = [decay for _, decay in (measured[v] for v in two) if decay is not None]
         update = {
-            "doses": list(doses),
+            "doses": [measured[v][0] for v in two],
             "outcomes": [decay.outcome for decay in known],
             "ratios": [decay.ratio[-1] for decay in known],
         }
         done.append(pair.model_copy(update=update))
     arms = dict.fromkeys((pair.arm, pair.kind) for pair in done)
+    of_arms = [_arm([pair for pair in done if (pair.arm, pair.kind) == arm]) for arm in arms]
     return FeatureSteering(
-        steps=list(steps),
-        after=AFTER,
-        n_requests=n_requests,
-        arms=[_arm([pair for pair in done if (pair.arm, pair.kind) == arm]) for arm in arms],
-        pairs=done,
+        steps=list(steps), after=AFTER, n_requests=n_requests, arms=of_arms, pairs=done
     )
 
 

@@ -459,7 +459,6 @@ def _lane(rows: _LaneRows, fraction: float, features: Mapping[str, FeatureSums])
 
 
 def _homogeneity(n: Ints, n_kept: Ints) -> float:
-    """Return the p of Pearson's test that groups were kept alike."""
     used = n > 0
     n, n_kept = n[used], n_kept[used]
     share = n_kept.sum() / n.sum()

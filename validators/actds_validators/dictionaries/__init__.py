@@ -312,7 +312,6 @@ class Dictionary:
         return rows
 
     def _checked(self, name: str, array: npt.NDArray[Any], shape: tuple[int, ...]) -> Rows:
-        """Return one of its arrays as float32 that nobody changes."""
         if array.shape != shape:
             raise self._bad(f"{name} {array.shape}", f"{shape}")
         with np.errstate(over="ignore"):  # what float32 cannot hold is infinity, and said below

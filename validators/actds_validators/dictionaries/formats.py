@@ -293,7 +293,6 @@ def _read_saelens(path: Path, wanted: Wanted) -> Dictionary:
 
 
 def _kind(path: Path, config: Config) -> tuple[Kind, int | None]:
-    """Return the kind, and the active features of a row where it has a fixed number."""
     architecture, k = config.architecture, config.k
     if config.major < 6:
         activation = config.activation_fn_str or config.activation_fn or "relu"
@@ -371,7 +370,6 @@ def _read_gemma_scope(path: Path, wanted: Wanted) -> Dictionary:
 
 
 def _of_folders(path: Path) -> tuple[str | None, str | None, int | None]:
-    """Return the model, the hook as TransformerLens names it, and the layer."""
     parts = path.absolute().parts[:-1]
     for part in parts:
         if "gemma-scope" in part and "transcoder" in part:
@@ -532,7 +530,6 @@ def _class_name(path: Path, trainer: Trainer, tensors: Tensors) -> ClassName:
 
 
 def _place(trainer: Trainer, of_loader: str | None) -> tuple[str | None, tuple[str, ...]]:
-    """Return what the hook is called, and the hooks that this may be."""
     if of_loader is not None:
         return of_loader, (of_loader,)
     called = trainer.submodule_name

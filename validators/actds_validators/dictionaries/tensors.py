@@ -306,7 +306,6 @@ def _bounded(path: Path, archive: zipfile.ZipFile, *, may_deflate: bool = True) 
 
 
 def _read_npy(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
-    """Return one array of a zip, after its header and its size agree."""
     place = f"{path} {info.filename[:80]}"
     with archive.open(info) as file:
         version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]

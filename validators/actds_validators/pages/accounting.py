@@ -183,7 +183,6 @@ def accounting_part(audit: Audit) -> Part:
 
 
 def _brief(section: Accounting) -> list[Line]:
-    """Return the balance, what took positions away, by reason, and the mismatches, whole."""
     brief = [Line(f"  {balance(section)}")]
     names = ("dropped", "aborted", "never computed", "filtered", "undelivered", "thinned")
     steps = [step for step in section.waterfall if step.name in names and step.n_positions]
