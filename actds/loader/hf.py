@@ -285,7 +285,6 @@ def _chunks(
 def _map_style(
     selection: Selection, columns: Sequence[str], cache_dir: str | os.PathLike[str] | None
 ) -> datasets.Dataset:
-    """Return a map-style dataset over Arrow files, which are written where they are not there."""
     import datasets
     from datasets.table import MemoryMappedTable, concat_tables
 
@@ -326,7 +325,6 @@ def _map_style(
 
 
 def _write(file: Path, shard: Shard, selection: Selection, columns: Sequence[str]) -> None:
-    """Write one shard as an Arrow stream that appears whole or not at all."""
     hooks, weights = selection.hooks, selection.weight
     names = [*columns, *([WEIGHT] if weights else [])]
     fields = [pa.field(h.name, pa.list_(_ITEM_TYPES[h.dtype], h.d_model)) for h in hooks]

@@ -186,14 +186,12 @@ class _Source:
         return np.minimum(inclusion + (1 - inclusion) * (1 - out), 1.0)
 
     def of_lacking(self, keys: Keys) -> Floats:
-        """Return the inclusion in the union of positions of which the run has no row."""
         row, would_have = self._not_drawn.find(keys)
         inclusion = np.zeros(len(keys))
         inclusion[would_have] = self._inclusion_of(row[would_have])
         return self.in_union(inclusion)
 
     def _inclusion_of(self, keys: Keys) -> Floats:
-        """Return the inclusion in the run of computed positions that were not drawn."""
         assert self._design is not None
         spans = self._catalog.table("spans", self.run)
         spans = spans.filter(pc.is_valid(spans["inclusion"]))

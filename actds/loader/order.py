@@ -592,7 +592,6 @@ def _together(batch: Keys) -> tuple[float, float]:
 
 
 def _ideal(spec: BatchSpec, rows: Epoch, keys: list[Keys], n_batches: int) -> tuple[float, float]:
-    """Return partners and neighbours of a row in a batch, if every order were equally likely."""
     parts = range(len(spec.parts))
     entries = [_entries(spec, rows, keys, part) for part in parts]
     place = np.unique(np.concatenate([key for key, _ in entries]))

@@ -137,7 +137,6 @@ class Cache:
 
 
 def _entries(folder: Path) -> Iterator[tuple[int, int, str]]:
-    """Yield when each file was used last, its size and its path."""
     for where, _, names in os.walk(folder):
         for name in names:
             path = os.path.join(where, name)

@@ -239,18 +239,16 @@ def test_an_engine_whose_stage_fails_the_check_leaves_no_worker_behind(
             time.sleep(0.1)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.full)])
+@pytest.mark.parametrize("eager", ["true", pytest.param("false", marks=pytest.mark.full)])
 def test_heads_of_two_tensor_parallel_ranks_are_those_of_one(
-    backend: str, prompts: Path, tmp_path: Path
+    eager: str, prompts: Path, tmp_path: Path
 ) -> None:
-    """Of two ranks, compiled, which share the one key-value head."""
+    """Of two ranks, compiled as well, which share the one key-value head."""
     model = make_random_model(tmp_path / "model", n_heads=4, n_kv_heads=1)
     options = ("--hooks", "q:all;k:1,3;v:1;z:0,3;resid_post:0", *OPTIONS[2:-len(h.EAGER)],
                *SMALL, "--max-tokens", "6")  # fmt: skip
     one = h.harvest_alone(tmp_path / "one", model, prompts, *options, *h.EAGER)
-    compiled = json.dumps({"mode": 3, "backend": backend})
-    two = (*RANKS, "--engine-arg", "enforce_eager=false",
-           "--engine-arg", f"compilation_config={compiled}")  # fmt: skip
+    two = (*RANKS, "--engine-arg", f"enforce_eager={eager}")
     done = h.run_forked(tmp_path / "two", model, prompts, *options, *two)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     dataset = h.validated(tmp_path / "two")

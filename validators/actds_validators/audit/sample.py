@@ -75,7 +75,6 @@ class _Draw:
         return cls(run, design, n.astype(np.float64), of_step, _by_row(catalog, run, design))
 
     def units(self, request: Ints, position: Ints) -> tuple[Ints, Floats]:
-        """Return of each row the cluster of what was drawn with it, and how many rows that is."""
         by_request = len(self.n_of_request) > 0
         number = uniform(
             salt_of("cluster", self.run),

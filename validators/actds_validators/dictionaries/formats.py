@@ -503,7 +503,6 @@ def _of_class(
 
 
 def _k(path: Path, configured: int | None, tensors: Tensors) -> int:
-    """Return the active features of a row, of which file and configuration say the same."""
     stored = tensors.get("k")
     if stored is not None and (stored.size != 1 or stored.dtype.kind not in "iu"):
         raise refused(f"{path} k", f"{stored.dtype} {stored.shape}", "one integer")

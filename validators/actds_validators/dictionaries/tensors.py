@@ -224,7 +224,6 @@ _reader = Apart(f"{__name__}:answer")
 
 
 def _read_apart(container: str, path: Path) -> Tensors:
-    """Return the arrays of a file as the process that parses it sends them."""
     try:
         nbytes = path.stat().st_size
     except OSError as error:

@@ -620,7 +620,6 @@ class _Feature:
 
     @property
     def off(self) -> float:
-        """Return how far the plain rate is off, in half-widths of the interval on its side."""
         rate, plain = self.rate, self.plain
         end = rate.high if plain > rate.value else rate.low
         return abs(plain - rate.value) / max(abs(end - rate.value), 1e-12)
