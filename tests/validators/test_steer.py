@@ -16,7 +16,7 @@ from actds.errors import ActdsError
 from actds.explore.requests import token_sequences
 from actds_studies.pages.steer import page
 from actds_studies.regimes.entropies import Unembedding
-from actds_studies.steer.api import VectorOf, steer
+from actds_studies.steer.api import REFIT_SHARES, VectorOf, steer
 from actds_studies.steer.measure import (
     Read,
     along,
@@ -271,10 +271,20 @@ def test_effects_are_those_of_plain_forwards_with_the_same_vector(
     assert result.components.cosine == pytest.approx(cosine, abs=1e-4)
     places = places_of(forward.steered, 0)
     assert [(p, len(of["prompts"])) for p, of in places.items()] == result.components.positions
-    for arm in ("prompts", "carried", "refitted"):
-        for share, nats, aimed in result.components.curves[arm][::3]:
-            want = forward.acted(places, arm, share)
-            assert (nats, aimed) == pytest.approx(want, rel=5e-3, abs=1e-5), (arm, share)
+    shares = np.array(REFIT_SHARES) * result.dose.strength / result.dose.median_norm
+    dose = None
+    for arm in ("in prompts", "carried", "refitted"):
+        curve = np.array([forward.acted(places, arm, share) for share in shares])
+        of = [a for a in result.components.arms if a.arm == arm]
+        dose = dose or of[0].share
+        assert of[0].share == pytest.approx(
+            strength_at(np.column_stack([shares, curve[:, 0]]).tolist(), 0.005), rel=1e-3
+        )
+        assert dose is not None and of[1].share == dose
+        for acted in of:
+            assert acted.aimed is not None and acted.share is not None
+            want = np.interp(acted.share, shares, curve[:, 1])
+            assert acted.aimed.value == pytest.approx(want, rel=5e-3, abs=1e-5), arm
 
 
 class Forward:
@@ -286,24 +296,33 @@ class Forward:
 
         self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self.dataset = actds.open(source)
-        every = list(token_sequences(self.dataset))
-        self.steered = chosen(every, 18, 6, 0)
-        prompts = {s.token_id[: s.n_given].tobytes() for s in self.steered}
-        self.further = [s for s in every if s.token_id[: s.n_given].tobytes() not in prompts]
-        self.label = [str(self.dataset.request(s.request).labels["label"]) for s in self.further]
+        self.every = list(token_sequences(self.dataset))
+        self.steered = chosen(self.every, 18, 6, 0)
 
     def rows(self, sequence: Any) -> np.ndarray:
         return np.asarray(self.dataset.request(sequence.request, hook="resid_post.1").acts()[1])
 
     def gap(self, rows: Any, side: str | None = None) -> np.ndarray:
-        """Return the mean of what requests x computed, less that of y, but at position 0."""
+        """Return the mean of x less that of y: each prefix once, no BOS and no position 0."""
         of: dict[str, list[np.ndarray]] = {"x": [], "y": []}
-        for sequence, label in zip(self.further, self.label, strict=True):
-            place = np.arange(len(sequence.token_id))
-            mask = (self.dataset.request(sequence.request).owner == sequence.request) & (place > 0)
-            if side is not None:
-                mask &= (place >= sequence.n_given) == (side == "answers")
-            of[label].append(rows(sequence)[mask])
+        seen: set[tuple[str, bytes]] = set()
+        table = self.dataset.tokens("resid_post.1").to_pydict()
+        flags = dict(
+            zip(zip(table["request"], table["position"], strict=True), table["flags"], strict=True)
+        )
+        for sequence in self.every:
+            request, mask = self.dataset.request(sequence.request), []
+            label = str(request.labels["label"])
+            for p in range(len(sequence.token_id)):
+                prefix = label, sequence.token_id[: p + 1].tobytes()
+                flag = flags.get((sequence.request, p))  # None of a row that another request has
+                is_row = flag is not None and not flag & 2 and p > 0 and prefix not in seen
+                mask.append(
+                    is_row and (side is None or (p >= sequence.n_given) == (side == "answers"))
+                )
+                seen |= {prefix} if flag is not None else set()
+            if not any(sequence is steered for steered in self.steered):
+                of[label].append(rows(sequence)[np.array(mask)])
         x, y = (np.concatenate(parts).mean(axis=0, dtype=np.float64) for parts in of.values())
         return np.asarray(x - y)
 

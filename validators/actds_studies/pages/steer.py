@@ -5,7 +5,6 @@ from __future__ import annotations
 from actds_studies.steer.result import (
     WAYS,
     ActedArm,
-    ArmName,
     Components,
     Decay,
     Effect,
@@ -174,18 +173,11 @@ def _line(p: Picture, f: Frame, effects: list[Effect], mark: str, line: str) -> 
 
 _ARMS: Columns[ActedArm] = (
     ("equal", lambda row: row.dosing),
-    ("direction", lambda row: _DIRECTIONS[row.arm]),
+    ("direction", lambda row: row.arm),
     ("of the norm", lambda row: or_dash(row.share, percent)),
     ("aimed", lambda row: _interval(row.aimed)),
     ("divergence, nats", lambda row: _interval(row.divergence)),
 )
-_DIRECTIONS: dict[ArmName, str] = {
-    "prompts": "of prompts, in prompts",
-    "carried": "of prompts, in answers",
-    "refitted": "of answers, in answers",
-    "random in prompts": "random, in prompts",
-    "random in answers": "random, in answers",
-}
 
 
 def _components(of: Components | None) -> list[Shown]:
@@ -200,8 +192,9 @@ def _components(of: Components | None) -> list[Shown]:
     lead = (
         f"{of.outcome.capitalize()}: {words}. Positions {at}. The directions have a cosine of "
         f"{of.cosine:.2f}; those of two halves {of.split_half['prompts']:.2f} in prompts, "
-        f"{of.split_half['answers']:.2f} in answers. Aimed: how far the last row moves along the "
-        "difference of the two selections there, over that difference."
+        f"{of.split_half['answers']:.2f} in answers. In prompts: the direction of prompts there; "
+        "carried: the same in answers; refitted: that of answers. Aimed: how far the last row "
+        "moves along the difference of the two selections there, over that difference."
     )
     table = table_of("A direction and its refit", _ARMS, of.arms, frozenset({0, 1}))
     return [Shown(Part("components", "Regime or component", Sentence(lead), table))]

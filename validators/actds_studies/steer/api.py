@@ -35,16 +35,7 @@ from actds_studies.steer.measure import (
 from actds_studies.steer.refit import Contrast
 from actds_studies.steer.refit import refit as refit_of
 from actds_studies.steer.replays import PLAIN, Replayed, Serving, Variant, chosen, prompt_of
-from actds_studies.steer.result import (
-    Decay,
-    Dose,
-    Effect,
-    Limits,
-    Steering,
-    Vector,
-    Way,
-    answer,
-)
+from actds_studies.steer.result import Decay, Dose, Effect, Limits, Steering, Vector, Way, answer
 from actds_validators.arrays import Floats, Ints, Rows
 from actds_validators.dictionaries.formats import dictionary_feature
 from actds_validators.sections import about, need_extra, settings_of
@@ -60,11 +51,9 @@ REFIT_SHARES = tuple(2.0**k for k in range(-3, 4))
 class VectorOf:
     """Where a vector comes from: one of the three.
 
-    Args:
-        file: an npy file ``(d_model,)``.
-        contrast: two expressions: the mean of the rows that the first holds of, less that of the
-            second's, over requests that are not steered.
-        feature: a dictionary, and the number of one of its features, whose direction it is.
+    An npy file ``(d_model,)``; a contrast of two expressions, the mean of the rows that the first
+    holds of less that of the second's, over requests that are not steered; a dictionary and the
+    number of one of its features, whose direction it is.
     """
 
     file: str | Path | None = None
@@ -159,31 +148,31 @@ class _Study:
         self.source, self.hook, self.limits = source, hook, limits
         self.steps, self.after, self.doses = grid
         self.unembedding = Unembedding(model, int(source.hooks[hook].d_model))
-        every = list(token_sequences(source))
+        self._differences = partial(differences, self.unembedding)
+        self.every = every = list(token_sequences(source))
         least = max(self.steps) + max(self.after)
         self.sequences = chosen(every, least, limits.requests, limits.seed)
         self.group = groups_by_prompt(self.sequences, limits.seed)
         steered = set(map(prompt_of, self.sequences))
-        self.further = [s for s in every if prompt_of(s) not in steered]
+        self.free = np.array([prompt_of(s) not in steered for s in every])
+        further = [s for s, is_free in zip(every, self.free, strict=True) if is_free]
         short = min(N_CALIBRATED, least)
         try:
-            self.calibrated = chosen(self.further, short, limits.calibration, limits.seed)
+            self.calibrated = chosen(further, short, limits.calibration, limits.seed)
         except ActdsError:  # a small dataset: on the requests of the study
             self.calibrated = self.sequences[: limits.calibration]
 
     def run(
         self, of: VectorOf, options: Mapping[str, Any], refit: bool, progress: Callable[[str], None]
     ) -> Steering:
-        serving = Serving(self.source, self.hook, options, progress)
+        serving = Serving(self.source, self.hook, options)
         contrast = None
         if of.contrast is not None:
-            seed = self.limits.seed
-            contrast = Contrast(self.source, self.hook, self.further, of.contrast, seed)
+            of_source = self.source, self.hook, self.every, self.free
+            contrast = Contrast(*of_source, of.contrast, self.limits.seed)
         unit, words = self._vector(of, contrast)
         norm = self._median_norm()
-        with tempfile.TemporaryDirectory(
-            prefix="actds-steer-", ignore_cleanup_errors=True
-        ) as folder:
+        with tempfile.TemporaryDirectory(prefix="actds-", ignore_cleanup_errors=True) as folder:
             progress("calibrating the dose")
             curve, strength = self._dose(serving, unit, norm, Path(folder))
             progress("serving the variants")
@@ -211,9 +200,8 @@ class _Study:
             vector, words = contrast.direction(), contrast.words
         elif of.feature is not None:
             path, number = of.feature
-            vector = np.asarray(
-                dictionary_feature(path, number, hook=self.hook).decoder, np.float64
-            )
+            decoder = dictionary_feature(path, number, hook=self.hook).decoder
+            vector = np.asarray(decoder, np.float64)
             words = f"feature {number} of {Path(path).name}"
         else:
             path = Path(of.file or "")
@@ -262,9 +250,8 @@ class _Study:
         at = np.arange(n)
 
         def quantiles(shares: Sequence[float]) -> list[float]:
-            variants = [
-                Variant(f"c{k}", 0, share * norm, 0, None, n) for k, share in enumerate(shares)
-            ]
+            strengths = enumerate(np.array(shares) * norm)
+            variants = [Variant(f"c{k}", 0, float(s), 0, None, n) for k, s in strengths]
             out = folder / f"dose-{min(shares):g}"
             replayed = serving.serve(self.calibrated, variants, unit[np.newaxis], out)
             plain = replayed.rows(PLAIN, at)
@@ -273,9 +260,6 @@ class _Study:
 
         curve, share = calibrated(quantiles, self.limits.nats)
         return [(share * norm, value) for share, value in curve], share * norm
-
-    def _differences(self, replayed: Replayed, rows: Ints, plain: Ints) -> tuple[Floats, Rows]:
-        return differences(self.unembedding, replayed, rows, plain)
 
     # the study ------------------------------------------------------------------------------------
 
@@ -293,18 +277,15 @@ class _Study:
         return variants
 
     def _reads(self, replayed: Replayed, n_vectors: int) -> Iterator[Read]:
-        kinds: list[tuple[Vector, list[int]]] = [
-            ("vector", [0]),
-            ("negative", [1]),
-            ("random", list(range(2, n_vectors))),
-        ]
+        kinds: dict[Vector, list[int]] = {"vector": [0], "negative": [1]}
+        kinds["random"] = list(range(2, n_vectors))
         ways: list[tuple[Way, str, int]] = [("pulse", "pulse", 0)]
         ways += [("kept", "pulse", k) for k in self.after]
         ways += [("held", "held", k) for k in (0, *self.after)]
         for way, served, k in ways:
             at = np.array(self.steps) - 1 + k
             plain = replayed.rows(PLAIN, at)
-            for kind, vectors in kinds:
+            for kind, vectors in kinds.items():
                 for dose in self.doses if kind == "vector" else [1.0]:
                     names = [f"{served}-{v}-{dose:g}" for v in vectors]
                     steered = [self._at(replayed, name, at) for name in names]
@@ -315,10 +296,8 @@ class _Study:
 
     def _at(self, replayed: Replayed, name: str, at: Ints) -> Ints:
         """Return rows of the variant of each step, at one generated position each."""
-        columns = [
-            replayed.rows(f"{name}-{step}", at[n : n + 1]) for n, step in enumerate(self.steps)
-        ]
-        return np.concatenate(columns, axis=1)
+        places = zip(self.steps, np.split(at, len(at)), strict=True)
+        return np.concatenate([replayed.rows(f"{name}-{step}", p) for step, p in places], axis=1)
 
     def _result(
         self,
@@ -347,7 +326,8 @@ class _Study:
         curve, strength, norm = dose
         n_held = self.steps[0] + max(self.after)
         rows = replayed.rows(f"held-0-1-{self.steps[0]}", longest[:n_held])
-        kept = differences(self.unembedding, replayed, rows, plain[:, :n_held])[0]
+        at_first = self._differences(replayed, rows, plain[:, :n_held])[0]
+        kept = _quantile(at_first, self.limits.quantile)
         of_dataset = about(self.source.catalog, "")
         unit, words = vector
         return Steering(
@@ -363,20 +343,13 @@ class _Study:
             n_requests=len(self.sequences),
             n_prompts=len(set(map(prompt_of, self.sequences))),
             floor=floor,
-            dose=Dose(
-                strength=strength,
-                median_norm=norm,
-                kept=_quantile(kept, self.limits.quantile),
-                curve=curve,
-            ),
+            dose=Dose(strength=strength, median_norm=norm, kept=kept, curve=curve),
             unembedding=proof,
             norms=self._norms(replayed, at),
             effects=effects,
             decays=decays,
             strata=strata,
-            answer=answer(
-                _leading(decays, max(self.after), min(self.after)), self._specific(reads)
-            ),
+            answer=answer(self._leading(decays), self._specific(reads)),
         )
 
     def _plain(self, replayed: Replayed, at: Ints) -> tuple[Floats, np.ndarray]:
@@ -384,19 +357,13 @@ class _Study:
         rows = replayed.rows(PLAIN, at)
         entropy = np.full(rows.shape, np.nan)
         entropy[rows >= 0] = self.unembedding.entropies(replayed.values(rows)[rows >= 0])[0]
-        roles = np.array(
-            [[s.role[s.n_given + k] or "" for k in at.tolist()] for s in self.sequences]
-        )
-        return entropy, roles
+        roles = [[s.role[s.n_given + k] or "" for k in at.tolist()] for s in self.sequences]
+        return entropy, np.array(roles)
 
     def _norms(self, replayed: Replayed, at: Ints) -> list[tuple[int, float]]:
-        values = replayed.values(replayed.rows(PLAIN, at), self.hook)
-        norms = np.linalg.norm(values, axis=2)
-        return [
-            (step, float(np.nanmedian(norms[:, n])))
-            for n, step in enumerate(self.steps)
-            if np.isfinite(norms[:, n]).any()
-        ]
+        norms = np.linalg.norm(replayed.values(replayed.rows(PLAIN, at), self.hook), axis=2)
+        of_step = zip(self.steps, norms.T, strict=True)
+        return [(k, float(np.nanmedian(n))) for k, n in of_step if np.isfinite(n).any()]
 
     def _specific(self, reads: Sequence[Read]) -> bool | None:
         """Return whether the vector does more at the first step than random ones, paired."""
@@ -404,13 +371,12 @@ class _Study:
         gap = estimate(of["vector"].divergence[:, 0] - of["random"].divergence[:, 0], self.group)
         return None if gap is None else gap.low > 0
 
+    def _leading(self, decays: Sequence[Decay]) -> list[Decay]:
+        """Return the decay of each way at a dose of 1: the pulse, kept soon, held for long."""
+        wanted = [("pulse", 0), ("kept", min(self.after)), ("held", max(self.after))]
+        return [d for at in wanted for d in decays if (d.way, d.after) == at and d.dose == 1.0]
+
 
 def _quantile(divergence: Floats, quantile: float) -> float | None:
     known = divergence[np.isfinite(divergence)]
     return float(np.quantile(known, quantile)) if len(known) else None
-
-
-def _leading(decays: Sequence[Decay], latest: int, soonest: int) -> list[Decay]:
-    """Return the decay of each way at a dose of 1: the pulse, kept soon after, held for long."""
-    wanted: list[tuple[Way, int]] = [("pulse", 0), ("kept", soonest), ("held", latest)]
-    return [d for way, k in wanted for d in decays if (d.way, d.after, d.dose) == (way, k, 1.0)]

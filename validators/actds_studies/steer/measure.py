@@ -73,6 +73,10 @@ class Read:
     change: Rows
     group: Ints
 
+    @property
+    def key(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("way", "vector", "dose", "after")}
+
 
 def differences(
     unembedding: Unembedding, replayed: Replayed, rows: Ints, plain: Ints
@@ -156,22 +160,17 @@ def effects_of(read: Read, steps: Sequence[int]) -> list[Effect]:
     signed = along(read.change, read.group) if several else None
     effects = []
     for s, step in enumerate(steps):
-        values = read.divergence[:, s]
+        values, part = read.divergence[:, s], None if signed is None else signed[:, s]
         n = int(np.isfinite(values).sum())
-        part = None if signed is None else signed[:, s]
-        effects.append(
-            Effect(
-                way=read.way,
-                vector=read.vector,
-                dose=read.dose,
-                step=step,
-                after=read.after,
-                n=n,
-                divergence=estimate(values, read.group),
-                along=None if part is None else estimate(part, read.group),
-                opposite=None if part is None or not n else float(np.sum(part < 0)) / n,
-            )
+        effect = Effect(
+            **read.key,
+            step=step,
+            n=n,
+            divergence=estimate(values, read.group),
+            along=None if part is None else estimate(part, read.group),
+            opposite=None if part is None or not n else float(np.sum(part < 0)) / n,
         )
+        effects.append(effect)
     return effects
 
 

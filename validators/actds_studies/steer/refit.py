@@ -8,15 +8,14 @@ another regime for the direction; where it does not, the model uses the componen
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
 from actds.errors import ActdsError
 from actds.explore.dataset import Dataset
 from actds.explore.requests import TokenSequence
-from actds.loader.selection import select
+from actds_studies.regimes.arms import Arm, ArmRows, read_arm
 from actds_studies.regimes.entropies import Unembedding
 from actds_studies.steer.measure import clusters, differences, groups_by_prompt, strength_at
 from actds_studies.steer.replays import PLAIN, Replayed, Variant
@@ -40,21 +39,14 @@ N_PLACES = 4
 N_AT_ONCE = 8192
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Rows that an expression holds of: number in the array, request, position, whether sampled."""
-
-    where: str
-    row: Ints
-    request: Ints
-    position: Ints
-    sampled: Bools
-
-
 class Contrast:
     """Two selections of rows of a hook, an expression each, of requests that are not steered.
 
-    Position 0 is left out: its rows are sinks, hundreds of times longer than the others.
+    Each prefix counts once, as in ``actds regimes``. Positions 0 are left out: their rows are
+    sinks, hundreds of times longer than the others.
+
+    Args:
+        sequences: every request of the source; ``free``, those that are not steered.
     """
 
     def __init__(
@@ -62,66 +54,40 @@ class Contrast:
         source: Dataset,
         hook: str,
         sequences: Sequence[TokenSequence],
+        free: Bools,
         pair: tuple[str, str],
         seed: int,
     ) -> None:
-        self._source, self._hook, self.sequences = source, hook, sequences
-        self.d_model = int(source.hooks[hook].d_model)
-        self.words = f"{pair[0]} against {pair[1]}"
-        self._pair = [self._rows(where) for where in pair]
+        self._array, self.sequences = source.array(hook), sequences
+        self.words, self._where, self._pair = " against ".join(pair), pair, []
+        for where in pair:
+            rows = read_arm(Arm(where, source, where=where), hook)
+            self._pair.append(rows.take(np.flatnonzero(free[rows.request])))
         prompt = clusters(sequences)
         self._half = np.random.default_rng(seed).permutation(len(prompt))[prompt] % 2
-
-    def _rows(self, where: str) -> _Rows:
-        selection = select(self._source, self._hook, None, where=where)
-        shards = self._source.shards_of(self._hook)
-        starts = accumulate((shard.n_rows for shard in shards), initial=0)
-        start_of = dict(zip((shard.name for shard in shards), starts, strict=False))
-        numbers = {(s.run, s.request): n for n, s in enumerate(self.sequences)}
-        n_given = np.array([s.n_given for s in self.sequences], np.int64)
-        parts = [np.zeros((4, 0), np.int64)]
-        for shard in selection.shards:
-            kept = selection.filter.kept(shard)
-            table = shard.tokens(["request", "position"])
-            request, position = (table[name].to_numpy() for name in ("request", "position"))
-            known, at = np.unique(request, return_inverse=True)
-            of = np.array([numbers.get((shard.run, r), -1) for r in known.tolist()], np.int64)[at]
-            mask = (of >= 0) & (position > 0) & (True if kept is None else kept)
-            row = start_of[shard.name] + np.flatnonzero(mask)
-            sampled = position[mask] >= n_given[of[mask]]
-            parts.append(np.stack([row, of[mask], position[mask], sampled]).astype(np.int64))
-        row, of, position, sampled = np.concatenate(parts, axis=1)
-        return _Rows(where, row, of, position, sampled.astype(bool))
 
     def direction(self, side: Side | None = None, half: int | None = None) -> Floats:
         """Return the mean of the first rows less that of the second, of length 1.
 
-        Args:
-            side: of these rows only; half: of the requests with half of the prompts only.
-
-        Raises:
-            ActdsError: E014 no rows.
+        Of one side and half of the prompts alone, or of all. Raises E014 where no row is left.
         """
-        array = self._source.array(self._hook)
         among = np.full(len(self._half), True) if half is None else self._half == half
-        vector = self._gap(lambda rows, at: array[rows.row[at]], side, among)
+        vector = self._gap(lambda rows: self._array[rows.row], side, among)
         return vector / max(float(np.linalg.norm(vector)), 1e-30)
 
-    def _gap(
-        self, values: Callable[[_Rows, Ints], Rows], side: Side | None, among: Bools
-    ) -> Floats:
+    def _gap(self, values: Callable[[ArmRows], Rows], side: Side | None, among: Bools) -> Floats:
         means = []
-        for rows in self._pair:
+        for rows, where in zip(self._pair, self._where, strict=True):
             kept = among[rows.request]
-            kept &= True if side is None else rows.sampled == (side == "answers")
+            kept &= True if side is None else (rows.decode_step > 0) == (side == "answers")
             total, n, at = 0.0, 0, np.flatnonzero(kept)
             for start in range(0, len(at), N_AT_ONCE):
-                part = values(rows, at[start : start + N_AT_ONCE])
+                part = values(rows.take(at[start : start + N_AT_ONCE]))
                 part = part[np.isfinite(part).all(axis=1)]
                 total, n = total + part.astype(np.float64).sum(axis=0), n + len(part)
             if not n:
-                where = "" if side is None else f" of {'half of ' * (not among.all())}the {side}"
-                got = f"{rows.where}, of no row{where} that is not steered"
+                whose = "" if side is None else f" of {'half of ' * (not among.all())}the {side}"
+                got = f"{where}, of no row{whose} that is not steered"
                 raise ActdsError("E014", "where", got=got, expected="some")
             means.append(total / n)
         return np.asarray(means[0] - means[1])
@@ -134,13 +100,11 @@ class Contrast:
     def aim(self, replayed: Replayed, place: Ints) -> Floats:
         """Return how far apart the last rows of the selections lie, the mean of both sides.
 
-        Args:
-            place: number of each request in the replay, -1 where it is not in it.
+        ``place`` is the number of each request in the replay, -1 where it is not in it.
         """
 
-        def last(rows: _Rows, at: Ints) -> Rows:
-            of, position = place[rows.request[at]], rows.position[at]
-            return replayed.values(replayed.at(PLAIN, of, position))
+        def last(rows: ArmRows) -> Rows:
+            return replayed.values(replayed.at(PLAIN, place[rows.request], rows.position))
 
         return np.asarray(np.mean([self._gap(last, side, place >= 0) for side in SIDES], axis=0))
 
@@ -157,13 +121,13 @@ def refit(
     """Let a direction of prompts and its refit act at the same positions, and say what they do.
 
     Args:
-        sequences: requests that are steered.
-        norm: returns the median norm of rows of some of them at a position.
+        norm: returns the median norm of rows of some sequences at a position.
         shares: strengths over that norm.
     """
     places = places_of(sequences, limits.seed)
-    random = np.random.default_rng(limits.seed).normal(size=contrast.d_model)
-    vectors = [*map(contrast.direction, SIDES), random / np.linalg.norm(random)]
+    vectors = [contrast.direction(side) for side in SIDES]
+    random = np.random.default_rng(limits.seed).normal(size=len(vectors[0]))
+    vectors.append(random / np.linalg.norm(random))
     halves = {side: [contrast.direction(side, half) for half in (0, 1)] for side in SIDES}
     variants = []
     for arm, (side, vector) in enumerate(ARMS.values()):
@@ -224,14 +188,11 @@ def places_of(sequences: Sequence[TokenSequence], seed: int) -> dict[int, dict[S
     }
 
 
-@dataclass(frozen=True)
-class Acted:
+class Acted(NamedTuple):
     """What one arm does at each strength, by request and position ``(n, n_strengths)``.
 
-    Args:
-        aimed: change of the last row along the aim, over the length of the aim.
-        divergence: nats.
-        group: of requests that count together ``(n,)``.
+    ``aimed`` is the change of the last row along the aim, over the length of the aim; ``group``,
+    of requests that count together, is ``(n,)``.
     """
 
     aimed: Floats
@@ -249,10 +210,7 @@ def components_of(
 ) -> Components:
     """Return whether answers lost the effect of a direction, and whether a refit restores it.
 
-    Strengths of a dose are found anew without each group, so that intervals hold them too.
-
-    Args:
-        shares: strengths over the median norm of rows ``(n_strengths,)``.
+    The strength of a dose is found anew without each group, so that intervals hold it too.
     """
     from actds_validators.statistics.intervals import from_replicates
 
@@ -261,18 +219,12 @@ def components_of(
     without = np.stack([_at_doses(acted, shares, limits, g) for g in groups.tolist()], axis=-1)
     flat = from_replicates(value.ravel(), without.reshape(value.size, -1))
     intervals = np.array([Estimate.of(v) for v in flat], object).reshape(value.shape)
-    arms = [
-        ActedArm(
-            arm=arm,
-            dosing=dosing,
-            share=float(value[d, a, 0]) if np.isfinite(value[d, a, 0]) else None,
-            aimed=intervals[d, a, 1],
-            divergence=intervals[d, a, 2],
-        )
-        for d, dosing in enumerate(DOSINGS)
-        for a, arm in enumerate(acted)
-    ]
-    first = list(acted).index("prompts")
+    arms = []
+    for d, values, of_dosing in zip(DOSINGS, value, intervals, strict=True):
+        for a, line, of in zip(acted, values, of_dosing, strict=False):
+            share = float(line[0]) if np.isfinite(line[0]) else None
+            arms.append(ActedArm(arm=a, dosing=d, share=share, aimed=of[1], divergence=of[2]))
+    first = list(acted).index("in prompts")
     kept, restored = ({d: intervals[n, -1, k] for n, d in enumerate(DOSINGS)} for k in (0, 1))
     by_dosing = {
         d: component_of(intervals[n, first, 1], kept[d], restored[d], split_half, limits)
@@ -290,13 +242,6 @@ def components_of(
         cosine=cosine,
         split_half=split_half,
         arms=arms,
-        curves={
-            arm: [
-                (float(s), float(np.quantile(k, limits.quantile)), float(e.mean()))
-                for s, k, e in zip(shares, of.divergence.T, of.aimed.T, strict=True)
-            ]
-            for arm, of in acted.items()
-        },
     )
 
 
@@ -315,13 +260,13 @@ def _at_doses(
         share = strength_at(np.stack([shares, quantiles], axis=1).tolist(), limits.nats)
         result[0, a, 0] = np.nan if share is None else share
         means[name] = arm.aimed[some].mean(axis=0), arm.divergence[some].mean(axis=0)
-    result[1, :-1, 0] = result[0, list(acted).index("prompts"), 0]
+    result[1, :-1, 0] = result[0, list(acted).index("in prompts"), 0]
     for line in result:
         for a, name in enumerate(acted):
             line[a, 1:] = [np.interp(line[a, 0], shares, mean) for mean in means[name]]
         of = dict(zip(acted, line[:, 1].tolist(), strict=False))
-        lost = of["prompts"] - of["carried"]
-        line[-1, 0] = of["carried"] / of["prompts"] if of["prompts"] else np.nan
+        lost = of["in prompts"] - of["carried"]
+        line[-1, 0] = of["carried"] / of["in prompts"] if of["in prompts"] else np.nan
         line[-1, 1] = (of["refitted"] - of["carried"]) / lost if lost else 0.0
         line[-1, 2] = 0.0
     return result

@@ -7,7 +7,7 @@ to every variant, so that a variant costs what comes behind it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,8 @@ class Variant:
 
     Args:
         vector: row of the file of vectors, ``None`` of the plain one.
-        start: first position of the part that is changed; ``stop``, the one after the last.
-        n: positions of the part that are served.
-        part: that positions count from: what was generated, or all of the request.
+        start, stop: positions of the part that are changed; ``n``, that are served.
+        part: what was generated, or all of the request.
         among: numbers of the sequences that are served, ``None`` for all.
     """
 
@@ -54,17 +53,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class Serving:
-    """How a source is served.
-
-    Args:
-        hook: whose rows are changed.
-        options: model, engine and engine_args, as of ``actds replay``.
-    """
+    """How a source is served, whose ``hook`` is changed; ``options`` as of ``actds replay``."""
 
     source: Dataset
     hook: str
     options: Mapping[str, Any]
-    say: Callable[[str], None]
 
     def serve(
         self,
@@ -75,34 +68,17 @@ class Serving:
         *,
         whole: bool = False,
     ) -> Replayed:
-        """Serve sequences, plain and in every variant, into a folder; plain ones whole or in part.
-
-        Raises:
-            ActdsError: as ``actds.replay``.
-        """
+        """Serve sequences, plain (``whole`` or in part) and in every variant, into a folder."""
         longest = 1 << 31 if whole else max(variant.n for variant in variants)
         every = [Variant(PLAIN, None, 0.0, 0, None, longest), *variants]
         folder.mkdir()
         np.save(folder / "vectors.npy", vectors)
-        items = [
-            {
-                "name": v.name,
-                "edits": [
-                    {
-                        "hook": self.hook,
-                        "op": "add",
-                        "vector": "vectors.npy",
-                        "row": v.vector,
-                        "strength": v.strength,
-                    }
-                ],
-                "part": v.part,
-                "start": v.start,
-                "stop": v.stop,
-                "requests": [f"id *#{v.name}"],
-            }
-            for v in variants
-        ]
+        edit = {"hook": self.hook, "op": "add", "vector": "vectors.npy"}
+        items = []
+        for v in variants:
+            edits = [edit | {"row": v.vector, "strength": v.strength}]
+            where = {"part": v.part, "start": v.start, "stop": v.stop}
+            items.append({"name": v.name, "edits": edits, "requests": [f"id *#{v.name}"], **where})
         file = folder / "interventions.json"
         document = {"schema": "actds.interventions/1", "interventions": items}
         file.write_text(json.dumps(document), encoding="utf-8")
@@ -117,23 +93,11 @@ class Serving:
                 **self.options,
             }
         )
-        all_numbers = range(len(sequences))
-        served = [
-            _cut(sequences[n], n, v)
-            for v in every
-            for n in (all_numbers if v.among is None else v.among)
-        ]
-        requests = Replays(settings, self.source, _Says(self.say), sequences=served)
+        numbers = range(len(sequences))
+        served = [_cut(sequences[n], n, v) for v in every for n in v.among or numbers]
+        requests = Replays(settings, self.source, Observer(), sequences=served)
         harvest(settings.as_write(str(settings.hooks)), served_by=requests.served)
         return Replayed(actds.open(settings.out), sequences)
-
-
-class _Says(Observer):
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-
-    def said(self, line: str) -> None:
-        self._say(line)
 
 
 def _cut(sequence: TokenSequence, number: int, variant: Variant) -> TokenSequence:
@@ -160,14 +124,7 @@ class Replayed:
         self._rows: dict[str, Ints] = {}
 
     def rows(self, variant: str, at: Ints) -> Ints:
-        """Return the number of the row at generated positions, -1 where there is none.
-
-        Args:
-            at: ``(n_positions,)``, from 0; the same of each sequence.
-
-        Returns:
-            ``(n_sequences, n_positions)``.
-        """
+        """Return numbers of rows ``(n_sequences, n_positions)`` at generated positions from 0."""
         numbers = np.arange(len(self._given))[:, np.newaxis]
         return self.at(variant, numbers, self._given[:, np.newaxis] + at)
 
@@ -224,13 +181,8 @@ def chosen(
     n_prompts = len(set(map(prompt_of, long)))
     if n_prompts < 2:
         longest = max((len(s.token_id) - s.n_given for s in sequences), default=0)
-        raise ActdsError(
-            "E014",
-            "at",
-            got=f"{len(long)} requests of {n_prompts} prompts with {least} generated tokens; the "
-            f"longest has {longest}",
-            expected="two prompts at least",
-            next_step="Steer at earlier steps, read sooner after, or harvest longer answers.",
-        )
+        got = f"{n_prompts} prompts with {least} generated tokens; the longest has {longest}"
+        step = "Steer at earlier steps, read sooner after, or harvest longer answers."
+        raise ActdsError("E014", "at", got=got, expected="two at least", next_step=step)
     order = np.random.default_rng(seed).permutation(len(long))[:n]
     return [long[k] for k in order.tolist()]

@@ -17,14 +17,13 @@ WAYS: dict[Way, str] = {
     "held": "from the step on",
 }
 Outcome = Literal["holds", "decays", "reverses", "undecided"]
-OUTCOMES: tuple[Outcome, ...] = ("reverses", "decays", "undecided", "holds")
 Vector = Literal["vector", "negative", "random", "none"]
 """What was added: the vector, its negative, random vectors of its length, or a vector of zeros."""
 Side = Literal["prompts", "answers"]
 SIDES: tuple[Side, Side] = ("prompts", "answers")
-ArmName = Literal["prompts", "carried", "refitted", "random in prompts", "random in answers"]
+ArmName = Literal["in prompts", "carried", "refitted", "random in prompts", "random in answers"]
 ARMS: dict[ArmName, tuple[Side, int]] = {
-    "prompts": ("prompts", 0),
+    "in prompts": ("prompts", 0),
     "carried": ("answers", 0),
     "refitted": ("answers", 1),
     "random in prompts": ("prompts", 2),
@@ -144,9 +143,6 @@ class Components(Section):
     cosine: float = Field(description="of the direction of prompts and that of answers")
     split_half: dict[Side, float] = Field(description="cosine of directions of halves of prompts")
     arms: list[ActedArm]
-    curves: dict[ArmName, list[tuple[float, float, float]]] = Field(
-        description="strength over norm, quantile of the divergence, mean aimed effect"
-    )
 
 
 class SteeringAnswer(Section):
@@ -184,11 +180,6 @@ class Steering(Document):
     components: Components | None = Field(default=None, description="where a refit was asked for")
     answer: SteeringAnswer
 
-    def effect(self, way: Way, vector: Vector, dose: float, step: int, after: int) -> Effect | None:
-        wanted = (way, vector, dose, step, after)
-        keys = ((e.way, e.vector, e.dose, e.step, e.after) for e in self.effects)
-        return next((e for e, key in zip(self.effects, keys, strict=True) if key == wanted), None)
-
 
 # conclusions --------------------------------------------------------------------------------------
 
@@ -223,12 +214,7 @@ def component_of(
     split_half: Mapping[Side, float],
     limits: Limits,
 ) -> Cause:
-    """Return why an effect of prompts is lost in answers, at one dosing.
-
-    Args:
-        first: the aimed effect in prompts.
-        kept, restored: as ``Components`` has them.
-    """
+    """Return why an effect in prompts, ``first``, is lost in answers, at one dosing."""
     if first is None or kept is None or first.low <= 0:
         return "undecided"
     if kept.low >= 1 - limits.margin:
