@@ -16,7 +16,7 @@ from actds.errors import ActdsError
 from actds.explore.requests import token_sequences
 from actds_studies.pages.steer import page
 from actds_studies.regimes.entropies import Unembedding
-from actds_studies.steer.api import REFIT_SHARES, VectorOf, steer
+from actds_studies.steer.api import REFIT_SHARES, steer
 from actds_studies.steer.measure import (
     Read,
     along,
@@ -177,7 +177,12 @@ def toy(seed: int, *, cosine: float, gain: float, carried: float = 1.0) -> Compo
         rest = size * float(np.linalg.norm(other @ fitted[vector]))
         aimed = along + 0.1 * shares * rng.normal(size=(len(group), 1))
         acted[name] = Acted(aimed, (aimed**2 + rest**2) / 2, group)
-    return components_of(acted, shares, Limits(), [(40, N)], float(fitted[0] @ fitted[1]), halves)
+    return components_of(
+        acted,
+        shares,
+        Limits(),
+        {"positions": [(40, N)], "cosine": float(fitted[0] @ fitted[1]), "split_half": halves},
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,9 +205,8 @@ def test_a_regime_is_told_from_a_component(planted: dict[str, float], wanted: st
 
 def test_an_arm_whose_dose_was_not_served_decides_nothing() -> None:
     weak = {n: Acted(np.ones((8, 2)), np.full((8, 2), 0.1), np.arange(8)) for n in ARMS}
-    result = components_of(
-        weak, np.array([1.0, 2.0]), Limits(), [(9, 8)], 1.0, dict.fromkeys(SIDES, 1.0)
-    )
+    about = {"positions": [(9, 8)], "cosine": 1.0, "split_half": dict.fromkeys(SIDES, 1.0)}
+    result = components_of(weak, np.array([1.0, 2.0]), Limits(), about)
     assert result.outcome == "undecided"
     assert all(arm.aimed is None and arm.share is None for arm in result.arms)
 
@@ -211,15 +215,15 @@ def test_an_arm_whose_dose_was_not_served_decides_nothing() -> None:
 
 STUDY = """
 import sys
-from actds_studies.steer.api import VectorOf, steer
+from actds_studies.steer.api import steer
 
 source, model, out = sys.argv[1:]
 engine = {"dtype": "float32", "enforce_eager": True, "block_size": 32, "max_model_len": 256,
-          "distributed_executor_backend": "uni"}
+          "distributed_executor_backend": "uni", "sampling_params": {"ignore_eos": True}}
 result = steer(
-    source, model=model, hook="resid_post.1", doses=(1.0, 2.0), at=(1, 12), after=(1, 6),
-    vector=VectorOf(contrast=("labels.label == 'x'", "labels.label == 'y'")), engine_args=engine,
-    limits={"requests": 6, "calibration": 3, "random": 2, "nats": 0.005}, refit=True,
+    source, model=model, hook="resid_post.1", doses=(1.0, 300.0), at=(1, 12), after=(1, 6),
+    vector=("labels.label == 'x'", "labels.label == 'y'"), engine_args=engine,
+    limits={"requests": 6, "calibration": 3, "random": 2, "nats": 0.005}, refit=True, survival=20,
 )
 open(out, "w").write(result.to_json())
 """
@@ -265,6 +269,9 @@ def test_effects_are_those_of_plain_forwards_with_the_same_vector(
             assert effect.divergence is not None and effect.n == 6
             want = expected[effect.way, effect.dose, effect.step, effect.after]
             assert effect.divergence.value == pytest.approx(want, rel=2e-3, abs=1e-6), effect
+    assert [(s.step, s.dose, s.n) for s in result.survival] == [
+        (step, dose, 6) for step in (1, 12) for dose in (0.0, 1.0, 300.0)
+    ]
     # The direction of prompts and its refit, at the same positions of prompts and answers.
     assert result.components is not None
     cosine = forward.direction("prompts") @ forward.direction("answers")
@@ -359,7 +366,7 @@ class Forward:
         for sequence in self.steered:
             ids, given = sequence.token_id.tolist(), sequence.n_given
             base, _ = self.plain(sequence)
-            for dose in (1.0, 2.0):
+            for dose in (1.0, 300.0):
                 for step in (1, 12):
                     at = given + step - 1
                     for way, where in (("pulse", slice(at, at + 1)), ("held", slice(at, None))):
@@ -405,7 +412,7 @@ def test_an_unembedding_of_another_model_is_refused(model: Path, tmp_path: Path)
 @pytest.mark.engine
 def test_what_cannot_be_steered_is_said(source: Path, model: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "v.npy", np.ones(7, np.float32))
-    vector = VectorOf(file=tmp_path / "v.npy")
+    vector = tmp_path / "v.npy"
     plain: dict[str, Any] = {"model": model, "hook": "resid_post.1", "vector": vector}
     for change, code, words in (
         ({"hook": "resid_post.3"}, "E014", "one of resid_post.1"),
@@ -413,7 +420,7 @@ def test_what_cannot_be_steered_is_said(source: Path, model: Path, tmp_path: Pat
         ({"at": (0, 5)}, "E009", "numbers from 1"),
         ({"doses": (0.5,)}, "E009", "1 among them"),
         ({"at": (1, 5), "after": (1,)}, "E015", r"shape \(7,\)"),
-        ({"refit": True}, "E009", "a contrast"),
+        ({"refit": True}, "E009", "two expressions"),
     ):
         with pytest.raises(ActdsError, match=words) as raised:
             steer(source, **{**plain, **change})

@@ -403,10 +403,7 @@ _UNKNOWN = ProvenanceField(value=None, origin="unknown", reason="the run record 
 
 
 def refusals(
-    policy: Policy,
-    catalog: Catalog,
-    runs: dict[str, dict[str, int]],
-    audit: Audit | None = None,
+    policy: Policy, catalog: Catalog, runs: dict[str, dict[str, int]], audit: Audit | None = None
 ) -> list[Finding]:
     """Return the rules that a dataset does not comply with, each as a finding E701.
 

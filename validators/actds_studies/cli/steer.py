@@ -49,26 +49,20 @@ def _numbers(names: str, kind: type, default: str, words: str) -> Callable[[Comm
 @click.argument("dataset", metavar="SOURCE")
 @click.option("--model", required=True, type=PATH, help="Folder that SOURCE was harvested from.")
 @click.option("--hook", required=True, help="Hook whose rows are changed, as resid_post.10.")
-@click.option("--vector", "file", type=PATH, help="An npy file, (d_model,).")
+@click.option("--vector", metavar="PATH", help="Its npy file, or DICTIONARY:FEATURE.")
 @click.option("--from", "first", help="Or the mean row where this holds, less that of --against.")
 @click.option("--against", "second", help="See --from; of requests that are not steered.")
-@click.option("--dictionary", type=PATH, help="Or the direction of --feature of this dictionary.")
-@click.option("--feature", type=click.IntRange(0), help="See --dictionary.")
 @_numbers("--dose doses", float, "0.5,1,2", "Doses; 1 has to be among them.")
 @_numbers("--at", int, "1,10,50,200", "Decode steps at which it begins, from 1.")
 @_numbers("--after", int, "1,5,20", "Steps later that it is read, beside at once.")
 @click.option("--refit", is_flag=True, help="Say of --from why it does less in answers.")
+@click.option("--survival", default=0, metavar="N", help="Sample N tokens on from each step, too.")
 @click.option("--engine", default="vllm", show_default=True, help="Engine, as of actds replay.")
 @click.option("--engine-arg", "engine_args", multiple=True, metavar="KEY=VALUE", help="Its option.")
 @result_options("Write the report as one HTML page.", WORST)
 @click.pass_context
 def steer(
-    ctx: click.Context,
-    /,
-    html: Path | None,
-    json_out: Path | None,
-    fail_on: str,
-    **options: Any,
+    ctx: click.Context, /, html: Path | None, json_out: Path | None, fail_on: str, **options: Any
 ) -> None:
     """Say whether a steering vector still works later in an answer.
 
@@ -88,21 +82,14 @@ def steer(
     from actds_writers.engine_protocol import parse_words
 
     outputs = Outputs(html, json_out)
-    words = ("file", "first", "second", "dictionary", "feature")
-    file, first, second, dictionary, feature = map(options.pop, words)
-    pairs = [(file,), (first, second), (dictionary, feature)]
-    given = [pair for pair in pairs if set(pair) != {None}]
-    if len(given) != 1 or None in given[0]:
-        message = "One of --vector, --from and --against, --dictionary and --feature."
-        raise click.UsageError(message)
+    vector, pair = options.pop("vector"), (options.pop("first"), options.pop("second"))
+    if (vector is None) != (None not in pair) or (vector and pair != (None, None)):
+        raise click.UsageError("Either --vector, or --from and --against.")
     from actds_studies.pages.steer import page
-    from actds_studies.steer.api import VectorOf
     from actds_studies.steer.api import steer as run
 
-    contrast, of = (pair if pair in given else None for pair in pairs[1:])
     options["engine_args"] = parse_words(options["engine_args"])
-    vector = VectorOf(file, contrast, of)
-    result = run(options.pop("dataset"), vector=vector, **options, progress=told())
+    result = run(options.pop("dataset"), vector=vector or pair, **options, progress=told())
     shown = page(result, ctx.meta[COMMAND])
     outputs.write(result.to_json(), shown.html, shown.lines)
     sys.exit(exit_code(result.answer.by_way.values(), fail_on, WORST))

@@ -10,6 +10,7 @@ from actds_studies.steer.result import (
     Effect,
     SteeredStratum,
     Steering,
+    Survival,
 )
 from actds_validators.audit.place import Level
 from actds_validators.audit.result import Estimate
@@ -33,11 +34,11 @@ _LEVELS: dict[str, Level] = {
     "reverses": "FAIL",
     "undecided": "INCONCLUSIVE",
 }
-_LOOKS = (
-    ("stored-mark mark", "stored-line"),
-    ("lost-mark mark", "lost-line"),
-    ("reused-mark mark", "reused-line"),
-)
+_LOOKS = {
+    "vector": ("stored-mark mark", "stored-line"),
+    "negative": ("lost-mark mark", "lost-line"),
+    "random": ("reused-mark mark", "reused-line"),
+}
 
 
 def page(result: Steering, command: str) -> AnswerPage:
@@ -58,6 +59,7 @@ def page(result: Steering, command: str) -> AnswerPage:
         sections=[
             _decays(result),
             *_components(result.components),
+            *_survival(result.survival),
             Shown(_effects(result)),
             Shown(_strata(result)),
         ],
@@ -65,7 +67,7 @@ def page(result: Steering, command: str) -> AnswerPage:
             (_LEVELS[outcome], f"{way}, {WAYS[way]}: {outcome}")
             for way, outcome in result.answer.by_way.items()
         ],
-        on_terminal=("components", "effects"),
+        on_terminal=("components", "survival", "effects"),
     )
 
 
@@ -123,8 +125,7 @@ def _decays(result: Steering) -> Shown:
 def _chart(result: Steering) -> Picture:
     """Return the divergence by step, a panel for each way at a dose of 1, beside its floor."""
     shown = [d for d in result.decays if d.dose == 1.0]
-    latest = {way: max(d.after for d in shown if d.way == way) for way in WAYS}
-    panels = [d for d in shown if d.after == latest[d.way]]
+    panels = [next(d for d in reversed(shown) if d.way == way) for way in WAYS]  # the latest reads
     height = 170.0
     p = Picture(
         "decay",
@@ -135,8 +136,7 @@ def _chart(result: Steering) -> Picture:
         50 + len(panels) * (height + 80),
         FigureData(("way", "after", "vector", "step", "nats", "low", "high")),
     )
-    kinds = ("vector", "negative", "random")
-    legend(p, 90, 20, [(look, kind) for (look, _), kind in zip(_LOOKS, kinds, strict=True)])
+    legend(p, 90, 20, [(look, kind) for kind, (look, _) in _LOOKS.items()])
     for n, decay in enumerate(panels):
         effects = [
             e for e in result.effects if (e.way, e.after, e.dose) == (decay.way, decay.after, 1.0)
@@ -150,7 +150,7 @@ def _chart(result: Steering) -> Picture:
         if result.floor is not None:
             y = f.y(result.floor.value)
             p.line(f.left, y, f.right, y, "limit")
-        for (mark, line), kind in zip(_LOOKS, kinds, strict=True):
+        for kind, (mark, line) in _LOOKS.items():
             _line(p, f, [e for e in effects if e.vector == kind], mark, line)
     return p
 
@@ -198,6 +198,23 @@ def _components(of: Components | None) -> list[Shown]:
     )
     table = table_of("A direction and its refit", _ARMS, of.arms, frozenset({0, 1}))
     return [Shown(Part("components", "Regime or component", Sentence(lead), table))]
+
+
+_SURVIVAL: Columns[Survival] = (
+    ("from step", lambda row: str(row.step)),
+    ("dose", lambda row: f"{row.dose:g}"),
+    ("like those without", lambda row: _interval(row.share)),
+    ("continuations", lambda row: count(row.n)),
+)
+
+
+def _survival(survival: list[Survival]) -> list[Shown]:
+    lead = (
+        "Continuations sampled with the vector held whose entropy and repeated 4-grams lie within "
+        "those of some without it, of which a dose of 0 is others: they look alike, no more."
+    )
+    table = table_of("Survival", _SURVIVAL, survival, frozenset(), room=60)
+    return [Shown(Part("survival", "Survival", Sentence(lead), table))] if survival else []
 
 
 _EFFECTS: Columns[Effect] = (

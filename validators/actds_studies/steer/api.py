@@ -9,7 +9,6 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,11 +30,22 @@ from actds_studies.steer.measure import (
     groups_by_prompt,
     prove,
     strata_of,
+    survival_of,
 )
 from actds_studies.steer.refit import Contrast
 from actds_studies.steer.refit import refit as refit_of
 from actds_studies.steer.replays import PLAIN, Replayed, Serving, Variant, chosen, prompt_of
-from actds_studies.steer.result import Decay, Dose, Effect, Limits, Steering, Vector, Way, answer
+from actds_studies.steer.result import (
+    Decay,
+    Dose,
+    Effect,
+    Limits,
+    Steering,
+    Survival,
+    Vector,
+    Way,
+    answer,
+)
 from actds_validators.arrays import Floats, Ints, Rows
 from actds_validators.dictionaries.formats import dictionary_feature
 from actds_validators.sections import about, need_extra, settings_of
@@ -47,32 +57,19 @@ REFIT_SHARES = tuple(2.0**k for k in range(-3, 4))
 """Strengths of a direction and its refit, over that of a dose of 1."""
 
 
-@dataclass(frozen=True)
-class VectorOf:
-    """Where a vector comes from: one of the three.
-
-    An npy file ``(d_model,)``; a contrast of two expressions, the mean of the rows that the first
-    holds of less that of the second's, over requests that are not steered; a dictionary and the
-    number of one of its features, whose direction it is.
-    """
-
-    file: str | Path | None = None
-    contrast: tuple[str, str] | None = None
-    feature: tuple[str | Path, int] | None = None
-
-
 def steer(
     dataset: str | os.PathLike[str],
     *,
     model: str | Path,
     hook: str,
-    vector: VectorOf | str | Path,
+    vector: str | Path | tuple[str, str],
     doses: Sequence[float] = (0.5, 1.0, 2.0),
     at: Sequence[int] = (1, 10, 50, 200),
     after: Sequence[int] = (1, 5, 20),
     engine: str = "vllm",
     engine_args: Mapping[str, Any] | None = None,
     refit: bool = False,
+    survival: int = 0,
     limits: Limits | Mapping[str, float] | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Steering:
@@ -86,14 +83,17 @@ def steer(
         dataset: a sealed dataset with rows of the hook, whose answers are long enough.
         model: the folder that it was harvested from.
         hook: whose rows the vector is added to, such as ``resid_post.10``.
-        vector: an npy file, or where else it comes from.
+        vector: an npy file ``(d_model,)``; ``DICTIONARY:FEATURE``, whose direction in the decoder
+            it is; or two expressions, the mean of the rows where the first holds less that of the
+            second's, over requests that are not steered.
         doses: strengths; 1 is the one at which a quantile of tokens diverges by so many nats.
         at: decode steps, from 1, at which it begins; the effect at the others is beside the first.
         after: steps later that it is read.
         engine: as of ``actds.replay``.
         engine_args: likewise.
-        refit: say as well whether a direction of prompts, the contrast's, loses its effect in
-            answers because another direction is theirs (regime), or for any (component).
+        refit: say of two expressions as well whether the direction of prompts loses its effect in
+            answers because another one is theirs (regime), or for any (component).
+        survival: tokens that are sampled on from the steps, with the vector held; 0 for none.
         limits: settings by name, or as the result has them.
         progress: receives what is being done.
 
@@ -114,25 +114,26 @@ def steer(
         expected = f"one of {', '.join(source.hooks)}"
         raise ActdsError("E014", "hook", got=hook[:80], expected=expected)
     steps, delays, sizes = _checked(at, after, doses)
-    of = vector if isinstance(vector, VectorOf) else VectorOf(file=vector)
-    if refit and of.contrast is None:
-        expected = "a contrast, of which there are rows in prompts and in answers"
+    if refit and not isinstance(vector, tuple):
+        expected = "two expressions, of which there are rows in prompts and in answers"
         raise ActdsError("E009", "refit", got="a vector that is given", expected=expected)
     study = _Study(source, Path(model), hook, (steps, delays, sizes), chosen_limits)
     options = {"model": model, "engine": engine, "engine_args": dict(engine_args or {})}
-    return study.run(of, options, refit, progress)
+    return study.run(vector, options, (refit, survival), progress)
 
 
 def _checked(
     at: Sequence[int], after: Sequence[int], doses: Sequence[float]
 ) -> tuple[list[int], list[int], list[float]]:
     steps, delays, sizes = sorted(set(at)), sorted(set(after)), sorted(set(doses))
-    for name, values, least in (("at", steps, 1), ("after", delays, 1), ("dose", sizes, 0)):
-        if not values or min(values) < least or (name == "dose" and 1.0 not in sizes):
-            expected = f"numbers from {least}" + (", 1 among them" if name == "dose" else "")
+    for name, values, least, n in (
+        ("at", steps, 1, 2),
+        ("after", delays, 1, 1),
+        ("dose", sizes, 0, 1),
+    ):
+        if len(values) < n or min(values) < least or (name == "dose" and 1.0 not in sizes):
+            expected = f"numbers from {least}, {n} at least" + ", 1 among them" * (name == "dose")
             raise ActdsError("E009", name, got=str(list(values)), expected=expected)
-    if len(steps) < 2:
-        raise ActdsError("E009", "at", got=str(steps), expected="two steps at least")
     return steps, delays, sizes
 
 
@@ -163,14 +164,18 @@ class _Study:
             self.calibrated = self.sequences[: limits.calibration]
 
     def run(
-        self, of: VectorOf, options: Mapping[str, Any], refit: bool, progress: Callable[[str], None]
+        self,
+        of: str | Path | tuple[str, str],
+        options: Mapping[str, Any],
+        beside: tuple[bool, int],
+        progress: Callable[[str], None],
     ) -> Steering:
-        serving = Serving(self.source, self.hook, options)
+        serving, (is_refit, n_sampled) = Serving(self.source, self.hook, options), beside
         contrast = None
-        if of.contrast is not None:
+        if isinstance(of, tuple):
             of_source = self.source, self.hook, self.every, self.free
-            contrast = Contrast(*of_source, of.contrast, self.limits.seed)
-        unit, words = self._vector(of, contrast)
+            contrast = Contrast(*of_source, of, self.limits.seed)
+        unit, words = self._unit(contrast or os.fspath(of))  # type: ignore[arg-type]
         norm = self._median_norm()
         with tempfile.TemporaryDirectory(prefix="actds-", ignore_cleanup_errors=True) as folder:
             progress("calibrating the dose")
@@ -179,39 +184,41 @@ class _Study:
             vectors = self._vectors(unit)
             variants = self._variants(strength, len(vectors))
             replayed = serving.serve(self.sequences, variants, vectors, Path(folder) / "study")
-            rows, entropies = replayed.recorded()
-            proof = prove(self.unembedding, replayed.values(rows), entropies, f"{options['model']}")
+            proof = prove(self.unembedding, *replayed.recorded(), f"{options['model']}")
             components = None
-            if refit and contrast is not None:
+            if is_refit and contrast is not None:
                 progress("serving a direction and its refit")
                 serve = partial(serving.serve, folder=Path(folder) / "refit", whole=True)
                 shares = np.array(REFIT_SHARES) * strength / norm
                 steered = self.sequences, self._median_norm, shares, self.limits
                 components = refit_of(contrast, *steered, serve, self.unembedding)
+            survivals = []
+            if n_sampled:
+                progress("sampling on")
+                out = Path(folder) / "survival"
+                survivals = self._survivals(serving, unit[np.newaxis], strength, n_sampled, out)
             result = self._result(replayed, (unit, words), (curve, strength, norm), proof)
-            return result.model_copy(update={"components": components})
+            return result.model_copy(update={"components": components, "survival": survivals})
 
     # the vector -----------------------------------------------------------------------------------
 
-    def _vector(self, of: VectorOf, contrast: Contrast | None) -> tuple[Rows, str]:
+    def _unit(self, of: Contrast | str) -> tuple[Rows, str]:
         """Return the direction, of length 1, and where it comes from in words."""
         d_model = self.source.hooks[self.hook].d_model
-        if contrast is not None:
-            vector, words = contrast.direction(), contrast.words
-        elif of.feature is not None:
-            path, number = of.feature
-            decoder = dictionary_feature(path, number, hook=self.hook).decoder
-            vector = np.asarray(decoder, np.float64)
-            words = f"feature {number} of {Path(path).name}"
+        if isinstance(of, Contrast):
+            vector, words = of.direction(), of.words
+        elif (parts := of.rpartition(":"))[2].isdecimal() and parts[0]:
+            feature = dictionary_feature(parts[0], int(parts[2]), hook=self.hook)
+            vector = np.asarray(feature.decoder, np.float64)
+            words = f"feature {parts[2]} of {Path(parts[0]).name}"
         else:
-            path = Path(of.file or "")
             try:
-                vector = np.load(path, allow_pickle=False).astype(np.float64)
+                vector = np.load(of, allow_pickle=False).astype(np.float64)
             except (OSError, ValueError, EOFError) as error:
                 words = str(error).splitlines()[0][:200]
                 expected = "a readable npy file of floats"
-                raise ActdsError("E015", str(path), got=words, expected=expected) from None
-            words = path.name
+                raise ActdsError("E015", of, got=words, expected=expected) from None
+            words = Path(of).name
         length = float(np.linalg.norm(vector)) if vector.shape == (d_model,) else float("nan")
         if not np.isfinite(length) or length == 0:
             got = f"shape {vector.shape}" if vector.shape != (d_model,) else "no direction"
@@ -298,6 +305,23 @@ class _Study:
         """Return rows of the variant of each step, at one generated position each."""
         places = zip(self.steps, np.split(at, len(at)), strict=True)
         return np.concatenate([replayed.rows(f"{name}-{step}", p) for step, p in places], axis=1)
+
+    def _survivals(
+        self, serving: Serving, unit: Rows, strength: float, n_sampled: int, folder: Path
+    ) -> list[Survival]:
+        """Return the share of continuations that are like some without the vector, by dose."""
+        doses = [0.0, 0.0, *self.doses]  # those of the first are what the others have to be like
+        sequences = [self.sequences[n] for n in np.unique(self.group, return_index=True)[1]]
+        places = [(step, k) for step in self.steps for k in range(len(doses))]
+        variants = [
+            Variant(f"s{k}-{step}", 0, doses[k] * strength, step - 1, None, step)
+            for step, k in places
+        ]
+        replayed = serving.serve(sequences, variants, unit, folder, n_sampled=n_sampled)
+        looks = {(step, k): replayed.looks(f"s{k}-{step}") for step, k in places}
+        return [
+            survival_of(looks[step, 0], looks[step, k], step, doses[k]) for step, k in places if k
+        ]
 
     def _result(
         self,

@@ -8,7 +8,7 @@ another regime for the direction; where it does not, the model uses the componen
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,13 +40,10 @@ N_AT_ONCE = 8192
 
 
 class Contrast:
-    """Two selections of rows of a hook, an expression each, of requests that are not steered.
+    """Two selections of rows of a hook, an expression each, of the requests that are ``free``.
 
-    Each prefix counts once, as in ``actds regimes``. Positions 0 are left out: their rows are
-    sinks, hundreds of times longer than the others.
-
-    Args:
-        sequences: every request of the source; ``free``, those that are not steered.
+    As in ``actds regimes`` each prefix counts once, and position 0 not, whose rows are sinks,
+    hundreds of times longer than the others. ``sequences`` is every request of the source.
     """
 
     def __init__(
@@ -59,10 +56,10 @@ class Contrast:
         seed: int,
     ) -> None:
         self._array, self.sequences = source.array(hook), sequences
-        self.words, self._where, self._pair = " against ".join(pair), pair, []
+        self.words, self._where, self.pair = " against ".join(pair), pair, []
         for where in pair:
             rows = read_arm(Arm(where, source, where=where), hook)
-            self._pair.append(rows.take(np.flatnonzero(free[rows.request])))
+            self.pair.append(rows.take(np.flatnonzero(free[rows.request])))
         prompt = clusters(sequences)
         self._half = np.random.default_rng(seed).permutation(len(prompt))[prompt] % 2
 
@@ -77,7 +74,7 @@ class Contrast:
 
     def _gap(self, values: Callable[[ArmRows], Rows], side: Side | None, among: Bools) -> Floats:
         means = []
-        for rows, where in zip(self._pair, self._where, strict=True):
+        for rows, where in zip(self.pair, self._where, strict=True):
             kept = among[rows.request]
             kept &= True if side is None else (rows.decode_step > 0) == (side == "answers")
             total, n, at = 0.0, 0, np.flatnonzero(kept)
@@ -91,11 +88,6 @@ class Contrast:
                 raise ActdsError("E014", "where", got=got, expected="some")
             means.append(total / n)
         return np.asarray(means[0] - means[1])
-
-    def drawn(self, n: int, seed: int) -> Ints:
-        """Return the numbers of some requests that have rows."""
-        known = np.unique(np.concatenate([rows.request for rows in self._pair]))
-        return np.random.default_rng(seed).permutation(known)[:n]
 
     def aim(self, replayed: Replayed, place: Ints) -> Floats:
         """Return how far apart the last rows of the selections lie, the mean of both sides.
@@ -136,7 +128,8 @@ def refit(
             for k, strength in enumerate((shares * norm(members, p)).tolist()):
                 what = (f"{arm}-{p}-{k}", vector, strength, p, p + 1, p + 1, None, members)
                 variants.append(Variant(*what))
-    drawn = contrast.drawn(2 * limits.requests, limits.seed)
+    of_pair = np.unique(np.concatenate([rows.request for rows in contrast.pair]))
+    drawn = np.random.default_rng(limits.seed).permutation(of_pair)[: 2 * limits.requests]
     every = [*sequences, *(contrast.sequences[n] for n in drawn.tolist())]
     replayed = serve(every, variants, np.stack(vectors).astype(np.float32))
     place = np.full(len(contrast.sequences), -1)
@@ -147,7 +140,7 @@ def refit(
     group = groups_by_prompt(sequences, limits.seed, (left, right))
     acted = {}
     for arm, (name, (side, _)) in enumerate(ARMS.items()):
-        of_arm = np.concatenate([of[side] for of in places.values()])
+        of_arm = left if side == "prompts" else right
         at = np.concatenate([np.full(len(of[side]), p) for p, of in places.items()])
         plain = replayed.at(PLAIN, of_arm, at)
         aimed, nats = [], []
@@ -159,10 +152,12 @@ def refit(
         known = np.isfinite(nats).all(axis=0)
         along, divergences = (np.stack(of, axis=1)[known] for of in (aimed, nats))
         acted[name] = Acted(along, divergences, group[of_arm[known]])
-    at_places = [(p, len(of_side["prompts"])) for p, of_side in places.items()]
-    split_half = {side: float(a @ b) for side, (a, b) in halves.items()}
-    cosine = float(vectors[0] @ vectors[1])
-    return components_of(acted, shares, limits, at_places, cosine, split_half)
+    about = {
+        "positions": [(p, len(of_side["prompts"])) for p, of_side in places.items()],
+        "cosine": float(vectors[0] @ vectors[1]),
+        "split_half": {side: float(a @ b) for side, (a, b) in halves.items()},
+    }
+    return components_of(acted, shares, limits, about)
 
 
 def places_of(sequences: Sequence[TokenSequence], seed: int) -> dict[int, dict[Side, Ints]]:
@@ -201,12 +196,7 @@ class Acted(NamedTuple):
 
 
 def components_of(
-    acted: Mapping[ArmName, Acted],
-    shares: Floats,
-    limits: Limits,
-    positions: list[tuple[int, int]],
-    cosine: float,
-    split_half: dict[Side, float],
+    acted: Mapping[ArmName, Acted], shares: Floats, limits: Limits, about: Mapping[str, Any]
 ) -> Components:
     """Return whether answers lost the effect of a direction, and whether a refit restores it.
 
@@ -227,22 +217,14 @@ def components_of(
     first = list(acted).index("in prompts")
     kept, restored = ({d: intervals[n, -1, k] for n, d in enumerate(DOSINGS)} for k in (0, 1))
     by_dosing = {
-        d: component_of(intervals[n, first, 1], kept[d], restored[d], split_half, limits)
+        d: component_of(
+            intervals[n, first, 1], kept[d], restored[d], about["split_half"]["answers"], limits
+        )
         for n, d in enumerate(DOSINGS)
     }
     outcome, reason = agreed(by_dosing)
-    return Components(
-        outcome=outcome,
-        reason=reason,
-        by_dosing=by_dosing,
-        kept=kept,
-        restored=restored,
-        positions=positions,
-        n_groups=len(groups),
-        cosine=cosine,
-        split_half=split_half,
-        arms=arms,
-    )
+    facts = {"by_dosing": by_dosing, "kept": kept, "restored": restored, "arms": arms, **about}
+    return Components(outcome=outcome, reason=reason, n_groups=len(groups), **facts)
 
 
 def _at_doses(

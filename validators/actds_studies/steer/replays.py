@@ -21,11 +21,13 @@ from actds.explore.requests import TokenSequence
 from actds.format.interventions import Part
 from actds_validators.arrays import Floats, Ints, Rows
 from actds_writers.config import ReplaySettings
+from actds_writers.harvest.prepare import Served
 from actds_writers.harvest.replay import Replays
 from actds_writers.harvest.result import Observer
 from actds_writers.harvest.run import harvest
 
 PLAIN = "plain"
+LEAST_TOKENS = 16
 N_PROVED = 256
 """Entropies that the unembedding is proved by."""
 
@@ -67,8 +69,12 @@ class Serving:
         folder: Path,
         *,
         whole: bool = False,
+        n_sampled: int = 1,
     ) -> Replayed:
-        """Serve sequences, plain (``whole`` or in part) and in every variant, into a folder."""
+        """Serve sequences, plain (``whole`` or in part) and in every variant, into a folder.
+
+        So many tokens are sampled behind each: one is that of the largest logit.
+        """
         longest = 1 << 31 if whole else max(variant.n for variant in variants)
         every = [Variant(PLAIN, None, 0.0, 0, None, longest), *variants]
         folder.mkdir()
@@ -82,21 +88,21 @@ class Serving:
         file = folder / "interventions.json"
         document = {"schema": "actds.interventions/1", "interventions": items}
         file.write_text(json.dumps(document), encoding="utf-8")
-        settings = ReplaySettings.of(
-            {
-                "source": self.source.path,
-                "out": str(folder / "rows"),
-                "hooks": f"{self.hook.replace('.', ':')};final",
-                "intervene": str(file),
-                "entropy": True,
-                "readouts": False,
-                **self.options,
-            }
-        )
+        places = {"source": self.source.path, "out": str(folder / "rows"), "intervene": str(file)}
+        hooks = f"{self.hook.replace('.', ':')};final"
+        what = {"hooks": hooks, "readouts": False, "entropy": True}
+        settings = ReplaySettings.of({**places, **what, **self.options})
         numbers = range(len(sequences))
         served = [_cut(sequences[n], n, v) for v in every for n in v.among or numbers]
         requests = Replays(settings, self.source, Observer(), sequences=served)
-        harvest(settings.as_write(str(settings.hooks)), served_by=requests.served)
+
+        def served_by(*args: Any) -> Served:
+            of = requests.served(*args)
+            return replace(of, encoded=[replace(e, max_tokens=n_sampled) for e in of.encoded])
+
+        write = settings.as_write(str(settings.hooks))
+        how = {"max_tokens": n_sampled, "temperature": float(n_sampled > 1)}
+        harvest(write.model_copy(update=how), served_by=served_by)
         return Replayed(actds.open(settings.out), sequences)
 
 
@@ -150,18 +156,33 @@ class Replayed:
         result[rows < 0] = np.nan
         return np.asarray(result)
 
-    def recorded(self) -> tuple[Ints, Floats]:
-        """Return rows of some sequences' ends, and the entropies that the engine recorded there."""
-        table = self.dataset.sampled()[:N_PROVED].to_pydict()
+    def looks(self, variant: str) -> Floats:
+        """Return the mean entropy of each continuation and the share of its 4-grams that repeat.
+
+        ``(n, 2)``, without those of fewer than `LEAST_TOKENS`.
+        """
+        table = self.dataset.sampled().sort_by(
+            [("request", "ascending"), ("position", "ascending")]
+        )
+        request, token, entropy = (table[k].to_numpy() for k in ("request", "token_id", "entropy"))
+        result = []
+        for n in range(len(self._given)):
+            of = request == self._number[f"{n}#{variant}"]
+            if of.sum() >= LEAST_TOKENS:
+                grams = np.lib.stride_tricks.sliding_window_view(token[of], 4)
+                repeated = 1 - len(np.unique(grams, axis=0)) / len(grams)
+                result.append((float(entropy[of].mean()), repeated))
+        return np.array(result, np.float64).reshape(-1, 2)
+
+    def recorded(self) -> tuple[Rows, Floats]:
+        """Return some sequences' last rows, and the entropies that the engine recorded there."""
         rows, entropies = [], []
-        for request, position, entropy in zip(
-            table["request"], table["position"], table["entropy"], strict=True
-        ):
-            known = self.dataset.request(request, hook=self.last).row
-            if position - 1 < len(known) and known[position - 1] >= 0:
-                rows.append(known[position - 1])
-                entropies.append(entropy)
-        return np.array(rows, np.int64), np.array(entropies, np.float64)
+        for line in self.dataset.sampled()[:N_PROVED].to_pylist():
+            known = self.dataset.request(line["request"], hook=self.last).row
+            if (at := line["position"] - 1) < len(known) and known[at] >= 0:
+                rows.append(known[at])
+                entropies.append(line["entropy"])
+        return self.values(np.array(rows, np.int64)), np.array(entropies, np.float64)
 
 
 def prompt_of(sequence: TokenSequence) -> bytes:

@@ -35,6 +35,7 @@ DOSINGS: dict[Dosing, str] = {
     "nats": "as many nats in each arm",
     "norm": "the strength over the row's norm that has these nats in prompts",
 }
+Known = Estimate | None
 Cause = Literal["regime", "component", "neither lost", "undecided"]
 
 
@@ -145,6 +146,19 @@ class Components(Section):
     arms: list[ActedArm]
 
 
+class Survival(Section):
+    """Continuations sampled from a step on, with the vector held, that look like ones without it.
+
+    In mean entropy, and in how many 4-grams repeat earlier ones: both within what continuations of
+    the same places have. It is no judgement of what they say.
+    """
+
+    step: int
+    dose: float = Field(description="0: others without a vector, what the measure itself loses")
+    n: int = Field(description="continuations, each of a prompt of its own")
+    share: Estimate | None
+
+
 class SteeringAnswer(Section):
     """What the decays at a dose of 1 say together."""
 
@@ -178,6 +192,7 @@ class Steering(Document):
     decays: list[Decay]
     strata: list[SteeredStratum]
     components: Components | None = Field(default=None, description="where a refit was asked for")
+    survival: list[Survival] = Field(default=[], description="where it was asked for")
     answer: SteeringAnswer
 
 
@@ -187,12 +202,9 @@ class Steering(Document):
 def outcome_of(
     first: Effect, last: Effect, ratio: Estimate | None, floor: Estimate | None, margin: float
 ) -> tuple[Outcome, str | None]:
-    """Return what became of an effect, and why that is undecided.
+    """Return what became of an effect from the first step to the last, and why it is undecided.
 
-    Args:
-        first, last: at the first step and at the last.
-        ratio: of the divergences of the two.
-        floor: divergence without a vector.
+    ``ratio`` is that of the two divergences, ``floor`` the one without a vector.
     """
     if first.divergence is None or last.divergence is None or ratio is None:
         return "undecided", "too few requests for an interval"
@@ -208,11 +220,7 @@ def outcome_of(
 
 
 def component_of(
-    first: Estimate | None,
-    kept: Estimate | None,
-    restored: Estimate | None,
-    split_half: Mapping[Side, float],
-    limits: Limits,
+    first: Known, kept: Known, restored: Known, split_half: float, limits: Limits
 ) -> Cause:
     """Return why an effect in prompts, ``first``, is lost in answers, at one dosing."""
     if first is None or kept is None or first.low <= 0:
@@ -223,7 +231,7 @@ def component_of(
         return "undecided"
     if restored.low > limits.restored:
         return "regime"
-    is_known = split_half["answers"] >= limits.split_half
+    is_known = split_half >= limits.split_half
     return "component" if restored.high < limits.restored and is_known else "undecided"
 
 
@@ -237,19 +245,15 @@ def agreed(by_dosing: Mapping[Dosing, Cause]) -> tuple[Cause, str | None]:
 
 
 def answer(decays: Sequence[Decay], specific: bool | None) -> SteeringAnswer:
-    """Return what the decays say together.
+    """Return what the decays at a dose of 1 say together, one for each way.
 
-    Args:
-        decays: at a dose of 1, one for each way.
-        specific: whether the vector does more at the first step than random ones of its length.
+    ``specific``: whether the vector does more at the first step than random ones of its length.
     """
     by_way = {decay.way: decay.outcome for decay in decays}
     parts = []
     for decay in decays:
         last = decay.ratio[-1]
-        share = ""
-        if last is not None:
-            share = f" ({last.value:.2f} of it [{last.low:.2f}, {last.high:.2f}])"
+        share = f" ({last.value:.2f} of it [{last.low:.2f}, {last.high:.2f}])" if last else ""
         parts.append(f"{decay.way} {decay.outcome}{share}")
     steps = [
         f"{decay.way} is undecided: {decay.reason}. Steer more requests (--requests)."

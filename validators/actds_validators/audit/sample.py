@@ -27,13 +27,7 @@ from actds.format.shard import Shard
 from actds.format.tables import FLAG_SPECIAL
 from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit import data
-from actds_validators.audit.covariates import (
-    MAX_PROBES,
-    Widths,
-    band_words,
-    defined,
-    position_band,
-)
+from actds_validators.audit.covariates import MAX_PROBES, Widths, band_words, defined, position_band
 from actds_validators.audit.features import FeatureSums, efficiencies, rates_of
 from actds_validators.audit.follow_up import BLOCK, CONFIDENCE, values_of
 from actds_validators.audit.result import (

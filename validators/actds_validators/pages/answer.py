@@ -20,16 +20,7 @@ from actds.text import Line
 from actds_validators.audit.place import Level
 from actds_validators.audit.result import Audit
 from actds_validators.pages.svg import Picture
-from actds_validators.pages.words import (
-    LOOKS,
-    MAX_LIST,
-    Fact,
-    Part,
-    Sentence,
-    Table,
-    clean,
-    first,
-)
+from actds_validators.pages.words import LOOKS, MAX_LIST, Fact, Part, Sentence, Table, clean, first
 from actds_validators.sections import About
 
 if TYPE_CHECKING:
