@@ -28,7 +28,7 @@ from actds_studies.steer.measure import (
     strength_at,
 )
 from actds_studies.steer.refit import Acted, components_of, places_of
-from actds_studies.steer.replays import chosen
+from actds_studies.steer.replays import chosen, prompt_of
 from actds_studies.steer.result import ARMS, SIDES, Components, Limits, Steering
 from actds_testing import harvest as h
 from actds_testing.tiny import make_random_model
@@ -239,7 +239,7 @@ def source(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source")
     records = [
         {"id": f"s{n}", "prompt": "a prompt " * (3 + 4 * (n % 3)) + str(n), "label": "xy"[n % 2]}
-        for n in range(18)
+        for n in range(30)
     ]
     prompts = h.write_prompts(folder / "prompts.jsonl", records)
     params = json.dumps({"ignore_eos": True})
@@ -276,7 +276,7 @@ def test_effects_are_those_of_plain_forwards_with_the_same_vector(
     assert result.components is not None
     cosine = forward.direction("prompts") @ forward.direction("answers")
     assert result.components.cosine == pytest.approx(cosine, abs=1e-4)
-    places = places_of(forward.steered, 0)
+    places = places_of(forward.acting, Limits(requests=6))
     assert [(p, len(of["prompts"])) for p, of in places.items()] == result.components.positions
     shares = np.array(REFIT_SHARES) * result.dose.strength / result.dose.median_norm
     dose = None
@@ -305,6 +305,9 @@ class Forward:
         self.dataset = actds.open(source)
         self.every = list(token_sequences(self.dataset))
         self.steered = chosen(self.every, 18, 6, 0)
+        prompts = {prompt_of(s) for s in self.steered}
+        further = [s for s in self.every if prompt_of(s) not in prompts]
+        self.acting = [*self.steered, *chosen(further, 1, 12, 0)]
 
     def rows(self, sequence: Any) -> np.ndarray:
         return np.asarray(self.dataset.request(sequence.request, hook="resid_post.1").acts()[1])
@@ -328,7 +331,7 @@ class Forward:
                     is_row and (side is None or (p >= sequence.n_given) == (side == "answers"))
                 )
                 seen |= {prefix} if flag is not None else set()
-            if not any(sequence is steered for steered in self.steered):
+            if not any(sequence is acting for acting in self.acting):
                 of[label].append(rows(sequence)[np.array(mask)])
         x, y = (np.concatenate(parts).mean(axis=0, dtype=np.float64) for parts in of.values())
         return np.asarray(x - y)
@@ -383,11 +386,11 @@ class Forward:
         vector = self.direction("answers" if arm == "refitted" else "prompts")
         nats, aimed = [], []
         for p, members in places.items():
-            norm = np.median([np.linalg.norm(self.rows(self.steered[n])[p]) for n in members[side]])
+            norm = np.median([np.linalg.norm(self.rows(self.acting[n])[p]) for n in members[side]])
             for n in members[side]:
-                base, before = self.plain(self.steered[n])
+                base, before = self.plain(self.acting[n])
                 added = share * norm * vector
-                log, after = self(self.steered[n].token_id.tolist(), added, slice(p, p + 1))
+                log, after = self(self.acting[n].token_id.tolist(), added, slice(p, p + 1))
                 nats.append(float((log[p].exp() * (log[p] - base[p])).sum()))
                 aimed.append(float((after[p] - before[p]) @ self.aim / (self.aim @ self.aim)))
         return float(np.quantile(nats, 0.95)), float(np.mean(aimed))

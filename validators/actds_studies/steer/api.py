@@ -117,9 +117,9 @@ def steer(
     if refit and not isinstance(vector, tuple):
         expected = "two expressions, of which there are rows in prompts and in answers"
         raise ActdsError("E009", "refit", got="a vector that is given", expected=expected)
-    study = _Study(source, Path(model), hook, (steps, delays, sizes), chosen_limits)
+    study = _Study(source, Path(model), hook, (steps, delays, sizes), chosen_limits, refit)
     options = {"model": model, "engine": engine, "engine_args": dict(engine_args or {})}
-    return study.run(vector, options, (refit, survival), progress)
+    return study.run(vector, options, survival, progress)
 
 
 def _checked(
@@ -145,18 +145,23 @@ class _Study:
         hook: str,
         grid: tuple[list[int], list[int], list[float]],
         limits: Limits,
+        refit: bool,
     ) -> None:
         self.source, self.hook, self.limits = source, hook, limits
-        self.steps, self.after, self.doses = grid
+        (self.steps, self.after, self.doses), self.refit = grid, refit
         self.unembedding = Unembedding(model, int(source.hooks[hook].d_model))
         self._differences = partial(differences, self.unembedding)
         self.every = every = list(token_sequences(source))
         least = max(self.steps) + max(self.after)
         self.sequences = chosen(every, least, limits.requests, limits.seed)
         self.group = groups_by_prompt(self.sequences, limits.seed)
-        steered = set(map(prompt_of, self.sequences))
-        self.free = np.array([prompt_of(s) not in steered for s in every])
-        further = [s for s, is_free in zip(every, self.free, strict=True) if is_free]
+        self.acting = [*self.sequences]  # and, of a refit, half of the others at most
+        for n_more in (2 * limits.requests, 0) if refit else (0,):
+            steered = set(map(prompt_of, self.acting))
+            self.free = np.array([prompt_of(s) not in steered for s in every])
+            further = [s for s, is_free in zip(every, self.free, strict=True) if is_free]
+            n = min(n_more, len(further) // 2)
+            self.acting += chosen(further, 1, n, limits.seed) if n else []
         short = min(N_CALIBRATED, least)
         try:
             self.calibrated = chosen(further, short, limits.calibration, limits.seed)
@@ -167,11 +172,10 @@ class _Study:
         self,
         of: str | Path | tuple[str, str],
         options: Mapping[str, Any],
-        beside: tuple[bool, int],
+        n_sampled: int,
         progress: Callable[[str], None],
     ) -> Steering:
-        serving, (is_refit, n_sampled) = Serving(self.source, self.hook, options), beside
-        contrast = None
+        serving, contrast = Serving(self.source, self.hook, options), None
         if isinstance(of, tuple):
             of_source = self.source, self.hook, self.every, self.free
             contrast = Contrast(*of_source, of, self.limits.seed)
@@ -186,11 +190,11 @@ class _Study:
             replayed = serving.serve(self.sequences, variants, vectors, Path(folder) / "study")
             proof = prove(self.unembedding, *replayed.recorded(), f"{options['model']}")
             components = None
-            if is_refit and contrast is not None:
+            if self.refit and contrast is not None:
                 progress("serving a direction and its refit")
                 serve = partial(serving.serve, folder=Path(folder) / "refit", whole=True)
                 shares = np.array(REFIT_SHARES) * strength / norm
-                steered = self.sequences, self._median_norm, shares, self.limits
+                steered = self.acting, self._median_norm, shares, self.limits
                 components = refit_of(contrast, *steered, serve, self.unembedding)
             survivals = []
             if n_sampled:
@@ -236,7 +240,7 @@ class _Study:
         """Return the median norm of rows of the hook: in answers, or at a position of requests."""
         parts = [np.zeros(0, np.int64)]
         for n in range(len(self.sequences)) if members is None else members:
-            s = self.sequences[n]
+            s = self.acting[n]
             rows = self.source.request(s.request, run=s.run, hook=self.hook).row
             parts.append(rows[s.n_given :] if at is None else rows[at : at + 1])
         numbers = np.unique(np.concatenate(parts))
@@ -271,7 +275,6 @@ class _Study:
     # the study ------------------------------------------------------------------------------------
 
     def _variants(self, strength: float, n_vectors: int) -> list[Variant]:
-        """Return what is served beside the plain answers."""
         longest = max(self.steps) + max(self.after)
         variants = [Variant(AGAIN, 0, 0.0, 0, None, longest)]
         for vector in range(n_vectors):
@@ -302,7 +305,6 @@ class _Study:
                     yield Read(way, kind, dose, k, divergence, change, self.group)
 
     def _at(self, replayed: Replayed, name: str, at: Ints) -> Ints:
-        """Return rows of the variant of each step, at one generated position each."""
         places = zip(self.steps, np.split(at, len(at)), strict=True)
         return np.concatenate([replayed.rows(f"{name}-{step}", p) for step, p in places], axis=1)
 

@@ -106,12 +106,6 @@ def groups_by_prompt(
     return np.asarray(np.append(of, np.full(len(prompt), -1))[prompt], np.int64)
 
 
-def grouped(values: Floats, group: Ints) -> Floats:
-    """Return sums ``(k, n_groups)`` of values ``(k, n)``, groups in ascending order."""
-    numbers, at = np.unique(group, return_inverse=True)
-    return np.asarray(values @ np.eye(len(numbers))[at], np.float64)
-
-
 def estimate(values: Floats, group: Ints, weights: Floats | None = None) -> Estimate | None:
     """Return the mean of values by request, or their sum over that of weights, with its interval.
 
@@ -121,7 +115,8 @@ def estimate(values: Floats, group: Ints, weights: Floats | None = None) -> Esti
 
     below = np.ones(len(values)) if weights is None else weights
     known = np.isfinite(values) & np.isfinite(below)
-    sums = grouped(np.stack([below[known], values[known]]), group[known])
+    numbers, at = np.unique(group[known], return_inverse=True)
+    sums = np.stack([below[known], values[known]]) @ np.eye(len(numbers))[at]
     if sums.shape[1] < 2 or not (sums[0].sum() > 0):
         return None
     return Estimate.of(jackknife(sums, _ratio))

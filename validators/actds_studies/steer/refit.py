@@ -116,7 +116,7 @@ def refit(
         norm: returns the median norm of rows of some sequences at a position.
         shares: strengths over that norm.
     """
-    places = places_of(sequences, limits.seed)
+    places = places_of(sequences, limits)
     vectors = [contrast.direction(side) for side in SIDES]
     random = np.random.default_rng(limits.seed).normal(size=len(vectors[0]))
     vectors.append(random / np.linalg.norm(random))
@@ -160,20 +160,20 @@ def refit(
     return components_of(acted, shares, limits, about)
 
 
-def places_of(sequences: Sequence[TokenSequence], seed: int) -> dict[int, dict[Side, Ints]]:
+def places_of(sequences: Sequence[TokenSequence], limits: Limits) -> dict[int, dict[Side, Ints]]:
     """Return positions that prompts and answers have, and as many requests of either there."""
     given = np.array([s.n_given for s in sequences])
     n = np.array([len(s.token_id) for s in sequences])
     at = np.arange(1, n.max())[:, np.newaxis]
     has: dict[Side, Bools] = {"prompts": at < given, "answers": (given <= at) & (at < n)}
     least = np.minimum(*(of_side.sum(axis=1) for of_side in has.values()))
-    least[least < 2] = 0
+    least = np.where(least < 2, 0, np.minimum(least, limits.requests))
     if not least.any():
         got = "no position that two prompts and two answers have"
         expected = "prompts that are as long as others with their answers"
         raise ActdsError("E014", "refit", got=got, expected=expected)
     wanted = (np.arange(N_PLACES) + 0.5) / N_PLACES * least.sum()
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(limits.seed)
     return {
         int(at[k, 0]): {
             side: np.sort(rng.permutation(np.flatnonzero(of_side[k]))[: least[k]])
@@ -200,13 +200,15 @@ def components_of(
 ) -> Components:
     """Return whether answers lost the effect of a direction, and whether a refit restores it.
 
-    The strength of a dose is found anew without each group, so that intervals hold it too.
+    The strengths of as many nats are found anew without each group: intervals hold them too.
     """
     from actds_validators.statistics.intervals import from_replicates
 
     groups = np.unique(np.concatenate([arm.group for arm in acted.values()]))
-    value = _at_doses(acted, shares, limits, -1)
-    without = np.stack([_at_doses(acted, shares, limits, g) for g in groups.tolist()], axis=-1)
+    value = _at_doses(acted, shares, limits)
+    share = value[1, 0, 0]  # the same strength in all replicates, other than at as many nats
+    parts = [_at_doses(acted, shares, limits, group, share) for group in groups.tolist()]
+    without = np.stack(parts, axis=-1)
     flat = from_replicates(value.ravel(), without.reshape(value.size, -1))
     intervals = np.array([Estimate.of(v) for v in flat], object).reshape(value.shape)
     arms = []
@@ -214,11 +216,10 @@ def components_of(
         for a, line, of in zip(acted, values, of_dosing, strict=False):
             share = float(line[0]) if np.isfinite(line[0]) else None
             arms.append(ActedArm(arm=a, dosing=d, share=share, aimed=of[1], divergence=of[2]))
-    first = list(acted).index("in prompts")
     kept, restored = ({d: intervals[n, -1, k] for n, d in enumerate(DOSINGS)} for k in (0, 1))
     by_dosing = {
         d: component_of(
-            intervals[n, first, 1], kept[d], restored[d], about["split_half"]["answers"], limits
+            intervals[n, 0, 1], kept[d], restored[d], about["split_half"]["answers"], limits
         )
         for n, d in enumerate(DOSINGS)
     }
@@ -228,7 +229,11 @@ def components_of(
 
 
 def _at_doses(
-    acted: Mapping[ArmName, Acted], shares: Floats, limits: Limits, without: int
+    acted: Mapping[ArmName, Acted],
+    shares: Floats,
+    limits: Limits,
+    without: int = -1,
+    fixed: float | None = None,
 ) -> Floats:
     """Return strength, aimed effect and divergence of each dosing and arm ``(2, n_arms + 1, 3)``.
 
@@ -242,7 +247,7 @@ def _at_doses(
         share = strength_at(np.stack([shares, quantiles], axis=1).tolist(), limits.nats)
         result[0, a, 0] = np.nan if share is None else share
         means[name] = arm.aimed[some].mean(axis=0), arm.divergence[some].mean(axis=0)
-    result[1, :-1, 0] = result[0, list(acted).index("in prompts"), 0]
+    result[1, :-1, 0] = result[0, 0, 0] if fixed is None else fixed
     for line in result:
         for a, name in enumerate(acted):
             line[a, 1:] = [np.interp(line[a, 0], shares, mean) for mean in means[name]]

@@ -149,8 +149,7 @@ class Components(Section):
 class Survival(Section):
     """Continuations sampled from a step on, with the vector held, that look like ones without it.
 
-    In mean entropy, and in how many 4-grams repeat earlier ones: both within what continuations of
-    the same places have. It is no judgement of what they say.
+    In mean entropy and repeated 4-grams, both within those of others there: no judgement of words.
     """
 
     step: int
