@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 import sysconfig
@@ -24,16 +25,16 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-import make_prompts  # noqa: E402
+import make_prompts  # type: ignore[import-not-found]  # noqa: E402
 
 from actds_studies.steer.result import WAYS, Components, Steering  # noqa: E402
 from actds_testing.harvest import ENGINE_ENVIRONMENT, ONE_PROCESS  # noqa: E402
 
 CONTRAST = ("code", "prose")
 """Labels of the prompts: functions and docstrings of the standard library, cut somewhere."""
-CHARS = (120, 1100)
-"""Shortest and longest prompt: positions that prompts reach are those of others' answers."""
-ENGINE = ("dtype=float32", "enforce_eager=true", "block_size=32", "max_model_len=2048",
+SHORTEST = 120
+"""Characters of a prompt: positions that prompts reach are those of others' answers."""
+ENGINE = ("dtype=float32", "enforce_eager=true", "block_size=32", "max_model_len=1024",
           "max_num_seqs=32", "max_num_batched_tokens=1024")  # fmt: skip
 LEAST = 21
 """Tokens of an answer after the last step that it is steered at."""
@@ -48,7 +49,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--texts", type=int, default=200, help="prompts that are served")
     parser.add_argument("--survival", type=int, default=64, help="tokens of a continuation")
     parser.add_argument("--requests", type=int, default=24, help="requests that are steered")
-    parser.add_argument("--random", type=int, default=4, help="random vectors")
+    parser.add_argument("--limit", action="append", help="of actds steer; random=4 if none")
+    parser.add_argument("--longest", type=int, default=1100, help="characters of a prompt")
     parser.add_argument("--at", default="1,10,50,200", help="decode steps")
     parser.add_argument("--hook", default="resid_post.10", help="hook that is steered")
     return parser.parse_args()
@@ -61,12 +63,14 @@ def main() -> int:
     for name, words in (("harvest", harvest(args)), ("steer", steer(args))):
         if name == "harvest" and (args.out / "acts" / "seal").exists():
             continue
-        start = time.monotonic()
+        start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
         environment = {**os.environ, **ENGINE_ENVIRONMENT, **ONE_PROCESS}
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "2", "OMP_NUM_THREADS": str(os.cpu_count() or 1)}
         command = [sys.executable, "-m", "actds", *words]
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
         clock[name] = round(time.monotonic() - start)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        clock[f"{name}, of a core"] = round(after - before)
     result = Steering.from_json((args.out / "result.json").read_text())
     figures = {"texts": args.texts, "seconds": clock, **result.model_dump(mode="json")}
     del figures["dataset"]
@@ -75,21 +79,23 @@ def main() -> int:
     return 0
 
 
-def texts(n: int) -> Iterator[dict[str, str]]:
+def texts(n: int, longest: int) -> Iterator[dict[str, str]]:
     """Yield prompts: as many functions as docstrings, each cut at a length of its own."""
     rng = random.Random(0)
     pool = list(make_prompts.passages(Path(sysconfig.get_paths()["stdlib"])))
     rng.shuffle(pool)
     for label, kind in zip(CONTRAST, ("code", "doc"), strict=True):
-        long = [p for p in pool if p.kind == kind and len(p.text) > CHARS[0]]
+        long = [p for p in pool if p.kind == kind and len(p.text) > SHORTEST]
         for number, passage in enumerate(long[: n // 2]):
-            text = passage.text[: rng.randint(*CHARS)]
+            text = passage.text[: rng.randint(SHORTEST, longest)]
             yield {"id": f"{label}-{number}", "label": label, "prompt": text}
 
 
 def harvest(args: argparse.Namespace) -> list[str]:
     prompts = args.out / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(record) + "\n" for record in texts(args.texts)))
+    prompts.write_text(
+        "".join(json.dumps(record) + "\n" for record in texts(args.texts, args.longest))
+    )
     longest = max(map(int, args.at.split(","))) + LEAST
     return [
         "write", str(args.out / "acts"), "--model", str(args.model), "--prompts", str(prompts),
@@ -103,7 +109,8 @@ def steer(args: argparse.Namespace) -> list[str]:
     return [
         "steer", str(args.out / "acts"), "--model", str(args.model), "--hook", args.hook,
         "--from", first, "--against", second, "--refit", "--survival", str(args.survival),
-        "--at", args.at, "--requests", str(args.requests), "--limit", f"random={args.random}",
+        "--at", args.at, "--requests", str(args.requests),
+        *(word for limit in args.limit or ["random=4"] for word in ("--limit", limit)),
         "--fail-on", "never", "--json", str(args.out / "result.json"),
         "--html", str(args.out / "steering.html"), *engine_words(),
     ]  # fmt: skip

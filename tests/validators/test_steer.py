@@ -26,6 +26,7 @@ from actds_studies.steer.measure import (
     estimate,
     prove,
     strength_at,
+    survival_of,
 )
 from actds_studies.steer.refit import Acted, components_of, places_of
 from actds_studies.steer.replays import chosen, prompt_of
@@ -91,7 +92,11 @@ def test_a_change_along_the_others_is_not_its_own() -> None:
     """Of noise alone nothing is along the mean of the others; of a shared change all of it is."""
     rng = np.random.default_rng(0)
     noise = rng.normal(size=(400, 2, D))
-    assert abs(along(noise, np.arange(400))[:, 1].mean()) < 0.5
+    signed = along(noise, np.arange(400))
+    assert abs(signed[:, 1].mean()) < 0.5 and abs(np.median(signed[:, 0])) < 0.5
+    # Answers to one prompt share their noise: none of it is along the others'.
+    shared = along(np.repeat(noise[:100], 4, axis=0), np.repeat(np.arange(100), 4))
+    assert abs(shared[:, 0].mean()) < 0.75
     shared = np.ones((8, 2, D)) * np.array([1.0, -0.5])[:, np.newaxis]
     np.testing.assert_allclose(along(shared, np.arange(8)), [[1.0, -0.5]] * 8)
 
@@ -143,6 +148,25 @@ def test_answers_to_one_prompt_count_once() -> None:
     assert alone is not None and once.divergence is not None
     first = effects_of(read, STEPS)[0].divergence
     assert first is not None and alone.high - alone.low < 0.6 * (first.high - first.low)
+
+
+def test_what_collapses_or_loops_does_not_survive() -> None:
+    rng = np.random.default_rng(0)
+
+    def looks(entropy: float, repeats: float, n: int = 40) -> Any:
+        return np.stack([rng.normal(entropy, 0.3, n), rng.beta(1, 20, n) + repeats], axis=1)
+
+    like = looks(2.5, 0.0)
+    for values, dose, low, high in (
+        (looks(2.5, 0.0), 0.0, 0.7, 1.0),
+        (looks(0.4, 0.0), 1.0, 0.0, 0.1),  # one token for all
+        (looks(6.0, 0.0), 2.0, 0.0, 0.1),  # noise
+        (looks(2.5, 0.7), 4.0, 0.0, 0.1),  # a loop
+    ):
+        found = survival_of(like, values, 1, dose)
+        assert found.share is not None and found.n == 40
+        assert low <= found.share.value <= high and found.share.low < found.share.high, found
+    assert survival_of(like, looks(2.5, 0.0, 0), 1, 1.0).share is None
 
 
 # regime or component ------------------------------------------------------------------------------
