@@ -32,7 +32,7 @@ from actds_studies.steer.measure import (
     strata_of,
     survival_of,
 )
-from actds_studies.steer.refit import Contrast
+from actds_studies.steer.refit import Directions
 from actds_studies.steer.refit import refit as refit_of
 from actds_studies.steer.replays import PLAIN, Replayed, Serving, Variant, chosen, prompt_of
 from actds_studies.steer.result import (
@@ -178,7 +178,7 @@ class _Study:
         serving, contrast = Serving(self.source, self.hook, options), None
         if isinstance(of, tuple):
             of_source = self.source, self.hook, self.every, self.free
-            contrast = Contrast(*of_source, of, self.limits.seed)
+            contrast = Directions(*of_source, of, self.limits.seed)
         unit, words = self._unit(contrast or os.fspath(of))  # type: ignore[arg-type]
         norm = self._median_norm()
         with tempfile.TemporaryDirectory(prefix="actds-", ignore_cleanup_errors=True) as folder:
@@ -206,10 +206,10 @@ class _Study:
 
     # the vector -----------------------------------------------------------------------------------
 
-    def _unit(self, of: Contrast | str) -> tuple[Rows, str]:
+    def _unit(self, of: Directions | str) -> tuple[Rows, str]:
         """Return the direction, of length 1, and where it comes from in words."""
         d_model = self.source.hooks[self.hook].d_model
-        if isinstance(of, Contrast):
+        if isinstance(of, Directions):
             vector, words = of.direction(), of.words
         elif (parts := of.rpartition(":"))[2].isdecimal() and parts[0]:
             feature = dictionary_feature(parts[0], int(parts[2]), hook=self.hook)

@@ -248,7 +248,7 @@ def calibrated(
     if strength is None:
         ends = [f"{curve[k][1]:.3g} nats at {curve[k][0]:.3g} of a row" for k in (0, -1)]
         expected = f"less than {nats:g} nats at the weakest strength, and more at another"
-        step = "Ask for other nats (--limit nats=), or take another hook."
+        step = "Give other nats as the limit, or take another hook."
         raise ActdsError("E014", "dose", got=" to ".join(ends), expected=expected, next_step=step)
     return curve, strength
 

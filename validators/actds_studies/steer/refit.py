@@ -39,7 +39,7 @@ N_PLACES = 4
 N_AT_ONCE = 8192
 
 
-class Contrast:
+class Directions:
     """Two selections of rows of a hook, an expression each, of the requests that are ``free``.
 
     As in ``actds regimes`` each prefix counts once, and position 0 not, whose rows are sinks,
@@ -102,7 +102,7 @@ class Contrast:
 
 
 def refit(
-    contrast: Contrast,
+    contrast: Directions,
     sequences: Sequence[TokenSequence],
     norm: Callable[[list[int], int], float],
     shares: Floats,
