@@ -72,7 +72,11 @@ def main() -> int:
         after = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
         clock[f"{name}, of a core"] = round(after - before)
     result = Steering.from_json((args.out / "result.json").read_text())
-    figures = {"texts": args.texts, "seconds": clock, **result.model_dump(mode="json")}
+    figures = {
+        "texts": args.texts,
+        "seconds": clock,
+        **result.model_dump(mode="json", by_alias=True),
+    }
     del figures["dataset"]
     (args.page / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
     write_tables(args.page / "README.md", result, clock)
