@@ -18,7 +18,7 @@ from actds_studies.pages.steer import page
 from actds_studies.regimes.entropies import Unembedding
 from actds_studies.stability.result import SteeredPair
 from actds_studies.stability.steering import steered
-from actds_studies.steer.api import VectorOf, steer
+from actds_studies.steer.api import REFIT_SHARES, steer
 from actds_studies.steer.measure import (
     Read,
     along,
@@ -28,9 +28,10 @@ from actds_studies.steer.measure import (
     estimate,
     prove,
     strength_at,
+    survival_of,
 )
 from actds_studies.steer.refit import Acted, components_of, places_of
-from actds_studies.steer.replays import chosen
+from actds_studies.steer.replays import chosen, prompt_of
 from actds_studies.steer.result import ARMS, SIDES, Components, Limits, Steering
 from actds_testing import harvest as h
 from actds_testing.tiny import make_random_model
@@ -93,7 +94,11 @@ def test_a_change_along_the_others_is_not_its_own() -> None:
     """Of noise alone nothing is along the mean of the others; of a shared change all of it is."""
     rng = np.random.default_rng(0)
     noise = rng.normal(size=(400, 2, D))
-    assert abs(along(noise, np.arange(400))[:, 1].mean()) < 0.5
+    signed = along(noise, np.arange(400))
+    assert abs(signed[:, 1].mean()) < 0.5 and abs(np.median(signed[:, 0])) < 0.5
+    # Answers to one prompt share their noise: none of it is along the others'.
+    shared = along(np.repeat(noise[:100], 4, axis=0), np.repeat(np.arange(100), 4))
+    assert abs(shared[:, 0].mean()) < 0.75
     shared = np.ones((8, 2, D)) * np.array([1.0, -0.5])[:, np.newaxis]
     np.testing.assert_allclose(along(shared, np.arange(8)), [[1.0, -0.5]] * 8)
 
@@ -147,6 +152,25 @@ def test_answers_to_one_prompt_count_once() -> None:
     assert first is not None and alone.high - alone.low < 0.6 * (first.high - first.low)
 
 
+def test_what_collapses_or_loops_does_not_survive() -> None:
+    rng = np.random.default_rng(0)
+
+    def looks(entropy: float, repeats: float, n: int = 40) -> Any:
+        return np.stack([rng.normal(entropy, 0.3, n), rng.beta(1, 20, n) + repeats], axis=1)
+
+    like = looks(2.5, 0.0)
+    for values, dose, low, high in (
+        (looks(2.5, 0.0), 0.0, 0.7, 1.0),
+        (looks(0.4, 0.0), 1.0, 0.0, 0.1),  # one token for all
+        (looks(6.0, 0.0), 2.0, 0.0, 0.1),  # noise
+        (looks(2.5, 0.7), 4.0, 0.0, 0.1),  # a loop
+    ):
+        found = survival_of(like, values, 1, dose)
+        assert found.share is not None and found.n == 40
+        assert low <= found.share.value <= high and found.share.low < found.share.high, found
+    assert survival_of(like, looks(2.5, 0.0, 0), 1, 1.0).share is None
+
+
 # regime or component ------------------------------------------------------------------------------
 
 
@@ -179,7 +203,12 @@ def toy(seed: int, *, cosine: float, gain: float, carried: float = 1.0) -> Compo
         rest = size * float(np.linalg.norm(other @ fitted[vector]))
         aimed = along + 0.1 * shares * rng.normal(size=(len(group), 1))
         acted[name] = Acted(aimed, (aimed**2 + rest**2) / 2, group)
-    return components_of(acted, shares, Limits(), [(40, N)], float(fitted[0] @ fitted[1]), halves)
+    return components_of(
+        acted,
+        shares,
+        Limits(),
+        {"positions": [(40, N)], "cosine": float(fitted[0] @ fitted[1]), "split_half": halves},
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,9 +231,8 @@ def test_a_regime_is_told_from_a_component(planted: dict[str, float], wanted: st
 
 def test_an_arm_whose_dose_was_not_served_decides_nothing() -> None:
     weak = {n: Acted(np.ones((8, 2)), np.full((8, 2), 0.1), np.arange(8)) for n in ARMS}
-    result = components_of(
-        weak, np.array([1.0, 2.0]), Limits(), [(9, 8)], 1.0, dict.fromkeys(SIDES, 1.0)
-    )
+    about = {"positions": [(9, 8)], "cosine": 1.0, "split_half": dict.fromkeys(SIDES, 1.0)}
+    result = components_of(weak, np.array([1.0, 2.0]), Limits(), about)
     assert result.outcome == "undecided"
     assert all(arm.aimed is None and arm.share is None for arm in result.arms)
 
@@ -257,15 +285,15 @@ def test_doses_and_decays_of_matched_features_are_those_that_were_planted() -> N
 
 STUDY = """
 import sys
-from actds_studies.steer.api import VectorOf, steer
+from actds_studies.steer.api import steer
 
 source, model, out = sys.argv[1:]
 engine = {"dtype": "float32", "enforce_eager": True, "block_size": 32, "max_model_len": 256,
-          "distributed_executor_backend": "uni"}
+          "distributed_executor_backend": "uni", "sampling_params": {"ignore_eos": True}}
 result = steer(
-    source, model=model, hook="resid_post.1", doses=(1.0, 2.0), at=(1, 12), after=(1, 6),
-    vector=VectorOf(contrast=("labels.label == 'x'", "labels.label == 'y'")), engine_args=engine,
-    limits={"requests": 6, "calibration": 3, "random": 2, "nats": 0.005}, refit=True,
+    source, model=model, hook="resid_post.1", doses=(1.0, 300.0), at=(1, 12), after=(1, 6),
+    vector=("labels.label == 'x'", "labels.label == 'y'"), engine_args=engine,
+    limits={"requests": 6, "calibration": 3, "random": 2, "nats": 0.005}, refit=True, survival=20,
 )
 open(out, "w").write(result.to_json())
 """
@@ -281,7 +309,7 @@ def source(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("source")
     records = [
         {"id": f"s{n}", "prompt": "a prompt " * (3 + 4 * (n % 3)) + str(n), "label": "xy"[n % 2]}
-        for n in range(18)
+        for n in range(30)
     ]
     prompts = h.write_prompts(folder / "prompts.jsonl", records)
     params = json.dumps({"ignore_eos": True})
@@ -311,16 +339,29 @@ def test_effects_are_those_of_plain_forwards_with_the_same_vector(
             assert effect.divergence is not None and effect.n == 6
             want = expected[effect.way, effect.dose, effect.step, effect.after]
             assert effect.divergence.value == pytest.approx(want, rel=2e-3, abs=1e-6), effect
+    assert [(s.step, s.dose, s.n) for s in result.survival] == [
+        (step, dose, 6) for step in (1, 12) for dose in (0.0, 1.0, 300.0)
+    ]
     # The direction of prompts and its refit, at the same positions of prompts and answers.
     assert result.components is not None
     cosine = forward.direction("prompts") @ forward.direction("answers")
     assert result.components.cosine == pytest.approx(cosine, abs=1e-4)
-    places = places_of(forward.steered, 0)
+    places = places_of(forward.acting, Limits(requests=6))
     assert [(p, len(of["prompts"])) for p, of in places.items()] == result.components.positions
-    for arm in ("prompts", "carried", "refitted"):
-        for share, nats, aimed in result.components.curves[arm][::3]:
-            want = forward.acted(places, arm, share)
-            assert (nats, aimed) == pytest.approx(want, rel=5e-3, abs=1e-5), (arm, share)
+    shares = np.array(REFIT_SHARES) * result.dose.strength / result.dose.median_norm
+    dose = None
+    for arm in ("in prompts", "carried", "refitted"):
+        curve = np.array([forward.acted(places, arm, share) for share in shares])
+        of = [a for a in result.components.arms if a.arm == arm]
+        dose = dose or of[0].share
+        assert of[0].share == pytest.approx(
+            strength_at(np.column_stack([shares, curve[:, 0]]).tolist(), 0.005), rel=1e-3
+        )
+        assert dose is not None and of[1].share == dose
+        for acted in of:
+            assert acted.aimed is not None and acted.share is not None
+            want = np.interp(acted.share, shares, curve[:, 1])
+            assert acted.aimed.value == pytest.approx(want, rel=5e-3, abs=1e-5), arm
 
 
 class Forward:
@@ -332,24 +373,36 @@ class Forward:
 
         self.model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self.dataset = actds.open(source)
-        every = list(token_sequences(self.dataset))
-        self.steered = chosen(every, 18, 6, 0)
-        prompts = {s.token_id[: s.n_given].tobytes() for s in self.steered}
-        self.further = [s for s in every if s.token_id[: s.n_given].tobytes() not in prompts]
-        self.label = [str(self.dataset.request(s.request).labels["label"]) for s in self.further]
+        self.every = list(token_sequences(self.dataset))
+        self.steered = chosen(self.every, 18, 6, 0)
+        prompts = {prompt_of(s) for s in self.steered}
+        further = [s for s in self.every if prompt_of(s) not in prompts]
+        self.acting = [*self.steered, *chosen(further, 1, 12, 0)]
 
     def rows(self, sequence: Any) -> np.ndarray:
         return np.asarray(self.dataset.request(sequence.request, hook="resid_post.1").acts()[1])
 
     def gap(self, rows: Any, side: str | None = None) -> np.ndarray:
-        """Return the mean of what requests x computed, less that of y, but at position 0."""
+        """Return the mean of x less that of y: each prefix once, no BOS and no position 0."""
         of: dict[str, list[np.ndarray]] = {"x": [], "y": []}
-        for sequence, label in zip(self.further, self.label, strict=True):
-            place = np.arange(len(sequence.token_id))
-            mask = (self.dataset.request(sequence.request).owner == sequence.request) & (place > 0)
-            if side is not None:
-                mask &= (place >= sequence.n_given) == (side == "answers")
-            of[label].append(rows(sequence)[mask])
+        seen: set[tuple[str, bytes]] = set()
+        table = self.dataset.tokens("resid_post.1").to_pydict()
+        flags = dict(
+            zip(zip(table["request"], table["position"], strict=True), table["flags"], strict=True)
+        )
+        for sequence in self.every:
+            request, mask = self.dataset.request(sequence.request), []
+            label = str(request.labels["label"])
+            for p in range(len(sequence.token_id)):
+                prefix = label, sequence.token_id[: p + 1].tobytes()
+                flag = flags.get((sequence.request, p))  # None of a row that another request has
+                is_row = flag is not None and not flag & 2 and p > 0 and prefix not in seen
+                mask.append(
+                    is_row and (side is None or (p >= sequence.n_given) == (side == "answers"))
+                )
+                seen |= {prefix} if flag is not None else set()
+            if not any(sequence is acting for acting in self.acting):
+                of[label].append(rows(sequence)[np.array(mask)])
         x, y = (np.concatenate(parts).mean(axis=0, dtype=np.float64) for parts in of.values())
         return np.asarray(x - y)
 
@@ -386,7 +439,7 @@ class Forward:
         for sequence in self.steered:
             ids, given = sequence.token_id.tolist(), sequence.n_given
             base, _ = self.plain(sequence)
-            for dose in (1.0, 2.0):
+            for dose in (1.0, 300.0):
                 for step in (1, 12):
                     at = given + step - 1
                     for way, where in (("pulse", slice(at, at + 1)), ("held", slice(at, None))):
@@ -403,11 +456,11 @@ class Forward:
         vector = self.direction("answers" if arm == "refitted" else "prompts")
         nats, aimed = [], []
         for p, members in places.items():
-            norm = np.median([np.linalg.norm(self.rows(self.steered[n])[p]) for n in members[side]])
+            norm = np.median([np.linalg.norm(self.rows(self.acting[n])[p]) for n in members[side]])
             for n in members[side]:
-                base, before = self.plain(self.steered[n])
+                base, before = self.plain(self.acting[n])
                 added = share * norm * vector
-                log, after = self(self.steered[n].token_id.tolist(), added, slice(p, p + 1))
+                log, after = self(self.acting[n].token_id.tolist(), added, slice(p, p + 1))
                 nats.append(float((log[p].exp() * (log[p] - base[p])).sum()))
                 aimed.append(float((after[p] - before[p]) @ self.aim / (self.aim @ self.aim)))
         return float(np.quantile(nats, 0.95)), float(np.mean(aimed))
@@ -432,7 +485,7 @@ def test_an_unembedding_of_another_model_is_refused(model: Path, tmp_path: Path)
 @pytest.mark.engine
 def test_what_cannot_be_steered_is_said(source: Path, model: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "v.npy", np.ones(7, np.float32))
-    vector = VectorOf(file=tmp_path / "v.npy")
+    vector = tmp_path / "v.npy"
     plain: dict[str, Any] = {"model": model, "hook": "resid_post.1", "vector": vector}
     for change, code, words in (
         ({"hook": "resid_post.3"}, "E014", "one of resid_post.1"),
@@ -440,7 +493,7 @@ def test_what_cannot_be_steered_is_said(source: Path, model: Path, tmp_path: Pat
         ({"at": (0, 5)}, "E009", "numbers from 1"),
         ({"doses": (0.5,)}, "E009", "1 among them"),
         ({"at": (1, 5), "after": (1,)}, "E015", r"shape \(7,\)"),
-        ({"refit": True}, "E009", "a contrast"),
+        ({"refit": True}, "E009", "two expressions"),
     ):
         with pytest.raises(ActdsError, match=words) as raised:
             steer(source, **{**plain, **change})
@@ -452,14 +505,14 @@ import json, sys
 import numpy as np
 from pathlib import Path
 import actds
-from actds_studies.stability.steering import Directions
+from actds_studies.stability.steering import FeatureDirections
 
 source, model, vectors = sys.argv[1:]
 engine = {"dtype": "float32", "enforce_eager": True, "block_size": 32, "max_model_len": 256,
           "distributed_executor_backend": "uni"}
 options = {"model": model, "engine": "vllm", "engine_args": engine}
-study = Directions(actds.open(source), Path(model), "resid_post.1", 0.005, 0)
-found = study.measured(np.load(vectors), options, lambda what: None)
+study = FeatureDirections(actds.open(source), Path(model), "resid_post.1", 0.005, 0)
+found = study.measured(np.load(vectors), options)
 curve = [[dose, decay.model_dump()] for dose, decay in found]
 print(json.dumps([study.steps, curve]))
 """

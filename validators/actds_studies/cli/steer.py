@@ -25,7 +25,7 @@ def _result() -> type[Steering]:
     return Steering
 
 
-def _numbers(name: str, kind: type, default: str, words: str) -> Callable[[Command], Command]:
+def _numbers(names: str, kind: type, default: str, words: str) -> Callable[[Command], Command]:
     """Return an option of numbers with commas between them."""
 
     def parse(ctx: click.Context, param: click.Parameter, value: str) -> tuple[Any, ...]:
@@ -36,7 +36,12 @@ def _numbers(name: str, kind: type, default: str, words: str) -> Callable[[Comma
             raise click.BadParameter(message, ctx, param) from None
 
     return click.option(
-        name, default=default, show_default=True, metavar="N,...", callback=parse, help=words
+        *names.split(),
+        default=default,
+        show_default=True,
+        metavar="N,...",
+        callback=parse,
+        help=words,
     )
 
 
@@ -44,33 +49,20 @@ def _numbers(name: str, kind: type, default: str, words: str) -> Callable[[Comma
 @click.argument("dataset", metavar="SOURCE")
 @click.option("--model", required=True, type=PATH, help="Folder that SOURCE was harvested from.")
 @click.option("--hook", required=True, help="Hook whose rows are changed, as resid_post.10.")
-@click.option("--vector", "file", type=PATH, help="An npy file, (d_model,).")
+@click.option("--vector", metavar="PATH", help="Its npy file, or DICTIONARY:FEATURE.")
 @click.option("--from", "first", help="Or the mean row where this holds, less that of --against.")
 @click.option("--against", "second", help="See --from; of requests that are not steered.")
-@click.option("--dictionary", type=PATH, help="Or the direction of --feature of this dictionary.")
-@click.option("--feature", type=click.IntRange(0), help="See --dictionary.")
-@_numbers("--dose", float, "0.5,1,2", "Doses; 1 has to be among them.")
+@_numbers("--dose doses", float, "0.5,1,2", "Doses; 1 has to be among them.")
 @_numbers("--at", int, "1,10,50,200", "Decode steps at which it begins, from 1.")
 @_numbers("--after", int, "1,5,20", "Steps later that it is read, beside at once.")
 @click.option("--refit", is_flag=True, help="Say of --from why it does less in answers.")
+@click.option("--survival", default=0, metavar="N", help="Sample N tokens on from each step, too.")
 @click.option("--engine", default="vllm", show_default=True, help="Engine, as of actds replay.")
 @click.option("--engine-arg", "engine_args", multiple=True, metavar="KEY=VALUE", help="Its option.")
 @result_options("Write the report as one HTML page.", WORST)
 @click.pass_context
 def steer(
-    ctx: click.Context,
-    /,
-    dataset: str,
-    file: Path | None,
-    first: str | None,
-    second: str | None,
-    dictionary: Path | None,
-    feature: int | None,
-    engine_args: tuple[str, ...],
-    html: Path | None,
-    json_out: Path | None,
-    fail_on: str,
-    **options: Any,
+    ctx: click.Context, /, html: Path | None, json_out: Path | None, fail_on: str, **options: Any
 ) -> None:
     """Say whether a steering vector still works later in an answer.
 
@@ -90,22 +82,14 @@ def steer(
     from actds_writers.engine_protocol import parse_words
 
     outputs = Outputs(html, json_out)
-    pairs: dict[str, tuple[Any, ...]] = {
-        "--vector": (file,),
-        "--from and --against": (first, second),
-        "--dictionary and --feature": (dictionary, feature),
-    }
-    given = [name for name, values in pairs.items() if any(x is not None for x in values)]
-    if len(given) != 1 or any(x is None for x in pairs[given[0]]):
-        raise click.UsageError(f"One of {', '.join(pairs)}.")
+    vector, pair = options.pop("vector"), (options.pop("first"), options.pop("second"))
+    if (vector is None) != (None not in pair) or (vector and pair != (None, None)):
+        raise click.UsageError("Either --vector, or --from and --against.")
     from actds_studies.pages.steer import page
-    from actds_studies.steer.api import VectorOf
     from actds_studies.steer.api import steer as run
 
-    contrast, of = (pairs[name] if name in given else None for name in list(pairs)[1:])
-    vector = VectorOf(file, contrast, of)
-    args = parse_words(engine_args)
-    result = run(dataset, vector=vector, engine_args=args, **options, progress=told())
+    options["engine_args"] = parse_words(options["engine_args"])
+    result = run(options.pop("dataset"), vector=vector or pair, **options, progress=told())
     shown = page(result, ctx.meta[COMMAND])
     outputs.write(result.to_json(), shown.html, shown.lines)
     sys.exit(exit_code(result.answer.by_way.values(), fail_on, WORST))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from actds_studies.steer.result import (
     WAYS,
     ActedArm,
-    ArmName,
     Components,
     Decay,
     Effect,
     SteeredStratum,
     Steering,
+    Survival,
 )
 from actds_validators.audit.place import Level
 from actds_validators.audit.result import Estimate
@@ -34,11 +34,11 @@ _LEVELS: dict[str, Level] = {
     "reverses": "FAIL",
     "undecided": "INCONCLUSIVE",
 }
-_LOOKS = (
-    ("stored-mark mark", "stored-line"),
-    ("lost-mark mark", "lost-line"),
-    ("reused-mark mark", "reused-line"),
-)
+_LOOKS = {
+    "vector": ("stored-mark mark", "stored-line"),
+    "negative": ("lost-mark mark", "lost-line"),
+    "random": ("reused-mark mark", "reused-line"),
+}
 
 
 def page(result: Steering, command: str) -> AnswerPage:
@@ -59,6 +59,7 @@ def page(result: Steering, command: str) -> AnswerPage:
         sections=[
             _decays(result),
             *_components(result.components),
+            *_survival(result.survival),
             Shown(_effects(result)),
             Shown(_strata(result)),
         ],
@@ -66,7 +67,7 @@ def page(result: Steering, command: str) -> AnswerPage:
             (_LEVELS[outcome], f"{way}, {WAYS[way]}: {outcome}")
             for way, outcome in result.answer.by_way.items()
         ],
-        on_terminal=("components", "effects"),
+        on_terminal=("components", "survival", "effects"),
     )
 
 
@@ -122,8 +123,7 @@ def _decays(result: Steering) -> Shown:
 def _chart(result: Steering) -> Picture:
     """Return the divergence by step, a panel for each way at a dose of 1, beside its floor."""
     shown = [d for d in result.decays if d.dose == 1.0]
-    latest = {way: max(d.after for d in shown if d.way == way) for way in WAYS}
-    panels = [d for d in shown if d.after == latest[d.way]]
+    panels = [next(d for d in reversed(shown) if d.way == way) for way in WAYS]  # the latest reads
     height = 170.0
     p = Picture(
         "decay",
@@ -134,8 +134,7 @@ def _chart(result: Steering) -> Picture:
         50 + len(panels) * (height + 80),
         FigureData(("way", "after", "vector", "step", "nats", "low", "high")),
     )
-    kinds = ("vector", "negative", "random")
-    legend(p, 90, 20, [(look, kind) for (look, _), kind in zip(_LOOKS, kinds, strict=True)])
+    legend(p, 90, 20, [(look, kind) for kind, (look, _) in _LOOKS.items()])
     for n, decay in enumerate(panels):
         effects = [
             e for e in result.effects if (e.way, e.after, e.dose) == (decay.way, decay.after, 1.0)
@@ -149,7 +148,7 @@ def _chart(result: Steering) -> Picture:
         if result.floor is not None:
             y = f.y(result.floor.value)
             p.line(f.left, y, f.right, y, "limit")
-        for (mark, line), kind in zip(_LOOKS, kinds, strict=True):
+        for kind, (mark, line) in _LOOKS.items():
             _line(p, f, [e for e in effects if e.vector == kind], mark, line)
     return p
 
@@ -172,18 +171,11 @@ def _line(p: Picture, f: Frame, effects: list[Effect], mark: str, line: str) -> 
 
 _ARMS: Columns[ActedArm] = (
     ("equal", lambda row: row.dosing),
-    ("direction", lambda row: _DIRECTIONS[row.arm]),
+    ("direction", lambda row: row.arm),
     ("of the norm", lambda row: or_dash(row.share, percent)),
     ("aimed", lambda row: _interval(row.aimed)),
     ("divergence, nats", lambda row: _interval(row.divergence)),
 )
-_DIRECTIONS: dict[ArmName, str] = {
-    "prompts": "of prompts, in prompts",
-    "carried": "of prompts, in answers",
-    "refitted": "of answers, in answers",
-    "random in prompts": "random, in prompts",
-    "random in answers": "random, in answers",
-}
 
 
 def _components(of: Components | None) -> list[Shown]:
@@ -198,11 +190,29 @@ def _components(of: Components | None) -> list[Shown]:
     lead = (
         f"{of.outcome.capitalize()}: {words}. Positions {at}. The directions have a cosine of "
         f"{of.cosine:.2f}; those of two halves {of.split_half['prompts']:.2f} in prompts, "
-        f"{of.split_half['answers']:.2f} in answers. Aimed: how far the last row moves along the "
-        "difference of the two selections there, over that difference."
+        f"{of.split_half['answers']:.2f} in answers. In prompts: the direction of prompts there; "
+        "carried: the same in answers; refitted: that of answers. Aimed: how far the last row "
+        "moves along the difference of the two selections there, over that difference."
     )
     table = table_of("A direction and its refit", _ARMS, of.arms, frozenset({0, 1}))
     return [Shown(Part("components", "Regime or component", Sentence(lead), table))]
+
+
+_SURVIVAL: Columns[Survival] = (
+    ("from step", lambda row: str(row.step)),
+    ("dose", lambda row: f"{row.dose:g}"),
+    ("like those without", lambda row: _interval(row.share)),
+    ("continuations", lambda row: count(row.n)),
+)
+
+
+def _survival(survival: list[Survival]) -> list[Shown]:
+    lead = (
+        "Continuations sampled with the vector held whose entropy and repeated 4-grams lie within "
+        "those of some without it, of which a dose of 0 is others: they look alike, no more."
+    )
+    table = table_of("Survival", _SURVIVAL, survival, frozenset(), room=60)
+    return [Shown(Part("survival", "Survival", Sentence(lead), table))] if survival else []
 
 
 _EFFECTS: Columns[Effect] = (

@@ -327,7 +327,7 @@ class _Study:
         self, made: Mapping[tuple[int, int, int], _Scored], progress: Callable[[str], None]
     ) -> FeatureSteering:
         """Steer by the best matched features of one seed: another order, and each other arm."""
-        from actds_studies.stability.steering import Directions, steered
+        from actds_studies.stability.steering import FeatureDirections, steered
 
         limits, of = self.trainer.limits, self.arms[0].arm
         first, pairs = made[0, limits.seed, limits.seed], []
@@ -342,9 +342,9 @@ class _Study:
                 pair = SteeredPair(arm=arm.arm.name, kind=kind, **about_pair)
                 pairs.append((pair, rows_of[0][i], rows_of[1][j]))
         model = Path(self.serving["model"])
-        study = Directions(of.dataset, model, self.hook, limits.nats, limits.seed)
+        study = FeatureDirections(of.dataset, model, self.hook, limits.nats, limits.seed)
         progress("steering by matched features")
-        measure = partial(study.measured, options=self.serving, progress=progress)
+        measure = partial(study.measured, options=self.serving)
         return steered(pairs, measure, study.steps, len(study.sequences))
 
     def _cross(

@@ -37,7 +37,7 @@ Measured = tuple[float | None, Decay | None]
 """Of a direction, the strength of a dose of 1, and what became of it; None where there is none."""
 
 
-class Directions(_Study):
+class FeatureDirections(_Study):
     """Doses and decays of many directions at a hook, in two runs of the engine."""
 
     def __init__(self, source: Dataset, model: Path, hook: str, nats: float, seed: int) -> None:
@@ -46,14 +46,12 @@ class Directions(_Study):
         longest = sorted(known, reverse=True)[: limits.requests]
         last = max(2, min(longest, default=0) - AFTER)
         steps = sorted({1, round(last**0.5), last})
-        super().__init__(source, model, hook, (steps, [AFTER], [1.0]), limits)
+        super().__init__(source, model, hook, (steps, [AFTER], [1.0]), limits, refit=False)
 
-    def measured(
-        self, units: Rows, options: Mapping[str, Any], progress: Callable[[str], None]
-    ) -> list[Measured]:
+    def measured(self, units: Rows, options: Mapping[str, Any]) -> list[Measured]:
         """Return dose and decay of each direction ``(n, d_model)``, of length 1."""
-        serving = Serving(self.source, self.hook, options, progress)
-        with tempfile.TemporaryDirectory(prefix="actds-steer-", ignore_cleanup_errors=True) as name:
+        serving = Serving(self.source, self.hook, options)
+        with tempfile.TemporaryDirectory(prefix="actds-", ignore_cleanup_errors=True) as name:
             strengths = self._strengths(serving, units, Path(name) / "dose")
             decays = self._decays(serving, units, strengths, Path(name) / "study")
         return [(s, decays.get(v)) for v, s in enumerate(strengths)]
@@ -89,8 +87,7 @@ class Directions(_Study):
             for step in self.steps
         ]
         replayed = serving.serve(self.sequences, variants, units, folder)
-        rows, entropies = replayed.recorded()
-        prove(self.unembedding, replayed.values(rows), entropies, f"{serving.options['model']}")
+        prove(self.unembedding, *replayed.recorded(), f"{serving.options['model']}")
         at = np.array(self.steps) - 1 + AFTER
         plain = replayed.rows(PLAIN, at)
         again = self._nats(replayed, AGAIN, at, plain)

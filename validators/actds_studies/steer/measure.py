@@ -22,6 +22,7 @@ from actds_studies.steer.result import (
     Effect,
     Limits,
     SteeredStratum,
+    Survival,
     Vector,
     Way,
     outcome_of,
@@ -46,23 +47,18 @@ def prove(unembedding: Unembedding, rows: Rows, entropies: Floats, place: str) -
     apart = np.abs(unembedding.entropies(rows)[0] - entropies)
     worst = float(apart.max(initial=0.0))
     if not np.all(apart <= PROOF * (1 + entropies)):
-        raise ActdsError(
-            "E014",
-            place,
-            got=f"entropies {worst:.3g} nats from the engine's own",
-            expected="those of the model: another folder, or logits that are computed otherwise",
-        )
+        got = f"entropies {worst:.3g} nats from the engine's own"
+        expected = "those of the model: another folder, or logits that are computed otherwise"
+        raise ActdsError("E014", place, got=got, expected=expected)
     return worst
 
 
 @dataclass(frozen=True)
 class Read:
-    """Divergences and last rows of one vector, way, dose and delay, by request and step.
+    """What one vector, way, dose and delay do: nats ``(n_requests, n_steps)``, NaN without a row.
 
-    Args:
-        divergence: nats ``(n_requests, n_steps)``, NaN where a row is missing.
-        change: of the last row, steered less plain ``(n_requests, n_steps, d_model)``.
-        group: of requests that count together ``(n_requests,)``.
+    ``change`` is that of the last row ``(n_requests, n_steps, d_model)``; requests of one ``group``
+    count together.
     """
 
     way: Way
@@ -72,6 +68,10 @@ class Read:
     divergence: Floats
     change: Rows
     group: Ints
+
+    @property
+    def key(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("way", "vector", "dose", "after")}
 
 
 def differences(
@@ -96,9 +96,7 @@ def groups_by_prompt(
 ) -> Ints:
     """Return the group of each request: answers to one prompt are no independent ones.
 
-    Args:
-        sides: numbers of the requests of two sides, of which each group has some; all in both if
-            not given. Others are in group -1.
+    Each group has requests of both ``sides``, two lists of numbers; what is in neither is in -1.
     """
     from actds_studies.regimes.contrast import groups_of
 
@@ -106,12 +104,6 @@ def groups_by_prompt(
     left, right = sides or (slice(None), slice(None))
     _, of = groups_of((prompt[left], prompt[right]), seed)
     return np.asarray(np.append(of, np.full(len(prompt), -1))[prompt], np.int64)
-
-
-def grouped(values: Floats, group: Ints) -> Floats:
-    """Return sums ``(k, n_groups)`` of values ``(k, n)``, groups in ascending order."""
-    numbers, at = np.unique(group, return_inverse=True)
-    return np.asarray(values @ np.eye(len(numbers))[at], np.float64)
 
 
 def estimate(values: Floats, group: Ints, weights: Floats | None = None) -> Estimate | None:
@@ -123,7 +115,8 @@ def estimate(values: Floats, group: Ints, weights: Floats | None = None) -> Esti
 
     below = np.ones(len(values)) if weights is None else weights
     known = np.isfinite(values) & np.isfinite(below)
-    sums = grouped(np.stack([below[known], values[known]]), group[known])
+    numbers, at = np.unique(group[known], return_inverse=True)
+    sums = np.stack([below[known], values[known]]) @ np.eye(len(numbers))[at]
     if sums.shape[1] < 2 or not (sums[0].sum() > 0):
         return None
     return Estimate.of(jackknife(sums, _ratio))
@@ -137,11 +130,7 @@ def _ratio(sums: Floats) -> Floats:
 def along(change: Rows, group: Ints) -> Floats:
     """Return how far changes go along the mean change of other groups at the first step.
 
-    Args:
-        change: ``(n_requests, n_steps, d_model)``.
-
-    Returns:
-        ``(n_requests, n_steps)``, over the length of that mean: near 1 at the first step.
+    Over the length of that mean ``(n_requests, n_steps)``: near 1 at the first step.
     """
     first = change[:, 0].astype(np.float64)
     apart = (group[:, np.newaxis] != group) & np.isfinite(first).all(axis=1)
@@ -156,33 +145,19 @@ def effects_of(read: Read, steps: Sequence[int]) -> list[Effect]:
     signed = along(read.change, read.group) if several else None
     effects = []
     for s, step in enumerate(steps):
-        values = read.divergence[:, s]
+        values, part = read.divergence[:, s], None if signed is None else signed[:, s]
         n = int(np.isfinite(values).sum())
-        part = None if signed is None else signed[:, s]
-        effects.append(
-            Effect(
-                way=read.way,
-                vector=read.vector,
-                dose=read.dose,
-                step=step,
-                after=read.after,
-                n=n,
-                divergence=estimate(values, read.group),
-                along=None if part is None else estimate(part, read.group),
-                opposite=None if part is None or not n else float(np.sum(part < 0)) / n,
-            )
-        )
+        opposite = None if part is None or not n else float(np.sum(part < 0)) / n
+        of_part = None if part is None else estimate(part, read.group)
+        known: dict[str, Any] = {"n": n, "divergence": estimate(values, read.group)}
+        effects.append(Effect(**read.key, step=step, along=of_part, opposite=opposite, **known))
     return effects
 
 
 def decay_of(
     read: Read, effects: Sequence[Effect], floor: Estimate | None, limits: Limits
 ) -> Decay:
-    """Return how an effect goes with depth, paired by request.
-
-    Args:
-        effects: at each step, those of ``read``.
-    """
+    """Return how the effects of a read go with depth, paired by request."""
     from scipy.optimize import isotonic_regression  # type: ignore[import-untyped]
 
     whole = np.isfinite(read.divergence).all(axis=1)
@@ -229,6 +204,25 @@ def strata_of(read: Read, entropy: Floats, roles: np.ndarray) -> list[SteeredStr
     return strata
 
 
+# survival -----------------------------------------------------------------------------------------
+
+
+def survival_of(like: Floats, looks: Floats, step: int, dose: float) -> Survival:
+    """Return the share whose entropy and repetition lie within those without a vector, ``like``.
+
+    Each is of a prompt of its own: Clopper and Pearson's interval.
+    """
+    from actds_validators.statistics.design import exact_share
+
+    n, share = len(looks), None
+    if len(like) and n:
+        low, high = [like[:, 0].min(), 0.0], like.max(axis=0)
+        kept = int(((low <= looks) & (looks <= high)).all(axis=1).sum())
+        least, most = exact_share(np.array([kept]), np.array([n]), 0.95)
+        share = Estimate(value=kept / n, low=float(least[0]), high=float(most[0]))
+    return Survival(step=step, dose=dose, n=n, share=share)
+
+
 # the dose -----------------------------------------------------------------------------------------
 
 
@@ -237,11 +231,8 @@ def calibrated(
 ) -> tuple[list[tuple[float, float]], float]:
     """Return strengths with their divergences, and the strength that has so many nats.
 
-    Args:
-        quantiles: returns the divergence at each of some strengths, ascending.
-
-    Raises:
-        ActdsError: E014 all strengths that were tried have more, or less.
+    ``quantiles`` returns the divergence at ascending strengths. E014 where all that were tried have
+    more, or less.
     """
     tried = list(CURVE)
     curve = list(zip(tried, quantiles(tried), strict=True))
@@ -257,7 +248,7 @@ def calibrated(
     if strength is None:
         ends = [f"{curve[k][1]:.3g} nats at {curve[k][0]:.3g} of a row" for k in (0, -1)]
         expected = f"less than {nats:g} nats at the weakest strength, and more at another"
-        step = "Ask for other nats (--limit nats=), or take another hook."
+        step = "Give other nats as the limit, or take another hook."
         raise ActdsError("E014", "dose", got=" to ".join(ends), expected=expected, next_step=step)
     return curve, strength
 

@@ -8,15 +8,14 @@ another regime for the direction; where it does not, the model uses the componen
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from actds.errors import ActdsError
 from actds.explore.dataset import Dataset
 from actds.explore.requests import TokenSequence
-from actds.loader.selection import select
+from actds_studies.regimes.arms import Arm, ArmRows, read_arm
 from actds_studies.regimes.entropies import Unembedding
 from actds_studies.steer.measure import clusters, differences, groups_by_prompt, strength_at
 from actds_studies.steer.replays import PLAIN, Replayed, Variant
@@ -40,21 +39,11 @@ N_PLACES = 4
 N_AT_ONCE = 8192
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Rows that an expression holds of: number in the array, request, position, whether sampled."""
+class Directions:
+    """Two selections of rows of a hook, an expression each, of the requests that are ``free``.
 
-    where: str
-    row: Ints
-    request: Ints
-    position: Ints
-    sampled: Bools
-
-
-class Contrast:
-    """Two selections of rows of a hook, an expression each, of requests that are not steered.
-
-    Position 0 is left out: its rows are sinks, hundreds of times longer than the others.
+    As in ``actds regimes`` each prefix counts once, and position 0 not, whose rows are sinks,
+    hundreds of times longer than the others. ``sequences`` is every request of the source.
     """
 
     def __init__(
@@ -62,91 +51,58 @@ class Contrast:
         source: Dataset,
         hook: str,
         sequences: Sequence[TokenSequence],
+        free: Bools,
         pair: tuple[str, str],
         seed: int,
     ) -> None:
-        self._source, self._hook, self.sequences = source, hook, sequences
-        self.d_model = int(source.hooks[hook].d_model)
-        self.words = f"{pair[0]} against {pair[1]}"
-        self._pair = [self._rows(where) for where in pair]
+        self._array, self.sequences = source.array(hook), sequences
+        self.words, self._where, self.pair = " against ".join(pair), pair, []
+        for where in pair:
+            rows = read_arm(Arm(where, source, where=where), hook)
+            self.pair.append(rows.take(np.flatnonzero(free[rows.request])))
         prompt = clusters(sequences)
         self._half = np.random.default_rng(seed).permutation(len(prompt))[prompt] % 2
-
-    def _rows(self, where: str) -> _Rows:
-        selection = select(self._source, self._hook, None, where=where)
-        shards = self._source.shards_of(self._hook)
-        starts = accumulate((shard.n_rows for shard in shards), initial=0)
-        start_of = dict(zip((shard.name for shard in shards), starts, strict=False))
-        numbers = {(s.run, s.request): n for n, s in enumerate(self.sequences)}
-        n_given = np.array([s.n_given for s in self.sequences], np.int64)
-        parts = [np.zeros((4, 0), np.int64)]
-        for shard in selection.shards:
-            kept = selection.filter.kept(shard)
-            table = shard.tokens(["request", "position"])
-            request, position = (table[name].to_numpy() for name in ("request", "position"))
-            known, at = np.unique(request, return_inverse=True)
-            of = np.array([numbers.get((shard.run, r), -1) for r in known.tolist()], np.int64)[at]
-            mask = (of >= 0) & (position > 0) & (True if kept is None else kept)
-            row = start_of[shard.name] + np.flatnonzero(mask)
-            sampled = position[mask] >= n_given[of[mask]]
-            parts.append(np.stack([row, of[mask], position[mask], sampled]).astype(np.int64))
-        row, of, position, sampled = np.concatenate(parts, axis=1)
-        return _Rows(where, row, of, position, sampled.astype(bool))
 
     def direction(self, side: Side | None = None, half: int | None = None) -> Floats:
         """Return the mean of the first rows less that of the second, of length 1.
 
-        Args:
-            side: of these rows only; half: of the requests with half of the prompts only.
-
-        Raises:
-            ActdsError: E014 no rows.
+        Of one side and half of the prompts alone, or of all. Raises E014 where no row is left.
         """
-        array = self._source.array(self._hook)
         among = np.full(len(self._half), True) if half is None else self._half == half
-        vector = self._gap(lambda rows, at: array[rows.row[at]], side, among)
+        vector = self._gap(lambda rows: self._array[rows.row], side, among)
         return vector / max(float(np.linalg.norm(vector)), 1e-30)
 
-    def _gap(
-        self, values: Callable[[_Rows, Ints], Rows], side: Side | None, among: Bools
-    ) -> Floats:
+    def _gap(self, values: Callable[[ArmRows], Rows], side: Side | None, among: Bools) -> Floats:
         means = []
-        for rows in self._pair:
+        for rows, where in zip(self.pair, self._where, strict=True):
             kept = among[rows.request]
-            kept &= True if side is None else rows.sampled == (side == "answers")
+            kept &= True if side is None else (rows.decode_step > 0) == (side == "answers")
             total, n, at = 0.0, 0, np.flatnonzero(kept)
             for start in range(0, len(at), N_AT_ONCE):
-                part = values(rows, at[start : start + N_AT_ONCE])
+                part = values(rows.take(at[start : start + N_AT_ONCE]))
                 part = part[np.isfinite(part).all(axis=1)]
                 total, n = total + part.astype(np.float64).sum(axis=0), n + len(part)
             if not n:
-                where = "" if side is None else f" of {'half of ' * (not among.all())}the {side}"
-                got = f"{rows.where}, of no row{where} that is not steered"
+                whose = "" if side is None else f" of {'half of ' * (not among.all())}the {side}"
+                got = f"{where}, of no row{whose} that is not steered"
                 raise ActdsError("E014", "where", got=got, expected="some")
             means.append(total / n)
         return np.asarray(means[0] - means[1])
 
-    def drawn(self, n: int, seed: int) -> Ints:
-        """Return the numbers of some requests that have rows."""
-        known = np.unique(np.concatenate([rows.request for rows in self._pair]))
-        return np.random.default_rng(seed).permutation(known)[:n]
-
     def aim(self, replayed: Replayed, place: Ints) -> Floats:
         """Return how far apart the last rows of the selections lie, the mean of both sides.
 
-        Args:
-            place: number of each request in the replay, -1 where it is not in it.
+        ``place`` is the number of each request in the replay, -1 where it is not in it.
         """
 
-        def last(rows: _Rows, at: Ints) -> Rows:
-            of, position = place[rows.request[at]], rows.position[at]
-            return replayed.values(replayed.at(PLAIN, of, position))
+        def last(rows: ArmRows) -> Rows:
+            return replayed.values(replayed.at(PLAIN, place[rows.request], rows.position))
 
         return np.asarray(np.mean([self._gap(last, side, place >= 0) for side in SIDES], axis=0))
 
 
 def refit(
-    contrast: Contrast,
+    contrast: Directions,
     sequences: Sequence[TokenSequence],
     norm: Callable[[list[int], int], float],
     shares: Floats,
@@ -157,13 +113,13 @@ def refit(
     """Let a direction of prompts and its refit act at the same positions, and say what they do.
 
     Args:
-        sequences: requests that are steered.
-        norm: returns the median norm of rows of some of them at a position.
+        norm: returns the median norm of rows of some sequences at a position.
         shares: strengths over that norm.
     """
-    places = places_of(sequences, limits.seed)
-    random = np.random.default_rng(limits.seed).normal(size=contrast.d_model)
-    vectors = [*map(contrast.direction, SIDES), random / np.linalg.norm(random)]
+    places = places_of(sequences, limits)
+    vectors = [contrast.direction(side) for side in SIDES]
+    random = np.random.default_rng(limits.seed).normal(size=len(vectors[0]))
+    vectors.append(random / np.linalg.norm(random))
     halves = {side: [contrast.direction(side, half) for half in (0, 1)] for side in SIDES}
     variants = []
     for arm, (side, vector) in enumerate(ARMS.values()):
@@ -172,7 +128,8 @@ def refit(
             for k, strength in enumerate((shares * norm(members, p)).tolist()):
                 what = (f"{arm}-{p}-{k}", vector, strength, p, p + 1, p + 1, None, members)
                 variants.append(Variant(*what))
-    drawn = contrast.drawn(2 * limits.requests, limits.seed)
+    of_pair = np.unique(np.concatenate([rows.request for rows in contrast.pair]))
+    drawn = np.random.default_rng(limits.seed).permutation(of_pair)[: 2 * limits.requests]
     every = [*sequences, *(contrast.sequences[n] for n in drawn.tolist())]
     replayed = serve(every, variants, np.stack(vectors).astype(np.float32))
     place = np.full(len(contrast.sequences), -1)
@@ -183,7 +140,7 @@ def refit(
     group = groups_by_prompt(sequences, limits.seed, (left, right))
     acted = {}
     for arm, (name, (side, _)) in enumerate(ARMS.items()):
-        of_arm = np.concatenate([of[side] for of in places.values()])
+        of_arm = left if side == "prompts" else right
         at = np.concatenate([np.full(len(of[side]), p) for p, of in places.items()])
         plain = replayed.at(PLAIN, of_arm, at)
         aimed, nats = [], []
@@ -195,26 +152,28 @@ def refit(
         known = np.isfinite(nats).all(axis=0)
         along, divergences = (np.stack(of, axis=1)[known] for of in (aimed, nats))
         acted[name] = Acted(along, divergences, group[of_arm[known]])
-    at_places = [(p, len(of_side["prompts"])) for p, of_side in places.items()]
-    split_half = {side: float(a @ b) for side, (a, b) in halves.items()}
-    cosine = float(vectors[0] @ vectors[1])
-    return components_of(acted, shares, limits, at_places, cosine, split_half)
+    about = {
+        "positions": [(p, len(of_side["prompts"])) for p, of_side in places.items()],
+        "cosine": float(vectors[0] @ vectors[1]),
+        "split_half": {side: float(a @ b) for side, (a, b) in halves.items()},
+    }
+    return components_of(acted, shares, limits, about)
 
 
-def places_of(sequences: Sequence[TokenSequence], seed: int) -> dict[int, dict[Side, Ints]]:
+def places_of(sequences: Sequence[TokenSequence], limits: Limits) -> dict[int, dict[Side, Ints]]:
     """Return positions that prompts and answers have, and as many requests of either there."""
     given = np.array([s.n_given for s in sequences])
     n = np.array([len(s.token_id) for s in sequences])
     at = np.arange(1, n.max())[:, np.newaxis]
     has: dict[Side, Bools] = {"prompts": at < given, "answers": (given <= at) & (at < n)}
     least = np.minimum(*(of_side.sum(axis=1) for of_side in has.values()))
-    least[least < 2] = 0
+    least = np.where(least < 2, 0, np.minimum(least, limits.requests))
     if not least.any():
         got = "no position that two prompts and two answers have"
         expected = "prompts that are as long as others with their answers"
         raise ActdsError("E014", "refit", got=got, expected=expected)
     wanted = (np.arange(N_PLACES) + 0.5) / N_PLACES * least.sum()
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(limits.seed)
     return {
         int(at[k, 0]): {
             side: np.sort(rng.permutation(np.flatnonzero(of_side[k]))[: least[k]])
@@ -224,14 +183,11 @@ def places_of(sequences: Sequence[TokenSequence], seed: int) -> dict[int, dict[S
     }
 
 
-@dataclass(frozen=True)
-class Acted:
+class Acted(NamedTuple):
     """What one arm does at each strength, by request and position ``(n, n_strengths)``.
 
-    Args:
-        aimed: change of the last row along the aim, over the length of the aim.
-        divergence: nats.
-        group: of requests that count together ``(n,)``.
+    ``aimed`` is the change of the last row along the aim, over the length of the aim; ``group``,
+    of requests that count together, is ``(n,)``.
     """
 
     aimed: Floats
@@ -240,68 +196,44 @@ class Acted:
 
 
 def components_of(
-    acted: Mapping[ArmName, Acted],
-    shares: Floats,
-    limits: Limits,
-    positions: list[tuple[int, int]],
-    cosine: float,
-    split_half: dict[Side, float],
+    acted: Mapping[ArmName, Acted], shares: Floats, limits: Limits, about: Mapping[str, Any]
 ) -> Components:
     """Return whether answers lost the effect of a direction, and whether a refit restores it.
 
-    Strengths of a dose are found anew without each group, so that intervals hold them too.
-
-    Args:
-        shares: strengths over the median norm of rows ``(n_strengths,)``.
+    The strengths of as many nats are found anew without each group: intervals hold them too.
     """
     from actds_validators.statistics.intervals import from_replicates
 
     groups = np.unique(np.concatenate([arm.group for arm in acted.values()]))
-    value = _at_doses(acted, shares, limits, -1)
-    without = np.stack([_at_doses(acted, shares, limits, g) for g in groups.tolist()], axis=-1)
+    value = _at_doses(acted, shares, limits)
+    share = value[1, 0, 0]  # the same strength in all replicates, other than at as many nats
+    parts = [_at_doses(acted, shares, limits, group, share) for group in groups.tolist()]
+    without = np.stack(parts, axis=-1)
     flat = from_replicates(value.ravel(), without.reshape(value.size, -1))
     intervals = np.array([Estimate.of(v) for v in flat], object).reshape(value.shape)
-    arms = [
-        ActedArm(
-            arm=arm,
-            dosing=dosing,
-            share=float(value[d, a, 0]) if np.isfinite(value[d, a, 0]) else None,
-            aimed=intervals[d, a, 1],
-            divergence=intervals[d, a, 2],
-        )
-        for d, dosing in enumerate(DOSINGS)
-        for a, arm in enumerate(acted)
-    ]
-    first = list(acted).index("prompts")
+    arms = []
+    for d, values, of_dosing in zip(DOSINGS, value, intervals, strict=True):
+        for a, line, of in zip(acted, values, of_dosing, strict=False):
+            share = float(line[0]) if np.isfinite(line[0]) else None
+            arms.append(ActedArm(arm=a, dosing=d, share=share, aimed=of[1], divergence=of[2]))
     kept, restored = ({d: intervals[n, -1, k] for n, d in enumerate(DOSINGS)} for k in (0, 1))
     by_dosing = {
-        d: component_of(intervals[n, first, 1], kept[d], restored[d], split_half, limits)
+        d: component_of(
+            intervals[n, 0, 1], kept[d], restored[d], about["split_half"]["answers"], limits
+        )
         for n, d in enumerate(DOSINGS)
     }
     outcome, reason = agreed(by_dosing)
-    return Components(
-        outcome=outcome,
-        reason=reason,
-        by_dosing=by_dosing,
-        kept=kept,
-        restored=restored,
-        positions=positions,
-        n_groups=len(groups),
-        cosine=cosine,
-        split_half=split_half,
-        arms=arms,
-        curves={
-            arm: [
-                (float(s), float(np.quantile(k, limits.quantile)), float(e.mean()))
-                for s, k, e in zip(shares, of.divergence.T, of.aimed.T, strict=True)
-            ]
-            for arm, of in acted.items()
-        },
-    )
+    facts = {"by_dosing": by_dosing, "kept": kept, "restored": restored, "arms": arms, **about}
+    return Components(outcome=outcome, reason=reason, n_groups=len(groups), **facts)
 
 
 def _at_doses(
-    acted: Mapping[ArmName, Acted], shares: Floats, limits: Limits, without: int
+    acted: Mapping[ArmName, Acted],
+    shares: Floats,
+    limits: Limits,
+    without: int = -1,
+    fixed: float | None = None,
 ) -> Floats:
     """Return strength, aimed effect and divergence of each dosing and arm ``(2, n_arms + 1, 3)``.
 
@@ -315,13 +247,13 @@ def _at_doses(
         share = strength_at(np.stack([shares, quantiles], axis=1).tolist(), limits.nats)
         result[0, a, 0] = np.nan if share is None else share
         means[name] = arm.aimed[some].mean(axis=0), arm.divergence[some].mean(axis=0)
-    result[1, :-1, 0] = result[0, list(acted).index("prompts"), 0]
+    result[1, :-1, 0] = result[0, 0, 0] if fixed is None else fixed
     for line in result:
         for a, name in enumerate(acted):
             line[a, 1:] = [np.interp(line[a, 0], shares, mean) for mean in means[name]]
         of = dict(zip(acted, line[:, 1].tolist(), strict=False))
-        lost = of["prompts"] - of["carried"]
-        line[-1, 0] = of["carried"] / of["prompts"] if of["prompts"] else np.nan
+        lost = of["in prompts"] - of["carried"]
+        line[-1, 0] = of["carried"] / of["in prompts"] if of["in prompts"] else np.nan
         line[-1, 1] = (of["refitted"] - of["carried"]) / lost if lost else 0.0
         line[-1, 2] = 0.0
     return result

@@ -17,14 +17,13 @@ WAYS: dict[Way, str] = {
     "held": "from the step on",
 }
 Outcome = Literal["holds", "decays", "reverses", "undecided"]
-OUTCOMES: tuple[Outcome, ...] = ("reverses", "decays", "undecided", "holds")
 Vector = Literal["vector", "negative", "random", "none"]
 """What was added: the vector, its negative, random vectors of its length, or a vector of zeros."""
 Side = Literal["prompts", "answers"]
 SIDES: tuple[Side, Side] = ("prompts", "answers")
-ArmName = Literal["prompts", "carried", "refitted", "random in prompts", "random in answers"]
+ArmName = Literal["in prompts", "carried", "refitted", "random in prompts", "random in answers"]
 ARMS: dict[ArmName, tuple[Side, int]] = {
-    "prompts": ("prompts", 0),
+    "in prompts": ("prompts", 0),
     "carried": ("answers", 0),
     "refitted": ("answers", 1),
     "random in prompts": ("prompts", 2),
@@ -36,6 +35,7 @@ DOSINGS: dict[Dosing, str] = {
     "nats": "as many nats in each arm",
     "norm": "the strength over the row's norm that has these nats in prompts",
 }
+Known = Estimate | None
 Cause = Literal["regime", "component", "neither lost", "undecided"]
 
 
@@ -144,9 +144,18 @@ class Components(Section):
     cosine: float = Field(description="of the direction of prompts and that of answers")
     split_half: dict[Side, float] = Field(description="cosine of directions of halves of prompts")
     arms: list[ActedArm]
-    curves: dict[ArmName, list[tuple[float, float, float]]] = Field(
-        description="strength over norm, quantile of the divergence, mean aimed effect"
-    )
+
+
+class Survival(Section):
+    """Continuations sampled from a step on, with the vector held, that look like ones without it.
+
+    In mean entropy and repeated 4-grams, both within those of others there: no judgement of words.
+    """
+
+    step: int
+    dose: float = Field(description="0: others without a vector, what the measure itself loses")
+    n: int = Field(description="continuations, each of a prompt of its own")
+    share: Estimate | None
 
 
 class SteeringAnswer(Section):
@@ -178,12 +187,8 @@ class Steering(OfDataset):
     decays: list[Decay]
     strata: list[SteeredStratum]
     components: Components | None = Field(default=None, description="where a refit was asked for")
+    survival: list[Survival] = Field(default=[], description="where it was asked for")
     answer: SteeringAnswer
-
-    def effect(self, way: Way, vector: Vector, dose: float, step: int, after: int) -> Effect | None:
-        wanted = (way, vector, dose, step, after)
-        keys = ((e.way, e.vector, e.dose, e.step, e.after) for e in self.effects)
-        return next((e for e, key in zip(self.effects, keys, strict=True) if key == wanted), None)
 
 
 # conclusions --------------------------------------------------------------------------------------
@@ -192,12 +197,9 @@ class Steering(OfDataset):
 def outcome_of(
     first: Effect, last: Effect, ratio: Estimate | None, floor: Estimate | None, margin: float
 ) -> tuple[Outcome, str | None]:
-    """Return what became of an effect, and why that is undecided.
+    """Return what became of an effect from the first step to the last, and why it is undecided.
 
-    Args:
-        first, last: at the first step and at the last.
-        ratio: of the divergences of the two.
-        floor: divergence without a vector.
+    ``ratio`` is that of the two divergences, ``floor`` the one without a vector.
     """
     if first.divergence is None or last.divergence is None or ratio is None:
         return "undecided", "too few requests for an interval"
@@ -213,18 +215,9 @@ def outcome_of(
 
 
 def component_of(
-    first: Estimate | None,
-    kept: Estimate | None,
-    restored: Estimate | None,
-    split_half: Mapping[Side, float],
-    limits: Limits,
+    first: Known, kept: Known, restored: Known, split_half: float, limits: Limits
 ) -> Cause:
-    """Return why an effect of prompts is lost in answers, at one dosing.
-
-    Args:
-        first: the aimed effect in prompts.
-        kept, restored: as ``Components`` has them.
-    """
+    """Return why an effect in prompts, ``first``, is lost in answers, at one dosing."""
     if first is None or kept is None or first.low <= 0:
         return "undecided"
     if kept.low >= 1 - limits.margin:
@@ -233,7 +226,7 @@ def component_of(
         return "undecided"
     if restored.low > limits.restored:
         return "regime"
-    is_known = split_half["answers"] >= limits.split_half
+    is_known = split_half >= limits.split_half
     return "component" if restored.high < limits.restored and is_known else "undecided"
 
 
@@ -247,19 +240,15 @@ def agreed(by_dosing: Mapping[Dosing, Cause]) -> tuple[Cause, str | None]:
 
 
 def answer(decays: Sequence[Decay], specific: bool | None) -> SteeringAnswer:
-    """Return what the decays say together.
+    """Return what the decays at a dose of 1 say together, one for each way.
 
-    Args:
-        decays: at a dose of 1, one for each way.
-        specific: whether the vector does more at the first step than random ones of its length.
+    ``specific``: whether the vector does more at the first step than random ones of its length.
     """
     by_way = {decay.way: decay.outcome for decay in decays}
     parts = []
     for decay in decays:
         last = decay.ratio[-1]
-        share = ""
-        if last is not None:
-            share = f" ({last.value:.2f} of it [{last.low:.2f}, {last.high:.2f}])"
+        share = f" ({last.value:.2f} of it [{last.low:.2f}, {last.high:.2f}])" if last else ""
         parts.append(f"{decay.way} {decay.outcome}{share}")
     steps = [
         f"{decay.way} is undecided: {decay.reason}. Steer more requests (--requests)."
