@@ -157,10 +157,11 @@ lint: $(STAMP) ## ruff, ruff format, mypy strict, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy benchmarks examples --exclude '^examples/(monitoring|regimes|stability|thinning)/'
+	$(BIN)/mypy benchmarks examples --exclude '^examples/(monitoring|regimes|stability|steering|thinning)/'
 	$(BIN)/mypy examples/monitoring
 	$(BIN)/mypy examples/regimes
 	$(BIN)/mypy examples/stability
+	$(BIN)/mypy examples/steering
 	$(BIN)/mypy examples/thinning
 	$(BIN)/lint-imports
 

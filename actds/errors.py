@@ -39,7 +39,6 @@ class ActdsError(Exception):
     """
 
     def __new__(cls, code: str, *_: Any, **__: Any) -> Self:
-        """Return an error of the code's class, or of the subclass that was asked for."""
         kind: type[ActdsError] = globals()[CODES[code].error] if cls is ActdsError else cls
         # One argument: OSError's own reads two of them as an errno and its words.
         return super(ActdsError, kind).__new__(kind, code)  # type: ignore[return-value]
@@ -69,7 +68,6 @@ class ActdsError(Exception):
         return CODES[self.code].exit_code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how to make the error anew in another process."""
         words = {"got": self.got, "expected": self.expected, "next_step": self.next_step}
         return (partial(type(self), **words), (self.code, self.place))
 
@@ -130,7 +128,6 @@ class RefusedError(ActdsError):
             self.args = ("\n".join([first, *(f"  {reason.line()}" for reason in reasons), rest]),)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how to rebuild the error with its reasons in another process."""
         return (*super().__reduce__(), {"reasons": self.reasons, "args": self.args})
 
 
@@ -210,7 +207,6 @@ class Finding:
             object.__setattr__(self, "next_step", code_entry(self.code).next_step)
 
     def line(self) -> str:
-        """Return the finding as one line of text."""
         return f"{self.code} {self.place}: {self.got}; expected {self.expected}."
 
     def as_json(self) -> dict[str, Any]:
@@ -219,11 +215,9 @@ class Finding:
 
     @classmethod
     def from_error(cls, error: ActdsError) -> Finding:
-        """Return an error as a finding."""
         return cls(error.code, error.place, error.got, error.expected, next_step=error.next_step)
 
     def error(self) -> ActdsError:
-        """Return the finding as an error."""
         return ActdsError(
             self.code, self.place, got=self.got, expected=self.expected, next_step=self.next_step
         )

@@ -202,7 +202,6 @@ class HookKindTests(HarvestTests):
 
 
 def _sequences(dataset: Dataset) -> dict[int, list[int]]:
-    """Return the tokens of the requests of which every position is known, by request."""
     ids: dict[int, dict[int, int]] = {}
     for row in dataset.tokens().select(["request", "position", "token_id"]).to_pylist():
         ids.setdefault(row["request"], {})[row["position"]] = row["token_id"]

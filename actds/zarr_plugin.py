@@ -52,7 +52,6 @@ class BFloat16(ZDType[Any, Any], HasEndianness, HasItemSize):  # type: ignore[mi
 
     @property
     def item_size(self) -> int:
-        """Return the bytes of one value."""
         return 2
 
     @classmethod
@@ -129,7 +128,6 @@ class BFloat16(ZDType[Any, Any], HasEndianness, HasItemSize):  # type: ignore[mi
         return self._cast_scalar_unchecked(data)
 
     def default_scalar(self) -> Any:
-        """Return zero."""
         return ml_dtypes.bfloat16(0)
 
     def from_json_scalar(self, data: Any, *, zarr_format: int) -> Any:
@@ -211,7 +209,6 @@ class FrameBlosc(numcodecs.blosc.Blosc):  # type: ignore[misc]
     """
 
     def encode(self, buf: Any) -> bytes:
-        """Return ``buf`` as one blosc frame."""
         array = numcodecs.compat.ensure_contiguous_ndarray(buf)
         # Before numcodecs 0.16 the item size was always the buffer's.
         itemsize = getattr(self, "typesize", None) or array.itemsize

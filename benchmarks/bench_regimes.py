@@ -89,7 +89,7 @@ def measure(paths: tuple[Path, Path], sae: Path) -> Result:
     """Return what one comparison takes, result and page written."""
     with tempfile.TemporaryDirectory() as out:
         result, page = Path(out) / "regimes.json", Path(out) / "regimes.html"
-        code = "from actds_studies.cli.regimes import regimes; regimes(prog_name='actds regimes')"
+        code = "from actds_studies.cli.commands import regimes; regimes(prog_name='actds regimes')"
         command = [sys.executable, "-c", code, *map(str, paths), "--sae", str(sae)]
         command += ["--hook", HOOK, "--json", str(result), "--html", str(page)]
         command += ["--fail-on", "never"]

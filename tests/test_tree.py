@@ -29,8 +29,8 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 88_100,
-    "modules": 260,
+    "shipped lines": 88_450,
+    "modules": 261,
     "modules with one importer": 45,
     "arguments of one function": 15,
     "fmt: skip": 10,

@@ -38,7 +38,6 @@ class Notes:
     def add(
         self, code: str, place: str, got: str, expected: str, severity: Severity = "error"
     ) -> None:
-        """Note one finding."""
         self._counts[code, severity] += 1
         if self._counts[code, severity] <= MAX_FINDINGS_PER_CODE:
             self._findings.append(Finding(code, place, got, expected, severity))
@@ -70,7 +69,6 @@ class Notes:
             yield self.place(folder, table, request[i], first[i], last[i] + 1)
 
     def copy(self) -> Notes:
-        """Return notes of their own that begin with these."""
         other = Notes(self.run)
         other._findings, other._counts = self._findings.copy(), self._counts.copy()
         return other
@@ -140,7 +138,6 @@ class _Numbered:
         return Index(self.number)
 
     def index(self, number: npt.NDArray[np.integer]) -> Ints:
-        """Return the index of each number, -1 for one that the census lacks."""
         return self._index.of(number)
 
 
@@ -292,16 +289,13 @@ class _Ranges:
 
     @property
     def start_key(self) -> Keys:
-        """Return the key of each first position."""
         return position_key(self.request, self.start)
 
     @property
     def stop_key(self) -> Keys:
-        """Return the key after each last position."""
         return position_key(self.request, self.stop)
 
     def at(self, index: int) -> tuple[Any, Any, Any]:
-        """Return request, start and stop of one range."""
         return self.request[index], self.start[index], self.stop[index]
 
 
@@ -329,7 +323,6 @@ class Spans(_Ranges):
     inclusion: Floats
 
     def of(self, disposition: str) -> Bools:
-        """Return which spans have a disposition."""
         mask: Bools = self.disposition == tables.DISPOSITIONS.index(disposition)
         return mask
 

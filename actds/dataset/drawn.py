@@ -73,7 +73,6 @@ class Shares:
         return cls(design, index, prompt_len, sampled, known, roles, takes)
 
     def of_positions(self, request: Ints, position: Ints) -> Floats:
-        """Return the share of each position."""
         if not self.design.keep:
             return np.ones(len(position))
         role, at = None, self.index(request)
@@ -170,7 +169,6 @@ def _check_nothing_drawn(rows: Rows, spans: Spans, steps: Steps, notes: Notes) -
 
 
 def _of_steps(steps: Steps, step: Ints) -> Floats:
-    """Return the inclusion of steps by their numbers, NaN where there is none."""
     at = steps.index(step)
     share = np.full(len(step), np.nan)
     share[at >= 0] = steps.inclusion[at[at >= 0]]
@@ -178,7 +176,6 @@ def _of_steps(steps: Steps, step: Ints) -> Floats:
 
 
 def _of_requests(spans: Spans, steps: Steps, request: Ints) -> Floats:
-    """Return the inclusion of the first step of each request, NaN where there is none."""
     computed = spans.step >= 0
     known, first = np.unique(spans.request[computed], return_index=True)  # spans are sorted
     if not len(known):

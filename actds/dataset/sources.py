@@ -58,7 +58,6 @@ class SourceFacts:
     unserved: list[UnservedFacts]
 
     def words(self) -> str:
-        """Return the sum of the records in words."""
         parts = [f"{self.n_served:,} served"]
         for reason in tables.UNSERVED:
             groups = [group for group in self.unserved if group.finish_reason == reason]
@@ -96,7 +95,6 @@ class LabelFacts:
     largest: list[LabelCount]
 
     def words(self) -> str:
-        """Return the values in words."""
         values = f"{counted(self.n_values, 'value')} in {counted(self.n_records, 'record')}"
         some = [f"{label_text(count.value)} ({count.n_records:,})" for count in self.largest]
         more = self.n_values - len(some)
@@ -221,7 +219,6 @@ def records_read(catalog: Catalog) -> dict[Source, int | None]:
 
 
 def _prompts(catalog: Catalog, run: str) -> tuple[Source, int | None]:
-    """Return the source of a run, and how many records the run read of it."""
     fields = catalog.runs[run].fields if run in catalog.runs else {}
     name, digest, n = (
         fields[key].value if key in fields else None

@@ -75,12 +75,10 @@ class ArrayOnItsWay:
 
     @property
     def is_through(self) -> bool:
-        """Return whether every byte is hashed and written."""
         return min(self.n_hashed, self.n_written) > self.encoder.n_chunks
 
     @property
     def is_idle(self) -> bool:
-        """Return whether no thread works on it."""
         return not (self.is_hashing or self.is_writing or self.n_encoding)
 
     def ready(self, first: int) -> list[memoryview]:
@@ -192,7 +190,6 @@ class WriteThreads:
     # what the threads do -----------------------------------------------------------------------
 
     def _work(self, until: ArrayOnItsWay | None = None) -> None:
-        """Do what is next, until one array is put, or all are and no more will come."""
         note: Note | None = None
         while until is None or not until.put.done():
             with self._lock:
@@ -220,7 +217,6 @@ class WriteThreads:
             self._hungry.notify_all()
 
     def _next(self) -> Task | None:
-        """Take what is to be done next."""
         measured = self._find()
         if measured is None:
             return None
@@ -335,8 +331,6 @@ class WriteThreads:
         self._n_slots += 1
 
     def _finish(self, array: ArrayOnItsWay) -> None:
-        """Make a file durable, or throw it away, beside everything else."""
-
         def finish() -> None:
             error, put = array.error, None
             try:

@@ -325,7 +325,6 @@ def _count(opened: ForeignSet) -> list[ValueCounts]:
 
 
 def _n_rows(arrays: list[FoundArray]) -> int:
-    """Rows of the largest array of those that may be a hook."""
     labels = {name for names in _COLUMNS.values() for name in names}
     counts = [x.n_rows for x in arrays if len(x.shape) > 1 and x.name not in labels]
     return max(counts, default=0)
@@ -446,7 +445,6 @@ class _RawFile:
 
     @classmethod
     def guess(cls, path: Path) -> _RawFile:
-        """What the name of a file says, else a document beside it."""
         nbytes, name = path.stat().st_size, path.stem.lower()
         match = _SHAPE.search(name)
         hints = [(tuple(map(int, match[0].split("x"))) if match else (), _dtype(name))]

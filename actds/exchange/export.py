@@ -325,7 +325,6 @@ def _windows(
 
 
 def _write_parquet(source: ExportSource, folder: Path) -> None:
-    """Write the rows with their provenance, one list per hook and row."""
     (folder / "data").mkdir()
 
     def parts() -> Iterator[pa.Table]:

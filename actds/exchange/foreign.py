@@ -182,7 +182,6 @@ class _FileRows:
 def _open_sequences(
     kind: str, files: list[Path], load: Callable[[Path], _FileRows], dtype: str | None
 ) -> ForeignSet:
-    """Files that each hold one sequence or several."""
     forms: dict[tuple[ForeignHook, ...], Path] = {}
     unknown, left_out, n_rows = set(NEVER_SAID), set(), 0
     for file in files:
@@ -542,7 +541,6 @@ def _blocks(
 
 
 def _widths(files: list[Path], names: list[str], depth: int) -> tuple[dict[str, int], int]:
-    """Channels of each hook and rows of the set, by the length of every list."""
     n_rows = 0
     widths: dict[str, set[int]] = {name: set() for name in names}
     for file in files:

@@ -198,7 +198,6 @@ def named_hook(name: str, place: ForeignHook) -> Hook | None:
 
 
 def _shards(opened: ForeignSet, hooks: list[Hook]) -> Iterator[tuple[ShardRows, int]]:
-    """Rows of shards of bounded size, each with the number of its last sequence."""
     row_nbytes = sum(hook.d_model * DTYPES[hook.dtype].itemsize for hook in hooks)
     most = max(1, BLOCK_NBYTES // row_nbytes)
     pieces: list[Block] = []

@@ -197,7 +197,6 @@ def inclusion_of_export(path: Path, n_rows: int) -> np.ndarray[Any, Any] | None:
 
 
 def _files_left_out(path: Path, files: list[Path]) -> list[str]:
-    """Names of files that look like arrays and are not of the set."""
     if path.is_file():
         return []
     suffixes = {suffix for suffix, _ in KINDS.values() if suffix} | {".pth", ".bin", ".parquet"}
@@ -226,7 +225,6 @@ def _request(what: str, path: Path, kind: str, files: list[Path], dtype: str | N
 
 
 def _block(path: Path, hooks: list[ForeignHook], words: dict[str, Any], body: pa.Buffer) -> Block:
-    """Positions, tokens where there are any, then bits of each hook."""
     n, at = words["n"], 0
 
     def take(dtype: np.dtype[Any], *shape: int) -> np.ndarray[Any, Any]:
@@ -247,7 +245,6 @@ def _block(path: Path, hooks: list[ForeignHook], words: dict[str, Any], body: pa
 
 
 def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
-    """The handler in the other process."""
     files, kind = [Path(file) for file in request["files"]], request["kind"]
     if request["what"] == "arrays":
         [file] = files

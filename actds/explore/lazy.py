@@ -157,12 +157,10 @@ class LazyArray:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return rows and channels."""
         return (len(self), self.hook.d_model)
 
     @property
     def ndim(self) -> int:
-        """Return 2: rows and channels."""
         return 2
 
     @property

@@ -143,7 +143,6 @@ class RowRanges:
 
 
 def _keys(spans: pa.Table, request: str) -> Keys:
-    """Return the key of the first position of each span, under one of its two requests."""
     return position_key(spans[request].to_numpy(), spans["start"].to_numpy())
 
 
@@ -251,7 +250,6 @@ class RowPlaces:
         self._tables: dict[tuple[str, str], Any] = {}
 
     def where(self, row: int) -> tuple[str, int, int]:
-        """Return run, request and position of a row."""
         if not -len(self.array) <= row < len(self.array):
             raise IndexError(f"row {row} of {len(self.array)}")
         row %= len(self.array)
@@ -437,7 +435,6 @@ def token_sequences(dataset: Opened) -> Iterator[TokenSequence]:
 
 
 def _run_tokens(dataset: Opened, run: str) -> tuple[Keys, TokenIds]:
-    """Return the positions of a run that have a row or a readout, ascending, and their tokens."""
     parts = [shard.tokens(_TOKEN_COLUMNS) for shard in dataset.shards if shard.run == run]
     if (run, "readouts") in dataset.catalog.parts:
         parts.append(dataset.catalog.table("readouts", run).select(_TOKEN_COLUMNS))
@@ -456,7 +453,6 @@ def _run_tokens(dataset: Opened, run: str) -> tuple[Keys, TokenIds]:
 def _sequence(
     keys: Keys, ids: TokenIds, spans: Sequence[dict[str, Any]], request: int, n: int
 ) -> Ints:
-    """Return the tokens of the positions [0, n) of a request, -1 where none is known."""
     token_id: Ints = np.full(n, -1, np.int64)
     for span in spans:
         owner = span["ref_request"] if span["disposition"] == "cache_ref" else request

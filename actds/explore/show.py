@@ -87,7 +87,6 @@ class Fates:
 
     @property
     def total(self) -> int:
-        """Return the positions of all requests."""
         return int(self.count.sum())
 
 
@@ -125,7 +124,6 @@ def _edges(last: int) -> Ints:
 
 
 def _from_readouts(catalog: Catalog, hook: str) -> tuple[Ints, Floats]:
-    """Return position and norm of readouts of a hook, from files spread evenly over the runs."""
     files = [
         part for (_, name), parts in catalog.parts.items() if name == "readouts" for part in parts
     ]
@@ -166,7 +164,6 @@ def _from_rows(array: LazyArray) -> tuple[Ints, Floats]:
 
 
 def _blocks(n_rows: int, room: int) -> Iterator[slice]:
-    """Yield blocks of rows, all of them where there are no more than the room."""
     if n_rows <= room:
         yield slice(0, n_rows)
         return

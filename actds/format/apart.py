@@ -147,7 +147,6 @@ class Apart:
             raise request.error(words["fault"])
 
     def _begin(self, request: Request) -> _Process:
-        """Return a process that has begun with the request."""
         for _ in range(2):
             process = self._take()
             try:
@@ -172,7 +171,6 @@ class Apart:
         return _Process(self._handler, self._numpy)
 
     def end(self) -> None:
-        """End the processes that wait for a request."""
         while self._idle:
             process = self._idle.pop()
             if process.owner == os.getpid():
@@ -239,7 +237,6 @@ class _Process:
         return _receive(self._process.stdout.fileno())
 
     def end(self) -> str:
-        """End the process, and return the words for how it ended."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()

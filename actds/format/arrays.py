@@ -22,13 +22,7 @@ import numpy.typing as npt
 
 from actds.errors import ActdsError
 from actds.format import canonical
-from actds.format.codec import (
-    MAX_BLOCK_NBYTES,
-    CodecError,
-    copied_items,
-    crc32c,
-    decode_chunk,
-)
+from actds.format.codec import MAX_BLOCK_NBYTES, CodecError, copied_items, crc32c, decode_chunk
 from actds.store import StoredFile, buffers
 
 if TYPE_CHECKING:
@@ -70,7 +64,6 @@ class DType:
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes of one value."""
         return int(self.bits.itemsize)
 
     @property
@@ -199,7 +192,6 @@ class Layout:
 
     @property
     def chunk_nbytes(self) -> int:
-        """Return the bytes of one inner chunk, decoded."""
         return self.rows_per_chunk * self.d_model * self.dtype.itemsize
 
 
@@ -306,7 +298,6 @@ class ArrayReader:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all rows, decoded."""
         return self.n_rows * self.d_model * self._layout.dtype.itemsize
 
     def read_chunks(self, first: int, last: int, out: Bits | None = None) -> Bits:
@@ -486,11 +477,9 @@ class ArrayReader:
         return out
 
     def _decode(self, index: int, frame: memoryview, target: Bits) -> None:
-        """Check one frame against its checksum, then decode it into whole rows."""
         self._decode_body(index, self._checked(index, frame), target)
 
     def _checked(self, index: int, frame: memoryview) -> memoryview:
-        """Return a frame without its checksum, which is right."""
         body, got, expected = _checksums(frame)
         if got != expected:
             frame = self._again(int(self._offsets[index]), frame)
@@ -500,7 +489,6 @@ class ArrayReader:
         return body
 
     def _again(self, offset: int, data: memoryview) -> memoryview:
-        """Return a damaged range anew where a cache held it, else as it is."""
         if self._file is None or not self._file.forget(offset, len(data)):
             return data
         return self._pread(offset, len(data))
@@ -588,7 +576,6 @@ class ArrayReader:
 
 
 def _checksums(data: memoryview) -> tuple[memoryview, int, int]:
-    """Return the data before a checksum, its checksum, and the one that it must have."""
     body = data[:-_CRC_NBYTES]
     return body, crc32c(body), struct.unpack("<I", data[-_CRC_NBYTES:])[0]
 

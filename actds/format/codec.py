@@ -312,7 +312,6 @@ def copied_items(frame: memoryview, nbytes: int, itemsize: int) -> memoryview | 
 
 @cache
 def _blosc() -> Any:
-    """Return the decoder, imported when the first frame is decoded."""
     import numcodecs.blosc
 
     # zarr does the same at import: the pool inside c-blosc is global, and not safe beside ours.
@@ -363,7 +362,6 @@ def _check_streams(source: Bytes, nbytes: int, flags: int, typesize: int, block:
 
 
 def _check_block(source: Bytes, position: int, n_streams: int, stream_nbytes: int) -> int:
-    """Return where a block ends whose streams are sound in size."""
     for _ in range(n_streams):
         if position > source.size - 4:
             raise CodecError(f"a stream starts at {position} of {source.size} bytes")

@@ -25,7 +25,6 @@ class _Kept(threading.local):
         self._memory: Bytes = np.empty(0, np.uint8)
 
     def get(self, nbytes: int) -> Bytes:
-        """Return the memory, with whatever it holds."""
         if self._memory.size < nbytes:
             self._memory = np.empty(nbytes, np.uint8)
         return self._memory[:nbytes]

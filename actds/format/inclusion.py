@@ -103,7 +103,6 @@ class KeepRule:
         return of
 
     def as_json(self) -> dict[str, object]:
-        """Return the rule as in the run record."""
         bounds = None if self.entropy is None else [_text(bound) for bound in self.entropy]
         place = None if self.position is None else list(self.position)
         return {

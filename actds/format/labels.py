@@ -51,7 +51,6 @@ def parse_labels(text: str, place: str) -> dict[str, Label]:
 
 
 def label_text(value: Label) -> str:
-    """Return a label for people."""
     return printable(value if isinstance(value, str) else json.dumps(value))
 
 

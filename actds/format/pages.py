@@ -186,7 +186,6 @@ def _checked(data: memoryview) -> Footer:
 
 
 def _column(data: memoryview, chunk: Struct, n_rows: int) -> tuple[str, Struct]:
-    """Check one column chunk, and return its name and metadata."""
     column = chunk[3]
     path = [part.decode() for part in column[3]]
     name = ".".join(path)
@@ -203,7 +202,6 @@ def _column(data: memoryview, chunk: Struct, n_rows: int) -> tuple[str, Struct]:
 
 
 def _page_values(data: memoryview, column: Struct, name: str) -> Iterator[int]:
-    """Yield the number of values of each data page of a column chunk."""
     # Without a value there is no data page, and its offset is 0.
     position = min(filter(None, (column.get(11), column[9])), default=0)
     end = position + column[7]

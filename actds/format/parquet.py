@@ -131,12 +131,10 @@ def refuse_nulls(table: pa.Table, schema: pa.Schema, place: str) -> None:
 
 
 def _bare(kind: pa.DataType) -> tuple[bool, pa.DataType]:
-    """Return whether a type is a list, and the type or that of its elements."""
     return (True, kind.value_type) if pa.types.is_list(kind) else (False, kind)
 
 
 def _check_size(metadata: pq.FileMetaData, wanted: pa.Schema, limit: int, place: str) -> None:
-    """Compare what a footer claims with what the file can hold."""
     width = sum(4 if _is_long(field.type) else -(-field.type.bit_width // 8) for field in wanted)
     nbytes = metadata.num_rows * width
     names, long = set(wanted.names), 0

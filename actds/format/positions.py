@@ -68,7 +68,6 @@ class Intervals:
 
     @property
     def n_keys(self) -> int:
-        """Return how many keys the set holds."""
         return int((self.stop - self.start).sum())
 
     def n_below(self, keys: Keys) -> Ints:
@@ -158,7 +157,6 @@ def overlap(start: Keys, stop: Keys) -> Intervals:
 
 
 def of_keys(sorted_keys: Keys) -> Intervals:
-    """Return the set of sorted, distinct keys."""
     if not len(sorted_keys):
         return Intervals(sorted_keys, sorted_keys)
     after = sorted_keys + np.uint64(1)
@@ -196,7 +194,6 @@ class Index:
         return len(self._values)
 
     def numbers(self, places: Ints) -> Ints:
-        """Return the numbers at some places."""
         return self._values[places]
 
     def of(self, numbers: npt.NDArray[np.integer]) -> Ints:

@@ -183,7 +183,6 @@ def _parquet(path: Path) -> Iterator[pq.ParquetFile]:
 
 
 def _check_metadata(path: Path, file: pq.ParquetFile, dataset: str, digest: str) -> str:
-    """Return the claim of a file whose form and dataset are right."""
     metadata = file.metadata.metadata or {}
 
     def word(key: str) -> str:
@@ -202,7 +201,6 @@ def _check_metadata(path: Path, file: pq.ParquetFile, dataset: str, digest: str)
 
 
 def _groups(file: pq.ParquetFile) -> npt.NDArray[np.int64]:
-    """Return the first row of each row group, and the number of rows."""
     sizes = [file.metadata.row_group(k).num_rows for k in range(file.num_row_groups)]
     return np.cumsum([0, *sizes], dtype=np.int64)
 
@@ -213,7 +211,6 @@ def _listed(schema: pa.Schema) -> str:
 
 
 def _values(path: Path, column: pa.Array | pa.ChunkedArray) -> Weights:
-    """Return weights as numpy float32."""
     if column.null_count:
         raise _bad(path, f"{column.null_count} rows with no weight", "one of each row")
     weights = np.asarray(column.to_numpy(), np.float32)

@@ -285,7 +285,6 @@ def _chunks(
 def _map_style(
     selection: Selection, columns: Sequence[str], cache_dir: str | os.PathLike[str] | None
 ) -> datasets.Dataset:
-    """Return a map-style dataset over Arrow files, which are written where they are not there."""
     import datasets
     from datasets.table import MemoryMappedTable, concat_tables
 
@@ -326,7 +325,6 @@ def _map_style(
 
 
 def _write(file: Path, shard: Shard, selection: Selection, columns: Sequence[str]) -> None:
-    """Write one shard as an Arrow stream that appears whole or not at all."""
     hooks, weights = selection.hooks, selection.weight
     names = [*columns, *([WEIGHT] if weights else [])]
     fields = [pa.field(h.name, pa.list_(_ITEM_TYPES[h.dtype], h.d_model)) for h in hooks]
@@ -385,7 +383,6 @@ def register_format() -> None:
 
 
 def _split(table: pa.Table, float32: frozenset[str]) -> tuple[dict[str, torch.Tensor], pa.Table]:
-    """Return the rows of hooks as tensors, and the other columns."""
     acts, rest = {}, []
     for field in table.schema:
         kind = field.type
@@ -415,7 +412,6 @@ def _bits(column: pa.ChunkedArray, kind: np.dtype[Any]) -> np.ndarray[Any, Any]:
 
 
 def _narrow(bits: np.ndarray[Any, Any], name: str) -> np.ndarray[Any, Any]:
-    """Return the bfloat16 patterns of float32 ones that were widened."""
     halves = bits.view("<u2").reshape(*bits.shape, 2)
     if halves[..., 0].any():
         raise ValueError(

@@ -363,7 +363,6 @@ class Loader:
 
     @property
     def batch_spec(self) -> BatchSpec:
-        """Return what its batches are made of."""
         return self._spec
 
     @property
@@ -506,7 +505,6 @@ class Loader:
         }
 
     def __len__(self) -> int:
-        """Return the batches of a pass."""
         if self._epochs is None:
             raise TypeError("a loader with epochs=None never ends")
         return self._epochs * self._n_batches

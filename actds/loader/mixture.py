@@ -238,7 +238,6 @@ def with_partners(mixture: Mixture, others: Mapping[str, Dataset]) -> Mixture:
 
 
 def _with_finite_rows(pair: Partners, counts: Sequence[Counts | None] | None) -> Partners:
-    """Return partners without rows that are not finite."""
     if counts is not None:
         check_finite(pair.hook, pair.shards, _partner_counts(pair, counts), LEAVE_OUT)
         return pair
@@ -332,7 +331,6 @@ def _as_floats(selection: Selection) -> list[Floats]:
 def _partner_counts(
     pair: Partners, times: Sequence[Counts | Floats | None]
 ) -> list[Counts | Floats | None]:
-    """Return how often each row of the other dataset comes as a partner, per shard of it."""
     kind = np.result_type(np.uint32, *(array.dtype for array in times if array is not None))
     total = np.zeros(int(pair.starts[-1]), kind)
     for rows, time in zip(pair.rows, times, strict=True):
@@ -355,7 +353,6 @@ def _part(name: str, phase: str | None, where: str | None) -> tuple[str | None, 
 
 
 def _integers(argument: str, shares: Mapping[str, float]) -> list[int]:
-    """Return shares as integers of the same ratios, to one in ten thousand."""
     if not isinstance(shares, Mapping) or not shares:
         raise bad(argument, repr(shares)[:80], "shares by name, as {'prefill': 0.5, 'decode': 0.5}")
     for name, share in shares.items():

@@ -110,7 +110,6 @@ class _Source:
 
     @property
     def hits(self) -> Intervals:
-        """Return the positions that the prefix cache served from rows that were not drawn."""
         at = self._not_drawn.start != self._not_drawn.row
         start, length = self._not_drawn.start[at], self._not_drawn.length[at]
         return union(start, start + length)
@@ -180,7 +179,6 @@ class _Source:
         return ActdsError("E014", "once", got=got, expected=expected, next_step=step)
 
     def in_union(self, inclusion: Floats) -> Floats:
-        """Return the inclusion in the union of positions with an inclusion in the run."""
         by_seed: dict[int, float] = {}  # with one seed a smaller part lies in a larger one
         for _, seed, fraction in self._draw_of.values():
             by_seed[seed] = max(fraction, by_seed.get(seed, 0.0))
@@ -188,14 +186,12 @@ class _Source:
         return np.minimum(inclusion + (1 - inclusion) * (1 - out), 1.0)
 
     def of_lacking(self, keys: Keys) -> Floats:
-        """Return the inclusion in the union of positions of which the run has no row."""
         row, would_have = self._not_drawn.find(keys)
         inclusion = np.zeros(len(keys))
         inclusion[would_have] = self._inclusion_of(row[would_have])
         return self.in_union(inclusion)
 
     def _inclusion_of(self, keys: Keys) -> Floats:
-        """Return the inclusion in the run of computed positions that were not drawn."""
         assert self._design is not None
         spans = self._catalog.table("spans", self.run)
         spans = spans.filter(pc.is_valid(spans["inclusion"]))

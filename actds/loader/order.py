@@ -476,7 +476,6 @@ class MixingReport:
 
     @property
     def ratio_error(self) -> float:
-        """Return the standard error of the ratio."""
         return self.partners_error / self.ideal_partners if self.ideal_partners else 0.0
 
     def __str__(self) -> str:
@@ -585,7 +584,6 @@ def _first_batches(
 
 
 def _together(batch: Keys) -> tuple[float, float]:
-    """Return partners and neighbours of a row in a batch, on average."""
     _, n_rows = np.unique(batch >> _REQUEST, return_counts=True)
     place, times = np.unique(batch, return_counts=True)
     beside = np.diff(place) == 1
@@ -594,7 +592,6 @@ def _together(batch: Keys) -> tuple[float, float]:
 
 
 def _ideal(spec: BatchSpec, rows: Epoch, keys: list[Keys], n_batches: int) -> tuple[float, float]:
-    """Return partners and neighbours of a row in a batch, if every order were equally likely."""
     parts = range(len(spec.parts))
     entries = [_entries(spec, rows, keys, part) for part in parts]
     place = np.unique(np.concatenate([key for key, _ in entries]))

@@ -669,7 +669,6 @@ class Transform:
         return sent
 
     def _constants(self, hook: str) -> tuple[Any, Any]:
-        """Return what to subtract and to multiply with, float32 on the device."""
         import torch
 
         if hook not in self._on_device:

@@ -224,7 +224,6 @@ class Expression:
 
 
 def parse_expression(text: str, argument: str, kind: Kind = Kind.TRUTH) -> Expression:
-    """Return a checked expression."""
     compiler = _Compiler(text, argument)
     tree = compiler.parse()
     compiled = compiler.typed(tree, kind)
@@ -378,7 +377,6 @@ class _Compiler:
         return lambda v: compare(a(v), b(v))
 
     def _kind_in(self, right: ast.expr) -> Kind:
-        """Return the type of the first value of a list, that of a string where there is none."""
         match right:
             case ast.Tuple(elts=[first, *_]) | ast.List(elts=[first, *_]) | ast.Set([first, *_]):
                 kind = self.compile(first)[1]

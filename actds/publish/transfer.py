@@ -387,7 +387,6 @@ def _need_same_dataset(
 
 
 def _batches(paths: Iterable[str], store: LocalStore) -> Iterator[list[str]]:
-    """Lists of paths, each of one commit."""
     batch: list[str] = []
     nbytes = 0
     for path in paths:

@@ -172,7 +172,6 @@ class Blocks:
         return [(start, min(start + step, n_rows)) for start in range(0, n_rows, step)]
 
     def write(self, start: int, stop: int, pool: Executor) -> None:
-        """Write a block, unless it is there."""
         folder = self.folder / f"{start // self.rows_per_block:06d}"
         if folder.exists():
             return

@@ -204,7 +204,6 @@ def _read_plan(partial: Path, wanted: _Plan) -> _Plan:
 
 
 def _rows_in_memory(catalog: Catalog, memory_nbytes: int) -> int:
-    """Rows of the widest hook that fit in memory twice."""
     return max(1, memory_nbytes // (2 * max(map(_row_nbytes, catalog.genesis.hooks))))
 
 
@@ -421,7 +420,6 @@ def _put(new: NewShard, hook: Hook, rows: npt.NDArray[Any], raw: bool, pool: Exe
 
 
 def _reason(catalog: Catalog, run: str, kind: ChainKind) -> CloseReason:
-    """How the chains of a kind of a run ended in the dataset."""
     ends = [s.close for s in catalog.chains.values() if s.run == run and s.kind == kind]
     reasons = {"interrupted" if end is None else end.reason for end in ends}
     return next((r for r in ("failed", "interrupted") if r in reasons), "finished")

@@ -95,7 +95,6 @@ class Cache:
                 warnings.warn(message, UserWarning, stacklevel=2)
 
     def drop(self, sha256: str, name: str) -> None:
-        """Remove an entry, if it is there."""
         with contextlib.suppress(OSError):
             self._path(sha256, name).unlink()
 
@@ -138,7 +137,6 @@ class Cache:
 
 
 def _entries(folder: Path) -> Iterator[tuple[int, int, str]]:
-    """Yield when each file was used last, its size and its path."""
     for where, _, names in os.walk(folder):
         for name in names:
             path = os.path.join(where, name)

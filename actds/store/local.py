@@ -145,12 +145,10 @@ class NewLocalFile(NewFile):
         self._nbytes = 0
 
     def hash(self, parts: Sequence[Buffer]) -> None:
-        """Take the next bytes into the digest."""
         for part in parts:
             self._digest.update(part)
 
     def write(self, parts: Sequence[Buffer]) -> None:
-        """Append the next bytes."""
         views = [memoryview(part).cast("B") for part in parts if len(part)]
         with self._asked():
             self._begin()
@@ -172,7 +170,6 @@ class NewLocalFile(NewFile):
         return Put(self._nbytes, self._digest.hexdigest())
 
     def abandon(self) -> None:
-        """Close and remove the temporary file."""
         handle, self._handle = self._handle, -1
         with contextlib.suppress(OSError):
             if handle >= 0:
@@ -197,7 +194,6 @@ class NewLocalFile(NewFile):
 
     @contextlib.contextmanager
     def _asked(self) -> Iterator[None]:
-        """Run what asks something of the disk."""
         try:
             yield
         except FileExistsError:
@@ -226,7 +222,6 @@ class LocalStore(Store):
 
     @property
     def uri(self) -> str:
-        """Return the folder's path."""
         return str(self.root)
 
     def check_create_only(self) -> None:
@@ -308,11 +303,9 @@ class LocalStore(Store):
         return LocalFile(self.local_path(path), path)
 
     def exists(self, path: str) -> bool:
-        """Say whether a file is there."""
         return self._stat(path) is not None
 
     def size(self, path: str) -> int:
-        """Return a file's size in bytes."""
         status = self._stat(path)
         if status is None:
             raise ActdsError("E104", path, got="no such file", expected="a file")

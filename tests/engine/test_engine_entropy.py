@@ -222,7 +222,7 @@ def test_tokens_and_rows_are_the_same_bits_without(
 
 def test_the_transformers_engine_reads_the_same(model: Path, prompts: Path, tmp_path: Path) -> None:
     """Prompts in chunks of a padded batch: only their last columns sample."""
-    dataset = h.harvest(
+    dataset = h.harvest_warm(
         tmp_path / "acts", model, prompts, "--hooks", "resid_post:0", "--entropy",
         "--engine", "transformers",
         "--temperature", "1", "--max-tokens", "8", "--engine-arg", "max_num_batched_tokens=128",

@@ -239,7 +239,7 @@ def test_the_transformers_engine_changes_the_same_rows(
     options = ("--intervene", str(file), "--hooks", HOOKS, "--max-tokens", "8",
                "--engine", "transformers", "--engine-arg", "dtype=float32",
                "--engine-arg", "max_num_seqs=4")  # fmt: skip
-    dataset = h.harvest(tmp_path / "acts", model, prompts, *options)
+    dataset = h.harvest_warm(tmp_path / "acts", model, prompts, *options)
     require_rows_of_plain_forwards(dataset, model)
 
 

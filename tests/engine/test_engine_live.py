@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +21,7 @@ from actds.explore.dataset import Dataset
 from actds.publish.sealing import seal
 from actds.store import open_store
 from actds_testing import witness
-from actds_testing.harvest import validated
+from actds_testing.harvest import environment, validated, warm_engine
 from actds_testing.server import LANE, scrape, wait_until_ended
 
 pytest.importorskip("vllm")
@@ -232,11 +230,8 @@ def test_a_session_with_streamed_input_is_left_out_and_all_others_are_stored(
     tmp_path: Path,
 ) -> None:
     model = make_tiny_model(tmp_path / "model", n_layers=3, dtype="float32", tokenizer=True)
-    script, out = tmp_path / "serve.py", tmp_path / "acts"
-    script.write_text(SESSION)
-    served = subprocess.run(
-        [sys.executable, script, model, out], capture_output=True, text=True, timeout=600
-    )
+    out, forked = tmp_path / "acts", environment(ACTDS_FORK_WORKERS="1")
+    served = warm_engine().run(["-c", SESSION, str(model), str(out)], forked, 600)
     assert served.returncode == 0, served.stderr[-4000:]
     assert "CAPTURE HAS ENDED" not in served.stderr
     got = json.loads(served.stdout.splitlines()[-1])

@@ -239,14 +239,17 @@ def test_an_engine_whose_stage_fails_the_check_leaves_no_worker_behind(
             time.sleep(0.1)
 
 
-def test_heads_of_two_tensor_parallel_ranks_are_those_of_one(prompts: Path, tmp_path: Path) -> None:
-    """Of two ranks, compiled, which share the one key-value head."""
+@pytest.mark.parametrize("eager", ["true", pytest.param("false", marks=pytest.mark.full)])
+def test_heads_of_two_tensor_parallel_ranks_are_those_of_one(
+    eager: str, prompts: Path, tmp_path: Path
+) -> None:
+    """Of two ranks, compiled as well, which share the one key-value head."""
     model = make_random_model(tmp_path / "model", n_heads=4, n_kv_heads=1)
     options = ("--hooks", "q:all;k:1,3;v:1;z:0,3;resid_post:0", *OPTIONS[2:-len(h.EAGER)],
                *SMALL, "--max-tokens", "6", "--attention", "1,2", "--every", "2",
                "--attention-share", "1.0")  # fmt: skip
     one = h.harvest_alone(tmp_path / "one", model, prompts, *options, *h.EAGER)
-    two = (*RANKS, "--engine-arg", "enforce_eager=false")
+    two = (*RANKS, "--engine-arg", f"enforce_eager={eager}")
     done = h.run_forked(tmp_path / "two", model, prompts, *options, *two)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     dataset = h.validated(tmp_path / "two")
@@ -271,7 +274,7 @@ def test_stages_of_two_tensor_parallel_ranks_write_each_row_once(
 def test_replicas_of_a_mixture_of_experts_are_refused(prompts: Path, tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", "mixtral", tokenizer=True)
     two = ("--engine-arg", "load_format=dummy", "--engine-arg", "data_parallel_size=2")
-    done = h.run(tmp_path / "acts", model, prompts, *OPTIONS, *two)
+    done = h.run_warm(tmp_path / "acts", model, prompts, *OPTIONS, *two)
     assert done.returncode != 0 and "E012 --engine-arg" in done.stderr
     assert "data_parallel_size: 2: replicas of a mixture of experts" in done.stderr
 

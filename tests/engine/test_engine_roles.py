@@ -161,6 +161,7 @@ def test_a_server_has_the_roles_that_the_harvest_of_the_same_chats_has(
         path.parent / "model", tmp_path / "log", settings,
         "--enforce-eager", "--max-model-len", "1024", "--max-num-batched-tokens", "512",
         "--distributed-executor-backend", "uni", "--shutdown-timeout", "120",
+        ACTDS_FORK_WORKERS="1",
     )  # fmt: skip
     answers = {}
     more = {"max_tokens": GENERATED, "ignore_eos": True, "return_token_ids": True}

@@ -28,7 +28,7 @@ model, prompts, *outs = sys.argv[1:]
 ASKED = dict(
     model=model, prompts=prompts, hooks="resid_post:1", max_tokens=3, temperature=0,
     engine_args=dict(enforce_eager=True, max_model_len=256, block_size=32, dtype="float32",
-                     load_format="dummy"))
+                     load_format="dummy", distributed_executor_backend="uni"))
 refused = []
 
 

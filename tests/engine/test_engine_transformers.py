@@ -49,7 +49,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def acts(model: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> actds.Dataset:
     out = tmp_path_factory.mktemp("harvest") / "acts"
-    return h.harvest(out, model, prompts, *OPTIONS, *BATCHES, "--canary", "3")
+    return h.harvest_warm(out, model, prompts, *OPTIONS, *BATCHES, "--canary", "3")
 
 
 def reference(model: Path, tokens: dict[str, list[int]]) -> dict[tuple[str, str], np.ndarray]:
@@ -163,7 +163,7 @@ def test_ctrl_c_seals_and_resume_completes(model: Path, prompts: Path, tmp_path:
     assert b"Interrupted." in words
     part = h.validated(out)
     assert "abort" in part.requests()["finish_reason"].to_pylist()
-    whole = h.harvest(out, model, many, *options, "--resume")
+    whole = h.harvest_warm(out, model, many, *options, "--resume")
     ended = ("length", "stop")
     served = [r for r in whole.requests(run=True).to_pylist() if r["finish_reason"] in ended]
     assert sorted(r["source_row"] for r in served) == list(range(60))
@@ -307,7 +307,7 @@ def test_rows_of_every_kind_are_those_of_a_plain_forward(
     from transformers import AutoModelForCausalLM
 
     words = ("--engine", "transformers", "--hooks", KINDS, "--max-tokens", "3", *BATCHES)
-    acts = h.harvest(tmp_path / "acts", model, prompts, *words)
+    acts = h.harvest_warm(tmp_path / "acts", model, prompts, *words)
     plain: Any = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation="eager"
     ).eval()

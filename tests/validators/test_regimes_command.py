@@ -25,7 +25,7 @@ from actds.cli import cli
 from actds.errors import ActdsError
 from actds.explore.requests import prefix_hashes
 from actds.loader.selection import held_out_requests
-from actds_studies.cli.regimes import regimes as command
+from actds_studies.cli.commands import regimes as command
 from actds_studies.pages.regimes import page as page_of
 from actds_studies.regimes.api import ArmWords, parse_arms, parse_contrasts, regimes
 from actds_studies.regimes.arms import TRAINED, Arm, read_arm
@@ -600,7 +600,7 @@ def test_a_model_may_be_named_as_dictionaries_name_it(
 @pytest.mark.standard
 def test_neither_an_engine_nor_a_trainer_is_imported(arms: dict[str, Path]) -> None:
     code = (
-        "import sys; from actds_studies.cli.regimes import regimes as c; "
+        "import sys; from actds_studies.cli.commands import regimes as c; "
         f"c.main([{str(arms['A'])!r}, {str(arms['C'])!r}], standalone_mode=False)"
     )
     script = f"try:\n  exec({code!r})\nexcept SystemExit: pass\n" + (

@@ -22,7 +22,7 @@ from scipy.sparse.csgraph import min_weight_full_bipartite_matching
 import actds
 from actds.errors import ActdsError
 from actds.loader.selection import held_out_requests
-from actds_studies.cli.stability import stability as command
+from actds_studies.cli.commands import stability as command
 from actds_studies.pages.stability import facts, page, words_of_art
 from actds_studies.regimes.api import MIXTURE_KEYS, ArmWords, parse_arms, parse_named
 from actds_studies.stability import rows as order

@@ -126,9 +126,9 @@ def finished(dataset: Dataset) -> Counter[int]:
 def test_replicas_are_runs_of_one_dataset_with_the_rows_of_one_engine(
     model: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    alone = h.harvest(tmp_path / "alone", model, prompts, *OPTIONS)
+    alone = h.harvest_warm(tmp_path / "alone", model, prompts, *OPTIONS)
     replicas = ("--engine-arg", "replicas=2", "--canary", "1")
-    done = h.run(tmp_path / "two", model, prompts, *OPTIONS, *replicas)
+    done = h.run_warm(tmp_path / "two", model, prompts, *OPTIONS, *replicas)
     assert done.returncode == 0, done.stderr
     # The summary is of both: every request, every position.
     assert f"requests   {N_REQUESTS} = {N_REQUESTS} length" in done.stdout
@@ -141,7 +141,7 @@ def test_replicas_are_runs_of_one_dataset_with_the_rows_of_one_engine(
         ours, theirs = h.rows_of(two, hook), h.rows_of(alone, hook)
         assert set(ours) == set(theirs)
         assert all((ours[key] == theirs[key]).all() for key in ours)
-    again = h.run(tmp_path / "two", model, prompts, *OPTIONS, *replicas, "--resume")
+    again = h.run_warm(tmp_path / "two", model, prompts, *OPTIONS, *replicas, "--resume")
     assert (
         "Every prompt is finished" in again.stdout and len(actds.open(tmp_path / "two").runs) == 2
     )

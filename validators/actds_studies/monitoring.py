@@ -326,7 +326,6 @@ def _among(rows: Rows, requests: Ints) -> Bools:
 
 
 def _fitted(origin: Mapping[str, Any], look: Look, rows: Rows) -> Profile:
-    """Return the profile of rows, whose peaks and threshold are not known yet."""
     rows = rows.only((rows.position > 0) & np.isfinite(rows.readouts).all(axis=(1, 2)))
     numbers = features(rows.readouts)
     seen = look.model_copy(update={"every": 1}).rows(rows.depth, rows.entropy) & (rows.depth >= 0)
@@ -394,7 +393,6 @@ def _cells(
 
 
 def _openings(depth: Ints, numbers: Floats, of: Ints) -> Iterator[Cell]:
-    """Yield a cell for each of the last positions of prompts, where there are enough."""
     here = [depth == start for start in range(-OPENING, 0)]
     if all(_are_enough(of[some]) for some in here):
         for start, some in zip(range(-OPENING, 0), here, strict=True):
@@ -408,7 +406,6 @@ def _cell(band: dict[str, Any], numbers: Floats, of: Ints) -> Cell:
 
 
 def _are_enough(of: Ints) -> bool:
-    """Return whether rows of these requests are enough for a cell."""
     return len(of) >= _LEAST_ROWS and len(np.unique(of)) >= _LEAST_REQUESTS
 
 

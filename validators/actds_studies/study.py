@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from actds_studies.regimes.result import StudyLimits, StudyResult
     from actds_studies.regimes.run import AnyInstrument
     from actds_validators.pages.answer import AnswerPage
+    from actds_validators.sections import Document
 
 Command = TypeVar("Command", bound="Callable[..., Any] | click.Command")
 PAIRINGS = ("token", "position", "unpaired")
@@ -79,7 +80,6 @@ class Study:
 
     @cached_property
     def result(self) -> type[StudyResult]:
-        """The model of the result."""
         from pydantic import Field, create_model
 
         from actds_studies.regimes.result import StudyLimits, StudyResult
@@ -156,7 +156,8 @@ def command_of(study: Study) -> click.Command:
     ) -> None:
         outputs = Outputs(html, json_out)
         result = study.run(*arms, **options, progress=told())
-        finish(result, study.page(result, ctx.meta[COMMAND]), outputs, fail_on)
+        page = study.page(result, ctx.meta[COMMAND])
+        finish(result, page, outputs, outcomes_of(result), fail_on)
 
     return run
 
@@ -227,8 +228,18 @@ def exit_code(outcomes: Iterable[str], fail_on: str, worst: Sequence[str] = WORS
     return int(not set(worst[:n]).isdisjoint(outcomes))
 
 
-def finish(result: StudyResult, page: AnswerPage, outputs: Outputs, fail_on: str) -> None:
-    """Write a result where it was asked for, and exit by its verdicts."""
+def outcomes_of(result: StudyResult) -> set[str]:
+    return {verdict.outcome for contrast in result.contrasts for verdict in contrast.verdicts}
+
+
+def finish(
+    result: Document,
+    page: AnswerPage,
+    outputs: Outputs,
+    outcomes: Iterable[str],
+    fail_on: str,
+    worst: Sequence[str] = WORST,
+) -> None:
+    """Write a result where it was asked for, and exit by its outcomes."""
     outputs.write(result.to_json(), page.html, page.lines)
-    outcomes = {verdict.outcome for contrast in result.contrasts for verdict in contrast.verdicts}
-    sys.exit(exit_code(outcomes, fail_on))
+    sys.exit(exit_code(outcomes, fail_on, worst))

@@ -277,7 +277,6 @@ def imported_rows(
 
 
 def _read(dataset: Dataset, name: str) -> ImportedHook:
-    """Return what the rows of a hook are, whatever its manifests say of them."""
     rows = dataset.array(name)
     kind, d_model = DTYPES[rows.hook.dtype], rows.hook.d_model
     step = max(1, _BLOCK_NBYTES // (d_model * kind.itemsize))
@@ -325,7 +324,6 @@ class CheckResult:
 
     @property
     def is_valid(self) -> bool:
-        """Return whether the dataset conforms, every byte of it."""
         return self.validation.exit_code() == 0
 
     @property

@@ -403,10 +403,7 @@ _UNKNOWN = ProvenanceField(value=None, origin="unknown", reason="the run record 
 
 
 def refusals(
-    policy: Policy,
-    catalog: Catalog,
-    runs: dict[str, dict[str, int]],
-    audit: Audit | None = None,
+    policy: Policy, catalog: Catalog, runs: dict[str, dict[str, int]], audit: Audit | None = None
 ) -> list[Finding]:
     """Return the rules that a dataset does not comply with, each as a finding E701.
 
@@ -434,7 +431,6 @@ def refusals(
 
 
 def _audit(policy: Policy, audit: Audit | None) -> Iterator[Finding]:
-    """Yield every place of the audit's answer that is worse than the policy accepts."""
     worst = policy.audit.worst
     if worst is None:
         return

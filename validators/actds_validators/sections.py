@@ -70,6 +70,18 @@ class LimitsSection(Section):
         return {name: f for name, f in cls.model_fields.items() if name not in cls.options}
 
 
+class OfDataset(Document):
+    """A result of one dataset."""
+
+    schema_: str
+    limits: LimitsSection
+    dataset: str = Field(description="its path")
+    digest: str = Field(description="of its seal")
+    models: list[str]
+    engines: list[str]
+    started_ns: int
+
+
 def settings_of(
     kind: type[Settings], given: Settings | Mapping[str, float | str] | None
 ) -> Settings:

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from actds_validators.audit.result import Estimate
-from actds_validators.sections import Document, LimitsSection, Section, Share
+from actds_validators.sections import LimitsSection, OfDataset, Section, Share
 
 Outcome = Literal["more", "no more", "undecided", "not known"]
 
@@ -132,16 +132,11 @@ class AttentionAnswer(Section):
     next_steps: list[str]
 
 
-class Attention(Document):
+class Attention(OfDataset):
     """Where generated text looks, and whether certainty changes where it jumps."""
 
     schema_: Literal["actds.attention/1"] = Field(default="actds.attention/1", alias="schema")
     limits: Limits
-    dataset: str = Field(description="its path")
-    digest: str = Field(description="of its seal")
-    models: list[str]
-    engines: list[str]
-    started_ns: int
     model_checked: bool = Field(description="whether the run record names the configuration used")
     n_requests: int = Field(description="that were looked at")
     n_groups: int = Field(description="of requests, that intervals leave out in turn")

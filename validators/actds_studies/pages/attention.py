@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from actds.format.tables import ROLES
-from actds_studies.attention.result import (
-    Attention,
-    AttentionValue,
-    LayerAttention,
-    Trace,
-)
+from actds_studies.attention.result import Attention, AttentionValue, LayerAttention, Trace
 from actds_validators.audit.place import Level
 from actds_validators.audit.result import Estimate
-from actds_validators.pages.answer import AnswerPage, Shown, harvested, models
+from actds_validators.pages.answer import AnswerPage, Shown, head_facts
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend, span
 from actds_validators.pages.words import (
     Columns,
@@ -46,11 +41,7 @@ Place = tuple[str, str, str]
 
 
 def page(result: Attention, command: str) -> AnswerPage:
-    """Return what the page says.
-
-    Args:
-        command: that made it, as it was typed.
-    """
+    """Return what the page says; ``command`` made it, as it was typed."""
     is_proved = result.answer.is_proved
     level: Level = "PASS" if is_proved else "INCONCLUSIVE"
     return AnswerPage(
@@ -64,12 +55,7 @@ def page(result: Attention, command: str) -> AnswerPage:
         + ("proved: it gives the stored outputs of heads." if is_proved else "not proved."),
         next_steps=result.answer.next_steps or ["Nothing is missing."],
         facts=_facts(result, command),
-        sections=[
-            _depth(result),
-            _against(result),
-            _jumps(result),
-            Shown(_proof(result)),
-        ],
+        sections=[_depth(result), _against(result), _jumps(result), Shown(_proof(result))],
         on_terminal=("depth", "jumps", "proof"),
     )
 
@@ -98,19 +84,12 @@ def _boxes(result: Attention) -> list[Fact]:
 
 def _facts(result: Attention, command: str) -> list[tuple[str, str]]:
     n_steps = sum(layer.n_steps for layer in result.layers)
-    checked = "" if result.model_checked else " (its configuration is not on record: not compared)"
-    return [
-        ("Dataset", f"{result.dataset}, {result.digest[:16]}"),
-        ("Model", f"{models(result.models)}{checked}"),
-        ("Layers", ", ".join(f"{layer.layer}" for layer in result.layers)),
-        (
-            "Steps",
-            f"{count(n_steps)} with numbers, {percent(result.share)} of the decode steps; "
-            f"{count(result.n_requests)} requests in {result.n_groups} groups",
-        ),
-        ("Harvested", harvested(result.started_ns, result.engines)),
-        ("Command", command),
-    ]
+    steps = f"{count(n_steps)} with numbers, {percent(result.share)} of the decode steps; "
+    steps += f"{count(result.n_requests)} requests in {result.n_groups} groups"
+    known = "as on record" if result.model_checked else "not on record: not compared"
+    layers = ", ".join(f"{layer.layer}" for layer in result.layers)
+    head = head_facts(result, Configuration=known, Layers=layers, Steps=steps)
+    return [*head, ("Command", command)]
 
 
 def _bands(result: Attention) -> list[str]:
@@ -120,7 +99,6 @@ def _bands(result: Attention) -> list[str]:
 
 
 def _known(layers: Sequence[LayerAttention], measures: Sequence[str]) -> list[str]:
-    """Return the measures that a layer has, roles that some key has."""
     return [
         measure
         for measure in measures
@@ -136,7 +114,6 @@ def _places(bands: Sequence[str]) -> list[Place]:
 def _charts(
     result: Attention, name: str, title: str, places: Sequence[Place], masses: Sequence[str]
 ) -> list[Picture]:
-    """Return shares of the attention at places, a panel per layer, with intervals."""
     layers = result.layers[:_MAX_PANELS]
     shown = _known(layers, masses)
     if not shown or not places:
@@ -205,8 +182,6 @@ _Stratum = tuple[LayerAttention, str, str]
 
 
 def _table(caption: str, rows: list[_Stratum], measures: Sequence[str]) -> list[Table]:
-    """Return measures with intervals in strata of layers, those that have steps."""
-
     def interval(measure: str) -> Callable[[_Stratum], str]:
         return lambda row: _interval(row[0].value(measure, *row[1:]))
 
@@ -318,7 +293,6 @@ def _jumps(result: Attention) -> Shown:
 
 
 def _trace(layer: LayerAttention, trace: Trace, n: int) -> Picture:
-    """Return jump and entropy of an answer, step by step, with the jumps at a change."""
     p = Picture(
         f"trace{n}",
         f"An answer at layer {layer.layer}",

@@ -21,7 +21,6 @@ _KINDS = {"drift": "the mean of 8 looks", "opening": "the end of the prompt"}
 
 
 def look_words(look: Look) -> str:
-    """Return at which rows there are looks."""
     words = "every decode step" if look.every == 1 else f"every {look.every} decode steps"
     if look.above is not None:
         words += f", where the logits have {look.above:g} nats or more"
@@ -83,11 +82,7 @@ def profile_lines(profile: Profile, path: str) -> Iterator[Line]:
 
 
 def alerts_page(result: Alerts, command: str) -> AnswerPage:
-    """Return what the page says.
-
-    Args:
-        command: that made it, as it was typed.
-    """
+    """Return what the page says; ``command`` made it, as it was typed."""
     return AnswerPage(
         subject="alerts",
         question="Have answers left the regime that the profile was fitted in?",
@@ -195,7 +190,6 @@ def _scores(result: Alerts) -> Part:
 
 
 def _picture(result: Alerts) -> Picture | None:
-    """Return scores by depth beside the threshold."""
     threshold = result.calibration.threshold
     if not result.usual or threshold is None:
         return None

@@ -67,11 +67,7 @@ def page(
     command: str,
     question: str = "Does the way it was served change what you measure?",
 ) -> AnswerPage:
-    """Return what the page of a study says.
-
-    Args:
-        command: that made it, as it was typed.
-    """
+    """Return what the page of a study says; ``command`` made it, as it was typed."""
     return AnswerPage(
         subject=result.schema_.removeprefix("actds.").partition("/")[0],
         question=question,
@@ -175,7 +171,6 @@ def about(result: StudyResult, command: str) -> list[tuple[str, str]]:
 
 
 def arms(contrast: ContrastResult) -> str:
-    """Return how two arms were compared, in a sentence."""
     how = {
         "token": f"{count(contrast.n_pairs)} pairs of the same token behind the same prefix",
         "position": f"{count(contrast.n_pairs)} pairs of the same prompt and position",

@@ -62,7 +62,6 @@ _ENDS = ("value", "low", "high", "floor", "limit")
 
 
 def _gaps(axis: str, shown: Sequence[tuple[str, str, Value]]) -> FigureData:
-    """Return the values of a measure in the strata of an axis, as CSV has them."""
     return FigureData(
         ("contrast", "hook", "measure", "unit", axis, *_ENDS, "verdict"),
         [

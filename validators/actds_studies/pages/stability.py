@@ -16,10 +16,12 @@ from actds_studies.stability.result import (
     Comparison,
     CrossValue,
     Features,
+    FeatureSteering,
     Likeness,
     Measure,
     Outcome,
     Stability,
+    SteeredArm,
     Trained,
     Use,
     Verdict,
@@ -64,11 +66,7 @@ _MAX_LINES, _MAX_CROSS = 26, 120
 
 
 def page(result: Stability, command: str) -> AnswerPage:
-    """Return what the page says.
-
-    Args:
-        command: that made it, as it was typed.
-    """
+    """Return what the page says; ``command`` made it, as it was typed."""
     return AnswerPage(
         subject="stability",
         question="Does the harvest change the dictionary more than another random start of its "
@@ -85,10 +83,11 @@ def page(result: Stability, command: str) -> AnswerPage:
             *([Shown(_floors(result))] if result.comparisons else []),
             Shown(_cross(result)),
             *([Shown(_probes(result))] if result.label else []),
+            *([Shown(_steered(result.steering))] if result.steering else []),
             *map(Shown, (_compared(result), _how(result))),
         ],
         verdicts=[(LEVELS[verdict.outcome], verdict.sentence) for verdict in result.verdicts],
-        on_terminal=("alike", "cross", "compared"),
+        on_terminal=("alike", "cross", "steered", "compared"),
     )
 
 
@@ -311,7 +310,6 @@ def _each(shares: list[float]) -> str:
 
 
 def _alike(result: Stability) -> Shown:
-    """Return the means of every kind of pair, each arm below its floor."""
     pairs = means(result)
     lead = (
         f"Each dictionary is compared with one of {result.arms[0].name}, mean over seeds. A "
@@ -327,7 +325,6 @@ def _alike(result: Stability) -> Shown:
 
 
 def _likenesses(result: Stability, means: Sequence[Means]) -> Picture:
-    """Return the matched cosine of every pair, a line per arm and kind, a dot per seed."""
     shown = means[:_MAX_LINES]
     f = Frame(230, 44, 580, 26.0 * len(shown), (0.0, 1.0), (0.0, 1.0))
     p = Picture(
@@ -438,6 +435,32 @@ def _used(result: Stability, use: Use) -> list[Table]:
     columns = _CROSS if use == FVU else _CROSS[:-1]
     values = [value for value in result.cross if value.use == use]
     return table_of(caption, columns, values, frozenset({0, 1, 2}), room=_MAX_CROSS)
+
+
+_STEERED: Columns[SteeredArm] = (
+    ("second dictionary", lambda row: row.arm),
+    ("pair", lambda row: row.kind),
+    ("pairs", lambda row: count(row.n)),
+    ("cosine", lambda row: f"{row.cosine:.3f}"),
+    ("dose to the reference's", lambda row: or_dash(row.ratio, lambda v: f"{v:.3f}")),
+    ("95 % interval", lambda row: _range(row.low, row.high)),
+    ("with two doses", lambda row: count(row.n_doses)),
+    ("same decay", lambda row: or_dash(row.agree, percent)),
+    ("of pairs decided", lambda row: count(row.n_decided)),
+)
+
+
+def _steered(of: FeatureSteering) -> Part:
+    lead = (
+        "The features that are matched best as steering vectors, on the same tokens: the answers "
+        f"of {of.n_requests} requests of the reference. A dose is the strength at which the next "
+        "token diverges by so many nats, as of actds steer; its ratio is the median over pairs. A "
+        f"vector is added from a step on ({of.steps[0]} to {of.steps[-1]}), and its effect read "
+        f"{of.after} steps later: the decay is the same where both features hold, decay or "
+        "reverse. The pair of another order is the floor."
+    )
+    table = table_of("Steering by matched features", _STEERED, of.arms, frozenset({0, 1}))
+    return Part("steered", "Steering by matched features", Sentence(lead), table)
 
 
 _ARMS: Columns[ArmResult] = (

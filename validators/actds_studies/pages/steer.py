@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from actds_studies.steer.result import WAYS, Decay, Effect, SteeredStratum, Steering
+from actds_studies.steer.result import (
+    WAYS,
+    ActedArm,
+    Components,
+    Decay,
+    Effect,
+    SteeredStratum,
+    Steering,
+    Survival,
+)
 from actds_validators.audit.place import Level
 from actds_validators.audit.result import Estimate
-from actds_validators.pages.answer import AnswerPage, Shown, harvested, models
+from actds_validators.pages.answer import AnswerPage, Shown, head_facts
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend, span
 from actds_validators.pages.words import (
     Columns,
@@ -25,11 +34,11 @@ _LEVELS: dict[str, Level] = {
     "reverses": "FAIL",
     "undecided": "INCONCLUSIVE",
 }
-_LOOKS = (
-    ("stored-mark mark", "stored-line"),
-    ("lost-mark mark", "lost-line"),
-    ("reused-mark mark", "reused-line"),
-)
+_LOOKS = {
+    "vector": ("stored-mark mark", "stored-line"),
+    "negative": ("lost-mark mark", "lost-line"),
+    "random": ("reused-mark mark", "reused-line"),
+}
 
 
 def page(result: Steering, command: str) -> AnswerPage:
@@ -47,12 +56,18 @@ def page(result: Steering, command: str) -> AnswerPage:
         "on (held). The effect is the divergence of the next token from the plain one's.",
         next_steps=result.answer.next_steps or ["Nothing is missing."],
         facts=_facts(result, command),
-        sections=[_decays(result), Shown(_effects(result)), Shown(_strata(result))],
+        sections=[
+            _decays(result),
+            *_components(result.components),
+            *_survival(result.survival),
+            Shown(_effects(result)),
+            Shown(_strata(result)),
+        ],
         verdicts=[
             (_LEVELS[outcome], f"{way}, {WAYS[way]}: {outcome}")
             for way, outcome in result.answer.by_way.items()
         ],
-        on_terminal=("effects",),
+        on_terminal=("components", "survival", "effects"),
     )
 
 
@@ -68,16 +83,14 @@ def _boxes(result: Steering) -> list[Fact]:
 
 
 def _facts(result: Steering, command: str) -> list[tuple[str, str]]:
-    return [
-        ("Dataset", f"{result.dataset}, {result.digest[:16]}"),
-        ("Model", models(result.models)),
-        ("Vector", f"{result.vector}, {result.vector_sha256[:16]}, at {result.hook}"),
-        ("Requests", count(result.n_requests)),
-        ("Unembedding", f"proved: entropies within {result.unembedding:.2g} nats of the engine's"),
-        ("Row norms", ", ".join(f"{norm:.4g} at step {step}" for step, norm in result.norms)),
-        ("Harvested", harvested(result.started_ns, result.engines)),
-        ("Command", command),
-    ]
+    head = head_facts(
+        result,
+        Vector=f"{result.vector}, {result.vector_sha256[:16]}, at {result.hook}",
+        Requests=f"{count(result.n_requests)} of {count(result.n_prompts)} prompts",
+        Unembedding=f"proved: entropies within {result.unembedding:.2g} nats of the engine's",
+    )
+    norms = ", ".join(f"{norm:.4g} at step {step}" for step, norm in result.norms)
+    return [*head, ("Row norms", norms), ("Command", command)]
 
 
 def _interval(value: Estimate | None) -> str:
@@ -110,20 +123,18 @@ def _decays(result: Steering) -> Shown:
 def _chart(result: Steering) -> Picture:
     """Return the divergence by step, a panel for each way at a dose of 1, beside its floor."""
     shown = [d for d in result.decays if d.dose == 1.0]
-    latest = {way: max(d.after for d in shown if d.way == way) for way in WAYS}
-    panels = [d for d in shown if d.after == latest[d.way]]
+    panels = [next(d for d in reversed(shown) if d.way == way) for way in WAYS]  # the latest reads
     height = 170.0
     p = Picture(
         "decay",
         "Divergence by step",
-        "Mean divergence of the next token with its 95 % interval over requests: the vector, its "
+        "Mean divergence of the next token with its 95 % interval over prompts: the vector, its "
         "negative, and random vectors of its length. The dashed line is the floor.",
         WIDTH,
         50 + len(panels) * (height + 80),
         FigureData(("way", "after", "vector", "step", "nats", "low", "high")),
     )
-    kinds = ("vector", "negative", "random")
-    legend(p, 90, 20, [(look, kind) for (look, _), kind in zip(_LOOKS, kinds, strict=True)])
+    legend(p, 90, 20, [(look, kind) for kind, (look, _) in _LOOKS.items()])
     for n, decay in enumerate(panels):
         effects = [
             e for e in result.effects if (e.way, e.after, e.dose) == (decay.way, decay.after, 1.0)
@@ -137,7 +148,7 @@ def _chart(result: Steering) -> Picture:
         if result.floor is not None:
             y = f.y(result.floor.value)
             p.line(f.left, y, f.right, y, "limit")
-        for (mark, line), kind in zip(_LOOKS, kinds, strict=True):
+        for kind, (mark, line) in _LOOKS.items():
             _line(p, f, [e for e in effects if e.vector == kind], mark, line)
     return p
 
@@ -148,23 +159,60 @@ def _line(p: Picture, f: Frame, effects: list[Effect], mark: str, line: str) -> 
         if (value := effect.divergence) is None:
             before = None
             continue
-        p.data.rows.append(
-            (
-                effect.way,
-                effect.after,
-                effect.vector,
-                effect.step,
-                value.value,
-                value.low,
-                value.high,
-            )
-        )
+        key = (effect.way, effect.after, effect.vector, effect.step)
+        p.data.rows.append((*key, value.value, value.low, value.high))
         x, y = f.x(at), f.y(value.value)
         if before is not None:
             p.line(*before, x, y, f"{line} whisker")
         p.line(x, f.y(value.low), x, f.y(value.high), f"{line} whisker")
         p.dot(x, y, mark, f"{effect.vector}, step {effect.step}: {_interval(value)}")
         before = x, y
+
+
+_ARMS: Columns[ActedArm] = (
+    ("equal", lambda row: row.dosing),
+    ("direction", lambda row: row.arm),
+    ("of the norm", lambda row: or_dash(row.share, percent)),
+    ("aimed", lambda row: _interval(row.aimed)),
+    ("divergence, nats", lambda row: _interval(row.divergence)),
+)
+
+
+def _components(of: Components | None) -> list[Shown]:
+    if of is None:
+        return []
+    words = "; ".join(
+        f"{dosing}: {cause}, answers keep {_interval(of.kept[dosing])} of the effect, and the "
+        f"refit restores {_interval(of.restored[dosing])} of what they lose"
+        for dosing, cause in of.by_dosing.items()
+    )
+    at = ", ".join(f"{position} ({n} requests of either)" for position, n in of.positions)
+    lead = (
+        f"{of.outcome.capitalize()}: {words}. Positions {at}. The directions have a cosine of "
+        f"{of.cosine:.2f}; those of two halves {of.split_half['prompts']:.2f} in prompts, "
+        f"{of.split_half['answers']:.2f} in answers. In prompts: the direction of prompts there; "
+        "carried: the same in answers; refitted: that of answers. Aimed: how far the last row "
+        "moves along the difference of the two selections there, over that difference."
+    )
+    table = table_of("A direction and its refit", _ARMS, of.arms, frozenset({0, 1}))
+    return [Shown(Part("components", "Regime or component", Sentence(lead), table))]
+
+
+_SURVIVAL: Columns[Survival] = (
+    ("from step", lambda row: str(row.step)),
+    ("dose", lambda row: f"{row.dose:g}"),
+    ("like those without", lambda row: _interval(row.share)),
+    ("continuations", lambda row: count(row.n)),
+)
+
+
+def _survival(survival: list[Survival]) -> list[Shown]:
+    lead = (
+        "Continuations sampled with the vector held whose entropy and repeated 4-grams lie within "
+        "those of some without it, of which a dose of 0 is others: they look alike, no more."
+    )
+    table = table_of("Survival", _SURVIVAL, survival, frozenset(), room=60)
+    return [Shown(Part("survival", "Survival", Sentence(lead), table))] if survival else []
 
 
 _EFFECTS: Columns[Effect] = (

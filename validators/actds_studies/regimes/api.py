@@ -247,7 +247,6 @@ class Opened:
 
     @property
     def widths(self) -> dict[str, int]:
-        """Return the channels of each hook that is compared."""
         hooks = next(iter(self.arms.values())).dataset.hooks
         return {name: hooks[name].d_model for name in self.hooks}
 
@@ -313,7 +312,6 @@ def open_arms(
 
 
 def _shared_hooks(arms: Sequence[Arm], hooks: Sequence[str]) -> list[str]:
-    """Return the hooks to compare, in the order of the first arm's dataset."""
     shared = [
         hook for hook in arms[0].dataset.hooks if all(hook in arm.dataset.hooks for arm in arms)
     ]

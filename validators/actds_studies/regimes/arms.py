@@ -123,15 +123,7 @@ APART = ("bos", "first_position")
 """Filters whose rows are counted and left out of every estimate."""
 TRAINED = "prefix of the training side"
 """Name of what is left out where a dictionary was fitted: rows whose tokens it has seen."""
-_COLUMNS = (
-    "request",
-    "position",
-    "token_id",
-    "chunk",
-    "phase",
-    "step.kernel_mode",
-    "role",
-)
+_COLUMNS = ("request", "position", "token_id", "chunk", "phase", "step.kernel_mode", "role")
 _SAMPLED = ("sampled.token_id", "sampled.entropy", "sampled.margin")
 KERNEL_MODES = ("eager", "compiled", "piecewise", "full")
 _MAX_REPEATS = 4096
@@ -159,7 +151,6 @@ class Arm:
 
     @property
     def words(self) -> str:
-        """Return what selects its rows, in words."""
         words = [storable(self.dataset.path)]
         words += [f"phase {self.phase}"] if self.phase else []
         words += [self.where] if self.where else []

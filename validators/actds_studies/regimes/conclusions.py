@@ -441,7 +441,6 @@ def _largest(contrasts: Sequence[ContrastResult]) -> Largest | None:
 
 
 def _separated(contrasts: Sequence[ContrastResult]) -> tuple[Separated, str]:
-    """Return whether what shifts is authorship or computation, and why that is said."""
     by: dict[About, list[Verdict]] = {}
     for contrast in contrasts:
         by.setdefault(contrast.about, []).extend(contrast.verdicts)
@@ -479,14 +478,12 @@ def _separated(contrasts: Sequence[ContrastResult]) -> tuple[Separated, str]:
 
 
 def _beside(by: dict[About, list[Verdict]]) -> list[str]:
-    """Return the instruments that shift where the tokens differ, and not by computation alone."""
     other = [*by.get("both", []), *by.get("text", [])]
     shifting = dict.fromkeys(v.instrument for v in other if v.outcome == "shifts")
     return [name for name in shifting if name not in _instruments(by, "shifts")]
 
 
 def _instruments(by: dict[About, list[Verdict]], outcome: Outcome) -> set[str]:
-    """Return the instruments that end so by computation, at any hook."""
     return {v.instrument for v in by.get("computation", []) if v.outcome == outcome}
 
 
@@ -532,7 +529,6 @@ def _parts(contrasts: Sequence[ContrastResult]) -> list[GapPart]:
 
 
 def _next_steps(contrasts: Sequence[ContrastResult], separated: Separated) -> list[str]:
-    """Return what to do, in the order of how much depends on it."""
     steps: list[str] = []
     pairs = list(judged(contrasts))
     abouts = {contrast.about for contrast in contrasts}

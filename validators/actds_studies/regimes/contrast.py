@@ -439,10 +439,7 @@ def _balanced(
     ]
     shared = (counts[0] > 0) & (counts[1] > 0) & (known >= 0)
     ratio = np.divide(mass[1], mass[0], out=np.zeros(len(known)), where=shared)
-    weights: list[Floats] = [
-        ratio[places[0]] * represented[0],
-        shared[places[1]] * represented[1],
-    ]
+    weights: list[Floats] = [ratio[places[0]] * represented[0], shared[places[1]] * represented[1]]
     least = np.where(shared, np.minimum(*counts), 0).astype(np.int64)
     return tuple(  # type: ignore[return-value]
         Layer(

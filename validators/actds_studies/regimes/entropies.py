@@ -165,7 +165,6 @@ class Unembedding:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """Return the configuration of a model, the text part of a multimodal one."""
     try:
         config = read_document(folder / "config.json")
         return dict(config) | dict(config.get("text_config") or {})
@@ -249,7 +248,6 @@ class Entropies:
     def _agreeing(
         self, folder: Path, kind: str, rows: Rows, entropy: Floats
     ) -> Callable[[Rows], Rows]:
-        """Return the form that gives the recorded entropies."""
         distances = [
             (float(np.median(np.abs(self._model.entropies(form(rows))[0] - entropy))), n, form)
             for n, form in enumerate(self._model.forms(kind))

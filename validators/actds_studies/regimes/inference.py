@@ -287,7 +287,6 @@ def _told(score: Floats, size: Floats, limit: float | None) -> int:
 def _elements(
     measure: Measure, first: Totals, second: Totals, limits: StudyLimits
 ) -> dict[str, object]:
-    """Return the fields of a difference, of a size or of what is only described."""
     value = np.atleast_1d(measure.statistic(first.total(), second.total()))
     without = np.atleast_2d(measure.statistic(first.without(), second.without()))
     if without.shape[1:] != value.shape:
@@ -550,7 +549,6 @@ def _overlap(
 
 
 def _floor(measure: Measure, first: Totals, element: int, limits: StudyLimits) -> float | None:
-    """Return the 95 % quantile of the measure's size between halves of the reference."""
     n = len(first.groups[COUNT])
     if n < 4:
         return None

@@ -202,7 +202,6 @@ class ContrastResult(Section):
 
     @property
     def names(self) -> tuple[str, str]:
-        """Of the reference and of the other arm."""
         return self.first.name, self.second.name
 
 

@@ -224,7 +224,6 @@ def _planned(
 
 
 def _with_values(result: ContrastResult, measured: Measured, values: list[Value]) -> ContrastResult:
-    """Return a result with what was measured, and what was left out when the rows were read."""
     first, second = (
         arm.model_copy(update={"n_sinks": n_sinks, "n_broken": n_broken})
         for arm, n_sinks, n_broken in zip(
@@ -282,7 +281,6 @@ def measure(
 
 
 def _sample(array: RowReader, side: Side) -> Rows:
-    """Return some rows of the reference, spread evenly, without those that are not usable."""
     n = min(N_SAMPLE, len(side))
     rows = array[side.row[np.arange(n) * len(side) // max(n, 1)].astype(np.int64)]
     return rows[_usable(rows)]
@@ -418,7 +416,6 @@ _UNWEIGHTED = (
 def _left_out(
     plan: Contrast, entropies: Entropies | None, arms: Mapping[str, ArmRows]
 ) -> list[str]:
-    """Return what is not weighted, and which strata are not formed for want of entropies."""
     notes = [
         f"the rows of {name} were drawn, {_UNWEIGHTED}"
         for name, rows in arms.items()
@@ -547,7 +544,6 @@ class Histogram:
 
     @property
     def names(self) -> list[str]:
-        """Return what was counted."""
         return list(self._counts)
 
     def add(self, name: str, values: Floats, strata: Sequence[Ints]) -> None:
@@ -565,7 +561,6 @@ class Histogram:
             np.maximum.at(self._largest[name], stratum[present], values[present])
 
     def count(self, name: str, stratum: int) -> int:
-        """Return how many values a stratum has."""
         return int(self._counts[name][stratum].sum())
 
     def quantile(self, name: str, stratum: int, share: float) -> float:

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,12 +34,14 @@ from actds_studies.stability.result import (
     RAW,
     ArmResult,
     CrossValue,
+    FeatureSteering,
     Likeness,
     Limits,
     PairKind,
     PairResult,
     Rare,
     Stability,
+    SteeredPair,
     Trained,
     answer,
     compare,
@@ -61,6 +64,9 @@ def stability(
     hook: str | None = None,
     label: str | None = None,
     out: str | Path | None = None,
+    model: str | Path | None = None,
+    engine: str = "vllm",
+    engine_args: Mapping[str, Any] | None = None,
     limits: Limits | Mapping[str, float] | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Stability:
@@ -74,6 +80,10 @@ def stability(
         label: expression that is true of the rows that probes on the features should find; a row
             of which it is not known whether it is true has no label.
         out: new folder for the dictionaries, which SAELens and ``actds regimes --sae`` read.
+        model: folder that the reference was harvested from, where features steer (``steer`` of the
+            limits).
+        engine: that serves its answers again, as of ``actds.replay``.
+        engine_args: likewise.
         limits: settings by name, or as the result has them.
         progress: receives what is being done.
 
@@ -85,12 +95,14 @@ def stability(
         ActdsError: E009 an argument that cannot be used; E011 a package that is not installed;
             E014 arms that cannot be compared: no such hook, other widths, no row, the same rows,
             nothing held out, a label that is true of all rows or of none; E018 weights of another
-            dataset; E503 a folder that cannot be written; and as ``actds.open``.
+            dataset; E503 a folder that cannot be written; and as ``actds.open``, ``actds.steer``.
     """
     need_extra()
     if find_spec("torch") is None:
         raise not_installed("torch", "audit,torch", "actds stability")
     chosen = settings_of(Limits, limits)
+    if chosen.steer and model is None:
+        raise ActdsError("E009", "model", got="none", expected="the folder of the model to steer")
     words = parse_named(arms, MIXTURE_KEYS)
     folder = None if out is None else Path(out)
     if folder is not None:
@@ -110,7 +122,8 @@ def stability(
     of_arms, scale, centre, rare = rows.gather(opened, name, n_rows)
     trainer = Trainer(chosen, n_features, scale, centre)
     probed = [] if label is None else [rows.labelled(arm) for arm in of_arms]
-    return _Study(of_arms, rare, name, trainer, folder, label, probed).run(progress)
+    serving = {"model": model, "engine": engine, "engine_args": dict(engine_args or {})}
+    return _Study(of_arms, rare, name, trainer, folder, label, probed, serving).run(progress)
 
 
 def _refuse_out(out: Path) -> None:
@@ -252,6 +265,7 @@ class _Study:
     Args:
         out: new folder for the dictionaries, ``ARM/seed-N``; None keeps none.
         probed: rows of each arm that probes are fitted on, and what they are; empty without label.
+        serving: model and engine that features steer.
     """
 
     arms: Sequence[rows.ArmRows]
@@ -261,6 +275,7 @@ class _Study:
     out: Path | None
     label: str | None
     probed: Sequence[tuple[Entries, Rows]]
+    serving: Mapping[str, Any]
 
     def run(self, progress: Callable[[str], None]) -> Stability:
         import torch
@@ -305,12 +320,36 @@ class _Study:
             pairs=pairs,
             cross=cross,
             dictionaries=[scored.trained for scored in made.values()],
+            steering=self._steering(made, progress) if limits.steer else None,
         )
+
+    def _steering(
+        self, made: Mapping[tuple[int, int, int], _Scored], progress: Callable[[str], None]
+    ) -> FeatureSteering:
+        """Steer by the best matched features of one seed: another order, and each other arm."""
+        from actds_studies.stability.steering import FeatureDirections, steered
+
+        limits, of = self.trainer.limits, self.arms[0].arm
+        first, pairs = made[0, limits.seed, limits.seed], []
+        for n, arm in enumerate(self.arms):
+            kind: PairKind = "same start" if n else "other order"
+            second = made[n, limits.seed, limits.seed + (0 if n else limits.seeds)]
+            rows_of = first.dictionary.w_dec, second.dictionary.w_dec
+            matched = match_directions(*rows_of, (first.alive, second.alive))
+            for k in np.argsort(-matched.cosine, kind="stable")[: limits.steer]:
+                i, j = matched.pairs[k].tolist()
+                about_pair = {"features": (i, j), "cosine": matched.cosine[k]}
+                pair = SteeredPair(arm=arm.arm.name, kind=kind, **about_pair)
+                pairs.append((pair, rows_of[0][i], rows_of[1][j]))
+        model = Path(self.serving["model"])
+        study = FeatureDirections(of.dataset, model, self.hook, limits.nats, limits.seed)
+        progress("steering by matched features")
+        measure = partial(study.measured, options=self.serving)
+        return steered(pairs, measure, study.steps, len(study.sequences))
 
     def _cross(
         self, m: int, made: Mapping[tuple[int, int, int], _Scored], seeds: Sequence[int]
     ) -> Iterator[CrossValue]:
-        """Yield what the dictionaries of every arm do to the scored rows of one."""
         scored, names = self.arms[m].scored, [arm.arm.name for arm in self.arms]
         scores = {name: [made[n, s, s].scores[m] for s in seeds] for n, name in enumerate(names)}
         raw = None
@@ -423,7 +462,6 @@ def _words_of(words: ArmWords) -> str:
 def _config(
     arm: rows.ArmRows, dictionary: Dictionary, trained: Trained, limits: Limits
 ) -> dict[str, Any]:
-    """Return the configuration that SAELens reads, with the record of what it was trained on."""
     dataset, hook = arm.arm.dataset, dictionary.hook or ""
     path, models = storable(dataset.path), recorded(dataset.catalog, "model.name")
     model = models[0] if len(models) == 1 else None

@@ -14,7 +14,7 @@ active together make no split: the first one added has explained both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,11 +35,13 @@ class Matched:
         cosine: cosine of each pair ``(n_pairs,)``.
         n: directions of the larger set: those without a partner count 0 in means and shares.
         nearest: mean over both sets of the largest cosine that a direction has in the other.
+        pairs: which directions ``(n_pairs, 2)``.
     """
 
     cosine: Floats
     n: int
     nearest: float
+    pairs: Ints
 
     @property
     def mean(self) -> float:
@@ -69,10 +71,12 @@ def match(similarity: Floats) -> Matched:
 
     n_first, n_second = similarity.shape
     if not similarity.size:
-        return Matched(np.empty(0), max(n_first, n_second), 0.0)
-    cosine = similarity[linear_sum_assignment(similarity, maximize=True)]
+        return Matched(np.empty(0), max(n_first, n_second), 0.0, np.empty((0, 2), np.int64))
+    pairs = linear_sum_assignment(similarity, maximize=True)
     nearest = np.concatenate([similarity.max(axis=1), similarity.max(axis=0)]).mean()
-    return Matched(cosine, max(n_first, n_second), float(nearest))
+    return Matched(
+        similarity[pairs], max(n_first, n_second), float(nearest), np.stack(pairs, axis=1)
+    )
 
 
 def chance(n: int, d_model: int) -> float:
@@ -89,7 +93,9 @@ def match_directions(
     A feature that never was active is where it started: two dictionaries of one start would share
     it for that alone.
     """
-    return match(cosines(first[alive[0]], second[alive[1]]))
+    matched = match(cosines(first[alive[0]], second[alive[1]]))
+    pairs = [np.flatnonzero(of)[at] for of, at in zip(alive, matched.pairs.T, strict=True)]
+    return replace(matched, pairs=np.stack(pairs, axis=1))
 
 
 MIN_EVENTS = 20
@@ -197,14 +203,12 @@ def _added(left: Floats, within: Floats) -> tuple[Ints, Ints]:
 
 
 def _counted(features: csr_array) -> csr_array:
-    """Return the features that are active on enough rows, and not alike on all of them."""
     events = np.bincount(features.indices, minlength=features.shape[1])
     _, spread = _moments(features)
     return features[:, np.flatnonzero((events >= MIN_EVENTS) & (spread > 0))]
 
 
 def _moments(features: csr_array) -> tuple[Floats, Floats]:
-    """Return the mean and the standard deviation of each feature, 0 of one that does not vary."""
     values = features.astype(np.float64)
     sums = (np.asarray(x.sum(axis=0)).reshape(-1) for x in (values, values * values))
     mean, square = (total / features.shape[0] for total in sums)

@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Literal, get_args
 from pydantic import Field
 
 from actds.text import counted
+from actds_studies.steer.result import Outcome as Decayed
+from actds_validators.audit.result import Estimate
 from actds_validators.sections import Document, LimitsSection, Section, Share
 
 PairKind = Literal["same start", "other order", "other seed"]
@@ -36,7 +38,7 @@ class Limits(LimitsSection):
 
     options: ClassVar = frozenset(
         {"seeds", "seed", "features", "k", "rows", "epochs", "batch", "learning_rate"}
-        | {"held_out", "max_memory"}
+        | {"held_out", "max_memory", "steer"}
     )
 
     seeds: int = Field(default=6, ge=2, le=64, description="seeds, a dictionary per arm for each")
@@ -55,6 +57,13 @@ class Limits(LimitsSection):
         default=0.2, gt=0, lt=1, description="share of the requests that only score dictionaries"
     )
     max_memory: int = Field(default=4096, ge=1, description="MiB for rows and their features")
+    steer: int | None = Field(
+        default=None,
+        ge=1,
+        le=32,
+        description="matched features of each arm to steer by; none if not given",
+    )
+    nats: float = Field(default=1.0, gt=0, le=20, description="divergence of a dose of steering")
     margin: float = Field(
         default=0.02, gt=0, description="difference of matched cosines that counts as none"
     )
@@ -227,6 +236,45 @@ class Rare(Section):
     share: Share = Field(description="of the reference's rows")
 
 
+class SteeredPair(Section):
+    """Two matched features, and what their directions do to the next token of the same answers."""
+
+    arm: str = Field(description="of the second dictionary; the first is the reference's")
+    kind: PairKind
+    features: tuple[int, int]
+    cosine: float
+    doses: list[float | None] = Field(
+        default=[], description="of each, the strength of a dose of 1"
+    )
+    outcomes: list[Decayed] = Field(default=[], description="of the effects, where doses are known")
+    ratios: list[Estimate | None] = Field(default=[], description="last step to the first")
+
+
+class SteeredArm(Section):
+    """What the pairs of an arm, or of a floor, come to."""
+
+    arm: str
+    kind: PairKind
+    n: int
+    cosine: float = Field(description="mean")
+    n_doses: int = Field(description="pairs with two doses")
+    ratio: float | None = Field(description="median of the second dose over the reference's")
+    low: float | None = Field(description="of its 95 % interval over pairs; null of fewer than six")
+    high: float | None
+    n_decided: int = Field(description="pairs with two effects that hold, decay or reverse")
+    agree: Share | None = Field(description="of these, where both do the same")
+
+
+class FeatureSteering(Section):
+    """Best matched features as steering vectors, on the reference's own answers."""
+
+    steps: list[int] = Field(description="decode steps from which a vector is added")
+    after: int = Field(description="steps later that its effect is read")
+    n_requests: int
+    arms: list[SteeredArm]
+    pairs: list[SteeredPair]
+
+
 class Stability(Document):
     """What the harvest changes in dictionaries that are trained on it, beside what chance does."""
 
@@ -249,6 +297,7 @@ class Stability(Document):
     pairs: list[PairResult]
     cross: list[CrossValue]
     dictionaries: list[Trained]
+    steering: FeatureSteering | None = None
 
 
 # conclusions --------------------------------------------------------------------------------------
@@ -371,7 +420,6 @@ def _is_chance(comparison: Comparison, chance: float, limits: Limits) -> bool:
 def verdicts(
     comparisons: Sequence[Comparison], reference: str, chance: float, limits: Limits
 ) -> list[Verdict]:
-    """Return what is found on each arm, in words."""
     by = {(c.arm, c.floor): c for c in comparisons if c.measure == _TESTED}
     arms = list(dict.fromkeys(comparison.arm for comparison in comparisons))
     verdicts = []
@@ -554,7 +602,6 @@ def _words(outcome: Outcome, arms: Sequence[str], n_arms: int, n_seeds: int) -> 
 
 
 def _lacking(judged: Sequence[Verdict], n_seeds: int) -> Iterator[str]:
-    """Yield what to do about what is short, and where to look next."""
     lacks: dict[str, list[str]] = {}  # what is short, and of which arms
     for verdict in judged:
         for words in verdict.short:
@@ -568,6 +615,5 @@ def _lacking(judged: Sequence[Verdict], n_seeds: int) -> Iterator[str]:
 
 
 def _listed(names: list[str]) -> str:
-    """Return names, the first four of many."""
     more = len(names) - 4
     return ", ".join(names[:4]) + (f" or {more} others" if more > 0 else "")

@@ -58,7 +58,6 @@ def in_order(entries: Entries) -> Entries:
 
 
 def name_hash(*names: object) -> int:
-    """Return a number of 64 bits for names."""
     text = "\0".join("" if name is None else f"={name}" for name in names)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
@@ -268,7 +267,6 @@ def _unseen(entries: Entries, seen: Keys) -> Entries:
 
 
 def refuse_same(arms: Sequence[Arm]) -> None:
-    """Refuse an arm that would be compared with itself."""
     for first, second in combinations(arms, 2):
         if (first.dataset.digest, first.shares) == (second.dataset.digest, second.shares) and all(
             np.array_equal(ours[["row", "weight"]], other[["row", "weight"]])

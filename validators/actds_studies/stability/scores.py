@@ -197,7 +197,6 @@ def _unexplained(
 def _told_apart(
     scored: Scored, mask: Bools, probes: Mapping[str, Sequence[Any]], n_groups: int
 ) -> dict[Use, Replicates]:
-    """Return AUROCs of units, by the maximum and by the mean of the scores of their rows."""
     order, starts = units(scored.entries[mask])
     row = np.flatnonzero(mask)[order]
     label, group = (of[row[starts]] for of in (scored.entries["label"], scored.group))
@@ -217,7 +216,6 @@ def _told_apart(
 
 
 def _values(values: Replicates, use: Use, about: Mapping[str, Any]) -> Iterator[CrossValue]:
-    """Yield the values of one use, with the differences from the dictionaries of the rows' arm."""
     home = values[about["rows_of"]]
     for name, of in values.items():
         known = bool(np.isfinite(of[:, 0]).all())
@@ -272,7 +270,6 @@ def _sums(scored: Scored, mask: Bools, squared: Sequence[Floats], n_groups: int)
 
 
 def _spread(sums: Floats, d_model: int) -> Floats:
-    """Return the squared distances of rows from their mean, of their sums."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(sums[1] - np.square(sums[2 : 2 + d_model]).sum(axis=0) / sums[0])
 

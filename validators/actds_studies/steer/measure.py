@@ -6,26 +6,34 @@ the model's folder and proved: entropies computed by it are those that the engin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from actds.errors import ActdsError
+from actds.explore.requests import TokenSequence
 from actds_studies.regimes.entropies import Unembedding
+from actds_studies.steer.replays import Replayed, prompt_of
 from actds_studies.steer.result import (
     Decay,
     Effect,
     Limits,
     SteeredStratum,
+    Survival,
     Vector,
     Way,
     outcome_of,
 )
-from actds_validators.arrays import Bools, Floats, Rows
+from actds_validators.arrays import Bools, Floats, Ints, Rows
 from actds_validators.audit.result import Estimate
 
+CURVE = tuple(2.0**k for k in range(-6, 2))
+"""Strengths that the dose is looked for among, over the median norm of rows."""
+N_WIDER = 3
+"""Times that four more strengths are tried, where these are all too strong or too weak."""
 PROOF = 0.02
 """Most that an entropy computed here may be from the engine's own, nats, and in itself."""
 
@@ -39,23 +47,18 @@ def prove(unembedding: Unembedding, rows: Rows, entropies: Floats, place: str) -
     apart = np.abs(unembedding.entropies(rows)[0] - entropies)
     worst = float(apart.max(initial=0.0))
     if not np.all(apart <= PROOF * (1 + entropies)):
-        raise ActdsError(
-            "E014",
-            place,
-            got=f"entropies {worst:.3g} nats from the engine's own",
-            expected="those of the model: another folder, or logits that are computed otherwise",
-        )
+        got = f"entropies {worst:.3g} nats from the engine's own"
+        expected = "those of the model: another folder, or logits that are computed otherwise"
+        raise ActdsError("E014", place, got=got, expected=expected)
     return worst
 
 
 @dataclass(frozen=True)
 class Read:
-    """Divergences and last rows of one vector, way, dose and delay, by request and step.
+    """What one vector, way, dose and delay do: nats ``(n_requests, n_steps)``, NaN without a row.
 
-    Args:
-        divergence: nats ``(n_requests, n_steps)``, NaN where a row is missing.
-        change: of the last row, steered less plain ``(n_requests, n_steps, d_model)``.
-        n_vectors: that were averaged.
+    ``change`` is that of the last row ``(n_requests, n_steps, d_model)``; requests of one ``group``
+    count together.
     """
 
     way: Way
@@ -64,19 +67,57 @@ class Read:
     after: int
     divergence: Floats
     change: Rows
+    group: Ints
+
+    @property
+    def key(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("way", "vector", "dose", "after")}
 
 
-def estimate(values: Floats, weights: Floats | None = None) -> Estimate | None:
+def differences(
+    unembedding: Unembedding, replayed: Replayed, rows: Ints, plain: Ints
+) -> tuple[Floats, Rows]:
+    """Return divergences, and changes of the last row, NaN where a row is missing."""
+    steered, other = replayed.values(rows), replayed.values(plain)
+    result = np.full(rows.shape, np.nan)
+    known = (rows >= 0) & (plain >= 0)
+    result[known] = unembedding.divergences(steered[known], other[known])
+    return result, steered - other
+
+
+def clusters(sequences: Sequence[TokenSequence]) -> Ints:
+    """Return the number of the prompt of each request."""
+    numbers: dict[bytes, int] = {}
+    return np.array([numbers.setdefault(prompt_of(s), len(numbers)) for s in sequences], np.int64)
+
+
+def groups_by_prompt(
+    sequences: Sequence[TokenSequence], seed: int, sides: tuple[Ints, Ints] | None = None
+) -> Ints:
+    """Return the group of each request: answers to one prompt are no independent ones.
+
+    Each group has requests of both ``sides``, two lists of numbers; what is in neither is in -1.
+    """
+    from actds_studies.regimes.contrast import groups_of
+
+    prompt = clusters(sequences)
+    left, right = sides or (slice(None), slice(None))
+    _, of = groups_of((prompt[left], prompt[right]), seed)
+    return np.asarray(np.append(of, np.full(len(prompt), -1))[prompt], np.int64)
+
+
+def estimate(values: Floats, group: Ints, weights: Floats | None = None) -> Estimate | None:
     """Return the mean of values by request, or their sum over that of weights, with its interval.
 
-    The 95 % interval leaves out a request at a time.
+    The 95 % interval leaves out a group of requests at a time.
     """
     from actds_validators.statistics.intervals import jackknife
 
     below = np.ones(len(values)) if weights is None else weights
     known = np.isfinite(values) & np.isfinite(below)
-    sums = np.stack([below[known], values[known]])
-    if known.sum() < 2 or not (sums[0].sum() > 0):
+    numbers, at = np.unique(group[known], return_inverse=True)
+    sums = np.stack([below[known], values[known]]) @ np.eye(len(numbers))[at]
+    if sums.shape[1] < 2 or not (sums[0].sum() > 0):
         return None
     return Estimate.of(jackknife(sums, _ratio))
 
@@ -86,59 +127,42 @@ def _ratio(sums: Floats) -> Floats:
         return np.asarray(sums[1] / sums[0])
 
 
-def along(change: Rows) -> Floats:
-    """Return how far changes go along the mean change of the others at the first step.
+def along(change: Rows, group: Ints) -> Floats:
+    """Return how far changes go along the mean change of other groups at the first step.
 
-    Args:
-        change: ``(n_requests, n_steps, d_model)``.
-
-    Returns:
-        ``(n_requests, n_steps)``, over the length of that mean: near 1 at the first step.
+    Over the length of that mean ``(n_requests, n_steps)``: near 1 at the first step.
     """
-    n = len(change)
     first = change[:, 0].astype(np.float64)
-    mean = (first.sum(axis=0) - first) / max(n - 1, 1)
+    apart = (group[:, np.newaxis] != group) & np.isfinite(first).all(axis=1)
+    mean = apart @ np.nan_to_num(first) / np.maximum(apart.sum(axis=1, keepdims=True), 1)
     squares = np.maximum((mean**2).sum(axis=1), 1e-30)
     return np.asarray(np.einsum("nsd,nd->ns", change, mean) / squares[:, np.newaxis], np.float64)
 
 
 def effects_of(read: Read, steps: Sequence[int]) -> list[Effect]:
     """Return the effect at each step."""
-    signed = along(read.change) if read.vector == "vector" and len(read.change) > 1 else None
+    several = read.vector == "vector" and len(set(read.group.tolist())) > 1
+    signed = along(read.change, read.group) if several else None
     effects = []
     for s, step in enumerate(steps):
-        values = read.divergence[:, s]
+        values, part = read.divergence[:, s], None if signed is None else signed[:, s]
         n = int(np.isfinite(values).sum())
-        part = None if signed is None else signed[:, s]
-        effects.append(
-            Effect(
-                way=read.way,
-                vector=read.vector,
-                dose=read.dose,
-                step=step,
-                after=read.after,
-                n=n,
-                divergence=estimate(values),
-                along=None if part is None else estimate(part),
-                opposite=None if part is None or not n else float(np.mean(part < 0)),
-            )
-        )
+        opposite = None if part is None or not n else float(np.sum(part < 0)) / n
+        of_part = None if part is None else estimate(part, read.group)
+        known: dict[str, Any] = {"n": n, "divergence": estimate(values, read.group)}
+        effects.append(Effect(**read.key, step=step, along=of_part, opposite=opposite, **known))
     return effects
 
 
 def decay_of(
     read: Read, effects: Sequence[Effect], floor: Estimate | None, limits: Limits
 ) -> Decay:
-    """Return how an effect goes with depth, paired by request.
-
-    Args:
-        effects: at each step, those of ``read``.
-    """
+    """Return how the effects of a read go with depth, paired by request."""
     from scipy.optimize import isotonic_regression  # type: ignore[import-untyped]
 
     whole = np.isfinite(read.divergence).all(axis=1)
-    values = read.divergence[whole]
-    ratio = [estimate(values[:, s], values[:, 0]) for s in range(values.shape[1])]
+    values, group = read.divergence[whole], read.group[whole]
+    ratio = [estimate(values[:, s], group, values[:, 0]) for s in range(values.shape[1])]
     means = values.mean(axis=0) if len(values) else np.zeros(values.shape[1])
     known = means / means[0] if means[0] > 0 else np.ones_like(means)
     outcome, reason = outcome_of(effects[0], effects[-1], ratio[-1], floor, limits.margin)
@@ -173,25 +197,70 @@ def strata_of(read: Read, entropy: Floats, roles: np.ndarray) -> list[SteeredStr
         counts = mask.sum(axis=1).astype(np.float64)
         has = counts > 0
         if name and has.any():
-            of = estimate(sums[has], counts[has])
+            of = estimate(sums[has], read.group[has], counts[has])
             strata.append(
                 SteeredStratum(way=read.way, axis=axis, name=name, n=int(mask.sum()), divergence=of)
             )
     return strata
 
 
-def strength_at(curve: Sequence[tuple[float, float]], nats: float) -> float | None:
-    """Return the strength at which a curve first reaches so many nats, ``None`` where it does not.
+# survival -----------------------------------------------------------------------------------------
+
+
+def survival_of(like: Floats, looks: Floats, step: int, dose: float) -> Survival:
+    """Return the share whose entropy and repetition lie within those without a vector, ``like``.
+
+    Each is of a prompt of its own: Clopper and Pearson's interval.
+    """
+    from actds_validators.statistics.design import exact_share
+
+    n, share = len(looks), None
+    if len(like) and n:
+        low, high = [like[:, 0].min(), 0.0], like.max(axis=0)
+        kept = int(((low <= looks) & (looks <= high)).all(axis=1).sum())
+        least, most = exact_share(np.array([kept]), np.array([n]), 0.95)
+        share = Estimate(value=kept / n, low=float(least[0]), high=float(most[0]))
+    return Survival(step=step, dose=dose, n=n, share=share)
+
+
+# the dose -----------------------------------------------------------------------------------------
+
+
+def calibrated(
+    quantiles: Callable[[Sequence[float]], Sequence[float]], nats: float
+) -> tuple[list[tuple[float, float]], float]:
+    """Return strengths with their divergences, and the strength that has so many nats.
+
+    ``quantiles`` returns the divergence at ascending strengths. E014 where all that were tried have
+    more, or less.
+    """
+    tried = list(CURVE)
+    curve = list(zip(tried, quantiles(tried), strict=True))
+    for _ in range(N_WIDER):
+        if curve[0][1] >= nats:
+            tried = [curve[0][0] / 2**k for k in (4, 3, 2, 1)]
+        elif max(value for _, value in curve) < nats:
+            tried = [curve[-1][0] * 2**k for k in (1, 2, 3, 4)]
+        else:
+            break
+        curve = sorted([*curve, *zip(tried, quantiles(tried), strict=True)])
+    strength = strength_at(curve, nats)
+    if strength is None:
+        ends = [f"{curve[k][1]:.3g} nats at {curve[k][0]:.3g} of a row" for k in (0, -1)]
+        expected = f"less than {nats:g} nats at the weakest strength, and more at another"
+        step = "Give other nats as the limit, or take another hook."
+        raise ActdsError("E014", "dose", got=" to ".join(ends), expected=expected, next_step=step)
+    return curve, strength
+
+
+def strength_at(curve: Sequence[Sequence[float]], nats: float) -> float | None:
+    """Return the strength at which a curve first reaches so many nats from below, else ``None``.
 
     Between two strengths by both logarithms: the divergence grows like a power of the strength.
     """
-    before: tuple[float, float] | None = None
-    for strength, value in curve:
-        if value >= nats:
-            if before is None or before[1] <= 0:
-                return strength
-            (s0, v0), (s1, v1) = before, (strength, value)
-            share = (np.log(nats) - np.log(v0)) / max(np.log(v1) - np.log(v0), 1e-12)
-            return float(np.exp(np.log(s0) + share * (np.log(s1) - np.log(s0))))
-        before = (strength, value)
+    for (s0, v0), (s1, v1) in pairwise(curve):
+        if v0 < nats <= v1:
+            v0 = max(v0, 1e-12)
+            share = (np.log(nats) - np.log(v0)) / (np.log(v1) - np.log(v0))
+            return float(s0 * (s1 / s0) ** share)
     return None

@@ -7,7 +7,7 @@ to every variant, so that a variant costs what comes behind it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,25 +18,29 @@ import actds
 from actds.errors import ActdsError
 from actds.explore.dataset import Dataset
 from actds.explore.requests import TokenSequence
+from actds.format.interventions import Part
 from actds_validators.arrays import Floats, Ints, Rows
 from actds_writers.config import ReplaySettings
+from actds_writers.harvest.prepare import Served
 from actds_writers.harvest.replay import Replays
 from actds_writers.harvest.result import Observer
 from actds_writers.harvest.run import harvest
 
 PLAIN = "plain"
+LEAST_TOKENS = 16
 N_PROVED = 256
 """Entropies that the unembedding is proved by."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What is added to the rows of a hook, where, and how much of the answer is served.
+    """What is added to the rows of a hook, where, and how much of a request is served.
 
     Args:
         vector: row of the file of vectors, ``None`` of the plain one.
-        start: first generated position that is changed; ``stop``, the one after the last.
-        n_generated: generated positions that are served.
+        start, stop: positions of the part that are changed; ``n``, that are served.
+        part: what was generated, or all of the request.
+        among: numbers of the sequences that are served, ``None`` for all.
     """
 
     name: str
@@ -44,22 +48,18 @@ class Variant:
     strength: float
     start: int
     stop: int | None
-    n_generated: int
+    n: int
+    part: Part | None = "generated"
+    among: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
 class Serving:
-    """How a source is served.
-
-    Args:
-        hook: whose rows are changed.
-        options: model, engine and engine_args, as of ``actds replay``.
-    """
+    """How a source is served, whose ``hook`` is changed; ``options`` as of ``actds replay``."""
 
     source: Dataset
     hook: str
     options: Mapping[str, Any]
-    say: Callable[[str], None]
 
     def serve(
         self,
@@ -67,68 +67,51 @@ class Serving:
         variants: Sequence[Variant],
         vectors: Rows,
         folder: Path,
+        *,
+        whole: bool = False,
+        n_sampled: int = 1,
     ) -> Replayed:
-        """Serve sequences, plain and in every variant, into a folder.
+        """Serve sequences, plain (``whole`` or in part) and in every variant, into a folder.
 
-        Raises:
-            ActdsError: as ``actds.replay``.
+        So many tokens are sampled behind each: one is that of the largest logit.
         """
-        longest = max(variant.n_generated for variant in variants)
+        longest = 1 << 31 if whole else max(variant.n for variant in variants)
         every = [Variant(PLAIN, None, 0.0, 0, None, longest), *variants]
         folder.mkdir()
         np.save(folder / "vectors.npy", vectors)
-        items = [
-            {
-                "name": v.name,
-                "edits": [
-                    {
-                        "hook": self.hook,
-                        "op": "add",
-                        "vector": "vectors.npy",
-                        "row": v.vector,
-                        "strength": v.strength,
-                    }
-                ],
-                "part": "generated",
-                "start": v.start,
-                "stop": v.stop,
-                "requests": [f"id *#{v.name}"],
-            }
-            for v in variants
-        ]
+        edit = {"hook": self.hook, "op": "add", "vector": "vectors.npy"}
+        items = []
+        for v in variants:
+            edits = [edit | {"row": v.vector, "strength": v.strength}]
+            where = {"part": v.part, "start": v.start, "stop": v.stop}
+            items.append({"name": v.name, "edits": edits, "requests": [f"id *#{v.name}"], **where})
         file = folder / "interventions.json"
         document = {"schema": "actds.interventions/1", "interventions": items}
         file.write_text(json.dumps(document), encoding="utf-8")
-        settings = ReplaySettings.of(
-            {
-                "source": self.source.path,
-                "out": str(folder / "rows"),
-                "hooks": f"{self.hook.replace('.', ':')};final",
-                "intervene": str(file),
-                "entropy": True,
-                "readouts": False,
-                **self.options,
-            }
-        )
-        served = [_cut(s, n, v) for v in every for n, s in enumerate(sequences)]
-        requests = Replays(settings, self.source, _Says(self.say), sequences=served)
-        harvest(settings.as_write(str(settings.hooks)), served_by=requests.served)
+        places = {"source": self.source.path, "out": str(folder / "rows"), "intervene": str(file)}
+        hooks = f"{self.hook.replace('.', ':')};final"
+        what = {"hooks": hooks, "readouts": False, "entropy": True}
+        settings = ReplaySettings.of({**places, **what, **self.options})
+        numbers = range(len(sequences))
+        served = [_cut(sequences[n], n, v) for v in every for n in v.among or numbers]
+        requests = Replays(settings, self.source, Observer(), sequences=served)
+
+        def served_by(*args: Any) -> Served:
+            of = requests.served(*args)
+            return replace(of, encoded=[replace(e, max_tokens=n_sampled) for e in of.encoded])
+
+        write = settings.as_write(str(settings.hooks))
+        how = {"max_tokens": n_sampled, "temperature": float(n_sampled > 1)}
+        harvest(write.model_copy(update=how), served_by=served_by)
         return Replayed(actds.open(settings.out), sequences)
-
-
-class _Says(Observer):
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-
-    def said(self, line: str) -> None:
-        self._say(line)
 
 
 def _cut(sequence: TokenSequence, number: int, variant: Variant) -> TokenSequence:
     """Return the beginning of a sequence, named after its number and a variant."""
-    n = sequence.n_given + variant.n_generated
+    n = variant.n + (sequence.n_given if variant.part else 0)
     return replace(
         sequence,
+        n_given=min(sequence.n_given, n),
         token_id=sequence.token_id[:n],
         role=sequence.role[:n],
         line={**sequence.line, "external_id": f"{number}#{variant.name}"},
@@ -147,24 +130,22 @@ class Replayed:
         self._rows: dict[str, Ints] = {}
 
     def rows(self, variant: str, at: Ints) -> Ints:
-        """Return the number of the row at generated positions, -1 where there is none.
+        """Return numbers of rows ``(n_sequences, n_positions)`` at generated positions from 0."""
+        numbers = np.arange(len(self._given))[:, np.newaxis]
+        return self.at(variant, numbers, self._given[:, np.newaxis] + at)
 
-        Args:
-            at: ``(n_positions,)``, from 0; the same of each sequence.
-
-        Returns:
-            ``(n_sequences, n_positions)``.
-        """
-        rows = np.full((len(self._given), len(at)), -1, np.int64)
-        for n, given in enumerate(self._given.tolist()):
+    def at(self, variant: str, number: Ints, position: Ints | int) -> Ints:
+        """Return the number of the row at positions of sequences by number, -1 for none."""
+        number, position = np.broadcast_arrays(number, position)
+        rows = np.full(number.shape, -1, np.int64)
+        for n in np.unique(number).tolist():
             name = f"{n}#{variant}"
             if name not in self._rows:
                 of = self.dataset.request(self._number[name], hook=self.last)
                 self._rows[name] = of.row
-            known = self._rows[name]
-            position = given + at
-            within = position < len(known)
-            rows[n, within] = known[position[within]]
+            known, here = self._rows[name], number == n
+            within = here & (position < len(known))
+            rows[within] = known[position[within]]
         return rows
 
     def values(self, rows: Ints, hook: str | None = None) -> Rows:
@@ -175,37 +156,54 @@ class Replayed:
         result[rows < 0] = np.nan
         return np.asarray(result)
 
-    def recorded(self) -> tuple[Ints, Floats]:
-        """Return rows of some sequences' ends, and the entropies that the engine recorded there."""
-        table = self.dataset.sampled()[:N_PROVED].to_pydict()
+    def looks(self, variant: str) -> Floats:
+        """Return the mean entropy of each continuation and the share of its 4-grams that repeat.
+
+        ``(n, 2)``, without those of fewer than `LEAST_TOKENS`.
+        """
+        table = self.dataset.sampled().sort_by(
+            [("request", "ascending"), ("position", "ascending")]
+        )
+        request, token, entropy = (table[k].to_numpy() for k in ("request", "token_id", "entropy"))
+        result = []
+        for n in range(len(self._given)):
+            of = request == self._number[f"{n}#{variant}"]
+            if of.sum() >= LEAST_TOKENS:
+                grams = np.lib.stride_tricks.sliding_window_view(token[of], 4)
+                repeated = 1 - len(np.unique(grams, axis=0)) / len(grams)
+                result.append((float(entropy[of].mean()), repeated))
+        return np.array(result, np.float64).reshape(-1, 2)
+
+    def recorded(self) -> tuple[Rows, Floats]:
+        """Return some sequences' last rows, and the entropies that the engine recorded there."""
         rows, entropies = [], []
-        for request, position, entropy in zip(
-            table["request"], table["position"], table["entropy"], strict=True
-        ):
-            known = self.dataset.request(request, hook=self.last).row
-            if position - 1 < len(known) and known[position - 1] >= 0:
-                rows.append(known[position - 1])
-                entropies.append(entropy)
-        return np.array(rows, np.int64), np.array(entropies, np.float64)
+        for line in self.dataset.sampled()[:N_PROVED].to_pylist():
+            known = self.dataset.request(line["request"], hook=self.last).row
+            if (at := line["position"] - 1) < len(known) and known[at] >= 0:
+                rows.append(known[at])
+                entropies.append(line["entropy"])
+        return self.values(np.array(rows, np.int64)), np.array(entropies, np.float64)
+
+
+def prompt_of(sequence: TokenSequence) -> bytes:
+    """Return what tells the prompt of a request from others: its tokens."""
+    return sequence.token_id[: sequence.n_given].tobytes()
 
 
 def chosen(
-    source: Dataset, sequences: Sequence[TokenSequence], least: int, n: int, seed: int
+    sequences: Sequence[TokenSequence], least: int, n: int, seed: int
 ) -> list[TokenSequence]:
     """Return sequences with so many generated positions, drawn and in a drawn order.
 
     Raises:
-        ActdsError: E014 fewer than two.
+        ActdsError: E014 fewer than two prompts.
     """
     long = [s for s in sequences if s.unknown is None and len(s.token_id) - s.n_given >= least]
-    if len(long) < 2:
+    n_prompts = len(set(map(prompt_of, long)))
+    if n_prompts < 2:
         longest = max((len(s.token_id) - s.n_given for s in sequences), default=0)
-        raise ActdsError(
-            "E014",
-            "at",
-            got=f"{len(long)} requests with {least} generated tokens; the longest has {longest}",
-            expected="two at least",
-            next_step="Steer at earlier steps, read sooner after, or harvest longer answers.",
-        )
+        got = f"{n_prompts} prompts with {least} generated tokens; the longest has {longest}"
+        step = "Steer at earlier steps, read sooner after, or harvest longer answers."
+        raise ActdsError("E014", "at", got=got, expected="two at least", next_step=step)
     order = np.random.default_rng(seed).permutation(len(long))[:n]
     return [long[k] for k in order.tolist()]

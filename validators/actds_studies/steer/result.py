@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from actds_validators.audit.result import Estimate
-from actds_validators.sections import Document, LimitsSection, Section, Share
+from actds_validators.sections import LimitsSection, OfDataset, Section, Share
 
 Way = Literal["pulse", "kept", "held"]
 WAYS: dict[Way, str] = {
@@ -17,9 +17,26 @@ WAYS: dict[Way, str] = {
     "held": "from the step on",
 }
 Outcome = Literal["holds", "decays", "reverses", "undecided"]
-OUTCOMES: tuple[Outcome, ...] = ("reverses", "decays", "undecided", "holds")
 Vector = Literal["vector", "negative", "random", "none"]
 """What was added: the vector, its negative, random vectors of its length, or a vector of zeros."""
+Side = Literal["prompts", "answers"]
+SIDES: tuple[Side, Side] = ("prompts", "answers")
+ArmName = Literal["in prompts", "carried", "refitted", "random in prompts", "random in answers"]
+ARMS: dict[ArmName, tuple[Side, int]] = {
+    "in prompts": ("prompts", 0),
+    "carried": ("answers", 0),
+    "refitted": ("answers", 1),
+    "random in prompts": ("prompts", 2),
+    "random in answers": ("answers", 2),
+}
+"""Where each arm acts, and by what: the direction of prompts, that of answers, a random one."""
+Dosing = Literal["nats", "norm"]
+DOSINGS: dict[Dosing, str] = {
+    "nats": "as many nats in each arm",
+    "norm": "the strength over the row's norm that has these nats in prompts",
+}
+Known = Estimate | None
+Cause = Literal["regime", "component", "neither lost", "undecided"]
 
 
 class Limits(LimitsSection):
@@ -40,6 +57,12 @@ class Limits(LimitsSection):
     )
     margin: float = Field(
         default=0.2, gt=0, lt=1, description="share of an effect that may go where it holds"
+    )
+    restored: float = Field(
+        default=0.5, gt=0, lt=1, description="of a lost effect, by a refit: more is a regime"
+    )
+    split_half: float = Field(
+        default=0.7, gt=0, lt=1, description="cosine of a refit's two halves, for a component"
     )
     seed: int = Field(default=0, ge=0, lt=2**31, description="of requests and random vectors")
 
@@ -95,6 +118,46 @@ class SteeredStratum(Section):
     divergence: Estimate | None
 
 
+class ActedArm(Section):
+    """What a direction does to the next token, at positions that prompts and answers both have."""
+
+    arm: ArmName
+    dosing: Dosing
+    share: float | None = Field(description="strength over the median norm of rows there")
+    aimed: Estimate | None = Field(
+        description="of the change of the last row, the part along the contrast's own difference "
+        "of last rows, over that difference"
+    )
+    divergence: Estimate | None = Field(description="mean, nats")
+
+
+class Components(Section):
+    """Whether answers lose the effect of a direction of prompts for their regime or for any."""
+
+    outcome: Cause
+    reason: str | None = Field(description="why it is undecided")
+    by_dosing: dict[Dosing, Cause]
+    kept: dict[Dosing, Estimate | None] = Field(description="aimed effect, answers over prompts")
+    restored: dict[Dosing, Estimate | None] = Field(description="by the refit, of what was lost")
+    positions: list[tuple[int, int]] = Field(description="with the requests of either side there")
+    n_groups: int = Field(description="of prompts, that intervals leave out")
+    cosine: float = Field(description="of the direction of prompts and that of answers")
+    split_half: dict[Side, float] = Field(description="cosine of directions of halves of prompts")
+    arms: list[ActedArm]
+
+
+class Survival(Section):
+    """Continuations sampled from a step on, with the vector held, that look like ones without it.
+
+    In mean entropy and repeated 4-grams, both within those of others there: no judgement of words.
+    """
+
+    step: int
+    dose: float = Field(description="0: others without a vector, what the measure itself loses")
+    n: int = Field(description="continuations, each of a prompt of its own")
+    share: Estimate | None
+
+
 class SteeringAnswer(Section):
     """What the decays at a dose of 1 say together."""
 
@@ -103,20 +166,17 @@ class SteeringAnswer(Section):
     next_steps: list[str]
 
 
-class Steering(Document):
+class Steering(OfDataset):
     """Whether a vector still works later in an answer."""
 
     schema_: Literal["actds.steer/1"] = Field(default="actds.steer/1", alias="schema")
     limits: Limits
     dataset: str = Field(description="path of the source")
-    digest: str = Field(description="of its seal")
-    models: list[str]
-    engines: list[str]
-    started_ns: int
     hook: str
     vector: str = Field(description="where it comes from")
     vector_sha256: str
     n_requests: int
+    n_prompts: int = Field(description="that differ; intervals leave out a group of them")
     floor: Estimate | None = Field(description="divergence of a vector of zeros: numerics alone")
     dose: Dose
     unembedding: float = Field(
@@ -126,12 +186,9 @@ class Steering(Document):
     effects: list[Effect]
     decays: list[Decay]
     strata: list[SteeredStratum]
+    components: Components | None = Field(default=None, description="where a refit was asked for")
+    survival: list[Survival] = Field(default=[], description="where it was asked for")
     answer: SteeringAnswer
-
-    def effect(self, way: Way, vector: Vector, dose: float, step: int, after: int) -> Effect | None:
-        wanted = (way, vector, dose, step, after)
-        keys = ((e.way, e.vector, e.dose, e.step, e.after) for e in self.effects)
-        return next((e for e, key in zip(self.effects, keys, strict=True) if key == wanted), None)
 
 
 # conclusions --------------------------------------------------------------------------------------
@@ -140,12 +197,9 @@ class Steering(Document):
 def outcome_of(
     first: Effect, last: Effect, ratio: Estimate | None, floor: Estimate | None, margin: float
 ) -> tuple[Outcome, str | None]:
-    """Return what became of an effect, and why that is undecided.
+    """Return what became of an effect from the first step to the last, and why it is undecided.
 
-    Args:
-        first, last: at the first step and at the last.
-        ratio: of the divergences of the two.
-        floor: divergence without a vector.
+    ``ratio`` is that of the two divergences, ``floor`` the one without a vector.
     """
     if first.divergence is None or last.divergence is None or ratio is None:
         return "undecided", "too few requests for an interval"
@@ -160,20 +214,41 @@ def outcome_of(
     return "undecided", f"the interval of the ratio, {ratio.low:.2f} to {ratio.high:.2f}"
 
 
-def answer(decays: Sequence[Decay], specific: bool | None) -> SteeringAnswer:
-    """Return what the decays say together.
+def component_of(
+    first: Known, kept: Known, restored: Known, split_half: float, limits: Limits
+) -> Cause:
+    """Return why an effect in prompts, ``first``, is lost in answers, at one dosing."""
+    if first is None or kept is None or first.low <= 0:
+        return "undecided"
+    if kept.low >= 1 - limits.margin:
+        return "neither lost"
+    if kept.high >= 1 - limits.margin or restored is None:
+        return "undecided"
+    if restored.low > limits.restored:
+        return "regime"
+    is_known = split_half >= limits.split_half
+    return "component" if restored.high < limits.restored and is_known else "undecided"
 
-    Args:
-        decays: at a dose of 1, one for each way.
-        specific: whether the vector does more at the first step than random ones of its length.
+
+def agreed(by_dosing: Mapping[Dosing, Cause]) -> tuple[Cause, str | None]:
+    """Return what both dosings say, and why that is undecided."""
+    causes = set(by_dosing.values())
+    if len(causes) == 1 and "undecided" not in causes:
+        return causes.pop(), None
+    words = [f"{cause} at {DOSINGS[dosing]}" for dosing, cause in by_dosing.items()]
+    return "undecided", "; ".join(words)
+
+
+def answer(decays: Sequence[Decay], specific: bool | None) -> SteeringAnswer:
+    """Return what the decays at a dose of 1 say together, one for each way.
+
+    ``specific``: whether the vector does more at the first step than random ones of its length.
     """
     by_way = {decay.way: decay.outcome for decay in decays}
     parts = []
     for decay in decays:
         last = decay.ratio[-1]
-        share = ""
-        if last is not None:
-            share = f" ({last.value:.2f} of it [{last.low:.2f}, {last.high:.2f}])"
+        share = f" ({last.value:.2f} of it [{last.low:.2f}, {last.high:.2f}])" if last else ""
         parts.append(f"{decay.way} {decay.outcome}{share}")
     steps = [
         f"{decay.way} is undecided: {decay.reason}. Steer more requests (--requests)."

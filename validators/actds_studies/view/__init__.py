@@ -156,7 +156,6 @@ def _norms_part(profiles: Sequence[NormProfile]) -> Part:
 
 
 def _norms(profile: NormProfile) -> Picture | None:
-    """Return the median norm by band of positions with its 10 and 90 %, on a logarithmic axis."""
     usable = np.isfinite(profile.quantiles).all(axis=0) & (profile.quantiles > 0).all(axis=0)
     if not usable.any():
         return None

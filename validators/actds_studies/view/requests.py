@@ -385,7 +385,6 @@ def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
 
 @lru_cache(1)
 def _read(path: str, nbytes: int, changed_ns: int) -> Any:
-    """Return the tokenizer of a file, which is read again where it changed."""
     from tokenizers import Tokenizer as Fast
 
     return Fast.from_file(path)

@@ -166,8 +166,6 @@ def _findings(
     steps: dict[str, npt.NDArray[Any]],
     read: data.Read,
 ) -> list[Finding]:
-    """Return where positions by request, or numbers of tokens by step and in all, are not equal."""
-
     def ranges(disposition: str) -> _KeySums:
         chosen = spans["disposition"] == disposition
         return _KeySums.of_ranges(*(spans[n][chosen] for n in ("request", "start", "stop")))
@@ -250,7 +248,6 @@ def _owed(
 
 
 def _unresolved(source: data.RunSource) -> int:
-    """Return how many referenced positions no captured or thinned span holds."""
     served = source.spans("cache_ref", ["ref_request"])
     kept = [source.spans(fate, ["request"]) for fate in ("captured", "thinned")]
     edges = (

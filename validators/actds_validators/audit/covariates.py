@@ -433,7 +433,6 @@ def _sums(run: RunSteps, x: Floats) -> Floats:
 
 
 def _clock(runs: list[RunSteps], starts: list[Ints]) -> tuple[Floats, Floats]:
-    """Return seconds since the first step, runs put one behind the other, and tick lengths."""
     times, lengths, base = [], [], 0.0
     for run, start in zip(runs, starts, strict=True):
         t = (np.maximum.accumulate(run.t_ns[start]) - run.t_ns[0]) / 1e9

@@ -123,7 +123,6 @@ class _Targets:
     def of(
         cls, run: str, again_run: str, source: Ints, request: Ints, positions: Intervals
     ) -> _Targets:
-        """Return the given positions of requests, and the same ones in the requests of a replay."""
         whole = (position_key(source, at) for at in (0, 0xFFFFFFFF))
         of_request, first, after = positions.cut(*whole)
         n = (after - first).astype(np.int64)
@@ -141,14 +140,12 @@ class _Targets:
         return replace(self, cluster=self.cluster[at], stored=self.stored[at], again=self.again[at])
 
     def of_some(self, n: int) -> _Targets:
-        """Return a random part, where there are more."""
         if len(self) <= n:
             return self
         number = uniform(salt_of("shared", self.run), *split_key(self.stored))
         return self.take(np.argpartition(number, n)[:n])
 
     def with_rows(self, again: RowRanges, stored: RowRanges | None = None) -> _Targets:
-        """Return the positions that have a row, and the keys of these rows."""
         rows, has = again.find(self.again)
         targets = replace(self, again=rows)
         if stored is not None:
@@ -220,7 +217,6 @@ def _require_same_model(catalog: Catalog, replay: Catalog, place: str) -> None:
 
 
 def _lost(catalog: Catalog, run: str) -> Intervals:
-    """Return the positions that lack a row, and not because they were not drawn."""
     missing = lacking(catalog, run)
     if not draws_rows(catalog.runs.get(run)):
         return missing
@@ -335,7 +331,6 @@ def values_of(bits: np.ndarray, dtype: str) -> Floats:
 
 
 def _stored(catalog: Catalog, hooks: Sequence[str]) -> dict[str, StoredSums]:
-    """Return the sums over all stored rows of each hook."""
     d_model = {hook.name: hook.d_model for hook in catalog.genesis.hooks}
 
     def of_shard(shard: Shard) -> dict[str, StoredSums]:
@@ -380,7 +375,6 @@ Block = tuple[str, Ints, Ints, Floats]
 
 
 def _rows(replay: Catalog, hooks: Sequence[str], lost: Sequence[_Targets]) -> Iterator[Block]:
-    """Yield what was computed again of lost positions."""
     for targets in lost:
         keys, n = np.unique(targets.again, return_counts=True)
         order = np.argsort(targets.again, kind="stable")
@@ -395,7 +389,6 @@ def _rows(replay: Catalog, hooks: Sequence[str], lost: Sequence[_Targets]) -> It
 def _differences(
     catalog: Catalog, replay: Catalog, hooks: Sequence[str], shared: Sequence[_Targets]
 ) -> Iterator[Block]:
-    """Yield replay less dataset, of positions that have a row in both."""
     for targets in shared:
         keys, at = np.unique(targets.stored, return_inverse=True)
         again_keys, again_at = np.unique(targets.again, return_inverse=True)

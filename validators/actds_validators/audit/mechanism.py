@@ -409,7 +409,6 @@ def _steps(
 def _shift(
     name: str, summed: CovariateSums, series: Series, lost: Floats, limits: Limits, *, along: bool
 ) -> tuple[Association, Floats, float] | None:
-    """Return a test of a covariate, what its shifts give, and its p over blocks."""
     n, n_lost = summed.n.sum(), summed.n_lost.sum()
     x, xx, lost_x = summed.sums.sum(axis=1)
     variance = xx / max(n, 1) - (x / max(n, 1)) ** 2
@@ -474,7 +473,6 @@ MAX_DEPTHS = 64
 
 
 def queues(sources: list[RunSource], series: Series, seed: int = 0) -> Queues:
-    """Return the section."""
     lags, band = _lags(series, seed)
     varies = series.lost.any() and np.ptp(series.load) > 0
     return Queues(
@@ -576,7 +574,6 @@ def _loss_by_step(series: Series) -> list[LossCurve]:
 
 
 def _curve(series: Series, value: Floats) -> tuple[Literal["increasing", "decreasing"], list[Loss]]:
-    """Return the loss by deciles of a number of the step, with the better monotone fit."""
     groups = load_groups(value)
     n = np.bincount(groups, weights=series.computed)
     rate = np.bincount(groups, weights=series.lost) / n

@@ -27,13 +27,7 @@ from actds.format.shard import Shard
 from actds.format.tables import FLAG_SPECIAL
 from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit import data
-from actds_validators.audit.covariates import (
-    MAX_PROBES,
-    Widths,
-    band_words,
-    defined,
-    position_band,
-)
+from actds_validators.audit.covariates import MAX_PROBES, Widths, band_words, defined, position_band
 from actds_validators.audit.features import FeatureSums, efficiencies, rates_of
 from actds_validators.audit.follow_up import BLOCK, CONFIDENCE, values_of
 from actds_validators.audit.result import (
@@ -81,7 +75,6 @@ class _Draw:
         return cls(run, design, n.astype(np.float64), of_step, _by_row(catalog, run, design))
 
     def units(self, request: Ints, position: Ints) -> tuple[Ints, Floats]:
-        """Return of each row the cluster of what was drawn with it, and how many rows that is."""
         by_request = len(self.n_of_request) > 0
         number = uniform(
             salt_of("cluster", self.run),
@@ -465,7 +458,6 @@ def _lane(rows: _LaneRows, fraction: float, features: Mapping[str, FeatureSums])
 
 
 def _homogeneity(n: Ints, n_kept: Ints) -> float:
-    """Return the p of Pearson's test that groups were kept alike."""
     used = n > 0
     n, n_kept = n[used], n_kept[used]
     share = n_kept.sum() / n.sum()

@@ -386,7 +386,6 @@ class _Judge:
         return self._say("PASS", kind, sentence, "bias", ["Train on it."])
 
     def _heavy(self, cause: Cause | None) -> Verdict:
-        """Return that much was lost, and what the loss depends on all the same."""
         mechanism, missing = self.evidence.mechanism, self.evidence.missingness
         why = f" {on_cause(cause, mechanism, missing)}" if mechanism and missing else ""
         sentence = (

@@ -613,7 +613,6 @@ def _screen(checked: CheckResult, html: Path | None, strict: bool) -> Iterator[L
 
 
 def _imported_lines(rows: ImportedRows) -> Iterator[Line]:
-    """Yield what can be said of imported rows, then what nobody can know."""
     yield Line("")
     yield Line("What can be said of the rows", "title")
     for hook in rows.hooks:

@@ -293,7 +293,6 @@ class Dictionary:
             yield np.maximum(features, 0, out=features)
 
     def _inner(self, rows: Rows) -> Rows:
-        """Return rows as the encoder's matrix reads them."""
         if self.normalization != "none":
             centre, scale = self.frame(rows)
             if self.normalization == "layer_norm":
@@ -313,7 +312,6 @@ class Dictionary:
         return rows
 
     def _checked(self, name: str, array: npt.NDArray[Any], shape: tuple[int, ...]) -> Rows:
-        """Return one of its arrays as float32 that nobody changes."""
         if array.shape != shape:
             raise self._bad(f"{name} {array.shape}", f"{shape}")
         with np.errstate(over="ignore"):  # what float32 cannot hold is infinity, and said below

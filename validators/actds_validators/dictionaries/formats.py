@@ -293,7 +293,6 @@ def _read_saelens(path: Path, wanted: Wanted) -> Dictionary:
 
 
 def _kind(path: Path, config: Config) -> tuple[Kind, int | None]:
-    """Return the kind, and the active features of a row where it has a fixed number."""
     architecture, k = config.architecture, config.k
     if config.major < 6:
         activation = config.activation_fn_str or config.activation_fn or "relu"
@@ -371,7 +370,6 @@ def _read_gemma_scope(path: Path, wanted: Wanted) -> Dictionary:
 
 
 def _of_folders(path: Path) -> tuple[str | None, str | None, int | None]:
-    """Return the model, the hook as TransformerLens names it, and the layer."""
     parts = path.absolute().parts[:-1]
     for part in parts:
         if "gemma-scope" in part and "transcoder" in part:
@@ -505,7 +503,6 @@ def _of_class(
 
 
 def _k(path: Path, configured: int | None, tensors: Tensors) -> int:
-    """Return the active features of a row, of which file and configuration say the same."""
     stored = tensors.get("k")
     if stored is not None and (stored.size != 1 or stored.dtype.kind not in "iu"):
         raise refused(f"{path} k", f"{stored.dtype} {stored.shape}", "one integer")
@@ -532,7 +529,6 @@ def _class_name(path: Path, trainer: Trainer, tensors: Tensors) -> ClassName:
 
 
 def _place(trainer: Trainer, of_loader: str | None) -> tuple[str | None, tuple[str, ...]]:
-    """Return what the hook is called, and the hooks that this may be."""
     if of_loader is not None:
         return of_loader, (of_loader,)
     called = trainer.submodule_name

@@ -55,7 +55,6 @@ def refused(place: object, got: object, expected: str, next_step: str | None = N
 
 
 def read_config(path: Path, model: type[_Config]) -> _Config:
-    """Return the configuration beside the weights."""
     try:
         if path.exists() and not path.is_file():
             raise refused(path, "no regular file", "a configuration in JSON")
@@ -102,7 +101,6 @@ _ZIP = b"PK\x03\x04"
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -226,7 +224,6 @@ _reader = Apart(f"{__name__}:answer")
 
 
 def _read_apart(container: str, path: Path) -> Tensors:
-    """Return the arrays of a file as the process that parses it sends them."""
     try:
         nbytes = path.stat().st_size
     except OSError as error:
@@ -308,7 +305,6 @@ def _bounded(path: Path, archive: zipfile.ZipFile, *, may_deflate: bool = True) 
 
 
 def _read_npy(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
-    """Return one array of a zip, after its header and its size agree."""
     place = f"{path} {info.filename[:80]}"
     with archive.open(info) as file:
         version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]

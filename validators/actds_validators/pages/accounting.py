@@ -183,7 +183,6 @@ def accounting_part(audit: Audit) -> Part:
 
 
 def _brief(section: Accounting) -> list[Line]:
-    """Return the balance, what took positions away, by reason, and the mismatches, whole."""
     brief = [Line(f"  {balance(section)}")]
     names = ("dropped", "aborted", "never computed", "filtered", "undelivered", "thinned")
     steps = [step for step in section.waterfall if step.name in names and step.n_positions]
@@ -232,7 +231,6 @@ def waterfall(audit: Audit) -> Picture | None:
 
 
 def waterfall_of(steps: Sequence[WaterfallStep]) -> Picture | None:
-    """Return the picture of steps, ``None`` without one."""
     if not steps:
         return None
     shown, more = first(steps, _MAX_STEPS)
@@ -333,7 +331,6 @@ def coverage_map(audit: Audit) -> Picture | None:
 
 
 def map_of(cells: Sequence[CoverageCell]) -> Picture | None:
-    """Return the map of cells, ``None`` without one."""
     if not cells:
         return None
     bands = _bands(sorted({(cell.low, cell.high) for cell in cells}))
@@ -399,7 +396,6 @@ def _cell(
 
 
 def _bands(bands: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the bands, neighbours taken together until they fit."""
     while len(bands) > _MAX_BANDS:
         pairs = [bands[k : k + 2] for k in range(0, len(bands), 2)]
         bands = [(pair[0][0], max(high for _, high in pair)) for pair in pairs]

@@ -20,17 +20,8 @@ from actds.text import Line
 from actds_validators.audit.place import Level
 from actds_validators.audit.result import Audit
 from actds_validators.pages.svg import Picture
-from actds_validators.pages.words import (
-    LOOKS,
-    MAX_LIST,
-    Fact,
-    Part,
-    Sentence,
-    Table,
-    clean,
-    first,
-)
-from actds_validators.sections import About
+from actds_validators.pages.words import LOOKS, MAX_LIST, Fact, Part, Sentence, Table, clean, first
+from actds_validators.sections import About, OfDataset
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -48,6 +39,16 @@ def dataset_facts(known: About, rows: str) -> list[tuple[str, str]]:
         ("Hooks", ", ".join(hooks) or "none"),
         ("Rows", rows),
         ("Harvested", harvested(known.started_ns, known.engines)),
+    ]
+
+
+def head_facts(result: OfDataset, **more: str) -> list[tuple[str, str]]:
+    """Return dataset, model, ``more``, and date of a result of one dataset, in words."""
+    return [
+        ("Dataset", f"{result.dataset}, {result.digest[:16]}"),
+        ("Model", models(result.models)),
+        *more.items(),
+        ("Harvested", harvested(result.started_ns, result.engines)),
     ]
 
 
@@ -76,7 +77,6 @@ def _some(words: Sequence[str], mark: str) -> str:
 
 
 def day(time_ns: int) -> str:
-    """Return a time in words, to the minute."""
     try:
         return datetime.fromtimestamp(time_ns // 10**9, UTC).strftime("%Y-%m-%d %H:%M UTC")
     except (OverflowError, ValueError, OSError):

@@ -436,7 +436,6 @@ def _stalls(p: Picture, f: Frame, stages: list[Stall]) -> None:
 
 
 def _bins(trace: list[TracePoint]) -> list[_Bin]:
-    """Return the bins in order, neighbours taken together until they fit."""
     ordered = sorted(trace, key=lambda point: point.t_s)
     size = -(-len(ordered) // _MAX_BINS)
     bins = []

@@ -144,7 +144,6 @@ def worst_first(differences: Sequence[Difference]) -> list[Difference]:
 
 
 def _few(audit: Audit) -> str:
-    """Return a warning where the loss events are too few for the intervals, else nothing."""
     if audit.mechanism is None or audit.mechanism.n_events >= audit.limits.min_events:
         return ""
     return (
@@ -216,7 +215,6 @@ def _frame(
     differences: list[Difference],
     series: Sequence[_Series],
 ) -> tuple[Picture, Frame, list[Difference], str]:
-    """Return a picture with its legend, its frame, the rows that it has room for, and the rest."""
     line = 13.0 * len(series) + 11
     shown, more = first(differences, int(_MAX_PIXELS / line))
     height = line * len(shown)
@@ -318,7 +316,6 @@ class _Line:
         return 10.0 + 14 * max(n_lines, 3 if self.left_out else 2)
 
     def is_few(self, s: Stratum) -> bool:
-        """Return whether a stratum holds too few tokens for a shade."""
         return s.n < self.least
 
 
@@ -623,7 +620,6 @@ class _Feature:
 
     @property
     def off(self) -> float:
-        """Return how far the plain rate is off, in half-widths of the interval on its side."""
         rate, plain = self.rate, self.plain
         end = rate.high if plain > rate.value else rate.low
         return abs(plain - rate.value) / max(abs(end - rate.value), 1e-12)
@@ -645,7 +641,6 @@ def _rate(share: float) -> str:
 
 
 def _feature_tables(of: FeatureRates) -> list[Table]:
-    """Return the features whose rate the stored rows, each once, misstate most."""
     ends = zip(of.rate, of.low, of.high, of.n_active, of.mean, of.mean_half, strict=True)
     features = [
         _Feature(

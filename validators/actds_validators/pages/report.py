@@ -262,7 +262,6 @@ def _three(value: float) -> str:
 
 
 def _stored_rows(account: Accounting) -> str:
-    """Return the rows of those that could have been stored, and how many were not drawn."""
     rows = f"{count(account.captured)} of {count(account.computed)} computed"
     if not account.thinned:
         return rows
@@ -409,7 +408,6 @@ def _shown(audit: Audit) -> list[Shown]:
 
 
 def _absent(audit: Audit) -> list[tuple[str, Sentence]]:
-    """Return the sections that the result lacks, each with the reason that the result shows."""
     reasons: dict[str, list[str]] = {}
     for section in SECTIONS:
         if section.title and section.part(audit) is None:
@@ -469,7 +467,6 @@ def first_screen(audit: Audit, about: About | None) -> Iterator[Line]:
 
 
 def _losses(audit: Audit) -> Iterator[Line]:
-    """Yield the verdict on what queues and ends lost, with the number that decided it."""
     verdict, d = audit.verdict, audit.verdict.deciding
     kind = f" ({verdict.kind})" if verdict.kind else ""
     limit = f"; {against(d)}: {state_of(d, verdict.level).words}" if d.limit is not None else ""
@@ -552,7 +549,6 @@ def _counts(entries: Sequence[Entry]) -> list[Fact]:
 
 
 def _first_steps(entries: Sequence[Entry]) -> list[str]:
-    """Return the first step of each dataset that does not pass, those that fail first."""
     steps = []
     for level in reversed(LEVELS[1:]):
         for entry in entries:

@@ -291,7 +291,6 @@ class Moments:
         ]
 
     def _mean(self, sums: GroupSums) -> Floats:
-        """Return the mean of each channel, in the units of the rows."""
         return self._centre + self._scale * mean_of(sums, "x1")
 
 

@@ -52,11 +52,9 @@ class Overlap:
         self.width = 0
 
     def prepare(self, sample: Rows) -> None:
-        """Take the number of features."""
         self.width = self._dictionary.encode(sample[:1]).shape[1]
 
     def parts(self, rows: Rows, side: int, row: Ints) -> Iterator[Part]:
-        """Yield which features are active."""
         yield Part(_EVENTS, events(self._dictionary.encode(rows)), coarse=True, even=True)
         yield Part(_ROWS, np.ones(len(rows)), coarse=True, even=True)
 

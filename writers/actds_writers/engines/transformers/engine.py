@@ -45,7 +45,7 @@ try:
         require_finite,
         without_reference,
     )
-    from actds_writers.capture.edits import Edits, Row
+    from actds_writers.capture.edits import Row
     from actds_writers.capture.hooks import raise_all
     from actds_writers.capture.op import Reading
     from actds_writers.capture.stages import Step
