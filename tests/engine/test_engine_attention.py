@@ -93,6 +93,29 @@ def test_lines_are_the_attention_of_the_stored_rows(
                 order = np.argsort(-shares, kind="stable")[:8]
                 assert np.allclose(line["shares"], shares[line["top"]], atol=1e-5)
                 assert np.allclose(line["shares"], shares[order], atol=1e-5)
+    _compare_study(dataset, model)
+
+
+def _compare_study(dataset: Dataset, model: Path) -> None:
+    """Check that the study has of the table what it has of the rows, step by step."""
+    from actds_studies.attention import api
+    from actds_studies.attention.recorded import recorded_layers, recorded_rows
+    from actds_studies.attention.result import Limits
+    from actds_studies.attention.rows import MEASURES, attention_rows
+
+    looked_at = recorded_layers(dataset, ())
+    study = api._Study(dataset, looked_at, Limits())  # noqa: SLF001
+    layers = api._layers(dataset, Model(dataset, model), LAYERS, unproved=False)  # noqa: SLF001
+    recorded = recorded_rows(dataset, study.requests, looked_at)
+    again = attention_rows(dataset, study.requests, layers, EVERY)
+    got, want = ({(r.number, at): steps for r, at, steps in of} for of in (recorded, again))
+    assert got.keys() == want.keys()
+    some = [MEASURES.index(name) for name in MEASURES if not name.startswith("role")]
+    for key, steps in want.items():
+        assert (got[key].step == steps.step).all()
+        assert np.allclose(
+            got[key].values[..., some], steps.values[..., some], atol=1e-3, equal_nan=True
+        )
 
 
 SCALE = """

@@ -23,7 +23,7 @@ from actds_studies.attention.rows import MEASURES, LayerRows, Request, attention
 from actds_studies.pages.attention import page
 from actds_testing import synthetic
 from actds_testing.attending import ATTENDING, Attending, requests_of
-from actds_testing.places import SCHEMAS
+from actds_testing.places import SCHEMAS, VECTORS
 from actds_testing.schedules import simulate, thinned
 from actds_validators.audit.result import Estimate
 
@@ -336,3 +336,15 @@ def test_charts_have_their_numbers_and_mark_jumps_at_a_change(result: Attention)
     known = [v for v in layer.values if (v.measure, v.axis) == ("prompt", "decode step")]
     assert [row[4:7] for row in lines] == [(v.value, v.low, v.high) for v in known]
     assert "<b>r</b>" not in shown.html()
+
+
+def test_what_an_engine_looked_at_is_summed_as_rows_are() -> None:
+    result = actds.attention(VECTORS / "valid" / "looks")
+    assert [layer.layer for layer in result.layers] == [0, 3]
+    for layer in result.layers:
+        assert (layer.n_heads, layer.n_kv_heads, layer.proof.outcome) == (2, None, "proved")
+        assert 0 < layer.n_steps < layer.n_decode + 1
+        values = {v.measure: v.value for v in layer.values if v.axis == "all"}
+        assert (values["entropy"], values["position 0"], values["sinks"]) == (1.5, 0.5, 0.125)
+        assert (values["prompt"], values["generated"]) == (0.25, 0.125)
+    assert result.answer.is_proved and "while it was served" in page(result, "x").html()

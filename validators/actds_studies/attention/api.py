@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from actds.errors import ActdsError
 from actds.explore.dataset import Dataset, open_apart
 from actds.format.positions import split_key
 from actds.format.sampled import Sampled
 from actds.format.tables import ROLES
+from actds.format.telemetry import attending_of
 from actds.text import storable
+from actds_studies.attention.recorded import RecordedLayer, recorded_layers, recorded_rows
 from actds_studies.attention.result import (
     Attention,
     AttentionValue,
@@ -33,6 +36,7 @@ from actds_studies.attention.rows import (
     Attended,
     LayerRows,
     Proof,
+    Read,
     Request,
     attention_rows,
 )
@@ -78,7 +82,8 @@ def attention(
     From stored queries and keys, proved by stored values and outputs of heads.
 
     Args:
-        dataset: a sealed dataset with hooks ``q`` and ``k``, and ``v`` and ``z`` for the proof.
+        dataset: a sealed dataset with hooks ``q`` and ``k``, and ``v`` and ``z`` for the proof; or
+            one whose engine has looked at attention.
         model: the folder that it was harvested from, or ``org/name`` of the local hub cache; the
             name in the run record by default. Its configuration says how attention is computed.
         layers: layers to look at; all that have the hooks by default.
@@ -98,6 +103,9 @@ def attention(
     need_extra()
     chosen = settings_of(Limits, limits)
     opened = open_apart(os.fspath(dataset))
+    has_rows = any(hook.kind in "qk" for hook in opened.hooks.values())
+    if not has_rows and (looked_at := recorded_layers(opened, layers)):
+        return _Study(opened, looked_at, chosen).run(None, progress)
     of_model = Model(opened, model)
     of_layers = _layers(opened, of_model, layers, unproved)
     return _Study(opened, of_layers, chosen).run(of_model, progress)
@@ -304,11 +312,19 @@ def _ratio(sums: Floats) -> Floats:
 
 
 class _Study:
-    def __init__(self, dataset: Dataset, layers: Sequence[LayerRows], limits: Limits) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        layers: Sequence[LayerRows] | Sequence[RecordedLayer],
+        limits: Limits,
+    ) -> None:
         self.dataset, self.layers, self.limits = dataset, layers, limits
         self.known = Requests(dataset)
         n_given = first_sampled(dataset, self.known)
         answered = np.flatnonzero(self.known.n_fed > n_given)
+        if isinstance(layers[0], RecordedLayer):
+            n_given = self.known.n_prompt
+            answered = answered[_were_drawn(dataset, self.known.keys[answered])]
         if not len(answered):
             raise ActdsError("E014", "requests", got="no generated token", expected="answers")
         if limits.requests is not None and limits.requests < len(answered):
@@ -331,16 +347,13 @@ class _Study:
         self.n_groups, group_of = groups_of((cluster, cluster), limits.seed)
         self.group = dict(zip(answered.tolist(), group_of[cluster].tolist(), strict=True))
         self.entropies = _Entropies(self, limits.window, limits.largest)
-        self.sums = [_Sums(layer.scheme.n_heads, self.n_groups) for layer in layers]
+        self.sums = [_Sums(layer.n_heads, self.n_groups) for layer in layers]
         self.traces: list[list[Trace]] = [[] for _ in layers]
         longest = sorted(answered, key=lambda i: n_given[i] - self.known.n_fed[i])
         self.traced = {int(index) for index in longest[:N_TRACES]}
 
-    def run(self, model: Model, progress: Callable[[str], None]) -> Attention:
-        shards = [self.dataset.shards_of(layer.hooks[0]) for layer in self.layers]
-        inclusion = [self.dataset.inclusion(of_layer) for of_layer in shards]
-        weights = [None if of is None else 1 / np.concatenate(of) for of in inclusion]
-        read = attention_rows(self.dataset, self.requests, self.layers, self.limits.every)
+    def run(self, model: Model | None, progress: Callable[[str], None]) -> Attention:
+        read, weights = self._read()
         for request, at, steps in read:
             progress(f"layer {self.layers[at].layer}, request {request.number:,} of {request.run}")
             of_layer = weights[at]
@@ -355,6 +368,18 @@ class _Study:
                 expected="rows of q and k at every position before a step",
             )
         return self._result(model)
+
+    def _read(self) -> tuple[Iterator[Read], list[Floats | None]]:
+        """Return the attention rows, and by layer the weight of each row of the dataset."""
+        dataset = self.dataset
+        of_rows = [layer for layer in self.layers if isinstance(layer, LayerRows)]
+        if not of_rows:
+            looked_at = [layer for layer in self.layers if isinstance(layer, RecordedLayer)]
+            return recorded_rows(dataset, self.requests, looked_at), [None] * len(looked_at)
+        shards = [dataset.shards_of(layer.hooks[0]) for layer in of_rows]
+        inclusion = [dataset.inclusion(of_layer) for of_layer in shards]
+        weights = [None if of is None else 1 / np.concatenate(of) for of in inclusion]
+        return attention_rows(dataset, self.requests, of_rows, self.limits.every), weights
 
     def _add(self, at: int, request: Request, steps: Attended, weight: Floats) -> None:
         entropy, change, later = self.entropies.at(request, steps.step)
@@ -401,7 +426,7 @@ class _Study:
             marked=[step for step in marked.tolist() if step in steps.step[n]],
         )
 
-    def _result(self, model: Model) -> Attention:
+    def _result(self, model: Model | None) -> Attention:
         layers = [self._layer(at) for at in range(len(self.layers))]
         n_decode = sum(layer.n_decode for layer in layers)
         of_dataset = about(self.dataset.catalog, "")
@@ -412,7 +437,7 @@ class _Study:
             models=list(of_dataset.models),
             engines=list(of_dataset.engines),
             started_ns=of_dataset.started_ns,
-            model_checked=model.is_checked,
+            model_checked=model is None or model.is_checked,
             n_requests=len(self.requests),
             n_groups=self.n_groups,
             share=sum(layer.n_steps for layer in layers) / n_decode,
@@ -427,12 +452,15 @@ class _Study:
         if layer.proof is not None and layer.proof.n:
             of = {name: getattr(layer.proof, name) for name in ("limit", "largest", "mean", "n")}
             proof = SelfProof(outcome="proved", **of)
+        elif isinstance(layer, RecordedLayer):
+            proof = SelfProof(outcome="proved", n=layer.lines.num_rows)
+        scheme = layer.scheme
         return LayerAttention(
             layer=layer.layer,
-            n_heads=layer.scheme.n_heads,
-            n_kv_heads=layer.scheme.n_kv_heads,
-            head_dim=layer.scheme.head_dim,
-            scheme=layer.scheme.words,
+            n_heads=layer.n_heads,
+            n_kv_heads=None if scheme is None else scheme.n_kv_heads,
+            head_dim=None if scheme is None else scheme.head_dim,
+            scheme="looked at in the engine" if scheme is None else scheme.words,
             proof=proof,
             n_decode=layer.n_decode,
             n_steps=layer.n_decode - layer.absent.total(),
@@ -474,6 +502,17 @@ class _Study:
             size=of(after[2] - matched[2]),
             direction=of(after[3] - matched[3]),
         )
+
+
+def _were_drawn(dataset: Dataset, keys: npt.NDArray[np.uint64]) -> Bools:
+    """Return which requests the engine has looked at ``(n,)``."""
+    run, number = split_key(keys)
+    drawn = np.zeros(len(keys), bool)
+    for n, name in enumerate(dataset.catalog.run_ids):
+        attending = attending_of(dataset.runs[name])
+        if attending is not None:
+            drawn[run == n] = attending.draws(number[run == n])
+    return drawn
 
 
 def _matched(is_jump: Bools, cell: Ints, outcomes: Floats, weight: Floats) -> Floats:

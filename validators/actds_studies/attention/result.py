@@ -107,8 +107,8 @@ class LayerAttention(Section):
 
     layer: int
     n_heads: int
-    n_kv_heads: int
-    head_dim: int
+    n_kv_heads: int | None = Field(description="null where the engine has looked")
+    head_dim: int | None
     scheme: str = Field(description="how it attends, in words")
     proof: SelfProof
     n_decode: int = Field(description="decode steps of the requests that were looked at")

@@ -101,6 +101,10 @@ class LayerRows:
     absent: Counter[str] = field(default_factory=Counter)
 
     @property
+    def n_heads(self) -> int:
+        return self.scheme.n_heads
+
+    @property
     def hooks(self) -> list[str]:
         return [f"{kind}.{self.layer}" for kind in ("qkvz" if self.proof else "qk")]
 
@@ -233,7 +237,7 @@ def attended(
         result[some] = _measures(scheme, shares, position[some], parts[keys], request.n_given)
         top[some] = largest(shares, low)
     follows = np.flatnonzero(np.diff(step) == every) + 1
-    result[follows, :, _AT["jump"]] = _jumps(top[follows - 1], top[follows])
+    result[follows, :, _AT["jump"]] = jumps_of(top[follows - 1], top[follows])
     return Attended(step, rows.row[position], role[position], result)
 
 
@@ -261,15 +265,29 @@ def _measures(scheme: Scheme, shares: Rows, position: Ints, parts: Rows, n_given
     values[..., _AT["entropy"]] = bits
     with np.errstate(divide="ignore", invalid="ignore"):
         values[..., _AT["relative entropy"]] = np.where(n_keys > 1, bits / np.log2(n_keys), np.nan)
-        n_prompt = np.maximum(n_given - np.maximum(first, 1), 0)
-        even = np.log(n_prompt / (position + 1 - np.maximum(first, n_given)))
-        given, generated = (np.log(np.maximum(masses[..., at], LEAST_MASS)) for at in (1, 2))
-        odds = given - generated - even[:, np.newaxis]
-    values[..., _AT["prompt odds"]] = np.where(np.isfinite(odds), odds, np.nan)
+    masses_of = masses[..., 1], masses[..., 2]
+    values[..., _AT["prompt odds"]] = prompt_odds(*masses_of, position, first, n_given)
     return values
 
 
-def _jumps(before: Ints, after: Ints) -> Floats:
+def prompt_odds(given: Rows, generated: Rows, position: Ints, first: Ints, n_given: int) -> Rows:
+    """Return log-odds of the prompt without position 0, less those of an even attention.
+
+    Args:
+        given: share of the prompt ``(m, n_heads)``.
+        generated: that of generated text.
+        position: of each query ``(m,)``.
+        first: the first key in its reach.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        n_prompt = np.maximum(n_given - np.maximum(first, 1), 0)
+        even = np.log(n_prompt / (position + 1 - np.maximum(first, n_given)))
+        logs = [np.log(np.maximum(share, LEAST_MASS)) for share in (given, generated)]
+        odds = logs[0] - logs[1] - even[:, np.newaxis]
+    return np.where(np.isfinite(odds), odds, np.nan).astype(np.float32)
+
+
+def jumps_of(before: Ints, after: Ints) -> Floats:
     """Return 1 - Jaccard of sets of positions ``(n, n_heads)``."""
     shared = (before[..., np.newaxis] == after[..., np.newaxis, :]) & (after >= 0)[
         ..., np.newaxis, :

@@ -62,11 +62,12 @@ def page(result: Attention, command: str) -> AnswerPage:
 
 def _boxes(result: Attention) -> list[Fact]:
     proofs = [layer.proof for layer in result.layers]
-    largest = max((proof.largest or 0 for proof in proofs), default=0)
+    distances = [proof.largest for proof in proofs if proof.largest is not None]
+    largest = f"{max(distances):.1g}" if distances else "while it was served"
     n = count(sum(proof.n for proof in proofs))
     note = f"largest distance of softmax(q k) v from the stored z, over {n} heads of steps"
     is_proved = result.answer.is_proved
-    boxes = [Fact("Self-proof", f"{largest:.1g}" if is_proved else "not proved", note, is_proved)]
+    boxes = [Fact("Self-proof", largest if is_proved else "not proved", note, is_proved)]
     known = [
         (j.difference.value, layer.layer, j)
         for layer in result.layers
