@@ -26,6 +26,7 @@ from actds.format.telemetry import Attending
 from actds_writers.capture import op
 from actds_writers.capture.hooks import hook_specs, n_heads_of
 from actds_writers.capture.scheme import LIMITS, Scheme, full_config, largest, sinks_of
+from actds_writers.capture.stages import Step
 from actds_writers.capture.taps import ModelConfig, StreamForm
 from actds_writers.capture.transfer import Copier, Mark
 from actds_writers.ipc.messages import HookSpec, IntArray, StepAttention, intervals
@@ -159,18 +160,10 @@ class Looker:
         if self._run is not None:
             self._run.learn(request, roles)
 
-    def take(
-        self,
-        step: int,
-        requests: IntArray,
-        n_rows: IntArray,
-        prompt_lens: IntArray,
-        finished: Sequence[int],
-        positions: torch.Tensor,
-    ) -> None:
+    def take(self, step: Step, positions: torch.Tensor) -> None:
         """Copy the rows of a step that just ran, where a request is drawn."""
         if self._run is not None:
-            self._run.take(step, requests, n_rows, prompt_lens, finished, positions)
+            self._run.take(step, positions)
 
     def close(self) -> None:
         """Send what waits, and end the run."""
@@ -213,17 +206,9 @@ class _Run:
         if roles and self._draws(request):
             self._roles[request] = roles
 
-    def take(
-        self,
-        step: int,
-        requests: IntArray,
-        n_rows: IntArray,
-        prompt_lens: IntArray,
-        finished: Sequence[int],
-        positions: torch.Tensor,
-    ) -> None:
-        ended = tuple(number for number in finished if self._is_drawn.pop(number, False))
-        drawn = np.array([self._draws(number) for number in requests.tolist()], bool)
+    def take(self, step: Step, positions: torch.Tensor) -> None:
+        ended = tuple(number for number in step.finished if self._is_drawn.pop(number, False))
+        drawn = np.array([self._draws(number) for number in step.requests.tolist()], bool)
         if self._has_failed or not (ended or drawn.any()):
             return
         looker = self._looker
@@ -232,15 +217,15 @@ class _Run:
                 self._waiting.put_nowait(ended)
             if not drawn.any():
                 return
-            rows = torch.from_numpy(np.flatnonzero(np.repeat(drawn, n_rows)))
+            rows = torch.from_numpy(np.flatnonzero(np.repeat(drawn, step.n_rows)))
             rows = rows.to(looker.buffers.device, non_blocking=True)
             self._waiting.put_nowait(
                 _Taken(
-                    step,
-                    requests[drawn],
-                    n_rows[drawn],
-                    prompt_lens[drawn],
-                    int(n_rows.sum()),
+                    step.step,
+                    step.requests[drawn],
+                    step.n_rows[drawn],
+                    step.prompt_lens[drawn],
+                    int(step.n_rows.sum()),
                     looker.buffers.seen.clone(),
                     positions.index_select(0, rows),
                     tuple(block.index_select(1, rows) for block in looker.buffers.blocks),

@@ -431,8 +431,7 @@ class WorkerSide:
         """
         step = replace(step, began=self._began)
         if self._looker is not None:
-            columns = (step.requests, step.n_rows, step.prompt_lens)
-            self._looker.take(step.step, *columns, step.finished, positions)
+            self._looker.take(step, positions)
         self.stages.hand_over(step, token_ids, positions, waits=waits, changed=changed)
 
     def add_sampled(
