@@ -216,11 +216,12 @@ def components_of(
         for a, line, of in zip(acted, values, of_dosing, strict=False):
             share = float(line[0]) if np.isfinite(line[0]) else None
             arms.append(ActedArm(arm=a, dosing=d, share=share, aimed=of[1], divergence=of[2]))
-    kept, restored = ({d: intervals[n, -1, k] for n, d in enumerate(DOSINGS)} for k in (0, 1))
+    kept = {d: intervals[n, -1, 0] for n, d in enumerate(DOSINGS)}
+    lost = {d for d, of in kept.items() if of is not None and of.high < 1 - limits.margin}
+    restored = {d: intervals[n, -1, 1] if d in lost else None for n, d in enumerate(DOSINGS)}
+    halves = about["split_half"]["answers"]
     by_dosing = {
-        d: component_of(
-            intervals[n, 0, 1], kept[d], restored[d], about["split_half"]["answers"], limits
-        )
+        d: component_of(intervals[n, 0, 1], kept[d], restored[d], halves, limits)
         for n, d in enumerate(DOSINGS)
     }
     outcome, reason = agreed(by_dosing)

@@ -138,7 +138,7 @@ class Components(Section):
     reason: str | None = Field(description="why it is undecided")
     by_dosing: dict[Dosing, Cause]
     kept: dict[Dosing, Estimate | None] = Field(description="aimed effect, answers over prompts")
-    restored: dict[Dosing, Estimate | None] = Field(description="by the refit, of what was lost")
+    restored: dict[Dosing, Estimate | None] = Field(description="by the refit, where some was lost")
     positions: list[tuple[int, int]] = Field(description="with the requests of either side there")
     n_groups: int = Field(description="of prompts, that intervals leave out")
     cosine: float = Field(description="of the direction of prompts and that of answers")
@@ -220,10 +220,8 @@ def component_of(
     """Return why an effect in prompts, ``first``, is lost in answers, at one dosing."""
     if first is None or kept is None or first.low <= 0:
         return "undecided"
-    if kept.low >= 1 - limits.margin:
-        return "neither lost"
-    if kept.high >= 1 - limits.margin or restored is None:
-        return "undecided"
+    if restored is None:
+        return "neither lost" if kept.low >= 1 - limits.margin else "undecided"
     if restored.low > limits.restored:
         return "regime"
     is_known = split_half >= limits.split_half
