@@ -29,9 +29,9 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 88_450,
-    "modules": 261,
-    "modules with one importer": 45,
+    "shipped lines": 90_400,
+    "modules": 264,
+    "modules with one importer": 46,
     "arguments of one function": 15,
     "fmt: skip": 10,
     "public classes of one name in one package": 11,
