@@ -239,7 +239,9 @@ def finish(
     outcomes: Iterable[str],
     fail_on: str,
     worst: Sequence[str] = WORST,
+    files: Mapping[str, Path | None] | None = None,
 ) -> None:
-    """Write a result where it was asked for, and exit by its outcomes."""
+    """Write a result where it was asked for, name ``files``, and exit by its outcomes."""
     outputs.write(result.to_json(), page.html, page.lines)
+    outputs.say(files or {})
     sys.exit(exit_code(outcomes, fail_on, worst))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +9,7 @@ import click
 
 from actds.cli.command import FiniteRange, ResultCommand, default_option, print_lines
 from actds.text import format_nbytes, printable
-from actds_studies.study import (
-    WORST,
-    compare_options,
-    exit_code,
-    finish,
-    outcomes_of,
-    result_options,
-)
+from actds_studies.study import WORST, compare_options, finish, outcomes_of, result_options
 from actds_validators.cli.results import (
     COMMAND,
     LimitsCommand,
@@ -182,15 +174,13 @@ def stability(
     from actds_writers.engine_protocol import parse_words
 
     outputs = Outputs(html, json_out, {"--out": out})
-    words = parse_words(engine_args)
     from actds_studies.pages.stability import page
     from actds_studies.stability.api import stability as run
 
-    result = run(*arms, out=out, engine_args=words, **options, progress=told())
+    result = run(*arms, out=out, engine_args=parse_words(engine_args), **options, progress=told())
     shown = page(result, ctx.meta[COMMAND])
-    outputs.write(result.to_json(), shown.html, shown.lines)
-    outputs.say({"dictionaries": out})
-    sys.exit(exit_code((verdict.outcome for verdict in result.verdicts), fail_on, BEYOND))
+    outcomes = [verdict.outcome for verdict in result.verdicts]
+    finish(result, shown, outputs, outcomes, fail_on, BEYOND, {"dictionaries": out})
 
 
 def _attention() -> type[Attention]:

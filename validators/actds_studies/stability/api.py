@@ -338,9 +338,8 @@ class _Study:
             matched = match_directions(*rows_of, (first.alive, second.alive))
             for k in np.argsort(-matched.cosine, kind="stable")[: limits.steer]:
                 i, j = matched.pairs[k].tolist()
-                about_pair = {"features": (i, j), "cosine": matched.cosine[k]}
-                pair = SteeredPair(arm=arm.arm.name, kind=kind, **about_pair)
-                pairs.append((pair, rows_of[0][i], rows_of[1][j]))
+                what = {"kind": kind, "features": (i, j), "cosine": matched.cosine[k]}
+                pairs.append((SteeredPair(arm=arm.arm.name, **what), rows_of[0][i], rows_of[1][j]))
         model = Path(self.serving["model"])
         study = FeatureDirections(of.dataset, model, self.hook, limits.nats, limits.seed)
         progress("steering by matched features")

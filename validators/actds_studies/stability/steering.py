@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from actds_studies.steer.measure import (
     prove,
     strength_at,
 )
-from actds_studies.steer.replays import PLAIN, Replayed, Serving, Variant
+from actds_studies.steer.replays import PLAIN, Serving, Variant
 from actds_studies.steer.result import Decay, Limits
-from actds_validators.arrays import Floats, Ints, Rows
+from actds_validators.arrays import Floats, Rows
 
 AFTER = 5
 """Steps after the first changed one at which an effect is read."""
@@ -59,23 +60,16 @@ class FeatureDirections(_Study):
     def _strengths(self, serving: Serving, units: Rows, folder: Path) -> list[float | None]:
         n = min(*(len(s.token_id) - s.n_given for s in self.calibrated), N_CALIBRATED)
         norm, at = self._median_norm(), np.arange(n)
-        variants = [
-            [Variant(f"{v}-{c:g}", v, c * norm, 0, None, n) for c in CURVE]
-            for v in range(len(units))
-        ]
-        replayed = serving.serve(
-            self.calibrated, [v for curve in variants for v in curve], units, folder
-        )
+        numbers = range(len(units))
+        curves = [[Variant(f"{v}-{c}", v, c * norm, 0, None, n) for c in CURVE] for v in numbers]
+        replayed = serving.serve(self.calibrated, list(chain(*curves)), units, folder)
         plain = replayed.rows(PLAIN, at)
 
         def reached(variant: Variant) -> tuple[float, float]:
-            nats = self._nats(replayed, variant.name, at, plain)
+            nats = self._differences(replayed, replayed.rows(variant.name, at), plain)[0]
             return variant.strength, float(np.nanquantile(nats, self.limits.quantile))
 
-        return [strength_at(list(map(reached, curve)), self.limits.nats) for curve in variants]
-
-    def _nats(self, replayed: Replayed, name: str, at: Ints, plain: Ints) -> Floats:
-        return self._differences(replayed, replayed.rows(name, at), plain)[0]
+        return [strength_at(list(map(reached, curve)), self.limits.nats) for curve in curves]
 
     def _decays(
         self, serving: Serving, units: Rows, strengths: Sequence[float | None], folder: Path
@@ -90,7 +84,7 @@ class FeatureDirections(_Study):
         prove(self.unembedding, *replayed.recorded(), f"{serving.options['model']}")
         at = np.array(self.steps) - 1 + AFTER
         plain = replayed.rows(PLAIN, at)
-        again = self._nats(replayed, AGAIN, at, plain)
+        again = self._differences(replayed, replayed.rows(AGAIN, at), plain)[0]
         floor = estimate(np.nanmean(again, axis=1), self.group)
         decays = {}
         for v in known:
