@@ -304,9 +304,9 @@ class _Shuffle:
 
         written = store.put_new(layout.run_path(run), [schema.to_bytes(self._run_record(run))])
         chain("writer").append("run", RunBody(run=run, sha256=written.sha256))
-        probes = layout.probes_path(run)
-        if self._catalog.store.exists(probes):
-            store.put_new(probes, [self._catalog.store.read(probes)])
+        for path in (layout.probes_path(run), layout.profile_path(run)):
+            if self._catalog.store.exists(path):
+                store.put_new(path, [self._catalog.store.read(path)])
         for (its_run, table), parts in self._catalog.parts.items():
             for body in parts if its_run == run else ():
                 data = read_checked(self._catalog.store, body.file.path, body.file)

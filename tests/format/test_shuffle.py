@@ -33,6 +33,7 @@ from actds.store import layout
 from actds.store.local import LocalStore, lock_dataset
 from actds_testing import synthetic
 from actds_testing.independent import IndependentReader
+from actds_testing.places import VECTORS
 from actds_testing.schedules import busy_shares
 from actds_testing.schedules import simulate as simulate_tables
 from actds_testing.simulate.dataset import write_dataset
@@ -135,6 +136,17 @@ def test_rows_that_were_drawn_keep_their_probability(tmp_path: Path) -> None:
     key = itemgetter("request", "position")
     assert sorted(before, key=key) == sorted(after, key=key)
     assert {row["inclusion"] for row in after} == {0.25, 1}
+
+
+def test_what_was_looked_at_comes_with_the_copy(tmp_path: Path) -> None:
+    source = VECTORS / "valid" / "looks"
+    shuffle(source, tmp_path / "copy")
+    assert not validate(tmp_path / "copy", "deep").errors
+    copy, before = actds.open(tmp_path / "copy"), actds.open(source)
+    assert copy.alerts().equals(before.alerts()) and copy.attention().num_rows
+    (run,) = before.runs
+    profile = f"readouts/{run}/profile.json"
+    assert (tmp_path / "copy" / profile).read_bytes() == (source / profile).read_bytes()
 
 
 def test_every_shard_but_the_last_of_a_phase_is_full(mixed: Path, tmp_path: Path) -> None:
