@@ -34,8 +34,8 @@ from actds_writers.ipc.messages import HookSpec, IntArray, StepAttention, interv
 log = logging.getLogger("actds")
 KINDS = "qkvz"
 N_WAITING = 256
-"""Steps that wait for the thread at most; the requests of further ones are not followed any more.
-"""
+"""Steps that wait for the thread at most, with the rows of one largest step at most; the requests
+of further ones are not followed any more."""
 MAX_NBYTES = 1 << 30
 """Of keys and values; requests that find no room are not followed."""
 N_OF_MEAN = 256
@@ -194,7 +194,9 @@ class _Run:
         self._is_drawn: dict[int, bool] = {}
         self._roles: dict[int, str] = {}
         self._contexts: dict[int, _Context | None] = {}
+        self._ended: list[int] = []
         self._nbytes, self._distance, self._n_heads = 0, 0.0, 0
+        self._waiting_nbytes, self._counting = 0, threading.Lock()
         self._has_failed = False
         self._waiting: queue.Queue[_Taken | tuple[int, ...] | None] = queue.Queue(N_WAITING)
         self._thread = threading.Thread(target=self._follow, name="actds-attend", daemon=True)
@@ -207,17 +209,19 @@ class _Run:
             self._roles[request] = roles
 
     def take(self, step: Step, positions: torch.Tensor) -> None:
-        ended = tuple(number for number in step.finished if self._is_drawn.pop(number, False))
+        self._ended += [n for n in step.finished if self._is_drawn.pop(n, False)]
         drawn = np.array([self._draws(number) for number in step.requests.tolist()], bool)
-        if self._has_failed or not (ended or drawn.any()):
+        if self._has_failed or not (self._ended or drawn.any()):
             return
         looker = self._looker
         try:
-            if ended:
-                self._waiting.put_nowait(ended)
+            if self._ended:
+                self._waiting.put_nowait(tuple(self._ended))
+                self._ended.clear()
             if not drawn.any():
                 return
             rows = torch.from_numpy(np.flatnonzero(np.repeat(drawn, step.n_rows)))
+            self._reserve(len(rows))
             rows = rows.to(looker.buffers.device, non_blocking=True)
             self._waiting.put_nowait(
                 _Taken(
@@ -235,6 +239,15 @@ class _Run:
         except queue.Full:
             pass  # a request without these positions has no further line
 
+    def _reserve(self, n_rows: int) -> None:
+        """Count rows that wait, below 0 those that do no more; raises ``queue.Full``."""
+        buffers = self._looker.buffers
+        with self._counting:
+            nbytes = self._waiting_nbytes + n_rows * buffers.layout.row_nbytes
+            if n_rows > 0 and (nbytes > buffers.nbytes or self._waiting.full()):
+                raise queue.Full
+            self._waiting_nbytes = nbytes
+
     def _draws(self, request: int) -> bool:
         drawn = self._is_drawn.get(request)
         if drawn is None:
@@ -250,10 +263,10 @@ class _Run:
     def _follow(self) -> None:
         copier = Copier(self._looker.buffers.device)
         while (taken := self._waiting.get()) is not None:
-            if self._has_failed:
-                continue
             try:
-                if isinstance(taken, _Taken):
+                if self._has_failed:
+                    pass
+                elif isinstance(taken, _Taken):
                     self._add(taken, copier)
                 else:
                     for request in taken:
@@ -265,6 +278,9 @@ class _Run:
                     words = repr(error)[:500]
                     error = ActdsError("E901", "attention", got=words, expected="a look")
                 self._fail(error)
+            finally:
+                if isinstance(taken, _Taken):
+                    self._reserve(-len(taken.positions))
 
     def _forget(self, request: int) -> None:
         context = self._contexts.pop(request, None)
