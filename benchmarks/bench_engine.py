@@ -313,8 +313,13 @@ def start(
     )  # fmt: skip
     lock = lock_dataset(out)
     edits = None if plan.interventions is None else plan.interventions.to_bytes()
-    files = {"probes": plan.probes, "interventions": edits, "profile": plan.profile}
-    pipeline = Pipeline(settings, plan.hooks, os.getpid(), lock, files=files)
+    pipeline = Pipeline(
+        settings,
+        plan.hooks,
+        os.getpid(),
+        lock,
+        files={"probes": plan.probes, "interventions": edits, "profile": plan.profile},
+    )
     pipeline.connect()
     options = VllmOptions(**arguments)
     engine = engines.VllmEngine(model, options, pipeline.link, temperature=0.0, seed=0)

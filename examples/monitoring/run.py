@@ -26,7 +26,8 @@ sys.path.insert(0, str(HERE))
 import traffic  # noqa: E402
 
 import actds  # noqa: E402
-from actds.format.profile import KINDS, Calibration, Look, Profile, features  # noqa: E402
+from actds.format.profile import Calibration, Look, Profile, features  # noqa: E402
+from actds.format.telemetry import KINDS
 from actds_studies.monitoring import (  # noqa: E402
     LENGTHS,
     Looks,
