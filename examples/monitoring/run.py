@@ -27,7 +27,7 @@ import traffic  # noqa: E402
 
 import actds  # noqa: E402
 from actds.format.profile import Calibration, Look, Profile, features  # noqa: E402
-from actds.format.telemetry import KINDS
+from actds.format.telemetry import KINDS  # noqa: E402
 from actds_studies.monitoring import (  # noqa: E402
     LENGTHS,
     Looks,
