@@ -29,7 +29,7 @@ def take(writer: Connection, begun: threading.Event, seen: list[int]) -> None:
 
 def fill(lane: Lane, n_steps: int) -> None:
     for step in range(n_steps):
-        rows = [np.zeros(4, np.int64)] * 3
+        rows = [np.zeros(4, np.int64)] * 4
         lane.put(step, rows, torch.full((2, 4, 9), float(step)))
 
 
@@ -72,7 +72,7 @@ def test_a_lane_of_a_server_gives_up_whole_steps_and_says_which(tmp_path: Path) 
     lane = Lane(ours, tmp_path / "lane", nbytes, step_nbytes=largest)
 
     def put(step: int, n_rows: int) -> bool:
-        return lane.put(step, [np.zeros(n_rows, np.int64)] * 3, torch.zeros((2, n_rows, 9)))
+        return lane.put(step, [np.zeros(n_rows, np.int64)] * 4, torch.zeros((2, n_rows, 9)))
 
     n_kept = 0
     while put(n_kept, 8):

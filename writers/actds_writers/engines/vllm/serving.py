@@ -264,6 +264,11 @@ def start(config: Any, document: Any) -> LiveRun:
         writer = _writer_settings(settings, model, hooks, readouts, _replica(config))
         if edits is not None:
             writer = replace(writer, facts=(*writer.facts, edits.fact))
+        profile = None
+        if settings.profile is not None:
+            dtype = observed("numerics.dtype", str(model.dtype).removeprefix("torch."))
+            names = [hook.name for hook in hooks]
+            profile = plan_profile(settings, names, readouts, (*writer.facts, dtype))
         # The client of an engine core in its own process is the parent.
         in_child = multiprocessing.parent_process() is not None
         begin = functools.partial(
@@ -274,15 +279,7 @@ def start(config: Any, document: Any) -> LiveRun:
             files={
                 "probes": probes,
                 "interventions": None if edits is None else edits.to_bytes(),
-                "profile": plan_profile(
-                    settings,
-                    [hook.name for hook in hooks],
-                    readouts,
-                    (
-                        *writer.facts,
-                        observed("numerics.dtype", str(model.dtype).removeprefix("torch.")),
-                    ),
-                ),
+                "profile": profile,
             },
         )
         metrics = None
