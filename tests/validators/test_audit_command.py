@@ -191,7 +191,7 @@ def test_every_limit_of_every_command_is_listed_with_its_meaning_and_its_default
             field = limits.model_fields[name]
             line = rf"  {name} +{field.default:g} +{re.escape(str(field.description))}$"
             assert re.search(line, by_command[command], re.MULTILINE), name
-    assert {"auc", "fdr", "fvu", "margin"} == {*stability_result.Limits.thresholds()}
+    assert {"auc", "fdr", "fvu", "margin", "nats"} == {*stability_result.Limits.thresholds()}
     unknown = CliRunner().invoke(cli, ["schema", "limit"])
     assert "seal, " in unknown.stderr and "or limits" in unknown.stderr
 
