@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -43,12 +44,19 @@ class RecordedLayer:
     proof: Proof | None = None
     scheme: ClassVar[None] = None
 
+    @cached_property
+    def _first(self) -> dict[tuple[str, int], tuple[int, int]]:
+        """The lines of each request, from the first on: where, and how many."""
+        names = ["run", "request"]
+        counts = self.lines.group_by(names, use_threads=False).aggregate([([], "count_all")])
+        sizes = counts["count_all"].to_numpy()
+        starts = (np.cumsum(sizes) - sizes).tolist()
+        keys = zip(counts["run"].to_pylist(), counts["request"].to_pylist(), strict=True)
+        return dict(zip(keys, zip(starts, sizes.tolist(), strict=True), strict=True))
+
     def of(self, request: Request) -> pa.Table:
         """Return the lines of a request."""
-        runs, numbers = self.lines["run"], self.lines["request"]
-        return self.lines.filter(
-            pc.and_(pc.equal(runs, request.run), pc.equal(numbers, request.number))
-        )
+        return self.lines.slice(*self._first.get((request.run, request.number), (0, 0)))
 
 
 def recorded_layers(dataset: Dataset, layers: Sequence[int]) -> list[RecordedLayer]:

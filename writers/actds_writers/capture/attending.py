@@ -205,13 +205,15 @@ class _Run:
     # the engine's thread ----------------------------------------------------------------------
 
     def learn(self, request: int, roles: str) -> None:
-        if roles and self._draws(request):
+        if roles and not self._has_failed and self._draws(request):
             self._roles[request] = roles
 
     def take(self, step: Step, positions: torch.Tensor) -> None:
+        if self._has_failed:
+            return
         self._ended += [n for n in step.finished if self._is_drawn.pop(n, False)]
         drawn = np.array([self._draws(number) for number in step.requests.tolist()], bool)
-        if self._has_failed or not (self._ended or drawn.any()):
+        if not (self._ended or drawn.any()):
             return
         looker = self._looker
         try:

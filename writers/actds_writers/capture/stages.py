@@ -212,6 +212,7 @@ class Stages:
         self._ring = RingSpace(memory.ring)
         self._host = HostMemory(create_memory(self.ring_path, memory.ring), self._device)
         queues = QueuePage.beside(self.ring_path, new=True)
+        self._is_watched = link.profile_path is not None
         self.lane: Lane | None = None
         if self._width:
             connection = link.connect("readouts", str(stage))
@@ -489,7 +490,7 @@ class Stages:
         entropy = None
         if moving.sampled is not None:
             bits = self._bits(moving.sampled, copier)
-            if self.lane is not None:
+            if self._is_watched:
                 entropy = _entropy(step, moving.sampled.requests, bits)
         if self.lane is not None:
             columns = (np.repeat(of, step.n_rows) for of in (step.requests, step.prompt_lens))

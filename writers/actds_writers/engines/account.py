@@ -359,7 +359,7 @@ class WorkerSide:
             self._looker.begin(attending, self.stages.handover.send, self._end_looks)
 
     def _end_looks(self, error: ActdsError) -> None:
-        """Take why attention is not looked at any more: the end of a run that does not serve."""
+        """Take why attention is not looked at any more: it ends a harvest, and no server."""
         if self.link.live:
             logging.getLogger("vllm.actds").error("actds: attention is not looked at: %s", error)
         else:

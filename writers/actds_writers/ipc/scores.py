@@ -1,7 +1,7 @@
 """A page of shared memory with the scores of requests: the writer writes it, the scheduler reads.
 
 A request that asks for its score gets it with its response, from the engine's process; the score is
-made in the writer's. Nobody waits: an answer says up to which position it is.
+made in the writer's. The page says up to which step that is, so that a response can wait for it.
 """
 
 from __future__ import annotations

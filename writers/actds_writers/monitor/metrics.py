@@ -386,7 +386,7 @@ def _metrics(now: Snapshot) -> Iterator[OfMetric]:
         yield (
             "gauge",
             "profile",
-            "The profile beside which rows are.",
+            "The profile beside which rows are looked at.",
             ("sha256", {watched.profile: 1}),
         )
         yield "counter", "watched_requests", "Requests that were looked at.", watched.n_requests
