@@ -51,7 +51,7 @@ def page(result: Attention, command: str) -> AnswerPage:
         answer=("" if is_proved else "NOT PROVED. ") + result.answer.words,
         boxes=_boxes(result),
         introduction="Each decode step spreads an attention of 1 over the keys in its reach, in "
-        "every head. It is computed from queries and keys, which the engine stored or looked at, and "
+        "every head. It is computed from queries and keys, stored or looked at, and "
         + ("proved: it gives the stored outputs of heads." if is_proved else "not proved."),
         next_steps=result.answer.next_steps or ["Nothing is missing."],
         facts=_facts(result, command),
