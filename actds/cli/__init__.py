@@ -371,7 +371,7 @@ def seal_command(path: str, imported: bool, as_json: bool) -> None:
     """Seal a dataset: account for every position, then fix its content.
 
     PATH is the dataset's folder or its s3:// URI. Every chain must be closed or fenced. A dataset
-    that did not change since its seal keeps it.
+    that did not change since its seal keeps it. Says which parts of the prompts no run has served.
 
     \b
     Examples:
@@ -379,11 +379,17 @@ def seal_command(path: str, imported: bool, as_json: bool) -> None:
       actds seal acts --json
     """
     from actds.dataset.account import TOTALS
+    from actds.dataset.reading import Catalog
+    from actds.dataset.sources import missing_parts
     from actds.format import canonical
     from actds.format.schema import to_bytes
     from actds.publish.sealing import seal
+    from actds.store import open_store
 
     document = seal(path, imported=imported)
+    if missing := missing_parts(Catalog.read(open_store(path))):
+        words = f"{counted(len(missing), 'part')} of the prompts missing: {', '.join(missing[:32])}"
+        click.echo(f"{words}{' ...' if len(missing) > 32 else ''}", err=True)
     if as_json:
         print_json(document.model_dump(mode="json"))
         return

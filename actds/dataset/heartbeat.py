@@ -15,11 +15,11 @@ import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from actds.errors import ActdsError
+from actds.errors import ActdsError, BusyError
 from actds.format import canonical
 from actds.store import Store, layout, local_folder
 from actds.text import printable
@@ -40,18 +40,24 @@ class Heartbeat:
         store: the dataset's store.
         run: run of the chain.
         chain: id of the chain.
+        part: share of the prompts that the run serves, as ``3/16``; empty for all.
 
     Raises:
-        ActdsError: E503 when the store refuses the first beat.
+        ActdsError: E503 when the store refuses the first beat; E010 when another run of the same
+            part may be at work.
 
     Spec: 0.1 section 9.9.
     """
 
-    def __init__(self, store: Store, run: str, chain: str) -> None:
+    def __init__(self, store: Store, run: str, chain: str, part: str = "") -> None:
         self._store, self._path = store, layout.heartbeat_path(run, chain)
-        self._chain, self._n_beats = chain, 0
+        self._chain, self._part, self._n_beats = chain, part, 0
         self._stopped, self._lock = threading.Event(), threading.Lock()
         self._beat()
+        if part and (owner := find_other(store, run, part)):
+            # Of two that begin at once each has beaten before it looks: no two go on.
+            _remove(store, self._path)
+            raise busy(f"journal/{run}", f"part {part}, which {owner} may still write")
         _beating[chain] = self
         work = functools.partial(_go_on, weakref.ref(self), self._stopped)
         threading.Thread(target=work, name="actds-heartbeat", daemon=True).start()
@@ -83,6 +89,7 @@ class Heartbeat:
             "machine": _machine(),
             "pid": os.getpid(),
             "started": _start_of(os.getpid()),
+            **({"part": self._part} if self._part else {}),
         }
         self._store.replace(self._path, canonical.dump(beat))
 
@@ -103,6 +110,8 @@ class Owner:
     machine: str
     pid: int
     started: int
+    part: str = ""
+    """Share of the prompts that the run of the chain serves."""
 
     @property
     def is_here(self) -> bool:
@@ -120,27 +129,48 @@ class Owner:
         return f"process {self.pid} on {self.host}"
 
 
+def busy(place: str, got: str) -> BusyError:
+    """Return E010 for what another process may still write."""
+    step = "End that process, or wait until it has ended."
+    return BusyError("E010", place, got=got, expected="no other writer", next_step=step)
+
+
+def heartbeats(store: Store) -> Iterator[tuple[str, str, str]]:
+    """Yield run, chain and path of every heartbeat that is there."""
+    for path in store.list("journal"):
+        _, run, *names = path.split("/")
+        if len(names) == 1 and names[0].endswith(".json"):
+            yield run, names[0].removesuffix(".json"), path
+
+
+def find_other(store: Store, run: str, part: str) -> Owner | None:
+    """Return a process that may serve the same part of the prompts as a run does."""
+    for other, chain, path in heartbeats(store):
+        if other != run:
+            owner, _ = read_heartbeat(store, path)
+            dead = owner is not None and owner.is_here and not owner.lives(chain)
+            if owner is not None and owner.part == part and not dead:
+                return owner
+    return None
+
+
 def remove_heartbeat(store: Store, run: str, chain: str) -> None:
     """Remove what is left of the heartbeat of a chain that was ended; a store may keep it."""
     _remove(store, layout.heartbeat_path(run, chain))
 
 
-def remove_stale(store: Store, living: Iterable[str] = ()) -> None:
+def remove_stale(store: Store, stay: Callable[[str], bool] = lambda run: False) -> None:
     """Remove what processes of this machine left of heartbeats: a kill comes at any time.
 
     Args:
         store: the dataset's store; its chains are ended, but those of some runs.
-        living: the runs whose heartbeats stay.
+        stay: whether the heartbeats of a run stay.
 
     Raises:
         ActdsError: E104 when the store does not answer.
     """
-    for path in store.list("journal"):
-        _, run, *names = path.split("/")
-        if run in living or len(names) != 1 or not names[0].endswith(".json"):
-            continue
-        chain = names[0].removesuffix(".json")
-        owner, _ = read_heartbeat(store, path)
+    for run, chain, path in heartbeats(store):
+        owner, _ = (None, b"") if stay(run) else read_heartbeat(store, path)
         if owner is not None and owner.is_here and not owner.lives(chain):
             _remove(store, path)
 
@@ -170,6 +200,7 @@ def read_heartbeat(store: Store, path: str) -> tuple[Owner | None, bytes]:
             str(beat["machine"]),
             int(beat["pid"]),
             beat["started"],
+            str(beat.get("part", "")),
         )
     except (ValueError, KeyError, TypeError, RecursionError):
         return None, data

@@ -62,6 +62,7 @@ class Chain:
         kind: ChainKind,
         software: str,
         chain_id: str | None = None,
+        part: str = "",
     ) -> Chain:
         """Return a new chain whose ``open`` record is durable, and whose heart beats until it ends.
 
@@ -72,13 +73,14 @@ class Chain:
             kind: ``writer``, ``census`` or ``tool``.
             software: program and version of the process.
             chain_id: its id, where that was drawn before; a new one when None.
+            part: share of the prompts that the run serves, as ``3/16``; empty for all.
 
         Raises:
-            ActdsError: E503 when the disk refuses.
+            ActdsError: E503 when the disk refuses; E010 when another run serves the same part.
         """
         chain = cls(store, dataset, chain_id or layout.new_id(kind[0]))
         opening = OpenBody(kind=kind, run=run, started_ns=time.time_ns(), software=software)
-        chain._heartbeat = Heartbeat(store, run, chain.chain)
+        chain._heartbeat = Heartbeat(store, run, chain.chain, part)
         chain.append("open", opening)
         return chain
 

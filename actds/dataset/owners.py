@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from actds.dataset.heartbeat import Owner, read_heartbeat
+from actds.dataset.heartbeat import Owner, busy, read_heartbeat
 from actds.dataset.ledger import ChainState
 from actds.errors import BusyError
 from actds.store import Store, layout, local_folder
@@ -42,6 +42,7 @@ def find_owners(
     chains: Iterable[ChainState],
     *,
     silence_s: float = SILENCE_S,
+    each: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> Owners:
     """Return which processes of the open chains of a dataset are gone.
@@ -55,6 +56,7 @@ def find_owners(
         store: the dataset's store.
         chains: its chains; those that have ended are passed over.
         silence_s: how long to watch; 0 takes every process of another machine for alive.
+        each: watch every process to the end, also when one is known to live.
         say: takes a line for the user before a wait.
 
     Raises:
@@ -77,10 +79,10 @@ def find_owners(
             owners.ended[state.chain] = "its process is gone"
         else:
             unseen.append(_Unseen(state, owner, _signs(store, state)))
-    if unseen and not owners.living and silence_s:
+    if unseen and (each or not owners.living) and silence_s:
         runs = ", ".join(sorted({chain.state.run for chain in unseen}))
         say(f"Watching run {runs} for {silence_s:.0f} s: its processes may be at work elsewhere.")
-    _watch(store, unseen, 0 if owners.living else silence_s, owners)
+    _watch(store, unseen, silence_s if each or not owners.living else 0, each, owners)
     return owners
 
 
@@ -93,16 +95,19 @@ class _Unseen:
     signs: tuple[bytes, int]
 
 
-def _watch(store: Store, unseen: list[_Unseen], silence_s: float, owners: Owners) -> None:
-    """Watch chains until one shows a sign of life, or the time is over."""
+def _watch(
+    store: Store, unseen: list[_Unseen], silence_s: float, each: bool, owners: Owners
+) -> None:
+    """Watch chains until one, or ``each``, shows a sign of life, or the time is over."""
     deadline = time.monotonic() + silence_s
-    while unseen and not owners.living and (left := deadline - time.monotonic()) > 0:
+    while unseen and (each or not owners.living) and (left := deadline - time.monotonic()) > 0:
         time.sleep(min(_POLL_S, left))
-        for candidate in unseen:
+        for candidate in [*unseen]:
             if _signs(store, candidate.state) != candidate.signs:
                 owners.living[candidate.state.run] = _busy(candidate.state, candidate.owner)
+                unseen.remove(candidate)
     for candidate in unseen:
-        if owners.living or not silence_s:
+        if (owners.living and not each) or not silence_s or candidate.state.run in owners.living:
             owners.living.setdefault(candidate.state.run, _busy(candidate.state, candidate.owner))
         else:
             who = candidate.owner or "its process"
@@ -118,10 +123,5 @@ def _signs(store: Store, state: ChainState) -> tuple[bytes, int]:
 
 
 def _busy(state: ChainState, owner: Owner | None) -> BusyError:
-    return BusyError(
-        "E010",
-        f"ledger/{state.chain}",
-        got=f"run {state.run}, which {owner or 'a process'} may still write",
-        expected="no other writer",
-        next_step="End that process, or wait until it has ended.",
-    )
+    got = f"run {state.run}, which {owner or 'a process'} may still write"
+    return busy(f"ledger/{state.chain}", got)

@@ -12,8 +12,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.dataset.reading import Catalog
+from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.labels import Label, label_text, parse_labels
+from actds.format.schema.v0_1 import PART, parse_part
+from actds.store import layout
 from actds.text import counted
 
 N_LARGEST = 8
@@ -99,6 +102,29 @@ class LabelFacts:
         some = [f"{label_text(count.value)} ({count.n_records:,})" for count in self.largest]
         more = self.n_values - len(some)
         return f"{self.name}: {values}: {', '.join([*some, *([f'{more:,} more'] if more else [])])}"
+
+
+def missing_parts(catalog: Catalog) -> list[str]:
+    """Return the parts of the prompts that no run was to serve, where runs serve parts.
+
+    A run that serves all prompts, as one that goes on with what parts have left, lacks none.
+
+    Raises:
+        ActdsError: E103 a part that is none.
+    """
+    counts: dict[int, set[int]] = defaultdict(set)
+    for run in catalog.runs_with_data:
+        text = catalog.runs[run].part if run in catalog.runs else ""
+        if not text:
+            return []
+        try:
+            number, n_parts = parse_part(text)
+        except ValueError as error:
+            place = f"{layout.run_path(run)} {PART}"
+            raise ActdsError("E103", place, got=text[:80], expected=str(error)) from None
+        counts[n_parts].add(number)
+    n_parts = max(counts, default=0)
+    return [f"{k}/{n_parts}" for k in range(1, n_parts + 1) if k not in counts[n_parts]]
 
 
 def read_records(catalog: Catalog) -> pa.Table:

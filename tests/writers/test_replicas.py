@@ -23,10 +23,10 @@ from actds_testing import harvest as h
 from actds_testing import toy
 from actds_writers.config import WriteSettings
 from actds_writers.engine_protocol import find_engine
-from actds_writers.harvest import run as replicas
+from actds_writers.harvest import replicas
 from actds_writers.harvest.prepare import Plan, make_plan
+from actds_writers.harvest.replicas import shares
 from actds_writers.harvest.result import Observer, Totals
-from actds_writers.harvest.run import shares
 from actds_writers.ipc.messages import CommitTotals
 from actds_writers.monitor.progress import Snapshot, Stage, summed
 
@@ -193,7 +193,7 @@ def test_a_replica_that_starts_hears_of_an_interrupt_when_it_heeds_them(
     process, other_process = made[-2:]
     one.interrupt()
     assert process.signals == []  # it would end the process, and not the run
-    process.connection.send(replicas.READY)
+    process.connection.send(replicas.Began("r-1"))
     one.take(Observer())
     assert process.signals == [signal.SIGTERM]
     one.interrupt()

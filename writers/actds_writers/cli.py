@@ -55,13 +55,22 @@ Examples:
     "--writer", hidden=True, expose_value=False, callback=_renamed, help="Renamed to --engine."
 )
 @click.option("--quiet", is_flag=True, help="Show no progress; the summary is still printed.")
-def write(out: str, quiet: bool, engine_args: tuple[str, ...], **settings: Any) -> None:
+def write(
+    out: str,
+    quiet: bool,
+    engine_args: tuple[str, ...],
+    ray_options: tuple[str, ...],
+    **settings: Any,
+) -> None:
     """Harvest activations from a real engine into OUT.
 
     Serves every prompt, stores the activations of every token that the engine computes, and
     accounts for every token. Ctrl-C drains, commits and seals; --resume continues.
     """
-    _run_shown(actds.write, out, engine_args, quiet=quiet, **settings)
+    from actds_writers.engine_protocol import parse_words
+
+    options = parse_words(ray_options)
+    _run_shown(actds.write, out, engine_args, quiet=quiet, ray_options=options, **settings)
 
 
 REPLAY_EXAMPLES = """\b
@@ -239,6 +248,7 @@ _WORDS = {
     "empty": "it committed nothing",
     "imported": "it never had a census",
     "unaccountable": "it has neither census nor journal",
+    "at work": "its processes live, and it was left alone",
 }
 RECOVER_EXAMPLES = """\b
 Examples:
@@ -258,8 +268,9 @@ def recover(path: str, clear: bool, as_json: bool) -> None:
     """Recover a dataset whose harvest was killed or lost its power.
 
     PATH is the dataset's folder or its s3:// location. Keeps every acknowledged row, accounts for
-    all others as aborted, closes open ledger chains and seals the dataset. Refuses while a process
-    still writes: one of this machine is looked up, one of another is watched for a minute.
+    all others as aborted, closes open ledger chains and seals the dataset. A process of this
+    machine is looked up, one of another is watched for a minute. Runs whose processes live are left
+    alone; the dataset is then not sealed, and without a run to recover this is refused.
     """
     from actds.cli.command import envelope, print_json
 
@@ -286,6 +297,8 @@ def _lines(done: RecoverResult) -> Iterator[str]:
             yield f"  {printable(path)}"
         if len(done.unreachable) > _SHOWN:
             yield f"  and {len(done.unreachable) - _SHOWN} more"
+    if any(run.outcome == "at work" for run in done.runs):
+        yield "not sealed: runs are at work; actds seal when they have ended"
     if done.seal is not None:
         yield f"sealed: seal {done.seal.n}, {done.seal.totals['rows']:,} rows"
 

@@ -34,6 +34,7 @@ from pydantic import (
 from actds.errors import ActdsError
 from actds.format.inclusion import Design, Unit, salt_of
 from actds.format.labels import MAX_LABELS, MAX_LENGTH
+from actds.format.schema.v0_1 import parse_part
 from actds.format.telemetry import Attending
 from actds.store import layout
 from actds.version import __version__
@@ -101,6 +102,11 @@ def _layers(text: str) -> str:
     if not re.fullmatch(r"[0-9]{1,5}(,[0-9]{1,5})*", text):
         raise ValueError("layers, as 3,10")
     return text
+
+
+def _part(text: str) -> str:
+    number, n_parts = parse_part(text)
+    return f"{number}/{n_parts}"
 
 
 Folder = Annotated[Path, Field(strict=False)]
@@ -376,9 +382,39 @@ class WriteSettings(ModelSettings, HarvestSettings):
         json_schema_extra={"metavar": "SHARE"},
     )
     resume: bool = Field(default=False, description="Resume OUT; skip finished requests")
+    part: Annotated[str, AfterValidator(_part)] | None = Field(
+        default=None,
+        description="Serve the K-th of N parts of the prompts, as 3/16, beside the runs of others "
+        "in the same OUT; --resume goes on with this part alone. When all have ended: actds seal",
+        json_schema_extra={"metavar": "K/N"},
+    )
     skip_broken: bool = Field(
         default=False, description="Skip prompt records that cannot be read, and record them"
     )
+    executor: Literal["ray"] | None = Field(
+        default=None,
+        description="With ray: an engine on each node of the Ray cluster that RAY_ADDRESS names, "
+        "or more by --engines; the prompts are handed out in pieces",
+    )
+    engines: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="With --executor ray: number of engines. Default: one for each node, or as "
+        "many as its devices hold",
+    )
+    ray_options: dict[str, Any] = Field(
+        default={},
+        description="With --executor ray: what each engine asks of Ray, may be repeated: "
+        "num_cpus=8, num_gpus=2, resources and label_selector as JSON",
+        json_schema_extra={"option": "--ray-option", "metavar": "KEY=VALUE"},
+    )
+
+    @model_validator(mode="after")
+    def _runs_on_a_cluster(self) -> Self:
+        if self.executor is None and (self.engines is not None or self.ray_options):
+            raise ValueError("executor: ray, beside its options")
+        if self.executor is not None and (self.part is not None or self.canary is not None):
+            raise ValueError("executor: without part, and without canary, which is of one machine")
+        return self
 
 
 def _as_in(model: type[BaseModel], name: str) -> Any:
@@ -432,6 +468,13 @@ class ReplaySettings(ModelSettings, HarvestSettings):
         "fraction lies in a larger one",
     )
     resume: bool = _as_in(WriteSettings, "resume")
+    part: Annotated[str, AfterValidator(_part)] | None = _as_in(WriteSettings, "part")
+
+    @model_validator(mode="after")
+    def _compares_whole(self) -> Self:
+        if self.part is not None and self.compares:
+            raise ValueError("part: without compare and only, which look at a whole replay")
+        return self
 
     @property
     def compares(self) -> bool:
@@ -441,7 +484,8 @@ class ReplaySettings(ModelSettings, HarvestSettings):
         """Return the settings of the harvest: one token is sampled, which is never fed."""
         shared = {name: getattr(self, name) for name in HarvestSettings.model_fields}
         shared |= {name: getattr(self, name) for name in ("model", "engine", "engine_args")}
-        shared |= {"hooks": hooks, "prompts": self.source, "resume": self.resume}
+        shared |= {"hooks": hooks, "prompts": self.source}
+        shared |= {"resume": self.resume, "part": self.part}
         return WriteSettings.of({**shared, "max_tokens": 1, "temperature": 0.0})
 
 
@@ -743,9 +787,13 @@ class WriterSettings:
     software: str = f"actds {__version__}"
 
     @property
+    def part(self) -> str:
+        return getattr(self.harvest, "part", None) or ""
+
+    @property
     def may_join(self) -> bool:
         """Return whether the dataset may be one that another engine has just created."""
-        return self.shared or self.replica[1] > 1
+        return self.shared or self.replica[1] > 1 or bool(self.part)
 
 
 @dataclass(frozen=True)
@@ -755,6 +803,7 @@ class CensusSettings:
     Args:
         root: location of the dataset.
         dataset: id of the dataset that the run creates; None where it joins or resumes one.
+        part: share of the prompts that the run serves, as ``3/16``; empty for all.
         reserve_nbytes: disk space held back, so that a full disk can still be accounted for.
     """
 
@@ -762,4 +811,5 @@ class CensusSettings:
     run: str
     software: str
     dataset: str | None = None
+    part: str = ""
     reserve_nbytes: int = 4 << 20

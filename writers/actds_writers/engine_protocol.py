@@ -225,6 +225,10 @@ class EngineKind(ABC, Generic[OptionsT]):
         """Return the workers of one engine that capture, as far as the options say."""
         return Workers()
 
+    def devices(self, options: OptionsT) -> int:
+        """Return how many devices one engine takes, where it computes on devices."""
+        return 1
+
     def of_replica(self, options: OptionsT, number: int) -> OptionsT:
         """Return the options of one of several replicas, by its number."""
         return options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
@@ -234,6 +235,18 @@ REQUIRED_PROVENANCE: dict[str, str] = {
 """Names that a run record MUST hold; further names are allowed."""
 
 
+PART = "prompts.part"
+"""Field of the run record: the share of the prompts that the run was to serve, as ``3/16``."""
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """Return number and count of a part, ``K/N`` with K from 1 to N; ValueError for none."""
+    match = re.fullmatch(r"([1-9][0-9]{0,6})/([1-9][0-9]{0,6})", text)
+    if match is None or int(match[1]) > int(match[2]):
+        raise ValueError("K/N, the K-th of N parts, as 3/16")
+    return int(match[1]), int(match[2])
+
+
 class RunRecord(Document):
     """``runs/<run>.json``: the effective configuration and numerics of one harvest.
 
@@ -256,6 +269,12 @@ class RunRecord(Document):
         if missing:
             raise ValueError(f"fields missing: {', '.join(missing)}")
         return self
+
+    @property
+    def part(self) -> str:
+        """Return the part of the prompts that the run was to serve, empty for all."""
+        field = self.fields.get(PART)
+        return "" if field is None or field.value is None else str(field.value)
 
 
 class FileEntry(Document):

@@ -515,7 +515,7 @@ class CensusProcess:
 
     def _begin_chain(self, dataset: str) -> Chain:
         run, software = self._settings.run, self._settings.software
-        return Chain.begin(self._store, dataset, run, "census", software)
+        return Chain.begin(self._store, dataset, run, "census", software, part=self._settings.part)
 
     def _ended(self) -> bool:
         if self._hub.roles() & {"scheduler", "worker", "writer"}:

@@ -6,9 +6,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
 from types import FrameType
 
 from actds.errors import ActdsError
@@ -24,10 +25,12 @@ from actds_writers.ipc.messages import ClientFacts, PromptFact, packed
 from actds_writers.monitor.progress import Snapshot, take_snapshot
 from actds_writers.prompts.encoding import Encoded
 from actds_writers.prompts.roles import sampled_labels
+from actds_writers.sampling import Regime
 from actds_writers.sizing import usual_threads
 
 CONNECT_TIMEOUT_S = 30.0
 DRAIN_TIMEOUT_S = 300.0
+IDLE_S = 0.1
 CAUSE_TIMEOUT_S = 5.0
 """How long to wait for the cause, from the writer, when the engine has died."""
 
@@ -46,6 +49,15 @@ class Ended:
         return cls(None, False, failure)
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Prompts that are handed to an engine while it runs; none when all have been."""
+
+    encoded: tuple[Encoded, ...] = ()
+    client: tuple[PromptFact, ...] = ()
+    regimes: Mapping[str, Regime] = field(default_factory=dict)
+
+
 class Feed:
     """Hands the requests of a plan to an engine, and keeps the outcome of each.
 
@@ -55,6 +67,7 @@ class Feed:
     def __init__(self, plan: Plan, poll: Callable[[], None]) -> None:
         self.poll = poll
         self.heard: Callable[[Finished], None] = lambda finished: None
+        self.tell: Callable[[ClientFacts], None] = lambda facts: None
         self.queue = [e for e in plan.encoded if e.skip is None]
         self.n_requests = len(self.queue)
         self.queue.reverse()
@@ -63,7 +76,8 @@ class Feed:
         self.interrupted = False
         self._client = plan.client
         self._encoded = {request_key(e.prompt.index): e for e in self.queue if e.roles}
-        self._thinking, self._regimes = plan.thinking, plan.regimes
+        self._thinking = plan.thinking
+        self._regimes: Mapping[str, Regime] = plan.regimes
         self._roles: dict[str, str] = {}
         self._cached: dict[str, int] = {}
         self.refused: dict[str, str] = {}
@@ -132,6 +146,61 @@ class Feed:
         return ClientFacts(tuple(map(outcome, self._client)), self._cached, unbegun)
 
 
+class PieceFeed(Feed):
+    """Serves the pieces that it asks for, until there are no more.
+
+    Args:
+        ask: takes how many of the prompts so far have not ended, whenever another piece has room,
+            and again at 0.
+        pieces: where the pieces arrive; an empty one is the last.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        poll: Callable[[], None],
+        ask: Callable[[int], None],
+        pieces: SimpleQueue[Piece],
+    ) -> None:
+        super().__init__(plan, poll)
+        self._ask, self._pieces = ask, pieces
+        self._asked: int | None = None
+
+    def serve(self, engine: Engine) -> None:
+        """Serve pieces; the census has the prompts of each before the engine has."""
+        window, is_last = 2 * engine.max_num_seqs, False
+        while not self.interrupted:
+            n_left = len(self.queue) + len(self.live)
+            wanted = n_left < window and self._asked is None
+            if not is_last and (wanted or (n_left == 0 and self._asked)):
+                self._ask(n_left)
+                self._asked = n_left
+            try:
+                # An engine that is idle waits; one that is not looks whether there is a piece.
+                idle = not n_left and not is_last
+                piece = self._pieces.get(idle, IDLE_S) if idle else self._pieces.get_nowait()
+            except Empty:
+                piece = None
+            if piece is not None:
+                self._asked, is_last = None, not piece.client
+                self._take(piece)
+            elif is_last and not n_left:
+                return
+            while self.queue and len(self.live) < window:
+                self.add(engine, self.queue.pop())
+            self.step(engine)
+        self.abort(engine, self.live)
+
+    def _take(self, piece: Piece) -> None:
+        servable = [e for e in piece.encoded if e.skip is None]
+        self._client = (*self._client, *piece.client)
+        self._regimes = {**self._regimes, **piece.regimes}
+        self._encoded |= {request_key(e.prompt.index): e for e in servable if e.roles}
+        self.n_requests += len(servable)
+        self.queue = [*reversed(servable), *self.queue]
+        self.tell(ClientFacts(piece.client))
+
+
 @contextmanager
 def interrupts_handled(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Handle Ctrl-C and SIGTERM; only the main thread can, on another one nothing changes."""
@@ -153,8 +222,9 @@ class Run:
         lock: int,
         began: float,
         observer: Observer,
-        feed: type[Feed] = Feed,
+        feed: Callable[[Plan, Callable[[], None]], Feed] = Feed,
         replica: tuple[int, int] = (0, 1),
+        n_beside: int = 1,
     ) -> None:
         self._settings, self._plan, self._began = settings, plan, began
         self._observer = observer
@@ -165,7 +235,7 @@ class Run:
             facts=plan.facts,
             tokens=plan.tokens,
             rows_per_shard=plan.rows_per_shard,
-            n_threads=max(1, usual_threads() // replica[1]),
+            n_threads=max(1, usual_threads() // n_beside),
             readouts=plan.readouts,
             resume=settings.resume,
             replica=replica,
@@ -179,8 +249,13 @@ class Run:
             files={"probes": plan.probes, "interventions": edits, "profile": plan.profile},
         )
         self.feed = feed(plan, self._pipeline.poll)
+        self.feed.tell = self._pipeline.send_client_facts
         if self._canary is not None:
             self.feed.heard = self._canary.finished
+
+    @property
+    def id(self) -> str:
+        return self._writer.run
 
     def run(self) -> Ended:
         """Run to the end, canaries included; the dataset is not sealed yet."""
@@ -223,7 +298,7 @@ class Run:
             self._observer.doing(f"Serving {self.feed.n_requests:,} requests")
             with self._observer.harvesting(self._snapshot):
                 self.feed.serve(engine)
-                if not self.feed.n_finished and not self._interrupts:
+                if self.feed.n_requests and not self.feed.n_finished and not self._interrupts:
                     got = next(iter(self.feed.refused.values()), "none")
                     expected = "a prompt the engine takes"
                     raise ActdsError("E006", self._settings.prompts, got=got, expected=expected)

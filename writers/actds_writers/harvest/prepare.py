@@ -18,6 +18,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+from actds.dataset.heartbeat import heartbeats, read_heartbeat
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.explore.requests import TokenSequence
@@ -27,6 +28,7 @@ from actds.format.interventions import FIELD, applied
 from actds.format.profile import Profile
 from actds.format.readouts import NONE
 from actds.format.schema import RunRecord
+from actds.format.schema.v0_1 import PART, parse_part
 from actds.store import layout, local_folder, open_for_writing, open_store, refuse_within_dataset
 from actds.store.local import lock_dataset
 from actds.text import counted
@@ -175,7 +177,7 @@ def make_plan(
     config = model_config(files.config)
     places = parse_hooks(settings.hooks, int(config["num_hidden_layers"]))
     limit = _known_limit(engine.max_model_len, config)
-    served = (served_by or serve_prompts)(settings, engine, limit)
+    served = of_part((served_by or serve_prompts)(settings, engine, limit), settings.part)
     looked = looked_at(settings, int(config["num_hidden_layers"]))
     # The widest type: the one that the engine will compute in is not known yet.
     hooks = hook_specs(places, config, "float32")
@@ -209,6 +211,24 @@ def make_plan(
         ),
         interventions=edits,
         profile=profile,
+    )
+
+
+def of_part(served: Served, part: str | None) -> Served:
+    """Return the share of a part: every N-th prompt, also of those that are skipped.
+
+    It follows from the place of a prompt alone, so that parts agree which they are.
+    """
+    if part is None:
+        return served
+    number, n_parts = parse_part(part)
+    encoded = [e for e in served.encoded if e.prompt.index % n_parts == number - 1]
+    keys = {request_key(index) for index in range(number - 1, len(served.client), n_parts)}
+    return replace(
+        served,
+        encoded=encoded,
+        client=[prompt for prompt in served.client if prompt.key in keys],
+        facts=[*served.facts, Fact(PART, part, "declared")],
     )
 
 
@@ -494,29 +514,52 @@ def identity(prompt: PromptFact) -> Identity:
 
 
 def finished_rows(
-    folder: str | Path, plan: Plan, say: Callable[[str], None] = lambda line: None
+    folder: str | Path,
+    plan: Plan,
+    part: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> set[Identity]:
     """Return the prompts whose requests an earlier run finished; recovers killed runs before.
 
     A request counts as finished when it ended by itself and none of its positions is aborted;
-    dropped positions stay dropped. Nothing is changed when the plan is not that of the dataset.
+    dropped positions stay dropped. Nothing is changed when the plan is not that of the dataset. Of
+    a part only its own runs are recovered, and others may be at work.
 
     Raises:
         ActdsError: E010 when the dataset was made from another model or other prompts, or a
             process still writes it; E312 when a run of it has neither census nor journal.
     """
     store = open_store(folder)
-    _compare(Catalog.read(store), plan)
-    require_accounted(recover_runs(store, say=say))
-    store.remove_temporary()
+    catalog = Catalog.read(store)
+    compare_plan(catalog, plan)
+    require_accounted(recover_runs(store, only=runs_of(catalog, part), say=say))
+    if part is None:
+        store.remove_temporary()
     catalog = Catalog.read(store)
     finished: set[Identity] = set()
     for run in catalog.runs_with_data:
-        finished |= _finished_of(catalog, run)
+        finished |= finished_of(catalog, run)
     return finished
 
 
-def _finished_of(catalog: Catalog, run: str) -> set[Identity]:
+def runs_of(catalog: Catalog, part: str | None) -> Callable[[str], bool]:
+    """Return whether a run is of a part, as its record says, or the heartbeat before there is one.
+
+    Every run is, where there is no part.
+    """
+    if part is None:
+        return lambda run: True
+    beating = {
+        run: owner.part
+        for run, _, path in heartbeats(catalog.store)
+        if (owner := read_heartbeat(catalog.store, path)[0]) is not None
+    }
+    known = {run: record.part for run, record in catalog.runs.items()}
+    return lambda run: part == (known.get(run) or beating.get(run))
+
+
+def finished_of(catalog: Catalog, run: str) -> set[Identity]:
+    """Return the prompts whose requests a run has finished; as ``finished_rows``."""
     spans = catalog.table("spans", run)
     aborted = spans.filter(pc.equal(spans["disposition"], "aborted"))
     incomplete = set(aborted["request"].to_pylist())
@@ -533,7 +576,8 @@ def _finished_of(catalog: Catalog, run: str) -> set[Identity]:
     return {name for name, is_whole in ended.items() if is_whole}
 
 
-def _compare(catalog: Catalog, plan: Plan) -> None:
+def compare_plan(catalog: Catalog, plan: Plan) -> None:
+    """Raise E010 for a plan that is not that of a dataset, or divides the prompts otherwise."""
     hooks = {(hook.kind, hook.layer) for hook in catalog.genesis.hooks}
     if hooks != set(plan.hooks):
         wanted = ", ".join(f"{kind}.{layer}" for kind, layer in plan.hooks)
@@ -543,6 +587,7 @@ def _compare(catalog: Catalog, plan: Plan) -> None:
     for run in catalog.runs_with_data:
         if run in catalog.runs:
             _compare_run(catalog.runs[run], declared)
+            _compare_parts(catalog.runs[run], declared.get(PART))
 
 
 def _compare_run(record: RunRecord, declared: dict[str, bool | int | str | None]) -> None:
@@ -555,6 +600,14 @@ def _compare_run(record: RunRecord, declared: dict[str, bool | int | str | None]
         if (name in declared or name == FIELD) and before != declared.get(name):
             expected = f"{before!r} as in {record.run}"
             raise ActdsError("E010", name, got=repr(declared.get(name)), expected=expected)
+
+
+def _compare_parts(record: RunRecord, part: object) -> None:
+    """Raise E010 for a part of other parts than a run was; a run of all prompts goes with any."""
+    before = record.part
+    if part is not None and parse_part(before or "1/1")[1] != parse_part(str(part))[1]:
+        got, expected = f"part {part}", f"parts as in {record.run}: {before or 'none'}"
+        raise ActdsError("E010", PART, got=got, expected=expected)
 
 
 def without_finished(plan: Plan, done: set[Identity]) -> Plan:
@@ -587,6 +640,9 @@ def require_prompt(settings: WriteSettings, plan: Plan) -> None:
 
 
 def check_out(settings: WriteSettings) -> None:
+    if settings.part is not None:
+        _check_part(settings)
+        return
     if settings.resume and not has_dataset(settings.out):
         got, expected = "no dataset", "a dataset to resume"
         step = "To write a new dataset, leave out resume=True."
@@ -595,6 +651,17 @@ def check_out(settings: WriteSettings) -> None:
         got, expected = "it exists", "a new path"
         step = "Choose a new path, or continue with resume=True."
         raise ActdsError("E008", settings.out, got=got, expected=expected, next_step=step)
+
+
+def _check_part(settings: WriteSettings) -> None:
+    """Raise E008 for a part that was begun; a job that is queued again may resume what is not."""
+    if not has_dataset(settings.out) or settings.resume:
+        return
+    catalog = Catalog.read(open_store(settings.out))
+    if run := next(filter(runs_of(catalog, settings.part), catalog.run_ids), None):
+        got = f"part {settings.part} in run {run}"
+        step = "Continue with resume=True."
+        raise ActdsError("E008", settings.out, got=got, expected="a new part", next_step=step)
 
 
 def check_metrics(settings: WriteSettings) -> None:

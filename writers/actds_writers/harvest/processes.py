@@ -142,7 +142,7 @@ class Pipeline:
             replica=writer.replica,
         )
         dataset = None if writer.resume or writer.may_join else writer.dataset
-        census = CensusSettings(settings.out, writer.run, writer.software, dataset)
+        census = CensusSettings(settings.out, writer.run, writer.software, dataset, writer.part)
         self.processes = {
             "census": self._start("census.process", census, lock),
             "writer": self._start("writer_process", writer, lock),

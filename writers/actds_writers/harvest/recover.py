@@ -16,7 +16,7 @@ from actds.dataset.heartbeat import remove_stale
 from actds.dataset.ledger import Chain, ChainState, fence, read_ledger
 from actds.dataset.owners import SILENCE_S, find_owners
 from actds.dataset.reading import CENSUS_TABLES, Catalog, need_dataset, read_genesis
-from actds.errors import ActdsError
+from actds.errors import ActdsError, BusyError
 from actds.format.inclusion import Design
 from actds.format.schema import Seal, ShardBody
 from actds.publish.sealing import seal
@@ -40,7 +40,7 @@ from actds_writers.ipc.messages import ClientFacts, RequestArrived
 _CLEARED = ("journal/", "census/", "losses/", "readouts/", "canary/", "runs/", "seal/")
 _MAX_REQUEST_GAP = 1 << 20
 
-Outcome = Literal["accounted", "recovered", "empty", "imported", "unaccountable"]
+Outcome = Literal["accounted", "recovered", "empty", "imported", "unaccountable", "at work"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class RunFound:
     Args:
         outcome: ``accounted`` before, ``recovered`` now, ``empty`` when it committed nothing,
             ``imported`` when it was made elsewhere, and never had a census; ``unaccountable``
-            when neither census nor journal is there.
+            when neither census nor journal is there; ``at work`` when its processes live.
     """
 
     run: str
@@ -87,20 +87,21 @@ class RecoverResult:
 def recover(
     path: str | Path, *, clear: bool = False, say: Callable[[str], None] = lambda line: None
 ) -> RecoverResult:
-    """Recover a dataset whose processes are gone; a second call changes nothing.
+    """Recover the runs of a dataset whose processes are gone; a second call changes nothing.
 
     Keeps every acknowledged row, accounts for all others as aborted, closes open ledger chains and
-    seals the dataset. When it cannot be sealed, the result has the error.
+    seals the dataset. When it cannot be sealed, the result has the error. Runs whose processes live
+    beside them, as of other servers, are left alone, and then nothing is sealed.
 
     Args:
         path: the dataset, a folder or a URI. Of a process of another machine only its silence
             shows that it is gone: it is watched for a minute.
-        clear: remove the files that no record names.
+        clear: remove the files that no record names; not beside runs that are at work.
         say: takes a line for the user before a wait.
 
     Raises:
-        ActdsError: E101 no dataset; E010 a live process; E503 the disk refuses; any error of
-            ledger or files.
+        ActdsError: E101 no dataset; E010 live processes, and none that is gone; E503 the disk
+            refuses; any error of ledger or files.
 
     Example:
         >>> result = actds.recover("acts")  # doctest: +SKIP
@@ -112,10 +113,12 @@ def recover(
     store = open_for_writing(path)
     need_dataset(store)
     folder = local_folder(path)
-    lock = None if folder is None else lock_dataset(folder)
+    lock = None if folder is None else _lock(folder, alone=clear)
     try:
-        runs = recover_runs(store, say=say)
+        runs = recover_runs(store, beside="others", say=say)
         error, sealed = _unaccountable(runs), None
+        if any(run.outcome == "at work" for run in runs):
+            return RecoverResult(store.uri, tuple(runs), {}, False, None, error)
         try:
             sealed = seal(store, apart=True) if error is None else None
         except ActdsError as refused:
@@ -129,37 +132,72 @@ def recover(
             os.close(lock)
 
 
-def recover_runs(
-    store: Store, *, beside_others: bool = False, say: Callable[[str], None] = lambda line: None
-) -> list[RunFound]:
-    """End every open chain and account for every run; the caller holds the dataset's lock.
+def _lock(folder: Path, *, alone: bool) -> int:
+    """Lock a local dataset, beside engines that share it unless ``alone``."""
+    try:
+        return lock_dataset(folder)
+    except BusyError:
+        if alone:
+            raise
+        return lock_dataset(folder, shared=True)
 
-    Nothing is changed before it is certain that every process of an open chain is gone.
+
+def recover_runs(
+    store: Store,
+    *,
+    only: Callable[[str], bool] = lambda run: True,
+    beside: Literal["nobody", "others", "seen"] = "nobody",
+    say: Callable[[str], None] = lambda line: None,
+) -> list[RunFound]:
+    """End open chains and account for their runs; the caller holds the dataset's lock.
+
+    Nothing is changed of a run before it is certain that every process of it is gone.
 
     Args:
-        beside_others: recover the runs whose processes are known to be gone, and leave those that
-            may live as they are, before this is refused.
+        only: whether a run is looked at; all others are left as they are.
+        beside: with ``nobody``, a live process is refused before anything is changed. With
+            ``others``, each run is watched, those whose processes are gone are recovered, and the
+            rest is returned as ``at work``; refused if there is no other. With ``seen``, nothing is
+            watched, and a process that may live is refused after the others were recovered.
+
+    Raises:
+        ActdsError: E010 as said.
 
     Spec: 0.1 section 9.7.
     """
     genesis = read_genesis(store)
-    before = read_ledger(store, genesis.dataset)
-    silence_s = 0 if beside_others else SILENCE_S
-    owners = find_owners(store, before.values(), silence_s=silence_s, say=say)
-    if not beside_others:
+    before = {
+        chain: state
+        for chain, state in read_ledger(store, genesis.dataset).items()
+        if only(state.run)
+    }
+    owners = find_owners(
+        store,
+        before.values(),
+        silence_s=0 if beside == "seen" else SILENCE_S,
+        each=beside == "others",
+        say=say,
+    )
+    living = owners.living
+    ended = {c: who for c, who in owners.ended.items() if before[c].run not in living}
+    if beside == "nobody" or (beside == "others" and not ended):
         owners.require_gone()
     # Space that a census reserved for its tables, which are written now.
     folder = local_folder(store.uri)
     for reserved in folder.glob(f"{RESERVE}*") if folder else ():
-        if reserved.name.removeprefix(RESERVE) not in owners.living:
+        run = reserved.name.removeprefix(RESERVE)
+        if only(run) and run not in living:
             reserved.unlink()
-    for chain, who in owners.ended.items():
+    for chain, who in ended.items():
         fence(store, genesis.dataset, chain, f"{who}, and had not closed it")
-    remove_stale(store, owners.living)
+    remove_stale(store, lambda run: run in living or not only(run))
     catalog = Catalog.read(store, apart=True)
-    runs = [run for run in catalog.run_ids if run not in owners.living]
-    recovered = [_recover_run(store, catalog, run, before) for run in runs]
-    owners.require_gone()
+    runs = [run for run in catalog.run_ids if only(run)]
+    if beside == "seen":
+        runs = [run for run in runs if run not in living]
+    recovered = [_recover_run(store, catalog, run, before, run in living) for run in runs]
+    if beside == "seen":
+        owners.require_gone()
     return recovered
 
 
@@ -176,7 +214,7 @@ def require_accounted(runs: list[RunFound]) -> None:
 
 
 def _recover_run(
-    store: Store, catalog: Catalog, run: str, before: dict[str, ChainState]
+    store: Store, catalog: Catalog, run: str, before: dict[str, ChainState], lives: bool
 ) -> RunFound:
     chains = {chain: state for chain, state in before.items() if state.run == run}
     unrecovered = RunFound(
@@ -192,6 +230,8 @@ def _recover_run(
         outcome="accounted",
         totals={},
     )
+    if lives:
+        return replace(unrecovered, outcome="at work")
     if _is_accounted(catalog, run):
         return unrecovered
     if catalog.is_imported(run):

@@ -37,6 +37,7 @@ class HarvestResult:
         run: id of the run, ``None`` when every prompt was finished before; of the first one when
             there are data-parallel replicas.
         reason: ``interrupted`` by Ctrl-C or SIGTERM: committed, sealed, and can be resumed.
+        seal: ``None`` for a part, beside which others may be at work.
         totals: counts of every request and position of the run, of all replicas together;
             ``None`` without one.
         canary: result of the canary replay, ``None`` without one.
@@ -45,7 +46,7 @@ class HarvestResult:
     path: str
     run: str | None
     reason: Literal["finished", "interrupted"]
-    seal: Seal
+    seal: Seal | None
     totals: Totals | None = None
     canary: Outcome | None = None
     runs: tuple[str, ...] = ()
@@ -54,6 +55,8 @@ class HarvestResult:
     @property
     def summary(self) -> str:
         if self.totals is None:
+            if self.seal is None:
+                return f"Every prompt of this part is finished; actds seal {self.path}"
             return f"Every prompt is finished; {self.path} is sealed."
         return format_summary(self.totals)
 

@@ -409,7 +409,9 @@ class Writer:
         # What is of another regime is refused before anything is written.
         self.watch = None if profile is None else self._watch_beside(profile, record)
         dataset = _genesis(store, settings, hello.hooks)
-        self._chain = Chain.begin(store, dataset, settings.run, "writer", settings.software)
+        self._chain = Chain.begin(
+            store, dataset, settings.run, "writer", settings.software, part=settings.part
+        )
         if probes is not None:
             store.put_new(layout.probes_path(settings.run), [probes])
         capacity = settings.rows_per_shard + hello.max_step_rows

@@ -334,6 +334,11 @@ class Vllm(EngineKind[VllmOptions]):
         stages = options.pipeline_parallel_size or 1
         return Workers(stages, stages + (options.async_scheduling is not False))
 
+    def devices(self, options: VllmOptions) -> int:
+        """Return the ranks of one engine, each of which has a device."""
+        tensor = options.arguments().get("tensor_parallel_size") or 1
+        return int(tensor) * (options.pipeline_parallel_size or 1)
+
     def of_replica(self, options: VllmOptions, number: int) -> VllmOptions:
         devices = _devices(options.arguments(), number)
         return options.model_copy(update={"data_parallel_size": 1, **devices})
