@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -58,23 +58,37 @@ class Host:
         _require_same(work, version)
         self._lock = hold(work.settings.out, shared=True)
         self._replica = Replica(replace(work, lock=self._lock))
+        self._n_pieces = 0
+        self._said: dict[int, object] = {}
+        self._n_said = 0
 
-    def exchange(self, pieces: Sequence[Piece]) -> list[object]:
-        """Hand pieces on; return what the process has said since, after a while at the latest."""
-        with suppress(OSError):  # it has ended; that is the next message
-            for piece in pieces:
-                self._replica.connection.send(piece)
-        messages: list[object] = []
-        patience_s = POLL_S
-        while self._replica.connection.poll(patience_s):
-            messages.append(self._replica.receive())
+    def exchange(self, n_heard: int, pieces: Mapping[int, Piece]) -> list[object]:
+        """Hand pieces on; return what the process has said since, after a while at the latest.
+
+        A call whose answer was lost may be repeated.
+
+        Args:
+            n_heard: messages that the caller has.
+            pieces: by number, from 0; those that are known are passed over.
+        """
+        for number in range(n_heard):
+            self._said.pop(number, None)
+        for number, piece in sorted(pieces.items()):
+            if number == self._n_pieces:
+                self._n_pieces += 1
+                with suppress(OSError):  # it has ended; that is the next message
+                    self._replica.connection.send(piece)
+        patience_s = 0.0 if self._said else POLL_S
+        while self._replica.ended is None and self._replica.connection.poll(patience_s):
+            message = self._replica.receive()
+            self._said[self._n_said] = message
+            self._n_said += 1
             patience_s = 0
-            if isinstance(messages[-1], Ended):
-                self._replica.ended = messages[-1]
+            if isinstance(message, Ended):
+                self._replica.ended = message
                 self._replica.end()
                 os.close(self._lock)
-                break
-        return messages
+        return [self._said[number] for number in sorted(self._said)]
 
     def interrupt(self) -> None:
         self._replica.interrupt()
@@ -106,7 +120,11 @@ class Node:
     handed: list[int] = field(default_factory=list)
     """Places of the prompts that it was handed, in the plan."""
     answer: Any = None
-    pieces: list[Piece] = field(default_factory=list)
+    sent: tuple[int, ...] = ()
+    pieces: dict[int, Piece] = field(default_factory=dict)
+    """Those that may not have arrived, by number."""
+    n_pieces: int = 0
+    n_heard: int = 0
     wants: Wanted | None = None
     snapshot: Snapshot | None = None
     ended: Ended | None = None
@@ -124,6 +142,15 @@ class Node:
     def interrupt(self) -> None:
         if not self.is_over:
             self.actor.interrupt.remote()
+
+    def give(self, piece: Piece) -> None:
+        self.wants = None
+        self.pieces[self.n_pieces] = piece
+        self.n_pieces += 1
+
+    def exchange(self) -> None:
+        self.sent = tuple(self.pieces)
+        self.answer = self.actor.exchange.remote(self.n_heard, dict(self.pieces))
 
 
 def harvest_cluster(settings: WriteSettings, plan: Plan, observer: Observer) -> list[Ended]:
@@ -155,7 +182,7 @@ def _connected() -> Iterator[Any]:
             address = os.environ.get("RAY_ADDRESS", "auto")
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, ValueError, RuntimeError) as error:
-            got, step = str(error)[:200], "Start one, with ray start --head, or set RAY_ADDRESS."
+            got, step = str(error)[:200], "Start one with ray start, or set RAY_ADDRESS."
             expected = "a Ray cluster that runs"
             raise ActdsError(
                 "E009", "executor", got=got, expected=expected, next_step=step
@@ -201,17 +228,16 @@ def _placed(
         if not n_engines or not placed:
             got = f"no place for {counted(n_engines, 'engine')} with {bundle}"
             raise ActdsError("E009", "ray_options", got=got, expected="what the nodes have")
+        unserved = replace(plan, encoded=(), client=(), regimes={})
+        n_beside = -(-n_engines // len(alive))
         nodes = []
         for number in range(n_engines):
-            work = Work(
-                settings, replace(plan, encoded=(), client=(), regimes={}), 0, number, n_engines,
-                in_pieces=True, n_beside=-(-n_engines // len(alive)),
-            )  # fmt: skip
+            share = Work(settings, unserved, 0, number, n_engines, True, n_beside)
             strategy = PlacementGroupSchedulingStrategy(group, number)
             host = ray.remote(Host).options(
                 **options, max_restarts=0, max_concurrency=4, scheduling_strategy=strategy
             )
-            nodes.append(Node(number, host.remote(work, actds.__version__)))
+            nodes.append(Node(number, host.remote(share, actds.__version__)))
         observer.doing(f"Starting {counted(n_engines, 'engine')} on {len(alive)} nodes")
         yield nodes
     finally:
@@ -248,8 +274,7 @@ class _Harvest:
             while any(not node.is_over or node.taking_over for node in self._nodes):
                 for node in self._nodes:
                     if not node.is_over and node.answer is None:
-                        pieces, node.pieces = node.pieces, []
-                        node.answer = node.actor.exchange.remote(pieces)
+                        node.exchange()
                 self._hear()
                 self._watch(pool)
                 if not n_interrupts():
@@ -267,16 +292,24 @@ class _Harvest:
         ready, _ = self._ray.wait([*answers], num_returns=len(answers), timeout=POLL_S)
         for answer in ready:
             node = answers[answer]
-            node.answer, node.heard = None, time.monotonic()
+            node.answer = None
             try:
                 messages = self._ray.get(answer)
+            except self._ray.exceptions.ActorUnavailableError:
+                time.sleep(POLL_S / len(self._nodes))  # for now: the call is repeated
+                continue
             except self._ray.exceptions.RayTaskError as error:
                 self._failed(node, error.cause)
+                continue
             except self._ray.exceptions.RayError as error:
                 self._failed(node, error)
-            else:
-                for message in messages:
-                    self._take(node, message)
+                continue
+            node.heard = time.monotonic()
+            node.n_heard += len(messages)
+            for number in node.sent:
+                del node.pieces[number]
+            for message in messages:
+                self._take(node, message)
             if node.is_stalled:
                 node.is_stalled = False
                 self._observer.said(f"engine {node.number} answers again")
@@ -316,16 +349,16 @@ class _Harvest:
         """Take over the runs of engines that are gone, and watch those that do not answer."""
         for node in self._nodes:
             silent_s = time.monotonic() - node.heard
-            waits = not node.is_over and node.answer is not None and silent_s > STALLED_S
+            waits = not node.is_over and node.run and silent_s > STALLED_S
             if waits and not node.is_stalled:
                 node.is_stalled = True
                 self._observer.said(
                     f"engine {node.number} has not answered for {silent_s:.0f} s; it is waited for "
                     "while it writes"
                 )
-            gone = node.failure is not None and node.handed
+            lost = node.failure is not None and node.handed
             due = node.taking_over is None and time.monotonic() - node.watched > WATCH_EVERY_S
-            if due and (gone or (node.is_stalled and node.run)):
+            if due and (lost or (node.is_stalled and node.run)):
                 node.watched = time.monotonic()
                 node.taking_over = pool.submit(self._take_over, node)
             if node.taking_over is not None and node.taking_over.done():
@@ -389,14 +422,12 @@ class _Harvest:
                 n = max(1, min(MAX_PIECE, len(self._queue) // (2 * len(working))))
                 places = [self._queue.popleft() for _ in range(min(n, len(self._queue)))]
                 node.handed += places
-                node.wants = None
-                node.pieces.append(self._piece(places))
+                node.give(self._piece(places))
         idle = all(node.wants is not None and node.wants.n_left == 0 for node in working)
         if idle and not waiting and not self._queue:
             for node in working:
                 if node.wants is not None:
-                    node.wants = None
-                    node.pieces.append(Piece())
+                    node.give(Piece())
 
     def _piece(self, places: Sequence[int]) -> Piece:
         encoded = tuple(self._plan.encoded[place] for place in places)

@@ -143,8 +143,8 @@ def harvest(
         require_prompt(settings, plan)
     lock = hold(settings.out, shared=bool(settings.part or settings.executor))
     try:
-        there = has_dataset(settings.out)
-        if settings.resume and there:
+        is_begun = has_dataset(settings.out)
+        if settings.resume and is_begun:
             observer.doing(f"Looking for the requests that {settings.out} has")
             done = finished_rows(settings.out, plan, settings.part, observer.said)
             plan = without_finished(plan, done)
@@ -153,7 +153,7 @@ def harvest(
                 result = HarvestResult(settings.out, None, "finished", sealed)
                 observer.ended(result)
                 return result
-        elif there and settings.part is not None:
+        elif is_begun and settings.part is not None:
             compare_plan(Catalog.read(open_store(settings.out)), plan)
         if settings.executor == "ray":
             from actds_writers.harvest.cluster import harvest_cluster
