@@ -29,8 +29,8 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 90_400,
-    "modules": 264,
+    "shipped lines": 91_350,
+    "modules": 266,
     "modules with one importer": 46,
     "arguments of one function": 15,
     "fmt: skip": 10,

@@ -43,20 +43,22 @@ def find_owners(
     *,
     silence_s: float = SILENCE_S,
     each: bool = False,
+    alone: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> Owners:
     """Return which processes of the open chains of a dataset are gone.
 
     A process of this machine is gone when it is not there any more. One of another machine is gone
     when neither its heartbeat nor its chain has changed while this one watched. A chain without a
-    heartbeat is that of a dead process in a local folder, whose lock the caller holds, and is
-    watched in an object store.
+    heartbeat is that of a dead process in a local folder whose lock the caller holds alone, and is
+    watched elsewhere.
 
     Args:
         store: the dataset's store.
         chains: its chains; those that have ended are passed over.
         silence_s: how long to watch; 0 takes every process of another machine for alive.
         each: watch every process to the end, also when one is known to live.
+        alone: whether the caller holds the lock of a local folder alone.
         say: takes a line for the user before a wait.
 
     Raises:
@@ -65,7 +67,7 @@ def find_owners(
     Spec: 0.1 section 9.9.
     """
     owners, unseen = Owners(), []
-    is_local = local_folder(store.uri) is not None
+    is_locked = alone and local_folder(store.uri) is not None
     for state in chains:
         if state.state != "open":
             continue
@@ -75,7 +77,7 @@ def find_owners(
                 owners.living[state.run] = _busy(state, owner)
             else:
                 owners.ended[state.chain] = f"{owner} is gone"
-        elif owner is None and is_local:
+        elif owner is None and is_locked:
             owners.ended[state.chain] = "its process is gone"
         else:
             unseen.append(_Unseen(state, owner, _signs(store, state)))

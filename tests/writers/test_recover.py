@@ -266,7 +266,7 @@ def test_rows_that_are_drawn_are_the_right_ones_after_a_kill(
 
 
 def test_refuses_while_a_process_is_alive(copy: Path) -> None:
-    lock = lock_dataset(copy, shared=True)
+    lock = lock_dataset(copy)
     before = contents(copy)
     try:
         with pytest.raises(ActdsError, match="E010"):
@@ -274,6 +274,21 @@ def test_refuses_while_a_process_is_alive(copy: Path) -> None:
     finally:
         os.close(lock)
     assert contents(copy) == before
+
+
+def test_beside_an_engine_that_starts_the_dead_are_recovered_and_nothing_is_sealed_or_cleared(
+    copy: Path,
+) -> None:
+    lock = lock_dataset(copy, shared=True)
+    try:
+        with pytest.raises(ActdsError, match="E010"):
+            recover(copy, clear=True)
+        done = recover(copy)
+    finally:
+        os.close(lock)
+    assert [run.outcome for run in done.runs] == ["recovered"] and done.seal is None
+    assert recover(copy).seal is not None
+    clean(copy)
 
 
 def remove_one(copy: Path) -> None:

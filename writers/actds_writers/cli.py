@@ -297,8 +297,8 @@ def _lines(done: RecoverResult) -> Iterator[str]:
             yield f"  {printable(path)}"
         if len(done.unreachable) > _SHOWN:
             yield f"  and {len(done.unreachable) - _SHOWN} more"
-    if any(run.outcome == "at work" for run in done.runs):
-        yield "not sealed: runs are at work; actds seal when they have ended"
+    if done.seal is None and done.error is None:
+        yield "not sealed: others are at work; actds seal when they have ended"
     if done.seal is not None:
         yield f"sealed: seal {done.seal.n}, {done.seal.totals['rows']:,} rows"
 

@@ -472,13 +472,13 @@ class ReplaySettings(ModelSettings, HarvestSettings):
 
     @model_validator(mode="after")
     def _compares_whole(self) -> Self:
-        if self.part is not None and self.compares:
-            raise ValueError("part: without compare and only, which look at a whole replay")
+        if self.part is not None and self.compare:
+            raise ValueError("part: without compare, which looks at a whole replay")
         return self
 
     @property
     def compares(self) -> bool:
-        return self.compare or self.only == "missing"
+        return self.part is None and (self.compare or self.only == "missing")
 
     def as_write(self, hooks: str) -> WriteSettings:
         """Return the settings of the harvest: one token is sampled, which is never fed."""

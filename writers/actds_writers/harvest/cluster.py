@@ -22,7 +22,7 @@ import actds
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError, not_installed
 from actds.store import open_store
-from actds.text import counted
+from actds.text import counted, one_line
 from actds_writers.config import WriteSettings
 from actds_writers.engine_protocol import find_engine
 from actds_writers.harvest.one_engine import Ended, Piece
@@ -138,6 +138,11 @@ class Node:
     @property
     def is_over(self) -> bool:
         return self.ended is not None or self.failure is not None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether prompts that it was handed are to be handed out again."""
+        return self.taking_over is not None or (self.failure is not None and bool(self.handed))
 
     def interrupt(self) -> None:
         if not self.is_over:
@@ -264,6 +269,7 @@ class _Harvest:
         self._queue = deque(range(len(plan.encoded)))
         self._client = {prompt.key: prompt for prompt in plan.client}
         self._taken: list[Ended] = []
+        self._fatal: ActdsError | None = None
         self._has_served = False
 
     def run(self, n_interrupts: Callable[[], int]) -> None:
@@ -271,7 +277,9 @@ class _Harvest:
             starting = stack.enter_context(ExitStack())
             starting.enter_context(self._observer.starting(f"Starting {len(self._nodes)} engines"))
             harvesting = False
-            while any(not node.is_over or node.taking_over for node in self._nodes):
+            while any(not node.is_over or node.is_lost for node in self._nodes):
+                if n_interrupts() > 1:
+                    break
                 for node in self._nodes:
                     if not node.is_over and node.answer is None:
                         node.exchange()
@@ -333,17 +341,18 @@ class _Harvest:
         """Note that an engine is gone; what would fail everywhere ends the harvest."""
         if node.is_over:
             return
-        place = f"engine {node.number}"
+        place, served = f"engine {node.number}", self._has_served
         if isinstance(error, ActdsError):
-            node.failure = error
+            node.failure, served = error, served and error.code in ONE_ENGINE
         else:
-            got = str(error).strip().splitlines()[0][:200]
+            got, served = one_line(error, 200), True
             node.failure = ActdsError("E504", place, got=got, expected="a node that runs")
-        if node.failure.code not in ONE_ENGINE or not self._has_served:
-            for other in self._nodes:
-                other.interrupt()
-        else:
+        if served and any(not other.is_over for other in self._nodes):
             self._observer.said(f"{place} is gone: {node.failure.got}; the others go on")
+            return
+        self._fatal = self._fatal or node.failure
+        for other in self._nodes:
+            other.interrupt()
 
     def _watch(self, pool: ThreadPoolExecutor) -> None:
         """Take over the runs of engines that are gone, and watch those that do not answer."""
@@ -356,9 +365,8 @@ class _Harvest:
                     f"engine {node.number} has not answered for {silent_s:.0f} s; it is waited for "
                     "while it writes"
                 )
-            lost = node.failure is not None and node.handed
             due = node.taking_over is None and time.monotonic() - node.watched > WATCH_EVERY_S
-            if due and (lost or (node.is_stalled and node.run)):
+            if due and (node.is_lost or (node.is_stalled and node.run)):
                 node.watched = time.monotonic()
                 node.taking_over = pool.submit(self._take_over, node)
             if node.taking_over is not None and node.taking_over.done():
@@ -395,7 +403,7 @@ class _Harvest:
         if not run or not has_dataset(out):
             return handed, None
         store = open_store(out)
-        recover_runs(store, only=lambda other: other == run)
+        recover_runs(store, only=lambda other: other == run, alone=False)
         catalog = Catalog.read(store)
         if run not in catalog.runs_with_data:
             return handed, None
@@ -416,7 +424,7 @@ class _Harvest:
 
     def _hand_out(self) -> None:
         working = [node for node in self._nodes if not node.is_over]
-        waiting = any(node.taking_over or (node.failure and node.handed) for node in self._nodes)
+        waiting = any(node.is_lost for node in self._nodes)
         for node in working:
             if node.wants is not None and self._queue:
                 n = max(1, min(MAX_PIECE, len(self._queue) // (2 * len(working))))
@@ -444,11 +452,6 @@ class _Harvest:
         return replace(whole, requests_total=sum(e.skip is None for e in self._plan.encoded))
 
     def ended(self) -> list[Ended]:
-        """Return how the runs ended: a failure only where prompts are left for nobody."""
+        """Return how the runs ended: with a failure where prompts are left for nobody."""
         ended = [*(node.ended for node in self._nodes if node.ended is not None), *self._taken]
-        failures = [node.failure for node in self._nodes if node.failure is not None]
-        fatal = [failure for failure in failures if failure.code not in ONE_ENGINE]
-        interrupted = any(end.interrupted for end in ended)
-        if fatal or (self._queue and failures and not interrupted):
-            ended.append(Ended.failed((fatal or failures)[0]))
-        return ended or [Ended.failed(failures[0])]
+        return ended if self._fatal is None else [*ended, Ended.failed(self._fatal)]

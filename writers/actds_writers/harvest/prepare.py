@@ -532,7 +532,7 @@ def finished_rows(
     store = open_store(folder)
     catalog = Catalog.read(store)
     compare_plan(catalog, plan)
-    require_accounted(recover_runs(store, only=runs_of(catalog, part), say=say))
+    require_accounted(recover_runs(store, only=runs_of(catalog, part), alone=part is None, say=say))
     if part is None:
         store.remove_temporary()
     catalog = Catalog.read(store)

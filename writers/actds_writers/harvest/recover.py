@@ -113,11 +113,11 @@ def recover(
     store = open_for_writing(path)
     need_dataset(store)
     folder = local_folder(path)
-    lock = None if folder is None else _lock(folder, alone=clear)
+    lock, alone = (None, True) if folder is None else _lock(folder, alone=clear)
     try:
-        runs = recover_runs(store, beside="others", say=say)
+        runs = recover_runs(store, beside="others", alone=alone, say=say)
         error, sealed = _unaccountable(runs), None
-        if any(run.outcome == "at work" for run in runs):
+        if not alone or any(run.outcome == "at work" for run in runs):
             return RecoverResult(store.uri, tuple(runs), {}, False, None, error)
         try:
             sealed = seal(store, apart=True) if error is None else None
@@ -132,14 +132,14 @@ def recover(
             os.close(lock)
 
 
-def _lock(folder: Path, *, alone: bool) -> int:
-    """Lock a local dataset, beside engines that share it unless ``alone``."""
+def _lock(folder: Path, *, alone: bool) -> tuple[int, bool]:
+    """Lock a local dataset, beside engines that share it unless ``alone``; say if it is alone."""
     try:
-        return lock_dataset(folder)
+        return lock_dataset(folder), True
     except BusyError:
         if alone:
             raise
-        return lock_dataset(folder, shared=True)
+        return lock_dataset(folder, shared=True), False
 
 
 def recover_runs(
@@ -147,6 +147,7 @@ def recover_runs(
     *,
     only: Callable[[str], bool] = lambda run: True,
     beside: Literal["nobody", "others", "seen"] = "nobody",
+    alone: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[RunFound]:
     """End open chains and account for their runs; the caller holds the dataset's lock.
@@ -159,6 +160,7 @@ def recover_runs(
             ``others``, each run is watched, those whose processes are gone are recovered, and the
             rest is returned as ``at work``; refused if there is no other. With ``seen``, nothing is
             watched, and a process that may live is refused after the others were recovered.
+        alone: whether the caller holds the lock of a local folder alone.
 
     Raises:
         ActdsError: E010 as said.
@@ -176,6 +178,7 @@ def recover_runs(
         before.values(),
         silence_s=0 if beside == "seen" else SILENCE_S,
         each=beside == "others",
+        alone=alone,
         say=say,
     )
     living = owners.living

@@ -235,7 +235,7 @@ def _seal_what_there_is(settings: WriteSettings, observer: Observer) -> None:
             return
         store = open_store(out)
         only = runs_of(Catalog.read(store), part)
-        require_accounted(recover_runs(store, only=only, beside="seen"))
+        require_accounted(recover_runs(store, only=only, beside="seen", alone=part is None))
         if part is not None:
             return
         sealed = seal(store)
