@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -115,36 +114,24 @@ def whole(dataset: Dataset) -> Counter[object]:
     return Counter(p for run in dataset.runs for p in finished_of(dataset.catalog, run))
 
 
-def test_nodes_that_are_killed_cost_no_prompt_and_serve_none_twice(
+def test_nodes_that_die_or_stand_still_cost_no_prompt_and_serve_none_twice(
     cluster: Any, nodes: list[Any], model: Path, prompts: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "acts"
     command = begin(cluster, out, model, prompts)
     await_shards(out, 8, command)
+    stopped = [pid for root in processes(nodes[2]) for pid in h.descendants(root)]
+    signal_all(stopped, signal.SIGSTOP)
     for node in nodes[:2]:
         signal_all(processes(node), signal.SIGKILL)
         cluster.worker_nodes.discard(node)
         time.sleep(1)
-    dataset, said = ended(command, out)
-    assert whole(dataset) == Counter(range(N_PROMPTS))
-    assert len(dataset.runs) == 4 and said.count("handed out again") == 2
-    states = Counter(chain.state for chain in dataset.catalog.chains.values())
-    assert states["open"] == 0 and states["fenced"] >= 2
-
-
-def test_a_node_that_stands_still_is_waited_for_and_goes_on(
-    cluster: Any, nodes: list[Any], model: Path, prompts: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "acts"
-    command = begin(cluster, out, model, prompts)
-    await_shards(out, 8, command)
-    stopped = [pid for root in processes(nodes[0]) for pid in h.descendants(root)]
-    signal_all(stopped, signal.SIGSTOP)
-    time.sleep(3)
     signal_all(stopped, signal.SIGCONT)
     dataset, said = ended(command, out)
-    assert whole(dataset) == Counter(range(N_PROMPTS)) and "handed out again" not in said
-    assert Counter(chain.state for chain in dataset.catalog.chains.values()) == {"closed": 8}
+    assert whole(dataset) == Counter(range(N_PROMPTS))
+    assert said.count("is gone") == said.count("handed out again") == 2, said
+    states = Counter(chain.state for chain in dataset.catalog.chains.values())
+    assert states["open"] == 0 and states["fenced"] >= 1, said
 
 
 @pytest.mark.parametrize("wrong", [{"engines": 2}, {"ray_options": {"num_cpus": 2}}])
@@ -155,17 +142,15 @@ def test_options_of_a_cluster_are_for_a_cluster(wrong: dict[str, object]) -> Non
         )
 
 
-def test_without_a_cluster_or_without_room_it_is_refused(
+def test_engines_that_find_no_place_are_refused(
     cluster: Any, model: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    for address, words in (("127.0.0.1:9", "E009 --executor"), (cluster.address, "E009 --ray")):
-        done = subprocess.run(
-            [*h.command(tmp_path / "acts", model, prompts, *OPTIONS)],
-            env=h.environment(RAY_ADDRESS=address),
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 2 and words in done.stderr, done.stderr
-        assert not (tmp_path / "acts").exists()
-    assert sys.executable
+    done = subprocess.run(
+        h.command(tmp_path / "acts", model, prompts, *OPTIONS),
+        env=h.environment(RAY_ADDRESS=cluster.address),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2 and "E009 --ray-option: no place" in done.stderr, done.stderr
+    assert not (tmp_path / "acts").exists()

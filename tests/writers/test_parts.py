@@ -176,6 +176,7 @@ def test_what_parts_have_left_is_served_by_a_resume_of_all(
     assert "missing" not in sealed(out)
 
 
+@pytest.mark.parametrize("out", ["s3"], indirect=True)
 def test_a_part_has_one_run_at_a_time(out: str, model: Path, prompts: Path) -> None:
     slow = ("--engine-arg", "step_s=0.6")
     first = begin(out, model, prompts, "--part", "1/2", *slow, "--rows-per-shard", "4")
@@ -190,6 +191,7 @@ def test_a_part_has_one_run_at_a_time(out: str, model: Path, prompts: Path) -> N
     assert first.returncode == 0, said
 
 
+@pytest.mark.parametrize("out", ["folder"], indirect=True)
 def test_recover_takes_the_dead_and_leaves_the_living(out: str, model: Path, prompts: Path) -> None:
     small = ("--rows-per-shard", "4")
     dead, living = (begin(out, model, prompts, "--part", f"{k}/2", *SLOW, *small) for k in (1, 2))

@@ -221,18 +221,21 @@ def _placed(
     bundle = {name: float(n) for name, n in wanted.items() if n}
     n_servable = sum(e.skip is None for e in plan.encoded)
     n_engines = min(settings.engines or _n_engines(alive, bundle), n_servable)
+    place = "ray_options"
+    if not n_engines:
+        got, expected = f"no place for an engine with {bundle}", "what a node has"
+        raise ActdsError("E009", place, got=got, expected=expected)
     more = {"bundle_label_selector": [selector] * n_engines} if selector else {}
     try:
         group = placement_group([bundle] * n_engines, strategy="SPREAD", **more)
-        placed = group.wait(PLACE_TIMEOUT_S if n_engines else 0)
+        placed = group.wait(PLACE_TIMEOUT_S)
     except (ValueError, TypeError) as error:
-        raise ActdsError(
-            "E009", "ray_options", got=str(error)[:200], expected="what Ray has"
-        ) from None
+        got, expected = str(error)[:200], "what Ray has"
+        raise ActdsError("E009", place, got=got, expected=expected) from None
     try:
-        if not n_engines or not placed:
+        if not placed:
             got = f"no place for {counted(n_engines, 'engine')} with {bundle}"
-            raise ActdsError("E009", "ray_options", got=got, expected="what the nodes have")
+            raise ActdsError("E009", place, got=got, expected="what the nodes have")
         unserved = replace(plan, encoded=(), client=(), regimes={})
         n_beside = -(-n_engines // len(alive))
         nodes = []
