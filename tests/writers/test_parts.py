@@ -98,10 +98,9 @@ def await_rows(out: str, part: str, n_shards: int = 1) -> str:
     raise AssertionError(f"part {part} has committed nothing")
 
 
-def finished(dataset: Dataset) -> Counter[int]:
-    """Return how often each prompt was served to its end."""
-    rows = dataset.requests(run=True).to_pylist()
-    return Counter(r["source_row"] for r in rows if r["finish_reason"] == "length")
+def finished(dataset: Dataset) -> Counter[object]:
+    """Return how often each prompt was served to its end, with every row that it owes."""
+    return Counter(p for run in dataset.runs for p in finished_of(dataset.catalog, run))
 
 
 def sealed(out: str) -> str:
