@@ -25,6 +25,7 @@ from actds.format.schema.v0_1 import parse_part
 from actds.store import open_store
 from actds_testing import harvest as h
 from actds_testing import toy
+from actds_writers.harvest.prepare import finished_of
 
 pytestmark = pytest.mark.standard
 N_PROMPTS = 25
