@@ -15,7 +15,7 @@ from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.labels import Label, label_text, parse_labels
-from actds.format.schema.v0_1 import PART, parse_part
+from actds.format.schema import PART, parse_part
 from actds.store import layout
 from actds.text import counted
 

@@ -21,7 +21,7 @@ from actds.dataset.heartbeat import Heartbeat, heartbeats
 from actds.dataset.ledger import read_ledger
 from actds.dataset.reading import Catalog, read_genesis
 from actds.explore.dataset import Dataset
-from actds.format.schema.v0_1 import parse_part
+from actds.format.schema import parse_part
 from actds.store import open_store
 from actds_testing import harvest as h
 from actds_testing import toy

@@ -34,7 +34,7 @@ from pydantic import (
 from actds.errors import ActdsError
 from actds.format.inclusion import Design, Unit, salt_of
 from actds.format.labels import MAX_LABELS, MAX_LENGTH
-from actds.format.schema.v0_1 import parse_part
+from actds.format.schema import parse_part
 from actds.format.telemetry import Attending
 from actds.store import layout
 from actds.version import __version__

@@ -18,6 +18,7 @@ from actds.format.schema import v0_1
 from actds.format.schema.v0_1 import BODIES, Document
 from actds.format.schema.v0_1 import FORMAT_VERSION as FORMAT_VERSION
 from actds.format.schema.v0_1 import HOOK_KINDS as HOOK_KINDS
+from actds.format.schema.v0_1 import PART as PART
 from actds.format.schema.v0_1 import REQUIRED_PROVENANCE as REQUIRED_PROVENANCE
 from actds.format.schema.v0_1 import Body as Body
 from actds.format.schema.v0_1 import ChainKind as ChainKind
@@ -44,6 +45,7 @@ from actds.format.schema.v0_1 import RunRecord as RunRecord
 from actds.format.schema.v0_1 import Seal as Seal
 from actds.format.schema.v0_1 import ShardBody as ShardBody
 from actds.format.schema.v0_1 import ShardManifest as ShardManifest
+from actds.format.schema.v0_1 import parse_part as parse_part
 
 Model = TypeVar("Model", bound=Document)
 _MAX_FAULTS = 1000

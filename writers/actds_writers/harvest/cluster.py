@@ -187,7 +187,10 @@ def _connected() -> Iterator[Any]:
             address = os.environ.get("RAY_ADDRESS", "auto")
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, ValueError, RuntimeError) as error:
-            got, step = str(error)[:200], "Start one with ray start, or set RAY_ADDRESS."
+            got, step = (
+                str(error)[:200],
+                "Start one with ray start, or set RAY_ADDRESS, and RAY_AUTH_MODE=token if asked.",
+            )
             expected = "a Ray cluster that runs"
             raise ActdsError(
                 "E009", "executor", got=got, expected=expected, next_step=step

@@ -27,8 +27,7 @@ from actds.format.inclusion import KeepRule, about_request
 from actds.format.interventions import FIELD, applied
 from actds.format.profile import Profile
 from actds.format.readouts import NONE
-from actds.format.schema import RunRecord
-from actds.format.schema.v0_1 import PART, parse_part
+from actds.format.schema import PART, RunRecord, parse_part
 from actds.store import layout, local_folder, open_for_writing, open_store, refuse_within_dataset
 from actds.store.local import lock_dataset
 from actds.text import counted
