@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import signal
 import socket
 import time
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 from test_live import engine_config
 
 import actds
+from actds.dataset.reading import read_genesis
 from actds.errors import ActdsError
 from actds.format.readouts import NONE, readouts_of
 from actds.publish.sealing import seal
@@ -189,6 +192,28 @@ def test_a_port_that_is_taken_costs_the_metrics_and_nothing_else(
         assert "E009" in said(caplog, r"no metrics: .*")[0]
         end(run, engine)
     assert sealed(tmp_path / "acts").n_rows == N_REQUESTS * N_POSITIONS
+
+
+def test_the_port_says_that_capture_has_ended_while_serving_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "vllm.actds")
+    out = tmp_path / "acts"
+    run = serving.start(config(), document(out, metrics_port=0))
+    engine = serve(run)
+    port = int(said(caplog, r":(\d+)/metrics")[1])
+    samples = scrape(port)
+    assert samples["actds_capturing", ()] == 1
+    [about] = [dict(labels) for name, labels in samples if name == "actds_run_info"]
+    assert about["run"] == run.link.run
+    assert about["dataset"] == read_genesis(open_store(out)).dataset
+    os.kill(run.pipeline.processes["writer"].pid, signal.SIGKILL)
+    said(caplog, "CAPTURE HAS ENDED, serving continues")
+    samples = scrape(port)
+    assert samples["actds_capturing", ()] == 0
+    assert samples["actds_scheduled_tokens_total", ()] == N_REQUESTS * N_POSITIONS
+    engine.close()
+    run.end("finished")
 
 
 def test_each_replica_has_a_port_of_its_own(

@@ -222,6 +222,7 @@ class LiveRun:
             elapsed_s=time.monotonic() - self._began,
             requests_done=counted.n_finished if counted else 0,
             requests_total=None,
+            is_capturing=self.failure is None,
         )
 
 
