@@ -29,7 +29,7 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 91_350,
+    "shipped lines": 91_650,
     "modules": 266,
     "modules with one importer": 46,
     "arguments of one function": 15,
