@@ -346,7 +346,7 @@ def refuse(config: Any, *, check: bool) -> None:
     refuse_options(options, "engine option")
 
 
-def destination(out: str, mode: int) -> str:
+def destination(out: str, mode: int = 0o700) -> str:
     """Return the location of the dataset, absolute if local; raises for a bad one.
 
     ``mode``: of a folder that is made.
